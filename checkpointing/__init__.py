@@ -1,0 +1,14 @@
+"""Activation checkpointing for PyTorch: a decorator and a with-block over one engine."""
+
+from ._api import checkpoint_scope as checkpoint_scope
+from ._api import checkpointed as checkpointed
+from ._api import disabled as disabled
+from ._api import is_recomputing as is_recomputing
+from ._policy import keep as keep
+from ._report import Stats as Stats
+from .errors import ChangedError as ChangedError
+from .errors import CheckpointError as CheckpointError
+from .errors import MismatchError as MismatchError
+from .errors import UnsupportedError as UnsupportedError
+
+__version__ = "0.1.0"

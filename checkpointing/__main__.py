@@ -1,0 +1,382 @@
+"""The comparison run, ``python -m checkpointing``: trains one small transformer each way, side by side.
+
+Every way starts from the same weights, random state and batches. After the same steps its losses, gradients,
+weights and random stream must be bit for bit those of plain; the exit status is 1 where they aren't.
+Memory is counted, never sampled: every allocation of one step, by the profiler on the CPU, by the allocator
+on CUDA. The process's resident size was rejected: it includes what the heap holds back and is never the same.
+Timed steps carry no measurement, and the ways take turns, so that what slows the machine slows them all.
+"""
+
+import argparse
+import gc
+import json
+import math
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pydoc_data.topics import topics
+from typing import Any, NoReturn, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile, record_function
+from torch.utils.checkpoint import checkpoint
+
+from checkpointing import checkpoint_scope, checkpointed, keep
+
+HEADS = 4
+VOCABULARY = 256  # bytes
+DROPOUT = 0.1
+LEARNING_RATE = 0.1
+TEXT = "\n".join(topics.values()).encode()
+DTYPES = {
+    "float32": torch.float32,
+    "float64": torch.float64,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+Call: TypeAlias = Callable[[nn.Module, Tensor], Tensor]
+
+
+class Block(nn.Module):
+    """One pre-norm transformer block over ``(batch, context, width)``."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.dropout = nn.Dropout(DROPOUT)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Attend to the past, then think about each position."""
+        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        x = x + self.dropout(self.out(attended))
+        return x + self.dropout(self.down(self.dropout(F.gelu(self.up(self.norm2(x))))))
+
+
+class Model(nn.Module):
+    """A byte-level language model; ``call`` runs each block, and that is all the ways differ in."""
+
+    def __init__(self, layers: int, width: int, context: int) -> None:
+        super().__init__()
+        self.token = nn.Embedding(VOCABULARY, width)
+        self.position = nn.Parameter(0.02 * torch.randn(context, width))
+        self.dropout = nn.Dropout(DROPOUT)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, VOCABULARY)
+
+    def forward(self, text: Tensor, call: Call) -> Tensor:
+        """The loss of predicting each byte of ``text``, int64 (batch, context + 1), from those before it."""
+        x = self.dropout(self.token(text[:, :-1]) + self.position)
+        for block in self.blocks:
+            x = call(block, x)
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), text[:, 1:].flatten())
+
+
+def plain(block: nn.Module, x: Tensor) -> Tensor:
+    """The block as it is."""
+    return block(x)  # type: ignore[no-any-return]
+
+
+def torch_checkpoint(block: nn.Module, x: Tensor) -> Tensor:
+    """What torch has."""
+    return checkpoint(block, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+@checkpointed
+def decorated(block: nn.Module, x: Tensor) -> Tensor:
+    """A decorated function around the block."""
+    return block(x)  # type: ignore[no-any-return]
+
+
+def scoped(block: nn.Module, x: Tensor) -> Tensor:
+    """A scope around the block."""
+    with checkpoint_scope():
+        return block(x)  # type: ignore[no-any-return]
+
+
+def one_scope(model: Model, text: Tensor) -> Tensor:
+    """One scope around everything; recompute starts from the kept values."""
+    with checkpoint_scope():
+        return model(text, lambda block, x: keep(block(x)))  # type: ignore[no-any-return]
+
+
+def nested_scopes(model: Model, text: Tensor) -> Tensor:
+    """A scope around everything and one around each block: even the blocks' inputs are recomputed."""
+    with checkpoint_scope():
+        return model(text, scoped)  # type: ignore[no-any-return]
+
+
+WAYS: dict[str, Callable[[Model, Tensor], Tensor]] = {
+    "plain": lambda model, text: model(text, plain),
+    "torch.utils.checkpoint per block": lambda model, text: model(text, torch_checkpoint),
+    "@checkpointed per block": lambda model, text: model(text, decorated),
+    "checkpoint_scope per block": lambda model, text: model(text, scoped),
+    "one scope, keep between blocks": one_scope,
+    "nested scopes": nested_scopes,
+}
+
+
+@dataclass
+class Run:
+    """One way's training: its model, its place in the random stream, and what it has seen."""
+
+    way: str
+    model: Model
+    device: torch.device
+    rng: list[Tensor] = field(default_factory=list)
+    losses: list[Tensor] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+
+    @classmethod
+    def start(cls, way: str, options: argparse.Namespace) -> "Run":
+        """The same weights and random state for every way."""
+        torch.manual_seed(0)
+        model = Model(options.layers, options.width, options.context)
+        model.to(options.device, DTYPES[options.dtype])
+        return cls(way, model, options.device, rng=random_state(options.device))
+
+    def loss(self, text: Tensor) -> Tensor:
+        """Forward, this way."""
+        return WAYS[self.way](self.model, text)
+
+    def step(self, text: Tensor) -> None:
+        """One timed step of gradient descent."""
+        self.model.zero_grad(set_to_none=True)
+        set_random_state(self.device, self.rng)
+        synchronize(self.device)
+        begin = time.perf_counter()
+        loss = self.loss(text)
+        loss.backward()  # type: ignore[no-untyped-call]
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                assert parameter.grad is not None, "every parameter takes part"
+                parameter.sub_(parameter.grad, alpha=LEARNING_RATE)
+        synchronize(self.device)
+        self.seconds.append(time.perf_counter() - begin)
+        self.losses.append(loss.detach())
+        self.rng = random_state(self.device)
+
+    def milliseconds(self) -> float:
+        """Median time of a step; the first one warms up, where there are others."""
+        return 1e3 * statistics.median(self.seconds[1:] or self.seconds)
+
+    def row(self, base: "Run") -> dict[str, Any]:
+        """What the table says of this way next to ``base``, without the memory."""
+        differences = self.differences(base)
+        return {
+            "way": self.way,
+            "ms_per_step": self.milliseconds(),
+            "ratio": self.milliseconds() / base.milliseconds(),
+            "loss": float(self.losses[-1]),
+            "bit_equal": not differences,
+            "differences": differences,
+        }
+
+    def memory(self, text: Tensor) -> tuple[int, int]:
+        """Bytes held between forward and backward, and at the peak of both, above what was there before."""
+        self.model.zero_grad(set_to_none=True)
+        gc.collect()
+        if self.device.type == "cuda":
+            return memory_on_cuda(lambda: self.loss(text), self.device)
+        return memory_on_cpu(lambda: self.loss(text))
+
+    def differences(self, other: "Run") -> dict[str, float]:
+        """What isn't bit for bit as in ``other``, with the largest absolute difference."""
+        parts = {
+            "gradients": (self.gradients(), other.gradients()),
+            "losses": (self.losses, other.losses),
+            "weights": (list(self.model.state_dict().values()), list(other.model.state_dict().values())),
+            "random stream": (self.rng, other.rng),
+        }
+        return {part: gap(*sides) for part, sides in parts.items() if not all(map(same_bits, *sides))}
+
+    def gradients(self) -> list[Tensor]:
+        """Of the last step."""
+        return [p.grad for p in self.model.parameters() if p.grad is not None]
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Equal in memory: also the sign of a zero and the bits of a NaN."""
+    return torch.equal(a.flatten().view(torch.uint8), b.flatten().view(torch.uint8))
+
+
+def gap(ours: list[Tensor], theirs: list[Tensor]) -> float:
+    """The largest absolute difference; infinite where it isn't a number."""
+    gaps = [float((a.double() - b.double()).abs().max()) for a, b in zip(ours, theirs, strict=True)]
+    return max(g if math.isfinite(g) else math.inf for g in gaps)
+
+
+def random_state(device: torch.device) -> list[Tensor]:
+    """Where the random streams that a step draws from stand."""
+    return [torch.get_rng_state()] + ([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])
+
+
+def set_random_state(device: torch.device, states: list[Tensor]) -> None:
+    """Go to where `random_state` was."""
+    torch.set_rng_state(states[0])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(states[1], device)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def memory_on_cpu(forward: Callable[[], Tensor]) -> tuple[int, int]:
+    """Add up the profiler's memory events: one for each block allocated or freed, in bytes."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it reports its own start and stop on stderr
+    # acc_events only keeps torch 2.11 from warning about cycles: there is just one.
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiled:
+        loss = forward()
+        with record_function("between"):
+            pass
+        loss.backward()  # type: ignore[no-untyped-call]
+    assert profiled.profiler is not None, "the profiler has run"
+    now = held = peak = 0
+    for event in sorted(profiled.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
+        if event.name() == "between":
+            held = now
+        elif event.name() == "[memory]":
+            now += event.nbytes()
+            peak = max(peak, now)
+    return held, peak
+
+
+def memory_on_cuda(forward: Callable[[], Tensor], device: torch.device) -> tuple[int, int]:
+    """Ask the allocator, which rounds each block up."""
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    loss = forward()
+    held = torch.cuda.memory_allocated(device)
+    loss.backward()  # type: ignore[no-untyped-call]
+    return held - before, torch.cuda.max_memory_allocated(device) - before
+
+
+def train(options: argparse.Namespace, progress: Callable[[str], None]) -> list[dict[str, Any]]:
+    """Train every way, compare each with the first, plain, and measure the memory of one more step."""
+    text = torch.frombuffer(bytearray(TEXT), dtype=torch.uint8)
+    draw = torch.Generator().manual_seed(1)
+    runs = [Run.start(way, options) for way in WAYS]
+    begin = time.perf_counter()
+    for step in range(options.steps):
+        starts = torch.randint(len(text) - options.context, (options.batch, 1), generator=draw)
+        batch = text[starts + torch.arange(options.context + 1)].long().to(options.device)
+        turn = step % len(runs)
+        for run in runs[turn:] + runs[:turn]:
+            run.step(batch)
+        spent = time.perf_counter() - begin
+        progress(f"step {step + 1} of {options.steps}: loss {runs[0].losses[-1]:.4f}, {spent:.1f} s")
+
+    rows = [run.row(runs[0]) for run in runs]  # all compared before any of them goes on
+    for run, row in zip(runs, rows, strict=True):
+        progress(f"memory of a step: {run.way}")
+        row["held_bytes"], row["peak_bytes"] = run.memory(batch)
+    return rows
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Aligned columns: words to the left, numbers to the right."""
+    lines = [("way", "held for backward", "peak in a step", "ms/step", "ratio", "loss", "against plain")]
+    for row in rows:
+        held, peak = (f"{row[key] / 2**20:.2f} MiB" for key in ("held_bytes", "peak_bytes"))
+        gaps = [f"{part} off by {gap:.1e}" for part, gap in row["differences"].items()]
+        time, ratio, loss = f"{row['ms_per_step']:.1f}", f"{row['ratio']:.2f}", f"{row['loss']:.4f}"
+        lines.append((row["way"], held, peak, time, ratio, loss, ", ".join(gaps) or "bit-equal"))
+    left, *numbers, _ = (max(map(len, column)) for column in zip(*lines, strict=True))
+    return "\n".join(
+        "  ".join([first.ljust(left), *map(str.rjust, middle, numbers), last])
+        for first, *middle, last in lines
+    )
+
+
+class Parser(argparse.ArgumentParser):
+    """One line for a wrong value, without the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        """Status 2."""
+        self.exit(2, f"{self.prog}: {message}\n")
+
+
+def positive(text: str) -> int:
+    """A count, from the command line."""
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
+    return int(text)
+
+
+def available_device(text: str) -> torch.device:
+    """A device that is there and whose memory can be measured, from the command line."""
+    try:
+        device = torch.device(text)
+    except RuntimeError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a device") from None
+    if device.type not in ("cpu", "cuda"):
+        raise argparse.ArgumentTypeError(f"{text!r}: memory can be measured on cpu and cuda only")
+    if device.type == "cuda":
+        count = torch.cuda.device_count()
+        if (device.index or 0) >= count:
+            raise argparse.ArgumentTypeError(f"{text!r} is not available: {count} CUDA devices found")
+    return device
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The options, checked."""
+    parser = Parser(
+        prog="python -m checkpointing",
+        description="Train a small transformer each way; compare memory, time and, bit for bit, gradients.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--steps", type=positive, default=8, help="timed steps of each way, one to warm up")
+    parser.add_argument("--layers", type=positive, default=12, help="blocks")
+    parser.add_argument("--width", type=positive, default=128, help=f"features, a multiple of {HEADS}")
+    parser.add_argument("--context", type=positive, default=128, help="bytes the model sees at once")
+    parser.add_argument("--batch", type=positive, default=8, help="sequences in a step")
+    parser.add_argument("--device", type=available_device, default="cpu", help="cpu, cuda, cuda:1, ...")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of weights and activations")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
+    options = parser.parse_args(arguments)
+    if options.width % HEADS:
+        parser.error(f"argument --width: {options.width} is not a multiple of {HEADS}, the number of heads")
+    if options.context >= len(TEXT):
+        parser.error(f"argument --context: {options.context} is too long: the text has {len(TEXT)} bytes")
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the comparison; the result is the exit status: 0 if every way is bit-equal to plain, else 1.
+
+    Args:
+        arguments: the command line's words; None takes the process's own.
+
+    Raises:
+        SystemExit: with status 2 and one line on stderr, where a value is wrong.
+    """
+    options = parse(arguments)
+    if options.device.type == "cuda":  # comparing bits needs kernels that give the same bits twice
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+    devices = [options.device] if options.device.type == "cuda" else []
+    with torch.random.fork_rng(devices):
+        rows = train(options, progress=lambda line: print(line, file=sys.stderr, flush=True))
+    if options.json:
+        settings = {**vars(options), "device": str(options.device), "torch": torch.__version__}
+        print(json.dumps({"options": settings, "rows": rows}, indent=2))
+    else:
+        print(table(rows))
+    return int(not all(row["bit_equal"] for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

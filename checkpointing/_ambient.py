@@ -1,0 +1,150 @@
+"""State outside the arguments that a rerun needs: captured at forward, entered at recompute where it differs.
+
+Capture is a handful of getters, because every region pays for it; restoring may take longer, because it happens only
+where something has changed in between (rule 7). Random number generators are forked: the rerun draws the numbers
+that the forward drew, and the stream goes on afterwards where it was.
+
+Rejected: entering `autocast`, `fork_rng`, ... context managers unconditionally (torch): most of a region's overhead.
+"""
+
+from __future__ import annotations
+
+import contextvars
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import _torch
+
+Restore = Callable[[], None]
+
+
+class Generators:
+    """States of random generators at one moment."""
+
+    __slots__ = ("_states",)
+
+    def __init__(self, devices: Iterable[torch.device], generators: Iterable[torch.Generator]) -> None:
+        """The default generators of `devices`, and `generators` themselves."""
+        states = []
+        for device in devices:
+            getter, setter = device_rng(device)
+            states.append((setter, getter, getter()))
+        states.extend((g.set_state, g.get_state, g.get_state()) for g in generators)
+        self._states = states
+
+    @property
+    def nbytes(self) -> int:
+        return sum(state.nbytes for _, _, state in self._states)
+
+    def enter(self) -> Restore:
+        """Go back to this moment; returns what puts the present states back."""
+        now = [(setter, getter()) for setter, getter, _ in self._states]
+        for setter, _, state in self._states:
+            setter(state)
+
+        def restore() -> None:
+            for setter, state in now:
+                setter(state)
+
+        return restore
+
+
+_CPU = torch.default_generator
+
+
+def device_rng(device: torch.device) -> tuple[Callable[[], Tensor], Callable[[Tensor], Any]]:
+    """Getter and setter of a device's default generator (`torch.<type>.get_rng_state`, one uint8 tensor)."""
+    if device.type == "cpu":
+        return _CPU.get_state, _CPU.set_state
+    module = torch.get_device_module(device)
+    return lambda: module.get_rng_state(device), lambda state: module.set_rng_state(state, device)
+
+
+def has_rng(device: torch.device) -> bool:
+    """Whether the device has a generator of its own that this process has started."""
+    if device.type in ("cpu", "meta"):
+        return device.type == "cpu"
+    module = getattr(torch, device.type, None)
+    return hasattr(module, "get_rng_state") and hasattr(module, "set_rng_state")
+
+
+class Ambient:
+    """Everything but random state: autocast, function modes, switches, context variables."""
+
+    __slots__ = ("_autocast", "_context", "_modes", "_switches")
+
+    def __init__(self) -> None:
+        self._context = contextvars.copy_context()
+        self._switches = _read_switches()
+        self._modes = _torch.function_modes() if _torch.function_mode_count() else None
+        self._autocast = _read_autocast()
+
+    def run(self, call: Callable[[], Any]) -> None:
+        """Call with the captured state; whatever had to change is put back, also after an exception."""
+        # A copy: one context can't be entered twice, and recomputes nest.
+        self._context.copy().run(self._run, call)
+
+    def _run(self, call: Callable[[], Any]) -> None:
+        undo: list[Restore] = []
+        try:
+            self._enter(undo)
+            call()
+        finally:
+            for restore in reversed(undo):
+                restore()
+
+    def _enter(self, undo: list[Restore]) -> None:
+        switches = _read_switches()
+        if switches != self._switches:
+            undo.append(lambda: _write_switches(switches))
+            _write_switches(self._switches)
+        if self._modes is not None or _torch.function_mode_count():
+            modes = _torch.function_modes()
+            if modes != (self._modes or []):
+                undo.append(lambda: _torch.set_function_modes(modes))
+                _torch.set_function_modes(self._modes or [])
+        autocast = _read_autocast()
+        if autocast != self._autocast:
+            undo.append(lambda: _write_autocast(autocast))
+            _write_autocast(self._autocast)
+        if self._autocast is not None:
+            # Casts of weights are cached. The rerun neither sees casts made elsewhere nor leaves its own behind.
+            torch.clear_autocast_cache()
+            undo.append(torch.clear_autocast_cache)
+
+
+_GETTERS = tuple(getter for getter, _ in _torch.SWITCHES)
+_Autocast = list[tuple[str, bool, torch.dtype]]
+
+
+def _read_switches() -> list[Any]:
+    return [getter() for getter in _GETTERS]
+
+
+def _write_switches(values: list[Any]) -> None:
+    for (getter, setter), value in zip(_torch.SWITCHES, values, strict=True):
+        if getter() != value:
+            setter(value)
+
+
+def _read_autocast() -> tuple[bool, _Autocast] | None:
+    if not _torch.autocast_is_on_somewhere():
+        return None
+    return torch.is_autocast_cache_enabled(), [
+        (t, torch.is_autocast_enabled(t), torch.get_autocast_dtype(t)) for t in _torch.autocast_device_types()
+    ]
+
+
+def _write_autocast(state: tuple[bool, _Autocast] | None) -> None:
+    if state is None:
+        for t in _torch.autocast_device_types():
+            torch.set_autocast_enabled(t, False)
+        return
+    cache, types = state
+    torch.set_autocast_cache_enabled(cache)
+    for t, enabled, dtype in types:
+        torch.set_autocast_enabled(t, enabled)
+        torch.set_autocast_dtype(t, dtype)

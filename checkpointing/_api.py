@@ -1,0 +1,494 @@
+"""The doors `checkpointed` and `checkpoint_scope`, side by side, and the one `Options` behind them.
+
+A door decides whether there is a region at all (grad mode, `enabled`, `disabled()`), builds frame and source, and
+enters and leaves them so that nothing stays behind after an exception. Everything else is the engine's.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import dataclasses
+import functools
+import inspect
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, ParamSpec, Protocol, TypeVar, overload
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor, nn
+
+from . import _torch, errors
+from ._engine import Frame, entered_at, metadata_of, thread, unpack, without_recording
+from ._replay import Replay
+from ._report import OpLog, Stats, explain, measure
+from ._rerun import ContextFn, Rerun
+from ._tape import Tape
+
+P = ParamSpec("P")
+R = TypeVar("R")
+M = TypeVar("M", bound=nn.Module)
+
+Backend = Literal["rerun", "replay", "reentrant"]
+DeterminismCheck = Literal["metadata", "values", "none"] | Callable[[Tensor], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What a region can be told, spelled once. `checkpointed` and `checkpoint_scope` say what each means."""
+
+    backend: Backend = "rerun"
+    enabled: bool = True
+    preserve_rng_state: bool = True
+    early_stop: bool = True
+    determinism_check: DeterminismCheck = "metadata"
+    policy: Any = None
+    context_fn: ContextFn | None = None
+    debug: bool = False
+    name: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.backend not in ("rerun", "replay", "reentrant"):
+            raise ValueError(f"backend is 'rerun', 'replay' or 'reentrant', not {self.backend!r}")
+        if self.policy is not None and self.backend != "replay":
+            raise ValueError(
+                f"a policy needs the tape, which backend={self.backend!r} doesn't have: leave backend out, or say "
+                "backend='replay'"
+            )
+        if self.context_fn is not None and self.backend != "rerun":
+            raise ValueError(f"context_fn works with backend='rerun' only, not with {self.backend!r}")
+        if self.context_fn is not None and self.debug:
+            raise ValueError("debug=True is incompatible with context_fn: it logs by contexts of its own")
+        if not callable(self.determinism_check) and self.determinism_check not in _CHECKS:
+            raise ValueError(
+                f"determinism_check is one of {', '.join(map(repr, _CHECKS))} or a function of a tensor, "
+                f"not {self.determinism_check!r}"
+            )
+
+    @property
+    def check(self) -> Callable[[Tensor], Any] | None:
+        """What the engine compares between forward and recompute."""
+        check = self.determinism_check
+        if callable(check):
+            return lambda tensor: (metadata_of(tensor), _comparable(without_recording(check, tensor)))
+        return _CHECKS[check]
+
+
+def fingerprint(tensor: Tensor) -> Any:
+    """Metadata and a 64-bit checksum of the tensor's bits, in their order; equal bits give equal numbers."""
+    return metadata_of(tensor), without_recording(_checksum, tensor)
+
+
+def _checksum(tensor: Tensor) -> int:
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+    if flat.is_complex():
+        flat = torch.view_as_real(flat).view(-1)
+    bits = flat.view(_SAME_SIZE[flat.element_size()]).to(torch.int64)
+    weights = torch.arange(1, 2 * bits.numel(), 2, device=bits.device)
+    return int((bits * weights).sum())
+
+
+_SAME_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _comparable(result: Any) -> Any:
+    return result.tolist() if isinstance(result, Tensor) else result
+
+
+_CHECKS: dict[Any, Callable[[Tensor], Any] | None] = {"metadata": metadata_of, "values": fingerprint, "none": None}
+
+_disabled: contextvars.ContextVar[bool] = contextvars.ContextVar("checkpointing.disabled", default=False)
+
+
+@contextmanager
+def disabled() -> Iterator[None]:
+    """Turn every region that is entered inside, in this thread and context, into a plain call.
+
+    >>> import torch
+    >>> from checkpointing import checkpointed, disabled
+    >>> @checkpointed
+    ... def f(x):
+    ...     return x.sin().cos()
+    >>> with disabled():
+    ...     y = f(torch.ones(3, requires_grad=True))  # saves its activations, recomputes nothing
+    """
+    token = _disabled.set(True)
+    try:
+        yield
+    finally:
+        _disabled.reset(token)
+
+
+def is_recomputing() -> bool:
+    """Whether this thread is running a region again, for code whose side effects must happen once.
+
+    Replay does not run Python code again, so there only custom operators ever see `True`.
+
+    >>> from checkpointing import is_recomputing
+    >>> is_recomputing()
+    False
+    """
+    return thread.depth > 0
+
+
+def _is_plain(options: Options) -> bool:
+    """Whether to run without a region (rule 10)."""
+    if not options.enabled or not torch.is_grad_enabled() or _disabled.get():
+        return True
+    if not _torch.hooks_are_enabled():
+        _warn_about_transforms()
+        return True
+    return False
+
+
+@functools.cache
+def _warn_about_transforms() -> None:
+    warnings.warn(
+        "checkpointing: saved-tensors hooks are disabled here (a torch.func transform is being taken over a region), "
+        "so regions run as plain code. Put the region inside the transformed function's callees only if you don't need "
+        "its memory, or take gradients with torch.autograd. This is said once.",
+        UserWarning,
+        stacklevel=5,
+    )
+
+
+# ---- the function door
+
+
+class _Decorator(Protocol):
+    @overload
+    def __call__(self, fn: type[M], /) -> type[M]: ...
+    @overload
+    def __call__(self, fn: Callable[P, R], /) -> Callable[P, R]: ...
+
+
+@overload
+def checkpointed(
+    fn: type[M],
+    /,
+    *,
+    backend: Backend | None = None,
+    enabled: bool = True,
+    preserve_rng_state: bool = True,
+    early_stop: bool = True,
+    determinism_check: DeterminismCheck = "metadata",
+    policy: Any = None,
+    context_fn: ContextFn | None = None,
+    debug: bool = False,
+    name: str | None = None,
+) -> type[M]: ...
+@overload
+def checkpointed(
+    fn: Callable[P, R],
+    /,
+    *,
+    backend: Backend | None = None,
+    enabled: bool = True,
+    preserve_rng_state: bool = True,
+    early_stop: bool = True,
+    determinism_check: DeterminismCheck = "metadata",
+    policy: Any = None,
+    context_fn: ContextFn | None = None,
+    debug: bool = False,
+    name: str | None = None,
+) -> Callable[P, R]: ...
+@overload
+def checkpointed(
+    fn: None = None,
+    /,
+    *,
+    backend: Backend | None = None,
+    enabled: bool = True,
+    preserve_rng_state: bool = True,
+    early_stop: bool = True,
+    determinism_check: DeterminismCheck = "metadata",
+    policy: Any = None,
+    context_fn: ContextFn | None = None,
+    debug: bool = False,
+    name: str | None = None,
+) -> _Decorator: ...
+def checkpointed(
+    fn: Any = None,
+    /,
+    *,
+    backend: Backend | None = None,
+    enabled: bool = True,
+    preserve_rng_state: bool = True,
+    early_stop: bool = True,
+    determinism_check: DeterminismCheck = "metadata",
+    policy: Any = None,
+    context_fn: ContextFn | None = None,
+    debug: bool = False,
+    name: str | None = None,
+) -> Any:
+    """Run a function so that autograd does not hold what it saves: backward computes it again.
+
+    Args:
+        fn: a function, method, static or class method, lambda or callable object; arguments and results may be any
+            nesting of containers, dataclasses and objects. An `nn.Module` subclass gets its `forward` wrapped, in
+            place, and stays what it was for `isinstance`, pickling and `state_dict`. For a module *instance* a new
+            function is returned that runs it; the module is not changed.
+        backend: how activations come back. `"rerun"` (what None means) calls the function again, `"replay"` runs the
+            recorded operators again, just those that are needed, `"reentrant"` is torch's legacy way.
+        enabled: False makes every call a plain one.
+        preserve_rng_state: whether a rerun draws the random numbers of the forward: of the CPU, of every device and
+            type of device found in the arguments, and of `torch.Generator`s among them. Replay always does.
+        early_stop: stop recomputing at the last tensor that is still needed. With False, a recompute always covers
+            the whole region.
+        determinism_check: what must be equal in forward and recompute: `"metadata"` (shape, dtype, device),
+            `"values"` (bit for bit, by a checksum: slow), a function of a tensor whose results are compared with
+            `==`, or `"none"`.
+        policy: what to keep (implies replay).
+        context_fn: returns two context managers, for the forward and for the rerun, as for
+            `torch.utils.checkpoint.checkpoint`. Rerun only.
+        debug: log the operators of forward and recompute and show both when an error is found. Slow.
+        name: the region's name in messages; the function's, if None.
+
+    Returns:
+        What behaves like `fn` (same signature), or a decorator if `fn` is left out.
+
+    Raises:
+        TypeError: for generator functions, async functions and classes that are no modules.
+        ValueError: for options that contradict each other.
+        CheckpointError: from backward, when the tensors can't be recomputed exactly: an argument has been changed
+            in place, or the function does something else the second time.
+
+    >>> import torch
+    >>> from checkpointing import checkpointed
+    >>> @checkpointed
+    ... def block(x, w):
+    ...     return torch.relu(x @ w).sin()
+    >>> x, w = torch.randn(4, 8, requires_grad=True), torch.randn(8, 8, requires_grad=True)
+    >>> block(x, w).sum().backward()
+
+    Source of the method: Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost"; saved-tensors hooks as in
+    `torch.utils.checkpoint.checkpoint(use_reentrant=False)`.
+    """
+    if backend is None:
+        backend = "rerun" if policy is None else "replay"
+    options = Options(
+        backend, enabled, preserve_rng_state, early_stop, determinism_check, policy, context_fn, debug, name
+    )
+    if fn is None:
+        return functools.partial(_wrap, options=options)
+    return _wrap(fn, options)
+
+
+def _wrap(fn: Any, options: Options) -> Any:
+    if isinstance(fn, staticmethod | classmethod):
+        return type(fn)(_wrap(fn.__func__, options))
+    if isinstance(fn, type):
+        if not issubclass(fn, nn.Module):
+            raise TypeError(
+                f"checkpointed can't wrap the class {fn.__name__}: it is no nn.Module. Decorate the method that computes."
+            )
+        forward = _wrap(fn.forward, dataclasses.replace(options, name=options.name or fn.__qualname__))
+        fn.forward = forward  # type: ignore[method-assign]
+        return fn
+    if not callable(fn):
+        raise TypeError(f"checkpointed wraps functions, methods, modules and callable objects, not {fn!r}")
+    _refuse_generators(fn)
+    name = options.name or getattr(fn, "__qualname__", None) or type(fn).__qualname__
+    return _WRAPPERS[options.backend](fn, name, options)
+
+
+def _refuse_generators(fn: Any) -> None:
+    code = fn
+    while isinstance(code, functools.partial):
+        code = code.func
+    if isinstance(code, nn.Module):
+        code = code.forward
+    elif not inspect.isroutine(code):
+        code = type(code).__call__
+    for test, kind in (
+        (inspect.isgeneratorfunction, "generator function"),
+        (inspect.iscoroutinefunction, "async function"),
+        (inspect.isasyncgenfunction, "async generator function"),
+    ):
+        if test(code):
+            raise TypeError(
+                f"checkpointed can't wrap the {kind} {getattr(fn, '__qualname__', fn)}: calling it computes nothing yet. "
+                "Decorate a plain function that it calls."
+            )
+
+
+def _wraps(fn: Any) -> Callable[[Any], Any]:
+    # A module or callable object has attributes of its own that must not be copied onto the wrapper.
+    return functools.wraps(fn, updated=("__dict__",) if inspect.isroutine(fn) else ())
+
+
+def _wrap_rerun(fn: Any, name: str, options: Options) -> Any:
+    preserve_rng_state, early_stop, check = options.preserve_rng_state, options.early_stop, options.check
+
+    @_wraps(fn)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return torch.utils.checkpoint.checkpoint(
+                fn, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state, **kwargs
+            )
+        if _is_plain(options):
+            return fn(*args, **kwargs)
+        forward, recompute = _contexts(options)
+        source = Rerun(fn, args, kwargs, preserve_rng_state, recompute)
+        frame = Frame(source, name, entered_at(sys._getframe(1)), early_stop, check)
+        if options.debug:
+            assert isinstance(forward, OpLog) and isinstance(recompute, OpLog)  # `_contexts`
+            frame.on_error = functools.partial(explain, forward=forward.lines, recompute=recompute.lines)
+        outer, thread.region = thread.region, source
+        _torch.push_hooks(frame.pack, unpack)
+        try:
+            if forward is None:
+                return fn(*args, **kwargs)
+            with forward:
+                return fn(*args, **kwargs)
+        finally:
+            _torch.pop_hooks()
+            thread.region = outer
+            frame.complete = True
+
+    return wrapper
+
+
+def _contexts(options: Options) -> tuple[Any, Any]:
+    if options.debug:
+        return OpLog(), OpLog()
+    if options.context_fn is None:
+        return None, None
+    return options.context_fn()
+
+
+def _wrap_replay(fn: Any, name: str, options: Options) -> Any:
+    @_wraps(fn)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if _is_plain(options):
+            return fn(*args, **kwargs)
+        with _Block(name, entered_at(sys._getframe(1)), options):
+            return fn(*args, **kwargs)
+
+    return wrapper
+
+
+def _wrap_reentrant(fn: Any, name: str, options: Options) -> Any:
+    raise NotImplementedError
+
+
+_WRAPPERS = {"rerun": _wrap_rerun, "replay": _wrap_replay, "reentrant": _wrap_reentrant}
+
+
+# ---- the block door
+
+
+class _Block:
+    """One recorded region, entered and left."""
+
+    __slots__ = ("_outer", "_source", "_tape", "frame")
+
+    def __init__(self, name: str, where: tuple[str, int], options: Options) -> None:
+        forward: Any = [] if options.debug else None
+        recompute: Any = [] if options.debug else None
+        self._tape = Tape(_torch.enclosing_hooks(), options.preserve_rng_state, forward)
+        self._source = Replay(self._tape, recompute)
+        self.frame = Frame(self._source, name, where, options.early_stop, options.check)
+        if options.debug:
+            self.frame.on_error = functools.partial(explain, forward=forward, recompute=recompute)
+
+    def __enter__(self) -> None:
+        self._outer = thread.region
+        self._tape.__enter__()
+        thread.region = self._source
+        _torch.push_hooks(self.frame.pack, unpack)
+
+    def __exit__(self, *error: Any) -> None:
+        _torch.pop_hooks()
+        thread.region = self._outer
+        self._tape.__exit__(*error)
+        self._tape.close()
+        self.frame.complete = True
+
+    def stats(self) -> Stats:
+        return measure(self.frame, self._tape, self._source)
+
+
+class checkpoint_scope:
+    """A block of code whose activations autograd does not hold: backward computes them again.
+
+    The block is recorded operator by operator, and backward runs again just those operators that it needs. Python
+    code is not run again. Scopes and checkpointed functions nest freely.
+
+    The scope is lexical: tensors that operators *inside* the block save are dropped and brought back; what leaves the
+    block and is saved by an operator outside is saved by that operator.
+
+    Args:
+        enabled: False makes this a plain block.
+        preserve_rng_state: random operators are replayed from the generator state that they met, so that the values
+            are those of the forward. With False they are kept instead of replayed, and no state is stored.
+        early_stop: replay only the window of the tensor that is asked for. With False, the first replay of a backward
+            covers the whole block.
+        determinism_check: as for `checkpointed`.
+        policy: what to keep.
+        debug: note the user's line for every operator, for error messages. Slow.
+        name: the region's name in messages.
+
+    A scope object is entered once; `stats` (a frozen `Stats`, counts and bytes) is right at any time after that.
+
+    Raises:
+        CheckpointError: when it is entered again; and from backward, when something that the recompute starts from
+            was changed in place in the meantime.
+
+    >>> import torch
+    >>> from checkpointing import checkpoint_scope
+    >>> x = torch.randn(4, 8, requires_grad=True)
+    >>> with checkpoint_scope() as scope:
+    ...     y = x.sin().exp().cos()
+    >>> y.sum().backward()
+    >>> scope.stats.ops_replayed
+    2
+    """
+
+    __slots__ = ("_block", "_entered", "_name", "_options")
+
+    def __init__(
+        self,
+        *,
+        enabled: bool = True,
+        preserve_rng_state: bool = True,
+        early_stop: bool = True,
+        determinism_check: DeterminismCheck = "metadata",
+        policy: Any = None,
+        debug: bool = False,
+        name: str | None = None,
+    ) -> None:
+        self._options = Options(
+            "replay", enabled, preserve_rng_state, early_stop, determinism_check, policy, None, debug, name
+        )
+        self._entered = False
+        self._block: _Block | None = None
+
+    @property
+    def name(self) -> str:
+        return self._options.name or "scope"
+
+    @property
+    def stats(self) -> Stats:
+        """Counts and bytes, as they are now."""
+        return Stats() if self._block is None else self._block.stats()
+
+    def __enter__(self) -> checkpoint_scope:
+        if self._entered:
+            raise errors.CheckpointError(
+                f"scope '{self.name}' has been entered before: it describes one execution of one block. "
+                "Make a new one with checkpoint_scope(...)."
+            )
+        self._entered = True
+        if not _is_plain(self._options):
+            block = _Block(self.name, entered_at(sys._getframe(1)), self._options)
+            block.__enter__()
+            self._block = block
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if self._block is not None:
+            self._block.__exit__(*error)

@@ -1,0 +1,467 @@
+"""The engine: what autograd stores in place of the tensors that a region saves, and how they come back.
+
+While a region runs, autograd hands every tensor that it would save to `Frame.pack` and stores the small `Holder`
+that it gets back. When backward opens a holder, the frame asks its *source* (rerun or replay) to bring slots back;
+the source calls `Recompute.deliver(slot, tensor)` for that slot and for whatever else it passes on the way. Checks,
+early stop and lifetimes live here, once; a source only knows how to compute.
+
+Who owns what (rule 9, no reference ever points back, so nothing here needs the garbage collector):
+
+    autograd graph -> Holder -> Frame -> Source -> inputs;  Frame -weak-> Holder;  graph task -> _TaskEnd -weak-> Frame
+
+The rules that tests cite:
+
+1. The innermost region owns what is saved inside it: autograd asks the innermost hooks only.
+2. A region's inputs are saved by whatever encloses it; leaves that require grad are referenced, never copied.
+3. Recompute starts as if no region were active (`_Thread.depth` and `_Thread.region`).
+4. A recomputed tensor lives until the node that asked for it has run, and never past its graph task.
+5. Recompute no more than needed: `Recompute.deliver` stops a rerun at the last live holder.
+6. Backward inside a region works: a frame may be opened before its region has ended.
+7. Bit-equal; recompute leaves RNG and buffers alone. 8. Never silently wrong. 9. Nothing outlives its use.
+10. Grad mode off: a region is a plain call.
+
+Rejected: keeping recomputed tensors on the holders (torch): a second read of `ctx.saved_tensors` then fails, and a
+failed backward leaves them behind. Here the graph task itself owns them.
+"""
+
+from __future__ import annotations
+
+import linecache
+import os
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import FrameType
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from . import _torch, errors
+
+
+class _Thread(threading.local):
+    """What this thread is doing. `depth` counts nested recomputes, `region` is where `keep` goes."""
+
+    depth = 0
+    region: Keeper | None = None
+
+
+thread = _Thread()
+
+
+class Keeper(Protocol):
+    def keep(self, tensor: Tensor) -> Tensor: ...
+
+
+class Source(Keeper, Protocol):
+    """How a frame brings tensors back."""
+
+    in_order: bool
+    """Whether slots are delivered in the order in which the forward saved them."""
+
+    def save(self, tensor: Tensor) -> Any:
+        """What a holder must remember of a tensor that autograd saves now."""
+
+    def recompute(self, request: Recompute) -> None:
+        """Deliver `request.holder.slot`, and on the way whatever else `request.wants`."""
+
+
+class Holder:
+    """What autograd stores in place of one saved tensor.
+
+    A leaf that requires grad is referenced as plain autograd does (rule 2); all else is brought back by the frame.
+    """
+
+    __slots__ = ("__weakref__", "frame", "leaf", "metadata", "saved", "slot", "version")
+
+    frame: Frame
+    slot: int
+    leaf: Tensor | None
+    metadata: Any
+    saved: Any
+    version: int
+
+
+class Recomputed:
+    """One frame's recomputed tensors in one graph task."""
+
+    __slots__ = ("guard", "inputs", "plan", "ready", "seen")
+
+    def __init__(self) -> None:
+        self.ready: dict[int, Tensor] = {}  # delivered, not yet asked for
+        self.seen: set[int] = set()  # ever delivered in this graph task
+        self.inputs: dict[Any, Tensor] = {}  # what the source unpacked and will want again
+        self.plan: Any = None  # the source's notes for this graph task
+        self.guard: Any = None
+
+
+class _Stop(BaseException):
+    """Ends a rerun early. A BaseException, so that `except Exception` in the region does not catch it; and sticky:
+    whoever swallows it meets it again at the next saved tensor."""
+
+
+class _TaskEnd:
+    """Owned by autograd's graph task, so that recomputed tensors end with it: called when it succeeds, freed in
+    any case (rule 4)."""
+
+    __slots__ = ("__weakref__", "frame", "key")
+
+    def __init__(self, frame: Frame, key: int) -> None:
+        self.frame = weakref.ref(frame)
+        self.key = key
+
+    def __call__(self) -> None:
+        _forget(self.frame, self.key, None)
+
+
+def _forget(frame: weakref.ref[Frame], key: Any, _: object) -> None:
+    alive = frame()
+    if alive is not None:
+        alive.tasks.pop(key, None)
+
+
+class Frame:
+    """One region: its holders, its source, and what has been recomputed for which graph task."""
+
+    __slots__ = (
+        "__weakref__",
+        "check",
+        "complete",
+        "early_stop",
+        "entered_at",
+        "holders",
+        "lock",
+        "name",
+        "on_error",
+        "recomputes",
+        "source",
+        "tasks",
+    )
+
+    def __init__(
+        self,
+        source: Source,
+        name: str,
+        entered_at: tuple[str, int],
+        early_stop: bool = True,
+        check: Callable[[Tensor], Any] | None = None,
+    ) -> None:
+        self.source = source
+        self.name = name
+        self.entered_at = entered_at
+        self.early_stop = early_stop
+        self.check = check
+        self.holders: list[weakref.ref[Holder]] = []
+        self.complete = False  # backward may run before the region has ended (rule 6)
+        self.recomputes = 0
+        self.tasks: dict[Any, Recomputed] = {}
+        self.lock = threading.RLock()  # the worker threads of one graph task may open one frame at once
+        self.on_error: Callable[[errors.CheckpointError], None] | None = None
+
+    def __str__(self) -> str:
+        file, line = self.entered_at
+        return f"region '{self.name}' (entered at {file}:{line})"
+
+    # ---- forward
+
+    def pack(self, tensor: Tensor) -> Holder:
+        """Autograd's pack hook."""
+        holder = Holder()
+        holder.frame = self
+        holders = self.holders
+        holder.slot = len(holders)
+        if tensor.requires_grad and tensor.is_leaf:
+            holder.leaf = tensor
+            holder.version = _torch.version(tensor)
+        else:
+            holder.leaf = None
+            holder.saved = self.source.save(tensor)
+            holder.metadata = None if self.check is None else self.check(tensor)
+        holders.append(weakref.ref(holder))
+        return holder
+
+    # ---- backward
+
+    def open(self, holder: Holder) -> Tensor:
+        """Bring one holder's tensor back: at most one recompute per slot and graph task."""
+        slot = holder.slot
+        with self.lock:
+            task = self._task()
+            tensor = task.ready.pop(slot, None)
+            if tensor is None:
+                self.recomputes += 1
+                Recompute(self, task, holder).run()
+                tensor = task.ready.pop(slot)
+        node = _torch.current_node()
+        if node is not None and _torch.is_python_node(node):
+            self._until_done(node, task, slot, tensor)
+        return tensor
+
+    def _task(self) -> Recomputed:
+        key: Any = _torch.graph_exec_group()
+        if key is None:
+            key = _torch.graph_task_id()
+        task = self.tasks.get(key)
+        if task is None:
+            task = Recomputed()
+            owner: Any = key
+            if type(key) is int:
+                if key == -1:  # read outside of backward (`grad_fn._saved_self`): nothing is remembered
+                    return task
+                owner = _TaskEnd(self, key)
+                _torch.at_graph_task_end(owner)
+            task.guard = weakref.ref(owner, partial(_forget, weakref.ref(self), key))
+            self.tasks[key] = task
+        return task
+
+    def _until_done(self, node: Any, task: Recomputed, slot: int, tensor: Tensor) -> None:
+        # A custom Function may read `ctx.saved_tensors` again: its tensors stay until its backward has run (rule 4).
+        task.ready[slot] = tensor
+        ready = task.ready
+        handle: Any = None
+
+        def done(*_: Any) -> None:
+            handle.remove()
+            ready.pop(slot, None)
+
+        handle = node.register_hook(done)
+
+
+def unpack(holder: Holder) -> Tensor:
+    """Autograd's unpack hook, the same for all regions."""
+    leaf = holder.leaf
+    if leaf is None:
+        return holder.frame.open(holder)
+    if holder.version != _torch.version(leaf):
+        raise errors.changed(
+            holder.frame, f"a leaf ({describe(leaf)})", holder.version, _torch.version(leaf)
+        )
+    return leaf
+
+
+class Held:
+    """A tensor from outside of a region (or kept inside) that its recompute starts from.
+
+    It is saved by whatever encloses the region, so it may be offloaded, or recomputed itself. Leaves that require
+    grad, and views of them, are referenced, never copied (rule 2). Where an alias is held, its version is guarded
+    (rule 8); our own frames know versions themselves.
+    """
+
+    __slots__ = ("_live", "_name", "_packed", "_unpack", "_version", "is_parameter")
+
+    def __init__(self, tensor: Tensor, hooks: _torch.Hooks | None, name: str) -> None:
+        self._name = name
+        self._version = _torch.version(tensor)
+        self._unpack: Callable[[Any], Tensor] | None = None
+        self._live: weakref.ref[Tensor] | None = None
+        base = tensor._base
+        root = tensor if base is None else base
+        self.is_parameter = root.requires_grad and root.is_leaf
+        if self.is_parameter and root is tensor:
+            self._packed: Any = tensor
+            return
+        alias = _torch.alias(tensor)
+        if hooks is None or self.is_parameter:
+            self._packed = alias
+        else:
+            pack, self._unpack = hooks
+            self._packed = pack(alias)
+            if self._unpack is not unpack:
+                self._live = weakref.ref(tensor)
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether fetching it may cost a copy or a recompute."""
+        return self._unpack is not None
+
+    def freeze(self, hooks: _torch.Hooks | None) -> None:
+        """The tensor is about to be written by the region itself: hold a copy from here on."""
+        if self._unpack is unpack:  # an enclosing region of ours tells versions apart
+            return
+        if hooks is None or self._unpack is None:
+            self._packed = _torch.clone_storage(self._packed)
+            self._version = _torch.version(self._packed)
+        else:
+            self._packed = hooks[0](self._unpack(self._packed).clone())
+        self._live = None
+        self.is_parameter = False
+
+    def fetch(self, where: Frame) -> Tensor:
+        if self._unpack is None:
+            tensor: Tensor = self._packed
+            now = _torch.version(tensor)
+        else:
+            tensor = self._unpack(self._packed)
+            live = None if self._live is None else self._live()
+            now = self._version if live is None else _torch.version(live)
+        if now != self._version:
+            raise errors.changed(where, f"{self._name} ({describe(tensor)})", self._version, now)
+        return tensor
+
+
+class Recompute:
+    """One recompute under way: the engine's side of the seam."""
+
+    __slots__ = ("_count", "_last", "_mismatches", "_stop", "frame", "holder", "task")
+
+    def __init__(self, frame: Frame, task: Recomputed, holder: Holder) -> None:
+        self.frame = frame
+        self.task = task
+        self.holder = holder
+        self._mismatches: list[tuple[int, str, object, object, str]] = []
+        self._stop = _Stop()
+        self._count: int | None = None
+        self._last = self._last_wanted()
+
+    def wants(self, holder: Holder | None) -> bool:
+        """Whether a recompute that passes this holder's slot should deliver it."""
+        return (
+            holder is not None
+            and holder.leaf is None
+            and (holder.slot not in self.task.seen or holder is self.holder)
+        )
+
+    def wanted(self) -> Iterator[Holder]:
+        """The live holders that this graph task may still open, by slot."""
+        for ref in self.frame.holders:
+            holder = ref()
+            if holder is not None and self.wants(holder):
+                yield holder
+
+    @property
+    def whole_region(self) -> bool:
+        """Early stop is off: recompute the region to its end, whatever is wanted."""
+        return not self.frame.early_stop
+
+    def deliver(self, slot: int, tensor: Tensor) -> None:
+        """Take one recomputed tensor. Raises the stop signal when the last live holder is filled (rule 5)."""
+        frame = self.frame
+        if slot < len(frame.holders):
+            holder = frame.holders[slot]()
+            if holder is not None and self.wants(holder):
+                if frame.check is not None:
+                    metadata = frame.check(tensor)
+                    if metadata != holder.metadata:
+                        op = f", for {_node_name()}" if holder is self.holder else ""
+                        self._mismatches.append((slot, op, holder.metadata, metadata, user_line()))
+                self.task.seen.add(slot)
+                self.task.ready[slot] = tensor
+        elif frame.complete:
+            raise errors.too_many(frame, len(frame.holders), user_line())
+        if slot >= self._last:
+            raise self._stop
+
+    def finish(self, count: int) -> None:
+        """Called by an in-order source that was not stopped: how many slots it passed."""
+        self._count = count
+
+    def run(self) -> None:
+        """Let the source work, with this thread's regions out of the way (rule 3)."""
+        frame = self.frame
+        region, thread.region = thread.region, None
+        thread.depth += 1
+        try:
+            frame.source.recompute(self)
+        except BaseException as error:
+            if error is not self._stop:
+                add_note(error, f"This happened during the recompute of {frame}.")
+                if isinstance(error, errors.CheckpointError) and frame.on_error is not None:
+                    frame.on_error(error)
+                raise
+        finally:
+            thread.depth -= 1
+            thread.region = region
+        self._verify()
+
+    def _last_wanted(self) -> int:
+        frame = self.frame
+        if frame.early_stop and frame.source.in_order:
+            for ref in reversed(frame.holders):
+                holder = ref()
+                if holder is not None and self.wants(holder):
+                    return holder.slot
+        return sys.maxsize
+
+    def _verify(self) -> None:
+        frame, count, slot = self.frame, self._count, self.holder.slot
+        error: errors.CheckpointError | None = None
+        if self._mismatches:
+            error = errors.different_metadata(frame, self._mismatches)
+        elif count is not None:
+            expected = self._last + 1 if self._last != sys.maxsize else len(frame.holders) * frame.complete
+            if count < max(expected, slot + 1):
+                error = errors.different_number(
+                    frame, max(expected, slot + 1) - 1, _node_name(), len(frame.holders), count
+                )
+        if error is not None:
+            self.task.ready.clear()
+            self.task.seen.clear()
+            if frame.on_error is not None:
+                frame.on_error(error)
+            raise error
+
+
+def add_note(error: BaseException, note: str) -> None:
+    """`BaseException.add_note`, which Python 3.10 lacks."""
+    if hasattr(error, "add_note"):
+        error.add_note(note)
+    else:
+        error.__notes__ = [*getattr(error, "__notes__", ()), note]
+
+
+def metadata_of(tensor: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
+    """What `determinism_check="metadata"` compares."""
+    return (tensor.shape, tensor.dtype, tensor.device)
+
+
+def describe(tensor: Tensor) -> str:
+    """A tensor as messages name it."""
+    return f"{tensor.dtype} tensor of shape {tuple(tensor.shape)}".replace("torch.", "")
+
+
+def entered_at(frame: FrameType) -> tuple[str, int]:
+    """File and line from which user code entered a region; `frame` is the caller of the door."""
+    back: FrameType | None = frame
+    while back is not None and back.f_code.co_filename.startswith(_NOT_USER_CODE):
+        frame, back = back, back.f_back  # a module's `__call__` stands between
+    if back is not None:
+        frame = back
+    return frame.f_code.co_filename, frame.f_lineno
+
+
+def without_recording(function: Callable[[Tensor], Any], tensor: Tensor) -> Any:
+    """Call a check on a saved tensor so that no region sees what it does."""
+    thread.depth += 1
+    try:
+        with torch.no_grad():
+            return function(tensor.detach())
+    finally:
+        thread.depth -= 1
+
+
+_NOT_USER_CODE = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep)
+
+
+def user_line() -> str:
+    """The innermost line on the stack that belongs neither to torch nor to this package."""
+    file, line = entered_at(sys._getframe(1))
+    return f"{file}:{line}: {linecache.getline(file, line).strip()}"
+
+
+def stack_of_user() -> str:
+    """The lines of user code on the stack, innermost first, one a line."""
+    lines = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if not frame.f_code.co_filename.startswith(_NOT_USER_CODE):
+            lines.append(f"    {frame.f_code.co_filename}:{frame.f_lineno}:{frame.f_code.co_name}\n")
+        frame = frame.f_back
+    return "".join(lines)
+
+
+def _node_name() -> str:
+    node = _torch.current_node()
+    return "a read outside of backward" if node is None else str(node.name())

@@ -1,0 +1,262 @@
+"""Source 1: call the function again.
+
+The inputs are saved as an operator would save them: through the enclosing hooks, so that they may be offloaded or
+recomputed themselves; parameters and other leaves are referenced (rule 2). Every tensor in the arguments, at any
+depth, is guarded by its version (rule 8). Containers are copied, so that what the caller does to a list or a dict
+afterwards does not reach the rerun; other objects are handed to the rerun as they are.
+
+Rejected: `functools.partial` of the live arguments (torch, for everything but positional tensors): a keyword or
+nested tensor that is changed before backward then gives wrong gradients without a word.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import _torch, errors
+from ._ambient import Ambient, Generators, has_rng
+from ._engine import Frame, Held, Recompute, describe, thread, unpack
+from ._tree import ATOMS, Build, open_container
+
+ContextFn = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
+
+
+class Rerun:
+    """The function, its saved inputs and the state it ran in."""
+
+    __slots__ = ("_ambient", "_context", "_function", "_hooks", "_inputs", "_pins", "_rng")
+
+    in_order = True
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        preserve_rng_state: bool,
+        recompute_context: AbstractContextManager[Any] | None = None,
+    ) -> None:
+        self._function = function
+        self._hooks = hooks = _torch.enclosing_hooks()
+        self._inputs = inputs = Inputs(args, kwargs, hooks)
+        self._context = recompute_context
+        self._ambient = Ambient()
+        self._rng = Generators(inputs.devices, inputs.generators) if preserve_rng_state else None
+        self._pins: list[Held] = []
+
+    def save(self, tensor: Tensor) -> None:
+        return None
+
+    def keep(self, tensor: Tensor) -> Tensor:
+        self._pins.append(Held(tensor, self._hooks, "a value given to keep()"))
+        return tensor
+
+    def recompute(self, request: Recompute) -> None:
+        args, kwargs = self._inputs.restore(request.frame)
+
+        def call() -> None:
+            slot = 0
+
+            def pack(tensor: Tensor) -> Tensor:
+                nonlocal slot
+                # Detached: the rerun's graph stores what is returned here, and must not own itself. It is a tensor
+                # rather than a holder so that backward inside the rerun works (rule 6).
+                tensor = tensor.detach() if tensor.requires_grad else tensor
+                slot += 1
+                request.deliver(slot - 1, tensor)
+                return tensor
+
+            thread.region = Pinned(self._pins, request.frame)
+            _torch.push_hooks(pack, _identity)
+            try:
+                with torch.enable_grad():
+                    if self._context is None:
+                        self._function(*args, **kwargs)
+                    else:
+                        with self._context:
+                            self._function(*args, **kwargs)
+            finally:
+                _torch.pop_hooks()
+            request.finish(slot)
+
+        restore = None if self._rng is None else self._rng.enter()
+        try:
+            self._ambient.run(call)
+        finally:
+            if restore is not None:
+                restore()
+
+
+def _identity(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+class Pinned:
+    """Where `keep` goes while the function is called again: it hands back what the forward pinned, in order."""
+
+    def __init__(self, pins: list[Held], where: Frame) -> None:
+        self._pins = iter(pins)
+        self._where = where
+
+    def keep(self, tensor: Tensor) -> Tensor:
+        pin = next(self._pins, None)
+        if pin is None:  # backward inside the region, met again by the rerun, may run ahead of the forward
+            return tensor
+        value = pin.fetch(self._where)
+        return _Pin.apply(tensor, value) if tensor.requires_grad else value  # type: ignore[no-untyped-call]
+
+
+class _Pin(torch.autograd.Function):
+    # The pinned value with the recomputed tensor's place in the graph.
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, value: Tensor) -> Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return grad, None
+
+
+# ---- arguments
+
+_CPU = torch.device("cpu")
+
+
+class _Slot:
+    """Stands in a saved structure for the tensor with this number."""
+
+    __slots__ = ("number",)
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+class _Argument:
+    """A tensor argument that belongs to a graph: it comes back with its place in that graph."""
+
+    __slots__ = ("_live", "_name", "_saved", "_version")
+
+    def __init__(self, tensor: Tensor, hooks: _torch.Hooks | None, name: str) -> None:
+        self._saved = _torch.save_input(tensor)
+        self._name = name
+        self._version = _torch.version(tensor)
+        self._live = None if hooks is not None and hooks[1] is unpack else weakref.ref(tensor)
+
+    def fetch(self, where: Frame) -> Tensor:
+        live = None if self._live is None else self._live()
+        if live is not None and _torch.version(live) != self._version:
+            name = f"{self._name} ({describe(live)})"
+            raise errors.changed(where, name, self._version, _torch.version(live))
+        try:
+            return self._saved.unpack()
+        except RuntimeError as error:
+            if isinstance(error, errors.CheckpointError) or "modified by an inplace" not in str(error):
+                raise
+            raise errors.changed(where, self._name, self._version, self._version + 1) from error
+
+
+class Inputs:
+    """The arguments of one call: tensors saved, containers copied, everything guarded."""
+
+    __slots__ = ("_args", "_hooks", "_kwargs", "_objects", "_tensors", "devices", "generators")
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], hooks: _torch.Hooks | None) -> None:
+        self._hooks = hooks
+        self._tensors: list[Held | _Argument] = []
+        self._objects: list[tuple[object, str, list[tuple[str, weakref.ref[Tensor], int]]]] = []
+        self.devices = {_CPU}
+        self.generators: list[torch.Generator] = []
+        save = self._save
+        self._args = [v if type(v) in ATOMS else save(v, "args", i) for i, v in enumerate(args)]
+        self._kwargs = {k: v if type(v) in ATOMS else save(v, "kwargs", k) for k, v in kwargs.items()}
+
+    def restore(self, where: Frame) -> tuple[list[Any], dict[str, Any]]:
+        """The arguments as they were; `ChangedError` names the first that has changed."""
+        for value, path, seen in self._objects:
+            self._check_object(value, path, seen, where)
+        tensors = [held.fetch(where) for held in self._tensors]
+        args = [_rebuild(v, tensors) for v in self._args]
+        return args, {k: _rebuild(v, tensors) for k, v in self._kwargs.items()}
+
+    def _save(self, value: Any, parent: str, key: Any) -> Any:
+        """What stands for `value` until the rerun."""
+        kind = type(value)
+        if kind in ATOMS:
+            return value
+        if isinstance(value, Tensor):
+            self._see(value)
+            in_graph = value.requires_grad and not value.is_leaf
+            self._tensors.append((_Argument if in_graph else Held)(value, self._hooks, f"{parent}[{key!r}]"))
+            return _Slot(len(self._tensors) - 1)
+        if isinstance(value, torch.Generator):
+            self.generators.append(value)
+            return value
+        if isinstance(value, nn.Module) or callable(value):
+            return value
+        path = f"{parent}[{key!r}]"
+        opened = open_container(value)
+        if opened is not None:
+            parts, build = opened
+            return _Container(build, {k: self._save(v, path, k) for k, v in parts.items()})
+        if hasattr(value, "__dict__"):
+            seen: list[tuple[str, weakref.ref[Tensor], int]] = []
+            for name, tensor in _tensors_in(vars(value), path):
+                self._see(tensor)
+                seen.append((name, weakref.ref(tensor), _torch.version(tensor)))
+            if seen:
+                self._objects.append((value, path, seen))
+        return value
+
+    def _see(self, tensor: Tensor) -> None:
+        device = tensor.device
+        if device.type != "cpu" and has_rng(device):
+            self.devices.add(device)
+
+    @staticmethod
+    def _check_object(
+        value: object, path: str, seen: list[tuple[str, weakref.ref[Tensor], int]], where: Frame
+    ) -> None:
+        now = dict(_tensors_in(vars(value), path))
+        for name, ref, version in seen:
+            tensor = now.get(name)
+            if tensor is None or tensor is not ref():
+                raise errors.replaced(where, name)
+            if _torch.version(tensor) != version:
+                name = f"{name} ({describe(tensor)})"
+                raise errors.changed(where, name, version, _torch.version(tensor))
+
+
+class _Container:
+    """A saved container: how to build one of its kind, and what stands for its parts."""
+
+    __slots__ = ("build", "parts")
+
+    def __init__(self, build: Build, parts: dict[Any, Any]) -> None:
+        self.build = build
+        self.parts = parts
+
+
+def _rebuild(saved: Any, tensors: list[Tensor]) -> Any:
+    if type(saved) is _Slot:
+        return tensors[saved.number]
+    if type(saved) is _Container:
+        return saved.build({k: _rebuild(v, tensors) for k, v in saved.parts.items()})
+    return saved
+
+
+def _tensors_in(parts: Any, path: str) -> Iterator[tuple[str, Tensor]]:
+    """The tensors among an object's attributes, and in the containers among these."""
+    for key, value in parts.items():
+        name = f"{path}.{key}" if type(key) is str else f"{path}[{key!r}]"
+        if isinstance(value, Tensor):
+            yield name, value
+        elif type(value) not in ATOMS:
+            opened = open_container(value)
+            if opened is not None:
+                yield from _tensors_in(opened[0], name)

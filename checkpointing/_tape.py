@@ -1,0 +1,464 @@
+"""Recording: which operators a block ran, on which values.
+
+The tape sits below autograd, autocast and function modes, where every tensor is plain data. A *value* is one storage
+at one moment: an operator that writes in place makes a new value of the same storage. How a tensor lies on its
+storage (size, stride, offset, dtype, conj and neg bits) is part of the reference to the value, so views are free and
+pure view operators are not recorded at all.
+
+Values and operators form a graph that points only backwards (`Value.op` -> `Op.reads` -> older values), and only
+holders own it. So whatever no live holder needs is freed when the block ends, and the rest goes as backward passes
+by, without any bookkeeping (rule 9).
+
+Invariant: replaying an operator on its recorded references gives the bits that it gave the first time. Where that
+can't be promised, the value is held instead: storages that existed before, storages that are read before any
+recorded operator wrote them, storages written from outside.
+
+Rejected: a list of operators with use counts (needs a release pass after each backward), and identity of tensors
+(autograd packs saved outputs as shallow copies).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from . import _torch
+from ._ambient import Generators, has_rng
+from ._engine import Held, stack_of_user, thread
+
+
+class Value:
+    """One storage between two writes: `op` made it, or it is `held` (by geometry; one alias serves all)."""
+
+    __slots__ = ("held", "id", "kept", "nbytes", "op", "unwritten")
+
+    def __init__(self, id: int, op: Op | None, nbytes: int) -> None:
+        self.id = id
+        self.op = op
+        self.nbytes = nbytes
+        self.unwritten = False  # allocated, and not yet filled by a recorded operator
+        self.kept = False  # held although an operator made it
+        self.held: dict[Any, Held] = _NOTHING if op is not None else {}
+
+    def hold(self, tensor: Tensor, hooks: _torch.Hooks | None, name: str) -> None:
+        """Hold the value as it is now. `tensor` lies on it."""
+        if self.op is not None:
+            self.op, self.held, self.unwritten = None, {}, False
+        for held in self.held.values():
+            if not held.is_packed:  # an alias of the storage, from which any geometry can be made
+                return
+        geometry = geometry_of(tensor)
+        if geometry not in self.held:
+            self.held[geometry] = Held(tensor, hooks, name)
+
+    @property
+    def is_parameter(self) -> bool:
+        return any(held.is_parameter for held in self.held.values())
+
+
+_NOTHING: dict[Any, Held] = {}
+
+
+def geometry_of(tensor: Tensor | Ref) -> Any:
+    """How a tensor lies on its storage."""
+    if type(tensor) is Ref:
+        return (tensor.size, tensor.stride, tensor.offset, tensor.dtype, tensor.conj, tensor.neg)
+    assert isinstance(tensor, Tensor)
+    conj = tensor.dtype.is_complex and tensor.is_conj()
+    return (tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, conj, tensor.is_neg())
+
+
+class Ref:
+    """A tensor on a value."""
+
+    __slots__ = ("conj", "dtype", "kind", "neg", "offset", "size", "stride", "value")
+
+    def __init__(self, value: Value, tensor: Tensor) -> None:
+        self.value = value
+        self.size = tensor.shape
+        self.stride = tensor.stride()
+        self.offset = tensor.storage_offset()
+        self.dtype = dtype = tensor.dtype
+        self.conj = dtype.is_complex and tensor.is_conj()
+        self.neg = tensor.is_neg()
+        kind = type(tensor)
+        self.kind = None if kind is Tensor or kind is nn.Parameter else kind
+
+
+class Shape:
+    """Stands for an argument of which an operator reads only the metadata, or that it overwrites."""
+
+    __slots__ = ("device", "dtype", "size", "stride")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.size = tensor.shape
+        self.stride = tensor.stride()
+        self.dtype = tensor.dtype
+        self.device = tensor.device
+
+
+class Scratch:
+    """Stands for an argument from outside that an operator writes: replay lets it write a copy."""
+
+    __slots__ = ("ref",)
+
+    def __init__(self, ref: Ref) -> None:
+        self.ref = ref
+
+
+class Wrapped:
+    """A wrapper subclass, taken apart into references."""
+
+    __slots__ = ("context", "kind", "parts", "size", "stride")
+
+    def __init__(self, tensor: Any, reference: Callable[[Tensor], Any]) -> None:
+        names, self.context = tensor.__tensor_flatten__()
+        self.kind = type(tensor)
+        self.size, self.stride = tensor.size(), tensor.stride()
+        self.parts = {name: reference(getattr(tensor, name)) for name in names}
+
+
+class Op:
+    """One recorded operator call. `outputs` names values by id: a strong reference would be a cycle."""
+
+    __slots__ = ("args", "func", "index", "kwargs", "outputs", "reads", "rng", "segment", "writes")
+
+    index: int  # position on the tape
+    segment: int  # how many times something had been kept before
+
+    def __init__(self, func: Any, args: list[Any], kwargs: dict[str, Any], reads: list[Value]) -> None:
+        self.func = func
+        self.args = args
+        self.kwargs = kwargs
+        self.reads = reads
+        self.rng: Generators | None = None
+        self.outputs: list[tuple[int, int]] = []  # (which tensor of the result, id of the value)
+        self.writes: list[tuple[int, int]] = []  # (id of the value written, id of the value it becomes)
+
+
+class Info:
+    """What the schema of an operator says that recording needs; found once per operator."""
+
+    __slots__ = ("allocates", "hidden", "ignored", "inplace", "metadata_only", "overwrites", "random", "writes")
+
+    def __init__(self, func: Any) -> None:
+        schema = getattr(func, "_schema", None)
+        self.writes: tuple[Any, ...] = ()
+        self.ignored = self.inplace = self.random = False
+        name = func.name() if isinstance(func, torch._ops.OpOverload) else str(func)
+        self.hidden = HIDDEN_WRITES.get(name.partition(".")[0])
+        base = name.partition(".")[0].removeprefix("aten::")
+        self.allocates = base in ALLOCATES
+        self.metadata_only = base in METADATA_ONLY or name == "aten::bernoulli.p"
+        self.overwrites = base in OVERWRITES
+        if schema is None:
+            return
+        arguments = schema.arguments
+        self.writes = tuple(
+            a.name if a.kwarg_only else i
+            for i, a in enumerate(arguments)
+            if a.alias_info is not None and a.alias_info.is_write
+        )
+        self.overwrites = self.overwrites or all(type(w) is str for w in self.writes)
+        results = [r for r in schema.returns if "Tensor" in str(r.type)]
+        aliases = [r.alias_info for r in results]
+        views = all(a is not None and not a.is_write for a in aliases)
+        # Views share their storage with an argument, which is how values are found; other results that are no
+        # tensors were decided in the forward.
+        # `set_` gives a tensor another storage and writes none.
+        self.ignored = base == "set_" or (not self.writes and self.hidden is None and views)
+        self.inplace = bool(self.writes) and all(a is not None and a.is_write for a in aliases)
+        self.random = torch.Tag.nondeterministic_seeded in func.tags
+
+
+# Operators that allocate without filling.
+ALLOCATES = frozenset(
+    {"empty", "empty_quantized", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided", "resize_"}
+)
+# Operators whose first argument only lends its metadata. Without this a dropout mask would drag the matrix product
+# before it into every replay.
+METADATA_ONLY = frozenset(
+    {"empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like"}
+    | {"new_empty", "new_empty_strided", "new_zeros", "new_ones", "new_full"}
+)
+# In-place operators that don't read what they overwrite.
+OVERWRITES = frozenset(
+    {"copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_", "random_", "exponential_", "log_normal_"}
+    | {"cauchy_", "geometric_"}
+)
+
+
+def _batch_norm_statistics(training: int) -> Callable[[Any, Any], tuple[int, ...]]:
+    return lambda args, kwargs: (3, 4) if len(args) <= training or args[training] else ()
+
+
+# Operators that write arguments without saying so in their schema: which ones, given a call.
+HIDDEN_WRITES: dict[str, Callable[[Any, Any], tuple[int, ...]]] = {
+    "aten::native_batch_norm": _batch_norm_statistics(5),
+    "aten::cudnn_batch_norm": _batch_norm_statistics(5),
+    "aten::miopen_batch_norm": _batch_norm_statistics(5),
+    "aten::batch_norm_gather_stats": lambda args, kwargs: (3, 4),
+    "aten::batch_norm_gather_stats_with_counts": lambda args, kwargs: (3, 4),
+}
+
+_INFOS: dict[Any, Info] = {}
+
+
+class Tape(TorchDispatchMode):
+    """Records while it is entered: one per region. Afterwards what it recorded lives on in the holders alone."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, hooks: _torch.Hooks | None, preserve_rng_state: bool, log: list[tuple[str, str]] | None) -> None:
+        super().__init__()
+        self.log = log
+        self.recorded = 0
+        self.saved_bytes = 0
+        self.kept_bytes = 0
+        self._hooks = hooks
+        self._preserve_rng_state = preserve_rng_state
+        self._running: Any = "autograd"  # the operator that reads now, for messages
+        self._depth = thread.depth
+        self._values: dict[int, Value] = {}  # by storage: its value now
+        self._weak: list[int] = []
+        self._saved: set[int] = set()
+        self._segment = 0
+        self._ids = 0
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Else torch wraps `__torch_dispatch__` once more, and every operator pays for it.
+        return False
+
+    def close(self) -> None:
+        """Drop what is needed only while recording."""
+        self._values.clear()
+        self._saved.clear()
+        for weak in self._weak:
+            _torch.free_weak_storage(weak)
+        self._weak.clear()
+
+    def save(self, tensor: Tensor) -> Any:
+        """What a holder needs to bring `tensor` back."""
+        saved = self._saved
+        if not hasattr(tensor, "__tensor_flatten__"):
+            return self._save(tensor, saved)
+        return Wrapped(tensor, lambda part: self._save(part, saved))
+
+    def _save(self, tensor: Tensor, saved: set[int]) -> Any:
+        ref = self.reference(tensor)
+        if type(ref) is Ref and ref.value.id not in saved:
+            saved.add(ref.value.id)
+            if not ref.value.is_parameter:
+                self.saved_bytes += ref.value.nbytes
+        return ref
+
+    def keep(self, tensor: Tensor) -> Tensor:
+        """Hold a value: recompute starts from it, and never crosses it."""
+        if hasattr(tensor, "__tensor_flatten__"):
+            for name in tensor.__tensor_flatten__()[0]:
+                self.keep(getattr(tensor, name))
+        elif _torch.has_storage(tensor):
+            value = self._values.get(_torch.storage_id(tensor))
+            if value is not None and value.op is not None:
+                value.hold(whole(tensor, self._hooks), self._hooks, "a kept tensor")
+                value.kept = True
+                self.kept_bytes += value.nbytes
+                self._segment += 1
+        return tensor
+
+    def reference(self, tensor: Tensor) -> Any:
+        """A reference to what `tensor` reads now. Its value is held if no recorded operator made it."""
+        if not _torch.has_storage(tensor) or _dispatches(type(tensor)):  # opaque
+            return Held(tensor, self._hooks, f"an input of {self._running}")
+        value = self._values.get(_torch.storage_id(tensor))
+        if value is None:
+            value = self._register(tensor, None)
+        if value.op is None or (value.unwritten and value.nbytes):
+            # From outside; or allocated here and filled by something unseen (a raw kernel, ctypes, NumPy).
+            value.hold(tensor, self._hooks, f"an input of {self._running}")
+        return Ref(value, tensor)
+
+    def _opaque(self, held: Held) -> Value:
+        value = Value(0, None, 0)
+        value.held[None] = held
+        return value
+
+    def _register(self, tensor: Tensor, op: Op | None) -> Value:
+        """The storage of `tensor` has a new value."""
+        self._ids += 1
+        storage = tensor.untyped_storage()
+        value = Value(self._ids, op, storage.nbytes())
+        sid = storage._cdata
+        if sid not in self._values:
+            # While a weak reference lives, no other storage gets this address.
+            self._weak.append(storage._weak_ref())
+        self._values[sid] = value
+        return value
+
+    # ---- the mode
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if thread.depth != self._depth:  # an operator of a recompute (rule 3)
+            return func(*args, **kwargs)
+        info = _INFOS.get(func)
+        if info is None:
+            info = _INFOS[func] = Info(func)
+        if types and any(_dispatches(t) for t in types):
+            return NotImplemented  # the subclass takes itself apart, and plain tensors come by
+        if info.ignored:
+            return func(*args, **kwargs)
+        self._running = func
+        if self.log is not None:
+            self.log.append((str(func), stack_of_user()))
+        written = info.writes if info.hidden is None else info.hidden(args, kwargs)
+        if written:
+            return self._record_write(func, info, written, args, kwargs)
+        reads: list[Value] = []
+        saved = self._refer(args, reads, info.metadata_only)
+        op = Op(func, saved, dict(zip(kwargs, self._refer(kwargs.values(), reads))) if kwargs else kwargs, reads)
+        op.index, op.segment = self.recorded, self._segment
+        if info.random and self._preserve_rng_state:
+            op.rng = stash_generators(args, kwargs)
+        result = func(*args, **kwargs)
+        self._add_outputs(op, result, info.allocates)
+        if info.random and not self._preserve_rng_state:
+            for tensor in tensors_of(result):
+                self.keep(tensor)
+        return result
+
+    def _refer(self, args: Iterable[Any], reads: list[Value], metadata_only: bool = False) -> list[Any]:
+        """References in place of the tensors in `args`; notes in `reads` the values that they read."""
+        saved = list(args)
+        for i, arg in enumerate(saved):
+            if isinstance(arg, Tensor):
+                if metadata_only and i == 0:
+                    saved[i] = Shape(arg)
+                else:
+                    saved[i] = ref = self.reference(arg)
+                    reads.append(ref.value if type(ref) is Ref else self._opaque(ref))
+            elif type(arg) is list or type(arg) is tuple:
+                saved[i] = self._refer(arg, reads)
+        return saved
+
+    def _add_outputs(self, op: Op, result: Any, unwritten: bool = False) -> None:
+        values = self._values
+        for i, tensor in enumerate((result,) if isinstance(result, Tensor) else tensors_of(result)):
+            if _torch.has_storage(tensor) and _torch.storage_id(tensor) not in values:
+                value = self._register(tensor, op)
+                value.unwritten = unwritten
+                op.outputs.append((i, value.id))
+        if op.outputs or op.writes:
+            self.recorded += 1
+
+    def _record_write(self, func: Any, info: Info, written: tuple[Any, ...], args: Any, kwargs: Any) -> Any:
+        places = dict(enumerate(args)) | kwargs
+        targets: dict[int, Tensor] = {}  # by storage: views of one are written together
+        for place in written:
+            targets.update((_torch.storage_id(t), t) for t in tensors_of(places.get(place)) if _torch.has_storage(t))
+        old = {sid: self._values.get(sid) for sid in targets}
+        outside = {sid for sid, value in old.items() if self._is_outside(value, info)}
+        if info.inplace and len(outside) == len(targets):
+            # It only writes something from outside: never repeated. Whoever read the value before gets a copy.
+            self._freeze(old.values())
+            result = func(*args, **kwargs)
+            for target in targets.values():
+                self._register(target, None)
+            return result
+        reads: list[Value] = []
+        saved = {
+            place: self._refer_to_written(arg, reads, info, outside)
+            if place in written
+            else self._refer((arg,), reads, info.metadata_only and place == 0)[0]
+            for place, arg in places.items()
+        }
+        op = Op(func, [saved[i] for i in range(len(args))], {k: saved[k] for k in kwargs}, reads)
+        op.index, op.segment = self.recorded, self._segment
+        if info.random and self._preserve_rng_state:
+            op.rng = stash_generators(args, kwargs)
+        self._freeze([self._values.get(sid) for sid in targets])
+        result = func(*args, **kwargs)
+        for sid, target in targets.items():
+            value = old[sid]
+            if sid in outside or value is None:
+                self._register(target, None)
+                continue
+            new = self._register(target, op)
+            if info.overwrites:
+                new.unwritten = value.unwritten and target.numel() * target.element_size() < new.nbytes
+            elif info.allocates:  # resize_
+                new.unwritten = new.nbytes > value.nbytes
+            op.writes.append((value.id, new.id))
+        self._add_outputs(op, result)
+        if info.random and not self._preserve_rng_state:
+            for tensor in (*targets.values(), *tensors_of(result)):
+                self.keep(tensor)
+        return result
+
+    @staticmethod
+    def _is_outside(value: Value | None, info: Info) -> bool:
+        """Whether what is written can't be made again: it was there before, or something unseen has filled it."""
+        if value is None or (value.op is None and not value.kept):
+            return True
+        return value.unwritten and not (info.overwrites or info.allocates)
+
+    def _refer_to_written(self, arg: Any, reads: list[Value], info: Info, outside: set[int]) -> Any:
+        if not isinstance(arg, Tensor):
+            if type(arg) is list or type(arg) is tuple:
+                return [self._refer_to_written(a, reads, info, outside) for a in arg]
+            return arg
+        if not _torch.has_storage(arg):
+            return self.reference(arg)
+        if _torch.storage_id(arg) not in outside:
+            # Not `reference`: a buffer that is only being filled need not be held.
+            ref = Ref(self._values[_torch.storage_id(arg)], arg)
+            reads.append(ref.value)
+            return ref
+        return Shape(arg) if info.overwrites else Scratch(self.reference(arg))
+
+    def _freeze(self, values: Iterable[Value | None]) -> None:
+        """Before a write: what is held of these values must not change with it."""
+        for value in values:
+            if value is not None:
+                for held in value.held.values():
+                    held.freeze(self._hooks)
+
+
+def _dispatches(kind: type[Tensor]) -> bool:
+    """Whether a subclass of Tensor has a `__torch_dispatch__` of its own."""
+    return kind.__torch_dispatch__ is not Tensor.__torch_dispatch__
+
+
+def tensors_of(value: Any) -> Iterator[Tensor]:
+    """The tensors in an operator's argument or result, in order."""
+    if isinstance(value, Tensor):
+        yield value
+    elif type(value) is tuple or type(value) is list:
+        for part in value:
+            yield from tensors_of(part)
+
+
+def whole(tensor: Tensor, hooks: _torch.Hooks | None) -> Tensor:
+    """A tensor that covers the storage of `tensor`, so that packing it loses nothing."""
+    if hooks is None or tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes():
+        return tensor
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+
+
+_CPU_DEVICE = torch.device("cpu")
+
+
+def stash_generators(args: Any, kwargs: dict[str, Any]) -> Generators:
+    """The state of the generator that a random operator is about to draw from."""
+    generators = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Generator)]
+    if generators:
+        return Generators((), generators)
+    devices = {t.device for a in (*args, *kwargs.values()) for t in tensors_of(a)}
+    if kwargs.get("device") is not None:
+        devices = {torch.device(kwargs["device"])}
+    return Generators([d for d in devices if has_rng(d)] or [_CPU_DEVICE], ())

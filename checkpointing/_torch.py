@@ -1,0 +1,220 @@
+"""Every private name of torch that this library touches, one function each: why, and since when.
+
+Nothing else in the package reaches into `torch._C`. All of these exist, unchanged, in torch 2.11 to 2.15
+unless a line says otherwise.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor
+
+_C: Any = torch._C
+_autograd: Any = torch._C._autograd
+
+Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
+
+# ---- saved-tensors hooks. `torch.autograd.graph.saved_tensors_hooks` is the public form; a region pushes the
+# pair itself because the context manager object would cost as much as the region.
+push_hooks: Callable[[Callable[[Tensor], Any], Callable[[Any], Tensor]], None] = (
+    _autograd._push_saved_tensors_default_hooks
+)
+pop_hooks: Callable[[], None] = _autograd._pop_saved_tensors_default_hooks
+# torch.func transforms and some graph captures forbid hooks: a region is then a plain call.
+hooks_are_enabled: Callable[[], bool] = _autograd._saved_tensors_hooks_is_enabled
+
+
+def enclosing_hooks() -> Hooks | None:
+    """The pair that autograd would use now; there is no public way to read it."""
+    return cast("Hooks | None", _autograd._top_saved_tensors_default_hooks(True))
+
+
+# ---- the running backward call. -1 outside of one; unique in the process.
+graph_task_id: Callable[[], int] = _C._current_graph_task_id
+current_node: Callable[[], Any] = _C._current_autograd_node
+# `torch.utils.checkpoint.GraphExecGroup` that is entered in this thread, or None.
+graph_exec_group: Callable[[], object | None] = _C._get_graph_exec_group
+
+
+def at_graph_task_end(callback: Callable[[], None]) -> None:
+    """Call `callback` when the running backward call ends; a failing one only drops its reference to it."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+
+
+def is_python_node(node: object) -> bool:
+    """Whether `node` is a custom `autograd.Function`, whose backward may read a saved tensor twice."""
+    return isinstance(node, _C._FunctionBase)
+
+
+# ---- storages. The public way (`untyped_storage()`) builds a Python object per call.
+storage_id: Callable[[Tensor], int] = _C._storage_id
+
+
+def has_storage(tensor: Tensor) -> bool:
+    """False for sparse, MKLDNN and other opaque layouts."""
+    return cast(bool, _C._has_storage(tensor))
+
+
+def weak_storage(tensor: Tensor) -> int:
+    """A weak reference that keeps the storage's *address* from being reused; free it with `free_weak_storage`."""
+    return cast(int, tensor.untyped_storage()._weak_ref())
+
+
+free_weak_storage: Callable[[int], None] = torch.UntypedStorage._free_weak_ref
+
+
+def storage_is_dead(weak: int) -> bool:
+    return cast(bool, torch.UntypedStorage._expired(weak))  # type: ignore[no-untyped-call]
+
+
+# ---- tensors
+_adinplace_key = _C.DispatchKey.ADInplaceOrView
+
+
+def alias(tensor: Tensor) -> Tensor:
+    """A detached alias that shares the version counter, also when called below autograd.
+
+    Inside `__torch_dispatch__` the key that shares version counters between views is excluded; put it back.
+    """
+    with _C._SetExcludeDispatchKeyGuard(_adinplace_key, False):
+        return tensor.detach()
+
+
+def version(tensor: Tensor) -> int:
+    """The version counter; -1 for tensors that have none (inference tensors)."""
+    try:
+        return tensor._version
+    except RuntimeError:
+        return -1
+
+
+class SavedInput(Protocol):
+    def unpack(self) -> Tensor: ...
+
+
+class _SaveInput(torch.autograd.Function):
+    # For torch < 2.13, which lacks `_make_saved_tensor`: a node whose only work is to save its input.
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        ctx.save_for_backward(tensor)
+        return tensor.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise AssertionError("this node is never part of a graph that runs")
+
+
+class _SavedByNode:
+    __slots__ = ("node",)
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.node = _SaveInput.apply(tensor).grad_fn  # type: ignore[no-untyped-call]
+
+    def unpack(self) -> Tensor:
+        return cast(Tensor, self.node.saved_tensors[0])
+
+
+def save_input(tensor: Tensor) -> SavedInput:
+    """Save a tensor that requires grad as a node of autograd would: through the enclosing hooks, and brought
+    back with the same `grad_fn`, without a reference cycle. torch has this since 2.13."""
+    make = getattr(_autograd, "_make_saved_tensor", None)
+    return cast(SavedInput, _SavedByNode(tensor) if make is None else make(tensor, is_output=False))
+
+
+def lay(base: Tensor, size: Any, stride: Any, offset: int, dtype: torch.dtype, conj: bool, neg: bool) -> Tensor:
+    """The tensor that lies like this on the storage of `base`. Not differentiable."""
+    if base.dtype == dtype and not (base.is_neg() or (dtype.is_complex and base.is_conj())):
+        tensor = base.as_strided(size, stride, offset)
+    else:
+        tensor = torch.empty(0, dtype=dtype, device=base.device)
+        tensor.set_(base.untyped_storage(), offset, size, stride)
+    if conj:
+        tensor = torch._conj(tensor)
+    return torch._neg_view(tensor) if neg else tensor
+
+
+def clone_storage(tensor: Tensor) -> Tensor:
+    """`tensor` on a copy of its whole storage, lying there as before."""
+    with torch.no_grad():
+        copy = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+        copy.set_(tensor.untyped_storage().clone())
+        conj = tensor.dtype.is_complex and tensor.is_conj()
+        return lay(
+            copy, tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, conj, tensor.is_neg()
+        )
+
+
+# ---- running recorded operators again
+@contextlib.contextmanager
+def _below_autograd() -> Any:
+    # Recorded operators ran below autograd, autocast and function modes; run them at the same depth again.
+    with (
+        torch.no_grad(),
+        _C._AutoDispatchBelowAutograd(),
+        _C.DisableTorchFunction(),
+        _C._ExcludeDispatchKeyGuard(_autocast_keys),
+    ):
+        yield
+
+
+def _find_autocast_keys() -> Any:
+    keys = _C.DispatchKeySet(_C.DispatchKey.AutocastCPU)
+    for name in dir(_C.DispatchKey):
+        if name.startswith("Autocast"):
+            keys = keys | _C.DispatchKeySet(getattr(_C.DispatchKey, name))
+    return keys
+
+
+_autocast_keys = _find_autocast_keys()
+below_autograd = _below_autograd
+
+push_mode: Callable[[Any], None] = _C._push_on_torch_dispatch_stack
+
+# ---- ambient state without a public getter that is cheap enough, or without one at all
+autocast_is_on_somewhere: Callable[[], bool] = _C._is_any_autocast_enabled
+function_mode_count: Callable[[], int] = _C._len_torch_function_stack
+_function_mode_at: Callable[[int], Any] = _C._get_function_stack_at
+
+
+def function_modes() -> list[Any]:
+    """The `TorchFunctionMode`s of this thread, outermost first (`torch.device(...)` contexts are some)."""
+    return [_function_mode_at(i) for i in range(function_mode_count())]
+
+
+def set_function_modes(modes: Sequence[Any]) -> None:
+    """Replace the function modes of this thread; torch only offers to push and pop at the top."""
+    for _ in range(function_mode_count()):
+        _C._pop_torch_function_stack()
+    for mode in modes:
+        _C._push_on_torch_function_stack(mode)
+
+
+# (getter, setter) of process-wide switches that change which kernel runs. Public ones are here too: one table.
+SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (_C._get_deterministic_algorithms, lambda on: _C._set_deterministic_algorithms(on, warn_only=_warn_only())),
+    (_C._get_float32_matmul_precision, _C._set_float32_matmul_precision),
+    (_C._get_flash_sdp_enabled, _C._set_sdp_use_flash),
+    (_C._get_mem_efficient_sdp_enabled, _C._set_sdp_use_mem_efficient),
+    (_C._get_math_sdp_enabled, _C._set_sdp_use_math),
+    (_C._get_cudnn_sdp_enabled, _C._set_sdp_use_cudnn),
+    (_C._get_cudnn_enabled, _C._set_cudnn_enabled),
+    (_C._get_cudnn_deterministic, _C._set_cudnn_deterministic),
+    (_C._get_cudnn_benchmark, _C._set_cudnn_benchmark),
+    (_C._get_mkldnn_enabled, _C._set_mkldnn_enabled),
+)
+
+
+def _warn_only() -> bool:
+    return torch.is_deterministic_algorithms_warn_only_enabled()
+
+
+def autocast_device_types() -> list[str]:
+    """Every device type with an autocast of its own in this build."""
+    types = ["cpu", "cuda", "xpu", "mps", "hpu", "xla", "mtia", "maia", "ipu"]
+    types.append(_C._get_privateuse1_backend_name())
+    return [t for t in types if torch.amp.is_autocast_available(t)]

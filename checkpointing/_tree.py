@@ -1,0 +1,69 @@
+"""Tensors inside structures: how arguments, results and kept values are taken apart and put together again.
+
+Containers are lists, tuples, dicts, named tuples, dataclasses and whatever is registered with torch's pytree. Other
+objects stay whole.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import SUPPORTED_NODES
+
+# Types without tensors inside, for a quick way past them.
+ATOMS = frozenset(
+    {int, float, complex, bool, str, bytes, type(None), type, range, slice, torch.dtype, torch.device, torch.Size}
+)
+
+
+Build = Callable[[dict[Any, Any]], Any]
+
+
+def open_container(value: Any) -> tuple[dict[Any, Any], Build] | None:
+    """A container's parts by key, and how to build one of its kind from other parts; None for other objects.
+
+    What builds it does not hold `value`, whose tensors may go.
+    """
+    kind = type(value)
+    if kind is list:
+        return dict(enumerate(value)), lambda parts: list(parts.values())
+    if kind is tuple:
+        return dict(enumerate(value)), lambda parts: tuple(parts.values())
+    if kind is dict:
+        return value, lambda parts: parts
+    node = SUPPORTED_NODES.get(kind)
+    if node is not None:
+        children, context = node.flatten_fn(value)
+        return dict(enumerate(children)), lambda parts: node.unflatten_fn(list(parts.values()), context)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return dict(zip(value._fields, value, strict=True)), lambda parts: kind(*parts.values())
+    if dataclasses.is_dataclass(value) and not isinstance(value, dict | list | tuple):
+        names = {f.name for f in dataclasses.fields(value)}
+        rest = {k: v for k, v in getattr(value, "__dict__", {}).items() if k not in names}
+
+        def build(parts: dict[str, Any]) -> Any:
+            new = object.__new__(kind)
+            for name, part in {**rest, **parts}.items():
+                object.__setattr__(new, name, part)
+            return new
+
+        return {name: getattr(value, name) for name in names if hasattr(value, name)}, build
+    return None
+
+
+def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """`value` with `function` of its tensors in their places; `value` itself where nothing has changed."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if type(value) in ATOMS:
+        return value
+    opened = open_container(value)
+    if opened is None:
+        return value
+    parts, build = opened
+    new = {key: map_tensors(function, part) for key, part in parts.items()}
+    return value if all(new[key] is part for key, part in parts.items()) else build(new)

@@ -1,0 +1,78 @@
+"""Every error this library raises on purpose, and the sentences in them.
+
+A message says what happened, where (the region's name and the line where it was entered) and what to do.
+Code that catches `torch.utils.checkpoint.CheckpointError` catches these too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch.utils.checkpoint import CheckpointError as _TorchCheckpointError
+
+__all__ = ["ChangedError", "CheckpointError", "MismatchError", "UnsupportedError"]
+
+
+class CheckpointError(_TorchCheckpointError):
+    """A region can't be recomputed exactly. The kinds below say why."""
+
+
+class MismatchError(CheckpointError):
+    """The recompute saved other tensors than the forward did."""
+
+
+class ChangedError(CheckpointError):
+    """A tensor that the recompute starts from was changed in place after the region had read it."""
+
+
+class UnsupportedError(CheckpointError):
+    """The region does something that can't be brought back."""
+
+
+def different_number(where: object, slot: int, op: str, saved: int, recomputed: int) -> MismatchError:
+    return MismatchError(
+        f"{where}: A different number of tensors was saved during the original forward and recomputation.\n"
+        f"Number of tensors saved during forward: {saved}\n"
+        f"Number of tensors saved during recomputation: {recomputed}.\n"
+        f"{op} asked for slot {slot}, which the recompute never reached. The function took another path the "
+        "second time: make it depend on its arguments only, or pin the decision with keep()."
+    )
+
+
+def too_many(where: object, saved: int, line: str) -> MismatchError:
+    return MismatchError(
+        f"{where}: trying to save more tensors during recomputation than during the original forward pass.\n"
+        f"Number of tensors saved during forward: {saved}. The first one too many is saved at {line}.\n"
+        "The function took another path the second time: make it depend on its arguments only, or pin the "
+        "decision with keep()."
+    )
+
+
+def different_metadata(where: object, mismatches: Sequence[tuple[int, str, object, object, str]]) -> MismatchError:
+    rows = "".join(
+        f"tensor at position {slot} (slot {slot}{op}):\n"
+        f"saved metadata: {saved}\n"
+        f"recomputed metadata: {recomputed}\n"
+        f"recomputed at: {line}\n"
+        for slot, op, saved, recomputed, line in mismatches
+    )
+    return MismatchError(
+        f"{where}: Recomputed values for the following tensors have different metadata than during the "
+        f"forward pass.\n{rows}"
+        "Something that the function reads besides its arguments has changed in between."
+    )
+
+
+def changed(where: object, what: str, was: int, now: int) -> ChangedError:
+    return ChangedError(
+        f"{where}: {what} was changed in place after the region had read it (it was at version {was}, it is at "
+        f"version {now} now), so the region can't be recomputed exactly. Change it after backward, or hand the "
+        "region a clone of it."
+    )
+
+
+def replaced(where: object, what: str) -> ChangedError:
+    return ChangedError(
+        f"{where}: {what} is not the tensor that it was when the region read it, so the region can't be recomputed "
+        "exactly. Set it after backward, or pass the tensor itself as an argument."
+    )
