@@ -24,49 +24,53 @@ Restore = Callable[[], None]
 class Generators:
     """States of random generators at one moment."""
 
-    __slots__ = ("_states",)
+    __slots__ = ("_cpu", "_others")
 
-    def __init__(self, devices: Iterable[torch.device], generators: Iterable[torch.Generator]) -> None:
-        """The default generators of `devices`, and `generators` themselves."""
-        states = []
+    def __init__(
+        self, cpu: bool, devices: Iterable[torch.device] = (), generators: Iterable[torch.Generator] = ()
+    ) -> None:
+        """The CPU's default generator if `cpu`, those of `devices`, and `generators` themselves."""
+        self._cpu = _CPU.get_state() if cpu else None
+        self._others: list[tuple[Callable[[Tensor], Any], Callable[[], Tensor], Tensor]] = []
         for device in devices:
             getter, setter = device_rng(device)
-            states.append((setter, getter, getter()))
-        states.extend((g.set_state, g.get_state, g.get_state()) for g in generators)
-        self._states = states
+            self._others.append((setter, getter, getter()))
+        for generator in generators:
+            self._others.append((generator.set_state, generator.get_state, generator.get_state()))
 
     @property
     def nbytes(self) -> int:
-        return sum(state.nbytes for _, _, state in self._states)
+        return (0 if self._cpu is None else self._cpu.nbytes) + sum(state.nbytes for _, _, state in self._others)
 
-    def enter(self) -> Restore:
-        """Go back to this moment; returns what puts the present states back."""
-        now = [(setter, getter()) for setter, getter, _ in self._states]
-        for setter, _, state in self._states:
+    def enter(self) -> list[tuple[Callable[[Tensor], Any], Tensor]]:
+        """Go back to this moment; returns what `leave` needs to put the present states back."""
+        now = [(setter, getter()) for setter, getter, _ in self._others]
+        if self._cpu is not None:
+            now.append((_CPU.set_state, _CPU.get_state()))
+            _CPU.set_state(self._cpu)
+        for setter, _, state in self._others:
             setter(state)
+        return now
 
-        def restore() -> None:
-            for setter, state in now:
-                setter(state)
-
-        return restore
+    @staticmethod
+    def leave(now: list[tuple[Callable[[Tensor], Any], Tensor]]) -> None:
+        for setter, state in now:
+            setter(state)
 
 
 _CPU = torch.default_generator
 
 
 def device_rng(device: torch.device) -> tuple[Callable[[], Tensor], Callable[[Tensor], Any]]:
-    """Getter and setter of a device's default generator (`torch.<type>.get_rng_state`, one uint8 tensor)."""
-    if device.type == "cpu":
-        return _CPU.get_state, _CPU.set_state
+    """Getter and setter of an accelerator's default generator (`torch.<type>.get_rng_state`, one uint8 tensor)."""
     module = torch.get_device_module(device)
     return lambda: module.get_rng_state(device), lambda state: module.set_rng_state(state, device)
 
 
 def has_rng(device: torch.device) -> bool:
-    """Whether the device has a generator of its own that this process has started."""
+    """Whether the device is an accelerator with a generator of its own."""
     if device.type in ("cpu", "meta"):
-        return device.type == "cpu"
+        return False
     module = getattr(torch, device.type, None)
     return hasattr(module, "get_rng_state") and hasattr(module, "set_rng_state")
 

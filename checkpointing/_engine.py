@@ -32,7 +32,6 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from functools import partial
 from types import FrameType
 from typing import Any, Protocol
 
@@ -70,57 +69,42 @@ class Source(Keeper, Protocol):
 
 
 class Holder:
-    """What autograd stores in place of one saved tensor.
+    """What autograd stores in place of one saved tensor."""
 
-    A leaf that requires grad is referenced as plain autograd does (rule 2); all else is brought back by the frame.
-    """
-
-    __slots__ = ("__weakref__", "frame", "leaf", "metadata", "saved", "slot", "version")
+    __slots__ = ("__weakref__", "frame", "metadata", "saved", "slot")
 
     frame: Frame
     slot: int
-    leaf: Tensor | None
-    metadata: Any
-    saved: Any
-    version: int
+    metadata: Any  # what the determinism check compares
+    saved: Any  # what the source remembers
 
 
 class Recomputed:
-    """One frame's recomputed tensors in one graph task."""
+    """One frame's recomputed tensors in one graph task. Autograd's graph task owns it, and the frame only refers to
+    it weakly, so that nothing outlives a backward, whether it succeeds or fails (rule 4)."""
 
-    __slots__ = ("guard", "inputs", "plan", "ready", "seen")
+    __slots__ = ("__weakref__", "inputs", "plan", "ready", "seen")
 
     def __init__(self) -> None:
         self.ready: dict[int, Tensor] = {}  # delivered, not yet asked for
         self.seen: set[int] = set()  # ever delivered in this graph task
-        self.inputs: dict[Any, Tensor] = {}  # what the source unpacked and will want again
-        self.plan: Any = None  # the source's notes for this graph task
-        self.guard: Any = None
+        self.inputs: dict[Any, Tensor] = {}  # what the source has fetched and will want again
+        self.plan: Any = None  # the source's notes
+
+    def __call__(self) -> None:
+        """The graph task has ended."""
+        self.ready.clear()
+        self.inputs.clear()
+
+
+# Under a GraphExecGroup the group stands for the graph task.
+_of_group: weakref.WeakKeyDictionary[object, list[Recomputed]] = weakref.WeakKeyDictionary()
 
 
 class _Stop(BaseException):
     """Ends a rerun early. A BaseException, so that `except Exception` in the region does not catch it; and sticky:
-    whoever swallows it meets it again at the next saved tensor."""
-
-
-class _TaskEnd:
-    """Owned by autograd's graph task, so that recomputed tensors end with it: called when it succeeds, freed in
-    any case (rule 4)."""
-
-    __slots__ = ("__weakref__", "frame", "key")
-
-    def __init__(self, frame: Frame, key: int) -> None:
-        self.frame = weakref.ref(frame)
-        self.key = key
-
-    def __call__(self) -> None:
-        _forget(self.frame, self.key, None)
-
-
-def _forget(frame: weakref.ref[Frame], key: Any, _: object) -> None:
-    alive = frame()
-    if alive is not None:
-        alive.tasks.pop(key, None)
+    whoever swallows it meets it again at the next saved tensor. Made anew each time: an exception that outlives its
+    handler holds on to every frame that it passed."""
 
 
 class Frame:
@@ -136,7 +120,6 @@ class Frame:
         "lock",
         "name",
         "on_error",
-        "recomputes",
         "source",
         "tasks",
     )
@@ -156,8 +139,7 @@ class Frame:
         self.check = check
         self.holders: list[weakref.ref[Holder]] = []
         self.complete = False  # backward may run before the region has ended (rule 6)
-        self.recomputes = 0
-        self.tasks: dict[Any, Recomputed] = {}
+        self.tasks: dict[Any, weakref.ref[Recomputed]] = {}
         self.lock = threading.RLock()  # the worker threads of one graph task may open one frame at once
         self.on_error: Callable[[errors.CheckpointError], None] | None = None
 
@@ -165,81 +147,88 @@ class Frame:
         file, line = self.entered_at
         return f"region '{self.name}' (entered at {file}:{line})"
 
-    # ---- forward
-
     def pack(self, tensor: Tensor) -> Holder:
         """Autograd's pack hook."""
         holder = Holder()
         holder.frame = self
         holders = self.holders
         holder.slot = len(holders)
-        if tensor.requires_grad and tensor.is_leaf:
-            holder.leaf = tensor
-            holder.version = _torch.version(tensor)
-        else:
-            holder.leaf = None
-            holder.saved = self.source.save(tensor)
-            holder.metadata = None if self.check is None else self.check(tensor)
+        holder.saved = self.source.save(tensor)
+        check = self.check
+        if check is not None:
+            holder.metadata = check(tensor)
         holders.append(weakref.ref(holder))
         return holder
 
-    # ---- backward
+    def task(self, key: Any) -> Recomputed:
+        """What has been recomputed for this graph task; the lock is held."""
+        for dead in [k for k, ref in self.tasks.items() if ref() is None]:
+            del self.tasks[dead]
+        task = Recomputed()
+        if type(key) is not int:
+            _of_group.setdefault(key, []).append(task)
+        elif key != -1:
+            _torch.at_graph_task_end(task)
+        self.tasks[key] = weakref.ref(task)
+        return task
 
-    def open(self, holder: Holder) -> Tensor:
-        """Bring one holder's tensor back: at most one recompute per slot and graph task."""
+    def bring_back(self, holder: Holder, key: Any) -> Tensor:
+        """Recompute for a holder whose tensor is not at hand: once per slot and graph task."""
         slot = holder.slot
         with self.lock:
-            task = self._task()
-            tensor = task.ready.pop(slot, None)
+            ref = self.tasks.get(key)
+            task = None if ref is None else ref()
+            if task is None:
+                task = self.task(key)
+            tensor = task.ready.pop(slot, None)  # another thread may have been quicker
             if tensor is None:
-                self.recomputes += 1
                 Recompute(self, task, holder).run()
                 tensor = task.ready.pop(slot)
         node = _torch.current_node()
-        if node is not None and _torch.is_python_node(node):
-            self._until_done(node, task, slot, tensor)
+        if isinstance(node, _torch.PythonNode):
+            _until_done(node, task, slot, tensor)
         return tensor
-
-    def _task(self) -> Recomputed:
-        key: Any = _torch.graph_exec_group()
-        if key is None:
-            key = _torch.graph_task_id()
-        task = self.tasks.get(key)
-        if task is None:
-            task = Recomputed()
-            owner: Any = key
-            if type(key) is int:
-                if key == -1:  # read outside of backward (`grad_fn._saved_self`): nothing is remembered
-                    return task
-                owner = _TaskEnd(self, key)
-                _torch.at_graph_task_end(owner)
-            task.guard = weakref.ref(owner, partial(_forget, weakref.ref(self), key))
-            self.tasks[key] = task
-        return task
-
-    def _until_done(self, node: Any, task: Recomputed, slot: int, tensor: Tensor) -> None:
-        # A custom Function may read `ctx.saved_tensors` again: its tensors stay until its backward has run (rule 4).
-        task.ready[slot] = tensor
-        ready = task.ready
-        handle: Any = None
-
-        def done(*_: Any) -> None:
-            handle.remove()
-            ready.pop(slot, None)
-
-        handle = node.register_hook(done)
 
 
 def unpack(holder: Holder) -> Tensor:
     """Autograd's unpack hook, the same for all regions."""
-    leaf = holder.leaf
-    if leaf is None:
-        return holder.frame.open(holder)
-    if holder.version != _torch.version(leaf):
-        raise errors.changed(
-            holder.frame, f"a leaf ({describe(leaf)})", holder.version, _torch.version(leaf)
-        )
-    return leaf
+    key: Any = _torch.graph_exec_group() or _torch.graph_task_id()
+    frame = holder.frame
+    ref = frame.tasks.get(key)
+    if ref is not None:
+        task = ref()
+        if task is not None:
+            tensor = task.ready.pop(holder.slot, None)
+            if tensor is not None:
+                node = _torch.current_node()
+                if isinstance(node, _torch.PythonNode):
+                    _until_done(node, task, holder.slot, tensor)
+                return tensor
+    return frame.bring_back(holder, key)
+
+
+def _until_done(node: Any, task: Recomputed, slot: int, tensor: Tensor) -> None:
+    # A custom Function may read `ctx.saved_tensors` again: its tensors stay until its backward has run (rule 4).
+    ready = task.ready
+    ready[slot] = tensor
+    handle: Any = None
+
+    def done(*_: Any) -> None:
+        nonlocal handle
+        handle.remove()
+        handle = None
+        ready.pop(slot, None)
+
+    handle = node.register_hook(done)
+
+
+Name = str | tuple[object, object]  # (parent, key) stands for `parent[key]`: formatted only when it is needed
+
+
+def named(name: Name, tensor: Tensor | None = None) -> str:
+    """A tensor as messages name it."""
+    text = name if isinstance(name, str) else f"{name[0]}[{name[1]!r}]"
+    return text if tensor is None else f"{text} ({describe(tensor)})"
 
 
 class Held:
@@ -252,7 +241,7 @@ class Held:
 
     __slots__ = ("_live", "_name", "_packed", "_unpack", "_version", "is_parameter")
 
-    def __init__(self, tensor: Tensor, hooks: _torch.Hooks | None, name: str) -> None:
+    def __init__(self, tensor: Tensor, hooks: _torch.Hooks | None, name: Name) -> None:
         self._name = name
         self._version = _torch.version(tensor)
         self._unpack: Callable[[Any], Tensor] | None = None
@@ -298,21 +287,20 @@ class Held:
             live = None if self._live is None else self._live()
             now = self._version if live is None else _torch.version(live)
         if now != self._version:
-            raise errors.changed(where, f"{self._name} ({describe(tensor)})", self._version, now)
+            raise errors.changed(where, named(self._name, tensor), self._version, now)
         return tensor
 
 
 class Recompute:
     """One recompute under way: the engine's side of the seam."""
 
-    __slots__ = ("_count", "_last", "_mismatches", "_stop", "frame", "holder", "task")
+    __slots__ = ("_count", "_last", "_mismatches", "frame", "holder", "task")
 
     def __init__(self, frame: Frame, task: Recomputed, holder: Holder) -> None:
         self.frame = frame
         self.task = task
         self.holder = holder
         self._mismatches: list[tuple[int, str, object, object, str]] = []
-        self._stop = _Stop()
         self._count: int | None = None
         self._last = self._last_wanted()
 
@@ -320,7 +308,6 @@ class Recompute:
         """Whether a recompute that passes this holder's slot should deliver it."""
         return (
             holder is not None
-            and holder.leaf is None
             and (holder.slot not in self.task.seen or holder is self.holder)
         )
 
@@ -352,7 +339,7 @@ class Recompute:
         elif frame.complete:
             raise errors.too_many(frame, len(frame.holders), user_line())
         if slot >= self._last:
-            raise self._stop
+            raise _Stop(self)
 
     def finish(self, count: int) -> None:
         """Called by an in-order source that was not stopped: how many slots it passed."""
@@ -365,12 +352,14 @@ class Recompute:
         thread.depth += 1
         try:
             frame.source.recompute(self)
-        except BaseException as error:
-            if error is not self._stop:
-                add_note(error, f"This happened during the recompute of {frame}.")
-                if isinstance(error, errors.CheckpointError) and frame.on_error is not None:
-                    frame.on_error(error)
+        except _Stop as stop:
+            if stop.args[0] is not self:
                 raise
+        except BaseException as error:
+            add_note(error, f"This happened during the recompute of {frame}.")
+            if isinstance(error, errors.CheckpointError) and frame.on_error is not None:
+                frame.on_error(error)
+            raise
         finally:
             thread.depth -= 1
             thread.region = region

@@ -111,12 +111,14 @@ class _Window:
                 self._make_writable(old, op)
             args = self._arguments(op.args)
             kwargs = dict(zip(op.kwargs, self._arguments(op.kwargs.values()), strict=True)) if op.kwargs else op.kwargs
-            restore = None if op.rng is None else op.rng.enter()
-            try:
+            if op.rng is None:
                 result = op.func(*args, **kwargs)
-            finally:
-                if restore is not None:
-                    restore()
+            else:
+                now = op.rng.enter()
+                try:
+                    result = op.func(*args, **kwargs)
+                finally:
+                    op.rng.leave(now)
             new = []
             if op.outputs:
                 flat = (result,) if isinstance(result, Tensor) else tuple(tensors_of(result))

@@ -33,7 +33,7 @@ class Stats:
 
 def measure(frame: Frame, tape: Tape, source: Replay) -> Stats:
     """The present numbers of a scope."""
-    saved = [holder.saved for ref in frame.holders if (holder := ref()) is not None and holder.leaf is None]
+    saved = [holder.saved for ref in frame.holders if (holder := ref()) is not None]
     wanted = [value for s in saved for value in values_of(s)]
     ops = slice_of(wanted)
     values = {value.id: value for value in [*wanted, *(v for op in ops for v in op.reads)]}.values()

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from . import _torch, errors
 from ._ambient import Ambient, Generators, has_rng
-from ._engine import Frame, Held, Recompute, describe, thread, unpack
+from ._engine import Frame, Held, Name, Recompute, describe, named, thread, unpack
 from ._tree import ATOMS, Build, open_container
 
 ContextFn = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
@@ -30,7 +30,7 @@ ContextFn = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManag
 class Rerun:
     """The function, its saved inputs and the state it ran in."""
 
-    __slots__ = ("_ambient", "_context", "_function", "_hooks", "_inputs", "_pins", "_rng")
+    __slots__ = ("_ambient", "_context", "_function", "_hooks", "_inputs", "_leaves", "_pins", "_rng")
 
     in_order = True
 
@@ -47,11 +47,14 @@ class Rerun:
         self._inputs = inputs = Inputs(args, kwargs, hooks)
         self._context = recompute_context
         self._ambient = Ambient()
-        self._rng = Generators(inputs.devices, inputs.generators) if preserve_rng_state else None
+        self._rng = Generators(True, inputs.devices, inputs.generators) if preserve_rng_state else None
+        self._leaves: list[int] = []
         self._pins: list[Held] = []
 
     def save(self, tensor: Tensor) -> None:
-        return None
+        # Leaves that the function reaches by itself (parameters) are no arguments; guard them where they are saved.
+        if tensor.requires_grad and tensor.is_leaf:
+            self._leaves.append(_torch.version(tensor))
 
     def keep(self, tensor: Tensor) -> Tensor:
         self._pins.append(Held(tensor, self._hooks, "a value given to keep()"))
@@ -59,38 +62,49 @@ class Rerun:
 
     def recompute(self, request: Recompute) -> None:
         args, kwargs = self._inputs.restore(request.frame)
+        deliver = request.deliver
+        leaves = iter(self._leaves)
+        slot = -1
+
+        def pack(tensor: Tensor) -> Tensor:
+            nonlocal slot
+            slot += 1
+            # Detached: the rerun's graph stores what is returned here, and must not own itself. It is a tensor
+            # rather than a holder so that backward inside the rerun works (rule 6).
+            if tensor.requires_grad:
+                if tensor.is_leaf:
+                    now = _torch.version(tensor)
+                    was = next(leaves, now)
+                    if was != now:
+                        raise errors.changed(request.frame, f"a leaf ({describe(tensor)})", was, now)
+                tensor = tensor.detach()
+            deliver(slot, tensor)
+            return tensor
 
         def call() -> None:
-            slot = 0
-
-            def pack(tensor: Tensor) -> Tensor:
-                nonlocal slot
-                # Detached: the rerun's graph stores what is returned here, and must not own itself. It is a tensor
-                # rather than a holder so that backward inside the rerun works (rule 6).
-                tensor = tensor.detach() if tensor.requires_grad else tensor
-                slot += 1
-                request.deliver(slot - 1, tensor)
-                return tensor
-
             thread.region = Pinned(self._pins, request.frame)
+            grad_mode = torch.is_grad_enabled()
+            _torch.set_grad_enabled(True)
             _torch.push_hooks(pack, _identity)
             try:
-                with torch.enable_grad():
-                    if self._context is None:
+                if self._context is None:
+                    self._function(*args, **kwargs)
+                else:
+                    with self._context:
                         self._function(*args, **kwargs)
-                    else:
-                        with self._context:
-                            self._function(*args, **kwargs)
             finally:
                 _torch.pop_hooks()
-            request.finish(slot)
+                _torch.set_grad_enabled(grad_mode)
+            request.finish(slot + 1)
 
-        restore = None if self._rng is None else self._rng.enter()
+        if self._rng is None:
+            self._ambient.run(call)
+            return
+        now = self._rng.enter()
         try:
             self._ambient.run(call)
         finally:
-            if restore is not None:
-                restore()
+            self._rng.leave(now)
 
 
 def _identity(tensor: Tensor) -> Tensor:
@@ -125,9 +139,6 @@ class _Pin(torch.autograd.Function):
 
 # ---- arguments
 
-_CPU = torch.device("cpu")
-
-
 class _Slot:
     """Stands in a saved structure for the tensor with this number."""
 
@@ -142,7 +153,7 @@ class _Argument:
 
     __slots__ = ("_live", "_name", "_saved", "_version")
 
-    def __init__(self, tensor: Tensor, hooks: _torch.Hooks | None, name: str) -> None:
+    def __init__(self, tensor: Tensor, hooks: _torch.Hooks | None, name: Name) -> None:
         self._saved = _torch.save_input(tensor)
         self._name = name
         self._version = _torch.version(tensor)
@@ -151,14 +162,13 @@ class _Argument:
     def fetch(self, where: Frame) -> Tensor:
         live = None if self._live is None else self._live()
         if live is not None and _torch.version(live) != self._version:
-            name = f"{self._name} ({describe(live)})"
-            raise errors.changed(where, name, self._version, _torch.version(live))
+            raise errors.changed(where, named(self._name, live), self._version, _torch.version(live))
         try:
             return self._saved.unpack()
         except RuntimeError as error:
             if isinstance(error, errors.CheckpointError) or "modified by an inplace" not in str(error):
                 raise
-            raise errors.changed(where, self._name, self._version, self._version + 1) from error
+            raise errors.changed(where, named(self._name), self._version, self._version + 1) from error
 
 
 class Inputs:
@@ -170,7 +180,7 @@ class Inputs:
         self._hooks = hooks
         self._tensors: list[Held | _Argument] = []
         self._objects: list[tuple[object, str, list[tuple[str, weakref.ref[Tensor], int]]]] = []
-        self.devices = {_CPU}
+        self.devices: set[torch.device] = set()
         self.generators: list[torch.Generator] = []
         save = self._save
         self._args = [v if type(v) in ATOMS else save(v, "args", i) for i, v in enumerate(args)]
@@ -192,7 +202,7 @@ class Inputs:
         if isinstance(value, Tensor):
             self._see(value)
             in_graph = value.requires_grad and not value.is_leaf
-            self._tensors.append((_Argument if in_graph else Held)(value, self._hooks, f"{parent}[{key!r}]"))
+            self._tensors.append((_Argument if in_graph else Held)(value, self._hooks, (parent, key)))
             return _Slot(len(self._tensors) - 1)
         if isinstance(value, torch.Generator):
             self.generators.append(value)
@@ -214,9 +224,8 @@ class Inputs:
         return value
 
     def _see(self, tensor: Tensor) -> None:
-        device = tensor.device
-        if device.type != "cpu" and has_rng(device):
-            self.devices.add(device)
+        if not tensor.is_cpu and has_rng(tensor.device):
+            self.devices.add(tensor.device)
 
     @staticmethod
     def _check_object(
@@ -228,8 +237,7 @@ class Inputs:
             if tensor is None or tensor is not ref():
                 raise errors.replaced(where, name)
             if _torch.version(tensor) != version:
-                name = f"{name} ({describe(tensor)})"
-                raise errors.changed(where, name, version, _torch.version(tensor))
+                raise errors.changed(where, named(name, tensor), version, _torch.version(tensor))
 
 
 class _Container:

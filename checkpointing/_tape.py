@@ -450,15 +450,14 @@ def whole(tensor: Tensor, hooks: _torch.Hooks | None) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
-_CPU_DEVICE = torch.device("cpu")
-
-
 def stash_generators(args: Any, kwargs: dict[str, Any]) -> Generators:
     """The state of the generator that a random operator is about to draw from."""
     generators = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Generator)]
     if generators:
-        return Generators((), generators)
-    devices = {t.device for a in (*args, *kwargs.values()) for t in tensors_of(a)}
+        return Generators(False, (), generators)
     if kwargs.get("device") is not None:
         devices = {torch.device(kwargs["device"])}
-    return Generators([d for d in devices if has_rng(d)] or [_CPU_DEVICE], ())
+    else:
+        devices = {t.device for a in (*args, *kwargs.values()) for t in tensors_of(a)}
+    others = [device for device in devices if has_rng(device)]
+    return Generators(not others, others)

@@ -45,9 +45,8 @@ def at_graph_task_end(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
 
 
-def is_python_node(node: object) -> bool:
-    """Whether `node` is a custom `autograd.Function`, whose backward may read a saved tensor twice."""
-    return isinstance(node, _C._FunctionBase)
+# A custom `autograd.Function`, as a node: its backward may read a saved tensor twice.
+PythonNode: type = _C._FunctionBase
 
 
 # ---- storages. The public way (`untyped_storage()`) builds a Python object per call.
@@ -121,8 +120,14 @@ class _SavedByNode:
 def save_input(tensor: Tensor) -> SavedInput:
     """Save a tensor that requires grad as a node of autograd would: through the enclosing hooks, and brought
     back with the same `grad_fn`, without a reference cycle. torch has this since 2.13."""
-    make = getattr(_autograd, "_make_saved_tensor", None)
-    return cast(SavedInput, _SavedByNode(tensor) if make is None else make(tensor, is_output=False))
+    return cast(SavedInput, _make_saved_tensor(tensor, False))
+
+
+def _saved_by_node(tensor: Tensor, is_output: bool) -> SavedInput:
+    return _SavedByNode(tensor)
+
+
+_make_saved_tensor: Callable[[Tensor, bool], Any] = getattr(_autograd, "_make_saved_tensor", _saved_by_node)
 
 
 def lay(base: Tensor, size: Any, stride: Any, offset: int, dtype: torch.dtype, conj: bool, neg: bool) -> Tensor:
@@ -173,6 +178,9 @@ _autocast_keys = _find_autocast_keys()
 below_autograd = _below_autograd
 
 push_mode: Callable[[Any], None] = _C._push_on_torch_dispatch_stack
+
+# The context manager objects cost more than what they set.
+set_grad_enabled: Callable[[bool], None] = _C._set_grad_enabled
 
 # ---- ambient state without a public getter that is cheap enough, or without one at all
 autocast_is_on_somewhere: Callable[[], bool] = _C._is_any_autocast_enabled
