@@ -13,7 +13,7 @@ import inspect
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, ParamSpec, Protocol, TypeVar, overload
 
@@ -136,12 +136,14 @@ def is_recomputing() -> bool:
 
 def _is_plain(options: Options) -> bool:
     """Whether to run without a region (rule 10)."""
-    if not options.enabled or not torch.is_grad_enabled() or _disabled.get():
-        return True
-    if not _torch.hooks_are_enabled():
-        _warn_about_transforms()
-        return True
-    return False
+    return not options.enabled or not torch.is_grad_enabled() or _disabled.get() or _hooks_are_forbidden()
+
+
+def _hooks_are_forbidden() -> bool:
+    if _torch.hooks_are_enabled():
+        return False
+    _warn_about_transforms()
+    return True
 
 
 @functools.cache
@@ -321,7 +323,8 @@ def _wraps(fn: Any) -> Callable[[Any], Any]:
 
 
 def _wrap_rerun(fn: Any, name: str, options: Options) -> Any:
-    preserve_rng_state, early_stop, check = options.preserve_rng_state, options.early_stop, options.check
+    enabled, preserve_rng_state, check = options.enabled, options.preserve_rng_state, options.check
+    has_contexts = options.debug or options.context_fn is not None
 
     @_wraps(fn)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -329,21 +332,17 @@ def _wrap_rerun(fn: Any, name: str, options: Options) -> Any:
             return torch.utils.checkpoint.checkpoint(
                 fn, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state, **kwargs
             )
-        if _is_plain(options):
+        if not enabled or not torch.is_grad_enabled() or _disabled.get() or _hooks_are_forbidden():
             return fn(*args, **kwargs)
-        forward, recompute = _contexts(options)
-        source = Rerun(fn, args, kwargs, preserve_rng_state, recompute)
-        frame = Frame(source, name, entered_at(sys._getframe(1)), early_stop, check)
-        if options.debug:
-            assert isinstance(forward, OpLog) and isinstance(recompute, OpLog)  # `_contexts`
-            frame.on_error = functools.partial(explain, forward=forward.lines, recompute=recompute.lines)
+        source = Rerun(fn, args, kwargs, preserve_rng_state)
+        frame = Frame(source, name, entered_at(sys._getframe(1)), options.early_stop, check)
         outer, thread.region = thread.region, source
-        _torch.push_hooks(frame.pack, unpack)
+        _torch.push_hooks(frame.packer(), unpack)
         try:
-            if forward is None:
-                return fn(*args, **kwargs)
-            with forward:
-                return fn(*args, **kwargs)
+            if has_contexts:
+                with _forward_context(options, frame, source):
+                    return fn(*args, **kwargs)
+            return fn(*args, **kwargs)
         finally:
             _torch.pop_hooks()
             thread.region = outer
@@ -352,12 +351,14 @@ def _wrap_rerun(fn: Any, name: str, options: Options) -> Any:
     return wrapper
 
 
-def _contexts(options: Options) -> tuple[Any, Any]:
-    if options.debug:
-        return OpLog(), OpLog()
-    if options.context_fn is None:
-        return None, None
-    return options.context_fn()
+def _forward_context(options: Options, frame: Frame, source: Rerun) -> AbstractContextManager[Any]:
+    """The context of the forward; hands the one of the rerun to `source`."""
+    if options.context_fn is not None:
+        forward, source.context = options.context_fn()
+        return forward
+    forward, source.context = log, relog = OpLog(), OpLog()
+    frame.on_error = functools.partial(explain, forward=log.lines, recompute=relog.lines)
+    return forward
 
 
 def _wrap_replay(fn: Any, name: str, options: Options) -> Any:
@@ -399,7 +400,7 @@ class _Block:
         self._outer = thread.region
         self._tape.__enter__()
         thread.region = self._source
-        _torch.push_hooks(self.frame.pack, unpack)
+        _torch.push_hooks(self.frame.packer(), unpack)
 
     def __exit__(self, *error: Any) -> None:
         _torch.pop_hooks()

@@ -2,7 +2,7 @@
 
 While a region runs, autograd hands every tensor that it would save to `Frame.pack` and stores the small `Holder`
 that it gets back. When backward opens a holder, the frame asks its *source* (rerun or replay) to bring slots back;
-the source calls `Recompute.deliver(slot, tensor)` for that slot and for whatever else it passes on the way. Checks,
+the source calls `deliver(slot, tensor)` for that slot and for whatever else it passes on the way. Checks,
 early stop and lifetimes live here, once; a source only knows how to compute.
 
 Who owns what (rule 9, no reference ever points back, so nothing here needs the garbage collector):
@@ -15,7 +15,7 @@ The rules that tests cite:
 2. A region's inputs are saved by whatever encloses it; leaves that require grad are referenced, never copied.
 3. Recompute starts as if no region were active (`_Thread.depth` and `_Thread.region`).
 4. A recomputed tensor lives until the node that asked for it has run, and never past its graph task.
-5. Recompute no more than needed: `Recompute.deliver` stops a rerun at the last live holder.
+5. Recompute no more than needed: `deliver` stops a rerun at the last live holder.
 6. Backward inside a region works: a frame may be opened before its region has ended.
 7. Bit-equal; recompute leaves RNG and buffers alone. 8. Never silently wrong. 9. Nothing outlives its use.
 10. Grad mode off: a region is a plain call.
@@ -32,13 +32,16 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from . import _torch, errors
+
+
+_ref = weakref.ref
 
 
 class _Thread(threading.local):
@@ -55,39 +58,42 @@ class Keeper(Protocol):
     def keep(self, tensor: Tensor) -> Tensor: ...
 
 
+Deliver = Callable[[int, Tensor], None]
+
+
 class Source(Keeper, Protocol):
     """How a frame brings tensors back."""
 
     in_order: bool
     """Whether slots are delivered in the order in which the forward saved them."""
 
-    def save(self, tensor: Tensor) -> Any:
-        """What a holder must remember of a tensor that autograd saves now."""
+    save: Callable[[Tensor], Any] | None
+    """What a holder must remember of a tensor that autograd saves now."""
 
-    def recompute(self, request: Recompute) -> None:
+    def recompute(self, request: Recompute, deliver: Deliver) -> None:
         """Deliver `request.holder.slot`, and on the way whatever else `request.wants`."""
 
 
 class Holder:
     """What autograd stores in place of one saved tensor."""
 
-    __slots__ = ("__weakref__", "frame", "metadata", "saved", "slot")
+    __slots__ = ("__weakref__", "frame", "metadata", "saved", "slot", "version")
 
     frame: Frame
     slot: int
     metadata: Any  # what the determinism check compares
     saved: Any  # what the source remembers
+    version: int | None  # of a leaf that requires grad: a parameter that changes changes what is recomputed
 
 
 class Recomputed:
     """One frame's recomputed tensors in one graph task. Autograd's graph task owns it, and the frame only refers to
     it weakly, so that nothing outlives a backward, whether it succeeds or fails (rule 4)."""
 
-    __slots__ = ("__weakref__", "inputs", "plan", "ready", "seen")
+    __slots__ = ("__weakref__", "inputs", "plan", "ready")
 
     def __init__(self) -> None:
-        self.ready: dict[int, Tensor] = {}  # delivered, not yet asked for
-        self.seen: set[int] = set()  # ever delivered in this graph task
+        self.ready: dict[int, Tensor | None] = {}  # by slot: delivered; None once its node has it
         self.inputs: dict[Any, Tensor] = {}  # what the source has fetched and will want again
         self.plan: Any = None  # the source's notes
 
@@ -147,18 +153,26 @@ class Frame:
         file, line = self.entered_at
         return f"region '{self.name}' (entered at {file}:{line})"
 
-    def pack(self, tensor: Tensor) -> Holder:
-        """Autograd's pack hook."""
-        holder = Holder()
-        holder.frame = self
-        holders = self.holders
-        holder.slot = len(holders)
-        holder.saved = self.source.save(tensor)
-        check = self.check
-        if check is not None:
-            holder.metadata = check(tensor)
-        holders.append(weakref.ref(holder))
-        return holder
+    def packer(self) -> Callable[[Tensor], Holder]:
+        """Autograd's pack hook for this region. A closure: it runs once per saved tensor."""
+        holders, save, check = self.holders, self.source.save, self.check
+        plain_check = check is metadata_of
+
+        def pack(tensor: Tensor) -> Holder:
+            holder = Holder()
+            holder.frame = self
+            holder.slot = len(holders)
+            if save is not None:
+                holder.saved = save(tensor)
+            if plain_check:
+                holder.metadata = (tensor.shape, tensor.dtype, tensor.device)
+            elif check is not None:
+                holder.metadata = check(tensor)
+            holder.version = tensor._version if tensor.requires_grad and tensor.is_leaf else None
+            holders.append(_ref(holder))
+            return holder
+
+        return pack
 
     def task(self, key: Any) -> Recomputed:
         """What has been recomputed for this graph task; the lock is held."""
@@ -180,10 +194,12 @@ class Frame:
             task = None if ref is None else ref()
             if task is None:
                 task = self.task(key)
-            tensor = task.ready.pop(slot, None)  # another thread may have been quicker
+            tensor = task.ready.get(slot)  # another thread may have been quicker
             if tensor is None:
                 Recompute(self, task, holder).run()
-                tensor = task.ready.pop(slot)
+                tensor = task.ready[slot]
+                assert tensor is not None  # `run` raises if it can't deliver
+            task.ready[slot] = None
         node = _torch.current_node()
         if isinstance(node, _torch.PythonNode):
             _until_done(node, task, slot, tensor)
@@ -198,8 +214,9 @@ def unpack(holder: Holder) -> Tensor:
     if ref is not None:
         task = ref()
         if task is not None:
-            tensor = task.ready.pop(holder.slot, None)
+            tensor = task.ready.get(holder.slot)
             if tensor is not None:
+                task.ready[holder.slot] = None
                 node = _torch.current_node()
                 if isinstance(node, _torch.PythonNode):
                     _until_done(node, task, holder.slot, tensor)
@@ -217,7 +234,8 @@ def _until_done(node: Any, task: Recomputed, slot: int, tensor: Tensor) -> None:
         nonlocal handle
         handle.remove()
         handle = None
-        ready.pop(slot, None)
+        if slot in ready:
+            ready[slot] = None
 
     handle = node.register_hook(done)
 
@@ -294,21 +312,22 @@ class Held:
 class Recompute:
     """One recompute under way: the engine's side of the seam."""
 
-    __slots__ = ("_count", "_last", "_mismatches", "frame", "holder", "task")
+    __slots__ = ("_count", "_last", "_mismatches", "_versions", "frame", "holder", "task")
 
     def __init__(self, frame: Frame, task: Recomputed, holder: Holder) -> None:
         self.frame = frame
         self.task = task
         self.holder = holder
-        self._mismatches: list[tuple[int, str, object, object, str]] = []
+        self._mismatches: tuple[errors.Mismatch, ...] = ()
         self._count: int | None = None
         self._last = self._last_wanted()
+        self._versions = _sum_of_versions(task) if task.ready else 0
 
     def wants(self, holder: Holder | None) -> bool:
         """Whether a recompute that passes this holder's slot should deliver it."""
         return (
             holder is not None
-            and (holder.slot not in self.task.seen or holder is self.holder)
+            and (holder.slot not in self.task.ready or holder is self.holder)
         )
 
     def wanted(self) -> Iterator[Holder]:
@@ -323,23 +342,39 @@ class Recompute:
         """Early stop is off: recompute the region to its end, whatever is wanted."""
         return not self.frame.early_stop
 
-    def deliver(self, slot: int, tensor: Tensor) -> None:
-        """Take one recomputed tensor. Raises the stop signal when the last live holder is filled (rule 5)."""
-        frame = self.frame
-        if slot < len(frame.holders):
-            holder = frame.holders[slot]()
-            if holder is not None and self.wants(holder):
-                if frame.check is not None:
-                    metadata = frame.check(tensor)
-                    if metadata != holder.metadata:
-                        op = f", for {_node_name()}" if holder is self.holder else ""
-                        self._mismatches.append((slot, op, holder.metadata, metadata, user_line()))
-                self.task.seen.add(slot)
-                self.task.ready[slot] = tensor
-        elif frame.complete:
-            raise errors.too_many(frame, len(frame.holders), user_line())
-        if slot >= self._last:
-            raise _Stop(self)
+    def _deliverer(self) -> Deliver:
+        # A closure: it runs once per recomputed tensor. Not stored here, where it would be a cycle.
+        frame, opened, last = self.frame, self.holder, self._last
+        holders, check = frame.holders, frame.check
+        ready = self.task.ready
+        plain_check = check is metadata_of
+
+        def deliver(slot: int, tensor: Tensor) -> None:
+            """Take one recomputed tensor. Raises the stop signal when the last live holder is filled (rule 5)."""
+            if slot < len(holders):
+                holder = holders[slot]()
+                if holder is not None and (slot not in ready or holder is opened):
+                    if check is not None:
+                        metadata = (
+                            (tensor.shape, tensor.dtype, tensor.device) if plain_check else check(tensor)
+                        )
+                        if metadata != holder.metadata:
+                            self._mismatch(holder, metadata)
+                    version = tensor._version
+                    if version != holder.version is not None:
+                        raise errors.changed(frame, named("a leaf", tensor), holder.version, version)
+                    self._versions += version
+                    ready[slot] = tensor
+            elif frame.complete:
+                raise errors.too_many(frame, len(holders), user_line())
+            if slot >= last:
+                raise _Stop(self)
+
+        return deliver
+
+    def _mismatch(self, holder: Holder, metadata: object) -> None:
+        op = f", for {_node_name()}" if holder is self.holder else ""
+        self._mismatches += ((holder.slot, op, holder.metadata, metadata, user_line()),)
 
     def finish(self, count: int) -> None:
         """Called by an in-order source that was not stopped: how many slots it passed."""
@@ -351,7 +386,7 @@ class Recompute:
         region, thread.region = thread.region, None
         thread.depth += 1
         try:
-            frame.source.recompute(self)
+            frame.source.recompute(self, self._deliverer())
         except _Stop as stop:
             if stop.args[0] is not self:
                 raise
@@ -377,7 +412,10 @@ class Recompute:
     def _verify(self) -> None:
         frame, count, slot = self.frame, self._count, self.holder.slot
         error: errors.CheckpointError | None = None
-        if self._mismatches:
+        ready = self.task.ready
+        if frame.source.in_order and _sum_of_versions(self.task) != self._versions:
+            error = errors.overwritten(frame)
+        elif self._mismatches:
             error = errors.different_metadata(frame, self._mismatches)
         elif count is not None:
             expected = self._last + 1 if self._last != sys.maxsize else len(frame.holders) * frame.complete
@@ -386,11 +424,14 @@ class Recompute:
                     frame, max(expected, slot + 1) - 1, _node_name(), len(frame.holders), count
                 )
         if error is not None:
-            self.task.ready.clear()
-            self.task.seen.clear()
+            ready.clear()
             if frame.on_error is not None:
                 frame.on_error(error)
             raise error
+
+
+def _sum_of_versions(task: Recomputed) -> int:
+    return sum([tensor._version for tensor in task.ready.values() if tensor is not None])
 
 
 def add_note(error: BaseException, note: str) -> None:
@@ -413,12 +454,18 @@ def describe(tensor: Tensor) -> str:
 
 def entered_at(frame: FrameType) -> tuple[str, int]:
     """File and line from which user code entered a region; `frame` is the caller of the door."""
-    back: FrameType | None = frame
-    while back is not None and back.f_code.co_filename.startswith(_NOT_USER_CODE):
-        frame, back = back, back.f_back  # a module's `__call__` stands between
-    if back is not None:
-        frame = back
-    return frame.f_code.co_filename, frame.f_lineno
+    while True:
+        code = frame.f_code
+        inside = _inside.get(code)
+        if inside is None:
+            inside = _inside[code] = code.co_filename.startswith(_NOT_USER_CODE)
+        if not inside or frame.f_back is None:
+            return code.co_filename, frame.f_lineno
+        frame = frame.f_back  # a module's `__call__` stands between
+
+
+# Whether a code object is torch's or ours. Code objects of user code are few: one per place that enters a region.
+_inside: dict[CodeType, bool] = {}
 
 
 def without_recording(function: Callable[[Tensor], Any], tensor: Tensor) -> Any:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from . import _torch
-from ._engine import Held, Holder, Recompute
+from ._engine import Deliver, Held, Holder, Recompute
 from ._tape import Op, Ref, Scratch, Shape, Tape, Value, Wrapped, geometry_of, tensors_of
 
 
@@ -36,16 +36,17 @@ class Replay:
         self.replays = 0
         self.replayed = 0
 
-    def recompute(self, request: Recompute) -> None:
-        _Window(self, request).run()
+    def recompute(self, request: Recompute, deliver: Deliver) -> None:
+        _Window(self, request, deliver).run()
 
 
 class _Window:
     """One replay: what is wanted, the operators that make it, and the tensors made so far."""
 
-    def __init__(self, source: Replay, request: Recompute) -> None:
+    def __init__(self, source: Replay, request: Recompute, deliver: Deliver) -> None:
         self._source = source
         self._request = request
+        self._deliver = deliver
         self._inputs = request.task.inputs
         self._made: dict[int, Tensor] = {}  # by value: a tensor on its storage
         self._given: set[int] = set()  # storages that have been delivered: no longer ours to write
@@ -60,12 +61,12 @@ class _Window:
         with _torch.below_autograd():
             for holder in wanted:
                 if all(value.op is None for value in values_of(holder.saved)):
-                    request.deliver(holder.slot, self._build(holder.saved))
+                    self._deliver(holder.slot, self._build(holder.saved))
             if ops:
                 self._source.replays += 1
                 self._source.replayed += len(ops)
                 self._replay(ops)
-        if all(holder.slot in request.task.seen for holder in request.wanted()):
+        if all(holder.slot in request.task.ready for holder in request.wanted()):
             self._inputs.clear()
 
     def _widen(self) -> list[Holder]:
@@ -148,7 +149,7 @@ class _Window:
             self._parts[id] = tensor
             if any(v.op is not None and v.id not in self._parts for v in values_of(saved)):
                 return
-        self._request.deliver(holder.slot, self._build(saved))
+        self._deliver(holder.slot, self._build(saved))
 
     def _make_writable(self, id: int, op: Op) -> None:
         tensor = self._made.get(id)

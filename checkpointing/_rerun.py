@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from . import _torch, errors
 from ._ambient import Ambient, Generators, has_rng
-from ._engine import Frame, Held, Name, Recompute, describe, named, thread, unpack
+from ._engine import Deliver, Frame, Held, Name, Recompute, describe, named, thread, unpack
 from ._tree import ATOMS, Build, open_container
 
 ContextFn = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
@@ -30,9 +30,10 @@ ContextFn = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManag
 class Rerun:
     """The function, its saved inputs and the state it ran in."""
 
-    __slots__ = ("_ambient", "_context", "_function", "_hooks", "_inputs", "_leaves", "_pins", "_rng")
+    __slots__ = ("_ambient", "_function", "_hooks", "_inputs", "_pins", "_rng", "context")
 
     in_order = True
+    save = None
 
     def __init__(
         self,
@@ -40,30 +41,21 @@ class Rerun:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         preserve_rng_state: bool,
-        recompute_context: AbstractContextManager[Any] | None = None,
     ) -> None:
         self._function = function
         self._hooks = hooks = _torch.enclosing_hooks()
         self._inputs = inputs = Inputs(args, kwargs, hooks)
-        self._context = recompute_context
+        self.context: AbstractContextManager[Any] | None = None  # entered around the rerun
         self._ambient = Ambient()
         self._rng = Generators(True, inputs.devices, inputs.generators) if preserve_rng_state else None
-        self._leaves: list[int] = []
         self._pins: list[Held] = []
-
-    def save(self, tensor: Tensor) -> None:
-        # Leaves that the function reaches by itself (parameters) are no arguments; guard them where they are saved.
-        if tensor.requires_grad and tensor.is_leaf:
-            self._leaves.append(_torch.version(tensor))
 
     def keep(self, tensor: Tensor) -> Tensor:
         self._pins.append(Held(tensor, self._hooks, "a value given to keep()"))
         return tensor
 
-    def recompute(self, request: Recompute) -> None:
+    def recompute(self, request: Recompute, deliver: Deliver) -> None:
         args, kwargs = self._inputs.restore(request.frame)
-        deliver = request.deliver
-        leaves = iter(self._leaves)
         slot = -1
 
         def pack(tensor: Tensor) -> Tensor:
@@ -72,11 +64,6 @@ class Rerun:
             # Detached: the rerun's graph stores what is returned here, and must not own itself. It is a tensor
             # rather than a holder so that backward inside the rerun works (rule 6).
             if tensor.requires_grad:
-                if tensor.is_leaf:
-                    now = _torch.version(tensor)
-                    was = next(leaves, now)
-                    if was != now:
-                        raise errors.changed(request.frame, f"a leaf ({describe(tensor)})", was, now)
                 tensor = tensor.detach()
             deliver(slot, tensor)
             return tensor
@@ -87,10 +74,10 @@ class Rerun:
             _torch.set_grad_enabled(True)
             _torch.push_hooks(pack, _identity)
             try:
-                if self._context is None:
+                if self.context is None:
                     self._function(*args, **kwargs)
                 else:
-                    with self._context:
+                    with self.context:
                         self._function(*args, **kwargs)
             finally:
                 _torch.pop_hooks()

@@ -29,6 +29,10 @@ class UnsupportedError(CheckpointError):
     """The region does something that can't be brought back."""
 
 
+# slot, who asked for it, what was saved, what was recomputed, the line where it was recomputed
+Mismatch = tuple[int, str, object, object, str]
+
+
 def different_number(where: object, slot: int, op: str, saved: int, recomputed: int) -> MismatchError:
     return MismatchError(
         f"{where}: A different number of tensors was saved during the original forward and recomputation.\n"
@@ -48,7 +52,7 @@ def too_many(where: object, saved: int, line: str) -> MismatchError:
     )
 
 
-def different_metadata(where: object, mismatches: Sequence[tuple[int, str, object, object, str]]) -> MismatchError:
+def different_metadata(where: object, mismatches: Sequence[Mismatch]) -> MismatchError:
     rows = "".join(
         f"tensor at position {slot} (slot {slot}{op}):\n"
         f"saved metadata: {saved}\n"
@@ -75,4 +79,12 @@ def replaced(where: object, what: str) -> ChangedError:
     return ChangedError(
         f"{where}: {what} is not the tensor that it was when the region read it, so the region can't be recomputed "
         "exactly. Set it after backward, or pass the tensor itself as an argument."
+    )
+
+
+def overwritten(where: object) -> UnsupportedError:
+    return UnsupportedError(
+        f"{where}: a tensor that is needed for backward is overwritten later in the function by an in-place operator, "
+        "for which plain autograd raises an error, too. Use the operator that is not in-place, or backend='replay', "
+        "which tells the versions of a tensor apart."
     )

@@ -1,0 +1,43 @@
+"""The README's programs run, and its first two commands are what CI and the reader take word for word."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+PROGRAMS = [
+    "\n" * README.count("\n", 0, found.start(1)) + found[1]  # so that a traceback shows the README's line
+    for found in re.finditer(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+]
+COMMANDS = re.findall(r"^```(?:sh|bash|console)\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=range(len(PROGRAMS)))
+def test_program_runs(program):
+    """Each on its own, from its imports on; its tensors have gradients afterwards."""
+    names = {"__name__": "readme"}
+    exec(compile(program, "README.md", "exec"), names)
+    leaves = [names["x"], *names["layers"].parameters()] if "layers" in names else [names["x"]]
+    assert all(leaf.grad is not None for leaf in leaves if leaf.requires_grad and leaf.is_leaf)
+
+
+def test_there_are_programs():
+    """One for each door, at least."""
+    assert any("@checkpointed" in program for program in PROGRAMS)
+    assert any("with checkpoint_scope()" in program and "keep(" in program for program in PROGRAMS)
+
+
+def test_the_first_two_commands():
+    """Install and compare; install and test."""
+    assert COMMANDS[0] == "pip install . && python -m checkpointing\n"
+    assert COMMANDS[1] == "pip install '.[test]' && python -m pytest\n"
+
+
+def test_the_scope_is_called_lexical():
+    """One sentence says what a scope does with what leaves it."""
+    sentence = (
+        "A scope is lexical: tensors that ops inside the block save are dropped and brought back; "
+        "what leaves the block and is saved by an op outside is saved by that op."
+    )
+    assert sentence in " ".join(README.split())
