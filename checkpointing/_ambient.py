@@ -18,8 +18,6 @@ from torch import Tensor
 
 from . import _torch
 
-Restore = Callable[[], None]
-
 
 class Generators:
     """States of random generators at one moment."""
@@ -31,12 +29,12 @@ class Generators:
     ) -> None:
         """The CPU's default generator if `cpu`, those of `devices`, and `generators` themselves."""
         self._cpu = _CPU.get_state() if cpu else None
-        self._others: list[tuple[Callable[[Tensor], Any], Callable[[], Tensor], Tensor]] = []
+        self._others: tuple[tuple[Callable[[Tensor], Any], Callable[[], Tensor], Tensor], ...] = ()
         for device in devices:
             getter, setter = device_rng(device)
-            self._others.append((setter, getter, getter()))
+            self._others += ((setter, getter, getter()),)
         for generator in generators:
-            self._others.append((generator.set_state, generator.get_state, generator.get_state()))
+            self._others += ((generator.set_state, generator.get_state, generator.get_state()),)
 
     @property
     def nbytes(self) -> int:
@@ -92,7 +90,10 @@ class Ambient:
         self._context.copy().run(self._run, call)
 
     def _run(self, call: Callable[[], Any]) -> None:
-        undo: list[Restore] = []
+        if self._is_here():
+            call()
+            return
+        undo: list[Callable[[], None]] = []
         try:
             self._enter(undo)
             call()
@@ -100,16 +101,25 @@ class Ambient:
             for restore in reversed(undo):
                 restore()
 
-    def _enter(self, undo: list[Restore]) -> None:
+    def _is_here(self) -> bool:
+        """Whether there is nothing to enter, as nearly always."""
+        return (
+            self._autocast is None
+            and self._modes is None
+            and not _torch.autocast_is_on_somewhere()
+            and not _torch.function_mode_count()
+            and _read_switches() == self._switches
+        )
+
+    def _enter(self, undo: list[Callable[[], None]]) -> None:
         switches = _read_switches()
         if switches != self._switches:
             undo.append(lambda: _write_switches(switches))
             _write_switches(self._switches)
-        if self._modes is not None or _torch.function_mode_count():
-            modes = _torch.function_modes()
-            if modes != (self._modes or []):
-                undo.append(lambda: _torch.set_function_modes(modes))
-                _torch.set_function_modes(self._modes or [])
+        modes = _torch.function_modes()
+        if modes != (self._modes or []):
+            undo.append(lambda: _torch.set_function_modes(modes))
+            _torch.set_function_modes(self._modes or [])
         autocast = _read_autocast()
         if autocast != self._autocast:
             undo.append(lambda: _write_autocast(autocast))

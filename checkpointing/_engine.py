@@ -41,7 +41,12 @@ from torch import Tensor
 from . import _torch, errors
 
 
+# Bound once: these run for every saved tensor.
 _ref = weakref.ref
+_current_node = _torch.current_node
+_graph_exec_group = _torch.graph_exec_group
+_graph_task_id = _torch.graph_task_id
+_PythonNode = _torch.PythonNode
 
 
 class _Thread(threading.local):
@@ -77,23 +82,23 @@ class Source(Keeper, Protocol):
 class Holder:
     """What autograd stores in place of one saved tensor."""
 
-    __slots__ = ("__weakref__", "frame", "metadata", "saved", "slot", "version")
+    __slots__ = ("__weakref__", "frame", "metadata", "saved", "slot")
 
     frame: Frame
     slot: int
     metadata: Any  # what the determinism check compares
     saved: Any  # what the source remembers
-    version: int | None  # of a leaf that requires grad: a parameter that changes changes what is recomputed
 
 
 class Recomputed:
     """One frame's recomputed tensors in one graph task. Autograd's graph task owns it, and the frame only refers to
     it weakly, so that nothing outlives a backward, whether it succeeds or fails (rule 4)."""
 
-    __slots__ = ("__weakref__", "inputs", "plan", "ready")
+    __slots__ = ("__weakref__", "inputs", "plan", "ready", "versions")
 
     def __init__(self) -> None:
         self.ready: dict[int, Tensor | None] = {}  # by slot: delivered; None once its node has it
+        self.versions: dict[int, int] = {}  # by slot: of what was delivered, where not 0
         self.inputs: dict[Any, Tensor] = {}  # what the source has fetched and will want again
         self.plan: Any = None  # the source's notes
 
@@ -123,6 +128,7 @@ class Frame:
         "early_stop",
         "entered_at",
         "holders",
+        "leaves",
         "lock",
         "name",
         "on_error",
@@ -144,6 +150,7 @@ class Frame:
         self.early_stop = early_stop
         self.check = check
         self.holders: list[weakref.ref[Holder]] = []
+        self.leaves: dict[int, int] = {}  # by slot: versions of leaves that require grad, which nobody else guards
         self.complete = False  # backward may run before the region has ended (rule 6)
         self.tasks: dict[Any, weakref.ref[Recomputed]] = {}
         self.lock = threading.RLock()  # the worker threads of one graph task may open one frame at once
@@ -155,20 +162,21 @@ class Frame:
 
     def packer(self) -> Callable[[Tensor], Holder]:
         """Autograd's pack hook for this region. A closure: it runs once per saved tensor."""
-        holders, save, check = self.holders, self.source.save, self.check
+        holders, leaves, save, check = self.holders, self.leaves, self.source.save, self.check
         plain_check = check is metadata_of
 
         def pack(tensor: Tensor) -> Holder:
             holder = Holder()
             holder.frame = self
-            holder.slot = len(holders)
-            if save is not None:
-                holder.saved = save(tensor)
+            holder.slot = slot = len(holders)
             if plain_check:
                 holder.metadata = (tensor.shape, tensor.dtype, tensor.device)
             elif check is not None:
                 holder.metadata = check(tensor)
-            holder.version = tensor._version if tensor.requires_grad and tensor.is_leaf else None
+            if save is not None:
+                holder.saved = save(tensor)
+            if tensor.is_leaf and tensor.requires_grad:
+                leaves[slot] = tensor._version
             holders.append(_ref(holder))
             return holder
 
@@ -200,15 +208,15 @@ class Frame:
                 tensor = task.ready[slot]
                 assert tensor is not None  # `run` raises if it can't deliver
             task.ready[slot] = None
-        node = _torch.current_node()
-        if isinstance(node, _torch.PythonNode):
+        node = _current_node()
+        if isinstance(node, _PythonNode):
             _until_done(node, task, slot, tensor)
         return tensor
 
 
 def unpack(holder: Holder) -> Tensor:
     """Autograd's unpack hook, the same for all regions."""
-    key: Any = _torch.graph_exec_group() or _torch.graph_task_id()
+    key: Any = _graph_exec_group() or _graph_task_id()
     frame = holder.frame
     ref = frame.tasks.get(key)
     if ref is not None:
@@ -217,8 +225,8 @@ def unpack(holder: Holder) -> Tensor:
             tensor = task.ready.get(holder.slot)
             if tensor is not None:
                 task.ready[holder.slot] = None
-                node = _torch.current_node()
-                if isinstance(node, _torch.PythonNode):
+                node = _current_node()
+                if isinstance(node, _PythonNode):
                     _until_done(node, task, holder.slot, tensor)
                 return tensor
     return frame.bring_back(holder, key)
@@ -312,7 +320,7 @@ class Held:
 class Recompute:
     """One recompute under way: the engine's side of the seam."""
 
-    __slots__ = ("_count", "_last", "_mismatches", "_versions", "frame", "holder", "task")
+    __slots__ = ("_count", "_last", "_mismatches", "frame", "holder", "task")
 
     def __init__(self, frame: Frame, task: Recomputed, holder: Holder) -> None:
         self.frame = frame
@@ -321,7 +329,6 @@ class Recompute:
         self._mismatches: tuple[errors.Mismatch, ...] = ()
         self._count: int | None = None
         self._last = self._last_wanted()
-        self._versions = _sum_of_versions(task) if task.ready else 0
 
     def wants(self, holder: Holder | None) -> bool:
         """Whether a recompute that passes this holder's slot should deliver it."""
@@ -346,7 +353,7 @@ class Recompute:
         # A closure: it runs once per recomputed tensor. Not stored here, where it would be a cycle.
         frame, opened, last = self.frame, self.holder, self._last
         holders, check = frame.holders, frame.check
-        ready = self.task.ready
+        ready, versions = self.task.ready, self.task.versions
         plain_check = check is metadata_of
 
         def deliver(slot: int, tensor: Tensor) -> None:
@@ -360,11 +367,9 @@ class Recompute:
                         )
                         if metadata != holder.metadata:
                             self._mismatch(holder, metadata)
-                    version = tensor._version
-                    if version != holder.version is not None:
-                        raise errors.changed(frame, named("a leaf", tensor), holder.version, version)
-                    self._versions += version
                     ready[slot] = tensor
+                    if tensor._version:
+                        versions[slot] = tensor._version
             elif frame.complete:
                 raise errors.too_many(frame, len(holders), user_line())
             if slot >= last:
@@ -410,28 +415,36 @@ class Recompute:
         return sys.maxsize
 
     def _verify(self) -> None:
-        frame, count, slot = self.frame, self._count, self.holder.slot
-        error: errors.CheckpointError | None = None
-        ready = self.task.ready
-        if frame.source.in_order and _sum_of_versions(self.task) != self._versions:
-            error = errors.overwritten(frame)
-        elif self._mismatches:
-            error = errors.different_metadata(frame, self._mismatches)
-        elif count is not None:
-            expected = self._last + 1 if self._last != sys.maxsize else len(frame.holders) * frame.complete
-            if count < max(expected, slot + 1):
-                error = errors.different_number(
-                    frame, max(expected, slot + 1) - 1, _node_name(), len(frame.holders), count
-                )
+        error = self._find_error()
         if error is not None:
-            ready.clear()
-            if frame.on_error is not None:
-                frame.on_error(error)
+            self.task.ready.clear()
+            if self.frame.on_error is not None:
+                self.frame.on_error(error)
             raise error
 
-
-def _sum_of_versions(task: Recomputed) -> int:
-    return sum([tensor._version for tensor in task.ready.values() if tensor is not None])
+    def _find_error(self) -> errors.CheckpointError | None:
+        frame, ready, count = self.frame, self.task.ready, self._count
+        if self._mismatches:
+            return errors.different_metadata(frame, self._mismatches)
+        if frame.leaves:
+            for slot, version in frame.leaves.items():
+                leaf = ready.get(slot)
+                if leaf is not None and leaf._version != version:
+                    return errors.changed(frame, named("a leaf", leaf), version, leaf._version)
+        if frame.source.in_order:
+            versions = self.task.versions
+            for slot, tensor in ready.items():
+                if tensor is not None and tensor._version != 0 and tensor._version != versions.get(slot):
+                    return errors.overwritten(frame)
+        if count is not None:  # it ran to its end: the last slot that is wanted should have stopped it
+            last = self.holder.slot
+            if self._last != sys.maxsize:
+                last = self._last
+            elif frame.complete:
+                last = len(frame.holders) - 1
+            if count <= last:
+                return errors.different_number(frame, last, _node_name(), len(frame.holders), count)
+        return None
 
 
 def add_note(error: BaseException, note: str) -> None:
@@ -499,5 +512,5 @@ def stack_of_user() -> str:
 
 
 def _node_name() -> str:
-    node = _torch.current_node()
+    node = _current_node()
     return "a read outside of backward" if node is None else str(node.name())

@@ -126,60 +126,53 @@ class _Pin(torch.autograd.Function):
 
 # ---- arguments
 
-class _Slot:
-    """Stands in a saved structure for the tensor with this number."""
-
-    __slots__ = ("number",)
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-
-
 class _Argument:
     """A tensor argument that belongs to a graph: it comes back with its place in that graph."""
 
     __slots__ = ("_live", "_name", "_saved", "_version")
 
     def __init__(self, tensor: Tensor, hooks: _torch.Hooks | None, name: Name) -> None:
-        self._saved = _torch.save_input(tensor)
+        self._saved = _torch.save_input(tensor, False)
         self._name = name
-        self._version = _torch.version(tensor)
-        self._live = None if hooks is not None and hooks[1] is unpack else weakref.ref(tensor)
+        if hooks is None or hooks[1] is unpack:  # autograd, or a region of ours, guards the version
+            self._live = None
+        else:
+            self._live = weakref.ref(tensor)
+            self._version = tensor._version
 
     def fetch(self, where: Frame) -> Tensor:
-        live = None if self._live is None else self._live()
-        if live is not None and _torch.version(live) != self._version:
-            raise errors.changed(where, named(self._name, live), self._version, _torch.version(live))
+        if self._live is not None:
+            live = self._live()
+            if live is not None and live._version != self._version:
+                raise errors.changed(where, named(self._name, live), self._version, live._version)
         try:
             return self._saved.unpack()
         except RuntimeError as error:
             if isinstance(error, errors.CheckpointError) or "modified by an inplace" not in str(error):
                 raise
-            raise errors.changed(where, named(self._name), self._version, self._version + 1) from error
+            raise errors.changed(where, named(self._name)) from error
 
 
 class Inputs:
     """The arguments of one call: tensors saved, containers copied, everything guarded."""
 
-    __slots__ = ("_args", "_hooks", "_kwargs", "_objects", "_tensors", "devices", "generators")
+    __slots__ = ("_args", "_hooks", "_kwargs", "_objects", "devices", "generators")
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], hooks: _torch.Hooks | None) -> None:
         self._hooks = hooks
-        self._tensors: list[Held | _Argument] = []
         self._objects: list[tuple[object, str, list[tuple[str, weakref.ref[Tensor], int]]]] = []
         self.devices: set[torch.device] = set()
         self.generators: list[torch.Generator] = []
         save = self._save
         self._args = [v if type(v) in ATOMS else save(v, "args", i) for i, v in enumerate(args)]
-        self._kwargs = {k: v if type(v) in ATOMS else save(v, "kwargs", k) for k, v in kwargs.items()}
+        self._kwargs = kwargs and {k: v if type(v) in ATOMS else save(v, "kwargs", k) for k, v in kwargs.items()}
 
     def restore(self, where: Frame) -> tuple[list[Any], dict[str, Any]]:
         """The arguments as they were; `ChangedError` names the first that has changed."""
         for value, path, seen in self._objects:
             self._check_object(value, path, seen, where)
-        tensors = [held.fetch(where) for held in self._tensors]
-        args = [_rebuild(v, tensors) for v in self._args]
-        return args, {k: _rebuild(v, tensors) for k, v in self._kwargs.items()}
+        args = [_rebuild(v, where) for v in self._args]
+        return args, {k: _rebuild(v, where) for k, v in self._kwargs.items()} if self._kwargs else self._kwargs
 
     def _save(self, value: Any, parent: str, key: Any) -> Any:
         """What stands for `value` until the rerun."""
@@ -189,8 +182,7 @@ class Inputs:
         if isinstance(value, Tensor):
             self._see(value)
             in_graph = value.requires_grad and not value.is_leaf
-            self._tensors.append((_Argument if in_graph else Held)(value, self._hooks, (parent, key)))
-            return _Slot(len(self._tensors) - 1)
+            return (_Argument if in_graph else Held)(value, self._hooks, (parent, key))
         if isinstance(value, torch.Generator):
             self.generators.append(value)
             return value
@@ -237,11 +229,12 @@ class _Container:
         self.parts = parts
 
 
-def _rebuild(saved: Any, tensors: list[Tensor]) -> Any:
-    if type(saved) is _Slot:
-        return tensors[saved.number]
-    if type(saved) is _Container:
-        return saved.build({k: _rebuild(v, tensors) for k, v in saved.parts.items()})
+def _rebuild(saved: Any, where: Frame) -> Any:
+    kind = type(saved)
+    if kind is _Argument or kind is Held:
+        return saved.fetch(where)
+    if kind is _Container:
+        return saved.build({k: _rebuild(v, where) for k, v in saved.parts.items()})
     return saved
 
 

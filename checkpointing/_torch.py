@@ -108,26 +108,23 @@ class _SaveInput(torch.autograd.Function):
 
 
 class _SavedByNode:
-    __slots__ = ("node",)
+    __slots__ = ("output",)
 
     def __init__(self, tensor: Tensor) -> None:
-        self.node = _SaveInput.apply(tensor).grad_fn  # type: ignore[no-untyped-call]
+        # The output is held, not its node: torch 2.11 frees what a node has saved with the last of its outputs.
+        self.output = _SaveInput.apply(tensor)  # type: ignore[no-untyped-call]
 
     def unpack(self) -> Tensor:
-        return cast(Tensor, self.node.saved_tensors[0])
-
-
-def save_input(tensor: Tensor) -> SavedInput:
-    """Save a tensor that requires grad as a node of autograd would: through the enclosing hooks, and brought
-    back with the same `grad_fn`, without a reference cycle. torch has this since 2.13."""
-    return cast(SavedInput, _make_saved_tensor(tensor, False))
+        return cast(Tensor, self.output.grad_fn.saved_tensors[0])
 
 
 def _saved_by_node(tensor: Tensor, is_output: bool) -> SavedInput:
     return _SavedByNode(tensor)
 
 
-_make_saved_tensor: Callable[[Tensor, bool], Any] = getattr(_autograd, "_make_saved_tensor", _saved_by_node)
+# Save a tensor that requires grad as a node of autograd would: through the enclosing hooks, and brought back with the
+# same `grad_fn`, without a reference cycle. torch has this since 2.13.
+save_input: Callable[[Tensor, bool], SavedInput] = getattr(_autograd, "_make_saved_tensor", _saved_by_node)
 
 
 def lay(base: Tensor, size: Any, stride: Any, offset: int, dtype: torch.dtype, conj: bool, neg: bool) -> Tensor:

@@ -67,11 +67,11 @@ def different_metadata(where: object, mismatches: Sequence[Mismatch]) -> Mismatc
     )
 
 
-def changed(where: object, what: str, was: int, now: int) -> ChangedError:
+def changed(where: object, what: str, was: int | None = None, now: int | None = None) -> ChangedError:
+    versions = "" if now is None else f" (it was at version {was}, it is at version {now} now)"
     return ChangedError(
-        f"{where}: {what} was changed in place after the region had read it (it was at version {was}, it is at "
-        f"version {now} now), so the region can't be recomputed exactly. Change it after backward, or hand the "
-        "region a clone of it."
+        f"{where}: {what} was changed in place after the region had read it{versions}, so the region can't be "
+        "recomputed exactly. Change it after backward, or hand the region a clone of it."
     )
 
 
