@@ -100,6 +100,11 @@ def _comparable(result: Any) -> Any:
 
 _CHECKS: dict[Any, Callable[[Tensor], Any] | None] = {"metadata": metadata_of, "values": fingerprint, "none": None}
 
+@functools.lru_cache(maxsize=64)
+def _options(*values: Any) -> Options:
+    return Options(*values)
+
+
 _disabled: contextvars.ContextVar[bool] = contextvars.ContextVar("checkpointing.disabled", default=False)
 
 
@@ -392,7 +397,9 @@ class _Block:
         recompute: Any = [] if options.debug else None
         self._tape = Tape(_torch.enclosing_hooks(), options.preserve_rng_state, forward)
         self._source = Replay(self._tape, recompute)
-        self.frame = Frame(self._source, name, where, options.early_stop, options.check)
+        # What is replayed has the recorded metadata by construction.
+        check = None if options.determinism_check == "metadata" else options.check
+        self.frame = Frame(self._source, name, where, options.early_stop, check)
         if options.debug:
             self.frame.on_error = functools.partial(explain, forward=forward, recompute=recompute)
 
@@ -462,7 +469,7 @@ class checkpoint_scope:
         debug: bool = False,
         name: str | None = None,
     ) -> None:
-        self._options = Options(
+        self._options = _options(
             "replay", enabled, preserve_rng_state, early_stop, determinism_check, policy, None, debug, name
         )
         self._entered = False

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from . import _torch
 from ._engine import Deliver, Held, Holder, Recompute
-from ._tape import Op, Ref, Scratch, Shape, Tape, Value, Wrapped, geometry_of, tensors_of
+from ._tape import Geometry, Op, Ref, Scratch, Shape, Tape, Value, Wrapped, geometry_of, tensors_of
 
 
 class Replay:
@@ -37,6 +37,14 @@ class Replay:
         self.replayed = 0
 
     def recompute(self, request: Recompute, deliver: Deliver) -> None:
+        saved = request.holder.saved
+        if type(saved) is Ref and saved.value.op is None and not request.whole_region:
+            value, geometry, kind = saved
+            held = value.held.get(geometry)
+            if held is not None and not held.is_packed:  # nothing to compute, nothing to share
+                tensor = held.fetch(request.frame)
+                deliver(request.holder.slot, tensor if kind is None else tensor.as_subclass(kind))
+                return
         _Window(self, request, deliver).run()
 
 
@@ -49,13 +57,14 @@ class _Window:
         self._deliver = deliver
         self._inputs = request.task.inputs
         self._made: dict[int, Tensor] = {}  # by value: a tensor on its storage
+        self._geometry: dict[int, Geometry] = {}  # by value: how that tensor lies there
         self._given: set[int] = set()  # storages that have been delivered: no longer ours to write
         self._parts: dict[int, Tensor] = {}  # by value: parts of wrappers whose other parts are still to come
 
     def run(self) -> None:
         request = self._request
-        wanted = list(request.wanted()) if request.whole_region else self._widen()
-        ops = slice_of(value for holder in wanted for value in values_of(holder.saved))
+        candidates = list(request.wanted())
+        wanted, ops = self._widen(candidates)
         # Before autograd is switched off: an enclosing region may have to rerun for them.
         self._fetch_inputs(ops, wanted)
         with _torch.below_autograd():
@@ -65,91 +74,114 @@ class _Window:
             if ops:
                 self._source.replays += 1
                 self._source.replayed += len(ops)
-                self._replay(ops)
-        if all(holder.slot in request.task.ready for holder in request.wanted()):
+                self._replay(ops, candidates)
+        if self._inputs and all(holder.slot in request.task.ready for holder in request.wanted()):
             self._inputs.clear()
 
-    def _widen(self) -> list[Holder]:
-        """The holder that is being opened and those that share its window."""
+    def _widen(self, candidates: list[Holder]) -> tuple[list[Holder], list[Op]]:
+        """The holder that is being opened and those that share its window, and the operators of the window."""
         request = self._request
         opened = request.holder
+        if request.whole_region:
+            return candidates, slice_of(candidates)
         segment = _segment(opened)
         if segment < 0:
-            return [opened]
-        plan: dict[int, list[int]] = request.task.plan
+            return [opened], []
+        plan: dict[int, set[int]] = request.task.plan
         if plan is None:
             plan = request.task.plan = {}
         slots = plan.get(opened.slot)
         if slots is None:
-            group = connected([holder for holder in request.wanted() if _segment(holder) == segment])
-            plan.update(group)
-            slots = group[opened.slot]
-        return [holder for holder in request.wanted() if holder.slot in set(slots)]
+            candidates = [h for h in candidates if _segment(h) == segment]
+            ops = slice_of([opened])
+            inside = set(ops)
+            if all(value.op is None or value.op in inside for h in candidates for value in values_of(h.saved)):
+                plan.update(dict.fromkeys([h.slot for h in candidates], {h.slot for h in candidates}))
+                return candidates, ops  # nearly always: the last one needs whatever the others need
+            groups, ops = connected(candidates, opened)
+            plan.update(groups)
+            slots = groups[opened.slot]
+            return [holder for holder in candidates if holder.slot in slots], ops
+        wanted = [holder for holder in candidates if holder.slot in slots]
+        return wanted, slice_of(wanted)
 
     def _fetch_inputs(self, ops: list[Op], wanted: list[Holder]) -> None:
         """What comes through hooks, once per graph task; the rest is at hand."""
         inputs = self._inputs
-        values = [value for op in ops for value in op.reads] + [v for h in wanted for v in values_of(h.saved)]
-        helds = [held for value in values if value.op is None for held in value.held.values()]
-        for held in helds + [h.saved for h in wanted if type(h.saved) is Held]:
+        values = {value for op in ops for value in op.reads if value.op is None}
+        values.update(v for holder in wanted for v in values_of(holder.saved) if v.op is None)
+        helds = [held for value in values for held in value.held.values()]
+        helds += [holder.saved for holder in wanted if type(holder.saved) is Held]
+        for held in helds:
             if held.is_packed and held not in inputs:
                 inputs[held] = held.fetch(self._request.frame)
 
-    def _replay(self, ops: list[Op]) -> None:
+    def _replay(self, ops: list[Op], candidates: list[Holder]) -> None:
         made = self._made
         # What passes by in this window and is wanted by a holder of another one comes for free.
         savers: dict[int, list[Holder]] = {}
-        for holder in self._request.wanted():
+        for holder in candidates:
             for value in values_of(holder.saved):
                 if value.op is not None:
                     savers.setdefault(value.id, []).append(holder)
-        last = {value.id: i for i, op in enumerate(ops) for value in op.reads}
+        last = {value.id: op for op in ops for value in op.reads}
         log = self._source.log
-        for i, op in enumerate(ops):
+        for op in ops:
             if log is not None:
                 log.append((str(op.func), ""))
             for old, _ in op.writes:
                 self._make_writable(old, op)
-            args = self._arguments(op.args)
-            kwargs = dict(zip(op.kwargs, self._arguments(op.kwargs.values()), strict=True)) if op.kwargs else op.kwargs
-            if op.rng is None:
-                result = op.func(*args, **kwargs)
-            else:
-                now = op.rng.enter()
-                try:
-                    result = op.func(*args, **kwargs)
-                finally:
-                    op.rng.leave(now)
-            new = []
-            if op.outputs:
-                flat = (result,) if isinstance(result, Tensor) else tuple(tensors_of(result))
-                for number, id in op.outputs:
-                    made[id] = flat[number]
-                    new.append(id)
-                del flat
-            for old, id in op.writes:
-                made[id] = made.pop(old)
-                new.append(id)
-            del args, kwargs, result  # the next operator must not find them alive
+            new = self._run(op)
             for id in new:
                 for holder in savers.get(id, ()):
                     self._give(holder, id)
-                if last.get(id, -1) <= i:
-                    made.pop(id, None)
+                if id not in last:
+                    del made[id]
             for value in op.reads:
-                if last[value.id] == i:
+                if last[value.id] is op:
                     made.pop(value.id, None)
+
+    def _run(self, op: Op) -> list[int]:
+        """Run one operator; returns the ids of the values that it made. Nothing else of it stays alive."""
+        made = self._made
+        args = self._arguments(op.args)
+        kwargs = op.kwargs and dict(zip(op.kwargs, self._arguments(op.kwargs.values()), strict=True))
+        if op.rng is None:
+            result = op.func(*args, **kwargs)
+        else:
+            now = op.rng.enter()
+            try:
+                result = op.func(*args, **kwargs)
+            finally:
+                op.rng.leave(now)
+        new = []
+        if op.outputs:
+            flat = (result,) if type(result) is Tensor else tuple(tensors_of(result))
+            for number, id in op.outputs:
+                made[id] = tensor = flat[number]
+                self._geometry[id] = geometry_of(tensor)
+                new.append(id)
+        for old, id in op.writes:
+            made[id] = made.pop(old)
+            self._geometry[id] = geometry_of(made[id])  # anew: `resize_` changes it
+            new.append(id)
+        return new
 
     def _give(self, holder: Holder, id: int) -> None:
         """A value that `holder` saved has been made."""
         tensor = self._made[id]
         self._given.add(_torch.storage_id(tensor))
         saved = holder.saved
-        if type(saved) is not Ref:
-            self._parts[id] = tensor
-            if any(v.op is not None and v.id not in self._parts for v in values_of(saved)):
-                return
-        self._deliver(holder.slot, self._build(saved))
+        if type(saved) is Ref:
+            if self._geometry[id] != saved.geometry:
+                tensor = _torch.lay(tensor, *saved.geometry)
+            if saved.kind is not None:
+                tensor = tensor.as_subclass(saved.kind)
+            self._deliver(holder.slot, tensor)
+            return
+        self._parts[id] = tensor
+        if all(v.op is None or v.id in self._parts for v in values_of(saved)):
+            self._deliver(holder.slot, self._build(saved))
 
     def _make_writable(self, id: int, op: Op) -> None:
         tensor = self._made.get(id)
@@ -158,25 +190,36 @@ class _Window:
             tensor = self._fetch(next(iter(value.held.values())))
         elif _torch.storage_id(tensor) not in self._given:
             return
-        self._made[id] = _torch.clone_storage(tensor)
+        self._made[id] = tensor = _torch.clone_storage(tensor)
+        self._geometry[id] = geometry_of(tensor)
 
     def _arguments(self, saved: Iterable[Any]) -> list[Any]:
-        return [
-            arg if type(arg) not in _STANDS_FOR_TENSOR else self._build(arg, arg_only=True) for arg in saved
-        ]
+        args = []
+        for arg in saved:
+            kind = type(arg)
+            if kind is Ref:
+                value, geometry, _ = arg
+                tensor = self._made.get(value.id)
+                if tensor is None:
+                    tensor = self._from_held(value, geometry)
+                elif self._geometry[value.id] != geometry:
+                    tensor = _torch.lay(tensor, *geometry)
+                args.append(tensor)
+            else:
+                args.append(self._build(arg) if kind in _STANDS_FOR_TENSOR else arg)
+        return args
 
-    def _build(self, saved: Any, arg_only: bool = False) -> Any:
+    def _build(self, saved: Any) -> Any:
         """The tensor (or list of tensors) that `saved` stands for."""
         kind = type(saved)
         if kind is Ref:
-            tensor = self._made.get(saved.value.id)
-            if tensor is None and not arg_only:
-                tensor = self._parts.get(saved.value.id)
+            value = saved.value
+            tensor = self._parts.get(value.id)
             if tensor is None:
-                tensor = self._from_held(saved)
-            elif not lies_like(tensor, saved):
-                tensor = lay(tensor, saved)
-            return tensor if arg_only or saved.kind is None else tensor.as_subclass(saved.kind)
+                tensor = self._from_held(value, saved.geometry)
+            elif geometry_of(tensor) != saved.geometry:
+                tensor = _torch.lay(tensor, *saved.geometry)
+            return tensor if saved.kind is None else tensor.as_subclass(saved.kind)
         if kind is Shape:
             return torch.empty_strided(saved.size, saved.stride, dtype=saved.dtype, device=saved.device)
         if kind is list or kind is tuple:
@@ -188,40 +231,24 @@ class _Window:
         parts = {name: self._build(part) for name, part in saved.parts.items()}
         return saved.kind.__tensor_unflatten__(parts, saved.context, saved.size, saved.stride)
 
-    def _from_held(self, ref: Ref) -> Tensor:
-        held = ref.value.held.get(geometry_of(ref))
+    def _from_held(self, value: Value, geometry: Geometry) -> Tensor:
+        held = value.held.get(geometry)
         if held is not None and held.is_packed:
             tensor = self._fetch(held)
-            if tensor.stride() != ref.stride:  # hooks may give back another layout
-                tensor = torch.empty_strided(ref.size, ref.stride, dtype=ref.dtype, device=tensor.device).copy_(tensor)
+            size, stride, _, dtype, _ = geometry
+            if tensor.stride() != stride:  # hooks may give back another layout
+                tensor = torch.empty_strided(size, stride, dtype=dtype, device=tensor.device).copy_(tensor)
             return tensor
         if held is None:  # one that covers the storage
-            held = next(iter(ref.value.held.values()))
+            held = next(iter(value.held.values()))
         tensor = self._fetch(held)
-        return tensor if lies_like(tensor, ref) else lay(tensor, ref)
+        return tensor if geometry_of(tensor) == geometry else _torch.lay(tensor, *geometry)
 
     def _fetch(self, held: Held) -> Tensor:
-        if not held.is_packed:
-            return held.fetch(self._request.frame)
-        return self._inputs[held]
+        return self._inputs[held] if held.is_packed else held.fetch(self._request.frame)
 
 
-_STANDS_FOR_TENSOR = frozenset({Ref, Shape, Scratch, Held, list, tuple})
-
-
-def lies_like(tensor: Tensor, ref: Ref) -> bool:
-    return (
-        tensor.shape == ref.size
-        and tensor.stride() == ref.stride
-        and tensor.dtype == ref.dtype
-        and tensor.storage_offset() == ref.offset
-        and tensor.is_neg() == ref.neg
-        and (not ref.dtype.is_complex or tensor.is_conj() == ref.conj)
-    )
-
-
-def lay(base: Tensor, ref: Ref) -> Tensor:
-    return _torch.lay(base, ref.size, ref.stride, ref.offset, ref.dtype, ref.conj, ref.neg)
+_STANDS_FOR_TENSOR = frozenset({Shape, Scratch, Held, list, tuple})
 
 
 def values_of(saved: Any) -> Iterable[Value]:
@@ -233,21 +260,22 @@ def values_of(saved: Any) -> Iterable[Value]:
     return ()
 
 
-def slice_of(values: Iterable[Value]) -> list[Op]:
-    """The operators that make these values from what is held, in the order in which they ran."""
+def slice_of(holders: Iterable[Holder]) -> list[Op]:
+    """The operators that make what these holders saved from what is held, in the order in which they ran."""
     found: set[Op] = set()
-    stack = [value.op for value in values if value.op is not None]
+    stack = [value.op for holder in holders for value in values_of(holder.saved) if value.op is not None]
     while stack:
         op = stack.pop()
         if op not in found:
             found.add(op)
-            stack.extend(value.op for value in op.reads if value.op is not None)
+            stack.extend([value.op for value in op.reads if value.op is not None])
     return sorted(found, key=_index)
 
 
-def connected(holders: list[Holder]) -> dict[int, list[int]]:
-    """Groups of holders whose slices share operators: for each slot the slots of its group."""
-    groups: list[list[int]] = [[holder.slot] for holder in holders]  # members of one group share one list
+def connected(holders: list[Holder], opened: Holder) -> tuple[dict[int, set[int]], list[Op]]:
+    """Groups of holders whose slices share operators: for each slot the slots of its group, and the operators that
+    the group of `opened` needs."""
+    groups: list[set[int]] = [{holder.slot} for holder in holders]  # members of one group share one set
     position = {holder.slot: i for i, holder in enumerate(holders)}
     owner: dict[Op, int] = {}
     for i, holder in enumerate(holders):
@@ -257,16 +285,22 @@ def connected(holders: list[Holder]) -> dict[int, list[int]]:
             j = owner.get(op)
             if j is None:
                 owner[op] = i
-                stack.extend(value.op for value in op.reads if value.op is not None)
+                stack.extend([value.op for value in op.reads if value.op is not None])
             elif groups[i] is not groups[j]:
                 small, large = sorted((groups[i], groups[j]), key=len)
-                large.extend(small)
+                large |= small
                 for slot in small:
                     groups[position[slot]] = large
-    return {holder.slot: group for holder, group in zip(holders, groups, strict=True)}
+    mine = groups[position[opened.slot]]
+    ops = [op for op, i in owner.items() if groups[i] is mine]
+    return {holder.slot: group for holder, group in zip(holders, groups, strict=True)}, sorted(ops, key=_index)
 
 
 def _segment(holder: Holder) -> int:
+    saved = holder.saved
+    if type(saved) is Ref:
+        op = saved[0].op
+        return -1 if op is None else op.segment
     return max((value.op.segment for value in values_of(holder.saved) if value.op is not None), default=-1)
 
 

@@ -33,9 +33,9 @@ class Stats:
 
 def measure(frame: Frame, tape: Tape, source: Replay) -> Stats:
     """The present numbers of a scope."""
-    saved = [holder.saved for ref in frame.holders if (holder := ref()) is not None]
-    wanted = [value for s in saved for value in values_of(s)]
-    ops = slice_of(wanted)
+    holders = [holder for ref in frame.holders if (holder := ref()) is not None]
+    wanted = [value for holder in holders for value in values_of(holder.saved)]
+    ops = slice_of(holders)
     values = {value.id: value for value in [*wanted, *(v for op in ops for v in op.reads)]}.values()
     starts = [value for value in values if value.op is None and not value.is_parameter]
     kept = sum(value.nbytes for value in starts if value.kept)

@@ -20,7 +20,8 @@ Rejected: a list of operators with use counts (needs a release pass after each b
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from . import _torch
 from ._ambient import Generators, has_rng
 from ._engine import Held, stack_of_user, thread
+from ._tree import ATOMS
 
 
 class Value:
@@ -62,31 +64,28 @@ class Value:
 
 _NOTHING: dict[Any, Held] = {}
 
+# Size, stride, offset and dtype of a tensor on its storage, and whether its conj (1) and neg (2) bits are set.
+Geometry = tuple[torch.Size, tuple[int, ...], int, torch.dtype, int]
 
-def geometry_of(tensor: Tensor | Ref) -> Any:
+
+def geometry_of(tensor: Tensor) -> Geometry:
     """How a tensor lies on its storage."""
-    if type(tensor) is Ref:
-        return (tensor.size, tensor.stride, tensor.offset, tensor.dtype, tensor.conj, tensor.neg)
-    assert isinstance(tensor, Tensor)
-    conj = tensor.dtype.is_complex and tensor.is_conj()
-    return (tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, conj, tensor.is_neg())
+    dtype = tensor.dtype
+    bits = 2 if tensor.is_neg() else 0
+    if dtype.is_complex and tensor.is_conj():
+        bits += 1
+    return (tensor.shape, tensor.stride(), tensor.storage_offset(), dtype, bits)
 
 
-class Ref:
+class Ref(NamedTuple):
     """A tensor on a value."""
 
-    __slots__ = ("conj", "dtype", "kind", "neg", "offset", "size", "stride", "value")
+    value: Value
+    geometry: Geometry
+    kind: type[Tensor] | None  # a subclass that only decorates a plain tensor
 
-    def __init__(self, value: Value, tensor: Tensor) -> None:
-        self.value = value
-        self.size = tensor.shape
-        self.stride = tensor.stride()
-        self.offset = tensor.storage_offset()
-        self.dtype = dtype = tensor.dtype
-        self.conj = dtype.is_complex and tensor.is_conj()
-        self.neg = tensor.is_neg()
-        kind = type(tensor)
-        self.kind = None if kind is Tensor or kind is nn.Parameter else kind
+
+_new_ref: Callable[[tuple[Value, Geometry, type[Tensor] | None]], Ref] = partial(tuple.__new__, Ref)  # cheaper
 
 
 class Shape:
@@ -123,30 +122,30 @@ class Wrapped:
 
 
 class Op:
-    """One recorded operator call. `outputs` names values by id: a strong reference would be a cycle."""
+    """One recorded operator call. It names the values it makes by id: a strong reference would be a cycle."""
 
     __slots__ = ("args", "func", "index", "kwargs", "outputs", "reads", "rng", "segment", "writes")
 
+    func: Any
+    args: list[Any]  # with a Ref, Shape or Scratch in place of each tensor
+    kwargs: dict[str, Any]
+    reads: list[Value]
     index: int  # position on the tape
     segment: int  # how many times something had been kept before
-
-    def __init__(self, func: Any, args: list[Any], kwargs: dict[str, Any], reads: list[Value]) -> None:
-        self.func = func
-        self.args = args
-        self.kwargs = kwargs
-        self.reads = reads
-        self.rng: Generators | None = None
-        self.outputs: list[tuple[int, int]] = []  # (which tensor of the result, id of the value)
-        self.writes: list[tuple[int, int]] = []  # (id of the value written, id of the value it becomes)
+    rng: Generators | None  # where the generators stood, for a random operator
+    outputs: list[tuple[int, int]]  # (which tensor of the result, id of the value that it is)
+    writes: list[tuple[int, int]]  # (id of the value that is overwritten, id of the value that it becomes)
 
 
 class Info:
     """What the schema of an operator says that recording needs; found once per operator."""
 
-    __slots__ = ("allocates", "hidden", "ignored", "inplace", "metadata_only", "overwrites", "random", "writes")
+    __slots__ = ("allocates", "hidden", "ignored", "inplace", "metadata_only", "overwrites", "random", "run", "writes")
 
     def __init__(self, func: Any) -> None:
         schema = getattr(func, "_schema", None)
+        # Past one Python call, where there is one to pass.
+        self.run = func._op if type(func) is torch._ops.OpOverload else func
         self.writes: tuple[Any, ...] = ()
         self.ignored = self.inplace = self.random = False
         name = func.name() if isinstance(func, torch._ops.OpOverload) else str(func)
@@ -206,6 +205,8 @@ HIDDEN_WRITES: dict[str, Callable[[Any, Any], tuple[int, ...]]] = {
 }
 
 _INFOS: dict[Any, Info] = {}
+_NO_WRITES: list[tuple[int, int]] = []
+_storage_id = _torch.storage_id
 
 
 class Tape(TorchDispatchMode):
@@ -244,17 +245,15 @@ class Tape(TorchDispatchMode):
 
     def save(self, tensor: Tensor) -> Any:
         """What a holder needs to bring `tensor` back."""
-        saved = self._saved
-        if not hasattr(tensor, "__tensor_flatten__"):
-            return self._save(tensor, saved)
-        return Wrapped(tensor, lambda part: self._save(part, saved))
-
-    def _save(self, tensor: Tensor, saved: set[int]) -> Any:
+        if type(tensor) is not Tensor and hasattr(tensor, "__tensor_flatten__"):
+            return Wrapped(tensor, self.save)
         ref = self.reference(tensor)
-        if type(ref) is Ref and ref.value.id not in saved:
-            saved.add(ref.value.id)
-            if not ref.value.is_parameter:
-                self.saved_bytes += ref.value.nbytes
+        if type(ref) is Ref:
+            value = ref.value
+            if value.id not in self._saved:
+                self._saved.add(value.id)
+                if value.op is not None or not value.is_parameter:
+                    self.saved_bytes += value.nbytes
         return ref
 
     def keep(self, tensor: Tensor) -> Tensor:
@@ -273,15 +272,26 @@ class Tape(TorchDispatchMode):
 
     def reference(self, tensor: Tensor) -> Any:
         """A reference to what `tensor` reads now. Its value is held if no recorded operator made it."""
-        if not _torch.has_storage(tensor) or _dispatches(type(tensor)):  # opaque
+        kind: Any = type(tensor)
+        if kind is Tensor or kind is nn.Parameter:
+            kind = None
+        elif _dispatches(kind):  # opaque
             return Held(tensor, self._hooks, f"an input of {self._running}")
-        value = self._values.get(_torch.storage_id(tensor))
+        try:
+            sid = _storage_id(tensor)
+        except RuntimeError:  # sparse, MKLDNN: no storage
+            return Held(tensor, self._hooks, f"an input of {self._running}")
+        value = self._values.get(sid)
         if value is None:
             value = self._register(tensor, None)
-        if value.op is None or (value.unwritten and value.nbytes):
-            # From outside; or allocated here and filled by something unseen (a raw kernel, ctypes, NumPy).
+        if value.op is None or value.unwritten:
+            self._hold(value, tensor)
+        return _new_ref((value, geometry_of(tensor), kind))
+
+    def _hold(self, value: Value, tensor: Tensor) -> None:
+        # From outside; or allocated here and filled by something unseen (a raw kernel, ctypes, NumPy).
+        if value.op is None or value.nbytes:
             value.hold(tensor, self._hooks, f"an input of {self._running}")
-        return Ref(value, tensor)
 
     def _opaque(self, held: Held) -> Value:
         value = Value(0, None, 0)
@@ -303,7 +313,8 @@ class Tape(TorchDispatchMode):
     # ---- the mode
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        if kwargs is None:
+            kwargs = {}
         if thread.depth != self._depth:  # an operator of a recompute (rule 3)
             return func(*args, **kwargs)
         info = _INFOS.get(func)
@@ -312,48 +323,57 @@ class Tape(TorchDispatchMode):
         if types and any(_dispatches(t) for t in types):
             return NotImplemented  # the subclass takes itself apart, and plain tensors come by
         if info.ignored:
-            return func(*args, **kwargs)
+            return info.run(*args, **kwargs)
         self._running = func
         if self.log is not None:
             self.log.append((str(func), stack_of_user()))
         written = info.writes if info.hidden is None else info.hidden(args, kwargs)
         if written:
             return self._record_write(func, info, written, args, kwargs)
-        reads: list[Value] = []
-        saved = self._refer(args, reads, info.metadata_only)
-        op = Op(func, saved, dict(zip(kwargs, self._refer(kwargs.values(), reads))) if kwargs else kwargs, reads)
-        op.index, op.segment = self.recorded, self._segment
-        if info.random and self._preserve_rng_state:
-            op.rng = stash_generators(args, kwargs)
-        result = func(*args, **kwargs)
+        op = Op()
+        op.func = info.run
+        op.reads = reads = []
+        if info.metadata_only and isinstance(args[0], Tensor):
+            op.args = [Shape(args[0]), *self._refer(args[1:], reads)]
+        else:
+            op.args = self._refer(args, reads)
+        op.kwargs = dict(zip(kwargs, self._refer(kwargs.values(), reads), strict=True)) if kwargs else kwargs
+        op.rng = stash_generators(args, kwargs) if info.random and self._preserve_rng_state else None
+        op.index = self.recorded
+        op.segment = self._segment
+        result = info.run(*args, **kwargs)
+        op.writes = _NO_WRITES
         self._add_outputs(op, result, info.allocates)
         if info.random and not self._preserve_rng_state:
             for tensor in tensors_of(result):
                 self.keep(tensor)
         return result
 
-    def _refer(self, args: Iterable[Any], reads: list[Value], metadata_only: bool = False) -> list[Any]:
+    def _refer(self, args: Iterable[Any], reads: list[Value]) -> list[Any]:
         """References in place of the tensors in `args`; notes in `reads` the values that they read."""
-        saved = list(args)
-        for i, arg in enumerate(saved):
-            if isinstance(arg, Tensor):
-                if metadata_only and i == 0:
-                    saved[i] = Shape(arg)
-                else:
-                    saved[i] = ref = self.reference(arg)
-                    reads.append(ref.value if type(ref) is Ref else self._opaque(ref))
-            elif type(arg) is list or type(arg) is tuple:
-                saved[i] = self._refer(arg, reads)
+        saved = []
+        for arg in args:
+            kind = type(arg)
+            if kind is Tensor or kind is nn.Parameter or (kind not in ATOMS and isinstance(arg, Tensor)):
+                ref = self.reference(arg)
+                reads.append(ref[0] if type(ref) is Ref else self._opaque(ref))
+                saved.append(ref)
+            elif kind is list or kind is tuple:
+                saved.append(kind(self._refer(arg, reads)))
+            else:
+                saved.append(arg)
         return saved
 
     def _add_outputs(self, op: Op, result: Any, unwritten: bool = False) -> None:
+        """The storages in `result` that are new are values that `op` makes."""
         values = self._values
-        for i, tensor in enumerate((result,) if isinstance(result, Tensor) else tensors_of(result)):
-            if _torch.has_storage(tensor) and _torch.storage_id(tensor) not in values:
+        op.outputs = outputs = []
+        for i, tensor in enumerate((result,) if type(result) is Tensor else tensors_of(result)):
+            if _torch.has_storage(tensor) and _storage_id(tensor) not in values:
                 value = self._register(tensor, op)
                 value.unwritten = unwritten
-                op.outputs.append((i, value.id))
-        if op.outputs or op.writes:
+                outputs.append((i, value.id))
+        if outputs or op.writes:
             self.recorded += 1
 
     def _record_write(self, func: Any, info: Info, written: tuple[Any, ...], args: Any, kwargs: Any) -> Any:
@@ -370,17 +390,21 @@ class Tape(TorchDispatchMode):
             for target in targets.values():
                 self._register(target, None)
             return result
-        reads: list[Value] = []
+        op = Op()
+        op.func = info.run
+        op.reads = reads = []
         saved = {
             place: self._refer_to_written(arg, reads, info, outside)
             if place in written
-            else self._refer((arg,), reads, info.metadata_only and place == 0)[0]
+            else self._refer((arg,), reads)[0]
             for place, arg in places.items()
         }
-        op = Op(func, [saved[i] for i in range(len(args))], {k: saved[k] for k in kwargs}, reads)
-        op.index, op.segment = self.recorded, self._segment
-        if info.random and self._preserve_rng_state:
-            op.rng = stash_generators(args, kwargs)
+        op.args = [saved[i] for i in range(len(args))]
+        op.kwargs = {name: saved[name] for name in kwargs}
+        op.rng = stash_generators(args, kwargs) if info.random and self._preserve_rng_state else None
+        op.index = self.recorded
+        op.segment = self._segment
+        op.writes = []
         self._freeze([self._values.get(sid) for sid in targets])
         result = func(*args, **kwargs)
         for sid, target in targets.items():
@@ -416,7 +440,7 @@ class Tape(TorchDispatchMode):
             return self.reference(arg)
         if _torch.storage_id(arg) not in outside:
             # Not `reference`: a buffer that is only being filled need not be held.
-            ref = Ref(self._values[_torch.storage_id(arg)], arg)
+            ref = Ref(self._values[_torch.storage_id(arg)], geometry_of(arg), None)
             reads.append(ref.value)
             return ref
         return Shape(arg) if info.overwrites else Scratch(self.reference(arg))

@@ -6,7 +6,6 @@ unless a line says otherwise.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, cast
 
@@ -127,16 +126,16 @@ def _saved_by_node(tensor: Tensor, is_output: bool) -> SavedInput:
 save_input: Callable[[Tensor, bool], SavedInput] = getattr(_autograd, "_make_saved_tensor", _saved_by_node)
 
 
-def lay(base: Tensor, size: Any, stride: Any, offset: int, dtype: torch.dtype, conj: bool, neg: bool) -> Tensor:
-    """The tensor that lies like this on the storage of `base`. Not differentiable."""
+def lay(base: Tensor, size: Any, stride: Any, offset: int, dtype: torch.dtype, bits: int) -> Tensor:
+    """The tensor that lies like this on the storage of `base`; conj (1) and neg (2) bits. Not differentiable."""
     if base.dtype == dtype and not (base.is_neg() or (dtype.is_complex and base.is_conj())):
         tensor = base.as_strided(size, stride, offset)
     else:
         tensor = torch.empty(0, dtype=dtype, device=base.device)
         tensor.set_(base.untyped_storage(), offset, size, stride)
-    if conj:
+    if bits & 1:
         tensor = torch._conj(tensor)
-    return torch._neg_view(tensor) if neg else tensor
+    return torch._neg_view(tensor) if bits & 2 else tensor
 
 
 def clone_storage(tensor: Tensor) -> Tensor:
@@ -144,23 +143,31 @@ def clone_storage(tensor: Tensor) -> Tensor:
     with torch.no_grad():
         copy = torch.empty(0, dtype=torch.uint8, device=tensor.device)
         copy.set_(tensor.untyped_storage().clone())
-        conj = tensor.dtype.is_complex and tensor.is_conj()
-        return lay(
-            copy, tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, conj, tensor.is_neg()
-        )
+        bits = int(tensor.dtype.is_complex and tensor.is_conj()) + 2 * int(tensor.is_neg())
+        return lay(copy, tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, bits)
 
 
 # ---- running recorded operators again
-@contextlib.contextmanager
-def _below_autograd() -> Any:
-    # Recorded operators ran below autograd, autocast and function modes; run them at the same depth again.
-    with (
-        torch.no_grad(),
-        _C._AutoDispatchBelowAutograd(),
-        _C.DisableTorchFunction(),
-        _C._ExcludeDispatchKeyGuard(_autocast_keys),
-    ):
-        yield
+class below_autograd:
+    """Recorded operators ran below autograd, autocast and function modes; run them at the same depth again."""
+
+    __slots__ = ("_grad_mode", "_guards")
+
+    def __enter__(self) -> None:
+        self._grad_mode = torch.is_grad_enabled()
+        set_grad_enabled(False)
+        self._guards = (
+            _C._AutoDispatchBelowAutograd(),
+            _C.DisableTorchFunction(),
+            _C._ExcludeDispatchKeyGuard(_autocast_keys),
+        )
+        for guard in self._guards:
+            guard.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        for guard in reversed(self._guards):
+            guard.__exit__(*error)
+        set_grad_enabled(self._grad_mode)
 
 
 def _find_autocast_keys() -> Any:
@@ -172,7 +179,6 @@ def _find_autocast_keys() -> Any:
 
 
 _autocast_keys = _find_autocast_keys()
-below_autograd = _below_autograd
 
 push_mode: Callable[[Any], None] = _C._push_on_torch_dispatch_stack
 
