@@ -73,6 +73,10 @@ def has_rng(device: torch.device) -> bool:
     return hasattr(module, "get_rng_state") and hasattr(module, "set_rng_state")
 
 
+_function_mode_count = _torch.function_mode_count
+_autocast_is_on = _torch.autocast_is_on_somewhere
+
+
 class Ambient:
     """Everything but random state: autocast, function modes, switches, context variables."""
 
@@ -80,9 +84,9 @@ class Ambient:
 
     def __init__(self) -> None:
         self._context = contextvars.copy_context()
-        self._switches = _read_switches()
-        self._modes = _torch.function_modes() if _torch.function_mode_count() else None
-        self._autocast = _read_autocast()
+        self._switches = [getter() for getter in _GETTERS]
+        self._modes = _torch.function_modes() if _function_mode_count() else None
+        self._autocast = _read_autocast() if _autocast_is_on() else None
 
     def run(self, call: Callable[[], Any]) -> None:
         """Call with the captured state; whatever had to change is put back, also after an exception."""
@@ -106,9 +110,9 @@ class Ambient:
         return (
             self._autocast is None
             and self._modes is None
-            and not _torch.autocast_is_on_somewhere()
-            and not _torch.function_mode_count()
-            and _read_switches() == self._switches
+            and not _autocast_is_on()
+            and not _function_mode_count()
+            and [getter() for getter in _GETTERS] == self._switches
         )
 
     def _enter(self, undo: list[Callable[[], None]]) -> None:
@@ -145,7 +149,7 @@ def _write_switches(values: list[Any]) -> None:
 
 
 def _read_autocast() -> tuple[bool, _Autocast] | None:
-    if not _torch.autocast_is_on_somewhere():
+    if not _autocast_is_on():
         return None
     return torch.is_autocast_cache_enabled(), [
         (t, torch.is_autocast_enabled(t), torch.get_autocast_dtype(t)) for t in _torch.autocast_device_types()

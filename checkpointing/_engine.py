@@ -36,7 +36,7 @@ from types import CodeType, FrameType
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from . import _torch, errors
 
@@ -248,12 +248,15 @@ def _until_done(node: Any, task: Recomputed, slot: int, tensor: Tensor) -> None:
     handle = node.register_hook(done)
 
 
-Name = str | tuple[object, object]  # (parent, key) stands for `parent[key]`: formatted only when it is needed
+# Formatted only when it is needed: (parent, key) stands for `parent[key]`, an operator for what it reads.
+Name = str | tuple[object, object] | object
 
 
 def named(name: Name, tensor: Tensor | None = None) -> str:
     """A tensor as messages name it."""
-    text = name if isinstance(name, str) else f"{name[0]}[{name[1]!r}]"
+    if isinstance(name, tuple):
+        name = f"{name[0]}[{name[1]!r}]"
+    text = name if isinstance(name, str) else f"what {name} read"
     return text if tensor is None else f"{text} ({describe(tensor)})"
 
 
@@ -274,7 +277,7 @@ class Held:
         self._live: weakref.ref[Tensor] | None = None
         base = tensor._base
         root = tensor if base is None else base
-        self.is_parameter = root.requires_grad and root.is_leaf
+        self.is_parameter = root.is_leaf and (root.requires_grad or type(root) is nn.Parameter)
         if self.is_parameter and root is tensor:
             self._packed: Any = tensor
             return

@@ -160,12 +160,12 @@ class Inputs:
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], hooks: _torch.Hooks | None) -> None:
         self._hooks = hooks
-        self._objects: list[tuple[object, str, list[tuple[str, weakref.ref[Tensor], int]]]] = []
-        self.devices: set[torch.device] = set()
-        self.generators: list[torch.Generator] = []
+        self._objects: tuple[tuple[object, str, list[tuple[str, weakref.ref[Tensor], int]]], ...] = ()
+        self.devices: tuple[torch.device, ...] = ()
+        self.generators: tuple[torch.Generator, ...] = ()
         save = self._save
-        self._args = [v if type(v) in ATOMS else save(v, "args", i) for i, v in enumerate(args)]
-        self._kwargs = kwargs and {k: v if type(v) in ATOMS else save(v, "kwargs", k) for k, v in kwargs.items()}
+        self._args = [save(v, "args", i) for i, v in enumerate(args)]
+        self._kwargs = {k: save(v, "kwargs", k) for k, v in kwargs.items()} if kwargs else kwargs
 
     def restore(self, where: Frame) -> tuple[list[Any], dict[str, Any]]:
         """The arguments as they were; `ChangedError` names the first that has changed."""
@@ -180,11 +180,12 @@ class Inputs:
         if kind in ATOMS:
             return value
         if isinstance(value, Tensor):
-            self._see(value)
+            if not value.is_cpu:
+                self._see(value)
             in_graph = value.requires_grad and not value.is_leaf
             return (_Argument if in_graph else Held)(value, self._hooks, (parent, key))
         if isinstance(value, torch.Generator):
-            self.generators.append(value)
+            self.generators += (value,)
             return value
         if isinstance(value, nn.Module) or callable(value):
             return value
@@ -199,12 +200,13 @@ class Inputs:
                 self._see(tensor)
                 seen.append((name, weakref.ref(tensor), _torch.version(tensor)))
             if seen:
-                self._objects.append((value, path, seen))
+                self._objects += ((value, path, seen),)
         return value
 
     def _see(self, tensor: Tensor) -> None:
-        if not tensor.is_cpu and has_rng(tensor.device):
-            self.devices.add(tensor.device)
+        device = tensor.device
+        if device not in self.devices and has_rng(device):
+            self.devices += (device,)
 
     @staticmethod
     def _check_object(

@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import _torch
 from ._ambient import Generators, has_rng
-from ._engine import Held, stack_of_user, thread
+from ._engine import Held, Name, stack_of_user, thread
 from ._tree import ATOMS
 
 
@@ -46,16 +46,16 @@ class Value:
         self.kept = False  # held although an operator made it
         self.held: dict[Any, Held] = _NOTHING if op is not None else {}
 
-    def hold(self, tensor: Tensor, hooks: _torch.Hooks | None, name: str) -> None:
-        """Hold the value as it is now. `tensor` lies on it."""
+    def hold(self, tensor: Tensor, geometry: Geometry, hooks: _torch.Hooks | None, name: Name) -> None:
+        """Hold the value as it is now. `tensor` lies on it like that."""
         if self.op is not None:
             self.op, self.held, self.unwritten = None, {}, False
+        if geometry in self.held:
+            return
         for held in self.held.values():
             if not held.is_packed:  # an alias of the storage, from which any geometry can be made
                 return
-        geometry = geometry_of(tensor)
-        if geometry not in self.held:
-            self.held[geometry] = Held(tensor, hooks, name)
+        self.held[geometry] = Held(tensor, hooks, name)
 
     @property
     def is_parameter(self) -> bool:
@@ -207,6 +207,7 @@ HIDDEN_WRITES: dict[str, Callable[[Any, Any], tuple[int, ...]]] = {
 _INFOS: dict[Any, Info] = {}
 _NO_WRITES: list[tuple[int, int]] = []
 _storage_id = _torch.storage_id
+_has_storage = _torch.has_storage
 
 
 class Tape(TorchDispatchMode):
@@ -264,7 +265,8 @@ class Tape(TorchDispatchMode):
         elif _torch.has_storage(tensor):
             value = self._values.get(_torch.storage_id(tensor))
             if value is not None and value.op is not None:
-                value.hold(whole(tensor, self._hooks), self._hooks, "a kept tensor")
+                tensor_on_it = whole(tensor, self._hooks)
+                value.hold(tensor_on_it, geometry_of(tensor_on_it), self._hooks, "a kept tensor")
                 value.kept = True
                 self.kept_bytes += value.nbytes
                 self._segment += 1
@@ -276,22 +278,19 @@ class Tape(TorchDispatchMode):
         if kind is Tensor or kind is nn.Parameter:
             kind = None
         elif _dispatches(kind):  # opaque
-            return Held(tensor, self._hooks, f"an input of {self._running}")
+            return Held(tensor, self._hooks, self._running)
         try:
             sid = _storage_id(tensor)
         except RuntimeError:  # sparse, MKLDNN: no storage
-            return Held(tensor, self._hooks, f"an input of {self._running}")
+            return Held(tensor, self._hooks, self._running)
         value = self._values.get(sid)
         if value is None:
             value = self._register(tensor, None)
-        if value.op is None or value.unwritten:
-            self._hold(value, tensor)
-        return _new_ref((value, geometry_of(tensor), kind))
-
-    def _hold(self, value: Value, tensor: Tensor) -> None:
-        # From outside; or allocated here and filled by something unseen (a raw kernel, ctypes, NumPy).
-        if value.op is None or value.nbytes:
-            value.hold(tensor, self._hooks, f"an input of {self._running}")
+        geometry = geometry_of(tensor)
+        if value.op is None or (value.unwritten and value.nbytes):
+            # From outside; or allocated here and filled by something unseen (a raw kernel, ctypes, NumPy).
+            value.hold(tensor, geometry, self._hooks, self._running)
+        return _new_ref((value, geometry, kind))
 
     def _opaque(self, held: Held) -> Value:
         value = Value(0, None, 0)
@@ -369,7 +368,7 @@ class Tape(TorchDispatchMode):
         values = self._values
         op.outputs = outputs = []
         for i, tensor in enumerate((result,) if type(result) is Tensor else tensors_of(result)):
-            if _torch.has_storage(tensor) and _storage_id(tensor) not in values:
+            if _has_storage(tensor) and _storage_id(tensor) not in values:
                 value = self._register(tensor, op)
                 value.unwritten = unwritten
                 outputs.append((i, value.id))

@@ -52,9 +52,8 @@ PythonNode: type = _C._FunctionBase
 storage_id: Callable[[Tensor], int] = _C._storage_id
 
 
-def has_storage(tensor: Tensor) -> bool:
-    """False for sparse, MKLDNN and other opaque layouts."""
-    return cast(bool, _C._has_storage(tensor))
+# False for sparse, MKLDNN and other opaque layouts.
+has_storage: Callable[[Tensor], bool] = _C._has_storage
 
 
 def weak_storage(tensor: Tensor) -> int:
@@ -71,6 +70,7 @@ def storage_is_dead(weak: int) -> bool:
 
 # ---- tensors
 _adinplace_key = _C.DispatchKey.ADInplaceOrView
+_is_excluded: Callable[[Any], bool] = _C._dispatch_tls_is_dispatch_key_excluded
 
 
 def alias(tensor: Tensor) -> Tensor:
@@ -78,6 +78,8 @@ def alias(tensor: Tensor) -> Tensor:
 
     Inside `__torch_dispatch__` the key that shares version counters between views is excluded; put it back.
     """
+    if not _is_excluded(_adinplace_key):
+        return tensor.detach()
     with _C._SetExcludeDispatchKeyGuard(_adinplace_key, False):
         return tensor.detach()
 
@@ -213,11 +215,14 @@ SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (_C._get_mem_efficient_sdp_enabled, _C._set_sdp_use_mem_efficient),
     (_C._get_math_sdp_enabled, _C._set_sdp_use_math),
     (_C._get_cudnn_sdp_enabled, _C._set_sdp_use_cudnn),
-    (_C._get_cudnn_enabled, _C._set_cudnn_enabled),
-    (_C._get_cudnn_deterministic, _C._set_cudnn_deterministic),
-    (_C._get_cudnn_benchmark, _C._set_cudnn_benchmark),
     (_C._get_mkldnn_enabled, _C._set_mkldnn_enabled),
 )
+if torch.backends.cudnn.is_available():
+    SWITCHES += (
+        (_C._get_cudnn_enabled, _C._set_cudnn_enabled),
+        (_C._get_cudnn_deterministic, _C._set_cudnn_deterministic),
+        (_C._get_cudnn_benchmark, _C._set_cudnn_benchmark),
+    )
 
 
 def _warn_only() -> bool:
