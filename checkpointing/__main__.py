@@ -159,7 +159,7 @@ class Run:
         synchronize(self.device)
         begin = time.perf_counter()
         loss = self.loss(text)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         with torch.no_grad():
             for parameter in self.model.parameters():
                 assert parameter.grad is not None, "every parameter takes part"
@@ -245,7 +245,7 @@ def memory_on_cpu(forward: Callable[[], Tensor]) -> tuple[int, int]:
         loss = forward()
         with record_function("between"):
             pass
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
     assert profiled.profiler is not None, "the profiler has run"
     now = held = peak = 0
     for event in sorted(profiled.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
@@ -263,7 +263,7 @@ def memory_on_cuda(forward: Callable[[], Tensor], device: torch.device) -> tuple
     before = torch.cuda.memory_allocated(device)
     loss = forward()
     held = torch.cuda.memory_allocated(device)
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     return held - before, torch.cuda.max_memory_allocated(device) - before
 
 
@@ -299,8 +299,7 @@ def table(rows: list[dict[str, Any]]) -> str:
         lines.append((row["way"], held, peak, time, ratio, loss, ", ".join(gaps) or "bit-equal"))
     left, *numbers, _ = (max(map(len, column)) for column in zip(*lines, strict=True))
     return "\n".join(
-        "  ".join([first.ljust(left), *map(str.rjust, middle, numbers), last])
-        for first, *middle, last in lines
+        "  ".join([first.ljust(left), *map(str.rjust, middle, numbers), last]) for first, *middle, last in lines
     )
 
 

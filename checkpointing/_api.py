@@ -100,6 +100,7 @@ def _comparable(result: Any) -> Any:
 
 _CHECKS: dict[Any, Callable[[Tensor], Any] | None] = {"metadata": metadata_of, "values": fingerprint, "none": None}
 
+
 @functools.lru_cache(maxsize=64)
 def _options(*values: Any) -> Options:
     return Options(*values)
@@ -290,10 +291,10 @@ def _wrap(fn: Any, options: Options) -> Any:
     if isinstance(fn, type):
         if not issubclass(fn, nn.Module):
             raise TypeError(
-                f"checkpointed can't wrap the class {fn.__name__}: it is no nn.Module. Decorate the method that computes."
+                f"checkpointed can't wrap the class {fn.__name__}: it is no nn.Module. Decorate the method."
             )
         forward = _wrap(fn.forward, dataclasses.replace(options, name=options.name or fn.__qualname__))
-        fn.forward = forward  # type: ignore[method-assign]
+        fn.forward = forward
         return fn
     if not callable(fn):
         raise TypeError(f"checkpointed wraps functions, methods, modules and callable objects, not {fn!r}")
@@ -317,7 +318,7 @@ def _refuse_generators(fn: Any) -> None:
     ):
         if test(code):
             raise TypeError(
-                f"checkpointed can't wrap the {kind} {getattr(fn, '__qualname__', fn)}: calling it computes nothing yet. "
+                f"checkpointed can't wrap the {kind} {getattr(fn, '__qualname__', fn)}: calling it computes nothing. "
                 "Decorate a plain function that it calls."
             )
 
@@ -405,14 +406,14 @@ class _Block:
 
     def __enter__(self) -> None:
         self._outer = thread.region
-        self._tape.__enter__()
+        self._tape.__enter__()  # type: ignore[no-untyped-call]
         thread.region = self._source
         _torch.push_hooks(self.frame.packer(), unpack)
 
     def __exit__(self, *error: Any) -> None:
         _torch.pop_hooks()
         thread.region = self._outer
-        self._tape.__exit__(*error)
+        self._tape.__exit__(*error)  # type: ignore[no-untyped-call]
         self._tape.close()
         self.frame.complete = True
 

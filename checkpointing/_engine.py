@@ -40,7 +40,6 @@ from torch import Tensor, nn
 
 from . import _torch, errors
 
-
 # Bound once: these run for every saved tensor.
 _ref = weakref.ref
 _current_node = _torch.current_node
@@ -69,11 +68,13 @@ Deliver = Callable[[int, Tensor], None]
 class Source(Keeper, Protocol):
     """How a frame brings tensors back."""
 
-    in_order: bool
-    """Whether slots are delivered in the order in which the forward saved them."""
+    @property
+    def in_order(self) -> bool:
+        """Whether slots are delivered in the order in which the forward saved them."""
 
-    save: Callable[[Tensor], Any] | None
-    """What a holder must remember of a tensor that autograd saves now."""
+    @property
+    def save(self) -> Callable[[Tensor], Any] | None:
+        """What a holder must remember of a tensor that autograd saves now; None if nothing."""
 
     def recompute(self, request: Recompute, deliver: Deliver) -> None:
         """Deliver `request.holder.slot`, and on the way whatever else `request.wants`."""
@@ -335,10 +336,7 @@ class Recompute:
 
     def wants(self, holder: Holder | None) -> bool:
         """Whether a recompute that passes this holder's slot should deliver it."""
-        return (
-            holder is not None
-            and (holder.slot not in self.task.ready or holder is self.holder)
-        )
+        return holder is not None and (holder.slot not in self.task.ready or holder is self.holder)
 
     def wanted(self) -> Iterator[Holder]:
         """The live holders that this graph task may still open, by slot."""
@@ -365,9 +363,7 @@ class Recompute:
                 holder = holders[slot]()
                 if holder is not None and (slot not in ready or holder is opened):
                     if check is not None:
-                        metadata = (
-                            (tensor.shape, tensor.dtype, tensor.device) if plain_check else check(tensor)
-                        )
+                        metadata = (tensor.shape, tensor.dtype, tensor.device) if plain_check else check(tensor)
                         if metadata != holder.metadata:
                             self._mismatch(holder, metadata)
                     ready[slot] = tensor

@@ -96,7 +96,8 @@ class _Window:
             ops = slice_of([opened])
             inside = set(ops)
             if all(value.op is None or value.op in inside for h in candidates for value in values_of(h.saved)):
-                plan.update(dict.fromkeys([h.slot for h in candidates], {h.slot for h in candidates}))
+                slots = {h.slot for h in candidates}
+                plan.update((slot, slots) for slot in slots)
                 return candidates, ops  # nearly always: the last one needs whatever the others need
             groups, ops = connected(candidates, opened)
             plan.update(groups)

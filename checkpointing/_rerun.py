@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from . import _torch, errors
 from ._ambient import Ambient, Generators, has_rng
-from ._engine import Deliver, Frame, Held, Name, Recompute, describe, named, thread, unpack
+from ._engine import Deliver, Frame, Held, Name, Recompute, named, thread, unpack
 from ._tree import ATOMS, Build, open_container
 
 ContextFn = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
@@ -120,11 +120,12 @@ class _Pin(torch.autograd.Function):
         return value.view_as(value)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
 
 
 # ---- arguments
+
 
 class _Argument:
     """A tensor argument that belongs to a graph: it comes back with its place in that graph."""
@@ -209,9 +210,7 @@ class Inputs:
             self.devices += (device,)
 
     @staticmethod
-    def _check_object(
-        value: object, path: str, seen: list[tuple[str, weakref.ref[Tensor], int]], where: Frame
-    ) -> None:
+    def _check_object(value: object, path: str, seen: list[tuple[str, weakref.ref[Tensor], int]], where: Frame) -> None:
         now = dict(_tensors_in(vars(value), path))
         for name, ref, version in seen:
             tensor = now.get(name)

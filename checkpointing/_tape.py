@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -65,7 +65,7 @@ class Value:
 _NOTHING: dict[Any, Held] = {}
 
 # Size, stride, offset and dtype of a tensor on its storage, and whether its conj (1) and neg (2) bits are set.
-Geometry = tuple[torch.Size, tuple[int, ...], int, torch.dtype, int]
+Geometry = tuple[torch.Size, tuple[int, ...], Any, torch.dtype, int]
 
 
 def geometry_of(tensor: Tensor) -> Geometry:
@@ -176,7 +176,16 @@ class Info:
 
 # Operators that allocate without filling.
 ALLOCATES = frozenset(
-    {"empty", "empty_quantized", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided", "resize_"}
+    {
+        "empty",
+        "empty_quantized",
+        "empty_like",
+        "empty_strided",
+        "empty_permuted",
+        "new_empty",
+        "new_empty_strided",
+        "resize_",
+    }
 )
 # Operators whose first argument only lends its metadata. Without this a dropout mask would drag the matrix product
 # before it into every replay.
@@ -216,7 +225,7 @@ class Tape(TorchDispatchMode):
     supports_higher_order_operators = True
 
     def __init__(self, hooks: _torch.Hooks | None, preserve_rng_state: bool, log: list[tuple[str, str]] | None) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.log = log
         self.recorded = 0
         self.saved_bytes = 0
@@ -305,7 +314,7 @@ class Tape(TorchDispatchMode):
         sid = storage._cdata
         if sid not in self._values:
             # While a weak reference lives, no other storage gets this address.
-            self._weak.append(storage._weak_ref())
+            self._weak.append(cast(int, storage._weak_ref()))
         self._values[sid] = value
         return value
 
@@ -331,7 +340,8 @@ class Tape(TorchDispatchMode):
             return self._record_write(func, info, written, args, kwargs)
         op = Op()
         op.func = info.run
-        op.reads = reads = []
+        reads: list[Value] = []
+        op.reads = reads
         if info.metadata_only and isinstance(args[0], Tensor):
             op.args = [Shape(args[0]), *self._refer(args[1:], reads)]
         else:
@@ -391,7 +401,8 @@ class Tape(TorchDispatchMode):
             return result
         op = Op()
         op.func = info.run
-        op.reads = reads = []
+        reads: list[Value] = []
+        op.reads = reads
         saved = {
             place: self._refer_to_written(arg, reads, info, outside)
             if place in written

@@ -41,7 +41,7 @@ graph_exec_group: Callable[[], object | None] = _C._get_graph_exec_group
 
 def at_graph_task_end(callback: Callable[[], None]) -> None:
     """Call `callback` when the running backward call ends; a failing one only drops its reference to it."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 # A custom `autograd.Function`, as a node: its backward may read a saved tensor twice.
@@ -65,7 +65,7 @@ free_weak_storage: Callable[[int], None] = torch.UntypedStorage._free_weak_ref
 
 
 def storage_is_dead(weak: int) -> bool:
-    return cast(bool, torch.UntypedStorage._expired(weak))  # type: ignore[no-untyped-call]
+    return cast(bool, torch.UntypedStorage._expired(weak))
 
 
 # ---- tensors
@@ -146,7 +146,8 @@ def clone_storage(tensor: Tensor) -> Tensor:
         copy = torch.empty(0, dtype=torch.uint8, device=tensor.device)
         copy.set_(tensor.untyped_storage().clone())
         bits = int(tensor.dtype.is_complex and tensor.is_conj()) + 2 * int(tensor.is_neg())
-        return lay(copy, tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, bits)
+        offset = cast(int, tensor.storage_offset())
+        return lay(copy, tensor.shape, tensor.stride(), offset, tensor.dtype, bits)
 
 
 # ---- running recorded operators again
