@@ -21,7 +21,7 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
-from . import _torch, errors
+from . import _reentrant, _torch, errors
 from ._engine import Frame, entered_at, metadata_of, thread, unpack, without_recording
 from ._replay import Replay
 from ._report import OpLog, Stats, explain, measure
@@ -280,6 +280,8 @@ def checkpointed(
     options = Options(
         backend, enabled, preserve_rng_state, early_stop, determinism_check, policy, context_fn, debug, name
     )
+    if backend == "reentrant":
+        _reentrant.warn_once(stacklevel=2)
     if fn is None:
         return functools.partial(_wrap, options=options)
     return _wrap(fn, options)
@@ -379,7 +381,13 @@ def _wrap_replay(fn: Any, name: str, options: Options) -> Any:
 
 
 def _wrap_reentrant(fn: Any, name: str, options: Options) -> Any:
-    raise NotImplementedError
+    @_wraps(fn)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if _is_plain(options):
+            return fn(*args, **kwargs)
+        return _reentrant.run(fn, name, options.preserve_rng_state, args, kwargs)
+
+    return wrapper
 
 
 _WRAPPERS = {"rerun": _wrap_rerun, "replay": _wrap_replay, "reentrant": _wrap_reentrant}

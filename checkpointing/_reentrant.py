@@ -1,0 +1,150 @@
+"""The legacy backend: a custom `autograd.Function` that runs the function again inside its backward.
+
+Kept for programs that rely on it; self-contained, deletable in one commit. It can't do what the engine does, and says
+so: only `backward()` without `inputs=`, only positional tensors differentiate, gradients of first order, at least one
+input must require grad. Random state and ambient state are captured as in the rest of the library.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import errors
+from ._ambient import Ambient, Generators, has_rng
+from ._engine import thread
+from ._tree import map_tensors
+
+
+def check_backward_validity(inputs: Iterable[Any]) -> None:
+    """Warn if no tensor in `inputs` requires grad: the gradients will then be None."""
+    if not any(isinstance(value, Tensor) and value.requires_grad for value in inputs):
+        warnings.warn("None of the inputs have requires_grad=True. Gradients will be None", stacklevel=2)
+
+
+def detach_variable(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The same tuple with its tensors cut off from their graph; whether they require grad stays."""
+    if not isinstance(inputs, tuple):
+        raise RuntimeError(f"Only tuple of tensors is supported. Got Unsupported input type: {type(inputs).__name__}")
+    return tuple(
+        value.detach().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value for value in inputs
+    )
+
+
+class Reentrant(torch.autograd.Function):
+    """`Reentrant.apply(function, preserve_rng_state, *args)`: results of `function(*args)`, differentiable once."""
+
+    @staticmethod
+    def forward(ctx: Any, function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+        check_backward_validity(args)
+        ctx.function = function
+        ctx.ambient = Ambient()
+        ctx.rng = _generators(args) if preserve_rng_state else None
+        ctx.is_tensor = [isinstance(value, Tensor) for value in args]
+        ctx.others = [value for value in args if not isinstance(value, Tensor)]
+        ctx.save_for_backward(*(value for value in args if isinstance(value, Tensor)))
+        with torch.no_grad():
+            return function(*args)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        if not torch.autograd._is_checkpoint_valid():
+            raise errors.CheckpointError(
+                "When use_reentrant=True, torch.utils.checkpoint is incompatible with .grad() or passing an `inputs` "
+                "parameter to .backward(). To resolve this error, you can either set use_reentrant=False "
+                "(backend='rerun'), or call .backward() without passing the `inputs` argument."
+            )
+        tensors, others = iter(ctx.saved_tensors), iter(ctx.others)
+        inputs = detach_variable(tuple(next(tensors if is_tensor else others) for is_tensor in ctx.is_tensor))
+        outputs = _rerun(ctx, inputs)
+        if isinstance(outputs, Tensor):
+            outputs = (outputs,)
+        pairs = [
+            (output, grad)
+            for output, grad in zip(outputs, grads, strict=True)
+            if isinstance(output, Tensor) and output.requires_grad
+        ]
+        if not pairs:
+            raise errors.CheckpointError("none of output has requires_grad=True, this checkpoint() is not necessary")
+        try:
+            torch.autograd.backward([output for output, _ in pairs], [grad for _, grad in pairs])
+        except RuntimeError as error:
+            if "mark a variable ready only once" not in str(error):
+                raise
+            raise errors.CheckpointError(
+                "DistributedDataParallel met a parameter twice, because the reentrant backend runs a backward inside "
+                "the backward. Use backend='rerun' (use_reentrant=False), which does not."
+            ) from error
+        return (None, None, *(value.grad if isinstance(value, Tensor) else None for value in inputs))
+
+
+def _generators(args: tuple[Any, ...]) -> Generators:
+    devices: set[torch.device] = set()
+
+    def see(tensor: Tensor) -> Tensor:
+        devices.add(tensor.device)
+        return tensor
+
+    map_tensors(see, args)
+    generators = [value for value in args if isinstance(value, torch.Generator)]
+    return Generators(True, [device for device in devices if has_rng(device)], generators)
+
+
+def _rerun(ctx: Any, inputs: tuple[Any, ...]) -> Any:
+    result: Any = None
+
+    def call() -> None:
+        nonlocal result
+        with torch.enable_grad():
+            result = ctx.function(*inputs)
+
+    region, thread.region = thread.region, None
+    thread.depth += 1
+    now = None if ctx.rng is None else ctx.rng.enter()
+    try:
+        ctx.ambient.run(call)
+    finally:
+        if now is not None:
+            ctx.rng.leave(now)
+        thread.depth -= 1
+        thread.region = region
+    return result
+
+
+def run(function: Callable[..., Any], name: str, preserve_rng_state: bool, args: Any, kwargs: Any) -> Any:
+    """One region of our own doors: what the backend can't do is an error before anything is lost."""
+    if kwargs:
+        raise ValueError(
+            f"region '{name}': Unexpected keyword arguments: {','.join(kwargs)}. The reentrant backend takes positional "
+            "arguments only; use backend='rerun'."
+        )
+    if not any(isinstance(value, Tensor) and value.requires_grad for value in args):
+        owner = (
+            function if isinstance(function, nn.Module) else getattr(function, "__self__", args[0] if args else None)
+        )
+        if isinstance(owner, nn.Module) and any(p.requires_grad for p in owner.parameters()):
+            raise errors.UnsupportedError(
+                f"region '{name}': none of the inputs requires grad, so the reentrant backend would give the "
+                "module's parameters no gradients. Use backend='rerun', or call requires_grad_() on an input."
+            )
+    return Reentrant.apply(function, preserve_rng_state, *args)  # type: ignore[no-untyped-call]
+
+
+_warned = False
+
+
+def warn_once(stacklevel: int) -> None:
+    """The backend is deprecated: said once per process, when it is chosen through our own doors."""
+    global _warned
+    if not _warned:
+        _warned = True
+        warnings.warn(
+            "backend='reentrant' is deprecated: backend='rerun', the default, supports more and is faster. "
+            "Leave backend out.",
+            FutureWarning,
+            stacklevel=stacklevel + 1,
+        )
