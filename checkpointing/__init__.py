@@ -10,5 +10,7 @@ from .errors import ChangedError as ChangedError
 from .errors import CheckpointError as CheckpointError
 from .errors import MismatchError as MismatchError
 from .errors import UnsupportedError as UnsupportedError
+from .torch_compat import checkpoint as checkpoint
+from .torch_compat import checkpoint_sequential as checkpoint_sequential
 
 __version__ = "0.1.0"

@@ -140,9 +140,9 @@ def is_recomputing() -> bool:
     return thread.depth > 0
 
 
-def _is_plain(options: Options) -> bool:
+def is_plain(enabled: bool = True) -> bool:
     """Whether to run without a region (rule 10)."""
-    return not options.enabled or not torch.is_grad_enabled() or _disabled.get() or _hooks_are_forbidden()
+    return not enabled or not torch.is_grad_enabled() or _disabled.get() or _hooks_are_forbidden()
 
 
 def _hooks_are_forbidden() -> bool:
@@ -340,7 +340,7 @@ def _wrap_rerun(fn: Any, name: str, options: Options) -> Any:
             return torch.utils.checkpoint.checkpoint(
                 fn, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state, **kwargs
             )
-        if not enabled or not torch.is_grad_enabled() or _disabled.get() or _hooks_are_forbidden():
+        if is_plain(enabled):
             return fn(*args, **kwargs)
         source = Rerun(fn, args, kwargs, preserve_rng_state)
         frame = Frame(source, name, entered_at(sys._getframe(1)), options.early_stop, check)
@@ -364,15 +364,21 @@ def _forward_context(options: Options, frame: Frame, source: Rerun) -> AbstractC
     if options.context_fn is not None:
         forward, source.context = options.context_fn()
         return forward
-    forward, source.context = log, relog = OpLog(), OpLog()
-    frame.on_error = functools.partial(explain, forward=log.lines, recompute=relog.lines)
+    forward, source.context = logged(frame)
     return forward
+
+
+def logged(frame: Frame) -> tuple[OpLog, OpLog]:
+    """Contexts for the forward and the recompute that log their operators; errors of the frame show both."""
+    forward, recompute = OpLog(), OpLog()
+    frame.on_error = functools.partial(explain, forward=forward.lines, recompute=recompute.lines)
+    return forward, recompute
 
 
 def _wrap_replay(fn: Any, name: str, options: Options) -> Any:
     @_wraps(fn)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if _is_plain(options):
+        if is_plain(options.enabled):
             return fn(*args, **kwargs)
         with _Block(name, entered_at(sys._getframe(1)), options):
             return fn(*args, **kwargs)
@@ -383,7 +389,7 @@ def _wrap_replay(fn: Any, name: str, options: Options) -> Any:
 def _wrap_reentrant(fn: Any, name: str, options: Options) -> Any:
     @_wraps(fn)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if _is_plain(options):
+        if is_plain(options.enabled):
             return fn(*args, **kwargs)
         return _reentrant.run(fn, name, options.preserve_rng_state, args, kwargs)
 
@@ -500,7 +506,7 @@ class checkpoint_scope:
                 "Make a new one with checkpoint_scope(...)."
             )
         self._entered = True
-        if not _is_plain(self._options):
+        if not is_plain(self._options.enabled):
             block = _Block(self.name, entered_at(sys._getframe(1)), self._options)
             block.__enter__()
             self._block = block

@@ -135,6 +135,7 @@ class Frame:
         "on_error",
         "source",
         "tasks",
+        "title",
     )
 
     def __init__(
@@ -156,8 +157,13 @@ class Frame:
         self.tasks: dict[Any, weakref.ref[Recomputed]] = {}
         self.lock = threading.RLock()  # the worker threads of one graph task may open one frame at once
         self.on_error: Callable[[errors.CheckpointError], None] | None = None
+        self.title: str | None = None  # how messages begin, where other code matches on it
 
     def __str__(self) -> str:
+        return self.title or self.place
+
+    @property
+    def place(self) -> str:
         file, line = self.entered_at
         return f"region '{self.name}' (entered at {file}:{line})"
 
@@ -395,7 +401,7 @@ class Recompute:
             if stop.args[0] is not self:
                 raise
         except BaseException as error:
-            add_note(error, f"This happened during the recompute of {frame}.")
+            add_note(error, f"This happened during the recompute of {frame.place}.")
             if isinstance(error, errors.CheckpointError) and frame.on_error is not None:
                 frame.on_error(error)
             raise
@@ -416,6 +422,8 @@ class Recompute:
     def _verify(self) -> None:
         error = self._find_error()
         if error is not None:
+            if self.frame.title is not None:
+                add_note(error, f"This happened during the recompute of {self.frame.place}.")
             self.task.ready.clear()
             if self.frame.on_error is not None:
                 self.frame.on_error(error)

@@ -35,8 +35,8 @@ def detach_variable(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     )
 
 
-class Reentrant(torch.autograd.Function):
-    """`Reentrant.apply(function, preserve_rng_state, *args)`: results of `function(*args)`, differentiable once."""
+class CheckpointFunction(torch.autograd.Function):
+    """`CheckpointFunction.apply(function, preserve_rng_state, *args)` is `function(*args)`, differentiable once."""
 
     @staticmethod
     def forward(ctx: Any, function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
@@ -119,8 +119,8 @@ def run(function: Callable[..., Any], name: str, preserve_rng_state: bool, args:
     """One region of our own doors: what the backend can't do is an error before anything is lost."""
     if kwargs:
         raise ValueError(
-            f"region '{name}': Unexpected keyword arguments: {','.join(kwargs)}. The reentrant backend takes positional "
-            "arguments only; use backend='rerun'."
+            f"region '{name}': Unexpected keyword arguments: {','.join(kwargs)}. The reentrant backend takes "
+            "positional arguments only; use backend='rerun'."
         )
     if not any(isinstance(value, Tensor) and value.requires_grad for value in args):
         owner = (
@@ -131,7 +131,7 @@ def run(function: Callable[..., Any], name: str, preserve_rng_state: bool, args:
                 f"region '{name}': none of the inputs requires grad, so the reentrant backend would give the "
                 "module's parameters no gradients. Use backend='rerun', or call requires_grad_() on an input."
             )
-    return Reentrant.apply(function, preserve_rng_state, *args)  # type: ignore[no-untyped-call]
+    return CheckpointFunction.apply(function, preserve_rng_state, *args)  # type: ignore[no-untyped-call]
 
 
 _warned = False

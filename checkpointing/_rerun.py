@@ -98,6 +98,11 @@ def _identity(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def is_internal(hooks: _torch.Hooks) -> bool:
+    """Whether these hooks are those of a region or of a rerun, rather than the user's."""
+    return hooks[1] is unpack or hooks[1] is _identity
+
+
 class Pinned:
     """Where `keep` goes while the function is called again: it hands back what the forward pinned, in order."""
 

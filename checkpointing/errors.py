@@ -54,17 +54,22 @@ def too_many(where: object, saved: int, line: str) -> MismatchError:
 
 def different_metadata(where: object, mismatches: Sequence[Mismatch]) -> MismatchError:
     rows = "".join(
-        f"tensor at position {slot} (slot {slot}{op}):\n"
-        f"saved metadata: {saved}\n"
-        f"recomputed metadata: {recomputed}\n"
-        f"recomputed at: {line}\n"
+        f"tensor at position {slot}:\n"
+        f"saved metadata: {_readable(saved)}\n"
+        f"recomputed metadata: {_readable(recomputed)}\n"
+        f"(slot {slot}{op}; recomputed at {line})\n"
         for slot, op, saved, recomputed, line in mismatches
     )
     return MismatchError(
-        f"{where}: Recomputed values for the following tensors have different metadata than during the "
-        f"forward pass.\n{rows}"
-        "Something that the function reads besides its arguments has changed in between."
+        f"{where}: Recomputed values for the following tensors have different metadata than during the forward pass.\n"
+        f"{rows}Something that the function reads besides its arguments has changed in between."
     )
+
+
+def _readable(metadata: object) -> object:
+    if isinstance(metadata, tuple) and len(metadata) == 3:
+        return dict(zip(("shape", "dtype", "device"), metadata, strict=True))
+    return metadata
 
 
 def changed(where: object, what: str, was: int | None = None, now: int | None = None) -> ChangedError:

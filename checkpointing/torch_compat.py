@@ -1,0 +1,476 @@
+"""`torch.utils.checkpoint`, argument for argument, over this library's engine.
+
+Change `from torch.utils.checkpoint import checkpoint` to `from checkpointing.torch_compat import checkpoint`: torch
+2.15's signatures and semantics on every torch from 2.11 on, its warnings, and the sentences in its errors that code
+matches on. Data and enums that other code compares by identity are torch's own objects.
+
+What is better here: tensors in keyword arguments and containers are guarded, every device type among the arguments
+has its random state forked, `ctx.saved_tensors` may be read twice, and switches are per thread and context.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import functools
+import sys
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.utils.checkpoint as _theirs
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy as CheckpointPolicy
+from torch.utils.checkpoint import DefaultDeviceType as DefaultDeviceType
+from torch.utils.checkpoint import GraphExecGroup as GraphExecGroup
+from torch.utils.checkpoint import SelectiveCheckpointContext as SelectiveCheckpointContext
+from torch.utils.checkpoint import get_device_states as get_device_states
+from torch.utils.checkpoint import noop_context_fn as noop_context_fn
+from torch.utils.checkpoint import set_device_states as set_device_states
+
+from . import _torch
+from ._api import is_plain, logged
+from ._engine import Frame, entered_at, metadata_of, thread, unpack
+from ._reentrant import CheckpointFunction as CheckpointFunction
+from ._reentrant import check_backward_validity as check_backward_validity
+from ._reentrant import detach_variable as detach_variable
+from ._rerun import ContextFn, Rerun, is_internal
+from ._tree import map_tensors
+from .errors import CheckpointError as CheckpointError
+
+SAC_IGNORED_OPS = _theirs.SAC_IGNORED_OPS
+
+__all__ = [
+    "SAC_IGNORED_OPS",
+    "CheckpointError",
+    "CheckpointFunction",
+    "CheckpointPolicy",
+    "DefaultDeviceType",
+    "GraphExecGroup",
+    "SelectiveCheckpointContext",
+    "check_backward_validity",
+    "checkpoint",
+    "checkpoint_sequential",
+    "create_selective_checkpoint_contexts",
+    "detach_variable",
+    "get_device_states",
+    "noop_context_fn",
+    "set_checkpoint_debug_enabled",
+    "set_checkpoint_early_stop",
+    "set_device_states",
+]
+
+_early_stop: contextvars.ContextVar[bool | None] = contextvars.ContextVar("checkpointing.early_stop", default=None)
+_debug: contextvars.ContextVar[bool | None] = contextvars.ContextVar("checkpointing.debug", default=None)
+
+
+@contextlib.contextmanager
+def set_checkpoint_early_stop(enable: bool) -> Iterator[None]:
+    """Override `early_stop` of every `checkpoint` called inside, in this thread and context."""
+    token = _early_stop.set(enable)
+    try:
+        yield
+    finally:
+        _early_stop.reset(token)
+
+
+@contextlib.contextmanager
+def set_checkpoint_debug_enabled(enabled: bool | None) -> Iterator[None]:
+    """Override `debug` of every `checkpoint` called inside, in this thread and context; None overrides nothing."""
+    token = _debug.set(enabled)
+    try:
+        yield
+    finally:
+        _debug.reset(token)
+
+
+_CHECKS: dict[str, Callable[[Tensor], Any] | None] = {"default": metadata_of, "none": None}
+
+
+class _Checkpointed:
+    """What `checkpoint(**options)(function)` returns; as a method it binds."""
+
+    def __init__(self, function: Callable[..., Any], options: dict[str, Any]) -> None:
+        self.function = function
+        self.checkpoint_kwargs = options
+        functools.update_wrapper(self, function, updated=())
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return _checkpoint(self.function, args, kwargs, **self.checkpoint_kwargs)
+
+    def __get__(self, instance: object, owner: type | None = None) -> Any:
+        bind = getattr(self.function, "__get__", None)
+        return self if instance is None or bind is None else type(self)(bind(instance, owner), self.checkpoint_kwargs)
+
+
+def checkpoint(
+    function: Callable[..., Any] | None = None,
+    *args: Any,
+    use_reentrant: bool | None = None,
+    preserve_rng_state: bool = True,
+    context_fn: ContextFn = noop_context_fn,
+    determinism_check: str = "default",
+    debug: bool = False,
+    early_stop: bool = True,
+    respect_saved_tensors_hooks: bool | None = None,
+    **kwargs: Any,
+) -> Any:
+    """`torch.utils.checkpoint.checkpoint` of torch 2.15; see there for the arguments.
+
+    Returns the result of `function(*args, **kwargs)`, or a decorator if `function` is left out. `use_reentrant=None`
+    means True, with torch's warning.
+
+    >>> import torch
+    >>> from checkpointing import checkpoint
+    >>> x = torch.randn(3, requires_grad=True)
+    >>> checkpoint(lambda x: x.sin().cos(), x, use_reentrant=False).sum().backward()
+    """
+    options = {
+        "use_reentrant": use_reentrant,
+        "preserve_rng_state": preserve_rng_state,
+        "context_fn": context_fn,
+        "determinism_check": determinism_check,
+        "debug": debug,
+        "early_stop": early_stop,
+        "respect_saved_tensors_hooks": respect_saved_tensors_hooks,
+    }
+    if function is None and not args:
+        if kwargs:
+            raise ValueError("Unexpected keyword arguments: " + ",".join(kwargs))
+        return lambda fn: _Checkpointed(fn, options)
+    return _checkpoint(function, args, kwargs, **options)  # type: ignore[arg-type]
+
+
+def _checkpoint(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    use_reentrant: bool | None,
+    preserve_rng_state: bool,
+    context_fn: ContextFn,
+    determinism_check: str,
+    debug: bool,
+    early_stop: bool,
+    respect_saved_tensors_hooks: bool | None,
+) -> Any:
+    if torch.compiler.is_dynamo_compiling():
+        return _theirs.checkpoint(
+            function,
+            *args,
+            use_reentrant=use_reentrant,
+            preserve_rng_state=preserve_rng_state,
+            context_fn=context_fn,
+            determinism_check=determinism_check,
+            debug=debug,
+            early_stop=early_stop,
+            **kwargs,
+        )
+    if use_reentrant is None:
+        _warn_about_use_reentrant("checkpoint", "calling checkpoint without use_reentrant will raise an exception.")
+        use_reentrant = True
+    if use_reentrant:
+        if kwargs:
+            raise ValueError("Unexpected keyword arguments: " + ",".join(kwargs))
+        if context_fn is not noop_context_fn or debug is not False or respect_saved_tensors_hooks is not None:
+            raise ValueError(
+                "Passing `context_fn`, `debug`, or `respect_saved_tensors_hooks` is only supported when "
+                "use_reentrant=False."
+            )
+        return CheckpointFunction.apply(function, preserve_rng_state, *args)  # type: ignore[no-untyped-call]
+
+    wants_debug = _debug.get()
+    if debug if wants_debug is None else wants_debug:
+        if context_fn is not noop_context_fn:
+            raise ValueError("debug=True is incompatible with non-default context_fn")
+        debug = True
+    else:
+        debug = False
+    if determinism_check not in _CHECKS:
+        raise ValueError(f"determinism_check should be one of {list(_CHECKS)}, but got {determinism_check}")
+    if is_plain():
+        return function(*args, **kwargs)
+    wants_early_stop = _early_stop.get()
+    source = Rerun(function, args, kwargs, preserve_rng_state)
+    frame = Frame(
+        source,
+        getattr(function, "__qualname__", type(function).__qualname__),
+        entered_at(sys._getframe(1)),
+        early_stop if wants_early_stop is None else wants_early_stop,
+        _CHECKS[determinism_check],
+    )
+    frame.title = "torch.utils.checkpoint"
+    forward: AbstractContextManager[Any] | None = None
+    if debug:
+        forward, source.context = logged(frame)
+    elif context_fn is not noop_context_fn:
+        forward, source.context = context_fn()
+        if isinstance(forward, _Caching):
+            forward.user_hooks = _user_hooks()
+            forward.respects_hooks = respect_saved_tensors_hooks
+    outer, thread.region = thread.region, source
+    _torch.push_hooks(frame.packer(), unpack)
+    try:
+        if forward is None:
+            return function(*args, **kwargs)
+        with forward:
+            return function(*args, **kwargs)
+        raise RuntimeError(
+            "torch.utils.checkpoint: the forward context provided by context_fn suppressed an exception raised during "
+            "the checkpointed forward. This is not supported because checkpoint cannot return a value for a failed "
+            "forward."
+        )
+    finally:
+        _torch.pop_hooks()
+        thread.region = outer
+        frame.complete = True
+
+
+def _warn_about_use_reentrant(name: str, threat: str) -> None:
+    depth = 1
+    while sys._getframe(depth).f_code.co_filename == __file__:
+        depth += 1
+    warnings.warn(
+        f"torch.utils.checkpoint{'' if name == 'checkpoint' else '.' + name}: the use_reentrant parameter should be "
+        f"passed explicitly. In a future release, {threat} use_reentrant=False is recommended, but if you need to "
+        "preserve the current default behavior, you can pass use_reentrant=True. Refer to docs for more details on the "
+        "differences between the two variants.",
+        stacklevel=depth + 1,
+    )
+
+
+def checkpoint_sequential(
+    functions: nn.Sequential | nn.ModuleList | Iterable[Callable[..., Any]],
+    segments: int,
+    input: Any,
+    use_reentrant: bool | None = None,
+    **kwargs: Any,
+) -> Any:
+    """Run functions one after the other, all segments but the last under `checkpoint`.
+
+    Args:
+        functions: an `nn.Sequential`, `nn.ModuleList` or list of callables of one argument.
+        segments: how many pieces of `len(functions) // segments` functions; the last one takes the rest.
+        input: the argument of the first function.
+        use_reentrant, preserve_rng_state: as for `checkpoint`.
+
+    Raises:
+        ValueError: for fewer than one segment or more segments than functions, and unknown keywords.
+
+    >>> import torch
+    >>> from checkpointing import checkpoint_sequential
+    >>> layers = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(6)))
+    >>> y = checkpoint_sequential(layers, 3, torch.randn(2, 4, requires_grad=True), use_reentrant=False)
+    """
+    if use_reentrant is None:
+        _warn_about_use_reentrant("checkpoint_sequential", "we will raise an exception if use_reentrant is not passed.")
+        use_reentrant = True
+    preserve_rng_state = kwargs.pop("preserve_rng_state", True)
+    if kwargs:
+        raise ValueError("Unexpected keyword arguments: " + ",".join(kwargs))
+    steps: list[Any] = list(functions.children()) if isinstance(functions, nn.Sequential) else list(functions)
+    if not 1 <= segments <= max(len(steps), 1):
+        raise ValueError(f"segments must be between 1 and the number of functions ({len(steps)}), not {segments}")
+    size = len(steps) // segments
+    last = size * (segments - 1)
+    for start in range(0, last, size or 1):
+        input = checkpoint(
+            functools.partial(_run_in_turn, steps[start : start + size]),
+            input,
+            use_reentrant=use_reentrant,
+            preserve_rng_state=preserve_rng_state,
+        )
+    return _run_in_turn(steps[last:], input)
+
+
+def _run_in_turn(steps: list[Callable[..., Any]], value: Any) -> Any:
+    for step in steps:
+        value = step(value)
+    return value
+
+
+# ---- selective checkpointing
+
+
+class _Saved:
+    """A cached output, with the version that it had."""
+
+    __slots__ = ("_unpack", "_value", "_version")
+
+    def __init__(self, tensor: Tensor, hooks: _torch.Hooks | None) -> None:
+        tensor = _torch.alias(tensor)
+        self._value = tensor if hooks is None else hooks[0](tensor)
+        self._unpack = None if hooks is None else hooks[1]
+        self._version = _torch.version(self._value) if isinstance(self._value, Tensor) else None
+
+    def get(self, may_have_changed: bool) -> Tensor:
+        if self._version is not None and not may_have_changed and self._version != _torch.version(self._value):
+            raise RuntimeError("Tensor cached during selective activation checkpoint has been mutated")
+        return self._value if self._unpack is None else self._unpack(self._value)  # type: ignore[no-any-return]
+
+
+_RECOMPUTE: Any = object()
+_CONSUMED: Any = object()
+_MISSING: Any = object()
+_Storage = defaultdict[Any, dict[int, Any]]
+
+
+class _SelectiveMode(TorchDispatchMode):
+    """Counts the calls of each operator: forward and recompute find each other by operator and number."""
+
+    def __init__(self, storage: _Storage) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.storage = storage
+        self.counts: dict[Any, int] = defaultdict(int)
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def number(self, func: Any) -> int:
+        self.counts[func] += 1
+        return self.counts[func] - 1
+
+
+class _Caching(_SelectiveMode):
+    """Around the forward: caches what the policy says."""
+
+    def __init__(self, policy: Callable[..., Any], storage: _Storage) -> None:
+        super().__init__(storage)
+        self.policy = policy
+        self.user_hooks: _torch.Hooks | None = None
+        self.respects_hooks: bool | None = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in SAC_IGNORED_OPS:
+            return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        number = self.number(func)
+        answer = self.policy(_context(result), func, *args, **kwargs)
+        if isinstance(answer, bool):
+            answer = CheckpointPolicy.MUST_SAVE if answer else CheckpointPolicy.PREFER_RECOMPUTE
+        if answer in (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE):
+            hooks = self._hooks()
+            self.storage[func][number] = _map(lambda tensor: _Saved(tensor, hooks), result)
+        else:
+            self.storage[func][number] = _RECOMPUTE
+        return result
+
+    def _hooks(self) -> _torch.Hooks | None:
+        if self.user_hooks is not None and self.respects_hooks is None:
+            warnings.warn(
+                "A saved_tensors_hooks context (e.g. save_on_cpu) is active around a selective activation checkpoint "
+                "region. Tensors that SAC saves currently bypass these hooks, but a future release will route them "
+                "through the hooks like any other saved tensor. Silence this warning and choose the behavior "
+                "explicitly by passing respect_saved_tensors_hooks=True|False to torch.utils.checkpoint.checkpoint.",
+                FutureWarning,
+                stacklevel=3,
+            )
+        return self.user_hooks if self.respects_hooks else None
+
+
+class _Cached(_SelectiveMode):
+    """Around the recompute: answers from the cache."""
+
+    def __init__(self, storage: _Storage, may_have_changed: bool) -> None:
+        super().__init__(storage)
+        self.may_have_changed = may_have_changed
+
+    def __enter__(self) -> Any:
+        self.counts.clear()
+        return super().__enter__()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in SAC_IGNORED_OPS:
+            return func(*args, **kwargs)
+        number = self.number(func)
+        reason = (
+            "This can happen if the operations in the checkpointed region are nondeterministic or depend on global "
+            "state that changed between forward and backward."
+        )
+        if func not in self.storage:
+            raise RuntimeError(f"{func} encountered during backward but not found in storage. {reason}")
+        entry = self.storage[func].get(number, _MISSING)
+        if entry is _MISSING:
+            raise RuntimeError(
+                f"{func} invocation index {number} encountered during backward but not found in storage. {reason}"
+            )
+        if entry is _RECOMPUTE:
+            return func(*args, **kwargs)
+        if entry is _CONSUMED:
+            raise RuntimeError(
+                "Trying to backward an extra time. You are only allowed to backward once on any region computed under "
+                "selective activation checkpoint."
+            )
+        self.storage[func][number] = _CONSUMED
+        return _unmap(lambda saved: saved.get(self.may_have_changed), entry)
+
+
+def _context(result: Any) -> Any:
+    context = object.__new__(SelectiveCheckpointContext)  # torch 2.11's has no `op_output`
+    context.is_recompute = False
+    context.op_output = result
+    return context
+
+
+def _map(function: Callable[[Tensor], Any], value: Any) -> Any:
+    return map_tensors(function, value)
+
+
+def _unmap(function: Callable[[_Saved], Tensor], value: Any) -> Any:
+    if isinstance(value, _Saved):
+        return function(value)
+    if isinstance(value, list | tuple):
+        return type(value)(_unmap(function, part) for part in value)
+    return value
+
+
+def _user_hooks() -> _torch.Hooks | None:
+    """The hooks of the user that enclose this call; those of regions don't count."""
+    hooks = _torch.enclosing_hooks()
+    return None if hooks is None or is_internal(hooks) else hooks
+
+
+def create_selective_checkpoint_contexts(
+    policy_fn_or_list: Callable[..., Any] | list[Any], allow_cache_entry_mutation: bool = False
+) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """Contexts for `context_fn`: which operators' outputs are cached in the forward instead of recomputed.
+
+    Args:
+        policy_fn_or_list: a list of `OpOverload`s to cache, or a function `(ctx, op, *args, **kwargs)` that returns a
+            `CheckpointPolicy` or a bool (True: cache).
+        allow_cache_entry_mutation: don't check that cached tensors have not been changed in place.
+
+    Raises:
+        ValueError: for a list with something else in it. TypeError: for something that is neither.
+    """
+    policy: Callable[..., Any]
+    if isinstance(policy_fn_or_list, list):
+        ops = policy_fn_or_list
+        for op in ops:
+            if not isinstance(op, torch._ops.OpOverload | torch._ops.HigherOrderOperator):
+                hint = (
+                    "Please update the OpOverloadPacket to a specific OpOverload."
+                    "For example, if you have `torch.ops.aten.mm`, change it to `torch.ops.aten.mm.default`."
+                    if isinstance(op, torch._ops.OpOverloadPacket)
+                    else ""
+                )
+                raise ValueError(
+                    f"Expected op in `op_list` to be an OpOverload but got: {op} of type {type(op)}. {hint}"
+                )
+
+        def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+            return CheckpointPolicy.MUST_SAVE if op in ops else CheckpointPolicy.PREFER_RECOMPUTE
+
+    elif callable(policy_fn_or_list):
+        policy = policy_fn_or_list
+    else:
+        raise TypeError("policy_fn_or_list must be either a function or a list of ops.")
+    storage: _Storage = defaultdict(dict)
+    return _Caching(policy, storage), _Cached(storage, allow_cache_entry_mutation)
