@@ -310,7 +310,7 @@ class _Saved:
     def get(self, may_have_changed: bool) -> Tensor:
         if self._version is not None and not may_have_changed and self._version != _torch.version(self._value):
             raise RuntimeError("Tensor cached during selective activation checkpoint has been mutated")
-        return self._value if self._unpack is None else self._unpack(self._value)  # type: ignore[no-any-return]
+        return self._value if self._unpack is None else self._unpack(self._value)
 
 
 _RECOMPUTE: Any = object()
@@ -383,7 +383,7 @@ class _Cached(_SelectiveMode):
 
     def __enter__(self) -> Any:
         self.counts.clear()
-        return super().__enter__()
+        return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
