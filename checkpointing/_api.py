@@ -21,7 +21,7 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
-from . import _reentrant, _torch, errors
+from . import _ambient, _engine, _reentrant, _replay, _report, _rerun, _tape, _torch, errors
 from ._engine import Frame, entered_at, metadata_of, thread, unpack, without_recording
 from ._replay import Replay
 from ._report import OpLog, Stats, explain, measure
@@ -105,6 +105,8 @@ _CHECKS: dict[Any, Callable[[Tensor], Any] | None] = {"metadata": metadata_of, "
 def _options(*values: Any) -> Options:
     return Options(*values)
 
+
+_torch.keep_dynamo_out(_ambient, _engine, _replay, _report, _rerun, _tape)
 
 _disabled: contextvars.ContextVar[bool] = contextvars.ContextVar("checkpointing.disabled", default=False)
 

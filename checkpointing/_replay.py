@@ -147,6 +147,7 @@ class _Window:
         made = self._made
         args = self._arguments(op.args)
         kwargs = op.kwargs and dict(zip(op.kwargs, self._arguments(op.kwargs.values()), strict=True))
+        _torch.set_grad_enabled(op.grad_mode)
         if op.rng is None:
             result = op.func(*args, **kwargs)
         else:

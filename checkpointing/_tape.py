@@ -124,12 +124,13 @@ class Wrapped:
 class Op:
     """One recorded operator call. It names the values it makes by id: a strong reference would be a cycle."""
 
-    __slots__ = ("args", "func", "index", "kwargs", "outputs", "reads", "rng", "segment", "writes")
+    __slots__ = ("args", "func", "grad_mode", "index", "kwargs", "outputs", "reads", "rng", "segment", "writes")
 
     func: Any
     args: list[Any]  # with a Ref, Shape or Scratch in place of each tensor
     kwargs: dict[str, Any]
     reads: list[Value]
+    grad_mode: bool  # kernels may look at it
     index: int  # position on the tape
     segment: int  # how many times something had been kept before
     rng: Generators | None  # where the generators stood, for a random operator
@@ -216,6 +217,7 @@ HIDDEN_WRITES: dict[str, Callable[[Any, Any], tuple[int, ...]]] = {
 _INFOS: dict[Any, Info] = {}
 _NO_WRITES: list[tuple[int, int]] = []
 _storage_id = _torch.storage_id
+_is_grad_enabled = torch.is_grad_enabled
 _has_storage = _torch.has_storage
 
 
@@ -348,6 +350,7 @@ class Tape(TorchDispatchMode):
             op.args = self._refer(args, reads)
         op.kwargs = dict(zip(kwargs, self._refer(kwargs.values(), reads), strict=True)) if kwargs else kwargs
         op.rng = stash_generators(args, kwargs) if info.random and self._preserve_rng_state else None
+        op.grad_mode = _is_grad_enabled()
         op.index = self.recorded
         op.segment = self._segment
         result = info.run(*args, **kwargs)
@@ -412,6 +415,7 @@ class Tape(TorchDispatchMode):
         op.args = [saved[i] for i in range(len(args))]
         op.kwargs = {name: saved[name] for name in kwargs}
         op.rng = stash_generators(args, kwargs) if info.random and self._preserve_rng_state else None
+        op.grad_mode = _is_grad_enabled()
         op.index = self.recorded
         op.segment = self._segment
         op.writes = []

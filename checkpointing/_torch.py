@@ -7,6 +7,7 @@ unless a line says otherwise.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import CodeType, FunctionType, ModuleType
 from typing import Any, Protocol, cast
 
 import torch
@@ -152,7 +153,10 @@ def clone_storage(tensor: Tensor) -> Tensor:
 
 # ---- running recorded operators again
 class below_autograd:
-    """Recorded operators ran below autograd, autocast and function modes; run them at the same depth again."""
+    """Recorded operators ran below autograd, autocast and function modes; run them at the same depth again.
+
+    Grad mode is put back at the end, since operators are run in the one that they were recorded in.
+    """
 
     __slots__ = ("_grad_mode", "_guards")
 
@@ -187,6 +191,28 @@ push_mode: Callable[[Any], None] = _C._push_on_torch_dispatch_stack
 
 # The context manager objects cost more than what they set.
 set_grad_enabled: Callable[[bool], None] = _C._set_grad_enabled
+
+
+def keep_dynamo_out(*modules: ModuleType) -> None:
+    """Tell Dynamo not to compile the functions of these modules: compiled code calls the hooks while it runs."""
+    dynamo = _C._dynamo.eval_frame
+    skip = dynamo._FrameExecStrategy(dynamo._FrameAction.SKIP, dynamo._FrameAction.DEFAULT)
+    for module in modules:
+        codes = [code for value in vars(module).values() for code in _codes_of(value, module.__name__)]
+        while codes:
+            code = codes.pop()
+            dynamo.set_code_exec_strategy(code, skip)
+            codes.extend(const for const in code.co_consts if isinstance(const, CodeType))
+
+
+def _codes_of(value: Any, module: str) -> list[CodeType]:
+    if getattr(value, "__module__", None) != module:
+        return []
+    if isinstance(value, type):
+        value_of = [getattr(v, "fget", v) for v in vars(value).values()]
+        return [v.__code__ for v in value_of if isinstance(v, FunctionType)]
+    return [value.__code__] if isinstance(value, FunctionType) else []
+
 
 # ---- ambient state without a public getter that is cheap enough, or without one at all
 autocast_is_on_somewhere: Callable[[], bool] = _C._is_any_autocast_enabled
