@@ -357,6 +357,7 @@ def _wrap_rerun(fn: Any, name: str, options: Options) -> Any:
             _torch.pop_hooks()
             thread.region = outer
             frame.complete = True
+            source.settle()
 
     return wrapper
 

@@ -11,9 +11,13 @@ nested tensor that is changed before backward then gives wrong gradients without
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import inspect
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -21,7 +25,7 @@ from torch import Tensor, nn
 
 from . import _torch, errors
 from ._ambient import Ambient, Generators, has_rng
-from ._engine import Deliver, Frame, Held, Name, Recompute, named, thread, unpack
+from ._engine import Deliver, Frame, Held, Name, Recompute, named, thread, unpack, without_recording
 from ._tree import ATOMS, Build, open_container
 
 ContextFn = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
@@ -30,7 +34,7 @@ ContextFn = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManag
 class Rerun:
     """The function, its saved inputs and the state it ran in."""
 
-    __slots__ = ("_ambient", "_function", "_hooks", "_inputs", "_pins", "_rng", "context")
+    __slots__ = ("_ambient", "_buffers", "_function", "_hooks", "_inputs", "_pins", "_rng", "context")
 
     in_order = True
     save = None
@@ -45,10 +49,17 @@ class Rerun:
         self._function = function
         self._hooks = hooks = _torch.enclosing_hooks()
         self._inputs = inputs = Inputs(args, kwargs, hooks)
+        inputs.modules += modules_of(function)
         self.context: AbstractContextManager[Any] | None = None  # entered around the rerun
         self._ambient = Ambient()
+        self._buffers = Buffers(inputs.modules) if inputs.modules else None
         self._rng = Generators(True, inputs.devices, inputs.generators) if preserve_rng_state else None
         self._pins: list[Held] = []
+
+    def settle(self) -> None:
+        """The forward has ended."""
+        if self._buffers is not None:
+            self._buffers.settle()
 
     def keep(self, tensor: Tensor) -> Tensor:
         self._pins.append(Held(tensor, self._hooks, "a value given to keep()"))
@@ -56,6 +67,7 @@ class Rerun:
 
     def recompute(self, request: Recompute, deliver: Deliver) -> None:
         args, kwargs = self._inputs.restore(request.frame)
+        buffers = self._buffers
         slot = -1
 
         def pack(tensor: Tensor) -> Tensor:
@@ -72,6 +84,7 @@ class Rerun:
             thread.region = Pinned(self._pins, request.frame)
             grad_mode = torch.is_grad_enabled()
             _torch.set_grad_enabled(True)
+            present = None if buffers is None else buffers.enter(request.frame)
             _torch.push_hooks(pack, _identity)
             try:
                 if self.context is None:
@@ -82,6 +95,8 @@ class Rerun:
             finally:
                 _torch.pop_hooks()
                 _torch.set_grad_enabled(grad_mode)
+                if present is not None:
+                    Buffers.leave(present)
             request.finish(slot + 1)
 
         if self._rng is None:
@@ -129,6 +144,122 @@ class _Pin(torch.autograd.Function):
         return grad, None
 
 
+# ---- modules
+
+_SMALL = 1 << 16  # bytes: a copy of that costs less than to find out whether it is needed
+# Larger buffers that a forward in training mode has left alone: no longer copied, but watched.
+_quiet: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
+
+
+class Buffers:
+    """The buffers of the modules that a region runs, as they were before it: the rerun starts from these, and what it
+    writes is dropped (rule 7).
+
+    Small buffers of modules in training mode are always copied, because some kernels write running statistics without
+    a trace. A large one is copied until a forward has left it alone; if a later one writes it, that rerun is refused.
+    """
+
+    __slots__ = ("_copies", "_lazy", "_lost", "_watched")
+
+    def __init__(self, modules: tuple[nn.Module, ...]) -> None:
+        self._copies: list[tuple[nn.Module, str, Tensor]] = []
+        self._watched: list[tuple[nn.Module, str, Tensor, int]] = []
+        self._lost: list[tuple[nn.Module, str]] = []
+        self._lazy: list[tuple[nn.Module, str]] = []
+        stack: list[nn.Module | None] = list(modules)
+        seen: set[nn.Module] = set()
+        while stack:
+            module = stack.pop()
+            if module is None or module in seen:
+                continue
+            seen.add(module)
+            stack.extend(module._modules.values())
+            for name, buffer in module._buffers.items():
+                if buffer is not None and not nn.parameter.is_lazy(buffer):
+                    self._note(module, name, buffer)
+                elif buffer is not None:
+                    self._lazy.append((module, name))
+
+    def _note(self, module: nn.Module, name: str, buffer: Tensor) -> None:
+        is_small = buffer.nbytes <= _SMALL
+        if module.training and (is_small or name not in _quiet.get(module, ())):
+            # Below the tape: an enclosing scope has no use for the copies.
+            self._copies.append((module, name, without_recording(torch.clone, buffer)))
+        if not is_small or not module.training:
+            self._watched.append((module, name, buffer, _torch.version(buffer)))
+
+    def settle(self) -> None:
+        """After the forward: which buffers has it written?"""
+        for module, name, buffer, version in self._watched:
+            is_written = module._buffers.get(name) is not buffer or _torch.version(buffer) != version
+            copied = [copy for copy in self._copies if copy[0] is module and copy[1] == name]
+            if not is_written:
+                self._copies = [copy for copy in self._copies if copy not in copied]
+                _quiet.setdefault(module, set()).add(name)
+            elif not copied:
+                self._lost.append((module, name))
+                _quiet.get(module, set()).discard(name)
+        for module, name in self._lazy:  # made by this forward: its first value is gone, but it is not written twice
+            buffer = module._buffers[name]
+            if buffer is not None:
+                self._copies.append((module, name, without_recording(torch.clone, buffer)))
+        self._watched.clear()
+
+    def enter(self, where: Frame) -> list[tuple[nn.Module, str, Tensor | None]]:
+        """Give the modules their buffers of before the forward; returns what `leave` needs."""
+        for module, name in self._lost:
+            raise errors.written(where, f"{type(module).__name__}.{name}")
+        present = [(module, name, module._buffers[name]) for module, name, _ in self._copies]
+        for module, name, before in self._copies:
+            module._buffers[name] = before.clone()
+        return present
+
+    @staticmethod
+    def leave(present: list[tuple[nn.Module, str, Tensor | None]]) -> None:
+        for module, name, buffer in present:
+            module._buffers[name] = buffer
+
+
+def modules_of(function: Any) -> tuple[nn.Module, ...]:
+    """The modules that a function can be seen to run: itself, what it is bound to, and those in its closure and among
+    the globals that it names. Modules that only a callee knows are not found."""
+    if isinstance(function, nn.Module):
+        return (function,)
+    while isinstance(function, functools.partial):
+        function = function.func
+    found = []
+    code = getattr(function, "__code__", None)
+    if code is None:
+        found.append(getattr(function, "__self__", None))
+    else:
+        names = _names.get(code)
+        if names is None:
+            names = _names[code] = _names_of_objects(code, function.__globals__)
+        for name in names:
+            found.append(function.__globals__.get(name))
+        for cell in function.__closure__ or ():
+            with contextlib.suppress(ValueError):  # not yet set
+                found.append(cell.cell_contents)
+        if inspect.ismethod(function):
+            found.append(function.__self__)
+    modules: tuple[nn.Module, ...] = ()
+    for value in found:
+        if isinstance(value, nn.Module):
+            modules += (value,)
+        elif type(value) is list or type(value) is tuple:
+            modules += tuple(part for part in value if isinstance(part, nn.Module))
+    return modules
+
+
+# The globals of a function that may hold modules; looked for once, at its first call.
+_names: weakref.WeakKeyDictionary[CodeType, tuple[str, ...]] = weakref.WeakKeyDictionary()
+
+
+def _names_of_objects(code: CodeType, names: dict[str, Any]) -> tuple[str, ...]:
+    no_objects = (type, ModuleType, FunctionType, BuiltinFunctionType)
+    return tuple(name for name in code.co_names if name in names and not isinstance(names[name], no_objects))
+
+
 # ---- arguments
 
 
@@ -162,13 +293,14 @@ class _Argument:
 class Inputs:
     """The arguments of one call: tensors saved, containers copied, everything guarded."""
 
-    __slots__ = ("_args", "_hooks", "_kwargs", "_objects", "devices", "generators")
+    __slots__ = ("_args", "_hooks", "_kwargs", "_objects", "devices", "generators", "modules")
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], hooks: _torch.Hooks | None) -> None:
         self._hooks = hooks
         self._objects: tuple[tuple[object, str, list[tuple[str, weakref.ref[Tensor], int]]], ...] = ()
         self.devices: tuple[torch.device, ...] = ()
         self.generators: tuple[torch.Generator, ...] = ()
+        self.modules: tuple[nn.Module, ...] = ()
         save = self._save
         self._args = [save(v, "args", i) for i, v in enumerate(args)]
         self._kwargs = {k: save(v, "kwargs", k) for k, v in kwargs.items()} if kwargs else kwargs
@@ -193,7 +325,10 @@ class Inputs:
         if isinstance(value, torch.Generator):
             self.generators += (value,)
             return value
-        if isinstance(value, nn.Module) or callable(value):
+        if isinstance(value, nn.Module):
+            self.modules += (value,)
+            return value
+        if callable(value):
             return value
         path = f"{parent}[{key!r}]"
         opened = open_container(value)
@@ -202,6 +337,7 @@ class Inputs:
             return _Container(build, {k: self._save(v, path, k) for k, v in parts.items()})
         if hasattr(value, "__dict__"):
             seen: list[tuple[str, weakref.ref[Tensor], int]] = []
+            self.modules += tuple(part for part in vars(value).values() if isinstance(part, nn.Module))
             for name, tensor in _tensors_in(vars(value), path):
                 self._see(tensor)
                 seen.append((name, weakref.ref(tensor), _torch.version(tensor)))

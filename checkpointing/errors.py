@@ -93,3 +93,11 @@ def overwritten(where: object) -> UnsupportedError:
         "for which plain autograd raises an error, too. Use the operator that is not in-place, or backend='replay', "
         "which tells the versions of a tensor apart."
     )
+
+
+def written(where: object, what: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"{where}: the function has written the buffer {what}, which earlier calls left alone and which is too large "
+        "to be copied each time, so its value from before is lost. Use backend='replay', or run the step again: from "
+        "now on the buffer is copied."
+    )

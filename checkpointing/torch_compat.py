@@ -228,6 +228,7 @@ def _checkpoint(
         _torch.pop_hooks()
         thread.region = outer
         frame.complete = True
+        source.settle()
 
 
 def _warn_about_use_reentrant(name: str, threat: str) -> None:
