@@ -26,6 +26,7 @@ failed backward leaves them behind. Here the graph task itself owns them.
 
 from __future__ import annotations
 
+import itertools
 import linecache
 import os
 import sys
@@ -171,6 +172,7 @@ class Frame:
         """Autograd's pack hook for this region. A closure: it runs once per saved tensor."""
         holders, leaves, save, check = self.holders, self.leaves, self.source.save, self.check
         plain_check = check is metadata_of
+        guards_leaves = self.source.in_order  # a tape does it by itself, and knows leaves that the region has made
 
         def pack(tensor: Tensor) -> Holder:
             holder = Holder()
@@ -182,7 +184,7 @@ class Frame:
                 holder.metadata = check(tensor)
             if save is not None:
                 holder.saved = save(tensor)
-            if tensor.is_leaf and tensor.requires_grad:
+            if guards_leaves and tensor.is_leaf and tensor.requires_grad:
                 leaves[slot] = tensor._version
             holders.append(_ref(holder))
             return holder
@@ -383,8 +385,7 @@ class Recompute:
         return deliver
 
     def _mismatch(self, holder: Holder, metadata: object) -> None:
-        op = f", for {_node_name()}" if holder is self.holder else ""
-        self._mismatches += ((holder.slot, op, holder.metadata, metadata, user_line()),)
+        self._mismatches += ((holder.slot, holder.metadata, metadata, user_line()),)
 
     def finish(self, count: int) -> None:
         """Called by an in-order source that was not stopped: how many slots it passed."""
@@ -396,7 +397,11 @@ class Recompute:
         region, thread.region = thread.region, None
         thread.depth += 1
         try:
-            frame.source.recompute(self, self._deliverer())
+            if _torch.in_batched_backward():
+                with _torch.outside_of_batch():
+                    frame.source.recompute(self, self._deliverer())
+            else:
+                frame.source.recompute(self, self._deliverer())
         except _Stop as stop:
             if stop.args[0] is not self:
                 raise
@@ -432,7 +437,7 @@ class Recompute:
     def _find_error(self) -> errors.CheckpointError | None:
         frame, ready, count = self.frame, self.task.ready, self._count
         if self._mismatches:
-            return errors.different_metadata(frame, self._mismatches)
+            return errors.different_metadata(frame, _node_name(), self._mismatches)
         if frame.leaves:
             for slot, version in frame.leaves.items():
                 leaf = ready.get(slot)
@@ -474,13 +479,18 @@ def describe(tensor: Tensor) -> str:
 
 def entered_at(frame: FrameType) -> tuple[str, int]:
     """File and line from which user code entered a region; `frame` is the caller of the door."""
+    frame = _user_frame(frame)
+    return frame.f_code.co_filename, frame.f_lineno
+
+
+def _user_frame(frame: FrameType) -> FrameType:
     while True:
         code = frame.f_code
         inside = _inside.get(code)
         if inside is None:
             inside = _inside[code] = code.co_filename.startswith(_NOT_USER_CODE)
         if not inside or frame.f_back is None:
-            return code.co_filename, frame.f_lineno
+            return frame
         frame = frame.f_back  # a module's `__call__` stands between
 
 
@@ -502,9 +512,15 @@ _NOT_USER_CODE = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__fi
 
 
 def user_line() -> str:
-    """The innermost line on the stack that belongs neither to torch nor to this package."""
-    file, line = entered_at(sys._getframe(1))
-    return f"{file}:{line}: {linecache.getline(file, line).strip()}"
+    """Where user code is now, innermost: file, line, and the expression that runs (before Python 3.11: the line)."""
+    frame = _user_frame(sys._getframe(1))
+    code, line = frame.f_code, frame.f_lineno
+    text = linecache.getline(code.co_filename, line).rstrip()
+    if hasattr(code, "co_positions"):
+        first, last, start, end = next(itertools.islice(code.co_positions(), frame.f_lasti // 2, None))
+        if first == last == line and start is not None and end is not None:
+            text = text.encode()[start:end].decode()
+    return f"{code.co_filename}:{line}: {text.strip()}"
 
 
 def stack_of_user() -> str:

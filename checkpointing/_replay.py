@@ -29,7 +29,7 @@ class Replay:
     in_order = False
 
     def __init__(self, tape: Tape, log: list[tuple[str, str]] | None = None) -> None:
-        self._tape = tape
+        self.tape = tape
         self.save = tape.save
         self.keep = tape.keep
         self.log = log
@@ -111,11 +111,15 @@ class _Window:
         inputs = self._inputs
         values = {value for op in ops for value in op.reads if value.op is None}
         values.update(v for holder in wanted for v in values_of(holder.saved) if v.op is None)
-        helds = [held for value in values for held in value.held.values()]
-        helds += [holder.saved for holder in wanted if type(holder.saved) is Held]
-        for held in helds:
-            if held.is_packed and held not in inputs:
-                inputs[held] = held.fetch(self._request.frame)
+        for value in values:
+            for geometry, held in value.held.items():
+                if held.is_packed and held not in inputs:
+                    inputs[held] = tensor = held.fetch(self._request.frame)
+                    if geometry is not None and geometry_of(tensor) == geometry:
+                        self._source.tape.adopt(tensor, value)
+        for holder in wanted:
+            if type(holder.saved) is Held and holder.saved.is_packed and holder.saved not in inputs:
+                inputs[holder.saved] = holder.saved.fetch(self._request.frame)
 
     def _replay(self, ops: list[Op], candidates: list[Holder]) -> None:
         made = self._made
@@ -130,9 +134,14 @@ class _Window:
         for op in ops:
             if log is not None:
                 log.append((str(op.func), ""))
+            still_read = {}
             for old, _ in op.writes:
-                self._make_writable(old, op)
+                # Read later under its old value: only through a storage that the tape has adopted.
+                before = self._make_writable(old, op, last[old] is not op)
+                if before is not None:
+                    still_read[old] = before
             new = self._run(op)
+            made.update(still_read)
             for id in new:
                 for holder in savers.get(id, ()):
                     self._give(holder, id)
@@ -179,21 +188,25 @@ class _Window:
                 tensor = _torch.lay(tensor, *saved.geometry)
             if saved.kind is not None:
                 tensor = tensor.as_subclass(saved.kind)
+            self._source.tape.adopt(tensor, saved.value)
             self._deliver(holder.slot, tensor)
             return
         self._parts[id] = tensor
         if all(v.op is None or v.id in self._parts for v in values_of(saved)):
             self._deliver(holder.slot, self._build(saved))
 
-    def _make_writable(self, id: int, op: Op) -> None:
+    def _make_writable(self, id: int, op: Op, is_read_later: bool) -> Tensor | None:
+        """Let `op` write the value: on a copy, unless it is ours alone. Returns what later readers need, if any."""
         tensor = self._made.get(id)
         if tensor is None:  # a kept value
             value = next(value for value in op.reads if value.id == id)
             tensor = self._fetch(next(iter(value.held.values())))
-        elif _torch.storage_id(tensor) not in self._given:
-            return
-        self._made[id] = tensor = _torch.clone_storage(tensor)
-        self._geometry[id] = geometry_of(tensor)
+            self._given.add(_torch.storage_id(tensor))
+        elif not is_read_later and _torch.storage_id(tensor) not in self._given:
+            return None
+        copy = self._made[id] = _torch.clone_storage(tensor)
+        self._geometry[id] = geometry_of(copy)
+        return tensor if is_read_later else None
 
     def _arguments(self, saved: Iterable[Any]) -> list[Any]:
         args = []

@@ -190,19 +190,19 @@ class Buffers:
 
     def settle(self) -> None:
         """After the forward: which buffers has it written?"""
+        copied = {(module, name) for module, name, _ in self._copies}
         for module, name, buffer, version in self._watched:
-            is_written = module._buffers.get(name) is not buffer or _torch.version(buffer) != version
-            copied = [copy for copy in self._copies if copy[0] is module and copy[1] == name]
-            if not is_written:
-                self._copies = [copy for copy in self._copies if copy not in copied]
+            if module._buffers.get(name) is buffer and _torch.version(buffer) == version:
                 _quiet.setdefault(module, set()).add(name)
-            elif not copied:
+                copied.discard((module, name))
+            elif (module, name) not in copied:
                 self._lost.append((module, name))
                 _quiet.get(module, set()).discard(name)
+        self._copies = [copy for copy in self._copies if copy[:2] in copied]
         for module, name in self._lazy:  # made by this forward: its first value is gone, but it is not written twice
-            buffer = module._buffers[name]
-            if buffer is not None:
-                self._copies.append((module, name, without_recording(torch.clone, buffer)))
+            new = module._buffers[name]
+            if new is not None:
+                self._copies.append((module, name, without_recording(torch.clone, new)))
         self._watched.clear()
 
     def enter(self, where: Frame) -> list[tuple[nn.Module, str, Tensor | None]]:

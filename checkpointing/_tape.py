@@ -236,6 +236,7 @@ class Tape(TorchDispatchMode):
         self._preserve_rng_state = preserve_rng_state
         self._running: Any = "autograd"  # the operator that reads now, for messages
         self._depth = thread.depth
+        self._is_open = True
         self._values: dict[int, Value] = {}  # by storage: its value now
         self._weak: list[int] = []
         self._saved: set[int] = set()
@@ -247,8 +248,18 @@ class Tape(TorchDispatchMode):
         # Else torch wraps `__torch_dispatch__` once more, and every operator pays for it.
         return False
 
+    def adopt(self, tensor: Tensor, value: Value) -> None:
+        """While the block still runs, a backward inside it has brought `value` back on another storage. What reads
+        that storage reads the value: holding it once more would be a waste, and a slot that no rerun would have."""
+        if self._is_open and _has_storage(tensor) and tensor.untyped_storage().nbytes() == value.nbytes:
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self._values:
+                self._weak.append(cast(int, storage._weak_ref()))
+                self._values[storage._cdata] = value
+
     def close(self) -> None:
         """Drop what is needed only while recording."""
+        self._is_open = False
         self._values.clear()
         self._saved.clear()
         for weak in self._weak:

@@ -7,6 +7,7 @@ unless a line says otherwise.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, Protocol, cast
 
@@ -149,6 +150,20 @@ def clone_storage(tensor: Tensor) -> Tensor:
         bits = int(tensor.dtype.is_complex and tensor.is_conj()) + 2 * int(tensor.is_neg())
         offset = cast(int, tensor.storage_offset())
         return lay(copy, tensor.shape, tensor.stride(), offset, tensor.dtype, bits)
+
+
+# ---- batched backward. `torch.autograd.grad(..., is_grads_batched=True)` runs the unpack hooks inside of torch's older
+# vmap, which refuses random operators. What is recomputed does not depend on the batch.
+_vmap_key = _C.DispatchKey.VmapMode
+_is_included: Callable[[Any], bool] = _C._dispatch_tls_is_dispatch_key_included
+
+
+def in_batched_backward() -> bool:
+    return _is_included(_vmap_key)
+
+
+def outside_of_batch() -> AbstractContextManager[Any]:
+    return cast("AbstractContextManager[Any]", _C._ExcludeDispatchKeyGuard(_C.DispatchKeySet(_vmap_key)))
 
 
 # ---- running recorded operators again

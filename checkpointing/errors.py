@@ -29,8 +29,8 @@ class UnsupportedError(CheckpointError):
     """The region does something that can't be brought back."""
 
 
-# slot, who asked for it, what was saved, what was recomputed, the line where it was recomputed
-Mismatch = tuple[int, str, object, object, str]
+# slot, what was saved, what was recomputed, the line and expression where it was recomputed
+Mismatch = tuple[int, object, object, str]
 
 
 def different_number(where: object, slot: int, op: str, saved: int, recomputed: int) -> MismatchError:
@@ -52,17 +52,18 @@ def too_many(where: object, saved: int, line: str) -> MismatchError:
     )
 
 
-def different_metadata(where: object, mismatches: Sequence[Mismatch]) -> MismatchError:
+def different_metadata(where: object, op: str, mismatches: Sequence[Mismatch]) -> MismatchError:
     rows = "".join(
         f"tensor at position {slot}:\n"
         f"saved metadata: {_readable(saved)}\n"
         f"recomputed metadata: {_readable(recomputed)}\n"
-        f"(slot {slot}{op}; recomputed at {line})\n"
-        for slot, op, saved, recomputed, line in mismatches
+        f"(slot {slot}, saved in the recompute at {line})\n"
+        for slot, saved, recomputed, line in mismatches
     )
     return MismatchError(
         f"{where}: Recomputed values for the following tensors have different metadata than during the forward pass.\n"
-        f"{rows}Something that the function reads besides its arguments has changed in between."
+        f"{rows}{op} asked for the recompute. Something that the function reads besides its arguments has changed in "
+        "between."
     )
 
 

@@ -1,0 +1,41 @@
+"""One thread, fixed seeds, and the same Hypothesis examples on every run."""
+
+import gc
+
+import pytest
+import torch
+from hypothesis import settings
+from torch.utils.flop_counter import FlopCounterMode
+
+torch.set_num_threads(1)
+
+settings.register_profile("ci", derandomize=True, deadline=None, database=None, print_blob=True)
+settings.load_profile("ci")
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    """Every test starts from the same random stream."""
+    torch.manual_seed(0)
+
+
+@pytest.fixture(scope="module")
+def frozen():
+    """What is there already is left out of counts and collections; so is what torch imports at first use."""
+    with FlopCounterMode(display=False):
+        torch.ones(3).sin()
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture
+def no_gc(frozen):
+    """Only reference counts may free what the test makes."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()

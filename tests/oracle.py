@@ -1,0 +1,265 @@
+"""The oracle: plain code says what is right; a transformed program must leave exactly the same bits behind.
+
+Transforms are letters, and a word is a nest of them, outermost first: `gsc` is the gradient of a scope around
+a checkpointed function. What a word must equal is the word with nothing but its `g`s left.
+
+    c  checkpointed (rerun)        s  a `with checkpoint_scope()` around the call
+    r  checkpointed (replay)       g  the gradients with respect to the arguments
+"""
+
+import dataclasses
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from checkpointing import checkpoint_scope, checkpointed
+
+Function = Callable[..., Any]
+
+
+# ---- transforms
+
+
+def c(fn: Function, early_stop: bool = True, **options: Any) -> Function:
+    """Checkpointed; recompute calls the function again."""
+    return checkpointed(fn, early_stop=early_stop, **options)
+
+
+def r(fn: Function, early_stop: bool = True, **options: Any) -> Function:
+    """Checkpointed; recompute replays operators."""
+    return checkpointed(fn, backend="replay", early_stop=early_stop, **options)
+
+
+def s(fn: Function, early_stop: bool = True, **options: Any) -> Function:
+    """Called inside a scope."""
+
+    def scoped(*args: Any, **kwargs: Any) -> Any:
+        with checkpoint_scope(early_stop=early_stop, **options):
+            return fn(*args, **kwargs)
+
+    return scoped
+
+
+def g(fn: Function, early_stop: bool = True) -> Function:
+    """The gradients of `fn` with respect to all tensors in its arguments, themselves differentiable."""
+
+    def gradients(*args: Any) -> tuple[Tensor | None, ...]:
+        wanted = [t for t in tensors(args) if t.requires_grad]
+        return torch.autograd.grad(weigh(fn(*args)), wanted, create_graph=True, allow_unused=True)
+
+    return gradients
+
+
+LETTERS: dict[str, Callable[..., Function]] = {"c": c, "r": r, "s": s, "g": g}
+
+
+def apply(word: str, fn: Function, early_stop: bool = True) -> Function:
+    """`fn` inside a nest of transforms, outermost first."""
+    for letter in reversed(word):
+        fn = LETTERS[letter](fn, early_stop=early_stop)
+    return fn
+
+
+def plain(word: str) -> str:
+    """The word that `word` must equal."""
+    return "g" * word.count("g")
+
+
+# ---- structures
+
+
+def flatten(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """The leaves of a nesting of containers and dataclasses, and the way to each."""
+    if isinstance(value, list | tuple):
+        yield path + "#", (type(value).__name__, len(value))
+        for i, part in enumerate(value):
+            yield from flatten(part, f"{path}[{i}]")
+    elif isinstance(value, dict):
+        yield path + "#", (type(value).__name__, list(value))
+        for key, part in value.items():
+            yield from flatten(part, f"{path}[{key!r}]")
+    elif dataclasses.is_dataclass(value):
+        yield path + "#", type(value).__name__
+        for field in dataclasses.fields(value):
+            yield from flatten(getattr(value, field.name), f"{path}.{field.name}")
+    else:
+        yield path, value
+
+
+def tensors(value: Any) -> list[Tensor]:
+    """The tensors in a structure, in order."""
+    return [leaf for _, leaf in flatten(value) if isinstance(leaf, Tensor)]
+
+
+def weigh(result: Any) -> Tensor:
+    """One number that every differentiable element of `result` has its own share in."""
+    total = torch.zeros((), dtype=torch.float64)
+    for tensor in tensors(result):
+        if tensor.requires_grad:
+            real = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+            weights = torch.linspace(0.5, 1.5, real.numel(), dtype=real.dtype).reshape(real.shape)
+            total = total + (real * weights).sum()
+    return total
+
+
+def bits(value: Any) -> Any:
+    """Something that is equal for two tensors just if their bits are."""
+    if not isinstance(value, Tensor):
+        return value
+    data = value.detach().resolve_conj().resolve_neg().contiguous().flatten()
+    if data.is_complex():
+        data = torch.view_as_real(data).flatten()
+    raw = bytes(data.view(torch.uint8).tolist()) if data.numel() else b""
+    return (value.dtype, tuple(value.shape), value.stride(), value.requires_grad, raw)
+
+
+# ---- programs
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """`build()` gives a function and its arguments, new ones each time but always the same bits."""
+
+    build: Callable[[], tuple[Function, tuple[Any, ...]]]
+
+    @property
+    def name(self) -> str:
+        """For test ids."""
+        return self.build.__name__
+
+
+def assert_same(program: Program, *words: str, early_stop: bool = True, computed: bool = False, order: int = 3) -> None:
+    """Each word leaves the same bits behind as its plain word does.
+
+    Compared are outputs, gradients from first to third order (the `g`s of the word count), `.grad` after a
+    backward, module buffers, and the random stream after each of them.
+    With `computed` the arguments are not leaves, but results of an operator.
+    """
+    for word in words:
+        want = _observe_plain(program, plain(word), computed, order)
+        have = observe(program, word, early_stop, computed, order)
+        assert have.keys() == want.keys(), word
+        for what in want:
+            if have[what] != want[what]:
+                raise AssertionError(
+                    f"{program.name}, {word!r} (early_stop={early_stop}, computed={computed}): "
+                    f"{what} differs from plain\nhave {_short(have[what])}\nwant {_short(want[what])}"
+                )
+
+
+def observe(
+    program: Program, word: str, early_stop: bool = True, computed: bool = False, order: int = 3
+) -> dict[str, Any]:
+    """All that a program leaves behind, by name, in bits."""
+    seen: dict[str, Any] = {}
+
+    def note(what: str, value: Any) -> None:
+        seen[what] = [(path, bits(leaf)) for path, leaf in flatten(value)]
+        seen[f"random stream after {what}"] = bits(torch.get_rng_state())
+
+    torch.manual_seed(0)
+    fn, arguments = program.build()
+    module = next((f for f in (fn, getattr(fn, "__self__", None)) if isinstance(f, nn.Module)), None)
+    leaves = [t for t in tensors(arguments) if t.requires_grad]
+    if module is not None:
+        leaves += module.parameters()
+    transformed = apply(word, fn, early_stop)
+
+    result = transformed(*(_computed(arguments) if computed else arguments))
+    note("outputs", result)
+    loss = weigh(result)
+    del result
+    for n in range(word.count("g") + 1, order + 1):
+        if not loss.requires_grad:
+            break
+        gradients = torch.autograd.grad(loss, leaves, create_graph=True, allow_unused=True)
+        note(f"gradients of order {n}", gradients)
+        loss = weigh(gradients)
+        del gradients
+    result = transformed(*(_computed(arguments) if computed else arguments))
+    loss = weigh(result)
+    if loss.requires_grad:
+        loss.backward()
+    note(".grad", [leaf.grad for leaf in leaves])
+    if module is not None:
+        note("buffers", dict(module.named_buffers()))
+    return seen
+
+
+_observe_plain = functools.cache(
+    lambda program, word, computed, order: observe(program, word, computed=computed, order=order)
+)
+
+
+def _computed(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value * 1.25 if value.requires_grad else value
+    if isinstance(value, list | tuple):
+        return type(value)(map(_computed, value))
+    if isinstance(value, dict):
+        return {key: _computed(part) for key, part in value.items()}
+    if dataclasses.is_dataclass(value):
+        parts = {f.name: _computed(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        return type(value)(**parts)
+    return value
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) < 600 else text[:600] + " ..."
+
+
+# ---- what runs, and what lives
+
+# Operators that compute nothing: they differ between torch versions and between sources.
+UNCOUNTED = frozenset(
+    {"detach", "alias", "as_strided", "view", "t", "transpose", "expand", "empty_strided", "new_empty"}
+)
+
+
+class Counting(TorchDispatchMode):
+    """Counts the operators that run while it is entered, views aside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ran: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name not in UNCOUNTED:
+            self.ran[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def count(run: Callable[[], object]) -> dict[str, int]:
+    """How often each operator runs in `run`."""
+    with Counting() as counting:
+        run()
+    return dict(counting.ran)
+
+
+class Watching(TorchDispatchMode):
+    """Knows, of every storage that an operator makes while it is entered, whether it is still alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[tuple[str, StorageWeakRef]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        known = {t.untyped_storage()._cdata for t in tensors([args, kwargs])}
+        for tensor in tensors(result):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in known:
+                self.made.append((func.overloadpacket.__name__, StorageWeakRef(storage)))
+        return result
+
+    def alive(self, *names: str) -> list[str]:
+        """The operators whose results live, in the order in which they ran; only those named, if any are."""
+        return [name for name, ref in self.made if not ref.expired() and (not names or name in names)]

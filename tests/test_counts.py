@@ -1,0 +1,303 @@
+"""How often each operator runs, as exact integers. Time is never measured here."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from oracle import apply, count, r, s
+
+from checkpointing import checkpoint_scope, checkpointed, keep
+
+DOOR = pytest.mark.parametrize("door", ["c", "r", "s"])
+REPLAY = pytest.mark.parametrize("door", ["r", "s"])
+EARLY_STOP = pytest.mark.parametrize("early_stop", [True, False], ids=["early", "late"])
+
+
+def leaf(*shape):
+    """A small tensor that wants a gradient."""
+    return torch.rand(*shape).requires_grad_()
+
+
+def extra(fn, inputs, backward=lambda y: y.sum().backward(), door="", early_stop=True, plain=None):
+    """What a door adds to the operators of the plain program: in forward, and in backward."""
+
+    def counts(fn):
+        for x in inputs:
+            x.grad = None
+        results = []
+        forward = count(lambda: results.append(fn(*inputs)))
+        return forward, count(lambda: backward(results.pop()))
+
+    sides = zip(counts(plain or fn), counts(apply(door, fn, early_stop)), strict=True)
+    return tuple({op: n for op in {**a, **b} if (n := b.get(op, 0) - a.get(op, 0))} for a, b in sides)
+
+
+def chain(x):
+    """Three operators: the first saves its input, the others their results."""
+    return x.sin().exp().tanh()
+
+
+# ---- one recompute per graph task
+
+
+@DOOR
+@EARLY_STOP
+def test_one_backward_is_one_recompute(door, early_stop):
+    """Every operator runs once more in backward, and nothing is added to the forward."""
+    assert extra(chain, [leaf(3)], door=door, early_stop=early_stop) == ({}, {"sin": 1, "exp": 1, "tanh": 1})
+
+
+@DOOR
+@EARLY_STOP
+@pytest.mark.parametrize("times", [1, 2, 3])
+def test_each_graph_task_recomputes_once(door, early_stop, times):
+    """A retained graph recomputes for every backward anew."""
+
+    def backward(y):
+        total = y.sum()
+        for _ in range(times):
+            total.backward(retain_graph=True)
+
+    _, added = extra(chain, [leaf(3)], backward, door, early_stop)
+    assert added == {"sin": times, "exp": times, "tanh": times}
+
+
+@DOOR
+@EARLY_STOP
+def test_two_outputs_share_one_recompute(door, early_stop):
+    """What both need is computed once, when they are in one backward."""
+
+    def fn(x):
+        h = x.sin().exp()
+        return h.tanh(), h.sigmoid()
+
+    _, added = extra(fn, [leaf(3)], lambda y: (y[0] + y[1]).sum().backward(), door, early_stop)
+    assert added == {"sin": 1, "exp": 1, "tanh": 1, "sigmoid": 1}
+
+
+@DOOR
+def test_nested_regions_recompute_each_operator_once(door):
+    """The outer region recomputes the inner one's inputs, the inner one the rest."""
+
+    def fn(x):
+        return apply(door, chain)(x.cos().sqrt())
+
+    _, added = extra(fn, [leaf(3)], door=door, plain=lambda x: chain(x.cos().sqrt()))
+    assert added == {"cos": 1, "sqrt": 1, "sin": 1, "exp": 1, "tanh": 1}
+
+
+@pytest.mark.parametrize("inner", ["c", "s"])
+@pytest.mark.parametrize("outer", ["c", "s"])
+def test_a_region_that_is_the_whole_of_another_adds_nothing(inner, outer):
+    """f inside two regions costs what it costs inside one."""
+    _, added = extra(chain, [leaf(3)], door=outer + inner)
+    assert added == {"sin": 1, "exp": 1, "tanh": 1}
+
+
+@DOOR
+def test_regions_in_a_row_recompute_once_each(door):
+    """The input of the second region is held, not recomputed from the first."""
+
+    def fn(x):
+        return apply(door, chain)(apply(door, chain)(x))
+
+    _, added = extra(fn, [leaf(3)], plain=lambda x: chain(chain(x)))
+    assert added == {"sin": 2, "exp": 2, "tanh": 2}
+
+
+@DOOR
+def test_double_backward_recomputes_once_for_each_graph_task(door):
+    """The first gradient is one graph task; the gradient of it is another, which opens the region again."""
+
+    def backward(y):
+        (first,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        first.sum().backward()
+
+    x = leaf(3)
+    _, added = extra(lambda x: x.sin().exp(), [x], backward, door)
+    assert added == {"sin": 2, "exp": 2}
+
+
+# ---- no more than is needed
+
+
+@DOOR
+def test_the_last_matmul_is_not_redone(door):
+    """It saves its inputs only, and is run for nothing else."""
+    _, added = extra(lambda x, w: (x @ w).sin() @ w, [leaf(3, 3), leaf(3, 3)], door=door)
+    assert added == {"mm": 1, "sin": 1}
+
+
+def test_without_early_stop_a_rerun_goes_to_the_end():
+    """Then the last matmul, and whatever follows it, runs again."""
+    _, added = extra(lambda x, w: ((x @ w).sin() @ w) + 1, [leaf(3, 3), leaf(3, 3)], door="c", early_stop=False)
+    assert added == {"mm": 2, "sin": 1, "add": 1}
+
+
+@DOOR
+def test_recompute_stops_at_the_last_live_holder(door):
+    """What only a dropped output needs, at the region's end, is not run."""
+
+    def fn(x):
+        a = x.sin().exp()
+        return a, a.cos().tanh()
+
+    def first(fn):
+        def run(x):
+            return fn(x)[0]  # the other one dies here
+
+        return run
+
+    _, added = extra(first(apply(door, fn)), [leaf(3)], plain=first(fn))
+    assert added == {"sin": 1, "exp": 1}
+
+
+@REPLAY
+def test_replay_skips_what_no_live_holder_needs(door):
+    """A branch whose result was dropped is not run, nor is what backward never reads."""
+
+    def fn(x):
+        dropped = x.cos().tanh().sigmoid()
+        h = x.sin()
+        dropped.sum()
+        (h + 1).floor()
+        return h.exp()
+
+    x = leaf(3)
+    _, added = extra(fn, [x], door=door)
+    assert added == {"sin": 1, "exp": 1}
+
+
+@REPLAY
+def test_replay_of_one_output_leaves_independent_work_alone(door):
+    """Two branches that share only the input: backward of one doesn't run the other."""
+
+    def fn(x):
+        return x.sin().exp(), x.cos().tanh()
+
+    _, added = extra(fn, [leaf(3)], lambda y: y[0].sum().backward(), door)
+    assert added == {"sin": 1, "exp": 1}
+
+
+@REPLAY
+def test_a_dropout_mask_does_not_pull_in_the_matmul_before_it(door):
+    """A mask takes only its shape from the product, so the product isn't computed again."""
+    _, added = extra(lambda x, w: F.dropout(x @ w, 0.5), [leaf(3, 3), leaf(3, 3)], door=door)
+    assert added == {"bernoulli_": 1, "div_": 1, "empty_like": added.get("empty_like", 0)}
+
+
+@REPLAY
+@pytest.mark.parametrize(
+    "like", [torch.rand_like, torch.randn_like, torch.ones_like, lambda h: h.new_full((3, 3), 2.0)]
+)
+def test_operators_that_read_only_metadata_pull_in_nothing(door, like):
+    """Noise in the shape of a product, and constants."""
+    _, added = extra(lambda x, w: like(x @ w) * x, [leaf(3, 3), leaf(3, 3)], door=door)
+    assert "mm" not in added
+    assert sum(added.values()) == 1
+
+
+@REPLAY
+def test_replay_does_not_call_python_again(door):
+    """The function body runs once; a rerun calls it twice."""
+    calls = []
+
+    def fn(x):
+        calls.append(None)
+        return chain(x)
+
+    apply(door, fn)(leaf(3)).sum().backward()
+    assert len(calls) == 1
+    calls.clear()
+    checkpointed(fn)(leaf(3)).sum().backward()
+    assert len(calls) == 2
+
+
+@DOOR
+def test_nothing_is_recomputed_for_what_needs_no_tensor(door):
+    """Addition saves nothing, so backward asks for nothing."""
+    assert extra(lambda x: (x + 1).neg() - 2, [leaf(3)], door=door) == ({}, {})
+
+
+@DOOR
+def test_inputs_alone_are_not_recomputed(door):
+    """A first operator that saves only the region's inputs is not run by replay."""
+    _, added = extra(lambda x: x.sin(), [leaf(3)], door=door)
+    assert added == {}
+
+
+@DOOR
+def test_without_gradients_nothing_is_added(door):
+    """Grad mode off: a plain call (rule 10)."""
+    x = leaf(3)
+    with torch.no_grad():
+        assert count(lambda: apply(door, chain)(x)) == count(lambda: chain(x))
+
+
+# ---- keep
+
+
+LAYERS = 5
+
+
+def layers(x, w):
+    """Layers with a kept value after each."""
+    for _ in range(LAYERS):
+        x = keep((x @ w).sin().tanh() @ w)
+    return x
+
+
+@REPLAY
+@EARLY_STOP
+def test_keep_between_layers_replays_each_operator_at_most_once(door, early_stop):
+    """Each layer starts from the value kept before it; each layer's last product is not redone."""
+    _, added = extra(layers, [leaf(3, 3), leaf(3, 3)], door=door, early_stop=early_stop)
+    assert added == {"mm": LAYERS, "sin": LAYERS, "tanh": LAYERS}
+
+
+def test_keep_makes_one_window_for_each_layer():
+    """With early stop every layer is a replay of its own; without it the first replay covers them all."""
+    x, w = leaf(3, 3), leaf(3, 3)
+    for early_stop, replays in ((True, LAYERS), (False, 1)):
+        with checkpoint_scope(early_stop=early_stop) as scope:
+            y = layers(x, w)
+        y.sum().backward()
+        assert (scope.stats.ops_replayed, scope.stats.replays) == (3 * LAYERS, replays)
+
+
+@REPLAY
+def test_a_kept_value_is_not_computed_again(door):
+    """The first of two products is kept, the second is not."""
+
+    def fn(x, w):
+        return (keep(x @ w).sin() @ w).exp()
+
+    _, added = extra(fn, [leaf(3, 3), leaf(3, 3)], door=door)
+    assert added == {"sin": 1, "mm": 1, "exp": 1}
+
+
+def test_the_backward_of_the_last_layer_replays_that_layer_only():
+    """A partial backward opens one window."""
+    x, w = leaf(3, 3), leaf(3, 3)
+    with checkpoint_scope() as scope:
+        first = keep((x @ w).sin().tanh())
+        last = (first @ w).sin().tanh()
+    torch.autograd.grad(last.sum(), first)
+    assert (scope.stats.ops_replayed, scope.stats.replays) == (3, 1)
+
+
+@pytest.mark.parametrize("make", [r, s], ids=["r", "s"])
+def test_a_shared_mask_does_not_join_windows(make):
+    """A table that all layers read is replayed where it is needed; layers stay apart."""
+
+    def fn(x, w):
+        mask = torch.ones(3, 3).tril().cos()
+        for _ in range(LAYERS):
+            x = keep((x @ w * mask).sin())
+        return x
+
+    x, w = leaf(3, 3), leaf(3, 3)
+    plain = count(lambda: fn(x, w).sum().backward())
+    have = count(lambda: make(fn)(x, w).sum().backward())
+    assert have["mm"] - plain["mm"] == LAYERS
+    assert have["sin"] - plain.get("sin", 0) == 0
+    assert have["cos"] - plain["cos"] <= LAYERS

@@ -1,0 +1,615 @@
+"""Checkpointed programs are the plain programs, bit for bit: outputs, gradients, random stream, buffers."""
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracle import Program, apply, assert_same, bits, observe, tensors, weigh
+from torch import nn
+
+from checkpointing import checkpoint_scope, checkpointed, keep
+
+EARLY_STOP = pytest.mark.parametrize("early_stop", [True, False], ids=["early", "late"])
+COMPUTED = pytest.mark.parametrize("computed", [False, True], ids=["leaves", "computed"])
+DOOR = pytest.mark.parametrize("door", ["c", "r", "s"])
+
+
+def leaf(*shape, dtype=torch.float32):
+    """A small tensor that wants a gradient."""
+    return torch.randn(*shape, dtype=dtype).mul_(0.5).requires_grad_()
+
+
+# ---- the programs
+
+
+def chain():
+    """Operators that save their input, and operators that save their result."""
+    return lambda x, w: (x.sin().exp() * w).tanh().sigmoid(), (leaf(3, 4), leaf(4))
+
+
+def matmuls():
+    """A small perceptron of functions."""
+
+    def fn(x, w, v):
+        return F.softplus(x @ w + 1).sin() @ v
+
+    return fn, (leaf(3, 4), leaf(4, 5), leaf(5, 2))
+
+
+def several_outputs():
+    """Three outputs, two of which share work."""
+
+    def fn(x, w):
+        h = (x * w).sin()
+        return h.exp(), [h.cos(), x.tanh()]
+
+    return fn, (leaf(3, 4), leaf(4))
+
+
+def unused_outputs():
+    """Outputs that nothing is done with, some of which don't want gradients."""
+
+    def fn(x, w):
+        h = x.exp() * w
+        h.cos().tanh()
+        return h.sin(), h.detach(), h.argmax(), torch.ones(2)
+
+    return fn, (leaf(3, 4), leaf(4))
+
+
+def outputs_that_are_inputs():
+    """Arguments that are handed through."""
+
+    def fn(x, w):
+        return x, (x * w).sin() * x, w
+
+    return fn, (leaf(3, 4), leaf(4))
+
+
+def other_outputs():
+    """None, numbers, strings and dictionaries beside tensors."""
+
+    def fn(x, w):
+        h = (x * w).tanh()
+        return {"a": h.exp(), "b": [None, 3, "text"], "c": {"d": (h.cos(), 1.5)}}
+
+    return fn, (leaf(3, 4), leaf(4))
+
+
+@dataclasses.dataclass
+class Pair:
+    """An argument and a result with names."""
+
+    first: torch.Tensor
+    second: object = None
+
+
+def dataclass_outputs():
+    """A dataclass goes in and another one comes out."""
+
+    def fn(pair, w):
+        h = pair.first.sin() * w
+        return Pair(h.exp(), Pair(h.tanh(), None))
+
+    return fn, (Pair(leaf(3, 4), "text"), leaf(4))
+
+
+def nested_arguments():
+    """Tensors deep in containers, some without gradients."""
+
+    def fn(batch, scale, *rest):
+        h = batch["x"].sin() * batch["more"][0] + batch["mask"]
+        return h.exp() * scale + rest[0][1].cos()
+
+    batch = {"x": leaf(3, 4), "more": [leaf(4), None], "mask": torch.ones(3, 4)}
+    return fn, (batch, 0.5, (1, leaf(4)))
+
+
+def in_place():
+    """In-place operators on intermediate values, as plain autograd accepts them."""
+
+    def fn(x, w):
+        h = x.sin()
+        h.mul_(2).add_(w)
+        h = torch.relu_(h)
+        k = h * w
+        k += 1
+        k.sigmoid_()
+        return k, h.cos()
+
+    return fn, (leaf(3, 4), leaf(4))
+
+
+def in_place_on_views():
+    """Writes through views of a value."""
+
+    def fn(x, w):
+        h = x * 2
+        h[0].mul_(w)
+        h[:, 1:] *= 3
+        h.t()[0] += 1
+        h[1] = w.sin()
+        h[2].sigmoid_()
+        return h.tanh(), h.select(1, 2)
+
+    return fn, (leaf(3, 4), leaf(4))
+
+
+def views():
+    """Every kind of view, of inputs and of intermediate values, also as outputs."""
+
+    def fn(x, w):
+        h = (x * w).sin().t()
+        a, b = h.chunk(2)
+        k = a.unsqueeze(0).expand(3, -1, -1) * b.reshape(-1)[:1]
+        d = k.flatten().as_strided((2, 3), (3, 1), 1).exp()
+        return d, x.t()[1:].cos(), h.diagonal(), x.view(-1), *h.unbind(0)
+
+    return fn, (leaf(3, 4), leaf(4))
+
+
+def complex_numbers():
+    """Conjugated and negated views."""
+
+    def fn(x, w):
+        z = torch.complex(x, w.expand_as(x)) * (1 + 2j)
+        k = (z.conj() * z.exp()).conj()
+        return k.imag.sin() * x, k.conj().t()
+
+    return fn, (leaf(3, 4), leaf(4))
+
+
+def dropout():
+    """Random operators of every kind, and deterministic ones between them."""
+
+    def fn(x, w):
+        h = F.dropout((x * w).sin(), 0.3)
+        h = h + torch.randn(4) * h.exp() * torch.rand_like(h)
+        h = F.dropout(h.tanh(), 0.5)
+        return h * torch.bernoulli(torch.full((3, 4), 0.5)), torch.randperm(5)
+
+    return fn, (leaf(3, 4), leaf(4))
+
+
+def generators():
+    """A generator of one's own, which is put where it was by whoever calls this again."""
+
+    def fn(x, w, generator):
+        noise = torch.rand(3, 4, generator=generator)
+        h = (x * noise).exp() * w
+        return h * torch.randn(4, generator=generator), h.sin()
+
+    return fn, (leaf(3, 4), leaf(4), torch.Generator().manual_seed(5))
+
+
+def no_grad_inside():
+    """A part without gradients, values taken out of the graph, and grad mode switched on and off."""
+
+    def fn(x, w):
+        with torch.no_grad():
+            scale = (x * w).abs().max()
+            with torch.enable_grad():
+                h = x.sin() * scale
+        return h.exp() * x.detach().cos() * w
+
+    return fn, (leaf(3, 4), leaf(4))
+
+
+def branches():
+    """Python decides by values."""
+
+    def fn(x, w):
+        h = x.sin()
+        for i in range(3):
+            h = h.exp() * w if h.sum() > i else h.cos() - w
+        return h
+
+    return fn, (leaf(3, 4), leaf(4))
+
+
+def gradient_inside(retain_graph):
+    """Build a program that takes a gradient itself; with the graph retained it takes another one."""
+
+    def gradient_inside():
+        def fn(x, w):
+            h = (x * w).sin().exp()
+            total = h.tanh().sum()
+            (a,) = torch.autograd.grad(total, h, retain_graph=retain_graph)
+            if retain_graph:
+                (b,) = torch.autograd.grad(total, x, retain_graph=True)
+                a = a + b
+            return (h if retain_graph else x.cos() * w) * a.sigmoid()
+
+        return fn, (leaf(3, 4), leaf(4))
+
+    gradient_inside.__name__ += "_retained" if retain_graph else "_freed"
+    return gradient_inside
+
+
+class TwoSaves(torch.autograd.Function):
+    """Saves input, output and an intermediate value; reads them twice; can be differentiated again."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        inner = x.sin()
+        result = inner * w
+        ctx.save_for_backward(x, w, result)
+        return result
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, w, _ = ctx.saved_tensors
+        again = ctx.saved_tensors[2]
+        return grad * w * x.cos(), (grad * x.sin() + 0 * again).sum(0)
+
+
+def custom_function():
+    """A custom Function between operators."""
+    return lambda x, w: TwoSaves.apply(x.exp(), w.sin()).tanh(), (leaf(3, 4), leaf(4))
+
+
+def small_model():
+    """Layers with parameters: normalisation, attention, dropout."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+            self.norm, self.dropout = nn.LayerNorm(4), nn.Dropout(0.2)
+            self.qkv = nn.Linear(4, 12)
+
+        def forward(self, x):
+            q, k, v = self.qkv(self.norm(x)).chunk(3, -1)
+            x = x + self.dropout((q @ k.transpose(-1, -2)).softmax(-1) @ v)
+            return x + self.dropout(self.down(F.gelu(self.up(x))))
+
+    return Model(), (leaf(2, 3, 4),)
+
+
+def convolutions():
+    """A convolutional net on an input that needs no gradient."""
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.GroupNorm(1, 2), nn.SiLU(), nn.AvgPool2d(2), nn.Flatten())
+    return model, (torch.randn(2, 1, 6, 6),)
+
+
+def batch_norm():
+    """Buffers that the forward updates."""
+    return nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Tanh(), nn.BatchNorm1d(3)), (leaf(5, 4),)
+
+
+PROGRAMS = [
+    *(chain, matmuls, several_outputs, unused_outputs, outputs_that_are_inputs, other_outputs),
+    *(dataclass_outputs, nested_arguments, in_place, in_place_on_views, views, complex_numbers, dropout),
+    *(no_grad_inside, branches, gradient_inside(True), gradient_inside(False), custom_function),
+    *(small_model, convolutions),
+]
+PROGRAM = pytest.mark.parametrize("program", [Program(p) for p in PROGRAMS], ids=lambda program: program.name)
+
+# ---- the table
+
+TABLE = ["c", "r", "s", "cc", "rr", "ss", "sc", "cs", "cr", "rc", "sr", "rs", "csc", "scs", "ccc", "sss"]
+
+
+@PROGRAM
+@EARLY_STOP
+@COMPUTED
+@pytest.mark.parametrize("word", TABLE)
+def test_regions_in_any_nesting_are_the_plain_program(program, word, early_stop, computed):
+    """f ~ c(f) ~ c(c(f)) ~ s(f) ~ s(c(f)) ~ c(s(f)) ~ s(s(f)), with gradients up to the third order."""
+    assert_same(program, word, early_stop=early_stop, computed=computed)
+
+
+@EARLY_STOP
+@pytest.mark.parametrize("word", ["r", "s", "rs", "ss"])
+def test_replay_updates_buffers_once(word, early_stop):
+    """Batch norm's statistics and count are those of the plain model."""
+    assert_same(Program(batch_norm), word, early_stop=early_stop, order=2)
+
+
+@EARLY_STOP
+@pytest.mark.parametrize("word", ["c", "r", "s", "cs", "sc", "cc", "ss"])
+def test_generators_of_the_user_move_as_in_plain(word, early_stop):
+    """The numbers drawn from a `torch.Generator` argument, and where it stands afterwards, are plain's."""
+
+    def run(word):
+        torch.manual_seed(0)
+        fn, (x, w, generator) = generators()
+        result = apply(word, fn, early_stop)(x, w, generator)
+        gradients = torch.autograd.grad(weigh(result), [x, w])
+        return [bits(t) for t in (*result, *gradients, generator.get_state(), torch.get_rng_state())]
+
+    assert run(word) == run("")
+
+
+# ---- with gradients taken between the regions
+
+SHORT = ["".join(letters) for n in (2, 3) for letters in itertools.product("crsg", repeat=n)]
+LONG = sorted({"".join(p) for letters in ("ggcs", "gggcs", "ggrc") for p in itertools.permutations(letters)})
+
+
+@EARLY_STOP
+@pytest.mark.parametrize("program", [Program(p) for p in (chain, matmuls, dropout)], ids=lambda program: program.name)
+@pytest.mark.parametrize("word", [w for w in SHORT if "g" in w and w.strip("g")])
+def test_gradients_in_every_order_of_nesting(program, word, early_stop):
+    """grad(f) ~ grad(c(f)) ~ c(grad(f)) ~ s(grad(c(f))) and so on, to the third order."""
+    assert_same(program, word, early_stop=early_stop)
+
+
+@pytest.mark.parametrize("word", LONG)
+def test_gradients_of_higher_order_in_every_order_of_nesting(word):
+    """Two and three gradients with two kinds of region, wherever these stand."""
+    assert_same(Program(chain), word)
+
+
+@settings(max_examples=40)
+@given(word=st.text("crsg", min_size=4, max_size=6).filter(lambda w: w.count("g") <= 3), early_stop=st.booleans())
+def test_long_words(word, early_stop):
+    """Nests of up to six transforms."""
+    assert_same(Program(several_outputs), word, early_stop=early_stop)
+
+
+# ---- ways to run backward
+
+
+def region(door, early_stop=True):
+    """Two outputs that share work, of one region; the leaves."""
+    torch.manual_seed(0)
+    x, w, v = leaf(3, 4), leaf(4, 4), leaf(4)
+
+    def fn(x, w, v):
+        h = F.dropout((x @ w).sin(), 0.2)
+        return (h * v).exp(), h.tanh() @ w
+
+    return *apply(door, fn, early_stop)(x, w, v), x, w, v
+
+
+def grad_of_some(a, b, x, w, v):
+    """`torch.autograd.grad` of both outputs, for some of the inputs."""
+    return torch.autograd.grad(weigh([a, b]), [w, x])
+
+
+def backward(a, b, x, w, v):
+    """`backward()` of both at once."""
+    weigh([a, b]).backward()
+    return x.grad, w.grad, v.grad
+
+
+def backward_inputs(a, b, x, w, v):
+    """`backward(inputs=...)` leaves the others alone."""
+    weigh([a, b]).backward(inputs=[v])
+    return x.grad, w.grad, v.grad
+
+
+def partial_backward(a, b, x, w, v):
+    """One output first, then the other, over one graph."""
+    weigh(a).backward(retain_graph=True)
+    first = x.grad.clone()
+    weigh(b).backward()
+    return first, x.grad, w.grad, v.grad
+
+
+def partial_backward_of_the_last_output_first(a, b, x, w, v):
+    """As above, the other way round."""
+    weigh(b).backward(retain_graph=True)
+    weigh(a).backward()
+    return x.grad, w.grad, v.grad
+
+
+def one_output_only(a, b, x, w, v):
+    """The other output is dropped before backward."""
+    del b
+    weigh(a).backward()
+    return x.grad, w.grad, v.grad
+
+
+def retained_twice(a, b, x, w, v):
+    """Three backwards over one graph."""
+    total = weigh([a, b])
+    results = [torch.autograd.grad(total, [x, w, v], retain_graph=True) for _ in range(2)]
+    return *results, torch.autograd.grad(total, [x, w, v])
+
+
+def create_graph(a, b, x, w, v):
+    """A gradient penalty: backward through a gradient and through the outputs."""
+    gradients = torch.autograd.grad(weigh([a, b]), [x, w], create_graph=True)
+    (weigh(gradients) + weigh(a)).backward()
+    return *gradients, x.grad, w.grad, v.grad
+
+
+def double_backward(a, b, x, w, v):
+    """`backward()` of a gradient, once for each input."""
+    (gradient,) = torch.autograd.grad(weigh(a), x, create_graph=True)
+    weigh(gradient).backward(retain_graph=True)
+    (second,) = torch.autograd.grad(weigh(b), w, create_graph=True)
+    weigh(second).backward()
+    return gradient, second, x.grad, w.grad, v.grad
+
+
+def with_hooks(a, b, x, w, v):
+    """Tensor hooks change gradients on the way."""
+    a.register_hook(lambda grad: grad * 2)
+    x.register_hook(lambda grad: grad + 1)
+    weigh([a, b]).backward()
+    return x.grad, w.grad, v.grad
+
+
+WAYS = [
+    *(grad_of_some, backward, backward_inputs, partial_backward, partial_backward_of_the_last_output_first),
+    *(one_output_only, retained_twice, create_graph, double_backward, with_hooks),
+]
+
+
+@EARLY_STOP
+@pytest.mark.parametrize("word", ["c", "r", "s", "cc", "cs", "sc", "ss"])
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+def test_every_way_to_run_backward(way, word, early_stop):
+    """What comes out, and the random stream afterwards, are plain's."""
+
+    def run(word):
+        results = [bits(t) for t in tensors(way(*region(word, early_stop)))]
+        return results, bits(torch.get_rng_state())
+
+    assert run(word) == run("")
+
+
+@EARLY_STOP
+@pytest.mark.parametrize("word", ["c", "r", "s", "cc", "cs", "sc", "ss"])
+@pytest.mark.parametrize("random", [False, True], ids=["deterministic", "dropout"])
+def test_batched_gradients(word, early_stop, random):
+    """`is_grads_batched` runs backward under vmap, which the recompute is no part of."""
+
+    def run(word):
+        torch.manual_seed(0)
+        x, w = leaf(3, 4), leaf(4, 4)
+        y = apply(word, lambda x, w: F.dropout((x @ w).sin(), 0.2 * random).exp_().tanh(), early_stop)(x, w)
+        vectors = torch.stack([torch.ones_like(y), torch.full_like(y, 2.0)])
+        gradients = torch.autograd.grad(y, [x, w], vectors, is_grads_batched=True)
+        return [bits(t) for t in (*gradients, torch.get_rng_state())]
+
+    assert run(word) == run("")
+
+
+@EARLY_STOP
+@DOOR
+def test_a_freed_graph_says_so(door, early_stop):
+    """A second backward without `retain_graph` is autograd's own error."""
+    a, *_ = region(door, early_stop)
+    weigh(a).backward()
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        weigh(a).backward()
+
+
+@EARLY_STOP
+@pytest.mark.parametrize("word", ["c", "r", "s", "cs", "sc"])
+def test_gradcheck_and_gradgradcheck(word, early_stop):
+    """Finite differences agree, also for the second order."""
+    inputs = (leaf(2, 3, dtype=torch.float64), leaf(3, 2, dtype=torch.float64))
+    fn = apply(word, lambda x, w: ((x @ w).sin().exp() @ w.t()).tanh(), early_stop)
+    assert torch.autograd.gradcheck(fn, inputs)
+    assert torch.autograd.gradgradcheck(fn, inputs)
+
+
+# ---- regions side by side, and around code that only blocks can hold
+
+
+@EARLY_STOP
+@DOOR
+def test_regions_in_a_row(door, early_stop):
+    """Each region starts from what the one before it made."""
+
+    def layers():
+        def fn(x, w):
+            for _ in range(3):
+                x = apply(door, lambda x: F.dropout((x @ w).sin(), 0.1), early_stop)(x)
+            return x
+
+        return fn, (leaf(3, 4), leaf(4, 4))
+
+    def plain_layers():
+        def fn(x, w):
+            for _ in range(3):
+                x = F.dropout((x @ w).sin(), 0.1)
+            return x
+
+        return fn, (leaf(3, 4), leaf(4, 4))
+
+    assert observe(Program(layers), "", early_stop) == observe(Program(plain_layers), "")
+
+
+@EARLY_STOP
+@DOOR
+@settings(max_examples=25)
+@given(cuts=st.lists(st.integers(0, 5), max_size=6), drop=st.booleans())
+def test_kept_values_change_nothing(door, early_stop, cuts, drop):
+    """`keep` anywhere, also twice for one value, gives plain's bits."""
+
+    def build(cuts):
+        def program():
+            def fn(x, w):
+                values = [x]
+                for i in range(6):
+                    h = values[-1]
+                    h = [h.sin(), h @ w, h.exp(), F.dropout(h, 0.3 * drop), h * values[0], h.tanh()][i]
+                    for _ in range(cuts.count(i)):
+                        h = keep(h)
+                    values.append(h)
+                return values[-1], values[3]
+
+            return fn, (leaf(3, 4), leaf(4, 4))
+
+        return Program(program)
+
+    assert observe(build(cuts), door, early_stop) == observe(build([]), "")
+
+
+@EARLY_STOP
+@DOOR
+@pytest.mark.parametrize("make", [torch.rand, torch.ones, leaf], ids=["rand", "ones", "leaf"])
+def test_a_leaf_made_inside_gets_its_gradient(door, early_stop, make):
+    """A region may make parameters of its own; they are what they were, and have plain's gradient."""
+
+    def run(door):
+        torch.manual_seed(0)
+        x = leaf(3, 4)
+
+        def fn(x):
+            w = make(3, 4).requires_grad_()
+            return (x * w).sin().exp() * w, w
+
+        y, w = apply(door, fn, early_stop)(x)
+        weigh(y).backward()
+        return [bits(t) for t in (y, w, x.grad, w.grad, torch.get_rng_state())]
+
+    assert run(door) == run("")
+
+
+@EARLY_STOP
+def test_a_whole_step_in_one_block(early_stop):
+    """Forward, backward and the next forward inside one scope."""
+
+    def run(scoped):
+        torch.manual_seed(0)
+        x, w = leaf(3, 4), leaf(4, 4)
+        with checkpoint_scope(enabled=scoped, early_stop=early_stop):
+            first = F.dropout((x @ w).sin(), 0.2).exp()
+            weigh(first).backward()
+            second = (x.cos() * x.grad).exp()
+            weigh(second).backward()
+        return [bits(t) for t in (first, second, x.grad, w.grad, torch.get_rng_state())]
+
+    assert run(True) == run(False)
+
+
+@EARLY_STOP
+@DOOR
+def test_threads_of_values_through_several_blocks(door, early_stop):
+    """A value made in one region is used in two others, and by plain code."""
+
+    def run(door):
+        torch.manual_seed(0)
+        x, w = leaf(3, 4), leaf(4)
+        shared = apply(door, lambda x: (x * w).sin().exp(), early_stop)(x)
+        left = apply(door, lambda a: a.tanh() * w, early_stop)(shared)
+        right = apply(door, lambda a, b: a.cos() * b, early_stop)(shared, left)
+        weigh([left * shared, right]).backward()
+        return [bits(t) for t in (left, right, x.grad, w.grad)]
+
+    assert run(door) == run("")
+
+
+def test_options_that_make_a_plain_call():
+    """Without grad mode, and with nothing that wants gradients, the bits are plain's as well."""
+    x = torch.randn(3, 4)
+    fn = lambda x: F.dropout(x.sin(), 0.5).exp()  # noqa: E731
+    for run in (checkpointed(fn), checkpointed(fn, backend="replay"), apply("s", fn)):
+        torch.manual_seed(1)
+        want = fn(x)
+        torch.manual_seed(1)
+        assert bits(run(x)) == bits(want)
+        with torch.no_grad():
+            torch.manual_seed(1)
+            assert bits(run(x.clone().requires_grad_())) == bits(want)

@@ -1,0 +1,489 @@
+"""An exception anywhere leaves no hook, mode, random state or grad mode behind and says where it happened."""
+
+import contextlib
+import linecache
+import re
+import traceback
+
+import pytest
+import torch
+import torch.nn.functional as F
+from oracle import Counting, apply, bits, count
+from torch.overrides import TorchFunctionMode
+
+from checkpointing import CheckpointError, checkpoint_scope, checkpointed, disabled, is_recomputing, keep
+from checkpointing._engine import thread
+
+WORD = pytest.mark.parametrize("word", ["c", "r", "s", "cc", "cs", "sc", "ss"])
+RERUN = pytest.mark.parametrize("word", ["c", "cc", "sc", "ccc", "scc"])
+EARLY_STOP = pytest.mark.parametrize("early_stop", [True, False], ids=["early", "late"])
+ERRORS = pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit, GeneratorExit])
+
+
+def leaf(*shape):
+    """A small tensor that wants a gradient."""
+    return torch.rand(*shape).requires_grad_()
+
+
+def state():
+    """All that a region or a recompute changes while it runs."""
+    return {
+        "hooks": torch._C._autograd._top_saved_tensors_default_hooks(True),
+        "dispatch modes": torch._C._len_torch_dispatch_stack(),
+        "function modes": torch._C._len_torch_function_stack(),
+        "functions disabled": torch._C._is_torch_function_enabled(),
+        "excluded keys": repr(torch._C._dispatch_tls_local_exclude_set()),
+        "grad mode": torch.is_grad_enabled(),
+        "autocast": torch.is_autocast_enabled("cpu"),
+        "default dtype": torch.get_default_dtype(),
+        "recomputing": is_recomputing(),
+        "region": thread.region,
+    }
+
+
+@contextlib.contextmanager
+def unchanged(rng=True):
+    """The state afterwards is that of before; the random stream, too, if `rng`."""
+    before, stream = state(), bits(torch.get_rng_state())
+    yield
+    assert state() == before
+    assert not rng or bits(torch.get_rng_state()) == stream
+    x = torch.ones(3, requires_grad=True)
+    plain = count(lambda: x.sin().exp().sum().backward())
+    x.grad = None
+    assert count(lambda: x.sin().exp().sum().backward()) == plain, "autograd saves tensors again, not holders"
+
+
+class Fails:
+    """Raises `error` when it is called for the nth time."""
+
+    def __init__(self, error, nth):
+        self.error, self.left = error, nth
+
+    def __call__(self):
+        self.left -= 1
+        if self.left == 0:
+            raise self.error("on purpose")
+
+
+# ---- in the body
+
+
+@WORD
+@EARLY_STOP
+@ERRORS
+def test_in_the_body(word, early_stop, error):
+    """The forward fails half way, between operators."""
+    fail = Fails(error, 1)
+
+    def fn(x):
+        h = x.sin().exp()
+        fail()
+        return h.tanh()
+
+    x = leaf(3)
+    with unchanged(), pytest.raises(error, match="on purpose"):
+        apply(word, fn, early_stop)(x)
+
+
+@WORD
+def test_in_an_operator(word):
+    """torch raises: a shape error."""
+    with unchanged(), pytest.raises(RuntimeError, match="size"):
+        apply(word, lambda x: x.sin().exp() * torch.ones(4))(torch.ones(3, requires_grad=True))
+
+
+@WORD
+def test_in_the_body_of_a_block_with_modes_of_its_own(word):
+    """Autocast, grad mode and default dtype that the body had switched go back with it."""
+
+    def fn(x):
+        with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+            x.sin()
+            raise ValueError
+
+    with unchanged(), pytest.raises(ValueError):
+        apply(word, fn)(torch.ones(3, requires_grad=True))
+
+
+@WORD
+def test_what_was_made_before_the_exception_has_its_gradient(word):
+    """A value that escaped from a region that failed is differentiable all the same."""
+    escaped = []
+
+    def fn(x):
+        h = x.sin().exp()
+        if not escaped:
+            escaped.append(h)
+            raise ValueError
+        return h
+
+    x = leaf(3)
+    with contextlib.suppress(ValueError):
+        apply(word, fn)(x)
+    with unchanged():
+        escaped[0].sum().backward()
+    want = torch.autograd.grad(x.sin().exp().sum(), x)[0]
+    assert bits(x.grad) == bits(want)
+
+
+@pytest.mark.parametrize("word", ["r", "s", "c"])
+def test_a_region_works_after_an_exception_in_one_before(word):
+    """The next region is not disturbed, and neither is the one around."""
+
+    def outer(x):
+        h = x.sin()
+        with contextlib.suppress(ValueError):
+            apply(word, Fails(ValueError, 1))()
+        return apply(word, lambda h: h.exp().tanh())(h)
+
+    x = leaf(3)
+    apply(word, outer)(x).sum().backward()
+    assert bits(x.grad) == bits(torch.autograd.grad(x.sin().exp().tanh().sum(), x)[0])
+
+
+# ---- in a recompute
+
+
+@RERUN
+@EARLY_STOP
+@ERRORS
+def test_in_a_recompute(word, early_stop, error):
+    """The function fails when it is called again; grad mode, modes and random stream are put back."""
+    fail = Fails(error, 2)
+
+    def fn(x):
+        h = F.dropout(x.sin(), 0.5)
+        with torch.no_grad():
+            fail()
+        return h.exp().tanh()
+
+    x = torch.ones(3, requires_grad=True)
+    y = apply(word, fn, early_stop)(x).sum()
+    with unchanged(), pytest.raises(error, match="on purpose"):
+        y.backward()
+
+
+@RERUN
+def test_a_second_try_after_a_failed_recompute_works(word):
+    """The region is as it was."""
+    fail = Fails(ValueError, 2)
+
+    def fn(x):
+        h = x.sin()
+        fail()
+        return h.exp().tanh()
+
+    x = leaf(3)
+    y = apply(word, fn)(x).sum()
+    with pytest.raises(ValueError):
+        y.backward(retain_graph=True)
+    y.backward()
+    assert bits(x.grad) == bits(torch.autograd.grad(x.sin().exp().tanh().sum(), x)[0])
+
+
+class FailingMode(Counting):
+    """An operator of the recompute fails."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket.__name__ == "exp":
+            raise KeyboardInterrupt("on purpose")
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+@WORD
+@EARLY_STOP
+def test_an_operator_of_the_recompute_fails(word, early_stop):
+    """Both sources put everything back, and the next backward works."""
+    x = torch.ones(3, requires_grad=True)
+    y = apply(word, lambda x: F.dropout(x.sin(), 0.5).exp().tanh(), early_stop)(x).sum()
+    with unchanged():
+        with FailingMode(), pytest.raises(KeyboardInterrupt, match="on purpose"):
+            y.backward(retain_graph=True)
+        x.grad = None
+        y.backward()
+
+
+def notes_of(error):
+    """The notes of an exception, as one text."""
+    return "\n".join(getattr(error, "__notes__", []))
+
+
+@pytest.mark.parametrize("early_stop", [True, False])
+def test_the_recomputes_exception_says_which_region(early_stop):
+    """A note has the region's name and the line where it was entered; the traceback shows the note."""
+    fail = Fails(ValueError, 2)
+
+    @checkpointed(name="the region", early_stop=early_stop)
+    def fn(x):
+        fail()
+        return x.sin().exp()
+
+    y = fn(leaf(3))  # the line
+    with pytest.raises(ValueError) as caught:
+        y.sum().backward()
+    note = notes_of(caught.value)
+    entered = re.search(r"(\S+):(\d+)\)", note)
+    assert "recompute" in note and "'the region'" in note
+    assert entered[1] == __file__
+    assert linecache.getline(__file__, int(entered[2])).endswith("# the line\n")
+    if hasattr(BaseException, "add_note"):
+        assert note in "".join(traceback.format_exception(caught.value))
+
+
+def test_replays_exception_says_which_block():
+    """The same for a block."""
+    with checkpoint_scope(name="the block"):  # the block's line
+        y = leaf(3).sin().exp().tanh()
+    with FailingMode(), pytest.raises(KeyboardInterrupt) as caught:
+        y.sum().backward()
+    note = notes_of(caught.value)
+    line = int(re.search(rf"{re.escape(__file__)}:(\d+)", note)[1])
+    assert "'the block'" in note
+    assert linecache.getline(__file__, line).endswith("# the block's line\n")
+
+
+def test_nested_recomputes_say_it_for_each_region():
+    """Innermost first."""
+    fail = Fails(ValueError, 3)
+
+    @checkpointed(name="inner")
+    def inner(x):
+        fail()
+        return x.sin().exp()
+
+    @checkpointed(name="outer")
+    def outer(x):
+        return inner(x.cos()).tanh()
+
+    y = outer(leaf(3))
+    with pytest.raises(ValueError) as caught:
+        y.sum().backward()
+    note = notes_of(caught.value)
+    assert note.count("recompute") >= 1
+    assert "'inner'" in note or "'outer'" in note
+
+
+# ---- in hooks
+
+
+@WORD
+@EARLY_STOP
+@ERRORS
+def test_in_a_tensor_hook(word, early_stop, error):
+    """Backward fails in the middle; the graph, retained, works afterwards."""
+    fail = Fails(error, 1)
+
+    def hook(grad):
+        fail()
+
+    def fn(x):
+        h = F.dropout(x.sin(), 0.5).exp()
+        if h.requires_grad and not is_recomputing():
+            h.register_hook(hook)
+        return h.tanh()
+
+    x = torch.ones(3, requires_grad=True)
+    y = apply(word, fn, early_stop)(x).sum()
+    with unchanged():
+        with pytest.raises(error, match="on purpose"):
+            y.backward(retain_graph=True)
+        y.backward()
+
+
+@WORD
+@pytest.mark.parametrize("when", ["pack", "unpack"])
+def test_in_an_enclosing_saved_tensors_hook(word, when):
+    """Hooks around the region fail when its inputs are saved, or brought back."""
+    fail = Fails(ValueError, 1)
+
+    def pack(tensor):
+        if when == "pack":
+            fail()
+        return tensor
+
+    def unpack(tensor):
+        if when == "unpack":
+            fail()
+        return tensor
+
+    x = torch.ones(3, requires_grad=True)
+
+    def step():
+        h = x * 2
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            y = apply(word, lambda h: h.sin().exp().tanh())(h)
+        y.sum().backward()
+
+    with unchanged():
+        with pytest.raises(ValueError):
+            step()
+        step()
+
+
+class Doubling(TorchFunctionMode):
+    """A mode that is active in forward only."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_function_mode_of_the_forward_does_not_stay():
+    """The recompute enters it, fails, and leaves it."""
+    fail = Fails(ValueError, 2)
+
+    @checkpointed
+    def fn(x):
+        h = x.sin()
+        fail()
+        return h.exp()
+
+    x = torch.ones(3, requires_grad=True)
+    with Doubling(), torch.autocast("cpu", torch.bfloat16):
+        y = fn(x)
+    with unchanged(), pytest.raises(ValueError):
+        y.sum().backward()
+
+
+# ---- early stop and the user's own handlers
+
+
+@RERUN
+@EARLY_STOP
+@pytest.mark.parametrize("caught", [Exception, RuntimeError, BaseException], ids=lambda e: e.__name__)
+def test_the_users_handler_does_not_break_early_stop(word, early_stop, caught):
+    """`except Exception` does not see the stop signal; whoever swallows everything meets it again."""
+
+    def fn(x):
+        h = x.sin()
+        for _ in range(3):
+            try:
+                h = h.exp().tanh()
+            except caught:
+                h = h * 0
+        return h.sin()
+
+    x = leaf(3)
+    apply(word, fn, early_stop)(x).sum().backward()
+    have, x.grad = x.grad, None
+    fn(x).sum().backward()
+    assert bits(have) == bits(x.grad)
+
+
+@RERUN
+def test_finally_and_context_managers_run_at_an_early_stop(word):
+    """The rerun ends inside a with-block, which is left properly."""
+    depth = 0
+    left = []
+
+    @contextlib.contextmanager
+    def counted():
+        nonlocal depth
+        depth += 1
+        try:
+            yield
+        finally:
+            depth -= 1
+            left.append(None)
+
+    def fn(x):
+        with counted(), torch.autocast("cpu", enabled=False), torch.enable_grad():
+            return x.sin().exp() @ torch.ones(3)
+
+    y = apply(word, fn)(leaf(3))
+    with unchanged():
+        y.backward()
+    assert depth == 0
+    assert len(left) >= 2
+
+
+@pytest.mark.parametrize("word", ["cc", "ccc", "sc", "cs"])
+def test_an_early_stop_of_the_inner_region_ends_the_inner_rerun_only(word):
+    """Each signal belongs to one recompute."""
+
+    def fn(x, w):
+        inner = apply(word[1:], lambda h: (h @ w).sin() @ w)
+        return apply(word[0], lambda h: inner(inner(h.cos())).tanh() @ w)(x)
+
+    x, w = leaf(3, 3), leaf(3, 3)
+    with unchanged():
+        have = torch.autograd.grad(fn(x, w).sum(), [x, w])
+    h = x.cos()
+    h = (((h @ w).sin() @ w) @ w).sin() @ w
+    want = torch.autograd.grad((h.tanh() @ w).sum(), [x, w])
+    assert list(map(bits, have)) == list(map(bits, want))
+
+
+# ---- misuse
+
+
+def test_a_scope_is_entered_once():
+    """A second time raises, also from inside, and leaves nothing behind."""
+    scope = checkpoint_scope(name="mine")
+    with unchanged():
+        with scope, pytest.raises(CheckpointError, match="'mine' has been entered before"):
+            scope.__enter__()
+        with pytest.raises(CheckpointError, match="checkpoint_scope"), scope:
+            raise AssertionError("never entered")
+
+
+def test_disabled_ends_with_an_exception():
+    """The switch goes back."""
+    calls = []
+
+    @checkpointed
+    def fn(x):
+        calls.append(None)
+        return x.sin().exp()
+
+    with pytest.raises(ValueError), disabled():
+        raise ValueError
+    fn(leaf(3)).sum().backward()
+    assert len(calls) == 2
+
+
+def test_keep_outside_of_a_region_after_an_exception():
+    """No region is left for `keep` to find."""
+    with pytest.raises(ValueError), checkpoint_scope():
+        raise ValueError
+    x = leaf(3)
+    assert keep(x) is x
+    assert thread.region is None
+
+
+MISMATCHES = {
+    "fewer tensors": (lambda x, again: x.sin() if again else x.sin().exp(), r"different number of tensors"),
+    "another shape": (lambda x, again: (x * torch.ones(2, 1 if again else 3)).exp(), r"2, 3\].*2, 1\]"),
+    "another dtype": (lambda x, again: (x.double() if again else x).exp(), "float64"),
+}
+
+
+@pytest.mark.parametrize("case", MISMATCHES)
+def test_a_recompute_that_differs_is_named(case):
+    """Region, line, slot, operator and both sides."""
+    fn, words = MISMATCHES[case]
+
+    @checkpointed(name="mine", early_stop=False)
+    def region(x):
+        return fn(x, is_recomputing())
+
+    y = region(torch.ones(3, requires_grad=True))
+    with unchanged(), pytest.raises(CheckpointError) as caught:
+        y.sum().backward()
+    message = str(caught.value)
+    assert "region 'mine'" in message and f"{__file__}:" in message
+    assert re.search(r"slot \d", message) and "Backward0" in message
+    assert re.search(words, message, re.DOTALL)
+
+
+def test_more_tensors_than_before_are_named():
+    """The recompute saves one too many."""
+
+    @checkpointed(name="mine", early_stop=False)
+    def region(x):
+        y = x.sin().exp()
+        return y.tanh() if is_recomputing() else y
+
+    y = region(torch.ones(3, requires_grad=True))
+    with unchanged(), pytest.raises(CheckpointError, match=r"region 'mine'.*more tensors"):
+        y.sum().backward()

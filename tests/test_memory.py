@@ -1,0 +1,289 @@
+"""Bytes, each one counted: what is held for backward, what a step needs at its peak, what a scope reports."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from oracle import Program, apply, observe
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from checkpointing import __main__ as job
+from checkpointing import checkpoint_scope, checkpointed, keep
+
+DEPTH, WIDTH, ROWS = 12, 32, 64
+ACTIVATION = ROWS * WIDTH * 4  # bytes
+
+
+class Block(nn.Module):
+    """A residual block, most of whose memory is its wide middle."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + F.dropout(self.down(F.gelu(self.up(self.norm(x)))), 0.1)
+
+
+def plain(blocks, x):
+    """The blocks as they are."""
+    for block in blocks:
+        x = block(x)
+    return x
+
+
+def torchs(blocks, x):
+    """torch's region per block."""
+    for block in blocks:
+        x = checkpoint(block, x, use_reentrant=False)
+    return x
+
+
+def per_block(door):
+    """A region per block."""
+
+    def run(blocks, x):
+        for block in blocks:
+            x = apply(door, lambda x, block=block: block(x))(x)
+        return x
+
+    run.__name__ = f"{door} per block"
+    return run
+
+
+def one_scope(blocks, x):
+    """One scope around everything; recompute starts from the kept values."""
+    with checkpoint_scope():
+        for block in blocks:
+            x = keep(block(x))
+        return x
+
+
+def one_replay(blocks, x):
+    """The same with a function."""
+
+    @checkpointed(backend="replay")
+    def run(x):
+        for block in blocks:
+            x = keep(block(x))
+        return x
+
+    return run(x)
+
+
+def nested(blocks, x):
+    """A scope per block, in a scope around all."""
+    with checkpoint_scope():
+        return per_block("s")(blocks, x)
+
+
+def bytes_of(run, depth=DEPTH):
+    """Bytes held between forward and backward, and at the peak of both."""
+    torch.manual_seed(0)
+    blocks = nn.ModuleList(Block() for _ in range(depth))
+    x = torch.rand(ROWS, WIDTH).requires_grad_()
+    for parameter in (x, *blocks.parameters()):
+        parameter.grad = torch.zeros_like(parameter)  # gradients are no part of it
+    return job.memory_on_cpu(lambda: run(blocks, x).sum())
+
+
+@pytest.fixture(scope="module")
+def baseline():
+    """Torch's numbers."""
+    bytes_of(torchs)  # caches are filled by the first
+    return bytes_of(torchs)
+
+
+@pytest.mark.parametrize("door", ["c", "r", "s"])
+def test_a_region_per_block_needs_no_more_than_torchs(door, baseline):
+    """The peak is at most 1.02 of torch's; held are the blocks' inputs."""
+    run = per_block(door)
+    bytes_of(run)
+    held, peak = bytes_of(run)
+    assert peak <= 1.02 * baseline[1]
+    assert held <= 1.02 * baseline[0]
+
+
+@pytest.mark.parametrize("run", [one_scope, one_replay], ids=["scope", "replay"])
+def test_one_scope_with_keep_needs_little_more(run, baseline):
+    """The peak of one block around the whole model is at most 1.05 of torch's per block."""
+    bytes_of(run)
+    assert bytes_of(run)[1] <= 1.05 * baseline[1]
+
+
+@pytest.mark.parametrize("run", [per_block("c"), per_block("s"), one_scope], ids=lambda run: run.__name__)
+def test_each_further_block_costs_one_activation(run):
+    """What is held grows by a block's input (and, where a mask must be drawn again, a generator's state)."""
+    stash = torch.get_rng_state().nbytes
+    bytes_of(run)
+    (small, _), (large, _) = bytes_of(run, 6), bytes_of(run, 12)
+    assert (large - small) / 6 in (ACTIVATION, ACTIVATION + stash)
+
+
+def test_nested_scopes_hold_less_than_flat_ones():
+    """The inner scopes' inputs are recomputed by the outer one."""
+    bytes_of(nested)
+    assert bytes_of(nested)[0] < bytes_of(per_block("s"))[0]
+
+
+def test_plain_needs_several_times_as_much(baseline):
+    """Else this would measure nothing."""
+    held, peak = bytes_of(plain)
+    assert held > 4 * baseline[0]
+    assert peak > 3 * baseline[1]
+
+
+@pytest.mark.parametrize("run", [torchs, per_block("c"), per_block("s"), one_scope], ids=lambda run: run.__name__)
+def test_memory_is_the_same_number_each_time(run):
+    """Counted, not sampled."""
+    bytes_of(run)
+    assert bytes_of(run) == bytes_of(run)
+
+
+@pytest.mark.parametrize("run", [per_block("c"), per_block("s"), one_scope, nested], ids=lambda run: run.__name__)
+def test_the_model_is_bit_equal(run):
+    """What is measured here is right, too."""
+
+    def program(run):
+        def model():
+            class Model(nn.Module):
+                def __init__(self):
+                    super().__init__()
+                    self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+                def forward(self, x):
+                    return run(self.blocks, x)
+
+            return Model(), (torch.rand(2, WIDTH).requires_grad_(),)
+
+        return Program(model)
+
+    assert observe(program(run), "", order=1) == observe(program(plain), "", order=1)
+
+
+# ---- bytes of one region, by hand
+
+N = 1000 * 4  # bytes of one tensor below
+
+
+def held_by(fn, *shapes):
+    """Bytes held between forward and backward, without the sum's 4."""
+    inputs = [torch.rand(shape).requires_grad_() for shape in shapes or [(1000,)]]
+    run = lambda: fn(*inputs).sum()  # noqa: E731
+    job.memory_on_cpu(run)
+    return job.memory_on_cpu(run)[0] - 4
+
+
+@pytest.mark.parametrize("door", ["", "c", "r", "s"])
+def test_a_region_holds_its_input_and_its_output(door):
+    """Plain holds what two operators save; a region, whose output nobody saves, only a leaf that was there."""
+
+    def fn(x):
+        return x.sin().exp().tanh() + 1
+
+    stash = torch.get_rng_state().nbytes if door == "c" else 0
+    assert held_by(apply(door, fn)) == (2 * N if door == "" else stash)
+
+
+@pytest.mark.parametrize("door", ["r", "s"])
+def test_a_kept_value_is_held_once(door):
+    """However often it is kept."""
+    assert held_by(apply(door, lambda x: keep(keep(keep(x.sin()).view(10, 100))).exp().tanh() + 1)) == N
+
+
+@pytest.mark.parametrize("door", ["r", "s"])
+def test_an_input_that_no_recompute_reads_is_released(door):
+    """A block holds what its recompute starts from, and not all that it touched."""
+
+    def fn(x):
+        a, b = x.neg(), x.neg()
+        return apply(door, lambda a, b: a.exp() + (b + 1))(a, b)
+
+    assert held_by(fn) == N
+
+
+# ---- what a scope reports
+
+
+def test_stats_after_the_block_and_after_backward():
+    """Operators and bytes of a block in which everything is known."""
+    x = torch.rand(1000).requires_grad_()
+    h = x * 2
+    with checkpoint_scope() as scope:
+        y = keep(h.sin().exp()).cos().tanh()
+    stats = scope.stats
+    assert (stats.ops_recorded, stats.ops_replayed, stats.replays) == (4, 0, 0)
+    # sin saves h, exp its result, cos the kept value (the same storage), tanh its result
+    assert (stats.bytes_saved, stats.bytes_held, stats.bytes_kept) == (3 * N, N, N)
+    y.sum().backward()
+    stats = scope.stats
+    assert (stats.ops_recorded, stats.ops_replayed, stats.replays) == (4, 2, 1)
+    assert (stats.bytes_saved, stats.bytes_held, stats.bytes_kept) == (3 * N, 0, 0)
+
+
+def test_stats_of_a_retained_graph():
+    """What is held stays held; replays add up."""
+    x = torch.rand(1000).requires_grad_()
+    with checkpoint_scope() as scope:
+        y = (x * 2).sin().exp().sum()
+    before = scope.stats
+    for n in (1, 2, 3):
+        y.backward(retain_graph=True)
+        assert scope.stats.replays == n
+        assert scope.stats.ops_replayed == 3 * n
+        assert (scope.stats.bytes_held, scope.stats.bytes_kept) == (before.bytes_held, before.bytes_kept)
+
+
+def test_stats_count_the_state_of_generators():
+    """A dropout mask is drawn again from a state that is held."""
+    x = torch.rand(1000).requires_grad_()
+    with checkpoint_scope() as scope:
+        y = F.dropout(x * 2, 0.5)
+    assert scope.stats.bytes_held == torch.get_rng_state().nbytes
+    y.sum().backward()
+    assert scope.stats.bytes_held == 0
+
+
+def test_parameters_are_not_counted():
+    """They are held anyway."""
+    layer = nn.Linear(10, 10)
+    x = torch.rand(5, 10)
+    with checkpoint_scope() as scope:
+        y = layer(layer(x).sin())
+    assert scope.stats.bytes_held == x.nbytes
+    assert scope.stats.bytes_saved == x.nbytes + 2 * 5 * 10 * 4
+    del y
+    assert scope.stats.bytes_held == 0
+
+
+def test_stats_of_what_was_dropped():
+    """When the graph dies without backward, nothing is held."""
+    x = torch.rand(1000).requires_grad_()
+    with checkpoint_scope() as scope:
+        y = keep((x * 2).sin()).exp().tanh()
+    assert scope.stats.bytes_kept == N
+    del y
+    assert (scope.stats.bytes_held, scope.stats.bytes_kept) == (0, 0)
+
+
+def test_stats_are_frozen_numbers():
+    """A report doesn't change, and can't be changed."""
+    x = torch.rand(1000).requires_grad_()
+    with checkpoint_scope() as scope:
+        y = (x * 2).sin().exp()
+    before = scope.stats
+    y.sum().backward()
+    assert before.ops_replayed == 0 < scope.stats.ops_replayed
+    with pytest.raises(AttributeError):
+        before.replays = 1
+
+
+@pytest.mark.parametrize("how", ["no grad", "enabled=False", "not entered"])
+def test_stats_of_a_plain_block(how):
+    """Nothing is recorded (rule 10)."""
+    scope = checkpoint_scope(enabled=how != "enabled=False")
+    if how != "not entered":
+        with torch.set_grad_enabled(how != "no grad"), scope:
+            torch.rand(1000).requires_grad_().sin().exp()
+    assert scope.stats == type(scope.stats)()

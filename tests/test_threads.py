@@ -1,0 +1,238 @@
+"""Regions, backwards and switches of several threads at once."""
+
+import sys
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from oracle import apply, bits, count
+
+from checkpointing import checkpoint_scope, checkpointed, disabled, is_recomputing, keep
+
+WORD = pytest.mark.parametrize("word", ["c", "r", "s", "cc", "cs", "sc", "ss"])
+DOOR = pytest.mark.parametrize("door", ["c", "r", "s"])
+
+
+@pytest.fixture(autouse=True)
+def quick_switches():
+    """Threads take turns often, so that races show."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    yield
+    sys.setswitchinterval(interval)
+
+
+def leaf(*shape):
+    """A small tensor that wants a gradient."""
+    return torch.rand(*shape).requires_grad_()
+
+
+def at_once(*functions):
+    """Run each in a thread of its own, all from the same moment on; what they return, or the first error."""
+    barrier = threading.Barrier(len(functions))
+    results = [None] * len(functions)
+    errors = []
+
+    def run(i, fn):
+        try:
+            torch.set_num_threads(1)
+            barrier.wait(timeout=20)
+            results[i] = fn()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=item, daemon=True) for item in enumerate(functions)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join(timeout=60)
+        assert not t.is_alive(), "deadlock"
+    if errors:
+        raise errors[0]
+    return results
+
+
+def network(x, w):
+    """A few operators that save things."""
+    h = keep((x @ w).sin().exp())
+    return (h @ w).tanh() * h
+
+
+@WORD
+def test_regions_and_backwards_at_once(word):
+    """Each thread has its own regions; all get plain's gradients."""
+    inputs = [(leaf(4, 4), leaf(4, 4)) for _ in range(3)]
+    want = [torch.autograd.grad(network(x, w).sum(), [x, w]) for x, w in inputs]
+    fn = apply(word, network)
+
+    def steps(x, w):
+        return lambda: [torch.autograd.grad(fn(x, w).sum(), [x, w]) for _ in range(20)]
+
+    for have, gradients in zip(at_once(*(steps(x, w) for x, w in inputs)), want, strict=True):
+        for step in have:
+            assert list(map(bits, step)) == list(map(bits, gradients))
+
+
+@WORD
+def test_forward_here_and_backward_there(word):
+    """Backward in another thread than forward, with its dropout masks; both random streams are one."""
+    x, w = leaf(4, 4), leaf(4, 4)
+
+    def fn(x, w):
+        return F.dropout((x @ w).sin(), 0.5).exp()
+
+    def step(fn):
+        torch.manual_seed(3)
+        y = fn(x, w)
+        (gradients,) = at_once(lambda: torch.autograd.grad(y.sum(), [x, w]))
+        return [bits(t) for t in (y, *gradients, torch.get_rng_state())]
+
+    assert step(apply(word, fn)) == step(fn)
+
+
+@WORD
+@pytest.mark.parametrize("early_stop", [True, False], ids=["early", "late"])
+def test_two_backwards_over_one_frame(word, early_stop):
+    """Two threads open the same holders at once: each graph task gets plain's gradients, time and again."""
+    x, w = leaf(4, 4), leaf(4, 4)
+    want = list(map(bits, torch.autograd.grad(network(x, w).sum(), [x, w])))
+    y = apply(word, network, early_stop)(x, w).sum()
+
+    def backwards():
+        return [torch.autograd.grad(y, [x, w], retain_graph=True) for _ in range(20)]
+
+    for gradients in at_once(backwards, backwards, backwards):
+        for step in gradients:
+            assert list(map(bits, step)) == want
+
+
+@pytest.mark.parametrize("early_stop", [True, False], ids=["early", "late"])
+def test_one_recompute_for_each_graph_task(early_stop):
+    """However the threads interleave, a region is rerun once for each backward over it."""
+    calls = []
+
+    @checkpointed(early_stop=early_stop)
+    def fn(x):
+        calls.append(threading.get_ident())
+        return x.sin().exp().tanh()
+
+    y = fn(leaf(3)).sum()
+    n = 10
+    at_once(*[lambda: [y.backward(retain_graph=True) for _ in range(n)]] * 2)
+    assert len(calls) == 1 + 2 * n
+    assert sorted(calls.count(ident) for ident in {*calls[1:]}) == [n, n]
+
+
+@DOOR
+def test_counts_do_not_depend_on_other_threads(door):
+    """A thread's backward over a shared frame runs what it would run alone."""
+    x = leaf(3)
+    y = apply(door, lambda x: x.sin().exp().tanh())(x).sum()
+
+    def backward():
+        return count(lambda: torch.autograd.grad(y, x, retain_graph=True))
+
+    alone = backward()
+    assert at_once(backward, backward, backward) == [alone] * 3
+
+
+@DOOR
+def test_disabled_in_one_thread_does_not_show_in_another(door):
+    """While one thread is inside `disabled()`, the other one's regions recompute."""
+    inside, done = threading.Event(), threading.Event()
+    x = leaf(3)
+
+    def fn(x):
+        return x.sin().exp().tanh()
+
+    def step():
+        x_ = x.detach().clone().requires_grad_()
+        y = apply(door, fn)(x_).sum()
+        return count(lambda: torch.autograd.grad(y, x_)).get("exp", 0)
+
+    def switched_off():
+        with disabled():
+            inside.set()
+            assert done.wait(20)
+            return step()
+
+    def normal():
+        assert inside.wait(20)
+        try:
+            return step()
+        finally:
+            done.set()
+
+    assert at_once(switched_off, normal) == [0, 1]
+
+
+def test_is_recomputing_is_each_threads_own():
+    """One thread is in the middle of a recompute, another one is not."""
+    recomputing, done = threading.Event(), threading.Event()
+    seen = []
+
+    @checkpointed
+    def fn(x):
+        h = x.sin()
+        seen.append(is_recomputing())
+        if is_recomputing():
+            recomputing.set()
+            assert done.wait(20)
+        return h.exp()
+
+    def other():
+        assert recomputing.wait(20)
+        try:
+            return is_recomputing()
+        finally:
+            done.set()
+
+    y = fn(leaf(3)).sum()
+    assert at_once(y.backward, other) == [None, False]
+    assert seen == [False, True]
+    assert not is_recomputing()
+
+
+@DOOR
+def test_a_region_is_seen_by_its_own_thread_only(door):
+    """Work that another thread does while a region is open is not part of it."""
+    opened, done = threading.Event(), threading.Event()
+    x, z = leaf(3), leaf(3)
+
+    def fn(x):
+        opened.set()
+        assert done.wait(20)
+        return x.sin().exp()
+
+    def other():
+        assert opened.wait(20)
+        try:
+            y = keep(z.cos().exp()).tanh()
+            return count(lambda: torch.autograd.grad(y.sum(), z)).get("exp", 0)
+        finally:
+            done.set()
+
+    def region():
+        y = apply(door, fn)(x)
+        return count(lambda: torch.autograd.grad(y.sum(), x)).get("exp", 0)
+
+    assert at_once(region, other) == [1, 0]
+
+
+def test_a_scope_in_each_thread_counts_for_itself():
+    """Statistics of scopes that run at once."""
+
+    def step(n):
+        def run():
+            w = leaf(3)
+            x = w
+            with checkpoint_scope() as scope:
+                for _ in range(n):
+                    x = x.sin()
+            x.sum().backward()
+            return scope.stats.ops_recorded, scope.stats.ops_replayed
+
+        return run
+
+    assert at_once(step(5), step(50), step(200)) == [(5, 4), (50, 49), (200, 199)]
