@@ -154,7 +154,7 @@ def clone_storage(tensor: Tensor) -> Tensor:
 
 # ---- batched backward. `torch.autograd.grad(..., is_grads_batched=True)` runs the unpack hooks inside of torch's older
 # vmap, which refuses random operators. What is recomputed does not depend on the batch.
-_vmap_key = _C.DispatchKey.VmapMode
+_vmap_key = _C._parse_dispatch_key("VmapMode")
 _is_included: Callable[[Any], bool] = _C._dispatch_tls_is_dispatch_key_included
 
 
