@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from . import _ambient, _engine, _reentrant, _replay, _report, _rerun, _tape, _torch, errors
 from ._engine import Frame, entered_at, metadata_of, thread, unpack, without_recording
+from ._policy import as_policy
 from ._replay import Replay
 from ._report import OpLog, Stats, explain, measure
 from ._rerun import ContextFn, Rerun
@@ -62,6 +63,7 @@ class Options:
             raise ValueError(f"context_fn works with backend='rerun' only, not with {self.backend!r}")
         if self.context_fn is not None and self.debug:
             raise ValueError("debug=True is incompatible with context_fn: it logs by contexts of its own")
+        as_policy(self.policy)
         if not callable(self.determinism_check) and self.determinism_check not in _CHECKS:
             raise ValueError(
                 f"determinism_check is one of {', '.join(map(repr, _CHECKS))} or a function of a tensor, "
@@ -101,10 +103,8 @@ def _comparable(result: Any) -> Any:
 _CHECKS: dict[Any, Callable[[Tensor], Any] | None] = {"metadata": metadata_of, "values": fingerprint, "none": None}
 
 
-@functools.lru_cache(maxsize=64)
-def _options(*values: Any) -> Options:
-    return Options(*values)
-
+_default_scope = Options("replay")
+_DEFAULTS = (True, True, True, "metadata", None, None, False, None)
 
 _torch.keep_dynamo_out(_ambient, _engine, _replay, _report, _rerun, _tape)
 
@@ -251,7 +251,8 @@ def checkpointed(
         determinism_check: what must be equal in forward and recompute: `"metadata"` (shape, dtype, device),
             `"values"` (bit for bit, by a checksum: slow), a function of a tensor whose results are compared with
             `==`, or `"none"`.
-        policy: what to keep (implies replay).
+        policy: what to keep, and not recompute (implies replay): a list of `OpOverload`s, or a function
+            `(ctx, op, *args, **kwargs)` that returns a `torch.utils.checkpoint.CheckpointPolicy` or a bool.
         context_fn: returns two context managers, for the forward and for the rerun, as for
             `torch.utils.checkpoint.checkpoint`. Rerun only.
         debug: log the operators of forward and recompute and show both when an error is found. Slow.
@@ -413,7 +414,8 @@ class _Block:
     def __init__(self, name: str, where: tuple[str, int], options: Options) -> None:
         forward: Any = [] if options.debug else None
         recompute: Any = [] if options.debug else None
-        self._tape = Tape(_torch.enclosing_hooks(), options.preserve_rng_state, forward)
+        policy = as_policy(options.policy)
+        self._tape = Tape(_torch.enclosing_hooks(), options.preserve_rng_state, forward, policy)
         self._source = Replay(self._tape, recompute)
         # What is replayed has the recorded metadata by construction.
         check = None if options.determinism_check == "metadata" else options.check
@@ -454,7 +456,7 @@ class checkpoint_scope:
         early_stop: replay only the window of the tensor that is asked for. With False, the first replay of a backward
             covers the whole block.
         determinism_check: as for `checkpointed`.
-        policy: what to keep.
+        policy: what to keep besides what `keep` is given, as for `checkpointed`.
         debug: note the user's line for every operator, for error messages. Slow.
         name: the region's name in messages.
 
@@ -487,9 +489,8 @@ class checkpoint_scope:
         debug: bool = False,
         name: str | None = None,
     ) -> None:
-        self._options = _options(
-            "replay", enabled, preserve_rng_state, early_stop, determinism_check, policy, None, debug, name
-        )
+        options = (enabled, preserve_rng_state, early_stop, determinism_check, policy, None, debug, name)
+        self._options = _default_scope if options == _DEFAULTS else Options("replay", *options)
         self._entered = False
         self._block: _Block | None = None
 

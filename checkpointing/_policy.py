@@ -6,9 +6,15 @@ and cuts what made it; under rerun the value is pinned, so that a decision taken
 
 from __future__ import annotations
 
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
+
+from . import _torch
 from ._engine import thread
+from ._tape import Policy
 from ._tree import map_tensors
 
 T = TypeVar("T")
@@ -45,3 +51,51 @@ def keep(x: T) -> T:
     if region is None:
         return x
     return cast(T, map_tensors(region.keep, x))
+
+
+def as_policy(policy: Any) -> Policy | None:
+    """What the tape asks, made from what the user gave: a list of operators, or a function as torch's selective
+    checkpointing takes it, `(ctx, op, *args, **kwargs) -> CheckpointPolicy | bool`.
+
+    Raises:
+        TypeError: for anything else. ValueError: for a list with something else than `OpOverload`s in it.
+    """
+    if policy is None:
+        return None
+    if isinstance(policy, list | tuple | set | frozenset):
+        for op in policy:
+            if not isinstance(op, torch._ops.OpOverload | torch._ops.HigherOrderOperator):
+                raise ValueError(
+                    f"a policy lists OpOverloads such as torch.ops.aten.mm.default, not {op!r}"
+                    + (" (name one of its overloads)" if isinstance(op, torch._ops.OpOverloadPacket) else "")
+                )
+        ops = frozenset(policy)
+        return lambda op, args, kwargs, result: op in ops
+    if not callable(policy):
+        raise TypeError(f"a policy is a list of operators or a function, not {policy!r}")
+
+    def ask(op: Any, args: Any, kwargs: Any, result: Any) -> bool | _torch.Hooks:
+        answer = policy(selective_context(result), op, *args, **kwargs)
+        if isinstance(answer, bool):
+            return answer
+        if answer in (CheckpointPolicy.MUST_CPU_OFFLOAD, CheckpointPolicy.PREFER_CPU_OFFLOAD):
+            return _to_host, _from_host
+        return answer in (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
+
+    return ask
+
+
+def selective_context(result: Any) -> Any:
+    context = object.__new__(SelectiveCheckpointContext)  # torch 2.11's takes no `op_output`
+    context.is_recompute = False
+    context.op_output = result
+    return context
+
+
+def _to_host(tensor: Tensor) -> tuple[torch.device, Tensor]:
+    return tensor.device, tensor.to("cpu", copy=True)
+
+
+def _from_host(packed: tuple[torch.device, Tensor]) -> Tensor:
+    device, tensor = packed
+    return tensor.to(device)

@@ -58,6 +58,8 @@ class _Window:
         self._inputs = request.task.inputs
         self._made: dict[int, Tensor] = {}  # by value: a tensor on its storage
         self._geometry: dict[int, Geometry] = {}  # by value: how that tensor lies there
+        self._frame = request.frame
+        self._writes = False  # whether the window has operators that write in place
         self._given: set[int] = set()  # storages that have been delivered: no longer ours to write
         self._parts: dict[int, Tensor] = {}  # by value: parts of wrappers whose other parts are still to come
 
@@ -130,6 +132,7 @@ class _Window:
                 if value.op is not None:
                     savers.setdefault(value.id, []).append(holder)
         last = {value.id: op for op in ops for value in op.reads}
+        self._writes = any(op.writes for op in ops)
         log = self._source.log
         for op in ops:
             if log is not None:
@@ -181,14 +184,16 @@ class _Window:
     def _give(self, holder: Holder, id: int) -> None:
         """A value that `holder` saved has been made."""
         tensor = self._made[id]
-        self._given.add(_torch.storage_id(tensor))
+        if self._writes:
+            self._given.add(_torch.storage_id(tensor))
         saved = holder.saved
         if type(saved) is Ref:
             if self._geometry[id] != saved.geometry:
                 tensor = _torch.lay(tensor, *saved.geometry)
             if saved.kind is not None:
                 tensor = tensor.as_subclass(saved.kind)
-            self._source.tape.adopt(tensor, saved.value)
+            if not self._frame.complete:
+                self._source.tape.adopt(tensor, saved.value)
             self._deliver(holder.slot, tensor)
             return
         self._parts[id] = tensor

@@ -13,11 +13,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -240,8 +239,10 @@ def modules_of(function: Any) -> tuple[nn.Module, ...]:
         for cell in function.__closure__ or ():
             with contextlib.suppress(ValueError):  # not yet set
                 found.append(cell.cell_contents)
-        if inspect.ismethod(function):
+        if type(function) is MethodType:
             found.append(function.__self__)
+        elif not found:
+            return ()
     modules: tuple[nn.Module, ...] = ()
     for value in found:
         if isinstance(value, nn.Module):
@@ -252,7 +253,7 @@ def modules_of(function: Any) -> tuple[nn.Module, ...]:
 
 
 # The globals of a function that may hold modules; looked for once, at its first call.
-_names: weakref.WeakKeyDictionary[CodeType, tuple[str, ...]] = weakref.WeakKeyDictionary()
+_names: dict[CodeType, tuple[str, ...]] = {}
 
 
 def _names_of_objects(code: CodeType, names: dict[str, Any]) -> tuple[str, ...]:

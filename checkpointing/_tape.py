@@ -217,8 +217,14 @@ HIDDEN_WRITES: dict[str, Callable[[Any, Any], tuple[int, ...]]] = {
 _INFOS: dict[Any, Info] = {}
 _NO_WRITES: list[tuple[int, int]] = []
 _storage_id = _torch.storage_id
+_Parameter = nn.Parameter
 _is_grad_enabled = torch.is_grad_enabled
 _has_storage = _torch.has_storage
+
+
+# What to do with what an operator has made, given (operator, args, kwargs, result): False to recompute it, True to
+# keep it, or hooks that say how it is kept.
+Policy = Callable[[Any, Any, Any, Any], "bool | _torch.Hooks"]
 
 
 class Tape(TorchDispatchMode):
@@ -226,7 +232,13 @@ class Tape(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, hooks: _torch.Hooks | None, preserve_rng_state: bool, log: list[tuple[str, str]] | None) -> None:
+    def __init__(
+        self,
+        hooks: _torch.Hooks | None,
+        preserve_rng_state: bool,
+        log: list[tuple[str, str]] | None,
+        policy: Policy | None = None,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.log = log
         self.recorded = 0
@@ -234,6 +246,7 @@ class Tape(TorchDispatchMode):
         self.kept_bytes = 0
         self._hooks = hooks
         self._preserve_rng_state = preserve_rng_state
+        self._policy = policy
         self._running: Any = "autograd"  # the operator that reads now, for messages
         self._depth = thread.depth
         self._is_open = True
@@ -279,16 +292,17 @@ class Tape(TorchDispatchMode):
                     self.saved_bytes += value.nbytes
         return ref
 
-    def keep(self, tensor: Tensor) -> Tensor:
-        """Hold a value: recompute starts from it, and never crosses it."""
+    def keep(self, tensor: Tensor, hooks: _torch.Hooks | None = None) -> Tensor:
+        """Hold a value: recompute starts from it, and never crosses it. `hooks` say where, if not as an input."""
+        hooks = hooks or self._hooks
         if hasattr(tensor, "__tensor_flatten__"):
             for name in tensor.__tensor_flatten__()[0]:
-                self.keep(getattr(tensor, name))
+                self.keep(getattr(tensor, name), hooks)
         elif _torch.has_storage(tensor):
             value = self._values.get(_torch.storage_id(tensor))
             if value is not None and value.op is not None:
-                tensor_on_it = whole(tensor, self._hooks)
-                value.hold(tensor_on_it, geometry_of(tensor_on_it), self._hooks, "a kept tensor")
+                tensor_on_it = whole(tensor, hooks)
+                value.hold(tensor_on_it, geometry_of(tensor_on_it), hooks, "a kept tensor")
                 value.kept = True
                 self.kept_bytes += value.nbytes
                 self._segment += 1
@@ -297,7 +311,7 @@ class Tape(TorchDispatchMode):
     def reference(self, tensor: Tensor) -> Any:
         """A reference to what `tensor` reads now. Its value is held if no recorded operator made it."""
         kind: Any = type(tensor)
-        if kind is Tensor or kind is nn.Parameter:
+        if kind is Tensor or kind is _Parameter:
             kind = None
         elif _dispatches(kind):  # opaque
             return Held(tensor, self._hooks, self._running)
@@ -367,17 +381,28 @@ class Tape(TorchDispatchMode):
         result = info.run(*args, **kwargs)
         op.writes = _NO_WRITES
         self._add_outputs(op, result, info.allocates)
-        if info.random and not self._preserve_rng_state:
-            for tensor in tensors_of(result):
-                self.keep(tensor)
+        if self._policy is not None or (info.random and not self._preserve_rng_state):
+            self._choose(info, func, args, kwargs, result, tensors_of(result))
         return result
+
+    def _choose(self, info: Info, func: Any, args: Any, kwargs: Any, result: Any, made: Iterable[Tensor]) -> None:
+        """Keep what the operator has made, if it must be or the policy says so."""
+        hooks = None
+        if not info.random or self._preserve_rng_state:
+            assert self._policy is not None  # the callers looked
+            answer = self._policy(func, args, kwargs, result)
+            if not answer:
+                return
+            hooks = answer if isinstance(answer, tuple) else None
+        for tensor in made:
+            self.keep(tensor, hooks)
 
     def _refer(self, args: Iterable[Any], reads: list[Value]) -> list[Any]:
         """References in place of the tensors in `args`; notes in `reads` the values that they read."""
         saved = []
         for arg in args:
             kind = type(arg)
-            if kind is Tensor or kind is nn.Parameter or (kind not in ATOMS and isinstance(arg, Tensor)):
+            if kind is Tensor or kind is _Parameter or (kind not in ATOMS and isinstance(arg, Tensor)):
                 ref = self.reference(arg)
                 reads.append(ref[0] if type(ref) is Ref else self._opaque(ref))
                 saved.append(ref)
@@ -444,9 +469,8 @@ class Tape(TorchDispatchMode):
                 new.unwritten = new.nbytes > value.nbytes
             op.writes.append((value.id, new.id))
         self._add_outputs(op, result)
-        if info.random and not self._preserve_rng_state:
-            for tensor in (*targets.values(), *tensors_of(result)):
-                self.keep(tensor)
+        if self._policy is not None or (info.random and not self._preserve_rng_state):
+            self._choose(info, func, args, kwargs, result, (*targets.values(), *tensors_of(result)))
         return result
 
     @staticmethod

@@ -35,6 +35,7 @@ from torch.utils.checkpoint import set_device_states as set_device_states
 from . import _torch
 from ._api import is_plain, logged
 from ._engine import Frame, entered_at, metadata_of, thread, unpack
+from ._policy import selective_context
 from ._reentrant import CheckpointFunction as CheckpointFunction
 from ._reentrant import check_backward_validity as check_backward_validity
 from ._reentrant import detach_variable as detach_variable
@@ -352,7 +353,7 @@ class _Caching(_SelectiveMode):
             return func(*args, **kwargs)
         result = func(*args, **kwargs)
         number = self.number(func)
-        answer = self.policy(_context(result), func, *args, **kwargs)
+        answer = self.policy(selective_context(result), func, *args, **kwargs)
         if isinstance(answer, bool):
             answer = CheckpointPolicy.MUST_SAVE if answer else CheckpointPolicy.PREFER_RECOMPUTE
         if answer in (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE):
@@ -411,13 +412,6 @@ class _Cached(_SelectiveMode):
             )
         self.storage[func][number] = _CONSUMED
         return _unmap(lambda saved: saved.get(self.may_have_changed), entry)
-
-
-def _context(result: Any) -> Any:
-    context = object.__new__(SelectiveCheckpointContext)  # torch 2.11's has no `op_output`
-    context.is_recompute = False
-    context.op_output = result
-    return context
 
 
 def _map(function: Callable[[Tensor], Any], value: Any) -> Any:
