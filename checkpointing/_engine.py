@@ -7,7 +7,7 @@ early stop and lifetimes live here, once; a source only knows how to compute.
 
 Who owns what (rule 9, no reference ever points back, so nothing here needs the garbage collector):
 
-    autograd graph -> Holder -> Frame -> Source -> inputs;  Frame -weak-> Holder;  graph task -> _TaskEnd -weak-> Frame
+    autograd graph -> Holder -> Frame -> Source -> inputs;  Frame -weak-> Holder;  graph task -weak-> Frame
 
 The rules that tests cite:
 
@@ -33,6 +33,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import CodeType, FrameType
 from typing import Any, Protocol
 
@@ -93,25 +94,23 @@ class Holder:
 
 
 class Recomputed:
-    """One frame's recomputed tensors in one graph task. Autograd's graph task owns it, and the frame only refers to
-    it weakly, so that nothing outlives a backward, whether it succeeds or fails (rule 4)."""
+    """One frame's recomputed tensors in one graph task. It goes with the frame, or with the graph task, whichever ends
+    first: `guard` watches an object that autograd's graph task owns (rule 4)."""
 
-    __slots__ = ("__weakref__", "inputs", "plan", "ready", "versions")
+    __slots__ = ("guard", "inputs", "plan", "ready", "versions")
 
     def __init__(self) -> None:
         self.ready: dict[int, Tensor | None] = {}  # by slot: delivered; None once its node has it
         self.versions: dict[int, int] = {}  # by slot: of what was delivered, where not 0
         self.inputs: dict[Any, Tensor] = {}  # what the source has fetched and will want again
         self.plan: Any = None  # the source's notes
-
-    def __call__(self) -> None:
-        """The graph task has ended."""
-        self.ready.clear()
-        self.inputs.clear()
+        self.guard: Any = None
 
 
-# Under a GraphExecGroup the group stands for the graph task.
-_of_group: weakref.WeakKeyDictionary[object, list[Recomputed]] = weakref.WeakKeyDictionary()
+def _forget(frame: weakref.ref[Frame], key: Any, _: object = None) -> None:
+    alive = frame()
+    if alive is not None:
+        alive.tasks.pop(key, None)
 
 
 class _Stop(BaseException):
@@ -155,7 +154,7 @@ class Frame:
         self.holders: list[weakref.ref[Holder]] = []
         self.leaves: dict[int, int] = {}  # by slot: versions of leaves that require grad, which nobody else guards
         self.complete = False  # backward may run before the region has ended (rule 6)
-        self.tasks: dict[Any, weakref.ref[Recomputed]] = {}
+        self.tasks: dict[Any, Recomputed] = {}
         self.lock = threading.RLock()  # the worker threads of one graph task may open one frame at once
         self.on_error: Callable[[errors.CheckpointError], None] | None = None
         self.title: str | None = None  # how messages begin, where other code matches on it
@@ -191,26 +190,25 @@ class Frame:
 
         return pack
 
-    def task(self, key: Any) -> Recomputed:
-        """What has been recomputed for this graph task; the lock is held."""
-        for dead in [k for k, ref in self.tasks.items() if ref() is None]:
-            del self.tasks[dead]
+    def _begin(self, key: Any) -> Recomputed:
+        """Nothing has been recomputed for this graph task yet; the lock is held."""
         task = Recomputed()
-        if type(key) is not int:
-            _of_group.setdefault(key, []).append(task)
-        elif key != -1:
-            _torch.at_graph_task_end(task)
-        self.tasks[key] = weakref.ref(task)
+        if key == -1:  # read outside of backward (`grad_fn._saved_self`): nothing is remembered
+            return task
+        frame = _ref(self)
+        owner = key  # a GraphExecGroup stands for the graph task
+        if type(key) is int:
+            owner = partial(_forget, frame, key)
+            _torch.at_graph_task_end(owner)  # called if the backward succeeds, and freed in any case
+        task.guard = weakref.ref(owner, partial(_forget, frame, key))
+        self.tasks[key] = task
         return task
 
     def bring_back(self, holder: Holder, key: Any) -> Tensor:
         """Recompute for a holder whose tensor is not at hand: once per slot and graph task."""
         slot = holder.slot
         with self.lock:
-            ref = self.tasks.get(key)
-            task = None if ref is None else ref()
-            if task is None:
-                task = self.task(key)
+            task = self.tasks.get(key) or self._begin(key)
             tensor = task.ready.get(slot)  # another thread may have been quicker
             if tensor is None:
                 Recompute(self, task, holder).run()
@@ -227,17 +225,15 @@ def unpack(holder: Holder) -> Tensor:
     """Autograd's unpack hook, the same for all regions."""
     key: Any = _graph_exec_group() or _graph_task_id()
     frame = holder.frame
-    ref = frame.tasks.get(key)
-    if ref is not None:
-        task = ref()
-        if task is not None:
-            tensor = task.ready.get(holder.slot)
-            if tensor is not None:
-                task.ready[holder.slot] = None
-                node = _current_node()
-                if isinstance(node, _PythonNode):
-                    _until_done(node, task, holder.slot, tensor)
-                return tensor
+    task = frame.tasks.get(key)
+    if task is not None:
+        tensor = task.ready.get(holder.slot)
+        if tensor is not None:
+            task.ready[holder.slot] = None
+            node = _current_node()
+            if isinstance(node, _PythonNode):
+                _until_done(node, task, holder.slot, tensor)
+            return tensor
     return frame.bring_back(holder, key)
 
 
