@@ -64,7 +64,8 @@ class Options:
         if self.context_fn is not None and self.debug:
             raise ValueError("debug=True is incompatible with context_fn: it logs by contexts of its own")
         as_policy(self.policy)
-        if not callable(self.determinism_check) and self.determinism_check not in _CHECKS:
+        check = self.determinism_check
+        if not callable(check) and not (isinstance(check, str) and check in _CHECKS):
             raise ValueError(
                 f"determinism_check is one of {', '.join(map(repr, _CHECKS))} or a function of a tensor, "
                 f"not {self.determinism_check!r}"

@@ -75,6 +75,11 @@ class Source(Keeper, Protocol):
         """Whether slots are delivered in the order in which the forward saved them."""
 
     @property
+    def guards_leaves(self) -> bool | None:
+        """Whose versions the engine compares: those of leaves that require grad (False), of all leaves (True), or of
+        none (None), because the source does it by itself. Views of leaves count as leaves."""
+
+    @property
     def save(self) -> Callable[[Tensor], Any] | None:
         """What a holder must remember of a tensor that autograd saves now; None if nothing."""
 
@@ -152,7 +157,7 @@ class Frame:
         self.early_stop = early_stop
         self.check = check
         self.holders: list[weakref.ref[Holder]] = []
-        self.leaves: dict[int, int] = {}  # by slot: versions of leaves that require grad, which nobody else guards
+        self.leaves: dict[int, int] = {}  # by slot: versions of leaves, which nobody else guards
         self.complete = False  # backward may run before the region has ended (rule 6)
         self.tasks: dict[Any, Recomputed] = {}
         self.lock = threading.RLock()  # the worker threads of one graph task may open one frame at once
@@ -171,7 +176,7 @@ class Frame:
         """Autograd's pack hook for this region. A closure: it runs once per saved tensor."""
         holders, leaves, save, check = self.holders, self.leaves, self.source.save, self.check
         plain_check = check is metadata_of
-        guards_leaves = self.source.in_order  # a tape does it by itself, and knows leaves that the region has made
+        guards = self.source.guards_leaves
 
         def pack(tensor: Tensor) -> Holder:
             holder = Holder()
@@ -183,8 +188,12 @@ class Frame:
                 holder.metadata = check(tensor)
             if save is not None:
                 holder.saved = save(tensor)
-            if guards_leaves and tensor.is_leaf and tensor.requires_grad:
-                leaves[slot] = tensor._version
+            if guards is not None:
+                root = tensor
+                if not tensor.is_leaf and tensor._base is not None:
+                    root = tensor._base
+                if root.is_leaf and (guards or root.requires_grad):
+                    leaves[slot] = tensor._version
             holders.append(_ref(holder))
             return holder
 
@@ -291,9 +300,11 @@ class Held:
             self._packed = alias
         else:
             pack, self._unpack = hooks
-            self._packed = pack(alias)
-            if self._unpack is not unpack:
+            if self._unpack is unpack:
+                self._packed = pack(alias)
+            else:
                 self._live = weakref.ref(tensor)
+                self._packed = without_recording(pack, alias)
 
     @property
     def is_packed(self) -> bool:
@@ -308,7 +319,8 @@ class Held:
             self._packed = _torch.clone_storage(self._packed)
             self._version = _torch.version(self._packed)
         else:
-            self._packed = hooks[0](self._unpack(self._packed).clone())
+            tensor = without_recording(self._unpack, self._packed)
+            self._packed = without_recording(hooks[0], tensor.clone())
         self._live = None
         self.is_parameter = False
 
@@ -494,12 +506,12 @@ def _user_frame(frame: FrameType) -> FrameType:
 _inside: dict[CodeType, bool] = {}
 
 
-def without_recording(function: Callable[[Tensor], Any], tensor: Tensor) -> Any:
-    """Call a check on a saved tensor so that no region sees what it does."""
+def without_recording(function: Callable[[Any], Any], value: Any) -> Any:
+    """Call a check or a hook of the user so that no tape sees what it does."""
     thread.depth += 1
     try:
         with torch.no_grad():
-            return function(tensor.detach())
+            return function(value)
     finally:
         thread.depth -= 1
 

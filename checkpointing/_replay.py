@@ -27,6 +27,7 @@ class Replay:
     """The tape of one region as a source. The operators themselves belong to the holders."""
 
     in_order = False
+    guards_leaves = None
 
     def __init__(self, tape: Tape, log: list[tuple[str, str]] | None = None) -> None:
         self.tape = tape

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -25,7 +26,7 @@ from torch import Tensor, nn
 from . import _torch, errors
 from ._ambient import Ambient, Generators, has_rng
 from ._engine import Deliver, Frame, Held, Name, Recompute, named, thread, unpack, without_recording
-from ._tree import ATOMS, Build, open_container
+from ._tree import ATOMS, NO_OBJECTS, Build, attributes_of, open_container
 
 ContextFn = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 
@@ -33,7 +34,7 @@ ContextFn = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManag
 class Rerun:
     """The function, its saved inputs and the state it ran in."""
 
-    __slots__ = ("_ambient", "_buffers", "_function", "_hooks", "_inputs", "_pins", "_rng", "context")
+    __slots__ = ("_ambient", "_buffers", "_function", "_hooks", "_inputs", "_pins", "_rng", "context", "guards_leaves")
 
     in_order = True
     save = None
@@ -52,6 +53,9 @@ class Rerun:
         self.context: AbstractContextManager[Any] | None = None  # entered around the rerun
         self._ambient = Ambient()
         self._buffers = Buffers(inputs.modules) if inputs.modules else None
+        # Leaves that the function finds by itself are no arguments. Those that come from elsewhere in the rerun than in
+        # the forward (hooks, copies of buffers) have other version counters.
+        self.guards_leaves = hooks is None and self._buffers is None
         self._rng = Generators(True, inputs.devices, inputs.generators) if preserve_rng_state else None
         self._pins: list[Held] = []
 
@@ -181,10 +185,10 @@ class Buffers:
 
     def _note(self, module: nn.Module, name: str, buffer: Tensor) -> None:
         is_small = buffer.nbytes <= _SMALL
-        if module.training and (is_small or name not in _quiet.get(module, ())):
+        if module.training and not buffer.requires_grad and (is_small or name not in _quiet.get(module, ())):
             # Below the tape: an enclosing scope has no use for the copies.
             self._copies.append((module, name, without_recording(torch.clone, buffer)))
-        if not is_small or not module.training:
+        if not is_small or not module.training or buffer.requires_grad:
             self._watched.append((module, name, buffer, _torch.version(buffer)))
 
     def settle(self) -> None:
@@ -288,7 +292,8 @@ class _Argument:
         except RuntimeError as error:
             if isinstance(error, errors.CheckpointError) or "modified by an inplace" not in str(error):
                 raise
-            raise errors.changed(where, named(self._name)) from error
+            now, was = [*re.findall(r"version (\d+)", str(error)), None, None][:2]
+            raise errors.changed(where, named(self._name), was, now) from error
 
 
 class Inputs:
@@ -329,21 +334,22 @@ class Inputs:
         if isinstance(value, nn.Module):
             self.modules += (value,)
             return value
-        if callable(value):
+        if isinstance(value, NO_OBJECTS):
             return value
         path = f"{parent}[{key!r}]"
         opened = open_container(value)
         if opened is not None:
             parts, build = opened
             return _Container(build, {k: self._save(v, path, k) for k, v in parts.items()})
-        if hasattr(value, "__dict__"):
-            seen: list[tuple[str, weakref.ref[Tensor], int]] = []
-            self.modules += tuple(part for part in vars(value).values() if isinstance(part, nn.Module))
-            for name, tensor in _tensors_in(vars(value), path):
-                self._see(tensor)
-                seen.append((name, weakref.ref(tensor), _torch.version(tensor)))
-            if seen:
-                self._objects += ((value, path, seen),)
+        seen: list[tuple[str, weakref.ref[Tensor], int]] = []
+        for name, part in _parts_in(value, path, set()):
+            if isinstance(part, nn.Module):
+                self.modules += (part,)
+            else:
+                self._see(part)
+                seen.append((name, weakref.ref(part), _torch.version(part)))
+        if seen:
+            self._objects += ((value, path, seen),)
         return value
 
     def _see(self, tensor: Tensor) -> None:
@@ -353,10 +359,10 @@ class Inputs:
 
     @staticmethod
     def _check_object(value: object, path: str, seen: list[tuple[str, weakref.ref[Tensor], int]], where: Frame) -> None:
-        now = dict(_tensors_in(vars(value), path))
+        now = dict(_parts_in(value, path, set()))
         for name, ref, version in seen:
-            tensor = now.get(name)
-            if tensor is None or tensor is not ref():
+            tensor = ref()
+            if tensor is None or tensor is not now.get(name):
                 raise errors.replaced(where, name)
             if _torch.version(tensor) != version:
                 raise errors.changed(where, named(name, tensor), version, _torch.version(tensor))
@@ -381,13 +387,19 @@ def _rebuild(saved: Any, where: Frame) -> Any:
     return saved
 
 
-def _tensors_in(parts: Any, path: str) -> Iterator[tuple[str, Tensor]]:
-    """The tensors among an object's attributes, and in the containers among these."""
-    for key, value in parts.items():
-        name = f"{path}.{key}" if type(key) is str else f"{path}[{key!r}]"
-        if isinstance(value, Tensor):
-            yield name, value
-        elif type(value) not in ATOMS:
-            opened = open_container(value)
-            if opened is not None:
-                yield from _tensors_in(opened[0], name)
+def _parts_in(value: Any, path: str, seen: set[int]) -> Iterator[tuple[str, Any]]:
+    """The tensors and modules that an object reaches through its attributes and the containers among them."""
+    if isinstance(value, Tensor | nn.Module):
+        yield path, value
+    elif type(value) not in ATOMS and not isinstance(value, NO_OBJECTS) and id(value) not in seen:
+        seen.add(id(value))
+        opened = open_container(value)
+        if opened is not None:
+            for key, part in opened[0].items():
+                yield from _parts_in(part, f"{path}[{key!r}]", seen)
+        else:
+            if isinstance(value, list | tuple | set | frozenset):
+                for i, part in enumerate(value):
+                    yield from _parts_in(part, f"{path}[{i}]", seen)
+            for name, part in attributes_of(value).items():
+                yield from _parts_in(part, f"{path}.{name}", seen)

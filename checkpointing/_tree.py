@@ -7,7 +7,9 @@ objects stay whole.
 from __future__ import annotations
 
 import dataclasses
+from collections import OrderedDict
 from collections.abc import Callable
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -28,7 +30,7 @@ def open_container(value: Any) -> tuple[dict[Any, Any], Build] | None:
 
     What builds it does not hold `value`, whose tensors may go.
     """
-    kind = type(value)
+    kind: Any = type(value)
     if kind is list:
         return dict(enumerate(value)), lambda parts: list(parts.values())
     if kind is tuple:
@@ -41,6 +43,18 @@ def open_container(value: Any) -> tuple[dict[Any, Any], Build] | None:
         return dict(enumerate(children)), lambda parts: node.unflatten_fn(list(parts.values()), context)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return dict(zip(value._fields, value, strict=True)), lambda parts: kind(*parts.values())
+    if isinstance(value, dict):
+        attributes = dict(vars(value)) if hasattr(value, "__dict__") else {}
+
+        def build_dict(parts: dict[Any, Any]) -> Any:
+            # Past the constructors of subclasses, which may take anything.
+            new = kind.__new__(kind)
+            (OrderedDict if isinstance(new, OrderedDict) else dict).update(new, parts)
+            if attributes:
+                new.__dict__.update(attributes)
+            return new
+
+        return dict(value), build_dict
     if dataclasses.is_dataclass(value) and not isinstance(value, dict | list | tuple):
         names = {f.name for f in dataclasses.fields(value)}
         rest = {k: v for k, v in getattr(value, "__dict__", {}).items() if k not in names}
@@ -53,6 +67,21 @@ def open_container(value: Any) -> tuple[dict[Any, Any], Build] | None:
 
         return {name: getattr(value, name) for name in names if hasattr(value, name)}, build
     return None
+
+
+# Not to be looked into.
+NO_OBJECTS = (type, ModuleType, FunctionType, BuiltinFunctionType, MethodType)
+
+
+def attributes_of(value: Any) -> dict[str, Any]:
+    """What an object holds in its `__dict__` and its slots."""
+    attributes = dict(getattr(value, "__dict__", ()))
+    for kind in type(value).__mro__:
+        slots = vars(kind).get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if hasattr(value, name) and name not in ("__dict__", "__weakref__"):
+                attributes[name] = getattr(value, name)
+    return attributes
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
