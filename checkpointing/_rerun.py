@@ -361,8 +361,8 @@ class Inputs:
     def _check_object(value: object, path: str, seen: list[tuple[str, weakref.ref[Tensor], int]], where: Frame) -> None:
         now = dict(_parts_in(value, path, set()))
         for name, ref, version in seen:
-            tensor: Any = ref()
-            if tensor is None or now.get(name) is not tensor:
+            tensor = now[name] if name in now else None
+            if not isinstance(tensor, Tensor) or tensor is not ref():
                 raise errors.replaced(where, name)
             if _torch.version(tensor) != version:
                 raise errors.changed(where, named(name, tensor), version, _torch.version(tensor))
