@@ -282,12 +282,13 @@ class Held:
     (rule 8); our own frames know versions themselves.
     """
 
-    __slots__ = ("_live", "_name", "_packed", "_unpack", "_version", "is_parameter")
+    __slots__ = ("_live", "_name", "_packed", "_shared", "_unpack", "_version", "is_parameter")
 
     def __init__(self, tensor: Tensor, hooks: _torch.Hooks | None, name: Name) -> None:
         self._name = name
         self._version = _torch.version(tensor)
         self._unpack: Callable[[Any], Tensor] | None = None
+        self._shared: Tensor | None = None
         self._live: weakref.ref[Tensor] | None = None
         base = tensor._base
         root = tensor if base is None else base
@@ -311,10 +312,16 @@ class Held:
         """Whether fetching it may cost a copy or a recompute."""
         return self._unpack is not None
 
-    def freeze(self, hooks: _torch.Hooks | None) -> None:
-        """The tensor is about to be written by the region itself: hold a copy from here on."""
+    def freeze(self, hooks: _torch.Hooks | None, unseen: bool) -> None:
+        """The tensor is about to be written by the region itself: hold a copy from here on.
+
+        A write that no version counter shows (`unseen`) changes what plain autograd has saved, too: `fetch_saved` still
+        gives that.
+        """
         if self._unpack is unpack:  # an enclosing region of ours tells versions apart
             return
+        if unseen and self._unpack is None and self._shared is None:
+            self._shared = self._packed
         if hooks is None or self._unpack is None:
             self._packed = _torch.clone_storage(self._packed)
             self._version = _torch.version(self._packed)
@@ -323,6 +330,10 @@ class Held:
             self._packed = without_recording(hooks[0], tensor.clone())
         self._live = None
         self.is_parameter = False
+
+    def fetch_saved(self, where: Frame) -> Tensor:
+        """For a node that saved the tensor itself, rather than an operator that is run again."""
+        return self.fetch(where) if self._shared is None else self._shared
 
     def fetch(self, where: Frame) -> Tensor:
         if self._unpack is None:

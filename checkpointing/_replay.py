@@ -43,7 +43,7 @@ class Replay:
             value, geometry, kind = saved
             held = value.held.get(geometry)
             if held is not None and not held.is_packed:  # nothing to compute, nothing to share
-                tensor = held.fetch(request.frame)
+                tensor = held.fetch_saved(request.frame)
                 deliver(request.holder.slot, tensor if kind is None else tensor.as_subclass(kind))
                 return
         _Window(self, request, deliver).run()
@@ -237,7 +237,7 @@ class _Window:
             value = saved.value
             tensor = self._parts.get(value.id)
             if tensor is None:
-                tensor = self._from_held(value, saved.geometry)
+                tensor = self._from_held(value, saved.geometry, is_saved=True)
             elif geometry_of(tensor) != saved.geometry:
                 tensor = _torch.lay(tensor, *saved.geometry)
             return tensor if saved.kind is None else tensor.as_subclass(saved.kind)
@@ -246,13 +246,13 @@ class _Window:
         if kind is list or kind is tuple:
             return kind(self._arguments(saved))
         if kind is Scratch:
-            return _torch.clone_storage(self._build(saved.ref))
+            return _torch.clone_storage(self._arguments((saved.ref,))[0])
         if kind is Held:
             return self._fetch(saved)
         parts = {name: self._build(part) for name, part in saved.parts.items()}
         return saved.kind.__tensor_unflatten__(parts, saved.context, saved.size, saved.stride)
 
-    def _from_held(self, value: Value, geometry: Geometry) -> Tensor:
+    def _from_held(self, value: Value, geometry: Geometry, is_saved: bool = False) -> Tensor:
         held = value.held.get(geometry)
         if held is not None and held.is_packed:
             tensor = self._fetch(held)
@@ -262,7 +262,7 @@ class _Window:
             return tensor
         if held is None:  # one that covers the storage
             held = next(iter(value.held.values()))
-        tensor = self._fetch(held)
+        tensor = held.fetch_saved(self._frame) if is_saved and not held.is_packed else self._fetch(held)
         return tensor if geometry_of(tensor) == geometry else _torch.lay(tensor, *geometry)
 
     def _fetch(self, held: Held) -> Tensor:

@@ -34,7 +34,18 @@ ContextFn = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManag
 class Rerun:
     """The function, its saved inputs and the state it ran in."""
 
-    __slots__ = ("_ambient", "_buffers", "_function", "_hooks", "_inputs", "_pins", "_rng", "context", "guards_leaves")
+    __slots__ = (
+        "_ambient",
+        "_buffers",
+        "_function",
+        "_hooks",
+        "_inputs",
+        "_pins",
+        "_rng",
+        "_surroundings",
+        "context",
+        "guards_leaves",
+    )
 
     in_order = True
     save = None
@@ -49,7 +60,8 @@ class Rerun:
         self._function = function
         self._hooks = hooks = _torch.enclosing_hooks()
         self._inputs = inputs = Inputs(args, kwargs, hooks)
-        inputs.modules += modules_of(function)
+        self._surroundings = around = Surroundings(function, *inputs.functions)
+        inputs.modules += around.modules
         self.context: AbstractContextManager[Any] | None = None  # entered around the rerun
         self._ambient = Ambient()
         self._buffers = Buffers(inputs.modules) if inputs.modules else None
@@ -69,6 +81,7 @@ class Rerun:
         return tensor
 
     def recompute(self, request: Recompute, deliver: Deliver) -> None:
+        self._surroundings.check(request.frame)
         args, kwargs = self._inputs.restore(request.frame)
         buffers = self._buffers
         slot = -1
@@ -223,46 +236,75 @@ class Buffers:
             module._buffers[name] = buffer
 
 
-def modules_of(function: Any) -> tuple[nn.Module, ...]:
-    """The modules that a function can be seen to run: itself, what it is bound to, and those in its closure and among
-    the globals that it names. Modules that only a callee knows are not found."""
-    if isinstance(function, nn.Module):
-        return (function,)
-    while isinstance(function, functools.partial):
-        function = function.func
-    found = []
-    code = getattr(function, "__code__", None)
-    if code is None:
-        found.append(getattr(function, "__self__", None))
-    else:
+class Surroundings:
+    """The modules and tensors that functions can be seen to use besides their arguments: themselves, what they are bound
+    to, and what they and the functions around them name in closures and globals. What only a method or an imported
+    function knows is not found."""
+
+    __slots__ = ("modules", "tensors")
+
+    def __init__(self, *functions: Any) -> None:
+        self.modules: tuple[nn.Module, ...] = ()
+        self.tensors: tuple[tuple[str, Tensor, int], ...] = ()
+        seen: set[CodeType] = set()
+        for function in functions:
+            if isinstance(function, nn.Module):
+                self.modules += (function,)
+            else:
+                self._look_at(function, seen)
+
+    def _look_at(self, function: Any, seen: set[CodeType]) -> None:
+        while isinstance(function, functools.partial):
+            function = function.func
+        code = getattr(function, "__code__", None)
+        if code is None:
+            self._note("self", getattr(function, "__self__", None), seen)
+            return
+        if code in seen:
+            return
+        seen.add(code)
         names = _names.get(code)
         if names is None:
-            names = _names[code] = _names_of_objects(code, function.__globals__)
+            names = _names[code] = _names_of_objects(function)
         for name in names:
-            found.append(function.__globals__.get(name))
-        for cell in function.__closure__ or ():
-            with contextlib.suppress(ValueError):  # not yet set
-                found.append(cell.cell_contents)
+            self._note(name, function.__globals__.get(name), seen)
+        if function.__closure__ is not None:
+            for name, cell in zip(code.co_freevars, function.__closure__, strict=True):
+                with contextlib.suppress(ValueError):  # not yet set
+                    self._note(name, cell.cell_contents, seen)
         if type(function) is MethodType:
-            found.append(function.__self__)
-        elif not found:
-            return ()
-    modules: tuple[nn.Module, ...] = ()
-    for value in found:
+            self._note("self", function.__self__, seen)
+
+    def _note(self, name: str, value: Any, seen: set[CodeType]) -> None:
         if isinstance(value, nn.Module):
-            modules += (value,)
+            self.modules += (value,)
+        elif isinstance(value, Tensor):
+            self.tensors += ((name, value, _torch.version(value)),)
         elif type(value) is list or type(value) is tuple:
-            modules += tuple(part for part in value if isinstance(part, nn.Module))
-    return modules
+            self.modules += tuple(part for part in value if isinstance(part, nn.Module))
+        elif type(value) is FunctionType and not value.__module__.startswith("torch."):
+            self._look_at(value, seen)
+
+    def check(self, where: Frame) -> None:
+        for name, tensor, version in self.tensors:
+            if _torch.version(tensor) != version:
+                raise errors.changed(where, named(f"'{name}'", tensor), version, _torch.version(tensor))
 
 
-# The globals of a function that may hold modules; looked for once, at its first call.
+# The globals of a function that may hold modules, tensors or more functions of the same file; looked for once, at its
+# first call.
 _names: dict[CodeType, tuple[str, ...]] = {}
 
 
-def _names_of_objects(code: CodeType, names: dict[str, Any]) -> tuple[str, ...]:
-    no_objects = (type, ModuleType, FunctionType, BuiltinFunctionType)
-    return tuple(name for name in code.co_names if name in names and not isinstance(names[name], no_objects))
+def _names_of_objects(function: Any) -> tuple[str, ...]:
+    names, no_objects = function.__globals__, (type, ModuleType, BuiltinFunctionType)
+    return tuple(
+        name
+        for name in function.__code__.co_names
+        if name in names
+        and not isinstance(names[name], no_objects)
+        and getattr(names[name], "__globals__", names) is names
+    )
 
 
 # ---- arguments
@@ -299,7 +341,7 @@ class _Argument:
 class Inputs:
     """The arguments of one call: tensors saved, containers copied, everything guarded."""
 
-    __slots__ = ("_args", "_hooks", "_kwargs", "_objects", "devices", "generators", "modules")
+    __slots__ = ("_args", "_hooks", "_kwargs", "_objects", "devices", "functions", "generators", "modules")
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], hooks: _torch.Hooks | None) -> None:
         self._hooks = hooks
@@ -307,6 +349,7 @@ class Inputs:
         self.devices: tuple[torch.device, ...] = ()
         self.generators: tuple[torch.Generator, ...] = ()
         self.modules: tuple[nn.Module, ...] = ()
+        self.functions: tuple[Any, ...] = ()
         save = self._save
         self._args = [save(v, "args", i) for i, v in enumerate(args)]
         self._kwargs = {k: save(v, "kwargs", k) for k, v in kwargs.items()} if kwargs else kwargs
@@ -335,6 +378,8 @@ class Inputs:
             self.modules += (value,)
             return value
         if isinstance(value, NO_OBJECTS):
+            if type(value) is FunctionType or type(value) is MethodType:
+                self.functions += (value,)
             return value
         path = f"{parent}[{key!r}]"
         opened = open_container(value)
@@ -361,7 +406,7 @@ class Inputs:
     def _check_object(value: object, path: str, seen: list[tuple[str, weakref.ref[Tensor], int]], where: Frame) -> None:
         now = dict(_parts_in(value, path, set()))
         for name, ref, version in seen:
-            tensor = now[name] if name in now else None
+            tensor: Any = now.get(name)
             if not isinstance(tensor, Tensor) or tensor is not ref():
                 raise errors.replaced(where, name)
             if _torch.version(tensor) != version:

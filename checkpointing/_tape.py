@@ -253,6 +253,7 @@ class Tape(TorchDispatchMode):
         self._values: dict[int, Value] = {}  # by storage: its value now
         self._weak: list[int] = []
         self._saved: set[int] = set()
+        self._pending: set[Value] = set()  # saved while still unwritten, and read by no operator yet
         self._segment = 0
         self._ids = 0
 
@@ -275,6 +276,7 @@ class Tape(TorchDispatchMode):
         self._is_open = False
         self._values.clear()
         self._saved.clear()
+        self._pending.clear()
         for weak in self._weak:
             _torch.free_weak_storage(weak)
         self._weak.clear()
@@ -283,7 +285,7 @@ class Tape(TorchDispatchMode):
         """What a holder needs to bring `tensor` back."""
         if type(tensor) is not Tensor and hasattr(tensor, "__tensor_flatten__"):
             return Wrapped(tensor, self.save)
-        ref = self.reference(tensor)
+        ref = self.reference(tensor, is_read=False)
         if type(ref) is Ref:
             value = ref.value
             if value.id not in self._saved:
@@ -308,7 +310,7 @@ class Tape(TorchDispatchMode):
                 self._segment += 1
         return tensor
 
-    def reference(self, tensor: Tensor) -> Any:
+    def reference(self, tensor: Tensor, is_read: bool = True) -> Any:
         """A reference to what `tensor` reads now. Its value is held if no recorded operator made it."""
         kind: Any = type(tensor)
         if kind is Tensor or kind is _Parameter:
@@ -325,6 +327,10 @@ class Tape(TorchDispatchMode):
         geometry = geometry_of(tensor)
         if value.op is None or (value.unwritten and value.nbytes):
             # From outside; or allocated here and filled by something unseen (a raw kernel, ctypes, NumPy).
+            if is_read:
+                self._pending.discard(value)
+            elif value.op is not None:
+                self._pending.add(value)
             value.hold(tensor, geometry, self._hooks, self._running)
         return _new_ref((value, geometry, kind))
 
@@ -430,13 +436,16 @@ class Tape(TorchDispatchMode):
         for place in written:
             targets.update((_torch.storage_id(t), t) for t in tensors_of(places.get(place)) if _torch.has_storage(t))
         old = {sid: self._values.get(sid) for sid in targets}
+        # Filled by an operator whose node has saved them just before: what it saved is what the operator leaves there.
+        pending = {sid for sid, value in old.items() if value in self._pending}
         outside = {sid for sid, value in old.items() if self._is_outside(value, info)}
         if info.inplace and len(outside) == len(targets):
             # It only writes something from outside: never repeated. Whoever read the value before gets a copy.
-            self._freeze(old.values())
+            self._freeze(value for sid, value in old.items() if sid not in pending)
             result = func(*args, **kwargs)
-            for target in targets.values():
-                self._register(target, None)
+            for sid, target in targets.items():
+                if sid not in pending:
+                    self._register(target, None)
             return result
         op = Op()
         op.func = info.run
@@ -455,12 +464,13 @@ class Tape(TorchDispatchMode):
         op.index = self.recorded
         op.segment = self._segment
         op.writes = []
-        self._freeze([self._values.get(sid) for sid in targets])
+        self._freeze([self._values.get(sid) for sid in targets if sid not in pending], info.hidden is not None)
         result = func(*args, **kwargs)
         for sid, target in targets.items():
             value = old[sid]
             if sid in outside or value is None:
-                self._register(target, None)
+                if sid not in pending:
+                    self._register(target, None)
                 continue
             new = self._register(target, op)
             if info.overwrites:
@@ -494,12 +504,12 @@ class Tape(TorchDispatchMode):
             return ref
         return Shape(arg) if info.overwrites else Scratch(self.reference(arg))
 
-    def _freeze(self, values: Iterable[Value | None]) -> None:
+    def _freeze(self, values: Iterable[Value | None], unseen: bool = False) -> None:
         """Before a write: what is held of these values must not change with it."""
         for value in values:
             if value is not None:
                 for held in value.held.values():
-                    held.freeze(self._hooks)
+                    held.freeze(self._hooks, unseen)
 
 
 def _dispatches(kind: type[Tensor]) -> bool:
