@@ -230,6 +230,11 @@ class Frame:
         return tensor
 
 
+def identity(tensor: Tensor) -> Tensor:
+    """The unpack hook of a rerun, whose graph stores tensors."""
+    return tensor
+
+
 def unpack(holder: Holder) -> Tensor:
     """Autograd's unpack hook, the same for all regions."""
     key: Any = _graph_exec_group() or _graph_task_id()
@@ -322,7 +327,8 @@ class Held:
             return
         if unseen and self._unpack is None and self._shared is None:
             self._shared = self._packed
-        if hooks is None or self._unpack is None:
+        if hooks is None or self._unpack is None or self._unpack is identity:
+            # Inside a rerun, too: to pack once more would be a slot that the forward did not have.
             self._packed = _torch.clone_storage(self._packed)
             self._version = _torch.version(self._packed)
         else:

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from . import _torch, errors
 from ._ambient import Ambient, Generators, has_rng
-from ._engine import Deliver, Frame, Held, Name, Recompute, named, thread, unpack, without_recording
+from ._engine import Deliver, Frame, Held, Name, Recompute, identity, named, thread, unpack, without_recording
 from ._tree import ATOMS, NO_OBJECTS, Build, attributes_of, open_container
 
 ContextFn = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
@@ -101,7 +101,7 @@ class Rerun:
             grad_mode = torch.is_grad_enabled()
             _torch.set_grad_enabled(True)
             present = None if buffers is None else buffers.enter(request.frame)
-            _torch.push_hooks(pack, _identity)
+            _torch.push_hooks(pack, identity)
             try:
                 if self.context is None:
                     self._function(*args, **kwargs)
@@ -125,13 +125,9 @@ class Rerun:
             self._rng.leave(now)
 
 
-def _identity(tensor: Tensor) -> Tensor:
-    return tensor
-
-
 def is_internal(hooks: _torch.Hooks) -> bool:
     """Whether these hooks are those of a region or of a rerun, rather than the user's."""
-    return hooks[1] is unpack or hooks[1] is _identity
+    return hooks[1] is unpack or hooks[1] is identity
 
 
 class Pinned:
@@ -237,9 +233,9 @@ class Buffers:
 
 
 class Surroundings:
-    """The modules and tensors that functions can be seen to use besides their arguments: themselves, what they are bound
-    to, and what they and the functions around them name in closures and globals. What only a method or an imported
-    function knows is not found."""
+    """The modules and tensors that functions can be seen to use besides their arguments: themselves, what they are
+    bound to, and what they and the functions around them name in closures and globals. What only a method or an
+    imported function knows is not found."""
 
     __slots__ = ("modules", "tensors")
 
