@@ -1,0 +1,30 @@
+"""Interleaved medians: the machine is noisy, so only ratios of times taken in one run mean something."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+Ways = dict[str, Callable[[], Any]]
+
+
+def medians(ways: Ways, rounds: int, calls: int) -> dict[str, float]:
+    """Median seconds per call of each way; the ways take turns, `calls` calls a turn."""
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for call in ways.values():
+        for _ in range(calls):
+            call()
+    for _ in range(rounds):
+        for name, call in ways.items():
+            start = time.perf_counter()
+            for _ in range(calls):
+                call()
+            times[name].append((time.perf_counter() - start) / calls)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def added(times: dict[str, float], way: str, reference: str) -> float:
+    """What `way` adds to plain, as a fraction of what `reference` adds."""
+    return (times[way] - times["plain"]) / (times[reference] - times["plain"])
