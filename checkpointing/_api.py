@@ -26,7 +26,7 @@ from ._engine import Frame, entered_at, metadata_of, thread, unpack, without_rec
 from ._policy import as_policy
 from ._replay import Replay
 from ._report import OpLog, Stats, explain, measure
-from ._rerun import ContextFn, Rerun
+from ._rerun import ContextFn, Rerun, nothing_requires_grad, stands_alone
 from ._tape import Tape
 
 P = ParamSpec("P")
@@ -346,6 +346,8 @@ def _wrap_rerun(fn: Any, name: str, options: Options) -> Any:
             )
         if is_plain(enabled):
             return fn(*args, **kwargs)
+        if not kwargs and nothing_requires_grad(args) and stands_alone(fn):
+            return fn(*args)  # no gradient can come of it
         source = Rerun(fn, args, kwargs, preserve_rng_state)
         frame = Frame(source, name, entered_at(sys._getframe(1)), options.early_stop, check)
         outer, thread.region = thread.region, source

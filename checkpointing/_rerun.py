@@ -60,8 +60,10 @@ class Rerun:
         self._function = function
         self._hooks = hooks = _torch.enclosing_hooks()
         self._inputs = inputs = Inputs(args, kwargs, hooks)
-        self._surroundings = around = Surroundings(function, *inputs.functions)
-        inputs.modules += around.modules
+        self._surroundings: Surroundings | None = None
+        if inputs.functions or not stands_alone(function):
+            self._surroundings = around = Surroundings(function, *inputs.functions)
+            inputs.modules += around.modules
         self.context: AbstractContextManager[Any] | None = None  # entered around the rerun
         self._ambient = Ambient()
         self._buffers = Buffers(inputs.modules) if inputs.modules else None
@@ -81,7 +83,8 @@ class Rerun:
         return tensor
 
     def recompute(self, request: Recompute, deliver: Deliver) -> None:
-        self._surroundings.check(request.frame)
+        if self._surroundings is not None:
+            self._surroundings.check(request.frame)
         args, kwargs = self._inputs.restore(request.frame)
         buffers = self._buffers
         slot = -1
@@ -285,6 +288,39 @@ class Surroundings:
         for name, tensor, version in self.tensors:
             if _torch.version(tensor) != version:
                 raise errors.changed(where, named(f"'{name}'", tensor), version, _torch.version(tensor))
+
+
+def stands_alone(function: Any) -> bool:
+    """Whether a function has nothing around it but torch: no closure, and no global that could lead to a tensor."""
+    if type(function) is not FunctionType or function.__closure__ is not None:
+        return False
+    code = function.__code__
+    alone = _alone.get(code)
+    if alone is None:
+        values = [function.__globals__[name] for name in code.co_names if name in function.__globals__]
+        alone = _alone[code] = all(isinstance(v, _NO_TENSORS) and _home(v) in ("torch", "math") for v in values)
+    return alone
+
+
+def _home(value: Any) -> str:
+    name = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
+    return str(name).partition(".")[0]
+
+
+_NO_TENSORS = (type, ModuleType, FunctionType, BuiltinFunctionType)
+_alone: dict[CodeType, bool] = {}
+
+
+def nothing_requires_grad(args: tuple[Any, ...]) -> bool:
+    """Whether arguments are plain values and tensors that need no gradient."""
+    for value in args:
+        kind = type(value)
+        if kind is Tensor:
+            if value.requires_grad:
+                return False
+        elif kind not in ATOMS:
+            return False
+    return True
 
 
 # The globals of a function that may hold modules, tensors or more functions of the same file; looked for once, at its
