@@ -76,21 +76,21 @@ class Options:
         """What the engine compares between forward and recompute."""
         check = self.determinism_check
         if callable(check):
-            return lambda tensor: (metadata_of(tensor), _comparable(without_recording(check, tensor)))
+            return lambda tensor: (metadata_of(tensor), _comparable(without_recording(check, tensor.detach())))
         return _CHECKS[check]
 
 
 def fingerprint(tensor: Tensor) -> Any:
     """Metadata and a 64-bit checksum of the tensor's bits, in their order; equal bits give equal numbers."""
-    return metadata_of(tensor), without_recording(_checksum, tensor)
+    return metadata_of(tensor), without_recording(_checksum, tensor.detach())
 
 
 def _checksum(tensor: Tensor) -> int:
-    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+    flat = tensor.resolve_conj().resolve_neg().contiguous().view(-1)
     if flat.is_complex():
         flat = torch.view_as_real(flat).view(-1)
     bits = flat.view(_SAME_SIZE[flat.element_size()]).to(torch.int64)
-    weights = torch.arange(1, 2 * bits.numel(), 2, device=bits.device)
+    weights = 2 * torch.arange(bits.numel(), device=bits.device) + 1
     return int((bits * weights).sum())
 
 

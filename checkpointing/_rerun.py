@@ -15,7 +15,7 @@ import contextlib
 import functools
 import re
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -40,6 +40,7 @@ class Rerun:
         "_function",
         "_hooks",
         "_inputs",
+        "_outer",
         "_pins",
         "_rng",
         "_surroundings",
@@ -64,14 +65,19 @@ class Rerun:
         if inputs.functions or not stands_alone(function):
             self._surroundings = around = Surroundings(function, *inputs.functions)
             inputs.modules += around.modules
+            inputs.generators += around.generators
         self.context: AbstractContextManager[Any] | None = None  # entered around the rerun
         self._ambient = Ambient()
-        self._buffers = Buffers(inputs.modules) if inputs.modules else None
+        self._buffers: Buffers | None = None
+        if inputs.modules:
+            self._buffers = Buffers(inputs.modules)
+            inputs.see(self._buffers.devices)
         # Leaves that the function finds by itself are no arguments. Those that come from elsewhere in the rerun than in
         # the forward (hooks, copies of buffers) have other version counters.
         self.guards_leaves = hooks is None and self._buffers is None
         self._rng = Generators(True, inputs.devices, inputs.generators) if preserve_rng_state else None
         self._pins: list[Held] = []
+        self._outer = thread.region
 
     def settle(self) -> None:
         """The forward has ended."""
@@ -79,6 +85,9 @@ class Rerun:
             self._buffers.settle()
 
     def keep(self, tensor: Tensor) -> Tensor:
+        if isinstance(self._outer, Rerun | Pinned):
+            # Its own rerun runs this region anew, which must not decide anew.
+            tensor = self._outer.keep(tensor)
         self._pins.append(Held(tensor, self._hooks, "a value given to keep()"))
         return tensor
 
@@ -145,14 +154,14 @@ class Pinned:
         if pin is None:  # backward inside the region, met again by the rerun, may run ahead of the forward
             return tensor
         value = pin.fetch(self._where)
-        return _Pin.apply(tensor, value) if tensor.requires_grad else value  # type: ignore[no-untyped-call]
+        return _Pin.apply(tensor, value) if tensor.requires_grad else value.clone()  # type: ignore[no-untyped-call]
 
 
 class _Pin(torch.autograd.Function):
     # The pinned value with the recomputed tensor's place in the graph.
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, value: Tensor) -> Tensor:
-        return value.view_as(value)
+        return value.clone()  # the function may write it
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -174,12 +183,13 @@ class Buffers:
     a trace. A large one is copied until a forward has left it alone; if a later one writes it, that rerun is refused.
     """
 
-    __slots__ = ("_copies", "_lazy", "_lost", "_watched")
+    __slots__ = ("_copies", "_lazy", "_lost", "_watched", "devices")
 
     def __init__(self, modules: tuple[nn.Module, ...]) -> None:
         self._copies: list[tuple[nn.Module, str, Tensor]] = []
         self._watched: list[tuple[nn.Module, str, Tensor, int]] = []
         self._lost: list[tuple[nn.Module, str]] = []
+        self.devices: set[torch.device] = set()
         self._lazy: list[tuple[nn.Module, str]] = []
         stack: list[nn.Module | None] = list(modules)
         seen: set[nn.Module] = set()
@@ -189,6 +199,9 @@ class Buffers:
                 continue
             seen.add(module)
             stack.extend(module._modules.values())
+            for parameter in module._parameters.values():
+                if parameter is not None and not parameter.is_cpu:
+                    self.devices.add(parameter.device)
             for name, buffer in module._buffers.items():
                 if buffer is not None and not nn.parameter.is_lazy(buffer):
                     self._note(module, name, buffer)
@@ -240,10 +253,11 @@ class Surroundings:
     bound to, and what they and the functions around them name in closures and globals. What only a method or an
     imported function knows is not found."""
 
-    __slots__ = ("modules", "tensors")
+    __slots__ = ("generators", "modules", "tensors")
 
     def __init__(self, *functions: Any) -> None:
         self.modules: tuple[nn.Module, ...] = ()
+        self.generators: tuple[torch.Generator, ...] = ()
         self.tensors: tuple[tuple[str, Tensor, int], ...] = ()
         seen: set[CodeType] = set()
         for function in functions:
@@ -254,6 +268,8 @@ class Surroundings:
 
     def _look_at(self, function: Any, seen: set[CodeType]) -> None:
         while isinstance(function, functools.partial):
+            for value in (*function.args, *function.keywords.values()):
+                self._note("an argument of a partial", value, seen)
             function = function.func
         code = getattr(function, "__code__", None)
         if code is None:
@@ -279,10 +295,14 @@ class Surroundings:
             self.modules += (value,)
         elif isinstance(value, Tensor):
             self.tensors += ((name, value, _torch.version(value)),)
-        elif type(value) is list or type(value) is tuple:
-            self.modules += tuple(part for part in value if isinstance(part, nn.Module))
+        elif isinstance(value, torch.Generator):
+            self.generators += (value,)
         elif type(value) is FunctionType and not value.__module__.startswith("torch."):
             self._look_at(value, seen)
+        elif type(value) not in ATOMS and not isinstance(value, NO_OBJECTS):
+            for path, part in _parts_in(value, name, set()):
+                if not isinstance(part, Tensor):
+                    self._note(path, part, seen)
 
     def check(self, where: Frame) -> None:
         for name, tensor, version in self.tensors:
@@ -400,7 +420,7 @@ class Inputs:
             return value
         if isinstance(value, Tensor):
             if not value.is_cpu:
-                self._see(value)
+                self.see((value.device,))
             in_graph = value.requires_grad and not value.is_leaf
             return (_Argument if in_graph else Held)(value, self._hooks, (parent, key))
         if isinstance(value, torch.Generator):
@@ -422,17 +442,20 @@ class Inputs:
         for name, part in _parts_in(value, path, set()):
             if isinstance(part, nn.Module):
                 self.modules += (part,)
+            elif isinstance(part, torch.Generator):
+                self.generators += (part,)
             else:
-                self._see(part)
+                self.see((part.device,))
                 seen.append((name, weakref.ref(part), _torch.version(part)))
         if seen:
             self._objects += ((value, path, seen),)
         return value
 
-    def _see(self, tensor: Tensor) -> None:
-        device = tensor.device
-        if device not in self.devices and has_rng(device):
-            self.devices += (device,)
+    def see(self, devices: Iterable[torch.device]) -> None:
+        """Fork the random generators of these, too."""
+        for device in devices:
+            if device not in self.devices and has_rng(device):
+                self.devices += (device,)
 
     @staticmethod
     def _check_object(value: object, path: str, seen: list[tuple[str, weakref.ref[Tensor], int]], where: Frame) -> None:
@@ -466,7 +489,7 @@ def _rebuild(saved: Any, where: Frame) -> Any:
 
 def _parts_in(value: Any, path: str, seen: set[int]) -> Iterator[tuple[str, Any]]:
     """The tensors and modules that an object reaches through its attributes and the containers among them."""
-    if isinstance(value, Tensor | nn.Module):
+    if isinstance(value, Tensor | nn.Module | torch.Generator):
         yield path, value
     elif type(value) not in ATOMS and not isinstance(value, NO_OBJECTS) and id(value) not in seen:
         seen.add(id(value))
