@@ -294,9 +294,9 @@ class Held:
         self._version = _torch.version(tensor)
         self._unpack: Callable[[Any], Tensor] | None = None
         self._shared: Tensor | None = None
-        self._live: weakref.ref[Tensor] | None = None
+        self._live: Callable[[], Tensor | None] | None = None
         base = tensor._base
-        root = tensor if base is None else base
+        root = tensor if base is None or (tensor.requires_grad and tensor.is_leaf) else base
         self.is_parameter = root.is_leaf and (root.requires_grad or type(root) is nn.Parameter)
         if self.is_parameter and root is tensor:
             self._packed: Any = tensor
@@ -309,8 +309,11 @@ class Held:
             if self._unpack is unpack:
                 self._packed = pack(alias)
             else:
-                self._live = weakref.ref(tensor)
+                users = _torch.storage_users(alias), sys.getrefcount(alias)
                 self._packed = without_recording(pack, alias)
+                # Hooks that did not copy hold the storage: then an alias costs nothing, and guards it for good.
+                shares = _torch.storage_users(alias) > users[0] or sys.getrefcount(alias) > users[1]
+                self._live = (lambda: alias) if shares else weakref.ref(tensor)
 
     @property
     def is_packed(self) -> bool:

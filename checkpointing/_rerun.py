@@ -273,7 +273,7 @@ class Surroundings:
             function = function.func
         code = getattr(function, "__code__", None)
         if code is None:
-            self._note("self", getattr(function, "__self__", None), seen)
+            self._note("self", getattr(function, "__self__", function), seen)
             return
         if code in seen:
             return

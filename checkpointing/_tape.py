@@ -327,11 +327,13 @@ class Tape(TorchDispatchMode):
         geometry = geometry_of(tensor)
         if value.op is None or (value.unwritten and value.nbytes):
             # From outside; or allocated here and filled by something unseen (a raw kernel, ctypes, NumPy).
+            hooks = self._hooks
             if is_read:
                 self._pending.discard(value)
             elif value.op is not None:
                 self._pending.add(value)
-            value.hold(tensor, geometry, self._hooks, self._running)
+                hooks = None  # there is nothing in it yet that could be saved elsewhere
+            value.hold(tensor, geometry, hooks, self._running)
         return _new_ref((value, geometry, kind))
 
     def _opaque(self, held: Held) -> Value:
@@ -502,7 +504,11 @@ class Tape(TorchDispatchMode):
             ref = Ref(self._values[_torch.storage_id(arg)], geometry_of(arg), None)
             reads.append(ref.value)
             return ref
-        return Shape(arg) if info.overwrites else Scratch(self.reference(arg))
+        if info.overwrites:
+            return Shape(arg)
+        ref = self.reference(arg)
+        reads.append(ref.value)
+        return Scratch(ref)
 
     def _freeze(self, values: Iterable[Value | None], unseen: bool = False) -> None:
         """Before a write: what is held of these values must not change with it."""

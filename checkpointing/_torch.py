@@ -58,6 +58,11 @@ storage_id: Callable[[Tensor], int] = _C._storage_id
 has_storage: Callable[[Tensor], bool] = _C._has_storage
 
 
+def storage_users(tensor: Tensor) -> int:
+    """How many references the storage of `tensor` has; 0 if it has no storage."""
+    return cast(int, _C._storage_Use_Count(storage_id(tensor))) if has_storage(tensor) else 0
+
+
 def weak_storage(tensor: Tensor) -> int:
     """A weak reference that keeps the storage's *address* from being reused; free it with `free_weak_storage`."""
     return cast(int, tensor.untyped_storage()._weak_ref())
