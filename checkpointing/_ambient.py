@@ -116,16 +116,16 @@ class Ambient:
         )
 
     def _enter(self, undo: list[Callable[[], None]]) -> None:
-        switches = _read_switches()
+        switches = read_switches()
         if switches != self._switches:
-            undo.append(lambda: _write_switches(switches))
-            _write_switches(self._switches)
+            undo.append(lambda: write_switches(switches))
+            write_switches(self._switches)
         modes = _torch.function_modes()
         if modes != (self._modes or []):
             undo.append(lambda: _torch.set_function_modes(modes))
             _torch.set_function_modes(self._modes or [])
-        autocast = _read_autocast()
-        if autocast != self._autocast:
+        if self._autocast is not None or _autocast_is_on():
+            autocast = _read_autocast()
             undo.append(lambda: _write_autocast(autocast))
             _write_autocast(self._autocast)
         if self._autocast is not None:
@@ -138,19 +138,17 @@ _GETTERS = tuple(getter for getter, _ in _torch.SWITCHES)
 _Autocast = list[tuple[str, bool, torch.dtype]]
 
 
-def _read_switches() -> list[Any]:
+def read_switches() -> list[Any]:
     return [getter() for getter in _GETTERS]
 
 
-def _write_switches(values: list[Any]) -> None:
+def write_switches(values: list[Any]) -> None:
     for (getter, setter), value in zip(_torch.SWITCHES, values, strict=True):
         if getter() != value:
             setter(value)
 
 
-def _read_autocast() -> tuple[bool, _Autocast] | None:
-    if not _autocast_is_on():
-        return None
+def _read_autocast() -> tuple[bool, _Autocast]:
     return torch.is_autocast_cache_enabled(), [
         (t, torch.is_autocast_enabled(t), torch.get_autocast_dtype(t)) for t in _torch.autocast_device_types()
     ]

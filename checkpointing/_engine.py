@@ -302,7 +302,7 @@ class Held:
             self._packed: Any = tensor
             return
         alias = _torch.alias(tensor)
-        if hooks is None or self.is_parameter:
+        if hooks is None or self.is_parameter or _torch.is_cast_of_parameter(root):
             self._packed = alias
         else:
             pack, self._unpack = hooks

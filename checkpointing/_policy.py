@@ -64,10 +64,10 @@ def as_policy(policy: Any) -> Policy | None:
         return None
     if isinstance(policy, list | tuple | set | frozenset):
         for op in policy:
-            if not isinstance(op, torch._ops.OpOverload | torch._ops.HigherOrderOperator):
+            if not isinstance(op, _torch.OpOverload | _torch.HigherOrderOperator):
                 raise ValueError(
                     f"a policy lists OpOverloads such as torch.ops.aten.mm.default, not {op!r}"
-                    + (" (name one of its overloads)" if isinstance(op, torch._ops.OpOverloadPacket) else "")
+                    + (" (name one of its overloads)" if isinstance(op, _torch.OpOverloadPacket) else "")
                 )
         ops = frozenset(policy)
         return lambda op, args, kwargs, result: op in ops

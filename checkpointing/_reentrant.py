@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import errors
+from . import _torch, errors
 from ._ambient import Ambient, Generators, has_rng
 from ._engine import thread
 from ._tree import map_tensors
@@ -52,7 +52,7 @@ class CheckpointFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        if not torch.autograd._is_checkpoint_valid():
+        if not _torch.is_checkpoint_valid():
             raise errors.CheckpointError(
                 "When use_reentrant=True, torch.utils.checkpoint is incompatible with .grad() or passing an `inputs` "
                 "parameter to .backward(). To resolve this error, you can either set use_reentrant=False "
@@ -134,14 +134,13 @@ def run(function: Callable[..., Any], name: str, preserve_rng_state: bool, args:
     return CheckpointFunction.apply(function, preserve_rng_state, *args)  # type: ignore[no-untyped-call]
 
 
-_warned = False
+_warned: list[bool] = []
 
 
 def warn_once(stacklevel: int) -> None:
     """The backend is deprecated: said once per process, when it is chosen through our own doors."""
-    global _warned
     if not _warned:
-        _warned = True
+        _warned.append(True)
         warnings.warn(
             "backend='reentrant' is deprecated: backend='rerun', the default, supports more and is faster. "
             "Leave backend out.",

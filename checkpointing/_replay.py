@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from . import _torch
+from ._ambient import read_switches, write_switches
 from ._engine import Deliver, Held, Holder, Recompute
 from ._tape import Geometry, Op, Ref, Scratch, Shape, Tape, Value, Wrapped, geometry_of, tensors_of
 
@@ -46,7 +47,15 @@ class Replay:
                 tensor = held.fetch_saved(request.frame)
                 deliver(request.holder.slot, tensor if kind is None else tensor.as_subclass(kind))
                 return
-        _Window(self, request, deliver).run()
+        present = read_switches()
+        if present == self.tape.switches:
+            _Window(self, request, deliver).run()
+            return
+        write_switches(self.tape.switches)  # of the block's beginning: kernels look at them
+        try:
+            _Window(self, request, deliver).run()
+        finally:
+            write_switches(present)
 
 
 class _Window:

@@ -198,8 +198,8 @@ class Buffers:
             if module is None or module in seen:
                 continue
             seen.add(module)
-            stack.extend(module._modules.values())
-            for parameter in module._parameters.values():
+            stack.extend(_torch.children(module))
+            for parameter in _torch.own_parameters(module):
                 if parameter is not None and not parameter.is_cpu:
                     self.devices.add(parameter.device)
             for name, buffer in module._buffers.items():

@@ -21,14 +21,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import _torch
-from ._ambient import Generators, has_rng
+from ._ambient import Generators, has_rng, read_switches
 from ._engine import Held, Name, stack_of_user, thread
 from ._tree import ATOMS
 
@@ -146,10 +146,10 @@ class Info:
     def __init__(self, func: Any) -> None:
         schema = getattr(func, "_schema", None)
         # Past one Python call, where there is one to pass.
-        self.run = func._op if type(func) is torch._ops.OpOverload else func
+        self.run = _torch.quick_call(func)
         self.writes: tuple[Any, ...] = ()
         self.ignored = self.inplace = self.random = False
-        name = func.name() if isinstance(func, torch._ops.OpOverload) else str(func)
+        name = func.name() if isinstance(func, _torch.OpOverload) else str(func)
         self.hidden = HIDDEN_WRITES.get(name.partition(".")[0])
         base = name.partition(".")[0].removeprefix("aten::")
         self.allocates = base in ALLOCATES
@@ -250,6 +250,7 @@ class Tape(TorchDispatchMode):
         self._running: Any = "autograd"  # the operator that reads now, for messages
         self._depth = thread.depth
         self._is_open = True
+        self.switches = read_switches()
         self._values: dict[int, Value] = {}  # by storage: its value now
         self._weak: list[int] = []
         self._saved: set[int] = set()
@@ -266,10 +267,10 @@ class Tape(TorchDispatchMode):
         """While the block still runs, a backward inside it has brought `value` back on another storage. What reads
         that storage reads the value: holding it once more would be a waste, and a slot that no rerun would have."""
         if self._is_open and _has_storage(tensor) and tensor.untyped_storage().nbytes() == value.nbytes:
-            storage = tensor.untyped_storage()
-            if storage._cdata not in self._values:
-                self._weak.append(cast(int, storage._weak_ref()))
-                self._values[storage._cdata] = value
+            sid = _storage_id(tensor)
+            if sid not in self._values:
+                self._weak.append(_torch.weak_storage(tensor.untyped_storage()))
+                self._values[sid] = value
 
     def close(self) -> None:
         """Drop what is needed only while recording."""
@@ -346,10 +347,10 @@ class Tape(TorchDispatchMode):
         self._ids += 1
         storage = tensor.untyped_storage()
         value = Value(self._ids, op, storage.nbytes())
-        sid = storage._cdata
+        sid = _storage_id(tensor)
         if sid not in self._values:
             # While a weak reference lives, no other storage gets this address.
-            self._weak.append(cast(int, storage._weak_ref()))
+            self._weak.append(_torch.weak_storage(storage))
         self._values[sid] = value
         return value
 

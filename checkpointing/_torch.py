@@ -6,13 +6,13 @@ unless a line says otherwise.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, Protocol, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 _C: Any = torch._C
 _autograd: Any = torch._C._autograd
@@ -50,6 +50,30 @@ def at_graph_task_end(callback: Callable[[], None]) -> None:
 PythonNode: type = _C._FunctionBase
 
 
+# ---- operators, as they are named in dispatch modes and policies
+OpOverload = torch._ops.OpOverload
+OpOverloadPacket = torch._ops.OpOverloadPacket
+HigherOrderOperator = torch._ops.HigherOrderOperator
+
+
+def quick_call(func: Any) -> Any:
+    """What an `OpOverload` calls; other kinds of operators stay as they are."""
+    return func._op if type(func) is OpOverload else func
+
+
+# Whether the running backward has no `inputs=` and is not `torch.autograd.grad`.
+is_checkpoint_valid: Callable[[], bool] = torch.autograd._is_checkpoint_valid
+
+
+def children(module: nn.Module) -> Iterable[nn.Module | None]:
+    """`module.children()` without the names, the set and the generators."""
+    return module._modules.values()
+
+
+def own_parameters(module: nn.Module) -> Iterable[Tensor | None]:
+    return module._parameters.values()
+
+
 # ---- storages. The public way (`untyped_storage()`) builds a Python object per call.
 storage_id: Callable[[Tensor], int] = _C._storage_id
 
@@ -63,9 +87,9 @@ def storage_users(tensor: Tensor) -> int:
     return cast(int, _C._storage_Use_Count(storage_id(tensor))) if has_storage(tensor) else 0
 
 
-def weak_storage(tensor: Tensor) -> int:
+def weak_storage(storage: torch.UntypedStorage) -> int:
     """A weak reference that keeps the storage's *address* from being reused; free it with `free_weak_storage`."""
-    return cast(int, tensor.untyped_storage()._weak_ref())
+    return cast(int, storage._weak_ref())
 
 
 free_weak_storage: Callable[[int], None] = torch.UntypedStorage._free_weak_ref
@@ -256,7 +280,11 @@ def set_function_modes(modes: Sequence[Any]) -> None:
 # (getter, setter) of process-wide switches that change which kernel runs. Public ones are here too: one table.
 SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (torch.get_default_dtype, torch.set_default_dtype),
-    (_C._get_deterministic_algorithms, lambda on: _C._set_deterministic_algorithms(on, warn_only=_warn_only())),
+    (_C._get_deterministic_algorithms, lambda on: _C._set_deterministic_algorithms(on, warn_only=_warns_only())),
+    (
+        _C._get_deterministic_algorithms_warn_only,
+        lambda on: _C._set_deterministic_algorithms(_is_strict(), warn_only=on),
+    ),
     (_C._get_float32_matmul_precision, _C._set_float32_matmul_precision),
     (_C._get_flash_sdp_enabled, _C._set_sdp_use_flash),
     (_C._get_mem_efficient_sdp_enabled, _C._set_sdp_use_mem_efficient),
@@ -272,8 +300,19 @@ if torch.backends.cudnn.is_available():
     )
 
 
-def _warn_only() -> bool:
-    return torch.is_deterministic_algorithms_warn_only_enabled()
+_warns_only: Callable[[], bool] = _C._get_deterministic_algorithms_warn_only
+_is_strict: Callable[[], bool] = _C._get_deterministic_algorithms
+
+
+def is_cast_of_parameter(tensor: Tensor) -> bool:
+    """Whether autocast may have made this from a parameter. It caches such casts, so a region may find one in the
+    forward and make it itself in a rerun: it counts as the parameter. (Where this is asked, below autocast, autocast
+    says that it is off.)"""
+    node = tensor.grad_fn
+    if node is None or node.name() != "ToCopyBackward0":
+        return False
+    source = node.next_functions[0][0]
+    return source is not None and source.name() == "torch::autograd::AccumulateGrad"
 
 
 def autocast_device_types() -> list[str]:

@@ -449,11 +449,11 @@ def create_selective_checkpoint_contexts(
     if isinstance(policy_fn_or_list, list):
         ops = policy_fn_or_list
         for op in ops:
-            if not isinstance(op, torch._ops.OpOverload | torch._ops.HigherOrderOperator):
+            if not isinstance(op, _torch.OpOverload | _torch.HigherOrderOperator):
                 hint = (
                     "Please update the OpOverloadPacket to a specific OpOverload."
                     "For example, if you have `torch.ops.aten.mm`, change it to `torch.ops.aten.mm.default`."
-                    if isinstance(op, torch._ops.OpOverloadPacket)
+                    if isinstance(op, _torch.OpOverloadPacket)
                     else ""
                 )
                 raise ValueError(

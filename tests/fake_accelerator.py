@@ -1,0 +1,388 @@
+"""An accelerator made of Python, with a random generator of its own: tests of devices where there is none.
+
+A tensor of the device `toy` is a wrapper around a CPU tensor that does the work. A device can't be unregistered, so
+this is a program: `python fake_accelerator.py flat|opaque` runs every `case_*` and prints one JSON object, name to
+traceback or null. `flat` tensors say how they are taken apart (`__tensor_flatten__`), `opaque` ones don't.
+"""
+
+import dataclasses
+import json
+import os
+import sys
+import traceback
+import types
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from checkpointing import checkpoint_scope, checkpointed, keep
+
+
+class Module:
+    """What `torch.toy` is."""
+
+    def __init__(self):
+        self.generator = torch.Generator()
+        self.asked = 0
+
+    def is_initialized(self):
+        return True
+
+    def is_available(self):
+        return True
+
+    def current_device(self):
+        return 0
+
+    def device_count(self):
+        return 1
+
+    def _is_in_bad_fork(self):
+        return False
+
+    def manual_seed_all(self, seed):
+        self.generator.manual_seed(seed)
+
+    def get_amp_supported_dtype(self):
+        return [torch.bfloat16]
+
+    def get_rng_state(self, device=None):
+        self.asked += 1
+        return self.generator.get_state()
+
+    def set_rng_state(self, state, device=None):
+        self.generator.set_state(state)
+
+
+class Toy(torch.Tensor):
+    """A tensor on the device; `inner` is where its numbers are."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(
+            cls,
+            inner.size(),
+            strides=inner.stride(),
+            storage_offset=inner.storage_offset(),
+            dtype=inner.dtype,
+            device="toy:0",
+        )
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    def __repr__(self):
+        return f"Toy({self.inner})"
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        return compute(func, args, kwargs or {})
+
+
+class FlatToy(Toy):
+    """One that says how it is taken apart."""
+
+    def __tensor_flatten__(self):
+        return ["inner"], None
+
+    @staticmethod
+    def __tensor_unflatten__(parts, context, size, stride):
+        return FlatToy(parts["inner"])
+
+
+torch_toy = Module()
+kind = Toy
+
+
+def inner(value):
+    """A tensor's numbers."""
+    return value.inner if isinstance(value, Toy) else value
+
+
+def wrap(value):
+    """A CPU tensor as one of the device."""
+    return kind(value) if isinstance(value, torch.Tensor) else value
+
+
+def compute(func, args, kwargs):
+    """Run an operator on the numbers inside; random ones draw from the device's generator."""
+    cpu_args, cpu_kwargs = tree_map(inner, args), tree_map(inner, dict(kwargs))
+    to_cpu = False
+    if cpu_kwargs.get("device") is not None:
+        to_cpu = torch.device(cpu_kwargs["device"]).type == "cpu"
+        cpu_kwargs["device"] = "cpu"
+    if torch.Tag.nondeterministic_seeded in func.tags:
+        before = torch.get_rng_state()
+        torch.set_rng_state(torch_toy.generator.get_state())
+        try:
+            result = func(*cpu_args, **cpu_kwargs)
+        finally:
+            torch_toy.generator.set_state(torch.get_rng_state())
+            torch.set_rng_state(before)
+    else:
+        result = func(*cpu_args, **cpu_kwargs)
+    if func._schema.is_mutable:  # in-place
+        return args[0]
+    if to_cpu:
+        return result
+    return tree_map(wrap, result)
+
+
+def copy_between(source, target, non_blocking=False):
+    """`copy_` with the device on one side."""
+    inner(target).copy_(inner(source))
+    return target
+
+
+def register(which):
+    """Make the device."""
+    global kind
+    from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+    kind = which
+    _setup_privateuseone_for_python_backend("toy", backend_module=torch_toy)
+    library = torch.library.Library("aten", "IMPL")
+    for name in ("empty.memory_format", "empty_strided"):
+        allocate = getattr(torch.ops.aten, name.partition(".")[0])
+
+        def on_device(*args, allocate=allocate, device=None, pin_memory=None, **kwargs):
+            return wrap(allocate(*args, device="cpu", **kwargs))
+
+        library.impl(name, on_device, "PrivateUse1")
+    library.impl("_copy_from", copy_between, "PrivateUse1")
+    return library
+
+
+# ---- comparing
+
+
+def scope(fn):
+    """`fn` in a block."""
+
+    def run(*args, **kwargs):
+        with checkpoint_scope():
+            return fn(*args, **kwargs)
+
+    return run
+
+
+RERUN = (checkpointed,)
+REPLAY = (checkpointed(backend="replay"), scope)
+BOTH = (*RERUN, *REPLAY, lambda fn: checkpointed(scope(fn)), lambda fn: scope(checkpointed(fn)))
+
+
+def observe(step):
+    """The bits that a step leaves behind: its results and both random streams."""
+    torch.manual_seed(0)
+    torch_toy.generator.manual_seed(1)
+    results = step()
+    tensors = [*results, torch.get_rng_state(), torch_toy.generator.get_state()]
+    return [inner(t).detach().view(torch.uint8).flatten().tolist() for t in tensors]
+
+
+def check(doors, fn, call=lambda fn, *tensors: fn(*tensors), on=("toy",)):
+    """`fn` in each door is as plain; `call` hands it its tensors, one for each device in `on`."""
+
+    def step(fn):
+        leaves = []
+        for device in on:
+            leaf = torch.linspace(0.1, 1, 50)
+            leaves.append((wrap(leaf) if device == "toy" else leaf).requires_grad_())
+        y = call(fn, *leaves)
+        return [y, *torch.autograd.grad(y.sum(), leaves)]
+
+    plain = observe(lambda: step(fn))
+    assert observe(lambda: step(fn)) == plain
+    for door in doors:
+        have = observe(lambda door=door: step(door(fn)))
+        for what, a, b in zip(["result", *on, "cpu stream", "toy stream"], have, plain, strict=True):
+            assert a == b, (door, what)
+
+
+def body(x):
+    """Dropout whose mask both the operators before and after it meet."""
+    return F.dropout(F.dropout(x.sin(), 0.5).exp(), 0.2).sin()
+
+
+# ---- cases
+
+
+def case_the_device_is_there():
+    """The fake is good enough to be believed."""
+    x = torch.rand(4).to("toy")
+    assert x.device == torch.device("toy:0")
+    assert torch.equal(x.to("cpu"), x.inner)
+    torch_toy.generator.manual_seed(3)
+    before = torch.get_rng_state()
+    assert torch.equal(torch.rand(4, device="toy").inner, torch.rand(4, generator=torch.Generator().manual_seed(3)))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def case_no_randomness():
+    """Plain operators on the device, in every door."""
+    check(BOTH, lambda x: (x.sin() * x).exp().sin())
+
+
+def case_positional_argument():
+    """Rerun forks the generator of the device that an argument lives on."""
+    check(BOTH, body)
+
+
+def case_keyword_argument():
+    """A keyword argument counts."""
+    check(BOTH, lambda x: body(x), lambda fn, x: fn(x=x))
+
+
+def case_computed_argument():
+    """So does one that has a history."""
+    check(BOTH, body, lambda fn, x: fn(x * 1.5))
+
+
+def case_nested_in_containers():
+    """At any depth of lists and dicts."""
+    check(BOTH, lambda s: body(s["a"][0][1]), lambda fn, x: fn({"a": [(0, x)]}))
+
+
+def case_in_a_dataclass():
+    """And in dataclasses."""
+    check(BOTH, lambda s: body(s.x), lambda fn, x: fn(Pair(x, None)))
+
+
+def case_attribute_of_an_object():
+    """And as an attribute of a plain object."""
+    check(BOTH, lambda s: body(s.x), lambda fn, x: fn(types.SimpleNamespace(x=x)))
+
+
+def case_list_in_an_object():
+    """And in a container that is an attribute."""
+    check(BOTH, lambda s: body(s.x[0]), lambda fn, x: fn(types.SimpleNamespace(x=[x])))
+
+
+def case_data_beside():
+    """A tensor that wants no gradient tells the device as well."""
+    check(BOTH, lambda c, d: body(c.to("toy") * d).to("cpu"), lambda fn, c: fn(c, wrap(torch.ones(50))), ["cpu"])
+
+
+def case_parameters_of_a_module_argument():
+    """A module among the arguments, or the module that is called, tells where its parameters live."""
+    module = nn.Module()
+    module.weight = nn.Parameter(wrap(torch.linspace(0, 1, 50)))
+    check(BOTH, lambda m, c: body(c.to("toy") * m.weight).to("cpu"), lambda fn, c: fn(module, c), ["cpu"])
+
+
+def case_both_devices_in_turn():
+    """The streams of CPU and device are independent of each other, and both go on where plain's do."""
+
+    def fn(c, t):
+        c = F.dropout(c.sin(), 0.5)
+        t = F.dropout(t.sin(), 0.5)
+        c = (c * torch.rand(50)).exp()
+        return c + (t * torch.rand(50, device="toy")).sin().to("cpu")
+
+    check(BOTH, fn, on=["cpu", "toy"])
+
+
+def case_moved_inside():
+    """Replay is exact when tensors reach the device only inside the region."""
+    check(REPLAY, lambda c: body(c.to("toy")).to("cpu").sin(), on=["cpu"])
+
+
+def case_moved_inside_twice():
+    """There and back again, with random numbers on both sides."""
+
+    def fn(c):
+        c = F.dropout(c, 0.5).sin()
+        t = F.dropout(c.to("toy"), 0.5).exp()
+        c = F.dropout(t.to("cpu"), 0.5).sin()
+        return F.dropout(c.to("toy"), 0.5).exp().to("cpu").sin()
+
+    check(REPLAY, fn, on=["cpu"])
+
+
+def case_made_inside():
+    """So it is when they are made there."""
+    check(REPLAY, lambda c: (c.to("toy") * torch.rand(50, device="toy")).sin().exp().to("cpu"), on=["cpu"])
+    check(REPLAY, lambda c: (c.to("toy") * torch.empty(50, device="toy").normal_()).sin().to("cpu"), on=["cpu"])
+
+
+def case_keep():
+    """A kept value on the device."""
+    check(BOTH, lambda x: keep(F.dropout(x.sin(), 0.5)).exp().sin())
+
+
+def case_save_on_cpu_like_hooks():
+    """Hooks around a region move its input away from the device and back."""
+
+    def hooked(door):
+        def wrapped(fn):
+            def run(x):
+                with torch.autograd.graph.saved_tensors_hooks(
+                    lambda t: (t.device, t.to("cpu")), lambda p: p[1].to(p[0])
+                ):
+                    return door(fn)(x)
+
+            return run
+
+        return wrapped
+
+    check([hooked(door) for door in BOTH], body, lambda fn, x: fn(x * 1.5))
+
+
+def case_no_argument_there_costs_nothing():
+    """The device's generator is not asked when nothing lives there, nor with `preserve_rng_state=False`."""
+    for options, x, asked in (
+        ({}, torch.rand(3), False),
+        ({"preserve_rng_state": False}, wrap(torch.rand(3)), False),
+        ({"backend": "replay"}, torch.rand(3), False),
+        ({"backend": "replay"}, wrap(torch.rand(3)), False),  # no random operator
+        ({}, wrap(torch.rand(3)), True),
+    ):
+        torch_toy.asked = 0
+        y = checkpointed(lambda x: x.sin().exp(), **options)(x.requires_grad_())
+        assert (torch_toy.asked > 0) is asked, options
+        y.sum().backward()
+
+
+@dataclasses.dataclass
+class Pair:
+    x: object
+    y: object
+
+
+CASES = {name.removeprefix("case_"): case for name, case in list(globals().items()) if name.startswith("case_")}
+
+
+def main(which):
+    """Run every case, each in a fork: an exception on a worker thread of a fake device ends the process."""
+    library = register({"flat": FlatToy, "opaque": Toy}[which])
+    torch.set_num_threads(1)
+    with torch.no_grad():
+        F.dropout(torch.rand(2, device="toy"), 0.5).to("cpu").sin()  # imports what torch imports at first use
+    print(json.dumps({name: in_a_fork(case) for name, case in CASES.items()}))
+    del library
+
+
+def in_a_fork(case):
+    """What became of a case: None, or what went wrong."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(reader)
+        try:
+            case()
+            text = ""
+        except BaseException:
+            text = traceback.format_exc()
+        os.write(writer, text.encode()[-60_000:])
+        os._exit(0)
+    os.close(writer)
+    with open(reader, encoding="utf-8", errors="replace") as file:
+        text = file.read()
+    _, status = os.waitpid(child, 0)
+    return text or (f"the process ended with status {status}" if status else None)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,667 @@
+"""Autograd constructs and Python control flow inside of regions, around them and between them; small models."""
+
+import bitwise
+import pytest
+import torch
+import torch.utils.checkpoint
+from bitwise import DOORS, RERUN, Table
+from torch import nn
+from torch.autograd import Function
+from torch.nn import functional as F
+
+from checkpointing import checkpoint_scope, checkpointed, keep
+
+
+def tensors(*modules):
+    def make():
+        torch.manual_seed(3)
+        return (
+            torch.randn(4, 6, dtype=torch.float64, requires_grad=True),
+            torch.randn(4, 6, dtype=torch.float64, requires_grad=True),
+            *[m().double() for m in modules],
+        )
+
+    return make
+
+
+case = Table(tensors())
+
+
+# ---- custom functions
+class Cube(Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        (again,) = ctx.saved_tensors
+        return g * 3 * x * again
+
+
+class NewStyle(Function):
+    @staticmethod
+    def forward(x, y):
+        e = x.exp()
+        return e * y, e
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        x, y = inputs
+        ctx.save_for_backward(x, y, output[1])
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(output[1])
+
+    @staticmethod
+    def backward(ctx, g, g2):
+        x, y, e = ctx.saved_tensors
+        assert g2 is None
+        gx = g * e * y if ctx.needs_input_grad[0] else None
+        return gx, (g * e if ctx.needs_input_grad[1] else None)
+
+
+class Once(Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x.cos())
+        ctx.plain = x.sin()
+        return x.sin()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, g):
+        return g * ctx.saved_tensors[0] + 0 * ctx.plain
+
+
+class Dirty(Function):
+    @staticmethod
+    def forward(ctx, x):
+        x.mul_(2)
+        ctx.mark_dirty(x)
+        ctx.save_for_backward(x)
+        return x
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * 2 + 0 * ctx.saved_tensors[0]
+
+
+class SavesIntermediate(Function):
+    @staticmethod
+    def forward(ctx, x):
+        with torch.enable_grad():
+            d = x.detach().requires_grad_()
+            y = d.sin().exp()
+        ctx.inner = (d, y)
+        return y.detach()
+
+    @staticmethod
+    def backward(ctx, g):
+        d, y = ctx.inner
+        return torch.autograd.grad(y, d, g)
+
+
+@case
+def cube(x, y):
+    return Cube.apply(x.sin()) * Cube.apply(y)
+
+
+@case
+def new_style(x, y):
+    a, e = NewStyle.apply(x.sin(), y * 2)
+    b, _ = NewStyle.apply(x.detach(), y.cos())
+    return a * b, e
+
+
+@case(backwards=("first", "twice", "partial"))
+def once_differentiable(x, y):
+    return Once.apply(x * y).exp()
+
+
+@case
+def mark_dirty(x, y):
+    h = x.sin()
+    k = Dirty.apply(h)
+    return k * h.exp()
+
+
+@case(refused=RERUN)
+def mark_dirty_input(x, y):
+    return Dirty.apply(y) * y.exp()
+
+
+@case(backwards=("first", "partial"))
+def function_with_a_graph_inside(x, y):
+    return SavesIntermediate.apply(x * y) * 2
+
+
+# ---- custom operators
+@torch.library.custom_op("bitwise_tests::scale", mutates_args=())
+def scale(x: torch.Tensor, f: float) -> torch.Tensor:
+    return x.clone() * f
+
+
+scale.register_autograd(
+    lambda ctx, g: (g * ctx.f * ctx.saved_tensors[0].cos(), None),
+    setup_context=lambda ctx, inputs, output: (setattr(ctx, "f", inputs[1]), ctx.save_for_backward(inputs[0])),
+)
+
+
+@torch.library.custom_op("bitwise_tests::bump", mutates_args=("x",))
+def bump(x: torch.Tensor, by: float) -> None:
+    x.numpy()[...] += by
+
+
+@torch.library.custom_op("bitwise_tests::bump_and_tell", mutates_args=("x",))
+def bump_and_tell(x: torch.Tensor) -> torch.Tensor:
+    x.add_(1)
+    return x * 2
+
+
+@torch.library.custom_op("bitwise_tests::any_positive", mutates_args=())
+def any_positive(x: torch.Tensor) -> bool:
+    return bool((x > 0).any())
+
+
+@case(backwards=("first", "twice", "partial"))
+def custom_op(x, y):
+    return scale(x.sin(), 2.0) * scale(y, 0.5).exp()
+
+
+@case
+def custom_op_that_writes(x, y):
+    h = (x * 2).detach()
+    bump(h, 1.5)
+    t = bump_and_tell(h)
+    return x * h * t.exp() if any_positive(h) else x
+
+
+@case(whole=True, refused=RERUN)
+def custom_op_that_writes_outside(region, x, y):
+    b = torch.ones(4, 6, dtype=x.dtype)
+
+    def f(x):
+        h = x * b.clone()
+        bump(b, 1.0)
+        t = bump_and_tell(b)
+        return h.exp() * b.clone() * t
+
+    return region(f, x), region(f, y), b
+
+
+# ---- hooks
+@case(whole=True)
+def tensor_hooks(region, x, y):
+    def f(x, y):
+        h = x.sin()
+        h.register_hook(lambda g: g * 2)
+        k = (h * y).exp()
+        k.register_hook(lambda g: g + h.detach())
+        return k * h
+
+    return region(f, x, y * 1)
+
+
+@case(whole=True, make=tensors(lambda: nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))))
+def module_hooks(region, x, y, m):
+    calls = []
+    handles = [
+        m[0].register_forward_hook(lambda m, i, o: o * 1.5),
+        m[1].register_forward_pre_hook(lambda m, i: (i[0].cos(),)),
+        m[2].register_full_backward_hook(lambda m, gi, go: (gi[0] * 2,)),
+        m.register_forward_hook(lambda m, i, o: calls.append(1)),
+    ]
+    out = region(m, x * y)
+    for h in handles:
+        h.remove()
+    return out * len(calls)
+
+
+@case(whole=True)
+def retain_grad_inside(region, x, y):
+    seen = []
+
+    def f(x):
+        h = x.sin()
+        h.retain_grad()
+        seen.append(h)
+        return h.exp()
+
+    return region(f, x)
+
+
+# ---- islands
+@case
+def no_grad_island(x, y):
+    with torch.no_grad():
+        s = (x.exp() @ y.t()).softmax(-1)
+        s.mul_(2)
+    return s @ x.sin() * y.detach().cos()
+
+
+@case
+def inference_mode_island(x, y):
+    with torch.inference_mode():
+        s = x.exp().sum()
+        t = x * 2
+        t.mul_(3)
+    return x.sin() * s.clone() * t.clone()
+
+
+@case
+def set_grad_enabled_inside(x, y):
+    torch.set_grad_enabled(False)
+    a = x.exp()
+    torch.set_grad_enabled(True)
+    return a * x.sin() * y.detach().exp()
+
+
+@case
+def detach_and_requires_grad(x, y):
+    h = x.sin().detach().requires_grad_()
+    k = (h * h).exp().sum()
+    (g,) = torch.autograd.grad(k, h, create_graph=True)
+    return x * g.detach() * y
+
+
+@case
+def leaf_made_inside(x, y):
+    w = torch.full((6,), 0.5, dtype=x.dtype, requires_grad=True)
+    p = nn.Parameter(torch.arange(6, dtype=x.dtype))
+    return (x * w).exp() * p.sin()
+
+
+@case
+def gradient_inside(x, y):
+    h = (x * y).sin()
+    (g,) = torch.autograd.grad(h.exp().sum(), x, create_graph=True)
+    return g * h, g.square()
+
+
+@case(whole=True)
+def gradient_of_a_leaf_inside(region, x, y):
+    def f(x):
+        w = torch.ones(6, dtype=x.dtype, requires_grad=True)
+        (x.detach() * w).exp().sum().backward()
+        return x * w.grad
+
+    return region(f, x)
+
+
+# ---- other regions and hooks
+@case(whole=True)
+def torch_checkpoint_inside(region, x, y):
+    def f(x, y):
+        h = torch.utils.checkpoint.checkpoint(lambda x: (x * y).sin().exp(), x, use_reentrant=False)
+        return F.dropout(h.cos(), 0.3) * h
+
+    return region(f, x, y * 1)
+
+
+@case(whole=True)
+def torch_checkpoint_around(region, x, y):
+    return torch.utils.checkpoint.checkpoint(
+        lambda x, y: region(lambda x: F.dropout((x * y).sin(), 0.3).exp(), x).cos(), x, y, use_reentrant=False
+    )
+
+
+@case(whole=True, backwards=("first",))
+def reentrant_checkpoint_inside(region, x, y):
+    def f(x, y):
+        return torch.utils.checkpoint.checkpoint(lambda x: (x * 2).sin().exp(), x * y, use_reentrant=True).cos()
+
+    return region(f, x, y * 1)
+
+
+@case
+def save_on_cpu_inside(x, y):
+    h = x.sin()
+    with torch.autograd.graph.save_on_cpu():
+        k = (h * y).exp()
+    return k * h.cos()
+
+
+@case
+def user_hooks_inside(x, y):
+    h = x.sin()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach().numpy().copy(), lambda a: torch.from_numpy(a)):
+        k = (h * y).exp()
+    return k * h
+
+
+@case(whole=True)
+def user_hooks_around(region, x, y):
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach().numpy().copy(), lambda a: torch.from_numpy(a)):
+        h = x.sin()
+        k = region(lambda h, y: (h * y).exp() * h, h, y * 1)
+        return region(lambda k: (k.t() @ k).sin(), k)
+
+
+@case(whole=True)
+def regions_in_regions(region, x, y):
+    def inner(h):
+        return F.dropout(h.exp(), 0.2) * h
+
+    def middle(h, y):
+        return region(inner, h * y).sin() * region(inner, y)
+
+    return region(lambda x, y: region(middle, x, y) + region(middle, y, x.cos()), x, y * 1)
+
+
+@case(whole=True)
+def mixed_doors(region, x, y):
+    def f(x):
+        with checkpoint_scope():
+            a = checkpointed(lambda x: x.exp().sin())(x)
+            b = checkpointed(lambda x: x.cos() * a, backend="replay")(a)
+        return a * b
+
+    return region(f, x) * region(lambda x: f(f(x)), y)
+
+
+@case(whole=True)
+def kept_values(region, x, y):
+    def f(x, y):
+        h = x
+        for i in range(5):
+            h = (h * y).sin() + F.dropout(h, 0.2)
+            if i % 2:
+                h = keep(h)
+            h[i % 4].mul_(1.5) if i == 3 else None
+        return keep(h).exp(), h * 2
+
+    return region(f, x, y * 1)
+
+
+@case(whole=True)
+def kept_then_written(region, x, y):
+    def f(x):
+        h = keep(x.exp())
+        k = h.clone()
+        g = keep(k * 2)
+        g.mul_(h)
+        return g.sin() * h
+
+    return region(f, x)
+
+
+# ---- forward mode and vmap
+@case
+def forward_mode_inside(x, y):
+    def f(t):
+        return (t * t).sin()
+
+    _, tangent = torch.func.jvp(f, (x.detach(),), (y.detach(),))
+    return x.sin() * tangent
+
+
+@case
+def forward_ad_inside(x, y):
+    import torch.autograd.forward_ad as fwAD
+
+    with fwAD.dual_level():
+        d = fwAD.make_dual(x.detach(), y.detach())
+        t = fwAD.unpack_dual((d * d).exp()).tangent
+    return x * t
+
+
+@case
+def vmap_inside(x, y):
+    v = torch.func.vmap(lambda a, b: (a * b).sin() @ b)(x.sin(), y)
+    r = torch.func.vmap(lambda a: a * torch.rand(6, dtype=a.dtype), randomness="different")(x)
+    return v * r.exp().sum(-1)
+
+
+@case
+def func_grad_inside(x, y):
+    g = torch.func.grad(lambda t: (t * t).sin().sum())(x.detach())
+    j = torch.func.jacrev(lambda t: t.sin())(x[0].detach())
+    return x * g * j.sum(0)
+
+
+# ---- decisions by data
+@case
+def item_and_loop(x, y):
+    h = x
+    while h.abs().max().item() > 0.2:
+        h = (h * 0.6).sin()
+    return h * int((x > 0).sum())
+
+
+@case
+def nonzero_and_masks(x, y):
+    h = x.sin()
+    i = (h > 0).nonzero()
+    u, inv, counts = torch.unique((h * 3).detach().round(), return_inverse=True, return_counts=True)
+    m = h[h.detach() > 0.1].exp()
+    return m * m, h[i[:, 0], i[:, 1]].square(), (u[inv] * counts[inv]).view_as(h) * h
+
+
+@case
+def bool_operators(x, y):
+    h = x.sin()
+    if torch.equal(h, h.clone()) and torch.allclose(h, h) and bool((h < 2).all()) and h.is_nonzero is not None:
+        h = h * 2
+    return h.exp() if torch.is_nonzero(h.sum()) else h
+
+
+@case
+def sorts_and_searches(x, y):
+    v, i = x.sin().sort(dim=1)
+    k = torch.topk(v, 3).values * torch.kthvalue(y, 2).values[:, None]
+    b = torch.searchsorted(v.detach(), y.detach())
+    return k.exp(), v.gather(1, b.clamp(0, 5)) * v, torch.cummax(x * y, 1).values.exp(), x.median(1).values.exp(), i
+
+
+@case
+def exceptions_inside(x, y):
+    h = x.sin()
+    try:
+        torch.mm(h, h)
+    except RuntimeError:
+        h = h.exp()
+    return h * h
+
+
+@case
+def autocast_inside(x, y):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        h = x.float() @ y.float().t()
+        k = h @ x.float()
+    return k.float().exp() * x.float()
+
+
+@case(whole=True)
+def autocast_around(region, x, y):
+    w = x.float()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return region(lambda w, y: ((w @ y.t()) @ w).float().sin() * 2, w, y.float())
+
+
+@case
+def outer_product_solvers(x, y):
+    a = x @ x.t() + 5 * torch.eye(4, dtype=x.dtype)
+    l = torch.linalg.cholesky(a)
+    q, r = torch.linalg.qr(x.t())
+    s = torch.linalg.svdvals(y)
+    e = torch.linalg.eigh(a)
+    return torch.cholesky_solve(y, l), q * r.sum(), s.exp(), e.eigenvalues, torch.linalg.solve(a, y), torch.logdet(a)
+
+
+@case
+def fft_and_complex(x, y):
+    f = torch.fft.fft2(x * y)
+    s = torch.stft(x.flatten(), 8, return_complex=True, window=torch.hann_window(8, dtype=x.dtype))
+    return torch.fft.ifft2(f * f.conj()).real.exp(), s.abs()
+
+
+# ---- small models
+class Net(nn.Module):
+    """Base: parameters in float64, input made from a 4 by 6 tensor."""
+
+
+class ConvNet(Net):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(1, 4, 3, padding=1),
+            nn.BatchNorm2d(4),
+            nn.ReLU(inplace=True),
+            nn.MaxPool2d(2),
+            nn.Conv2d(4, 4, 1, bias=False),
+            nn.BatchNorm2d(4, momentum=None),
+            nn.SiLU(inplace=True),
+            nn.Dropout2d(0.3),
+            nn.AdaptiveAvgPool2d(1),
+            nn.Flatten(),
+            nn.Linear(4, 3),
+        )
+
+    def forward(self, x):
+        return self.body(x.expand(3, 4, 6)[:, None] * torch.arange(1.0, 4).view(3, 1, 1, 1))
+
+
+class UNet(Net):
+    def __init__(self):
+        super().__init__()
+        self.down = nn.Conv2d(1, 4, 3, stride=2, padding=1)
+        self.norm = nn.BatchNorm2d(4)
+        self.mid = nn.Conv2d(4, 4, 3, padding=1)
+        self.up = nn.ConvTranspose2d(4, 2, 2, stride=2)
+        self.out = nn.Conv2d(3, 1, 1)
+
+    def forward(self, x):
+        x = x[None, None]
+        h = F.gelu(self.norm(self.down(x)))
+        h = h + F.relu_(self.mid(h))
+        h = F.pixel_unshuffle(F.interpolate(self.up(h), scale_factor=2, mode="bilinear"), 2)[:, :2]
+        return self.out(torch.cat([h, x], 1))
+
+
+class Recurrent(Net):
+    def __init__(self):
+        super().__init__()
+        self.lstm = nn.LSTM(6, 5, num_layers=2, dropout=0.3, bidirectional=True, batch_first=True)
+        self.gru = nn.GRU(10, 4, num_layers=1)
+        self.rnn = nn.RNNCell(4, 4)
+        self.cell = nn.LSTMCell(4, 4)
+
+    def forward(self, x):
+        h, (c, n) = self.lstm(x.view(2, 2, 6))
+        packed = nn.utils.rnn.pack_padded_sequence(h, torch.tensor([2, 1]), batch_first=True)
+        g, _ = self.gru(packed)
+        g, _ = nn.utils.rnn.pad_packed_sequence(g, batch_first=True)
+        a, b = self.cell(self.rnn(g[:, 0]))
+        return g * 2, c.sum() * n.exp(), a * b
+
+
+class Transformer(Net):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(11, 6, padding_idx=0)
+        layer = nn.TransformerEncoderLayer(6, 2, 12, dropout=0.2, batch_first=True, norm_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.decoder = nn.TransformerDecoderLayer(6, 2, 12, dropout=0.1, batch_first=True)
+
+    def forward(self, x):
+        e = self.embed(torch.tensor([[1, 2, 0, 5], [3, 4, 4, 0]])) + x
+        mask = nn.Transformer.generate_square_subsequent_mask(4, dtype=x.dtype)
+        h = self.encoder(e, mask=mask, is_causal=True)
+        return self.decoder(h, e)
+
+
+class Attention(Net):
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(6, 3, dropout=0.2, batch_first=True, add_bias_kv=True)
+
+    def forward(self, x):
+        x = x.view(2, 2, 6)
+        h, w = self.attention(x, x * 2, x.sin(), key_padding_mask=torch.tensor([[False, True], [False, False]]))
+        k, _ = self.attention(h, h, h, need_weights=False)
+        return h * k, w
+
+
+class Bag(Net):
+    def __init__(self):
+        super().__init__()
+        self.bag = nn.EmbeddingBag(9, 6, mode="mean")
+        self.top = nn.EmbeddingBag(9, 6, mode="max")
+        self.sum = nn.EmbeddingBag(9, 6, mode="sum", include_last_offset=True)
+        self.scaled = nn.Embedding(9, 6, max_norm=1.0)
+        self.bilinear = nn.Bilinear(6, 6, 3)
+
+    def forward(self, x):
+        i = torch.tensor([1, 2, 2, 5, 8, 0])
+        o = torch.tensor([0, 2, 4, 5])
+        w = x.view(-1)[:6]
+        h = self.bag(i, o) + self.top(i, o) + self.sum(i, torch.tensor([0, 2, 4, 5, 6]), per_sample_weights=w)
+        return self.bilinear(h * x, x.exp()), h.sin() * 2
+
+
+class Scaled(Net):
+    """`max_norm` writes the weight in the forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.scaled = nn.Embedding(9, 6, max_norm=1.0)
+
+    def forward(self, x):
+        return (self.scaled(torch.tensor([1, 2, 2, 5])) * x).exp()
+
+
+class Losses(Net):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 5)
+
+    def forward(self, x):
+        h = self.linear(x.sin())
+        t = torch.tensor([0, 3, 2, 4])
+        ctc = F.ctc_loss(h.log_softmax(-1)[:, None].expand(4, 2, 5), torch.tensor([[1, 2], [2, 2]]), [4, 4], [2, 1])
+        return (
+            F.cross_entropy(h, t, label_smoothing=0.1),
+            F.nll_loss(h.log_softmax(-1), t, ignore_index=2),
+            ctc,
+            F.binary_cross_entropy_with_logits(h, torch.ones_like(h)),
+            F.huber_loss(h, h.detach() * 2),
+            F.kl_div(h.log_softmax(-1), h.detach().softmax(-1)),
+            F.triplet_margin_loss(h, h.flip(0), h.roll(1, 0)),
+            F.multi_margin_loss(h, t),
+            F.cosine_embedding_loss(h, h.flip(0), torch.ones(4)),
+            F.cdist_ if 0 else torch.cdist(h, h.flip(0)),
+        )
+
+
+for model in (ConvNet, UNet, Recurrent, Transformer, Attention, Bag, Losses, Scaled):
+
+    def _whole(x, y, m):
+        return m(x * 1), m((x * y).sin())
+
+    def _module(region, x, y, m):
+        return region(m, x * 1), region(m, y)
+
+    _whole.__name__ = f"model_{model.__name__}"
+    _module.__name__ = f"module_{model.__name__}"
+    case(_whole, make=tensors(model))
+    case(_module, make=tensors(model), whole=True)
+
+
+@pytest.mark.parametrize("door", DOORS, ids=lambda d: d.__name__)
+@pytest.mark.parametrize("name", case.cases)
+def test_constructs(name, door):
+    """Bit for bit, for every kind of backward."""
+    case.cases[name].check(door)
+
+
+@pytest.mark.parametrize("door", DOORS, ids=lambda d: d.__name__)
+@pytest.mark.parametrize("name", case.cases)
+def test_nothing_stays(name, door, frozen):
+    """Frames die with the graph, without the garbage collector, where plain code makes no cycle either."""
+    if name in ("gradient_inside", "retain_grad_inside", "tensor_hooks"):
+        pytest.skip("the program itself makes a cycle")
+    program = case.cases[name]
+    with bitwise.no_garbage():
+        bitwise.outcome(program.program, door, program.make, "first").clear()

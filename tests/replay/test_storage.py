@@ -1,0 +1,493 @@
+"""Tricks of storage: views, in-place writes, several versions, `set_`, `resize_`, `.data`, reused addresses."""
+
+import bitwise
+import pytest
+import torch
+from bitwise import DOORS, RERUN, Table
+
+
+def tensors():
+    return (
+        torch.randn(4, 6, dtype=torch.float64, requires_grad=True),
+        torch.randn(4, 6, dtype=torch.float64, requires_grad=True),
+        torch.randn(6, 6, dtype=torch.float64, requires_grad=True),
+    )
+
+
+case = Table(tensors)
+
+
+# ---- views
+@case
+def transposed(x, y, w):
+    h = (x @ w).t()
+    return h.sin() * h.t().exp().t()
+
+
+@case
+def views_of_views(x, y, w):
+    h = (x * y).view(2, 12)[:, 2:10].reshape(4, 4).t()[1:3]
+    return h.exp() * h
+
+
+@case
+def unfold_and_diagonal(x, y, w):
+    h = x @ w
+    return h.unfold(1, 3, 1).sin() * 2, h.diagonal(1).exp() * h.diagonal(1), h.unfold(0, 2, 1).square()
+
+
+@case
+def expanded_and_overlapping(x, y, w):
+    h = x.sin()
+    e = h[:, :1].expand(4, 6)
+    o = h.flatten().as_strided((5, 4), (2, 1))
+    return e * e.exp(), o * o
+
+
+@case
+def zero_size_and_zero_dim(x, y, w):
+    h = x.sin()
+    empty = h[:0] * y[:0]
+    return (empty.exp() * empty), h.sum() * h.sum().exp(), h[2, 3] * h.mean()
+
+
+@case
+def zero_size_filled(x, y, w):
+    e = torch.empty(0, 6, dtype=x.dtype)
+    e.add_(1)
+    return torch.cat([e * x[:0], x.sin()]).exp()
+
+
+@case
+def real_and_imag(x, y, w):
+    z = torch.complex(x, y)
+    z = z * z.exp()
+    return z.real * z.imag, (z * z.conj()).real.exp()
+
+
+@case
+def conj_and_neg(x, y, w):
+    z = torch.complex(x.sin(), y)
+    c = z.conj()
+    n = c.imag  # neg bit
+    return (c * c).abs().square(), n * n.exp(), (c.t() @ z).real
+
+
+@case
+def conj_in_place(x, y, w):
+    z = torch.complex(x.sin(), y) * 2
+    z.conj().mul_(z.detach().clone())
+    return torch.view_as_real(z * z).square()
+
+
+@case
+def view_as_complex(x, y, w):
+    z = torch.view_as_complex((x * y).view(4, 3, 2))
+    return torch.view_as_real(z * z.conj() * z)
+
+
+@case
+def dtype_view(x, y, w):
+    h = x * 3
+    mask = (h.detach().view(torch.int64) & 1).to(h.dtype)
+    small = h.detach().view(torch.float32)[:, ::2].to(h.dtype)
+    return h * mask * small.nan_to_num(0, 0, 0).clamp(-1, 1)
+
+
+@case
+def dtype_view_written(x, y, w):
+    h = (x * 3).detach()
+    h.view(torch.int64).bitwise_and_(-256)
+    return x * h * h
+
+
+@case
+def channels_last(x, y, w):
+    h = (x @ w).view(1, 2, 2, 6).contiguous(memory_format=torch.channels_last)
+    return torch.nn.functional.avg_pool2d(h.sin(), 2) * h.exp().mean()
+
+
+@case
+def split_and_unbind(x, y, w):
+    h = x.exp()
+    a, b = h.split(3, dim=1)
+    rows = h.unbind()
+    return a * b, rows[0] * rows[1] * rows[3], torch.stack([r.sin() for r in rows])
+
+
+@case
+def to_sparse_and_back(x, y, w):
+    return (x.sin().to_sparse().to_dense() * y).exp()
+
+
+# ---- writes in place
+@case
+def in_place_on_values(x, y, w):
+    h = x * y
+    h.add_(1).mul_(y)
+    return h.sin_().exp()
+
+
+@case(refused=RERUN)
+def in_place_between_uses(x, y, w):
+    h = x * 2
+    a = h.cos()
+    with torch.no_grad():
+        a.detach().add_(0)
+    h2 = h.clone()
+    h2.mul_(y)
+    k = h2 * 1
+    k[0] = 3.0
+    k[:, 1].mul_(2)
+    return a * h2 * k.sin()
+
+
+@case
+def in_place_on_views(x, y, w):
+    h = x @ w
+    h[1:3].mul_(2)
+    h.t()[2].add_(y[0, :4])
+    h.view(-1)[::5] = 1.5
+    return h.exp() * h.sin()
+
+
+@case
+def in_place_on_views_of_views(x, y, w):
+    h = x.sin()
+    v = h.view(2, 12)[:, 3:9].view(2, 2, 3)[0]
+    v.copy_(y[:2, :3])
+    v.t()[1].exp_()
+    return h * h
+
+
+@case
+def several_versions(x, y, w):
+    h = torch.zeros(4, 6, dtype=x.dtype)
+    outs = []
+    for i in range(4):
+        h = h + x * i
+        s = h.detach().clone()
+        for _ in range(2):
+            s.mul_(1.1).add_(i)
+            outs.append(x * s)  # saves s, which is written again: plain autograd would refuse, so save a copy
+            s = s.clone()
+        outs.append(h.sin())
+    return outs
+
+
+@case(refused=RERUN)
+def several_versions_via_data(x, y, w):
+    h = x.exp()
+    outs = []
+    for i in range(4):
+        b = torch.full((4, 6), float(i), dtype=x.dtype)
+        b.cumsum_(0)
+        outs.append(h * b.clone())
+        b.neg_()
+        outs.append(h * b)
+    return outs
+
+
+@case
+def written_after_it_was_read_by_an_unsaving_op(x, y, w):
+    h = x.sin()
+    a = h + y
+    b = a.exp()
+    h.mul_(0)
+    return a * b, h * y
+
+
+@case(refused=RERUN)
+def in_place_on_input(x, y, w):
+    y.mul_(2)
+    z = y.sin()
+    y.add_(1)
+    return z * y.exp()
+
+
+@case(refused=RERUN)
+def in_place_on_view_of_input(x, y, w):
+    a = x * y[0].clone()
+    y[1:3].mul_(x[1:3])
+    y.t()[0].exp_()
+    return a * y
+
+
+def _twice_written(region, x, y, w):
+    y = y * 1.5
+
+    def first(y):
+        return y.sin() * 2
+
+    def second(h):
+        h.mul_(2)
+        return h.exp() * h
+
+    h = region(first, y)
+    k = region(second, h)
+    return k, h * y
+
+
+case(_twice_written, whole=True, refused=RERUN)
+
+
+@case(whole=True, refused=RERUN)
+def relu_in_place_on_input(region, x, y, w):
+    conv = x @ w
+    return region(lambda h: torch.relu_(h) @ w * h, conv)
+
+
+@case
+def relu_in_place_inside(x, y, w):
+    h = torch.relu_(x @ w)
+    h = torch.nn.functional.leaky_relu_(h @ w - 1, 0.1)
+    return torch.nn.functional.dropout(h, 0.4, inplace=True).exp()
+
+
+# ---- set_, resize_, data, swap
+@case
+def set_to_another(x, y, w):
+    h = (x * 2).detach()
+    g = (y * 3).detach()
+    h.set_(g)
+    h.mul_(2)
+    return x * h * g
+
+
+@case
+def set_to_a_view(x, y, w):
+    h = (x * 2).detach()
+    g = (y * 3).detach().exp()
+    h.set_(g.untyped_storage(), 2, (3, 4), (6, 1))
+    return x[:3, :4] * h.sin() * h
+
+
+@case
+def resize_larger(x, y, w):
+    h = (x * 2).detach()
+    h.resize_(5, 6)
+    h[4].fill_(1.0)
+    return x * h[:4] * h[1:]
+
+
+@case
+def resize_smaller(x, y, w):
+    h = (x * 2).detach()
+    h.resize_(2, 6)
+    h.mul_(2)
+    return x[:2] * h * h.exp()
+
+
+@case
+def resize_storage(x, y, w):
+    h = (x * 2).detach()
+    a = x * h.clone()
+    h.untyped_storage().resize_(0)
+    h.untyped_storage().resize_(4 * 6 * 8)
+    h.copy_(y.detach())
+    return a * h.sin() * h
+
+
+@case
+def assign_data(x, y, w):
+    h = x * 2
+    with torch.no_grad():
+        k = h.detach()
+        k.data = (y * 3).detach()
+        k.data.mul_(2)
+    return x * k * h.exp()
+
+
+@case
+def write_through_data(x, y, w):
+    h = x.sin()
+    h.data.mul_(2)  # autograd doesn't see it
+    k = h.exp()
+    return k * h
+
+
+@case
+def write_through_data_after_saving(x, y, w):
+    h = x.sin()
+    k = h * y  # saves h
+    h.data.mul_(2)  # plain backward reads the new bits
+    return k.exp() * h
+
+
+@case
+def write_through_detached_saved_result(x, y, w):
+    k = x.exp()  # saves its result
+    k.data.add_(1)
+    return k * y
+
+
+@case
+def swapped(x, y, w):
+    a = (x * 2).detach()
+    b = (y * 3).detach().exp()
+    torch.utils.swap_tensors(a, b)
+    a.mul_(2)
+    return x * a * b
+
+
+@case
+def addresses_are_reused(x, y, w):
+    out = x
+    for i in range(30):
+        t = torch.full((4, 6), float(i), dtype=x.dtype)
+        t.mul_(0.1)
+        out = (out * 1.01 + t).sin()
+        del t
+    return out
+
+
+@case
+def saved_many_times(x, y, w):
+    h = x.sin()
+    total = h * h
+    for _ in range(8):
+        total = total + h * y * h.t().t()
+    return total
+
+
+@case
+def inputs_outputs_and_both(x, y, w):
+    h = x.exp()
+    return x, h, y, x * y, h.view(6, 4), x.view(-1)
+
+
+@case
+def returned_view_is_written_outside_free(x, y, w):
+    h = (x * y).sigmoid()
+    return h[1:3], h
+
+
+@case(whole=True)
+def output_written_outside(region, x, y, w):
+    h = region(lambda x, y: (x * y) + 1, x, y * 1)
+    h.mul_(2)
+    h[1:].add_(x[1:])
+    return h.sin()
+
+
+@case(whole=True)
+def views_across_regions(region, x, y, w):
+    h = region(lambda x: x.exp().view(2, 12), x)
+    k = region(lambda h: h.t().sin() * h.t(), h)
+    m = region(lambda h, k: (h[1] * k[:, 0]).cos(), h, k)
+    return h, k, m
+
+
+@case
+def foreach(x, y, w):
+    ts = torch._foreach_mul([x.sin(), y, w[:4] * 2], 3.0)
+    ts = torch._foreach_add(ts, [y, x, x])
+    return [t * t for t in torch._foreach_exp(ts)]
+
+
+@case
+def foreach_in_place(x, y, w):
+    ts = [(x * i).detach() for i in range(1, 4)]
+    torch._foreach_mul_(ts, 0.5)
+    torch._foreach_addcmul_(ts, [y.detach()] * 3, ts[::-1])
+    torch._foreach_add_([ts[0], ts[0]], 1.0)
+    return [x * t * t.exp() for t in ts]
+
+
+@case
+def out_variants(x, y, w):
+    with torch.no_grad():
+        b = torch.empty(4, 6, dtype=x.dtype)
+        torch.mul(x, y, out=b)
+        m = torch.empty(0, dtype=x.dtype)
+        torch.mm(x, w, out=m)
+        torch.add(m, b, out=m)
+        v = torch.empty(2, dtype=x.dtype), torch.empty(2, dtype=torch.long)
+        torch.topk(x[0], 2, out=v)
+        whole = torch.zeros(8, 6, dtype=x.dtype)
+        torch.cos(y, out=whole[2:6])
+    return x * b * m, x[:, :2] * v[0], x[v[1]] * 2, x * whole[2:6].exp(), whole[:4] * x
+
+
+@case
+def cat_split_inplace_index(x, y, w):
+    h = torch.cat([x, y * 2])
+    h.index_add_(0, torch.tensor([0, 2, 2]), y[:3])
+    h[h.detach() > 1] = 0.5
+    h.scatter_(1, torch.tensor([[0, 1], [2, 3]]), 2.0)
+    h.masked_fill_(h.detach() < -1, 0.0)
+    return h.square() * h
+
+
+@case
+def empty_filled_by_slices(x, y, w):
+    buf = torch.empty(4, 12, dtype=x.dtype)
+    buf[:, :6] = x.sin()
+    buf[:, 6:] = y
+    return buf.exp() * buf
+
+
+@case
+def empty_filled_partly(x, y, w):
+    buf = torch.empty(4, 6, dtype=x.dtype)
+    buf[:2] = x[:2].sin()
+    return buf[:2].exp() * buf[:2]
+
+
+@case
+def kv_cache(x, y, w):
+    cache = torch.zeros(8, 4, 6, dtype=x.dtype)
+    out = []
+    for i in range(4):
+        cache[i] = (x * (i + 1)).detach()
+        out.append((cache[: i + 1].clone() * x).sum(0))
+    return out
+
+
+@case
+def storage_shared_by_two_dtypes(x, y, w):
+    h = (x * 2).detach()
+    i = h.view(torch.int32)
+    a = x * h.clone()
+    i[:, ::2].zero_()
+    return a * h * x
+
+
+@case
+def same_tensor_twice_as_argument(x, y, w):
+    h = x.sin()
+    return torch.addcmul(h, h, h) * torch.dot(h[0], h[0])
+
+
+@case
+def chained_resize_as(x, y, w):
+    e = torch.empty(0, dtype=x.dtype).resize_as_(x.detach()).copy_(y.detach()).exp_()
+    return x * e * e
+
+
+@case
+def numpy_view_read_only(x, y, w):
+    h = x.sin()
+    s = float(h.detach().numpy().sum())
+    return h * s
+
+
+@pytest.mark.parametrize("door", DOORS, ids=lambda d: d.__name__)
+@pytest.mark.parametrize("name", case.cases)
+def test_storage(name, door):
+    """Bit for bit, for every kind of backward."""
+    case.cases[name].check(door)
+
+
+@pytest.mark.parametrize("door", DOORS, ids=lambda d: d.__name__)
+@pytest.mark.parametrize("name", case.cases)
+def test_nothing_stays(name, door, frozen):
+    """Frames die with the graph, without the garbage collector, also without a backward."""
+    program = case.cases[name]
+    with bitwise.no_garbage():
+        result = bitwise.outcome(program.program, door, program.make, "first")
+        result.clear()
+        try:
+            program.program(door, *program.make())
+        except Exception:
+            pass

@@ -1,0 +1,284 @@
+"""Subclasses of tensor and other layouts: exact, or refused with a clear error."""
+
+import bitwise
+import pytest
+import torch
+from bitwise import DOORS, Table
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+
+class Tagged(Tensor):
+    """Only decorates; stays through operators by `__torch_function__`."""
+
+
+class Counting(Tensor):
+    """A decorating subclass with a function override of its own."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+class Scaled(Tensor):
+    """A wrapper: `data` times `scale`, computed on plain tensors."""
+
+    @staticmethod
+    def __new__(cls, data, scale):
+        return Tensor._make_wrapper_subclass(
+            cls, data.shape, dtype=data.dtype, strides=data.stride(), requires_grad=False
+        )
+
+    def __init__(self, data, scale):
+        self.inner = data
+        self.scale = scale
+
+    def __tensor_flatten__(self):
+        return ["inner", "scale"], None
+
+    @staticmethod
+    def __tensor_unflatten__(parts, context, size, stride):
+        return Scaled(parts["inner"], parts["scale"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.detach.default:
+            return Scaled(args[0].inner.detach(), args[0].scale)
+        if func in (torch.ops.aten.clone.default,):
+            return Scaled(args[0].inner.clone(), args[0].scale.clone())
+        plain = tree_map(lambda t: t.inner * t.scale if isinstance(t, Scaled) else t, (args, kwargs or {}))
+        return func(*plain[0], **plain[1])
+
+    def __repr__(self, **_):
+        return "Scaled"
+
+
+class TwoOf(Tensor):
+    """A wrapper that stays: two plain tensors side by side."""
+
+    @staticmethod
+    def __new__(cls, a, b):
+        return Tensor._make_wrapper_subclass(cls, a.shape, dtype=a.dtype, strides=a.stride())
+
+    def __init__(self, a, b):
+        self.a, self.b = a, b
+
+    def __tensor_flatten__(self):
+        return ["a", "b"], None
+
+    @staticmethod
+    def __tensor_unflatten__(parts, context, size, stride):
+        return TwoOf(parts["a"], parts["b"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        one = tree_map(lambda t: t.a if isinstance(t, TwoOf) else t, (args, kwargs))
+        two = tree_map(lambda t: t.b if isinstance(t, TwoOf) else t, (args, kwargs))
+        a, b = func(*one[0], **one[1]), func(*two[0], **two[1])
+        if not isinstance(a, Tensor):
+            return a
+        from torch.utils._python_dispatch import return_and_correct_aliasing
+
+        return return_and_correct_aliasing(func, args, kwargs, TwoOf(a, b))
+
+    def __repr__(self, **_):
+        return "TwoOf"
+
+
+def tensors(*modules):
+    def make():
+        torch.manual_seed(3)
+        return (
+            torch.randn(4, 6, dtype=torch.float64, requires_grad=True),
+            torch.randn(4, 6, dtype=torch.float64, requires_grad=True),
+            *[m().double() for m in modules],
+        )
+
+    return make
+
+
+case = Table(tensors())
+
+
+@case
+def tagged(x, y):
+    h = x.sin().as_subclass(Tagged)
+    k = h * y
+    return (k.exp() * h).as_subclass(Tensor)
+
+
+@case
+def tagged_parameter(x, y):
+    w = nn.Parameter(torch.ones(6, dtype=x.dtype).as_subclass(Tagged))
+    return (x * w).exp().as_subclass(Tensor)
+
+
+@case
+def counting(x, y):
+    h = (x * 2).as_subclass(Counting)
+    return ((h * h).sin() * y).as_subclass(Tensor)
+
+
+@case
+def wrapper_as_constant(x, y):
+    s = Scaled((y * 2).detach(), torch.tensor(3.0, dtype=x.dtype))
+    return (x * s).sin() * x
+
+
+@case(whole=True)
+def wrapper_from_before(region, x, y):
+    s = Scaled((y * 2).detach(), torch.tensor(3.0, dtype=x.dtype))
+    return region(lambda x, s: (x * s).sin() * s.clone().inner * x, x, s)
+
+
+@case
+def wrapper_that_stays(x, y):
+    t = TwoOf((x * 2).detach(), (y * 3).detach()).requires_grad_()
+    h = (t.sin() * t).exp()
+    (g,) = torch.autograd.grad(h.sum(), t, TwoOf(*torch.ones(2, dtype=x.dtype).unbind()), create_graph=False)
+    return x * g.a, y * g.b * x
+
+
+@case(whole=True)
+def wrapper_that_stays_across(region, x, y):
+    t = TwoOf((x * 2).detach(), (y * 3).detach()).requires_grad_()
+    h = region(lambda t: (t.sin() * t).exp(), t)
+    k = region(lambda h: h.cos() * h.t().t(), h)
+    (g,) = torch.autograd.grad(k, t, TwoOf(x.detach(), y.detach()))
+    return x * g.a * y * g.b
+
+
+@case
+def wrapper_written_in_place(x, y):
+    t = TwoOf((x * 2).detach(), (y * 3).detach())
+    t.mul_(2)
+    t[1:].add_(1)
+    u = t.exp()
+    return x * u.a * t.b
+
+
+# ---- nested
+@case
+def jagged(x, y):
+    n = torch.nested.nested_tensor_from_jagged(x.sin(), offsets=torch.tensor([0, 1, 4]))
+    h = (n * 2).exp() * n
+    return h.values() * y
+
+
+@case(make=tensors(lambda: nn.Linear(6, 6)))
+def jagged_through_layers(x, y, m):
+    n = torch.nested.nested_tensor_from_jagged(x * 1, offsets=torch.tensor([0, 1, 4]))
+    h = nn.functional.relu(m(n))
+    h = nn.functional.layer_norm(h, (6,))
+    return h.values().exp() * y
+
+
+@case
+def jagged_to_padded(x, y):
+    n = torch.nested.nested_tensor_from_jagged(x.sin(), offsets=torch.tensor([0, 3, 4]))
+    p = torch.nested.to_padded_tensor(n * n, 0.0)
+    return p.exp() * p
+
+
+@case
+def strided_nested(x, y):
+    n = torch.nested.as_nested_tensor([x[:1].sin(), x[1:]])
+    h = (n * 2).sin() * n
+    return torch.cat([t * t for t in h.unbind()])
+
+
+# ---- sparse, MKLDNN, quantised, meta
+@case
+def sparse_coo(x, y):
+    i = torch.tensor([[0, 1, 3], [2, 0, 1]])
+    s = torch.sparse_coo_tensor(i, x.sin()[0, :3], (4, 4))
+    d = torch.sparse.mm(s, y)
+    return d.exp() * s.to_dense()[:, :1] * (s * 2).coalesce().values().sum()
+
+
+@case(backwards=("first", "twice", "partial"))
+def sparse_csr(x, y):
+    s = (x.detach() * (x.detach() > 0)).to_sparse_csr()
+    return (s @ y.t()).exp() * (s.to_dense() @ x.t())
+
+
+@case(backwards=("first", "twice", "partial"))
+def sparse_csr_with_grad(x, y):
+    v = x.sin()[0, :3]
+    s = torch.sparse_csr_tensor(torch.tensor([0, 1, 2, 3, 3]), torch.tensor([2, 0, 1]), v, (4, 4))
+    return (s @ y).exp(), (s.to_dense() * 2).sin()
+
+
+@case(make=tensors(lambda: nn.Embedding(7, 6, sparse=True)), backwards=("first", "partial"))
+def sparse_gradients(x, y, m):
+    return (m(torch.tensor([1, 2, 2, 5])) * x).exp()
+
+
+@case
+def sparse_semi_ops(x, y):
+    s = x.sin().to_sparse()
+    t = (s + s).coalesce()
+    t2 = t.values() * 2
+    return torch.sparse.sum(t * t) * t2.exp()
+
+
+@case(backwards=("first", "twice", "partial"))
+def mkldnn(x, y):
+    h = x.float().to_mkldnn()
+    h = torch.relu(h)
+    return h.to_dense().exp() * y.float()
+
+
+@case
+def quantised(x, y):
+    q = torch.quantize_per_tensor(x.detach().float(), 0.1, 3, torch.quint8)
+    d = q.dequantize()
+    f = torch.fake_quantize_per_tensor_affine(x.sin().float(), 0.1, 0, -128, 127)
+    return (f * d).exp()
+
+
+@case
+def meta(x, y):
+    m = torch.empty(4, 6, device="meta")
+    s = (m * 2).sin().shape
+    return x.sin() * s[0]
+
+
+@case(make=tensors(lambda: nn.utils.parametrizations.weight_norm(nn.Linear(6, 6))))
+def parametrised(x, y, m):
+    return m(x.sin()).exp() * m(y)
+
+
+@case
+def low_precision(x, y):
+    f = x.sin().to(torch.float8_e4m3fn).to(x.dtype)
+    h = x.half() * y.bfloat16().to(torch.half)
+    return f * x, h.float().exp()
+
+
+@case
+def masked(x, y):
+    import warnings
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        m = torch.masked.masked_tensor(x.sin().detach(), y.detach() > 0)
+        s = (m * 2).sum().get_data()
+    return x * s
+
+
+@pytest.mark.parametrize("door", DOORS, ids=lambda d: d.__name__)
+@pytest.mark.parametrize("name", case.cases)
+def test_subclasses(name, door):
+    """Bit for bit."""
+    case.cases[name].check(door)
+
+
+@pytest.mark.parametrize("door", DOORS, ids=lambda d: d.__name__)
+@pytest.mark.parametrize("name", case.cases)
+def test_nothing_stays(name, door, frozen):
+    """Frames die with the graph, without the garbage collector."""
+    program = case.cases[name]
+    with bitwise.no_garbage():
+        bitwise.outcome(program.program, door, program.make, "first").clear()

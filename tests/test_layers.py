@@ -1,0 +1,311 @@
+"""The package is layered: imports point down, private names of torch are in one file, no state is process-wide."""
+
+import ast
+import contextlib
+import os
+import pkgutil
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+
+import checkpointing
+
+PACKAGE = Path(checkpointing.__file__).parent
+
+# The layout table of the design, from the top down.
+LAYERS = [
+    *("__init__", "__main__", "torch_compat", "_modules", "_api", "_report", "_reentrant", "_policy", "_rerun"),
+    *("_replay", "_tape", "_engine", "_ambient", "_tree", "_torch", "errors"),
+]
+FILES = sorted(path.stem for path in PACKAGE.glob("*.py"))
+TREES = {name: ast.parse((PACKAGE / f"{name}.py").read_text(encoding="utf-8")) for name in FILES}
+EACH = pytest.mark.parametrize("name", FILES)
+
+# Private names of torch that may be used outside of `_torch.py`: the names, and where.
+ALLOWED = {
+    "torch.utils._pytree.SUPPORTED_NODES": {"_tree"},
+    "torch.utils._python_dispatch.TorchDispatchMode": set(FILES),
+}
+# Private attributes of objects that are Python's, or that torch documents in its notes on autograd.
+KNOWN_ATTRIBUTES = {"_getframe", "_fields", "_version", "_base", "_schema"}
+
+
+def imports(tree):
+    """Every module that is imported anywhere in a file, and the names taken from it."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield 0, alias.name, None, alias.asname
+        elif isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                yield node.level, node.module or "", alias.name, alias.asname
+
+
+def inner_imports(tree):
+    """The modules of this package that a file imports."""
+    for level, module, name, _ in imports(tree):
+        if level == 0 and module.partition(".")[0] != "checkpointing":
+            continue
+        path = module if level else module.partition(".")[2]
+        yield path.partition(".")[0] or name
+
+
+def is_private(part):
+    """Whether a name starts with one underscore."""
+    return part.startswith("_") and not (part.startswith("__") and part.endswith("__"))
+
+
+def dotted(node):
+    """`a.b.c` as text, or None for what is no such chain."""
+    if isinstance(node, ast.Attribute):
+        base = dotted(node.value)
+        return base and f"{base}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else None
+
+
+def torch_names(tree):
+    """Full names of everything of torch's that a file uses, and their lines."""
+    known = {}
+    for _, module, name, asname in imports(tree):
+        if module.partition(".")[0] == "torch":
+            full = module if name is None else f"{module}.{name}"
+            known[asname or (name or "torch")] = full if name or asname else "torch"
+            yield full, 0
+    for node in ast.walk(tree):
+        text = dotted(node) if isinstance(node, ast.Attribute) else None
+        if text is not None:
+            head, _, rest = text.partition(".")
+            if head in known:
+                yield f"{known[head]}.{rest}", node.lineno
+
+
+# ---- imports
+
+
+def test_every_file_has_its_place():
+    """A new file gets a line in the layout table first."""
+    assert set(FILES) <= set(LAYERS)
+
+
+@EACH
+def test_imports_point_down(name):
+    """A file imports only what is below it in the table."""
+    below = LAYERS[LAYERS.index(name) + 1 :]
+    up = {other for other in inner_imports(TREES[name]) if other in LAYERS and other not in below}
+    assert up - {name} == set()
+
+
+@pytest.mark.parametrize("name", ["__init__"])
+def test_the_package_reexports_and_does_nothing_else(name):
+    """`from ._x import y as y` and a version."""
+    for node in TREES[name].body:
+        reexport = isinstance(node, ast.ImportFrom) and all(a.asname == a.name for a in node.names)
+        docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        module = isinstance(node, ast.ImportFrom) and node.module is None
+        version = isinstance(node, ast.Assign) and dotted(node.targets[0]) in ("__version__", "__all__")
+        assert reexport or docstring or version or module, ast.unparse(node)
+
+
+def test_public_names_come_from_the_package_and_have_docstrings():
+    """What is exported is documented, and says that it lives here."""
+    public = [n for n in dir(checkpointing) if not n.startswith("_") and n not in FILES]
+    assert {"checkpointed", "checkpoint_scope", "keep", "disabled", "is_recomputing", "CheckpointError"} <= set(public)
+    for name in public:
+        thing = getattr(checkpointing, name)
+        if not isinstance(thing, types.ModuleType):
+            assert thing.__doc__, name
+            assert thing.__module__.partition(".")[0] == "checkpointing", name
+
+
+def test_no_import_of_torchs_tests():
+    """`torch.testing._internal` is no library code."""
+    for name, tree in TREES.items():
+        assert not [full for full, _ in torch_names(tree) if full.startswith("torch.testing")], name
+
+
+# ---- private names of torch
+
+
+@EACH
+def test_private_names_of_torch_are_in_one_file(name):
+    """`_torch.py` is the place to look when torch changes."""
+    if name == "_torch":
+        return
+    found = [
+        f"{name}.py:{line}: {full}"
+        for full, line in torch_names(TREES[name])
+        if any(map(is_private, full.split(".")))
+        and not any(
+            full == allowed or full.startswith(f"{allowed}.") or allowed.startswith(f"{full}.")
+            for allowed, files in ALLOWED.items()
+            if name in files
+        )
+    ]
+    assert found == []
+
+
+@EACH
+def test_private_attributes_of_torchs_objects_are_in_one_file(name):
+    """Storages, operators and nodes have private attributes as well: `storage._cdata`, `op._op`, ..."""
+    if name == "_torch":
+        return
+    ours = {
+        *(n.name for t in TREES.values() for n in ast.walk(t) if isinstance(n, ast.FunctionDef | ast.ClassDef)),
+        *(n.id for t in TREES.values() for n in ast.walk(t) if isinstance(n, ast.Name)),
+        *(n.value for t in TREES.values() for n in ast.walk(t) if isinstance(n, ast.Constant)),  # `__slots__`
+        *(
+            a.asname or a.name
+            for t in TREES.values()
+            for n in ast.walk(t)
+            if isinstance(n, ast.ImportFrom)
+            for a in n.names
+        ),
+        *(
+            n.attr
+            for t in TREES.values()
+            for n in ast.walk(t)
+            if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store) and dotted(n.value) == "self"
+        ),
+    }
+    found = [
+        f"{name}.py:{node.lineno}: {ast.unparse(node)}"
+        for node in ast.walk(TREES[name])
+        if isinstance(node, ast.Attribute)
+        and is_private(node.attr)
+        and node.attr not in ours | KNOWN_ATTRIBUTES
+        and not (dotted(node) or "").startswith("torch.")
+    ]
+    assert found == []
+
+
+def test_every_private_touchpoint_exists():
+    """The names that `_torch.py` is built on are there in the torch that is installed: importing it is the check."""
+    assert checkpointing._torch.hooks_are_enabled() is True
+
+
+# ---- nothing is left in the process
+
+
+def run(code):
+    """Output of a program in a process of its own."""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(PACKAGE.parent), *(p for p in sys.path if p)])}
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=env)
+    assert process.returncode == 0, process.stderr
+    return process.stdout
+
+
+def test_import_brings_in_nothing_but_the_package():
+    """No module that `import torch` does not bring in anyway, and none of torch's is changed."""
+    out = run(
+        """
+import sys, torch
+before = set(sys.modules)
+state = {name: dict(vars(module)) for name, module in list(sys.modules.items()) if name.startswith("torch") and module}
+random = torch.get_rng_state()
+import checkpointing
+print(sorted(m for m in set(sys.modules) - before if m.partition(".")[0] != "checkpointing"))
+changed = [
+    f"{name}.{key}"
+    for name, old in state.items()
+    for key, value in list(vars(sys.modules[name]).items())
+    if not key.startswith("__") and key in old and old[key] is not value
+]
+print(changed)
+print(torch.equal(random, torch.get_rng_state()))
+print("torch_remat" in sys.modules or "numpy" in set(sys.modules) - before)
+"""
+    ).splitlines()
+    assert out == ["[]", "[]", "True", "False"]
+
+
+def test_import_warns_about_nothing():
+    """With warnings as errors, in a fresh process."""
+    code = (
+        "import warnings, torch; warnings.simplefilter('error'); import checkpointing; print(checkpointing.__version__)"
+    )
+    assert run(code).strip() == checkpointing.__version__
+
+
+@EACH
+def test_nothing_is_patched_and_nothing_global_is_reassigned(name):
+    """No `global`, no `__del__`, no assignment to an attribute of torch or of another module."""
+    tree = TREES[name]
+    modules = {asname or target or module.partition(".")[0] for _, module, target, asname in imports(tree)}
+    for node in ast.walk(tree):
+        assert not isinstance(node, ast.Global), f"{name}.py:{node.lineno}"
+        assert not (isinstance(node, ast.FunctionDef) and node.name == "__del__"), f"{name}.py:{node.lineno}"
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del):
+            head = (dotted(node) or "").partition(".")[0]
+            # `thread` is our own `threading.local`.
+            assert head not in modules - {"thread"}, f"{name}.py:{node.lineno}: {ast.unparse(node)}"
+
+
+def tensors_below(value, seen, depth=0):
+    """Tensors that can be reached from a module's global containers."""
+    if id(value) in seen or depth > 6:
+        return
+    seen.add(id(value))
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for part in list(value.items()):
+            yield from tensors_below(part, seen, depth + 1)
+    elif isinstance(value, list | tuple | set | frozenset):
+        for part in list(value):
+            yield from tensors_below(part, seen, depth + 1)
+    elif type(value).__module__.startswith("checkpointing") and not isinstance(value, type):
+        slots = [s for k in type(value).__mro__ for s in getattr(k, "__slots__", ())]
+        for slot in slots:
+            with contextlib.suppress(AttributeError):
+                yield from tensors_below(getattr(value, slot), seen, depth + 1)
+        yield from tensors_below(vars(value) if hasattr(value, "__dict__") else {}, seen, depth + 1)
+
+
+def everything(seed):
+    """Regions of each kind, one inside another, with an error among them; how big the globals are afterwards."""
+    x = torch.rand(4, 4).requires_grad_()
+    inner = checkpointing.checkpointed(lambda x: torch.nn.functional.dropout(x.sin(), 0.5).exp(), name=f"n{seed}")
+    for backend in ("rerun", "replay"):
+        with checkpointing.checkpoint_scope(name=f"s{seed}"):
+            y = checkpointing.keep(checkpointing.checkpointed(inner, backend=backend)(x)).cos()
+        y.sum().backward()
+    with contextlib.suppress(KeyError), checkpointing.checkpoint_scope():
+        raise KeyError
+    modules = [m for n, m in sys.modules.items() if n.startswith("checkpointing.") and "__main__" not in n]
+    sizes = {
+        f"{module.__name__}.{name}": len(value)
+        for module in modules
+        for name, value in vars(module).items()
+        if isinstance(value, dict | list | set) and name != "__builtins__"
+    }
+    kept = [
+        f"{module.__name__}.{name}"
+        for module in modules
+        for name, value in vars(module).items()
+        if name != "__builtins__" and not isinstance(value, types.ModuleType) and list(tensors_below(value, set()))
+    ]
+    return sizes, kept
+
+
+def test_no_state_builds_up_in_the_process():
+    """Global tables don't grow from step to step, and no tensor can be reached from them."""
+    everything(0)
+    sizes, kept = everything(1)
+    for seed in range(2, 80):
+        later, kept_later = everything(seed)
+    assert later == sizes
+    assert kept == kept_later == []
+
+
+def test_every_file_says_what_it_is_for():
+    """A module docstring each; `__all__` names exist."""
+    for name, tree in TREES.items():
+        assert ast.get_docstring(tree), name
+    names = [m.name for m in pkgutil.iter_modules([str(PACKAGE)]) if m.name != "__main__"]
+    for module in (getattr(checkpointing, n, None) for n in names):
+        for public in getattr(module, "__all__", ()):
+            assert hasattr(module, public), (module.__name__, public)

@@ -1,0 +1,186 @@
+"""Type checkers see through the doors: mypy --strict on a program that asks for the types."""
+
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+PROGRAM = """
+import torch
+from torch import Tensor, nn
+from typing_extensions import assert_type
+
+from checkpointing import (
+    CheckpointError,
+    Stats,
+    checkpoint_scope,
+    checkpointed,
+    disabled,
+    is_recomputing,
+    keep,
+)
+
+
+@checkpointed
+def bare(x: Tensor, n: int = 1, /, *rest: float, flag: bool = False, **others: str) -> tuple[Tensor, int]:
+    return x, n
+
+
+@checkpointed(backend="replay", early_stop=False, name="block")
+def options(x: Tensor, *, scale: float) -> dict[str, Tensor]:
+    return {"x": x * scale}
+
+
+@checkpointed()
+def called(x: Tensor) -> None: ...
+
+
+def plain(x: Tensor) -> Tensor:
+    return x
+
+
+direct = checkpointed(plain, determinism_check="values")
+check = checkpointed(plain, determinism_check=lambda t: t.sum())
+
+
+class Owner:
+    @checkpointed
+    def method(self, x: Tensor, y: int) -> Tensor:
+        return x * y
+
+    @checkpointed(name="m")
+    def with_options(self, x: Tensor) -> Tensor:
+        return x
+
+    @staticmethod
+    @checkpointed
+    def static(x: Tensor) -> Tensor:
+        return x
+
+    @classmethod
+    @checkpointed
+    def make(cls, x: Tensor) -> Tensor:
+        return x
+
+
+@checkpointed
+class Block(nn.Module):
+    width: int = 3
+
+    def forward(self, x: Tensor, flip: bool = False) -> Tensor:
+        return x
+
+
+@checkpointed(early_stop=False)
+class Other(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+x = torch.ones(3)
+reveal_type(bare)  # def bare
+reveal_type(options)  # def options
+reveal_type(called)  # def called
+reveal_type(direct)  # def direct
+reveal_type(checkpointed(lambda t: 3))  # lambda
+assert_type(bare(x, 2, 1.0, flag=True, other="a"), tuple[Tensor, int])
+assert_type(options(x, scale=2.0), dict[str, Tensor])
+assert_type(direct(x), Tensor)
+assert_type(check(x), Tensor)
+assert_type(Owner().method(x, 3), Tensor)
+assert_type(Owner().with_options(x), Tensor)
+assert_type(Owner.static(x), Tensor)
+assert_type(Owner.make(x), Tensor)
+assert_type(Block, type[Block])
+assert_type(Block(), Block)
+assert_type(Block().width, int)
+assert_type(Block().forward(x, flip=True), Tensor)
+assert_type(Other(), Other)
+assert_type(keep(x), Tensor)
+assert_type(keep((x, [x])), tuple[Tensor, list[Tensor]])
+assert_type(is_recomputing(), bool)
+with checkpoint_scope(name="s", enabled=True) as scope, disabled():
+    assert_type(scope, checkpoint_scope)
+    assert_type(scope.stats, Stats)
+    assert_type(scope.stats.bytes_kept, int)
+    assert_type(scope.name, str)
+try:
+    pass
+except CheckpointError as error:
+    assert_type(error, CheckpointError)
+
+
+def after() -> int:
+    with checkpoint_scope():
+        return 1
+"""
+
+# Every line with a comment is an error, and no other.
+WRONG = """
+from torch import Tensor, nn
+
+from checkpointing import checkpoint_scope, checkpointed
+
+
+@checkpointed
+def fn(x: Tensor, *, scale: float) -> Tensor:
+    return x
+
+
+fn(1, scale=2.0)  # error
+fn(1)  # error
+fn(x=2)  # error
+checkpointed(fn, backend="eager")  # error
+checkpointed(fn, True)  # error
+checkpointed(determinism_check="value")  # error
+checkpointed(use_reentrant=False)  # error
+checkpoint_scope(backend="replay")  # error
+checkpoint_scope("name")  # error
+with checkpoint_scope() as scope:
+    scope.stats = None  # error
+    scope.stats.bytes_kept = 3  # error
+"""
+
+
+def mypy(tmp_path, program):
+    """Lines of a strict run over a program, as (line, kind, text)."""
+    pytest.importorskip("mypy", reason="mypy is not installed (it is in the extra `dev`)")
+    file = tmp_path / "program.py"
+    file.write_text(textwrap.dedent(program), encoding="utf-8")
+    cache = ROOT / ".mypy_cache"
+    command = [sys.executable, "-m", "mypy", "--strict", "--no-error-summary", "--cache-dir", str(cache)]
+    env = {"MYPYPATH": str(ROOT), "PATH": "", "HOME": str(tmp_path)}
+    process = subprocess.run(
+        [*command, "--config-file", "", "--follow-imports=silent", "--hide-error-context", str(file)],
+        capture_output=True, text=True, check=False, env=env, cwd=tmp_path,
+    )  # fmt: skip
+    assert process.returncode < 2, process.stdout + process.stderr
+    found = re.findall(r"program\.py:(\d+): (\w+): (.*)", process.stdout)
+    return [(int(line), kind, text) for line, kind, text in found]
+
+
+def test_doors_keep_signatures(tmp_path):
+    """Arguments, keyword arguments, defaults, results, methods and module classes."""
+    found = mypy(tmp_path, PROGRAM)
+    assert [entry for entry in found if entry[1] == "error"] == []
+    revealed = [text for _, kind, text in found if kind == "note" and text.startswith("Revealed")]
+    assert [re.sub(r"torch\._tensor\.|builtins\.", "", text.partition('"')[2].rstrip('"')) for text in revealed] == [
+        "def (Tensor, int =, *rest: float, flag: bool =, **others: str) -> tuple[Tensor, int]",
+        "def (x: Tensor, *, scale: float) -> dict[str, Tensor]",
+        "def (x: Tensor)",
+        "def (x: Tensor) -> Tensor",
+        "def (t: Any) -> int",
+    ]
+
+
+def test_wrong_uses_are_errors(tmp_path):
+    """What would raise at run time is found before."""
+    found = {line for line, kind, _ in mypy(tmp_path, WRONG) if kind == "error"}
+    expected = {i for i, line in enumerate(WRONG.splitlines(), 1) if line.endswith("# error")}
+    assert expected - found == set()
+    assert found - expected == set()
