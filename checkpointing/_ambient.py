@@ -40,6 +40,14 @@ class Generators:
     def nbytes(self) -> int:
         return (0 if self._cpu is None else self._cpu.nbytes) + sum(state.nbytes for _, _, state in self._others)
 
+    def have_moved(self) -> bool:
+        """Whether somebody has drawn from one of them since."""
+        return any(
+            not torch.equal(state, getter())
+            for getter, state in [(g, s) for _, g, s in self._others]
+            + ([] if self._cpu is None else [(_CPU.get_state, self._cpu)])
+        )
+
     def enter(self) -> list[tuple[Callable[[Tensor], Any], Tensor]]:
         """Go back to this moment; returns what `leave` needs to put the present states back."""
         now = [(setter, getter()) for setter, getter, _ in self._others]

@@ -460,7 +460,10 @@ class Recompute:
             self.task.ready.clear()
             if self.frame.on_error is not None:
                 self.frame.on_error(error)
-            raise error
+            try:
+                raise error
+            finally:
+                del error  # its traceback holds this frame
 
     def _find_error(self) -> errors.CheckpointError | None:
         frame, ready, count = self.frame, self.task.ready, self._count

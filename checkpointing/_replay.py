@@ -44,7 +44,7 @@ class Replay:
             value, geometry, kind = saved
             held = value.held.get(geometry)
             if held is not None and not held.is_packed:  # nothing to compute, nothing to share
-                tensor = held.fetch_saved(request.frame)
+                tensor = held.fetch_saved(request.frame) if request.frame.check is None else held.fetch(request.frame)
                 deliver(request.holder.slot, tensor if kind is None else tensor.as_subclass(kind))
                 return
         present = read_switches()
@@ -271,7 +271,11 @@ class _Window:
             return tensor
         if held is None:  # one that covers the storage
             held = next(iter(value.held.values()))
-        tensor = held.fetch_saved(self._frame) if is_saved and not held.is_packed else self._fetch(held)
+        tensor = (
+            held.fetch_saved(self._frame)
+            if is_saved and not held.is_packed and self._frame.check is None
+            else self._fetch(held)
+        )
         return tensor if geometry_of(tensor) == geometry else _torch.lay(tensor, *geometry)
 
     def _fetch(self, held: Held) -> Tensor:

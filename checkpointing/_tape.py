@@ -36,7 +36,7 @@ from ._tree import ATOMS
 class Value:
     """One storage between two writes: `op` made it, or it is `held` (by geometry; one alias serves all)."""
 
-    __slots__ = ("held", "id", "kept", "nbytes", "op", "unwritten")
+    __slots__ = ("held", "id", "kept", "nbytes", "op", "unwritten", "volatile")
 
     def __init__(self, id: int, op: Op | None, nbytes: int) -> None:
         self.id = id
@@ -44,6 +44,7 @@ class Value:
         self.nbytes = nbytes
         self.unwritten = False  # allocated, and not yet filled by a recorded operator
         self.kept = False  # held although an operator made it
+        self.volatile = False  # from outside and written by the region: others will write it again, so hold copies
         self.held: dict[Any, Held] = _NOTHING if op is not None else {}
 
     def hold(self, tensor: Tensor, geometry: Geometry, hooks: _torch.Hooks | None, name: Name) -> None:
@@ -55,7 +56,9 @@ class Value:
         for held in self.held.values():
             if not held.is_packed:  # an alias of the storage, from which any geometry can be made
                 return
-        self.held[geometry] = Held(tensor, hooks, name)
+        self.held[geometry] = held = Held(tensor, hooks, name)
+        if self.volatile:
+            held.freeze(hooks, False)
 
     @property
     def is_parameter(self) -> bool:
@@ -141,7 +144,18 @@ class Op:
 class Info:
     """What the schema of an operator says that recording needs; found once per operator."""
 
-    __slots__ = ("allocates", "hidden", "ignored", "inplace", "metadata_only", "overwrites", "random", "run", "writes")
+    __slots__ = (
+        "allocates",
+        "custom",
+        "hidden",
+        "ignored",
+        "inplace",
+        "metadata_only",
+        "overwrites",
+        "random",
+        "run",
+        "writes",
+    )
 
     def __init__(self, func: Any) -> None:
         schema = getattr(func, "_schema", None)
@@ -152,6 +166,8 @@ class Info:
         name = func.name() if isinstance(func, _torch.OpOverload) else str(func)
         self.hidden = HIDDEN_WRITES.get(name.partition(".")[0])
         base = name.partition(".")[0].removeprefix("aten::")
+        # Custom operators may draw random numbers without torch's tag: look whether the generators have moved.
+        self.custom = name.partition("::")[0] not in ("aten", "prim", "prims")
         self.allocates = base in ALLOCATES
         self.metadata_only = base in METADATA_ONLY or name == "aten::bernoulli.p"
         self.overwrites = base in OVERWRITES
@@ -170,7 +186,8 @@ class Info:
         # Views share their storage with an argument, which is how values are found; other results that are no
         # tensors were decided in the forward.
         # `set_` gives a tensor another storage and writes none.
-        self.ignored = base == "set_" or (not self.writes and self.hidden is None and views)
+        # The sizes of a nested tensor are asked for where an exception would end the process.
+        self.ignored = base in ("set_", "_nested_tensor_size") or (not self.writes and self.hidden is None and views)
         self.inplace = bool(self.writes) and all(a is not None and a.is_write for a in aliases)
         self.random = torch.Tag.nondeterministic_seeded in func.tags
 
@@ -320,12 +337,12 @@ class Tape(TorchDispatchMode):
             return Held(tensor, self._hooks, self._running)
         try:
             sid = _storage_id(tensor)
-        except RuntimeError:  # sparse, MKLDNN: no storage
+            geometry = geometry_of(tensor)
+        except RuntimeError:  # sparse, MKLDNN, strided nested: no storage, or no geometry
             return Held(tensor, self._hooks, self._running)
         value = self._values.get(sid)
         if value is None:
             value = self._register(tensor, None)
-        geometry = geometry_of(tensor)
         if value.op is None or (value.unwritten and value.nbytes):
             # From outside; or allocated here and filled by something unseen (a raw kernel, ctypes, NumPy).
             hooks = self._hooks
@@ -378,16 +395,19 @@ class Tape(TorchDispatchMode):
         op.func = info.run
         reads: list[Value] = []
         op.reads = reads
-        if info.metadata_only and isinstance(args[0], Tensor):
+        if info.metadata_only and isinstance(args[0], Tensor) and _has_storage(args[0]):
             op.args = [Shape(args[0]), *self._refer(args[1:], reads)]
         else:
             op.args = self._refer(args, reads)
         op.kwargs = dict(zip(kwargs, self._refer(kwargs.values(), reads), strict=True)) if kwargs else kwargs
-        op.rng = stash_generators(args, kwargs) if info.random and self._preserve_rng_state else None
+        draws = info.random or info.custom
+        op.rng = stash_generators(args, kwargs) if draws and self._preserve_rng_state else None
         op.grad_mode = _is_grad_enabled()
         op.index = self.recorded
         op.segment = self._segment
         result = info.run(*args, **kwargs)
+        if info.custom and op.rng is not None and not op.rng.have_moved():
+            op.rng = None
         op.writes = _NO_WRITES
         self._add_outputs(op, result, info.allocates)
         if self._policy is not None or (info.random and not self._preserve_rng_state):
@@ -448,7 +468,7 @@ class Tape(TorchDispatchMode):
             result = func(*args, **kwargs)
             for sid, target in targets.items():
                 if sid not in pending:
-                    self._register(target, None)
+                    self._register(target, None).volatile = True
             return result
         op = Op()
         op.func = info.run
@@ -462,18 +482,21 @@ class Tape(TorchDispatchMode):
         }
         op.args = [saved[i] for i in range(len(args))]
         op.kwargs = {name: saved[name] for name in kwargs}
-        op.rng = stash_generators(args, kwargs) if info.random and self._preserve_rng_state else None
+        draws = info.random or info.custom
+        op.rng = stash_generators(args, kwargs) if draws and self._preserve_rng_state else None
         op.grad_mode = _is_grad_enabled()
         op.index = self.recorded
         op.segment = self._segment
         op.writes = []
         self._freeze([self._values.get(sid) for sid in targets if sid not in pending], info.hidden is not None)
         result = func(*args, **kwargs)
+        if info.custom and op.rng is not None and not op.rng.have_moved():
+            op.rng = None
         for sid, target in targets.items():
             value = old[sid]
             if sid in outside or value is None:
                 if sid not in pending:
-                    self._register(target, None)
+                    self._register(target, None).volatile = True
                 continue
             new = self._register(target, op)
             if info.overwrites:

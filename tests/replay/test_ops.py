@@ -13,6 +13,7 @@ import bitwise
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 common = pytest.importorskip("torch.testing._internal.common_methods_invocations")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -22,6 +23,16 @@ ALL = os.environ.get("CHECKPOINTING_OPS") == "all"
 SAMPLES = 10**9 if ALL else 4
 DOORS = (bitwise.rerun, bitwise.replay, bitwise.scope)
 F64, C128, F32, BF16 = torch.float64, torch.complex128, torch.float32, torch.bfloat16
+
+
+class PassThrough(TorchDispatchMode):
+    """A mode that does nothing."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+MODE = PassThrough()
 
 
 def samples_of(op, dtype, grad, limit):
@@ -39,9 +50,7 @@ def fresh(value):
             return value.detach().clone().requires_grad_(value.requires_grad)
         with torch.no_grad():
             base = value.detach()
-            new = torch._C._autograd and torch.empty_strided(
-                base.shape, base.stride(), dtype=base.dtype, device=base.device
-            )
+            new = torch.empty_strided(base.shape, base.stride(), dtype=base.dtype, device=base.device)
             if 0 in new.stride() and new.numel() > 1:
                 new = base.clone()
             else:
@@ -143,6 +152,12 @@ def check(op, dtype, limit, notes):
                     if "exception" in want and got.get("exception") == want["exception"]:
                         continue
                     wrong = set(bitwise.differences(want, got)) - unstable
+                    if wrong and door is not bitwise.rerun and "outputs" in wrong and "exception" not in got:
+                        # Some composite operators take another way when any dispatch mode is active, in torch itself.
+                        with MODE:
+                            wrong -= set(
+                                bitwise.differences(want, bitwise.outcome(program, bitwise.plain, make, backward))
+                            )
                     if wrong:
                         notes.append(
                             f"{op.full_name} {dtype} #{number} {variant} {door.__name__} {backward}: "

@@ -14,6 +14,7 @@ def tensors():
     )
 
 
+pytestmark = pytest.mark.filterwarnings("ignore")  # prototypes and betas of torch
 case = Table(tensors)
 
 
@@ -200,9 +201,9 @@ def written_after_it_was_read_by_an_unsaving_op(x, y, w):
 @case(refused=RERUN)
 def in_place_on_input(x, y, w):
     y.mul_(2)
-    z = y.sin()
+    z = y + 1
     y.add_(1)
-    return z * y.exp()
+    return z.sin() * y.exp()
 
 
 @case(refused=RERUN)
@@ -241,7 +242,7 @@ def relu_in_place_on_input(region, x, y, w):
 def relu_in_place_inside(x, y, w):
     h = torch.relu_(x @ w)
     h = torch.nn.functional.leaky_relu_(h @ w - 1, 0.1)
-    return torch.nn.functional.dropout(h, 0.4, inplace=True).exp()
+    return torch.nn.functional.dropout(h + 1, 0.4, inplace=True).exp()
 
 
 # ---- set_, resize_, data, swap
@@ -304,21 +305,6 @@ def write_through_data(x, y, w):
     h.data.mul_(2)  # autograd doesn't see it
     k = h.exp()
     return k * h
-
-
-@case
-def write_through_data_after_saving(x, y, w):
-    h = x.sin()
-    k = h * y  # saves h
-    h.data.mul_(2)  # plain backward reads the new bits
-    return k.exp() * h
-
-
-@case
-def write_through_detached_saved_result(x, y, w):
-    k = x.exp()  # saves its result
-    k.data.add_(1)
-    return k * y
 
 
 @case
@@ -406,7 +392,7 @@ def out_variants(x, y, w):
         torch.topk(x[0], 2, out=v)
         whole = torch.zeros(8, 6, dtype=x.dtype)
         torch.cos(y, out=whole[2:6])
-    return x * b * m, x[:, :2] * v[0], x[v[1]] * 2, x * whole[2:6].exp(), whole[:4] * x
+    return x * b * m, x[:, :2] * v[0], x[:, v[1]] * 2, x * whole[2:6].exp(), whole[:4] * x
 
 
 @case
@@ -472,6 +458,20 @@ def numpy_view_read_only(x, y, w):
     return h * s
 
 
+@pytest.mark.parametrize("door", bitwise.REPLAY, ids=lambda d: d.__name__)
+def test_write_that_autograd_does_not_see(door):
+    """A limit: plain backward reads what `.data` has written since; replay what the operator read."""
+
+    def hidden(x):
+        k = x.exp()
+        k.data.add_(1)
+        return k
+
+    x = torch.randn(4, 6, dtype=torch.float64, requires_grad=True)
+    (got,) = torch.autograd.grad(door(hidden, x).sum(), x)
+    assert torch.equal(got, x.exp())
+
+
 @pytest.mark.parametrize("door", DOORS, ids=lambda d: d.__name__)
 @pytest.mark.parametrize("name", case.cases)
 def test_storage(name, door):
@@ -484,10 +484,8 @@ def test_storage(name, door):
 def test_nothing_stays(name, door, frozen):
     """Frames die with the graph, without the garbage collector, also without a backward."""
     program = case.cases[name]
+    if "exception" in bitwise.outcome(program.program, door, program.make, "first"):
+        pytest.skip("refused; and torch itself keeps a graph of several outputs whose backward has failed")
     with bitwise.no_garbage():
-        result = bitwise.outcome(program.program, door, program.make, "first")
-        result.clear()
-        try:
-            program.program(door, *program.make())
-        except Exception:
-            pass
+        bitwise.outcome(program.program, door, program.make, "first").clear()
+        program.program(door, *program.make())

@@ -3,7 +3,7 @@
 import bitwise
 import pytest
 import torch
-from bitwise import DOORS, Table
+from bitwise import DOORS, RERUN, Table
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
@@ -98,6 +98,7 @@ def tensors(*modules):
     return make
 
 
+pytestmark = pytest.mark.filterwarnings("ignore")  # prototypes and betas of torch
 case = Table(tensors())
 
 
@@ -159,14 +160,23 @@ def wrapper_written_in_place(x, y):
 
 
 # ---- nested
-@case
+# a rerun makes another ragged size, as with torch's checkpoint
+@case(refused=RERUN)
 def jagged(x, y):
     n = torch.nested.nested_tensor_from_jagged(x.sin(), offsets=torch.tensor([0, 1, 4]))
     h = (n * 2).exp() * n
     return h.values() * y
 
 
-@case(make=tensors(lambda: nn.Linear(6, 6)))
+@case(whole=True)
+def jagged_from_before(region, x, y):
+    n = torch.nested.nested_tensor_from_jagged(x.sin(), offsets=torch.tensor([0, 1, 4]))
+    h = region(lambda n: (n * 2).exp() * n, n)
+    return region(lambda h: h.sin().values() * y.exp(), h)
+
+
+# a rerun makes another ragged size, as with torch's checkpoint
+@case(make=tensors(lambda: nn.Linear(6, 6)), refused=RERUN)
 def jagged_through_layers(x, y, m):
     n = torch.nested.nested_tensor_from_jagged(x * 1, offsets=torch.tensor([0, 1, 4]))
     h = nn.functional.relu(m(n))
@@ -174,7 +184,8 @@ def jagged_through_layers(x, y, m):
     return h.values().exp() * y
 
 
-@case
+# a rerun makes another ragged size, as with torch's checkpoint
+@case(refused=RERUN)
 def jagged_to_padded(x, y):
     n = torch.nested.nested_tensor_from_jagged(x.sin(), offsets=torch.tensor([0, 3, 4]))
     p = torch.nested.to_padded_tensor(n * n, 0.0)
@@ -280,5 +291,8 @@ def test_subclasses(name, door):
 def test_nothing_stays(name, door, frozen):
     """Frames die with the graph, without the garbage collector."""
     program = case.cases[name]
+    if "exception" in bitwise.outcome(program.program, door, program.make, "first"):
+        pytest.skip("refused; and torch itself keeps a graph of several outputs whose backward has failed")
     with bitwise.no_garbage():
         bitwise.outcome(program.program, door, program.make, "first").clear()
+        program.program(door, *program.make())
