@@ -21,7 +21,7 @@ The rules that tests cite:
 10. Grad mode off: a region is a plain call.
 
 Rejected: keeping recomputed tensors on the holders (torch): a second read of `ctx.saved_tensors` then fails, and a
-failed backward leaves them behind. Here the graph task itself owns them.
+failed backward leaves them behind. Here they end with the graph task, whatever becomes of it.
 """
 
 from __future__ import annotations

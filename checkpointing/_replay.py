@@ -126,12 +126,12 @@ class _Window:
         for value in values:
             for geometry, held in value.held.items():
                 if held.is_packed and held not in inputs:
-                    inputs[held] = tensor = held.fetch(self._request.frame)
+                    inputs[held] = tensor = held.fetch(self._frame)
                     if geometry is not None and geometry_of(tensor) == geometry:
                         self._source.tape.adopt(tensor, value)
         for holder in wanted:
             if type(holder.saved) is Held and holder.saved.is_packed and holder.saved not in inputs:
-                inputs[holder.saved] = holder.saved.fetch(self._request.frame)
+                inputs[holder.saved] = holder.saved.fetch(self._frame)
 
     def _replay(self, ops: list[Op], candidates: list[Holder]) -> None:
         made = self._made
@@ -279,7 +279,7 @@ class _Window:
         return tensor if geometry_of(tensor) == geometry else _torch.lay(tensor, *geometry)
 
     def _fetch(self, held: Held) -> Tensor:
-        return self._inputs[held] if held.is_packed else held.fetch(self._request.frame)
+        return self._inputs[held] if held.is_packed else held.fetch(self._frame)
 
 
 _STANDS_FOR_TENSOR = frozenset({Shape, Scratch, Held, list, tuple})

@@ -95,10 +95,6 @@ def weak_storage(storage: torch.UntypedStorage) -> int:
 free_weak_storage: Callable[[int], None] = torch.UntypedStorage._free_weak_ref
 
 
-def storage_is_dead(weak: int) -> bool:
-    return cast(bool, torch.UntypedStorage._expired(weak))
-
-
 # ---- tensors
 _adinplace_key = _C.DispatchKey.ADInplaceOrView
 _is_excluded: Callable[[Any], bool] = _C._dispatch_tls_is_dispatch_key_excluded
@@ -231,7 +227,6 @@ def _find_autocast_keys() -> Any:
 
 _autocast_keys = _find_autocast_keys()
 
-push_mode: Callable[[Any], None] = _C._push_on_torch_dispatch_stack
 
 # The context manager objects cost more than what they set.
 set_grad_enabled: Callable[[bool], None] = _C._set_grad_enabled

@@ -84,7 +84,7 @@ def attributes_of(value: Any) -> dict[str, Any]:
     return attributes
 
 
-def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
     """`value` with `function` of its tensors in their places; `value` itself where nothing has changed."""
     if isinstance(value, Tensor):
         return function(value)

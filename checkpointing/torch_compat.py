@@ -358,7 +358,7 @@ class _Caching(_SelectiveMode):
             answer = CheckpointPolicy.MUST_SAVE if answer else CheckpointPolicy.PREFER_RECOMPUTE
         if answer in (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE):
             hooks = self._hooks()
-            self.storage[func][number] = _map(lambda tensor: _Saved(tensor, hooks), result)
+            self.storage[func][number] = map_tensors(lambda tensor: _Saved(tensor, hooks), result)
         else:
             self.storage[func][number] = _RECOMPUTE
         return result
@@ -412,10 +412,6 @@ class _Cached(_SelectiveMode):
             )
         self.storage[func][number] = _CONSUMED
         return _unmap(lambda saved: saved.get(self.may_have_changed), entry)
-
-
-def _map(function: Callable[[Tensor], Any], value: Any) -> Any:
-    return map_tensors(function, value)
 
 
 def _unmap(function: Callable[[_Saved], Tensor], value: Any) -> Any:
