@@ -220,6 +220,8 @@ class Frame:
             task = self.tasks.get(key) or self._begin(key)
             tensor = task.ready.get(slot)  # another thread may have been quicker
             if tensor is None:
+                if self.title is not None and slot in task.ready and type(key) is not int:
+                    raise errors.overlapping(self)
                 Recompute(self, task, holder).run()
                 tensor = task.ready[slot]
                 assert tensor is not None  # `run` raises if it can't deliver

@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from . import errors
-from ._engine import Frame, stack_of_user
+from ._engine import Frame, add_note, stack_of_user
 from ._replay import Replay, slice_of, values_of
 from ._tape import Tape
 
@@ -52,19 +54,41 @@ class OpLog(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.lines: list[tuple[str, str]] = []
+        self._numbers: Any = WeakTensorKeyDictionary()
+        self._met = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.lines.append((str(func), stack_of_user()))
-        return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        parts = [self._text(value) for value in args] + [f"{key}={self._text(v)}" for key, v in kwargs.items()]
+        call, stack, index = f"{func}({', '.join(parts)})", stack_of_user(), len(self.lines)
+        self.lines.append((call, stack))  # which it may not survive
+        result = func(*args, **kwargs)
+        self.lines[index] = (f"{self._text(result, True)} = {call}", stack)
+        return result
+
+    def _text(self, value: Any, full: bool = False) -> str:
+        if isinstance(value, list | tuple):
+            return f"[{', '.join(self._text(part, full) for part in value)}]"
+        if not isinstance(value, Tensor):
+            return repr(value)
+        if value not in self._numbers:
+            self._numbers[value] = self._met = self._met + 1
+        return f"${self._numbers[value]}" + f": {str(value.dtype)[6:]}{list(value.shape)}" * full
 
 
 def explain(error: errors.CheckpointError, forward: list[tuple[str, str]], recompute: list[tuple[str, str]]) -> None:
-    """Add the logs of both runs to an error that was raised under `debug=True`."""
-    text = "".join(
-        f"\n\n{title}:\n" + ("".join(f"  {i}: {op}\n{stack}" for i, (op, stack) in enumerate(lines)) or "  (none)\n")
-        for title, lines in (
-            ("Operators executed during the original forward", forward),
-            ("Operators executed during recomputation", recompute),
-        )
+    """Raise an error of `debug=True` again with the logs of both runs, under the headings of torch's."""
+    logs = "".join(
+        f"\n\nOperations executed during {title}:\n"
+        + ("".join(f"  {i}: {op}\n{stack}" for i, (op, stack) in enumerate(lines)) or "  (none)\n")
+        for title, lines in (("the original forward", forward), ("recomputation", recompute))
     )
-    error.args = (f"{error}{text}", *error.args[1:])
+    explained = type(error)(
+        f"{error}\n\nAn error happened while unpacking tensors; these are the operators of both runs, each with the "
+        f"lines of your code that led to it, innermost first.{logs}\n"
+        "You are seeing this error because you passed `debug=True` to checkpoint: the first operator that differs "
+        "above shows where the two runs part."
+    )
+    for note in getattr(error, "__notes__", ()):
+        add_note(explained, note)
+    raise explained from error

@@ -390,6 +390,22 @@ class _Argument:
             raise errors.changed(where, named(self._name), was, now) from error
 
 
+class _Given(Held):
+    """A tensor argument that needs no gradient. The very object comes back if it still is what it was: functions ask
+    for identity, and for attributes that somebody has set."""
+
+    __slots__ = ("_given",)
+
+    def __init__(self, tensor: Tensor, hooks: _torch.Hooks | None, name: Name) -> None:
+        super().__init__(tensor, hooks, name)
+        # Weakly: it may be written in place later by what this region computes, and would own itself.
+        self._given: Callable[[], Tensor | None] = weakref.ref(tensor) if type(tensor) is Tensor else lambda: tensor
+
+    def fetch(self, where: Frame) -> Tensor:
+        tensor, given = super().fetch(where), self._given()
+        return given if given is not None and _torch.is_same(given, tensor) else tensor
+
+
 class Inputs:
     """The arguments of one call: tensors saved, containers copied, everything guarded."""
 
@@ -421,8 +437,9 @@ class Inputs:
         if isinstance(value, Tensor):
             if not value.is_cpu:
                 self.see((value.device,))
-            in_graph = value.requires_grad and not value.is_leaf
-            return (_Argument if in_graph else Held)(value, self._hooks, (parent, key))
+            if value.requires_grad:
+                return (Held if value.is_leaf else _Argument)(value, self._hooks, (parent, key))
+            return _Given(value, self._hooks, (parent, key))
         if isinstance(value, torch.Generator):
             self.generators += (value,)
             return value
@@ -480,7 +497,7 @@ class _Container:
 
 def _rebuild(saved: Any, where: Frame) -> Any:
     kind = type(saved)
-    if kind is _Argument or kind is Held:
+    if kind is _Argument or kind is Held or kind is _Given:
         return saved.fetch(where)
     if kind is _Container:
         return saved.build({k: _rebuild(v, where) for k, v in saved.parts.items()})

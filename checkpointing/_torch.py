@@ -34,6 +34,12 @@ def enclosing_hooks() -> Hooks | None:
     return cast("Hooks | None", _autograd._top_saved_tensors_default_hooks(True))
 
 
+def are_torchs_own(hooks: Hooks) -> bool:
+    """Whether these are the hooks of `torch.utils.checkpoint` itself (which marks them since 2.14)."""
+    pack = hooks[0]
+    return getattr(pack, "__module__", None) == "torch.utils.checkpoint" and pack.__qualname__.endswith("pack_hook")
+
+
 # ---- the running backward call. -1 outside of one; unique in the process.
 graph_task_id: Callable[[], int] = _C._current_graph_task_id
 current_node: Callable[[], Any] = _C._current_autograd_node
@@ -61,6 +67,33 @@ def quick_call(func: Any) -> Any:
     return func._op if type(func) is OpOverload else func
 
 
+def identity_of_call(func: Any, args: Any) -> Any:
+    """What tells the calls of an operator apart: the operator, and the compiled code that it runs, if it does that."""
+    if isinstance(func, HigherOrderOperator) and func.name() == "inductor_compiled_code" and args:
+        import torch._higher_order_ops.wrap as wrap
+
+        resolve = getattr(wrap, "_resolve_inductor_callable", None)  # since 2.12
+        if resolve is not None:
+            return func, resolve(args[0]).idx
+    return func
+
+
+def has_ordered_effect(func: Any) -> bool:
+    """Whether an operator has effects that must happen once and in order. Raw collectives are none of those: they
+    return a handle, which can't be cached."""
+    from torch._higher_order_ops.effects import has_effects  # heavy, and torch itself imports it late
+
+    return has_effects(func) and func.namespace != "c10d"
+
+
+def is_tracing() -> bool:
+    """Whether AOTAutograd, export or `make_fx` is tracing."""
+    return _C._get_dispatch_mode(_PROXY) is not None
+
+
+_PROXY = _C._TorchDispatchModeKey.PROXY
+
+
 # Whether the running backward has no `inputs=` and is not `torch.autograd.grad`.
 is_checkpoint_valid: Callable[[], bool] = torch.autograd._is_checkpoint_valid
 
@@ -85,6 +118,19 @@ has_storage: Callable[[Tensor], bool] = _C._has_storage
 def storage_users(tensor: Tensor) -> int:
     """How many references the storage of `tensor` has; 0 if it has no storage."""
     return cast(int, _C._storage_Use_Count(storage_id(tensor))) if has_storage(tensor) else 0
+
+
+def is_same(a: Tensor, b: Tensor) -> bool:
+    """Whether `a` is still what it was when the alias `b` was made of it: the same storage in the same way."""
+    if a is b:
+        return True
+    if a.requires_grad != b.requires_grad or version(a) != version(b):
+        return False
+    if type(a) is not Tensor:  # a subclass, of which detached ones share the insides
+        return type(a) is type(b)
+    if a.is_nested or not has_storage(a) or not has_storage(b) or storage_id(a) != storage_id(b):
+        return False
+    return (a.shape, a.stride(), a.storage_offset(), a.dtype) == (b.shape, b.stride(), b.storage_offset(), b.dtype)
 
 
 def weak_storage(storage: torch.UntypedStorage) -> int:

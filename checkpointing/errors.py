@@ -96,6 +96,15 @@ def overwritten(where: object) -> UnsupportedError:
     )
 
 
+def overlapping(where: object) -> UnsupportedError:
+    return UnsupportedError(
+        f"{where}: Unpack is being triggered for a tensor that was already unpacked once. Performing two backward "
+        "calls that overlap, which need the same saved tensor, is not allowed under one GraphExecGroup: it shares one "
+        "recompute between backward calls over separate parts of the graph. Run them without the group, or each in "
+        "one of its own."
+    )
+
+
 def written(where: object, what: str) -> UnsupportedError:
     return UnsupportedError(
         f"{where}: the function has written the buffer {what}, which earlier calls left alone and which is too large "

@@ -18,12 +18,13 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.utils.checkpoint as _theirs
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import CheckpointPolicy as CheckpointPolicy
 from torch.utils.checkpoint import DefaultDeviceType as DefaultDeviceType
 from torch.utils.checkpoint import GraphExecGroup as GraphExecGroup
@@ -40,10 +41,14 @@ from ._reentrant import CheckpointFunction as CheckpointFunction
 from ._reentrant import check_backward_validity as check_backward_validity
 from ._reentrant import detach_variable as detach_variable
 from ._rerun import ContextFn, Rerun, is_internal
-from ._tree import map_tensors
 from .errors import CheckpointError as CheckpointError
 
 SAC_IGNORED_OPS = _theirs.SAC_IGNORED_OPS
+# Bound here, so that this module can itself be put in the place of torch's (`torch.utils.checkpoint.checkpoint = ...`).
+_their_checkpoint = _theirs.checkpoint
+_their_selective_contexts = _theirs.create_selective_checkpoint_contexts
+_TheirCaching: Any = _theirs._CachingTorchDispatchMode
+_TheirCached: Any = _theirs._CachedTorchDispatchMode
 
 __all__ = [
     "SAC_IGNORED_OPS",
@@ -64,6 +69,14 @@ __all__ = [
     "set_checkpoint_early_stop",
     "set_device_states",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Other people's code imports private names of torch's module, too."""
+    if name.startswith("_") and not name.startswith("__"):
+        return getattr(_theirs, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 _early_stop: contextvars.ContextVar[bool | None] = contextvars.ContextVar("checkpointing.early_stop", default=None)
 _debug: contextvars.ContextVar[bool | None] = contextvars.ContextVar("checkpointing.debug", default=None)
@@ -87,6 +100,14 @@ def set_checkpoint_debug_enabled(enabled: bool | None) -> Iterator[None]:
         yield
     finally:
         _debug.reset(token)
+
+
+def _switch(ours: contextvars.ContextVar[bool | None], theirs: str, argument: bool) -> bool:
+    """An argument, unless one of the context managers overrides it: ours, or torch's of the same name."""
+    override = ours.get()
+    if override is None:
+        override = getattr(_theirs, theirs, None)
+    return argument if override is None else override
 
 
 _CHECKS: dict[str, Callable[[Tensor], Any] | None] = {"default": metadata_of, "none": None}
@@ -142,7 +163,7 @@ def checkpoint(
     if function is None and not args:
         if kwargs:
             raise ValueError("Unexpected keyword arguments: " + ",".join(kwargs))
-        return lambda fn: _Checkpointed(fn, options)
+        return functools.partial(_Checkpointed, options=options)
     return _checkpoint(function, args, kwargs, **options)  # type: ignore[arg-type]
 
 
@@ -159,18 +180,22 @@ def _checkpoint(
     early_stop: bool,
     respect_saved_tensors_hooks: bool | None,
 ) -> Any:
-    if torch.compiler.is_dynamo_compiling():
-        return _theirs.checkpoint(
-            function,
-            *args,
-            use_reentrant=use_reentrant,
-            preserve_rng_state=preserve_rng_state,
-            context_fn=context_fn,
-            determinism_check=determinism_check,
-            debug=debug,
-            early_stop=early_stop,
-            **kwargs,
-        )
+    if torch.compiler.is_dynamo_compiling() or _torch.is_tracing():
+        # Only what differs from the defaults: what the compiler does with a call depends on which arguments it names.
+        options: dict[str, Any] = {}
+        if use_reentrant is not None:
+            options["use_reentrant"] = use_reentrant
+        if not preserve_rng_state:
+            options["preserve_rng_state"] = preserve_rng_state
+        if context_fn is not noop_context_fn:
+            options["context_fn"] = context_fn
+        if determinism_check != "default":
+            options["determinism_check"] = determinism_check
+        if debug:
+            options["debug"] = debug
+        if not early_stop:
+            options["early_stop"] = early_stop
+        return _their_checkpoint(function, *args, **options, **kwargs)
     if use_reentrant is None:
         _warn_about_use_reentrant("checkpoint", "calling checkpoint without use_reentrant will raise an exception.")
         use_reentrant = True
@@ -184,8 +209,7 @@ def _checkpoint(
             )
         return CheckpointFunction.apply(function, preserve_rng_state, *args)  # type: ignore[no-untyped-call]
 
-    wants_debug = _debug.get()
-    if debug if wants_debug is None else wants_debug:
+    if _switch(_debug, "_checkpoint_debug_enabled", debug):
         if context_fn is not noop_context_fn:
             raise ValueError("debug=True is incompatible with non-default context_fn")
         debug = True
@@ -195,26 +219,27 @@ def _checkpoint(
         raise ValueError(f"determinism_check should be one of {list(_CHECKS)}, but got {determinism_check}")
     if is_plain():
         return function(*args, **kwargs)
-    wants_early_stop = _early_stop.get()
     source = Rerun(function, args, kwargs, preserve_rng_state)
     frame = Frame(
         source,
         getattr(function, "__qualname__", type(function).__qualname__),
         entered_at(sys._getframe(1)),
-        early_stop if wants_early_stop is None else wants_early_stop,
+        _switch(_early_stop, "_enable_checkpoint_early_stop", early_stop),
         _CHECKS[determinism_check],
     )
     frame.title = "torch.utils.checkpoint"
     forward: AbstractContextManager[Any] | None = None
+    pack: Any = frame.packer()
     if debug:
         forward, source.context = logged(frame)
     elif context_fn is not noop_context_fn:
         forward, source.context = context_fn()
-        if isinstance(forward, _Caching):
-            forward.user_hooks = _user_hooks()
-            forward.respects_hooks = respect_saved_tensors_hooks
+        if isinstance(forward, _TheirCaching):
+            forward.respect_saved_tensors_hooks = respect_saved_tensors_hooks
+            pack._checkpoint_internal = True  # which torch's own class asks for
+            pack._user_hooks = _user_hooks()
     outer, thread.region = thread.region, source
-    _torch.push_hooks(frame.packer(), unpack)
+    _torch.push_hooks(pack, unpack)
     try:
         if forward is None:
             return function(*args, **kwargs)
@@ -230,6 +255,8 @@ def _checkpoint(
         thread.region = outer
         frame.complete = True
         source.settle()
+        if forward is not None:
+            pack.__dict__.clear()  # autograd holds `pack`, out of the garbage collector's sight
 
 
 def _warn_about_use_reentrant(name: str, threat: str) -> None:
@@ -301,70 +328,70 @@ def _run_in_turn(steps: list[Callable[..., Any]], value: Any) -> Any:
 class _Saved:
     """A cached output, with the version that it had."""
 
-    __slots__ = ("_unpack", "_value", "_version")
+    __slots__ = ("unpack_hook", "val", "version")
 
-    def __init__(self, tensor: Tensor, hooks: _torch.Hooks | None) -> None:
-        tensor = _torch.alias(tensor)
-        self._value = tensor if hooks is None else hooks[0](tensor)
-        self._unpack = None if hooks is None else hooks[1]
-        self._version = _torch.version(self._value) if isinstance(self._value, Tensor) else None
+    def __init__(self, value: Any, hooks: _torch.Hooks | None) -> None:
+        if isinstance(value, Tensor):
+            value = _torch.alias(value)
+            if hooks is not None:
+                value = hooks[0](value)
+        else:
+            hooks = None
+        self.val = value
+        self.unpack_hook = None if hooks is None else hooks[1]
+        self.version = _torch.version(value) if isinstance(value, Tensor) else None
 
-    def get(self, may_have_changed: bool) -> Tensor:
-        if self._version is not None and not may_have_changed and self._version != _torch.version(self._value):
+    def get(self, may_have_changed: bool) -> Any:
+        if self.version is not None and not may_have_changed and self.version != _torch.version(self.val):
             raise RuntimeError("Tensor cached during selective activation checkpoint has been mutated")
-        return self._value if self._unpack is None else self._unpack(self._value)
+        return self.val if self.unpack_hook is None else self.unpack_hook(self.val)
 
 
 _RECOMPUTE: Any = object()
 _CONSUMED: Any = object()
-_MISSING: Any = object()
 _Storage = defaultdict[Any, dict[int, Any]]
 
-
-class _SelectiveMode(TorchDispatchMode):
-    """Counts the calls of each operator: forward and recompute find each other by operator and number."""
-
-    def __init__(self, storage: _Storage) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.storage = storage
-        self.counts: dict[Any, int] = defaultdict(int)
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
-
-    def number(self, func: Any) -> int:
-        self.counts[func] += 1
-        return self.counts[func] - 1
+# Forward and recompute find each other by operator and number: the calls of each are counted. The modes derive from
+# torch's, because other code asks for these classes.
 
 
-class _Caching(_SelectiveMode):
+class _Caching(_TheirCaching):  # type: ignore[misc]
     """Around the forward: caches what the policy says."""
 
-    def __init__(self, policy: Callable[..., Any], storage: _Storage) -> None:
-        super().__init__(storage)
-        self.policy = policy
-        self.user_hooks: _torch.Hooks | None = None
-        self.respects_hooks: bool | None = None
+    supports_higher_order_operators = True
+    respect_saved_tensors_hooks: bool | None = None
+    ac_graph_id: Any = None
+
+    def __init__(self, policy_fn: Callable[..., Any], storage: _Storage) -> None:
+        TorchDispatchMode.__init__(self)
+        self.policy_fn = policy_fn
+        self.storage = storage
+        self.func_counter: dict[Any, int] = defaultdict(int)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in SAC_IGNORED_OPS:
-            return func(*args, **kwargs)
         result = func(*args, **kwargs)
-        number = self.number(func)
-        answer = self.policy(selective_context(result), func, *args, **kwargs)
+        if func in SAC_IGNORED_OPS:
+            return result
+        key = _torch.identity_of_call(func, args)
+        number = self.func_counter[key]
+        self.func_counter[key] += 1
+        answer = self.policy_fn(selective_context(result), func, *args, **kwargs)
         if isinstance(answer, bool):
             answer = CheckpointPolicy.MUST_SAVE if answer else CheckpointPolicy.PREFER_RECOMPUTE
-        if answer in (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE):
+        if answer in (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE) or (
+            # What has an ordered effect must not happen twice, unless the policy insists.
+            answer is not CheckpointPolicy.MUST_RECOMPUTE and _torch.has_ordered_effect(func)
+        ):
             hooks = self._hooks()
-            self.storage[func][number] = map_tensors(lambda tensor: _Saved(tensor, hooks), result)
+            self.storage[key][number] = tree_map(lambda value: _Saved(value, hooks), result)
         else:
-            self.storage[func][number] = _RECOMPUTE
+            self.storage[key][number] = _RECOMPUTE
         return result
 
     def _hooks(self) -> _torch.Hooks | None:
-        if self.user_hooks is not None and self.respects_hooks is None:
+        hooks = _user_hooks()
+        if hooks is not None and self.respect_saved_tensors_hooks is None:
             warnings.warn(
                 "A saved_tensors_hooks context (e.g. save_on_cpu) is active around a selective activation checkpoint "
                 "region. Tensors that SAC saves currently bypass these hooks, but a future release will route them "
@@ -373,36 +400,43 @@ class _Caching(_SelectiveMode):
                 FutureWarning,
                 stacklevel=3,
             )
-        return self.user_hooks if self.respects_hooks else None
+        return hooks if self.respect_saved_tensors_hooks else None
 
 
-class _Cached(_SelectiveMode):
+class _Cached(_TheirCached):  # type: ignore[misc]
     """Around the recompute: answers from the cache."""
 
-    def __init__(self, storage: _Storage, may_have_changed: bool) -> None:
-        super().__init__(storage)
-        self.may_have_changed = may_have_changed
+    supports_higher_order_operators = True
+
+    def __init__(self, storage: _Storage, allow_cache_entry_mutation: bool) -> None:
+        TorchDispatchMode.__init__(self)
+        self.storage = storage
+        self.allow_cache_entry_mutation = allow_cache_entry_mutation
+        self.func_counter: dict[Any, int] = defaultdict(int)
 
     def __enter__(self) -> Any:
-        self.counts.clear()
-        return super().__enter__()  # type: ignore[no-untyped-call]
+        self.func_counter.clear()
+        return TorchDispatchMode.__enter__(self)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in SAC_IGNORED_OPS:
             return func(*args, **kwargs)
-        number = self.number(func)
+        key = _torch.identity_of_call(func, args)
+        number = self.func_counter[key]
+        self.func_counter[key] += 1
         reason = (
             "This can happen if the operations in the checkpointed region are nondeterministic or depend on global "
             "state that changed between forward and backward."
         )
-        if func not in self.storage:
+        if key not in self.storage:
             raise RuntimeError(f"{func} encountered during backward but not found in storage. {reason}")
-        entry = self.storage[func].get(number, _MISSING)
-        if entry is _MISSING:
+        entries = self.storage[key]
+        if number not in entries:
             raise RuntimeError(
                 f"{func} invocation index {number} encountered during backward but not found in storage. {reason}"
             )
+        entry = entries[number]
         if entry is _RECOMPUTE:
             return func(*args, **kwargs)
         if entry is _CONSUMED:
@@ -410,22 +444,21 @@ class _Cached(_SelectiveMode):
                 "Trying to backward an extra time. You are only allowed to backward once on any region computed under "
                 "selective activation checkpoint."
             )
-        self.storage[func][number] = _CONSUMED
-        return _unmap(lambda saved: saved.get(self.may_have_changed), entry)
-
-
-def _unmap(function: Callable[[_Saved], Tensor], value: Any) -> Any:
-    if isinstance(value, _Saved):
-        return function(value)
-    if isinstance(value, list | tuple):
-        return type(value)(_unmap(function, part) for part in value)
-    return value
+        entries[number] = _CONSUMED
+        return tree_map(lambda saved: saved.get(self.allow_cache_entry_mutation), entry)
 
 
 def _user_hooks() -> _torch.Hooks | None:
-    """The hooks of the user that enclose this call; those of regions don't count."""
+    """The innermost hooks that the user has set; those of regions, ours and torch's, don't count."""
+    passed: list[_torch.Hooks] = []
     hooks = _torch.enclosing_hooks()
-    return None if hooks is None or is_internal(hooks) else hooks
+    while hooks is not None and (is_internal(hooks) or _torch.are_torchs_own(hooks)):
+        passed.append(hooks)
+        _torch.pop_hooks()
+        hooks = _torch.enclosing_hooks()
+    for pair in reversed(passed):
+        _torch.push_hooks(*pair)
+    return hooks
 
 
 def create_selective_checkpoint_contexts(
@@ -441,6 +474,9 @@ def create_selective_checkpoint_contexts(
     Raises:
         ValueError: for a list with something else in it. TypeError: for something that is neither.
     """
+    if _torch.is_tracing():  # torch's own tag the nodes of the graph
+        theirs = _their_selective_contexts(policy_fn_or_list, allow_cache_entry_mutation)  # type: ignore[no-untyped-call]
+        return cast("tuple[AbstractContextManager[Any], AbstractContextManager[Any]]", theirs)
     policy: Callable[..., Any]
     if isinstance(policy_fn_or_list, list):
         ops = policy_fn_or_list

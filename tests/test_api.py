@@ -1012,8 +1012,8 @@ def test_debug_adds_logs_to_errors(door, debug):
     with pytest.raises(CheckpointError) as caught:
         y.sum().backward()
     text = str(caught.value)
-    assert ("Operators executed during the original forward" in text) is debug
-    assert ("Operators executed during recomputation" in text) is debug
+    assert ("Operations executed during the original forward" in text) is debug
+    assert ("Operations executed during recomputation" in text) is debug
     assert ("aten.mul.Tensor" in text) is debug
     assert text.startswith("region '")
     if debug:

@@ -406,10 +406,10 @@ def test_debug_logs_operators_of_both_runs():
         return x.exp().cos()
 
     text = failed(fn, leaf(), debug=True)
-    forward, recompute = re.split("Operators executed during ", text)[1:]
+    forward, recompute = re.split("Operations executed during ", text)[1:]
     assert forward.startswith("the original forward:")
     assert recompute.startswith("recomputation:")
-    names = r"\d+: aten\.(\w+)\.default"
+    names = r"\d+: .*aten\.(\w+)\.default"
     assert [n for n in re.findall(names, forward) if n != "detach"] == ["sin", "sin", "exp", "cos"]
     assert [n for n in re.findall(names, recompute) if n != "detach"] == ["sin", "exp", "cos"]
     assert f"{__file__}:{fn.__code__.co_firstlineno + 2}:fn" in forward
@@ -433,7 +433,7 @@ def test_errors_are_short_without_debug():
     which = Two(torch.float32, torch.float64)
     text = failed(lambda x: x.to(which()).sin().exp().sin().exp(), leaf())
     assert len(text) < 4000
-    assert "Operators executed" not in text
+    assert "Operations executed" not in text
 
 
 # ---- a way out
