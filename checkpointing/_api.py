@@ -107,7 +107,7 @@ _CHECKS: dict[Any, Callable[[Tensor], Any] | None] = {"metadata": metadata_of, "
 _default_scope = Options("replay")
 _DEFAULTS = (True, True, True, "metadata", None, None, False, None)
 
-_torch.keep_dynamo_out(_ambient, _engine, _replay, _report, _rerun, _tape)
+_torch.keep_dynamo_out(_ambient, _engine, _replay, _report, _rerun, _tape, _torch)
 
 _disabled: contextvars.ContextVar[bool] = contextvars.ContextVar("checkpointing.disabled", default=False)
 

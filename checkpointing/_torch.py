@@ -279,9 +279,10 @@ set_grad_enabled: Callable[[bool], None] = _C._set_grad_enabled
 
 
 def keep_dynamo_out(*modules: ModuleType) -> None:
-    """Tell Dynamo not to compile the functions of these modules: compiled code calls the hooks while it runs."""
+    """Tell Dynamo not to compile the functions of these modules, nor what they call: compiled code (compiled autograd,
+    too) calls the hooks while it runs, and a rerun must save what the forward saved."""
     dynamo = _C._dynamo.eval_frame
-    skip = dynamo._FrameExecStrategy(dynamo._FrameAction.SKIP, dynamo._FrameAction.DEFAULT)
+    skip = dynamo._FrameExecStrategy(dynamo._FrameAction.SKIP, dynamo._FrameAction.SKIP)
     for module in modules:
         codes = [code for value in vars(module).values() for code in _codes_of(value, module.__name__)]
         while codes:

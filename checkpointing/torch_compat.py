@@ -18,6 +18,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
+from types import FunctionType
 from typing import Any, cast
 
 import torch
@@ -126,7 +127,11 @@ class _Checkpointed:
 
     def __get__(self, instance: object, owner: type | None = None) -> Any:
         bind = getattr(self.function, "__get__", None)
-        return self if instance is None or bind is None else type(self)(bind(instance, owner), self.checkpoint_kwargs)
+        if instance is None or bind is None:
+            return self
+        if torch.compiler.is_dynamo_compiling() and isinstance(self.function, FunctionType):
+            return functools.partial(self, instance)  # Dynamo in torch 2.11 can't trace `bind`
+        return type(self)(bind(instance, owner), self.checkpoint_kwargs)
 
 
 def checkpoint(
