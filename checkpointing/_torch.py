@@ -12,6 +12,7 @@ from types import CodeType, FunctionType, ModuleType
 from typing import Any, Protocol, cast
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 
 _C: Any = torch._C
@@ -65,6 +66,20 @@ HigherOrderOperator = torch._ops.HigherOrderOperator
 def quick_call(func: Any) -> Any:
     """What an `OpOverload` calls; other kinds of operators stay as they are."""
     return func._op if type(func) is OpOverload else func
+
+
+# The dispatch modes of torch's selective checkpointing: other code asks whether a mode is one of them.
+SelectiveForward: Any = torch.utils.checkpoint._CachingTorchDispatchMode
+SelectiveRecompute: Any = torch.utils.checkpoint._CachedTorchDispatchMode
+
+
+def mark_as_torchs_own(pack: Any, below: Hooks | None) -> None:
+    """Since 2.14, torch's selective mode looks for hooks of the user below those that are marked like this."""
+    pack._checkpoint_internal = True
+    pack._user_hooks = below
+
+
+tree_map: Callable[[Callable[[Any], Any], Any], Any] = torch.utils._pytree.tree_map
 
 
 def identity_of_call(func: Any, args: Any) -> Any:

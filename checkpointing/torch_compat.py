@@ -25,7 +25,6 @@ import torch
 import torch.utils.checkpoint as _theirs
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import CheckpointPolicy as CheckpointPolicy
 from torch.utils.checkpoint import DefaultDeviceType as DefaultDeviceType
 from torch.utils.checkpoint import GraphExecGroup as GraphExecGroup
@@ -48,8 +47,6 @@ SAC_IGNORED_OPS = _theirs.SAC_IGNORED_OPS
 # Bound here, so that this module can itself be put in the place of torch's (`torch.utils.checkpoint.checkpoint = ...`).
 _their_checkpoint = _theirs.checkpoint
 _their_selective_contexts = _theirs.create_selective_checkpoint_contexts
-_TheirCaching: Any = _theirs._CachingTorchDispatchMode
-_TheirCached: Any = _theirs._CachedTorchDispatchMode
 
 __all__ = [
     "SAC_IGNORED_OPS",
@@ -234,15 +231,14 @@ def _checkpoint(
     )
     frame.title = "torch.utils.checkpoint"
     forward: AbstractContextManager[Any] | None = None
-    pack: Any = frame.packer()
+    pack = frame.packer()
     if debug:
         forward, source.context = logged(frame)
     elif context_fn is not noop_context_fn:
         forward, source.context = context_fn()
-        if isinstance(forward, _TheirCaching):
+        if isinstance(forward, _torch.SelectiveForward):
             forward.respect_saved_tensors_hooks = respect_saved_tensors_hooks
-            pack._checkpoint_internal = True  # which torch's own class asks for
-            pack._user_hooks = _user_hooks()
+            _torch.mark_as_torchs_own(pack, _user_hooks())
     outer, thread.region = thread.region, source
     _torch.push_hooks(pack, unpack)
     try:
@@ -261,7 +257,7 @@ def _checkpoint(
         frame.complete = True
         source.settle()
         if forward is not None:
-            pack.__dict__.clear()  # autograd holds `pack`, out of the garbage collector's sight
+            pack.__dict__.clear()  # the mark; autograd holds `pack`, out of the garbage collector's sight
 
 
 def _warn_about_use_reentrant(name: str, threat: str) -> None:
@@ -360,7 +356,7 @@ _Storage = defaultdict[Any, dict[int, Any]]
 # torch's, because other code asks for these classes.
 
 
-class _Caching(_TheirCaching):  # type: ignore[misc]
+class _Caching(_torch.SelectiveForward):  # type: ignore[misc]
     """Around the forward: caches what the policy says."""
 
     supports_higher_order_operators = True
@@ -389,7 +385,7 @@ class _Caching(_TheirCaching):  # type: ignore[misc]
             answer is not CheckpointPolicy.MUST_RECOMPUTE and _torch.has_ordered_effect(func)
         ):
             hooks = self._hooks()
-            self.storage[key][number] = tree_map(lambda value: _Saved(value, hooks), result)
+            self.storage[key][number] = _torch.tree_map(lambda value: _Saved(value, hooks), result)
         else:
             self.storage[key][number] = _RECOMPUTE
         return result
@@ -408,7 +404,7 @@ class _Caching(_TheirCaching):  # type: ignore[misc]
         return hooks if self.respect_saved_tensors_hooks else None
 
 
-class _Cached(_TheirCached):  # type: ignore[misc]
+class _Cached(_torch.SelectiveRecompute):  # type: ignore[misc]
     """Around the recompute: answers from the cache."""
 
     supports_higher_order_operators = True
@@ -450,7 +446,7 @@ class _Cached(_TheirCached):  # type: ignore[misc]
                 "selective activation checkpoint."
             )
         entries[number] = _CONSUMED
-        return tree_map(lambda saved: saved.get(self.allow_cache_entry_mutation), entry)
+        return _torch.tree_map(lambda saved: saved.get(self.allow_cache_entry_mutation), entry)
 
 
 def _user_hooks() -> _torch.Hooks | None:
