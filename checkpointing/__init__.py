@@ -1,8 +1,11 @@
 """Activation checkpointing for PyTorch: a decorator and a with-block over one engine."""
 
+from ._ambient import StateHandle as StateHandle
+from ._ambient import register_state as register_state
 from ._api import checkpoint_scope as checkpoint_scope
 from ._api import checkpointed as checkpointed
 from ._api import disabled as disabled
+from ._api import forward_only as forward_only
 from ._api import is_recomputing as is_recomputing
 from ._policy import keep as keep
 from ._report import Stats as Stats

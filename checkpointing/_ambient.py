@@ -4,31 +4,45 @@ Capture is a handful of getters, because every region pays for it; restoring may
 where something has changed in between (rule 7). Random number generators are forked: the rerun draws the numbers
 that the forward drew, and the stream goes on afterwards where it was.
 
+What no one can see from here (a tracker of random states, scales of FP8 casts) its owner registers: `register_state`.
+
 Rejected: entering `autocast`, `fork_rng`, ... context managers unconditionally (torch): most of a region's overhead.
 """
 
 from __future__ import annotations
 
 import contextvars
+import importlib
+import random
+import threading
 from collections.abc import Callable, Iterable
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from . import _torch
 
+S = TypeVar("S")
+
 
 class Generators:
     """States of random generators at one moment."""
 
-    __slots__ = ("_cpu", "_others")
+    __slots__ = ("_cpu", "_others", "_python")
 
     def __init__(
-        self, cpu: bool, devices: Iterable[torch.device] = (), generators: Iterable[torch.Generator] = ()
+        self,
+        cpu: bool,
+        devices: Iterable[torch.device] = (),
+        generators: Iterable[torch.Generator] = (),
+        python: bool = False,
     ) -> None:
-        """The CPU's default generator if `cpu`, those of `devices`, and `generators` themselves."""
+        """The CPU's default generator if `cpu`, those of `devices`, and `generators` themselves; with `python` those
+        that are no torch's: of the `random` module and of NumPy."""
         self._cpu = _CPU.get_state() if cpu else None
+        self._python = [(setter, getter, getter()) for setter, getter in _python_generators()] if python else ()
         self._others: tuple[tuple[Callable[[Tensor], Any], Callable[[], Tensor], Tensor], ...] = ()
         for device in devices:
             getter, setter = device_rng(device)
@@ -48,23 +62,36 @@ class Generators:
             + ([] if self._cpu is None else [(_CPU.get_state, self._cpu)])
         )
 
-    def enter(self) -> list[tuple[Callable[[Tensor], Any], Tensor]]:
+    def enter(self) -> list[tuple[Callable[[Any], Any], Any]]:
         """Go back to this moment; returns what `leave` needs to put the present states back."""
-        now = [(setter, getter()) for setter, getter, _ in self._others]
+        now: list[tuple[Callable[[Any], Any], Any]] = [(setter, getter()) for setter, getter, _ in self._others]
         if self._cpu is not None:
             now.append((_CPU.set_state, _CPU.get_state()))
             _CPU.set_state(self._cpu)
         for setter, _, state in self._others:
             setter(state)
+        for setter, getter, state in self._python:
+            now.append((setter, getter()))
+            setter(state)
         return now
 
     @staticmethod
-    def leave(now: list[tuple[Callable[[Tensor], Any], Tensor]]) -> None:
+    def leave(now: list[tuple[Callable[[Any], Any], Any]]) -> None:
         for setter, state in now:
             setter(state)
 
 
 _CPU = torch.default_generator
+
+
+def _python_generators() -> list[tuple[Callable[[Any], Any], Callable[[], Any]]]:
+    """Setter and getter of the global generators of Python and, where it is installed, NumPy."""
+    streams: list[tuple[Callable[[Any], Any], Callable[[], Any]]] = [(random.setstate, random.getstate)]
+    try:
+        numpy = importlib.import_module("numpy.random")
+    except ImportError:
+        return streams
+    return [*streams, (numpy.set_state, lambda: numpy.get_state(legacy=False))]
 
 
 def device_rng(device: torch.device) -> tuple[Callable[[], Tensor], Callable[[Tensor], Any]]:
@@ -81,23 +108,116 @@ def has_rng(device: torch.device) -> bool:
     return hasattr(module, "get_rng_state") and hasattr(module, "set_rng_state")
 
 
+# ---- state of the user's
+
+
+class StateHandle:
+    """What `register_state` returns: `remove()` ends the registration, and so does leaving it as a context manager."""
+
+    __slots__ = ("_restore", "_snapshot")
+
+    def __init__(self, snapshot: Callable[[], Any], restore: Callable[[Any], object]) -> None:
+        self._snapshot = snapshot
+        self._restore = restore
+
+    def remove(self) -> None:
+        """Take no more snapshots. Regions that have one still restore it. Removing twice does nothing."""
+        with _registry.lock:
+            _registry.states = tuple(handle for handle in _registry.states if handle is not self)
+
+    def __enter__(self) -> StateHandle:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.remove()
+
+    def capture(self) -> tuple[StateHandle, Any]:
+        with torch.no_grad():
+            return self, self._snapshot()
+
+    def restore(self, state: Any) -> None:
+        with torch.no_grad():
+            self._restore(state)
+
+
+class _Registry:
+    # The tuple is replaced, never changed: whoever reads it needs no lock.
+    states: tuple[StateHandle, ...] = ()
+    lock = threading.Lock()
+
+
+_registry = _Registry()
+
+
+def register_state(snapshot: Callable[[], S], restore: Callable[[S], object]) -> StateHandle:
+    """Let recompute see state of yours that no argument shows: a tracker of random states, scales of FP8 casts, ...
+
+    From now on, in every thread: when a region that recomputes by calling its function again (rerun, reentrant) is
+    entered, `snapshot()` is called, and before each of its recomputes `restore(state)` with what it returned. After the
+    recompute the state of now, of which `snapshot()` is asked just before, is restored in the same way, also when the
+    recompute fails. Replay runs no Python again: it needs none of this.
+
+    Args:
+        snapshot: returns the present state; a copy, not something that changes later. Called with grad mode off.
+        restore: puts a state back that `snapshot` has returned. It may be called with one state several times, and
+            must not change it. Called with grad mode off, in the thread in which backward runs.
+
+    While a state is registered, tensors that a function finds in closures and globals, rather than in its arguments,
+    are not guarded against changes between forward and backward, unless they require grad: `restore` may write them.
+
+    Returns:
+        A handle whose `remove()` ends it, like those of torch's hooks; also a context manager that removes it at its
+        end. Regions that were entered before keep their snapshot and still restore it.
+
+    Raises:
+        TypeError: if one of the two can't be called.
+
+    >>> import torch
+    >>> from checkpointing import checkpointed, register_state
+    >>> scale = {"value": 2.0}
+    >>> handle = register_state(scale.copy, scale.update)
+    >>> x = torch.ones(3, requires_grad=True)
+    >>> y = checkpointed(lambda x: (x * scale["value"]).exp().sin())(x)
+    >>> scale["value"] = 3.0
+    >>> y.sum().backward()  # the recompute scales by 2
+    >>> scale["value"]
+    3.0
+    >>> handle.remove()
+    """
+    for function in (snapshot, restore):
+        if not callable(function):
+            raise TypeError(f"register_state takes two functions, not {function!r}")
+    handle = StateHandle(snapshot, restore)
+    with _registry.lock:
+        _registry.states += (handle,)
+    return handle
+
+
 _function_mode_count = _torch.function_mode_count
 _autocast_is_on = _torch.autocast_is_on_somewhere
 
 
 class Ambient:
-    """Everything but random state: autocast, function modes, switches, context variables."""
+    """Everything but random state: autocast, function modes, switches, context variables, state of the user's."""
 
-    __slots__ = ("_autocast", "_context", "_modes", "_switches")
+    __slots__ = ("_autocast", "_context", "_modes", "_states", "_switches")
 
     def __init__(self) -> None:
         self._context = contextvars.copy_context()
         self._switches = [getter() for getter in _GETTERS]
         self._modes = _torch.function_modes() if _function_mode_count() else None
         self._autocast = _read_autocast() if _autocast_is_on() else None
+        self._states = [handle.capture() for handle in _registry.states] if _registry.states else None
+
+    @property
+    def has_states(self) -> bool:
+        """Whether the user has registered state."""
+        return self._states is not None
 
     def run(self, call: Callable[[], Any]) -> None:
         """Call with the captured state; whatever had to change is put back, also after an exception."""
+        if self._states is not None:
+            call = partial(_with_states, self._states, call)
         # A copy: one context can't be entered twice, and recomputes nest.
         self._context.copy().run(self._run, call)
 
@@ -140,6 +260,27 @@ class Ambient:
             # Casts of weights are cached. The rerun neither sees casts made elsewhere nor leaves its own behind.
             torch.clear_autocast_cache()
             undo.append(torch.clear_autocast_cache)
+
+
+def _with_states(states: list[tuple[StateHandle, Any]], call: Callable[[], Any]) -> None:
+    present = []
+    try:
+        for handle, state in states:
+            present.append(handle.capture())
+            handle.restore(state)
+        call()
+    finally:
+        _restore_all(present)
+
+
+def _restore_all(states: list[tuple[StateHandle, Any]]) -> None:
+    """The last first; one that fails does not keep the others from it."""
+    while states:
+        handle, state = states.pop()
+        try:
+            handle.restore(state)
+        finally:
+            _restore_all(states)
 
 
 _GETTERS = tuple(getter for getter, _ in _torch.SWITCHES)

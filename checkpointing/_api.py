@@ -11,22 +11,23 @@ import dataclasses
 import functools
 import inspect
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, ParamSpec, Protocol, TypeVar, overload
+from typing import Any, Literal, ParamSpec, Protocol, TypeVar, cast, overload
 
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from . import _ambient, _engine, _reentrant, _replay, _report, _rerun, _tape, _torch, errors
-from ._engine import Frame, entered_at, metadata_of, thread, unpack, without_recording
+from ._engine import Frame, depth_of_user, entered_at, metadata_of, thread, unpack, without_recording
 from ._policy import as_policy
 from ._replay import Replay
 from ._report import OpLog, Stats, explain, measure
-from ._rerun import ContextFn, Rerun, nothing_requires_grad, stands_alone
+from ._rerun import ContextFn, PreserveRngState, Rerun, nothing_requires_grad, stands_alone
 from ._tape import Tape
 
 P = ParamSpec("P")
@@ -43,7 +44,7 @@ class Options:
 
     backend: Backend = "rerun"
     enabled: bool = True
-    preserve_rng_state: bool = True
+    preserve_rng_state: PreserveRngState = True
     early_stop: bool = True
     determinism_check: DeterminismCheck = "metadata"
     policy: Any = None
@@ -63,6 +64,8 @@ class Options:
             raise ValueError(f"context_fn works with backend='rerun' only, not with {self.backend!r}")
         if self.context_fn is not None and self.debug:
             raise ValueError("debug=True is incompatible with context_fn: it logs by contexts of its own")
+        if self.preserve_rng_state not in (True, False, "all"):
+            raise ValueError(f"preserve_rng_state is True, False or 'all', not {self.preserve_rng_state!r}")
         as_policy(self.policy)
         check = self.determinism_check
         if not callable(check) and not (isinstance(check, str) and check in _CHECKS):
@@ -140,30 +143,94 @@ def is_recomputing() -> bool:
     >>> is_recomputing()
     False
     """
-    return thread.depth > 0
+    return thread.depth > thread.aside
+
+
+def forward_only(fn: Callable[P, R], /) -> Callable[P, R]:
+    """Don't run a function again in recompute: for metrics, counters and logging in a region.
+
+    In recompute a call returns what the call of the forward returned, in the order of calls: arguments that it passed
+    through are the recompute's own, other tensors are held from the forward on, without their graph (gradients of a
+    backward *inside* the region do not flow through them), containers are copied, anything else is the same object.
+    Outside of a region, and in replay, which runs no Python code again, `fn` is just called.
+
+    Args:
+        fn: a function or method (any decorator order with `staticmethod` and `classmethod`) or callable object.
+
+    Returns:
+        What behaves like `fn`, with its signature.
+
+    Raises:
+        TypeError: for generator functions, async functions and classes.
+        MismatchError: from backward, when the recompute calls it where the forward did not, or where it raised.
+
+    Two things see no results of the forward and get None: the legacy reentrant backend, and a call inside of a custom
+    operator that replay runs again.
+
+    >>> import torch
+    >>> from checkpointing import checkpointed, forward_only
+    >>> means = []
+    >>> @forward_only
+    ... def note(x):
+    ...     means.append(x.mean().item())
+    >>> @checkpointed
+    ... def block(x):
+    ...     note(x)
+    ...     return x.sin().exp()
+    >>> block(torch.ones(3, requires_grad=True)).sum().backward()
+    >>> means
+    [1.0]
+    """
+    if isinstance(fn, staticmethod | classmethod):
+        return type(fn)(forward_only(fn.__func__))
+    if isinstance(fn, type) or not callable(fn):
+        raise TypeError(f"forward_only wraps functions, methods and callable objects, not {fn!r}")
+    _refuse_generators("forward_only", fn)
+
+    @_wraps(fn)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return fn(*args, **kwargs)
+        region = thread.region
+        if region is None:
+            return None if is_recomputing() else fn(*args, **kwargs)
+        return region.once(fn, args, kwargs)
+
+    return cast("Callable[P, R]", wrapper)
 
 
 def is_plain(enabled: bool = True) -> bool:
     """Whether to run without a region (rule 10)."""
-    return not enabled or not torch.is_grad_enabled() or _disabled.get() or _hooks_are_forbidden()
-
-
-def _hooks_are_forbidden() -> bool:
-    if _torch.hooks_are_enabled():
+    if not enabled or not torch.is_grad_enabled() or _disabled.get():
+        return True
+    # A transform taken over a region: `grad` and its kin disable hooks; under `vmap` what a region would save or read
+    # are batches, which end with it.
+    if _hooks_are_enabled() and _innermost_transform() is None:
         return False
     _warn_about_transforms()
     return True
 
 
-@functools.cache
+_hooks_are_enabled = _torch.hooks_are_enabled
+_innermost_transform = _torch.innermost_transform
+
+
 def _warn_about_transforms() -> None:
-    warnings.warn(
-        "checkpointing: saved-tensors hooks are disabled here (a torch.func transform is being taken over a region), "
-        "so regions run as plain code. Put the region inside the transformed function's callees only if you don't need "
-        "its memory, or take gradients with torch.autograd. This is said once.",
-        UserWarning,
-        stacklevel=5,
-    )
+    with _warned_lock:  # once per process, from whichever thread
+        if not _warned:
+            warnings.warn(
+                "checkpointing: a torch.func transform (grad, vjp, jacrev, vmap, ...) is being taken over a region, or "
+                "saved-tensors hooks are disabled for another reason, so regions run as plain code and save no memory. "
+                "Take gradients with torch.autograd around the region, or put the transform inside it. This is said "
+                "once.",
+                UserWarning,
+                stacklevel=depth_of_user(sys._getframe(1)) + 2,
+            )
+            _warned.append(True)
+
+
+_warned: list[bool] = []
+_warned_lock = threading.Lock()
 
 
 # ---- the function door
@@ -183,7 +250,7 @@ def checkpointed(
     *,
     backend: Backend | None = None,
     enabled: bool = True,
-    preserve_rng_state: bool = True,
+    preserve_rng_state: PreserveRngState = True,
     early_stop: bool = True,
     determinism_check: DeterminismCheck = "metadata",
     policy: Any = None,
@@ -198,7 +265,7 @@ def checkpointed(
     *,
     backend: Backend | None = None,
     enabled: bool = True,
-    preserve_rng_state: bool = True,
+    preserve_rng_state: PreserveRngState = True,
     early_stop: bool = True,
     determinism_check: DeterminismCheck = "metadata",
     policy: Any = None,
@@ -213,7 +280,7 @@ def checkpointed(
     *,
     backend: Backend | None = None,
     enabled: bool = True,
-    preserve_rng_state: bool = True,
+    preserve_rng_state: PreserveRngState = True,
     early_stop: bool = True,
     determinism_check: DeterminismCheck = "metadata",
     policy: Any = None,
@@ -227,7 +294,7 @@ def checkpointed(
     *,
     backend: Backend | None = None,
     enabled: bool = True,
-    preserve_rng_state: bool = True,
+    preserve_rng_state: PreserveRngState = True,
     early_stop: bool = True,
     determinism_check: DeterminismCheck = "metadata",
     policy: Any = None,
@@ -246,7 +313,8 @@ def checkpointed(
             recorded operators again, just those that are needed, `"reentrant"` is torch's legacy way.
         enabled: False makes every call a plain one.
         preserve_rng_state: whether a rerun draws the random numbers of the forward: of the CPU, of every device and
-            type of device found in the arguments, and of `torch.Generator`s among them. Replay always does.
+            type of device found in the arguments, and of `torch.Generator`s among them; with `"all"` (about 0.1 ms a
+            region) those of Python's `random` and NumPy's global generator, too. Replay always does.
         early_stop: stop recomputing at the last tensor that is still needed. With False, a recompute always covers
             the whole region.
         determinism_check: what must be equal in forward and recompute: `"metadata"` (shape, dtype, device),
@@ -304,12 +372,12 @@ def _wrap(fn: Any, options: Options) -> Any:
         return fn
     if not callable(fn):
         raise TypeError(f"checkpointed wraps functions, methods, modules and callable objects, not {fn!r}")
-    _refuse_generators(fn)
+    _refuse_generators("checkpointed", fn)
     name = options.name or getattr(fn, "__qualname__", None) or type(fn).__qualname__
     return _WRAPPERS[options.backend](fn, name, options)
 
 
-def _refuse_generators(fn: Any) -> None:
+def _refuse_generators(door: str, fn: Any) -> None:
     code = fn
     while isinstance(code, functools.partial):
         code = code.func
@@ -324,7 +392,7 @@ def _refuse_generators(fn: Any) -> None:
     ):
         if test(code):
             raise TypeError(
-                f"checkpointed can't wrap the {kind} {getattr(fn, '__qualname__', fn)}: calling it computes nothing. "
+                f"{door} can't wrap the {kind} {getattr(fn, '__qualname__', fn)}: calling it computes nothing. "
                 "Decorate a plain function that it calls."
             )
 
@@ -342,7 +410,7 @@ def _wrap_rerun(fn: Any, name: str, options: Options) -> Any:
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
             return torch.utils.checkpoint.checkpoint(
-                fn, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state, **kwargs
+                fn, *args, use_reentrant=False, preserve_rng_state=bool(preserve_rng_state), **kwargs
             )
         if is_plain(enabled):
             return fn(*args, **kwargs)
@@ -418,7 +486,7 @@ class _Block:
         forward: Any = [] if options.debug else None
         recompute: Any = [] if options.debug else None
         policy = as_policy(options.policy)
-        self._tape = Tape(_torch.enclosing_hooks(), options.preserve_rng_state, forward, policy)
+        self._tape = Tape(_torch.enclosing_hooks(), bool(options.preserve_rng_state), forward, policy)
         self._source = Replay(self._tape, recompute)
         # What is replayed has the recorded metadata by construction.
         check = None if options.determinism_check == "metadata" else options.check
@@ -427,7 +495,7 @@ class _Block:
             self.frame.on_error = functools.partial(explain, forward=forward, recompute=recompute)
 
     def __enter__(self) -> None:
-        self._outer = thread.region
+        self._outer = self._source.outer = thread.region
         self._tape.__enter__()  # type: ignore[no-untyped-call]
         thread.region = self._source
         _torch.push_hooks(self.frame.packer(), unpack)
@@ -435,6 +503,7 @@ class _Block:
     def __exit__(self, *error: Any) -> None:
         _torch.pop_hooks()
         thread.region = self._outer
+        self._source.outer = None
         self._tape.__exit__(*error)  # type: ignore[no-untyped-call]
         self._tape.close()
         self.frame.complete = True
@@ -455,7 +524,8 @@ class checkpoint_scope:
     Args:
         enabled: False makes this a plain block.
         preserve_rng_state: random operators are replayed from the generator state that they met, so that the values
-            are those of the forward. With False they are kept instead of replayed, and no state is stored.
+            are those of the forward. With False they are kept instead of replayed, and no state is stored. `"all"`
+            is the same as True: Python code, which alone draws from `random` and NumPy, does not run again.
         early_stop: replay only the window of the tensor that is asked for. With False, the first replay of a backward
             covers the whole block.
         determinism_check: as for `checkpointed`.
@@ -485,7 +555,7 @@ class checkpoint_scope:
         self,
         *,
         enabled: bool = True,
-        preserve_rng_state: bool = True,
+        preserve_rng_state: PreserveRngState = True,
         early_stop: bool = True,
         determinism_check: DeterminismCheck = "metadata",
         policy: Any = None,

@@ -51,9 +51,11 @@ _PythonNode = _torch.PythonNode
 
 
 class _Thread(threading.local):
-    """What this thread is doing. `depth` counts nested recomputes, `region` is where `keep` goes."""
+    """What this thread is doing. `depth` counts nested recomputes and what else no tape should see, `aside` the latter
+    alone; `region` is where `keep` goes."""
 
     depth = 0
+    aside = 0
     region: Keeper | None = None
 
 
@@ -62,6 +64,9 @@ thread = _Thread()
 
 class Keeper(Protocol):
     def keep(self, tensor: Tensor) -> Tensor: ...
+
+    def once(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result of a call that a recompute must not repeat."""
 
 
 Deliver = Callable[[int, Tensor], None]
@@ -516,6 +521,14 @@ def entered_at(frame: FrameType) -> tuple[str, int]:
     return frame.f_code.co_filename, frame.f_lineno
 
 
+def depth_of_user(frame: FrameType) -> int:
+    """How many frames `frame` is below the innermost one of user code."""
+    user, depth = _user_frame(frame), 0
+    while frame is not user and frame.f_back is not None:
+        frame, depth = frame.f_back, depth + 1
+    return depth
+
+
 def _user_frame(frame: FrameType) -> FrameType:
     while True:
         code = frame.f_code
@@ -534,11 +547,13 @@ _inside: dict[CodeType, bool] = {}
 def without_recording(function: Callable[[Any], Any], value: Any) -> Any:
     """Call a check or a hook of the user so that no tape sees what it does."""
     thread.depth += 1
+    thread.aside += 1
     try:
         with torch.no_grad():
             return function(value)
     finally:
         thread.depth -= 1
+        thread.aside -= 1
 
 
 _NOT_USER_CODE = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep)

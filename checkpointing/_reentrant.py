@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from . import _torch, errors
 from ._ambient import Ambient, Generators, has_rng
 from ._engine import thread
+from ._rerun import PreserveRngState
 from ._tree import map_tensors
 
 
@@ -39,11 +40,11 @@ class CheckpointFunction(torch.autograd.Function):
     """`CheckpointFunction.apply(function, preserve_rng_state, *args)` is `function(*args)`, differentiable once."""
 
     @staticmethod
-    def forward(ctx: Any, function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+    def forward(ctx: Any, function: Callable[..., Any], preserve_rng_state: PreserveRngState, *args: Any) -> Any:
         check_backward_validity(args)
         ctx.function = function
         ctx.ambient = Ambient()
-        ctx.rng = _generators(args) if preserve_rng_state else None
+        ctx.rng = _generators(args, preserve_rng_state == "all") if preserve_rng_state else None
         ctx.is_tensor = [isinstance(value, Tensor) for value in args]
         ctx.others = [value for value in args if not isinstance(value, Tensor)]
         ctx.save_for_backward(*(value for value in args if isinstance(value, Tensor)))
@@ -82,7 +83,7 @@ class CheckpointFunction(torch.autograd.Function):
         return (None, None, *(value.grad if isinstance(value, Tensor) else None for value in inputs))
 
 
-def _generators(args: tuple[Any, ...]) -> Generators:
+def _generators(args: tuple[Any, ...], python: bool) -> Generators:
     devices: set[torch.device] = set()
 
     def see(tensor: Tensor) -> Tensor:
@@ -91,7 +92,7 @@ def _generators(args: tuple[Any, ...]) -> Generators:
 
     map_tensors(see, args)
     generators = [value for value in args if isinstance(value, torch.Generator)]
-    return Generators(True, [device for device in devices if has_rng(device)], generators)
+    return Generators(True, [device for device in devices if has_rng(device)], generators, python)
 
 
 def _rerun(ctx: Any, inputs: tuple[Any, ...]) -> Any:
@@ -115,7 +116,7 @@ def _rerun(ctx: Any, inputs: tuple[Any, ...]) -> Any:
     return result
 
 
-def run(function: Callable[..., Any], name: str, preserve_rng_state: bool, args: Any, kwargs: Any) -> Any:
+def run(function: Callable[..., Any], name: str, preserve_rng_state: PreserveRngState, args: Any, kwargs: Any) -> Any:
     """One region of our own doors: what the backend can't do is an error before anything is lost."""
     if kwargs:
         raise ValueError(

@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,7 @@ from ._engine import Deliver, Frame, Held, Name, Recompute, identity, named, thr
 from ._tree import ATOMS, NO_OBJECTS, Build, attributes_of, open_container
 
 ContextFn = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
+PreserveRngState = bool | Literal["all"]
 
 
 class Rerun:
@@ -42,6 +43,7 @@ class Rerun:
         "_inputs",
         "_outer",
         "_pins",
+        "_results",
         "_rng",
         "_surroundings",
         "context",
@@ -56,7 +58,7 @@ class Rerun:
         function: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        preserve_rng_state: bool,
+        preserve_rng_state: PreserveRngState,
     ) -> None:
         self._function = function
         self._hooks = hooks = _torch.enclosing_hooks()
@@ -67,7 +69,7 @@ class Rerun:
             inputs.modules += around.modules
             inputs.generators += around.generators
         self.context: AbstractContextManager[Any] | None = None  # entered around the rerun
-        self._ambient = Ambient()
+        self._ambient = ambient = Ambient()
         self._buffers: Buffers | None = None
         if inputs.modules:
             self._buffers = Buffers(inputs.modules)
@@ -75,8 +77,15 @@ class Rerun:
         # Leaves that the function finds by itself are no arguments. Those that come from elsewhere in the rerun than in
         # the forward (hooks, copies of buffers) have other version counters.
         self.guards_leaves = hooks is None and self._buffers is None
-        self._rng = Generators(True, inputs.devices, inputs.generators) if preserve_rng_state else None
-        self._pins: list[Held] = []
+        if ambient.has_states:  # restoring them may write tensors that the function finds by itself
+            self.guards_leaves = False
+            if self._surroundings is not None:
+                self._surroundings.guard_only_leaves()
+        self._rng: Generators | None = None
+        if preserve_rng_state:
+            self._rng = Generators(True, inputs.devices, inputs.generators, preserve_rng_state == "all")
+        self._pins: list[tuple[Held, int]] = []
+        self._results: list[Any] = []
         self._outer = thread.region
 
     def settle(self) -> None:
@@ -88,8 +97,20 @@ class Rerun:
         if isinstance(self._outer, Rerun | Pinned):
             # Its own rerun runs this region anew, which must not decide anew.
             tensor = self._outer.keep(tensor)
-        self._pins.append(Held(tensor, self._hooks, "a value given to keep()"))
+        self._pins.append((Held(tensor, self._hooks, "a value given to keep()"), _torch.version(tensor)))
         return tensor
+
+    def once(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._results.append(_FAILED)
+        place = len(self._results) - 1  # it may call others
+        # What it saves is no slot of the region, since the recompute won't save it.
+        _torch.push_hooks(detached, identity)
+        try:
+            result = function(*args, **kwargs) if self._outer is None else self._outer.once(function, args, kwargs)
+        finally:
+            _torch.pop_hooks()
+        self._results[place] = _Result(result, args, kwargs, self._hooks)
+        return result
 
     def recompute(self, request: Recompute, deliver: Deliver) -> None:
         if self._surroundings is not None:
@@ -109,7 +130,7 @@ class Rerun:
             return tensor
 
         def call() -> None:
-            thread.region = Pinned(self._pins, request.frame)
+            thread.region = Pinned(self._pins, self._results, request.frame)
             grad_mode = torch.is_grad_enabled()
             _torch.set_grad_enabled(True)
             present = None if buffers is None else buffers.enter(request.frame)
@@ -137,24 +158,107 @@ class Rerun:
             self._rng.leave(now)
 
 
+def detached(tensor: Tensor) -> Tensor:
+    """The pack hook for a graph that holds its tensors itself: a live one would be a cycle, if it is the output."""
+    return tensor.detach() if tensor.requires_grad else tensor
+
+
 def is_internal(hooks: _torch.Hooks) -> bool:
     """Whether these hooks are those of a region or of a rerun, rather than the user's."""
     return hooks[1] is unpack or hooks[1] is identity
 
 
 class Pinned:
-    """Where `keep` goes while the function is called again: it hands back what the forward pinned, in order."""
+    """Where `keep` and functions that run once go while the function is called again: it hands back what the forward
+    pinned or recorded, in order."""
 
-    def __init__(self, pins: list[Held], where: Frame) -> None:
+    def __init__(self, pins: list[tuple[Held, int]], results: list[Any], where: Frame) -> None:
         self._pins = iter(pins)
+        self._results = iter(results)
         self._where = where
 
     def keep(self, tensor: Tensor) -> Tensor:
-        pin = next(self._pins, None)
+        pin, version = next(self._pins, (None, 0))
         if pin is None:  # backward inside the region, met again by the rerun, may run ahead of the forward
             return tensor
         value = pin.fetch(self._where)
-        return _Pin.apply(tensor, value) if tensor.requires_grad else value.clone()  # type: ignore[no-untyped-call]
+        if tensor.requires_grad:
+            return _Pin.apply(tensor, value)  # type: ignore[no-untyped-call, no-any-return]
+        return copy_of(value, version)
+
+    def once(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = next(self._results, _FAILED)
+        if type(result) is _Result:
+            return result.restore(args, kwargs, self._where)
+        if not self._where.complete:  # a rerun that a backward inside the region asked for, ahead of the forward
+            return None
+        raise errors.not_recorded(self._where, getattr(function, "__qualname__", repr(function)))
+
+
+_FAILED = object()  # a call that raised
+
+
+class _Result:
+    """What a function that runs once has returned: tensors held, containers copied. What it passes through from its
+    arguments is the recompute's own."""
+
+    __slots__ = ("_saved",)
+
+    def __init__(self, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any], hooks: _torch.Hooks | None) -> None:
+        passed = {id(value): key for key, value in _by_place(args, kwargs).items() if type(value) not in ATOMS}
+        self._saved = self._save(result, passed, hooks)
+
+    def _save(self, value: Any, passed: dict[int, Any], hooks: _torch.Hooks | None) -> Any:
+        if id(value) in passed:
+            return _Passed(passed[id(value)])
+        if isinstance(value, Tensor):
+            in_graph = value.requires_grad and not value.is_leaf  # of the region, which would be a cycle
+            held = Held(value.detach() if in_graph else value, hooks, "what a forward_only function returned")
+            return _Returned(held, in_graph, _torch.version(value))
+        opened = None if type(value) in ATOMS else open_container(value)
+        if opened is None:
+            return value
+        parts, build = opened
+        return _Container(build, {key: self._save(part, passed, hooks) for key, part in parts.items()})
+
+    def restore(self, args: tuple[Any, ...], kwargs: dict[str, Any], where: Frame) -> Any:
+        return self._build(self._saved, _by_place(args, kwargs), where)
+
+    def _build(self, saved: Any, places: dict[int | str, Any], where: Frame) -> Any:
+        kind = type(saved)
+        if kind is _Passed:
+            return places[saved.key]
+        if kind is _Returned:
+            tensor = saved.held.fetch(where)
+            if tensor.requires_grad:  # a leaf
+                return tensor
+            return copy_of(tensor.requires_grad_() if saved.in_graph else tensor, saved.version)
+        if kind is _Container:
+            return saved.build({key: self._build(part, places, where) for key, part in saved.parts.items()})
+        return saved
+
+
+class _Passed(NamedTuple):
+    key: int | str
+
+
+class _Returned(NamedTuple):
+    held: Held
+    in_graph: bool
+    version: int
+
+
+def copy_of(tensor: Tensor, version: int) -> Tensor:
+    """A copy for the function to write to, at the version that the original had: saved versions are compared."""
+    copy = tensor.clone()
+    if version > 0:
+        _torch.set_version(copy, version)
+    return copy
+
+
+def _by_place(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int | str, Any]:
+    places: dict[int | str, Any] = dict(enumerate(args))
+    return places | kwargs
 
 
 class _Pin(torch.autograd.Function):
@@ -303,6 +407,9 @@ class Surroundings:
             for path, part in _parts_in(value, name, set()):
                 if not isinstance(part, Tensor):
                     self._note(path, part, seen)
+
+    def guard_only_leaves(self) -> None:
+        self.tensors = tuple(entry for entry in self.tensors if entry[1].requires_grad)
 
     def check(self, where: Frame) -> None:
         for name, tensor, version in self.tensors:

@@ -30,6 +30,10 @@ pop_hooks: Callable[[], None] = _autograd._pop_saved_tensors_default_hooks
 hooks_are_enabled: Callable[[], bool] = _autograd._saved_tensors_hooks_is_enabled
 
 
+# The `torch.func` transform that runs in this thread, or None; torch has no public way to ask.
+innermost_transform: Callable[[], object | None] = _C._functorch.peek_interpreter_stack
+
+
 def enclosing_hooks() -> Hooks | None:
     """The pair that autograd would use now; there is no public way to read it."""
     return cast("Hooks | None", _autograd._top_saved_tensors_default_hooks(True))
@@ -180,6 +184,11 @@ def version(tensor: Tensor) -> int:
         return -1
 
 
+def set_version(tensor: Tensor, version: int) -> None:
+    """For a copy that stands for another tensor."""
+    _autograd._unsafe_set_version_counter((tensor,), (version,))
+
+
 class SavedInput(Protocol):
     def unpack(self) -> Tensor: ...
 
@@ -190,6 +199,10 @@ class _SaveInput(torch.autograd.Function):
     def forward(ctx: Any, tensor: Tensor) -> Tensor:
         ctx.save_for_backward(tensor)
         return tensor.new_empty(0)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Tensor:
+        return torch.empty(0)  # never read; without it, no forward mode
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:

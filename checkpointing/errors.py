@@ -111,3 +111,11 @@ def written(where: object, what: str) -> UnsupportedError:
         "to be copied each time, so its value from before is lost. Use backend='replay', or run the step again: from "
         "now on the buffer is copied."
     )
+
+
+def not_recorded(where: object, function: str) -> MismatchError:
+    return MismatchError(
+        f"{where}: the recompute calls {function}, which is forward_only, where the forward has no result of it: it "
+        "raised there, or was not called. Catch its exceptions inside of it, and let nothing but the region's "
+        "arguments decide how often it is called."
+    )

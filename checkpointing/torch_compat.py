@@ -209,7 +209,7 @@ def _checkpoint(
                 "Passing `context_fn`, `debug`, or `respect_saved_tensors_hooks` is only supported when "
                 "use_reentrant=False."
             )
-        return CheckpointFunction.apply(function, preserve_rng_state, *args)  # type: ignore[no-untyped-call]
+        return CheckpointFunction.apply(function, bool(preserve_rng_state), *args)  # type: ignore[no-untyped-call]
 
     if _switch(_debug, "_checkpoint_debug_enabled", debug):
         if context_fn is not noop_context_fn:
@@ -221,7 +221,7 @@ def _checkpoint(
         raise ValueError(f"determinism_check should be one of {list(_CHECKS)}, but got {determinism_check}")
     if is_plain():
         return function(*args, **kwargs)
-    source = Rerun(function, args, kwargs, preserve_rng_state)
+    source = Rerun(function, args, kwargs, bool(preserve_rng_state))
     frame = Frame(
         source,
         getattr(function, "__qualname__", type(function).__qualname__),
