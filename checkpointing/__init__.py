@@ -8,6 +8,9 @@ from ._api import disabled as disabled
 from ._api import forward_only as forward_only
 from ._api import is_recomputing as is_recomputing
 from ._policy import keep as keep
+from ._policy import save_ops as save_ops
+from ._policy import save_tagged as save_tagged
+from ._policy import tag as tag
 from ._report import Stats as Stats
 from .errors import ChangedError as ChangedError
 from .errors import CheckpointError as CheckpointError

@@ -15,7 +15,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, ParamSpec, Protocol, TypeVar, cast, overload
 
 import torch
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from . import _ambient, _engine, _reentrant, _replay, _report, _rerun, _tape, _torch, errors
 from ._engine import Frame, depth_of_user, entered_at, metadata_of, thread, unpack, without_recording
-from ._policy import as_policy
+from ._policy import Policy, as_policy
 from ._replay import Replay
 from ._report import OpLog, Stats, explain, measure
 from ._rerun import ContextFn, PreserveRngState, Rerun, nothing_requires_grad, stands_alone
@@ -51,6 +51,7 @@ class Options:
     context_fn: ContextFn | None = None
     debug: bool = False
     name: str | None = None
+    rules: Policy | None = field(init=False, repr=False, compare=False)  # the policy, whatever way it was given
 
     def __post_init__(self) -> None:
         if self.backend not in ("rerun", "replay", "reentrant"):
@@ -66,7 +67,7 @@ class Options:
             raise ValueError("debug=True is incompatible with context_fn: it logs by contexts of its own")
         if self.preserve_rng_state not in (True, False, "all"):
             raise ValueError(f"preserve_rng_state is True, False or 'all', not {self.preserve_rng_state!r}")
-        as_policy(self.policy)
+        object.__setattr__(self, "rules", as_policy(self.policy))
         check = self.determinism_check
         if not callable(check) and not (isinstance(check, str) and check in _CHECKS):
             raise ValueError(
@@ -320,8 +321,9 @@ def checkpointed(
         determinism_check: what must be equal in forward and recompute: `"metadata"` (shape, dtype, device),
             `"values"` (bit for bit, by a checksum: slow), a function of a tensor whose results are compared with
             `==`, or `"none"`.
-        policy: what to keep, and not recompute (implies replay): a list of `OpOverload`s, or a function
-            `(ctx, op, *args, **kwargs)` that returns a `torch.utils.checkpoint.CheckpointPolicy` or a bool.
+        policy: what to keep, and not recompute (implies replay): `save_ops(...)`, `save_tagged(...)`, combinations of
+            them by `|`, a list of `OpOverload`s, or a function `(ctx, op, *args, **kwargs)` that returns a
+            `torch.utils.checkpoint.CheckpointPolicy` or a bool. It holds in regions inside that bring none.
         context_fn: returns two context managers, for the forward and for the rerun, as for
             `torch.utils.checkpoint.checkpoint`. Rerun only.
         debug: log the operators of forward and recompute and show both when an error is found. Slow.
@@ -485,8 +487,7 @@ class _Block:
     def __init__(self, name: str, where: tuple[str, int], options: Options) -> None:
         forward: Any = [] if options.debug else None
         recompute: Any = [] if options.debug else None
-        policy = as_policy(options.policy)
-        self._tape = Tape(_torch.enclosing_hooks(), bool(options.preserve_rng_state), forward, policy)
+        self._tape = Tape(_torch.enclosing_hooks(), bool(options.preserve_rng_state), forward, options.rules)
         self._source = Replay(self._tape, recompute)
         # What is replayed has the recorded metadata by construction.
         check = None if options.determinism_check == "metadata" else options.check
@@ -495,21 +496,52 @@ class _Block:
             self.frame.on_error = functools.partial(explain, forward=forward, recompute=recompute)
 
     def __enter__(self) -> None:
-        self._outer = self._source.outer = thread.region
+        self._outer = thread.region
+        if self._outer is not None:
+            self._outer.yield_to_inner(1)
         self._tape.__enter__()  # type: ignore[no-untyped-call]
-        thread.region = self._source
+        thread.region = self._tape
         _torch.push_hooks(self.frame.packer(), unpack)
 
     def __exit__(self, *error: Any) -> None:
         _torch.pop_hooks()
         thread.region = self._outer
-        self._source.outer = None
+        if self._outer is not None:
+            self._outer.yield_to_inner(-1)
         self._tape.__exit__(*error)  # type: ignore[no-untyped-call]
         self._tape.close()
         self.frame.complete = True
 
     def stats(self) -> Stats:
         return measure(self.frame, self._tape, self._source)
+
+
+class _Excluded:
+    """A block without recompute inside a recorded region: what autograd saves in it is kept there."""
+
+    __slots__ = ()
+
+    def __enter__(self) -> None:
+        hooks, region = _torch.enclosing_hooks(), thread.region
+        assert hooks is not None and region is not None  # `is_needed`
+        pack = hooks[0]
+
+        def keep(tensor: Tensor) -> Any:
+            region.keep_for_inner(tensor)
+            return pack(tensor)
+
+        _torch.push_hooks(keep, unpack)
+
+    def __exit__(self, *error: Any) -> None:
+        _torch.pop_hooks()
+
+    @staticmethod
+    def is_needed() -> bool:
+        """Whether what autograd saves now would go to a tape."""
+        if not isinstance(thread.region, Tape) or is_plain():
+            return False
+        hooks = _torch.enclosing_hooks()
+        return hooks is not None and hooks[1] is unpack
 
 
 class checkpoint_scope:
@@ -522,7 +554,7 @@ class checkpoint_scope:
     block and is saved by an operator outside is saved by that operator.
 
     Args:
-        enabled: False makes this a plain block.
+        enabled: False makes this a plain block; inside another scope, one whose saved tensors that scope keeps.
         preserve_rng_state: random operators are replayed from the generator state that they met, so that the values
             are those of the forward. With False they are kept instead of replayed, and no state is stored. `"all"`
             is the same as True: Python code, which alone draws from `random` and NumPy, does not run again.
@@ -565,7 +597,7 @@ class checkpoint_scope:
         options = (enabled, preserve_rng_state, early_stop, determinism_check, policy, None, debug, name)
         self._options = _default_scope if options == _DEFAULTS else Options("replay", *options)
         self._entered = False
-        self._block: _Block | None = None
+        self._block: _Block | _Excluded | None = None
 
     @property
     def name(self) -> str:
@@ -574,7 +606,7 @@ class checkpoint_scope:
     @property
     def stats(self) -> Stats:
         """Counts and bytes, as they are now."""
-        return Stats() if self._block is None else self._block.stats()
+        return self._block.stats() if isinstance(self._block, _Block) else Stats()
 
     def __enter__(self) -> checkpoint_scope:
         if self._entered:
@@ -587,6 +619,9 @@ class checkpoint_scope:
             block = _Block(self.name, entered_at(sys._getframe(1)), self._options)
             block.__enter__()
             self._block = block
+        elif not self._options.enabled and _Excluded.is_needed():
+            self._block = _Excluded()
+            self._block.__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:

@@ -63,16 +63,30 @@ thread = _Thread()
 
 
 class Keeper(Protocol):
+    """A region, as code inside it meets it."""
+
+    @property
+    def policy(self) -> Any:
+        """What holds here, and in regions inside that bring no policy of their own."""
+
     def keep(self, tensor: Tensor) -> Tensor: ...
 
     def once(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result of a call that a recompute must not repeat."""
 
+    def tag(self, tensor: Tensor, name: str) -> Tensor: ...
+
+    def keep_for_inner(self, tensor: Tensor) -> None:
+        """A region inside this one keeps the tensor and saves it here: don't recompute it."""
+
+    def yield_to_inner(self, change: int) -> None:
+        """A region that obeys its policy by itself has been entered inside this one (1), or left (-1)."""
+
 
 Deliver = Callable[[int, Tensor], None]
 
 
-class Source(Keeper, Protocol):
+class Source(Protocol):
     """How a frame brings tensors back."""
 
     @property
@@ -321,6 +335,12 @@ class Held:
                 # Hooks that did not copy hold the storage: then an alias costs nothing, and guards it for good.
                 shares = _torch.storage_users(alias) > users[0] or sys.getrefcount(alias) > users[1]
                 self._live = (lambda: alias) if shares else weakref.ref(tensor)
+
+    def settle(self) -> None:
+        """It was held while the operator that wrote it still ran: autograd counts the write afterwards."""
+        live = self._packed if self._unpack is None else None if self._live is None else self._live()
+        if live is not None:
+            self._version = _torch.version(live)
 
     @property
     def is_packed(self) -> bool:

@@ -12,7 +12,7 @@ table that all layers share would make one window of the whole model).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from . import _torch
 from ._ambient import read_switches, write_switches
-from ._engine import Deliver, Held, Holder, Keeper, Recompute
+from ._engine import Deliver, Held, Holder, Recompute
 from ._tape import Geometry, Op, Ref, Scratch, Shape, Tape, Value, Wrapped, geometry_of, tensors_of
 
 
@@ -33,17 +33,12 @@ class Replay:
     def __init__(self, tape: Tape, log: list[tuple[str, str]] | None = None) -> None:
         self.tape = tape
         self.save = tape.save
-        self.keep = tape.keep
-        self.outer: Keeper | None = None  # while the block runs
         self.log = log
         self.replays = 0
         self.replayed = 0
 
-    def once(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Replay repeats no Python, but a rerun around it does."""
-        return function(*args, **kwargs) if self.outer is None else self.outer.once(function, args, kwargs)
-
     def recompute(self, request: Recompute, deliver: Deliver) -> None:
+        self.tape.settle()
         saved = request.holder.saved
         if type(saved) is Ref and saved.value.op is None and not request.whole_region:
             value, geometry, kind = saved

@@ -48,6 +48,7 @@ class Rerun:
         "_surroundings",
         "context",
         "guards_leaves",
+        "policy",
     )
 
     in_order = True
@@ -87,6 +88,7 @@ class Rerun:
         self._pins: list[tuple[Held, int]] = []
         self._results: list[Any] = []
         self._outer = thread.region
+        self.policy = None if self._outer is None else self._outer.policy
 
     def settle(self) -> None:
         """The forward has ended."""
@@ -99,6 +101,16 @@ class Rerun:
             tensor = self._outer.keep(tensor)
         self._pins.append((Held(tensor, self._hooks, "a value given to keep()"), _torch.version(tensor)))
         return tensor
+
+    def tag(self, tensor: Tensor, name: str) -> Tensor:
+        return tensor if self._outer is None else self._outer.tag(tensor, name)
+
+    def keep_for_inner(self, tensor: Tensor) -> None:
+        """The region inside runs anew in a rerun, and what it keeps is made there."""
+
+    def yield_to_inner(self, change: int) -> None:
+        if self._outer is not None:
+            self._outer.yield_to_inner(change)
 
     def once(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._results.append(_FAILED)
@@ -130,7 +142,7 @@ class Rerun:
             return tensor
 
         def call() -> None:
-            thread.region = Pinned(self._pins, self._results, request.frame)
+            thread.region = Pinned(self._pins, self._results, self.policy, request.frame)
             grad_mode = torch.is_grad_enabled()
             _torch.set_grad_enabled(True)
             present = None if buffers is None else buffers.enter(request.frame)
@@ -172,9 +184,10 @@ class Pinned:
     """Where `keep` and functions that run once go while the function is called again: it hands back what the forward
     pinned or recorded, in order."""
 
-    def __init__(self, pins: list[tuple[Held, int]], results: list[Any], where: Frame) -> None:
+    def __init__(self, pins: list[tuple[Held, int]], results: list[Any], policy: Any, where: Frame) -> None:
         self._pins = iter(pins)
         self._results = iter(results)
+        self.policy = policy  # regions inside must keep what they kept in the forward
         self._where = where
 
     def keep(self, tensor: Tensor) -> Tensor:
@@ -193,6 +206,15 @@ class Pinned:
         if not self._where.complete:  # a rerun that a backward inside the region asked for, ahead of the forward
             return None
         raise errors.not_recorded(self._where, getattr(function, "__qualname__", repr(function)))
+
+    def tag(self, tensor: Tensor, name: str) -> Tensor:
+        return tensor
+
+    def keep_for_inner(self, tensor: Tensor) -> None:
+        pass
+
+    def yield_to_inner(self, change: int) -> None:
+        pass
 
 
 _FAILED = object()  # a call that raised

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -239,9 +239,18 @@ _is_grad_enabled = torch.is_grad_enabled
 _has_storage = _torch.has_storage
 
 
-# What to do with what an operator has made, given (operator, args, kwargs, result): False to recompute it, True to
-# keep it, or hooks that say how it is kept.
-Policy = Callable[[Any, Any, Any, Any], "bool | _torch.Hooks"]
+# What to do with a value: False to recompute it, True to keep it, or hooks that say how it is kept.
+Answer = bool | _torch.Hooks
+
+
+class Policy(Protocol):
+    """What the tape asks."""
+
+    @property
+    def on_op(self) -> Callable[[Any, Any, Any, Any], Answer] | None:
+        """Given (operator, args, kwargs, result)."""
+
+    def on_tag(self, name: str) -> Answer: ...
 
 
 class Tape(TorchDispatchMode):
@@ -263,7 +272,10 @@ class Tape(TorchDispatchMode):
         self.kept_bytes = 0
         self._hooks = hooks
         self._preserve_rng_state = preserve_rng_state
-        self._policy = policy
+        self._outer = outer = thread.region
+        self.policy: Policy | None = outer.policy if policy is None and outer is not None else policy
+        self._ask = None if self.policy is None else self.policy.on_op
+        self._inner = 0  # how many tapes have been entered just inside this one: they ask for themselves
         self._running: Any = "autograd"  # the operator that reads now, for messages
         self._depth = thread.depth
         self._is_open = True
@@ -274,6 +286,7 @@ class Tape(TorchDispatchMode):
         self._pending: set[Value] = set()  # saved while still unwritten, and read by no operator yet
         self._segment = 0
         self._ids = 0
+        self._unsettled: list[Held] = []
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -291,13 +304,21 @@ class Tape(TorchDispatchMode):
 
     def close(self) -> None:
         """Drop what is needed only while recording."""
+        self.settle()
         self._is_open = False
+        self._outer = None
         self._values.clear()
         self._saved.clear()
         self._pending.clear()
         for weak in self._weak:
             _torch.free_weak_storage(weak)
         self._weak.clear()
+
+    def settle(self) -> None:
+        """What the last write has kept has the version now that it should have."""
+        for held in self._unsettled:
+            held.settle()
+        self._unsettled.clear()
 
     def save(self, tensor: Tensor) -> Any:
         """What a holder needs to bring `tensor` back."""
@@ -327,6 +348,34 @@ class Tape(TorchDispatchMode):
                 self.kept_bytes += value.nbytes
                 self._segment += 1
         return tensor
+
+    def tag(self, tensor: Tensor, name: str) -> Tensor:
+        """The value has a name, which the innermost policy may want to keep it by."""
+        if self.policy is not None:
+            self._obey(self.policy.on_tag(name), (tensor,))
+        return tensor
+
+    def once(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Replay repeats no Python, but a rerun around it does."""
+        return function(*args, **kwargs) if self._outer is None else self._outer.once(function, args, kwargs)
+
+    def keep_for_inner(self, tensor: Tensor) -> None:
+        self.keep(tensor)
+        if self._outer is not None:
+            self._outer.keep_for_inner(tensor)
+
+    def yield_to_inner(self, change: int) -> None:
+        self._inner += change
+
+    def _obey(self, answer: Answer, tensors: Iterable[Tensor]) -> None:
+        """Do with these what the policy has answered."""
+        if not answer:
+            return
+        hooks = answer if isinstance(answer, tuple) else None
+        for tensor in tensors:
+            self.keep(tensor, hooks)
+            if hooks is None and self._outer is not None:
+                self._outer.keep_for_inner(tensor)
 
     def reference(self, tensor: Tensor, is_read: bool = True) -> Any:
         """A reference to what `tensor` reads now. Its value is held if no recorded operator made it."""
@@ -410,21 +459,17 @@ class Tape(TorchDispatchMode):
             op.rng = None
         op.writes = _NO_WRITES
         self._add_outputs(op, result, info.allocates)
-        if self._policy is not None or (info.random and not self._preserve_rng_state):
+        if self._ask is not None or (info.random and not self._preserve_rng_state):
             self._choose(info, func, args, kwargs, result, tensors_of(result))
         return result
 
     def _choose(self, info: Info, func: Any, args: Any, kwargs: Any, result: Any, made: Iterable[Tensor]) -> None:
         """Keep what the operator has made, if it must be or the policy says so."""
-        hooks = None
-        if not info.random or self._preserve_rng_state:
-            assert self._policy is not None  # the callers looked
-            answer = self._policy(func, args, kwargs, result)
-            if not answer:
-                return
-            hooks = answer if isinstance(answer, tuple) else None
-        for tensor in made:
-            self.keep(tensor, hooks)
+        if info.random and not self._preserve_rng_state:
+            for tensor in made:
+                self.keep(tensor)
+        elif self._ask is not None and not self._inner:
+            self._obey(self._ask(func, args, kwargs, result), made)
 
     def _refer(self, args: Iterable[Any], reads: list[Value]) -> list[Any]:
         """References in place of the tensors in `args`; notes in `reads` the values that they read."""
@@ -454,6 +499,7 @@ class Tape(TorchDispatchMode):
             self.recorded += 1
 
     def _record_write(self, func: Any, info: Info, written: tuple[Any, ...], args: Any, kwargs: Any) -> Any:
+        self.settle()
         places = dict(enumerate(args)) | kwargs
         targets: dict[int, Tensor] = {}  # by storage: views of one are written together
         for place in written:
@@ -505,8 +551,9 @@ class Tape(TorchDispatchMode):
                 new.unwritten = new.nbytes > value.nbytes
             op.writes.append((value.id, new.id))
         self._add_outputs(op, result)
-        if self._policy is not None or (info.random and not self._preserve_rng_state):
+        if self._ask is not None or (info.random and not self._preserve_rng_state):
             self._choose(info, func, args, kwargs, result, (*targets.values(), *tensors_of(result)))
+            self._unsettled = [held for sid in targets for held in self._values[sid].held.values()]
         return result
 
     @staticmethod

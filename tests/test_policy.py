@@ -1,0 +1,473 @@
+"""What to keep: policies as values, tags, and regions inside regions."""
+
+import dataclasses
+import pickle
+from collections import Counter
+
+import pytest
+import torch
+from oracle import bits, count
+from torch.utils.checkpoint import CheckpointPolicy
+
+from checkpointing import checkpoint_scope, checkpointed, save_ops, save_tagged, tag
+
+aten = torch.ops.aten
+MM, SIN, EXP, TANH = aten.mm.default, aten.sin.default, aten.exp.default, aten.tanh.default
+
+
+def leaf(*shape):
+    """A tensor that wants a gradient."""
+    return torch.rand(*shape or (3, 3)).requires_grad_()
+
+
+def scope(fn=None, **options):
+    """A function in a block."""
+    if fn is None:
+        return lambda fn: scope(fn, **options)
+
+    def run(*args, **kwargs):
+        with checkpoint_scope(**options):
+            return fn(*args, **kwargs)
+
+    return run
+
+
+def program(x):
+    """Each of its operators saves its input or its result."""
+    return (x.sin() @ x).exp().atan().tanh().cos()
+
+
+def gradient(fn):
+    """Of the first and second order, in bits."""
+    torch.manual_seed(0)
+    x = leaf()
+    (first,) = torch.autograd.grad(fn(x).sum(), x, create_graph=True)
+    return bits(first), bits(torch.autograd.grad(first.sin().sum(), x)[0])
+
+
+def ran_again(fn, *args):
+    """What backward runs of the operators that `program` is made of, beyond what plain code's backward runs."""
+    x = leaf()
+    ran = Counter(count(fn(x).sum().backward))
+    ran.subtract(count(program(leaf()).sum().backward))
+    return Counter({name: n for name, n in ran.items() if n and name in ("sin", "mm", "exp", "atan", "tanh", "cos")})
+
+
+DOORS = pytest.mark.parametrize("door", [scope, checkpointed, checkpointed(backend="replay")][:2], ids=["scope", "fn"])
+
+
+# ---- policies are values
+
+
+def asking(ctx, op, *args, **kwargs):
+    """Keeps what exp makes."""
+    return op == EXP
+
+
+POLICIES = {
+    "save_ops()": lambda: save_ops(),
+    "save_ops": lambda: save_ops(MM, EXP),
+    "save_tagged": lambda: save_tagged("a", "b"),
+    "either": lambda: save_ops(MM) | save_tagged("a"),
+    "three": lambda: save_ops(MM) | save_tagged("a") | save_ops(SIN),
+    "with a list": lambda: save_tagged("a") | [MM],
+    "list first": lambda: [MM] | save_tagged("a"),
+    "with a function": lambda: save_tagged("a") | asking,
+    "function first": lambda: asking | save_tagged("a"),
+}
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_policies_are_frozen_printable_hashable(name):
+    """Equal when made the same way; no attribute can be set."""
+    policy, same = POLICIES[name](), POLICIES[name]()
+    assert policy == same
+    assert hash(policy) == hash(same)
+    assert len({policy, same}) == 1
+    assert repr(policy) == repr(same)
+    for field in dataclasses.fields(policy):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(policy, field.name, None)
+    with pytest.raises((AttributeError, TypeError)):
+        policy.anything = 1
+
+
+def test_policies_print_as_they_are_written():
+    """In a fixed order."""
+    assert repr(save_ops(MM, EXP)) == "save_ops(aten.exp.default, aten.mm.default)"
+    assert repr(save_tagged("b", "a")) == "save_tagged('a', 'b')"
+    assert repr(save_ops(MM) | save_tagged("a") | [EXP]) == (
+        "save_ops(aten.mm.default) | save_tagged('a') | save_ops(aten.exp.default)"
+    )
+    assert "asking" in repr(save_ops(MM) | asking)
+
+
+def test_different_policies_differ():
+    """In what they keep, not in the order in which that was written."""
+    assert save_ops(MM, EXP) == save_ops(EXP, MM) != save_ops(MM)
+    assert save_tagged("a") != save_tagged("b")
+    assert save_ops() != save_tagged()
+
+
+def test_policies_of_names_can_be_pickled():
+    """As configurations are."""
+    policy = save_tagged("a", "b") | save_tagged("c")
+    assert pickle.loads(pickle.dumps(policy)) == policy
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "says"),
+    [
+        (lambda: save_ops(aten.mm), ValueError, "name one of its overloads"),
+        (lambda: save_ops(torch.mm), ValueError, "OpOverloads such as"),
+        (lambda: save_ops([MM]), ValueError, "OpOverloads such as"),
+        (lambda: save_tagged(3), TypeError, "a tag is a string"),
+        (lambda: save_ops(MM) | None, TypeError, "None is no policy"),
+        (lambda: save_ops(MM) | 3, TypeError, "not 3"),
+        (lambda: checkpoint_scope(policy=3), TypeError, "not 3"),
+        (lambda: checkpoint_scope(policy="mm"), TypeError, "not 'mm'"),
+        (lambda: checkpoint_scope(policy=[torch.mm]), ValueError, "OpOverloads such as"),
+        (lambda: tag(torch.ones(2), 3), TypeError, "a tag is a string"),
+        (lambda: checkpointed(len, backend="rerun", policy=save_ops(MM)), ValueError, "tape"),
+    ],
+)
+def test_mistakes_are_said_at_once(make, error, says):
+    """Not in the first backward."""
+    with pytest.raises(error, match=says):
+        make()
+
+
+# ---- what they do
+
+
+@DOORS
+@pytest.mark.parametrize(
+    ("policy", "again"),
+    [
+        (None, "sin mm exp atan tanh"),
+        ([], "sin mm exp atan tanh"),
+        ([MM], "sin exp atan tanh"),
+        ((MM, EXP), "sin atan tanh"),
+        ({TANH}, "sin mm exp"),
+        (save_ops(MM, EXP, SIN, TANH), ""),
+        (save_ops(MM) | save_ops(EXP), "sin atan tanh"),
+        (save_ops(MM) | [EXP], "sin atan tanh"),
+        (asking, "sin atan tanh"),
+        (asking | save_ops(TANH), "sin"),
+        (save_tagged("a"), "sin mm exp atan tanh"),
+    ],
+    ids=str,
+)
+def test_what_is_kept_does_not_run_again(door, policy, again):
+    """What makes a kept value runs only for others who need it."""
+    assert ran_again(door(program, policy=policy)) == dict.fromkeys(again.split(), 1)
+    assert gradient(door(program, policy=policy)) == gradient(program)
+
+
+@pytest.mark.parametrize("answer", list(CheckpointPolicy), ids=lambda answer: answer.name)
+def test_all_six_answers_act(answer):
+    """Saved and offloaded values do not run again; recomputed ones do."""
+
+    def policy(ctx, op, *args, **kwargs):
+        assert not ctx.is_recompute
+        return answer if op == EXP else CheckpointPolicy.PREFER_RECOMPUTE
+
+    fn = scope(program, policy=policy)
+    assert ran_again(fn).get("exp", 0) == ("RECOMPUTE" in answer.name)
+    assert gradient(fn) == gradient(program)
+    with checkpoint_scope(policy=policy) as entered:
+        y = program(leaf())
+    assert (entered.stats.bytes_kept > 0) == ("RECOMPUTE" not in answer.name)
+    del y
+
+
+@pytest.mark.parametrize("answer", [None, 1, "save", torch.tensor(True)])
+def test_an_answer_that_is_none_of_them_is_an_error(answer):
+    """None is what a function returns that forgot to answer."""
+    x = leaf()
+    with (
+        pytest.raises(TypeError, match=r"answers with a CheckpointPolicy or a bool.*aten\.sin"),
+        checkpoint_scope(policy=lambda ctx, op, *args, **kwargs: answer),
+    ):
+        x.sin()
+
+
+def test_a_policy_sees_the_operator_its_arguments_and_its_result():
+    """As in torch's selective checkpointing."""
+    seen = []
+
+    def policy(ctx, op, *args, **kwargs):
+        seen.append((op, [type(a) for a in args], ctx.op_output.shape))
+        return False
+
+    x = leaf()
+    with checkpoint_scope(policy=policy):
+        y = x.sin() + 1
+    assert [(op, kinds) for op, kinds, _ in seen] == [
+        (SIN, [torch.Tensor]),
+        (aten.add.Tensor, [torch.Tensor, int]),
+    ]
+    assert {shape for *_, shape in seen} == {x.shape}
+    del y
+
+
+def test_the_first_of_two_products_only():
+    """A policy may count (torch's issue 136433)."""
+
+    def program(x):
+        return ((x @ x).sin() @ x).sin()
+
+    def policy(ctx, op, *args, **kwargs):
+        calls.append(op)
+        return op == MM and calls.count(MM) == 1
+
+    calls = []
+    y = scope(program, policy=policy)(leaf())
+    assert count(y.sum().backward)["mm"] == 4 + 1
+    calls = []
+    assert gradient(scope(program, policy=policy)) == gradient(program)
+
+
+def test_in_place_on_what_is_kept():
+    """`selu_` on a kept product (torch's issue 119590)."""
+
+    def program(x):
+        return torch.selu_(x @ x).sin()
+
+    assert gradient(scope(program, policy=[MM])) == gradient(program)
+    assert gradient(scope(program, policy=[aten.elu_.default])) == gradient(program)
+    assert "elu_" not in count(scope(program, policy=[aten.elu_.default])(leaf()).sum().backward)
+
+
+def test_what_no_window_needs_is_released_at_the_end_of_the_block():
+    """Kept, but nobody's recompute starts from it."""
+    x = leaf()
+    with checkpoint_scope(policy=[SIN, EXP]) as entered:
+        unused = x.detach().sin()
+        y = x.exp().tanh()
+        during = entered.stats
+    del unused
+    assert during.bytes_kept == x.nbytes
+    assert entered.stats.bytes_kept == x.nbytes  # exp saves its own result
+    del y
+    assert entered.stats.bytes_kept == 0
+
+
+# ---- tags
+
+
+def test_a_tag_is_nothing_without_a_policy_that_asks_for_it():
+    """The very same object; no graph, no version, nothing recorded."""
+    x = leaf()
+    y = x.sin()
+    node = y.grad_fn
+    assert tag(y, "a") is y
+    for policy in (None, save_tagged("b"), save_ops(MM)):
+        with checkpoint_scope(policy=policy) as entered:
+            z = x.sin()
+            assert tag(z, "a") is z
+            recorded = entered.stats.ops_recorded
+        assert recorded == 1
+        assert entered.stats.bytes_kept == 0
+    assert y.grad_fn is node
+    assert y._version == 0
+
+
+@pytest.mark.parametrize("door", [None, scope, checkpointed, checkpointed(backend="replay")])
+def test_a_tag_is_transparent_to_gradients(door):
+    """In every door and outside, with a policy and without."""
+
+    def tagged(x):
+        return tag((tag(x.sin(), "a") @ x).exp(), "b").atan().tanh().cos()
+
+    assert gradient(door(tagged) if door else tagged) == gradient(program)
+    assert gradient(scope(tagged, policy=save_tagged("a"))) == gradient(program)
+    assert gradient(checkpointed(tagged, policy=save_tagged("a", "b"))) == gradient(program)
+
+
+@DOORS
+def test_a_tagged_value_is_kept_by_the_policy_that_names_it(door):
+    """The others are not."""
+
+    def tagged(x):
+        return tag((tag(x.sin(), "a") @ x).exp(), "b").atan().tanh().cos()
+
+    for policy, again in (
+        (save_tagged("a"), "mm exp atan tanh"),
+        (save_tagged("b"), "sin atan tanh"),
+        (save_tagged("b") | [TANH], "sin"),
+        (save_tagged("c"), "sin mm exp atan tanh"),
+    ):
+        assert ran_again(door(tagged, policy=policy)) == dict.fromkeys(again.split(), 1)
+
+
+@dataclasses.dataclass
+class Pair:
+    a: object
+    b: object
+
+
+@pytest.mark.parametrize(
+    "wrap", [lambda a, b: [a, b], lambda a, b: {"x": (a, [b])}, Pair, lambda a, b: Pair((a,), {"b": b, "n": 3})]
+)
+def test_every_tensor_in_a_tagged_structure(wrap):
+    """As `keep` does."""
+    x = leaf(10)
+    with checkpoint_scope(policy=save_tagged("both")) as entered:
+        a, b = x.sin(), x.cos()
+        value = wrap(a, b)
+        assert tag(value, "both") is value
+        y = a.exp().sin() * b.exp().sin()
+    assert entered.stats.bytes_kept == 80
+    del y
+
+
+# ---- regions in regions
+
+
+def nest(outer, inner, wrap=scope):
+    """What runs again, for a program in a scope with the policy `outer`, part of it in one with `inner`."""
+    fn = scope(lambda x: wrap(lambda x: (x.sin() @ x).exp().atan(), policy=inner)(x).tanh().cos(), policy=outer)
+    assert gradient(fn) == gradient(program)
+    return " ".join(sorted(ran_again(fn)))
+
+
+@pytest.mark.parametrize(
+    ("outer", "inner", "again"),
+    [
+        (None, [MM], "exp sin tanh"),
+        (None, [MM, EXP], "sin tanh"),
+        ([MM, TANH], [EXP], "sin"),
+        ([EXP, TANH], [MM], "exp sin"),
+        ([EXP, TANH], [], "exp mm sin"),
+        ([EXP, TANH], None, "sin"),
+        (save_tagged("a"), [EXP], "sin tanh"),
+    ],
+)
+@pytest.mark.parametrize("wrap", [scope, checkpointed], ids=["scope", "fn"])
+def test_the_inner_policy_wins_inside(outer, inner, again, wrap):
+    """What the inner one keeps is not made again, for the outer one neither; what it does not keep is made again,
+    although the outer one would keep it. Where there is no inner one, the outer one holds."""
+    if inner is None:
+        nested = scope(lambda x: scope(lambda x: (x.sin() @ x).exp().atan())(x).tanh().cos(), policy=outer)
+        have = " ".join(sorted(ran_again(nested)))
+    else:
+        have = nest(outer, inner, wrap)
+    assert have.replace("atan ", "") == again
+
+
+def test_a_region_that_is_called_again_makes_everything_again():
+    """A policy needs a tape; regions inside of the function have one, and find their policy in the rerun, too."""
+    fn = scope(lambda x: checkpointed(lambda x: (x.sin() @ x).exp().atan())(x).tanh().cos(), policy=[EXP])
+    assert gradient(fn) == gradient(program)
+    assert ran_again(fn)["exp"] == 1
+    fn = scope(lambda x: checkpointed(scope(lambda x: (x.sin() @ x).exp().atan()))(x).tanh().cos(), policy=[EXP])
+    assert gradient(fn) == gradient(program)
+    assert ran_again(fn)["exp"] == 2  # once in the rerun, once for what the outer block saves
+
+
+def test_three_deep():
+    """The innermost policy that there is."""
+
+    def block(x, policies):
+        if not policies:
+            return x.exp().tanh()
+        return scope(block, policy=policies[0])(x, policies[1:])
+
+    for policies, kept in (
+        ([[EXP], None, None], True),
+        ([None, [EXP], None], True),
+        ([None, None, [EXP]], True),
+        ([[EXP], [MM], None], False),
+        ([[MM], [EXP], None], True),
+        ([[EXP], None, []], False),
+        ([[], [], [EXP]], True),
+    ):
+        x = leaf()
+        y = block(x.sin(), policies)
+        assert ("exp" not in count(y.sum().backward)) == kept, policies
+
+
+def test_tags_ask_the_innermost_policy():
+    """Regions without one are passed by."""
+
+    def inner(x):
+        return tag(x.sin().exp(), "a").tanh().cos()
+
+    for wrap, kept in (
+        (scope, True),
+        (checkpointed(backend="replay"), True),
+        (lambda fn: scope(fn, policy=save_tagged("a")), True),
+        (lambda fn: scope(fn, policy=save_tagged("b")), False),
+        (lambda fn: scope(fn, policy=[MM]), False),
+    ):
+        fn = scope(wrap(inner), policy=save_tagged("a"))
+        assert ("exp" not in count(fn(leaf()).sum().backward)) == kept, wrap
+    with checkpoint_scope(policy=save_tagged("a")) as entered:
+        y = checkpointed(inner)(leaf())
+    assert entered.stats.bytes_kept == 0  # the function is called again, and makes it
+    y.sum().backward()
+
+
+def test_after_the_inner_region_the_outer_policy_holds_again():
+    """Also if the inner one was left by an exception."""
+    x = leaf()
+    with checkpoint_scope(policy=[EXP]) as entered:
+        with checkpoint_scope(policy=[MM]):
+            x.exp()
+        with pytest.raises(ZeroDivisionError), checkpoint_scope(policy=[MM]):
+            raise ZeroDivisionError
+        y = x.exp()
+    assert entered.stats.bytes_kept == x.nbytes
+    del y
+
+
+def test_a_disabled_scope_inside_a_scope_keeps_what_it_saves():
+    """As if its code stood outside; the code around it is recomputed."""
+
+    def fn(x):
+        y = x.sin() @ x
+        with checkpoint_scope(enabled=False):
+            y = y.exp().atan()
+        return y.tanh().cos()
+
+    assert ran_again(scope(fn)) == {"sin": 1, "atan": 1, "tanh": 1}  # mm's input, and tanh's result
+    assert gradient(scope(fn)) == gradient(program)
+    assert gradient(scope(scope(fn))) == gradient(program)
+    assert gradient(checkpointed(scope(fn))) == gradient(program)
+    assert gradient(scope(checkpointed(fn))) == gradient(program)
+    assert "exp" not in ran_again(scope(scope(fn)))
+
+
+def test_a_disabled_scope_elsewhere_is_a_plain_block():
+    """Outside of regions, and where other hooks stand between."""
+    x = leaf()
+    with checkpoint_scope(enabled=False):
+        y = x.exp().sin()
+    assert count(y.sum().backward).get("exp", 0) == 0
+    packed = []
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or t.detach(), lambda t: t)
+    with checkpoint_scope() as entered, hooks, checkpoint_scope(enabled=False):
+        y = x.exp().sin()
+    assert len(packed) == 2
+    assert entered.stats.bytes_kept == 0
+    y.sum().backward()
+    with checkpoint_scope() as entered, torch.no_grad(), checkpoint_scope(enabled=False):
+        x.exp()
+    assert entered.stats.bytes_kept == 0
+
+
+def test_a_policy_is_compiled_once():
+    """Not for every call of the function."""
+    made = []
+
+    class Asked(list):
+        def __iter__(self):
+            made.append(1)
+            return super().__iter__()
+
+    fn = checkpointed(program, policy=Asked([MM]))
+    before = len(made)
+    for _ in range(3):
+        fn(leaf())
+    assert len(made) == before
