@@ -300,6 +300,17 @@ def named(name: Name, tensor: Tensor | None = None) -> str:
     return text if tensor is None else f"{text} ({describe(tensor)})"
 
 
+def root_of(tensor: Tensor) -> Tensor:
+    """What a tensor is a view of; itself, if of nothing."""
+    base = tensor._base
+    return tensor if base is None or (tensor.requires_grad and _torch.is_leaf(tensor)) else base
+
+
+def is_parameter(root: Tensor) -> bool:
+    """Whether a region refers to this tensor and to its views rather than saving them (rule 2)."""
+    return root.is_leaf and (root.requires_grad or type(root) is nn.Parameter)
+
+
 class Held:
     """A tensor from outside of a region (or kept inside) that its recompute starts from.
 
@@ -308,77 +319,73 @@ class Held:
     (rule 8); our own frames know versions themselves.
     """
 
-    __slots__ = ("_live", "_name", "_packed", "_shared", "_unpack", "_version", "is_parameter")
+    __slots__ = ("_live", "_name", "_pack", "_packed", "_unpack", "_version", "is_parameter")
 
     def __init__(self, tensor: Tensor, hooks: _torch.Hooks | None, name: Name) -> None:
         self._name = name
         self._version = _torch.version(tensor)
         self._unpack: Callable[[Any], Tensor] | None = None
-        self._shared: Tensor | None = None
         self._live: Callable[[], Tensor | None] | None = None
-        base = tensor._base
-        root = tensor if base is None or (tensor.requires_grad and tensor.is_leaf) else base
-        self.is_parameter = root.is_leaf and (root.requires_grad or type(root) is nn.Parameter)
+        root = root_of(tensor)
+        self.is_parameter = is_parameter(root)
         if self.is_parameter and root is tensor:
             self._packed: Any = tensor
             return
         alias = _torch.alias(tensor)
+        is_inference = self._version < 0  # and its alias is not
+        if is_inference:
+            self._version = _torch.version(alias)
         if hooks is None or self.is_parameter or _torch.is_cast_of_parameter(root):
             self._packed = alias
         else:
-            pack, self._unpack = hooks
+            self._pack, self._unpack = hooks
+            pack = self._pack
             if self._unpack is unpack:
-                self._packed = pack(alias)
+                self._packed = packed = pack(alias)
+                if not root.is_leaf:  # what the enclosing region computes may be written when it has been used
+                    packed.frame.leaves.pop(packed.slot, None)
+            elif _torch.is_rerun_of_torch(pack):
+                # It would hold the storage itself, and not notice if the function wrote it later.
+                self._packed = without_recording(lambda alias: pack(alias.clone()), alias)
             else:
                 users = _torch.storage_users(alias), sys.getrefcount(alias)
                 self._packed = without_recording(pack, alias)
                 # Hooks that did not copy hold the storage: then an alias costs nothing, and guards it for good.
                 shares = _torch.storage_users(alias) > users[0] or sys.getrefcount(alias) > users[1]
-                self._live = (lambda: alias) if shares else weakref.ref(tensor)
+                self._live = (lambda: alias) if shares or is_inference else weakref.ref(tensor)
 
-    def settle(self) -> None:
-        """It was held while the operator that wrote it still ran: autograd counts the write afterwards."""
-        live = self._packed if self._unpack is None else None if self._live is None else self._live()
-        if live is not None:
-            self._version = _torch.version(live)
+    def _now(self) -> int:
+        if self._unpack is None:
+            return _torch.version(self._packed)
+        live = None if self._live is None else self._live()
+        return self._version if live is None else _torch.version(live)
 
     @property
     def is_packed(self) -> bool:
         """Whether fetching it may cost a copy or a recompute."""
         return self._unpack is not None
 
-    def freeze(self, hooks: _torch.Hooks | None, unseen: bool) -> None:
-        """The tensor is about to be written by the region itself: hold a copy from here on.
-
-        A write that no version counter shows (`unseen`) changes what plain autograd has saved, too: `fetch_saved` still
-        gives that.
-        """
+    def freeze(self) -> None:
+        """The tensor is about to be written by the region itself: hold a copy from here on."""
         if self._unpack is unpack:  # an enclosing region of ours tells versions apart
             return
-        if unseen and self._unpack is None and self._shared is None:
-            self._shared = self._packed
-        if hooks is None or self._unpack is None or self._unpack is identity:
-            # Inside a rerun, too: to pack once more would be a slot that the forward did not have.
-            self._packed = _torch.clone_storage(self._packed)
-            self._version = _torch.version(self._packed)
-        else:
-            tensor = without_recording(self._unpack, self._packed)
-            self._packed = without_recording(hooks[0], tensor.clone())
+        if self._unpack is None:
+            self._packed = without_recording(_torch.clone_storage, self._packed)
+        elif self._unpack is identity:
+            # To pack once more would be a slot that the forward did not have: what was delivered becomes the copy.
+            copy = without_recording(_torch.clone_storage, self._packed)
+            _torch.set_version(copy, _torch.version(self._packed))
+            torch.utils.swap_tensors(self._packed, copy)
+        elif self._live is not None and not isinstance(self._live, weakref.ref):
+            pack, unpack_ = self._pack, self._unpack
+            self._packed = without_recording(lambda packed: pack(unpack_(packed).clone()), self._packed)
         self._live = None
+        self._version = 0 if self._unpack is not None else _torch.version(self._packed)
         self.is_parameter = False
 
-    def fetch_saved(self, where: Frame) -> Tensor:
-        """For a node that saved the tensor itself, rather than an operator that is run again."""
-        return self.fetch(where) if self._shared is None else self._shared
-
     def fetch(self, where: Frame) -> Tensor:
-        if self._unpack is None:
-            tensor: Tensor = self._packed
-            now = _torch.version(tensor)
-        else:
-            tensor = self._unpack(self._packed)
-            live = None if self._live is None else self._live()
-            now = self._version if live is None else _torch.version(live)
+        tensor: Tensor = self._packed if self._unpack is None else self._unpack(self._packed)
+        now = self._now()
         if now != self._version:
             raise errors.changed(where, named(self._name, tensor), self._version, now)
         return tensor
@@ -387,7 +394,7 @@ class Held:
 class Recompute:
     """One recompute under way: the engine's side of the seam."""
 
-    __slots__ = ("_count", "_last", "_mismatches", "frame", "holder", "task")
+    __slots__ = ("_count", "_last", "_mismatches", "frame", "holder", "may_stop", "task")
 
     def __init__(self, frame: Frame, task: Recomputed, holder: Holder) -> None:
         self.frame = frame
@@ -396,6 +403,7 @@ class Recompute:
         self._mismatches: tuple[errors.Mismatch, ...] = ()
         self._count: int | None = None
         self._last = self._last_wanted()
+        self.may_stop: Callable[[], bool] | None = None  # the source may have to run on a little
 
     def wants(self, holder: Holder | None) -> bool:
         """Whether a recompute that passes this holder's slot should deliver it."""
@@ -434,7 +442,7 @@ class Recompute:
                         versions[slot] = tensor._version
             elif frame.complete:
                 raise errors.too_many(frame, len(holders), user_line())
-            if slot >= last:
+            if slot >= last and (self.may_stop is None or self.may_stop()):
                 raise _Stop(self)
 
         return deliver

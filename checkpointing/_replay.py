@@ -44,7 +44,7 @@ class Replay:
             value, geometry, kind = saved
             held = value.held.get(geometry)
             if held is not None and not held.is_packed:  # nothing to compute, nothing to share
-                tensor = held.fetch_saved(request.frame) if request.frame.check is None else held.fetch(request.frame)
+                tensor = held.fetch(request.frame)
                 deliver(request.holder.slot, tensor if kind is None else tensor.as_subclass(kind))
                 return
         present = read_switches()
@@ -246,7 +246,7 @@ class _Window:
             value = saved.value
             tensor = self._parts.get(value.id)
             if tensor is None:
-                tensor = self._from_held(value, saved.geometry, is_saved=True)
+                tensor = self._from_held(value, saved.geometry)
             elif geometry_of(tensor) != saved.geometry:
                 tensor = _torch.lay(tensor, *saved.geometry)
             return tensor if saved.kind is None else tensor.as_subclass(saved.kind)
@@ -261,7 +261,7 @@ class _Window:
         parts = {name: self._build(part) for name, part in saved.parts.items()}
         return saved.kind.__tensor_unflatten__(parts, saved.context, saved.size, saved.stride)
 
-    def _from_held(self, value: Value, geometry: Geometry, is_saved: bool = False) -> Tensor:
+    def _from_held(self, value: Value, geometry: Geometry) -> Tensor:
         held = value.held.get(geometry)
         if held is not None and held.is_packed:
             tensor = self._fetch(held)
@@ -271,11 +271,7 @@ class _Window:
             return tensor
         if held is None:  # one that covers the storage
             held = next(iter(value.held.values()))
-        tensor = (
-            held.fetch_saved(self._frame)
-            if is_saved and not held.is_packed and self._frame.check is None
-            else self._fetch(held)
-        )
+        tensor = self._fetch(held)
         return tensor if geometry_of(tensor) == geometry else _torch.lay(tensor, *geometry)
 
     def _fetch(self, held: Held) -> Tensor:

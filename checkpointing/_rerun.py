@@ -25,7 +25,20 @@ from torch import Tensor, nn
 
 from . import _torch, errors
 from ._ambient import Ambient, Generators, has_rng
-from ._engine import Deliver, Frame, Held, Name, Recompute, identity, named, thread, unpack, without_recording
+from ._engine import (
+    Deliver,
+    Frame,
+    Held,
+    Name,
+    Recompute,
+    identity,
+    is_parameter,
+    named,
+    root_of,
+    thread,
+    unpack,
+    without_recording,
+)
 from ._tree import ATOMS, NO_OBJECTS, Build, attributes_of, open_container
 
 ContextFn = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
@@ -96,6 +109,8 @@ class Rerun:
             self._buffers.settle()
 
     def keep(self, tensor: Tensor) -> Tensor:
+        if is_parameter(root_of(tensor)):  # not computed
+            return tensor
         if isinstance(self._outer, Rerun | Pinned):
             # Its own rerun runs this region anew, which must not decide anew.
             tensor = self._outer.keep(tensor)
@@ -129,17 +144,22 @@ class Rerun:
             self._surroundings.check(request.frame)
         args, kwargs = self._inputs.restore(request.frame)
         buffers = self._buffers
-        slot = -1
+        slot = unfilled = -1
 
         def pack(tensor: Tensor) -> Tensor:
-            nonlocal slot
+            nonlocal slot, unfilled
             slot += 1
             # Detached: the rerun's graph stores what is returned here, and must not own itself. It is a tensor
             # rather than a holder so that backward inside the rerun works (rule 6).
             if tensor.requires_grad:
                 tensor = tensor.detach()
+            elif tensor._version == 0 and type(tensor) is Tensor:
+                # Perhaps memory that the operator will fill when it has saved it (the noise of RReLU).
+                unfilled = _torch.node_count()
             deliver(slot, tensor)
             return tensor
+
+        request.may_stop = lambda: unfilled != _torch.node_count()
 
         def call() -> None:
             thread.region = Pinned(self._pins, self._results, self.policy, request.frame)
@@ -191,10 +211,16 @@ class Pinned:
         self._where = where
 
     def keep(self, tensor: Tensor) -> Tensor:
+        if is_parameter(root_of(tensor)):
+            return tensor
         pin, version = next(self._pins, (None, 0))
         if pin is None:  # backward inside the region, met again by the rerun, may run ahead of the forward
             return tensor
-        value = pin.fetch(self._where)
+        region, thread.region = thread.region, None  # hooks of others may call functions again (rule 3)
+        try:
+            value = pin.fetch(self._where)
+        finally:
+            thread.region = region
         if tensor.requires_grad:
             return _Pin.apply(tensor, value)  # type: ignore[no-untyped-call, no-any-return]
         return copy_of(value, version)
@@ -497,8 +523,13 @@ class _Argument:
     __slots__ = ("_live", "_name", "_saved", "_version")
 
     def __init__(self, tensor: Tensor, hooks: _torch.Hooks | None, name: Name) -> None:
-        self._saved = _torch.save_input(tensor, False)
         self._name = name
+        if is_parameter(root_of(tensor)):  # a view of a leaf
+            self._saved: _torch.SavedInput = _torch.NotSaved(tensor)
+            self._live: Callable[[], Tensor | None] | None = lambda: tensor
+            self._version = tensor._version
+            return
+        self._saved = _torch.save_input(tensor, False)
         if hooks is None or hooks[1] is unpack:  # autograd, or a region of ours, guards the version
             self._live = None
         else:

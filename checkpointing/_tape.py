@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import _torch
 from ._ambient import Generators, has_rng, read_switches
-from ._engine import Held, Name, stack_of_user, thread
+from ._engine import Held, Name, stack_of_user, thread, without_recording
 from ._tree import ATOMS
 
 
@@ -58,7 +58,7 @@ class Value:
                 return
         self.held[geometry] = held = Held(tensor, hooks, name)
         if self.volatile:
-            held.freeze(hooks, False)
+            held.freeze()
 
     @property
     def is_parameter(self) -> bool:
@@ -222,14 +222,17 @@ def _batch_norm_statistics(training: int) -> Callable[[Any, Any], tuple[int, ...
     return lambda args, kwargs: (3, 4) if len(args) <= training or args[training] else ()
 
 
-# Operators that write arguments without saying so in their schema: which ones, given a call.
+# Operators that write arguments without saying so in their schema, and in no version counter: which ones, given a call.
 HIDDEN_WRITES: dict[str, Callable[[Any, Any], tuple[int, ...]]] = {
     "aten::native_batch_norm": _batch_norm_statistics(5),
     "aten::cudnn_batch_norm": _batch_norm_statistics(5),
     "aten::miopen_batch_norm": _batch_norm_statistics(5),
     "aten::batch_norm_gather_stats": lambda args, kwargs: (3, 4),
     "aten::batch_norm_gather_stats_with_counts": lambda args, kwargs: (3, 4),
+    "aten::batch_norm_update_stats": lambda args, kwargs: (1, 2),
 }
+# Where these take the statistics that a later call may write.
+STATISTICS = (3, 4)
 
 _INFOS: dict[Any, Info] = {}
 _NO_WRITES: list[tuple[int, int]] = []
@@ -286,7 +289,7 @@ class Tape(TorchDispatchMode):
         self._pending: set[Value] = set()  # saved while still unwritten, and read by no operator yet
         self._segment = 0
         self._ids = 0
-        self._unsettled: list[Held] = []
+        self._unsettled: list[tuple[Answer, Tensor]] = []  # written just now, and to be kept
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -315,10 +318,10 @@ class Tape(TorchDispatchMode):
         self._weak.clear()
 
     def settle(self) -> None:
-        """What the last write has kept has the version now that it should have."""
-        for held in self._unsettled:
-            held.settle()
-        self._unsettled.clear()
+        """Keep what the last write has made: it has the version now that it should have."""
+        while self._unsettled:
+            answer, tensor = self._unsettled.pop(0)
+            self._obey(answer, (tensor,))
 
     def save(self, tensor: Tensor) -> Any:
         """What a holder needs to bring `tensor` back."""
@@ -341,7 +344,8 @@ class Tape(TorchDispatchMode):
                 self.keep(getattr(tensor, name), hooks)
         elif _torch.has_storage(tensor):
             value = self._values.get(_torch.storage_id(tensor))
-            if value is not None and value.op is not None:
+            # There is nothing yet in memory that has only been allocated.
+            if value is not None and value.op is not None and not (value.unwritten and value.nbytes):
                 tensor_on_it = whole(tensor, hooks)
                 value.hold(tensor_on_it, geometry_of(tensor_on_it), hooks, "a kept tensor")
                 value.kept = True
@@ -427,6 +431,8 @@ class Tape(TorchDispatchMode):
             kwargs = {}
         if thread.depth != self._depth:  # an operator of a recompute (rule 3)
             return func(*args, **kwargs)
+        if self._unsettled:
+            self.settle()
         info = _INFOS.get(func)
         if info is None:
             info = _INFOS[func] = Info(func)
@@ -440,6 +446,9 @@ class Tape(TorchDispatchMode):
         written = info.writes if info.hidden is None else info.hidden(args, kwargs)
         if written:
             return self._record_write(func, info, written, args, kwargs)
+        given = args
+        if info.hidden is not None:
+            args = self._with_copies(args)
         op = Op()
         op.func = info.run
         reads: list[Value] = []
@@ -454,7 +463,7 @@ class Tape(TorchDispatchMode):
         op.grad_mode = _is_grad_enabled()
         op.index = self.recorded
         op.segment = self._segment
-        result = info.run(*args, **kwargs)
+        result = info.run(*given, **kwargs)
         if info.custom and op.rng is not None and not op.rng.have_moved():
             op.rng = None
         op.writes = _NO_WRITES
@@ -463,13 +472,28 @@ class Tape(TorchDispatchMode):
             self._choose(info, func, args, kwargs, result, tensors_of(result))
         return result
 
+    def _with_copies(self, given: Any) -> list[Any]:
+        """The arguments, with copies of statistics from outside: nobody would notice that they are written later."""
+        args = list[Any](given)
+        for i in STATISTICS:
+            if i < len(args) and isinstance(args[i], Tensor):
+                value = self._values.get(_storage_id(args[i]))
+                if value is None or value.op is None:
+                    args[i] = without_recording(_torch.clone_storage, args[i])
+        return args
+
     def _choose(self, info: Info, func: Any, args: Any, kwargs: Any, result: Any, made: Iterable[Tensor]) -> None:
         """Keep what the operator has made, if it must be or the policy says so."""
         if info.random and not self._preserve_rng_state:
-            for tensor in made:
-                self.keep(tensor)
+            answer: Answer = True
         elif self._ask is not None and not self._inner:
-            self._obey(self._ask(func, args, kwargs, result), made)
+            answer = self._ask(func, args, kwargs, result)
+        else:
+            return
+        if info.writes:  # when the operator has returned, which has still to count versions up
+            self._unsettled += [(answer, tensor) for tensor in made]
+        else:
+            self._obey(answer, made)
 
     def _refer(self, args: Iterable[Any], reads: list[Value]) -> list[Any]:
         """References in place of the tensors in `args`; notes in `reads` the values that they read."""
@@ -499,7 +523,6 @@ class Tape(TorchDispatchMode):
             self.recorded += 1
 
     def _record_write(self, func: Any, info: Info, written: tuple[Any, ...], args: Any, kwargs: Any) -> Any:
-        self.settle()
         places = dict(enumerate(args)) | kwargs
         targets: dict[int, Tensor] = {}  # by storage: views of one are written together
         for place in written:
@@ -534,7 +557,7 @@ class Tape(TorchDispatchMode):
         op.index = self.recorded
         op.segment = self._segment
         op.writes = []
-        self._freeze([self._values.get(sid) for sid in targets if sid not in pending], info.hidden is not None)
+        self._freeze([self._values.get(sid) for sid in targets if sid not in pending])
         result = func(*args, **kwargs)
         if info.custom and op.rng is not None and not op.rng.have_moved():
             op.rng = None
@@ -553,7 +576,6 @@ class Tape(TorchDispatchMode):
         self._add_outputs(op, result)
         if self._ask is not None or (info.random and not self._preserve_rng_state):
             self._choose(info, func, args, kwargs, result, (*targets.values(), *tensors_of(result)))
-            self._unsettled = [held for sid in targets for held in self._values[sid].held.values()]
         return result
 
     @staticmethod
@@ -581,12 +603,13 @@ class Tape(TorchDispatchMode):
         reads.append(ref.value)
         return Scratch(ref)
 
-    def _freeze(self, values: Iterable[Value | None], unseen: bool = False) -> None:
+    @staticmethod
+    def _freeze(values: Iterable[Value | None]) -> None:
         """Before a write: what is held of these values must not change with it."""
         for value in values:
             if value is not None:
                 for held in value.held.values():
-                    held.freeze(self._hooks, unseen)
+                    held.freeze()
 
 
 def _dispatches(kind: type[Tensor]) -> bool:
@@ -607,6 +630,10 @@ def whole(tensor: Tensor, hooks: _torch.Hooks | None) -> Tensor:
     """A tensor that covers the storage of `tensor`, so that packing it loses nothing."""
     if hooks is None or tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes():
         return tensor
+    return cast(Tensor, without_recording(_bytes_of, tensor))
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 

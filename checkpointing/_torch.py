@@ -45,6 +45,14 @@ def are_torchs_own(hooks: Hooks) -> bool:
     return getattr(pack, "__module__", None) == "torch.utils.checkpoint" and pack.__qualname__.endswith("pack_hook")
 
 
+def is_rerun_of_torch(pack: Callable[[Tensor], Any]) -> bool:
+    """Whether these are the hooks with which `torch.utils.checkpoint` collects what it computes again: they hold what
+    they are given, and nobody looks whether it is written afterwards."""
+    return getattr(pack, "__qualname__", "").startswith("_recomputation_hook.") and (
+        pack.__module__ == "torch.utils.checkpoint"
+    )
+
+
 # ---- the running backward call. -1 outside of one; unique in the process.
 graph_task_id: Callable[[], int] = _C._current_graph_task_id
 current_node: Callable[[], Any] = _C._current_autograd_node
@@ -184,13 +192,37 @@ def version(tensor: Tensor) -> int:
         return -1
 
 
+def is_leaf(view: Tensor) -> bool:
+    """Whether a view has no `grad_fn`; torch refuses to say while one that was made without gradients is written."""
+    try:
+        return view.is_leaf
+    except RuntimeError:
+        return False
+
+
 def set_version(tensor: Tensor, version: int) -> None:
     """For a copy that stands for another tensor."""
-    _autograd._unsafe_set_version_counter((tensor,), (version,))
+    _autograd._unsafe_set_version_counter((tensor,), (max(version, 0),))
+
+
+# How many nodes this thread has made: the same while one operator saves its tensors, some before its kernel runs.
+node_count: Callable[[], int] = _autograd._get_sequence_nr
 
 
 class SavedInput(Protocol):
     def unpack(self) -> Tensor: ...
+
+
+class NotSaved:
+    """A `SavedInput` that is the tensor itself."""
+
+    __slots__ = ("_tensor",)
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+
+    def unpack(self) -> Tensor:
+        return self._tensor
 
 
 class _SaveInput(torch.autograd.Function):
