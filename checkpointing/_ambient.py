@@ -193,6 +193,7 @@ def register_state(snapshot: Callable[[], S], restore: Callable[[S], object]) ->
     return handle
 
 
+_copy_context = contextvars.copy_context
 _function_mode_count = _torch.function_mode_count
 _autocast_is_on = _torch.autocast_is_on_somewhere
 
@@ -200,48 +201,37 @@ _autocast_is_on = _torch.autocast_is_on_somewhere
 class Ambient:
     """Everything but random state: autocast, function modes, switches, context variables, state of the user's."""
 
-    __slots__ = ("_autocast", "_context", "_modes", "_states", "_switches")
+    __slots__ = ("_autocast", "_context", "_modes", "_switches", "states")
 
     def __init__(self) -> None:
-        self._context = contextvars.copy_context()
-        self._switches = [getter() for getter in _GETTERS]
+        self._context = _copy_context()
+        self._switches = read_switches()
         self._modes = _torch.function_modes() if _function_mode_count() else None
         self._autocast = _read_autocast() if _autocast_is_on() else None
-        self._states = [handle.capture() for handle in _registry.states] if _registry.states else None
+        self.states = [handle.capture() for handle in _registry.states] if _registry.states else None
 
-    @property
-    def has_states(self) -> bool:
-        """Whether the user has registered state."""
-        return self._states is not None
-
-    def run(self, call: Callable[[], Any]) -> None:
+    def run(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         """Call with the captured state; whatever had to change is put back, also after an exception."""
-        if self._states is not None:
-            call = partial(_with_states, self._states, call)
+        if self.states is not None:
+            call = partial(_with_states, self.states, call)
         # A copy: one context can't be entered twice, and recomputes nest.
-        self._context.copy().run(self._run, call)
-
-    def _run(self, call: Callable[[], Any]) -> None:
-        if self._is_here():
-            call()
-            return
-        undo: list[Callable[[], None]] = []
-        try:
-            self._enter(undo)
-            call()
-        finally:
-            for restore in reversed(undo):
-                restore()
-
-    def _is_here(self) -> bool:
-        """Whether there is nothing to enter, as nearly always."""
-        return (
+        context = self._context.copy()
+        if (
             self._autocast is None
             and self._modes is None
             and not _autocast_is_on()
             and not _function_mode_count()
-            and [getter() for getter in _GETTERS] == self._switches
-        )
+            and read_switches() == self._switches
+        ):
+            context.run(call, *args, **kwargs)  # nothing to enter, as nearly always
+            return
+        undo: list[Callable[[], None]] = []
+        try:
+            self._enter(undo)
+            context.run(call, *args, **kwargs)
+        finally:
+            for restore in reversed(undo):
+                restore()
 
     def _enter(self, undo: list[Callable[[], None]]) -> None:
         switches = read_switches()
@@ -262,13 +252,13 @@ class Ambient:
             undo.append(torch.clear_autocast_cache)
 
 
-def _with_states(states: list[tuple[StateHandle, Any]], call: Callable[[], Any]) -> None:
+def _with_states(states: list[tuple[StateHandle, Any]], call: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
     present = []
     try:
         for handle, state in states:
             present.append(handle.capture())
             handle.restore(state)
-        call()
+        call(*args, **kwargs)
     finally:
         _restore_all(present)
 
@@ -283,12 +273,15 @@ def _restore_all(states: list[tuple[StateHandle, Any]]) -> None:
             _restore_all(states)
 
 
-_GETTERS = tuple(getter for getter, _ in _torch.SWITCHES)
+_QUICK_GETTERS = _torch.QUICK_GETTERS
 _Autocast = list[tuple[str, bool, torch.dtype]]
 
 
 def read_switches() -> list[Any]:
-    return [getter() for getter in _GETTERS]
+    try:
+        return [getter() for getter in _QUICK_GETTERS]
+    except RuntimeError:
+        return [getter() for getter, _ in _torch.SWITCHES]
 
 
 def write_switches(values: list[Any]) -> None:

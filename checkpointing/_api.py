@@ -23,7 +23,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from . import _ambient, _engine, _reentrant, _replay, _report, _rerun, _tape, _torch, errors
-from ._engine import Frame, depth_of_user, entered_at, metadata_of, thread, unpack, without_recording
+from ._engine import Frame, Line, depth_of_user, entered_from, metadata_of, thread, unpack, without_recording
 from ._policy import Policy, as_policy
 from ._replay import Replay
 from ._report import OpLog, Stats, explain, measure
@@ -110,6 +110,12 @@ _CHECKS: dict[Any, Callable[[Tensor], Any] | None] = {"metadata": metadata_of, "
 
 _default_scope = Options("replay")
 _DEFAULTS = (True, True, True, "metadata", None, None, False, None)
+
+# Bound once: these run for every call.
+_is_compiling = torch.compiler.is_dynamo_compiling
+_is_grad_enabled, _hooks_are_enabled = torch.is_grad_enabled, _torch.hooks_are_enabled
+_innermost_transform = _torch.innermost_transform
+_push_hooks, _pop_hooks = _torch.push_hooks, _torch.pop_hooks
 
 _torch.keep_dynamo_out(_ambient, _engine, _replay, _report, _rerun, _tape, _torch)
 
@@ -202,7 +208,7 @@ def forward_only(fn: Callable[P, R], /) -> Callable[P, R]:
 
 def is_plain(enabled: bool = True) -> bool:
     """Whether to run without a region (rule 10)."""
-    if not enabled or not torch.is_grad_enabled() or _disabled.get():
+    if not enabled or not _is_grad_enabled() or _disabled.get():
         return True
     # A transform taken over a region: `grad` and its kin disable hooks; under `vmap` what a region would save or read
     # are batches, which end with it.
@@ -210,10 +216,6 @@ def is_plain(enabled: bool = True) -> bool:
         return False
     _warn_about_transforms()
     return True
-
-
-_hooks_are_enabled = _torch.hooks_are_enabled
-_innermost_transform = _torch.innermost_transform
 
 
 def _warn_about_transforms() -> None:
@@ -407,31 +409,38 @@ def _wraps(fn: Any) -> Callable[[Any], Any]:
 def _wrap_rerun(fn: Any, name: str, options: Options) -> Any:
     enabled, preserve_rng_state, check = options.enabled, options.preserve_rng_state, options.check
     has_contexts = options.debug or options.context_fn is not None
+    alone: bool | None = None  # known after the first call, when the globals are there
 
     @_wraps(fn)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_dynamo_compiling():
+        if _is_compiling():
             return torch.utils.checkpoint.checkpoint(
                 fn, *args, use_reentrant=False, preserve_rng_state=bool(preserve_rng_state), **kwargs
             )
         if is_plain(enabled):
             return fn(*args, **kwargs)
-        if not kwargs and nothing_requires_grad(args) and stands_alone(fn):
+        nonlocal alone
+        if alone is None:
+            alone = stands_alone(fn)
+        if alone and not kwargs and nothing_requires_grad(args):
             return fn(*args)  # no gradient can come of it
-        source = Rerun(fn, args, kwargs, preserve_rng_state)
-        frame = Frame(source, name, entered_at(sys._getframe(1)), options.early_stop, check)
-        outer, thread.region = thread.region, source
-        _torch.push_hooks(frame.packer(), unpack)
+        here = thread.__dict__
+        outer = here["region"]
+        source = Rerun(fn, alone, args, kwargs, preserve_rng_state, outer)
+        frame = Frame(source, name, entered_from(sys._getframe(1)), options.early_stop, check)
+        here["region"] = source
+        _push_hooks(frame.packer(), unpack)
         try:
             if has_contexts:
                 with _forward_context(options, frame, source):
                     return fn(*args, **kwargs)
             return fn(*args, **kwargs)
         finally:
-            _torch.pop_hooks()
-            thread.region = outer
+            _pop_hooks()
+            here["region"] = outer
             frame.complete = True
-            source.settle()
+            if source.buffers is not None:
+                source.buffers.settle()
 
     return wrapper
 
@@ -457,7 +466,7 @@ def _wrap_replay(fn: Any, name: str, options: Options) -> Any:
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         if is_plain(options.enabled):
             return fn(*args, **kwargs)
-        with _Block(name, entered_at(sys._getframe(1)), options):
+        with _Block(name, entered_from(sys._getframe(1)), options):
             return fn(*args, **kwargs)
 
     return wrapper
@@ -484,7 +493,7 @@ class _Block:
 
     __slots__ = ("_outer", "_source", "_tape", "frame")
 
-    def __init__(self, name: str, where: tuple[str, int], options: Options) -> None:
+    def __init__(self, name: str, where: Line, options: Options) -> None:
         forward: Any = [] if options.debug else None
         recompute: Any = [] if options.debug else None
         self._tape = Tape(_torch.enclosing_hooks(), bool(options.preserve_rng_state), forward, options.rules)
@@ -616,7 +625,7 @@ class checkpoint_scope:
             )
         self._entered = True
         if not is_plain(self._options.enabled):
-            block = _Block(self.name, entered_at(sys._getframe(1)), self._options)
+            block = _Block(self.name, entered_from(sys._getframe(1)), self._options)
             block.__enter__()
             self._block = block
         elif not self._options.enabled and _Excluded.is_needed():

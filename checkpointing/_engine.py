@@ -2,8 +2,9 @@
 
 While a region runs, autograd hands every tensor that it would save to `Frame.pack` and stores the small `Holder`
 that it gets back. When backward opens a holder, the frame asks its *source* (rerun or replay) to bring slots back;
-the source calls `deliver(slot, tensor)` for that slot and for whatever else it passes on the way. Checks,
-early stop and lifetimes live here, once; a source only knows how to compute.
+the source calls `deliver(slot, tensor)` for that slot and for whatever else it passes on the way. (A rerun passes
+all slots in order, as autograd's pack hook: it delivers through `Recompute.packer`, which counts them.) Checks, early
+stop and lifetimes live here, once; a source only knows how to compute.
 
 Who owns what (rule 9, no reference ever points back, so nothing here needs the garbage collector):
 
@@ -47,16 +48,27 @@ _ref = weakref.ref
 _current_node = _torch.current_node
 _graph_exec_group = _torch.graph_exec_group
 _graph_task_id = _torch.graph_task_id
+_node_count = _torch.node_count
+_at_graph_task_end = _torch.at_graph_task_end
+_in_batched_backward = _torch.in_batched_backward
 _PythonNode = _torch.PythonNode
+_backward_code = _torch.run_backward_code
+_getframe = sys._getframe
+
+Line = tuple[CodeType, int]  # where code was running: cheap to note, see `_line`
 
 
 class _Thread(threading.local):
     """What this thread is doing. `depth` counts nested recomputes and what else no tape should see, `aside` the latter
-    alone; `region` is where `keep` goes."""
+    alone; `region` is where `keep` goes.
 
-    depth = 0
-    aside = 0
-    region: Keeper | None = None
+    Hot code goes through `thread.__dict__`, which is this thread's own: one slow access instead of many.
+    """
+
+    def __init__(self) -> None:
+        self.depth = 0
+        self.aside = 0
+        self.region: Keeper | None = None
 
 
 thread = _Thread()
@@ -83,15 +95,8 @@ class Keeper(Protocol):
         """A region that obeys its policy by itself has been entered inside this one (1), or left (-1)."""
 
 
-Deliver = Callable[[int, Tensor], None]
-
-
 class Source(Protocol):
     """How a frame brings tensors back."""
-
-    @property
-    def in_order(self) -> bool:
-        """Whether slots are delivered in the order in which the forward saved them."""
 
     @property
     def guards_leaves(self) -> bool | None:
@@ -102,7 +107,7 @@ class Source(Protocol):
     def save(self) -> Callable[[Tensor], Any] | None:
         """What a holder must remember of a tensor that autograd saves now; None if nothing."""
 
-    def recompute(self, request: Recompute, deliver: Deliver) -> None:
+    def recompute(self, request: Recompute) -> None:
         """Deliver `request.holder.slot`, and on the way whatever else `request.wants`."""
 
 
@@ -126,7 +131,7 @@ class Recomputed:
     def __init__(self) -> None:
         self.ready: dict[int, Tensor | None] = {}  # by slot: delivered; None once its node has it
         self.versions: dict[int, int] = {}  # by slot: of what was delivered, where not 0
-        self.inputs: dict[Any, Tensor] = {}  # what the source has fetched and will want again
+        self.inputs: dict[Any, Tensor] | None = None  # what the source has fetched and will want again
         self.plan: Any = None  # the source's notes
         self.guard: Any = None
 
@@ -135,6 +140,9 @@ def _forget(frame: weakref.ref[Frame], key: Any, _: object = None) -> None:
     alive = frame()
     if alive is not None:
         alive.tasks.pop(key, None)
+
+
+_unwanted = object()
 
 
 class _Stop(BaseException):
@@ -151,7 +159,7 @@ class Frame:
         "check",
         "complete",
         "early_stop",
-        "entered_at",
+        "entered_from",
         "holders",
         "leaves",
         "lock",
@@ -166,30 +174,30 @@ class Frame:
         self,
         source: Source,
         name: str,
-        entered_at: tuple[str, int],
+        entered_from: Line,
         early_stop: bool = True,
         check: Callable[[Tensor], Any] | None = None,
     ) -> None:
         self.source = source
         self.name = name
-        self.entered_at = entered_at
+        self.entered_from = entered_from
         self.early_stop = early_stop
         self.check = check
         self.holders: list[weakref.ref[Holder]] = []
         self.leaves: dict[int, int] = {}  # by slot: versions of leaves, which nobody else guards
         self.complete = False  # backward may run before the region has ended (rule 6)
-        self.tasks: dict[Any, Recomputed] = {}
-        self.lock = threading.RLock()  # the worker threads of one graph task may open one frame at once
         self.on_error: Callable[[errors.CheckpointError], None] | None = None
         self.title: str | None = None  # how messages begin, where other code matches on it
+        self.tasks: dict[Any, Recomputed] = {}
+        self.lock = threading.RLock()  # the worker threads of one graph task may open one frame at once
 
     def __str__(self) -> str:
         return self.title or self.place
 
     @property
     def place(self) -> str:
-        file, line = self.entered_at
-        return f"region '{self.name}' (entered at {file}:{line})"
+        code, instruction = self.entered_from
+        return f"region '{self.name}' (entered at {code.co_filename}:{_line(code, instruction)})"
 
     def packer(self) -> Callable[[Tensor], Holder]:
         """Autograd's pack hook for this region. A closure: it runs once per saved tensor."""
@@ -203,8 +211,8 @@ class Frame:
             holder.slot = slot = len(holders)
             if plain_check:
                 holder.metadata = (tensor.shape, tensor.dtype, tensor.device)
-            elif check is not None:
-                holder.metadata = check(tensor)
+            else:
+                holder.metadata = None if check is None else check(tensor)
             if save is not None:
                 holder.saved = save(tensor)
             if guards is not None:
@@ -218,36 +226,32 @@ class Frame:
 
         return pack
 
-    def _begin(self, key: Any) -> Recomputed:
-        """Nothing has been recomputed for this graph task yet; the lock is held."""
-        task = Recomputed()
-        if key == -1:  # read outside of backward (`grad_fn._saved_self`): nothing is remembered
-            return task
-        frame = _ref(self)
-        owner = key  # a GraphExecGroup stands for the graph task
-        if type(key) is int:
-            owner = partial(_forget, frame, key)
-            _torch.at_graph_task_end(owner)  # called if the backward succeeds, and freed in any case
-        task.guard = weakref.ref(owner, partial(_forget, frame, key))
-        self.tasks[key] = task
-        return task
-
     def bring_back(self, holder: Holder, key: Any) -> Tensor:
         """Recompute for a holder whose tensor is not at hand: once per slot and graph task."""
-        slot = holder.slot
+        group = _graph_exec_group()
+        if group is not None:
+            key = group  # it stands for the graph task
         with self.lock:
-            task = self.tasks.get(key) or self._begin(key)
-            tensor = task.ready.get(slot)  # another thread may have been quicker
+            task = self.tasks.get(key)
+            if task is None:
+                task = Recomputed()
+                if key != -1:  # outside of backward (`grad_fn._saved_self`) nothing is remembered
+                    forget = partial(_forget, _ref(self), key)
+                    owner = group
+                    if owner is None:
+                        owner = partial(forget)
+                        _at_graph_task_end(owner)  # called if the backward succeeds, and freed in any case
+                    task.guard = _ref(owner, forget)
+                    self.tasks[key] = task
+            ready, slot = task.ready, holder.slot
+            tensor = ready.get(slot)  # another thread may have been quicker
             if tensor is None:
                 if self.title is not None and slot in task.ready and type(key) is not int:
                     raise errors.overlapping(self)
                 Recompute(self, task, holder).run()
-                tensor = task.ready[slot]
+                tensor = ready[slot]
                 assert tensor is not None  # `run` raises if it can't deliver
-            task.ready[slot] = None
-        node = _current_node()
-        if isinstance(node, _PythonNode):
-            _until_done(node, task, slot, tensor)
+            ready[slot] = None
         return tensor
 
 
@@ -258,23 +262,31 @@ def identity(tensor: Tensor) -> Tensor:
 
 def unpack(holder: Holder) -> Tensor:
     """Autograd's unpack hook, the same for all regions."""
-    key: Any = _graph_exec_group() or _graph_task_id()
     frame = holder.frame
+    key = _graph_task_id()
     task = frame.tasks.get(key)
-    if task is not None:
-        tensor = task.ready.get(holder.slot)
-        if tensor is not None:
-            task.ready[holder.slot] = None
-            node = _current_node()
-            if isinstance(node, _PythonNode):
-                _until_done(node, task, holder.slot, tensor)
-            return tensor
-    return frame.bring_back(holder, key)
+    tensor = None if task is None else task.ready.get(holder.slot)
+    if tensor is None:
+        tensor = frame.bring_back(holder, key)
+    else:
+        task.ready[holder.slot] = None  # type: ignore[union-attr]
+    try:
+        reader = _getframe(1)
+    except ValueError:  # a thread of the autograd engine
+        return tensor
+    if reader.f_code is not _backward_code:
+        _keep_until_done(holder, tensor)
+    return tensor
 
 
-def _until_done(node: Any, task: Recomputed, slot: int, tensor: Tensor) -> None:
-    # A custom Function may read `ctx.saved_tensors` again: its tensors stay until its backward has run (rule 4).
-    ready = task.ready
+def _keep_until_done(holder: Holder, tensor: Tensor) -> None:
+    """Python code reads this tensor, rather than the autograd engine for an operator of its own. The backward of a
+    custom Function may read `ctx.saved_tensors` again: its tensors stay until it has run (rule 4)."""
+    node = _current_node()
+    task = holder.frame.tasks.get(_graph_exec_group() or _graph_task_id())
+    if task is None or not isinstance(node, _PythonNode):
+        return
+    ready, slot = task.ready, holder.slot
     ready[slot] = tensor
     handle: Any = None
 
@@ -285,7 +297,7 @@ def _until_done(node: Any, task: Recomputed, slot: int, tensor: Tensor) -> None:
         if slot in ready:
             ready[slot] = None
 
-    handle = node.register_hook(done)
+    handle = node.register_hook(done)  # type: ignore[attr-defined]
 
 
 # Formatted only when it is needed: (parent, key) stands for `parent[key]`, an operator for what it reads.
@@ -394,16 +406,16 @@ class Held:
 class Recompute:
     """One recompute under way: the engine's side of the seam."""
 
-    __slots__ = ("_count", "_last", "_mismatches", "frame", "holder", "may_stop", "task")
+    __slots__ = ("_last", "_mismatches", "_passed", "frame", "holder", "ran_to_its_end", "task")
 
     def __init__(self, frame: Frame, task: Recomputed, holder: Holder) -> None:
         self.frame = frame
         self.task = task
         self.holder = holder
         self._mismatches: tuple[errors.Mismatch, ...] = ()
-        self._count: int | None = None
-        self._last = self._last_wanted()
-        self.may_stop: Callable[[], bool] | None = None  # the source may have to run on a little
+        self._passed: Callable[[], int] | None = None  # how many slots an in-order source has passed
+        self._last = sys.maxsize  # where it is to be stopped
+        self.ran_to_its_end = False  # set by an in-order source that was not stopped
 
     def wants(self, holder: Holder | None) -> bool:
         """Whether a recompute that passes this holder's slot should deliver it."""
@@ -421,50 +433,84 @@ class Recompute:
         """Early stop is off: recompute the region to its end, whatever is wanted."""
         return not self.frame.early_stop
 
-    def _deliverer(self) -> Deliver:
-        # A closure: it runs once per recomputed tensor. Not stored here, where it would be a cycle.
-        frame, opened, last = self.frame, self.holder, self._last
-        holders, check = frame.holders, frame.check
-        ready, versions = self.task.ready, self.task.versions
-        plain_check = check is metadata_of
+    def deliver(self, slot: int, tensor: Tensor) -> None:
+        """Take one recomputed tensor, whatever the order."""
+        frame = self.frame
+        holder = frame.holders[slot]()
+        if holder is not None and self.wants(holder):
+            if frame.check is not None:
+                metadata = frame.check(tensor)
+                if metadata != holder.metadata:
+                    self._mismatch(slot, holder.metadata, metadata)
+            self.task.ready[slot] = tensor
 
-        def deliver(slot: int, tensor: Tensor) -> None:
-            """Take one recomputed tensor. Raises the stop signal when the last live holder is filled (rule 5)."""
-            if slot < len(holders):
-                holder = holders[slot]()
-                if holder is not None and (slot not in ready or holder is opened):
+    def packer(self) -> Callable[[Tensor], Tensor]:
+        """Autograd's pack hook for a rerun: delivers what autograd saves to the slots in order, and raises the stop
+        signal at the last one that is wanted (rule 5). What it returns is for the graph of the rerun: a tensor, so
+        that backward inside the rerun works (rule 6); detached, because a graph must not own itself (autograd has
+        already detached what is no output of the operator).
+
+        A closure: it runs once per recomputed tensor.
+        """
+        frame, opened, ready, versions = self.frame, self.holder, self.task.ready, self.task.versions
+        check = frame.check
+        plain_check = check is metadata_of
+        expected: list[Any] = []  # by slot: what the check compares
+        end = 0
+        for ref in frame.holders:
+            holder = ref()
+            if holder is not None and (holder.slot not in ready or holder is opened):
+                expected.append(holder.metadata)
+                end = len(expected)
+            else:
+                expected.append(_unwanted)
+        count, last = len(expected), sys.maxsize
+        if frame.early_stop:
+            self._last = last = end - 1
+        slot = unfilled = -1
+
+        def pack(tensor: Tensor) -> Tensor:
+            nonlocal slot, unfilled
+            slot += 1
+            if tensor.requires_grad:
+                tensor = tensor.detach()
+            elif tensor._version == 0 and type(tensor) is Tensor:
+                # Perhaps memory that the operator will fill when it has saved it (the noise of RReLU).
+                unfilled = _node_count()
+            if slot < count:
+                metadata = expected[slot]
+                if metadata is not _unwanted:
                     if check is not None:
-                        metadata = (tensor.shape, tensor.dtype, tensor.device) if plain_check else check(tensor)
-                        if metadata != holder.metadata:
-                            self._mismatch(holder, metadata)
+                        found = (tensor.shape, tensor.dtype, tensor.device) if plain_check else check(tensor)
+                        if found != metadata:
+                            self._mismatch(slot, metadata, found)
                     ready[slot] = tensor
                     if tensor._version:
                         versions[slot] = tensor._version
             elif frame.complete:
-                raise errors.too_many(frame, len(holders), user_line())
-            if slot >= last and (self.may_stop is None or self.may_stop()):
+                raise errors.too_many(frame, count, user_line())
+            if slot >= last and unfilled != _node_count():
                 raise _Stop(self)
+            return tensor
 
-        return deliver
+        self._passed = lambda: slot + 1
+        return pack
 
-    def _mismatch(self, holder: Holder, metadata: object) -> None:
-        self._mismatches += ((holder.slot, holder.metadata, metadata, user_line()),)
-
-    def finish(self, count: int) -> None:
-        """Called by an in-order source that was not stopped: how many slots it passed."""
-        self._count = count
+    def _mismatch(self, slot: int, expected: object, found: object) -> None:
+        self._mismatches += ((slot, expected, found, user_line()),)
 
     def run(self) -> None:
         """Let the source work, with this thread's regions out of the way (rule 3)."""
         frame = self.frame
-        region, thread.region = thread.region, None
-        thread.depth += 1
+        here = thread.__dict__
+        region, depth = here["region"], here["depth"]
+        here["region"], here["depth"] = None, depth + 1
         try:
-            if _torch.in_batched_backward():
+            if _in_batched_backward():
                 with _torch.outside_of_batch():
-                    frame.source.recompute(self, self._deliverer())
+                    frame.source.recompute(self)
             else:
-                frame.source.recompute(self, self._deliverer())
+                frame.source.recompute(self)
         except _Stop as stop:
             if stop.args[0] is not self:
                 raise
@@ -474,34 +520,26 @@ class Recompute:
                 frame.on_error(error)
             raise
         finally:
-            thread.depth -= 1
-            thread.region = region
+            here["region"], here["depth"] = region, depth
         self._verify()
 
-    def _last_wanted(self) -> int:
-        frame = self.frame
-        if frame.early_stop and frame.source.in_order:
-            for ref in reversed(frame.holders):
-                holder = ref()
-                if holder is not None and self.wants(holder):
-                    return holder.slot
-        return sys.maxsize
-
     def _verify(self) -> None:
+        frame = self.frame
         error = self._find_error()
-        if error is not None:
-            if self.frame.title is not None:
-                add_note(error, f"This happened during the recompute of {self.frame.place}.")
-            self.task.ready.clear()
-            if self.frame.on_error is not None:
-                self.frame.on_error(error)
-            try:
-                raise error
-            finally:
-                del error  # its traceback holds this frame
+        if error is None:
+            return
+        if frame.title is not None:
+            add_note(error, f"This happened during the recompute of {frame.place}.")
+        self.task.ready.clear()
+        if frame.on_error is not None:
+            frame.on_error(error)
+        try:
+            raise error
+        finally:
+            del error  # its traceback holds this frame
 
     def _find_error(self) -> errors.CheckpointError | None:
-        frame, ready, count = self.frame, self.task.ready, self._count
+        frame, ready = self.frame, self.task.ready
         if self._mismatches:
             return errors.different_metadata(frame, _node_name(), self._mismatches)
         if frame.leaves:
@@ -509,19 +547,19 @@ class Recompute:
                 leaf = ready.get(slot)
                 if leaf is not None and leaf._version != version:
                     return errors.changed(frame, named("a leaf", leaf), version, leaf._version)
-        if frame.source.in_order:
+        if self._passed is not None:
             versions = self.task.versions
             for slot, tensor in ready.items():
-                if tensor is not None and tensor._version != 0 and tensor._version != versions.get(slot):
+                if tensor is not None and tensor._version and tensor._version != versions.get(slot):
                     return errors.overwritten(frame)
-        if count is not None:  # it ran to its end: the last slot that is wanted should have stopped it
-            last = self.holder.slot
-            if self._last != sys.maxsize:
-                last = self._last
-            elif frame.complete:
-                last = len(frame.holders) - 1
-            if count <= last:
-                return errors.different_number(frame, last, _node_name(), len(frame.holders), count)
+            if self.ran_to_its_end:  # the last slot that is wanted should have stopped it
+                count, last = self._passed(), self.holder.slot
+                if self._last != sys.maxsize:
+                    last = self._last
+                elif frame.complete:
+                    last = len(frame.holders) - 1
+                if count <= last:
+                    return errors.different_number(frame, last, _node_name(), len(frame.holders), count)
         return None
 
 
@@ -543,10 +581,19 @@ def describe(tensor: Tensor) -> str:
     return f"{tensor.dtype} tensor of shape {tuple(tensor.shape)}".replace("torch.", "")
 
 
-def entered_at(frame: FrameType) -> tuple[str, int]:
-    """File and line from which user code entered a region; `frame` is the caller of the door."""
-    frame = _user_frame(frame)
-    return frame.f_code.co_filename, frame.f_lineno
+def entered_from(frame: FrameType) -> Line:
+    """Where user code entered a region; `frame` is the caller of the door."""
+    code = frame.f_code
+    if _inside.get(code, True):  # a module's `__call__` stands between, or not seen before
+        frame = _user_frame(frame)
+        code = frame.f_code
+    return code, frame.f_lasti
+
+
+def _line(code: CodeType, instruction: int) -> int | None:
+    """`frame.f_lineno`, which searches a table, for a frame that has gone."""
+    lines = (line for start, end, line in code.co_lines() if start <= instruction < end)
+    return next(lines, code.co_firstlineno)
 
 
 def depth_of_user(frame: FrameType) -> int:

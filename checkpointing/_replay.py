@@ -20,14 +20,13 @@ from torch import Tensor
 
 from . import _torch
 from ._ambient import read_switches, write_switches
-from ._engine import Deliver, Held, Holder, Recompute
+from ._engine import Held, Holder, Recompute
 from ._tape import Geometry, Op, Ref, Scratch, Shape, Tape, Value, Wrapped, geometry_of, tensors_of
 
 
 class Replay:
     """The tape of one region as a source. The operators themselves belong to the holders."""
 
-    in_order = False
     guards_leaves = None
 
     def __init__(self, tape: Tape, log: list[tuple[str, str]] | None = None) -> None:
@@ -37,7 +36,7 @@ class Replay:
         self.replays = 0
         self.replayed = 0
 
-    def recompute(self, request: Recompute, deliver: Deliver) -> None:
+    def recompute(self, request: Recompute) -> None:
         self.tape.settle()
         saved = request.holder.saved
         if type(saved) is Ref and saved.value.op is None and not request.whole_region:
@@ -45,15 +44,15 @@ class Replay:
             held = value.held.get(geometry)
             if held is not None and not held.is_packed:  # nothing to compute, nothing to share
                 tensor = held.fetch(request.frame)
-                deliver(request.holder.slot, tensor if kind is None else tensor.as_subclass(kind))
+                request.deliver(request.holder.slot, tensor if kind is None else tensor.as_subclass(kind))
                 return
         present = read_switches()
         if present == self.tape.switches:
-            _Window(self, request, deliver).run()
+            _Window(self, request).run()
             return
         write_switches(self.tape.switches)  # of the block's beginning: kernels look at them
         try:
-            _Window(self, request, deliver).run()
+            _Window(self, request).run()
         finally:
             write_switches(present)
 
@@ -61,10 +60,12 @@ class Replay:
 class _Window:
     """One replay: what is wanted, the operators that make it, and the tensors made so far."""
 
-    def __init__(self, source: Replay, request: Recompute, deliver: Deliver) -> None:
+    def __init__(self, source: Replay, request: Recompute) -> None:
         self._source = source
         self._request = request
-        self._deliver = deliver
+        self._deliver = request.deliver
+        if request.task.inputs is None:
+            request.task.inputs = {}
         self._inputs = request.task.inputs
         self._made: dict[int, Tensor] = {}  # by value: a tensor on its storage
         self._geometry: dict[int, Geometry] = {}  # by value: how that tensor lies there

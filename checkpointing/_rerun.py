@@ -26,7 +26,6 @@ from torch import Tensor, nn
 from . import _torch, errors
 from ._ambient import Ambient, Generators, has_rng
 from ._engine import (
-    Deliver,
     Frame,
     Held,
     Name,
@@ -41,6 +40,14 @@ from ._engine import (
 )
 from ._tree import ATOMS, NO_OBJECTS, Build, attributes_of, open_container
 
+# Bound once: these run for every call.
+_enclosing_hooks = _torch.enclosing_hooks
+_save_input = _torch.save_input
+_push_hooks, _pop_hooks = _torch.push_hooks, _torch.pop_hooks
+_is_grad_enabled, _set_grad_enabled = torch.is_grad_enabled, _torch.set_grad_enabled
+_get_state, _set_state = torch.default_generator.get_state, torch.default_generator.set_state
+_SavedTensor = _torch.SavedTensor
+
 ContextFn = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 PreserveRngState = bool | Literal["all"]
 
@@ -50,7 +57,7 @@ class Rerun:
 
     __slots__ = (
         "_ambient",
-        "_buffers",
+        "_cpu_state",
         "_function",
         "_hooks",
         "_inputs",
@@ -59,54 +66,56 @@ class Rerun:
         "_results",
         "_rng",
         "_surroundings",
+        "buffers",
         "context",
         "guards_leaves",
         "policy",
     )
 
-    in_order = True
     save = None
 
     def __init__(
         self,
         function: Callable[..., Any],
+        alone: bool,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         preserve_rng_state: PreserveRngState,
+        outer: Any,
     ) -> None:
+        """`alone`: the function `stands_alone`. `outer`: the region that this one is in."""
         self._function = function
-        self._hooks = hooks = _torch.enclosing_hooks()
+        self._hooks = hooks = _enclosing_hooks()
         self._inputs = inputs = Inputs(args, kwargs, hooks)
         self._surroundings: Surroundings | None = None
-        if inputs.functions or not stands_alone(function):
+        if not alone or inputs.functions:
             self._surroundings = around = Surroundings(function, *inputs.functions)
             inputs.modules += around.modules
             inputs.generators += around.generators
         self.context: AbstractContextManager[Any] | None = None  # entered around the rerun
         self._ambient = ambient = Ambient()
-        self._buffers: Buffers | None = None
+        self.buffers: Buffers | None = None
         if inputs.modules:
-            self._buffers = Buffers(inputs.modules)
-            inputs.see(self._buffers.devices)
+            self.buffers = Buffers(inputs.modules)
+            inputs.see(self.buffers.devices)
         # Leaves that the function finds by itself are no arguments. Those that come from elsewhere in the rerun than in
         # the forward (hooks, copies of buffers) have other version counters.
-        self.guards_leaves = hooks is None and self._buffers is None
-        if ambient.has_states:  # restoring them may write tensors that the function finds by itself
+        finds_leaves = self._surroundings is not None or self.buffers is not None
+        self.guards_leaves = hooks is None and self.buffers is None if finds_leaves else None
+        if ambient.states is not None:  # restoring them may write tensors that the function finds by itself
             self.guards_leaves = False
             if self._surroundings is not None:
                 self._surroundings.guard_only_leaves()
-        self._rng: Generators | None = None
+        self._cpu_state: Tensor | None = None  # of the default random generator
+        self._rng: Generators | None = None  # the others
         if preserve_rng_state:
-            self._rng = Generators(True, inputs.devices, inputs.generators, preserve_rng_state == "all")
+            self._cpu_state = _get_state()
+            if inputs.devices or inputs.generators or preserve_rng_state == "all":
+                self._rng = Generators(False, inputs.devices, inputs.generators, preserve_rng_state == "all")
         self._pins: list[tuple[Held, int]] = []
         self._results: list[Any] = []
-        self._outer = thread.region
-        self.policy = None if self._outer is None else self._outer.policy
-
-    def settle(self) -> None:
-        """The forward has ended."""
-        if self._buffers is not None:
-            self._buffers.settle()
+        self._outer = outer
+        self.policy = None if outer is None else outer.policy
 
     def keep(self, tensor: Tensor) -> Tensor:
         if is_parameter(root_of(tensor)):  # not computed
@@ -139,55 +148,38 @@ class Rerun:
         self._results[place] = _Result(result, args, kwargs, self._hooks)
         return result
 
-    def recompute(self, request: Recompute, deliver: Deliver) -> None:
+    def recompute(self, request: Recompute) -> None:
         if self._surroundings is not None:
             self._surroundings.check(request.frame)
         args, kwargs = self._inputs.restore(request.frame)
-        buffers = self._buffers
-        slot = unfilled = -1
-
-        def pack(tensor: Tensor) -> Tensor:
-            nonlocal slot, unfilled
-            slot += 1
-            # Detached: the rerun's graph stores what is returned here, and must not own itself. It is a tensor
-            # rather than a holder so that backward inside the rerun works (rule 6).
-            if tensor.requires_grad:
-                tensor = tensor.detach()
-            elif tensor._version == 0 and type(tensor) is Tensor:
-                # Perhaps memory that the operator will fill when it has saved it (the noise of RReLU).
-                unfilled = _torch.node_count()
-            deliver(slot, tensor)
-            return tensor
-
-        request.may_stop = lambda: unfilled != _torch.node_count()
-
-        def call() -> None:
+        present = None if self.buffers is None else self.buffers.enter(request.frame)
+        others = None if self._rng is None else self._rng.enter()
+        now = None
+        if self._cpu_state is not None:
+            now = _get_state()
+            _set_state(self._cpu_state)
+        grad_mode = _is_grad_enabled()
+        _set_grad_enabled(True)
+        if self._pins or self._results or self.policy is not None:
             thread.region = Pinned(self._pins, self._results, self.policy, request.frame)
-            grad_mode = torch.is_grad_enabled()
-            _torch.set_grad_enabled(True)
-            present = None if buffers is None else buffers.enter(request.frame)
-            _torch.push_hooks(pack, identity)
-            try:
-                if self.context is None:
-                    self._function(*args, **kwargs)
-                else:
-                    with self.context:
-                        self._function(*args, **kwargs)
-            finally:
-                _torch.pop_hooks()
-                _torch.set_grad_enabled(grad_mode)
-                if present is not None:
-                    Buffers.leave(present)
-            request.finish(slot + 1)
-
-        if self._rng is None:
-            self._ambient.run(call)
-            return
-        now = self._rng.enter()
+        _push_hooks(request.packer(), identity)
         try:
-            self._ambient.run(call)
+            self._ambient.run(self._function if self.context is None else self._with_context, *args, **kwargs)
+            request.ran_to_its_end = True
         finally:
-            self._rng.leave(now)
+            _pop_hooks()
+            _set_grad_enabled(grad_mode)
+            if now is not None:
+                _set_state(now)
+            if others is not None:
+                Generators.leave(others)
+            if present is not None:
+                Buffers.leave(present)
+
+    def _with_context(self, *args: Any, **kwargs: Any) -> None:
+        assert self.context is not None
+        with self.context:
+            self._function(*args, **kwargs)
 
 
 def detached(tensor: Tensor) -> Tensor:
@@ -354,7 +346,7 @@ class Buffers:
             for parameter in _torch.own_parameters(module):
                 if parameter is not None and not parameter.is_cpu:
                     self.devices.add(parameter.device)
-            for name, buffer in module._buffers.items():
+            for name, buffer in _torch.own_buffers(module).items():
                 if buffer is not None and not nn.parameter.is_lazy(buffer):
                     self._note(module, name, buffer)
                 elif buffer is not None:
@@ -372,7 +364,7 @@ class Buffers:
         """After the forward: which buffers has it written?"""
         copied = {(module, name) for module, name, _ in self._copies}
         for module, name, buffer, version in self._watched:
-            if module._buffers.get(name) is buffer and _torch.version(buffer) == version:
+            if _torch.own_buffers(module).get(name) is buffer and _torch.version(buffer) == version:
                 _quiet.setdefault(module, set()).add(name)
                 copied.discard((module, name))
             elif (module, name) not in copied:
@@ -380,7 +372,7 @@ class Buffers:
                 _quiet.get(module, set()).discard(name)
         self._copies = [copy for copy in self._copies if copy[:2] in copied]
         for module, name in self._lazy:  # made by this forward: its first value is gone, but it is not written twice
-            new = module._buffers[name]
+            new = _torch.own_buffers(module)[name]
             if new is not None:
                 self._copies.append((module, name, without_recording(torch.clone, new)))
         self._watched.clear()
@@ -389,15 +381,16 @@ class Buffers:
         """Give the modules their buffers of before the forward; returns what `leave` needs."""
         for module, name in self._lost:
             raise errors.written(where, f"{type(module).__name__}.{name}")
-        present = [(module, name, module._buffers[name]) for module, name, _ in self._copies]
-        for module, name, before in self._copies:
-            module._buffers[name] = before.clone()
+        present = [(module, name, _torch.own_buffers(module)[name]) for module, name, _ in self._copies]
+        copies = [before.clone() for _, _, before in self._copies]
+        for (module, name, _), copy in zip(present, copies, strict=True):
+            _torch.own_buffers(module)[name] = copy
         return present
 
     @staticmethod
     def leave(present: list[tuple[nn.Module, str, Tensor | None]]) -> None:
         for module, name, buffer in present:
-            module._buffers[name] = buffer
+            _torch.own_buffers(module)[name] = buffer
 
 
 class Surroundings:
@@ -544,10 +537,15 @@ class _Argument:
         try:
             return self._saved.unpack()
         except RuntimeError as error:
-            if isinstance(error, errors.CheckpointError) or "modified by an inplace" not in str(error):
-                raise
-            now, was = [*re.findall(r"version (\d+)", str(error)), None, None][:2]
-            raise errors.changed(where, named(self._name), was, now) from error
+            raise _as_changed(error, self._name, where) from error
+
+
+def _as_changed(error: RuntimeError, name: Name, where: Frame) -> RuntimeError:
+    """What autograd says about a saved tensor that has been written, in our words."""
+    if isinstance(error, errors.CheckpointError) or "modified by an inplace" not in str(error):
+        return error
+    now, was = [*re.findall(r"version (\d+)", str(error)), None, None][:2]
+    return errors.changed(where, named(name), was, now)
 
 
 class _Given(Held):
@@ -578,15 +576,31 @@ class Inputs:
         self.generators: tuple[torch.Generator, ...] = ()
         self.modules: tuple[nn.Module, ...] = ()
         self.functions: tuple[Any, ...] = ()
-        save = self._save
-        self._args = [save(v, "args", i) for i, v in enumerate(args)]
-        self._kwargs = {k: save(v, "kwargs", k) for k, v in kwargs.items()} if kwargs else kwargs
+        self._args: list[Any] = [*args]
+        self._kwargs = kwargs
+        is_quick = hooks is None and _SavedTensor is not None
+        for i, value in enumerate(args):
+            kind = type(value)
+            if is_quick and (kind is Tensor or kind is nn.Parameter) and value.requires_grad and value.is_cpu:
+                self._args[i] = _save_input(value, False)  # autograd guards the version
+            elif kind not in ATOMS:
+                self._args[i] = self._save(value, "args", i)
+        if kwargs:
+            self._kwargs = {k: self._save(v, "kwargs", k) for k, v in kwargs.items()}
 
     def restore(self, where: Frame) -> tuple[list[Any], dict[str, Any]]:
         """The arguments as they were; `ChangedError` names the first that has changed."""
         for value, path, seen in self._objects:
             self._check_object(value, path, seen, where)
-        args = [_rebuild(v, where) for v in self._args]
+        args = self._args.copy()
+        for i, saved in enumerate(args):
+            if type(saved) is _SavedTensor:
+                try:
+                    args[i] = saved.unpack()  # type: ignore[attr-defined]
+                except RuntimeError as error:
+                    raise _as_changed(error, ("args", i), where) from error
+            else:
+                args[i] = _rebuild(saved, where)
         return args, {k: _rebuild(v, where) for k, v in self._kwargs.items()} if self._kwargs else self._kwargs
 
     def _save(self, value: Any, parent: str, key: Any) -> Any:

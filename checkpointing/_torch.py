@@ -6,6 +6,7 @@ unless a line says otherwise.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from types import CodeType, FunctionType, ModuleType
@@ -34,9 +35,8 @@ hooks_are_enabled: Callable[[], bool] = _autograd._saved_tensors_hooks_is_enable
 innermost_transform: Callable[[], object | None] = _C._functorch.peek_interpreter_stack
 
 
-def enclosing_hooks() -> Hooks | None:
-    """The pair that autograd would use now; there is no public way to read it."""
-    return cast("Hooks | None", _autograd._top_saved_tensors_default_hooks(True))
+# The pair that autograd would use now, or None; there is no public way to read it.
+enclosing_hooks: Callable[[], Hooks | None] = functools.partial(_autograd._top_saved_tensors_default_hooks, True)
 
 
 def are_torchs_own(hooks: Hooks) -> bool:
@@ -60,11 +60,13 @@ current_node: Callable[[], Any] = _C._current_autograd_node
 graph_exec_group: Callable[[], object | None] = _C._get_graph_exec_group
 
 
-def at_graph_task_end(callback: Callable[[], None]) -> None:
-    """Call `callback` when the running backward call ends; a failing one only drops its reference to it."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)
+# Call something when the running backward call ends; a failing one only drops its reference to it.
+at_graph_task_end: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
 
 
+# The Python function that all backward calls go through: what the engine asks for comes from right below it, or from a
+# thread of the engine, which has no Python frame at all.
+run_backward_code: CodeType = torch.autograd.graph._engine_run_backward.__code__
 # A custom `autograd.Function`, as a node: its backward may read a saved tensor twice.
 PythonNode: type = _C._FunctionBase
 
@@ -132,6 +134,11 @@ def children(module: nn.Module) -> Iterable[nn.Module | None]:
 
 def own_parameters(module: nn.Module) -> Iterable[Tensor | None]:
     return module._parameters.values()
+
+
+def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
+    """The dictionary itself: without the checks of `setattr`, and for buffers that are None."""
+    return module._buffers
 
 
 # ---- storages. The public way (`untyped_storage()`) builds a Python object per call.
@@ -259,6 +266,8 @@ def _saved_by_node(tensor: Tensor, is_output: bool) -> SavedInput:
 # Save a tensor that requires grad as a node of autograd would: through the enclosing hooks, and brought back with the
 # same `grad_fn`, without a reference cycle. torch has this since 2.13.
 save_input: Callable[[Tensor, bool], SavedInput] = getattr(_autograd, "_make_saved_tensor", _saved_by_node)
+# What it returns, where it takes any tensor.
+SavedTensor: type | None = getattr(_autograd, "SavedTensor", None)
 
 
 def lay(base: Tensor, size: Any, stride: Any, offset: int, dtype: torch.dtype, bits: int) -> Tensor:
@@ -289,8 +298,7 @@ _vmap_key = _C._parse_dispatch_key("VmapMode")
 _is_included: Callable[[Any], bool] = _C._dispatch_tls_is_dispatch_key_included
 
 
-def in_batched_backward() -> bool:
-    return _is_included(_vmap_key)
+in_batched_backward: Callable[[], bool] = functools.partial(_is_included, _vmap_key)
 
 
 def outside_of_batch() -> AbstractContextManager[Any]:
@@ -379,31 +387,49 @@ def set_function_modes(modes: Sequence[Any]) -> None:
         _C._push_on_torch_function_stack(mode)
 
 
-# (getter, setter) of process-wide switches that change which kernel runs. Public ones are here too: one table.
+_warns_only: Callable[[], bool] = _C._get_deterministic_algorithms_warn_only
+_is_strict: Callable[[], bool] = _C._get_deterministic_algorithms
+
+
+def _get_matmul_precision() -> str | tuple[str, str]:
+    """The legacy setting, which raises when parts of it were set by the newer `torch.backends.*.fp32_precision`."""
+    try:
+        return cast(str, _C._get_float32_matmul_precision())
+    except RuntimeError:
+        return _C._get_fp32_precision_getter("cuda", "matmul"), _C._get_fp32_precision_getter("mkldnn", "matmul")
+
+
+def _set_matmul_precision(value: str | tuple[str, str]) -> None:
+    if isinstance(value, str):
+        _C._set_float32_matmul_precision(value)
+    else:
+        _C._set_fp32_precision_setter("cuda", "matmul", value[0])
+        _C._set_fp32_precision_setter("mkldnn", "matmul", value[1])
+
+
+# (getter, setter) of process-wide switches that change which kernel runs. Public ones are here too: one table. Every
+# region reads it twice, so it has only what matters to this build.
 SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (torch.get_default_dtype, torch.set_default_dtype),
-    (_C._get_deterministic_algorithms, lambda on: _C._set_deterministic_algorithms(on, warn_only=_warns_only())),
-    (
-        _C._get_deterministic_algorithms_warn_only,
-        lambda on: _C._set_deterministic_algorithms(_is_strict(), warn_only=on),
-    ),
-    (_C._get_float32_matmul_precision, _C._set_float32_matmul_precision),
+    (_is_strict, lambda on: _C._set_deterministic_algorithms(on, warn_only=_warns_only())),
+    (_warns_only, lambda on: _C._set_deterministic_algorithms(_is_strict(), warn_only=on)),
+    (_get_matmul_precision, _set_matmul_precision),
     (_C._get_flash_sdp_enabled, _C._set_sdp_use_flash),
-    (_C._get_mem_efficient_sdp_enabled, _C._set_sdp_use_mem_efficient),
     (_C._get_math_sdp_enabled, _C._set_sdp_use_math),
-    (_C._get_cudnn_sdp_enabled, _C._set_sdp_use_cudnn),
     (_C._get_mkldnn_enabled, _C._set_mkldnn_enabled),
 )
-if torch.backends.cudnn.is_available():
+if torch.backends.cuda.is_built():
     SWITCHES += (
+        (_C._get_mem_efficient_sdp_enabled, _C._set_sdp_use_mem_efficient),
+        (_C._get_cudnn_sdp_enabled, _C._set_sdp_use_cudnn),
         (_C._get_cudnn_enabled, _C._set_cudnn_enabled),
         (_C._get_cudnn_deterministic, _C._set_cudnn_deterministic),
         (_C._get_cudnn_benchmark, _C._set_cudnn_benchmark),
     )
-
-
-_warns_only: Callable[[], bool] = _C._get_deterministic_algorithms_warn_only
-_is_strict: Callable[[], bool] = _C._get_deterministic_algorithms
+# Without a Python function among them; may raise a RuntimeError.
+QUICK_GETTERS: tuple[Callable[[], Any], ...] = tuple(
+    _C._get_float32_matmul_precision if getter is _get_matmul_precision else getter for getter, _ in SWITCHES
+)
 
 
 def is_cast_of_parameter(tensor: Tensor) -> bool:

@@ -35,12 +35,12 @@ from torch.utils.checkpoint import set_device_states as set_device_states
 
 from . import _torch
 from ._api import is_plain, logged
-from ._engine import Frame, entered_at, metadata_of, thread, unpack
+from ._engine import Frame, entered_from, metadata_of, thread, unpack
 from ._policy import selective_context
 from ._reentrant import CheckpointFunction as CheckpointFunction
 from ._reentrant import check_backward_validity as check_backward_validity
 from ._reentrant import detach_variable as detach_variable
-from ._rerun import ContextFn, Rerun, is_internal
+from ._rerun import ContextFn, Rerun, is_internal, stands_alone
 from .errors import CheckpointError as CheckpointError
 
 SAC_IGNORED_OPS = _theirs.SAC_IGNORED_OPS
@@ -221,11 +221,13 @@ def _checkpoint(
         raise ValueError(f"determinism_check should be one of {list(_CHECKS)}, but got {determinism_check}")
     if is_plain():
         return function(*args, **kwargs)
-    source = Rerun(function, args, kwargs, bool(preserve_rng_state))
+    here = thread.__dict__
+    outer = here["region"]
+    source = Rerun(function, stands_alone(function), args, kwargs, bool(preserve_rng_state), outer)
     frame = Frame(
         source,
         getattr(function, "__qualname__", type(function).__qualname__),
-        entered_at(sys._getframe(1)),
+        entered_from(sys._getframe(1)),
         _switch(_early_stop, "_enable_checkpoint_early_stop", early_stop),
         _CHECKS[determinism_check],
     )
@@ -239,7 +241,7 @@ def _checkpoint(
         if isinstance(forward, _torch.SelectiveForward):
             forward.respect_saved_tensors_hooks = respect_saved_tensors_hooks
             _torch.mark_as_torchs_own(pack, _user_hooks())
-    outer, thread.region = thread.region, source
+    here["region"] = source
     _torch.push_hooks(pack, unpack)
     try:
         if forward is None:
@@ -253,9 +255,10 @@ def _checkpoint(
         )
     finally:
         _torch.pop_hooks()
-        thread.region = outer
+        here["region"] = outer
         frame.complete = True
-        source.settle()
+        if source.buffers is not None:
+            source.buffers.settle()
         if forward is not None:
             pack.__dict__.clear()  # the mark; autograd holds `pack`, out of the garbage collector's sight
 
