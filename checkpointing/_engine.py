@@ -33,7 +33,7 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from types import CodeType, FrameType
 from typing import Any, Protocol
@@ -421,28 +421,25 @@ class Recompute:
         """Whether a recompute that passes this holder's slot should deliver it."""
         return holder is not None and (holder.slot not in self.task.ready or holder is self.holder)
 
-    def wanted(self) -> Iterator[Holder]:
+    def wanted(self) -> list[Holder]:
         """The live holders that this graph task may still open, by slot."""
-        for ref in self.frame.holders:
-            holder = ref()
-            if holder is not None and self.wants(holder):
-                yield holder
+        ready, opened = self.task.ready, self.holder
+        live = [ref() for ref in self.frame.holders]
+        return [holder for holder in live if holder is not None and (holder.slot not in ready or holder is opened)]
 
     @property
     def whole_region(self) -> bool:
         """Early stop is off: recompute the region to its end, whatever is wanted."""
         return not self.frame.early_stop
 
-    def deliver(self, slot: int, tensor: Tensor) -> None:
-        """Take one recomputed tensor, whatever the order."""
-        frame = self.frame
-        holder = frame.holders[slot]()
-        if holder is not None and self.wants(holder):
-            if frame.check is not None:
-                metadata = frame.check(tensor)
-                if metadata != holder.metadata:
-                    self._mismatch(slot, holder.metadata, metadata)
-            self.task.ready[slot] = tensor
+    def deliver(self, holder: Holder, tensor: Tensor) -> None:
+        """Take one recomputed tensor, for one of the holders that are wanted."""
+        check = self.frame.check
+        if check is not None:
+            metadata = check(tensor)
+            if metadata != holder.metadata:
+                self._mismatch(holder.slot, holder.metadata, metadata)
+        self.task.ready[holder.slot] = tensor
 
     def packer(self) -> Callable[[Tensor], Tensor]:
         """Autograd's pack hook for a rerun: delivers what autograd saves to the slots in order, and raises the stop

@@ -44,7 +44,7 @@ class Replay:
             held = value.held.get(geometry)
             if held is not None and not held.is_packed:  # nothing to compute, nothing to share
                 tensor = held.fetch(request.frame)
-                request.deliver(request.holder.slot, tensor if kind is None else tensor.as_subclass(kind))
+                request.deliver(request.holder, tensor if kind is None else tensor.as_subclass(kind))
                 return
         present = read_switches()
         if present == self.tape.switches:
@@ -70,20 +70,22 @@ class _Window:
         self._made: dict[int, Tensor] = {}  # by value: a tensor on its storage
         self._geometry: dict[int, Geometry] = {}  # by value: how that tensor lies there
         self._frame = request.frame
+        self._grad_mode = False  # what `below_autograd` sets
         self._writes = False  # whether the window has operators that write in place
         self._given: set[int] = set()  # storages that have been delivered: no longer ours to write
         self._parts: dict[int, Tensor] = {}  # by value: parts of wrappers whose other parts are still to come
 
     def run(self) -> None:
         request = self._request
-        candidates = list(request.wanted())
+        candidates = request.wanted()
         wanted, ops = self._widen(candidates)
         # Before autograd is switched off: an enclosing region may have to rerun for them.
         self._fetch_inputs(ops, wanted)
         with _torch.below_autograd():
             for holder in wanted:
-                if all(value.op is None for value in values_of(holder.saved)):
-                    self._deliver(holder.slot, self._build(holder.saved))
+                saved = holder.saved
+                if (type(saved) is not Ref or saved[0].op is None) and all(v.op is None for v in values_of(saved)):
+                    self._deliver(holder, self._build(holder.saved))
             if ops:
                 self._source.replays += 1
                 self._source.replayed += len(ops)
@@ -107,8 +109,11 @@ class _Window:
         if slots is None:
             candidates = [h for h in candidates if _segment(h) == segment]
             ops = slice_of([opened])
-            inside = set(ops)
-            if all(value.op is None or value.op in inside for h in candidates for value in values_of(h.saved)):
+            inside = {None, *ops}
+            if all(
+                h.saved[0].op in inside if type(h.saved) is Ref else all(v.op in inside for v in values_of(h.saved))
+                for h in candidates
+            ):
                 slots = {h.slot for h in candidates}
                 plan.update((slot, slots) for slot in slots)
                 return candidates, ops  # nearly always: the last one needs whatever the others need
@@ -139,7 +144,8 @@ class _Window:
         # What passes by in this window and is wanted by a holder of another one comes for free.
         savers: dict[int, list[Holder]] = {}
         for holder in candidates:
-            for value in values_of(holder.saved):
+            saved = holder.saved
+            for value in (saved[0],) if type(saved) is Ref else values_of(saved):
                 if value.op is not None:
                     savers.setdefault(value.id, []).append(holder)
         last = {value.id: op for op in ops for value in op.reads}
@@ -148,17 +154,21 @@ class _Window:
         for op in ops:
             if log is not None:
                 log.append((str(op.func), ""))
-            still_read = {}
-            for old, _ in op.writes:
-                # Read later under its old value: only through a storage that the tape has adopted.
-                before = self._make_writable(old, op, last[old] is not op)
-                if before is not None:
-                    still_read[old] = before
-            new = self._run(op)
-            made.update(still_read)
+            if op.writes:
+                still_read = {}
+                for old, _ in op.writes:
+                    # Read later under its old value: only through a storage that the tape has adopted.
+                    before = self._make_writable(old, op, last[old] is not op)
+                    if before is not None:
+                        still_read[old] = before
+                new = self._run(op)
+                made.update(still_read)
+            else:
+                new = self._run(op)
             for id in new:
-                for holder in savers.get(id, ()):
-                    self._give(holder, id)
+                if id in savers:
+                    for holder in savers[id]:
+                        self._give(holder, id)
                 if id not in last:
                     del made[id]
             for value in op.reads:
@@ -170,7 +180,9 @@ class _Window:
         made = self._made
         args = self._arguments(op.args)
         kwargs = op.kwargs and dict(zip(op.kwargs, self._arguments(op.kwargs.values()), strict=True))
-        _torch.set_grad_enabled(op.grad_mode)
+        if op.grad_mode is not self._grad_mode:
+            self._grad_mode = op.grad_mode
+            _torch.set_grad_enabled(op.grad_mode)
         if op.rng is None:
             result = op.func(*args, **kwargs)
         else:
@@ -180,8 +192,13 @@ class _Window:
             finally:
                 op.rng.leave(now)
         new = []
-        if op.outputs:
-            flat = (result,) if type(result) is Tensor else tuple(tensors_of(result))
+        if type(result) is Tensor and len(op.outputs) == 1:
+            id = op.outputs[0][1]
+            made[id] = result
+            self._geometry[id] = geometry_of(result)
+            new.append(id)
+        elif op.outputs:
+            flat = tuple(tensors_of(result))
             for number, id in op.outputs:
                 made[id] = tensor = flat[number]
                 self._geometry[id] = geometry_of(tensor)
@@ -205,11 +222,11 @@ class _Window:
                 tensor = tensor.as_subclass(saved.kind)
             if not self._frame.complete:
                 self._source.tape.adopt(tensor, saved.value)
-            self._deliver(holder.slot, tensor)
+            self._deliver(holder, tensor)
             return
         self._parts[id] = tensor
         if all(v.op is None or v.id in self._parts for v in values_of(saved)):
-            self._deliver(holder.slot, self._build(saved))
+            self._deliver(holder, self._build(saved))
 
     def _make_writable(self, id: int, op: Op, is_read_later: bool) -> Tensor | None:
         """Let `op` write the value: on a copy, unless it is ours alone. Returns what later readers need, if any."""

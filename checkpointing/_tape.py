@@ -66,6 +66,7 @@ class Value:
 
 
 _NOTHING: dict[Any, Held] = {}
+_NOTHING_RECENT = (None, None)
 
 # Size, stride, offset and dtype of a tensor on its storage, and whether its conj (1) and neg (2) bits are set.
 Geometry = tuple[torch.Size, tuple[int, ...], Any, torch.dtype, int]
@@ -150,6 +151,7 @@ class Info:
         "hidden",
         "ignored",
         "inplace",
+        "may_draw",
         "metadata_only",
         "overwrites",
         "random",
@@ -168,6 +170,7 @@ class Info:
         base = name.partition(".")[0].removeprefix("aten::")
         # Custom operators may draw random numbers without torch's tag: look whether the generators have moved.
         self.custom = name.partition("::")[0] not in ("aten", "prim", "prims")
+        self.may_draw = self.custom
         self.allocates = base in ALLOCATES
         self.metadata_only = base in METADATA_ONLY or name == "aten::bernoulli.p"
         self.overwrites = base in OVERWRITES
@@ -190,6 +193,7 @@ class Info:
         self.ignored = base in ("set_", "_nested_tensor_size") or (not self.writes and self.hidden is None and views)
         self.inplace = bool(self.writes) and all(a is not None and a.is_write for a in aliases)
         self.random = torch.Tag.nondeterministic_seeded in func.tags
+        self.may_draw = self.random or self.custom
 
 
 # Operators that allocate without filling.
@@ -237,6 +241,7 @@ STATISTICS = (3, 4)
 _INFOS: dict[Any, Info] = {}
 _NO_WRITES: list[tuple[int, int]] = []
 _storage_id = _torch.storage_id
+_weak_storage = _torch.weak_storage
 _Parameter = nn.Parameter
 _is_grad_enabled = torch.is_grad_enabled
 _has_storage = _torch.has_storage
@@ -279,8 +284,10 @@ class Tape(TorchDispatchMode):
         self.policy: Policy | None = outer.policy if policy is None and outer is not None else policy
         self._ask = None if self.policy is None else self.policy.on_op
         self._inner = 0  # how many tapes have been entered just inside this one: they ask for themselves
+        self._recent: tuple[Any, Any] = _NOTHING_RECENT  # a tensor that has just been referred to, and how
         self._running: Any = "autograd"  # the operator that reads now, for messages
-        self._depth = thread.depth
+        self._here = here = thread.__dict__
+        self._depth = here["depth"]
         self._is_open = True
         self.switches = read_switches()
         self._values: dict[int, Value] = {}  # by storage: its value now
@@ -302,7 +309,7 @@ class Tape(TorchDispatchMode):
         if self._is_open and _has_storage(tensor) and tensor.untyped_storage().nbytes() == value.nbytes:
             sid = _storage_id(tensor)
             if sid not in self._values:
-                self._weak.append(_torch.weak_storage(tensor.untyped_storage()))
+                self._weak.append(_weak_storage(tensor.untyped_storage()))
                 self._values[sid] = value
 
     def close(self) -> None:
@@ -310,6 +317,7 @@ class Tape(TorchDispatchMode):
         self.settle()
         self._is_open = False
         self._outer = None
+        self._recent = _NOTHING_RECENT
         self._values.clear()
         self._saved.clear()
         self._pending.clear()
@@ -329,7 +337,9 @@ class Tape(TorchDispatchMode):
             return Wrapped(tensor, self.save)
         ref = self.reference(tensor, is_read=False)
         if type(ref) is Ref:
-            value = ref.value
+            value = ref[0]
+            if value.op is not None and not value.unwritten:
+                self._recent = tensor, ref  # most operators read next what they have saved
             if value.id not in self._saved:
                 self._saved.add(value.id)
                 if value.op is not None or not value.is_parameter:
@@ -395,7 +405,7 @@ class Tape(TorchDispatchMode):
             return Held(tensor, self._hooks, self._running)
         value = self._values.get(sid)
         if value is None:
-            value = self._register(tensor, None)
+            value = self._register(tensor, None, sid)
         if value.op is None or (value.unwritten and value.nbytes):
             # From outside; or allocated here and filled by something unseen (a raw kernel, ctypes, NumPy).
             hooks = self._hooks
@@ -412,15 +422,14 @@ class Tape(TorchDispatchMode):
         value.held[None] = held
         return value
 
-    def _register(self, tensor: Tensor, op: Op | None) -> Value:
-        """The storage of `tensor` has a new value."""
-        self._ids += 1
+    def _register(self, tensor: Tensor, op: Op | None, sid: int) -> Value:
+        """The storage of `tensor`, with this id, has a new value."""
+        self._ids = id = self._ids + 1
         storage = tensor.untyped_storage()
-        value = Value(self._ids, op, storage.nbytes())
-        sid = _storage_id(tensor)
+        value = Value(id, op, storage.nbytes())
         if sid not in self._values:
             # While a weak reference lives, no other storage gets this address.
-            self._weak.append(_torch.weak_storage(storage))
+            self._weak.append(_weak_storage(storage))
         self._values[sid] = value
         return value
 
@@ -429,7 +438,7 @@ class Tape(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if kwargs is None:
             kwargs = {}
-        if thread.depth != self._depth:  # an operator of a recompute (rule 3)
+        if self._here["depth"] != self._depth:  # an operator of a recompute (rule 3)
             return func(*args, **kwargs)
         if self._unsettled:
             self.settle()
@@ -439,12 +448,14 @@ class Tape(TorchDispatchMode):
         if types and any(_dispatches(t) for t in types):
             return NotImplemented  # the subclass takes itself apart, and plain tensors come by
         if info.ignored:
+            self._recent = _NOTHING_RECENT
             return info.run(*args, **kwargs)
         self._running = func
         if self.log is not None:
             self.log.append((str(func), stack_of_user()))
         written = info.writes if info.hidden is None else info.hidden(args, kwargs)
         if written:
+            self._recent = _NOTHING_RECENT
             return self._record_write(func, info, written, args, kwargs)
         given = args
         if info.hidden is not None:
@@ -458,13 +469,13 @@ class Tape(TorchDispatchMode):
         else:
             op.args = self._refer(args, reads)
         op.kwargs = dict(zip(kwargs, self._refer(kwargs.values(), reads), strict=True)) if kwargs else kwargs
-        draws = info.random or info.custom
-        op.rng = stash_generators(args, kwargs) if draws and self._preserve_rng_state else None
+        op.rng = stash_generators(args, kwargs) if info.may_draw and self._preserve_rng_state else None
         op.grad_mode = _is_grad_enabled()
         op.index = self.recorded
         op.segment = self._segment
+        self._recent = _NOTHING_RECENT
         result = info.run(*given, **kwargs)
-        if info.custom and op.rng is not None and not op.rng.have_moved():
+        if op.rng is not None and info.custom and not op.rng.have_moved():
             op.rng = None
         op.writes = _NO_WRITES
         self._add_outputs(op, result, info.allocates)
@@ -498,9 +509,13 @@ class Tape(TorchDispatchMode):
     def _refer(self, args: Iterable[Any], reads: list[Value]) -> list[Any]:
         """References in place of the tensors in `args`; notes in `reads` the values that they read."""
         saved = []
+        recent, recent_ref = self._recent
         for arg in args:
             kind = type(arg)
-            if kind is Tensor or kind is _Parameter or (kind not in ATOMS and isinstance(arg, Tensor)):
+            if arg is recent and arg is not None:
+                reads.append(recent_ref[0])
+                saved.append(recent_ref)
+            elif kind is Tensor or kind is _Parameter or (kind not in ATOMS and isinstance(arg, Tensor)):
                 ref = self.reference(arg)
                 reads.append(ref[0] if type(ref) is Ref else self._opaque(ref))
                 saved.append(ref)
@@ -515,10 +530,12 @@ class Tape(TorchDispatchMode):
         values = self._values
         op.outputs = outputs = []
         for i, tensor in enumerate((result,) if type(result) is Tensor else tensors_of(result)):
-            if _has_storage(tensor) and _storage_id(tensor) not in values:
-                value = self._register(tensor, op)
-                value.unwritten = unwritten
-                outputs.append((i, value.id))
+            if _has_storage(tensor):
+                sid = _storage_id(tensor)
+                if sid not in values:
+                    value = self._register(tensor, op, sid)
+                    value.unwritten = unwritten
+                    outputs.append((i, value.id))
         if outputs or op.writes:
             self.recorded += 1
 
@@ -537,7 +554,7 @@ class Tape(TorchDispatchMode):
             result = func(*args, **kwargs)
             for sid, target in targets.items():
                 if sid not in pending:
-                    self._register(target, None).volatile = True
+                    self._register(target, None, sid).volatile = True
             return result
         op = Op()
         op.func = info.run
@@ -551,8 +568,7 @@ class Tape(TorchDispatchMode):
         }
         op.args = [saved[i] for i in range(len(args))]
         op.kwargs = {name: saved[name] for name in kwargs}
-        draws = info.random or info.custom
-        op.rng = stash_generators(args, kwargs) if draws and self._preserve_rng_state else None
+        op.rng = stash_generators(args, kwargs) if info.may_draw and self._preserve_rng_state else None
         op.grad_mode = _is_grad_enabled()
         op.index = self.recorded
         op.segment = self._segment
@@ -565,9 +581,9 @@ class Tape(TorchDispatchMode):
             value = old[sid]
             if sid in outside or value is None:
                 if sid not in pending:
-                    self._register(target, None).volatile = True
+                    self._register(target, None, sid).volatile = True
                 continue
-            new = self._register(target, op)
+            new = self._register(target, op, sid)
             if info.overwrites:
                 new.unwritten = value.unwritten and target.numel() * target.element_size() < new.nbytes
             elif info.allocates:  # resize_

@@ -167,11 +167,8 @@ def is_same(a: Tensor, b: Tensor) -> bool:
     return (a.shape, a.stride(), a.storage_offset(), a.dtype) == (b.shape, b.stride(), b.storage_offset(), b.dtype)
 
 
-def weak_storage(storage: torch.UntypedStorage) -> int:
-    """A weak reference that keeps the storage's *address* from being reused; free it with `free_weak_storage`."""
-    return cast(int, storage._weak_ref())
-
-
+# A weak reference that keeps the storage's *address* from being reused; free it with `free_weak_storage`.
+weak_storage: Callable[[Any], int] = cast("Any", torch.UntypedStorage._weak_ref)
 free_weak_storage: Callable[[int], None] = torch.UntypedStorage._free_weak_ref
 
 
