@@ -32,6 +32,7 @@ import linecache
 import os
 import sys
 import threading
+import warnings
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -614,6 +615,14 @@ def _user_frame(frame: FrameType) -> FrameType:
 
 # Whether a code object is torch's or ours. Code objects of user code are few: one per place that enters a region.
 _inside: dict[CodeType, bool] = {}
+
+
+def warn(message: str, category: type[Warning] = UserWarning) -> None:
+    """Warn at the user's line, however many of torch's and our frames stand between."""
+    depth, user = 1, _user_frame(sys._getframe(1))
+    while sys._getframe(depth) is not user:
+        depth += 1
+    warnings.warn(message, category, stacklevel=depth + 1)
 
 
 def without_recording(function: Callable[[Any], Any], value: Any) -> Any:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from . import _torch, errors
 from ._ambient import Ambient, Generators, has_rng
-from ._engine import thread
+from ._engine import thread, warn
 from ._rerun import PreserveRngState
 from ._tree import map_tensors
 
@@ -24,7 +24,7 @@ from ._tree import map_tensors
 def check_backward_validity(inputs: Iterable[Any]) -> None:
     """Warn if no tensor in `inputs` requires grad: the gradients will then be None."""
     if not any(isinstance(value, Tensor) and value.requires_grad for value in inputs):
-        warnings.warn("None of the inputs have requires_grad=True. Gradients will be None", stacklevel=2)
+        warn("None of the inputs have requires_grad=True. Gradients will be None")
 
 
 def detach_variable(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -78,7 +78,9 @@ class CheckpointFunction(torch.autograd.Function):
                 raise
             raise errors.CheckpointError(
                 "DistributedDataParallel met a parameter twice, because the reentrant backend runs a backward inside "
-                "the backward. Use backend='rerun' (use_reentrant=False), which does not."
+                "the backward. Use backend='rerun' (use_reentrant=False), which does not. What it said: "
+                + str(error).split(". ")[0]
+                + "."
             ) from error
         return (None, None, *(value.grad if isinstance(value, Tensor) else None for value in inputs))
 

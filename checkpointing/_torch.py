@@ -141,6 +141,16 @@ def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
     return module._buffers
 
 
+_accelerator = torch.accelerator.current_accelerator()  # what this build is made for; asks no driver
+_device_module: Any = None if _accelerator is None else torch.get_device_module(_accelerator)
+
+
+def accelerator_is_up() -> bool:
+    """Whether the accelerator, if there is one, has been used in this process: before that its generators can't be
+    asked for their state."""
+    return _device_module is None or getattr(_device_module, "_initialized", True)
+
+
 # ---- storages. The public way (`untyped_storage()`) builds a Python object per call.
 storage_id: Callable[[Tensor], int] = _C._storage_id
 

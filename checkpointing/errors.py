@@ -77,7 +77,8 @@ def changed(where: object, what: str, was: int | None = None, now: int | None = 
     versions = "" if now is None else f" (it was at version {was}, it is at version {now} now)"
     return ChangedError(
         f"{where}: {what} was changed in place after the region had read it{versions}, so the region can't be "
-        "recomputed exactly. Change it after backward, or hand the region a clone of it."
+        "recomputed exactly. (In autograd's words, a variable needed for gradient computation has been modified by an "
+        "inplace operation.) Change it after backward, or hand the region a clone of it."
     )
 
 

@@ -35,7 +35,7 @@ from torch.utils.checkpoint import set_device_states as set_device_states
 
 from . import _torch
 from ._api import is_plain, logged
-from ._engine import Frame, entered_from, metadata_of, thread, unpack
+from ._engine import Frame, entered_from, metadata_of, thread, unpack, warn
 from ._policy import selective_context
 from ._reentrant import CheckpointFunction as CheckpointFunction
 from ._reentrant import check_backward_validity as check_backward_validity
@@ -108,6 +108,7 @@ def _switch(ours: contextvars.ContextVar[bool | None], theirs: str, argument: bo
     return argument if override is None else override
 
 
+_MISSING: Any = object()
 _CHECKS: dict[str, Callable[[Tensor], Any] | None] = {"default": metadata_of, "none": None}
 
 
@@ -241,18 +242,16 @@ def _checkpoint(
         if isinstance(forward, _torch.SelectiveForward):
             forward.respect_saved_tensors_hooks = respect_saved_tensors_hooks
             _torch.mark_as_torchs_own(pack, _user_hooks())
+    was_up = not preserve_rng_state or _torch.accelerator_is_up()
+    result: Any = _MISSING
     here["region"] = source
     _torch.push_hooks(pack, unpack)
     try:
         if forward is None:
-            return function(*args, **kwargs)
-        with forward:
-            return function(*args, **kwargs)
-        raise RuntimeError(
-            "torch.utils.checkpoint: the forward context provided by context_fn suppressed an exception raised during "
-            "the checkpointed forward. This is not supported because checkpoint cannot return a value for a failed "
-            "forward."
-        )
+            result = function(*args, **kwargs)
+        else:
+            with forward:
+                result = function(*args, **kwargs)
     finally:
         _torch.pop_hooks()
         here["region"] = outer
@@ -261,18 +260,27 @@ def _checkpoint(
             source.buffers.settle()
         if forward is not None:
             pack.__dict__.clear()  # the mark; autograd holds `pack`, out of the garbage collector's sight
+    if result is _MISSING:
+        raise RuntimeError(
+            "torch.utils.checkpoint: the forward context provided by context_fn suppressed an exception raised during "
+            "the checkpointed forward. This is not supported because checkpoint cannot return a value for a failed "
+            "forward."
+        )
+    if not was_up and _torch.accelerator_is_up():
+        raise RuntimeError(
+            "PyTorch's device state was initialized in the forward pass of a Checkpoint, which is not allowed: what "
+            "its random generator was before is unknown. Use the device once before the first checkpoint, or pass "
+            "preserve_rng_state=False."
+        )
+    return result
 
 
 def _warn_about_use_reentrant(name: str, threat: str) -> None:
-    depth = 1
-    while sys._getframe(depth).f_code.co_filename == __file__:
-        depth += 1
-    warnings.warn(
+    warn(
         f"torch.utils.checkpoint{'' if name == 'checkpoint' else '.' + name}: the use_reentrant parameter should be "
         f"passed explicitly. In a future release, {threat} use_reentrant=False is recommended, but if you need to "
         "preserve the current default behavior, you can pass use_reentrant=True. Refer to docs for more details on the "
-        "differences between the two variants.",
-        stacklevel=depth + 1,
+        "differences between the two variants."
     )
 
 
@@ -306,11 +314,11 @@ def checkpoint_sequential(
     if kwargs:
         raise ValueError("Unexpected keyword arguments: " + ",".join(kwargs))
     steps: list[Any] = list(functions.children()) if isinstance(functions, nn.Sequential) else list(functions)
-    if not 1 <= segments <= max(len(steps), 1):
+    if not 1 <= segments <= len(steps):
         raise ValueError(f"segments must be between 1 and the number of functions ({len(steps)}), not {segments}")
     size = len(steps) // segments
     last = size * (segments - 1)
-    for start in range(0, last, size or 1):
+    for start in range(0, last, size):
         input = checkpoint(
             functools.partial(_run_in_turn, steps[start : start + size]),
             input,
