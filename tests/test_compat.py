@@ -20,7 +20,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint as theirs
-from oracle import tensors
+from oracle import Counting, tensors
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
@@ -701,6 +701,266 @@ def a_group_in_a_group(m):
         pass
 
 
+# ---- selective checkpointing
+
+
+def saves(*ops, answer=ours.CheckpointPolicy.MUST_SAVE, otherwise=ours.CheckpointPolicy.PREFER_RECOMPUTE):
+    """A policy function."""
+    return lambda ctx, op, *args, **kwargs: answer if op in ops else otherwise
+
+
+def two_products(x):
+    return ((x @ x).sin() @ x).sigmoid()
+
+
+POLICIES = {
+    "a list": [MM],
+    "an empty list": [],
+    "a bool": lambda ctx, op, *args, **kwargs: op is MM,
+    "MUST_SAVE": saves(MM),
+    "PREFER_SAVE": saves(MM, answer=ours.CheckpointPolicy.PREFER_SAVE),
+    "PREFER_SAVE of everything": saves(otherwise=ours.CheckpointPolicy.PREFER_SAVE),
+    "MUST_RECOMPUTE": saves(otherwise=ours.CheckpointPolicy.MUST_RECOMPUTE),
+    "PREFER_RECOMPUTE": saves(),
+    "MUST_CPU_OFFLOAD": saves(MM, answer=ours.CheckpointPolicy.MUST_CPU_OFFLOAD),
+    "PREFER_CPU_OFFLOAD": saves(MM, answer=ours.CheckpointPolicy.PREFER_CPU_OFFLOAD),
+}
+for name, policy in POLICIES.items():
+
+    def program(m, policy=policy):
+        x = leaf()
+        y = region(m, two_products, x, context_fn=selective(m, policy))
+        with Counting() as counted:
+            found = gradient(y, x)
+        return found, {op: counted.ran[op] for op in ("mm", "sin", "sigmoid")}
+
+    CASES[f"policy: {name}"] = Case(program)
+
+
+@case(since=(2, 13), answer=[True, 7])
+def every_second_product_is_kept(m):
+    """A policy with a state is asked in the forward only."""
+    x, asked = leaf(), [0]
+
+    def fn(x):
+        return ((x @ x) @ x @ x).sin()
+
+    def policy(ctx, op, *args, **kwargs):
+        asked[0] += op is MM
+        return op is MM and asked[0] % 2 == 1
+
+    y = region(m, fn, x, context_fn=selective(m, policy))
+    with Counting() as counted:
+        (found,) = gradient(y, x)
+    return [torch.equal(found, gradient(fn(x), x)[0]), counted.ran["mm"]]
+
+
+@case(since=(2, 13), answer=[(False, "Tensor", "aten.mm.default"), (False, "tuple", "aten.var_mean.correction")])
+def what_a_policy_is_told(m):
+    told, x = [], leaf()
+
+    def policy(ctx, op, *args, **kwargs):
+        told.append((ctx.is_recompute, type(ctx.op_output).__name__, str(op)))
+        return False
+
+    gradient(region(m, lambda x: torch.var_mean(x @ x)[0], x, context_fn=selective(m, policy)), x)
+    return told
+
+
+@case
+def two_results_of_one_operator(m):
+    x = leaf()
+    kept = [torch.ops.aten.var_mean.correction]
+    y = region(m, lambda x: torch.mul(*torch.var_mean(x)), x, context_fn=selective(m, kept))
+    with Counting() as counted:
+        found = gradient(y, x)
+    return found, counted.ran["var_mean"]
+
+
+@case
+def views_are_kept(m):
+    x, integers = leaf(), torch.arange(4)
+    kept = [torch.ops.aten.view.default, torch.ops.aten.t.default]
+    y = region(
+        m, lambda x, i: (x.t().view(16).sin() * i.view(2, 2).sum()).exp(), x, integers, context_fn=selective(m, kept)
+    )
+    return gradient(y, x)
+
+
+@case(since=(2, 13), answer=(RuntimeError, "Tensor cached during selective activation checkpoint has been mutated"))
+def a_kept_result_that_is_written_in_place(m):
+    """As `torch.selu_` of a kept product does."""
+    x = leaf()
+    y = region(m, lambda x: x.sin().mul_(2).cos().exp(), x, context_fn=selective(m, [SIN]))
+    return gradient(y, x)
+
+
+@case
+def a_kept_result_that_may_be_written_in_place(m):
+    x = leaf()
+    contexts = selective(m, [SIN], allow_cache_entry_mutation=True)
+    return gradient(region(m, lambda x: x.sin().mul_(2).cos().exp(), x, context_fn=contexts), x)
+
+
+@case(since=(2, 13), answer=(RuntimeError, "Trying to backward an extra time"))
+def a_second_backward(m):
+    x = leaf()
+    y = region(m, two_products, x, context_fn=selective(m, [MM])).sum()
+    y.backward(retain_graph=True)
+    y.backward()
+
+
+@case(since=(2, 13), answer=(RuntimeError, "aten.tan.default encountered during backward but not found in storage"))
+def an_operator_that_the_forward_did_not_run(m):
+    x = leaf()
+    fn = Fickle(lambda x: (x @ x).sin().exp(), lambda x: x.tan().sin().exp())
+    return gradient(region(m, fn, x, context_fn=selective(m, [MM])), x)
+
+
+@case(since=(2, 13), answer=(RuntimeError, "aten.sin.default invocation index 1 encountered during backward"))
+def an_operator_that_runs_more_often(m):
+    x = leaf()
+    fn = Fickle(lambda x: x.sin().exp().cos(), lambda x: x.sin().sin().exp().cos())
+    return gradient(region(m, fn, x, context_fn=selective(m, [MM])), x)
+
+
+@case
+def a_policy_that_lists_packets(m):
+    return m.create_selective_checkpoint_contexts([torch.ops.aten.mm])
+
+
+@case
+def a_policy_that_lists_numbers(m):
+    return m.create_selective_checkpoint_contexts([3])
+
+
+@case
+def a_policy_that_is_a_number(m):
+    return m.create_selective_checkpoint_contexts(3)
+
+
+@case
+def regions_with_policies_nest(m):
+    x = leaf()
+
+    def outer(x):
+        return region(m, two_products, x, context_fn=selective(m, [MM])).exp() @ x
+
+    return gradient(region(m, outer, x), x)
+
+
+@case
+def a_custom_operator_is_kept(m):
+    with torch.library._scoped_library("checkpointing_test", "FRAGMENT"):
+        runs = []
+
+        @torch.library.custom_op("checkpointing_test::sine_and_two", mutates_args=())
+        def sine_and_two(x: torch.Tensor) -> tuple[torch.Tensor, int]:
+            runs.append(1)
+            return x.sin(), 2
+
+        sine_and_two.register_autograd(
+            lambda ctx, grad, _: grad * ctx.saved_tensors[0].cos(),
+            setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[0]),
+        )
+        x, op = leaf(), torch.ops.checkpointing_test.sine_and_two
+        y = region(m, lambda x: (op(x)[0] * x.exp()).sin(), x, context_fn=selective(m, [op.default]))
+        return gradient(y, x), runs
+
+
+@case(since=(2, 15), answer=[1, 1, 2])
+def an_operator_with_an_ordered_effect_runs_once(m):
+    """Unless the policy insists."""
+    from torch._higher_order_ops import effects
+
+    def runs(policy):
+        with torch.library._scoped_library("checkpointing_test", "FRAGMENT"):
+            happened = []
+
+            @torch.library.custom_op("checkpointing_test::log", mutates_args=())
+            def log(x: torch.Tensor) -> torch.Tensor:
+                happened.append(1)
+                return x.clone()
+
+            log.register_autograd(lambda ctx, grad: grad)
+            op = torch.ops.checkpointing_test.log.default
+            handle = effects._register_effectful_op(op, effects._EffectType.ORDERED)
+            try:
+                x = leaf()
+                gradient(region(m, lambda x: op(x).sin().exp(), x, context_fn=selective(m, policy)), x)
+            finally:
+                handle.destroy()
+        return len(happened)
+
+    return [runs([]), runs(saves()), runs(saves(otherwise=ours.CheckpointPolicy.MUST_RECOMPUTE))]
+
+
+# ---- selective checkpointing under the hooks of the user
+
+
+def under_hooks(where, respect):
+    """What the hooks see, where they enclose regions in this way."""
+
+    def program(m):
+        seen, x = [], leaf() * 1
+
+        def hooks():
+            return torch.autograd.graph.saved_tensors_hooks(
+                lambda t: (seen.append(f"pack {tuple(t.shape)}"), t * 1)[1], lambda t: (seen.append("unpack"), t)[1]
+            )
+
+        def fn(x):
+            return (x @ x).sin().exp()
+
+        def kept(fn, x):
+            return region(m, fn, x, context_fn=selective(m, [MM]), respect_saved_tensors_hooks=respect)
+
+        def within(run):
+            def call(x):
+                with hooks():
+                    return run(x)
+
+            return call
+
+        y = {
+            "around": within(lambda x: kept(fn, x)),
+            "inside": lambda x: kept(within(fn), x),
+            "around two regions": within(lambda x: region(m, lambda x: kept(fn, x).sin(), x)),
+            "around two regions with policies": within(lambda x: kept(lambda x: kept(fn, x) @ x, x)),
+            "between two regions": lambda x: region(m, within(lambda x: kept(fn, x)), x),
+            "around the backward": lambda x: kept(fn, x),
+            "around no policy": within(lambda x: region(m, fn, x, respect_saved_tensors_hooks=respect)),
+            "nowhere": lambda x: kept(fn, x),
+        }[where](x)
+        found = within(lambda y: gradient(y, x))(y) if where == "around the backward" else gradient(y, x)
+        return found, seen
+
+    def tell(m):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            _, seen = program(m)
+        assert {w.category for w in caught} <= {FutureWarning}
+        return [sum("pack (" in text for text in seen), seen.count("unpack"), len(caught)]
+
+    return tell
+
+
+# Where the hooks are; how many tensors they pack, unpack, and warnings: by default, respected, not respected.
+SEEN = {
+    "around": ([1, 1, 1], [2, 2, 0], [1, 1, 0]),
+    "inside": ([4, 4, 1], [5, 4, 0], [4, 4, 0]),
+    "around two regions": ([1, 1, 1], [2, 2, 0], [1, 1, 0]),
+    "around two regions with policies": ([1, 1, 3], [4, 3, 0], [1, 1, 0]),
+    "between two regions": ([1, 1, 1], [2, 2, 0], [1, 1, 0]),
+    "around the backward": ([0, 0, 0], [0, 0, 0], [0, 0, 0]),
+    "around no policy": ([1, 1, 0], [1, 1, 0], [1, 1, 0]),
+    "nowhere": ([0, 0, 0], [0, 0, 0], [0, 0, 0]),
+}
+for where, answers in SEEN.items():
+    for respect, answer in zip((None, True, False), answers, strict=True):
+        CASES[f"hooks {where}, respect={respect}"] = Case(under_hooks(where, respect), (2, 15), answer)
+
+
 # ---- the reentrant variant
 
 
@@ -1188,6 +1448,39 @@ def test_a_function_mode_sees_both_runs_or_neither():
     with Doubles():
         y = region(ours, lambda x: torch.sin(x).exp(), x)
     assert torch.equal(gradient(y, x)[0], gradient((torch.sin(x) * 2).exp(), x)[0])
+
+
+@pytest.mark.parametrize("theirs_too", [False, True])
+def test_contexts_are_torchs_classes_and_may_be_torchs(theirs_too):
+    """Other code asks whether the mode of a region is one of those; torch's own contexts work in our regions."""
+    m, seen, x = theirs if theirs_too else ours, [], leaf()
+
+    def fn(x):
+        seen.append(type(torch.utils._python_dispatch._get_current_dispatch_mode()))
+        return two_products(x)
+
+    y = region(ours, fn, x, context_fn=selective(m, [MM]))
+    with Counting() as counted:
+        found = gradient(y, x)
+    assert torch.equal(found[0], gradient(two_products(x), x)[0])
+    assert counted.ran["mm"] == 4  # two for each of the products in backward
+    assert issubclass(seen[0], theirs._CachingTorchDispatchMode)
+    assert issubclass(seen[1], theirs._CachedTorchDispatchMode)
+
+
+@pytest.mark.parametrize("way", ["dropped", "backward", "retained"])
+def test_kept_tensors_go_when_they_are_used(no_gc, way):
+    """Or with the graph; no cycle holds them."""
+    x = leaf()
+    with Held() as holding:
+        y = region(ours, lambda x: (x @ x).sin().exp(), x, context_fn=selective(ours, [MM])).sum()
+        assert holding.nbytes == x.nbytes + y.nbytes
+        if way != "dropped":
+            y.backward(retain_graph=way == "retained")
+            x.grad = None
+        if way != "retained":
+            del y
+    assert holding.nbytes == (4 if way == "retained" else 0)
 
 
 # ---- memory

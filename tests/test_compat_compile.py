@@ -1,0 +1,225 @@
+"""Under `torch.compile` a call of the drop-in becomes torch's own operator for checkpointed regions."""
+
+import functools
+
+import pytest
+import torch
+import torch.utils.checkpoint as theirs
+from functorch.compile import min_cut_rematerialization_partition, nop
+from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+
+import checkpointing.torch_compat as ours
+from checkpointing import checkpointed
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # what the compiler says is not ours
+
+MM = torch.ops.aten.mm.default
+
+
+def fn(x, y):
+    return torch.sigmoid(torch.matmul(torch.matmul(x, y).sin(), y))
+
+
+def arguments():
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(4, 4, generator=generator).requires_grad_() for _ in range(2)]
+
+
+def products(program, **options):
+    """How many matrix products the compiled forward and backward hold; gradients must be those of eager code."""
+    torch._dynamo.reset()
+    found = []
+
+    def compiler(graph, _):
+        found.append(sum(node.target is MM for node in graph.graph.nodes))
+        return nop(graph, _)
+
+    backend = aot_autograd(fw_compiler=compiler, bw_compiler=compiler, partition_fn=min_cut_rematerialization_partition)
+    x, y = arguments()
+    torch.compile(program, backend=backend, **options)(x, y).sum().backward()
+    a, b = arguments()
+    program(a, b).sum().backward()
+    torch.testing.assert_close((x.grad, y.grad), (a.grad, b.grad))
+    return found
+
+
+def called(m, **options):
+    return lambda x, y: m.checkpoint(fn, x, y, **options)
+
+
+def with_keyword(m):
+    return lambda x, y: m.checkpoint(fn, x, y=y, use_reentrant=False)
+
+
+def nested(m):
+    inner = called(m, use_reentrant=False)
+    return lambda x, y: m.checkpoint(lambda x, y: inner(x, y).sin(), x, y, use_reentrant=False)
+
+
+def in_a_module(m):
+    class Block(nn.Module):
+        def forward(self, x, y):
+            return m.checkpoint(self.inside, x, y, use_reentrant=False)
+
+        def inside(self, x, y):
+            return fn(x, y)
+
+    return Block()
+
+
+def kept(m):
+    contexts = functools.partial(m.create_selective_checkpoint_contexts, [MM])
+    return called(m, use_reentrant=False, context_fn=contexts)
+
+
+def broken(m):
+    """The compiler can't trace this region."""
+
+    def breaks(x, y):
+        torch._dynamo.graph_break()
+        return fn(x, y)
+
+    return lambda x, y: m.checkpoint(breaks, x, y, use_reentrant=False)
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        pytest.param(functools.partial(called, use_reentrant=False), id="rerun"),
+        pytest.param(functools.partial(called, use_reentrant=True), id="reentrant"),
+        pytest.param(called, id="unsaid"),
+        pytest.param(
+            functools.partial(
+                called, use_reentrant=False, preserve_rng_state=False, early_stop=False, determinism_check="none"
+            ),
+            id="options",
+        ),
+        with_keyword,
+        nested,
+        in_a_module,
+        kept,
+    ],
+)
+def test_compiled_as_torchs(program):
+    """In one graph, with the same recomputations."""
+    want, have = products(program(theirs), fullgraph=True), products(program(ours), fullgraph=True)
+    assert have == want == ([2, 4] if program is kept else [2, 6])
+
+
+def test_graph_breaks_inside_are_torchs():
+    """The region then runs in eager mode, by torch's own function."""
+    assert products(broken(ours)) == products(broken(theirs))
+
+
+def decorated_function():
+    return ours.checkpoint(use_reentrant=False)(fn)
+
+
+def decorated_inside():
+    return lambda x, y: ours.checkpoint(use_reentrant=False)(fn)(x, y)
+
+
+def decorated_method():
+    class Thing:
+        @ours.checkpoint(use_reentrant=False)
+        def run(self, x, y):
+            return fn(x, y)
+
+    thing = Thing()
+    return lambda x, y: thing.run(x, y)
+
+
+def a_sequence():
+    steps = [lambda pair: (pair[0] @ pair[1], pair[1]), lambda pair: (pair[0].sin() @ pair[1]).sigmoid(), torch.neg]
+    return lambda x, y: ours.checkpoint_sequential(steps, 3, (x, y), use_reentrant=False)
+
+
+def own_decorator():
+    return checkpointed(fn)
+
+
+@pytest.mark.parametrize(
+    "program, count",
+    [(decorated_function, 6), (decorated_inside, 6), (decorated_method, 6), (a_sequence, 5), (own_decorator, 6)],
+)
+def test_other_forms_compile_in_one_graph(program, count):
+    """torch's own decorator and `checkpoint_sequential` break the graph."""
+    assert products(program(), fullgraph=True) == [2, count]
+
+
+def test_in_the_place_of_torchs_function(monkeypatch):
+    """Dynamo knows torch's function by identity: whoever puts ours there gets torch's operator, too."""
+    for name in ours.__all__:
+        monkeypatch.setattr(theirs, name, getattr(ours, name))
+    assert products(called(theirs, use_reentrant=False), fullgraph=True) == [2, 6]
+    assert products(kept(theirs), fullgraph=True) == [2, 4]
+
+
+def test_compiled_functions_in_eager_regions():
+    """They are compiled once, for the forward and the recompute."""
+    torch._dynamo.reset()
+    compiled, (x, y) = [], arguments()
+
+    def backend(graph, inputs):
+        compiled.append(graph)
+        return aot_autograd(fw_compiler=nop, bw_compiler=nop)(graph, inputs)
+
+    inside = torch.compile(fn, backend=backend)
+    for _ in range(3):
+        found = torch.autograd.grad(ours.checkpoint(inside, x, y, use_reentrant=False).sum(), (x, y))
+        torch.testing.assert_close(found, torch.autograd.grad(fn(x, y).sum(), (x, y)))
+    assert len(compiled) == 1
+
+
+@pytest.mark.parametrize("door", ["drop-in", "own"])
+def test_compiled_autograd_over_eager_regions(door):
+    """The recompute stays in eager mode, since a compiled one would save other tensors."""
+    torch._dynamo.reset()
+    runs, (x, y) = [], arguments()
+
+    def counted(x, y):
+        runs.append(1)
+        return fn(x, y)
+
+    result = (
+        ours.checkpoint(counted, x, y, use_reentrant=False) if door == "drop-in" else checkpointed(counted)(x, y)
+    ).sum()
+    with torch._dynamo.compiled_autograd._enable(lambda graph: torch.compile(graph, backend="aot_eager")):
+        result.backward()
+    assert runs == [1, 1]
+    torch.testing.assert_close((x.grad, y.grad), torch.autograd.grad(fn(x, y).sum(), (x, y)))
+
+
+@pytest.mark.parametrize("policy", [None, [MM]])
+def test_traced_as_torchs(policy):
+    """By `make_fx`: the same operators in the graph."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    def operators(m):
+        options = {"context_fn": functools.partial(m.create_selective_checkpoint_contexts, policy)} if policy else {}
+
+        def slope(x, y):
+            x = x.detach().requires_grad_()
+            return torch.autograd.grad(m.checkpoint(fn, x, y, use_reentrant=False, **options).sum(), x)[0]
+
+        graph = make_fx(slope)(*(t.detach() for t in arguments())).graph
+        return [str(node.target) for node in graph.nodes]
+
+    assert operators(ours) == operators(theirs)
+
+
+def test_regions_leave_no_trace_in_exported_programs():
+    """They are inference programs."""
+
+    class Block(nn.Module):
+        def __init__(self, m):
+            super().__init__()
+            self.m, self.linear = m, nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.m.checkpoint(lambda x: self.linear(x).sin(), x, use_reentrant=False).cos()
+
+    program = torch.export.export(Block(ours), (torch.randn(2, 4),), strict=False)
+    operators = [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
+    assert operators == ["aten.linear.default", "aten.sin.default", "aten.cos.default"]
