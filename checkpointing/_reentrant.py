@@ -2,13 +2,14 @@
 
 Kept for programs that rely on it; self-contained, deletable in one commit. It can't do what the engine does, and says
 so: only `backward()` without `inputs=`, only positional tensors differentiate, gradients of first order, at least one
-input must require grad. Random state and ambient state are captured as in the rest of the library.
+input must require grad. Random state, ambient state and module buffers are captured as in the rest of the library.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from . import _torch, errors
 from ._ambient import Ambient, Generators, has_rng
 from ._engine import thread, warn
-from ._rerun import PreserveRngState
+from ._rerun import Buffers, PreserveRngState, Surroundings
 from ._tree import map_tensors
 
 
@@ -44,12 +45,21 @@ class CheckpointFunction(torch.autograd.Function):
         check_backward_validity(args)
         ctx.function = function
         ctx.ambient = Ambient()
-        ctx.rng = _generators(args, preserve_rng_state == "all") if preserve_rng_state else None
+        around = Surroundings(function, *(value for value in args if isinstance(value, FunctionType | MethodType)))
+        ctx.buffers = Buffers(around.modules + tuple(value for value in args if isinstance(value, nn.Module)))
+        ctx.rng = None
+        if preserve_rng_state:
+            generators = [*around.generators, *(value for value in args if isinstance(value, torch.Generator))]
+            devices = {device for device in ctx.buffers.devices | _devices(args) if has_rng(device)}
+            ctx.rng = Generators(True, devices, generators, preserve_rng_state == "all")
         ctx.is_tensor = [isinstance(value, Tensor) for value in args]
         ctx.others = [value for value in args if not isinstance(value, Tensor)]
         ctx.save_for_backward(*(value for value in args if isinstance(value, Tensor)))
-        with torch.no_grad():
-            return function(*args)
+        try:
+            with torch.no_grad():
+                return function(*args)
+        finally:
+            ctx.buffers.settle()
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -85,7 +95,7 @@ class CheckpointFunction(torch.autograd.Function):
         return (None, None, *(value.grad if isinstance(value, Tensor) else None for value in inputs))
 
 
-def _generators(args: tuple[Any, ...], python: bool) -> Generators:
+def _devices(args: tuple[Any, ...]) -> set[torch.device]:
     devices: set[torch.device] = set()
 
     def see(tensor: Tensor) -> Tensor:
@@ -93,8 +103,7 @@ def _generators(args: tuple[Any, ...], python: bool) -> Generators:
         return tensor
 
     map_tensors(see, args)
-    generators = [value for value in args if isinstance(value, torch.Generator)]
-    return Generators(True, [device for device in devices if has_rng(device)], generators, python)
+    return devices
 
 
 def _rerun(ctx: Any, inputs: tuple[Any, ...]) -> Any:
@@ -102,8 +111,12 @@ def _rerun(ctx: Any, inputs: tuple[Any, ...]) -> Any:
 
     def call() -> None:
         nonlocal result
-        with torch.enable_grad():
-            result = ctx.function(*inputs)
+        present = ctx.buffers.enter("the reentrant backend")
+        try:
+            with torch.enable_grad():
+                result = ctx.function(*inputs)
+        finally:
+            Buffers.leave(present)
 
     region, thread.region = thread.region, None
     thread.depth += 1

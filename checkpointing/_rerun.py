@@ -377,7 +377,7 @@ class Buffers:
                 self._copies.append((module, name, without_recording(torch.clone, new)))
         self._watched.clear()
 
-    def enter(self, where: Frame) -> list[tuple[nn.Module, str, Tensor | None]]:
+    def enter(self, where: object) -> list[tuple[nn.Module, str, Tensor | None]]:
         """Give the modules their buffers of before the forward; returns what `leave` needs."""
         for module, name in self._lost:
             raise errors.written(where, f"{type(module).__name__}.{name}")

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from checkpointing import checkpoint_scope, checkpointed, keep
+from checkpointing import checkpoint, checkpoint_scope, checkpointed, keep
 
 
 class Module:
@@ -328,6 +328,51 @@ def case_save_on_cpu_like_hooks():
         return wrapped
 
     check([hooked(door) for door in BOTH], body, lambda fn, x: fn(x * 1.5))
+
+
+def drop_in(use_reentrant):
+    """A door: the function that is called like torch's."""
+    return lambda fn: lambda *args: checkpoint(fn, *args, use_reentrant=use_reentrant)
+
+
+def case_drop_in():
+    """Both streams, where torch's own function forks the CPU's and those of one other type of device."""
+
+    def fn(c, t):
+        c, t = F.dropout(c.sin(), 0.5), F.dropout(t.sin(), 0.5)
+        return (c * torch.rand(50)).exp() + (t * torch.rand(50, device="toy")).sin().to("cpu")
+
+    check([drop_in(False)], fn, on=["cpu", "toy"])
+    check([drop_in(False)], lambda s: body(s[0]), lambda fn, x: fn([x]))
+
+
+def case_reentrant():
+    """The same in the legacy variant."""
+
+    def step(door):
+        c, t = torch.linspace(0.1, 1, 50).requires_grad_(), wrap(torch.linspace(0.1, 1, 50)).requires_grad_()
+        y = door(lambda c, t: body(c) + body(t).to("cpu"))(c, t)
+        y.sum().backward()
+        return [y, c.grad, t.grad]
+
+    assert observe(lambda: step(drop_in(True))) == observe(lambda: step(lambda fn: fn))
+
+
+def case_autocast():
+    """Every type of device has an autocast of its own, which the recompute sees as the forward did."""
+    for door in (*RERUN, drop_in(False), drop_in(True)):
+        seen = []
+
+        def fn(x, seen=seen):
+            seen.append([(torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "toy")])
+            return x.sin().exp()
+
+        x = torch.rand(3).requires_grad_()  # the device has no casts, but a switch
+        with torch.autocast("toy", torch.bfloat16):
+            y = door(fn)(x)
+        y.sum().backward()
+        assert len(seen) == 2 and seen[0] == seen[1], (door, seen)
+        assert seen[0] == [(False, torch.bfloat16), (True, torch.bfloat16)], seen
 
 
 def case_no_argument_there_costs_nothing():
