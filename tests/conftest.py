@@ -1,5 +1,6 @@
 """One thread, fixed seeds, and the same Hypothesis examples on every run."""
 
+import contextlib
 import gc
 import os
 
@@ -9,6 +10,10 @@ from hypothesis import settings
 from torch.utils.flop_counter import FlopCounterMode
 
 torch.set_num_threads(1)
+with contextlib.suppress(ImportError):  # the compiler shows progress where tqdm is installed
+    import tqdm
+
+    tqdm.tqdm.monitor_interval = 0  # its thread makes objects while tests count them
 
 # Work for the milestone that makes replay trustworthy for every operator and every trick of storage: these programs
 # don't all pass yet. `CHECKPOINTING_REPLAY=1 python -m pytest tests/replay` runs them.
