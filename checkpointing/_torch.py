@@ -274,7 +274,7 @@ def _saved_by_node(tensor: Tensor, is_output: bool) -> SavedInput:
 # same `grad_fn`, without a reference cycle. torch has this since 2.13.
 save_input: Callable[[Tensor, bool], SavedInput] = getattr(_autograd, "_make_saved_tensor", _saved_by_node)
 # What it returns, where it takes any tensor.
-SavedTensor: type | None = getattr(_autograd, "SavedTensor", None)
+SavedTensor: type | None = _autograd.SavedTensor if save_input is not _saved_by_node else None
 
 
 def lay(base: Tensor, size: Any, stride: Any, offset: int, dtype: torch.dtype, bits: int) -> Tensor:

@@ -8,6 +8,7 @@ ends it must be the same for both. Where the installed torch is too old to answe
 import contextlib
 import functools
 import inspect
+import itertools
 import pickle
 import threading
 import types
@@ -713,6 +714,8 @@ def two_products(x):
     return ((x @ x).sin() @ x).sigmoid()
 
 
+SERIAL = itertools.count()  # names of operators, which are registered once
+
 POLICIES = {
     "a list": [MM],
     "an empty list": [],
@@ -852,9 +855,9 @@ def regions_with_policies_nest(m):
 @case
 def a_custom_operator_is_kept(m):
     with torch.library._scoped_library("checkpointing_test", "FRAGMENT"):
-        runs = []
+        runs, name = [], f"sine_and_two_{next(SERIAL)}"
 
-        @torch.library.custom_op("checkpointing_test::sine_and_two", mutates_args=())
+        @torch.library.custom_op(f"checkpointing_test::{name}", mutates_args=())
         def sine_and_two(x: torch.Tensor) -> tuple[torch.Tensor, int]:
             runs.append(1)
             return x.sin(), 2
@@ -863,7 +866,7 @@ def a_custom_operator_is_kept(m):
             lambda ctx, grad, _: grad * ctx.saved_tensors[0].cos(),
             setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[0]),
         )
-        x, op = leaf(), torch.ops.checkpointing_test.sine_and_two
+        x, op = leaf(), getattr(torch.ops.checkpointing_test, name)
         y = region(m, lambda x: (op(x)[0] * x.exp()).sin(), x, context_fn=selective(m, [op.default]))
         return gradient(y, x), runs
 
@@ -875,15 +878,15 @@ def an_operator_with_an_ordered_effect_runs_once(m):
 
     def runs(policy):
         with torch.library._scoped_library("checkpointing_test", "FRAGMENT"):
-            happened = []
+            happened, name = [], f"log_{next(SERIAL)}"
 
-            @torch.library.custom_op("checkpointing_test::log", mutates_args=())
+            @torch.library.custom_op(f"checkpointing_test::{name}", mutates_args=())
             def log(x: torch.Tensor) -> torch.Tensor:
                 happened.append(1)
                 return x.clone()
 
             log.register_autograd(lambda ctx, grad: grad)
-            op = torch.ops.checkpointing_test.log.default
+            op = getattr(torch.ops.checkpointing_test, name).default
             handle = effects._register_effectful_op(op, effects._EffectType.ORDERED)
             try:
                 x = leaf()
