@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _torch
+from . import _torch, errors
 from ._ambient import read_switches, write_switches
-from ._engine import Held, Holder, Recompute
+from ._engine import Frame, Held, Holder, Recompute
 from ._tape import Geometry, Op, Ref, Scratch, Shape, Tape, Value, Wrapped, geometry_of, tensors_of
 
 
@@ -36,16 +36,23 @@ class Replay:
         self.replays = 0
         self.replayed = 0
 
+    def at_hand(self, holder: Holder, where: Frame) -> Tensor | None:
+        """A value from outside that hooks have not taken: nothing to compute, nothing to share."""
+        saved = holder.saved
+        if type(saved) is not Ref or saved[0].op is not None or where.check is not None or not where.early_stop:
+            return None
+        value, geometry, kind = saved
+        held = value.held.get(geometry)
+        if held is None or held.is_packed:
+            return None
+        try:
+            tensor = held.fetch(where)
+        except errors.CheckpointError:
+            return None  # it will be raised again, from a recompute
+        return tensor if kind is None else tensor.as_subclass(kind)
+
     def recompute(self, request: Recompute) -> None:
         self.tape.settle()
-        saved = request.holder.saved
-        if type(saved) is Ref and saved.value.op is None and not request.whole_region:
-            value, geometry, kind = saved
-            held = value.held.get(geometry)
-            if held is not None and not held.is_packed:  # nothing to compute, nothing to share
-                tensor = held.fetch(request.frame)
-                request.deliver(request.holder, tensor if kind is None else tensor.as_subclass(kind))
-                return
         present = read_switches()
         if present == self.tape.switches:
             _Window(self, request).run()

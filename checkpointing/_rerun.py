@@ -73,6 +73,7 @@ class Rerun:
     )
 
     save = None
+    at_hand = None
 
     def __init__(
         self,
