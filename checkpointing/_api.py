@@ -408,6 +408,7 @@ def _wraps(fn: Any) -> Callable[[Any], Any]:
 
 def _wrap_rerun(fn: Any, name: str, options: Options) -> Any:
     enabled, preserve_rng_state, check = options.enabled, options.preserve_rng_state, options.check
+    strict = options.determinism_check == "values"
     has_contexts = options.debug or options.context_fn is not None
     alone: bool | None = None  # known after the first call, when the globals are there
 
@@ -426,7 +427,7 @@ def _wrap_rerun(fn: Any, name: str, options: Options) -> Any:
             return fn(*args)  # no gradient can come of it
         here = thread.__dict__
         outer = here["region"]
-        source = Rerun(fn, alone, args, kwargs, preserve_rng_state, outer)
+        source = Rerun(fn, alone, args, kwargs, preserve_rng_state, outer, strict)
         frame = Frame(source, name, entered_from(sys._getframe(1)), options.early_stop, check)
         here["region"] = source
         _push_hooks(frame.packer(), unpack)
@@ -439,8 +440,8 @@ def _wrap_rerun(fn: Any, name: str, options: Options) -> Any:
             _pop_hooks()
             here["region"] = outer
             frame.complete = True
-            if source.buffers is not None:
-                source.buffers.settle()
+            if source.writes_something:
+                source.settle()
 
     return wrapper
 

@@ -46,6 +46,7 @@ from . import _torch, errors
 
 # Bound once: these run for every saved tensor.
 _ref = weakref.ref
+_getframe = sys._getframe
 _current_node = _torch.current_node
 _graph_exec_group = _torch.graph_exec_group
 _graph_task_id = _torch.graph_task_id
@@ -84,6 +85,11 @@ class Keeper(Protocol):
 
     def keep(self, tensor: Tensor) -> Tensor: ...
 
+    @property
+    def see_statistics(self) -> Callable[[Tensor, FrameType], None] | None:
+        """Called with vectors that the code in this frame saves and that need no gradient, before their operator runs,
+        if anyone wants to know."""
+
     def once(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result of a call that a recompute must not repeat."""
 
@@ -103,6 +109,10 @@ class Source(Protocol):
     def guards_leaves(self) -> bool | None:
         """Whose versions the engine compares: those of leaves that require grad (False), of all leaves (True), or of
         none (None), because the source does it by itself. Views of leaves count as leaves."""
+
+    @property
+    def see_statistics(self) -> Callable[[Tensor, FrameType], None] | None:
+        """As for `Keeper`."""
 
     @property
     def save(self) -> Callable[[Tensor], Any] | None:
@@ -209,6 +219,7 @@ class Frame:
         holders, leaves, save, check = self.holders, self.leaves, self.source.save, self.check
         plain_check = check is metadata_of
         guards = self.source.guards_leaves
+        see_statistics = self.source.see_statistics
 
         def pack(tensor: Tensor) -> Holder:
             holder = Holder()
@@ -224,8 +235,16 @@ class Frame:
                 root = tensor
                 if not tensor.is_leaf and tensor._base is not None:
                     root = tensor._base
-                if root.is_leaf and (guards or root.requires_grad):
-                    leaves[slot] = tensor._version
+                if root.is_leaf:
+                    if root.requires_grad:
+                        leaves[slot] = tensor._version
+                    else:
+                        if guards:
+                            leaves[slot] = tensor._version
+                        if see_statistics is not None and tensor.dim() == 1:
+                            see_statistics(tensor, _getframe(1))
+            elif see_statistics is not None and tensor.dim() == 1 and tensor.is_leaf and not tensor.requires_grad:
+                see_statistics(tensor, _getframe(1))
             holders.append(_ref(holder))
             return holder
 
@@ -258,6 +277,14 @@ class Frame:
                 assert tensor is not None  # `run` raises if it can't deliver
             ready[slot] = None
         return tensor
+
+
+def copy_of(tensor: Tensor, version: int) -> Tensor:
+    """A copy that others may write, at the version that the original had: saved versions are compared."""
+    copy = tensor.clone()
+    if version > 0:
+        _torch.set_version(copy, version)
+    return copy
 
 
 def identity(tensor: Tensor) -> Tensor:
@@ -343,7 +370,7 @@ class Held:
 
     def __init__(self, tensor: Tensor, hooks: _torch.Hooks | None, name: Name) -> None:
         self._name = name
-        self._version = _torch.version(tensor)
+        self._version: int | None = _torch.version(tensor)
         self._unpack: Callable[[Any], Tensor] | None = None
         self._live: Callable[[], Tensor | None] | None = None
         root = root_of(tensor)
@@ -374,7 +401,7 @@ class Held:
                 shares = _torch.storage_users(alias) > users[0] or sys.getrefcount(alias) > users[1]
                 self._live = (lambda: alias) if shares or is_inference else weakref.ref(tensor)
 
-    def _now(self) -> int:
+    def _now(self) -> int | None:
         if self._unpack is None:
             return _torch.version(self._packed)
         live = None if self._live is None else self._live()
@@ -406,15 +433,23 @@ class Held:
     def fetch(self, where: Frame) -> Tensor:
         tensor: Tensor = self._packed if self._unpack is None else self._unpack(self._packed)
         now = self._now()
-        if now != self._version:
+        if now != self._version and self._version is not None:
             raise errors.changed(where, named(self._name, tensor), self._version, now)
         return tensor
+
+    @property
+    def is_guarded(self) -> bool:
+        return self._version is not None
+
+    def stop_guarding(self) -> None:
+        """The recompute does not start from what the tensor holds later."""
+        self._version = None
 
 
 class Recompute:
     """One recompute under way: the engine's side of the seam."""
 
-    __slots__ = ("_last", "_mismatches", "_passed", "frame", "holder", "ran_to_its_end", "task")
+    __slots__ = ("_last", "_mismatches", "_passed", "frame", "holder", "ran_to_its_end", "task", "written")
 
     def __init__(self, frame: Frame, task: Recomputed, holder: Holder) -> None:
         self.frame = frame
@@ -424,6 +459,7 @@ class Recompute:
         self._passed: Callable[[], int] | None = None  # how many slots an in-order source has passed
         self._last = sys.maxsize  # where it is to be stopped
         self.ran_to_its_end = False  # set by an in-order source that was not stopped
+        self.written: set[int] | None = None  # storages that an in-order source writes again
 
     def wants(self, holder: Holder | None) -> bool:
         """Whether a recompute that passes this holder's slot should deliver it."""
@@ -472,6 +508,7 @@ class Recompute:
         count, last = len(expected), sys.maxsize
         if frame.early_stop:
             self._last = last = end - 1
+        written = self.written
         slot = unfilled = -1
 
         def pack(tensor: Tensor) -> Tensor:
@@ -482,6 +519,8 @@ class Recompute:
             elif tensor._version == 0 and type(tensor) is Tensor:
                 # Perhaps memory that the operator will fill when it has saved it (the noise of RReLU).
                 unfilled = _node_count()
+            if written is not None and _torch.has_storage(tensor) and _torch.storage_id(tensor) in written:
+                tensor = copy_of(tensor, tensor._version)
             if slot < count:
                 metadata = expected[slot]
                 if metadata is not _unwanted:

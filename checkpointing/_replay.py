@@ -29,6 +29,10 @@ class Replay:
 
     guards_leaves = None
 
+    @property
+    def see_statistics(self) -> Any:
+        return self.tape.see_statistics
+
     def __init__(self, tape: Tape, log: list[tuple[str, str]] | None = None) -> None:
         self.tape = tape
         self.save = tape.save

@@ -11,13 +11,17 @@ nested tensor that is changed before backward then gives wrong gradients without
 
 from __future__ import annotations
 
-import contextlib
+import dis
 import functools
+import itertools
+import operator
 import re
+import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, CellType, CodeType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -30,6 +34,7 @@ from ._engine import (
     Held,
     Name,
     Recompute,
+    copy_of,
     identity,
     is_parameter,
     named,
@@ -66,6 +71,7 @@ class Rerun:
         "_results",
         "_rng",
         "_surroundings",
+        "_writes",
         "buffers",
         "context",
         "guards_leaves",
@@ -83,16 +89,20 @@ class Rerun:
         kwargs: dict[str, Any],
         preserve_rng_state: PreserveRngState,
         outer: Any,
+        strict: bool = False,
     ) -> None:
-        """`alone`: the function `stands_alone`. `outer`: the region that this one is in."""
+        """`alone`: the function `stands_alone`. `outer`: the region that this one is in. `strict`: what the function
+        finds in closures and globals is compared, but not repaired."""
         self._function = function
         self._hooks = hooks = _enclosing_hooks()
         self._inputs = inputs = Inputs(args, kwargs, hooks)
         self._surroundings: Surroundings | None = None
         if not alone or inputs.functions:
-            self._surroundings = around = Surroundings(function, *inputs.functions)
+            self._surroundings = around = Surroundings(function, *inputs.functions, strict=strict)
             inputs.modules += around.modules
             inputs.generators += around.generators
+            inputs.plain += around.plain
+        self._writes = Writes(_code_of(function), inputs.plain) if inputs.plain else None
         self.context: AbstractContextManager[Any] | None = None  # entered around the rerun
         self._ambient = ambient = Ambient()
         self.buffers: Buffers | None = None
@@ -117,6 +127,38 @@ class Rerun:
         self._results: list[Any] = []
         self._outer = outer
         self.policy = None if outer is None else outer.policy
+
+    @property
+    def writes_something(self) -> bool:
+        """Whether there is something to `settle`."""
+        return self.buffers is not None or self._writes is not None
+
+    def settle(self) -> None:
+        """The forward has ended."""
+        if self.buffers is not None:
+            self.buffers.settle()
+        if self._writes is not None:
+            self._writes.settle()
+            self._inputs.forgive(self._writes)
+            if self._surroundings is not None:
+                self._surroundings.forgive(self._writes)
+
+    @property
+    def see_statistics(self) -> Callable[[Tensor, FrameType], None] | None:
+        is_alone = self._surroundings is None and self.buffers is None and self._writes is None
+        return None if is_alone and self._outer is None else self._see_statistics
+
+    def _see_statistics(self, tensor: Tensor, frame: FrameType) -> None:
+        """Batch normalisation saves its running statistics before it writes them, which leaves no other trace."""
+        if frame.f_code is not _BATCH_NORM:
+            return
+        if self._outer is not None and self._outer.see_statistics is not None:
+            self._outer.see_statistics(tensor, frame)
+        if self.buffers is not None and self.buffers.knows(tensor):
+            return
+        if self._writes is None:
+            self._writes = Writes(_BATCH_NORM, [])
+        self._writes.see_statistics(tensor, frame)
 
     def keep(self, tensor: Tensor) -> Tensor:
         if is_parameter(root_of(tensor)):  # not computed
@@ -150,10 +192,35 @@ class Rerun:
         return result
 
     def recompute(self, request: Recompute) -> None:
+        function = self._function if self.context is None else self._with_context
+        if self._writes is not None:
+            self._writes.check(request.frame)
         if self._surroundings is not None:
             self._surroundings.check(request.frame)
+            if self.context is None:
+                function = self._surroundings.rebound(function)
         args, kwargs = self._inputs.restore(request.frame)
-        present = None if self.buffers is None else self.buffers.enter(request.frame)
+        if self.writes_something:
+            with _buffers_lock:
+                self._recompute_with_buffers(request, function, args, kwargs)
+        else:
+            self._call(request, function, args, kwargs)
+
+    def _recompute_with_buffers(self, request: Recompute, function: Any, args: Any, kwargs: Any) -> None:
+        present: Any = ()
+        swapped: Any = ()
+        try:
+            if self.buffers is not None:
+                present = self.buffers.enter(request.frame)
+            if self._writes is not None:
+                request.written = set()
+                swapped = self._writes.enter(request.written)
+            self._call(request, function, args, kwargs)
+        finally:
+            Writes.leave(swapped)
+            Buffers.leave(present)
+
+    def _call(self, request: Recompute, function: Any, args: Any, kwargs: Any) -> None:
         others = None if self._rng is None else self._rng.enter()
         now = None
         if self._cpu_state is not None:
@@ -165,7 +232,7 @@ class Rerun:
             thread.region = Pinned(self._pins, self._results, self.policy, request.frame)
         _push_hooks(request.packer(), identity)
         try:
-            self._ambient.run(self._function if self.context is None else self._with_context, *args, **kwargs)
+            self._ambient.run(function, *args, **kwargs)
             request.ran_to_its_end = True
         finally:
             _pop_hooks()
@@ -174,13 +241,16 @@ class Rerun:
                 _set_state(now)
             if others is not None:
                 Generators.leave(others)
-            if present is not None:
-                Buffers.leave(present)
 
     def _with_context(self, *args: Any, **kwargs: Any) -> None:
         assert self.context is not None
         with self.context:
-            self._function(*args, **kwargs)
+            function = self._function if self._surroundings is None else self._surroundings.rebound(self._function)
+            function(*args, **kwargs)
+
+
+# Buffers belong to the process: while one rerun has put back what they held before, another must not do so.
+_buffers_lock = threading.RLock()
 
 
 def detached(tensor: Tensor) -> Tensor:
@@ -217,6 +287,9 @@ class Pinned:
         if tensor.requires_grad:
             return _Pin.apply(tensor, value)  # type: ignore[no-untyped-call, no-any-return]
         return copy_of(value, version)
+
+    def see_statistics(self, tensor: Tensor, frame: FrameType) -> None:
+        """The forward has seen them."""
 
     def once(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = next(self._results, _FAILED)
@@ -289,14 +362,6 @@ class _Returned(NamedTuple):
     version: int
 
 
-def copy_of(tensor: Tensor, version: int) -> Tensor:
-    """A copy for the function to write to, at the version that the original had: saved versions are compared."""
-    copy = tensor.clone()
-    if version > 0:
-        _torch.set_version(copy, version)
-    return copy
-
-
 def _by_place(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int | str, Any]:
     places: dict[int | str, Any] = dict(enumerate(args))
     return places | kwargs
@@ -313,11 +378,43 @@ class _Pin(torch.autograd.Function):
         return grad, None
 
 
-# ---- modules
+# ---- what a region writes
 
 _SMALL = 1 << 16  # bytes: a copy of that costs less than to find out whether it is needed
-# Larger buffers that a forward in training mode has left alone: no longer copied, but watched.
-_quiet: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
+_MEDIUM = 1 << 20  # bytes: a copy of that is worth while to find out
+# What calls so far have written: by module and name of the buffer, by code and path of other tensors.
+_wrote_buffers: weakref.WeakKeyDictionary[nn.Module, dict[str, bool]] = weakref.WeakKeyDictionary()
+_wrote_tensors: dict[object, dict[Name, bool]] = {}
+
+
+def _clones(tensors: list[Tensor]) -> list[Tensor]:
+    return [tensor.clone() for tensor in tensors]
+
+
+def _uncount(number: Tensor) -> Tensor:
+    return number.sub_(1)
+
+
+def _differ(pair: tuple[Tensor, Tensor]) -> bool:
+    return not torch.equal(*pair)
+
+
+class _Buffer:
+    """A buffer of a module, or a parameter that is trained by other means than gradients, before the forward."""
+
+    __slots__ = ("before", "is_volatile", "module", "name", "store", "tensor", "version")
+
+    def __init__(self, module: nn.Module, store: dict[str, Any], name: str, tensor: Tensor, is_volatile: bool) -> None:
+        self.module = module
+        self.store = store
+        self.name = name
+        self.tensor = tensor
+        self.version = _torch.version(tensor)
+        self.is_volatile = is_volatile  # copied each time, whether it is written or not
+        self.before: Tensor | None = None
+
+    def __str__(self) -> str:
+        return f"{type(self.module).__name__}.{self.name}"
 
 
 class Buffers:
@@ -325,17 +422,18 @@ class Buffers:
     writes is dropped (rule 7).
 
     Small buffers of modules in training mode are always copied, because some kernels write running statistics without
-    a trace. A large one is copied until a forward has left it alone; if a later one writes it, that rerun is refused.
+    a trace. Any other is copied until a forward has left it alone, and guarded from then on; if a later one writes it,
+    that rerun is refused, and the next forward copies it again.
     """
 
-    __slots__ = ("_copies", "_lazy", "_lost", "_watched", "devices")
+    __slots__ = ("_buffers", "_lazy", "_lost", "devices")
 
     def __init__(self, modules: tuple[nn.Module, ...]) -> None:
-        self._copies: list[tuple[nn.Module, str, Tensor]] = []
-        self._watched: list[tuple[nn.Module, str, Tensor, int]] = []
-        self._lost: list[tuple[nn.Module, str]] = []
-        self.devices: set[torch.device] = set()
+        self._buffers: list[_Buffer] = []
+        self._lost: list[_Buffer] = []
         self._lazy: list[tuple[nn.Module, str]] = []
+        self.devices: set[torch.device] = set()
+        copied: list[_Buffer] = []
         stack: list[nn.Module | None] = list(modules)
         seen: set[nn.Module] = set()
         while stack:
@@ -344,111 +442,325 @@ class Buffers:
                 continue
             seen.add(module)
             stack.extend(_torch.children(module))
-            for parameter in _torch.own_parameters(module):
-                if parameter is not None and not parameter.is_cpu:
-                    self.devices.add(parameter.device)
-            for name, buffer in _torch.own_buffers(module).items():
-                if buffer is not None and not nn.parameter.is_lazy(buffer):
-                    self._note(module, name, buffer)
-                elif buffer is not None:
+            parameters = _torch.own_parameters(module)
+            for name, parameter in parameters.items():
+                if parameter is not None:
+                    if not parameter.is_cpu:
+                        self.devices.add(parameter.device)
+                    if not parameter.requires_grad and not nn.parameter.is_lazy(parameter):
+                        self._note(_Buffer(module, parameters, name, parameter, False), copied)
+            buffers = _torch.own_buffers(module)
+            for name, tensor in buffers.items():
+                if tensor is None:
+                    continue
+                if nn.parameter.is_lazy(tensor):
                     self._lazy.append((module, name))
-
-    def _note(self, module: nn.Module, name: str, buffer: Tensor) -> None:
-        is_small = buffer.nbytes <= _SMALL
-        if module.training and not buffer.requires_grad and (is_small or name not in _quiet.get(module, ())):
+                    continue
+                is_volatile = module.training and not tensor.requires_grad and tensor.nbytes <= _SMALL
+                self._note(_Buffer(module, buffers, name, tensor, is_volatile), copied)
+        if copied:
             # Below the tape: an enclosing scope has no use for the copies.
-            self._copies.append((module, name, without_recording(torch.clone, buffer)))
-        if not is_small or not module.training or buffer.requires_grad:
-            self._watched.append((module, name, buffer, _torch.version(buffer)))
+            copies = without_recording(_clones, [buffer.tensor for buffer in copied])
+            for buffer, copy in zip(copied, copies, strict=True):
+                buffer.before = copy
+
+    def _note(self, buffer: _Buffer, copied: list[_Buffer]) -> None:
+        self._buffers.append(buffer)
+        if buffer.is_volatile or (
+            not buffer.tensor.requires_grad and _wrote_buffers.get(buffer.module, {}).get(buffer.name) is not False
+        ):
+            copied.append(buffer)
+
+    def knows(self, tensor: Tensor) -> bool:
+        storage = _torch.storage_id(tensor)
+        return any(_torch.storage_id(b.tensor) == storage for b in self._buffers if _torch.has_storage(b.tensor))
 
     def settle(self) -> None:
         """After the forward: which buffers has it written?"""
-        copied = {(module, name) for module, name, _ in self._copies}
-        for module, name, buffer, version in self._watched:
-            if _torch.own_buffers(module).get(name) is buffer and _torch.version(buffer) == version:
-                _quiet.setdefault(module, set()).add(name)
-                copied.discard((module, name))
-            elif (module, name) not in copied:
-                self._lost.append((module, name))
-                _quiet.get(module, set()).discard(name)
-        self._copies = [copy for copy in self._copies if copy[:2] in copied]
+        for buffer in self._buffers:
+            if buffer.is_volatile:
+                continue
+            is_same = buffer.store.get(buffer.name) is buffer.tensor
+            wrote = not is_same or _torch.version(buffer.tensor) != buffer.version
+            if not wrote and buffer.before is not None:
+                wrote = without_recording(_differ, (buffer.before, buffer.tensor))
+            if wrote and buffer.before is None:
+                self._lost.append(buffer)
+            elif not wrote:
+                buffer.before = None
+            _wrote_buffers.setdefault(buffer.module, {})[buffer.name] = wrote
         for module, name in self._lazy:  # made by this forward: its first value is gone, but it is not written twice
-            new = _torch.own_buffers(module)[name]
+            store = _torch.own_buffers(module)
+            new = store[name]
             if new is not None:
-                self._copies.append((module, name, without_recording(torch.clone, new)))
-        self._watched.clear()
+                buffer = _Buffer(module, store, name, new, True)
+                (buffer.before,) = without_recording(_clones, [new])
+                self._buffers.append(buffer)
 
-    def enter(self, where: object) -> list[tuple[nn.Module, str, Tensor | None]]:
+    def enter(self, where: object) -> list[tuple[dict[str, Any], str, Any]]:
         """Give the modules their buffers of before the forward; returns what `leave` needs."""
-        for module, name in self._lost:
-            raise errors.written(where, f"{type(module).__name__}.{name}")
-        present = [(module, name, _torch.own_buffers(module)[name]) for module, name, _ in self._copies]
-        copies = [before.clone() for _, _, before in self._copies]
-        for (module, name, _), copy in zip(present, copies, strict=True):
-            _torch.own_buffers(module)[name] = copy
+        for buffer in self._lost:
+            raise errors.written(where, str(buffer))
+        now = []
+        for buffer in self._buffers:
+            if buffer.before is not None:
+                copy = buffer.before.clone()
+                if isinstance(buffer.tensor, nn.Parameter):
+                    copy = nn.Parameter(copy, requires_grad=False)
+                now.append((buffer.store, buffer.name, copy))
+            elif _torch.version(buffer.tensor) != buffer.version:
+                later = _torch.version(buffer.tensor)
+                raise errors.changed(where, named(str(buffer), buffer.tensor), buffer.version, later)
+        present = [(store, name, store.get(name)) for store, name, _ in now]
+        for store, name, tensor in now:
+            store[name] = tensor
         return present
 
     @staticmethod
-    def leave(present: list[tuple[nn.Module, str, Tensor | None]]) -> None:
-        for module, name, buffer in present:
-            _torch.own_buffers(module)[name] = buffer
+    def leave(present: Iterable[tuple[dict[str, Any], str, Any]]) -> None:
+        for store, name, tensor in present:
+            store[name] = tensor
+
+
+class Plain:
+    """A tensor that belongs to no module and needs no gradient, before the forward."""
+
+    __slots__ = ("argument", "before", "is_guarded", "is_seen", "path", "tensor", "version")
+
+    def __init__(self, path: Name, tensor: Tensor, argument: _Given | None = None) -> None:
+        self.path = path
+        self.tensor = tensor
+        self.argument = argument  # what gives it to the rerun; None if the function finds it by itself
+        self.version = tensor._version
+        self.before: Tensor | None = None
+        self.is_seen = False  # by batch normalisation
+        self.is_guarded = True  # against later changes, which are an error
+
+    @staticmethod
+    def is_one(tensor: Tensor) -> bool:
+        """Whether a region might write it in place (rather than, say, an expanded tensor)."""
+        return (
+            (type(tensor) is Tensor or type(tensor) is nn.Parameter)
+            and not tensor.requires_grad
+            and tensor.layout is torch.strided
+            and _torch.version(tensor) >= 0
+            and tensor.device.type != "meta"
+            and 0 not in tensor.stride()
+        )
+
+
+class Writes:
+    """Tensors outside of modules that a region has written: running statistics, counters, code books. The rerun gets
+    copies of what they held before the forward; what it writes is dropped (rule 7).
+
+    Numbers and vectors of up to 64 KiB are copied before each forward; larger tensors until a forward has left them
+    alone, if they aren't too large for a try. If a tensor is written that has not been copied, that rerun is refused,
+    and the next forward copies it.
+    """
+
+    __slots__ = ("_arguments", "_known", "_lost", "_noted", "_overlapping", "_swaps")
+
+    def __init__(self, code: object, noted: list[Plain]) -> None:
+        self._known = known = _wrote_tensors.setdefault(code, {})
+        if len(known) > 1000:  # paths that never come again, such as numbers of steps in a dict
+            known.clear()
+        self._noted = noted
+        self._lost: list[Plain] = []
+        self._swaps: list[Plain] = []
+        self._arguments: list[_Given] = []
+        self._overlapping: tuple[Plain, Plain] | None = None
+        copied = []
+        for plain in noted:
+            wrote = known.get(plain.path)
+            limit = _MEDIUM if wrote is None else sys.maxsize if wrote else _SMALL if plain.tensor.dim() <= 1 else -1
+            if plain.tensor.nbytes <= limit:
+                copied.append(plain)
+        if copied:
+            for plain, copy in zip(copied, without_recording(_clones, [p.tensor for p in copied]), strict=True):
+                plain.before = copy
+
+    def see_statistics(self, tensor: Tensor, frame: FrameType) -> None:
+        """Batch normalisation is about to write these running statistics, if that is what they are."""
+        names = frame.f_locals
+        if tensor is not names.get("running_mean") and tensor is not names.get("running_var"):
+            return
+        plain = self._find(tensor)
+        if plain is not None:
+            plain.is_seen = True
+            return
+        self._add(tensor, "running statistics")
+        module = None if frame.f_back is None else frame.f_back.f_locals.get("self")
+        count = getattr(module, "num_batches_tracked", None)
+        if isinstance(count, Tensor) and names.get("training") and self._find(count) is None:
+            without_recording(_uncount, self._add(count, "num_batches_tracked"))  # it has been counted just before
+
+    def _find(self, tensor: Tensor) -> Plain | None:
+        storage = _torch.storage_id(tensor)
+        return next((plain for plain in self._noted if _torch.storage_id(plain.tensor) == storage), None)
+
+    def _add(self, tensor: Tensor, name: str) -> Tensor:
+        plain = Plain(name, tensor)
+        plain.is_seen = True
+        (plain.before,) = without_recording(_clones, [tensor])
+        self._noted.append(plain)
+        return plain.before
+
+    def settle(self) -> None:
+        """After the forward: what has it written?"""
+        written: list[Plain] = []
+        for plain in self._noted:
+            known = self._known.get(plain.path)
+            is_same = _torch.version(plain.tensor) == plain.version
+            wrote = known or plain.is_seen or not is_same
+            if plain.before is None:
+                if wrote:
+                    self._lost.append(plain)
+            elif not wrote and known is None:
+                wrote = without_recording(_differ, (plain.before, plain.tensor))
+            if known is None or wrote:
+                self._known[plain.path] = bool(wrote)
+            if wrote and plain.before is not None:
+                plain.is_guarded = is_same
+                written.append(plain)
+        self._noted = []  # an argument may belong to the region's graph by now
+        if written:
+            self._share_out(written)
+
+    def _share_out(self, written: list[Plain]) -> None:
+        """Who is given which copy: one tensor stays one, wherever the function has it from."""
+        first: dict[int, Plain] = {}
+        for plain in sorted(written, key=lambda plain: plain.argument is not None):
+            leader = first.setdefault(id(plain.tensor), plain)
+            if plain.argument is None:
+                if leader is plain:
+                    self._swaps.append(plain)
+            else:
+                plain.argument.start_from(plain, leader)
+                self._arguments.append(plain.argument)
+        spans = sorted((_torch.storage_id(p.tensor), *_span(p.tensor), n) for n, p in enumerate(first.values()))
+        for (storage, _, end, n), (other, start, _, m) in itertools.pairwise(spans):
+            if storage == other and start < end:
+                found = list(first.values())
+                self._overlapping = found[n], found[m]
+
+    def has_written(self, tensor: Tensor | None) -> bool:
+        return any(plain.tensor is tensor and not plain.is_guarded for plain in self._swaps)
+
+    def check(self, where: Frame) -> None:
+        """Whether the values of before the forward are at hand."""
+        for plain in self._lost:
+            raise errors.written(where, named(plain.path, plain.tensor))
+        if self._overlapping is not None:
+            raise errors.sharing_memory(where, *(named(plain.path, plain.tensor) for plain in self._overlapping))
+
+    def enter(self, written: set[int]) -> list[tuple[Tensor, Tensor, int]]:
+        """Give the tensors their values of before the forward; returns what `leave` needs."""
+        written.update(argument.copied for argument in self._arguments)
+        present = []
+        for plain, copy in zip(
+            self._swaps, _clones([p.before for p in self._swaps if p.before is not None]), strict=True
+        ):
+            tensor = plain.tensor
+            present.append((tensor, tensor.data, tensor._version))
+            written.add(_torch.storage_id(copy))
+            tensor.data = copy
+            _torch.set_version(tensor, plain.version)
+        return present
+
+    @staticmethod
+    def leave(present: Iterable[tuple[Tensor, Tensor, int]]) -> None:
+        for tensor, data, version in present:
+            tensor.data = data
+            _torch.set_version(tensor, version)
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """Where on its storage it begins and ends, in bytes."""
+    start = int(tensor.storage_offset())
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return start * tensor.itemsize, (start + last + 1) * tensor.itemsize if tensor.numel() else start * tensor.itemsize
+
+
+_BATCH_NORM = nn.functional.batch_norm.__code__
+
+
+def _code_of(function: Any) -> object:
+    while isinstance(function, functools.partial):
+        function = function.func
+    return getattr(function, "__code__", type(function))
 
 
 class Surroundings:
     """The modules and tensors that functions can be seen to use besides their arguments: themselves, what they are
     bound to, and what they and the functions around them name in closures and globals. What only a method or an
-    imported function knows is not found."""
+    imported function knows is not found.
 
-    __slots__ = ("generators", "modules", "tensors")
+    The variables that these functions find in closures and among globals, and do not set, have the values of the
+    forward in the rerun, whatever the code around has set them to: `for layer in layers: x = checkpointed(lambda x:
+    layer(x))(x)` is right.
+    """
 
-    def __init__(self, *functions: Any) -> None:
+    __slots__ = ("_strict", "_variables", "generators", "modules", "plain", "tensors")
+
+    def __init__(self, *functions: Any, strict: bool = False) -> None:
+        self._strict = strict
         self.modules: tuple[nn.Module, ...] = ()
         self.generators: tuple[torch.Generator, ...] = ()
         self.tensors: tuple[tuple[str, Tensor, int], ...] = ()
-        seen: set[CodeType] = set()
+        self.plain: list[Plain] = []
+        self._variables: dict[FunctionType, list[Any]] = {}
         for function in functions:
             if isinstance(function, nn.Module):
                 self.modules += (function,)
             else:
-                self._look_at(function, seen)
+                self._look_at(function)
 
-    def _look_at(self, function: Any, seen: set[CodeType]) -> None:
+    def _look_at(self, function: Any) -> None:
         while isinstance(function, functools.partial):
             for value in (*function.args, *function.keywords.values()):
-                self._note("an argument of a partial", value, seen)
+                self._note("an argument of a partial", value)
             function = function.func
-        code = getattr(function, "__code__", None)
-        if code is None:
-            self._note("self", getattr(function, "__self__", function), seen)
-            return
-        if code in seen:
-            return
-        seen.add(code)
-        names = _names.get(code)
-        if names is None:
-            names = _names[code] = _names_of_objects(function)
-        for name in names:
-            self._note(name, function.__globals__.get(name), seen)
-        if function.__closure__ is not None:
-            for name, cell in zip(code.co_freevars, function.__closure__, strict=True):
-                with contextlib.suppress(ValueError):  # not yet set
-                    self._note(name, cell.cell_contents, seen)
         if type(function) is MethodType:
-            self._note("self", function.__self__, seen)
+            self._note("self", function.__self__)
+            function = function.__func__
+        if type(function) is not FunctionType:
+            self._note("self", getattr(function, "__self__", function))
+        elif function not in self._variables:
+            self._variables[function] = values = _values_of_variables(function)
+            for name, value in zip(_variables_of(function), values, strict=True):
+                self._note(name, value)
 
-    def _note(self, name: str, value: Any, seen: set[CodeType]) -> None:
+    def _note(self, name: str, value: Any) -> None:
+        kind = type(value)
+        if kind in ATOMS:
+            return
         if isinstance(value, nn.Module):
             self.modules += (value,)
         elif isinstance(value, Tensor):
             self.tensors += ((name, value, _torch.version(value)),)
+            if not self._strict and Plain.is_one(value):
+                self.plain.append(Plain(name, value))
         elif isinstance(value, torch.Generator):
             self.generators += (value,)
-        elif type(value) is FunctionType and not value.__module__.startswith("torch."):
-            self._look_at(value, seen)
-        elif type(value) not in ATOMS and not isinstance(value, NO_OBJECTS):
+        elif kind is FunctionType:
+            if _home(value) != "torch":
+                self._look_at(value)
+        elif kind is MethodType or isinstance(value, functools.partial):
+            self._look_at(value)
+        elif not isinstance(value, NO_OBJECTS):
             for path, part in _parts_in(value, name, set()):
                 if not isinstance(part, Tensor):
-                    self._note(path, part, seen)
+                    self._note(path, part)
+            for path, part in _near(value, name):
+                if isinstance(part, Tensor):
+                    if not self._strict and Plain.is_one(part):
+                        self.plain.append(Plain(path, part))
+                elif isinstance(part, FunctionType | MethodType | functools.partial):
+                    self._note(path, part)
+
+    def forgive(self, writes: Writes) -> None:
+        """What the region itself has written is no change."""
+        self.tensors = tuple(entry for entry in self.tensors if not writes.has_written(entry[1]))
 
     def guard_only_leaves(self) -> None:
         self.tensors = tuple(entry for entry in self.tensors if entry[1].requires_grad)
@@ -457,6 +769,95 @@ class Surroundings:
         for name, tensor, version in self.tensors:
             if _torch.version(tensor) != version:
                 raise errors.changed(where, named(f"'{name}'", tensor), version, _torch.version(tensor))
+
+    def rebound(self, function: Any) -> Any:
+        """The function with its variables as they were in the forward: itself, if they still are."""
+        return function if self._strict else self._rebound(function, {})
+
+    def _rebound(self, function: Any, done: dict[Any, Any]) -> Any:
+        if type(function) is not FunctionType or function not in self._variables:
+            return function
+        if function in done:
+            return done[function]
+        done[function] = function  # those that reach themselves stay as they are
+        now, names = _values_of_variables(function), _variables_of(function)
+        then = [self._rebound(value, done) for value in self._variables[function]]
+        if all(map(operator.is_, now, then)):
+            return function
+        code, closure = function.__code__, function.__closure__
+        sets = _set_by(code)
+        changed = {
+            name: old
+            for name, new, old in zip(names, now, then, strict=True)
+            if new is not old and old is not _UNSET and name not in sets
+        }
+        if closure is not None:
+            pairs = zip(code.co_freevars, closure, strict=True)
+            closure = tuple(CellType(changed.pop(name)) if name in changed else cell for name, cell in pairs)
+        scope = function.__globals__ | changed if changed else function.__globals__
+        new = done[function] = FunctionType(code, scope, function.__name__, function.__defaults__, closure)
+        new.__kwdefaults__ = function.__kwdefaults__
+        return new
+
+
+_UNSET = object()
+
+
+def _variables_of(function: FunctionType) -> tuple[str, ...]:
+    """The names that a function has from its closure, and those of its globals that may hold objects."""
+    names = _names.get(function.__code__)
+    if names is None:
+        scope, no_objects = function.__globals__, (type, ModuleType, BuiltinFunctionType)
+        names = _names[function.__code__] = function.__code__.co_freevars + tuple(
+            name
+            for name in function.__code__.co_names
+            if name in scope
+            and not isinstance(scope[name], no_objects)
+            and getattr(scope[name], "__globals__", scope) is scope
+        )
+    return names
+
+
+# Looked for once, at the function's first call.
+_names: dict[CodeType, tuple[str, ...]] = {}
+
+
+def _values_of_variables(function: FunctionType) -> list[Any]:
+    cells = function.__closure__ or ()
+    values = [_contents(cell) for cell in cells]
+    scope = function.__globals__
+    return values + [scope.get(name, _UNSET) for name in _variables_of(function)[len(cells) :]]
+
+
+def _contents(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return _UNSET
+
+
+def _set_by(code: CodeType) -> frozenset[str]:
+    """The closure variables and globals that a function, or one inside it, sets itself."""
+    names = _sets.get(code)
+    if names is None:
+        stores = ("STORE_DEREF", "DELETE_DEREF", "STORE_GLOBAL", "DELETE_GLOBAL")
+        found = {str(i.argval) for i in dis.get_instructions(code) if i.opname in stores}
+        names = _sets[code] = frozenset(found).union(*(_set_by(c) for c in code.co_consts if isinstance(c, CodeType)))
+    return names
+
+
+_sets: dict[CodeType, frozenset[str]] = {}
+
+
+def _near(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """What is in a container, or in an object's attributes and in the containers there."""
+    parts = value if isinstance(value, dict) else dict(enumerate(value)) if type(value) in (list, tuple) else None
+    for key, part in (attributes_of(value) if parts is None else parts).items():
+        path = f"{name}.{key}" if parts is None else f"{name}[{key!r}]"
+        if parts is None and type(part) in (list, tuple, dict):
+            yield from _near(part, path)
+        else:
+            yield path, part
 
 
 def stands_alone(function: Any) -> bool:
@@ -490,22 +891,6 @@ def nothing_requires_grad(args: tuple[Any, ...]) -> bool:
         elif kind not in ATOMS:
             return False
     return True
-
-
-# The globals of a function that may hold modules, tensors or more functions of the same file; looked for once, at its
-# first call.
-_names: dict[CodeType, tuple[str, ...]] = {}
-
-
-def _names_of_objects(function: Any) -> tuple[str, ...]:
-    names, no_objects = function.__globals__, (type, ModuleType, BuiltinFunctionType)
-    return tuple(
-        name
-        for name in function.__code__.co_names
-        if name in names
-        and not isinstance(names[name], no_objects)
-        and getattr(names[name], "__globals__", names) is names
-    )
 
 
 # ---- arguments
@@ -553,22 +938,49 @@ class _Given(Held):
     """A tensor argument that needs no gradient. The very object comes back if it still is what it was: functions ask
     for identity, and for attributes that somebody has set."""
 
-    __slots__ = ("_given",)
+    __slots__ = ("_before", "_given", "_leader", "copied", "copy")
 
     def __init__(self, tensor: Tensor, hooks: _torch.Hooks | None, name: Name) -> None:
         super().__init__(tensor, hooks, name)
+        self._before: Any = None  # what a rerun starts from, and its version
+        self._leader: Plain | None = None
+        self.copied = 0  # the storage that a rerun writes
+        self.copy: Callable[[], Tensor | None] = lambda: None  # until the rerun has it
         # Weakly: it may be written in place later by what this region computes, and would own itself.
         self._given: Callable[[], Tensor | None] = weakref.ref(tensor) if type(tensor) is Tensor else lambda: tensor
 
+    def start_from(self, plain: Plain, leader: Plain) -> None:
+        """The region has written it: hand out copies of what it held before, or what `leader` hands out."""
+        if not plain.is_guarded:
+            self.stop_guarding()
+        self._before = plain.before, plain.version
+        if leader is not plain:
+            self._leader = leader
+
     def fetch(self, where: Frame) -> Tensor:
+        if self._before is not None:
+            if self.is_guarded:
+                super().fetch(where)
+            return self._fetch_copy()
         tensor, given = super().fetch(where), self._given()
         return given if given is not None and _torch.is_same(given, tensor) else tensor
+
+    def _fetch_copy(self) -> Tensor:
+        if self._leader is not None:
+            other = self._leader.argument
+            shared = self._leader.tensor if other is None else other.copy()
+            if shared is not None:
+                return shared
+        copy = copy_of(*self._before)
+        self.copied = _torch.storage_id(copy)
+        self.copy = weakref.ref(copy)
+        return copy
 
 
 class Inputs:
     """The arguments of one call: tensors saved, containers copied, everything guarded."""
 
-    __slots__ = ("_args", "_hooks", "_kwargs", "_objects", "devices", "functions", "generators", "modules")
+    __slots__ = ("_args", "_hooks", "_kwargs", "_objects", "devices", "functions", "generators", "modules", "plain")
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], hooks: _torch.Hooks | None) -> None:
         self._hooks = hooks
@@ -577,6 +989,7 @@ class Inputs:
         self.generators: tuple[torch.Generator, ...] = ()
         self.modules: tuple[nn.Module, ...] = ()
         self.functions: tuple[Any, ...] = ()
+        self.plain: list[Plain] = []
         self._args: list[Any] = [*args]
         self._kwargs = kwargs
         is_quick = hooks is None and _SavedTensor is not None
@@ -614,7 +1027,10 @@ class Inputs:
                 self.see((value.device,))
             if value.requires_grad:
                 return (Held if value.is_leaf else _Argument)(value, self._hooks, (parent, key))
-            return _Given(value, self._hooks, (parent, key))
+            given = _Given(value, self._hooks, (parent, key))
+            if Plain.is_one(value):
+                self.plain.append(Plain((parent, key), value, given))
+            return given
         if isinstance(value, torch.Generator):
             self.generators += (value,)
             return value
@@ -639,9 +1055,18 @@ class Inputs:
             else:
                 self.see((part.device,))
                 seen.append((name, weakref.ref(part), _torch.version(part)))
+                if Plain.is_one(part):
+                    self.plain.append(Plain(name, part))
         if seen:
             self._objects += ((value, path, seen),)
         return value
+
+    def forgive(self, writes: Writes) -> None:
+        """What the region itself has written is no change."""
+        self._objects = tuple(
+            (value, path, [entry for entry in seen if not writes.has_written(entry[1]())])
+            for value, path, seen in self._objects
+        )
 
     def see(self, devices: Iterable[torch.device]) -> None:
         """Fork the random generators of these, too."""

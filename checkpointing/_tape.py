@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from types import FrameType
 from typing import Any, NamedTuple, Protocol, cast
 
 import torch
@@ -368,6 +369,11 @@ class Tape(TorchDispatchMode):
         if self.policy is not None:
             self._obey(self.policy.on_tag(name), (tensor,))
         return tensor
+
+    @property
+    def see_statistics(self) -> Callable[[Tensor, FrameType], None] | None:
+        """The tape sees them itself, a rerun around it does not."""
+        return None if self._outer is None else self._outer.see_statistics
 
     def once(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Replay repeats no Python, but a rerun around it does."""

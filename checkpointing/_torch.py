@@ -132,8 +132,8 @@ def children(module: nn.Module) -> Iterable[nn.Module | None]:
     return module._modules.values()
 
 
-def own_parameters(module: nn.Module) -> Iterable[Tensor | None]:
-    return module._parameters.values()
+def own_parameters(module: nn.Module) -> dict[str, Any]:
+    return module._parameters
 
 
 def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:

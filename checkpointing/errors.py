@@ -108,9 +108,8 @@ def overlapping(where: object) -> UnsupportedError:
 
 def written(where: object, what: str) -> UnsupportedError:
     return UnsupportedError(
-        f"{where}: the function has written the buffer {what}, which earlier calls left alone and which is too large "
-        "to be copied each time, so its value from before is lost. Use backend='replay', or run the step again: from "
-        "now on the buffer is copied."
+        f"{where}: the function has written {what}, of which there is no copy from before: it is large, and earlier "
+        "calls, if any, left it alone. Use backend='replay', or run the step again: it is copied from now on."
     )
 
 
@@ -119,4 +118,11 @@ def not_recorded(where: object, function: str) -> MismatchError:
         f"{where}: the recompute calls {function}, which is forward_only, where the forward has no result of it: it "
         "raised there, or was not called. Catch its exceptions inside of it, and let nothing but the region's "
         "arguments decide how often it is called."
+    )
+
+
+def sharing_memory(where: object, what: str, other: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"{where}: the function has written {what} and {other}, which share memory, so their values from before can't "
+        "be put back. Pass the one tensor that both are parts of, or use backend='replay'."
     )

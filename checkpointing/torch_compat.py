@@ -256,8 +256,8 @@ def _checkpoint(
         _torch.pop_hooks()
         here["region"] = outer
         frame.complete = True
-        if source.buffers is not None:
-            source.buffers.settle()
+        if source.writes_something:
+            source.settle()
         if forward is not None:
             pack.__dict__.clear()  # the mark; autograd holds `pack`, out of the garbage collector's sight
     if result is _MISSING:
