@@ -63,6 +63,10 @@ class Options:
             )
         if self.context_fn is not None and self.backend != "rerun":
             raise ValueError(f"context_fn works with backend='rerun' only, not with {self.backend!r}")
+        if self.backend == "reentrant" and (self.debug or self.determinism_check not in ("metadata", "none")):
+            raise ValueError(
+                "backend='reentrant' has no tensors to check or to log: leave determinism_check and debug out"
+            )
         if self.context_fn is not None and self.debug:
             raise ValueError("debug=True is incompatible with context_fn: it logs by contexts of its own")
         if self.preserve_rng_state not in (True, False, "all"):
@@ -476,6 +480,8 @@ def _wrap_replay(fn: Any, name: str, options: Options) -> Any:
 def _wrap_reentrant(fn: Any, name: str, options: Options) -> Any:
     @_wraps(fn)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if _is_compiling():
+            return torch.utils.checkpoint.checkpoint(fn, *args, use_reentrant=True, **kwargs)
         if is_plain(options.enabled):
             return fn(*args, **kwargs)
         return _reentrant.run(fn, name, options.preserve_rng_state, args, kwargs)

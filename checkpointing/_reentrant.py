@@ -139,13 +139,15 @@ def run(function: Callable[..., Any], name: str, preserve_rng_state: PreserveRng
             "positional arguments only; use backend='rerun'."
         )
     if not any(isinstance(value, Tensor) and value.requires_grad for value in args):
-        owner = (
-            function if isinstance(function, nn.Module) else getattr(function, "__self__", args[0] if args else None)
-        )
-        if isinstance(owner, nn.Module) and any(p.requires_grad for p in owner.parameters()):
+        around = Surroundings(function)
+        modules = around.modules + tuple(value for value in args if isinstance(value, nn.Module))
+        if any(p.requires_grad for module in modules for p in module.parameters()) or any(
+            tensor.requires_grad for _, tensor, _ in around.tensors
+        ):
             raise errors.UnsupportedError(
                 f"region '{name}': none of the inputs requires grad, so the reentrant backend would give the "
-                "module's parameters no gradients. Use backend='rerun', or call requires_grad_() on an input."
+                "parameters that the function uses no gradients. Use backend='rerun', or call requires_grad_() on an "
+                "input."
             )
     return CheckpointFunction.apply(function, preserve_rng_state, *args)  # type: ignore[no-untyped-call]
 

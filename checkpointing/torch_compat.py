@@ -19,7 +19,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from types import FunctionType
-from typing import Any, cast
+from typing import Any, ParamSpec, TypeVar, cast, overload
 
 import torch
 import torch.utils.checkpoint as _theirs
@@ -47,6 +47,9 @@ SAC_IGNORED_OPS = _theirs.SAC_IGNORED_OPS
 # Bound here, so that this module can itself be put in the place of torch's (`torch.utils.checkpoint.checkpoint = ...`).
 _their_checkpoint = _theirs.checkpoint
 _their_selective_contexts = _theirs.create_selective_checkpoint_contexts
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 __all__ = [
     "SAC_IGNORED_OPS",
@@ -132,6 +135,31 @@ class _Checkpointed:
         return type(self)(bind(instance, owner), self.checkpoint_kwargs)
 
 
+@overload
+def checkpoint(
+    function: Callable[..., R],
+    *args: Any,
+    use_reentrant: bool | None = None,
+    preserve_rng_state: bool = True,
+    context_fn: ContextFn = noop_context_fn,
+    determinism_check: str = "default",
+    debug: bool = False,
+    early_stop: bool = True,
+    respect_saved_tensors_hooks: bool | None = None,
+    **kwargs: Any,
+) -> R: ...
+@overload
+def checkpoint(
+    function: None = None,
+    *,
+    use_reentrant: bool | None = None,
+    preserve_rng_state: bool = True,
+    context_fn: ContextFn = noop_context_fn,
+    determinism_check: str = "default",
+    debug: bool = False,
+    early_stop: bool = True,
+    respect_saved_tensors_hooks: bool | None = None,
+) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
 def checkpoint(
     function: Callable[..., Any] | None = None,
     *args: Any,
@@ -144,10 +172,31 @@ def checkpoint(
     respect_saved_tensors_hooks: bool | None = None,
     **kwargs: Any,
 ) -> Any:
-    """`torch.utils.checkpoint.checkpoint` of torch 2.15; see there for the arguments.
+    """Call a function so that autograd does not hold what it saves, as `torch.utils.checkpoint.checkpoint` does.
 
-    Returns the result of `function(*args, **kwargs)`, or a decorator if `function` is left out. `use_reentrant=None`
-    means True, with torch's warning.
+    Args:
+        function: what to call, now and in backward; left out, a decorator is returned.
+        args, kwargs: its arguments, any nesting of containers with tensors of any shape, dtype and device in it.
+        use_reentrant: False recomputes through autograd's saved-tensors hooks. True is the legacy way: no keywords, no
+            `torch.autograd.grad`, no `backward(inputs=...)`, and an argument that requires grad. None means True, with
+            torch's warning.
+        preserve_rng_state: whether the recompute draws the random numbers of the forward.
+        context_fn: returns two context managers, for the forward and for the recompute.
+        determinism_check: `"default"` compares shape, dtype and device of what forward and recompute save; `"none"`
+            compares nothing.
+        debug: log the operators of both runs, and show them when an error is found.
+        early_stop: stop the recompute at the last tensor that is needed.
+        respect_saved_tensors_hooks: whether what a selective policy keeps goes through the saved-tensors hooks around
+            the region. None means False, with torch's warning where there are such hooks.
+
+    Returns:
+        What `function(*args, **kwargs)` returns, or a decorator for functions and methods.
+
+    Raises:
+        ValueError: for arguments that contradict each other.
+        CheckpointError: from backward, when the tensors can't be recomputed exactly.
+
+    Under `torch.compile` the call is torch's own.
 
     >>> import torch
     >>> from checkpointing import checkpoint

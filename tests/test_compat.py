@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import checkpointing
 import checkpointing.torch_compat as ours
-from checkpointing import is_recomputing
+from checkpointing import checkpoint_scope, checkpointed, is_recomputing
 
 VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
 MM = torch.ops.aten.mm.default
@@ -1280,6 +1280,30 @@ def test_torchs_own_switches_count_too():
             assert stops(ours, "no", {}) == [2, 2, 1]
     with theirs.set_checkpoint_debug_enabled(True), pytest.raises(ValueError, match="debug=True is incompatible"):
         region(ours, torch.sin, leaf(), context_fn=selective(ours, [MM]))
+
+
+@pytest.mark.parametrize("grouped", [True, False])
+def test_a_group_shares_a_replay_too(grouped):
+    """The window of the first backward holds what the second one needs, too."""
+    x = leaf()
+    with checkpoint_scope() as scope:
+        y = x.sin().cos()
+        z = y.sin().cos()
+    with ours.GraphExecGroup() if grouped else contextlib.nullcontext():
+        (at_y,) = torch.autograd.grad(z.sum(), y)
+        (at_x,) = torch.autograd.grad(y, x, at_y)
+    assert torch.equal(at_x, gradient(x.sin().cos().sin().cos(), x)[0])
+    assert (scope.stats.replays, scope.stats.ops_replayed) == ((1, 3) if grouped else (2, 4))
+
+
+@pytest.mark.parametrize("door", [checkpointed, checkpointed(backend="replay")])
+def test_backwards_of_other_regions_may_overlap_in_a_group(door):
+    """Only the drop-in refuses that, as torch does."""
+    x = leaf()
+    y = door(lambda x: x.sin().cos())(x).sum()
+    with ours.GraphExecGroup():
+        first = torch.autograd.grad(y, x, retain_graph=True)[0]
+        assert torch.equal(first, torch.autograd.grad(y, x)[0])
 
 
 # ---- errors in full

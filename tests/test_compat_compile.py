@@ -139,9 +139,20 @@ def own_decorator():
     return checkpointed(fn)
 
 
+def own_legacy_decorator():
+    return checkpointed(fn, backend="reentrant")
+
+
 @pytest.mark.parametrize(
     "program, count",
-    [(decorated_function, 6), (decorated_inside, 6), (decorated_method, 6), (a_sequence, 5), (own_decorator, 6)],
+    [
+        (decorated_function, 6),
+        (decorated_inside, 6),
+        (decorated_method, 6),
+        (a_sequence, 5),
+        (own_decorator, 6),
+        (own_legacy_decorator, 6),
+    ],
 )
 def test_other_forms_compile_in_one_graph(program, count):
     """torch's own decorator and `checkpoint_sequential` break the graph."""

@@ -18,6 +18,7 @@ from typing_extensions import assert_type
 from checkpointing import (
     CheckpointError,
     Stats,
+    checkpoint,
     checkpoint_scope,
     checkpointed,
     disabled,
@@ -101,6 +102,8 @@ assert_type(Block(), Block)
 assert_type(Block().width, int)
 assert_type(Block().forward(x, flip=True), Tensor)
 assert_type(Other(), Other)
+assert_type(checkpoint(bare, x, 3, use_reentrant=False), tuple[Tensor, int])
+assert_type(checkpoint(use_reentrant=False)(bare)(x, 3, flag=True), tuple[Tensor, int])
 assert_type(keep(x), Tensor)
 assert_type(keep((x, [x])), tuple[Tensor, list[Tensor]])
 assert_type(is_recomputing(), bool)
@@ -124,7 +127,7 @@ def after() -> int:
 WRONG = """
 from torch import Tensor, nn
 
-from checkpointing import checkpoint_scope, checkpointed
+from checkpointing import checkpoint, checkpoint_scope, checkpointed
 
 
 @checkpointed
@@ -139,6 +142,9 @@ checkpointed(fn, backend="eager")  # error
 checkpointed(fn, True)  # error
 checkpointed(determinism_check="value")  # error
 checkpointed(use_reentrant=False)  # error
+checkpoint(3)  # error
+checkpoint(use_reentrant=False, foo=1)  # error
+checkpoint(use_reentrant=False)(fn)(1, scale=2.0)  # error
 checkpoint_scope(backend="replay")  # error
 checkpoint_scope("name")  # error
 with checkpoint_scope() as scope:

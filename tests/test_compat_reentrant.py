@@ -1,0 +1,323 @@
+"""The legacy backend through our own door: bit-equal where it works, and an error that says why where it can't."""
+
+import subprocess
+import sys
+import textwrap
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from checkpointing import CheckpointError, checkpointed, disabled, is_recomputing
+from checkpointing import _reentrant as module
+from checkpointing.torch_compat import checkpoint, checkpoint_sequential
+
+
+@pytest.fixture(autouse=True)
+def warned(monkeypatch):
+    """As in a process that has been told."""
+    monkeypatch.setattr(module, "_warned", [True])
+
+
+def reentrant(fn, **options):
+    return checkpointed(fn, backend="reentrant", **options)
+
+
+def leaf(*shape):
+    return torch.randn(*(shape or (3, 3)), generator=torch.Generator().manual_seed(0)).requires_grad_()
+
+
+def observe(fn, *inputs):
+    """The result, gradients and the random stream after them."""
+    torch.manual_seed(0)
+    result = fn(*inputs)
+    result.sum().backward()
+    grads = [x.grad for x in inputs]
+    for x in inputs:
+        x.grad = None
+    return [result.detach(), *grads, torch.get_rng_state()]
+
+
+def assert_same(fn, *inputs):
+    for a, b in zip(observe(reentrant(fn), *inputs), observe(fn, *inputs), strict=True):
+        assert torch.equal(a, b)
+
+
+# ---- what works
+
+
+GENERATOR = torch.Generator()
+
+
+def with_generator(x):
+    return (x * torch.rand(3, 3, generator=GENERATOR)).exp()
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x: x.sin().exp(),
+        lambda x: F.dropout(F.dropout(x.sin(), 0.5).exp(), 0.2),
+        lambda x: reentrant(lambda x: F.dropout(x, 0.5).exp())(x.sin()).cos(),
+        lambda x: checkpointed(lambda x: F.dropout(x, 0.5).exp())(x.sin()).cos(),
+        lambda x: checkpointed(lambda x: F.dropout(x, 0.5).exp(), backend="replay")(x.sin()).cos(),
+    ],
+)
+def test_bits_as_without(fn):
+    """Results, gradients, the random stream; regions of any kind inside."""
+    assert_same(fn, leaf())
+
+
+@pytest.mark.parametrize("outer", [checkpointed, checkpointed(backend="replay")])
+def test_inside_of_other_regions(outer):
+    """Which call it again, or replay what it ran."""
+    inner = reentrant(lambda x: F.dropout(x.sin(), 0.5).exp())
+    fn = lambda x: inner(x * 2).cos()  # noqa: E731
+    want = observe(lambda x: inner.__wrapped__(x * 2).cos(), leaf())
+    for a, b in zip(observe(outer(fn), leaf()), want, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("how", ["argument", "closure", "global"])
+def test_generators_are_taken_back(how):
+    """Wherever the function has them from."""
+    own = torch.Generator()
+    generator = GENERATOR if how == "global" else own
+    fn = {
+        "argument": lambda x, g=None: (x * torch.rand(3, 3, generator=g)).exp(),
+        "closure": lambda x: (x * torch.rand(3, 3, generator=own)).exp(),
+        "global": with_generator,
+    }[how]
+    x, args, found = leaf(), (generator,) if how == "argument" else (), []
+    for call in (reentrant(fn), fn):
+        generator.manual_seed(1)
+        call(x, *args).sum().backward()
+        found.append((x.grad, generator.get_state()))
+        x.grad = None
+    assert all(map(torch.equal, *found))
+
+
+def closes_over(value):
+    return lambda x: value(x) if isinstance(value, nn.Module) else x * value
+
+
+class Norms(nn.Module):
+    """Running statistics, and a power iteration."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3)
+        self.linear = nn.utils.parametrizations.spectral_norm(nn.Linear(3, 3))
+
+    def forward(self, x):
+        return self.linear(self.norm(x)).sin()
+
+
+@pytest.mark.parametrize("how", ["module", "method", "closure", "argument"])
+def test_buffers_are_written_once(how):
+    """As in all of this library, and not in torch."""
+    found = []
+    for wrap in (reentrant, lambda fn: fn):
+        torch.manual_seed(0)
+        model, x = Norms(), leaf(4, 3)
+        call, args = {
+            "module": (model, ()),
+            "method": (model.forward, ()),
+            "closure": (closes_over(model), ()),
+            "argument": (lambda x, model: model(x), (model,)),
+        }[how]
+        wrap(call)(x, *args).sum().backward()
+        found.append([x.grad, *(p.grad for p in model.parameters()), *model.buffers()])
+    for a, b in zip(*found, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_ambient_state_is_that_of_the_forward():
+    """Autocast, default dtype, the device of a context."""
+    seen = []
+
+    def fn(x):
+        seen.append((torch.is_autocast_enabled("cpu"), torch.get_default_dtype(), torch.empty(0).device.type))
+        return x.sin()
+
+    x = leaf()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.autocast("cpu", torch.bfloat16), torch.device("meta"):
+            y = reentrant(fn)(x)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    y.sum().backward()
+    assert seen == [(True, torch.float64, "meta")] * 2
+
+
+def test_recompute_is_known_as_such():
+    """`is_recomputing`, and only then."""
+    seen, x = [], leaf()
+    y = reentrant(lambda x: (seen.append(is_recomputing()), x.sin())[1])(x)
+    y.sum().backward()
+    assert seen == [False, True] and not is_recomputing()
+
+
+@pytest.mark.parametrize("how", ["enabled", "disabled", "no_grad"])
+def test_ways_to_switch_it_off(how):
+    """A plain call, which may have keywords."""
+    fn = reentrant(lambda x, k=1: x.sin() * k, enabled=how != "enabled")
+    with {"disabled": disabled, "no_grad": torch.no_grad}.get(how, torch.enable_grad)():
+        y = fn(leaf(), k=2)
+    assert (y.grad_fn is None) is (how == "no_grad")
+
+
+def test_threads():
+    """Forwards and backwards of their own."""
+    fn, x, found = reentrant(lambda x: x.sin().exp()), leaf(), [None] * 4
+
+    def work(i):
+        y = x.detach().requires_grad_()
+        fn(y).sum().backward()
+        found[i] = y.grad
+
+    workers = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    want = x.cos() * x.sin().exp()
+    for grad in found:
+        torch.testing.assert_close(grad, want)
+
+
+def test_an_error_in_the_recompute_leaves_nothing_behind():
+    """Neither random state nor the mark of a recompute."""
+    runs, x = [], leaf()
+
+    def fn(x):
+        runs.append(1)
+        y = F.dropout(x, 0.5)
+        if len(runs) == 2:
+            raise KeyError("second run")
+        return y.sin()
+
+    y = reentrant(fn)(x)
+    before = torch.get_rng_state()
+    with pytest.raises(KeyError):
+        y.sum().backward()
+    assert torch.equal(torch.get_rng_state(), before) and not is_recomputing()
+
+
+# ---- what does not
+
+
+def test_keywords_are_refused():
+    """Before anything runs."""
+    ran = []
+    with pytest.raises(ValueError, match=r"Unexpected keyword arguments: k.*backend='rerun'"):
+        reentrant(lambda x, k: ran.append(1))(leaf(), k=1)
+    assert ran == []
+
+
+@pytest.mark.parametrize("call", [torch.autograd.grad, lambda y, x: y.backward(inputs=[x])])
+def test_gradients_of_chosen_inputs_are_refused(call):
+    """`torch.autograd.grad` and `backward(inputs=...)`; a plain backward works after that."""
+    x = leaf()
+    y = reentrant(lambda x: x.sin())(x).sum()
+    with pytest.raises(CheckpointError, match=r"incompatible with \.grad\(\) or passing an `inputs`.*backend='rerun'"):
+        call(y, x)
+    reentrant(lambda x: x.sin())(x).sum().backward()
+    assert torch.equal(x.grad, x.cos())
+
+
+def test_results_that_are_all_detached_are_refused():
+    """At the backward, which would leave without a gradient."""
+    y = reentrant(lambda x: x.detach() * 2)(leaf())
+    with pytest.raises(CheckpointError, match="none of output has requires_grad=True"):
+        y.sum().backward()
+
+
+WEIGHT = nn.Parameter(torch.ones(3))
+
+
+def names_a_global(x):
+    return x * WEIGHT
+
+
+@pytest.mark.parametrize(
+    ("fn", "args"),
+    [
+        (nn.Linear(3, 3), ()),
+        (nn.Linear(3, 3).forward, ()),
+        (closes_over(nn.Parameter(torch.ones(3))), ()),
+        (names_a_global, ()),
+        (lambda x, m: m(x), (nn.Linear(3, 3),)),
+    ],
+    ids=["module", "method", "closure", "global", "argument"],
+)
+def test_parameters_that_would_get_no_gradients_are_refused(fn, args):
+    """Where no input requires grad, as with a frozen embedding before the first block."""
+    with pytest.raises(CheckpointError, match=r"none of the inputs requires grad.*backend='rerun'"):
+        reentrant(fn)(torch.ones(2, 3), *args)
+    reentrant(fn)(torch.ones(2, 3, requires_grad=True), *args).sum().backward()
+
+
+def test_nothing_that_requires_grad_at_all_is_a_warning():
+    """There is no gradient to lose."""
+    with pytest.warns(UserWarning, match="None of the inputs have requires_grad=True") as caught:
+        y = reentrant(lambda x: x.sin())(torch.ones(3))
+    assert not y.requires_grad
+    assert caught[0].filename == __file__
+
+
+@pytest.mark.parametrize("options", [{"debug": True}, {"determinism_check": "values"}, {"determinism_check": len}])
+def test_options_that_it_would_ignore_are_refused(options):
+    """It has no saved tensors to look at."""
+    with pytest.raises(ValueError, match="backend='reentrant'"):
+        reentrant(torch.sin, **options)
+
+
+# ---- on its way out
+
+
+def test_it_is_deprecated_once_per_process_and_not_through_the_drop_in():
+    """A `FutureWarning` at the first line that chooses it."""
+    program = """
+        import warnings
+        import torch
+        from checkpointing import checkpointed
+        from checkpointing.torch_compat import checkpoint, checkpoint_sequential
+
+        x = torch.ones(3, requires_grad=True)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            checkpoint(torch.sin, x, use_reentrant=True).sum().backward()
+            checkpoint_sequential([torch.sin, torch.cos], 2, x, use_reentrant=True).sum().backward()
+            checkpointed(torch.sin)(x)
+            print(len(caught))
+            for _ in range(3):
+                checkpointed(torch.sin, backend="reentrant")(x)
+                checkpointed(backend="reentrant")(torch.sin)(x)
+            print([(w.category.__name__, w.lineno, "backend='rerun'" in str(w.message)) for w in caught])
+    """
+    process = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, check=True, cwd="."
+    )
+    assert process.stdout.splitlines() == ["0", "[('FutureWarning', 15, True)]"]
+
+
+def test_the_drop_in_gives_the_same_bits():
+    """Other doors, one backend."""
+
+    def fn(x):
+        return F.dropout(x.sin(), 0.5).exp()
+
+    def in_sequence(x):
+        return checkpoint_sequential([torch.sin, lambda x: F.dropout(x, 0.5).exp()], 2, x, use_reentrant=True)
+
+    want = observe(fn, leaf())
+    for have in (
+        observe(reentrant(fn), leaf()),
+        observe(lambda x: checkpoint(fn, x, use_reentrant=True), leaf()),
+        observe(in_sequence, leaf()),
+    ):
+        assert all(map(torch.equal, have, want))
