@@ -23,7 +23,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from . import _ambient, _engine, _reentrant, _replay, _report, _rerun, _tape, _torch, errors
-from ._engine import Frame, Line, depth_of_user, entered_from, metadata_of, thread, unpack, without_recording
+from ._engine import Evidence, Frame, Line, depth_of_user, entered_from, metadata_of, thread, unpack, without_recording
 from ._policy import Policy, as_policy
 from ._replay import Replay
 from ._report import OpLog, Stats, explain, measure
@@ -84,22 +84,34 @@ class Options:
         """What the engine compares between forward and recompute."""
         check = self.determinism_check
         if callable(check):
-            return lambda tensor: (metadata_of(tensor), _comparable(without_recording(check, tensor.detach())))
+            return lambda tensor: Evidence(
+                tensor, (metadata_of(tensor), _comparable(without_recording(check, tensor.detach())))
+            )
         return _CHECKS[check]
 
 
-def fingerprint(tensor: Tensor) -> Any:
+def fingerprint(tensor: Tensor) -> Evidence:
     """Metadata and a 64-bit checksum of the tensor's bits, in their order; equal bits give equal numbers."""
-    return metadata_of(tensor), without_recording(_checksum, tensor.detach())
+    return Evidence(tensor, (metadata_of(tensor), f"checksum {without_recording(_checksum, tensor.detach()):016x}"))
 
 
 def _checksum(tensor: Tensor) -> int:
     flat = tensor.resolve_conj().resolve_neg().contiguous().view(-1)
     if flat.is_complex():
         flat = torch.view_as_real(flat).view(-1)
-    bits = flat.view(_SAME_SIZE[flat.element_size()]).to(torch.int64)
-    weights = 2 * torch.arange(bits.numel(), device=bits.device) + 1
-    return int((bits * weights).sum())
+    flat = flat.view(_SAME_SIZE[flat.element_size()])
+    total = 0
+    for start in range(0, flat.numel(), _CHUNK):
+        # Each element with its position through the finaliser of SplitMix64, so that no two changes cancel out.
+        mixed = flat[start : start + _CHUNK].to(torch.int64)
+        mixed = mixed + torch.arange(start + 1, start + 1 + mixed.numel(), device=flat.device) * -0x61C8864680B583EB
+        for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15), (31, 1)):
+            mixed = (mixed ^ (mixed >> shift)) * factor
+        total += int(mixed.sum())
+    return total & 0xFFFFFFFFFFFFFFFF
+
+
+_CHUNK = 1 << 22  # elements: the integers in between take eight bytes each
 
 
 _SAME_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -482,7 +482,7 @@ class Recompute:
         if check is not None:
             metadata = check(tensor)
             if metadata != holder.metadata:
-                self._mismatch(holder.slot, holder.metadata, metadata)
+                self._mismatch(holder.slot, holder.metadata, metadata, None)
         self.task.ready[holder.slot] = tensor
 
     def packer(self) -> Callable[[Tensor], Tensor]:
@@ -511,9 +511,10 @@ class Recompute:
         written = self.written
         slot = unfilled = -1
 
-        def pack(tensor: Tensor) -> Tensor:
+        def pack(given: Tensor) -> Tensor:
             nonlocal slot, unfilled
             slot += 1
+            tensor = given
             if tensor.requires_grad:
                 tensor = tensor.detach()
             elif tensor._version == 0 and type(tensor) is Tensor:
@@ -527,7 +528,7 @@ class Recompute:
                     if check is not None:
                         found = (tensor.shape, tensor.dtype, tensor.device) if plain_check else check(tensor)
                         if found != metadata:
-                            self._mismatch(slot, metadata, found)
+                            self._mismatch(slot, metadata, found, given)
                     ready[slot] = tensor
                     if tensor._version:
                         versions[slot] = tensor._version
@@ -540,8 +541,31 @@ class Recompute:
         self._passed = lambda: slot + 1
         return pack
 
-    def _mismatch(self, slot: int, expected: object, found: object) -> None:
-        self._mismatches += ((slot, expected, found, user_line()),)
+    def _mismatch(self, slot: int, expected: Any, found: Any, given: Tensor | None) -> None:
+        """`given`: what the rerun saves, which knows what made it; None in replay, which runs no line of the user's."""
+        made_by, lines = None, []
+        if type(expected) is Evidence:
+            made_by = expected.made_by
+            lines = [f"saved in the forward at {describe_line(expected.line)}"]
+        if given is not None:
+            made_by = made_by or _maker_of(given)
+            lines.append(f"saved in the recompute at {user_line()}")
+        details = f"slot {slot}" if made_by is None else f"slot {slot}, made by {made_by}"
+        self._mismatches += ((slot, expected, found, "; ".join([details, *lines])),)
+
+    def _explain_mismatches(self) -> errors.CheckpointError:
+        (slot, expected, found, details), *rest = sorted(self._mismatches, key=lambda mismatch: mismatch[0])
+        if type(expected) is Evidence:  # all that is computed from the first one differs as well
+            rest, others = [], [other for other, *_ in rest]
+            details += f"; so do {len(others)} more, in slots {others}" if others else ""
+        node = _current_node()
+        saver = None if node is None else _torch.saver_of(node, lambda held: self._is_holder(held, slot))
+        if saver is not None:
+            details += f"; {saver}"
+        return errors.different_metadata(self.frame, _node_name(), [(slot, expected, found, details), *rest])
+
+    def _is_holder(self, held: object, slot: int) -> bool:
+        return type(held) is Holder and held.frame is self.frame and held.slot == slot
 
     def run(self) -> None:
         """Let the source work, with this thread's regions out of the way (rule 3)."""
@@ -585,7 +609,7 @@ class Recompute:
     def _find_error(self) -> errors.CheckpointError | None:
         frame, ready = self.frame, self.task.ready
         if self._mismatches:
-            return errors.different_metadata(frame, _node_name(), self._mismatches)
+            return self._explain_mismatches()
         if frame.leaves:
             for slot, version in frame.leaves.items():
                 leaf = ready.get(slot)
@@ -618,6 +642,29 @@ def add_note(error: BaseException, note: str) -> None:
 def metadata_of(tensor: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
     """What `determinism_check="metadata"` compares."""
     return (tensor.shape, tensor.dtype, tensor.device)
+
+
+class Evidence:
+    """What a costly check has found in a tensor, and where that was saved; equal if the finding is."""
+
+    __slots__ = ("finding", "line", "made_by")
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, tensor: Tensor, finding: object) -> None:
+        self.finding = finding
+        self.line = entered_from(sys._getframe(1))
+        self.made_by = _maker_of(tensor)
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is Evidence and bool(self.finding == other.finding)
+
+    def __str__(self) -> str:
+        return str(self.finding)
+
+
+def _maker_of(tensor: Tensor) -> str | None:
+    """The operator that made it, where autograd knows."""
+    return None if tensor.grad_fn is None else str(tensor.grad_fn.name())
 
 
 def describe(tensor: Tensor) -> str:
@@ -689,10 +736,15 @@ _NOT_USER_CODE = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__fi
 def user_line() -> str:
     """Where user code is now, innermost: file, line, and the expression that runs (before Python 3.11: the line)."""
     frame = _user_frame(sys._getframe(1))
-    code, line = frame.f_code, frame.f_lineno
+    return describe_line((frame.f_code, frame.f_lasti))
+
+
+def describe_line(where: Line) -> str:
+    code, instruction = where
+    line = _line(code, instruction) or code.co_firstlineno
     text = linecache.getline(code.co_filename, line).rstrip()
     if hasattr(code, "co_positions"):
-        first, last, start, end = next(itertools.islice(code.co_positions(), frame.f_lasti // 2, None))
+        first, last, start, end = next(itertools.islice(code.co_positions(), instruction // 2, None))
         if first == last == line and start is not None and end is not None:
             text = text.encode()[start:end].decode()
     return f"{code.co_filename}:{line}: {text.strip()}"

@@ -71,6 +71,28 @@ run_backward_code: CodeType = torch.autograd.graph._engine_run_backward.__code__
 PythonNode: type = _C._FunctionBase
 
 
+def saver_of(node: Any, is_it: Callable[[object], bool]) -> str | None:
+    """Which node, from `node` on towards the leaves, has saved what `is_it` recognises, and as what; for messages."""
+    seen = {None}
+    stack = [node]
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        stack.extend(following for following, _ in node.next_functions)
+        for name in dir(node):
+            if name.startswith("_raw_saved_"):
+                try:
+                    saved = getattr(node, name)
+                    items = [item.data for item in (saved if isinstance(saved, tuple | list) else (saved,))]
+                except (RuntimeError, AttributeError):  # freed, or None
+                    continue
+                if any(map(is_it, items)):
+                    return f"{node.name()} has saved it as {name.removeprefix('_raw_saved_')!r}"
+    return None
+
+
 # ---- operators, as they are named in dispatch modes and policies
 OpOverload = torch._ops.OpOverload
 OpOverloadPacket = torch._ops.OpOverloadPacket

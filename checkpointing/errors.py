@@ -29,7 +29,7 @@ class UnsupportedError(CheckpointError):
     """The region does something that can't be brought back."""
 
 
-# slot, what was saved, what was recomputed, the line and expression where it was recomputed
+# slot, what was saved, what was recomputed, and what else is known: operators, lines and expressions
 Mismatch = tuple[int, object, object, str]
 
 
@@ -57,8 +57,8 @@ def different_metadata(where: object, op: str, mismatches: Sequence[Mismatch]) -
         f"tensor at position {slot}:\n"
         f"saved metadata: {_readable(saved)}\n"
         f"recomputed metadata: {_readable(recomputed)}\n"
-        f"(slot {slot}, saved in the recompute at {line})\n"
-        for slot, saved, recomputed, line in mismatches
+        f"({details})\n"
+        for slot, saved, recomputed, details in mismatches
     )
     return MismatchError(
         f"{where}: Recomputed values for the following tensors have different metadata than during the forward pass.\n"

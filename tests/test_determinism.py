@@ -8,6 +8,7 @@ import torch.utils.checkpoint
 from torch import nn
 
 from checkpointing import CheckpointError, MismatchError, checkpoint_scope, checkpointed, keep
+from checkpointing._api import fingerprint
 
 LINE = re.escape(__file__)
 
@@ -270,6 +271,54 @@ def test_values_sees_swapped_elements_and_signs_of_zero():
         x = torch.ones(2, requires_grad=True)
         text = failed(lambda x, which=which: (x * which()).sin(), x, determinism_check="values")
         assert "position 0" in text
+
+
+@pytest.mark.parametrize(
+    "first, later",
+    [
+        ([1, 1, 1, 0, 0], [0, 0, 0, 0, 1]),
+        ([3, 0, 0], [0, 1, 0]),
+        ([1, 0, 1], [0, 2, 0]),
+        ([5, 7], [7, 5]),
+        ([0, 0, 1], [1, 0, 0]),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.bool, torch.int32], ids=str)
+def test_values_tells_small_integers_apart(first, later, dtype):
+    """Masks and indices have few bits set: no two of them may look the same."""
+    first, later = torch.tensor(first).to(dtype), torch.tensor(later).to(dtype)
+    assert (fingerprint(first) == fingerprint(later)) == torch.equal(first, later)
+    assert fingerprint(first) == fingerprint(first.clone())
+
+
+def test_values_names_the_first_tensor_its_operators_and_the_lines_of_both_runs():
+    """Not all that is computed from it, which differs as well."""
+    s = [0.0]
+
+    def fn(z):
+        s[0] += 1
+        y = z.exp()
+        if s[0] > 1:
+            return (y * s[0]).sin().cos().exp()
+        return (y * s[0]).sin().cos().exp()
+
+    text = failed(fn, leaf(), determinism_check="values")
+    first = fn.__code__.co_firstlineno
+    assert re.findall(r"position (\d+)", text) == ["1"]
+    assert "slot 1, made by MulBackward0" in text
+    assert "SinBackward0 has saved it as 'self'" in text
+    assert re.search(rf"saved in the forward at {LINE}:{first + 5}: \(y \* s\[0\]\)\.sin\(\)", text)
+    assert re.search(rf"saved in the recompute at {LINE}:{first + 4}: \(y \* s\[0\]\)\.sin\(\)", text)
+    assert "so do 2 more, in slots [2, 3]" in text
+
+
+def test_metadata_names_operators_and_the_line_of_the_recompute():
+    """What the default knows without having noted anything in the forward."""
+    which = Two(3, 2)
+    text = failed(lambda x: (x[: which()] * 2).sin(), leaf(3))
+    assert "slot 0, made by MulBackward0" in text
+    assert "SinBackward0 has saved it as 'self'" in text
+    assert re.search(rf"saved in the recompute at {LINE}:\d+: \(x\[: which\(\)\] \* 2\)\.sin\(\)", text)
 
 
 def test_values_in_a_scope():
