@@ -700,10 +700,11 @@ class Surroundings:
     layer(x))(x)` is right.
     """
 
-    __slots__ = ("_strict", "_variables", "generators", "modules", "plain", "tensors")
+    __slots__ = ("_in_object", "_strict", "_variables", "generators", "modules", "plain", "tensors")
 
     def __init__(self, *functions: Any, strict: bool = False) -> None:
         self._strict = strict
+        self._in_object = False
         self.modules: tuple[nn.Module, ...] = ()
         self.generators: tuple[torch.Generator, ...] = ()
         self.tensors: tuple[tuple[str, Tensor, int], ...] = ()
@@ -755,8 +756,11 @@ class Surroundings:
                 if isinstance(part, Tensor):
                     if not self._strict and Plain.is_one(part):
                         self.plain.append(Plain(path, part))
-                elif isinstance(part, FunctionType | MethodType | functools.partial):
+                elif isinstance(part, FunctionType | MethodType | functools.partial) and not self._in_object:
+                    # Not those that these lead to in turn: an object may lead to the whole program.
+                    self._in_object = True
                     self._note(path, part)
+                    self._in_object = False
 
     def forgive(self, writes: Writes) -> None:
         """What the region itself has written is no change."""

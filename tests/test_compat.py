@@ -1513,6 +1513,22 @@ def test_kept_tensors_go_when_they_are_used(no_gc, way):
     assert holding.nbytes == (4 if way == "retained" else 0)
 
 
+def test_objects_that_lead_to_the_whole_program(no_gc):
+    """A closure over `self` of a test case or a trainer: found is what is near, in bounded time."""
+
+    class Link:
+        def __init__(self, last):
+            self.call = lambda: last
+
+    link = None
+    for _ in range(3000):
+        link = Link(link)
+    x = leaf()
+    assert torch.equal(
+        gradient(region(ours, lambda x: (link, x.sin())[1].exp(), x), x)[0], gradient(x.sin().exp(), x)[0]
+    )
+
+
 # ---- memory
 
 
