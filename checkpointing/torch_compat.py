@@ -45,6 +45,7 @@ from .errors import CheckpointError as CheckpointError
 
 SAC_IGNORED_OPS = _theirs.SAC_IGNORED_OPS
 # Bound here, so that this module can itself be put in the place of torch's (`torch.utils.checkpoint.checkpoint = ...`).
+_their_names = vars(_theirs)
 _their_checkpoint = _theirs.checkpoint
 _their_selective_contexts = _theirs.create_selective_checkpoint_contexts
 
@@ -107,7 +108,7 @@ def _switch(ours: contextvars.ContextVar[bool | None], theirs: str, argument: bo
     """An argument, unless one of the context managers overrides it: ours, or torch's of the same name."""
     override = ours.get()
     if override is None:
-        override = getattr(_theirs, theirs, None)
+        override = _their_names.get(theirs)
     return argument if override is None else override
 
 
@@ -203,27 +204,37 @@ def checkpoint(
     >>> x = torch.randn(3, requires_grad=True)
     >>> checkpoint(lambda x: x.sin().cos(), x, use_reentrant=False).sum().backward()
     """
-    options = {
-        "use_reentrant": use_reentrant,
-        "preserve_rng_state": preserve_rng_state,
-        "context_fn": context_fn,
-        "determinism_check": determinism_check,
-        "debug": debug,
-        "early_stop": early_stop,
-        "respect_saved_tensors_hooks": respect_saved_tensors_hooks,
-    }
     if function is None and not args:
         if kwargs:
             raise ValueError("Unexpected keyword arguments: " + ",".join(kwargs))
+        options = {
+            "use_reentrant": use_reentrant,
+            "preserve_rng_state": preserve_rng_state,
+            "context_fn": context_fn,
+            "determinism_check": determinism_check,
+            "debug": debug,
+            "early_stop": early_stop,
+            "respect_saved_tensors_hooks": respect_saved_tensors_hooks,
+        }
         return functools.partial(_Checkpointed, options=options)
-    return _checkpoint(function, args, kwargs, **options)  # type: ignore[arg-type]
+    return _checkpoint(
+        function,  # type: ignore[arg-type]
+        args,
+        kwargs,
+        use_reentrant,
+        preserve_rng_state,
+        context_fn,
+        determinism_check,
+        debug,
+        early_stop,
+        respect_saved_tensors_hooks,
+    )
 
 
 def _checkpoint(
     function: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    *,
     use_reentrant: bool | None,
     preserve_rng_state: bool,
     context_fn: ContextFn,
