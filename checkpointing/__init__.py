@@ -7,6 +7,7 @@ from ._api import checkpointed as checkpointed
 from ._api import disabled as disabled
 from ._api import forward_only as forward_only
 from ._api import is_recomputing as is_recomputing
+from ._policy import auto as auto
 from ._policy import keep as keep
 from ._policy import save_ops as save_ops
 from ._policy import save_tagged as save_tagged

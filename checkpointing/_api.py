@@ -22,8 +22,20 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
-from . import _ambient, _engine, _reentrant, _replay, _report, _rerun, _tape, _torch, errors
-from ._engine import Evidence, Frame, Line, depth_of_user, entered_from, metadata_of, thread, unpack, without_recording
+from . import _ambient, _auto, _engine, _reentrant, _replay, _report, _rerun, _tape, _torch, errors
+from ._auto import AutoTape
+from ._engine import (
+    Evidence,
+    Frame,
+    Line,
+    depth_of_user,
+    entered_from,
+    metadata_of,
+    thread,
+    unpack,
+    warn,
+    without_recording,
+)
 from ._policy import Policy, as_policy
 from ._replay import Replay
 from ._report import OpLog, Stats, explain, measure
@@ -133,7 +145,7 @@ _is_grad_enabled, _hooks_are_enabled = torch.is_grad_enabled, _torch.hooks_are_e
 _innermost_transform = _torch.innermost_transform
 _push_hooks, _pop_hooks = _torch.push_hooks, _torch.pop_hooks
 
-_torch.keep_dynamo_out(_ambient, _engine, _replay, _report, _rerun, _tape, _torch)
+_torch.keep_dynamo_out(_ambient, _auto, _engine, _replay, _report, _rerun, _tape, _torch)
 
 _disabled: contextvars.ContextVar[bool] = contextvars.ContextVar("checkpointing.disabled", default=False)
 
@@ -515,7 +527,10 @@ class _Block:
     def __init__(self, name: str, where: Line, options: Options) -> None:
         forward: Any = [] if options.debug else None
         recompute: Any = [] if options.debug else None
-        self._tape = Tape(_torch.enclosing_hooks(), bool(options.preserve_rng_state), forward, options.rules)
+        rules = options.rules
+        placement = None if rules is None else rules.placement
+        given = (_torch.enclosing_hooks(), bool(options.preserve_rng_state), forward, rules)
+        self._tape = Tape(*given) if placement is None else AutoTape(*given, placement)
         self._source = Replay(self._tape, recompute)
         # What is replayed has the recorded metadata by construction.
         check = None if options.determinism_check == "metadata" else options.check
@@ -537,8 +552,11 @@ class _Block:
         if self._outer is not None:
             self._outer.yield_to_inner(-1)
         self._tape.__exit__(*error)  # type: ignore[no-untyped-call]
+        complaint = self._tape.complaint
         self._tape.close()
         self.frame.complete = True
+        if complaint is not None and error[0] is None:
+            warn(f"{self.frame.place}: {complaint}")
 
     def stats(self) -> Stats:
         return measure(self.frame, self._tape, self._source)

@@ -34,10 +34,10 @@ import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from types import CodeType, FrameType
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -292,6 +292,11 @@ def identity(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def is_internal(hooks: _torch.Hooks) -> bool:
+    """Whether these hooks are those of a region or of a rerun, rather than the user's."""
+    return hooks[1] is unpack or hooks[1] is identity
+
+
 def unpack(holder: Holder) -> Tensor:
     """Autograd's unpack hook, the same for all regions."""
     frame = holder.frame
@@ -408,6 +413,11 @@ class Held:
         return self._version if live is None else _torch.version(live)
 
     @property
+    def alias(self) -> Tensor:
+        """The tensor itself, where no hooks have packed it."""
+        return cast(Tensor, self._packed)
+
+    @property
     def is_packed(self) -> bool:
         """Whether fetching it may cost a copy or a recompute."""
         return self._unpack is not None
@@ -465,10 +475,10 @@ class Recompute:
         """Whether a recompute that passes this holder's slot should deliver it."""
         return holder is not None and (holder.slot not in self.task.ready or holder is self.holder)
 
-    def wanted(self) -> list[Holder]:
-        """The live holders that this graph task may still open, by slot."""
+    def wanted(self, refs: Iterable[weakref.ref[Holder]] | None = None) -> list[Holder]:
+        """The live holders that this graph task may still open, by slot; of all or of these."""
         ready, opened = self.task.ready, self.holder
-        live = [ref() for ref in self.frame.holders]
+        live = [ref() for ref in (self.frame.holders if refs is None else refs)]
         return [holder for holder in live if holder is not None and (holder.slot not in ready or holder is opened)]
 
     @property

@@ -9,6 +9,7 @@ kept elsewhere. Whatever a user may write for a policy becomes one of them in `a
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
@@ -18,6 +19,7 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
 from . import _torch
+from ._auto import Placement
 from ._engine import thread
 from ._tape import Answer
 from ._tree import map_tensors
@@ -105,6 +107,11 @@ class Policy:
         """What to do with a value of this name."""
         return False
 
+    @property
+    def placement(self) -> Placement | None:
+        """Whether, and within which bounds, the tape places checkpoints by itself."""
+        return None
+
     def __or__(self, other: Any) -> Policy:
         return _either(self, other)
 
@@ -161,6 +168,20 @@ class _Asking(Policy):
 
 
 @dataclass(frozen=True, slots=True, repr=False)
+class _Auto(Policy):
+    budget: int | None
+    segment: int | None
+
+    @property
+    def placement(self) -> Placement:
+        return Placement(self.budget, self.segment)
+
+    def __repr__(self) -> str:
+        given = {"budget": self.budget, "segment": self.segment}
+        return f"auto({', '.join(f'{name}={value}' for name, value in given.items() if value is not None)})"
+
+
+@dataclass(frozen=True, slots=True, repr=False)
 class _Either(Policy):
     first: Policy
     second: Policy
@@ -174,6 +195,10 @@ class _Either(Policy):
 
     def on_tag(self, name: str) -> Answer:
         return self.first.on_tag(name) or self.second.on_tag(name)
+
+    @property
+    def placement(self) -> Placement | None:
+        return self.first.placement or self.second.placement
 
     def __repr__(self) -> str:
         return f"{self.first!r} | {self.second!r}"
@@ -227,6 +252,63 @@ def save_tagged(*names: str) -> Policy:
     return _SaveTagged(frozenset(names))
 
 
+def auto(*, budget: int | str | None = None, segment: int | str | None = None) -> Policy:
+    """A policy: checkpoints that place themselves, while the block runs, at moments when little is alive.
+
+    Nothing has to be marked, profiled or known beforehand; modules, loops, functions and inner regions are seen
+    through. The same program makes the same checkpoints, in each step and on each rank. (A tensor in a reference
+    cycle counts as alive until Python's garbage collector comes by.)
+
+    Args:
+        budget: at most how many bytes the block may keep for backward at any moment of the forward; its inputs and
+            parameters are not counted. An int, or text such as `"1.5 GiB"` or `"200 MB"`. Room that the checkpoints
+            leave is used to keep what is dear to recompute per byte: results of matrix products, convolutions and
+            attention first.
+        segment: at most about how many bytes autograd saves between two checkpoints; int or text. None: the number
+            of checkpoints grows like the square root of what the block saves, and so does the memory it needs.
+
+    Raises:
+        TypeError, ValueError: for what is no number of bytes.
+
+    Warns:
+        UserWarning: at the end of a block, if the budget has no room for a single checkpoint of it; it names the
+            smallest budget that has.
+
+    >>> import torch
+    >>> from checkpointing import auto, checkpoint_scope
+    >>> layers = torch.nn.ModuleList(torch.nn.Linear(64, 64) for _ in range(100))
+    >>> x = torch.randn(32, 64, requires_grad=True)
+    >>> with checkpoint_scope(policy=auto()) as scope:
+    ...     for layer in layers:
+    ...         x = layer(x).relu()
+    >>> scope.stats.bytes_saved // scope.stats.bytes_kept >= 4
+    True
+
+    Source of the method: Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost"; online as in Kirisame et
+    al. 2021, "Dynamic Tensor Rematerialization".
+    """
+    return _Auto(_bytes("budget", budget, 0), _bytes("segment", segment, 1))
+
+
+def _bytes(name: str, given: Any, least: int) -> int | None:
+    if given is None:
+        return None
+    if isinstance(given, str):
+        match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+(?:e[0-9]+)?)\s*([kmgt]i?)?b?\s*", given.lower())
+        if match is None:
+            raise ValueError(f"{name} is a number of bytes, such as 10**9 or '1.5 GiB', not {given!r}")
+        unit = match[2] or ""
+        given = int(float(match[1]) * _UNITS[unit])
+    if isinstance(given, bool) or not isinstance(given, int):
+        raise TypeError(f"{name} is a number of bytes, such as 10**9 or '1.5 GiB', not {given!r}")
+    if given < least:
+        raise ValueError(f"{name} is at least {least}, not {given}")
+    return given
+
+
+_UNITS = {"": 1} | {f"{c}{i}": (1024 if i else 1000) ** n for n, c in enumerate("kmgt", 1) for i in ("", "i")}
+
+
 def as_policy(policy: Any) -> Policy | None:
     """The policy that a user means by one of ours, a list of operators, or a function as torch's selective
     checkpointing takes it, `(ctx, op, *args, **kwargs) -> CheckpointPolicy | bool`.
@@ -247,6 +329,8 @@ def _either(first: Any, second: Any) -> Policy:
     first, second = as_policy(first), as_policy(second)
     if first is None or second is None:
         raise TypeError("None is no policy to combine with: it keeps nothing")
+    if first.placement is not None and second.placement is not None:
+        raise TypeError(f"{first!r} and {second!r} can't both place checkpoints: give one auto(...) all it needs")
     return _Either(first, second)
 
 

@@ -12,6 +12,8 @@ table that all layers share would make one window of the whole model).
 
 from __future__ import annotations
 
+import weakref
+from bisect import bisect_right
 from collections.abc import Iterable
 from typing import Any
 
@@ -39,6 +41,29 @@ class Replay:
         self.log = log
         self.replays = 0
         self.replayed = 0
+        self._by_segment: dict[int, list[weakref.ref[Holder]]] | None = None
+
+    def segment_of(self, holder: Holder) -> int:
+        """The segment in which the newest of what a holder saved was made; -1 if nothing has to be made."""
+        saved = holder.saved
+        if type(saved) is Ref:
+            op = saved[0].op
+            return -1 if op is None else bisect_right(self.tape.cuts, op.index)
+        index = max((value.op.index for value in values_of(saved) if value.op is not None), default=-1)
+        return index if index < 0 else bisect_right(self.tape.cuts, index)
+
+    def by_segment(self, frame: Frame) -> dict[int, list[weakref.ref[Holder]]]:
+        """The holders of each segment. There may be thousands of both, so they are sorted once."""
+        if self._by_segment is not None:
+            return self._by_segment
+        found: dict[int, list[weakref.ref[Holder]]] = {}
+        for ref in frame.holders:
+            holder = ref()
+            if holder is not None:
+                found.setdefault(self.segment_of(holder), []).append(ref)
+        if frame.complete:
+            self._by_segment = found
+        return found
 
     def at_hand(self, holder: Holder, where: Frame) -> Tensor | None:
         """A value from outside that hooks have not taken: nothing to compute, nothing to share."""
@@ -46,13 +71,16 @@ class Replay:
         if type(saved) is not Ref or saved[0].op is not None or where.check is not None or not where.early_stop:
             return None
         value, geometry, kind = saved
-        held = value.held.get(geometry)
-        if held is None or held.is_packed:
+        held = value.held.get(geometry) or next(iter(value.held.values()))
+        if held.is_packed:
             return None
         try:
             tensor = held.fetch(where)
         except errors.CheckpointError:
             return None  # it will be raised again, from a recompute
+        if geometry_of(tensor) != geometry:
+            with _torch.below_autograd():
+                tensor = _torch.lay(tensor, *geometry)
         return tensor if kind is None else tensor.as_subclass(kind)
 
     def recompute(self, request: Recompute) -> None:
@@ -83,13 +111,12 @@ class _Window:
         self._frame = request.frame
         self._grad_mode = False  # what `below_autograd` sets
         self._writes = False  # whether the window has operators that write in place
-        self._given: set[int] = set()  # storages that have been delivered: no longer ours to write
+        self._given: dict[int, list[Geometry]] = {}  # by storage: what has been delivered is no longer ours to write
         self._parts: dict[int, Tensor] = {}  # by value: parts of wrappers whose other parts are still to come
 
     def run(self) -> None:
         request = self._request
-        candidates = request.wanted()
-        wanted, ops = self._widen(candidates)
+        wanted, ops = self._widen()
         # Before autograd is switched off: an enclosing region may have to rerun for them.
         self._fetch_inputs(ops, wanted)
         with _torch.below_autograd():
@@ -100,25 +127,26 @@ class _Window:
             if ops:
                 self._source.replays += 1
                 self._source.replayed += len(ops)
-                self._replay(ops, candidates)
+                self._replay(ops)
         if self._inputs and all(holder.slot in request.task.ready for holder in request.wanted()):
             self._inputs.clear()
 
-    def _widen(self, candidates: list[Holder]) -> tuple[list[Holder], list[Op]]:
+    def _widen(self) -> tuple[list[Holder], list[Op]]:
         """The holder that is being opened and those that share its window, and the operators of the window."""
         request = self._request
         opened = request.holder
         if request.whole_region:
+            candidates = request.wanted()
             return candidates, slice_of(candidates)
-        segment = _segment(opened)
+        segment = self._source.segment_of(opened)
         if segment < 0:
             return [opened], []
         plan: dict[int, set[int]] = request.task.plan
         if plan is None:
             plan = request.task.plan = {}
         slots = plan.get(opened.slot)
+        candidates = request.wanted(self._source.by_segment(self._frame)[segment])
         if slots is None:
-            candidates = [h for h in candidates if _segment(h) == segment]
             ops = slice_of([opened])
             inside = {None, *ops}
             if all(
@@ -135,6 +163,15 @@ class _Window:
         wanted = [holder for holder in candidates if holder.slot in slots]
         return wanted, slice_of(wanted)
 
+    def _passed_by(self, ops: list[Op]) -> Iterable[Holder]:
+        """The holders that may want something that these operators make: of their segments, and of no others."""
+        request, source = self._request, self._source
+        if request.whole_region:
+            return request.wanted()
+        first, last = (bisect_right(source.tape.cuts, op.index) for op in (ops[0], ops[-1]))
+        by_segment = source.by_segment(self._frame)
+        return request.wanted(ref for segment in range(first, last + 1) for ref in by_segment.get(segment, ()))
+
     def _fetch_inputs(self, ops: list[Op], wanted: list[Holder]) -> None:
         """What comes through hooks, once per graph task; the rest is at hand."""
         inputs = self._inputs
@@ -150,11 +187,11 @@ class _Window:
             if type(holder.saved) is Held and holder.saved.is_packed and holder.saved not in inputs:
                 inputs[holder.saved] = holder.saved.fetch(self._frame)
 
-    def _replay(self, ops: list[Op], candidates: list[Holder]) -> None:
+    def _replay(self, ops: list[Op]) -> None:
         made = self._made
         # What passes by in this window and is wanted by a holder of another one comes for free.
         savers: dict[int, list[Holder]] = {}
-        for holder in candidates:
+        for holder in self._passed_by(ops):
             saved = holder.saved
             for value in (saved[0],) if type(saved) is Ref else values_of(saved):
                 if value.op is not None:
@@ -224,7 +261,8 @@ class _Window:
         """A value that `holder` saved has been made."""
         tensor = self._made[id]
         if self._writes:
-            self._given.add(_torch.storage_id(tensor))
+            given = self._given.setdefault(_torch.storage_id(tensor), [])
+            given.append(holder.saved.geometry if type(holder.saved) is Ref else geometry_of(tensor))
         saved = holder.saved
         if type(saved) is Ref:
             if self._geometry[id] != saved.geometry:
@@ -245,12 +283,19 @@ class _Window:
         if tensor is None:  # a kept value
             value = next(value for value in op.reads if value.id == id)
             tensor = self._fetch(next(iter(value.held.values())))
-            self._given.add(_torch.storage_id(tensor))
-        elif not is_read_later and _torch.storage_id(tensor) not in self._given:
+        elif not is_read_later and not self._would_overwrite(id, op, self._given.get(_torch.storage_id(tensor))):
             return None
         copy = self._made[id] = _torch.clone_storage(tensor)
         self._geometry[id] = geometry_of(copy)
         return tensor if is_read_later else None
+
+    @staticmethod
+    def _would_overwrite(id: int, op: Op, given: list[Geometry] | None) -> bool:
+        """Whether `op` may write elements of the value that have been delivered."""
+        if not given:
+            return False
+        written = [ref.geometry for ref in (*op.args, *op.kwargs.values()) if type(ref) is Ref and ref.value.id == id]
+        return not written or not all(are_disjoint(ours, theirs) for ours in written for theirs in given)
 
     def _arguments(self, saved: Iterable[Any]) -> list[Any]:
         args = []
@@ -319,6 +364,30 @@ def values_of(saved: Any) -> Iterable[Value]:
     return ()
 
 
+def are_disjoint(a: Geometry, b: Geometry) -> bool:
+    """Whether two tensors that lie like this on one storage share no element; False where that is not plain to see."""
+    (sizes, strides, start, dtype, _), (others, other_strides, other_start, other_dtype, _) = a, b
+    if dtype != other_dtype or len(sizes) != len(others):
+        return False
+    dims = []
+    for size, stride, other, other_stride in zip(sizes, strides, others, other_strides, strict=True):
+        if size != 1 or other != 1:
+            if stride != other_stride or stride <= 0:
+                return False
+            dims.append((stride, size, other))
+    # Boxes of one grid, whose steps are the strides: apart if they are so in one direction.
+    apart = False
+    whole = 0
+    for stride, size, other in sorted(dims, reverse=True):
+        i, start = divmod(start, stride)
+        j, other_start = divmod(other_start, stride)
+        if whole and (whole % stride or max(i + size, j + other) * stride > whole):
+            return False
+        apart = apart or i + size <= j or j + other <= i
+        whole = stride
+    return apart or start != other_start
+
+
 def slice_of(holders: Iterable[Holder]) -> list[Op]:
     """The operators that make what these holders saved from what is held, in the order in which they ran."""
     found: set[Op] = set()
@@ -353,14 +422,6 @@ def connected(holders: list[Holder], opened: Holder) -> tuple[dict[int, set[int]
     mine = groups[position[opened.slot]]
     ops = [op for op, i in owner.items() if groups[i] is mine]
     return {holder.slot: group for holder, group in zip(holders, groups, strict=True)}, sorted(ops, key=_index)
-
-
-def _segment(holder: Holder) -> int:
-    saved = holder.saved
-    if type(saved) is Ref:
-        op = saved[0].op
-        return -1 if op is None else op.segment
-    return max((value.op.segment for value in values_of(holder.saved) if value.op is not None), default=-1)
 
 
 def _index(op: Op) -> int:

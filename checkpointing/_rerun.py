@@ -258,11 +258,6 @@ def detached(tensor: Tensor) -> Tensor:
     return tensor.detach() if tensor.requires_grad else tensor
 
 
-def is_internal(hooks: _torch.Hooks) -> bool:
-    """Whether these hooks are those of a region or of a rerun, rather than the user's."""
-    return hooks[1] is unpack or hooks[1] is identity
-
-
 class Pinned:
     """Where `keep` and functions that run once go while the function is called again: it hands back what the forward
     pinned or recorded, in order."""

@@ -61,6 +61,21 @@ class Value:
         if self.volatile:
             held.freeze()
 
+    def keep(self, tensor: Tensor, hooks: _torch.Hooks | None) -> None:
+        """Hold the value, although an operator makes it. `tensor` covers the storage."""
+        self.hold(tensor, geometry_of(tensor), hooks, "a kept tensor")
+        self.kept = True
+
+    def pack(self, hooks: _torch.Hooks | None) -> None:
+        """Save what was kept in what encloses the region."""
+        (held,) = self.held.values()
+        self.held = {}
+        self.keep(whole(held.alias, hooks), hooks)
+
+    def give_back(self, op: Op) -> None:
+        """Keep it no longer: `op` makes it."""
+        self.op, self.held, self.kept = op, _NOTHING, False
+
     @property
     def is_parameter(self) -> bool:
         return any(held.is_parameter for held in self.held.values())
@@ -129,7 +144,7 @@ class Wrapped:
 class Op:
     """One recorded operator call. It names the values it makes by id: a strong reference would be a cycle."""
 
-    __slots__ = ("args", "func", "grad_mode", "index", "kwargs", "outputs", "reads", "rng", "segment", "writes")
+    __slots__ = ("args", "func", "grad_mode", "index", "kwargs", "outputs", "reads", "rng", "writes")
 
     func: Any
     args: list[Any]  # with a Ref, Shape or Scratch in place of each tensor
@@ -137,7 +152,6 @@ class Op:
     reads: list[Value]
     grad_mode: bool  # kernels may look at it
     index: int  # position on the tape
-    segment: int  # how many times something had been kept before
     rng: Generators | None  # where the generators stood, for a random operator
     outputs: list[tuple[int, int]]  # (which tensor of the result, id of the value that it is)
     writes: list[tuple[int, int]]  # (id of the value that is overwritten, id of the value that it becomes)
@@ -195,6 +209,13 @@ class Info:
         self.inplace = bool(self.writes) and all(a is not None and a.is_write for a in aliases)
         self.random = torch.Tag.nondeterministic_seeded in func.tags
         self.may_draw = self.random or self.custom
+
+
+def info_of(func: Any) -> Info:
+    info = _INFOS.get(func)
+    if info is None:
+        info = _INFOS[func] = Info(func)
+    return info
 
 
 # Operators that allocate without filling.
@@ -295,7 +316,7 @@ class Tape(TorchDispatchMode):
         self._weak: list[int] = []
         self._saved: set[int] = set()
         self._pending: set[Value] = set()  # saved while still unwritten, and read by no operator yet
-        self._segment = 0
+        self.cuts: list[int] = []  # where segments begin: positions on the tape, in order
         self._ids = 0
         self._unsettled: list[tuple[Answer, Tensor]] = []  # written just now, and to be kept
 
@@ -325,6 +346,9 @@ class Tape(TorchDispatchMode):
         for weak in self._weak:
             _torch.free_weak_storage(weak)
         self._weak.clear()
+
+    def _forget_recent(self) -> None:
+        self._recent = _NOTHING_RECENT
 
     def settle(self) -> None:
         """Keep what the last write has made: it has the version now that it should have."""
@@ -357,12 +381,15 @@ class Tape(TorchDispatchMode):
             value = self._values.get(_torch.storage_id(tensor))
             # There is nothing yet in memory that has only been allocated.
             if value is not None and value.op is not None and not (value.unwritten and value.nbytes):
-                tensor_on_it = whole(tensor, hooks)
-                value.hold(tensor_on_it, geometry_of(tensor_on_it), hooks, "a kept tensor")
-                value.kept = True
+                value.keep(whole(tensor, hooks), hooks)
                 self.kept_bytes += value.nbytes
-                self._segment += 1
+                self.cuts.append(self.recorded)
         return tensor
+
+    @property
+    def complaint(self) -> str | None:
+        """What to warn of when the block ends."""
+        return None
 
     def tag(self, tensor: Tensor, name: str) -> Tensor:
         """The value has a name, which the innermost policy may want to keep it by."""
@@ -412,7 +439,7 @@ class Tape(TorchDispatchMode):
         value = self._values.get(sid)
         if value is None:
             value = self._register(tensor, None, sid)
-        if value.op is None or (value.unwritten and value.nbytes):
+        if (value.op is None and not value.kept) or (value.unwritten and value.nbytes):
             # From outside; or allocated here and filled by something unseen (a raw kernel, ctypes, NumPy).
             hooks = self._hooks
             if is_read:
@@ -448,9 +475,7 @@ class Tape(TorchDispatchMode):
             return func(*args, **kwargs)
         if self._unsettled:
             self.settle()
-        info = _INFOS.get(func)
-        if info is None:
-            info = _INFOS[func] = Info(func)
+        info = _INFOS.get(func) or info_of(func)
         if types and any(_dispatches(t) for t in types):
             return NotImplemented  # the subclass takes itself apart, and plain tensors come by
         if info.ignored:
@@ -478,7 +503,6 @@ class Tape(TorchDispatchMode):
         op.rng = stash_generators(args, kwargs) if info.may_draw and self._preserve_rng_state else None
         op.grad_mode = _is_grad_enabled()
         op.index = self.recorded
-        op.segment = self._segment
         self._recent = _NOTHING_RECENT
         result = info.run(*given, **kwargs)
         if op.rng is not None and info.custom and not op.rng.have_moved():
@@ -577,7 +601,6 @@ class Tape(TorchDispatchMode):
         op.rng = stash_generators(args, kwargs) if info.may_draw and self._preserve_rng_state else None
         op.grad_mode = _is_grad_enabled()
         op.index = self.recorded
-        op.segment = self._segment
         op.writes = []
         self._freeze([self._values.get(sid) for sid in targets if sid not in pending])
         result = func(*args, **kwargs)

@@ -199,6 +199,38 @@ def is_same(a: Tensor, b: Tensor) -> bool:
     return (a.shape, a.stride(), a.storage_offset(), a.dtype) == (b.shape, b.stride(), b.storage_offset(), b.dtype)
 
 
+# The same by the storage's id, which must still be valid.
+storage_users_by_id: Callable[[int], int] = _C._storage_Use_Count
+
+
+def _references_besides_tensors() -> int:
+    tensor = torch.empty(1)
+    tensor.untyped_storage()
+    return storage_users_by_id(storage_id(tensor)) - 1
+
+
+# Once Python has seen a storage, its Python object counts as one, in torch 2.11 to 2.15.
+STORAGE_OBJECT = _references_besides_tensors()
+
+
+def flop_formula(func: Any) -> Callable[[Any, Any, Any], float] | None:
+    """How many floating-point operations a call takes, given (args, kwargs, result); None for operators that torch
+    does not count. (Imported when it is needed: `import torch` does not.)"""
+    from torch.utils.flop_counter import flop_registry
+
+    formula = flop_registry.get(getattr(func, "overloadpacket", func))
+    if formula is None:
+        return None
+
+    def count(args: Any, kwargs: Any, result: Any) -> float:
+        try:
+            return cast(float, formula(*args, **kwargs, out_val=result))
+        except (AssertionError, IndexError, TypeError, ValueError):  # shapes that it was not written for
+            return 0.0
+
+    return count
+
+
 # A weak reference that keeps the storage's *address* from being reused; free it with `free_weak_storage`.
 weak_storage: Callable[[Any], int] = cast("Any", torch.UntypedStorage._weak_ref)
 free_weak_storage: Callable[[int], None] = torch.UntypedStorage._free_weak_ref

@@ -35,12 +35,12 @@ from torch.utils.checkpoint import set_device_states as set_device_states
 
 from . import _torch
 from ._api import is_plain, logged
-from ._engine import Frame, entered_from, metadata_of, thread, unpack, warn
+from ._engine import Frame, entered_from, is_internal, metadata_of, thread, unpack, warn
 from ._policy import selective_context
 from ._reentrant import CheckpointFunction as CheckpointFunction
 from ._reentrant import check_backward_validity as check_backward_validity
 from ._reentrant import detach_variable as detach_variable
-from ._rerun import ContextFn, Rerun, is_internal, stands_alone
+from ._rerun import ContextFn, Rerun, stands_alone
 from .errors import CheckpointError as CheckpointError
 
 SAC_IGNORED_OPS = _theirs.SAC_IGNORED_OPS
