@@ -44,6 +44,17 @@ def ten_ops(x):
     return x
 
 
+class Normalised(nn.Module):
+    """A BatchNorm and one operator more."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+
+    def forward(self, x):
+        return self.norm(x).sin()
+
+
 def scoped(function):
     def call(x):
         with checkpoint_scope():
@@ -173,6 +184,12 @@ def bench_region(benchmark, function, way):
     benchmark(steps(function)[way])
 
 
+@pytest.mark.parametrize("way", sorted(regions(one_op)))
+def bench_buffers(benchmark, way):
+    """Forward and backward of a small module with running statistics."""
+    benchmark(steps(Normalised())[way])
+
+
 @pytest.mark.parametrize("way", sorted(recordings()))
 def bench_recording(benchmark, way):
     """A hundred recorded operators."""
@@ -201,6 +218,10 @@ def main():
             print(f"  {way} adds {added(times, way, 'torch'):.2f} of what torch adds (target {target})")
         if "torch_remat" in times:
             print(f"  rerun adds {added(times, 'rerun', 'torch_remat'):.2f} of what torch_remat adds")
+    times = medians(steps(Normalised()), rounds=15, calls=200)
+    print("BatchNorm inside", {name: f"{1e6 * t:.1f} us" for name, t in times.items()})
+    for way in ("rerun", "rerun without rng"):
+        print(f"  {way} adds {added(times, way, 'torch'):.2f} of what torch adds (target 0.6)")
     times = medians(recordings(), rounds=15, calls=20)
     print(f"recording adds {added(times, 'scope', 'nothing'):.2f} of what a mode that does nothing adds (target 2.5)")
     times = medians(calls_without_grad(), rounds=15, calls=500)

@@ -195,6 +195,7 @@ def register_state(snapshot: Callable[[], S], restore: Callable[[S], object]) ->
 
 _copy_context = contextvars.copy_context
 _function_mode_count = _torch.function_mode_count
+_is_inference = torch.is_inference_mode_enabled
 _autocast_is_on = _torch.autocast_is_on_somewhere
 
 
@@ -221,6 +222,7 @@ class Ambient:
             and self._modes is None
             and not _autocast_is_on()
             and not _function_mode_count()
+            and not _is_inference()
             and read_switches() == self._switches
         ):
             context.run(call, *args, **kwargs)  # nothing to enter, as nearly always
@@ -242,6 +244,10 @@ class Ambient:
         if modes != (self._modes or []):
             undo.append(lambda: _torch.set_function_modes(modes))
             _torch.set_function_modes(self._modes or [])
+        if _is_inference():  # around the backward; a region is never entered in it
+            mode = torch.inference_mode(False)
+            mode.__enter__()
+            undo.append(lambda: mode.__exit__(None, None, None))
         if self._autocast is not None or _autocast_is_on():
             autocast = _read_autocast()
             undo.append(lambda: _write_autocast(autocast))

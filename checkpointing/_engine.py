@@ -47,6 +47,7 @@ from . import _torch, errors
 # Bound once: these run for every saved tensor.
 _ref = weakref.ref
 _getframe = sys._getframe
+_is_grad_enabled, _set_grad_enabled = torch.is_grad_enabled, _torch.set_grad_enabled
 _current_node = _torch.current_node
 _graph_exec_group = _torch.graph_exec_group
 _graph_task_id = _torch.graph_task_id
@@ -55,7 +56,6 @@ _at_graph_task_end = _torch.at_graph_task_end
 _in_batched_backward = _torch.in_batched_backward
 _PythonNode = _torch.PythonNode
 _backward_code = _torch.run_backward_code
-_getframe = sys._getframe
 
 Line = tuple[CodeType, int]  # where code was running: cheap to note, see `_line`
 
@@ -730,14 +730,17 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
 
 def without_recording(function: Callable[[Any], Any], value: Any) -> Any:
     """Call a check or a hook of the user so that no tape sees what it does."""
-    thread.depth += 1
-    thread.aside += 1
+    here = thread.__dict__
+    here["depth"] += 1
+    here["aside"] += 1
+    grad_mode = _is_grad_enabled()
+    _set_grad_enabled(False)
     try:
-        with torch.no_grad():
-            return function(value)
+        return function(value)
     finally:
-        thread.depth -= 1
-        thread.aside -= 1
+        _set_grad_enabled(grad_mode)
+        here["depth"] -= 1
+        here["aside"] -= 1
 
 
 _NOT_USER_CODE = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep)

@@ -49,7 +49,11 @@ class CheckpointFunction(torch.autograd.Function):
         ctx.buffers = Buffers(around.modules + tuple(value for value in args if isinstance(value, nn.Module)))
         ctx.rng = None
         if preserve_rng_state:
-            generators = [*around.generators, *(value for value in args if isinstance(value, torch.Generator))]
+            generators = [
+                *around.generators,
+                *ctx.buffers.generators,
+                *(value for value in args if isinstance(value, torch.Generator)),
+            ]
             devices = {device for device in ctx.buffers.devices | _devices(args) if has_rng(device)}
             ctx.rng = Generators(True, devices, generators, preserve_rng_state == "all")
         ctx.is_tensor = [isinstance(value, Tensor) for value in args]

@@ -102,13 +102,15 @@ class Rerun:
             inputs.modules += around.modules
             inputs.generators += around.generators
             inputs.plain += around.plain
+        self.buffers: Buffers | None = None
+        if inputs.modules:
+            self.buffers = found = Buffers(inputs.modules)
+            inputs.see(found.devices)
+            inputs.generators += found.generators
+            inputs.plain += found.plain
         self._writes = Writes(_code_of(function), inputs.plain) if inputs.plain else None
         self.context: AbstractContextManager[Any] | None = None  # entered around the rerun
         self._ambient = ambient = Ambient()
-        self.buffers: Buffers | None = None
-        if inputs.modules:
-            self.buffers = Buffers(inputs.modules)
-            inputs.see(self.buffers.devices)
         # Leaves that the function finds by itself are no arguments. Those that come from elsewhere in the rerun than in
         # the forward (hooks, copies of buffers) have other version counters.
         finds_leaves = self._surroundings is not None or self.buffers is not None
@@ -397,16 +399,17 @@ def _differ(pair: tuple[Tensor, Tensor]) -> bool:
 class _Buffer:
     """A buffer of a module, or a parameter that is trained by other means than gradients, before the forward."""
 
-    __slots__ = ("before", "is_volatile", "module", "name", "store", "tensor", "version")
+    __slots__ = ("before", "module", "name", "store", "tensor", "version")
 
-    def __init__(self, module: nn.Module, store: dict[str, Any], name: str, tensor: Tensor, is_volatile: bool) -> None:
+    def __init__(self, module: nn.Module, store: dict[str, Any], name: str, tensor: Tensor) -> None:
         self.module = module
         self.store = store
         self.name = name
         self.tensor = tensor
         self.version = _torch.version(tensor)
-        self.is_volatile = is_volatile  # copied each time, whether it is written or not
         self.before: Tensor | None = None
+        if not tensor.requires_grad and _wrote_buffers.get(module, {}).get(name) is not False:
+            self.before = without_recording(torch.clone, tensor)
 
     def __str__(self) -> str:
         return f"{type(self.module).__name__}.{self.name}"
@@ -414,21 +417,26 @@ class _Buffer:
 
 class Buffers:
     """The buffers of the modules that a region runs, as they were before it: the rerun starts from these, and what it
-    writes is dropped (rule 7).
+    writes is dropped (rule 7). And what else modules have that no argument shows: whether they are in training mode,
+    generators and tensors among their attributes.
 
     Small buffers of modules in training mode are always copied, because some kernels write running statistics without
     a trace. Any other is copied until a forward has left it alone, and guarded from then on; if a later one writes it,
     that rerun is refused, and the next forward copies it again.
     """
 
-    __slots__ = ("_buffers", "_lazy", "_lost", "devices")
+    __slots__ = ("_buffers", "_lazy", "_lost", "_modes", "_volatile", "devices", "generators", "plain")
 
     def __init__(self, modules: tuple[nn.Module, ...]) -> None:
         self._buffers: list[_Buffer] = []
         self._lost: list[_Buffer] = []
-        self._lazy: list[tuple[nn.Module, str]] = []
+        self._lazy: list[tuple[dict[str, Any], str]] = []
+        self._modes: list[tuple[nn.Module, bool]] = []
+        self._volatile: list[tuple[dict[str, Any], str, Tensor, Tensor]] = []  # where, what it was, a copy of that
         self.devices: set[torch.device] = set()
-        copied: list[_Buffer] = []
+        self.generators: tuple[torch.Generator, ...] = ()
+        self.plain: list[Plain] = []
+        volatile: list[tuple[dict[str, Any], str, Tensor]] = []
         stack: list[nn.Module | None] = list(modules)
         seen: set[nn.Module] = set()
         while stack:
@@ -436,45 +444,47 @@ class Buffers:
             if module is None or module in seen:
                 continue
             seen.add(module)
-            stack.extend(_torch.children(module))
-            parameters = _torch.own_parameters(module)
+            training = module.training
+            self._modes.append((module, training))
+            children, parameters, buffers = _parts_of(module)
+            if children:
+                stack.extend(children.values())
             for name, parameter in parameters.items():
                 if parameter is not None:
                     if not parameter.is_cpu:
                         self.devices.add(parameter.device)
                     if not parameter.requires_grad and not nn.parameter.is_lazy(parameter):
-                        self._note(_Buffer(module, parameters, name, parameter, False), copied)
-            buffers = _torch.own_buffers(module)
+                        self._buffers.append(_Buffer(module, parameters, name, parameter))
             for name, tensor in buffers.items():
-                if tensor is None:
-                    continue
-                if nn.parameter.is_lazy(tensor):
-                    self._lazy.append((module, name))
-                    continue
-                is_volatile = module.training and not tensor.requires_grad and tensor.nbytes <= _SMALL
-                self._note(_Buffer(module, buffers, name, tensor, is_volatile), copied)
-        if copied:
-            # Below the tape: an enclosing scope has no use for the copies.
-            copies = without_recording(_clones, [buffer.tensor for buffer in copied])
-            for buffer, copy in zip(copied, copies, strict=True):
-                buffer.before = copy
+                if training and type(tensor) is Tensor and tensor.nbytes <= _SMALL and not tensor.requires_grad:
+                    volatile.append((buffers, name, tensor))
+                elif tensor is not None:
+                    if nn.parameter.is_lazy(tensor):
+                        self._lazy.append((buffers, name))
+                    else:
+                        self._buffers.append(_Buffer(module, buffers, name, tensor))
+            if _has_attributes(type(module)):
+                self._look_at_attributes(module)
+        if volatile:
+            copies = without_recording(_clones, [tensor for _, _, tensor in volatile])
+            self._volatile = [(*entry, copy) for entry, copy in zip(volatile, copies, strict=True)]
 
-    def _note(self, buffer: _Buffer, copied: list[_Buffer]) -> None:
-        self._buffers.append(buffer)
-        if buffer.is_volatile or (
-            not buffer.tensor.requires_grad and _wrote_buffers.get(buffer.module, {}).get(buffer.name) is not False
-        ):
-            copied.append(buffer)
+    def _look_at_attributes(self, module: nn.Module) -> None:
+        if not _WITH_STATE.isdisjoint(map(type, vars(module).values())):
+            for name, value in vars(module).items():
+                if type(value) is torch.Generator:
+                    self.generators += (value,)
+                elif isinstance(value, Tensor) and Plain.is_one(value):
+                    self.plain.append(Plain(f"{type(module).__name__}.{name}", value))
 
     def knows(self, tensor: Tensor) -> bool:
         storage = _torch.storage_id(tensor)
-        return any(_torch.storage_id(b.tensor) == storage for b in self._buffers if _torch.has_storage(b.tensor))
+        known = [*(buffer.tensor for buffer in self._buffers), *(entry[2] for entry in self._volatile)]
+        return any(_torch.storage_id(buffer) == storage for buffer in known if _torch.has_storage(buffer))
 
     def settle(self) -> None:
         """After the forward: which buffers has it written?"""
         for buffer in self._buffers:
-            if buffer.is_volatile:
-                continue
             is_same = buffer.store.get(buffer.name) is buffer.tensor
             wrote = not is_same or _torch.version(buffer.tensor) != buffer.version
             if not wrote and buffer.before is not None:
@@ -484,37 +494,51 @@ class Buffers:
             elif not wrote:
                 buffer.before = None
             _wrote_buffers.setdefault(buffer.module, {})[buffer.name] = wrote
-        for module, name in self._lazy:  # made by this forward: its first value is gone, but it is not written twice
-            store = _torch.own_buffers(module)
+        for store, name in self._lazy:  # made by this forward: its first value is gone, but it is not written twice
             new = store[name]
             if new is not None:
-                buffer = _Buffer(module, store, name, new, True)
-                (buffer.before,) = without_recording(_clones, [new])
-                self._buffers.append(buffer)
+                self._volatile.append((store, name, new, without_recording(torch.clone, new)))
 
-    def enter(self, where: object) -> list[tuple[dict[str, Any], str, Any]]:
-        """Give the modules their buffers of before the forward; returns what `leave` needs."""
+    def enter(self, where: object) -> list[tuple[Any, str, Any]]:
+        """Give the modules what they had before the forward; returns what `leave` needs."""
         for buffer in self._lost:
             raise errors.written(where, str(buffer))
-        now = []
+        then: list[tuple[Any, str, Any]] = [(store, name, before.clone()) for store, name, _, before in self._volatile]
         for buffer in self._buffers:
             if buffer.before is not None:
                 copy = buffer.before.clone()
                 if isinstance(buffer.tensor, nn.Parameter):
                     copy = nn.Parameter(copy, requires_grad=False)
-                now.append((buffer.store, buffer.name, copy))
+                then.append((buffer.store, buffer.name, copy))
             elif _torch.version(buffer.tensor) != buffer.version:
                 later = _torch.version(buffer.tensor)
                 raise errors.changed(where, named(str(buffer), buffer.tensor), buffer.version, later)
-        present = [(store, name, store.get(name)) for store, name, _ in now]
-        for store, name, tensor in now:
-            store[name] = tensor
+        for module, training in self._modes:
+            if module.training is not training:
+                then.append((vars(module), "training", training))
+        present = [(store, name, store.get(name)) for store, name, _ in then]
+        Buffers.leave(then)
         return present
 
     @staticmethod
-    def leave(present: Iterable[tuple[dict[str, Any], str, Any]]) -> None:
-        for store, name, tensor in present:
-            store[name] = tensor
+    def leave(present: Iterable[tuple[Any, str, Any]]) -> None:
+        for store, name, value in present:
+            store[name] = value
+
+
+_parts_of = _torch.parts_of_module
+_WITH_STATE = frozenset({Tensor, nn.Parameter, torch.Generator})
+
+
+def _has_attributes(kind: type) -> bool:
+    """Whether modules of this class may have attributes with state: torch's own have none."""
+    has = _attributed.get(kind)
+    if has is None:
+        has = _attributed[kind] = not kind.__module__.startswith("torch.nn.")
+    return has
+
+
+_attributed: weakref.WeakKeyDictionary[type, bool] = weakref.WeakKeyDictionary()
 
 
 class Plain:

@@ -7,7 +7,8 @@ unless a line says otherwise.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+import operator
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, Protocol, cast
@@ -149,18 +150,11 @@ _PROXY = _C._TorchDispatchModeKey.PROXY
 is_checkpoint_valid: Callable[[], bool] = torch.autograd._is_checkpoint_valid
 
 
-def children(module: nn.Module) -> Iterable[nn.Module | None]:
-    """`module.children()` without the names, the set and the generators."""
-    return module._modules.values()
-
-
-def own_parameters(module: nn.Module) -> dict[str, Any]:
-    return module._parameters
-
-
-def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
-    """The dictionary itself: without the checks of `setattr`, and for buffers that are None."""
-    return module._buffers
+# The dictionaries of a module's children, parameters and buffers: without the names, sets and generators of the public
+# iterators, and without the checks of `setattr`.
+parts_of_module: Callable[[nn.Module], tuple[dict[str, nn.Module | None], dict[str, Any], dict[str, Tensor | None]]] = (
+    operator.attrgetter("_modules", "_parameters", "_buffers")
+)
 
 
 _accelerator = torch.accelerator.current_accelerator()  # what this build is made for; asks no driver

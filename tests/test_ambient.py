@@ -459,6 +459,21 @@ def test_set_default_device(door):
     assert torch.ones(1).device.type == "cpu"
 
 
+@DOOR
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_backward_in_another_grad_mode(door, mode):
+    """Whatever backward is called in, the recompute is in that of the forward."""
+
+    def step(door):
+        x = ramp()
+        y = door(lambda x: (LINEAR(x).sin() * x.exp()).cumsum(0).exp())(x).sum()
+        with mode():
+            y.backward()
+        return bits(x.grad.clone())
+
+    assert step(door) == step(lambda fn: fn)
+
+
 # ---- context variables
 
 

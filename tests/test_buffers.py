@@ -341,6 +341,83 @@ def test_a_large_buffer_that_is_written_for_the_first_time_is_refused_once():
     assert table.table[0, 0] == 0.25
 
 
+class ByMode(nn.Module):
+    """Another function in training mode; it saves as much."""
+
+    def forward(self, x):
+        return (x * (2 if self.training else 3)).sin().exp()
+
+
+class Drawing(nn.Module):
+    """Draws from a generator of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(7)
+
+    def forward(self, x):
+        return (x * torch.rand(4, generator=self.generator)).sin().exp()
+
+
+class Unregistered(nn.Module):
+    """Keeps its statistics in plain attributes."""
+
+    def __init__(self):
+        super().__init__()
+        self.mean, self.var = statistics()
+        self.average = torch.zeros(3, 4)
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.average.mul_(0.9).add_(x.mean(0), alpha=0.1)
+        return (F.batch_norm(x, self.mean, self.var, training=True) - self.average[1]).sin().exp()
+
+
+@DOOR
+def test_modules_are_in_the_mode_of_the_forward(door):
+    """Evaluation may begin before backward; afterwards the modules are in the mode in which they were."""
+
+    def step(door):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.BatchNorm1d(4), ByMode())
+        x = leaf()
+        y = door(model)(x)
+        model.eval()
+        y.sum().backward()
+        assert not any(module.training for module in model.modules())
+        return [bits(t) for t in (y, x.grad, *(p.grad for p in model.parameters()), *model.buffers())]
+
+    assert step(door) == step(plain)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_generators_of_modules(way):
+    """Attributes of modules inside."""
+
+    def step(door):
+        model, x = nn.Sequential(Drawing(), nn.Tanh(), Drawing()), leaf()
+        y = door(WAYS[way](model))(x)
+        torch.rand(3, generator=model[0].generator)
+        y.sum().backward()
+        return bits(y), bits(x.grad), [bits(m.generator.get_state()) for m in (model[0], model[2])]
+
+    assert step(checkpointed) == step(plain)
+
+
+@DOOR
+def test_tensors_that_modules_have_not_registered(door):
+    """They are written once as well."""
+
+    def step(door):
+        model, x = nn.Sequential(nn.Tanh(), Unregistered()), leaf()
+        fn = door(lambda x: model(x))
+        for _ in range(3):
+            fn(x).sum().backward()
+        return [bits(t) for t in (x.grad, model[1].mean, model[1].var, model[1].average)]
+
+    assert step(door) == step(plain)
+
+
 # ---- tensors that belong to no module
 
 
