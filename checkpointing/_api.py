@@ -457,8 +457,9 @@ def _wrap_rerun(fn: Any, name: str, options: Options) -> Any:
         outer = here["region"]
         source = Rerun(fn, alone, args, kwargs, preserve_rng_state, outer, strict)
         frame = Frame(source, name, entered_from(sys._getframe(1)), options.early_stop, check)
+        pack = frame.packer()
         here["region"] = source
-        _push_hooks(frame.packer(), unpack)
+        _push_hooks(pack, unpack)
         try:
             if has_contexts:
                 with _forward_context(options, frame, source):
@@ -540,11 +541,12 @@ class _Block:
 
     def __enter__(self) -> None:
         self._outer = thread.region
+        pack = self.frame.packer()
         if self._outer is not None:
             self._outer.yield_to_inner(1)
         self._tape.__enter__()  # type: ignore[no-untyped-call]
         thread.region = self._tape
-        _torch.push_hooks(self.frame.packer(), unpack)
+        _torch.push_hooks(pack, unpack)
 
     def __exit__(self, *error: Any) -> None:
         _torch.pop_hooks()

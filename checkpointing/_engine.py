@@ -141,7 +141,7 @@ class Recomputed:
     """One frame's recomputed tensors in one graph task. It goes with the frame, or with the graph task, whichever ends
     first: `guard` watches an object that autograd's graph task owns (rule 4)."""
 
-    __slots__ = ("guard", "inputs", "plan", "ready", "versions")
+    __slots__ = ("__weakref__", "guard", "inputs", "plan", "ready", "versions")
 
     def __init__(self) -> None:
         self.ready: dict[int, Tensor | None] = {}  # by slot: delivered; None once its node has it
@@ -326,16 +326,18 @@ def _keep_until_done(holder: Holder, tensor: Tensor) -> None:
     task = holder.frame.tasks.get(_graph_exec_group() or _graph_task_id())
     if task is None or not isinstance(node, _PythonNode):
         return
-    ready, slot = task.ready, holder.slot
-    ready[slot] = tensor
+    slot = holder.slot
+    task.ready[slot] = tensor
     handle: Any = None
+    weak = _ref(task)  # a backward that fails in this node leaves the hook behind
 
     def done(*_: Any) -> None:
         nonlocal handle
         handle.remove()
         handle = None
-        if slot in ready:
-            ready[slot] = None
+        task = weak()
+        if task is not None and slot in task.ready:
+            task.ready[slot] = None
 
     handle = node.register_hook(done)  # type: ignore[attr-defined]
 
@@ -459,7 +461,7 @@ class Held:
 class Recompute:
     """One recompute under way: the engine's side of the seam."""
 
-    __slots__ = ("_last", "_mismatches", "_passed", "frame", "holder", "ran_to_its_end", "task", "written")
+    __slots__ = ("_last", "_mismatches", "_passed", "_stopped", "frame", "holder", "ran_to_its_end", "task", "written")
 
     def __init__(self, frame: Frame, task: Recomputed, holder: Holder) -> None:
         self.frame = frame
@@ -469,6 +471,7 @@ class Recompute:
         self._passed: Callable[[], int] | None = None  # how many slots an in-order source has passed
         self._last = sys.maxsize  # where it is to be stopped
         self.ran_to_its_end = False  # set by an in-order source that was not stopped
+        self._stopped = False
         self.written: set[int] | None = None  # storages that an in-order source writes again
 
     def wants(self, holder: Holder | None) -> bool:
@@ -542,9 +545,10 @@ class Recompute:
                     ready[slot] = tensor
                     if tensor._version:
                         versions[slot] = tensor._version
-            elif frame.complete:
+            elif frame.complete and not self._stopped:
                 raise errors.too_many(frame, count, user_line())
-            if slot >= last and unfilled != _node_count():
+            if slot >= last and (unfilled != _node_count() or self._stopped):
+                self._stopped = True
                 raise _Stop(self)
             return tensor
 
@@ -582,8 +586,8 @@ class Recompute:
         frame = self.frame
         here = thread.__dict__
         region, depth = here["region"], here["depth"]
-        here["region"], here["depth"] = None, depth + 1
         try:
+            here["region"], here["depth"] = None, depth + 1
             if _in_batched_backward():
                 with _torch.outside_of_batch():
                     frame.source.recompute(self)
@@ -593,6 +597,8 @@ class Recompute:
             if stop.args[0] is not self:
                 raise
         except BaseException as error:
+            if self._stopped and isinstance(error, Exception):
+                return self._verify()  # what user code has made of the stop signal
             add_note(error, f"This happened during the recompute of {frame.place}.")
             if isinstance(error, errors.CheckpointError) and frame.on_error is not None:
                 frame.on_error(error)
@@ -731,16 +737,15 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
 def without_recording(function: Callable[[Any], Any], value: Any) -> Any:
     """Call a check or a hook of the user so that no tape sees what it does."""
     here = thread.__dict__
-    here["depth"] += 1
-    here["aside"] += 1
+    depth, aside = here["depth"], here["aside"]
     grad_mode = _is_grad_enabled()
-    _set_grad_enabled(False)
     try:
+        here["depth"], here["aside"] = depth + 1, aside + 1
+        _set_grad_enabled(False)
         return function(value)
     finally:
         _set_grad_enabled(grad_mode)
-        here["depth"] -= 1
-        here["aside"] -= 1
+        here["depth"], here["aside"] = depth, aside
 
 
 _NOT_USER_CODE = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep)

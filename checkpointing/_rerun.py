@@ -11,6 +11,7 @@ nested tensor that is changed before backward then gives wrong gradients without
 
 from __future__ import annotations
 
+import builtins
 import dis
 import functools
 import itertools
@@ -113,7 +114,7 @@ class Rerun:
         self._ambient = ambient = Ambient()
         # Leaves that the function finds by itself are no arguments. Those that come from elsewhere in the rerun than in
         # the forward (hooks, copies of buffers) have other version counters.
-        finds_leaves = self._surroundings is not None or self.buffers is not None
+        finds_leaves = self._surroundings is not None or self.buffers is not None or inputs.has_opaque
         self.guards_leaves = hooks is None and self.buffers is None if finds_leaves else None
         if ambient.states is not None:  # restoring them may write tensors that the function finds by itself
             self.guards_leaves = False
@@ -223,6 +224,7 @@ class Rerun:
             Buffers.leave(present)
 
     def _call(self, request: Recompute, function: Any, args: Any, kwargs: Any) -> None:
+        pack = request.packer()
         others = None if self._rng is None else self._rng.enter()
         now = None
         if self._cpu_state is not None:
@@ -232,7 +234,7 @@ class Rerun:
         _set_grad_enabled(True)
         if self._pins or self._results or self.policy is not None:
             thread.region = Pinned(self._pins, self._results, self.policy, request.frame)
-        _push_hooks(request.packer(), identity)
+        _push_hooks(pack, identity)
         try:
             self._ambient.run(function, *args, **kwargs)
             request.ran_to_its_end = True
@@ -747,6 +749,8 @@ class Surroundings:
             self._note("self", getattr(function, "__self__", function))
         elif function not in self._variables:
             self._variables[function] = values = _values_of_variables(function)
+            for name, value in _defaults_of(function):
+                self._note(name, value)
             for name, value in zip(_variables_of(function), values, strict=True):
                 self._note(name, value)
 
@@ -833,16 +837,37 @@ def _variables_of(function: FunctionType) -> tuple[str, ...]:
         scope, no_objects = function.__globals__, (type, ModuleType, BuiltinFunctionType)
         names = _names[function.__code__] = function.__code__.co_freevars + tuple(
             name
-            for name in function.__code__.co_names
-            if name in scope
-            and not isinstance(scope[name], no_objects)
-            and getattr(scope[name], "__globals__", scope) is scope
+            for name in _globals_read_by(function.__code__)
+            if not isinstance(scope.get(name), no_objects)  # it may be set later
+            and getattr(scope.get(name), "__globals__", scope) is scope
+            and (name in scope or not hasattr(builtins, name))
         )
     return names
 
 
 # Looked for once, at the function's first call.
 _names: dict[CodeType, tuple[str, ...]] = {}
+
+
+def _globals_read_by(code: CodeType) -> tuple[str, ...]:
+    """The globals that a function, or one inside it, reads."""
+    found = [str(i.argval) for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")]
+    inner = [name for const in code.co_consts if isinstance(const, CodeType) for name in _globals_read_by(const)]
+    return tuple(dict.fromkeys(found + inner))
+
+
+def _names_in(code: CodeType) -> Iterator[str]:
+    """Globals and attributes, also of functions inside."""
+    yield from code.co_names
+    for const in code.co_consts:
+        if isinstance(const, CodeType):
+            yield from _names_in(const)
+
+
+def _defaults_of(function: FunctionType) -> Iterator[tuple[str, Any]]:
+    code, defaults = function.__code__, function.__defaults__ or ()
+    yield from zip(code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount], defaults, strict=True)
+    yield from (function.__kwdefaults__ or {}).items()
 
 
 def _values_of_variables(function: FunctionType) -> list[Any]:
@@ -887,11 +912,18 @@ def stands_alone(function: Any) -> bool:
     """Whether a function has nothing around it but torch: no closure, and no global that could lead to a tensor."""
     if type(function) is not FunctionType or function.__closure__ is not None:
         return False
+    if any(type(value) not in ATOMS for _, value in _defaults_of(function)):
+        return False
     code = function.__code__
     alone = _alone.get(code)
     if alone is None:
-        values = [function.__globals__[name] for name in code.co_names if name in function.__globals__]
-        alone = _alone[code] = all(isinstance(v, _NO_TENSORS) and _home(v) in ("torch", "math") for v in values)
+        scope = function.__globals__
+        alone = _alone[code] = all(
+            isinstance(scope[name], _NO_TENSORS) and _home(scope[name]) in ("torch", "math")
+            if name in scope
+            else any(hasattr(known, name) for known in _KNOWN)  # else set later, or somebody's attribute of an argument
+            for name in _names_in(code)
+        )
     return alone
 
 
@@ -901,6 +933,7 @@ def _home(value: Any) -> str:
 
 
 _NO_TENSORS = (type, ModuleType, FunctionType, BuiltinFunctionType)
+_KNOWN = (builtins, Tensor, torch, nn, nn.functional, torch.linalg, torch.fft, torch.special, dict, list, str)
 _alone: dict[CodeType, bool] = {}
 
 
@@ -1003,10 +1036,22 @@ class _Given(Held):
 class Inputs:
     """The arguments of one call: tensors saved, containers copied, everything guarded."""
 
-    __slots__ = ("_args", "_hooks", "_kwargs", "_objects", "devices", "functions", "generators", "modules", "plain")
+    __slots__ = (
+        "_args",
+        "_hooks",
+        "_kwargs",
+        "_objects",
+        "devices",
+        "functions",
+        "generators",
+        "has_opaque",
+        "modules",
+        "plain",
+    )
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], hooks: _torch.Hooks | None) -> None:
         self._hooks = hooks
+        self.has_opaque = False  # something that may lead to tensors that nobody sees here
         self._objects: tuple[tuple[object, str, list[tuple[str, weakref.ref[Tensor], int]]], ...] = ()
         self.devices: tuple[torch.device, ...] = ()
         self.generators: tuple[torch.Generator, ...] = ()
@@ -1020,7 +1065,7 @@ class Inputs:
             kind = type(value)
             if is_quick and (kind is Tensor or kind is nn.Parameter) and value.requires_grad and value.is_cpu:
                 self._args[i] = _save_input(value, False)  # autograd guards the version
-            elif kind not in ATOMS:
+            elif kind not in ATOMS or kind is type:
                 self._args[i] = self._save(value, "args", i)
         if kwargs:
             self._kwargs = {k: self._save(v, "kwargs", k) for k, v in kwargs.items()}
@@ -1044,6 +1089,7 @@ class Inputs:
         """What stands for `value` until the rerun."""
         kind = type(value)
         if kind in ATOMS:
+            self.has_opaque = self.has_opaque or kind is type
             return value
         if isinstance(value, Tensor):
             if not value.is_cpu:
@@ -1061,6 +1107,7 @@ class Inputs:
             self.modules += (value,)
             return value
         if isinstance(value, NO_OBJECTS):
+            self.has_opaque = True
             if type(value) is FunctionType or type(value) is MethodType:
                 self.functions += (value,)
             return value
@@ -1069,6 +1116,7 @@ class Inputs:
         if opened is not None:
             parts, build = opened
             return _Container(build, {k: self._save(v, path, k) for k, v in parts.items()})
+        self.has_opaque = True
         seen: list[tuple[str, weakref.ref[Tensor], int]] = []
         for name, part in _parts_in(value, path, set()):
             if isinstance(part, nn.Module):

@@ -19,6 +19,7 @@ Rejected: a list of operators with use counts (needs a release pass after each b
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from types import FrameType
@@ -262,6 +263,7 @@ STATISTICS = (3, 4)
 
 _INFOS: dict[Any, Info] = {}
 _NO_WRITES: list[tuple[int, int]] = []
+_getframe = sys._getframe
 _storage_id = _torch.storage_id
 _weak_storage = _torch.weak_storage
 _Parameter = nn.Parameter
@@ -307,6 +309,7 @@ class Tape(TorchDispatchMode):
         self._ask = None if self.policy is None else self.policy.on_op
         self._inner = 0  # how many tapes have been entered just inside this one: they ask for themselves
         self._recent: tuple[Any, Any] = _NOTHING_RECENT  # a tensor that has just been referred to, and how
+        self._recent_at: Any = None  # where Python code was
         self._running: Any = "autograd"  # the operator that reads now, for messages
         self._here = here = thread.__dict__
         self._depth = here["depth"]
@@ -364,7 +367,8 @@ class Tape(TorchDispatchMode):
         if type(ref) is Ref:
             value = ref[0]
             if value.op is not None and not value.unwritten:
-                self._recent = tensor, ref  # most operators read next what they have saved
+                # Most operators read next what they have saved. Those that don't: the tensor may be another by then.
+                self._recent, self._recent_at = (tensor, ref), _position(2)
             if value.id not in self._saved:
                 self._saved.add(value.id)
                 if value.op is not None or not value.is_parameter:
@@ -488,6 +492,8 @@ class Tape(TorchDispatchMode):
         if written:
             self._recent = _NOTHING_RECENT
             return self._record_write(func, info, written, args, kwargs)
+        if self._recent is not _NOTHING_RECENT and self._recent_at != _position(1):
+            self._recent = _NOTHING_RECENT
         given = args
         if info.hidden is not None:
             args = self._with_copies(args)
@@ -655,6 +661,15 @@ class Tape(TorchDispatchMode):
             if value is not None:
                 for held in value.held.values():
                     held.freeze()
+
+
+def _position(depth: int) -> tuple[int, int] | None:
+    """Which call of Python code is running, that many frames outwards, and where it is; None if there is none."""
+    try:
+        frame = _getframe(depth + 1)
+    except ValueError:
+        return None
+    return id(frame), frame.f_lasti
 
 
 def _dispatches(kind: type[Tensor]) -> bool:

@@ -3,6 +3,8 @@
 import collections
 import copy
 import dataclasses
+import functools
+import operator
 import re
 import types
 from typing import Any, NamedTuple
@@ -410,6 +412,95 @@ def test_a_closed_over_tensor_changed_is_never_silently_wrong(door):
         y.sum().backward()
 
 
+# Functions without a closure, of which a first look at the names finds nothing but torch.
+HIDDEN = """
+def in_a_lambda(x, k):
+    return (lambda t: t * w)(x.exp()).sin()
+
+def in_a_comprehension(x, k):
+    return [(x.exp() * w).sin() for _ in range(1)][0]
+
+def in_a_class_body(x, k):
+    class A:
+        v = w
+    return (x.exp() * A.v).sin()
+
+def an_attribute_of_an_argument(x, k):
+    return (x.exp() * x.scale).sin()
+
+def an_attribute_of_a_class(x, k):
+    return (x.exp() * k.w).sin()
+
+def from_a_call(x, k):
+    return k(x.exp()).sin()
+"""
+
+
+@pytest.mark.parametrize("wants_grad", [True, False])
+@pytest.mark.parametrize(
+    "name",
+    [*re.findall(r"def (\w+)\(", HIDDEN), "from_a_partial", "from_a_bound_method", "a_default", "a_keyword_default"],
+)
+def test_a_tensor_that_a_function_finds_in_an_odd_place_is_guarded(name, wants_grad):
+    """Plain code raises, since an operator has saved the tensor; a rerun does, too."""
+    w, x = torch.rand(3).requires_grad_(wants_grad), leaf()
+    x.scale = w
+    names = {"w": w}
+    exec(HIDDEN, names)
+    fn: Any = names.get(name, names["from_a_call"])
+    k: Any = type("K", (), {"w": w})
+    if name == "from_a_call":
+        k = operator.methodcaller("mul", w)
+    elif name == "from_a_partial":
+        k = functools.partial(torch.mul, w)
+    elif name == "from_a_bound_method":
+        k = w.mul
+    elif name == "a_default":
+
+        def fn(x, k, w=w):
+            return (x.exp() * w).sin()
+
+    elif name == "a_keyword_default":
+
+        def fn(x, k, *, w=w):
+            return (x.exp() * w).sin()
+
+    y = checkpointed(fn)(x, k)
+    with torch.no_grad():
+        w.mul_(2)
+    with pytest.raises(ChangedError, match="changed in place"):
+        y.sum().backward()
+
+
+def test_a_global_that_is_not_there_in_the_first_call_is_guarded():
+    """What is known about a function's names is found in its first call."""
+    names = {}
+    exec("def fn(x, late):\n    return ((x + w) if late else x).sin().exp()", names)
+    fn, x = checkpointed(names["fn"]), leaf()
+    fn(x, False).sum().backward()
+    names["w"] = torch.rand(3)
+    y = fn(x, True)
+    names["w"].mul_(2)
+    with pytest.raises(ChangedError, match="'w'"):
+        y.sum().backward()
+
+
+def test_a_default_that_is_written_is_written_once():
+    """A counter as a default argument."""
+
+    start = torch.zeros(())
+
+    def fn(x, count=start):
+        count.add_(1)
+        return (x * count).sin().exp()
+
+    x = leaf()
+    expected = torch.autograd.grad((x * 1.0).sin().exp().sum(), x)[0]
+    out = checkpointed(fn)(x)
+    assert bits(torch.autograd.grad(out.sum(), x)[0]) == bits(expected)
+    assert start.item() == 1
+
+
 @DOORS
 def test_values_finds_what_no_guard_sees(door):
     """Data from around the function that no operator saves is found by comparing values."""
@@ -775,3 +866,34 @@ def test_a_region_in_a_region_hands_its_input_out(door):
     assert ran["tan"] == 1
     want = torch.autograd.grad((base * 1.5).tan().exp().sin().exp().cos().sum(), base)
     same([base.grad], want)
+
+
+class Saves(torch.autograd.Function):
+    """Saves what it does not need, after its work is done."""
+
+    @staticmethod
+    def forward(ctx, a, b):
+        ctx.save_for_backward(a, b)
+        return a.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        return g, None
+
+
+@DOORS
+@pytest.mark.parametrize("how", ["another", "transposed"])
+def test_a_tensor_that_becomes_another_right_after_it_was_saved(door, how):
+    """No operator runs between the two: what is recomputed reads the new one."""
+
+    def fn(a, p):
+        x, other = p * 2, p * 3
+        view = x.detach().t()
+        z = Saves.apply(a, x)
+        x.data = view if how == "transposed" else other
+        y = (a + x).exp()
+        return z.sum() + (y * a).sum()
+
+    a, p = leaf(3, 3), torch.rand(3, 3)
+    expected = torch.autograd.grad(fn(a, p), a)[0]
+    assert bits(torch.autograd.grad(door(fn)(a, p), a)[0]) == bits(expected)

@@ -487,3 +487,41 @@ def test_more_tensors_than_before_are_named():
     y = region(torch.ones(3, requires_grad=True))
     with unchanged(), pytest.raises(CheckpointError, match=r"region 'mine'.*more tensors"):
         y.sum().backward()
+
+
+def falls_back(x):
+    """Has a second way for whatever may happen."""
+    try:
+        return x.sin().exp()
+    except BaseException:
+        return x.cos().exp().tanh()
+
+
+def falls_back_in_a_loop(x):
+    """The stop signal ends the last turn."""
+    for _ in range(3):
+        try:
+            x = x.exp().mul(0.1)
+        except BaseException:
+            x = torch.zeros(3, requires_grad=True).sin().exp()
+    return x
+
+
+def translates(x):
+    """Raises an exception of its own in place of any other."""
+    try:
+        return x.sin().exp()
+    except BaseException as error:
+        raise RuntimeError("mine") from error
+
+
+@RERUN
+@pytest.mark.parametrize("fn", [falls_back, falls_back_in_a_loop, translates])
+def test_what_a_function_does_about_the_stop_signal_is_no_error(word, fn):
+    """Nor does it change the gradients: all that was wanted is there by then."""
+    x = leaf(3)
+    expected = torch.autograd.grad(fn(x).sum(), x)[0]
+    y = apply(word, fn)(x).sum()
+    for _ in range(2):
+        with unchanged():
+            assert bits(torch.autograd.grad(y, x, retain_graph=True)[0]) == bits(expected)

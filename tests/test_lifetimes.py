@@ -1,5 +1,6 @@
 """Nothing outlives its use, with nothing but reference counts to see to it (rules 4 and 9)."""
 
+import contextlib
 import gc
 import weakref
 
@@ -74,6 +75,32 @@ def test_a_region_that_saves_its_own_output(word):
         del y
         x.grad = None
     assert watching.alive() == []
+
+
+class Fails(torch.autograd.Function):
+    """Reads what it has saved, and raises."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, g):
+        assert ctx.saved_tensors
+        raise ValueError
+
+
+@WORD
+def test_nothing_recomputed_outlives_a_backward_that_fails_in_a_custom_function(word):
+    """The graph lives on."""
+    y = apply(word, lambda x: Fails.apply(x.exp().sin().exp()).tanh())(leaf(3)).sum()
+    with Watching() as watching:
+        for _ in range(2):
+            with contextlib.suppress(ValueError):
+                y.backward(retain_graph=True)
+    assert watching.alive("exp", "sin", "tanh") == []
+    assert y.grad_fn is not None
 
 
 @WORD
