@@ -834,19 +834,24 @@ def _variables_of(function: FunctionType) -> tuple[str, ...]:
     """The names that a function has from its closure, and those of its globals that may hold objects."""
     names = _names.get(function.__code__)
     if names is None:
-        scope, no_objects = function.__globals__, (type, ModuleType, BuiltinFunctionType)
+        scope = function.__globals__
         names = _names[function.__code__] = function.__code__.co_freevars + tuple(
             name
             for name in _globals_read_by(function.__code__)
-            if not isinstance(scope.get(name), no_objects)  # it may be set later
-            and getattr(scope.get(name), "__globals__", scope) is scope
-            and (name in scope or not hasattr(builtins, name))
+            if not (isinstance(scope.get(name), type | ModuleType) or _is_import(name, scope.get(name), scope))
+            and (name in scope or not hasattr(builtins, name))  # it may be set later
         )
     return names
 
 
 # Looked for once, at the function's first call.
 _names: dict[CodeType, tuple[str, ...]] = {}
+
+
+def _is_import(name: str, value: Any, scope: dict[str, Any]) -> bool:
+    """Whether a global is a function from elsewhere under its own name, rather than a variable that holds one."""
+    is_function = isinstance(value, FunctionType | BuiltinFunctionType)
+    return is_function and getattr(value, "__globals__", None) is not scope and value.__name__ == name
 
 
 def _globals_read_by(code: CodeType) -> tuple[str, ...]:
@@ -919,7 +924,8 @@ def stands_alone(function: Any) -> bool:
     if alone is None:
         scope = function.__globals__
         alone = _alone[code] = all(
-            isinstance(scope[name], _NO_TENSORS) and _home(scope[name]) in ("torch", "math")
+            (isinstance(scope[name], type | ModuleType) or _is_import(name, scope[name], scope))
+            and _home(scope[name]) in ("torch", "math")
             if name in scope
             else any(hasattr(known, name) for known in _KNOWN)  # else set later, or somebody's attribute of an argument
             for name in _names_in(code)
@@ -932,7 +938,6 @@ def _home(value: Any) -> str:
     return str(name).partition(".")[0]
 
 
-_NO_TENSORS = (type, ModuleType, FunctionType, BuiltinFunctionType)
 _KNOWN = (builtins, Tensor, torch, nn, nn.functional, torch.linalg, torch.fft, torch.special, dict, list, str)
 _alone: dict[CodeType, bool] = {}
 

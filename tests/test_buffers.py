@@ -860,6 +860,21 @@ def test_a_global_that_is_set_anew(door):
     assert run(door) == run(plain)
 
 
+@DOOR
+def test_a_global_that_holds_one_function_after_the_other(door):
+    """Also functions of torch, when their name is not that of the variable."""
+    global ACT
+
+    def run(door):
+        global ACT
+        x = y = leaf()
+        for ACT in (torch.sin, torch.tanh, torch.nn.functional.softplus, torch.nn.functional.silu):
+            y = door(lambda y: ACT(y).exp())(y)  # noqa: B023
+        return bits(torch.autograd.grad(y.sum(), x)[0])
+
+    assert run(door) == run(plain)
+
+
 def test_variables_that_the_function_sets_are_its_own():
     """Counters of calls count the rerun, as they count in the forward."""
     calls = 0
