@@ -57,6 +57,10 @@ class OpLog(TorchDispatchMode):
         self._numbers: Any = WeakTensorKeyDictionary()
         self._met = 0
 
+    def __enter__(self) -> Any:
+        self.lines.clear()  # of the recompute before this one
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         parts = [self._text(value) for value in args] + [f"{key}={self._text(v)}" for key, v in kwargs.items()]

@@ -130,6 +130,20 @@ def identity_of_call(func: Any, args: Any) -> Any:
     return func
 
 
+def is_mutable(func: Any) -> bool:
+    """Whether an operator writes arguments, as its schema says."""
+    return isinstance(func, OpOverload) and func._schema.is_mutable
+
+
+@functools.cache
+def writes_in_place(func: Any) -> bool:
+    """Whether all that an operator does is to write its first argument, which it returns."""
+    if not is_mutable(func) or torch.Tag.inplace_view in func.tags or len(func._schema.returns) != 1:
+        return False
+    first, result = func._schema.arguments[0].alias_info, func._schema.returns[0].alias_info
+    return first is not None and first.is_write and result is not None and first.before_set == result.before_set
+
+
 def has_ordered_effect(func: Any) -> bool:
     """Whether an operator has effects that must happen once and in order. Raw collectives are none of those: they
     return a handle, which can't be cached."""

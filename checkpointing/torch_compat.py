@@ -402,7 +402,7 @@ class _Saved:
 
     __slots__ = ("unpack_hook", "val", "version")
 
-    def __init__(self, value: Any, hooks: _torch.Hooks | None) -> None:
+    def __init__(self, value: Any, hooks: _torch.Hooks | None, in_place: bool) -> None:
         if isinstance(value, Tensor):
             value = _torch.alias(value)
             if hooks is not None:
@@ -411,7 +411,9 @@ class _Saved:
             hooks = None
         self.val = value
         self.unpack_hook = None if hooks is None else hooks[1]
-        self.version = _torch.version(value) if isinstance(value, Tensor) else None
+        self.version: int | None = None
+        if isinstance(value, Tensor):  # autograd counts the write when the operator has returned
+            self.version = _torch.version(value) + (in_place and hooks is None)
 
     def get(self, may_have_changed: bool) -> Any:
         if self.version is not None and not may_have_changed and self.version != _torch.version(self.val):
@@ -451,12 +453,13 @@ class _Caching(_torch.SelectiveForward):  # type: ignore[misc]
         answer = self.policy_fn(selective_context(result), func, *args, **kwargs)
         if isinstance(answer, bool):
             answer = CheckpointPolicy.MUST_SAVE if answer else CheckpointPolicy.PREFER_RECOMPUTE
-        if answer in (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE) or (
+        wanted = answer in (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
+        if (wanted and (not _torch.is_mutable(func) or _torch.writes_in_place(func))) or (
             # What has an ordered effect must not happen twice, unless the policy insists.
             answer is not CheckpointPolicy.MUST_RECOMPUTE and _torch.has_ordered_effect(func)
         ):
-            hooks = self._hooks()
-            self.storage[key][number] = _torch.tree_map(lambda value: _Saved(value, hooks), result)
+            hooks, in_place = self._hooks(), _torch.writes_in_place(func)
+            self.storage[key][number] = _torch.tree_map(lambda value: _Saved(value, hooks, in_place), result)
         else:
             self.storage[key][number] = _RECOMPUTE
         return result
@@ -517,7 +520,9 @@ class _Cached(_torch.SelectiveRecompute):  # type: ignore[misc]
                 "selective activation checkpoint."
             )
         entries[number] = _CONSUMED
-        return _torch.tree_map(lambda saved: saved.get(self.allow_cache_entry_mutation), entry)
+        result = _torch.tree_map(lambda saved: saved.get(self.allow_cache_entry_mutation), entry)
+        # The caller goes on with its own tensor, into which an operator in place would have written that.
+        return args[0].copy_(result) if _torch.writes_in_place(func) else result
 
 
 def _user_hooks() -> _torch.Hooks | None:

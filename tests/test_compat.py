@@ -1282,6 +1282,28 @@ def test_torchs_own_switches_count_too():
         region(ours, torch.sin, leaf(), context_fn=selective(ours, [MM]))
 
 
+@pytest.mark.parametrize(
+    ("kept", "fn", "runs"),
+    [
+        (torch.ops.aten.mul_.Tensor, lambda x: x.sin().mul_(2).exp(), 0),
+        (torch.ops.aten.div_.Scalar, lambda x: F.dropout(x, 0.5).exp(), 0),
+        (torch.ops.aten.t_.default, lambda x: x.sin().t_().exp(), 1),
+        (torch.ops.aten._foreach_mul_.Scalar, lambda x: (torch._foreach_mul_([y := x.sin()], 2), y.exp())[1], 1),
+    ],
+    ids=str,
+)
+def test_what_is_kept_may_be_an_operator_in_place(kept, fn, runs):
+    """The recompute goes on with its own tensor, which torch leaves unwritten."""
+    x = leaf()
+    torch.manual_seed(0)
+    y = region(ours, fn, x, context_fn=selective(ours, [kept]))
+    with Counting() as counted:
+        (have,) = gradient(y, x)
+    torch.manual_seed(0)
+    assert torch.equal(have, gradient(fn(x), x)[0])
+    assert counted.ran[kept.overloadpacket.__name__] == runs
+
+
 @pytest.mark.parametrize("grouped", [True, False])
 def test_a_group_shares_a_replay_too(grouped):
     """The window of the first backward holds what the second one needs, too."""
@@ -1332,6 +1354,18 @@ def test_debug_shows_the_operators_of_both_runs(name, debug):
     assert ("aten.sin" in recompute) is (name != "no tensors")
     assert first_sentence(str(caught.value.__cause__)) in text
     assert isinstance(caught.value.__cause__, ours.CheckpointError)
+
+
+def test_debug_shows_the_recompute_that_failed():
+    """Not those before it."""
+    x, ways = leaf(), iter([torch.sin, torch.sin, torch.sin, torch.Tensor.double])
+    y = region(ours, lambda x: next(ways)(x).exp(), x, debug=True).sum()
+    for _ in range(2):
+        torch.autograd.grad(y, x, retain_graph=True)
+    with pytest.raises(ours.CheckpointError) as caught:
+        y.backward()
+    forward, recompute = str(caught.value).split("Operations executed during ")[1:]
+    assert "aten.sin" in forward and "aten.sin" not in recompute and recompute.count("aten.exp") == 1
 
 
 def test_debug_says_nothing_when_nothing_is_wrong(capfd):
