@@ -13,6 +13,7 @@ import inspect
 import sys
 import threading
 import warnings
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -108,6 +109,10 @@ def fingerprint(tensor: Tensor) -> Evidence:
 
 
 def _checksum(tensor: Tensor) -> int:
+    parts = _torch.parts_of(tensor)
+    if parts is not None:
+        numbers = [_checksum(p) if isinstance(p, Tensor) else zlib.crc32(repr(p).encode()) for p in parts]
+        return functools.reduce(lambda total, number: (total * 0x100000001B3 + number) & _MASK, numbers, len(numbers))
     flat = tensor.resolve_conj().resolve_neg().contiguous().view(-1)
     if flat.is_complex():
         flat = torch.view_as_real(flat).view(-1)
@@ -120,9 +125,10 @@ def _checksum(tensor: Tensor) -> int:
         for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15), (31, 1)):
             mixed = (mixed ^ (mixed >> shift)) * factor
         total += int(mixed.sum())
-    return total & 0xFFFFFFFFFFFFFFFF
+    return total & _MASK
 
 
+_MASK = 0xFFFFFFFFFFFFFFFF
 _CHUNK = 1 << 22  # elements: the integers in between take eight bytes each
 
 

@@ -71,6 +71,7 @@ class _Thread(threading.local):
         self.depth = 0
         self.aside = 0
         self.region: Keeper | None = None
+        self.computed = False  # what is being saved for an inner region was computed in the enclosing one
 
 
 thread = _Thread()
@@ -121,6 +122,9 @@ class Source(Protocol):
     @property
     def at_hand(self) -> Callable[[Holder, Frame], Tensor | None] | None:
         """A quick way to what needs no recompute, if the source has one; it may always answer None."""
+
+    def maker(self, holder: Holder) -> str | None:
+        """What has made the tensor, for messages, where the source knows."""
 
     def recompute(self, request: Recompute) -> None:
         """Deliver `request.holder.slot`, and on the way whatever else `request.wants`."""
@@ -220,15 +224,31 @@ class Frame:
         plain_check = check is metadata_of
         guards = self.source.guards_leaves
         see_statistics = self.source.see_statistics
+        unfilled: list[_Unfilled] = []  # of the last node, to be checked again when its operator has run
+        node = -1
 
         def pack(tensor: Tensor) -> Holder:
+            nonlocal node
             holder = Holder()
             holder.frame = self
             holder.slot = slot = len(holders)
             if plain_check:
-                holder.metadata = (tensor.shape, tensor.dtype, tensor.device)
+                try:
+                    holder.metadata = (tensor.shape, tensor.dtype, tensor.device)
+                except RuntimeError:
+                    holder.metadata = metadata_of(tensor)
+            elif check is None:
+                holder.metadata = None
             else:
-                holder.metadata = None if check is None else check(tensor)
+                if unfilled and node != _node_count():
+                    for evidence in unfilled:
+                        evidence.settle()
+                    unfilled.clear()
+                holder.metadata = check(tensor)
+                if may_be_unfilled(tensor):
+                    holder.metadata = _Unfilled(tensor, holder.metadata, check)
+                    unfilled.append(holder.metadata)
+                    node = _node_count()
             if save is not None:
                 holder.saved = save(tensor)
             if guards is not None:
@@ -239,7 +259,7 @@ class Frame:
                     if root.requires_grad:
                         leaves[slot] = tensor._version
                     else:
-                        if guards:
+                        if guards and not thread.computed:
                             leaves[slot] = tensor._version
                         if see_statistics is not None and tensor.dim() == 1:
                             see_statistics(tensor, _getframe(1))
@@ -350,7 +370,7 @@ def named(name: Name, tensor: Tensor | None = None) -> str:
     """A tensor as messages name it."""
     if isinstance(name, tuple):
         name = f"{name[0]}[{name[1]!r}]"
-    text = name if isinstance(name, str) else f"what {name} read"
+    text = name if isinstance(name, str) else "a tensor" if name is None else f"what {name} read"
     return text if tensor is None else f"{text} ({describe(tensor)})"
 
 
@@ -373,10 +393,10 @@ class Held:
     (rule 8); our own frames know versions themselves.
     """
 
-    __slots__ = ("_live", "_name", "_pack", "_packed", "_unpack", "_version", "is_parameter")
+    __slots__ = ("_live", "_pack", "_packed", "_unpack", "_version", "is_parameter", "name")
 
     def __init__(self, tensor: Tensor, hooks: _torch.Hooks | None, name: Name) -> None:
-        self._name = name
+        self.name = name
         self._version: int | None = _torch.version(tensor)
         self._unpack: Callable[[Any], Tensor] | None = None
         self._live: Callable[[], Tensor | None] | None = None
@@ -389,15 +409,18 @@ class Held:
         is_inference = self._version < 0  # and its alias is not
         if is_inference:
             self._version = _torch.version(alias)
-        if hooks is None or self.is_parameter or _torch.is_cast_of_parameter(root):
+        if hooks is None or self.is_parameter or tensor.is_meta or _torch.is_cast_of_parameter(root):
             self._packed = alias
         else:
             self._pack, self._unpack = hooks
             pack = self._pack
             if self._unpack is unpack:
-                self._packed = packed = pack(alias)
-                if not root.is_leaf:  # what the enclosing region computes may be written when it has been used
-                    packed.frame.leaves.pop(packed.slot, None)
+                computed = thread.computed
+                thread.computed = computed or not root.is_leaf  # and may be written when it has been used
+                try:
+                    self._packed = pack(alias)
+                finally:
+                    thread.computed = computed
             elif _torch.is_rerun_of_torch(pack):
                 # It would hold the storage itself, and not notice if the function wrote it later.
                 self._packed = without_recording(lambda alias: pack(alias.clone()), alias)
@@ -406,7 +429,8 @@ class Held:
                 self._packed = without_recording(pack, alias)
                 # Hooks that did not copy hold the storage: then an alias costs nothing, and guards it for good.
                 shares = _torch.storage_users(alias) > users[0] or sys.getrefcount(alias) > users[1]
-                self._live = (lambda: alias) if shares or is_inference else weakref.ref(tensor)
+                if shares or not is_inference:
+                    self._live = (lambda: alias) if shares else weakref.ref(tensor)
 
     def _now(self) -> int | None:
         if self._unpack is None:
@@ -446,7 +470,7 @@ class Held:
         tensor: Tensor = self._packed if self._unpack is None else self._unpack(self._packed)
         now = self._now()
         if now != self._version and self._version is not None:
-            raise errors.changed(where, named(self._name, tensor), self._version, now)
+            raise errors.changed(where, named(self.name, tensor), self._version, now)
         return tensor
 
     @property
@@ -461,13 +485,25 @@ class Held:
 class Recompute:
     """One recompute under way: the engine's side of the seam."""
 
-    __slots__ = ("_last", "_mismatches", "_passed", "_stopped", "frame", "holder", "ran_to_its_end", "task", "written")
+    __slots__ = (
+        "_last",
+        "_mismatches",
+        "_passed",
+        "_stopped",
+        "_unchecked",
+        "frame",
+        "holder",
+        "ran_to_its_end",
+        "task",
+        "written",
+    )
 
     def __init__(self, frame: Frame, task: Recomputed, holder: Holder) -> None:
         self.frame = frame
         self.task = task
         self.holder = holder
         self._mismatches: tuple[errors.Mismatch, ...] = ()
+        self._unchecked: list[tuple[int, Any, Tensor]] = []  # what may be filled only later
         self._passed: Callable[[], int] | None = None  # how many slots an in-order source has passed
         self._last = sys.maxsize  # where it is to be stopped
         self.ran_to_its_end = False  # set by an in-order source that was not stopped
@@ -494,8 +530,8 @@ class Recompute:
         check = self.frame.check
         if check is not None:
             metadata = check(tensor)
-            if metadata != holder.metadata:
-                self._mismatch(holder.slot, holder.metadata, metadata, None)
+            if holder.metadata != metadata:
+                self._mismatch(holder.slot, holder.metadata, metadata, None, self.frame.source.maker(holder))
         self.task.ready[holder.slot] = tensor
 
     def packer(self) -> Callable[[Tensor], Tensor]:
@@ -530,17 +566,24 @@ class Recompute:
             tensor = given
             if tensor.requires_grad:
                 tensor = tensor.detach()
-            elif tensor._version == 0 and type(tensor) is Tensor:
-                # Perhaps memory that the operator will fill when it has saved it (the noise of RReLU).
+            elif tensor._version == 0 and type(tensor) is Tensor:  # see `may_be_unfilled`
                 unfilled = _node_count()
             if written is not None and _torch.has_storage(tensor) and _torch.storage_id(tensor) in written:
                 tensor = copy_of(tensor, tensor._version)
             if slot < count:
                 metadata = expected[slot]
                 if metadata is not _unwanted:
-                    if check is not None:
-                        found = (tensor.shape, tensor.dtype, tensor.device) if plain_check else check(tensor)
-                        if found != metadata:
+                    if plain_check:
+                        try:
+                            found: Any = (tensor.shape, tensor.dtype, tensor.device)
+                        except RuntimeError:
+                            found = metadata_of(tensor)
+                        if metadata != found:
+                            self._mismatch(slot, metadata, found, given)
+                    elif check is not None:
+                        if type(metadata) is _Unfilled:
+                            self._unchecked.append((slot, metadata, tensor))
+                        elif metadata != (found := check(tensor)):
                             self._mismatch(slot, metadata, found, given)
                     ready[slot] = tensor
                     if tensor._version:
@@ -555,11 +598,13 @@ class Recompute:
         self._passed = lambda: slot + 1
         return pack
 
-    def _mismatch(self, slot: int, expected: Any, found: Any, given: Tensor | None) -> None:
+    def _mismatch(self, slot: int, expected: Any, found: Any, given: Tensor | None, made_by: str | None = None) -> None:
         """`given`: what the rerun saves, which knows what made it; None in replay, which runs no line of the user's."""
-        made_by, lines = None, []
+        lines = []
+        if type(expected) is _Unfilled:
+            expected = expected.before
         if type(expected) is Evidence:
-            made_by = expected.made_by
+            made_by = made_by or expected.made_by
             lines = [f"saved in the forward at {describe_line(expected.line)}"]
         if given is not None:
             made_by = made_by or _maker_of(given)
@@ -567,8 +612,16 @@ class Recompute:
         details = f"slot {slot}" if made_by is None else f"slot {slot}, made by {made_by}"
         self._mismatches += ((slot, expected, found, "; ".join([details, *lines])),)
 
+    def _check_filled(self) -> None:
+        """What a rerun has saved before the operator filled it."""
+        for slot, expected, tensor in self._unchecked:
+            found = expected.check(tensor)
+            if expected != found:
+                self._mismatch(slot, expected, found, None)
+        self._unchecked.clear()
+
     def _explain_mismatches(self) -> errors.CheckpointError:
-        (slot, expected, found, details), *rest = sorted(self._mismatches, key=lambda mismatch: mismatch[0])
+        (slot, expected, found, details), *rest = self._mismatches  # in the order in which they were computed
         if type(expected) is Evidence:  # all that is computed from the first one differs as well
             rest, others = [], [other for other, *_ in rest]
             details += f"; so do {len(others)} more, in slots {others}" if others else ""
@@ -588,14 +641,19 @@ class Recompute:
         region, depth = here["region"], here["depth"]
         try:
             here["region"], here["depth"] = None, depth + 1
-            if _in_batched_backward():
-                with _torch.outside_of_batch():
+            try:
+                if _in_batched_backward():
+                    with _torch.outside_of_batch():
+                        frame.source.recompute(self)
+                else:
                     frame.source.recompute(self)
-            else:
-                frame.source.recompute(self)
-        except _Stop as stop:
-            if stop.args[0] is not self:
-                raise
+            except _Stop as stop:
+                if stop.args[0] is not self:
+                    raise
+            if self._unchecked:
+                self._check_filled()
+        except _Stop:  # of an enclosing rerun
+            raise
         except BaseException as error:
             if self._stopped and isinstance(error, Exception):
                 return self._verify()  # what user code has made of the stop signal
@@ -633,9 +691,15 @@ class Recompute:
                     return errors.changed(frame, named("a leaf", leaf), version, leaf._version)
         if self._passed is not None:
             versions = self.task.versions
-            for slot, tensor in ready.items():
-                if tensor is not None and tensor._version and tensor._version != versions.get(slot):
+            overwritten = [
+                slot
+                for slot, tensor in ready.items()
+                if tensor is not None and tensor._version and tensor._version != versions.get(slot)
+            ]
+            for slot in overwritten:
+                if slot == self.holder.slot:
                     return errors.overwritten(frame)
+                del ready[slot]  # perhaps nobody asks for it, as in plain code that works
             if self.ran_to_its_end:  # the last slot that is wanted should have stopped it
                 count, last = self._passed(), self.holder.slot
                 if self._last != sys.maxsize:
@@ -655,9 +719,37 @@ def add_note(error: BaseException, note: str) -> None:
         error.__notes__ = [*getattr(error, "__notes__", ()), note]
 
 
-def metadata_of(tensor: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
+def metadata_of(tensor: Tensor) -> tuple[Any, torch.dtype, torch.device]:
     """What `determinism_check="metadata"` compares."""
-    return (tensor.shape, tensor.dtype, tensor.device)
+    return (_torch.shape_of(tensor), tensor.dtype, tensor.device)
+
+
+def may_be_unfilled(tensor: Tensor) -> bool:
+    """Whether this may be memory that an operator has saved and will fill only then, such as the noise of RReLU."""
+    return not tensor.requires_grad and type(tensor) is Tensor and _torch.version(tensor) == 0
+
+
+class _Unfilled:
+    """What a check says of such memory: before the operator has run, and after. Which of them counts, nobody knows: the
+    first, if the region itself has written the tensor since."""
+
+    __slots__ = ("_after", "_tensor", "before", "check")
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, tensor: Tensor, before: Any, check: Callable[[Tensor], Any]) -> None:
+        self._tensor: Tensor | None = tensor
+        self._after: Any = None
+        self.before = before
+        self.check = check
+
+    def settle(self) -> None:
+        if self._tensor is not None:
+            self._after = self.check(self._tensor)
+            self._tensor = None
+
+    def __eq__(self, found: object) -> bool:
+        self.settle()
+        return bool(found == self.before or found == self._after)
 
 
 class Evidence:
@@ -685,7 +777,7 @@ def _maker_of(tensor: Tensor) -> str | None:
 
 def describe(tensor: Tensor) -> str:
     """A tensor as messages name it."""
-    return f"{tensor.dtype} tensor of shape {tuple(tensor.shape)}".replace("torch.", "")
+    return f"{tensor.dtype} tensor of shape {tuple(_torch.shape_of(tensor))}".replace("torch.", "")
 
 
 def entered_from(frame: FrameType) -> Line:
@@ -742,6 +834,9 @@ def without_recording(function: Callable[[Any], Any], value: Any) -> Any:
     try:
         here["depth"], here["aside"] = depth + 1, aside + 1
         _set_grad_enabled(False)
+        if torch.is_inference_mode_enabled():  # what comes of it may be wanted outside
+            with torch.inference_mode(False), torch.no_grad():
+                return function(value)
         return function(value)
     finally:
         _set_grad_enabled(grad_mode)

@@ -23,7 +23,7 @@ from torch import Tensor
 from . import _torch, errors
 from ._ambient import read_switches, write_switches
 from ._engine import Frame, Held, Holder, Recompute
-from ._tape import Geometry, Op, Ref, Scratch, Shape, Tape, Value, Wrapped, geometry_of, tensors_of
+from ._tape import Geometry, Op, Ref, Scratch, Shape, Tape, Value, Wrapped, bytes_of, geometry_of, name_of, tensors_of
 
 
 class Replay:
@@ -42,6 +42,10 @@ class Replay:
         self.replays = 0
         self.replayed = 0
         self._by_segment: dict[int, list[weakref.ref[Holder]]] | None = None
+
+    def maker(self, holder: Holder) -> str | None:
+        """The operator that made what the holder saved."""
+        return next((name_of(value.op) for value in values_of(holder.saved) if value.op is not None), None)
 
     def segment_of(self, holder: Holder) -> int:
         """The segment in which the newest of what a holder saved was made; -1 if nothing has to be made."""
@@ -240,16 +244,16 @@ class _Window:
             finally:
                 op.rng.leave(now)
         new = []
-        if type(result) is Tensor and len(op.outputs) == 1:
-            id = op.outputs[0][1]
-            made[id] = result
-            self._geometry[id] = geometry_of(result)
-            new.append(id)
-        elif op.outputs:
-            flat = tuple(tensors_of(result))
+        if op.outputs:
+            flat = (result,) if type(result) is Tensor else tuple(tensors_of(result))
             for number, id in op.outputs:
-                made[id] = tensor = flat[number]
-                self._geometry[id] = geometry_of(tensor)
+                tensor = flat[number]
+                try:
+                    self._geometry[id] = geometry_of(tensor)
+                except RuntimeError:  # a strided nested tensor: what is wanted lies on its storage
+                    tensor = bytes_of(tensor)
+                    self._geometry[id] = geometry_of(tensor)
+                made[id] = tensor
                 new.append(id)
         for old, id in op.writes:
             made[id] = made.pop(old)
@@ -333,7 +337,7 @@ class _Window:
         if kind is Held:
             return self._fetch(saved)
         parts = {name: self._build(part) for name, part in saved.parts.items()}
-        return saved.kind.__tensor_unflatten__(parts, saved.context, saved.size, saved.stride)
+        return _torch.unflatten(saved.kind, parts, saved.context, saved.size, saved.stride)
 
     def _from_held(self, value: Value, geometry: Geometry) -> Tensor:
         held = value.held.get(geometry)

@@ -194,6 +194,9 @@ class Rerun:
         self._results[place] = _Result(result, args, kwargs, self._hooks)
         return result
 
+    def maker(self, holder: object) -> None:
+        """Not known."""
+
     def recompute(self, request: Recompute) -> None:
         function = self._function if self.context is None else self._with_context
         if self._writes is not None:

@@ -53,11 +53,14 @@ class Value:
         """Hold the value as it is now. `tensor` lies on it like that."""
         if self.op is not None:
             self.op, self.held, self.unwritten = None, {}, False
-        if geometry in self.held:
+        held = self.held.get(geometry)
+        if held is None:
+            # An alias of the storage, from which any geometry can be made, will do.
+            held = next((held for held in self.held.values() if not held.is_packed), None)
+        if held is not None:
+            if held.name is None:
+                held.name = name
             return
-        for held in self.held.values():
-            if not held.is_packed:  # an alias of the storage, from which any geometry can be made
-                return
         self.held[geometry] = held = Held(tensor, hooks, name)
         if self.volatile:
             held.freeze()
@@ -204,9 +207,7 @@ class Info:
         views = all(a is not None and not a.is_write for a in aliases)
         # Views share their storage with an argument, which is how values are found; other results that are no
         # tensors were decided in the forward.
-        # `set_` gives a tensor another storage and writes none.
-        # The sizes of a nested tensor are asked for where an exception would end the process.
-        self.ignored = base in ("set_", "_nested_tensor_size") or (not self.writes and self.hidden is None and views)
+        self.ignored = base in IGNORED or (not self.writes and self.hidden is None and views)
         self.inplace = bool(self.writes) and all(a is not None and a.is_write for a in aliases)
         self.random = torch.Tag.nondeterministic_seeded in func.tags
         self.may_draw = self.random or self.custom
@@ -219,6 +220,9 @@ def info_of(func: Any) -> Info:
     return info
 
 
+# Operators that are not recorded: `set_` gives a tensor another storage and writes none; the sizes of a nested tensor
+# are asked for where an exception would end the process; efficient zeros are noticed when they are read.
+IGNORED = frozenset({"set_", "_nested_tensor_size", "_efficientzerotensor"})
 # Operators that allocate without filling.
 ALLOCATES = frozenset(
     {
@@ -269,6 +273,7 @@ _weak_storage = _torch.weak_storage
 _Parameter = nn.Parameter
 _is_grad_enabled = torch.is_grad_enabled
 _has_storage = _torch.has_storage
+_graph_task_id = _torch.graph_task_id
 
 
 # What to do with a value: False to recompute it, True to keep it, or hooks that say how it is kept.
@@ -313,6 +318,7 @@ class Tape(TorchDispatchMode):
         self._running: Any = "autograd"  # the operator that reads now, for messages
         self._here = here = thread.__dict__
         self._depth = here["depth"]
+        self._graph_task = _graph_task_id()  # of the rerun that this is part of, if of one
         self._is_open = True
         self.switches = read_switches()
         self._values: dict[int, Value] = {}  # by storage: its value now
@@ -321,6 +327,7 @@ class Tape(TorchDispatchMode):
         self._pending: set[Value] = set()  # saved while still unwritten, and read by no operator yet
         self.cuts: list[int] = []  # where segments begin: positions on the tape, in order
         self._ids = 0
+        self._has_zeros = False  # has seen efficient zeros, which have no memory
         self._unsettled: list[tuple[Answer, Tensor]] = []  # written just now, and to be kept
 
     @classmethod
@@ -434,15 +441,16 @@ class Tape(TorchDispatchMode):
         if kind is Tensor or kind is _Parameter:
             kind = None
         elif _dispatches(kind):  # opaque
-            return Held(tensor, self._hooks, self._running)
+            return Held(tensor, self._hooks, self._running if is_read else None)
         try:
             sid = _storage_id(tensor)
             geometry = geometry_of(tensor)
         except RuntimeError:  # sparse, MKLDNN, strided nested: no storage, or no geometry
-            return Held(tensor, self._hooks, self._running)
+            return Held(tensor, self._hooks, self._running if is_read else None)
         value = self._values.get(sid)
         if value is None:
             value = self._register(tensor, None, sid)
+            self._has_zeros = self._has_zeros or _torch.is_zeros(tensor)
         if (value.op is None and not value.kept) or (value.unwritten and value.nbytes):
             # From outside; or allocated here and filled by something unseen (a raw kernel, ctypes, NumPy).
             hooks = self._hooks
@@ -451,7 +459,14 @@ class Tape(TorchDispatchMode):
             elif value.op is not None:
                 self._pending.add(value)
                 hooks = None  # there is nothing in it yet that could be saved elsewhere
-            value.hold(tensor, geometry, hooks, self._running)
+            if hooks is not None and value.op is None and _graph_task_id() != self._graph_task:
+                # A backward inside. In a rerun of the enclosing region it may see this tensor on another storage, which
+                # is known already: so it must not be held there.
+                if geometry not in value.held and all(held.is_packed for held in value.held.values()):
+                    value = Value(0, None, value.nbytes)
+                hooks = None
+            # The operator for which autograd saves it has still to come.
+            value.hold(tensor, geometry, hooks, self._running if is_read else None)
         return _new_ref((value, geometry, kind))
 
     def _opaque(self, held: Held) -> Value:
@@ -506,17 +521,17 @@ class Tape(TorchDispatchMode):
         else:
             op.args = self._refer(args, reads)
         op.kwargs = dict(zip(kwargs, self._refer(kwargs.values(), reads), strict=True)) if kwargs else kwargs
-        op.rng = stash_generators(args, kwargs) if info.may_draw and self._preserve_rng_state else None
+        op.rng = self._stash_generators(info, args, kwargs) if info.may_draw else None
         op.grad_mode = _is_grad_enabled()
         op.index = self.recorded
         self._recent = _NOTHING_RECENT
-        result = info.run(*given, **kwargs)
-        if op.rng is not None and info.custom and not op.rng.have_moved():
-            op.rng = None
+        run = info.run if not self._has_zeros else _torch.with_zeros(info.run)
+        result = run(*given, **kwargs)
+        drew = info.random if op.rng is None else self._drew(info, op)
         op.writes = _NO_WRITES
         self._add_outputs(op, result, info.allocates)
-        if self._ask is not None or (info.random and not self._preserve_rng_state):
-            self._choose(info, func, args, kwargs, result, tensors_of(result))
+        if self._ask is not None or (drew and not self._preserve_rng_state):
+            self._choose(info, drew, func, args, kwargs, result, tensors_of(result))
         return result
 
     def _with_copies(self, given: Any) -> list[Any]:
@@ -529,11 +544,27 @@ class Tape(TorchDispatchMode):
                     args[i] = without_recording(_torch.clone_storage, args[i])
         return args
 
-    def _choose(self, info: Info, func: Any, args: Any, kwargs: Any, result: Any, made: Iterable[Tensor]) -> None:
+    def _stash_generators(self, info: Info, args: Any, kwargs: Any) -> Generators | None:
+        """Where the generators stand that the operator draws from, or may draw from."""
+        if info.custom or (info.random and self._preserve_rng_state):
+            return stash_generators(args, kwargs)
+        return None
+
+    def _drew(self, info: Info, op: Op) -> bool:
+        """Whether an operator has drawn random numbers; forgets the state of the generators if replay needs it not."""
+        drew = not info.custom or (op.rng is not None and op.rng.have_moved())
+        if not drew or not self._preserve_rng_state:
+            op.rng = None
+        return drew
+
+    def _choose(
+        self, info: Info, drew: bool, func: Any, args: Any, kwargs: Any, result: Any, made: Iterable[Tensor]
+    ) -> None:
         """Keep what the operator has made, if it must be or the policy says so."""
-        if info.random and not self._preserve_rng_state:
+        if drew and not self._preserve_rng_state:
             answer: Answer = True
-        elif self._ask is not None and not self._inner:
+        elif self._ask is not None and not self._inner and _graph_task_id() == self._graph_task:
+            # Not in a backward inside, which makes others' hooks call functions again at times that differ in a rerun.
             answer = self._ask(func, args, kwargs, result)
         else:
             return
@@ -576,6 +607,7 @@ class Tape(TorchDispatchMode):
             self.recorded += 1
 
     def _record_write(self, func: Any, info: Info, written: tuple[Any, ...], args: Any, kwargs: Any) -> Any:
+        run = func if not self._has_zeros else _torch.with_zeros(func)
         places = dict(enumerate(args)) | kwargs
         targets: dict[int, Tensor] = {}  # by storage: views of one are written together
         for place in written:
@@ -587,7 +619,7 @@ class Tape(TorchDispatchMode):
         if info.inplace and len(outside) == len(targets):
             # It only writes something from outside: never repeated. Whoever read the value before gets a copy.
             self._freeze(value for sid, value in old.items() if sid not in pending)
-            result = func(*args, **kwargs)
+            result = run(*args, **kwargs)
             for sid, target in targets.items():
                 if sid not in pending:
                     self._register(target, None, sid).volatile = True
@@ -604,14 +636,13 @@ class Tape(TorchDispatchMode):
         }
         op.args = [saved[i] for i in range(len(args))]
         op.kwargs = {name: saved[name] for name in kwargs}
-        op.rng = stash_generators(args, kwargs) if info.may_draw and self._preserve_rng_state else None
+        op.rng = self._stash_generators(info, args, kwargs) if info.may_draw else None
         op.grad_mode = _is_grad_enabled()
         op.index = self.recorded
         op.writes = []
         self._freeze([self._values.get(sid) for sid in targets if sid not in pending])
-        result = func(*args, **kwargs)
-        if info.custom and op.rng is not None and not op.rng.have_moved():
-            op.rng = None
+        result = run(*args, **kwargs)
+        drew = info.random if op.rng is None else self._drew(info, op)
         for sid, target in targets.items():
             value = old[sid]
             if sid in outside or value is None:
@@ -625,8 +656,8 @@ class Tape(TorchDispatchMode):
                 new.unwritten = new.nbytes > value.nbytes
             op.writes.append((value.id, new.id))
         self._add_outputs(op, result)
-        if self._ask is not None or (info.random and not self._preserve_rng_state):
-            self._choose(info, func, args, kwargs, result, (*targets.values(), *tensors_of(result)))
+        if self._ask is not None or (drew and not self._preserve_rng_state):
+            self._choose(info, drew, func, args, kwargs, result, (*targets.values(), *tensors_of(result)))
         return result
 
     @staticmethod
@@ -672,6 +703,11 @@ def _position(depth: int) -> tuple[int, int] | None:
     return id(frame), frame.f_lasti
 
 
+def name_of(op: Op) -> str:
+    """The operator as messages name it."""
+    return next((str(func) for func, info in _INFOS.items() if info.run is op.func), str(op.func))
+
+
 def _dispatches(kind: type[Tensor]) -> bool:
     """Whether a subclass of Tensor has a `__torch_dispatch__` of its own."""
     return kind.__torch_dispatch__ is not Tensor.__torch_dispatch__
@@ -690,10 +726,11 @@ def whole(tensor: Tensor, hooks: _torch.Hooks | None) -> Tensor:
     """A tensor that covers the storage of `tensor`, so that packing it loses nothing."""
     if hooks is None or tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes():
         return tensor
-    return cast(Tensor, without_recording(_bytes_of, tensor))
+    return cast(Tensor, without_recording(bytes_of, tensor))
 
 
-def _bytes_of(tensor: Tensor) -> Tensor:
+def bytes_of(tensor: Tensor) -> Tensor:
+    """All of the storage of `tensor`."""
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 

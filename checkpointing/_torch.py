@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import operator
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from types import CodeType, FunctionType, ModuleType
@@ -252,8 +253,15 @@ _is_excluded: Callable[[Any], bool] = _C._dispatch_tls_is_dispatch_key_excluded
 def alias(tensor: Tensor) -> Tensor:
     """A detached alias that shares the version counter, also when called below autograd.
 
-    Inside `__torch_dispatch__` the key that shares version counters between views is excluded; put it back.
+    Inside `__torch_dispatch__` the key that shares version counters between views is excluded; put it back. Inference
+    tensors have no counter, and would have none for a region to look at: their alias is an ordinary tensor.
     """
+    if tensor.is_inference() and has_storage(tensor):
+        with torch.inference_mode(False), torch.no_grad():
+            plain = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+            bits = int(tensor.dtype.is_complex and tensor.is_conj()) + 2 * int(tensor.is_neg())
+            plain.set_(tensor.untyped_storage())
+            return lay(plain, tensor.shape, tensor.stride(), int(tensor.storage_offset()), tensor.dtype, bits)
     if not _is_excluded(_adinplace_key):
         return tensor.detach()
     with _C._SetExcludeDispatchKeyGuard(_adinplace_key, False):
@@ -266,6 +274,45 @@ def version(tensor: Tensor) -> int:
         return tensor._version
     except RuntimeError:
         return -1
+
+
+def shape_of(tensor: Tensor) -> Any:
+    """The shape; for strided nested tensors, which have none, the shapes of their parts."""
+    try:
+        return tensor.shape
+    except RuntimeError:
+        return tuple(map(tuple, tensor._nested_tensor_size().tolist()))
+
+
+def unflatten(kind: Any, parts: dict[str, Any], context: Any, size: Any, stride: Any) -> Tensor:
+    """The other way of `__tensor_flatten__`."""
+    if kind.__module__ == "torch.nested._internal.nested_tensor":
+        # A ragged size has a name, which torch finds by the very tensor of the offsets.
+        source = parts.get("_lengths", parts["_offsets"])
+        sys.modules[kind.__module__]._tensor_symint_registry[source] = size[context["ragged_idx"]]
+    return cast(Tensor, kind.__tensor_unflatten__(parts, context, size, stride))
+
+
+def parts_of(tensor: Any) -> Sequence[Any] | None:
+    """What a tensor without plain memory of its own consists of: tensors, and values with `==`. None for plain ones."""
+    if hasattr(tensor, "__tensor_flatten__"):
+        names, _ = tensor.__tensor_flatten__()
+        return [getattr(tensor, name) for name in names]
+    if tensor.is_meta or hasattr(tensor, "fake_mode"):
+        return ()
+    if tensor.layout is torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    if tensor.is_mkldnn:
+        return [tensor.to_dense()]
+    if tensor.is_nested:
+        return list(tensor.unbind())
+    if tensor.is_quantized:
+        return tensor.int_repr(), str(tensor.qscheme())
+    return None
 
 
 def is_leaf(view: Tensor) -> bool:
@@ -283,6 +330,24 @@ def set_version(tensor: Tensor, version: int) -> None:
 
 # How many nodes this thread has made: the same while one operator saves its tensors, some before its kernel runs.
 node_count: Callable[[], int] = _autograd._get_sequence_nr
+
+
+is_zeros: Callable[[Tensor], bool] = Tensor._is_zerotensor
+_zeros_key = _C.DispatchKey.ZeroTensor
+
+
+def with_zeros(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Run an operator from `__torch_dispatch__` although its arguments may be efficient zeros.
+
+    Autograd makes such tensors, which have no memory, for gradients of gradients and in forward mode. Torch handles
+    them by a dispatch key that is excluded in a dispatch mode: kernels would read memory that isn't there.
+    """
+
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        with _C._SetExcludeDispatchKeyGuard(_zeros_key, False):
+            return run(*args, **kwargs)
+
+    return guarded
 
 
 class SavedInput(Protocol):
@@ -387,7 +452,7 @@ class below_autograd:
         self._grad_mode = torch.is_grad_enabled()
         set_grad_enabled(False)
         self._guards = (
-            _C._AutoDispatchBelowAutograd(),
+            _C._AutoDispatchBelowADInplaceOrView(),
             _C.DisableTorchFunction(),
             _C._ExcludeDispatchKeyGuard(_autocast_keys),
         )

@@ -62,8 +62,8 @@ def different_metadata(where: object, op: str, mismatches: Sequence[Mismatch]) -
     )
     return MismatchError(
         f"{where}: Recomputed values for the following tensors have different metadata than during the forward pass.\n"
-        f"{rows}{op} asked for the recompute. Something that the function reads besides its arguments has changed in "
-        "between."
+        f"{rows}{op} asked for the recompute. Something that the region reads besides its arguments has changed in "
+        "between, or has been written where no operator shows it: such code belongs into `with opaque():`."
     )
 
 

@@ -88,6 +88,8 @@ def bits(value: Any) -> Any:
     if not isinstance(value, Tensor):
         return repr(value)
     tensor = value.detach()
+    if tensor._is_zerotensor():
+        tensor = tensor.clone()
     if hasattr(tensor, "__tensor_flatten__"):
         names, _ = tensor.__tensor_flatten__()
         return (type(tensor).__name__, tuple(tensor.shape), [bits(getattr(tensor, n)) for n in names])
