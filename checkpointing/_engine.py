@@ -581,9 +581,11 @@ class Recompute:
                         if metadata != found:
                             self._mismatch(slot, metadata, found, given)
                     elif check is not None:
+                        found = check(tensor)
                         if type(metadata) is _Unfilled:
-                            self._unchecked.append((slot, metadata, tensor))
-                        elif metadata != (found := check(tensor)):
+                            if metadata.before != found:
+                                self._unchecked.append((slot, metadata, tensor))
+                        elif metadata != found:
                             self._mismatch(slot, metadata, found, given)
                     ready[slot] = tensor
                     if tensor._version:
@@ -619,6 +621,7 @@ class Recompute:
             if expected != found:
                 self._mismatch(slot, expected, found, None)
         self._unchecked.clear()
+        self._mismatches = tuple(sorted(self._mismatches, key=lambda mismatch: mismatch[0]))
 
     def _explain_mismatches(self) -> errors.CheckpointError:
         (slot, expected, found, details), *rest = self._mismatches  # in the order in which they were computed
