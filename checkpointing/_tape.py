@@ -166,6 +166,7 @@ class Info:
 
     __slots__ = (
         "allocates",
+        "communicates",
         "custom",
         "hidden",
         "ignored",
@@ -187,6 +188,10 @@ class Info:
         name = func.name() if isinstance(func, _torch.OpOverload) else str(func)
         self.hidden = HIDDEN_WRITES.get(name.partition(".")[0])
         base = name.partition(".")[0].removeprefix("aten::")
+        self.communicates = name.partition("::")[0] in COMMUNICATION
+        if self.communicates:
+            # Without a word in the schema; and most do it later, while other code runs.
+            self.hidden = lambda args, kwargs: (0,)
         # Custom operators may draw random numbers without torch's tag: look whether the generators have moved.
         self.custom = name.partition("::")[0] not in ("aten", "prim", "prims")
         self.may_draw = self.custom
@@ -262,6 +267,8 @@ HIDDEN_WRITES: dict[str, Callable[[Any, Any], tuple[int, ...]]] = {
     "aten::batch_norm_gather_stats_with_counts": lambda args, kwargs: (3, 4),
     "aten::batch_norm_update_stats": lambda args, kwargs: (1, 2),
 }
+# Operators that other processes take part in.
+COMMUNICATION = frozenset({"c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd"})
 # Where these take the statistics that a later call may write.
 STATISTICS = (3, 4)
 
@@ -606,7 +613,26 @@ class Tape(TorchDispatchMode):
         if outputs or op.writes:
             self.recorded += 1
 
+    def _record_communication(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Not repeated, since others would have to take part. What comes in is held when it is first read: by then it
+        has arrived."""
+        name = func.overloadpacket.__name__
+        targets: dict[int, Tensor] = {}
+        if args and name.endswith("_") and name != "monitored_barrier_":
+            targets.update((_storage_id(t), t) for t in tensors_of(args[0]) if _has_storage(t))
+        targets.update((_storage_id(t), t) for t in tensors_of(kwargs.get("out")) if _has_storage(t))
+        self._freeze([self._values.get(sid) for sid in targets])
+        result = func(*args, **kwargs)
+        for sid, target in targets.items():
+            self._register(target, None, sid).volatile = True
+        for tensor in tensors_of(result):
+            if _has_storage(tensor) and _storage_id(tensor) not in self._values:
+                self._register(tensor, None, _storage_id(tensor))
+        return result
+
     def _record_write(self, func: Any, info: Info, written: tuple[Any, ...], args: Any, kwargs: Any) -> Any:
+        if info.communicates:
+            return self._record_communication(func, args, kwargs)
         run = func if not self._has_zeros else _torch.with_zeros(func)
         places = dict(enumerate(args)) | kwargs
         targets: dict[int, Tensor] = {}  # by storage: views of one are written together
