@@ -301,7 +301,7 @@ class Frame:
 
 def copy_of(tensor: Tensor, version: int) -> Tensor:
     """A copy that others may write, at the version that the original had: saved versions are compared."""
-    copy = tensor.clone()
+    copy = _torch.copy(tensor)
     if version > 0:
         _torch.set_version(copy, version)
     return copy

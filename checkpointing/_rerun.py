@@ -103,13 +103,17 @@ class Rerun:
             inputs.modules += around.modules
             inputs.generators += around.generators
             inputs.plain += around.plain
+            inputs.attributes += around.attributes
         self.buffers: Buffers | None = None
         if inputs.modules:
             self.buffers = found = Buffers(inputs.modules)
             inputs.see(found.devices)
             inputs.generators += found.generators
             inputs.plain += found.plain
-        self._writes = Writes(_code_of(function), inputs.plain) if inputs.plain else None
+            inputs.attributes += found.attributes
+        self._writes: Writes | None = None
+        if inputs.plain or inputs.attributes:
+            self._writes = Writes(_code_of(function), inputs.plain, inputs.attributes)
         self.context: AbstractContextManager[Any] | None = None  # entered around the rerun
         self._ambient = ambient = Ambient()
         # Leaves that the function finds by itself are no arguments. Those that come from elsewhere in the rerun than in
@@ -160,7 +164,7 @@ class Rerun:
         if self.buffers is not None and self.buffers.knows(tensor):
             return
         if self._writes is None:
-            self._writes = Writes(_BATCH_NORM, [])
+            self._writes = Writes(_BATCH_NORM, [], [])
         self._writes.see_statistics(tensor, frame)
 
     def keep(self, tensor: Tensor) -> Tensor:
@@ -214,7 +218,7 @@ class Rerun:
 
     def _recompute_with_buffers(self, request: Recompute, function: Any, args: Any, kwargs: Any) -> None:
         present: Any = ()
-        swapped: Any = ()
+        swapped: Any = ((), ())
         try:
             if self.buffers is not None:
                 present = self.buffers.enter(request.frame)
@@ -390,7 +394,7 @@ _wrote_tensors: dict[object, dict[Name, bool]] = {}
 
 
 def _clones(tensors: list[Tensor]) -> list[Tensor]:
-    return [tensor.clone() for tensor in tensors]
+    return [_torch.copy(tensor) for tensor in tensors]
 
 
 def _uncount(number: Tensor) -> Tensor:
@@ -414,7 +418,7 @@ class _Buffer:
         self.version = _torch.version(tensor)
         self.before: Tensor | None = None
         if not tensor.requires_grad and _wrote_buffers.get(module, {}).get(name) is not False:
-            self.before = without_recording(torch.clone, tensor)
+            self.before = without_recording(_torch.copy, tensor)
 
     def __str__(self) -> str:
         return f"{type(self.module).__name__}.{self.name}"
@@ -422,21 +426,35 @@ class _Buffer:
 
 class Buffers:
     """The buffers of the modules that a region runs, as they were before it: the rerun starts from these, and what it
-    writes is dropped (rule 7). And what else modules have that no argument shows: whether they are in training mode,
-    generators and tensors among their attributes.
+    writes is dropped (rule 7). And what else modules have that no argument shows: their parameters and children (which
+    `torch.func.functional_call`, for one, exchanges), whether they are in training mode, generators and tensors among
+    their attributes.
 
     Small buffers of modules in training mode are always copied, because some kernels write running statistics without
     a trace. Any other is copied until a forward has left it alone, and guarded from then on; if a later one writes it,
     that rerun is refused, and the next forward copies it again.
     """
 
-    __slots__ = ("_buffers", "_lazy", "_lost", "_modes", "_volatile", "devices", "generators", "plain")
+    __slots__ = (
+        "_buffers",
+        "_lazy",
+        "_lost",
+        "_modes",
+        "_parts",
+        "_volatile",
+        "attributes",
+        "devices",
+        "generators",
+        "plain",
+    )
 
     def __init__(self, modules: tuple[nn.Module, ...]) -> None:
         self._buffers: list[_Buffer] = []
         self._lost: list[_Buffer] = []
         self._lazy: list[tuple[dict[str, Any], str]] = []
         self._modes: list[tuple[nn.Module, bool]] = []
+        self._parts: list[tuple[dict[str, Any], str, Any]] = []
+        self.attributes: list[Attribute] = []
         self._volatile: list[tuple[dict[str, Any], str, Tensor, Tensor]] = []  # where, what it was, a copy of that
         self.devices: set[torch.device] = set()
         self.generators: tuple[torch.Generator, ...] = ()
@@ -452,10 +470,12 @@ class Buffers:
             training = module.training
             self._modes.append((module, training))
             children, parameters, buffers = _parts_of(module)
-            if children:
-                stack.extend(children.values())
+            for name, child in children.items():
+                self._parts.append((children, name, child))
+                stack.append(child)
             for name, parameter in parameters.items():
                 if parameter is not None:
+                    self._parts.append((parameters, name, parameter))
                     if not parameter.is_cpu:
                         self.devices.add(parameter.device)
                     if not parameter.requires_grad and not nn.parameter.is_lazy(parameter):
@@ -475,12 +495,15 @@ class Buffers:
             self._volatile = [(*entry, copy) for entry, copy in zip(volatile, copies, strict=True)]
 
     def _look_at_attributes(self, module: nn.Module) -> None:
-        if not _WITH_STATE.isdisjoint(map(type, vars(module).values())):
-            for name, value in vars(module).items():
+        attributes = vars(module)
+        for name, value in attributes.items():
+            if value is None or type(value) in _WITH_STATE:
                 if type(value) is torch.Generator:
                     self.generators += (value,)
-                elif isinstance(value, Tensor) and Plain.is_one(value):
-                    self.plain.append(Plain(f"{type(module).__name__}.{name}", value))
+                elif not name.startswith("_"):
+                    self.attributes.append((attributes, name, value))
+                    if value is not None and Plain.is_one(value):
+                        self.plain.append(Plain(f"{type(module).__name__}.{name}", value))
 
     def knows(self, tensor: Tensor) -> bool:
         storage = _torch.storage_id(tensor)
@@ -502,31 +525,33 @@ class Buffers:
         for store, name in self._lazy:  # made by this forward: its first value is gone, but it is not written twice
             new = store[name]
             if new is not None:
-                self._volatile.append((store, name, new, without_recording(torch.clone, new)))
+                self._volatile.append((store, name, new, without_recording(_torch.copy, new)))
 
-    def enter(self, where: object) -> list[tuple[Any, str, Any]]:
+    def enter(self, where: object) -> list[tuple[dict[str, Any], str, Any]]:
         """Give the modules what they had before the forward; returns what `leave` needs."""
         for buffer in self._lost:
             raise errors.written(where, str(buffer))
-        then: list[tuple[Any, str, Any]] = [(store, name, before.clone()) for store, name, _, before in self._volatile]
+        then: list[tuple[dict[str, Any], str, Any]]
+        then = [entry for entry in self._parts if entry[0].get(entry[1]) is not entry[2]]
+        then += [(store, name, _torch.copy(before)) for store, name, _, before in self._volatile]
         for buffer in self._buffers:
             if buffer.before is not None:
-                copy = buffer.before.clone()
+                copy = _torch.copy(buffer.before)
                 if isinstance(buffer.tensor, nn.Parameter):
                     copy = nn.Parameter(copy, requires_grad=False)
                 then.append((buffer.store, buffer.name, copy))
             elif _torch.version(buffer.tensor) != buffer.version:
                 later = _torch.version(buffer.tensor)
                 raise errors.changed(where, named(str(buffer), buffer.tensor), buffer.version, later)
-        for module, training in self._modes:
-            if module.training is not training:
-                then.append((vars(module), "training", training))
+            elif buffer.store.get(buffer.name) is not buffer.tensor:
+                then.append((buffer.store, buffer.name, buffer.tensor))
+        then += [(vars(m), "training", training) for m, training in self._modes if m.training is not training]
         present = [(store, name, store.get(name)) for store, name, _ in then]
         Buffers.leave(then)
         return present
 
     @staticmethod
-    def leave(present: Iterable[tuple[Any, str, Any]]) -> None:
+    def leave(present: Iterable[tuple[dict[str, Any], str, Any]]) -> None:
         for store, name, value in present:
             store[name] = value
 
@@ -570,25 +595,32 @@ class Plain:
             and _torch.version(tensor) >= 0
             and tensor.device.type != "meta"
             and 0 not in tensor.stride()
+            and (tensor.is_contiguous() or _extent(tensor) <= max(2 * tensor.nbytes, _MEDIUM))
         )
+
+
+# An attribute or item that holds a tensor or None: the dict or list that it is in, its name there, and the value.
+Attribute = tuple[Any, Any, Tensor | None]
 
 
 class Writes:
     """Tensors outside of modules that a region has written: running statistics, counters, code books. The rerun gets
-    copies of what they held before the forward; what it writes is dropped (rule 7).
+    copies of what they held before the forward; what it writes is dropped (rule 7). Attributes that a region sets to
+    other tensors have those of before the forward in the rerun, too.
 
     Numbers and vectors of up to 64 KiB are copied before each forward; larger tensors until a forward has left them
     alone, if they aren't too large for a try. If a tensor is written that has not been copied, that rerun is refused,
     and the next forward copies it.
     """
 
-    __slots__ = ("_arguments", "_known", "_lost", "_noted", "_overlapping", "_swaps")
+    __slots__ = ("_arguments", "_attributes", "_known", "_lost", "_noted", "_overlapping", "_swaps")
 
-    def __init__(self, code: object, noted: list[Plain]) -> None:
+    def __init__(self, code: object, noted: list[Plain], attributes: list[Attribute]) -> None:
         self._known = known = _wrote_tensors.setdefault(code, {})
         if len(known) > 1000:  # paths that never come again, such as numbers of steps in a dict
             known.clear()
         self._noted = noted
+        self._attributes = attributes
         self._lost: list[Plain] = []
         self._swaps: list[Plain] = []
         self._arguments: list[_Given] = []
@@ -647,6 +679,7 @@ class Writes:
                 plain.is_guarded = is_same
                 written.append(plain)
         self._noted = []  # an argument may belong to the region's graph by now
+        self._attributes = [entry for entry in self._attributes if _item(entry[0], entry[1]) is not entry[2]]
         if written:
             self._share_out(written)
 
@@ -661,11 +694,9 @@ class Writes:
             else:
                 plain.argument.start_from(plain, leader)
                 self._arguments.append(plain.argument)
-        spans = sorted((_torch.storage_id(p.tensor), *_span(p.tensor), n) for n, p in enumerate(first.values()))
-        for (storage, _, end, n), (other, start, _, m) in itertools.pairwise(spans):
-            if storage == other and start < end:
-                found = list(first.values())
-                self._overlapping = found[n], found[m]
+        for one, other in itertools.combinations(first.values(), 2):
+            if _torch.storage_id(one.tensor) == _torch.storage_id(other.tensor) and _overlap(one.tensor, other.tensor):
+                self._overlapping = one, other
 
     def has_written(self, tensor: Tensor | None) -> bool:
         return any(plain.tensor is tensor and not plain.is_guarded for plain in self._swaps)
@@ -677,9 +708,12 @@ class Writes:
         if self._overlapping is not None:
             raise errors.sharing_memory(where, *(named(plain.path, plain.tensor) for plain in self._overlapping))
 
-    def enter(self, written: set[int]) -> list[tuple[Tensor, Tensor, int]]:
+    def enter(self, written: set[int]) -> tuple[list[tuple[Tensor, Tensor, int]], list[tuple[Any, Any, Any]]]:
         """Give the tensors their values of before the forward; returns what `leave` needs."""
         written.update(argument.copied for argument in self._arguments)
+        attributes = [(store, key, _item(store, key)) for store, key, _ in self._attributes]
+        for store, key, value in self._attributes:
+            store[key] = value
         present = []
         for plain, copy in zip(
             self._swaps, _clones([p.before for p in self._swaps if p.before is not None]), strict=True
@@ -689,20 +723,55 @@ class Writes:
             written.add(_torch.storage_id(copy))
             tensor.data = copy
             _torch.set_version(tensor, plain.version)
-        return present
+        return present, attributes
 
     @staticmethod
-    def leave(present: Iterable[tuple[Tensor, Tensor, int]]) -> None:
-        for tensor, data, version in present:
+    def leave(present: tuple[list[tuple[Tensor, Tensor, int]], list[tuple[Any, Any, Any]]]) -> None:
+        for tensor, data, version in present[0]:
             tensor.data = data
             _torch.set_version(tensor, version)
+        for store, key, value in present[1]:
+            if value is not _UNSET:
+                store[key] = value
+            elif isinstance(store, dict):
+                store.pop(key, None)
+
+
+def _item(store: Any, key: Any) -> Any:
+    try:
+        return store[key]
+    except (KeyError, IndexError):
+        return _UNSET
+
+
+def _overlap(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors on one storage have an element in common (or might, if they are large)."""
+    (start, end), (other_start, other_end) = _span(a), _span(b)
+    if start >= other_end or other_start >= end:
+        return False
+    if max(a.numel(), b.numel()) > _SMALL:
+        return True
+    return not _bytes_of(a).isdisjoint(_bytes_of(b))
+
+
+def _bytes_of(tensor: Tensor) -> set[int]:
+    """Where on its storage its elements begin, in bytes."""
+    places = {int(tensor.storage_offset())}
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        places = {place + i * stride for place in places for i in range(size)}
+    return {place * tensor.itemsize for place in places}
+
+
+def _extent(tensor: Tensor) -> int:
+    """Bytes from its first element to its last, with the gaps in between."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.itemsize if tensor.numel() else 0
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
     """Where on its storage it begins and ends, in bytes."""
-    start = int(tensor.storage_offset())
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return start * tensor.itemsize, (start + last + 1) * tensor.itemsize if tensor.numel() else start * tensor.itemsize
+    start = int(tensor.storage_offset()) * tensor.itemsize
+    return start, start + _extent(tensor)
 
 
 _BATCH_NORM = nn.functional.batch_norm.__code__
@@ -724,7 +793,7 @@ class Surroundings:
     layer(x))(x)` is right.
     """
 
-    __slots__ = ("_in_object", "_strict", "_variables", "generators", "modules", "plain", "tensors")
+    __slots__ = ("_in_object", "_strict", "_variables", "attributes", "generators", "modules", "plain", "tensors")
 
     def __init__(self, *functions: Any, strict: bool = False) -> None:
         self._strict = strict
@@ -733,6 +802,7 @@ class Surroundings:
         self.generators: tuple[torch.Generator, ...] = ()
         self.tensors: tuple[tuple[str, Tensor, int], ...] = ()
         self.plain: list[Plain] = []
+        self.attributes: list[Attribute] = []
         self._variables: dict[FunctionType, list[Any]] = {}
         for function in functions:
             if isinstance(function, nn.Module):
@@ -778,10 +848,13 @@ class Surroundings:
             for path, part in _parts_in(value, name, set()):
                 if not isinstance(part, Tensor):
                     self._note(path, part)
-            for path, part in _near(value, name):
-                if isinstance(part, Tensor):
-                    if not self._strict and Plain.is_one(part):
-                        self.plain.append(Plain(path, part))
+            for path, part, store, key in _near(value, name):
+                if part is None or isinstance(part, Tensor):
+                    if not self._strict:
+                        if store is not None:
+                            self.attributes.append((store, key, part))
+                        if part is not None and Plain.is_one(part):
+                            self.plain.append(Plain(path, part))
                 elif isinstance(part, FunctionType | MethodType | functools.partial) and not self._in_object:
                     # Not those that these lead to in turn: an object may lead to the whole program.
                     self._in_object = True
@@ -905,15 +978,17 @@ def _set_by(code: CodeType) -> frozenset[str]:
 _sets: dict[CodeType, frozenset[str]] = {}
 
 
-def _near(value: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """What is in a container, or in an object's attributes and in the containers there."""
+def _near(value: Any, name: str) -> Iterator[tuple[str, Any, Any, Any]]:
+    """What is in a container, or in an object's attributes and in the containers there: the path to it, what it is,
+    where it can be set, and the key there."""
     parts = value if isinstance(value, dict) else dict(enumerate(value)) if type(value) in (list, tuple) else None
+    store = getattr(value, "__dict__", None) if parts is None else None if type(value) is tuple else value
     for key, part in (attributes_of(value) if parts is None else parts).items():
         path = f"{name}.{key}" if parts is None else f"{name}[{key!r}]"
         if parts is None and type(part) in (list, tuple, dict):
             yield from _near(part, path)
         else:
-            yield path, part
+            yield path, part, store if type(store) is not dict or key in store else None, key
 
 
 def stands_alone(function: Any) -> bool:
@@ -1049,6 +1124,7 @@ class Inputs:
         "_hooks",
         "_kwargs",
         "_objects",
+        "attributes",
         "devices",
         "functions",
         "generators",
@@ -1066,6 +1142,7 @@ class Inputs:
         self.modules: tuple[nn.Module, ...] = ()
         self.functions: tuple[Any, ...] = ()
         self.plain: list[Plain] = []
+        self.attributes: list[Attribute] = []
         self._args: list[Any] = [*args]
         self._kwargs = kwargs
         is_quick = hooks is None and _SavedTensor is not None

@@ -416,6 +416,16 @@ def lay(base: Tensor, size: Any, stride: Any, offset: int, dtype: torch.dtype, b
     return torch._neg_view(tensor) if bits & 2 else tensor
 
 
+def copy(tensor: Tensor) -> Tensor:
+    """A copy that lies in memory as `tensor` does, gaps included, since kernels look at strides."""
+    new = tensor.clone()
+    if tensor.layout is torch.strided and new.stride() != tensor.stride():
+        new = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+        new.copy_(tensor)
+        set_version(new, 0)
+    return new
+
+
 def clone_storage(tensor: Tensor) -> Tensor:
     """`tensor` on a copy of its whole storage, lying there as before."""
     with torch.no_grad():

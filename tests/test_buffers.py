@@ -619,6 +619,24 @@ def data():
     return fn, (d,), {}, [d]
 
 
+def columns():
+    """Columns of one tensor, which lie in each other's gaps."""
+    both = torch.stack([torch.zeros(4), torch.ones(4)], 1)
+    return lambda x, m, v: normalised(x, m, v, W), (both[:, 0], both[:, 1]), {}, [both]
+
+
+def argument_and_closure():
+    """Written as the one, read as the other."""
+    mean = torch.zeros(4)
+
+    def fn(x, m):
+        with torch.no_grad():
+            m.add_(x.mean(0))
+        return (x * mean.clone()).sin().exp()
+
+    return fn, (mean,), {}, [mean]
+
+
 def same_in_two_places():
     """One tensor, passed twice."""
     mean = torch.zeros(4)
@@ -635,7 +653,7 @@ W = torch.linspace(0.5, 1, 4)
 PLACES = [
     *(arguments, keywords, closure, attribute, closed_over_attribute, own_attribute, partial, elsewhere),
     *(norm_elsewhere, views, bank, without_gradient, instance_norm, moving_average, moving_average_argument),
-    *(through_data, code_book, counter, data, same_in_two_places),
+    *(through_data, code_book, counter, data, same_in_two_places, columns, argument_and_closure),
 ]
 PLACE = pytest.mark.parametrize("place", PLACES, ids=lambda place: place.__name__)
 
@@ -676,6 +694,131 @@ def test_plain_tensors_and_several_forwards(place):
         return [bits(first), bits(second), bits(x.grad), *map(bits, written)]
 
     assert step(checkpointed) == step(plain)
+
+
+class Recurrent:
+    """Its state is set anew by each call, and has a gradient."""
+
+    def __init__(self, state):
+        self.state = state
+        self.states = {"last": state}
+        self.linear = nn.Linear(4, 4)
+
+    def step(self, x):
+        """One step."""
+        state = torch.zeros(6, 4) if self.state is None else self.state
+        self.state = (self.linear(x) + state).tanh()
+        self.states["last"] = self.state
+        return self.state.exp()
+
+
+class RecurrentModule(nn.Module):
+    """The same as a module."""
+
+    def __init__(self, state):
+        super().__init__()
+        self.state = state
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        state = torch.zeros(6, 4) if self.state is None else self.state
+        self.state = (self.linear(x) + state).tanh()
+        return self.state.exp()
+
+
+@pytest.mark.parametrize("state", ["none", "zeros"])
+@pytest.mark.parametrize("kind", ["object", "module", "closure"])
+@DOOR
+def test_state_that_is_set_anew(door, kind, state):
+    """Each region has the state that it met; the last state stays."""
+
+    def step(door):
+        torch.manual_seed(0)
+        initial = None if state == "none" else torch.zeros(6, 4)
+        model = RecurrentModule(initial) if kind == "module" else Recurrent(initial)
+        fn = door(model if kind == "module" else model.step if kind == "object" else lambda x: model.step(x))
+        x = leaf()
+        y = fn(x) + fn(x * 2) * 3 + fn(x.exp())
+        y.sum().backward()
+        return bits(y), bits(x.grad), bits(model.state), *(bits(p.grad) for p in model.linear.parameters())
+
+    assert step(door) == step(plain)
+
+
+def test_tensors_that_share_memory_are_refused():
+    """Two arguments that overlap can't be put back one by one."""
+    both = torch.zeros(6)
+
+    def fn(x, a, b):
+        a.add_(1), b.mul_(2)
+        return (x * a.clone() + b.clone()).sin()
+
+    with pytest.raises(UnsupportedError, match=r"args\[1\] .* and args\[2\] .* share memory"):
+        checkpointed(fn)(leaf(), both[:4], both[2:]).sum().backward()
+
+
+# ---- what modules are made of
+
+
+@DOOR
+def test_functional_call_around_regions(door):
+    """Parameters and buffers of the forward, though the module has its own again when backward runs."""
+
+    def step(door):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(sequence(nn.BatchNorm1d(4)) for _ in range(2)))
+        for block in model:
+            block.forward = door(block.forward)
+        parameters = {n: (p.detach() * 2).requires_grad_() for n, p in model.named_parameters()}
+        buffers = {n: b.clone() for n, b in model.named_buffers()}
+        x = leaf()
+        y = torch.func.functional_call(model, (parameters, buffers), (x,))
+        y.sum().backward()
+        seen = [y, x.grad, *(p.grad for p in parameters.values()), *buffers.values(), *model.buffers()]
+        return [bits(t) for t in seen]
+
+    assert step(door) == step(plain)
+
+
+@DOOR
+def test_functional_call_in_a_region(door):
+    """With tensors of a closure in place of the module's."""
+
+    def step(door):
+        torch.manual_seed(0)
+        model = sequence(nn.BatchNorm1d(4))
+        parameters = {n: (p.detach() * 2).requires_grad_() for n, p in model.named_parameters()}
+        buffers = {n: b.clone() for n, b in model.named_buffers()}
+        fn = door(lambda x: torch.func.functional_call(model, (parameters, buffers), (x,)).exp())
+        for _ in range(2):
+            y = fn(x := leaf())
+            y.sum().backward()
+        seen = [y, x.grad, *(p.grad for p in parameters.values()), *buffers.values(), *model.buffers()]
+        return [bits(t) for t in seen]
+
+    assert step(door) == step(plain)
+
+
+@pytest.mark.parametrize("what", ["parameter", "child"])
+@DOOR
+def test_parts_of_a_module_that_are_replaced_before_backward(door, what):
+    """The recompute has the parts of the forward, and leaves those of now."""
+
+    def step(door):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+        old, x = model[0], leaf()
+        weight = old.weight
+        y = door(model)(x).sin()
+        if what == "child":
+            model[0] = new = nn.Linear(4, 4)
+        else:
+            old.weight = new = nn.Parameter(torch.zeros(4, 4))
+        y.sum().backward()
+        assert (model[0] if what == "child" else old.weight) is new
+        return bits(y), bits(x.grad), bits(weight.grad)
+
+    assert step(door) == step(plain)
 
 
 def test_what_is_written_with_a_gradient():
