@@ -63,7 +63,7 @@ class Replay:
         found: dict[int, list[weakref.ref[Holder]]] = {}
         for ref in frame.holders:
             holder = ref()
-            if holder is not None:
+            if holder is not None and self.at_hand(holder, frame) is None:
                 found.setdefault(self.segment_of(holder), []).append(ref)
         if frame.complete:
             self._by_segment = found
@@ -72,11 +72,13 @@ class Replay:
     def at_hand(self, holder: Holder, where: Frame) -> Tensor | None:
         """A value from outside that hooks have not taken: nothing to compute, nothing to share."""
         saved = holder.saved
-        if type(saved) is not Ref or saved[0].op is not None or where.check is not None or not where.early_stop:
+        if type(saved) is not Ref or not saved[0].held or where.check is not None or not where.early_stop:
             return None
         value, geometry, kind = saved
-        held = value.held.get(geometry) or next(iter(value.held.values()))
-        if held.is_packed:
+        held = value.held.get(geometry)
+        if held is None and value.op is None:
+            held = next(iter(value.held.values()))
+        if held is None or held.is_packed:
             return None
         try:
             tensor = held.fetch(where)
@@ -149,7 +151,7 @@ class _Window:
         if plan is None:
             plan = request.task.plan = {}
         slots = plan.get(opened.slot)
-        candidates = request.wanted(self._source.by_segment(self._frame)[segment])
+        candidates = request.wanted(self._source.by_segment(self._frame).get(segment, ()))
         if slots is None:
             ops = slice_of([opened])
             inside = {None, *ops}

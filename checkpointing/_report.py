@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,10 +10,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from . import errors
+from . import _torch, errors
 from ._engine import Frame, add_note, stack_of_user
 from ._replay import Replay, slice_of, values_of
-from ._tape import Tape
+from ._tape import Tape, Value
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +41,22 @@ def measure(frame: Frame, tape: Tape, source: Replay) -> Stats:
     ops = slice_of(holders)
     values = {value.id: value for value in [*wanted, *(v for op in ops for v in op.reads)]}.values()
     starts = [value for value in values if value.op is None and not value.is_parameter]
-    kept = sum(value.nbytes for value in starts if value.kept)
+    kept = tape.keeps_now() if not frame.complete else None
+    if kept is None:
+        kept = _kept_bytes(values)
     held = sum(value.nbytes for value in starts if not value.kept)
     held += sum(op.rng.nbytes for op in ops if op.rng is not None)
     return Stats(tape.recorded, source.replayed, source.replays, tape.saved_bytes, held, kept)
+
+
+def _kept_bytes(values: Iterable[Value]) -> int:
+    """Each storage once: several values may be parts of one."""
+    storages = {}
+    for value in values:
+        if value.kept or (value.op is not None and value.held):
+            held = next(iter(value.held.values()))
+            storages[-value.id if held.is_packed else _torch.storage_id(held.alias)] = value.nbytes
+    return sum(storages.values())
 
 
 class OpLog(TorchDispatchMode):

@@ -76,6 +76,10 @@ class Value:
         self.held = {}
         self.keep(whole(held.alias, hooks), hooks)
 
+    def hold_part(self, tensor: Tensor) -> None:
+        """Hold what lies on the value like `tensor`, of which alone it is known that nothing has overwritten it."""
+        self.held = {geometry_of(tensor): Held(tensor, None, "a kept tensor")}
+
     def give_back(self, op: Op) -> None:
         """Keep it no longer: `op` makes it."""
         self.op, self.held, self.kept = op, _NOTHING, False
@@ -403,6 +407,10 @@ class Tape(TorchDispatchMode):
                 self.kept_bytes += value.nbytes
                 self.cuts.append(self.recorded)
         return tensor
+
+    def keeps_now(self) -> int | None:
+        """How many bytes are kept at this moment of the block, where that is known."""
+        return None
 
     @property
     def complaint(self) -> str | None:

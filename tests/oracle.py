@@ -5,10 +5,12 @@ a checkpointed function. What a word must equal is the word with nothing but its
 
     c  checkpointed (rerun)        s  a `with checkpoint_scope()` around the call
     r  checkpointed (replay)       g  the gradients with respect to the arguments
+    a  a scope that places its own checkpoints: as many as it can;  b  on a small budget
 """
 
 import dataclasses
 import functools
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,7 +20,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from checkpointing import checkpoint_scope, checkpointed
+from checkpointing import auto, checkpoint_scope, checkpointed
 
 Function = Callable[..., Any]
 
@@ -56,7 +58,24 @@ def g(fn: Function, early_stop: bool = True) -> Function:
     return gradients
 
 
-LETTERS: dict[str, Callable[..., Function]] = {"c": c, "r": r, "s": s, "g": g}
+def a(fn: Function, early_stop: bool = True) -> Function:
+    """In a scope with a cut wherever there can be one."""
+    return s(fn, early_stop, policy=auto(segment=1))
+
+
+def b(fn: Function, early_stop: bool = True) -> Function:
+    """In a scope that keeps a little, gives it up again, and complains if it is too little."""
+
+    def scoped(*args: Any, **kwargs: Any) -> Any:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*has no room for a single checkpoint.*")
+            with checkpoint_scope(early_stop=early_stop, policy=auto(budget=100)):
+                return fn(*args, **kwargs)
+
+    return scoped
+
+
+LETTERS: dict[str, Callable[..., Function]] = {"a": a, "b": b, "c": c, "r": r, "s": s, "g": g}
 
 
 def apply(word: str, fn: Function, early_stop: bool = True) -> Function:

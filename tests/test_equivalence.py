@@ -292,6 +292,7 @@ PROGRAM = pytest.mark.parametrize("program", [Program(p) for p in PROGRAMS], ids
 # ---- the table
 
 TABLE = ["c", "r", "s", "cc", "rr", "ss", "sc", "cs", "cr", "rc", "sr", "rs", "csc", "scs", "ccc", "sss"]
+TABLE += ["a", "b", "aa", "ac", "ca", "as", "sa", "bb", "bc", "cb", "bs", "sb", "ba"]
 
 
 @PROGRAM
@@ -304,14 +305,14 @@ def test_regions_in_any_nesting_are_the_plain_program(program, word, early_stop,
 
 
 @EARLY_STOP
-@pytest.mark.parametrize("word", ["r", "s", "rs", "ss"])
+@pytest.mark.parametrize("word", ["r", "s", "rs", "ss", "a", "b", "as", "sb"])
 def test_replay_updates_buffers_once(word, early_stop):
     """Batch norm's statistics and count are those of the plain model."""
     assert_same(Program(batch_norm), word, early_stop=early_stop, order=2)
 
 
 @EARLY_STOP
-@pytest.mark.parametrize("word", ["c", "r", "s", "cs", "sc", "cc", "ss"])
+@pytest.mark.parametrize("word", ["c", "r", "s", "cs", "sc", "cc", "ss", "a", "b"])
 def test_generators_of_the_user_move_as_in_plain(word, early_stop):
     """The numbers drawn from a `torch.Generator` argument, and where it stands afterwards, are plain's."""
 
@@ -346,7 +347,7 @@ def test_gradients_of_higher_order_in_every_order_of_nesting(word):
 
 
 @settings(max_examples=40)
-@given(word=st.text("crsg", min_size=4, max_size=6).filter(lambda w: w.count("g") <= 3), early_stop=st.booleans())
+@given(word=st.text("crsgab", min_size=4, max_size=6).filter(lambda w: w.count("g") <= 3), early_stop=st.booleans())
 def test_long_words(word, early_stop):
     """Nests of up to six transforms."""
     assert_same(Program(several_outputs), word, early_stop=early_stop)
@@ -444,7 +445,7 @@ WAYS = [
 
 
 @EARLY_STOP
-@pytest.mark.parametrize("word", ["c", "r", "s", "cc", "cs", "sc", "ss"])
+@pytest.mark.parametrize("word", ["c", "r", "s", "cc", "cs", "sc", "ss", "a", "b", "ca"])
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 def test_every_way_to_run_backward(way, word, early_stop):
     """What comes out, and the random stream afterwards, are plain's."""
@@ -457,7 +458,7 @@ def test_every_way_to_run_backward(way, word, early_stop):
 
 
 @EARLY_STOP
-@pytest.mark.parametrize("word", ["c", "r", "s", "cc", "cs", "sc", "ss"])
+@pytest.mark.parametrize("word", ["c", "r", "s", "cc", "cs", "sc", "ss", "a", "b"])
 @pytest.mark.parametrize("random", [False, True], ids=["deterministic", "dropout"])
 def test_batched_gradients(word, early_stop, random):
     """`is_grads_batched` runs backward under vmap, which the recompute is no part of."""
@@ -484,7 +485,7 @@ def test_a_freed_graph_says_so(door, early_stop):
 
 
 @EARLY_STOP
-@pytest.mark.parametrize("word", ["c", "r", "s", "cs", "sc"])
+@pytest.mark.parametrize("word", ["c", "r", "s", "cs", "sc", "a", "b"])
 def test_gradcheck_and_gradgradcheck(word, early_stop):
     """Finite differences agree, also for the second order."""
     inputs = (leaf(2, 3, dtype=torch.float64), leaf(3, 2, dtype=torch.float64))

@@ -1,0 +1,610 @@
+"""Checkpoints that place themselves: what memory that leaves, under a budget and without; the same each time."""
+
+import gc
+import math
+import re
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from oracle import Watching, bits, count
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from checkpointing import __main__ as job
+from checkpointing import auto, checkpoint_scope, checkpointed, keep, save_ops, save_tagged, tag
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
+import programs
+
+
+def scoped(fn, **options):
+    """`fn` in a scope with the policy `auto`."""
+
+    def run(*args):
+        with checkpoint_scope(policy=auto(**options)) as run.scope:
+            return fn(*args)
+
+    return run
+
+
+def bytes_of(run):
+    """Held between forward and backward, and at the peak; the first run fills caches."""
+    run().backward()
+    return job.memory_on_cpu(run)
+
+
+def units(n, size=1000, seed=0):
+    """A chain of `n` operators, each of which saves its result of 4 * size bytes; and its input."""
+    x = torch.linspace(-1, 1, size).requires_grad_()
+
+    def run(x):
+        y = x * 1
+        for _ in range(n):
+            y = y.tanh()
+        return y.sum()
+
+    return lambda: run(x)
+
+
+# ---- peaks
+
+
+def test_twelve_blocks_need_no_more_than_checkpoints_by_hand():
+    """One scope around everything finds the block boundaries: at most 1.15 of torch's checkpoint per block."""
+    by_hand = bytes_of(programs.transformer(by_hand=True))
+    run = scoped(programs.transformer())
+    have = bytes_of(run)
+    assert have[1] <= 1.15 * by_hand[1]
+    assert run.scope.stats.replays == 12
+
+
+def test_an_unrolled_cell():
+    """At most a quarter of plain."""
+    assert bytes_of(scoped(programs.lstm(128, 32)))[1] <= 0.25 * bytes_of(programs.lstm(128, 32))[1]
+
+
+def test_a_net_with_long_connections():
+    """At most 0.55 of plain, although what the connections carry is alive all the time."""
+    build = lambda: programs.unet(width=8, batch=2, size=64)  # noqa: E731
+    assert bytes_of(scoped(build()))[1] <= 0.55 * bytes_of(build())[1]
+
+
+def test_memory_grows_like_the_square_root_of_depth():
+    """peak / plain of n equal layers falls as 1 / sqrt(n)."""
+    depths = (32, 128, 512)
+    ratios = [bytes_of(scoped(programs.chain(n, 16, 32)))[1] / bytes_of(programs.chain(n, 16, 32))[1] for n in depths]
+    exponent = math.log(ratios[-1] / ratios[0]) / math.log(depths[-1] / depths[0])
+    assert -0.6 < exponent < -0.42
+    assert ratios[0] < 0.35
+
+
+@pytest.mark.parametrize("n", [16, 64, 256, 1000])
+def test_a_chain_needs_little_more_than_the_best_schedule(n):
+    """sqrt(2 n) values is the least that any choice of checkpoints, made once, can do."""
+    peak = bytes_of(scoped(units(n)))[1] / 4000
+    assert peak <= 1.35 * math.sqrt(2 * n) + 6
+
+
+def test_what_a_frame_still_refers_to_but_never_reads_costs_nothing():
+    """Variables of the calling function keep tensors alive; nothing reads them again."""
+
+    def layer(x):
+        unused = x.exp()  # noqa: F841 - lives until the function returns
+        for _ in range(4):
+            x = x.tanh()
+        return x
+
+    def run(x):
+        first = x * 1
+        second = first.sin()  # noqa: F841 - lives until the end
+        y = first
+        for _ in range(20):
+            y = layer(y)
+        return y.sum()
+
+    x = torch.rand(1000).requires_grad_()
+    held, _ = bytes_of(scoped(lambda: run(x)))
+    assert held <= 25 * 4000
+
+
+def test_kept_values_go_while_backward_runs():
+    """What a cut keeps is freed when the segments after it are through."""
+    x = torch.rand(100).requires_grad_()
+    run = scoped(lambda x: units_of(x, 200))
+    kept = []
+    y = run(x)
+    node = y.grad_fn
+    while node.next_functions and node.next_functions[0][0] is not None:
+        node = node.next_functions[0][0]
+        if node.name().startswith("Tanh"):
+            node.register_prehook(lambda grads: kept.append(run.scope.stats.bytes_kept))
+    y.backward()
+    assert kept[0] > 1000 > kept[-1] == 0
+    assert kept == sorted(kept, reverse=True)
+
+
+def units_of(x, n):
+    """The chain as a function of its input."""
+    y = x * 1
+    for _ in range(n):
+        y = y.tanh()
+    return y.sum()
+
+
+# ---- the same each time
+
+
+def cuts_of(run):
+    """What a run leaves behind, as numbers: what is kept, and what backward does."""
+    loss = run()
+    before = run.scope.stats
+    loss.backward()
+    return before, run.scope.stats
+
+
+@pytest.mark.parametrize("build", [programs.transformer, programs.unet, lambda: programs.lstm(40, 8, 4)])
+@pytest.mark.parametrize("options", [{}, {"budget": 200_000}, {"segment": 100_000}], ids=str)
+def test_the_same_program_makes_the_same_cuts(build, options):
+    """In every step, and whenever the garbage collector runs."""
+    if build is programs.transformer:
+        run = scoped(build(4, 32, 2, 32, dropout=0.1), **options)
+    elif build is programs.unet:
+        run = scoped(build(4, 3, 1, 32), **options)
+    else:
+        run = scoped(build(), **options)
+    warnings.simplefilter("ignore")
+    first = cuts_of(run)
+    gc.disable()
+    try:
+        assert cuts_of(run) == first
+    finally:
+        gc.enable()
+    threshold = gc.get_threshold()
+    gc.set_threshold(1)
+    try:
+        assert cuts_of(run) == first
+    finally:
+        gc.set_threshold(*threshold)
+
+
+def test_the_same_cuts_in_another_process():
+    """On every rank: nothing depends on addresses or hashes."""
+    program = f"""
+import sys, torch
+sys.path[:0] = {[str(Path(programs.__file__).parent), str(Path(__file__).parent.parent)]!r}
+import programs
+from checkpointing import auto, checkpoint_scope
+for options in ({{}}, {{"budget": 300_000}}):
+    for build in (lambda: programs.transformer(4, 32, 2, 32, dropout=0.1), lambda: programs.lstm(40, 8, 4)):
+        with checkpoint_scope(policy=auto(**options)) as scope:
+            loss = build()()
+        print(scope.stats)
+        loss.backward()
+        print(scope.stats)
+"""
+
+    def run(seed):
+        command = [sys.executable, "-c", program]
+        env = {"PYTHONHASHSEED": seed, "OMP_NUM_THREADS": "1"}
+        return subprocess.run(command, capture_output=True, text=True, check=True, env=env).stdout
+
+    assert run("1") == run("2") != ""
+
+
+# ---- bit for bit
+
+KINDS = {
+    "auto": {},
+    "segment": {"segment": 4000},
+    "small segment": {"segment": 1},
+    "budget": {"budget": 20_000},
+    "large budget": {"budget": "1 GiB"},
+    "both": {"budget": 20_000, "segment": 2000},
+}
+
+
+def gradients(build, wrap, order=2):
+    """Gradients of first and second order, statistics and the random stream, in bits."""
+    torch.manual_seed(0)
+    run, wanted, buffers = build()
+    seen = []
+    for n in range(order):
+        loss = wrap(run)()
+        first = torch.autograd.grad(loss, wanted, create_graph=n > 0)
+        seen += first
+        if n:
+            seen += torch.autograd.grad(sum(g.square().sum() for g in first), wanted)
+    return [bits(t) for t in (*seen, *buffers, torch.get_rng_state())]
+
+
+def net():
+    """Dropout, batch norm, in-place operators and views."""
+    layers = nn.ModuleList(
+        nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.ReLU(inplace=True), nn.Dropout(0.2)) for _ in range(6)
+    )
+    x = torch.rand(8, 16).requires_grad_()
+
+    def run():
+        y, kept = x, []
+        for layer in layers:
+            y = y + layer(y)
+            y[:, :2].mul_(0.5)
+            kept.append(y[2:4].t())
+            y = y.clone()
+            y.add_(1)
+        return sum(k.tanh().sum() for k in kept) + y.sin().sum()
+
+    return run, [x, *layers.parameters()], list(layers.buffers())
+
+
+def cells():
+    """An unrolled cell whose outputs are collected."""
+    cell = nn.LSTMCell(6, 8)
+    xs = torch.rand(20, 4, 6).requires_grad_()
+
+    def run():
+        h, c = torch.zeros(4, 8), torch.zeros(4, 8)
+        outputs = []
+        for x in xs:
+            h, c = cell(x, (h, c))
+            outputs.append(h)
+        return torch.stack(outputs).square().sum()
+
+    return run, [xs, *cell.parameters()], []
+
+
+def inner_regions():
+    """Other regions inside."""
+    w = torch.rand(16, 16).requires_grad_()
+    x = torch.rand(8, 16).requires_grad_()
+
+    def run():
+        y = x
+        for i in range(8):
+            if i % 3 == 0:
+                y = checkpointed(lambda y: torch.dropout((y @ w).tanh(), 0.3, True))(y)
+            elif i % 3 == 1:
+                with checkpoint_scope():
+                    y = keep(y.sin() @ w).exp() / 16
+            else:
+                y = (y @ w).sigmoid()
+        return y.sum()
+
+    return run, [x, w], []
+
+
+@pytest.mark.parametrize("build", [net, cells, inner_regions])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("door", ["scope", "function", "scopes", "rerun around", "scope around", "offloaded"])
+def test_every_schedule_is_bit_equal(build, kind, door):
+    """First and second order, in every nesting."""
+    policy = auto(**KINDS[kind])
+
+    def scope(fn, policy=policy):
+        def run():
+            with warnings.catch_warnings(), checkpoint_scope(policy=policy):
+                warnings.simplefilter("ignore")
+                return fn()
+
+        return run
+
+    doors = {
+        "scope": scope,
+        "function": lambda fn: checkpointed(scope(fn), policy=policy),
+        "scopes": lambda fn: scope(scope(fn)),
+        "rerun around": lambda fn: checkpointed(scope(fn)),
+        "scope around": lambda fn: scope(scope(fn), None),
+        "offloaded": lambda fn: torch.autograd.graph.save_on_cpu()(scope(fn)),
+    }
+    warnings.simplefilter("ignore")
+    want = gradients(build, lambda fn: fn)
+    if door == "offloaded":
+
+        def wrap(fn):
+            def run():
+                with torch.autograd.graph.save_on_cpu():
+                    return scope(fn)()
+
+            return run
+
+        assert gradients(build, wrap) == want
+    else:
+        assert gradients(build, doors[door]) == want
+
+
+# ---- the budget
+
+
+class Meter(TorchDispatchMode):
+    """Asks a scope after each operator how much it keeps."""
+
+    def __init__(self, scope):
+        super().__init__()
+        self.scope, self.seen = scope, [0]
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        self.seen.append(self.scope.stats.bytes_kept)
+        return result
+
+
+def metered(forward, **options):
+    """Bytes kept at each moment of the forward, and the scope after the backward."""
+    with checkpoint_scope(policy=auto(**options)) as scope, Meter(scope) as meter:
+        loss = forward()
+    after = scope.stats
+    ran = count(loss.backward)
+    return meter.seen, after, scope.stats, ran
+
+
+BUILDS = {
+    "transformer": lambda: programs.transformer(6, 32, 2, 32),
+    "lstm": lambda: programs.lstm(24, 16, 4),
+    "outputs": lambda: programs.lstm(24, 16, 4, outputs=True),
+    "unet": lambda: programs.unet(4, 3, 1, 32),
+    "chain": lambda: programs.chain(30, 16, 16),
+}
+
+
+@pytest.mark.parametrize("name", BUILDS)
+def test_a_budget_is_never_exceeded(name):
+    """Ten budgets from the least possible to plain: at no moment of the forward is more kept."""
+    plain, _ = bytes_of(BUILDS[name]())
+    with pytest.warns(UserWarning, match="no room for a single checkpoint") as caught:
+        metered(BUILDS[name](), budget=0)
+    least = int(re.search(r"smallest budget possible is (\d+) bytes", str(caught[0].message))[1])
+    products = []
+    for i in range(10):
+        budget = least + (plain - least) * i // 9
+        seen, after, end, ran = metered(BUILDS[name](), budget=budget)
+        assert max(seen) <= budget
+        assert after.bytes_kept <= budget
+        assert end.bytes_kept == 0
+        products.append(sum(n for op, n in ran.items() if op in ("addmm", "mm", "convolution", "bmm")))
+    for less, more in zip(products[1:], products, strict=False):  # the dear ones are repeated less and less
+        assert less <= more + 1
+    assert end.ops_replayed <= 1  # with the budget that plain needs, nothing is, but for what only cuts keep
+
+
+@pytest.mark.parametrize("name", BUILDS)
+def test_the_smallest_budget_is_the_smallest(name):
+    """With it there is a checkpoint and no warning; with a byte less there is neither."""
+    with pytest.warns(UserWarning) as caught:
+        metered(BUILDS[name](), budget=0)
+    least = int(re.search(r"smallest budget possible is (\d+) bytes", str(caught[0].message))[1])
+    seen, _, _, _ = metered(BUILDS[name](), budget=least)
+    assert 0 < max(seen) <= least
+    with pytest.warns(UserWarning, match=f"smallest budget possible is {least} bytes"):
+        metered(BUILDS[name](), budget=least - 1)
+
+
+def test_the_warning_is_at_the_users_line_and_names_the_scope():
+    """Where the block ends."""
+    with (
+        pytest.warns(UserWarning, match=r"region 'mine' .*auto\(budget=10\)") as caught,
+        checkpoint_scope(policy=auto(budget=10), name="mine"),
+    ):
+        y = units(50)()
+    assert caught[0].filename == __file__
+    y.backward()
+
+
+def test_no_warning_where_everything_fits():
+    """A budget is not a demand; nor is a block that ends in an exception."""
+    with checkpoint_scope(policy=auto(budget=10**9)):
+        y = units(50)()
+    assert count(y.backward).get("tanh", 0) == 0
+    with pytest.raises(ZeroDivisionError), checkpoint_scope(policy=auto(budget=10)):
+        units(50)()
+        raise ZeroDivisionError
+
+
+def test_what_is_dear_per_byte_is_kept_before_what_is_cheap():
+    """Room for half of what is saved: products stay, and cheap operators run again."""
+    w = torch.rand(64, 64)
+    x = torch.rand(32, 64).requires_grad_()
+
+    def run():
+        y = x
+        for _ in range(10):
+            y = torch.tanh(y @ w).sin().exp()  # tanh saves its result, for which a product has to be repeated
+        return y.sum()
+
+    size = 32 * 64 * 4
+    with checkpoint_scope(policy=auto(budget=16 * size)) as scope:
+        y = run()
+    ran = count(y.backward)
+    assert scope.stats.replays > 0
+    assert ran.get("mm", 0) == 10  # those of backward itself
+    assert ran["sin"] + ran["exp"] > 0
+
+
+def test_user_kept_values_count_into_the_budget():
+    """What is kept on request stays; the rest has to do with what is left."""
+    x = torch.rand(1000).requires_grad_()
+    with checkpoint_scope(policy=auto(budget=40_000)) as scope, Meter(scope) as meter:
+        y = x * 1
+        for i in range(60):
+            y = y.tanh()
+            if i % 10 == 0:
+                keep(y)
+        y = y.sum()
+    assert max(meter.seen) <= 40_000
+    want = torch.autograd.grad(units_of(x, 60), x)[0]
+    assert bits(torch.autograd.grad(y, x)[0]) == bits(want)
+
+
+def test_budgets_may_be_text():
+    """In powers of ten or of two."""
+    for text, number in (("1.5 GiB", 3 * 2**29), ("200 MB", 200 * 10**6), ("3kb", 3000), ("7", 7), ("1e3", 1000)):
+        assert auto(budget=text) == auto(budget=number)
+        assert auto(segment=text) == auto(segment=number)
+    assert repr(auto(budget="2 KiB")) == "auto(budget=2048)"
+    assert repr(auto()) == "auto()"
+    assert hash(auto(segment=5)) == hash(auto(segment=5)) != hash(auto(segment=6))
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"budget": -1}, ValueError),
+        ({"budget": "much"}, ValueError),
+        ({"budget": "-1 GB"}, ValueError),
+        ({"budget": "1 XB"}, ValueError),
+        ({"budget": 1.5}, TypeError),
+        ({"budget": True}, TypeError),
+        ({"segment": 0}, ValueError),
+        ({"segment": [1]}, TypeError),
+    ],
+    ids=str,
+)
+def test_what_is_no_number_of_bytes(options, error):
+    """Said at once."""
+    with pytest.raises(error, match=next(iter(options))):
+        auto(**options)
+
+
+# ---- segments
+
+
+@pytest.mark.parametrize("segment", [1, 8, 32, 1000])
+def test_a_fixed_segment_size(segment):
+    """The largest window is about as large; the number of cuts follows."""
+    n = 256
+    run = scoped(units(n), segment=4000 * segment)
+    _, peak = bytes_of(run)
+    cuts = n / segment
+    assert peak / 4000 <= 1.3 * (cuts + segment) + 8
+    assert run.scope.stats.replays <= 1.4 * cuts + 2
+
+
+# ---- beside other policies
+
+
+def test_auto_and_other_policies():
+    """What either keeps is kept."""
+    x, w = torch.rand(8, 8).requires_grad_(), torch.rand(8, 8)
+
+    def run():
+        y = x
+        for _ in range(30):
+            y = tag((y @ w).tanh(), "result").sin() / 8
+        return y.sum()
+
+    want = bits(torch.autograd.grad(run(), x)[0])
+    for other, absent in (
+        (save_ops(torch.ops.aten.mm.default), "mm"),
+        ([torch.ops.aten.mm.default], "mm"),
+        (save_tagged("result"), "tanh"),
+        (lambda ctx, op, *args, **kwargs: op == torch.ops.aten.mm.default, "mm"),
+    ):
+        for policy in (auto() | other, other | auto() if not isinstance(other, list) else [*other] | auto()):
+            with checkpoint_scope(policy=policy):
+                y = run()
+            ran = count(lambda y=y: x.__setattr__("grad", None) or y.backward())
+            assert ran.get(absent, 0) == (30 if absent == "mm" else 0)
+            assert bits(x.grad) == want
+    with pytest.raises(TypeError, match="can't both place"):
+        auto() | auto(budget=3)
+
+
+def test_kept_by_hand_inside():
+    """`keep` stays a checkpoint."""
+    x = torch.rand(10).requires_grad_()
+    with checkpoint_scope(policy=auto()) as scope:
+        y = keep(x.sin())
+        z = y.exp().sum()
+    assert scope.stats.bytes_kept >= 40
+    assert "sin" not in count(z.backward)
+
+
+# ---- lifetimes
+
+
+@pytest.mark.parametrize("options", [{}, {"budget": 3000}, {"segment": 500}], ids=str)
+def test_nothing_outlives_its_use(options, no_gc):
+    """Without the garbage collector: after backward, without one, after an exception, after two."""
+    warnings.simplefilter("ignore")
+    x = torch.rand(100).requires_grad_()
+    with Watching() as watching:
+        for ending in ("backward", "dropped", "twice", "exception"):
+            run = scoped(lambda: units_of(x, 60), **options)
+            if ending == "exception":
+                with pytest.raises(ZeroDivisionError), checkpoint_scope(policy=auto(**options)):
+                    y = units_of(x, 60)
+                    raise ZeroDivisionError
+            else:
+                y = run()
+            if ending == "twice":
+                torch.autograd.grad(y, x, retain_graph=True)
+            if ending != "dropped":
+                torch.autograd.grad(y, x)
+            del y
+            assert watching.alive() == [], ending
+
+
+def test_partial_and_repeated_backwards():
+    """`inputs=`, `retain_graph`, and one after the other."""
+    xs = [torch.rand(50).requires_grad_() for _ in range(2)]
+
+    def run():
+        a, b = xs
+        for _ in range(40):
+            a, b = (a * b).tanh(), (a + b).sin()
+        return a.sum(), b.exp().sum()
+
+    want = [torch.autograd.grad(out, x, retain_graph=True)[0] for out in run() for x in xs]
+    outs = scoped(run)()
+    have = [torch.autograd.grad(out, x, retain_graph=True)[0] for out in outs for x in xs]
+    assert [*map(bits, have)] == [*map(bits, want)]
+    have = [torch.autograd.grad(out, x, retain_graph=True)[0] for out in reversed(outs) for x in xs]
+    assert [*map(bits, have)] == [*map(bits, want[2:] + want[:2])]
+
+
+def test_backward_inside_the_block():
+    """Cuts may still move afterwards."""
+    x = torch.rand(50).requires_grad_()
+
+    def run():
+        y = x * 1
+        total = 0
+        for i in range(60):
+            y = y.tanh()
+            if i % 7 == 0:
+                (g,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
+                total = total + (g * y).sum()
+        return total + y.sum()
+
+    want = torch.autograd.grad(run(), x)[0]
+    for options in ({}, {"segment": 600}, {"budget": 1000}):
+        y = scoped(run, **options)()
+        assert bits(torch.autograd.grad(y, x)[0]) == bits(want)
+
+
+def test_a_checkpointed_function_with_auto():
+    """It implies replay; the same peak as a scope."""
+    forward = programs.chain(64, 16, 32)
+    in_function = bytes_of(checkpointed(forward, policy=auto()))
+    assert in_function == bytes_of(scoped(forward))
+    assert in_function[1] < 0.4 * bytes_of(forward)[1]
+
+
+def test_torch_checkpoint_inside():
+    """Other people's regions are regions like ours: rerun by torch, their inputs recomputed by the scope."""
+    layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(12))
+    x = torch.rand(4, 16).requires_grad_()
+
+    def run():
+        y = x
+        for layer in layers:
+            y = torch_checkpoint(lambda y, layer=layer: layer(y).tanh(), y, use_reentrant=False)
+        return y.sum()
+
+    want = torch.autograd.grad(run(), [x, *layers.parameters()])
+    have = torch.autograd.grad(scoped(run, segment=300)(), [x, *layers.parameters()])
+    assert [*map(bits, have)] == [*map(bits, want)]
