@@ -115,12 +115,12 @@ def _rerun(ctx: Any, inputs: tuple[Any, ...]) -> Any:
 
     def call() -> None:
         nonlocal result
-        present = ctx.buffers.enter("the reentrant backend")
+        present = Buffers.exchange(ctx.buffers.then("the reentrant backend"))
         try:
             with torch.enable_grad():
                 result = ctx.function(*inputs)
         finally:
-            Buffers.leave(present)
+            Buffers.exchange(present)
 
     region, thread.region = thread.region, None
     thread.depth += 1

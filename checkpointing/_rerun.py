@@ -210,25 +210,33 @@ class Rerun:
             if self.context is None:
                 function = self._surroundings.rebound(function)
         args, kwargs = self._inputs.restore(request.frame)
+        if self._writes is not None:
+            request.written = self._writes.written_arguments()
         if self.writes_something:
-            with _buffers_lock:
-                self._recompute_with_buffers(request, function, args, kwargs)
+            self._call_alone(request, function, args, kwargs)
         else:
             self._call(request, function, args, kwargs)
 
-    def _recompute_with_buffers(self, request: Recompute, function: Any, args: Any, kwargs: Any) -> None:
+    def _call_alone(self, request: Recompute, function: Any, args: Any, kwargs: Any) -> None:
+        """Modules and other tensors that the function finds belong to the process: while one rerun has put back what
+        they held before the forward, another of the same must wait."""
+        has_others = self._writes is not None and self._writes.has_others
+        locks = [*(() if self.buffers is None else self.buffers.locks), *((_others_lock,) if has_others else ())]
+        for lock in locks:
+            lock.acquire()
         present: Any = ()
         swapped: Any = ((), ())
         try:
             if self.buffers is not None:
-                present = self.buffers.enter(request.frame)
-            if self._writes is not None:
-                request.written = set()
+                present = Buffers.exchange(self.buffers.then(request.frame))
+            if self._writes is not None and request.written is not None:
                 swapped = self._writes.enter(request.written)
             self._call(request, function, args, kwargs)
         finally:
             Writes.leave(swapped)
-            Buffers.leave(present)
+            Buffers.exchange(present)
+            for lock in reversed(locks):
+                lock.release()
 
     def _call(self, request: Recompute, function: Any, args: Any, kwargs: Any) -> None:
         pack = request.packer()
@@ -260,8 +268,10 @@ class Rerun:
             function(*args, **kwargs)
 
 
-# Buffers belong to the process: while one rerun has put back what they held before, another must not do so.
-_buffers_lock = threading.RLock()
+# One per module, not one for all: in a process whose threads are ranks, each has modules of its own, and its rerun
+# waits for the others in a collective.
+_locks: weakref.WeakKeyDictionary[nn.Module, threading.RLock] = weakref.WeakKeyDictionary()
+_others_lock = threading.RLock()
 
 
 def detached(tensor: Tensor) -> Tensor:
@@ -445,10 +455,13 @@ class Buffers:
         "attributes",
         "devices",
         "generators",
+        "locks",
         "plain",
     )
 
     def __init__(self, modules: tuple[nn.Module, ...]) -> None:
+        ordered = sorted(modules, key=id) if len(modules) > 1 else modules
+        self.locks = [_locks.get(module) or _locks.setdefault(module, threading.RLock()) for module in ordered]
         self._buffers: list[_Buffer] = []
         self._lost: list[_Buffer] = []
         self._lazy: list[tuple[dict[str, Any], str]] = []
@@ -527,8 +540,8 @@ class Buffers:
             if new is not None:
                 self._volatile.append((store, name, new, without_recording(_torch.copy, new)))
 
-    def enter(self, where: object) -> list[tuple[dict[str, Any], str, Any]]:
-        """Give the modules what they had before the forward; returns what `leave` needs."""
+    def then(self, where: object) -> list[tuple[dict[str, Any], str, Any]]:
+        """What the modules had before the forward and don't have now."""
         for buffer in self._lost:
             raise errors.written(where, str(buffer))
         then: list[tuple[dict[str, Any], str, Any]]
@@ -546,14 +559,16 @@ class Buffers:
             elif buffer.store.get(buffer.name) is not buffer.tensor:
                 then.append((buffer.store, buffer.name, buffer.tensor))
         then += [(vars(m), "training", training) for m, training in self._modes if m.training is not training]
-        present = [(store, name, store.get(name)) for store, name, _ in then]
-        Buffers.leave(then)
-        return present
+        return then
 
     @staticmethod
-    def leave(present: Iterable[tuple[dict[str, Any], str, Any]]) -> None:
-        for store, name, value in present:
+    def exchange(values: Iterable[tuple[dict[str, Any], str, Any]]) -> list[tuple[dict[str, Any], str, Any]]:
+        """Give the modules these; returns what they had."""
+        present = []
+        for store, name, value in values:
+            present.append((store, name, store.get(name)))
             store[name] = value
+        return present
 
 
 _parts_of = _torch.parts_of_module
@@ -708,9 +723,17 @@ class Writes:
         if self._overlapping is not None:
             raise errors.sharing_memory(where, *(named(plain.path, plain.tensor) for plain in self._overlapping))
 
+    def written_arguments(self) -> set[int]:
+        """The storages of the copies that the rerun has been given."""
+        return {argument.copied for argument in self._arguments}
+
+    @property
+    def has_others(self) -> bool:
+        """Whether there is something to exchange that belongs to the process."""
+        return bool(self._swaps or self._attributes)
+
     def enter(self, written: set[int]) -> tuple[list[tuple[Tensor, Tensor, int]], list[tuple[Any, Any, Any]]]:
-        """Give the tensors their values of before the forward; returns what `leave` needs."""
-        written.update(argument.copied for argument in self._arguments)
+        """Give the tensors that are no arguments their values of before the forward; returns what `leave` needs."""
         attributes = [(store, key, _item(store, key)) for store, key, _ in self._attributes]
         for store, key, value in self._attributes:
             store[key] = value

@@ -220,6 +220,28 @@ def test_a_region_is_seen_by_its_own_thread_only(door):
     assert at_once(region, other) == [1, 0]
 
 
+def test_threads_that_are_ranks_meet_in_their_recomputes():
+    """A rerun that puts a module's buffers back keeps only reruns of the same module waiting."""
+    meeting = threading.Barrier(2)
+
+    class Rank(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = torch.nn.BatchNorm1d(4)
+
+        def forward(self, x):
+            x = self.norm(x)
+            meeting.wait(20)  # a collective
+            return x.sin().exp()
+
+    def step():
+        rank = Rank()
+        checkpointed(rank)(leaf(5, 4)).sum().backward()
+        return int(rank.norm.num_batches_tracked)
+
+    assert at_once(step, step) == [1, 1]
+
+
 def test_a_scope_in_each_thread_counts_for_itself():
     """Statistics of scopes that run at once."""
 
