@@ -32,6 +32,7 @@ from torch import Tensor
 
 from . import _torch
 from ._engine import is_internal, thread
+from ._offload import Destination, Mover
 from ._replay import are_disjoint
 from ._tape import Geometry, Info, Op, Policy, Ref, Tape, Value, geometry_of, info_of, tensors_of, whole
 
@@ -44,6 +45,7 @@ class Placement(NamedTuple):
 
     budget: int | None
     segment: int | None
+    place: Destination | None = None  # where cuts keep things
 
 
 class Kept:
@@ -86,7 +88,8 @@ class AutoTape(Tape):
         placement: Placement,
     ) -> None:
         super().__init__(hooks, preserve_rng_state, log, policy)
-        self._budget, self._size = placement
+        self._budget, self._size, place = placement
+        self._cut_mover = None if place is None else self._mover(place)
         # To save something in a region of ours makes a slot there, so that is done at the end, once for each value.
         self._packs_late = hooks is not None and is_internal(hooks)
         self._saves: dict[Value, int] = {}  # bytes of it that autograd has saved
@@ -178,7 +181,7 @@ class AutoTape(Tape):
                         self._spare_it(value, op, tensor)
         return ref
 
-    def keep(self, tensor: Tensor, hooks: _torch.Hooks | None = None) -> Tensor:
+    def keep_at(self, tensor: Tensor, mover: Mover | None) -> None:
         if _torch.has_storage(tensor):
             value = self._values.get(_storage_id(tensor))
             if value is not None:
@@ -188,7 +191,7 @@ class AutoTape(Tape):
                 self._give_up(value)
                 if value.op is not None and self._budget is not None:
                     self._make_room(value.nbytes)
-        return super().keep(tensor, hooks)
+        super().keep_at(tensor, mover)
 
     def close(self) -> None:
         for value in sorted(self._kept, key=_id) if self._packs_late else ():
@@ -265,10 +268,15 @@ class AutoTape(Tape):
         kept.sid = sid = _storage_id(tensor)
         before = _users(sid)
         hooks = None if self._packs_late else self._hooks
-        tensor_on_it = whole(tensor, hooks)
-        value.keep(tensor_on_it, hooks)
-        del tensor_on_it
-        kept.refs = _users(sid) - before
+        mover = self._cut_mover
+        if mover is not None and mover.takes(tensor):
+            value.keep(whole(tensor, mover), mover)
+            kept.refs = 0
+        else:
+            tensor_on_it = whole(tensor, hooks)
+            value.keep(tensor_on_it, hooks)
+            del tensor_on_it
+            kept.refs = _users(sid) - before
         self._kept[value] = kept
         self._bytes += value.nbytes
         self._assign(kept, self._cut_after(op.index))
@@ -307,6 +315,8 @@ class AutoTape(Tape):
             if kept is None:
                 return False  # kept for good: no concern of cuts
             ours += kept.refs
+            if self._cut_mover is not None:
+                ours += self._cut_mover.holds(sid)
         return _users(sid) > ours
 
     # ---- cuts
@@ -470,6 +480,8 @@ class AutoTape(Tape):
         With a budget, until something that is dearer needs the room. Else the last ones, as far as the level allows:
         backward is through with them before it needs the room for anything else.
         """
+        if self._cut_mover is not None:
+            return
         sid = _storage_id(tensor)
         budget, nbytes = self._budget, 0 if sid in self._spare_on else value.nbytes
         if budget is None:

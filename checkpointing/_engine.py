@@ -43,6 +43,7 @@ import torch
 from torch import Tensor, nn
 
 from . import _torch, errors
+from ._offload import Moved, Mover
 
 # Bound once: these run for every saved tensor.
 _ref = weakref.ref
@@ -395,7 +396,7 @@ class Held:
 
     __slots__ = ("_live", "_pack", "_packed", "_unpack", "_version", "is_parameter", "name")
 
-    def __init__(self, tensor: Tensor, hooks: _torch.Hooks | None, name: Name) -> None:
+    def __init__(self, tensor: Tensor, hooks: _torch.Hooks | Mover | None, name: Name) -> None:
         self.name = name
         self._version: int | None = _torch.version(tensor)
         self._unpack: Callable[[Any], Tensor] | None = None
@@ -409,10 +410,15 @@ class Held:
         is_inference = self._version < 0  # and its alias is not
         if is_inference:
             self._version = _torch.version(alias)
-        if hooks is None or self.is_parameter or tensor.is_meta or _torch.is_cast_of_parameter(root):
+        stays = hooks is None or self.is_parameter or tensor.is_meta or _torch.is_cast_of_parameter(root)
+        if stays or (type(hooks) is Mover and not hooks.takes(alias)):
             self._packed = alias
+        elif type(hooks) is Mover:
+            self._packed = without_recording(hooks.send, alias)
+            self._unpack = Moved.bring
+            self._version = None  # a copy, which nobody can change
         else:
-            self._pack, self._unpack = hooks
+            self._pack, self._unpack = cast(_torch.Hooks, hooks)
             pack = self._pack
             if self._unpack is unpack:
                 computed = thread.computed
@@ -444,6 +450,11 @@ class Held:
         return cast(Tensor, self._packed)
 
     @property
+    def moved(self) -> Moved | None:
+        """What it is, if it waits elsewhere."""
+        return self._packed if type(self._packed) is Moved else None
+
+    @property
     def is_packed(self) -> bool:
         """Whether fetching it may cost a copy or a recompute."""
         return self._unpack is not None
@@ -451,6 +462,9 @@ class Held:
     def freeze(self) -> None:
         """The tensor is about to be written by the region itself: hold a copy from here on."""
         if self._unpack is unpack:  # an enclosing region of ours tells versions apart
+            return
+        if self._unpack is Moved.bring:
+            self._packed.settle()
             return
         if self._unpack is None:
             self._packed = without_recording(_torch.clone_storage, self._packed)

@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 import torch
-from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
 from . import _torch
 from ._auto import Placement
 from ._engine import thread
-from ._tape import Answer
+from ._offload import Destination
+from ._tape import NOWHERE, Answer, Places
 from ._tree import map_tensors
 
 T = TypeVar("T")
@@ -112,6 +112,11 @@ class Policy:
         """Whether, and within which bounds, the tape places checkpoints by itself."""
         return None
 
+    @property
+    def places(self) -> Places:
+        """Where things go about which it is not asked."""
+        return NOWHERE
+
     def __or__(self, other: Any) -> Policy:
         return _either(self, other)
 
@@ -200,8 +205,55 @@ class _Either(Policy):
     def placement(self) -> Placement | None:
         return self.first.placement or self.second.placement
 
+    @property
+    def places(self) -> Places:
+        first, second = self.first.places, self.second.places
+        if first is NOWHERE or second is NOWHERE:
+            return first if second is NOWHERE else second
+        return Places(*(a or b for a, b in zip(first, second, strict=True)))
+
     def __repr__(self) -> str:
         return f"{self.first!r} | {self.second!r}"
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class _Offload(Policy):
+    inner: Policy | None
+    destination: Destination
+    inputs: bool
+
+    @property
+    def on_op(self) -> Callable[[Any, Any, Any, Any], Answer] | None:
+        ask, destination = None if self.inner is None else self.inner.on_op, self.destination
+        if ask is None:
+            return None
+        return lambda *asked: _elsewhere(ask(*asked), destination)
+
+    def on_tag(self, name: str) -> Answer:
+        return self.inner is not None and _elsewhere(self.inner.on_tag(name), self.destination)
+
+    @property
+    def placement(self) -> Placement | None:
+        placement = None if self.inner is None else self.inner.placement
+        return None if placement is None else Placement(placement.budget, placement.segment, self.destination)
+
+    @property
+    def places(self) -> Places:
+        there = self.destination
+        return Places(there, there if self.inner is None else None, there if self.inputs else None)
+
+    def __repr__(self) -> str:
+        device, pin_memory, min_bytes = self.destination.device, self.destination.pin_memory, self.destination.min_bytes
+        given = [] if self.inner is None else [repr(self.inner)]
+        given += [f"device='{device}'"] * (device.type != "cpu")
+        given += ["pin_memory=False"] * (not pin_memory)
+        given += [f"min_bytes={min_bytes}"] * (min_bytes != _MIN_BYTES)
+        given += ["inputs=True"] * self.inputs
+        return f"offload({', '.join(given)})"
+
+
+def _elsewhere(answer: Answer, destination: Destination) -> Answer:
+    return destination if answer is True else answer
 
 
 def save_ops(*ops: Any) -> Policy:
@@ -290,6 +342,58 @@ def auto(*, budget: int | str | None = None, segment: int | str | None = None) -
     return _Auto(_bytes("budget", budget, 0), _bytes("segment", segment, 1))
 
 
+def offload(
+    policy: Any = None,
+    *,
+    device: str | torch.device = "cpu",
+    pin_memory: bool = True,
+    min_bytes: int | str = 1024,
+    inputs: bool = False,
+) -> Policy:
+    """A policy: what `policy` keeps waits on the host, and comes back when recompute starts from it.
+
+    Args:
+        policy: what to keep there: `save_ops(...)`, `save_tagged(...)`, `auto(...)`, combinations of them, a list of
+            operators or a function. None: all that autograd saves in the block, so that nothing is recomputed. What
+            is given to `keep` in the block goes there, too. Parameters, other leaves that require grad, and views of
+            them stay where they are.
+        device: where it waits. A copy is made in any case, also of tensors that are on this device already.
+        pin_memory: page-locked memory, without which copies do not run beside the computation.
+        min_bytes: smaller storages stay where they are; int or text, as for `auto`.
+        inputs: whether what the block reads from outside waits there, too, rather than being saved by what encloses
+            the block.
+
+    Raises:
+        TypeError, ValueError: for what is no policy, no device that can hold data, or no number of bytes.
+
+    On CUDA and XPU, copies run on streams of their own. What comes back is fetched ahead, in the order in which the
+    replay of the block will need it; any other order gives the same bits, with more waiting. A budget of `auto` bounds
+    what waits on the host, and room that it leaves is not used for more.
+
+    >>> import torch
+    >>> from checkpointing import checkpoint_scope, offload, save_tagged, tag
+    >>> x = torch.randn(64, 64, requires_grad=True)
+    >>> with checkpoint_scope(policy=offload(save_tagged("middle"))) as scope:
+    ...     y = tag(x.sin().exp(), "middle").cos().tanh()
+    >>> scope.stats.bytes_kept
+    16384
+    >>> offload(min_bytes="1 MiB") | save_tagged("middle")
+    offload(min_bytes=1048576) | save_tagged('middle')
+
+    Source of the method: `torch.autograd.graph.save_on_cpu`, and JAX's policy `save_and_offload_only_these_names`.
+    """
+    device = torch.device(device)
+    if device.type == "meta":
+        raise ValueError("nothing can wait on the device 'meta', which holds no data")
+    least = _bytes("min_bytes", min_bytes, 0)
+    if least is None:
+        raise TypeError("min_bytes is a number of bytes, such as 10**6 or '1.5 MiB', not None")
+    return _Offload(as_policy(policy), Destination(device, bool(pin_memory), least), bool(inputs))
+
+
+_MIN_BYTES = 1024
+
+
 def _bytes(name: str, given: Any, least: int) -> int | None:
     if given is None:
         return None
@@ -341,20 +445,12 @@ def selective_context(result: Any) -> Any:
     return context
 
 
-def _to_host(tensor: Tensor) -> tuple[torch.device, Tensor]:
-    return tensor.device, tensor.to("cpu", copy=True)
-
-
-def _from_host(packed: tuple[torch.device, Tensor]) -> Tensor:
-    device, tensor = packed
-    return tensor.to(device)
-
-
+_HOST = Destination(torch.device("cpu"), pin_memory=True, min_bytes=0)
 _ANSWERS: dict[CheckpointPolicy, Answer] = {
     CheckpointPolicy.MUST_SAVE: True,
     CheckpointPolicy.PREFER_SAVE: True,
     CheckpointPolicy.MUST_RECOMPUTE: False,
     CheckpointPolicy.PREFER_RECOMPUTE: False,
-    CheckpointPolicy.MUST_CPU_OFFLOAD: (_to_host, _from_host),
-    CheckpointPolicy.PREFER_CPU_OFFLOAD: (_to_host, _from_host),
+    CheckpointPolicy.MUST_CPU_OFFLOAD: _HOST,
+    CheckpointPolicy.PREFER_CPU_OFFLOAD: _HOST,
 }

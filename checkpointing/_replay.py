@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import weakref
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from torch import Tensor
 from . import _torch, errors
 from ._ambient import read_switches, write_switches
 from ._engine import Frame, Held, Holder, Recompute
+from ._offload import Moved, prefetch
 from ._tape import Geometry, Op, Ref, Scratch, Shape, Tape, Value, Wrapped, bytes_of, geometry_of, name_of, tensors_of
 
 
@@ -37,11 +38,12 @@ class Replay:
 
     def __init__(self, tape: Tape, log: list[tuple[str, str]] | None = None) -> None:
         self.tape = tape
-        self.save = tape.save
+        self.save = tape.saver
         self.log = log
         self.replays = 0
         self.replayed = 0
         self._by_segment: dict[int, list[weakref.ref[Holder]]] | None = None
+        self._order: list[weakref.ref[Moved]] | None = None
 
     def maker(self, holder: Holder) -> str | None:
         """The operator that made what the holder saved."""
@@ -68,6 +70,18 @@ class Replay:
         if frame.complete:
             self._by_segment = found
         return found
+
+    def order(self, frame: Frame) -> list[weakref.ref[Moved]]:
+        """What waits elsewhere, as backward will probably want it: it opens first what was saved last."""
+        if self._order is None:
+            self._order = []
+            live = [holder for ref in frame.holders if (holder := ref()) is not None]
+            for _, moved in first_needs(reversed(live)):
+                moved.rank = len(self._order)
+                self._order.append(weakref.ref(moved))
+            for holder, moved in first_needs(live):
+                moved.last_reader = weakref.ref(holder)
+        return self._order
 
     def at_hand(self, holder: Holder, where: Frame) -> Tensor | None:
         """A value from outside that hooks have not taken: nothing to compute, nothing to share."""
@@ -134,8 +148,11 @@ class _Window:
                 self._source.replays += 1
                 self._source.replayed += len(ops)
                 self._replay(ops)
-        if self._inputs and all(holder.slot in request.task.ready for holder in request.wanted()):
-            self._inputs.clear()
+        if self._inputs:
+            if all(holder.slot in request.task.ready for holder in request.wanted()):
+                self._inputs.clear()
+            elif self._source.tape.movers:
+                self._drop_moved()
 
     def _widen(self) -> tuple[list[Holder], list[Op]]:
         """The holder that is being opened and those that share its window, and the operators of the window."""
@@ -192,6 +209,21 @@ class _Window:
         for holder in wanted:
             if type(holder.saved) is Held and holder.saved.is_packed and holder.saved not in inputs:
                 inputs[holder.saved] = holder.saved.fetch(self._frame)
+
+        if self._source.tape.movers and self._frame.complete:
+            order = self._source.order(self._frame)
+            fetched = [moved.rank for held in inputs if (moved := held.moved) is not None]
+            prefetch(order, max(fetched, default=len(order)))
+
+    def _drop_moved(self) -> None:
+        """What is probably wanted no more; it can be fetched again."""
+        ready = self._request.task.ready
+        for held in list(self._inputs):
+            moved = held.moved
+            if moved is not None and moved.last_reader is not None:
+                reader = moved.last_reader()
+                if reader is None or reader.slot in ready:
+                    del self._inputs[held]
 
     def _replay(self, ops: list[Op]) -> None:
         made = self._made
@@ -392,6 +424,26 @@ def are_disjoint(a: Geometry, b: Geometry) -> bool:
         apart = apart or i + size <= j or j + other <= i
         whole = stride
     return apart or start != other_start
+
+
+def first_needs(holders: Iterable[Holder]) -> Iterator[tuple[Holder, Moved]]:
+    """What waits elsewhere and is needed for these, each with the first holder that needs it."""
+    seen: set[Any] = set()
+    for holder in holders:
+        saved = holder.saved
+        stack: list[Any] = [saved] if type(saved) is Held else list(values_of(saved))
+        while stack:
+            found = stack.pop()
+            if type(found) is Held:
+                moved = found.moved
+                if moved is not None and moved not in seen:
+                    seen.add(moved)
+                    yield holder, moved
+            elif found.op is None:
+                stack.extend(found.held.values())
+            elif found.op not in seen:
+                seen.add(found.op)
+                stack.extend(found.op.reads)
 
 
 def slice_of(holders: Iterable[Holder]) -> list[Op]:

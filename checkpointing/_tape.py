@@ -32,6 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from . import _torch
 from ._ambient import Generators, has_rng, read_switches
 from ._engine import Held, Name, stack_of_user, thread, without_recording
+from ._offload import Destination, Mover
 from ._tree import ATOMS
 
 
@@ -49,7 +50,7 @@ class Value:
         self.volatile = False  # from outside and written by the region: others will write it again, so hold copies
         self.held: dict[Any, Held] = _NOTHING if op is not None else {}
 
-    def hold(self, tensor: Tensor, geometry: Geometry, hooks: _torch.Hooks | None, name: Name) -> None:
+    def hold(self, tensor: Tensor, geometry: Geometry, hooks: Saver, name: Name) -> None:
         """Hold the value as it is now. `tensor` lies on it like that."""
         if self.op is not None:
             self.op, self.held, self.unwritten = None, {}, False
@@ -65,16 +66,17 @@ class Value:
         if self.volatile:
             held.freeze()
 
-    def keep(self, tensor: Tensor, hooks: _torch.Hooks | None) -> None:
+    def keep(self, tensor: Tensor, hooks: Saver) -> None:
         """Hold the value, although an operator makes it. `tensor` covers the storage."""
         self.hold(tensor, geometry_of(tensor), hooks, "a kept tensor")
         self.kept = True
 
-    def pack(self, hooks: _torch.Hooks | None) -> None:
+    def pack(self, hooks: Saver) -> None:
         """Save what was kept in what encloses the region."""
         (held,) = self.held.values()
-        self.held = {}
-        self.keep(whole(held.alias, hooks), hooks)
+        if not held.is_packed:
+            self.held = {}
+            self.keep(whole(held.alias, hooks), hooks)
 
     def hold_part(self, tensor: Tensor) -> None:
         """Hold what lies on the value like `tensor`, of which alone it is known that nothing has overwritten it."""
@@ -287,12 +289,28 @@ _has_storage = _torch.has_storage
 _graph_task_id = _torch.graph_task_id
 
 
-# What to do with a value: False to recompute it, True to keep it, or hooks that say how it is kept.
-Answer = bool | _torch.Hooks
+# What to do with a value: False to recompute it, True to keep it, or where it is kept.
+Answer = bool | Destination
+# What saves a value from outside, or a kept one: hooks of what encloses the region, or the way to somewhere else.
+Saver = _torch.Hooks | Mover | None
+
+
+class Places(NamedTuple):
+    """Where a policy puts things about which it is not asked; None: where they would be without it."""
+
+    kept: Destination | None  # what `keep` is given
+    saved: Destination | None  # all that autograd saves, which is then kept
+    inputs: Destination | None
+
+
+NOWHERE = Places(None, None, None)
 
 
 class Policy(Protocol):
     """What the tape asks."""
+
+    @property
+    def places(self) -> Places: ...
 
     @property
     def on_op(self) -> Callable[[Any, Any, Any, Any], Answer] | None:
@@ -318,11 +336,20 @@ class Tape(TorchDispatchMode):
         self.recorded = 0
         self.saved_bytes = 0
         self.kept_bytes = 0
-        self._hooks = hooks
+        self._hooks: Saver = hooks
         self._preserve_rng_state = preserve_rng_state
         self._outer = outer = thread.region
         self.policy: Policy | None = outer.policy if policy is None and outer is not None else policy
         self._ask = None if self.policy is None else self.policy.on_op
+        self.movers: dict[Destination, Mover] = {}
+        self._keeper: Mover | None = None
+        self._save_at: Mover | None = None
+        if self.policy is not None and self.policy.places is not NOWHERE:
+            kept, saved, inputs = self.policy.places
+            self._keeper = None if kept is None else self._mover(kept)
+            if inputs is not None:
+                self._hooks = self._mover(inputs)
+            self._save_at = None if saved is None else self._mover(saved)
         self._inner = 0  # how many tapes have been entered just inside this one: they ask for themselves
         self._recent: tuple[Any, Any] = _NOTHING_RECENT  # a tensor that has just been referred to, and how
         self._recent_at: Any = None  # where Python code was
@@ -358,6 +385,8 @@ class Tape(TorchDispatchMode):
     def close(self) -> None:
         """Drop what is needed only while recording."""
         self.settle()
+        for mover in self.movers.values():
+            mover.settle()
         self._is_open = False
         self._outer = None
         self._recent = _NOTHING_RECENT
@@ -393,20 +422,41 @@ class Tape(TorchDispatchMode):
                     self.saved_bytes += value.nbytes
         return ref
 
-    def keep(self, tensor: Tensor, hooks: _torch.Hooks | None = None) -> Tensor:
-        """Hold a value: recompute starts from it, and never crosses it. `hooks` say where, if not as an input."""
-        hooks = hooks or self._hooks
+    def _mover(self, destination: Destination) -> Mover:
+        mover = self.movers.get(destination)
+        if mover is None:
+            mover = self.movers[destination] = Mover(destination)
+        return mover
+
+    @property
+    def saver(self) -> Callable[[Tensor], Any]:
+        """How to save: what all holders of the region are made with."""
+        return self.save if self._save_at is None else self._save_elsewhere
+
+    def _save_elsewhere(self, tensor: Tensor) -> Any:
+        """What a holder needs to bring `tensor` back, which is kept."""
+        ref = self.save(tensor)
+        self.keep_at(tensor, self._save_at)
+        return ref
+
+    def keep(self, tensor: Tensor) -> Tensor:
+        """Hold a value: recompute starts from it, and never crosses it."""
+        self.keep_at(tensor, self._keeper)
+        return tensor
+
+    def keep_at(self, tensor: Tensor, mover: Mover | None) -> None:
+        """The same; `mover` says where, None: as an input."""
         if hasattr(tensor, "__tensor_flatten__"):
             for name in tensor.__tensor_flatten__()[0]:
-                self.keep(getattr(tensor, name), hooks)
+                self.keep_at(getattr(tensor, name), mover)
         elif _torch.has_storage(tensor):
             value = self._values.get(_torch.storage_id(tensor))
             # There is nothing yet in memory that has only been allocated.
             if value is not None and value.op is not None and not (value.unwritten and value.nbytes):
+                hooks = self._hooks if mover is None or not mover.takes(tensor) else mover
                 value.keep(whole(tensor, hooks), hooks)
                 self.kept_bytes += value.nbytes
                 self.cuts.append(self.recorded)
-        return tensor
 
     def keeps_now(self) -> int | None:
         """How many bytes are kept at this moment of the block, where that is known."""
@@ -444,10 +494,10 @@ class Tape(TorchDispatchMode):
         """Do with these what the policy has answered."""
         if not answer:
             return
-        hooks = answer if isinstance(answer, tuple) else None
+        mover = None if answer is True else self._mover(answer)
         for tensor in tensors:
-            self.keep(tensor, hooks)
-            if hooks is None and self._outer is not None:
+            self.keep_at(tensor, mover)
+            if mover is None and self._outer is not None:
                 self._outer.keep_for_inner(tensor)
 
     def reference(self, tensor: Tensor, is_read: bool = True) -> Any:
@@ -756,8 +806,10 @@ def tensors_of(value: Any) -> Iterator[Tensor]:
             yield from tensors_of(part)
 
 
-def whole(tensor: Tensor, hooks: _torch.Hooks | None) -> Tensor:
+def whole(tensor: Tensor, hooks: Saver) -> Tensor:
     """A tensor that covers the storage of `tensor`, so that packing it loses nothing."""
+    if type(hooks) is Mover:
+        return cast(Tensor, without_recording(bytes_of, tensor))
     if hooks is None or tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes():
         return tensor
     return cast(Tensor, without_recording(bytes_of, tensor))

@@ -182,6 +182,11 @@ def accelerator_is_up() -> bool:
     return _device_module is None or getattr(_device_module, "_initialized", True)
 
 
+def streams_of(device: torch.device) -> Any:
+    """The module with the streams of a device on which copies run beside the computation, or None."""
+    return torch.get_device_module(device) if device.type in ("cuda", "xpu") else None
+
+
 # ---- storages. The public way (`untyped_storage()`) builds a Python object per call.
 storage_id: Callable[[Tensor], int] = _C._storage_id
 

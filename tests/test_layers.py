@@ -30,7 +30,7 @@ LAYERS = [
         "_auto",
         "_rerun",
     ),
-    *("_replay", "_tape", "_engine", "_ambient", "_tree", "_torch", "errors"),
+    *("_replay", "_tape", "_engine", "_offload", "_ambient", "_tree", "_torch", "errors"),
 ]
 FILES = sorted(path.stem for path in PACKAGE.glob("*.py"))
 TREES = {name: ast.parse((PACKAGE / f"{name}.py").read_text(encoding="utf-8")) for name in FILES}
