@@ -53,6 +53,7 @@ _current_node = _torch.current_node
 _graph_exec_group = _torch.graph_exec_group
 _graph_task_id = _torch.graph_task_id
 _node_count = _torch.node_count
+_Parameter = torch.nn.Parameter
 _at_graph_task_end = _torch.at_graph_task_end
 _in_batched_backward = _torch.in_batched_backward
 _PythonNode = _torch.PythonNode
@@ -185,6 +186,7 @@ class Frame:
         "lock",
         "name",
         "on_error",
+        "parameters",
         "source",
         "tasks",
         "title",
@@ -205,6 +207,7 @@ class Frame:
         self.check = check
         self.holders: list[weakref.ref[Holder]] = []
         self.leaves: dict[int, int] = {}  # by slot: versions of leaves, which nobody else guards
+        self.parameters: dict[int, int] = {}  # by slot: versions of parameters that the source does not recompute
         self.complete = False  # backward may run before the region has ended (rule 6)
         self.on_error: Callable[[errors.CheckpointError], None] | None = None
         self.title: str | None = None  # how messages begin, where other code matches on it
@@ -223,7 +226,9 @@ class Frame:
         """Autograd's pack hook for this region. A closure: it runs once per saved tensor."""
         holders, leaves, save, check = self.holders, self.leaves, self.source.save, self.check
         plain_check = check is metadata_of
+        is_quick = plain_check or check is None
         guards = self.source.guards_leaves
+        parameters = self.parameters
         see_statistics = self.source.see_statistics
         unfilled: list[_Unfilled] = []  # of the last node, to be checked again when its operator has run
         node = -1
@@ -253,17 +258,16 @@ class Frame:
             if save is not None:
                 holder.saved = save(tensor)
             if guards is not None:
-                root = tensor
-                if not tensor.is_leaf and tensor._base is not None:
-                    root = tensor._base
-                if root.is_leaf:
-                    if root.requires_grad:
+                if type(tensor) is _Parameter and tensor.requires_grad and is_quick:
+                    holder.saved = tensor  # there is nothing to recompute (rule 2)
+                    parameters[slot] = tensor._version
+                elif tensor.is_leaf:
+                    if tensor.requires_grad or (guards and not thread.computed):
                         leaves[slot] = tensor._version
-                    else:
-                        if guards and not thread.computed:
-                            leaves[slot] = tensor._version
-                        if see_statistics is not None and tensor.dim() == 1:
-                            see_statistics(tensor, _getframe(1))
+                    if see_statistics is not None and tensor.dim() == 1 and not tensor.requires_grad:
+                        see_statistics(tensor, _getframe(1))
+                elif tensor._base is not None and tensor._base.is_leaf:
+                    leaves[slot] = tensor._version
             elif see_statistics is not None and tensor.dim() == 1 and tensor.is_leaf and not tensor.requires_grad:
                 see_statistics(tensor, _getframe(1))
             holders.append(_ref(holder))
@@ -288,6 +292,8 @@ class Frame:
                         _at_graph_task_end(owner)  # called if the backward succeeds, and freed in any case
                     task.guard = _ref(owner, forget)
                     self.tasks[key] = task
+                if self.parameters:
+                    task.ready.update(dict.fromkeys(self.parameters))
             ready, slot = task.ready, holder.slot
             tensor = ready.get(slot)  # another thread may have been quicker
             if tensor is None:

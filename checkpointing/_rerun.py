@@ -33,6 +33,7 @@ from ._ambient import Ambient, Generators, has_rng
 from ._engine import (
     Frame,
     Held,
+    Holder,
     Name,
     Recompute,
     copy_of,
@@ -67,6 +68,7 @@ class Rerun:
         "_function",
         "_hooks",
         "_inputs",
+        "_last_statistics",
         "_outer",
         "_pins",
         "_results",
@@ -80,7 +82,6 @@ class Rerun:
     )
 
     save = None
-    at_hand = None
 
     def __init__(
         self,
@@ -133,6 +134,7 @@ class Rerun:
         self._pins: list[tuple[Held, int]] = []
         self._results: list[Any] = []
         self._outer = outer
+        self._last_statistics = -1  # the node that has saved some
         self.policy = None if outer is None else outer.policy
 
     @property
@@ -157,7 +159,12 @@ class Rerun:
 
     def _see_statistics(self, tensor: Tensor, frame: FrameType) -> None:
         """Batch normalisation saves its running statistics before it writes them, which leaves no other trace."""
-        if frame.f_code is not _BATCH_NORM:
+        if frame.f_code is not _BATCH_NORM or self._last_statistics == _node_count():
+            return
+        names = frame.f_locals  # slow
+        if tensor is names.get("running_var"):  # the mean came before, and what the operator saves after is its own
+            self._last_statistics = _node_count()
+        elif tensor is not names.get("running_mean"):
             return
         if self._outer is not None and self._outer.see_statistics is not None:
             self._outer.see_statistics(tensor, frame)
@@ -200,6 +207,16 @@ class Rerun:
 
     def maker(self, holder: object) -> None:
         """Not known."""
+
+    def at_hand(self, holder: Holder, frame: Frame) -> Tensor | None:
+        """Parameters are not recomputed."""
+        version = frame.parameters.get(holder.slot)
+        if version is None:
+            return None
+        parameter: Tensor = holder.saved
+        if parameter._version != version:
+            raise errors.changed(frame, named("a leaf", parameter), version, parameter._version)
+        return parameter
 
     def recompute(self, request: Recompute) -> None:
         function = self._function if self.context is None else self._with_context
@@ -404,7 +421,7 @@ _wrote_tensors: dict[object, dict[Name, bool]] = {}
 
 
 def _clones(tensors: list[Tensor]) -> list[Tensor]:
-    return [_torch.copy(tensor) for tensor in tensors]
+    return [tensor.clone() if tensor.is_contiguous() else _torch.copy(tensor) for tensor in tensors]
 
 
 def _uncount(number: Tensor) -> Tensor:
@@ -519,6 +536,9 @@ class Buffers:
                         self.plain.append(Plain(f"{type(module).__name__}.{name}", value))
 
     def knows(self, tensor: Tensor) -> bool:
+        for _, _, buffer, _ in self._volatile:
+            if buffer is tensor:
+                return True
         storage = _torch.storage_id(tensor)
         known = [*(buffer.tensor for buffer in self._buffers), *(entry[2] for entry in self._volatile)]
         return any(_torch.storage_id(buffer) == storage for buffer in known if _torch.has_storage(buffer))
@@ -546,7 +566,8 @@ class Buffers:
             raise errors.written(where, str(buffer))
         then: list[tuple[dict[str, Any], str, Any]]
         then = [entry for entry in self._parts if entry[0].get(entry[1]) is not entry[2]]
-        then += [(store, name, _torch.copy(before)) for store, name, _, before in self._volatile]
+        copies = _clones([before for _, _, _, before in self._volatile])
+        then += [(store, name, copy) for (store, name, _, _), copy in zip(self._volatile, copies, strict=True)]
         for buffer in self._buffers:
             if buffer.before is not None:
                 copy = _torch.copy(buffer.before)
@@ -798,6 +819,7 @@ def _span(tensor: Tensor) -> tuple[int, int]:
 
 
 _BATCH_NORM = nn.functional.batch_norm.__code__
+_node_count = _torch.node_count
 
 
 def _code_of(function: Any) -> object:

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from oracle import apply, count, r, s
 
-from checkpointing import checkpoint_scope, checkpointed, keep
+from checkpointing import CheckpointError, checkpoint_scope, checkpointed, keep
 
 DOOR = pytest.mark.parametrize("door", ["c", "r", "s"])
 REPLAY = pytest.mark.parametrize("door", ["r", "s"])
@@ -223,6 +223,20 @@ def test_inputs_alone_are_not_recomputed(door):
     """A first operator that saves only the region's inputs is not run by replay."""
     _, added = extra(lambda x: x.sin(), [leaf(3)], door=door)
     assert added == {}
+
+
+@DOOR
+def test_parameters_are_not_recomputed(door):
+    """What a module's operator has saved of its parameters is there."""
+    norm = torch.nn.LayerNorm(4)
+    y = apply(door, lambda x: norm(x.exp()))(leaf(2, 4))
+    added = count(lambda: y.grad_fn._saved_weight.sum().item())
+    assert added == count(lambda: norm.weight.detach().sum().item())
+    assert y.grad_fn._saved_weight.data_ptr() == norm.weight.data_ptr()
+    with torch.no_grad():
+        norm.weight.mul_(2)
+    with pytest.raises(CheckpointError, match=r"float32 tensor of shape \(4,\).*changed in place"):
+        _ = y.grad_fn._saved_weight
 
 
 @DOOR
