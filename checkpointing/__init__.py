@@ -10,6 +10,7 @@ from ._api import is_recomputing as is_recomputing
 from ._policy import auto as auto
 from ._policy import keep as keep
 from ._policy import offload as offload
+from ._policy import opaque as opaque
 from ._policy import save_ops as save_ops
 from ._policy import save_tagged as save_tagged
 from ._policy import tag as tag

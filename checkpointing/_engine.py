@@ -101,6 +101,9 @@ class Keeper(Protocol):
     def keep_for_inner(self, tensor: Tensor) -> None:
         """A region inside this one keeps the tensor and saves it here: don't recompute it."""
 
+    def look_away(self) -> None:
+        """Something happens now that no operator shows."""
+
     def yield_to_inner(self, change: int) -> None:
         """A region that obeys its policy by itself has been entered inside this one (1), or left (-1)."""
 

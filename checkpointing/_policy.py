@@ -10,7 +10,8 @@ kept elsewhere. Whatever a user may write for a policy becomes one of them in `a
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
@@ -25,6 +26,45 @@ from ._tape import NOWHERE, Answer, Places
 from ._tree import map_tensors
 
 T = TypeVar("T")
+
+
+@contextmanager
+def opaque() -> Iterator[None]:
+    """Tell the regions around that operators don't show all that happens in this block: a raw kernel, `ctypes` or
+    NumPy writes the memory of tensors that torch has already written.
+
+    What is read after the block is kept, and never computed again across it. What was read before it, and is no
+    parameter, is copied, so that recompute finds it as it was. Operators in the block are not recorded: they run once.
+    Outside of a scope or a replay function it does nothing.
+
+    Without it, only memory that torch has allocated and not yet written may be filled unseen. Later writes are found
+    by `determinism_check="values"`, which names what to put into such a block.
+
+    >>> import torch
+    >>> from checkpointing import checkpoint_scope, opaque
+    >>> x = torch.ones(3, requires_grad=True)
+    >>> with checkpoint_scope():
+    ...     noise = torch.zeros(3)
+    ...     with opaque():
+    ...         noise.numpy()[:] = 2  # not a call of torch
+    ...     y = x * noise
+    >>> y.sum().backward()
+    >>> x.grad
+    tensor([2., 2., 2.])
+    """
+    region = thread.region
+    if region is None:
+        yield
+        return
+    region.look_away()
+    thread.depth += 1
+    thread.aside += 1
+    try:
+        yield
+    finally:
+        thread.depth -= 1
+        thread.aside -= 1
+        region.look_away()
 
 
 def keep(x: T) -> T:

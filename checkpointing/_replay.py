@@ -378,9 +378,7 @@ class _Window:
         if held is not None and held.is_packed:
             tensor = self._fetch(held)
             size, stride, _, dtype, _ = geometry
-            if tensor.stride() != stride:  # hooks may give back another layout
-                tensor = torch.empty_strided(size, stride, dtype=dtype, device=tensor.device).copy_(tensor)
-            return tensor
+            return tensor if tensor.stride() == stride else _laid_out(tensor, size, stride, dtype)
         if held is None:  # one that covers the storage
             held = next(iter(value.held.values()))
         tensor = self._fetch(held)
@@ -391,6 +389,18 @@ class _Window:
 
 
 _STANDS_FOR_TENSOR = frozenset({Shape, Scratch, Held, list, tuple})
+
+
+def _laid_out(tensor: Tensor, size: Any, stride: Any, dtype: torch.dtype) -> Tensor:
+    """A copy with these strides: hooks may give back another layout."""
+    copy = torch.empty_strided(size, stride, dtype=dtype, device=tensor.device)
+    try:
+        return copy.copy_(tensor)
+    except RuntimeError:  # some elements share their memory, as in an expanded tensor
+        flat = copy.as_strided((copy.untyped_storage().nbytes() // copy.element_size(),), (1,))
+        places = torch.arange(flat.numel(), device=flat.device).as_strided(size, stride)
+        flat[places.reshape(-1)] = tensor.reshape(-1)
+        return copy
 
 
 def values_of(saved: Any) -> Iterable[Value]:

@@ -189,6 +189,10 @@ class Rerun:
     def keep_for_inner(self, tensor: Tensor) -> None:
         """The region inside runs anew in a rerun, and what it keeps is made there."""
 
+    def look_away(self) -> None:
+        if self._outer is not None:
+            self._outer.look_away()
+
     def yield_to_inner(self, change: int) -> None:
         if self._outer is not None:
             self._outer.yield_to_inner(change)
@@ -336,6 +340,9 @@ class Pinned:
         return tensor
 
     def keep_for_inner(self, tensor: Tensor) -> None:
+        pass
+
+    def look_away(self) -> None:
         pass
 
     def yield_to_inner(self, change: int) -> None:

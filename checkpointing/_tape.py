@@ -487,6 +487,18 @@ class Tape(TorchDispatchMode):
         if self._outer is not None:
             self._outer.keep_for_inner(tensor)
 
+    def look_away(self) -> None:
+        """Whatever is alive may be written unseen: what has been read of it must not change, and whoever reads it from
+        here on reads something from outside."""
+        self.settle()
+        self._forget_recent()
+        parameters = {sid: value for sid, value in self._values.items() if value.is_parameter}
+        self._freeze(value for sid, value in self._values.items() if sid not in parameters)
+        self._values = parameters
+        self._pending.clear()
+        if self._outer is not None:
+            self._outer.look_away()
+
     def yield_to_inner(self, change: int) -> None:
         self._inner += change
 

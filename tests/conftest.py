@@ -2,7 +2,6 @@
 
 import contextlib
 import gc
-import os
 
 import pytest
 import torch
@@ -14,10 +13,6 @@ with contextlib.suppress(ImportError):  # the compiler shows progress where tqdm
     import tqdm
 
     tqdm.tqdm.monitor_interval = 0  # its thread makes objects while tests count them
-
-# Work for the milestone that makes replay trustworthy for every operator and every trick of storage: these programs
-# don't all pass yet. `CHECKPOINTING_REPLAY=1 python -m pytest tests/replay` runs them.
-collect_ignore = [] if os.environ.get("CHECKPOINTING_REPLAY") else ["replay"]
 
 settings.register_profile("ci", derandomize=True, deadline=None, database=None, print_blob=True)
 settings.load_profile("ci")

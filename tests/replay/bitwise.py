@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -51,6 +52,11 @@ def scope_checked(function: Callable[..., Any], /, *args: Any, **kwargs: Any) ->
         return function(*args, **kwargs)
 
 
+def scope_auto(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    with checkpoint_scope(policy=checkpointing.auto()):
+        return function(*args, **kwargs)
+
+
 def scope_in_scope(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     with checkpoint_scope(), checkpoint_scope():
         return function(*args, **kwargs)
@@ -70,7 +76,7 @@ def scope_in_save_on_cpu(function: Callable[..., Any], /, *args: Any, **kwargs: 
 
 
 RERUN = (rerun, rerun_checked, rerun_in_scope, scope_in_rerun)
-REPLAY = (replay, scope, scope_checked, scope_in_scope, scope_in_save_on_cpu)
+REPLAY = (replay, scope, scope_auto, scope_checked, scope_in_scope, scope_in_save_on_cpu)
 DOORS = REPLAY + RERUN
 
 
@@ -226,7 +232,8 @@ def garbage_in_fresh_memory(byte: int) -> Iterator[None]:
 
 # ---- tables of programs
 class Table:
-    """Programs of one test file. `refused` names the doors that may raise a CheckpointError instead."""
+    """Programs of one test file. `refused` names the doors that may raise a CheckpointError instead; `doors` are those
+    that make sense (a function that is called again writes again)."""
 
     def __init__(self, make: Callable[[], tuple[Any, ...]]) -> None:
         self.make = make
@@ -249,6 +256,15 @@ class Table:
 
         return register if function is None else register(function)
 
+    def pairs(self, but: tuple[str, ...] = ()) -> list[Any]:
+        """Each program with each of its doors, for `parametrize`."""
+        return [
+            pytest.param(case, door, id=f"{name}-{door.__name__}")
+            for name, case in self.cases.items()
+            for door in case.doors
+            if name not in but
+        ]
+
 
 def _not_leaf(i: int, t: Any) -> Any:
     """Every second tensor is a result rather than a leaf."""
@@ -261,10 +277,17 @@ class Case:
     ) -> None:
         self.program, self.make, self.refused, self.backwards, self.doors = program, make, refused, backwards, doors
 
+    def check_lifetimes(self, region: Any) -> None:
+        """Frames die with the graph: after a backward and without one."""
+        with no_garbage():
+            self.program(region, *self.make())
+        # Torch itself keeps a graph of several outputs whose backward has failed.
+        if "exception" not in outcome(self.program, region, self.make, "first"):
+            with no_garbage():
+                outcome(self.program, region, self.make, "first").clear()
+
     def check(self, region: Any) -> None:
-        """Same as plain, for every kind of backward. Only `doors`: a function that is called again writes again."""
-        if region not in self.doors:
-            return
+        """Same as plain, for every kind of backward; `refused` doors may raise a CheckpointError instead."""
         for backward in self.backwards:
             want = outcome(self.program, plain, self.make, backward)
             got = outcome(self.program, region, self.make, backward)

@@ -50,8 +50,7 @@ class NewStyle(Function):
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        x, y = inputs
-        ctx.save_for_backward(x, y, output[1])
+        ctx.save_for_backward(*inputs, output[1])
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(output[1])
 
@@ -476,11 +475,11 @@ def autocast_around(region, x, y):
 @case
 def outer_product_solvers(x, y):
     a = x @ x.t() + 5 * torch.eye(4, dtype=x.dtype)
-    l = torch.linalg.cholesky(a)
+    low = torch.linalg.cholesky(a)
     q, r = torch.linalg.qr(x.t())
     s = torch.linalg.svdvals(y)
     e = torch.linalg.eigh(a)
-    return torch.cholesky_solve(y, l), q * r.sum(), s.exp(), e.eigenvalues, torch.linalg.solve(a, y), torch.logdet(a)
+    return torch.cholesky_solve(y, low), q * r.sum(), s.exp(), e.eigenvalues, torch.linalg.solve(a, y), torch.logdet(a)
 
 
 @case
@@ -652,22 +651,17 @@ def test_func_grad_inside_is_refused(door):
         door(lambda x: torch.func.grad(lambda t: t.sin().sum())(x.detach()) * x, x)
 
 
-@pytest.mark.parametrize("door", DOORS, ids=lambda d: d.__name__)
-@pytest.mark.parametrize("name", case.cases)
-def test_constructs(name, door):
+@pytest.mark.parametrize(("program", "door"), case.pairs())
+def test_constructs(program, door):
     """Bit for bit, for every kind of backward."""
-    case.cases[name].check(door)
+    program.check(door)
 
 
-@pytest.mark.parametrize("door", DOORS, ids=lambda d: d.__name__)
-@pytest.mark.parametrize("name", case.cases)
-def test_nothing_stays(name, door, frozen):
-    """Frames die with the graph, without the garbage collector, where plain code makes no cycle either."""
-    if name in ("gradient_inside", "retain_grad_inside", "tensor_hooks", "save_on_cpu_inside"):
-        pytest.skip("plain code makes a cycle, too: save_on_cpu does not copy what is on the CPU")
-    program = case.cases[name]
-    if "exception" in bitwise.outcome(program.program, door, program.make, "first"):
-        pytest.skip("refused; and torch itself keeps a graph of several outputs whose backward has failed")
-    with bitwise.no_garbage():
-        bitwise.outcome(program.program, door, program.make, "first").clear()
-        program.program(door, *program.make())
+# Plain code makes a cycle in these, too.
+CYCLES = ("gradient_inside", "retain_grad_inside", "tensor_hooks", "save_on_cpu_inside")
+
+
+@pytest.mark.parametrize(("program", "door"), case.pairs(CYCLES))
+def test_nothing_stays(program, door, frozen):
+    """Frames die with the graph, without the garbage collector, also without a backward."""
+    program.check_lifetimes(door)

@@ -1,8 +1,8 @@
 """Random programs: whatever a program does, it leaves the same bits behind with regions in it as without.
 
-Hypothesis draws a *plan*, a tree of small numbers that shrinks well. `Writer` turns it into Python source, one statement
-after the other, and runs each one as it writes it: so it knows the shapes, what autograd has saved and which region has
-read what, and leaves out what plain code could not do. The source then runs twice, with regions and without.
+Hypothesis draws a *plan*, a tree of small numbers that shrinks well. `Writer` turns it into Python source, one
+statement after the other, and runs each one as it writes it: so it knows the shapes, what autograd has saved and which
+region has read what, and leaves out what plain code could not do. The source then runs twice, with regions and without.
 
 A fixed set of programs runs by default. `CHECKPOINTING_PROGRAMS=20000` draws that many, others each time.
 """
@@ -26,7 +26,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import checkpointing
-from checkpointing import checkpoint_scope, checkpointed, keep
+from checkpointing import checkpoint_scope, checkpointed, keep, opaque
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -95,6 +95,12 @@ def bump(x: Tensor) -> Tensor:
     """Writes its argument and makes another tensor."""
     x.mul_(0.5)
     return x + 1
+
+
+def filled(x: Tensor, value: float) -> Tensor:
+    """Writes without torch."""
+    x.numpy()[...] = value
+    return x
 
 
 def weigh(values: list[Any]) -> Tensor:
@@ -234,6 +240,8 @@ MAKES = (
     "{x}.new_zeros(4)",
     "torch.arange(4.0)",
     "torch.from_numpy({x}.detach().numpy() * 2)",
+    "filled(torch.empty(3, 4), 0.5)",
+    "filled({x}.new_empty({x}.shape), 2)",
     "{x}.detach().clone().requires_grad_()",
 )
 TARGETS = ("{t}", "{t}[1:]", "{t}[0]", "{t}.t()", "{t}.view(-1)[::2]", "{t}.detach()", "{t}.diagonal()")
@@ -324,6 +332,7 @@ OPEN = {
     "replay": lambda f, **options: checkpointed(f, backend="replay", **options),
     "torch_checkpoint": lambda f: lambda *args: torch.utils.checkpoint.checkpoint(f, *args, use_reentrant=False),
     "keep": keep,
+    "opaque": opaque,
     "save_on_cpu": torch.autograd.graph.save_on_cpu,
     "user_hooks": _hooks,
 }
@@ -333,6 +342,7 @@ SHUT = {
     "replay": lambda f, **options: f,
     "torch_checkpoint": lambda f: f,
     "keep": lambda x: x,
+    "opaque": contextlib.nullcontext,
     "save_on_cpu": contextlib.nullcontext,
     "user_hooks": contextlib.nullcontext,
 }
@@ -347,6 +357,7 @@ NAMES = {
     "Double": Double,
     "noisy": noisy,
     "bump": bump,
+    "filled": filled,
     "weigh": weigh,
     "grad": grad,
 }
@@ -384,6 +395,7 @@ TABLES = {
     "out": OUTS,
     "outside": OUTSIDE,
     "seed": SEEDS,
+    "unseen": ("{t}.detach().numpy()[...] *= 0.5", "{t}.detach().numpy()[:1] = 0.25"),
     "keep": ("keep({x})",),
     "grad": ("grad([{x}], [{y}])[0]", "grad([{x}], [{y}], create_graph=True)[0]"),
     "hook": ("{x}.register_hook(lambda g: g * 2)",),
@@ -391,7 +403,19 @@ TABLES = {
 }
 OFTEN = ("unary", "binary", "unary", "view", "binary", "write", "write", "random", "keep")
 SIMPLE = st.tuples(st.sampled_from((*TABLES, *OFTEN)), NUMBER, NUMBER, NUMBER, NUMBER)
-BLOCKS = ("scope", "replay", "scope", "rerun", "rerun", "torch_checkpoint", "context", "if", "for", "for_scope")
+BLOCKS = (
+    "opaque",
+    "scope",
+    "replay",
+    "scope",
+    "rerun",
+    "rerun",
+    "torch_checkpoint",
+    "context",
+    "if",
+    "for",
+    "for_scope",
+)
 
 
 def block(children: Any) -> Any:
@@ -446,8 +470,8 @@ class Writer:
     """Turns a plan into source, running what it writes.
 
     `saved` are the storages that autograd has saved, which plain code must not write any more; `born` tells when a
-    storage was first seen, because what is called again must not write what was there before; `guarded` are the storages
-    that a region has read that is over, for writing which a region may raise.
+    storage was first seen, because what is called again must not write what was there before; `guarded` are the
+    storages that a region has read that is over, for writing which a region may raise.
     """
 
     def __init__(self) -> None:
@@ -467,6 +491,7 @@ class Writer:
         self.loops = 0
         self.inside_torchs = 0
         self.policies = 0
+        self.unseen = 0
         self.fresh = 0
         self.depth = 1
         self.leaves = {storage(self.space[n]) for n in ("a", "b", "w")}
@@ -547,7 +572,11 @@ class Writer:
         if self.inside_torchs and any(name in template for name in ("=g", "g.", "bn(")):  # torch does not restore them
             return
         x, y = self.pick(first), self.pick(second)
-        if kind in ("write", "out"):
+        if kind == "unseen":
+            names = [n for n in self.names() if self.may_write(self.space[n], False)]
+            if self.unseen and names:
+                self.run(template.format(t=self.pick(first, names)))
+        elif kind in ("write", "out"):
             self.in_place(template, first, second, third, kind == "out")
         elif kind == "outside":
             if self.rerun_since < 0:
@@ -630,6 +659,8 @@ class Writer:
         if kind in ("scope", "for_scope"):
             options = POLICIES[which % len(POLICIES)]
             header, context = f"with scope({options}):", contextlib.nullcontext()
+        elif kind == "opaque":
+            header, context = "with opaque():", contextlib.nullcontext()
         elif kind == "context":
             text = CONTEXTS[which % len(CONTEXTS)]
             if "autocast" in text and "rerun" in self.regions:
@@ -649,6 +680,7 @@ class Writer:
             self.write(f"for _ in range({2 + which % 2}):")
             self.depth += 1
         start = len(self.lines)
+        self.unseen += kind == "opaque"
         self.write(header)
         self.depth += 1
         self.loop += kind in ("for", "for_scope")
@@ -657,13 +689,14 @@ class Writer:
         with contextlib.ExitStack() as stack:
             stack.enter_context(context)
             if "scope" in kind:
-                stack.enter_context(self.region("scope", keeps="policy" in options))
+                stack.enter_context(self.region("scope", keeps="policy" in options or "rng" in options))
             elif "hooks" in header or "save_on" in header:
                 stack.enter_context(self.region("hooks"))
             for child in children:
                 self.statement(child)
         if len(self.lines) == body:
             self.write("pass")
+        self.unseen -= kind == "opaque"
         self.depth -= 1
         if kind == "for_scope":
             self.depth -= 1
@@ -723,15 +756,17 @@ class Writer:
         self.scopes = [list(reversed(parameters))] if again else [*scopes, list(reversed(parameters))]
         options = RERUN_OPTIONS[which % 2] if again else POLICIES[which % len(POLICIES)]
         loop, self.loop = self.loop, 0
+        unseen, self.unseen = self.unseen, 0
         self.inside_torchs += kind == "torch_checkpoint"
         given = {storage(self.space[p]) for p in parameters if again}
-        with self.region("rerun" if again else "scope", given, "policy" in options):
+        with self.region("rerun" if again else "scope", given, "policy" in options or "rng" in options):
             for child in children:
                 self.statement(child)
         results = [n for n in self.scopes[-1] if n in self.space][-2:]
         self.write(f"return {', '.join(results)},")
         self.depth -= 1
         self.loop = loop
+        self.unseen = unseen
         self.inside_torchs -= kind == "torch_checkpoint"
         self.scopes = scopes
         names = [self.new() for _ in results]

@@ -3,7 +3,7 @@
 import bitwise
 import pytest
 import torch
-from bitwise import DOORS, RERUN, Table
+from bitwise import RERUN, Table
 
 
 def tensors():
@@ -472,20 +472,13 @@ def test_write_that_autograd_does_not_see(door):
     assert torch.equal(got, x.exp())
 
 
-@pytest.mark.parametrize("door", DOORS, ids=lambda d: d.__name__)
-@pytest.mark.parametrize("name", case.cases)
-def test_storage(name, door):
+@pytest.mark.parametrize(("program", "door"), case.pairs())
+def test_storage(program, door):
     """Bit for bit, for every kind of backward."""
-    case.cases[name].check(door)
+    program.check(door)
 
 
-@pytest.mark.parametrize("door", DOORS, ids=lambda d: d.__name__)
-@pytest.mark.parametrize("name", case.cases)
-def test_nothing_stays(name, door, frozen):
+@pytest.mark.parametrize(("program", "door"), case.pairs())
+def test_nothing_stays(program, door, frozen):
     """Frames die with the graph, without the garbage collector, also without a backward."""
-    program = case.cases[name]
-    if "exception" in bitwise.outcome(program.program, door, program.make, "first"):
-        pytest.skip("refused; and torch itself keeps a graph of several outputs whose backward has failed")
-    with bitwise.no_garbage():
-        bitwise.outcome(program.program, door, program.make, "first").clear()
-        program.program(door, *program.make())
+    program.check_lifetimes(door)

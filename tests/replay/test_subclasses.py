@@ -1,9 +1,8 @@
 """Subclasses of tensor and other layouts: exact, or refused with a clear error."""
 
-import bitwise
 import pytest
 import torch
-from bitwise import DOORS, RERUN, Table
+from bitwise import RERUN, Table
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
@@ -279,20 +278,13 @@ def masked(x, y):
     return x * s
 
 
-@pytest.mark.parametrize("door", DOORS, ids=lambda d: d.__name__)
-@pytest.mark.parametrize("name", case.cases)
-def test_subclasses(name, door):
+@pytest.mark.parametrize(("program", "door"), case.pairs())
+def test_subclasses(program, door):
     """Bit for bit."""
-    case.cases[name].check(door)
+    program.check(door)
 
 
-@pytest.mark.parametrize("door", DOORS, ids=lambda d: d.__name__)
-@pytest.mark.parametrize("name", case.cases)
-def test_nothing_stays(name, door, frozen):
-    """Frames die with the graph, without the garbage collector."""
-    program = case.cases[name]
-    if "exception" in bitwise.outcome(program.program, door, program.make, "first"):
-        pytest.skip("refused; and torch itself keeps a graph of several outputs whose backward has failed")
-    with bitwise.no_garbage():
-        bitwise.outcome(program.program, door, program.make, "first").clear()
-        program.program(door, *program.make())
+@pytest.mark.parametrize(("program", "door"), case.pairs())
+def test_nothing_stays(program, door, frozen):
+    """Frames die with the graph, without the garbage collector, also without a backward."""
+    program.check_lifetimes(door)
