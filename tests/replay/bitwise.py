@@ -279,8 +279,9 @@ class Case:
 
     def check_lifetimes(self, region: Any) -> None:
         """Frames die with the graph: after a backward and without one."""
-        with no_garbage():
-            self.program(region, *self.make())
+        if region not in self.refused:  # an argument that its own function writes, which backward refuses, owns it
+            with no_garbage():
+                self.program(region, *self.make())
         # Torch itself keeps a graph of several outputs whose backward has failed.
         if "exception" not in outcome(self.program, region, self.make, "first"):
             with no_garbage():

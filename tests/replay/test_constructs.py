@@ -56,7 +56,7 @@ class NewStyle(Function):
 
     @staticmethod
     def backward(ctx, g, g2):
-        x, y, e = ctx.saved_tensors
+        _, y, e = ctx.saved_tensors
         assert g2 is None
         gx = g * e * y if ctx.needs_input_grad[0] else None
         return gx, (g * e if ctx.needs_input_grad[1] else None)
@@ -535,9 +535,9 @@ class UNet(Net):
 class Recurrent(Net):
     def __init__(self):
         super().__init__()
-        self.lstm = nn.LSTM(6, 5, num_layers=2, dropout=0.3, bidirectional=True, batch_first=True)
-        self.gru = nn.GRU(10, 4, num_layers=1)
-        self.rnn = nn.RNNCell(4, 4)
+        self.lstm = nn.LSTM(6, 5, num_layers=2, dropout=0.3, batch_first=True)
+        self.gru = nn.GRU(5, 4, bidirectional=True)
+        self.rnn = nn.RNNCell(8, 4)
         self.cell = nn.LSTMCell(4, 4)
 
     def forward(self, x):
