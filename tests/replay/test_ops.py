@@ -56,7 +56,7 @@ def dtypes_of(op: Any, number: int) -> Iterator[torch.dtype]:
 def samples_of(op: Any, dtype: torch.dtype, grad: bool, limit: int) -> list[Any]:
     """An operator's samples; `limit` of them, spread over all, by default."""
     torch.manual_seed(0)
-    samples = list(op.sample_inputs("cpu", dtype, requires_grad=grad))
+    samples = list(op.sample_inputs_func(op, "cpu", dtype, grad))
     if ALL or len(samples) <= limit:
         return samples
     return [samples[int((i + 0.5) * len(samples) / limit)] for i in range(limit)]
@@ -194,7 +194,7 @@ def test_every_operator(shard: int) -> None:
             if number % SHARDS == shard:
                 for dtype in dtypes_of(op, number):
                     check(op, dtype, 1, notes)
-                gc.collect()
+    gc.collect()
     assert not notes, "\n".join([f"{len(notes)} of them:", *notes])
 
 
