@@ -22,7 +22,7 @@ from torch import Tensor
 
 from . import _torch, errors
 from ._ambient import read_switches, write_switches
-from ._engine import Frame, Held, Holder, Recompute
+from ._engine import Frame, Held, Holder, Recompute, metadata_of
 from ._offload import Moved, prefetch
 from ._tape import Geometry, Op, Ref, Scratch, Shape, Tape, Value, Wrapped, bytes_of, geometry_of, name_of, tensors_of
 
@@ -63,10 +63,19 @@ class Replay:
         if self._by_segment is not None:
             return self._by_segment
         found: dict[int, list[weakref.ref[Holder]]] = {}
+        cuts = self.tape.cuts
         for ref in frame.holders:
             holder = ref()
-            if holder is not None and self.at_hand(holder, frame) is None:
-                found.setdefault(self.segment_of(holder), []).append(ref)
+            if holder is None:
+                continue
+            saved = holder.saved
+            if type(saved) is Ref and (op := saved[0].op) is not None:
+                segment = bisect_right(cuts, op.index)
+            elif self.at_hand(holder, frame) is None:
+                segment = self.segment_of(holder)
+            else:
+                continue
+            found.setdefault(segment, []).append(ref)
         if frame.complete:
             self._by_segment = found
         return found
@@ -123,6 +132,8 @@ class _Window:
         self._source = source
         self._request = request
         self._deliver = request.deliver
+        self._ready = request.task.ready
+        self._is_quick = request.frame.check is metadata_of
         if request.task.inputs is None:
             request.task.inputs = {}
         self._inputs = request.task.inputs
@@ -231,7 +242,10 @@ class _Window:
         savers: dict[int, list[Holder]] = {}
         for holder in self._passed_by(ops):
             saved = holder.saved
-            for value in (saved[0],) if type(saved) is Ref else values_of(saved):
+            if type(saved) is Ref:
+                savers.setdefault(saved[0].id, []).append(holder)
+                continue
+            for value in values_of(saved):
                 if value.op is not None:
                     savers.setdefault(value.id, []).append(holder)
         last = {value.id: op for op in ops for value in op.reads}
@@ -303,13 +317,17 @@ class _Window:
             given.append(holder.saved.geometry if type(holder.saved) is Ref else geometry_of(tensor))
         saved = holder.saved
         if type(saved) is Ref:
-            if self._geometry[id] != saved.geometry:
-                tensor = _torch.lay(tensor, *saved.geometry)
-            if saved.kind is not None:
-                tensor = tensor.as_subclass(saved.kind)
+            value, geometry, kind = saved
+            if self._geometry[id] != geometry:
+                tensor = self._lay(tensor, value, geometry)
+            if kind is not None:
+                tensor = tensor.as_subclass(kind)
             if not self._frame.complete:
-                self._source.tape.adopt(tensor, saved.value)
-            self._deliver(holder, tensor)
+                self._source.tape.adopt(tensor, value)
+            if self._is_quick:  # the check would find the geometry that it has
+                self._ready[holder.slot] = tensor
+            else:
+                self._deliver(holder, tensor)
             return
         self._parts[id] = tensor
         if all(v.op is None or v.id in self._parts for v in values_of(saved)):
@@ -345,11 +363,20 @@ class _Window:
                 if tensor is None:
                     tensor = self._from_held(value, geometry)
                 elif self._geometry[value.id] != geometry:
-                    tensor = _torch.lay(tensor, *geometry)
+                    tensor = self._lay(tensor, value, geometry)
                 args.append(tensor)
             else:
                 args.append(self._build(arg) if kind in _STANDS_FOR_TENSOR else arg)
         return args
+
+    def _lay(self, made: Tensor, value: Value, geometry: Geometry) -> Tensor:
+        """What lies like this on the storage of what an operator has made anew."""
+        nbytes = made.untyped_storage().nbytes()
+        if nbytes != value.nbytes:
+            raise errors.another_size(
+                self._frame, "an operator" if value.op is None else name_of(value.op), value.nbytes, nbytes
+            )
+        return _torch.lay(made, *geometry)
 
     def _build(self, saved: Any) -> Any:
         """The tensor (or list of tensors) that `saved` stands for."""

@@ -73,6 +73,13 @@ def _readable(metadata: object) -> object:
     return metadata
 
 
+def another_size(where: object, op: str, was: int, now: int) -> MismatchError:
+    return MismatchError(
+        f"{where}: {op} made {was} bytes in the forward, and {now} in the recompute, so it depends on something "
+        "besides its arguments. `keep` its result, or call it inside `with opaque():`."
+    )
+
+
 def changed(where: object, what: str, was: int | None = None, now: int | None = None) -> ChangedError:
     versions = "" if now is None else f" (it was at version {was}, it is at version {now} now)"
     return ChangedError(

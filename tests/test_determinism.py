@@ -501,3 +501,23 @@ def test_keep_pins_what_would_differ():
     fn(x).sum().backward()
     assert which.runs == 2
     torch.testing.assert_close(x.grad, x.detach().cos() * x.detach().sin().exp())
+
+
+@pytest.mark.parametrize("use", [torch.exp, lambda h: h[1:].sin(), torch.sin], ids=["read", "view", "saved"])
+def test_an_operator_that_makes_another_size_in_replay_is_an_error(use):
+    """Whoever reads the result in replay, or what of it was saved."""
+    calls = []
+
+    def made(x):
+        calls.append(None)
+        return x.new_ones(3 + len(calls)) * x.sum()
+
+    with torch.library._scoped_library("checkpointing_tests", "FRAGMENT") as library:
+        library.define("growing(Tensor x) -> Tensor")
+        library.impl("growing", made, "CompositeExplicitAutograd")
+        x = torch.rand(3)
+        w = torch.ones((), requires_grad=True)
+        with checkpoint_scope(name="grown"):
+            y = use(torch.ops.checkpointing_tests.growing(x * 2) * w) * w
+        with pytest.raises(CheckpointError, match=r"grown.*growing.* made 16 bytes .* 20 in the recompute"):
+            y.sum().backward()
