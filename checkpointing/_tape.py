@@ -530,6 +530,9 @@ class Tape(TorchDispatchMode):
             self._has_zeros = self._has_zeros or _torch.is_zeros(tensor)
         if (value.op is None and not value.kept) or (value.unwritten and value.nbytes):
             # From outside; or allocated here and filled by something unseen (a raw kernel, ctypes, NumPy).
+            held = value.held.get(geometry)
+            if is_read and held is not None and held.name is not None and not self._pending:
+                return _new_ref((value, geometry, kind))  # known
             hooks = self._hooks
             if is_read:
                 self._pending.discard(value)
