@@ -10,6 +10,7 @@ a checkpointed function. What a word must equal is the word with nothing but its
 
 import dataclasses
 import functools
+import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -254,6 +255,23 @@ class Counting(TorchDispatchMode):
         if name not in UNCOUNTED:
             self.ran[name] += 1
         return func(*args, **(kwargs or {}))
+
+
+def in_thread(run: Callable[[], object]) -> None:
+    """Run in a thread of its own; errors come here."""
+    errors: list[BaseException] = []
+
+    def guarded() -> None:
+        try:
+            run()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=guarded)
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
 
 
 def count(run: Callable[[], object]) -> dict[str, int]:

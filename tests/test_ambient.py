@@ -8,11 +8,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from oracle import bits
+from oracle import s as scope
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
-from checkpointing import checkpoint_scope, checkpointed
+from checkpointing import checkpointed
 
 
 def leaf(*shape):
@@ -23,16 +24,6 @@ def leaf(*shape):
 def ramp():
     """The same leaf each time."""
     return torch.linspace(0.1, 1, 16).view(4, 4).clone().requires_grad_()
-
-
-def scope(fn):
-    """`fn` in a block."""
-
-    def run(*args, **kwargs):
-        with checkpoint_scope():
-            return fn(*args, **kwargs)
-
-    return run
 
 
 DOORS = {

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from oracle import bits, count
+from oracle import s as scope
 from torch import nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils._pytree import register_pytree_node
@@ -22,16 +23,6 @@ from checkpointing import ChangedError, CheckpointError, checkpoint_scope, check
 def leaf(*shape):
     """A tensor that wants a gradient."""
     return torch.rand(*shape or (3,)).requires_grad_()
-
-
-def scope(fn):
-    """`fn` in a block."""
-
-    def run(*args, **kwargs):
-        with checkpoint_scope():
-            return fn(*args, **kwargs)
-
-    return run
 
 
 def rerun(fn):

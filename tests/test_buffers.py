@@ -10,25 +10,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from oracle import bits
+from oracle import s as scope
 from torch import nn
 from torch.nn.utils import parametrizations
 
-from checkpointing import CheckpointError, UnsupportedError, _rerun, checkpoint_scope, checkpointed, is_recomputing
+from checkpointing import CheckpointError, UnsupportedError, _rerun, checkpointed, is_recomputing
 
 
 def plain(fn):
     """No region."""
     return fn
-
-
-def scope(fn):
-    """In a block."""
-
-    def run(*args, **kwargs):
-        with checkpoint_scope():
-            return fn(*args, **kwargs)
-
-    return run
 
 
 DOORS = {

@@ -7,6 +7,7 @@ import types
 import pytest
 import torch
 from oracle import bits, count
+from oracle import s as scope
 from torch import nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
@@ -16,16 +17,6 @@ from checkpointing import ChangedError, checkpoint_scope, checkpointed, disabled
 def leaf(*shape):
     """A tensor that wants a gradient."""
     return torch.rand(*shape or (3,)).requires_grad_()
-
-
-def scope(fn):
-    """`fn` in a block."""
-
-    def run(*args, **kwargs):
-        with checkpoint_scope():
-            return fn(*args, **kwargs)
-
-    return run
 
 
 TAPES = pytest.mark.parametrize("door", [checkpointed(backend="replay"), scope], ids=["replay", "scope"])

@@ -14,7 +14,7 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
-from oracle import bits, count
+from oracle import bits, count, in_thread
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -77,23 +77,6 @@ def same(door, program):
         return [bits(t) for t in result], bits(torch.get_rng_state())
 
     assert run(door) == run(plain)
-
-
-def in_thread(fn):
-    """Run in another thread; errors come here."""
-    errors = []
-
-    def run():
-        try:
-            fn()
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    if errors:
-        raise errors[0]
 
 
 # ---- 1

@@ -11,21 +11,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from oracle import bits, count
+from oracle import s as scope
 from torch import nn
 
 from checkpointing import checkpoint_scope, checkpointed
 
 HERE = Path(__file__).parent
-
-
-def scope(fn):
-    """`fn` in a block."""
-
-    def run(*args, **kwargs):
-        with checkpoint_scope():
-            return fn(*args, **kwargs)
-
-    return run
 
 
 DOORS = {

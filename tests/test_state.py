@@ -10,7 +10,7 @@ import types
 import numpy as np
 import pytest
 import torch
-from oracle import bits
+from oracle import bits, in_thread
 
 from checkpointing import (
     CheckpointError,
@@ -424,23 +424,6 @@ def test_what_cannot_be_called_is_refused(pair):
     """At once."""
     with pytest.raises(TypeError, match="register_state takes two functions"):
         register_state(*pair)
-
-
-def in_thread(run):
-    """Run in a thread of its own; errors come here."""
-    errors = []
-
-    def guarded():
-        try:
-            run()
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=guarded)
-    thread.start()
-    thread.join()
-    if errors:
-        raise errors[0]
 
 
 # ---- forward_only
