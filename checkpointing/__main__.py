@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils.checkpoint import checkpoint
 
-from checkpointing import checkpoint_scope, checkpointed, keep
+from checkpointing import auto, checkpoint_scope, checkpointed, keep
 
 HEADS = 4
 VOCABULARY = 256  # bytes
@@ -113,6 +113,12 @@ def one_scope(model: Network, text: Tensor) -> Tensor:
         return model(text, lambda block, x: keep(block(x)))
 
 
+def auto_scope(model: Network, text: Tensor) -> Tensor:
+    """One scope around all of it, whose checkpoints place themselves."""
+    with checkpoint_scope(policy=auto()):
+        return model(text, plain)
+
+
 def nested_scopes(model: Network, text: Tensor) -> Tensor:
     """A scope around everything and one around each block: even the blocks' inputs are recomputed."""
     with checkpoint_scope():
@@ -125,6 +131,7 @@ WAYS: dict[str, Callable[[Network, Tensor], Tensor]] = {
     "@checkpointed per block": lambda model, text: model(text, decorated),
     "checkpoint_scope per block": lambda model, text: model(text, scoped),
     "one scope, keep between blocks": one_scope,
+    "one scope, auto()": auto_scope,
     "nested scopes": nested_scopes,
 }
 
