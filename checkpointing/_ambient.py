@@ -55,8 +55,8 @@ class Generators:
         return (0 if self._cpu is None else self._cpu.nbytes) + sum(state.nbytes for _, _, state in self._others)
 
     def have_moved(self) -> bool:
-        """Whether somebody has drawn from one of them since."""
-        return any(
+        """Whether somebody has drawn from one of them since; of those that are no torch's nobody asks."""
+        return bool(self._python) or any(
             not torch.equal(state, getter())
             for getter, state in [(g, s) for _, g, s in self._others]
             + ([] if self._cpu is None else [(_CPU.get_state, self._cpu)])

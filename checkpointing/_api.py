@@ -536,7 +536,7 @@ class _Block:
         recompute: Any = [] if options.debug else None
         rules = options.rules
         placement = None if rules is None else rules.placement
-        given = (_torch.enclosing_hooks(), bool(options.preserve_rng_state), forward, rules)
+        given = (_torch.enclosing_hooks(), options.preserve_rng_state, forward, rules)
         self._tape = Tape(*given) if placement is None else AutoTape(*given, placement)
         self._source = Replay(self._tape, recompute)
         # What is replayed has the recorded metadata by construction.
@@ -610,8 +610,9 @@ class checkpoint_scope:
     Args:
         enabled: False makes this a plain block; inside another scope, one whose saved tensors that scope keeps.
         preserve_rng_state: random operators are replayed from the generator state that they met, so that the values
-            are those of the forward. With False they are kept instead of replayed, and no state is stored. `"all"`
-            is the same as True: Python code, which alone draws from `random` and NumPy, does not run again.
+            are those of the forward. With False they are kept instead of replayed, and no state is stored. With
+            `"all"` custom operators find Python's `random` and NumPy's global generator as they were, too; other
+            Python code does not run again.
         early_stop: replay only the window of the tensor that is asked for. With False, the first replay of a backward
             covers the whole block.
         determinism_check: as for `checkpointed`.

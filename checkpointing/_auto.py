@@ -82,7 +82,7 @@ class AutoTape(Tape):
     def __init__(
         self,
         hooks: _torch.Hooks | None,
-        preserve_rng_state: bool,
+        preserve_rng_state: bool | str,
         log: list[tuple[str, str]] | None,
         policy: Policy | None,
         placement: Placement,

@@ -380,7 +380,7 @@ def named(name: Name, tensor: Tensor | None = None) -> str:
     """A tensor as messages name it."""
     if isinstance(name, tuple):
         name = f"{name[0]}[{name[1]!r}]"
-    text = name if isinstance(name, str) else "a tensor" if name is None else f"what {name} read"
+    text = name if isinstance(name, str) else "a tensor that it saved" if name is None else f"what {name} read"
     return text if tensor is None else f"{text} ({describe(tensor)})"
 
 

@@ -397,6 +397,8 @@ class _Window:
             return _torch.clone_storage(self._arguments((saved.ref,))[0])
         if kind is Held:
             return self._fetch(saved)
+        if kind is not Wrapped:  # no tensor
+            return saved
         parts = {name: self._build(part) for name, part in saved.parts.items()}
         return _torch.unflatten(saved.kind, parts, saved.context, saved.size, saved.stride)
 

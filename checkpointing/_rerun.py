@@ -1122,7 +1122,13 @@ def _as_changed(error: RuntimeError, name: Name, where: Frame) -> RuntimeError:
     if isinstance(error, errors.CheckpointError) or "modified by an inplace" not in str(error):
         return error
     now, was = [*re.findall(r"version (\d+)", str(error)), None, None][:2]
-    return errors.changed(where, named(name), was, now)
+    text = named(name)
+    found = re.search(r"\[torch\.(?:\w+\.)*(\w+) \[([\d, ]*)\]\]", str(error))
+    dtype = None if found is None else getattr(getattr(torch, found[1], None), "dtype", None)
+    if found is not None and dtype is not None:
+        size = tuple(int(n) for n in found[2].split(",") if n)
+        text += f" ({dtype} tensor of shape {size})".replace("torch.", "")
+    return errors.changed(where, text, was, now)
 
 
 class _Given(Held):

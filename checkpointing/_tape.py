@@ -148,7 +148,8 @@ class Wrapped:
         names, self.context = tensor.__tensor_flatten__()
         self.kind = type(tensor)
         self.size, self.stride = tensor.size(), tensor.stride()
-        self.parts = {name: reference(getattr(tensor, name)) for name in names}
+        parts = {name: getattr(tensor, name) for name in names}  # a `DeviceMesh` may be one of them
+        self.parts = {name: reference(part) if isinstance(part, Tensor) else part for name, part in parts.items()}
 
 
 class Op:
@@ -213,6 +214,10 @@ class Info:
             if a.alias_info is not None and a.alias_info.is_write
         )
         self.overwrites = self.overwrites or all(type(w) is str for w in self.writes)
+        if self.hidden is not None and self.writes:  # with `out=`
+            hidden, shown = self.hidden, self.writes
+            self.hidden = lambda args, kwargs: (*hidden(args, kwargs), *shown)
+            self.overwrites = False
         results = [r for r in schema.returns if "Tensor" in str(r.type)]
         aliases = [r.alias_info for r in results]
         views = all(a is not None and not a.is_write for a in aliases)
@@ -284,6 +289,7 @@ _getframe = sys._getframe
 _storage_id = _torch.storage_id
 _weak_storage = _torch.weak_storage
 _Parameter = nn.Parameter
+_plain_dispatch = Tensor.__torch_dispatch__
 _is_grad_enabled = torch.is_grad_enabled
 _has_storage = _torch.has_storage
 _graph_task_id = _torch.graph_task_id
@@ -327,7 +333,7 @@ class Tape(TorchDispatchMode):
     def __init__(
         self,
         hooks: _torch.Hooks | None,
-        preserve_rng_state: bool,
+        preserve_rng_state: bool | str,
         log: list[tuple[str, str]] | None,
         policy: Policy | None = None,
     ) -> None:
@@ -353,7 +359,7 @@ class Tape(TorchDispatchMode):
         self._inner = 0  # how many tapes have been entered just inside this one: they ask for themselves
         self._recent: tuple[Any, Any] = _NOTHING_RECENT  # a tensor that has just been referred to, and how
         self._recent_at: Any = None  # where Python code was
-        self._running: Any = "autograd"  # the operator that reads now, for messages
+        self._running: Any = None  # the operator that reads now, for messages
         self._here = here = thread.__dict__
         self._depth = here["depth"]
         self._graph_task = _graph_task_id()  # of the rerun that this is part of, if of one
@@ -448,7 +454,9 @@ class Tape(TorchDispatchMode):
         """The same; `mover` says where, None: as an input."""
         if hasattr(tensor, "__tensor_flatten__"):
             for name in tensor.__tensor_flatten__()[0]:
-                self.keep_at(getattr(tensor, name), mover)
+                part = getattr(tensor, name)
+                if isinstance(part, Tensor):
+                    self.keep_at(part, mover)
         elif _torch.has_storage(tensor):
             value = self._values.get(_torch.storage_id(tensor))
             # There is nothing yet in memory that has only been allocated.
@@ -576,6 +584,8 @@ class Tape(TorchDispatchMode):
             self.settle()
         info = _INFOS.get(func) or info_of(func)
         if types and any(_dispatches(t) for t in types):
+            if any(issubclass(t, _torch.FakeTensor) for t in types):
+                return func(*args, **kwargs)  # their own mode is at work, to find out shapes
             return NotImplemented  # the subclass takes itself apart, and plain tensors come by
         if info.ignored:
             self._recent = _NOTHING_RECENT
@@ -622,12 +632,14 @@ class Tape(TorchDispatchMode):
                 value = self._values.get(_storage_id(args[i]))
                 if value is None or value.op is None:
                     args[i] = without_recording(_torch.clone_storage, args[i])
+                for held in () if value is None else value.held.values():
+                    held.name = held.name or self._running
         return args
 
     def _stash_generators(self, info: Info, args: Any, kwargs: Any) -> Generators | None:
         """Where the generators stand that the operator draws from, or may draw from."""
         if info.custom or (info.random and self._preserve_rng_state):
-            return stash_generators(args, kwargs)
+            return stash_generators(args, kwargs, info.custom and self._preserve_rng_state == "all")
         return None
 
     def _drew(self, info: Info, op: Op) -> bool:
@@ -808,8 +820,8 @@ def name_of(op: Op) -> str:
 
 
 def _dispatches(kind: type[Tensor]) -> bool:
-    """Whether a subclass of Tensor has a `__torch_dispatch__` of its own."""
-    return kind.__torch_dispatch__ is not Tensor.__torch_dispatch__
+    """Whether a subclass of Tensor has a `__torch_dispatch__` of its own. (A `DeviceMesh` comes by, too: no tensor.)"""
+    return getattr(kind, "__torch_dispatch__", _plain_dispatch) is not _plain_dispatch
 
 
 def tensors_of(value: Any) -> Iterator[Tensor]:
@@ -835,14 +847,15 @@ def bytes_of(tensor: Tensor) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
-def stash_generators(args: Any, kwargs: dict[str, Any]) -> Generators:
-    """The state of the generator that a random operator is about to draw from."""
+def stash_generators(args: Any, kwargs: dict[str, Any], python: bool = False) -> Generators:
+    """The state of the generator that a random operator is about to draw from; with `python` also those of Python and
+    NumPy."""
     generators = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Generator)]
     if generators:
-        return Generators(False, (), generators)
+        return Generators(False, (), generators, python)
     if kwargs.get("device") is not None:
         devices = {torch.device(kwargs["device"])}
     else:
         devices = {t.device for a in (*args, *kwargs.values()) for t in tensors_of(a)}
     others = [device for device in devices if has_rng(device)]
-    return Generators(not others, others)
+    return Generators(not others, others, (), python)

@@ -99,6 +99,7 @@ def saver_of(node: Any, is_it: Callable[[object], bool]) -> str | None:
 OpOverload = torch._ops.OpOverload
 OpOverloadPacket = torch._ops.OpOverloadPacket
 HigherOrderOperator = torch._ops.HigherOrderOperator
+FakeTensor = torch._subclasses.FakeTensor  # what tells shapes (to DTensor, for one) without computing anything
 
 
 def quick_call(func: Any) -> Any:

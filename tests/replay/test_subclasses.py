@@ -1,10 +1,13 @@
 """Subclasses of tensor and other layouts: exact, or refused with a clear error."""
 
+import bitwise
 import pytest
 import torch
-from bitwise import RERUN, Table
+from bitwise import DOORS, RERUN, Table
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
+
+import checkpointing
 
 
 class Tagged(Tensor):
@@ -276,6 +279,40 @@ def masked(x, y):
         m = torch.masked.masked_tensor(x.sin().detach(), y.detach() > 0)
         s = (m * 2).sum().get_data()
     return x * s
+
+
+@pytest.fixture
+def mesh():
+    """Of this process alone."""
+    dist = torch.distributed
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield torch.distributed.init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("door", DOORS, ids=lambda door: door.__name__)
+def test_distributed_tensors(door, mesh):
+    """Made inside, kept, redistributed, and as parameters; also where their shapes have not been seen before."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    size = 3 + DOORS.index(door)  # what is found out about shapes is remembered
+    model = nn.Sequential(nn.Linear(6, size), nn.GELU(), nn.Linear(size, 6)).double()
+    parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    x, y = (torch.randn(size, 6, dtype=torch.float64, requires_grad=True) for _ in range(2))
+
+    def function(x, y):
+        a = DTensor.from_local(x * 1, mesh, [Shard(0)])
+        b = DTensor.from_local(y * 1, mesh, [Replicate()])
+        c = checkpointing.keep(a.sin() * b.redistribute(mesh, [Shard(0)])).exp()
+        return (c @ b.t()).redistribute(mesh, [Replicate()]).to_local() @ model(x)
+
+    got, want = door(function, x, y), function(x, y)
+    leaves = (x, y, *model.parameters())
+    got_first, want_first = (torch.autograd.grad(o.sin().sum(), leaves, create_graph=True) for o in (got, want))
+    got_second, want_second = (torch.autograd.grad((g[0] * g[1]).sum(), (x, y)) for g in (got_first, want_first))
+    assert bitwise.bits([got, *got_first, *got_second]) == bitwise.bits([want, *want_first, *want_second])
 
 
 @pytest.mark.parametrize(("program", "door"), case.pairs())

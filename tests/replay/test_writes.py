@@ -348,6 +348,16 @@ def python_randomness(x, y):
     return x.sin() * random.random()
 
 
+@case
+def batch_norm_with_out(x, y):
+    mean, var = torch.zeros(6, dtype=x.dtype), torch.ones(6, dtype=x.dtype)
+    with torch.no_grad():
+        out = [torch.empty(n, dtype=x.dtype) for n in ((4, 6), (6,), (6,))]
+        for _ in range(2):
+            torch.native_batch_norm(x * 2, None, None, mean, var, True, 0.1, 1e-5, out=out)
+    return y * out[0], (y * mean).exp() * var, y * out[1]
+
+
 @pytest.mark.parametrize(("program", "door"), case.pairs())
 def test_writes(program, door):
     """Bit for bit; every write happens once."""

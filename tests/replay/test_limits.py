@@ -1,0 +1,301 @@
+"""The limits of replay, one test for each row of the table in the README, and `opaque()`."""
+
+import ctypes
+import threading
+
+import bitwise
+import numpy
+import pytest
+import torch
+from bitwise import Table
+from torch import Tensor, nn
+
+import checkpointing
+from checkpointing import checkpoint_scope, opaque
+
+WHERE = pytest.mark.parametrize("door", (bitwise.replay, bitwise.scope, bitwise.scope_auto), ids=lambda d: d.__name__)
+
+
+def tensors():
+    torch.manual_seed(6)
+    return tuple(torch.randn(4, 6, dtype=torch.float64, requires_grad=True) for _ in range(2))
+
+
+case = Table(tensors)
+
+
+# ---- kept: what is filled unseen, or in `opaque()`
+@case
+def numpy_fills_fresh_memory(x, y):
+    n = torch.empty(4, 6, dtype=torch.float64)
+    n.numpy()[:] = numpy.arange(24.0).reshape(4, 6)
+    return (x * n).sin() * n, n * y
+
+
+@case
+def ctypes_fills_fresh_memory(x, y):
+    n = torch.empty_like(x)
+    ctypes.memset(n.data_ptr(), 0, n.nbytes)
+    m = n.detach()
+    return (x * (m + 1)).sin() * (m + y)
+
+
+@case
+def numpy_in_opaque(x, y):
+    h = x.sin() * y
+    n = torch.zeros(4, 6, dtype=torch.float64)
+    before = h * (n + 1)
+    with opaque():
+        n.numpy()[:] = numpy.arange(24.0).reshape(4, 6)
+    return (h * n).exp(), before * h, n * y
+
+
+@case
+def ctypes_in_opaque(x, y):
+    h = (x * y).tanh()
+    n = (h.detach() * 2).clone()
+    before = (h * (n * 3)).exp()
+    with opaque():
+        ctypes.memset(n.data_ptr(), 0, n.nbytes // 2)
+    return before, (h * n).cos() * y
+
+
+@case
+def another_thread_in_opaque(x, y):
+    n = torch.ones(4, 6, dtype=torch.float64)
+    h = x * (n * 2)
+    with opaque():
+        thread = threading.Thread(target=lambda: n.mul_(3))
+        thread.start()
+        thread.join()
+    return h.exp(), (x * n).sin() * y
+
+
+@case
+def operators_in_opaque(x, y):
+    h = x * y
+    with opaque():
+        k = torch.nn.functional.dropout((h * 2).sin(), 0.5)
+        m = torch.rand(4, 6, dtype=torch.float64)
+        m.numpy()[0] = 5
+    return k * m * h, torch.nn.functional.dropout(k, 0.3)
+
+
+@case
+def opaque_in_a_scope_in_the_block(x, y):
+    n = torch.ones(4, 6, dtype=torch.float64)
+    with checkpoint_scope():
+        h = (x * n).exp()
+        with opaque():
+            n = n.clone()
+            n.numpy()[0] = 9
+        return h * n, (h * n).sin() * y
+
+
+@case
+def opaque_that_raises(x, y):
+    n = torch.ones(4, 6, dtype=torch.float64)
+    try:
+        with opaque():
+            n.numpy()[0] = 3
+            raise ValueError
+    except ValueError:
+        return (x * n).sin() * n * y
+
+
+@case
+def backward_in_opaque(x, y):
+    h = x.sin() * y
+    n = torch.ones(4, 6, dtype=torch.float64)
+    with opaque():
+        (g,) = torch.autograd.grad(h.sum(), x, create_graph=True)
+        n.numpy()[0] = 2
+    return h * n * g.exp()
+
+
+@pytest.mark.parametrize(("program", "door"), case.pairs())
+def test_kept(program, door):
+    """Bit for bit, through every door."""
+    program.check(door)
+
+
+def test_opaque_outside_of_regions_does_nothing():
+    with opaque():
+        x = torch.ones(2, requires_grad=True) * 2
+    x.sum().backward()
+
+
+def test_values_around_opaque_are_computed_once():
+    """What is read after the block is kept: recompute never crosses it."""
+    x = torch.randn(4, 6, requires_grad=True)
+    with checkpoint_scope() as scope:
+        h = x * 2
+        with opaque():
+            pass
+        y = h.cos()
+    y.sum().backward()
+    assert scope.stats.ops_replayed == 0
+    assert torch.equal(x.grad, torch.autograd.grad((x * 2).cos().sum(), x)[0])
+
+
+# ---- found by a check of values: what is written unseen where torch has written before
+@WHERE
+def test_unseen_writes_are_found_by_a_check_of_values(door):
+    """The error names the first tensor that differs, the operator that made it and the user's line."""
+    x = torch.randn(4, 6, requires_grad=True)
+
+    def function(x):
+        a = torch.zeros(4, 6) + 1
+        a.numpy()[2] = 7
+        return (x.sin() * a).exp()
+
+    options = {"policy": checkpointing.auto()} if door is bitwise.scope_auto else {}
+    with pytest.raises(checkpointing.CheckpointError) as caught:
+        if door is bitwise.replay:
+            run = checkpointing.checkpointed(function, backend="replay", determinism_check="values")
+            run(x).sum().backward()
+        else:
+            with checkpoint_scope(determinism_check="values", **options):
+                y = function(x)
+            y.sum().backward()
+    text = str(caught.value)
+    assert "made by aten.add.Tensor" in text
+    assert f"{__file__}:" in text and "x.sin() * a" in text and "opaque()" in text
+
+
+@torch.library.custom_op("checkpointing_limits::numpy_noise", mutates_args=())
+def numpy_noise(x: Tensor) -> Tensor:
+    return x + torch.from_numpy(numpy.random.rand(*x.shape))
+
+
+numpy_noise.register_autograd(lambda ctx, g: g)
+
+
+def test_custom_operators_that_draw_from_elsewhere():
+    """With the generators of Python and NumPy if asked to; else a check of values finds them."""
+
+    def function(x):
+        return numpy_noise(x * 2).exp()
+
+    def gradient(**options):
+        numpy.random.seed(4)
+        x = torch.ones(3, dtype=torch.float64, requires_grad=True)
+        with checkpoint_scope(**options):
+            y = function(x)
+        y.sum().backward()
+        return x.grad, numpy.random.rand()
+
+    want, after = gradient(enabled=False)
+    got, after_too = gradient(preserve_rng_state="all")
+    assert torch.equal(want, got) and after == after_too
+    with pytest.raises(checkpointing.CheckpointError, match="numpy_noise"):
+        gradient(determinism_check="values")
+
+
+# ---- refused: what the region has read and others have changed
+@WHERE
+@pytest.mark.parametrize("what", ["input", "float32", "running_var", "index", "saved by a function"])
+def test_what_has_been_changed_is_named(what, door):
+    """By the operator that read it first, by its shape and its dtype."""
+    x = torch.randn(4, 6, requires_grad=True)
+    w = {"index": torch.tensor([1, 0]), "running_var": torch.ones(6)}.get(what, torch.ones(4, 6))
+    if what == "input":
+        w = w.double()
+    functions = {
+        "running_var": lambda x, w: nn.functional.batch_norm(x, torch.zeros(6), w),
+        "index": lambda x, w: x[w].exp(),
+        "saved by a function": lambda x, w: Saves.apply(x, w),
+    }
+    out = door(functions.get(what, lambda x, w: (x * w).sin()), x, w)
+    w.add_(1)
+    text = {
+        "input": r"what aten.mul.Tensor read \(float64 tensor of shape \(4, 6\)\) was changed in place",
+        "float32": r"what aten.mul.Tensor read \(float32 tensor of shape \(4, 6\)\) was changed in place",
+        "running_var": r"what aten.native_batch_norm.default read \(float32 tensor of shape \(6,\)\) was changed",
+        "index": r"what aten.index.Tensor read \(int64 tensor of shape \(2,\)\) was changed",
+        "saved by a function": r"a tensor that it saved \(float32 tensor of shape \(4, 6\)\) was changed",
+    }[what]
+    with pytest.raises(checkpointing.ChangedError, match=text):
+        out.sum().backward()
+
+
+class Saves(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(w)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * ctx.saved_tensors[0], None
+
+
+@WHERE
+def test_parameters_may_lose_their_memory_in_between(door):
+    """As ZeRO and FSDP do: resized to nothing, or given other memory, and filled again before backward."""
+    torch.manual_seed(0)
+    layer = nn.Linear(6, 3)
+    x = torch.randn(4, 6, requires_grad=True)
+    want = torch.autograd.grad(layer(x).sin().sum(), [x, *layer.parameters()])
+    for other in (False, True):
+        out = door(lambda x: layer(x).sin(), x)
+        values = [p.detach().clone() for p in layer.parameters()]
+        for p in layer.parameters():
+            if other:
+                p.data = torch.empty(0)
+            else:
+                p.untyped_storage().resize_(0)
+        for p, value in zip(layer.parameters(), values, strict=True):
+            if other:
+                p.data = value
+            else:
+                p.untyped_storage().resize_(value.nbytes)
+                p.data.copy_(value)
+        got = torch.autograd.grad(out.sum(), [x, *layer.parameters()])
+        assert all(map(torch.equal, want, got))
+
+
+# ---- as it was read, though plain code would use what came later
+@WHERE
+def test_memory_that_is_exchanged_under_a_saved_tensor(door):
+    """Backward gets what the operator read; plain code, whose saved tensor is the very object, what it holds later."""
+    x = torch.ones(3, requires_grad=True)
+
+    def function(x):
+        n = torch.full((3,), 2.0)
+        y = x * n
+        n.data = torch.full((3,), 5.0)
+        return y
+
+    door(function, x).sum().backward()
+    assert torch.equal(x.grad, torch.full((3,), 2.0))
+
+
+# ---- kept: tensors without storage of their own
+@WHERE
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+@pytest.mark.parametrize("layout", ["coo", "csr", "mkldnn"])
+def test_tensors_without_storage_are_kept(layout, door):
+    """The very tensor comes back, and what dense ones need is replayed."""
+    x, y = (torch.rand(4, 4, requires_grad=True) for _ in range(2))
+
+    def function(x, y):
+        h = y.sin()
+        if layout == "coo":
+            return torch.sparse.mm((x * 2).to_sparse(), h.exp())
+        if layout == "csr":
+            return (x.detach() * 2).to_sparse_csr() @ h.exp()
+        return torch.relu((x * h).to_mkldnn()).to_dense()
+
+    want = torch.autograd.grad(function(x, y).exp().sum(), (x, y), allow_unused=True)
+    got = torch.autograd.grad(door(function, x, y).exp().sum(), (x, y), allow_unused=True)
+    assert all(a is b or torch.equal(a, b) for a, b in zip(want, got, strict=True))
+
+
+# ---- plain
+@WHERE
+def test_without_gradients_it_is_a_plain_call(door):
+    x = torch.ones(3, requires_grad=True)
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            assert not door(lambda x: x.sin(), x).requires_grad
