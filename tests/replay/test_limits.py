@@ -257,14 +257,19 @@ def test_parameters_may_lose_their_memory_in_between(door):
 
 # ---- as it was read, though plain code would use what came later
 @WHERE
-def test_memory_that_is_exchanged_under_a_saved_tensor(door):
+@pytest.mark.parametrize("how", ["exchanged", "written"])
+def test_memory_that_changes_under_a_saved_tensor(how, door):
     """Backward gets what the operator read; plain code, whose saved tensor is the very object, what it holds later."""
     x = torch.ones(3, requires_grad=True)
 
     def function(x):
         n = torch.full((3,), 2.0)
         y = x * n
-        n.data = torch.full((3,), 5.0)
+        if how == "exchanged":
+            n.data = torch.full((3,), 5.0)
+        else:
+            with opaque():
+                n.numpy()[:] = 5
         return y
 
     door(function, x).sum().backward()
