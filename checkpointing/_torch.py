@@ -377,7 +377,7 @@ class _SaveInput(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:
         ctx.save_for_backward(tensor)
-        return tensor.new_empty(0)
+        return torch.empty(0, dtype=tensor.dtype, device=tensor.device)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Tensor:
