@@ -34,7 +34,7 @@ from . import _torch
 from ._engine import is_internal, thread
 from ._offload import Destination, Mover
 from ._replay import are_disjoint
-from ._tape import Geometry, Info, Op, Policy, Ref, Tape, Value, geometry_of, info_of, tensors_of, whole
+from ._tape import Geometry, Info, Limits, Op, Policy, Ref, Tape, Value, geometry_of, info_of, tensors_of, whole
 
 _users = _torch.storage_users_by_id
 _storage_id = _torch.storage_id
@@ -89,6 +89,7 @@ class AutoTape(Tape):
     ) -> None:
         super().__init__(hooks, preserve_rng_state, log, policy)
         self._budget, self._size, place = placement
+        self._segment = placement.segment
         self._cut_mover = None if place is None else self._mover(place)
         # To save something in a region of ours makes a slot there, so that is done at the end, once for each value.
         self._packs_late = hooks is not None and is_internal(hooks)
@@ -218,6 +219,13 @@ class AutoTape(Tape):
 
     def keeps_now(self) -> int:
         return self._bytes + self.kept_bytes
+
+    @property
+    def limits(self) -> Limits | None:
+        """A window may be larger than what the budget lets the forward keep. Then its replay makes cuts of its own."""
+        if not self._budget or not self._had_cut:
+            return None
+        return Limits(min(self._budget, self._segment or self._budget), self._budget)
 
     @property
     def complaint(self) -> str | None:

@@ -150,13 +150,14 @@ class Recomputed:
     """One frame's recomputed tensors in one graph task. It goes with the frame, or with the graph task, whichever ends
     first: `guard` watches an object that autograd's graph task owns (rule 4)."""
 
-    __slots__ = ("__weakref__", "guard", "inputs", "plan", "ready", "versions")
+    __slots__ = ("__weakref__", "guard", "inputs", "plan", "ready", "stages", "versions")
 
     def __init__(self) -> None:
         self.ready: dict[int, Tensor | None] = {}  # by slot: delivered; None once its node has it
         self.versions: dict[int, int] = {}  # by slot: of what was delivered, where not 0
         self.inputs: dict[Any, Tensor] | None = None  # what the source has fetched and will want again
         self.plan: Any = None  # the source's notes
+        self.stages: dict[int, Any] = {}  # and what it holds on to for what is opened later
         self.guard: Any = None
 
 

@@ -13,9 +13,10 @@ table that all layers share would make one window of the whole model).
 from __future__ import annotations
 
 import weakref
-from bisect import bisect_right
-from collections.abc import Iterable, Iterator
-from typing import Any
+from bisect import bisect_right, insort
+from collections.abc import Container, Iterable, Iterator
+from itertools import accumulate
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -24,7 +25,25 @@ from . import _torch, errors
 from ._ambient import read_switches, write_switches
 from ._engine import Frame, Held, Holder, Recompute, metadata_of
 from ._offload import Moved, prefetch
-from ._tape import Geometry, Op, Ref, Scratch, Shape, Tape, Value, Wrapped, bytes_of, geometry_of, name_of, tensors_of
+from ._tape import (
+    Geometry,
+    Limits,
+    Op,
+    Ref,
+    Scratch,
+    Shape,
+    Tape,
+    Value,
+    Wrapped,
+    bytes_of,
+    geometry_of,
+    name_of,
+    tensors_of,
+)
+
+Cuts = list[tuple[int, list[Value]]]  # positions on the tape, each with what was made before and is read after it
+# How a stored value lies on its storage: nothing of it may be overwritten.
+_EVERYTHING: Any = ((), (), 0, None, 0)
 
 
 class Replay:
@@ -125,6 +144,32 @@ class Replay:
             write_switches(present)
 
 
+class Stage:
+    """What replays of one segment hold on to in one graph task: cuts inside of it, from which later ones start."""
+
+    __slots__ = ("positions", "stored")
+
+    def __init__(self) -> None:
+        self.positions: list[int] = []  # of the cuts, in order
+        self.stored: dict[int, tuple[Tensor, int]] = {}  # by value: a tensor on it, and the position of what made it
+
+    def forget(self, last: int) -> None:
+        """Nothing that was made after this position will be asked for."""
+        for id in [id for id, (_, made_at) in self.stored.items() if made_at > last]:
+            del self.stored[id]
+
+    def piece_of(self, opened: Holder, holders: list[Holder]) -> list[Holder]:
+        """Those which are between the same cuts as `opened`."""
+        i = bisect_right(self.positions, newest(opened))
+        return [holder for holder in holders if bisect_right(self.positions, newest(holder)) == i]
+
+    def cut(self, cuts: Cuts, opened: Holder) -> dict[int, Value]:
+        """Make these cuts. Returns, by id, the values to store when `opened` is asked for."""
+        for position, _ in cuts:
+            insort(self.positions, position)
+        return {v.id: v for position, values in cuts if position <= newest(opened) for v in values}
+
+
 class _Window:
     """One replay: what is wanted, the operators that make it, and the tensors made so far."""
 
@@ -144,10 +189,12 @@ class _Window:
         self._writes = False  # whether the window has operators that write in place
         self._given: dict[int, list[Geometry]] = {}  # by storage: what has been delivered is no longer ours to write
         self._parts: dict[int, Tensor] = {}  # by value: parts of wrappers whose other parts are still to come
+        self._stage: Stage | None = None
+        self._storing: dict[int, Value] = {}  # what the stage wants
 
     def run(self) -> None:
         request = self._request
-        wanted, ops = self._widen()
+        wanted, ops = self._choose()
         # Before autograd is switched off: an enclosing region may have to rerun for them.
         self._fetch_inputs(ops, wanted)
         with _torch.below_autograd():
@@ -155,15 +202,72 @@ class _Window:
                 saved = holder.saved
                 if (type(saved) is not Ref or saved[0].op is None) and all(v.op is None for v in values_of(saved)):
                     self._deliver(holder, self._build(holder.saved))
+            if self._stage is not None:
+                self._unstore(wanted, ops)
             if ops:
                 self._source.replays += 1
                 self._source.replayed += len(ops)
-                self._replay(ops)
+                self._replay(ops, wanted)
         if self._inputs:
             if all(holder.slot in request.task.ready for holder in request.wanted()):
                 self._inputs.clear()
             elif self._source.tape.movers:
                 self._drop_moved()
+
+    def _choose(self) -> tuple[list[Holder], list[Op]]:
+        """What is delivered, and the operators that run for it."""
+        limits = self._source.tape.limits
+        if limits is None or not self._frame.complete or self._request.whole_region:
+            return self._widen()
+        request, source = self._request, self._source
+        segment = source.segment_of(request.holder)
+        stages = request.task.stages
+        if segment < 0 or (segment not in stages and 2 * self._size_of(segment) <= 3 * limits.piece):
+            return self._widen()
+        stage = self._stage = stages.get(segment)
+        if stage is None:
+            for other in list(stages):
+                if not request.wanted(source.by_segment(self._frame).get(other, ())):
+                    del stages[other]
+            stage = self._stage = stages[segment] = Stage()
+        candidates = request.wanted(source.by_segment(self._frame).get(segment, ()))
+        stage.forget(max(map(newest, candidates)))
+        wanted = stage.piece_of(request.holder, candidates)
+        storing = self._storing
+        while True:
+            there = stage.stored.keys() | storing.keys()
+            cuts = place_cuts(slice_of(wanted, there), wanted, there, limits)
+            if not cuts:
+                return wanted, slice_of(wanted, stage.stored, storing.values())
+            storing.update(stage.cut(cuts, request.holder))
+            wanted = stage.piece_of(request.holder, wanted)
+
+    def _size_of(self, segment: int) -> int:
+        """Bytes that would be delivered at once."""
+        holders = self._request.wanted(self._source.by_segment(self._frame).get(segment, ()))
+        return sum({v.id: v.nbytes for holder in holders for v in values_of(holder.saved) if v.op is not None}.values())
+
+    def _unstore(self, wanted: list[Holder], ops: list[Op]) -> None:
+        """Start from what an earlier replay has stored."""
+        stage = self._stage
+        assert stage is not None
+        stored = stage.stored
+        needed = {v.id for op in ops for v in op.reads} | {v.id for h in wanted for v in values_of(h.saved)}
+        for id in needed & stored.keys():
+            tensor, _ = stored[id]
+            self._made[id], self._geometry[id] = tensor, geometry_of(tensor)
+            self._given.setdefault(_torch.storage_id(tensor), []).append(_EVERYTHING)
+        for holder in wanted:
+            for value in values_of(holder.saved):
+                if value.id in stored:
+                    self._give(holder, value.id)
+
+    def _store(self, id: int) -> None:
+        """A value has been made from which later replays will start."""
+        assert self._stage is not None
+        tensor = self._made[id]
+        self._stage.stored[id] = tensor, cast(Op, self._storing[id].op).index
+        self._given.setdefault(_torch.storage_id(tensor), []).append(_EVERYTHING)
 
     def _widen(self) -> tuple[list[Holder], list[Op]]:
         """The holder that is being opened and those that share its window, and the operators of the window."""
@@ -236,11 +340,11 @@ class _Window:
                 if reader is None or reader.slot in ready:
                     del self._inputs[held]
 
-    def _replay(self, ops: list[Op]) -> None:
+    def _replay(self, ops: list[Op], wanted: list[Holder]) -> None:
         made = self._made
         # What passes by in this window and is wanted by a holder of another one comes for free.
         savers: dict[int, list[Holder]] = {}
-        for holder in self._passed_by(ops):
+        for holder in self._passed_by(ops) if self._stage is None else wanted:
             saved = holder.saved
             if type(saved) is Ref:
                 savers.setdefault(saved[0].id, []).append(holder)
@@ -251,6 +355,7 @@ class _Window:
         last = {value.id: op for op in ops for value in op.reads}
         self._writes = any(op.writes for op in ops)
         log = self._source.log
+        storing = self._storing
         for op in ops:
             if log is not None:
                 log.append((str(op.func), ""))
@@ -266,6 +371,8 @@ class _Window:
             else:
                 new = self._run(op)
             for id in new:
+                if storing and id in storing:
+                    self._store(id)
                 if id in savers:
                     for holder in savers[id]:
                         self._give(holder, id)
@@ -485,16 +592,66 @@ def first_needs(holders: Iterable[Holder]) -> Iterator[tuple[Holder, Moved]]:
                 stack.extend(found.op.reads)
 
 
-def slice_of(holders: Iterable[Holder]) -> list[Op]:
-    """The operators that make what these holders saved from what is held, in the order in which they ran."""
+def slice_of(holders: Iterable[Holder], stored: Container[int] = (), values: Iterable[Value] = ()) -> list[Op]:
+    """The operators that make what these holders saved, and these values, from what is held or stored; in the order in
+    which they ran."""
     found: set[Op] = set()
-    stack = [value.op for holder in holders for value in values_of(holder.saved) if value.op is not None]
+    wanted = [*values, *(value for holder in holders for value in values_of(holder.saved))]
+    stack = [value.op for value in wanted if value.op is not None and value.id not in stored]
     while stack:
         op = stack.pop()
         if op not in found:
             found.add(op)
-            stack.extend([value.op for value in op.reads if value.op is not None])
+            stack.extend([value.op for value in op.reads if value.op is not None and value.id not in stored])
     return sorted(found, key=_index)
+
+
+def newest(holder: Holder) -> int:
+    """The position of the last operator that made something of what a holder saved."""
+    return max((value.op.index for value in values_of(holder.saved) if value.op is not None), default=-1)
+
+
+def place_cuts(ops: list[Op], holders: list[Holder], stored: Container[int], limits: Limits) -> Cuts:
+    """Where a replay of these operators should cut, so that what lies between two cuts delivers no more to the holders
+    than the limits say, and the cuts store no more; none if that is not worth it.
+
+    Evenly over what is delivered; between half a piece before and half a piece after, where the fewest bytes are alive.
+    """
+    at = {op: k for k, op in enumerate(ops)}
+    delivered = [0] * (len(ops) + 1)  # before each operator
+    for value in {v.id: v for holder in holders for v in values_of(holder.saved) if v.op in at}.values():
+        delivered[at[cast(Op, value.op)] + 1] += value.nbytes
+    delivered = list(accumulate(delivered))
+    total = delivered[-1]
+    if 2 * total <= 3 * limits.piece:
+        return []
+    last = {v: k for k, op in enumerate(ops) for v in op.reads if v.op in at and v.id not in stored}
+    change = [0] * (len(ops) + 1)
+    for value, k in last.items():
+        change[at[cast(Op, value.op)] + 1] += value.nbytes
+        change[k + 1] -= value.nbytes
+    alive = list(accumulate(change))  # before each operator
+    pieces = min(-(-total // limits.piece), len(ops))
+    while pieces > 1:
+        places = set()
+        k = 1
+        for i in range(1, pieces):
+            best: tuple[int, float, int] | None = None
+            while k < len(ops) and 2 * pieces * delivered[k] < (2 * i + 1) * total:
+                if 2 * pieces * delivered[k] >= (2 * i - 1) * total and alive[k] * pieces < total:
+                    found = alive[k], abs(pieces * delivered[k] - i * total), k
+                    best = found if best is None else min(best, found)
+                k += 1
+            if best is not None:
+                places.add(best[2])
+        needed = sum(alive[k] for k in places)
+        if places and (needed <= limits.stored or pieces == 2):
+            return [
+                (ops[k].index, [v for v, end in last.items() if at[cast(Op, v.op)] < k <= end]) for k in sorted(places)
+            ]
+        fitting = 1 + (pieces - 1) * limits.stored // max(needed, 1)
+        pieces = 1 if pieces == 2 else max(2, min(fitting, pieces - 1 - pieces // 8))
+    return []
 
 
 def connected(holders: list[Holder], opened: Holder) -> tuple[dict[int, set[int]], list[Op]]:

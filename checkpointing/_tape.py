@@ -301,6 +301,13 @@ Answer = bool | Destination
 Saver = _torch.Hooks | Mover | None
 
 
+class Limits(NamedTuple):
+    """What a replay may hold, in bytes, of what autograd will ask for later."""
+
+    piece: int  # delivered at once
+    stored: int  # to start from once more
+
+
 class Places(NamedTuple):
     """Where a policy puts things about which it is not asked; None: where they would be without it."""
 
@@ -468,6 +475,11 @@ class Tape(TorchDispatchMode):
 
     def keeps_now(self) -> int | None:
         """How many bytes are kept at this moment of the block, where that is known."""
+        return None
+
+    @property
+    def limits(self) -> Limits | None:
+        """Bounds for a replay, if it has any."""
         return None
 
     @property

@@ -1,0 +1,291 @@
+"""Recompute on several levels: a replay that is larger than the budget makes cuts of its own while it runs."""
+
+import math
+import warnings
+from collections import Counter
+
+import pytest
+import torch
+from oracle import Watching, bits
+from test_auto import cells, gradients, inner_regions, net
+
+from checkpointing import __main__ as job
+from checkpointing import _replay, auto, checkpoint_scope, checkpointed, keep
+
+SIZE = 1000
+UNIT = 4 * SIZE
+ran: list[int] = []
+
+
+@torch.library.custom_op("levels::step", mutates_args=())
+def step(x: torch.Tensor, number: int) -> torch.Tensor:
+    """One step of a chain, which notes that it runs and saves its result."""
+    ran.append(number)
+    return x.tanh()
+
+
+@step.register_fake
+def _(x, number):
+    return torch.empty_like(x)
+
+
+step.register_autograd(
+    lambda ctx, grad: (grad * (1 - ctx.saved_tensors[0] ** 2), None),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(output),
+)
+
+
+def chain(n):
+    """`n` equal steps."""
+    x = torch.linspace(-1, 1, SIZE).requires_grad_()
+
+    def run():
+        y = x * 1
+        for number in range(n):
+            y = step(y, number)
+        return y.sum()
+
+    return run, x
+
+
+def scoped(fn, budget):
+    """`fn` in a scope with a budget."""
+
+    def run():
+        with checkpoint_scope(policy=auto(budget=budget)) as run.scope:
+            return fn()
+
+    return run
+
+
+def replayed(n, units):
+    """Which steps backward runs, in order."""
+    run, x = chain(n)
+    want = torch.autograd.grad(run(), x)[0]
+    loss = scoped(run, units * UNIT)()
+    ran.clear()
+    have = torch.autograd.grad(loss, x)[0]
+    assert bits(have) == bits(want)
+    return list(ran)
+
+
+# ---- golden schedules
+
+
+def windows(order):
+    """Consecutive steps as (first, last)."""
+    found = []
+    for number in order:
+        if found and number == found[-1][1] + 1:
+            found[-1][1] = number
+        else:
+            found.append([number, number])
+    return [tuple(window) for window in found]
+
+
+@pytest.mark.parametrize(
+    ("n", "units", "schedule"),
+    [
+        (8, 1, [(5, 7), (0, 3), (0, 0)]),
+        (8, 2, [(5, 7), (1, 3)]),
+        (64, 8, [(63, 63), (56, 61), (50, 54), (40, 48), (30, 38), (20, 28), (10, 18), (1, 8)]),
+    ],
+)
+def test_which_steps_run_again_and_in_which_order(n, units, schedule):
+    """First the last segment, then those before it; each first as a whole, to make cuts, then piece by piece."""
+    assert windows(replayed(n, units)) == schedule
+
+
+@pytest.mark.parametrize(
+    ("n", "units", "times"),
+    [
+        (8, 1, {1: 6, 2: 1}),
+        (8, 2, {1: 6}),
+        (8, 4, {1: 4}),
+        (64, 1, {1: 13, 2: 26, 3: 19, 4: 5}),
+        (64, 2, {1: 18, 2: 33, 3: 11}),
+        (64, 8, {1: 56}),
+        (64, 11, {1: 53}),
+        (512, 1, {1: 19, 2: 71, 3: 138, 4: 150, 5: 95, 6: 33, 7: 5}),
+        (512, 4, {1: 58, 2: 215, 3: 235}),
+        (512, 32, {1: 480}),
+    ],
+)
+def test_how_often_each_step_runs_again(n, units, times):
+    """How many steps run again once, twice, ...: a small budget costs a few forwards, a large one a part of one."""
+    often = Counter(replayed(n, units))
+    assert dict(sorted(Counter(often.values()).items())) == times
+
+
+def peak(n, units):
+    """In units, of a step with a budget."""
+    run = scoped(chain(n)[0], units * UNIT)
+    run().backward()
+    return job.memory_on_cpu(run)[1] / UNIT
+
+
+def test_memory_grows_like_the_logarithm_of_depth_with_one_checkpoint():
+    """Eight times the depth needs a few values more."""
+    few, many = peak(64, 1), peak(512, 1)
+    assert few <= 2 * math.log2(64)
+    assert many <= 2 * math.log2(512)
+    assert many - few <= 6
+
+
+@pytest.mark.parametrize("n", [64, 512])
+def test_memory_grows_like_the_square_root_of_depth_with_as_many_checkpoints(n):
+    """As without a budget, and no second level is needed."""
+    units = round(math.sqrt(2 * n))
+    assert peak(n, units) <= 2 * units + 6
+    assert max(Counter(replayed(n, units)).values()) <= 2
+
+
+def test_more_budget_never_means_more_work():
+    """Nor much more memory than it grants."""
+    work = [len(replayed(256, units)) for units in (1, 2, 3, 4, 8, 16, 32, 64, 128)]
+    assert work == sorted(work, reverse=True)
+
+
+# ---- bit for bit
+
+
+@pytest.fixture
+def stages(monkeypatch):
+    """How many windows were replayed in pieces."""
+    made = []
+
+    class Stage(_replay.Stage):
+        def __init__(self):
+            made.append(1)
+            super().__init__()
+
+    monkeypatch.setattr(_replay, "Stage", Stage)
+    return made
+
+
+def inplace():
+    """A long chain of writes to one storage, random ones among them, with results of several steps saved."""
+    x = torch.rand(8, 16).requires_grad_()
+
+    def run():
+        y, total = x * 1, 0
+        for i in range(24):
+            y = torch.dropout(y, 0.1, True)
+            y.add_(torch.rand_like(y), alpha=0.1)
+            y[:, :3].mul_(0.5)
+            y.tanh_()
+            z = y.clone()
+            z[:, ::2] = y[:, ::2].sin()
+            total = total + z.exp_().sum() * (1 + i)
+        return total + y.sum()
+
+    return run, [x], []
+
+
+@pytest.mark.parametrize("build", [net, cells, inner_regions, inplace])
+@pytest.mark.parametrize("budget", [600, 2100])
+@pytest.mark.parametrize("door", ["scope", "function", "scopes", "rerun around", "scope around", "kept by hand"])
+def test_every_schedule_is_bit_equal(build, budget, door, stages):
+    """To second order, in every nesting."""
+
+    def scope(fn, policy=auto(budget=budget)):  # noqa: B008
+        def run():
+            with warnings.catch_warnings(), checkpoint_scope(policy=policy):
+                warnings.simplefilter("ignore")
+                return fn()
+
+        return run
+
+    doors = {
+        "scope": scope,
+        "function": lambda fn: checkpointed(scope(fn), policy=auto(budget=budget)),
+        "scopes": lambda fn: scope(scope(fn)),
+        "rerun around": lambda fn: checkpointed(scope(fn)),
+        "scope around": lambda fn: scope(scope(fn), None),
+        "kept by hand": lambda fn: scope(lambda: keep(fn())),
+    }
+    warnings.simplefilter("ignore")
+    want = gradients(build, lambda fn: fn)
+    assert not stages
+    assert gradients(build, doors[door]) == want
+    if budget == 2100 and build is not inner_regions and door == "scope":
+        assert stages
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 2, 1, 0), (2, 0, 3, 1), (1, 1, 3, 3)])
+@pytest.mark.parametrize("budget", [400, 800, 1600])
+def test_partial_backwards_in_any_order(order, budget, stages):
+    """Results that leave a chain at several places; some are asked for twice."""
+    x = torch.rand(100).requires_grad_()
+
+    def run():
+        y, outs = x * 1, []
+        for i in range(60):
+            y = torch.dropout(y.tanh(), 0.05, True).sin()
+            if i % 15 == 14:
+                outs.append(y.exp().sum())
+        return outs
+
+    def found(fn):
+        torch.manual_seed(3)
+        outs = fn()
+        first = [bits(torch.autograd.grad(outs[i], x, retain_graph=True)[0]) for i in order]
+        return [*first, bits(torch.autograd.grad(sum(outs), x)[0])]
+
+    want = found(run)
+    assert found(scoped(run, budget)) == want
+    assert stages
+
+
+def test_a_read_outside_of_backward(stages):
+    """Nothing is remembered there, and it is right as well."""
+    x = torch.rand(100).requires_grad_()
+
+    def run():
+        y = x * 1
+        for _ in range(60):
+            y = y.tanh()
+        return y
+
+    want, have = run().grad_fn, scoped(run, 800)().grad_fn
+    for _ in range(60):
+        assert bits(have._saved_result) == bits(want._saved_result)
+        want, have = want.next_functions[0][0], have.next_functions[0][0]
+    assert stages
+
+
+def test_nothing_outlives_its_use(no_gc, stages):
+    """What was stored goes with the backward, or when the graph goes."""
+    x = torch.rand(100).requires_grad_()
+
+    def run():
+        y = x * 1
+        for _ in range(60):
+            y = y.tanh()
+        return y.sum()
+
+    with Watching() as watching:
+        for ending in ("backward", "partial", "twice"):
+            y = scoped(run, 1200)()
+            if ending == "twice":
+                torch.autograd.grad(y, x, retain_graph=True)
+            if ending == "partial":
+                hook = y.grad_fn.next_functions[0][0].next_functions[0][0].register_prehook(lambda g: 1 / 0)
+                with pytest.raises(ZeroDivisionError):
+                    torch.autograd.grad(y, x, retain_graph=True)
+                hook.remove()
+                del hook
+            torch.autograd.grad(y, x)
+            del y
+            assert watching.alive() == [], ending
+    assert stages
+
+
+def test_one_level_where_that_is_enough(stages):
+    """Without a budget, or with one that has room for what a segment saves, nothing changes."""
+    run, _ = chain(64)
+    for policy in (auto(), auto(segment=2 * UNIT), auto(budget=16 * UNIT), auto(budget=100 * UNIT), None):
+        with checkpoint_scope(policy=policy):
+            loss = run()
+        loss.backward()
+    assert not stages
