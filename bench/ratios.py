@@ -10,19 +10,26 @@ from typing import Any
 Ways = dict[str, Callable[[], Any]]
 
 
-def medians(ways: Ways, rounds: int, calls: int) -> dict[str, float]:
-    """Median seconds per call of each way; the ways take turns, `calls` calls a turn."""
+def timed(
+    ways: Ways, rounds: int, calls: int, clock: Callable[[], float] = time.perf_counter
+) -> dict[str, tuple[float, float]]:
+    """Median and least seconds per call of each way; the ways take turns, `calls` calls a turn."""
     times: dict[str, list[float]] = {name: [] for name in ways}
     for call in ways.values():
         for _ in range(calls):
             call()
     for _ in range(rounds):
         for name, call in ways.items():
-            start = time.perf_counter()
+            start = clock()
             for _ in range(calls):
                 call()
-            times[name].append((time.perf_counter() - start) / calls)
-    return {name: statistics.median(values) for name, values in times.items()}
+            times[name].append((clock() - start) / calls)
+    return {name: (statistics.median(values), min(values)) for name, values in times.items()}
+
+
+def medians(ways: Ways, rounds: int, calls: int) -> dict[str, float]:
+    """The medians alone."""
+    return {name: median for name, (median, _) in timed(ways, rounds, calls).items()}
 
 
 def added(times: dict[str, float], way: str, reference: str) -> float:

@@ -488,10 +488,11 @@ class AutoTape(Tape):
         With a budget, until something that is dearer needs the room. Else the last ones, as far as the level allows:
         backward is through with them before it needs the room for anything else.
         """
-        if self._cut_mover is not None:
+        budget = self._budget
+        if self._cut_mover is not None or (budget is None and value.nbytes < _WORTH_SPARING):
             return
         sid = _storage_id(tensor)
-        budget, nbytes = self._budget, 0 if sid in self._spare_on else value.nbytes
+        nbytes = 0 if sid in self._spare_on else value.nbytes
         if budget is None:
             if self._hooks is not None:
                 return
@@ -600,6 +601,7 @@ class AutoTape(Tape):
         return True
 
 
+_WORTH_SPARING = 1 << 18  # bytes: to spare a smaller value takes longer than to make it again, now and then
 _PER_BYTE = 10  # floating-point operations in the time in which a byte is written
 
 

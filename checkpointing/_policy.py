@@ -9,6 +9,7 @@ kept elsewhere. Whatever a user may write for a policy becomes one of them in `a
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -356,7 +357,9 @@ def auto(*, budget: int | str | None = None, segment: int | str | None = None) -
         budget: at most how many bytes the block may keep for backward at any moment of the forward; its inputs and
             parameters are not counted. An int, or text such as `"1.5 GiB"` or `"200 MB"`. Room that the checkpoints
             leave is used to keep what is dear to recompute per byte: results of matrix products, convolutions and
-            attention first.
+            attention first. Where a stretch between two checkpoints saves more than the budget, backward makes
+            checkpoints inside of it while it recomputes it, and again inside of those, so that it needs little more
+            than the budget on each level: with the room of one checkpoint, memory grows like the logarithm of depth.
         segment: at most about how many bytes autograd saves between two checkpoints; int or text. None: the number
             of checkpoints grows like the square root of what the block saves, and so does the memory it needs.
 
@@ -444,8 +447,9 @@ def _bytes(name: str, given: Any, least: int) -> int | None:
             raise ValueError(f"{name} is a number of bytes, such as 10**9 or '1.5 GiB', not {given!r}")
         unit = match[2] or ""
         given = int(float(match[1]) * _UNITS[unit])
-    if isinstance(given, bool) or not isinstance(given, int):
+    if isinstance(given, bool) or not hasattr(given, "__index__"):
         raise TypeError(f"{name} is a number of bytes, such as 10**9 or '1.5 GiB', not {given!r}")
+    given = operator.index(given)
     if given < least:
         raise ValueError(f"{name} is at least {least}, not {given}")
     return given

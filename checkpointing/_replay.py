@@ -6,6 +6,11 @@ it. So within a graph task an operator of a segment runs at most once, a dropout
 product beside it, and one block around a whole model with kept values between the layers needs the memory of one
 layer at a time.
 
+A window may deliver more than there is room for (`Limits`, from a budget). Then only its last piece is delivered, and
+what is alive at the cuts before it is stored until the graph task is through with it: opening a holder of an earlier
+piece replays from there, and cuts again where that is still too much. With room for c values on each level, a chain of
+n steps is recomputed log n / log c times over at most, and needs c values as many times.
+
 Rejected: replaying whole tapes (memory of plain), and widening a window by whatever it touches (a mask or a rotary
 table that all layers share would make one window of the whole model).
 """

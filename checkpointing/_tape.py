@@ -285,6 +285,8 @@ STATISTICS = (3, 4)
 
 _INFOS: dict[Any, Info] = {}
 _NO_WRITES: list[tuple[int, int]] = []
+_NO_STORAGES: frozenset[int] = frozenset()
+_FIRST = (0,)
 _getframe = sys._getframe
 _storage_id = _torch.storage_id
 _weak_storage = _torch.weak_storage
@@ -731,13 +733,17 @@ class Tape(TorchDispatchMode):
         if info.communicates:
             return self._record_communication(func, args, kwargs)
         run = func if not self._has_zeros else _torch.with_zeros(func)
-        places = dict(enumerate(args)) | kwargs
+        is_simple = written == _FIRST and args and type(args[0]) is Tensor and _has_storage(args[0])  # nearly always
         targets: dict[int, Tensor] = {}  # by storage: views of one are written together
-        for place in written:
-            targets.update((_torch.storage_id(t), t) for t in tensors_of(places.get(place)) if _torch.has_storage(t))
+        if is_simple:
+            targets[_storage_id(args[0])] = args[0]
+        else:
+            places = dict(enumerate(args)) | kwargs
+            for place in written:
+                targets.update((_storage_id(t), t) for t in tensors_of(places.get(place)) if _has_storage(t))
         old = {sid: self._values.get(sid) for sid in targets}
         # Filled by an operator whose node has saved them just before: what it saved is what the operator leaves there.
-        pending = {sid for sid, value in old.items() if value in self._pending}
+        pending = {sid for sid, value in old.items() if value in self._pending} if self._pending else _NO_STORAGES
         outside = {sid for sid, value in old.items() if self._is_outside(value, info)}
         if info.inplace and len(outside) == len(targets):
             # It only writes something from outside: never repeated. Whoever read the value before gets a copy.
@@ -751,14 +757,18 @@ class Tape(TorchDispatchMode):
         op.func = info.run
         reads: list[Value] = []
         op.reads = reads
-        saved = {
-            place: self._refer_to_written(arg, reads, info, outside)
-            if place in written
-            else self._refer((arg,), reads)[0]
-            for place, arg in places.items()
-        }
-        op.args = [saved[i] for i in range(len(args))]
-        op.kwargs = {name: saved[name] for name in kwargs}
+        if is_simple:
+            op.args = [self._refer_to_written(args[0], reads, info, outside), *self._refer(args[1:], reads)]
+            op.kwargs = dict(zip(kwargs, self._refer(kwargs.values(), reads), strict=True)) if kwargs else kwargs
+        else:
+            saved = {
+                place: self._refer_to_written(arg, reads, info, outside)
+                if place in written
+                else self._refer((arg,), reads)[0]
+                for place, arg in places.items()
+            }
+            op.args = [saved[i] for i in range(len(args))]
+            op.kwargs = {name: saved[name] for name in kwargs}
         op.rng = self._stash_generators(info, args, kwargs) if info.may_draw else None
         op.grad_mode = _is_grad_enabled()
         op.index = self.recorded
@@ -812,7 +822,7 @@ class Tape(TorchDispatchMode):
     def _freeze(values: Iterable[Value | None]) -> None:
         """Before a write: what is held of these values must not change with it."""
         for value in values:
-            if value is not None:
+            if value is not None and value.held:
                 for held in value.held.values():
                     held.freeze()
 
