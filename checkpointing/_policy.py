@@ -449,10 +449,10 @@ def _bytes(name: str, given: Any, least: int) -> int | None:
         given = int(float(match[1]) * _UNITS[unit])
     if isinstance(given, bool) or not hasattr(given, "__index__"):
         raise TypeError(f"{name} is a number of bytes, such as 10**9 or '1.5 GiB', not {given!r}")
-    given = operator.index(given)
-    if given < least:
+    nbytes = operator.index(given)
+    if nbytes < least:
         raise ValueError(f"{name} is at least {least}, not {given}")
-    return given
+    return nbytes
 
 
 _UNITS = {"": 1} | {f"{c}{i}": (1024 if i else 1000) ** n for n, c in enumerate("kmgt", 1) for i in ("", "i")}
