@@ -139,7 +139,7 @@ def print_marks():
         forward, reference, most, slowest = marks(name)
         plain = MARKS[name][0]()
         peaks = {"plain": peak_of(plain), "auto": peak_of(forward), "compared": peak_of(reference)}
-        times = timed({"auto": step(forward), "compared": step(reference)}, 9, 1, time.process_time)
+        times = timed({"auto": step(forward), "compared": step(reference)}, 7, 1, time.process_time)
         other = "torch's checkpoints by hand" if MARKS[name][1] is not MARKS[name][0] else "plain"
         print(
             f"{name}: peak {peaks['auto'] / MIB:.2f} MiB of {peaks['plain'] / MIB:.2f}, "

@@ -489,7 +489,7 @@ class AutoTape(Tape):
         backward is through with them before it needs the room for anything else.
         """
         budget = self._budget
-        if self._cut_mover is not None or (budget is None and value.nbytes < _WORTH_SPARING):
+        if self._cut_mover is not None or (budget is None and self.saved_bytes < _WORTH_SPARING * len(self._saves)):
             return
         sid = _storage_id(tensor)
         nbytes = 0 if sid in self._spare_on else value.nbytes
@@ -601,7 +601,7 @@ class AutoTape(Tape):
         return True
 
 
-_WORTH_SPARING = 1 << 18  # bytes: to spare a smaller value takes longer than to make it again, now and then
+_WORTH_SPARING = 1 << 18  # bytes, on average: to spare smaller values takes longer than to make some of them again
 _PER_BYTE = 10  # floating-point operations in the time in which a byte is written
 
 
