@@ -26,7 +26,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import checkpointing
-from checkpointing import checkpoint_scope, checkpointed, keep, opaque
+from checkpointing import auto, checkpoint_scope, checkpointed, keep, offload, opaque, save_ops
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -306,6 +306,13 @@ POLICIES = (
     "policy=lambda ctx, op, *args, **kwargs: 'softmax' in str(op) or 'clone' in str(op) or '_.' in str(op)",
     "policy=lambda ctx, op, *args, **kwargs: CheckpointPolicy.MUST_CPU_OFFLOAD if op is aten.mul.Tensor else False",
     "policy=lambda ctx, op, *args, **kwargs: True",
+    "policy=auto()",
+    "policy=auto(segment=100)",
+    "policy=auto(budget=300)",
+    "policy=auto(budget=1000)",
+    "policy=offload(min_bytes=0)",
+    "policy=offload(auto(segment=200), min_bytes=0, inputs=True)",
+    "policy=offload(save_ops(aten.sin.default), min_bytes=0) | [aten.mul.Tensor]",
     "early_stop=False",
     "determinism_check='values'",
     "preserve_rng_state=False",
@@ -352,6 +359,9 @@ NAMES = {
     "F": F,
     "aten": torch.ops.aten,
     "CheckpointPolicy": torch.utils.checkpoint.CheckpointPolicy,
+    "auto": auto,
+    "offload": offload,
+    "save_ops": save_ops,
     "Cube": Cube,
     "Pair": Pair,
     "Double": Double,
