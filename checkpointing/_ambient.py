@@ -248,12 +248,15 @@ class Ambient:
             mode = torch.inference_mode(False)
             mode.__enter__()
             undo.append(lambda: mode.__exit__(None, None, None))
-        if self._autocast is not None or _autocast_is_on():
+        is_on = _autocast_is_on()
+        if self._autocast is not None or is_on:
             autocast = _read_autocast()
             undo.append(lambda: _write_autocast(autocast))
             _write_autocast(self._autocast)
-        if self._autocast is not None:
-            # Casts of weights are cached. The rerun neither sees casts made elsewhere nor leaves its own behind.
+        # Casts of weights are cached. The rerun neither sees casts made elsewhere nor leaves its own behind, ...
+        if is_on:  # ... nor drops those that the code around the backward will want again.
+            torch.set_autocast_cache_enabled(False)
+        elif self._autocast is not None:
             torch.clear_autocast_cache()
             undo.append(torch.clear_autocast_cache)
 

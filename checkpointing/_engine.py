@@ -682,7 +682,7 @@ class Recompute:
         except _Stop:  # of an enclosing rerun
             raise
         except BaseException as error:
-            if self._stopped and isinstance(error, Exception):
+            if self._stopped and isinstance(error, Exception | SystemExit):
                 return self._verify()  # what user code has made of the stop signal
             add_note(error, f"This happened during the recompute of {frame.place}.")
             if isinstance(error, errors.CheckpointError) and frame.on_error is not None:

@@ -12,6 +12,7 @@ nested tensor that is changed before backward then gives wrong gradients without
 from __future__ import annotations
 
 import builtins
+import dataclasses
 import dis
 import functools
 import itertools
@@ -27,6 +28,8 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from . import _torch, errors
 from ._ambient import Ambient, Generators, has_rng
@@ -252,12 +255,22 @@ class Rerun:
                 present = Buffers.exchange(self.buffers.then(request.frame))
             if self._writes is not None and request.written is not None:
                 swapped = self._writes.enter(request.written)
+            changed = self._changed(request.frame)
+            if changed:
+                function = functools.partial(_call_unread, _Unread(changed), function)
             self._call(request, function, args, kwargs)
         finally:
             Writes.leave(swapped)
             Buffers.exchange(present)
             for lock in reversed(locks):
                 lock.release()
+
+    def _changed(self, where: Frame) -> list[Changed]:
+        """What the function may find besides its arguments and must not read: it has been changed since."""
+        changed = [] if self.buffers is None else self.buffers.changed(where)
+        if self._writes is not None:
+            changed += self._writes.changed(where, self._ambient.states is not None)
+        return changed
 
     def _call(self, request: Recompute, function: Any, args: Any, kwargs: Any) -> None:
         pack = request.packer()
@@ -287,6 +300,31 @@ class Rerun:
         with self.context:
             function = self._function if self._surroundings is None else self._surroundings.rebound(self._function)
             function(*args, **kwargs)
+
+
+Changed = tuple[Tensor, errors.CheckpointError]  # and what to raise if somebody reads it
+
+
+class _Unread(TorchDispatchMode):
+    """Runs a function that may be able to reach what has been changed since its forward: all is well if it reads
+    something else (another optimizer's parameters, say). Entered only then, since every operator pays for it."""
+
+    def __init__(self, changed: list[Changed]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._changed = changed
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for value in tree_leaves((args, kwargs)):
+            if isinstance(value, Tensor):
+                for tensor, error in self._changed:
+                    if tensor is value or _share_memory(tensor, value):
+                        raise error
+        return func(*args, **(kwargs or {}))
+
+
+def _call_unread(mode: _Unread, function: Any, *args: Any, **kwargs: Any) -> None:
+    with mode:
+        function(*args, **kwargs)
 
 
 # One per module, not one for all: in a process whose threads are ranks, each has modules of its own, and its rerun
@@ -472,9 +510,11 @@ class Buffers:
     __slots__ = (
         "_buffers",
         "_lazy",
+        "_leaves",
         "_lost",
         "_modes",
         "_parts",
+        "_versions",
         "_volatile",
         "attributes",
         "devices",
@@ -491,6 +531,8 @@ class Buffers:
         self._lazy: list[tuple[dict[str, Any], str]] = []
         self._modes: list[tuple[nn.Module, bool]] = []
         self._parts: list[tuple[dict[str, Any], str, Any]] = []
+        self._leaves: list[tuple[nn.Module, str, Tensor]] = []  # the parameters, and what they were after the forward
+        self._versions: list[int] = []
         self.attributes: list[Attribute] = []
         self._volatile: list[tuple[dict[str, Any], str, Tensor, Tensor]] = []  # where, what it was, a copy of that
         self.devices: set[torch.device] = set()
@@ -511,36 +553,48 @@ class Buffers:
                 self._parts.append((children, name, child))
                 stack.append(child)
             for name, parameter in parameters.items():
+                self._parts.append((parameters, name, parameter))
                 if parameter is not None:
-                    self._parts.append((parameters, name, parameter))
                     if not parameter.is_cpu:
                         self.devices.add(parameter.device)
-                    if not parameter.requires_grad and not nn.parameter.is_lazy(parameter):
+                    if parameter.requires_grad:
+                        self._leaves.append((module, name, parameter))
+                    elif not nn.parameter.is_lazy(parameter):
                         self._buffers.append(_Buffer(module, parameters, name, parameter))
             for name, tensor in buffers.items():
                 if training and type(tensor) is Tensor and tensor.nbytes <= _SMALL and not tensor.requires_grad:
                     volatile.append((buffers, name, tensor))
-                elif tensor is not None:
-                    if nn.parameter.is_lazy(tensor):
-                        self._lazy.append((buffers, name))
-                    else:
-                        self._buffers.append(_Buffer(module, buffers, name, tensor))
+                elif tensor is None:
+                    self._parts.append((buffers, name, None))
+                elif nn.parameter.is_lazy(tensor):
+                    self._lazy.append((buffers, name))
+                else:
+                    self._buffers.append(_Buffer(module, buffers, name, tensor))
             if _has_attributes(type(module)):
-                self._look_at_attributes(module)
+                self._look_at_attributes(module, stack)
         if volatile:
             copies = without_recording(_clones, [tensor for _, _, tensor in volatile])
             self._volatile = [(*entry, copy) for entry, copy in zip(volatile, copies, strict=True)]
 
-    def _look_at_attributes(self, module: nn.Module) -> None:
+    def _look_at_attributes(self, module: nn.Module, modules: list[nn.Module | None]) -> None:
         attributes = vars(module)
         for name, value in attributes.items():
             if value is None or type(value) in _WITH_STATE:
                 if type(value) is torch.Generator:
                     self.generators += (value,)
                 elif not name.startswith("_"):
-                    self.attributes.append((attributes, name, value))
-                    if value is not None and Plain.is_one(value):
-                        self.plain.append(Plain(f"{type(module).__name__}.{name}", value))
+                    self._note(f"{type(module).__name__}.{name}", value, attributes, name)
+            elif type(value) in (list, dict) and 0 < len(value) < 100 and not name.startswith("_"):
+                for path, part, store, key in _near(value, f"{type(module).__name__}.{name}"):
+                    if part is None or isinstance(part, Tensor):
+                        self._note(path, part, store, key)
+                    elif isinstance(part, nn.Module):
+                        modules.append(part)
+
+    def _note(self, path: str, value: Tensor | None, store: Any, key: Any) -> None:
+        self.attributes.append(Attribute(path, value, store, key))
+        if value is not None and Plain.is_one(value):
+            self.plain.append(Plain(path, value))
 
     def knows(self, tensor: Tensor) -> bool:
         for _, _, buffer, _ in self._volatile:
@@ -562,6 +616,7 @@ class Buffers:
             elif not wrote:
                 buffer.before = None
             _wrote_buffers.setdefault(buffer.module, {})[buffer.name] = wrote
+        self._versions = [_torch.version(parameter) for _, _, parameter in self._leaves]
         for store, name in self._lazy:  # made by this forward: its first value is gone, but it is not written twice
             new = store[name]
             if new is not None:
@@ -588,6 +643,14 @@ class Buffers:
                 then.append((buffer.store, buffer.name, buffer.tensor))
         then += [(vars(m), "training", training) for m, training in self._modes if m.training is not training]
         return then
+
+    def changed(self, where: Frame) -> list[Changed]:
+        """The parameters that have been changed since, but for those that an embedding has only made shorter again."""
+        return [
+            (p, errors.changed(where, named(f"{type(m).__name__}.{name}", p), version, _torch.version(p)))
+            for (m, name, p), version in zip(self._leaves, self._versions, strict=False)
+            if _torch.version(p) != version and vars(m).get("max_norm") is None
+        ]
 
     @staticmethod
     def exchange(values: Iterable[tuple[dict[str, Any], str, Any]]) -> list[tuple[dict[str, Any], str, Any]]:
@@ -642,8 +705,59 @@ class Plain:
         )
 
 
-# An attribute or item that holds a tensor or None: the dict or list that it is in, its name there, and the value.
-Attribute = tuple[Any, Any, Tensor | None]
+class Attribute:
+    """A variable, attribute or item that holds a tensor or None before the forward, and the dict or list that it is in;
+    None if nothing can be set there.
+
+    A tensor that belongs to a graph is not held with it: that may lead to an earlier region, and so on to them all.
+    """
+
+    __slots__ = ("_given", "_value", "_version", "key", "path", "store")
+
+    def __init__(self, path: str, value: Tensor | None, store: Any, key: Any) -> None:
+        self.path = path
+        self.store = store
+        self.key = key
+        self._value = value
+        self._version = 0 if value is None else _torch.version(value)
+        self._given: Callable[[], Tensor | None] | None = None
+
+    def settle(self) -> None:
+        """The forward has ended."""
+        value = self._value
+        if value is None:
+            return
+        if value.requires_grad and _torch.is_leaf(value):
+            self._version = _torch.version(value)
+        elif self.store is None or value.requires_grad:
+            self._given = weakref.ref(value)
+            self._value = None if self.store is None else value.detach()
+
+    def now(self) -> Any:
+        try:
+            return self.store[self.key]
+        except (KeyError, IndexError):
+            return _UNSET
+
+    def is_there(self, now: Any) -> bool:
+        return now is self._value if self._given is None else now is not None and now is self._given()
+
+    def then(self) -> Tensor | None:
+        """What the rerun finds there."""
+        given = self._value if self._given is None else self._given()
+        if given is not None or self._value is None:
+            return given
+        with torch.enable_grad():  # it has gone, and with it its graph
+            return copy_of(self._value.requires_grad_(), self._version)
+
+    def changed(self, where: Frame, only_leaves: bool) -> Changed | None:
+        """The tensor, if it has been changed in place."""
+        tensor = self._value if self._given is None or self._value is not None else self._given()
+        if tensor is None or _torch.version(tensor) == self._version:
+            return None
+        if only_leaves and not (self._given is None and tensor.requires_grad):
+            return None
+        return tensor, errors.changed(where, named(f"'{self.path}'", tensor), self._version, _torch.version(tensor))
 
 
 class Writes:
@@ -722,7 +836,8 @@ class Writes:
                 plain.is_guarded = is_same
                 written.append(plain)
         self._noted = []  # an argument may belong to the region's graph by now
-        self._attributes = [entry for entry in self._attributes if _item(entry[0], entry[1]) is not entry[2]]
+        for attribute in self._attributes:
+            attribute.settle()
         if written:
             self._share_out(written)
 
@@ -758,13 +873,27 @@ class Writes:
     @property
     def has_others(self) -> bool:
         """Whether there is something to exchange that belongs to the process."""
-        return bool(self._swaps or self._attributes)
+        return bool(self._swaps) or any(True for _ in self._replaced())
+
+    def _replaced(self) -> Iterator[tuple[Attribute, Any]]:
+        """The attributes that hold something else now."""
+        for attribute in self._attributes:
+            if attribute.store is not None:
+                now = attribute.now()
+                if not attribute.is_there(now):
+                    yield attribute, now
+
+    def changed(self, where: Frame, only_leaves: bool) -> list[Changed]:
+        """The tensors that somebody has written since the forward, while the rerun is entered."""
+        found = [attribute.changed(where, only_leaves) for attribute in self._attributes]
+        return [changed for changed in found if changed is not None]
 
     def enter(self, written: set[int]) -> tuple[list[tuple[Tensor, Tensor, int]], list[tuple[Any, Any, Any]]]:
         """Give the tensors that are no arguments their values of before the forward; returns what `leave` needs."""
-        attributes = [(store, key, _item(store, key)) for store, key, _ in self._attributes]
-        for store, key, value in self._attributes:
-            store[key] = value
+        attributes = []
+        for attribute, now in [*self._replaced()]:
+            attributes.append((attribute.store, attribute.key, now))
+            attribute.store[attribute.key] = attribute.then()
         present = []
         for plain, copy in zip(
             self._swaps, _clones([p.before for p in self._swaps if p.before is not None]), strict=True
@@ -788,11 +917,10 @@ class Writes:
                 store.pop(key, None)
 
 
-def _item(store: Any, key: Any) -> Any:
-    try:
-        return store[key]
-    except (KeyError, IndexError):
-        return _UNSET
+def _share_memory(a: Tensor, b: Tensor) -> bool:
+    if not (_torch.has_storage(a) and _torch.has_storage(b)) or _torch.storage_id(a) != _torch.storage_id(b):
+        return False
+    return _overlap(a, b)
 
 
 def _overlap(a: Tensor, b: Tensor) -> bool:
@@ -833,6 +961,21 @@ def _code_of(function: Any) -> object:
     while isinstance(function, functools.partial):
         function = function.func
     return getattr(function, "__code__", type(function))
+
+
+class _Cell:
+    """A closure variable, as if it were in a dict."""
+
+    __slots__ = ("_cell",)
+
+    def __init__(self, cell: Any) -> None:
+        self._cell = cell
+
+    def __getitem__(self, name: str) -> Any:
+        return _contents(self._cell)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._cell.cell_contents = value
 
 
 class Surroundings:
@@ -876,8 +1019,13 @@ class Surroundings:
             self._variables[function] = values = _values_of_variables(function)
             for name, value in _defaults_of(function):
                 self._note(name, value)
-            for name, value in zip(_variables_of(function), values, strict=True):
+            names, sets = _variables_of(function), _set_by(function.__code__)
+            for i, (name, value) in enumerate(zip(names, values, strict=True)):
                 self._note(name, value)
+                if name in sets and (value is None or isinstance(value, Tensor)) and not self._strict:
+                    cells = function.__closure__ or ()
+                    store = _Cell(cells[i]) if i < len(cells) else function.__globals__
+                    self.attributes.append(Attribute(name, value, store, name))
 
     def _note(self, name: str, value: Any) -> None:
         kind = type(value)
@@ -897,14 +1045,12 @@ class Surroundings:
         elif kind is MethodType or isinstance(value, functools.partial):
             self._look_at(value)
         elif not isinstance(value, NO_OBJECTS):
-            for path, part in _parts_in(value, name, set()):
-                if not isinstance(part, Tensor):
-                    self._note(path, part)
+            near = set()
             for path, part, store, key in _near(value, name):
                 if part is None or isinstance(part, Tensor):
+                    near.add(id(part))
                     if not self._strict:
-                        if store is not None:
-                            self.attributes.append((store, key, part))
+                        self.attributes.append(Attribute(path, part, store, key))
                         if part is not None and Plain.is_one(part):
                             self.plain.append(Plain(path, part))
                 elif isinstance(part, FunctionType | MethodType | functools.partial) and not self._in_object:
@@ -912,6 +1058,11 @@ class Surroundings:
                     self._in_object = True
                     self._note(path, part)
                     self._in_object = False
+            for path, part in _parts_in(value, name, set()):
+                if not isinstance(part, Tensor):
+                    self._note(path, part)
+                elif id(part) not in near and not self._strict:
+                    self.attributes.append(Attribute(path, part, None, None))
 
     def forgive(self, writes: Writes) -> None:
         """What the region itself has written is no change."""
@@ -1030,15 +1181,15 @@ def _set_by(code: CodeType) -> frozenset[str]:
 _sets: dict[CodeType, frozenset[str]] = {}
 
 
-def _near(value: Any, name: str) -> Iterator[tuple[str, Any, Any, Any]]:
+def _near(value: Any, name: str, depth: int = 2) -> Iterator[tuple[str, Any, Any, Any]]:
     """What is in a container, or in an object's attributes and in the containers there: the path to it, what it is,
     where it can be set, and the key there."""
     parts = value if isinstance(value, dict) else dict(enumerate(value)) if type(value) in (list, tuple) else None
     store = getattr(value, "__dict__", None) if parts is None else None if type(value) is tuple else value
     for key, part in (attributes_of(value) if parts is None else parts).items():
         path = f"{name}.{key}" if parts is None else f"{name}[{key!r}]"
-        if parts is None and type(part) in (list, tuple, dict):
-            yield from _near(part, path)
+        if type(part) in (list, tuple, dict) and depth:
+            yield from _near(part, path, depth - 1)
         else:
             yield path, part, store if type(store) is not dict or key in store else None, key
 
@@ -1209,9 +1360,9 @@ class Inputs:
             if is_quick and (kind is Tensor or kind is nn.Parameter) and value.requires_grad and value.is_cpu:
                 self._args[i] = _save_input(value, False)  # autograd guards the version
             elif kind not in ATOMS or kind is type:
-                self._args[i] = self._save(value, "args", i)
+                self._args[i] = self._save(value, ("args", i))
         if kwargs:
-            self._kwargs = {k: self._save(v, "kwargs", k) for k, v in kwargs.items()}
+            self._kwargs = {k: self._save(v, ("kwargs", k)) for k, v in kwargs.items()}
 
     def restore(self, where: Frame) -> tuple[list[Any], dict[str, Any]]:
         """The arguments as they were; `ChangedError` names the first that has changed."""
@@ -1228,7 +1379,7 @@ class Inputs:
                 args[i] = _rebuild(saved, where)
         return args, {k: _rebuild(v, where) for k, v in self._kwargs.items()} if self._kwargs else self._kwargs
 
-    def _save(self, value: Any, parent: str, key: Any) -> Any:
+    def _save(self, value: Any, name: str | tuple[str, Any]) -> Any:
         """What stands for `value` until the rerun."""
         kind = type(value)
         if kind in ATOMS:
@@ -1238,10 +1389,10 @@ class Inputs:
             if not value.is_cpu:
                 self.see((value.device,))
             if value.requires_grad:
-                return (Held if value.is_leaf else _Argument)(value, self._hooks, (parent, key))
-            given = _Given(value, self._hooks, (parent, key))
+                return (Held if value.is_leaf else _Argument)(value, self._hooks, name)
+            given = _Given(value, self._hooks, name)
             if Plain.is_one(value):
-                self.plain.append(Plain((parent, key), value, given))
+                self.plain.append(Plain(name, value, given))
             return given
         if isinstance(value, torch.Generator):
             self.generators += (value,)
@@ -1249,16 +1400,18 @@ class Inputs:
         if isinstance(value, nn.Module):
             self.modules += (value,)
             return value
-        if isinstance(value, NO_OBJECTS):
+        if isinstance(value, NO_OBJECTS) or kind is functools.partial:
             self.has_opaque = True
-            if type(value) is FunctionType or type(value) is MethodType:
+            if kind is FunctionType or kind is MethodType or kind is functools.partial:
                 self.functions += (value,)
             return value
-        path = f"{parent}[{key!r}]"
+        path = name if isinstance(name, str) else f"{name[0]}[{name[1]!r}]"
         opened = open_container(value)
         if opened is not None:
             parts, build = opened
-            return _Container(build, {k: self._save(v, path, k) for k, v in parts.items()})
+            has_fields = dataclasses.is_dataclass(value) or hasattr(kind, "_fields")
+            names = ((k, f"{path}.{k}" if has_fields and type(k) is str else (path, k)) for k in parts)
+            return _Container(build, {k: self._save(parts[k], name) for k, name in names})
         self.has_opaque = True
         seen: list[tuple[str, weakref.ref[Tensor], int]] = []
         for name, part in _parts_in(value, path, set()):

@@ -40,7 +40,8 @@ def open_container(value: Any) -> tuple[dict[Any, Any], Build] | None:
     node = SUPPORTED_NODES.get(kind)
     if node is not None:
         children, context = node.flatten_fn(value)
-        return dict(enumerate(children)), lambda parts: node.unflatten_fn(list(parts.values()), context)
+        keys = value if isinstance(value, dict) and len(value) == len(children) else range(len(children))
+        return dict(zip(keys, children, strict=True)), lambda parts: node.unflatten_fn(list(parts.values()), context)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return dict(zip(value._fields, value, strict=True)), lambda parts: kind(*parts.values())
     if isinstance(value, dict):
