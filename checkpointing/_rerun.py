@@ -480,7 +480,7 @@ def _differ(pair: tuple[Tensor, Tensor]) -> bool:
 class _Buffer:
     """A buffer of a module, or a parameter that is trained by other means than gradients, before the forward."""
 
-    __slots__ = ("before", "module", "name", "store", "tensor", "version")
+    __slots__ = ("before", "module", "name", "required_grad", "store", "tensor", "version")
 
     def __init__(self, module: nn.Module, store: dict[str, Any], name: str, tensor: Tensor) -> None:
         self.module = module
@@ -489,7 +489,8 @@ class _Buffer:
         self.tensor = tensor
         self.version = _torch.version(tensor)
         self.before: Tensor | None = None
-        if not tensor.requires_grad and _wrote_buffers.get(module, {}).get(name) is not False:
+        self.required_grad = tensor.requires_grad
+        if not self.required_grad and _wrote_buffers.get(module, {}).get(name) is not False:
             self.before = without_recording(_torch.copy, tensor)
 
     def __str__(self) -> str:
@@ -616,7 +617,7 @@ class Buffers:
             elif not wrote:
                 buffer.before = None
             _wrote_buffers.setdefault(buffer.module, {})[buffer.name] = wrote
-        self._versions = [_torch.version(parameter) for _, _, parameter in self._leaves]
+        self._versions = self._versions_now()
         for store, name in self._lazy:  # made by this forward: its first value is gone, but it is not written twice
             new = store[name]
             if new is not None:
@@ -628,6 +629,9 @@ class Buffers:
             raise errors.written(where, str(buffer))
         then: list[tuple[dict[str, Any], str, Any]]
         then = [entry for entry in self._parts if entry[0].get(entry[1]) is not entry[2]]
+        for module, name, leaf in self._leaves:
+            if not leaf.requires_grad:  # frozen since
+                then.append((_parts_of(module)[1], name, nn.Parameter(leaf.detach())))
         copies = _clones([before for _, _, _, before in self._volatile])
         then += [(store, name, copy) for (store, name, _, _), copy in zip(self._volatile, copies, strict=True)]
         for buffer in self._buffers:
@@ -639,6 +643,8 @@ class Buffers:
             elif _torch.version(buffer.tensor) != buffer.version:
                 later = _torch.version(buffer.tensor)
                 raise errors.changed(where, named(str(buffer), buffer.tensor), buffer.version, later)
+            elif buffer.tensor.requires_grad and not buffer.required_grad:
+                then.append((buffer.store, buffer.name, nn.Parameter(buffer.tensor.detach(), requires_grad=False)))
             elif buffer.store.get(buffer.name) is not buffer.tensor:
                 then.append((buffer.store, buffer.name, buffer.tensor))
         then += [(vars(m), "training", training) for m, training in self._modes if m.training is not training]
@@ -646,11 +652,19 @@ class Buffers:
 
     def changed(self, where: Frame) -> list[Changed]:
         """The parameters that have been changed since, but for those that an embedding has only made shorter again."""
+        if not self._versions or self._versions_now() == self._versions:
+            return []
         return [
             (p, errors.changed(where, named(f"{type(m).__name__}.{name}", p), version, _torch.version(p)))
             for (m, name, p), version in zip(self._leaves, self._versions, strict=False)
             if _torch.version(p) != version and vars(m).get("max_norm") is None
         ]
+
+    def _versions_now(self) -> list[int]:
+        try:
+            return [parameter._version for _, _, parameter in self._leaves]
+        except RuntimeError:
+            return [_torch.version(parameter) for _, _, parameter in self._leaves]
 
     @staticmethod
     def exchange(values: Iterable[tuple[dict[str, Any], str, Any]]) -> list[tuple[dict[str, Any], str, Any]]:
@@ -1372,7 +1386,7 @@ class Inputs:
         for i, saved in enumerate(args):
             if type(saved) is _SavedTensor:
                 try:
-                    args[i] = saved.unpack()  # type: ignore[attr-defined]
+                    args[i] = _as_leaf(saved.unpack())  # type: ignore[attr-defined]
                 except RuntimeError as error:
                     raise _as_changed(error, ("args", i), where) from error
             else:
@@ -1462,10 +1476,17 @@ class _Container:
         self.parts = parts
 
 
+def _as_leaf(tensor: Tensor) -> Tensor:
+    """What required grad, also if it has been frozen since."""
+    return tensor if tensor.requires_grad else tensor.detach().requires_grad_()
+
+
 def _rebuild(saved: Any, where: Frame) -> Any:
     kind = type(saved)
-    if kind is _Argument or kind is Held or kind is _Given:
+    if kind is _Argument or kind is _Given:
         return saved.fetch(where)
+    if kind is Held:
+        return _as_leaf(saved.fetch(where))
     if kind is _Container:
         return saved.build({k: _rebuild(v, where) for k, v in saved.parts.items()})
     return saved

@@ -291,3 +291,26 @@ def test_code_that_turns_the_stop_into_an_exit_does_not_exit() -> None:
     x = leaf(3)
     (want,) = torch.autograd.grad(function(x).sum(), x)
     assert torch.equal(torch.autograd.grad(checkpointed(function)(x).sum(), x)[0], want)
+
+
+@pytest.mark.parametrize("way", ["argument", "module", "nested argument"])
+@pytest.mark.parametrize("before", [False, True])
+def test_a_parameter_may_be_frozen_or_thawed_before_backward(way: str, before: bool) -> None:
+    def gradients(wrap: Any) -> list[Tensor | None]:
+        torch.manual_seed(0)
+        linear, x = nn.Linear(3, 3), leaf(2, 3)
+        linear.requires_grad_(before)
+        if way == "module":
+            y = wrap(linear)(x)
+        elif way == "argument":
+            y = wrap(lambda x, weight: (x @ weight).sin())(x, linear.weight)
+        else:
+            y = wrap(lambda x, given: (x @ given["weight"]).sin())(x, {"weight": linear.weight})
+        linear.requires_grad_(not before)
+        y.sin().sum().backward()
+        assert linear.weight.requires_grad is not before
+        return [x.grad, linear.weight.grad]
+
+    (have, have_none), (want, want_none) = gradients(checkpointed), gradients(lambda function: function)
+    assert torch.equal(have, want)
+    assert have_none is want_none is None
