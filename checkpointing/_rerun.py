@@ -29,7 +29,6 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from . import _torch, errors
 from ._ambient import Ambient, Generators, has_rng
@@ -314,7 +313,7 @@ class _Unread(TorchDispatchMode):
         self._changed = changed
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for value in tree_leaves((args, kwargs)):
+        for value in _torch.tree_leaves((args, kwargs)):
             if isinstance(value, Tensor):
                 for tensor, error in self._changed:
                     if tensor is value or _share_memory(tensor, value):
@@ -1325,7 +1324,9 @@ class _Given(Held):
                 super().fetch(where)
             return self._fetch_copy()
         tensor, given = super().fetch(where), self._given()
-        return given if given is not None and _torch.is_same(given, tensor) else tensor
+        if given is not None and _torch.is_same(given, tensor):
+            return given
+        return tensor.detach() if tensor.requires_grad else tensor  # a parameter that has been frozen until now
 
     def _fetch_copy(self) -> Tensor:
         if self._leader is not None:

@@ -119,6 +119,7 @@ def mark_as_torchs_own(pack: Any, below: Hooks | None) -> None:
 
 
 tree_map: Callable[[Callable[[Any], Any], Any], Any] = torch.utils._pytree.tree_map
+tree_leaves: Callable[[Any], list[Any]] = torch.utils._pytree.tree_leaves
 
 
 def identity_of_call(func: Any, args: Any) -> Any:
