@@ -1324,9 +1324,9 @@ class _Given(Held):
                 super().fetch(where)
             return self._fetch_copy()
         tensor, given = super().fetch(where), self._given()
-        if given is not None and _torch.is_same(given, tensor):
-            return given
-        return tensor.detach() if tensor.requires_grad else tensor  # a parameter that has been frozen until now
+        if tensor.requires_grad:  # a parameter that has been thawed since
+            return tensor.detach()
+        return given if given is not None and _torch.is_same(given, tensor) else tensor
 
     def _fetch_copy(self) -> Tensor:
         if self._leader is not None:
