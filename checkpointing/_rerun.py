@@ -725,7 +725,7 @@ class Attribute:
     A tensor that belongs to a graph is not held with it: that may lead to an earlier region, and so on to them all.
     """
 
-    __slots__ = ("_given", "_value", "_version", "key", "path", "store")
+    __slots__ = ("_given", "_value", "_version", "is_set", "key", "path", "store")
 
     def __init__(self, path: str, value: Tensor | None, store: Any, key: Any) -> None:
         self.path = path
@@ -734,10 +734,12 @@ class Attribute:
         self._value = value
         self._version = 0 if value is None else _torch.version(value)
         self._given: Callable[[], Tensor | None] | None = None
+        self.is_set = False  # by the function, so that the rerun will do it, too
 
     def settle(self) -> None:
         """The forward has ended."""
         value = self._value
+        self.is_set = self.store is not None and self.now() is not value
         if value is None:
             return
         if value.requires_grad and _torch.is_leaf(value):
@@ -889,11 +891,11 @@ class Writes:
         return bool(self._swaps) or any(True for _ in self._replaced())
 
     def _replaced(self) -> Iterator[tuple[Attribute, Any]]:
-        """The attributes that hold something else now."""
+        """The attributes that hold something else now, or will in the rerun."""
         for attribute in self._attributes:
             if attribute.store is not None:
                 now = attribute.now()
-                if not attribute.is_there(now):
+                if attribute.is_set or not attribute.is_there(now):
                     yield attribute, now
 
     def changed(self, where: Frame, only_leaves: bool) -> list[Changed]:

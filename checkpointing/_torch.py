@@ -542,20 +542,28 @@ _warns_only: Callable[[], bool] = _C._get_deterministic_algorithms_warn_only
 _is_strict: Callable[[], bool] = _C._get_deterministic_algorithms
 
 
-def _get_matmul_precision() -> str | tuple[str, str]:
+# What decides the precision of float32 products; special ones follow the more general ones before them, unless set.
+_PRECISIONS = [("generic", "all")] + [(b, o) for b in ("cuda", "mkldnn") for o in ("all", "matmul", "conv", "rnn")]
+
+
+def _get_matmul_precision() -> str | list[str]:
     """The legacy setting, which raises when parts of it were set by the newer `torch.backends.*.fp32_precision`."""
     try:
         return cast(str, _C._get_float32_matmul_precision())
     except RuntimeError:
-        return _C._get_fp32_precision_getter("cuda", "matmul"), _C._get_fp32_precision_getter("mkldnn", "matmul")
+        return [_C._get_fp32_precision_getter(*which) for which in _PRECISIONS]
 
 
-def _set_matmul_precision(value: str | tuple[str, str]) -> None:
+def _set_matmul_precision(value: str | list[str]) -> None:
     if isinstance(value, str):
-        _C._set_float32_matmul_precision(value)
-    else:
-        _C._set_fp32_precision_setter("cuda", "matmul", value[0])
-        _C._set_fp32_precision_setter("mkldnn", "matmul", value[1])
+        if not isinstance(_get_matmul_precision(), str):
+            _C._set_fp32_precision_setter(*_PRECISIONS[0], "none")
+        if _get_matmul_precision() != value:
+            _C._set_float32_matmul_precision(value)
+        return
+    for which, precision in zip(_PRECISIONS, value, strict=True):
+        if _C._get_fp32_precision_getter(*which) != precision:
+            _C._set_fp32_precision_setter(*which, precision)
 
 
 # (getter, setter) of process-wide switches that change which kernel runs. Public ones are here too: one table. Every

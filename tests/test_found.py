@@ -314,3 +314,47 @@ def test_a_parameter_may_be_frozen_or_thawed_before_backward(way: str, before: b
     (have, have_none), (want, want_none) = gradients(checkpointed), gradients(lambda function: function)
     assert torch.equal(have, want)
     assert have_none is want_none is None
+
+
+def test_what_the_function_sets_is_not_set_again_by_the_rerun() -> None:
+    class Keeps:
+        value: Tensor | None = None
+
+        def run(self, x: Tensor) -> Tensor:
+            self.value = x.detach() * 2
+            return x.sin().exp()
+
+    keeps, mine = Keeps(), torch.zeros(3)
+    keeps.value = mine
+    y = checkpointed(keeps.run, early_stop=False)(leaf(3))
+    keeps.value = mine
+    y.sum().backward()
+    assert keeps.value is mine
+
+
+@pytest.mark.parametrize("precision", ["bf16", "tf32"])
+@pytest.mark.parametrize("when", ["forward", "backward"])
+def test_the_precision_of_all_products_is_that_of_the_forward_and_then_that_of_now(precision: str, when: str) -> None:
+    def state() -> list[str]:
+        backends = torch.backends
+        return [
+            p.fp32_precision for p in (backends, backends.mkldnn.matmul, backends.mkldnn.conv, backends.cuda.matmul)
+        ]
+
+    seen, before = [], state()
+
+    def function(x: Tensor) -> Tensor:
+        seen.append(torch.backends.mkldnn.matmul.fp32_precision)
+        return x.sin().exp()
+
+    try:
+        torch.backends.fp32_precision = precision if when == "forward" else "none"
+        y = checkpointed(function)(leaf(3))
+        torch.backends.fp32_precision = "none" if when == "forward" else precision
+        now = state()
+        y.sum().backward()
+        assert state() == now
+    finally:
+        torch.backends.fp32_precision = "none"
+    assert seen[0] == seen[1]
+    assert state() == before
