@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import _torch
 from ._ambient import Generators, has_rng, read_switches
-from ._engine import Held, Name, stack_of_user, thread, without_recording
+from ._engine import Held, Name, may_be_unfilled, stack_of_user, thread, without_recording
 from ._offload import Destination, Mover
 from ._tree import ATOMS
 
@@ -561,6 +561,8 @@ class Tape(TorchDispatchMode):
             elif value.op is not None:
                 self._pending.add(value)
                 hooks = None  # there is nothing in it yet that could be saved elsewhere
+            elif self._here["depth"] != self._depth and may_be_unfilled(tensor):
+                hooks = None  # nor here, perhaps: what fills it is not recorded (`opaque`)
             if hooks is not None and value.op is None and _graph_task_id() != self._graph_task:
                 # A backward inside. In a rerun of the enclosing region it may see this tensor on another storage, which
                 # is known already: so it must not be held there.
