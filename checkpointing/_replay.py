@@ -601,13 +601,19 @@ def slice_of(holders: Iterable[Holder], stored: Container[int] = (), values: Ite
     """The operators that make what these holders saved, and these values, from what is held or stored; in the order in
     which they ran."""
     found: set[Op] = set()
-    wanted = [*values, *(value for holder in holders for value in values_of(holder.saved))]
-    stack = [value.op for value in wanted if value.op is not None and value.id not in stored]
+    stack = [*values]
+    for holder in holders:
+        saved = holder.saved
+        if type(saved) is Ref:
+            stack.append(saved[0])
+        else:
+            stack.extend(values_of(saved))
     while stack:
-        op = stack.pop()
-        if op not in found:
+        value = stack.pop()
+        op = value.op
+        if op is not None and op not in found and value.id not in stored:
             found.add(op)
-            stack.extend([value.op for value in op.reads if value.op is not None and value.id not in stored])
+            stack += op.reads
     return sorted(found, key=_index)
 
 
