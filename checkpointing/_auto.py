@@ -191,7 +191,7 @@ class AutoTape(Tape):
                     self._release(kept)
                 self._give_up(value)
                 if value.op is not None and self._budget is not None:
-                    self._make_room(value.nbytes)
+                    self._clear_room(value.nbytes)
         super().keep_at(tensor, mover)
 
     def close(self) -> None:
@@ -332,10 +332,7 @@ class AutoTape(Tape):
     def _keep_for_cut(self, value: Value, tensor: Tensor) -> None:
         if self._budget is not None:
             self._give_up(value)
-            while not self._make_room(value.nbytes):
-                if not self._cuts:
-                    return
-                self._remove(len(self._cuts) - 1)  # not even the last cut fits
+            self._clear_room(value.nbytes)
             op = value.op
             if op is None or op.index >= self._last:
                 return
@@ -581,6 +578,11 @@ class AutoTape(Tape):
                 best = level, i
             before += cut.nbytes
         return best
+
+    def _clear_room(self, nbytes: int) -> None:
+        """The same, also without the last cut. What users keep may need more than the budget."""
+        while not self._make_room(nbytes) and self._cuts:
+            self._remove(len(self._cuts) - 1)
 
     def _make_room(self, nbytes: int) -> bool:
         """Give up what is worth least, until that many bytes fit in. The last cut stays."""

@@ -545,6 +545,13 @@ class Recompute:
         return [holder for holder in live if holder is not None and (holder.slot not in ready or holder is opened)]
 
     @property
+    def is_last(self) -> bool:
+        """Whether this graph task has nothing left to open. Mostly one look: backward opens first what was saved
+        last."""
+        ready = self.task.ready
+        return all((holder := ref()) is None or holder.slot in ready for ref in self.frame.holders)
+
+    @property
     def whole_region(self) -> bool:
         """Early stop is off: recompute the region to its end, whatever is wanted."""
         return not self.frame.early_stop

@@ -214,7 +214,7 @@ class _Window:
                 self._source.replayed += len(ops)
                 self._replay(ops, wanted)
         if self._inputs:
-            if all(holder.slot in request.task.ready for holder in request.wanted()):
+            if request.is_last:
                 self._inputs.clear()
             elif self._source.tape.movers:
                 self._drop_moved()
@@ -619,6 +619,10 @@ def slice_of(holders: Iterable[Holder], stored: Container[int] = (), values: Ite
 
 def newest(holder: Holder) -> int:
     """The position of the last operator that made something of what a holder saved."""
+    saved = holder.saved
+    if type(saved) is Ref:
+        op = saved[0].op
+        return -1 if op is None else op.index
     return max((value.op.index for value in values_of(holder.saved) if value.op is not None), default=-1)
 
 

@@ -439,6 +439,20 @@ def test_user_kept_values_count_into_the_budget():
     assert bits(torch.autograd.grad(y, x)[0]) == bits(want)
 
 
+def test_checkpoints_make_way_for_what_the_user_keeps():
+    """Also the last one of them, where what is kept on request leaves no room."""
+    x = torch.rand(1000).requires_grad_()
+    with checkpoint_scope(policy=auto(budget=8_000, segment=4_000)) as scope, Meter(scope) as meter:
+        y = x * 1
+        for _ in range(6):
+            y = y.tanh()
+        assert meter.seen[-1] > 0
+        for _ in range(2):
+            y = keep(y.sin())
+        y = y.sin()
+    assert max([*meter.seen, scope.stats.bytes_kept]) <= 8_000
+
+
 def test_budgets_may_be_text():
     """In powers of ten or of two."""
     for text, number in (("1.5 GiB", 3 * 2**29), ("200 MB", 200 * 10**6), ("3kb", 3000), ("7", 7), ("1e3", 1000)):

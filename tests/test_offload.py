@@ -352,6 +352,28 @@ def test_what_has_come_back_goes_when_it_has_been_used():
     assert max(most) <= 4
 
 
+def test_the_work_per_tensor_does_not_grow_with_the_block():
+    """Counted: how many holders a backward looks at."""
+
+    class Counting(list):
+        looks = 0
+
+        def __iter__(self):
+            for ref in super().__iter__():
+                self.looks += 1
+                yield ref
+
+    x = torch.rand(8).requires_grad_()
+    with checkpoint_scope(policy=offload(min_bytes=0)) as scope:
+        y = x
+        for _ in range(200):
+            y = y.sin()
+    frame = scope._block.frame
+    frame.holders = Counting(frame.holders)
+    y.sum().backward()
+    assert frame.holders.looks <= 4 * 200
+
+
 def test_nothing_outlives_its_use(no_gc):
     """After backward, without one, after an exception."""
     x = torch.rand(1000).requires_grad_()
