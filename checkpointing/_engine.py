@@ -255,7 +255,7 @@ class Frame:
                         evidence.settle()
                     unfilled.clear()
                 holder.metadata = check(tensor)
-                if may_be_unfilled(tensor):
+                if may_be_unfilled(tensor) or (thread.aside and not tensor.requires_grad):  # in `opaque()`, unseen
                     holder.metadata = _Unfilled(tensor, holder.metadata, check)
                     unfilled.append(holder.metadata)
                     node = _node_count()
