@@ -569,8 +569,10 @@ class _Block:
             self._outer.yield_to_inner(-1)
         self._tape.__exit__(*error)  # type: ignore[no-untyped-call]
         complaint = self._tape.complaint
-        self._tape.close()
-        self.frame.complete = True
+        try:
+            self._tape.close()
+        finally:
+            self.frame.complete = True
         if complaint is not None and error[0] is None:
             warn(f"{self.frame.place}: {complaint}")
 

@@ -195,6 +195,25 @@ class AutoTape(Tape):
         super().keep_at(tensor, mover)
 
     def close(self) -> None:
+        try:
+            self._keep_for_good()
+        finally:  # hooks of what encloses the region may raise
+            super().close()
+            for cut in self._cuts:  # to which its values refer
+                cut.kept.clear()
+            for mine in (
+                self._saves,
+                self._fresh,
+                self._cuts,
+                self._kept,
+                self._spare,
+                self._spare_on,
+                self._cheapest,
+                self._flops,
+            ):
+                mine.clear()
+
+    def _keep_for_good(self) -> None:
         for value in sorted(self._kept, key=_id) if self._packs_late else ():
             value.pack(self._hooks)
         for value, tensor in self._spare.items():
@@ -202,20 +221,6 @@ class AutoTape(Tape):
                 value.keep(whole(tensor, self._hooks), self._hooks)
             elif self._hooks is None:  # the rest of its storage has been overwritten
                 value.hold_part(tensor)
-        super().close()
-        for cut in self._cuts:  # to which its values refer
-            cut.kept.clear()
-        for mine in (
-            self._saves,
-            self._fresh,
-            self._cuts,
-            self._kept,
-            self._spare,
-            self._spare_on,
-            self._cheapest,
-            self._flops,
-        ):
-            mine.clear()
 
     def keeps_now(self) -> int:
         return self._bytes + self.kept_bytes

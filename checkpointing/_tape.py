@@ -399,18 +399,20 @@ class Tape(TorchDispatchMode):
 
     def close(self) -> None:
         """Drop what is needed only while recording."""
-        self.settle()
-        for mover in self.movers.values():
-            mover.settle()
-        self._is_open = False
-        self._outer = None
-        self._recent = _NOTHING_RECENT
-        self._values.clear()
-        self._saved.clear()
-        self._pending.clear()
-        for weak in self._weak:
-            _torch.free_weak_storage(weak)
-        self._weak.clear()
+        try:
+            self.settle()
+            for mover in self.movers.values():
+                mover.settle()
+        finally:
+            self._is_open = False
+            self._outer = None
+            self._recent = _NOTHING_RECENT
+            self._values.clear()
+            self._saved.clear()
+            self._pending.clear()
+            for weak in self._weak:
+                _torch.free_weak_storage(weak)
+            self._weak.clear()
 
     def _forget_recent(self) -> None:
         self._recent = _NOTHING_RECENT

@@ -393,6 +393,33 @@ def test_nothing_outlives_its_use(no_gc):
             assert watching.alive() == []
 
 
+def test_an_interruption_while_a_block_ends(no_gc, monkeypatch):
+    """What a block keeps is saved by the one around it when the block ends: that may fail and leaves nothing behind."""
+    x = torch.rand(1000).requires_grad_()
+    free, freed = _torch.free_weak_storage, []
+    monkeypatch.setattr(_torch, "free_weak_storage", lambda weak: (freed.append(weak), free(weak)))
+    with Watching() as watching:
+        with (
+            contextlib.suppress(KeyboardInterrupt),
+            checkpoint_scope(policy=offload(min_bytes=0)),
+            checkpoint_scope(policy=auto(segment=4000)) as scope,
+        ):
+            y = x * 1
+            for _ in range(9):
+                y = y.sin()
+            assert scope.stats.bytes_kept > 0
+            weak = list(scope._block._tape._weak)
+
+            def interrupted(self, tensor):
+                raise KeyboardInterrupt
+
+            monkeypatch.setattr(_offload.Mover, "send", interrupted)
+        del y, scope, interrupted
+        assert weak
+        assert set(weak) <= set(freed)
+        assert watching.alive() == []
+
+
 # ---- streams
 
 
