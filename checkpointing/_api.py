@@ -363,8 +363,8 @@ def checkpointed(
         early_stop: stop recomputing at the last tensor that is still needed. With False, a recompute always covers
             the whole region.
         determinism_check: what must be equal in forward and recompute: `"metadata"` (shape, dtype, device),
-            `"values"` (bit for bit, by a checksum: slow), a function of a tensor whose results are compared with
-            `==`, or `"none"`.
+            `"values"` (bit for bit, by a checksum: slow; but not of 1-D uint8 tensors, which kernels save as scratch
+            memory with arbitrary bytes), a function of a tensor whose results are compared with `==`, or `"none"`.
         policy: what to keep, and not recompute (implies replay): `save_ops(...)`, `save_tagged(...)`, combinations of
             them by `|`, a list of `OpOverload`s, or a function `(ctx, op, *args, **kwargs)` that returns a
             `torch.utils.checkpoint.CheckpointPolicy` or a bool. It holds in regions inside that bring none.

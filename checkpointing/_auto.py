@@ -234,6 +234,11 @@ class AutoTape(Tape):
 
     @property
     def complaint(self) -> str | None:
+        if self._budget is not None and self.kept_bytes > self._budget:
+            return (
+                f"auto(budget={self._budget}): what `keep` and other policies keep in this block takes more than that. "
+                f"The smallest budget possible is {self.kept_bytes} bytes."
+            )
         if self._had_cut or self._least is None or len(self._spare) == len(self._saves):
             return None
         return (

@@ -69,7 +69,7 @@ def b(fn: Function, early_stop: bool = True) -> Function:
 
     def scoped(*args: Any, **kwargs: Any) -> Any:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", ".*has no room for a single checkpoint.*")
+            warnings.filterwarnings("ignore", ".*The smallest budget possible is.*")
             with checkpoint_scope(early_stop=early_stop, policy=auto(budget=100)):
                 return fn(*args, **kwargs)
 

@@ -383,6 +383,21 @@ def test_the_smallest_budget_is_the_smallest(name):
         metered(BUILDS[name](), budget=least - 1)
 
 
+def test_what_is_kept_by_hand_may_exceed_the_budget_but_not_silently():
+    """It is kept all the same."""
+
+    def run(budget):
+        x = torch.rand(10, requires_grad=True)
+        with checkpoint_scope(policy=auto(budget=budget)) as scope:
+            for _ in range(5):
+                x = keep(x.sin().exp())
+        return scope.stats.bytes_kept
+
+    assert run(5 * 40) == 5 * 40
+    with pytest.warns(UserWarning, match=r"budget=199\): what `keep` .* smallest budget possible is 200 bytes"):
+        assert run(5 * 40 - 1) == 5 * 40
+
+
 def test_the_warning_is_at_the_users_line_and_names_the_scope():
     """Where the block ends."""
     with (
