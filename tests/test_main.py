@@ -66,7 +66,7 @@ def test_json_is_all_that_stdout_has(capsys):
 @pytest.mark.parametrize("dtype", sorted(set(job.DTYPES) - {"float32"}))
 def test_other_dtypes_are_bit_equal_too(capsys, dtype):
     """Half precision runs on the CPU as well."""
-    status, out, _ = run(capsys, "--steps", "1", "--dtype", dtype, "--json")
+    status, out, _ = run(capsys, "--steps", "1", "--layers", "2", "--batch", "1", "--dtype", dtype, "--json")
     assert status == 0
     assert json.loads(out)["options"]["dtype"] == dtype
 

@@ -901,7 +901,7 @@ DEEP = int(os.environ.get("CHECKPOINTING_PROGRAMS", "0"))
 
 
 @settings(
-    max_examples=DEEP or 400,
+    max_examples=DEEP or 320,
     derandomize=not DEEP,
     deadline=None,
     database=None,
