@@ -41,7 +41,7 @@ class Generators:
     ) -> None:
         """The CPU's default generator if `cpu`, those of `devices`, and `generators` themselves; with `python` those
         that are no torch's: of the `random` module and of NumPy."""
-        self._cpu = _CPU.get_state() if cpu else None
+        self._cpu = _get_cpu_state() if cpu else None
         self._python = [(setter, getter, getter()) for setter, getter in _python_generators()] if python else ()
         self._others: tuple[tuple[Callable[[Tensor], Any], Callable[[], Tensor], Tensor], ...] = ()
         for device in devices:
@@ -59,15 +59,15 @@ class Generators:
         return bool(self._python) or any(
             not torch.equal(state, getter())
             for getter, state in [(g, s) for _, g, s in self._others]
-            + ([] if self._cpu is None else [(_CPU.get_state, self._cpu)])
+            + ([] if self._cpu is None else [(_get_cpu_state, self._cpu)])
         )
 
     def enter(self) -> list[tuple[Callable[[Any], Any], Any]]:
         """Go back to this moment; returns what `leave` needs to put the present states back."""
         now: list[tuple[Callable[[Any], Any], Any]] = [(setter, getter()) for setter, getter, _ in self._others]
         if self._cpu is not None:
-            now.append((_CPU.set_state, _CPU.get_state()))
-            _CPU.set_state(self._cpu)
+            now.append((_set_cpu_state, _get_cpu_state()))
+            _set_cpu_state(self._cpu)
         for setter, _, state in self._others:
             setter(state)
         for setter, getter, state in self._python:
@@ -81,7 +81,7 @@ class Generators:
             setter(state)
 
 
-_CPU = torch.default_generator
+_get_cpu_state, _set_cpu_state = _torch.get_cpu_state, _torch.set_cpu_state
 
 
 def _python_generators() -> list[tuple[Callable[[Any], Any], Callable[[], Any]]]:

@@ -54,7 +54,7 @@ _enclosing_hooks = _torch.enclosing_hooks
 _save_input = _torch.save_input
 _push_hooks, _pop_hooks = _torch.push_hooks, _torch.pop_hooks
 _is_grad_enabled, _set_grad_enabled = torch.is_grad_enabled, _torch.set_grad_enabled
-_get_state, _set_state = torch.default_generator.get_state, torch.default_generator.set_state
+_get_state, _set_state = _torch.get_cpu_state, _torch.set_cpu_state
 _SavedTensor = _torch.SavedTensor
 
 ContextFn = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import operator
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from types import CodeType, FunctionType, ModuleType
@@ -172,6 +173,24 @@ is_checkpoint_valid: Callable[[], bool] = torch.autograd._is_checkpoint_valid
 parts_of_module: Callable[[nn.Module], tuple[dict[str, nn.Module | None], dict[str, Any], dict[str, Tensor | None]]] = (
     operator.attrgetter("_modules", "_parameters", "_buffers")
 )
+
+
+# `get_state` makes a Python object while it holds the generator's mutex. Garbage collection may run then, and its
+# callbacks may let go of the GIL: to a thread that waits for the mutex in `set_state`, and keeps the GIL (as of torch
+# 2.15). A lock of Python's own, taken before, is waited for without the GIL.
+_cpu_state_lock = threading.RLock()
+
+
+def get_cpu_state() -> Tensor:
+    """The state of the CPU's default random generator."""
+    with _cpu_state_lock:
+        return torch.default_generator.get_state()
+
+
+def set_cpu_state(state: Tensor) -> None:
+    """Put back what `get_cpu_state` has returned."""
+    with _cpu_state_lock:
+        torch.default_generator.set_state(state)
 
 
 _accelerator = torch.accelerator.current_accelerator()  # what this build is made for; asks no driver
