@@ -1,5 +1,6 @@
 """Regions, backwards and switches of several threads at once."""
 
+import subprocess
 import sys
 import threading
 
@@ -37,7 +38,7 @@ def at_once(*functions):
     def run(i, fn):
         try:
             torch.set_num_threads(1)
-            barrier.wait(timeout=20)
+            barrier.wait(timeout=120)
             results[i] = fn()
         except BaseException as error:
             errors.append(error)
@@ -258,3 +259,31 @@ def test_a_scope_in_each_thread_counts_for_itself():
         return run
 
     assert at_once(step(5), step(50), step(200)) == [(5, 4), (50, 49), (200, 199)]
+
+
+HURRIED = """
+import gc, sys, threading, time
+import torch
+from checkpointing import checkpointed
+
+sys.setswitchinterval(1e-6)
+gc.callbacks.append(lambda *_: time.sleep(0))  # lets go of the GIL
+gc.set_threshold(2, 2, 2)
+region = checkpointed(lambda x: x.sin().exp())
+
+def work():
+    x = torch.rand(3, requires_grad=True)
+    for _ in range(200):
+        region(x).sum().backward()
+
+threads = [threading.Thread(target=work) for _ in range(4)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+"""
+
+
+def test_garbage_collection_while_the_generator_is_read_is_no_deadlock():
+    """Torch holds the generator's mutex there, and another thread would wait for it with the GIL in its hands."""
+    subprocess.run([sys.executable, "-c", HURRIED], check=True, timeout=120)
