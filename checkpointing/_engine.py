@@ -268,11 +268,9 @@ class Frame:
                 elif tensor.is_leaf:
                     if tensor.requires_grad or (guards and not thread.computed):
                         leaves[slot] = tensor._version
-                    if see_statistics is not None and tensor.dim() == 1 and not tensor.requires_grad:
-                        see_statistics(tensor, _getframe(1))
                 elif tensor._base is not None and tensor._base.is_leaf:
                     leaves[slot] = tensor._version
-            elif see_statistics is not None and tensor.dim() == 1 and tensor.is_leaf and not tensor.requires_grad:
+            if see_statistics is not None and tensor.dim() == 1 and tensor.is_leaf and not tensor.requires_grad:
                 see_statistics(tensor, _getframe(1))
             holders.append(_ref(holder))
             return holder

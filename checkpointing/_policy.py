@@ -386,12 +386,15 @@ def auto(*, budget: int | str | None = None, segment: int | str | None = None) -
     return _Auto(_bytes("budget", budget, 0), _bytes("segment", segment, 1))
 
 
+_MIN_BYTES = 1024
+
+
 def offload(
     policy: Any = None,
     *,
     device: str | torch.device = "cpu",
     pin_memory: bool = True,
-    min_bytes: int | str = 1024,
+    min_bytes: int | str = _MIN_BYTES,
     inputs: bool = False,
 ) -> Policy:
     """A policy: what `policy` keeps waits on the host, and comes back when recompute starts from it.
@@ -433,9 +436,6 @@ def offload(
     if least is None:
         raise TypeError("min_bytes is a number of bytes, such as 10**6 or '1.5 MiB', not None")
     return _Offload(as_policy(policy), Destination(device, bool(pin_memory), least), bool(inputs))
-
-
-_MIN_BYTES = 1024
 
 
 def _bytes(name: str, given: Any, least: int) -> int | None:

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from . import _torch, errors
 from ._ambient import read_switches, write_switches
-from ._engine import Frame, Held, Holder, Recompute, metadata_of
+from ._engine import Frame, Held, Holder, Recompute
 from ._offload import Moved, prefetch
 from ._tape import (
     Geometry,
@@ -75,11 +75,7 @@ class Replay:
 
     def segment_of(self, holder: Holder) -> int:
         """The segment in which the newest of what a holder saved was made; -1 if nothing has to be made."""
-        saved = holder.saved
-        if type(saved) is Ref:
-            op = saved[0].op
-            return -1 if op is None else bisect_right(self.tape.cuts, op.index)
-        index = max((value.op.index for value in values_of(saved) if value.op is not None), default=-1)
+        index = newest(holder)
         return index if index < 0 else bisect_right(self.tape.cuts, index)
 
     def by_segment(self, frame: Frame) -> dict[int, list[weakref.ref[Holder]]]:
@@ -87,19 +83,12 @@ class Replay:
         if self._by_segment is not None:
             return self._by_segment
         found: dict[int, list[weakref.ref[Holder]]] = {}
-        cuts = self.tape.cuts
         for ref in frame.holders:
             holder = ref()
-            if holder is None:
-                continue
-            saved = holder.saved
-            if type(saved) is Ref and (op := saved[0].op) is not None:
-                segment = bisect_right(cuts, op.index)
-            elif self.at_hand(holder, frame) is None:
+            if holder is not None:
                 segment = self.segment_of(holder)
-            else:
-                continue
-            found.setdefault(segment, []).append(ref)
+                if segment >= 0 or self.at_hand(holder, frame) is None:
+                    found.setdefault(segment, []).append(ref)
         if frame.complete:
             self._by_segment = found
         return found
@@ -183,7 +172,7 @@ class _Window:
         self._request = request
         self._deliver = request.deliver
         self._ready = request.task.ready
-        self._is_quick = request.frame.check is metadata_of
+        self._is_quick = request.frame.check is None
         if request.task.inputs is None:
             request.task.inputs = {}
         self._inputs = request.task.inputs
@@ -204,8 +193,7 @@ class _Window:
         self._fetch_inputs(ops, wanted)
         with _torch.below_autograd():
             for holder in wanted:
-                saved = holder.saved
-                if (type(saved) is not Ref or saved[0].op is None) and all(v.op is None for v in values_of(saved)):
+                if newest(holder) < 0:
                     self._deliver(holder, self._build(holder.saved))
             if self._stage is not None:
                 self._unstore(wanted, ops)
@@ -436,7 +424,7 @@ class _Window:
                 tensor = tensor.as_subclass(kind)
             if not self._frame.complete:
                 self._source.tape.adopt(tensor, value)
-            if self._is_quick:  # the check would find the geometry that it has
+            if self._is_quick:
                 self._ready[holder.slot] = tensor
             else:
                 self._deliver(holder, tensor)
@@ -623,7 +611,7 @@ def newest(holder: Holder) -> int:
     if type(saved) is Ref:
         op = saved[0].op
         return -1 if op is None else op.index
-    return max((value.op.index for value in values_of(holder.saved) if value.op is not None), default=-1)
+    return max((value.op.index for value in values_of(saved) if value.op is not None), default=-1)
 
 
 def place_cuts(ops: list[Op], holders: list[Holder], stored: Container[int], limits: Limits) -> Cuts:

@@ -174,7 +174,7 @@ class Rerun:
             return
         if self._writes is None:
             self._writes = Writes(_BATCH_NORM, [], [])
-        self._writes.see_statistics(tensor, frame)
+        self._writes.see_statistics(tensor, names, frame)
 
     def keep(self, tensor: Tensor) -> Tensor:
         if is_parameter(root_of(tensor)):  # not computed
@@ -807,11 +807,8 @@ class Writes:
             for plain, copy in zip(copied, without_recording(_clones, [p.tensor for p in copied]), strict=True):
                 plain.before = copy
 
-    def see_statistics(self, tensor: Tensor, frame: FrameType) -> None:
-        """Batch normalisation is about to write these running statistics, if that is what they are."""
-        names = frame.f_locals
-        if tensor is not names.get("running_mean") and tensor is not names.get("running_var"):
-            return
+    def see_statistics(self, tensor: Tensor, names: dict[str, Any], frame: FrameType) -> None:
+        """Batch normalisation is about to write these running statistics; `names` are its variables."""
         plain = self._find(tensor)
         if plain is not None:
             plain.is_seen = True
