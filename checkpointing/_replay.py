@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import weakref
 from bisect import bisect_right, insort
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any, cast
 
@@ -79,16 +79,15 @@ class Replay:
         return index if index < 0 else bisect_right(self.tape.cuts, index)
 
     def by_segment(self, frame: Frame) -> dict[int, list[weakref.ref[Holder]]]:
-        """The holders of each segment. There may be thousands of both, so they are sorted once."""
+        """The holders of what was made in each segment. There may be thousands of both, so they are sorted once."""
         if self._by_segment is not None:
             return self._by_segment
         found: dict[int, list[weakref.ref[Holder]]] = {}
+        cuts = self.tape.cuts
         for ref in frame.holders:
             holder = ref()
-            if holder is not None:
-                segment = self.segment_of(holder)
-                if segment >= 0 or self.at_hand(holder, frame) is None:
-                    found.setdefault(segment, []).append(ref)
+            if holder is not None and (index := newest(holder)) >= 0:
+                found.setdefault(bisect_right(cuts, index), []).append(ref)
         if frame.complete:
             self._by_segment = found
         return found
@@ -183,6 +182,7 @@ class _Window:
         self._writes = False  # whether the window has operators that write in place
         self._given: dict[int, list[Geometry]] = {}  # by storage: what has been delivered is no longer ours to write
         self._parts: dict[int, Tensor] = {}  # by value: parts of wrappers whose other parts are still to come
+        self._segment: tuple[int, list[Holder]] = (-1, [])  # of the holder that is opened, and who else is in it
         self._stage: Stage | None = None
         self._storing: dict[int, Value] = {}  # what the stage wants
 
@@ -192,9 +192,10 @@ class _Window:
         # Before autograd is switched off: an enclosing region may have to rerun for them.
         self._fetch_inputs(ops, wanted)
         with _torch.below_autograd():
-            for holder in wanted:
-                if newest(holder) < 0:
-                    self._deliver(holder, self._build(holder.saved))
+            if not ops or request.whole_region:
+                for holder in wanted:
+                    if newest(holder) < 0:
+                        self._deliver(holder, self._build(holder.saved))
             if self._stage is not None:
                 self._unstore(wanted, ops)
             if ops:
@@ -277,6 +278,7 @@ class _Window:
             plan = request.task.plan = {}
         slots = plan.get(opened.slot)
         candidates = request.wanted(self._source.by_segment(self._frame).get(segment, ()))
+        self._segment = segment, candidates
         if slots is None:
             ops = slice_of([opened])
             inside = {None, *ops}
@@ -285,7 +287,7 @@ class _Window:
                 for h in candidates
             ):
                 slots = {h.slot for h in candidates}
-                plan.update((slot, slots) for slot in slots)
+                plan.update(dict.fromkeys(slots, slots))
                 return candidates, ops  # nearly always: the last one needs whatever the others need
             groups, ops = connected(candidates, opened)
             plan.update(groups)
@@ -299,7 +301,9 @@ class _Window:
         request, source = self._request, self._source
         if request.whole_region:
             return request.wanted()
-        first, last = (bisect_right(source.tape.cuts, op.index) for op in (ops[0], ops[-1]))
+        first, last = bisect_right(source.tape.cuts, ops[0].index), bisect_right(source.tape.cuts, ops[-1].index)
+        if first == last == self._segment[0]:
+            return self._segment[1]
         by_segment = source.by_segment(self._frame)
         return request.wanted(ref for segment in range(first, last + 1) for ref in by_segment.get(segment, ()))
 
@@ -307,14 +311,15 @@ class _Window:
         """What comes through hooks, once per graph task; the rest is at hand."""
         inputs = self._inputs
         values = {value for op in ops for value in op.reads if value.op is None}
-        values.update(v for holder in wanted for v in values_of(holder.saved) if v.op is None)
+        others = [holder for holder in wanted if type(holder.saved) is not Ref or holder.saved[0].op is None]
+        values.update(v for holder in others for v in values_of(holder.saved) if v.op is None)
         for value in values:
             for geometry, held in value.held.items():
                 if held.is_packed and held not in inputs:
                     inputs[held] = tensor = held.fetch(self._frame)
                     if geometry is not None and geometry_of(tensor) == geometry:
                         self._source.tape.adopt(tensor, value)
-        for holder in wanted:
+        for holder in others:
             if type(holder.saved) is Held and holder.saved.is_packed and holder.saved not in inputs:
                 inputs[holder.saved] = holder.saved.fetch(self._frame)
 
@@ -345,8 +350,11 @@ class _Window:
             for value in values_of(saved):
                 if value.op is not None:
                     savers.setdefault(value.id, []).append(holder)
-        last = {value.id: op for op in ops for value in op.reads}
-        self._writes = any(op.writes for op in ops)
+        last = {}
+        for op in ops:
+            self._writes = self._writes or bool(op.writes)
+            for value in op.reads:
+                last[value.id] = op
         log = self._source.log
         storing = self._storing
         for op in ops:
@@ -375,7 +383,7 @@ class _Window:
                 if last[value.id] is op:
                     made.pop(value.id, None)
 
-    def _run(self, op: Op) -> list[int]:
+    def _run(self, op: Op) -> Sequence[int]:
         """Run one operator; returns the ids of the values that it made. Nothing else of it stays alive."""
         made = self._made
         args = self._arguments(op.args)
@@ -391,23 +399,27 @@ class _Window:
                 result = op.func(*args, **kwargs)
             finally:
                 op.rng.leave(now)
-        new = []
-        if op.outputs:
-            flat = (result,) if type(result) is Tensor else tuple(tensors_of(result))
-            for number, id in op.outputs:
-                tensor = flat[number]
-                try:
-                    self._geometry[id] = geometry_of(tensor)
-                except RuntimeError:  # a strided nested tensor: what is wanted lies on its storage
-                    tensor = bytes_of(tensor)
-                    self._geometry[id] = geometry_of(tensor)
-                made[id] = tensor
-                new.append(id)
+        if not op.writes and type(result) is Tensor:  # nearly always
+            self._take(result, op.outputs[0])
+            return op.outputs
+        for tensor, id in zip(tensors_of(result), op.outputs, strict=False):
+            if id:
+                self._take(tensor, id)
+        new = [id for id in op.outputs if id]
         for old, id in op.writes:
             made[id] = made.pop(old)
             self._geometry[id] = geometry_of(made[id])  # anew: `resize_` changes it
             new.append(id)
         return new
+
+    def _take(self, tensor: Tensor, id: int) -> None:
+        """This is the value, made anew."""
+        try:
+            self._geometry[id] = geometry_of(tensor)
+        except RuntimeError:  # a strided nested tensor: what is wanted lies on its storage
+            tensor = bytes_of(tensor)
+            self._geometry[id] = geometry_of(tensor)
+        self._made[id] = tensor
 
     def _give(self, holder: Holder, id: int) -> None:
         """A value that `holder` saved has been made."""

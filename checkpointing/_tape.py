@@ -20,7 +20,7 @@ Rejected: a list of operators with use counts (needs a release pass after each b
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from types import FrameType
 from typing import Any, NamedTuple, Protocol, cast
@@ -164,7 +164,7 @@ class Op:
     grad_mode: bool  # kernels may look at it
     index: int  # position on the tape
     rng: Generators | None  # where the generators stood, for a random operator
-    outputs: list[tuple[int, int]]  # (which tensor of the result, id of the value that it is)
+    outputs: Sequence[int]  # for each tensor of the result the id of the value that it is; 0 if not a new one
     writes: list[tuple[int, int]]  # (id of the value that is overwritten, id of the value that it becomes)
 
 
@@ -284,6 +284,7 @@ COMMUNICATION = frozenset({"c10d", "c10d_functional", "_c10d_functional", "_c10d
 STATISTICS = (3, 4)
 
 _INFOS: dict[Any, Info] = {}
+_NO_KWARGS: dict[str, Any] = {}
 _NO_WRITES: list[tuple[int, int]] = []
 _NO_STORAGES: frozenset[int] = frozenset()
 _FIRST = (0,)
@@ -375,6 +376,8 @@ class Tape(TorchDispatchMode):
         self._is_open = True
         self.switches = read_switches()
         self._values: dict[int, Value] = {}  # by storage: its value now
+        self._refs: dict[int, Ref] = {}  # by storage: the last reference
+        self._geometries: dict[Geometry, Geometry] = {}  # equal ones are one object: there are few, and many references
         self._weak: list[int] = []
         self._saved: set[int] = set()
         self._pending: set[Value] = set()  # saved while still unwritten, and read by no operator yet
@@ -408,6 +411,8 @@ class Tape(TorchDispatchMode):
             self._outer = None
             self._recent = _NOTHING_RECENT
             self._values.clear()
+            self._refs.clear()
+            self._geometries.clear()
             self._saved.clear()
             self._pending.clear()
             for weak in self._weak:
@@ -519,6 +524,7 @@ class Tape(TorchDispatchMode):
         parameters = {sid: value for sid, value in self._values.items() if value.is_parameter}
         self._freeze(value for sid, value in self._values.items() if sid not in parameters)
         self._values = parameters
+        self._refs.clear()
         self._pending.clear()
         if self._outer is not None:
             self._outer.look_away()
@@ -556,7 +562,7 @@ class Tape(TorchDispatchMode):
             # From outside; or allocated here and filled by something unseen (a raw kernel, ctypes, NumPy).
             held = value.held.get(geometry)
             if is_read and held is not None and held.name is not None and not self._pending:
-                return _new_ref((value, geometry, kind))  # known
+                return self._ref(sid, value, geometry, kind)  # known
             hooks = self._hooks
             if is_read:
                 self._pending.discard(value)
@@ -573,7 +579,15 @@ class Tape(TorchDispatchMode):
                 hooks = None
             # The operator for which autograd saves it has still to come.
             value.hold(tensor, geometry, hooks, self._running if is_read else None)
-        return _new_ref((value, geometry, kind))
+        return self._ref(sid, value, geometry, kind)
+
+    def _ref(self, sid: int, value: Value, geometry: Geometry, kind: type[Tensor] | None) -> Ref:
+        """A reference. Equal ones share what they can: each object is one more for the garbage collector."""
+        ref = self._refs.get(sid)
+        if ref is None or ref[0] is not value or ref[1] != geometry or ref[2] is not kind:
+            geometry = self._geometries.setdefault(geometry, geometry)
+            ref = self._refs[sid] = _new_ref((value, geometry, kind))
+        return ref
 
     def _opaque(self, held: Held) -> Value:
         value = Value(0, None, 0)
@@ -588,6 +602,8 @@ class Tape(TorchDispatchMode):
         if sid not in self._values:
             # While a weak reference lives, no other storage gets this address.
             self._weak.append(_weak_storage(storage))
+        else:
+            self._refs.pop(sid, None)  # it would hold the value before
         self._values[sid] = value
         return value
 
@@ -595,7 +611,7 @@ class Tape(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if kwargs is None:
-            kwargs = {}
+            kwargs = _NO_KWARGS
         if self._here["depth"] != self._depth:  # an operator of a recompute (rule 3)
             return func(*args, **kwargs)
         if self._unsettled:
@@ -639,7 +655,7 @@ class Tape(TorchDispatchMode):
         op.writes = _NO_WRITES
         self._add_outputs(op, result, info.allocates)
         if self._ask is not None or (drew and not self._preserve_rng_state):
-            self._choose(info, drew, func, args, kwargs, result, tensors_of(result))
+            self._choose(info, drew, func, args, dict(kwargs), result, tensors_of(result))
         return result
 
     def _with_copies(self, given: Any) -> list[Any]:
@@ -705,15 +721,24 @@ class Tape(TorchDispatchMode):
     def _add_outputs(self, op: Op, result: Any, unwritten: bool = False) -> None:
         """The storages in `result` that are new are values that `op` makes."""
         values = self._values
-        op.outputs = outputs = []
-        for i, tensor in enumerate((result,) if type(result) is Tensor else tensors_of(result)):
+        if type(result) is Tensor and _has_storage(result) and (sid := _storage_id(result)) not in values:
+            value = self._register(result, op, sid)  # nearly always
+            value.unwritten = unwritten
+            op.outputs = (value.id,)
+            self.recorded += 1
+            return
+        outputs = []
+        for tensor in tensors_of(result):
+            id = 0
             if _has_storage(tensor):
                 sid = _storage_id(tensor)
                 if sid not in values:
                     value = self._register(tensor, op, sid)
                     value.unwritten = unwritten
-                    outputs.append((i, value.id))
-        if outputs or op.writes:
+                    id = value.id
+            outputs.append(id)
+        op.outputs = outputs if any(outputs) else ()
+        if op.outputs or op.writes:
             self.recorded += 1
 
     def _record_communication(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -811,9 +836,10 @@ class Tape(TorchDispatchMode):
             return arg
         if not _torch.has_storage(arg):
             return self.reference(arg)
-        if _torch.storage_id(arg) not in outside:
+        sid = _torch.storage_id(arg)
+        if sid not in outside:
             # Not `reference`: a buffer that is only being filled need not be held.
-            ref = Ref(self._values[_torch.storage_id(arg)], geometry_of(arg), None)
+            ref = self._ref(sid, self._values[sid], geometry_of(arg), None)
             reads.append(ref.value)
             return ref
         if info.overwrites:

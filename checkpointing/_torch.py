@@ -294,7 +294,13 @@ def alias(tensor: Tensor) -> Tensor:
             plain.set_(tensor.untyped_storage())
             return lay(plain, tensor.shape, tensor.stride(), int(tensor.storage_offset()), tensor.dtype, bits)
     if not _is_excluded(_adinplace_key):
-        return tensor.detach()
+        if type(tensor) is not Tensor:
+            return tensor.detach()
+        guard = _C._DisableTorchDispatch()  # no mode need see it, least of all our own: it takes long
+        try:
+            return tensor.detach()
+        finally:
+            del guard
     with _C._SetExcludeDispatchKeyGuard(_adinplace_key, False):
         return tensor.detach()
 
