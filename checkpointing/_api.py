@@ -98,7 +98,7 @@ class Options:
         check = self.determinism_check
         if callable(check):
             return lambda tensor: Evidence(
-                tensor, (metadata_of(tensor), _comparable(without_recording(check, tensor.detach())))
+                tensor, (metadata_of(tensor), _comparable(_found_by(check, tensor.detach())))
             )
         return _CHECKS[check]
 
@@ -141,6 +141,13 @@ def _values(tensor: Tensor) -> Any:
     if tensor.dtype is torch.uint8 and tensor.dim() == 1 and not tensor.requires_grad:
         return metadata_of(tensor)
     return fingerprint(tensor)
+
+
+def _found_by(check: Callable[[Tensor], Any], tensor: Tensor) -> Any:
+    try:
+        return without_recording(check, tensor)
+    except TypeError as error:
+        raise errors.hidden(f"determinism_check={check!r}", error) from error
 
 
 def _comparable(result: Any) -> Any:

@@ -19,7 +19,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
-from . import _torch
+from . import _torch, errors
 from ._auto import Placement
 from ._engine import thread
 from ._offload import Destination
@@ -201,11 +201,14 @@ class _Asking(Policy):
         function = self.function
 
         def ask(op: Any, args: Any, kwargs: Any, result: Any) -> Answer:
-            answer = function(selective_context(result), op, *args, **kwargs)
+            try:
+                answer = function(selective_context(result), op, *args, **kwargs)
+            except TypeError as error:
+                raise errors.hidden(f"the policy, asked for {op},", error) from error
             if isinstance(answer, bool):
                 return answer
             if not isinstance(answer, CheckpointPolicy):
-                raise TypeError(f"a policy answers with a CheckpointPolicy or a bool, not {answer!r} (asked for {op})")
+                raise ValueError(f"a policy answers with a CheckpointPolicy or a bool, not {answer!r} (asked for {op})")
             return _ANSWERS[answer]
 
         return ask

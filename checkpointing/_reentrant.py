@@ -145,9 +145,9 @@ def run(function: Callable[..., Any], name: str, preserve_rng_state: PreserveRng
     if not any(isinstance(value, Tensor) and value.requires_grad for value in args):
         around = Surroundings(function)
         modules = around.modules + tuple(value for value in args if isinstance(value, nn.Module))
-        if any(p.requires_grad for module in modules for p in module.parameters()) or any(
-            tensor.requires_grad for _, tensor, _ in around.tensors
-        ):
+        found = [tensor for _, tensor, *_ in around.tensors]
+        found += [required[0] for required in (a.required for a in around.attributes) if required is not None]
+        if any(t.requires_grad for t in found) or any(p.requires_grad for m in modules for p in m.parameters()):
             raise errors.UnsupportedError(
                 f"region '{name}': none of the inputs requires grad, so the reentrant backend would give the "
                 "parameters that the function uses no gradients. Use backend='rerun', or call requires_grad_() on an "

@@ -28,6 +28,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import _torch, errors
@@ -233,6 +234,9 @@ class Rerun:
             if self.context is None:
                 function = self._surroundings.rebound(function)
         args, kwargs = self._inputs.restore(request.frame)
+        altered = self._altered()
+        if altered:
+            function = functools.partial(_call_altered, altered, function)
         if self._writes is not None:
             request.written = self._writes.written_arguments()
         if self.writes_something:
@@ -270,6 +274,18 @@ class Rerun:
         if self._writes is not None:
             changed += self._writes.changed(where, self._ambient.states is not None)
         return changed
+
+    def _altered(self) -> list[Tensor]:
+        """The leaves that the function finds by itself and that have been frozen or thawed since."""
+        found = self._inputs.required()
+        if self._surroundings is not None and self._surroundings.tensors:
+            found += [(tensor, required_grad) for _, tensor, _, required_grad in self._surroundings.tensors]
+        if self._writes is not None:
+            found += self._writes.required()
+        if not found:  # as often
+            return []
+        altered = {id(t): t for t, required_grad in found if t.requires_grad is not required_grad and _torch.is_leaf(t)}
+        return [*altered.values()]
 
     def _call(self, request: Recompute, function: Any, args: Any, kwargs: Any) -> None:
         pack = request.packer()
@@ -313,17 +329,44 @@ class _Unread(TorchDispatchMode):
         self._changed = changed
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for value in _torch.tree_leaves((args, kwargs)):
+        self.refuse((args, kwargs))
+        return func(*args, **(kwargs or {}))
+
+    def refuse(self, read: Any) -> None:
+        for value in _torch.tree_leaves(read):
             if isinstance(value, Tensor):
                 for tensor, error in self._changed:
                     if tensor is value or _share_memory(tensor, value):
                         raise error
+
+
+class _UnreadList(TorchFunctionMode):
+    """For the one method that reads memory without an operator."""
+
+    def __init__(self, unread: _Unread) -> None:
+        super().__init__()
+        self._unread = unread
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.tolist:
+            self._unread.refuse(args)
         return func(*args, **(kwargs or {}))
 
 
 def _call_unread(mode: _Unread, function: Any, *args: Any, **kwargs: Any) -> None:
-    with mode:
+    with mode, _UnreadList(mode):
         function(*args, **kwargs)
+
+
+def _call_altered(altered: list[Tensor], function: Any, *args: Any, **kwargs: Any) -> None:
+    """Without this a rerun saves more or fewer tensors than the forward did, in slots meant for others."""
+    try:
+        for tensor in altered:
+            tensor.requires_grad_(not tensor.requires_grad)
+        function(*args, **kwargs)
+    finally:
+        for tensor in altered:
+            tensor.requires_grad_(not tensor.requires_grad)
 
 
 # One per module, not one for all: in a process whose threads are ranks, each has modules of its own, and its rerun
@@ -725,7 +768,7 @@ class Attribute:
     A tensor that belongs to a graph is not held with it: that may lead to an earlier region, and so on to them all.
     """
 
-    __slots__ = ("_given", "_value", "_version", "is_set", "key", "path", "store")
+    __slots__ = ("_given", "_required_grad", "_value", "_version", "is_set", "key", "path", "store")
 
     def __init__(self, path: str, value: Tensor | None, store: Any, key: Any) -> None:
         self.path = path
@@ -733,6 +776,7 @@ class Attribute:
         self.key = key
         self._value = value
         self._version = 0 if value is None else _torch.version(value)
+        self._required_grad = value is not None and value.requires_grad
         self._given: Callable[[], Tensor | None] | None = None
         self.is_set = False  # by the function, so that the rerun will do it, too
 
@@ -764,6 +808,12 @@ class Attribute:
             return given
         with torch.enable_grad():  # it has gone, and with it its graph
             return copy_of(self._value.requires_grad_(), self._version)
+
+    @property
+    def required(self) -> tuple[Tensor, bool] | None:
+        """The tensor, and whether it required grad."""
+        tensor = self._value if self._given is None else self._given()
+        return None if tensor is None else (tensor, self._required_grad)
 
     def changed(self, where: Frame, only_leaves: bool) -> Changed | None:
         """The tensor, if it has been changed in place."""
@@ -900,6 +950,11 @@ class Writes:
         found = [attribute.changed(where, only_leaves) for attribute in self._attributes]
         return [changed for changed in found if changed is not None]
 
+    def required(self) -> list[tuple[Tensor, bool]]:
+        """The tensors, each with whether it required grad."""
+        found = [attribute.required for attribute in self._attributes]
+        return [required for required in found if required is not None]
+
     def enter(self, written: set[int]) -> tuple[list[tuple[Tensor, Tensor, int]], list[tuple[Any, Any, Any]]]:
         """Give the tensors that are no arguments their values of before the forward; returns what `leave` needs."""
         attributes = []
@@ -1007,7 +1062,7 @@ class Surroundings:
         self._in_object = False
         self.modules: tuple[nn.Module, ...] = ()
         self.generators: tuple[torch.Generator, ...] = ()
-        self.tensors: tuple[tuple[str, Tensor, int], ...] = ()
+        self.tensors: tuple[tuple[str, Tensor, int, bool], ...] = ()  # with version, and whether they required grad
         self.plain: list[Plain] = []
         self.attributes: list[Attribute] = []
         self._variables: dict[FunctionType, list[Any]] = {}
@@ -1030,7 +1085,10 @@ class Surroundings:
         elif function not in self._variables:
             self._variables[function] = values = _values_of_variables(function)
             for name, value in _defaults_of(function):
-                self._note(name, value)
+                if isinstance(value, Tensor) and not self._strict:  # a call may bring another one in its place
+                    self._note_attribute(name, value, None, None)
+                else:
+                    self._note(name, value)
             names, sets = _variables_of(function), _set_by(function.__code__)
             for i, (name, value) in enumerate(zip(names, values, strict=True)):
                 self._note(name, value)
@@ -1046,7 +1104,7 @@ class Surroundings:
         if isinstance(value, nn.Module):
             self.modules += (value,)
         elif isinstance(value, Tensor):
-            self.tensors += ((name, value, _torch.version(value)),)
+            self.tensors += ((name, value, _torch.version(value), value.requires_grad),)
             if not self._strict and Plain.is_one(value):
                 self.plain.append(Plain(name, value))
         elif isinstance(value, torch.Generator):
@@ -1062,9 +1120,7 @@ class Surroundings:
                 if part is None or isinstance(part, Tensor):
                     near.add(id(part))
                     if not self._strict:
-                        self.attributes.append(Attribute(path, part, store, key))
-                        if part is not None and Plain.is_one(part):
-                            self.plain.append(Plain(path, part))
+                        self._note_attribute(path, part, store, key)
                 elif isinstance(part, FunctionType | MethodType | functools.partial) and not self._in_object:
                     # Not those that these lead to in turn: an object may lead to the whole program.
                     self._in_object = True
@@ -1076,15 +1132,20 @@ class Surroundings:
                 elif id(part) not in near and not self._strict:
                     self.attributes.append(Attribute(path, part, None, None))
 
+    def _note_attribute(self, path: str, value: Tensor | None, store: Any, key: Any) -> None:
+        self.attributes.append(Attribute(path, value, store, key))
+        if value is not None and Plain.is_one(value):
+            self.plain.append(Plain(path, value))
+
     def forgive(self, writes: Writes) -> None:
         """What the region itself has written is no change."""
         self.tensors = tuple(entry for entry in self.tensors if not writes.has_written(entry[1]))
 
     def guard_only_leaves(self) -> None:
-        self.tensors = tuple(entry for entry in self.tensors if entry[1].requires_grad)
+        self.tensors = tuple(entry for entry in self.tensors if entry[3])
 
     def check(self, where: Frame) -> None:
-        for name, tensor, version in self.tensors:
+        for name, tensor, version, _ in self.tensors:
             if _torch.version(tensor) != version:
                 raise errors.changed(where, named(f"'{name}'", tensor), version, _torch.version(tensor))
 
@@ -1339,6 +1400,9 @@ class _Given(Held):
         return copy
 
 
+Seen = tuple[str, weakref.ref[Tensor], int, bool]  # the path to it, the tensor, its version, whether it required grad
+
+
 class Inputs:
     """The arguments of one call: tensors saved, containers copied, everything guarded."""
 
@@ -1359,7 +1423,7 @@ class Inputs:
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], hooks: _torch.Hooks | None) -> None:
         self._hooks = hooks
         self.has_opaque = False  # something that may lead to tensors that nobody sees here
-        self._objects: tuple[tuple[object, str, list[tuple[str, weakref.ref[Tensor], int]]], ...] = ()
+        self._objects: tuple[tuple[object, str, list[Seen]], ...] = ()
         self.devices: tuple[torch.device, ...] = ()
         self.generators: tuple[torch.Generator, ...] = ()
         self.modules: tuple[nn.Module, ...] = ()
@@ -1427,7 +1491,7 @@ class Inputs:
             names = ((k, f"{path}.{k}" if has_fields and type(k) is str else (path, k)) for k in parts)
             return _Container(build, {k: self._save(parts[k], name) for k, name in names})
         self.has_opaque = True
-        seen: list[tuple[str, weakref.ref[Tensor], int]] = []
+        seen: list[Seen] = []
         for name, part in _parts_in(value, path, set()):
             if isinstance(part, nn.Module):
                 self.modules += (part,)
@@ -1435,12 +1499,17 @@ class Inputs:
                 self.generators += (part,)
             else:
                 self.see((part.device,))
-                seen.append((name, weakref.ref(part), _torch.version(part)))
+                seen.append((name, weakref.ref(part), _torch.version(part), part.requires_grad))
                 if Plain.is_one(part):
                     self.plain.append(Plain(name, part))
         if seen:
             self._objects += ((value, path, seen),)
         return value
+
+    def required(self) -> list[tuple[Tensor, bool]]:
+        """The tensors in objects, each with whether it required grad."""
+        found = [(ref(), required_grad) for _, _, seen in self._objects for _, ref, _, required_grad in seen]
+        return [(tensor, required_grad) for tensor, required_grad in found if tensor is not None]
 
     def forgive(self, writes: Writes) -> None:
         """What the region itself has written is no change."""
@@ -1456,9 +1525,9 @@ class Inputs:
                 self.devices += (device,)
 
     @staticmethod
-    def _check_object(value: object, path: str, seen: list[tuple[str, weakref.ref[Tensor], int]], where: Frame) -> None:
+    def _check_object(value: object, path: str, seen: list[Seen], where: Frame) -> None:
         now = dict(_parts_in(value, path, set()))
-        for name, ref, version in seen:
+        for name, ref, version, _ in seen:
             tensor: Any = now.get(name)
             if not isinstance(tensor, Tensor) or tensor is not ref():
                 raise errors.replaced(where, name)

@@ -133,3 +133,9 @@ def sharing_memory(where: object, what: str, other: str) -> UnsupportedError:
         f"{where}: the function has written {what} and {other}, which share memory, so their values from before can't "
         "be put back. Pass the one tensor that both are parts of, or use backend='replay'."
     )
+
+
+def hidden(what: str, error: TypeError) -> CheckpointError:
+    """For a function of the user that torch calls while an operator runs: under `x @ y` and its like torch takes every
+    TypeError to mean that these operands are not supported, and drops it."""
+    return CheckpointError(f"{what} raised a TypeError: {error}")

@@ -251,8 +251,9 @@ def names_a_global(x):
         (closes_over(nn.Parameter(torch.ones(3))), ()),
         (names_a_global, ()),
         (lambda x, m: m(x), (nn.Linear(3, 3),)),
+        (lambda x, weight=nn.Parameter(torch.ones(3)): x * weight, ()),
     ],
-    ids=["module", "method", "closure", "global", "argument"],
+    ids=["module", "method", "closure", "global", "argument", "default"],
 )
 def test_parameters_that_would_get_no_gradients_are_refused(fn, args):
     """Where no input requires grad, as with a frozen embedding before the first block."""

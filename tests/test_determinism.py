@@ -405,6 +405,12 @@ def test_a_check_that_raises():
         y.sum().backward()
 
 
+def test_a_check_with_another_signature_is_an_error_that_says_so():
+    """Torch drops every TypeError that it meets below `@`, and calls the operands unsupported."""
+    with pytest.raises(CheckpointError, match=r"determinism_check=.* missing 1 required positional argument"):
+        checkpointed(lambda x: x @ x, determinism_check=lambda a, b: a)(leaf())
+
+
 class Raising:
     """A check that works once."""
 

@@ -316,6 +316,71 @@ def test_a_parameter_may_be_frozen_or_thawed_before_backward(way: str, before: b
     assert have_none is want_none is None
 
 
+in_a_global: Any = None  # set by the test below
+
+
+def by_global(x: Tensor) -> Tensor:
+    return (x @ in_a_global).sin()
+
+
+@pytest.mark.parametrize("way", ["closure", "global", "default", "partial", "object", *WAYS])
+@pytest.mark.parametrize("kind", [Thing, ThingModule])
+@pytest.mark.parametrize("before", [False, True])
+def test_a_tensor_that_is_no_argument_may_be_frozen_or_thawed_before_backward(
+    way: str, kind: type[Thing], before: bool
+) -> None:
+    """Without a word the rerun would save one tensor more, or less, and the next ones in the wrong slots."""
+
+    def gradients(wrap: Any) -> list[Tensor | None]:
+        global in_a_global
+        x, w = leaf(3, 3), torch.full((3, 3), 0.5, requires_grad=before)
+        in_a_global, thing = w, kind(w)
+
+        def by_default(x: Tensor, w: Tensor = w) -> Tensor:
+            return (x @ w).sin()
+
+        if way == "object":
+            y = wrap(lambda thing, x: (x @ thing.attribute).sin())(thing, x)
+        else:
+            others = {
+                "closure": lambda x: (x @ w).sin(),
+                "global": by_global,
+                "default": by_default,
+                "partial": partial(lambda w, x: (x @ w).sin(), w),
+            }
+            y = wrap(others[way] if way in others else getattr(thing, way))(x)
+        w.requires_grad_(not before)
+        y.exp().sum().backward()
+        assert w.requires_grad is not before
+        return [x.grad, w.grad]
+
+    (have, have_none), (want, want_none) = gradients(checkpointed), gradients(lambda function: function)
+    assert torch.equal(have, want)
+    assert have_none is want_none is None
+
+
+def test_a_changed_tensor_is_not_read_as_a_list_either() -> None:
+    """`tolist` reads memory without an operator."""
+    thing = Thing(torch.ones(3))
+    y = checkpointed(lambda x: (x * thing.attribute.tolist()[0]).sin())(leaf(3))
+    thing.attribute.add_(1)
+    with pytest.raises(CheckpointError, match=r"thing\.attribute.*changed in place"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("given", [(), (torch.ones(3),)])
+def test_a_default_that_the_call_does_not_read_may_change(given: tuple[Tensor, ...]) -> None:
+    scale = torch.ones(3)
+
+    def function(x: Tensor, *given: Tensor, other: Tensor = scale) -> Tensor:
+        return (x * given[0] if given else x).sin().exp()
+
+    x = leaf(3)
+    y = checkpointed(function)(x, *given)
+    scale.add_(1)
+    assert torch.equal(*torch.autograd.grad(y.sum(), x), *torch.autograd.grad(function(x, *given).sum(), x))
+
+
 def test_what_the_function_sets_is_not_set_again_by_the_rerun() -> None:
     class Keeps:
         value: Tensor | None = None

@@ -9,7 +9,7 @@ import torch
 from oracle import bits, count
 from torch.utils.checkpoint import CheckpointPolicy
 
-from checkpointing import checkpoint_scope, checkpointed, save_ops, save_tagged, tag
+from checkpointing import CheckpointError, checkpoint_scope, checkpointed, save_ops, save_tagged, tag
 
 aten = torch.ops.aten
 MM, SIN, EXP, TANH = aten.mm.default, aten.sin.default, aten.exp.default, aten.tanh.default
@@ -186,10 +186,20 @@ def test_an_answer_that_is_none_of_them_is_an_error(answer):
     """None is what a function returns that forgot to answer."""
     x = leaf()
     with (
-        pytest.raises(TypeError, match=r"answers with a CheckpointPolicy or a bool.*aten\.sin"),
+        pytest.raises(ValueError, match=r"answers with a CheckpointPolicy or a bool.*aten\.mm"),
         checkpoint_scope(policy=lambda ctx, op, *args, **kwargs: answer),
     ):
-        x.sin()
+        x @ x.T
+
+
+def test_a_policy_with_another_signature_is_an_error_that_says_so():
+    """Torch drops every TypeError that it meets below `@`, and calls the operands unsupported."""
+    x = leaf()
+    with (
+        pytest.raises(CheckpointError, match=r"policy, asked for aten\.mm.* takes 1 positional argument"),
+        checkpoint_scope(policy=lambda op: True),
+    ):
+        x @ x.T
 
 
 def test_a_policy_sees_the_operator_its_arguments_and_its_result():
