@@ -464,6 +464,8 @@ def _wrap_rerun(fn: Any, name: str, options: Options) -> Any:
     @_wraps(fn)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         if _is_compiling():
+            if not enabled:
+                return fn(*args, **kwargs)
             return torch.utils.checkpoint.checkpoint(
                 fn, *args, use_reentrant=False, preserve_rng_state=bool(preserve_rng_state), **kwargs
             )
@@ -520,6 +522,7 @@ def _wrap_replay(fn: Any, name: str, options: Options) -> Any:
         with _Block(name, entered_from(sys._getframe(1)), options):
             return fn(*args, **kwargs)
 
+    _torch.leave_eager(wrapper)  # compiled code, in which the function stands, is compiled around it
     return wrapper
 
 
@@ -527,6 +530,8 @@ def _wrap_reentrant(fn: Any, name: str, options: Options) -> Any:
     @_wraps(fn)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         if _is_compiling():
+            if not options.enabled:
+                return fn(*args, **kwargs)
             return torch.utils.checkpoint.checkpoint(fn, *args, use_reentrant=True, **kwargs)
         if is_plain(options.enabled):
             return fn(*args, **kwargs)

@@ -530,14 +530,23 @@ set_grad_enabled: Callable[[bool], None] = _C._set_grad_enabled
 def keep_dynamo_out(*modules: ModuleType) -> None:
     """Tell Dynamo not to compile the functions of these modules, nor what they call: compiled code (compiled autograd,
     too) calls the hooks while it runs, and a rerun must save what the forward saved."""
-    dynamo = _C._dynamo.eval_frame
-    skip = dynamo._FrameExecStrategy(dynamo._FrameAction.SKIP, dynamo._FrameAction.SKIP)
     for module in modules:
         codes = [code for value in vars(module).values() for code in _codes_of(value, module.__name__)]
         while codes:
             code = codes.pop()
-            dynamo.set_code_exec_strategy(code, skip)
+            _skip_in_dynamo(code)
             codes.extend(const for const in code.co_consts if isinstance(const, CodeType))
+
+
+def _skip_in_dynamo(code: CodeType) -> None:
+    dynamo = _C._dynamo.eval_frame
+    dynamo.set_code_exec_strategy(code, dynamo._FrameExecStrategy(dynamo._FrameAction.SKIP, dynamo._FrameAction.SKIP))
+
+
+def leave_eager(function: FunctionType) -> None:
+    """`torch.compiler.disable`, without the import of all of Dynamo."""
+    cast("Any", function)._torchdynamo_disable = True  # what Dynamo asks before it traces a call of it
+    _skip_in_dynamo(function.__code__)
 
 
 def _codes_of(value: Any, module: str) -> list[CodeType]:

@@ -10,7 +10,7 @@ from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 
 import checkpointing.torch_compat as ours
-from checkpointing import checkpointed
+from checkpointing import checkpoint_scope, checkpointed
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what the compiler says is not ours
 
@@ -163,6 +163,42 @@ def own_legacy_decorator():
 def test_other_forms_compile_in_one_graph(program, count):
     """torch's own decorator and `checkpoint_sequential` break the graph."""
     assert products(program(), fullgraph=True) == [2, count]
+
+
+@pytest.mark.parametrize("seen_before", [False, True])
+@pytest.mark.parametrize("door", ["replay", "scope", "policy"])
+def test_regions_that_record_break_the_graph_and_are_right(door, seen_before):
+    """Whatever was entered before: Dynamo guards the values of dicts that it traces, and can't name all keys."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    linear, x = nn.Linear(4, 4), torch.randn(4, 4, requires_grad=True)
+
+    def inside(x):
+        return (linear(x).sin() @ x).exp()
+
+    def scoped(x):
+        with checkpoint_scope():
+            return inside(x)
+
+    doors = {
+        "replay": checkpointed(inside, backend="replay"),
+        "policy": checkpointed(inside, policy=[MM]),
+        "scope": scoped,
+    }
+    if seen_before:
+        doors["replay"](x)
+        doors["scope"](x)
+
+    def gradients(program):
+        return torch.autograd.grad(program(x).cos().sum(), [x, *linear.parameters()])
+
+    compiled = torch.compile(lambda x: doors[door](x * 2).sin() + 1, backend="aot_eager")
+    assert all(map(torch.equal, gradients(compiled), gradients(lambda x: inside(x * 2).sin() + 1)))
+
+
+def test_a_region_that_is_switched_off_is_none_in_compiled_code():
+    """The products of the forward are not in the backward as well."""
+    assert products(checkpointed(fn, enabled=False), fullgraph=True) == [2, 4]
 
 
 def test_in_the_place_of_torchs_function(monkeypatch):

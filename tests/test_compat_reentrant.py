@@ -243,6 +243,10 @@ def names_a_global(x):
     return x * WEIGHT
 
 
+def has_a_default(x, weight=WEIGHT):
+    return x * weight
+
+
 @pytest.mark.parametrize(
     ("fn", "args"),
     [
@@ -251,7 +255,7 @@ def names_a_global(x):
         (closes_over(nn.Parameter(torch.ones(3))), ()),
         (names_a_global, ()),
         (lambda x, m: m(x), (nn.Linear(3, 3),)),
-        (lambda x, weight=nn.Parameter(torch.ones(3)): x * weight, ()),
+        (has_a_default, ()),
     ],
     ids=["module", "method", "closure", "global", "argument", "default"],
 )
