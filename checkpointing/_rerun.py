@@ -1409,6 +1409,7 @@ class Inputs:
     __slots__ = (
         "_args",
         "_hooks",
+        "_iterators",
         "_kwargs",
         "_objects",
         "attributes",
@@ -1423,6 +1424,7 @@ class Inputs:
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], hooks: _torch.Hooks | None) -> None:
         self._hooks = hooks
         self.has_opaque = False  # something that may lead to tensors that nobody sees here
+        self._iterators: tuple[str, ...] = ()
         self._objects: tuple[tuple[object, str, list[Seen]], ...] = ()
         self.devices: tuple[torch.device, ...] = ()
         self.generators: tuple[torch.Generator, ...] = ()
@@ -1444,6 +1446,8 @@ class Inputs:
 
     def restore(self, where: Frame) -> tuple[list[Any], dict[str, Any]]:
         """The arguments as they were; `ChangedError` names the first that has changed."""
+        for path in self._iterators:
+            raise errors.used_up(where, path)
         for value, path, seen in self._objects:
             self._check_object(value, path, seen, where)
         args = self._args.copy()
@@ -1457,8 +1461,8 @@ class Inputs:
                 args[i] = _rebuild(saved, where)
         return args, {k: _rebuild(v, where) for k, v in self._kwargs.items()} if self._kwargs else self._kwargs
 
-    def _save(self, value: Any, name: str | tuple[str, Any]) -> Any:
-        """What stands for `value` until the rerun."""
+    def _save(self, value: Any, name: str | tuple[str, Any], around: tuple[Any, ...] = ()) -> Any:
+        """What stands for `value`, which is in the containers `around`, until the rerun."""
         kind = type(value)
         if kind in ATOMS:
             self.has_opaque = self.has_opaque or kind is type
@@ -1485,12 +1489,17 @@ class Inputs:
             return value
         path = name if isinstance(name, str) else f"{name[0]}[{name[1]!r}]"
         opened = open_container(value)
+        if opened is not None and any(value is container for container in around):
+            return value  # a container in itself
         if opened is not None:
             parts, build = opened
+            around = (*around, value)
             has_fields = dataclasses.is_dataclass(value) or hasattr(kind, "_fields")
             names = ((k, f"{path}.{k}" if has_fields and type(k) is str else (path, k)) for k in parts)
-            return _Container(build, {k: self._save(parts[k], name) for k, name in names})
+            return _Container(build, {k: self._save(parts[k], name, around) for k, name in names})
         self.has_opaque = True
+        if _is_iterator(value):
+            self._iterators += (path,)
         seen: list[Seen] = []
         for name, part in _parts_in(value, path, set()):
             if isinstance(part, nn.Module):
@@ -1559,6 +1568,13 @@ def _rebuild(saved: Any, where: Frame) -> Any:
     if kind is _Container:
         return saved.build({k: _rebuild(v, where) for k, v in saved.parts.items()})
     return saved
+
+
+def _is_iterator(value: Any) -> bool:
+    """Whether this is what a loop has used up. Not endless ones, which give numbers to names and logs."""
+    kind = type(value)
+    is_one = hasattr(kind, "__next__") and kind.__module__ in ("builtins", "itertools")
+    return is_one and kind is not itertools.count and kind is not itertools.repeat
 
 
 def _parts_in(value: Any, path: str, seen: set[int]) -> Iterator[tuple[str, Any]]:

@@ -135,6 +135,13 @@ def sharing_memory(where: object, what: str, other: str) -> UnsupportedError:
     )
 
 
+def used_up(where: object, what: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"{where}: {what} is an iterator, which the forward may have used up, so that the function can't be called "
+        "again with it. Pass a list, or what the function takes from the iterator; or use backend='replay'."
+    )
+
+
 def hidden(what: str, error: TypeError) -> CheckpointError:
     """For a function of the user that torch calls while an operator runs: under `x @ y` and its like torch takes every
     TypeError to mean that these operands are not supported, and drops it."""

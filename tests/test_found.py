@@ -2,6 +2,7 @@
 error says that it is not. What the function does not read may change."""
 
 import gc
+import itertools
 import weakref
 from collections import OrderedDict, defaultdict
 from dataclasses import dataclass
@@ -357,6 +358,41 @@ def test_a_tensor_that_is_no_argument_may_be_frozen_or_thawed_before_backward(
     (have, have_none), (want, want_none) = gradients(checkpointed), gradients(lambda function: function)
     assert torch.equal(have, want)
     assert have_none is want_none is None
+
+
+@pytest.mark.parametrize(
+    "kind", [iter, lambda parts: (part for part in parts), lambda parts: map(torch.abs, parts), zip]
+)
+def test_an_iterator_that_the_forward_has_used_up_is_an_error(kind: Any) -> None:
+    """The rerun would take what comes next, or nothing, and perhaps save as many tensors all the same."""
+
+    def function(x: Tensor, given: dict[str, Any]) -> Tensor:
+        for _ in given["parts"]:
+            x = x + 1
+        return x.sin()
+
+    y = checkpointed(function)(leaf(3), {"parts": kind([torch.ones(3)])})
+    with pytest.raises(CheckpointError, match=r"args\[1\]\['parts'\] is an iterator.*Pass a list"):
+        y.sum().backward()
+
+
+def test_counters_give_numbers_to_names() -> None:
+    numbers, x = itertools.count(), leaf(3)
+    named = checkpointed(lambda x, numbers: {f"name {next(numbers)}": x.sin().exp()})
+    named(x, numbers).popitem()[1].sum().backward()
+    assert x.grad is not None
+
+
+def test_containers_may_be_in_themselves() -> None:
+    def gradient(wrap: Any) -> Tensor:
+        x = leaf(3)
+        items: list[Any] = [x * 2]
+        table: dict[str, Any] = {"items": items}
+        items.append(table)
+        y = wrap(lambda items: items[1]["items"][0].sin() * items[0].exp())(items)
+        return torch.autograd.grad(y.sum(), x)[0]
+
+    assert torch.equal(gradient(checkpointed), gradient(lambda function: function))
 
 
 def test_a_changed_tensor_is_not_read_as_a_list_either() -> None:
