@@ -614,8 +614,11 @@ SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (_get_matmul_precision, _set_matmul_precision),
     (_C._get_flash_sdp_enabled, _C._set_sdp_use_flash),
     (_C._get_math_sdp_enabled, _C._set_sdp_use_math),
+    (_C._get_math_sdp_allow_fp16_bf16_reduction, _C._set_math_sdp_allow_fp16_bf16_reduction),
     (_C._get_mkldnn_enabled, _C._set_mkldnn_enabled),
 )
+if torch.backends.nnpack.is_available():  # convolutions, where MKLDNN is off
+    SWITCHES += ((_C._get_nnpack_enabled, _C._set_nnpack_enabled),)
 if torch.backends.cuda.is_built():
     SWITCHES += (
         (_C._get_mem_efficient_sdp_enabled, _C._set_sdp_use_mem_efficient),
@@ -623,6 +626,15 @@ if torch.backends.cuda.is_built():
         (_C._get_cudnn_enabled, _C._set_cudnn_enabled),
         (_C._get_cudnn_deterministic, _C._set_cudnn_deterministic),
         (_C._get_cudnn_benchmark, _C._set_cudnn_benchmark),
+        (_C._get_cublas_allow_fp16_accumulation, _C._set_cublas_allow_fp16_accumulation),
+        (
+            _C._get_cublas_allow_fp16_reduced_precision_reduction,  # and whether to split K
+            lambda allowed: _C._set_cublas_allow_fp16_reduced_precision_reduction(*allowed),
+        ),
+        (
+            _C._get_cublas_allow_bf16_reduced_precision_reduction,
+            lambda allowed: _C._set_cublas_allow_bf16_reduced_precision_reduction(*allowed),
+        ),
     )
 # Without a Python function among them; may raise a RuntimeError.
 QUICK_GETTERS: tuple[Callable[[], Any], ...] = tuple(

@@ -84,13 +84,15 @@ def precision(value):
 
 
 @contextlib.contextmanager
-def mkldnn_off():
-    """Without oneDNN's kernels."""
-    torch._C._set_mkldnn_enabled(False)
+def switched(name, value):
+    """A switch of torch's for a block, by the end of the names of its getter and setter."""
+    getter, setter = getattr(torch._C, f"_get_{name}"), getattr(torch._C, f"_set_{name}")
+    before = getter()
+    setter(value)
     try:
         yield
     finally:
-        torch._C._set_mkldnn_enabled(True)
+        setter(before)
 
 
 VARIABLE = contextvars.ContextVar("VARIABLE", default=1.0)
@@ -137,8 +139,16 @@ STATES = {
         lambda x: (x @ x * len(torch.get_float32_matmul_precision())).sin().exp(),
     ),
     "mkldnn off": (
-        mkldnn_off,
+        lambda: switched("mkldnn_enabled", False),
         lambda x: (x * (1 + torch._C._get_mkldnn_enabled())).sin().exp(),
+    ),
+    "nnpack off": (
+        lambda: switched("nnpack_enabled", False),
+        lambda x: (x * (1 + torch._C._get_nnpack_enabled())).sin().exp(),
+    ),
+    "attention in half": (
+        lambda: switched("math_sdp_allow_fp16_bf16_reduction", True),
+        lambda x: (x * (1 + torch._C._get_math_sdp_allow_fp16_bf16_reduction())).sin().exp(),
     ),
     "grad mode off inside": (contextlib.nullcontext, lambda x: no_grad_inside(x)),
     "enabled inside": (contextlib.nullcontext, lambda x: autocast_inside(x)),
