@@ -278,12 +278,11 @@ def inner_regions():
     return run, [x, w], []
 
 
-@pytest.mark.parametrize("build", [net, cells, inner_regions])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("door", ["scope", "function", "scopes", "rerun around", "scope around", "offloaded"])
-def test_every_schedule_is_bit_equal(build, kind, door):
-    """First and second order, in every nesting."""
-    policy = auto(**KINDS[kind])
+NESTINGS = ("scope", "function", "scopes", "rerun around", "scope around", "kept by hand", "offloaded")
+
+
+def nestings(policy):
+    """Every way to put a program into blocks with this policy, by name."""
 
     def scope(fn, policy=policy):
         def run():
@@ -293,28 +292,33 @@ def test_every_schedule_is_bit_equal(build, kind, door):
 
         return run
 
-    doors = {
-        "scope": scope,
-        "function": lambda fn: checkpointed(scope(fn), policy=policy),
-        "scopes": lambda fn: scope(scope(fn)),
-        "rerun around": lambda fn: checkpointed(scope(fn)),
-        "scope around": lambda fn: scope(scope(fn), None),
-        "offloaded": lambda fn: torch.autograd.graph.save_on_cpu()(scope(fn)),
-    }
+    def offloaded(fn):
+        def run():
+            with torch.autograd.graph.save_on_cpu():
+                return scope(fn)()
+
+        return run
+
+    doors = (
+        scope,
+        lambda fn: checkpointed(scope(fn), policy=policy),
+        lambda fn: scope(scope(fn)),
+        lambda fn: checkpointed(scope(fn)),
+        lambda fn: scope(scope(fn), None),
+        lambda fn: scope(lambda: keep(fn())),
+        offloaded,
+    )
+    return dict(zip(NESTINGS, doors, strict=True))
+
+
+@pytest.mark.parametrize("build", [net, cells, inner_regions])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("door", NESTINGS)
+def test_every_schedule_is_bit_equal(build, kind, door):
+    """First and second order, in every nesting."""
     warnings.simplefilter("ignore")
     want = gradients(build, lambda fn: fn)
-    if door == "offloaded":
-
-        def wrap(fn):
-            def run():
-                with torch.autograd.graph.save_on_cpu():
-                    return scope(fn)()
-
-            return run
-
-        assert gradients(build, wrap) == want
-    else:
-        assert gradients(build, doors[door]) == want
+    assert gradients(build, nestings(auto(**KINDS[kind]))[door]) == want
 
 
 # ---- the budget

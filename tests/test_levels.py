@@ -7,10 +7,10 @@ from collections import Counter
 import pytest
 import torch
 from oracle import Watching, bits
-from test_auto import cells, gradients, inner_regions, net
+from test_auto import NESTINGS, cells, gradients, inner_regions, nestings, net
 
 from checkpointing import __main__ as job
-from checkpointing import _replay, auto, checkpoint_scope, checkpointed, keep
+from checkpointing import _replay, auto, checkpoint_scope
 
 SIZE = 1000
 UNIT = 4 * SIZE
@@ -184,30 +184,13 @@ def inplace():
 
 @pytest.mark.parametrize("build", [net, cells, inner_regions, inplace])
 @pytest.mark.parametrize("budget", [600, 2100])
-@pytest.mark.parametrize("door", ["scope", "function", "scopes", "rerun around", "scope around", "kept by hand"])
+@pytest.mark.parametrize("door", NESTINGS)
 def test_every_schedule_is_bit_equal(build, budget, door, stages):
     """To second order, in every nesting."""
-
-    def scope(fn, policy=auto(budget=budget)):  # noqa: B008
-        def run():
-            with warnings.catch_warnings(), checkpoint_scope(policy=policy):
-                warnings.simplefilter("ignore")
-                return fn()
-
-        return run
-
-    doors = {
-        "scope": scope,
-        "function": lambda fn: checkpointed(scope(fn), policy=auto(budget=budget)),
-        "scopes": lambda fn: scope(scope(fn)),
-        "rerun around": lambda fn: checkpointed(scope(fn)),
-        "scope around": lambda fn: scope(scope(fn), None),
-        "kept by hand": lambda fn: scope(lambda: keep(fn())),
-    }
     warnings.simplefilter("ignore")
     want = gradients(build, lambda fn: fn)
     assert not stages
-    assert gradients(build, doors[door]) == want
+    assert gradients(build, nestings(auto(budget=budget))[door]) == want
     if budget == 2100 and build is not inner_regions and door == "scope":
         assert stages
 

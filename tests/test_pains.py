@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from oracle import bits, count, in_thread
+from oracle import s as scope
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -24,7 +25,6 @@ from torch.overrides import TorchFunctionMode
 from checkpointing import (
     CheckpointError,
     _api,
-    checkpoint_scope,
     checkpointed,
     disabled,
     forward_only,
@@ -47,16 +47,6 @@ def rerun(fn, **options):
 def replay(fn, **options):
     """Recorded."""
     return checkpointed(fn, backend="replay", **options)
-
-
-def scope(fn, **options):
-    """A block."""
-
-    def run(*args, **kwargs):
-        with checkpoint_scope(**options):
-            return fn(*args, **kwargs)
-
-    return run
 
 
 DOOR = pytest.mark.parametrize("door", [rerun, replay, scope])

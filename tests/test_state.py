@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from oracle import bits, in_thread
+from oracle import s as scope
 
 from checkpointing import (
     CheckpointError,
@@ -42,16 +43,6 @@ def rerun(fn, **options):
 def replay(fn, **options):
     """Recorded."""
     return checkpointed(fn, backend="replay", **options)
-
-
-def scope(fn, **options):
-    """In a block."""
-
-    def run(*args):
-        with checkpoint_scope(**options):
-            return fn(*args)
-
-    return run
 
 
 DOORS = {
