@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from . import _torch
-from ._engine import is_internal, thread
+from ._engine import is_internal
 from ._offload import Destination, Mover
 from ._replay import are_disjoint
 from ._tape import Geometry, Info, Limits, Op, Policy, Ref, Tape, Value, geometry_of, info_of, tensors_of, whole
@@ -79,6 +79,8 @@ class Cut:
 class AutoTape(Tape):
     """A tape that makes cuts."""
 
+    _frames = 2  # its own methods come first
+
     def __init__(
         self,
         hooks: _torch.Hooks | None,
@@ -120,7 +122,7 @@ class AutoTape(Tape):
     # ---- what the recording tells
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self._since >= self._watch and thread.depth == self._depth:
+        if self._since >= self._watch and self._here["depth"] == self._depth:
             self._look(func)
         if self._budget is None:
             return super().__torch_dispatch__(func, types, args, kwargs)
@@ -132,8 +134,8 @@ class AutoTape(Tape):
                 self._flops[position] = formula(args, kwargs or {}, result)
         return result
 
-    def _register(self, tensor: Tensor, op: Op | None, sid: int) -> Value:
-        value = super()._register(tensor, op, sid)
+    def _register(self, storage: Any, op: Op | None, sid: int) -> Value:
+        value = super()._register(storage, op, sid)
         if op is not None and value.nbytes:
             self._fresh.append((sid, value))
         return value

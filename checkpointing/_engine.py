@@ -490,7 +490,7 @@ class Held:
 
     def fetch(self, where: Frame) -> Tensor:
         tensor: Tensor = self._packed if self._unpack is None else self._unpack(self._packed)
-        now = self._now()
+        now = _torch.version(tensor) if self._unpack is None else self._now()
         if now != self._version and self._version is not None:
             raise errors.changed(where, named(self.name, tensor), self._version, now)
         return tensor

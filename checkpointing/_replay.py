@@ -17,6 +17,7 @@ table that all layers share would make one window of the whole model).
 
 from __future__ import annotations
 
+import functools
 import weakref
 from bisect import bisect_right, insort
 from collections.abc import Container, Iterable, Iterator, Sequence
@@ -277,7 +278,10 @@ class _Window:
         if plan is None:
             plan = request.task.plan = {}
         slots = plan.get(opened.slot)
-        candidates = request.wanted(self._source.by_segment(self._frame).get(segment, ()))
+        if self._source.tape.cuts:
+            candidates = request.wanted(self._source.by_segment(self._frame).get(segment, ()))
+        else:
+            candidates = [holder for holder in request.wanted() if newest(holder) >= 0]
         self._segment = segment, candidates
         if slots is None:
             ops = slice_of([opened])
@@ -345,7 +349,11 @@ class _Window:
         for holder in self._passed_by(ops) if self._stage is None else wanted:
             saved = holder.saved
             if type(saved) is Ref:
-                savers.setdefault(saved[0].id, []).append(holder)
+                id = saved[0].id
+                if id in savers:
+                    savers[id].append(holder)
+                else:
+                    savers[id] = [holder]
                 continue
             for value in values_of(saved):
                 if value.op is not None:
@@ -387,7 +395,9 @@ class _Window:
         """Run one operator; returns the ids of the values that it made. Nothing else of it stays alive."""
         made = self._made
         args = self._arguments(op.args)
-        kwargs = op.kwargs and dict(zip(op.kwargs, self._arguments(op.kwargs.values()), strict=True))
+        kwargs = op.kwargs
+        if kwargs:
+            kwargs = dict(zip(kwargs, self._arguments(kwargs.values()), strict=True))
         if op.grad_mode is not self._grad_mode:
             self._grad_mode = op.grad_mode
             _torch.set_grad_enabled(op.grad_mode)
@@ -400,8 +410,9 @@ class _Window:
             finally:
                 op.rng.leave(now)
         if not op.writes and type(result) is Tensor:  # nearly always
-            self._take(result, op.outputs[0])
-            return op.outputs
+            outputs = op.outputs
+            self._take(result, outputs[0])
+            return outputs
         for tensor, id in zip(tensors_of(result), op.outputs, strict=False):
             if id:
                 self._take(tensor, id)
@@ -424,10 +435,10 @@ class _Window:
     def _give(self, holder: Holder, id: int) -> None:
         """A value that `holder` saved has been made."""
         tensor = self._made[id]
+        saved = holder.saved
         if self._writes:
             given = self._given.setdefault(_torch.storage_id(tensor), [])
-            given.append(holder.saved.geometry if type(holder.saved) is Ref else geometry_of(tensor))
-        saved = holder.saved
+            given.append(saved[1] if type(saved) is Ref else geometry_of(tensor))
         if type(saved) is Ref:
             value, geometry, kind = saved
             if self._geometry[id] != geometry:
@@ -471,10 +482,11 @@ class _Window:
             kind = type(arg)
             if kind is Ref:
                 value, geometry, _ = arg
-                tensor = self._made.get(value.id)
+                id = value.id
+                tensor = self._made.get(id)
                 if tensor is None:
                     tensor = self._from_held(value, geometry)
-                elif self._geometry[value.id] != geometry:
+                elif self._geometry[id] != geometry:
                     tensor = self._lay(tensor, value, geometry)
                 args.append(tensor)
             else:
@@ -553,6 +565,7 @@ def values_of(saved: Any) -> Iterable[Value]:
     return ()
 
 
+@functools.lru_cache(maxsize=4096)  # the same few are asked for again and again: gates that lie side by side
 def are_disjoint(a: Geometry, b: Geometry) -> bool:
     """Whether two tensors that lie like this on one storage share no element; False where that is not plain to see."""
     (sizes, strides, start, dtype, _), (others, other_strides, other_start, other_dtype, _) = a, b

@@ -55,7 +55,7 @@ class Value:
         if self.op is not None:
             self.op, self.held, self.unwritten = None, {}, False
         held = self.held.get(geometry)
-        if held is None:
+        if held is None and self.held:
             # An alias of the storage, from which any geometry can be made, will do.
             held = next((held for held in self.held.values() if not held.is_packed), None)
         if held is not None:
@@ -339,6 +339,7 @@ class Tape(TorchDispatchMode):
     """Records while it is entered: one per region. Afterwards what it recorded lives on in the holders alone."""
 
     supports_higher_order_operators = True
+    _frames = 1  # from where an operator is recorded to the code that runs it
 
     def __init__(
         self,
@@ -354,7 +355,8 @@ class Tape(TorchDispatchMode):
         self.kept_bytes = 0
         self._hooks: Saver = hooks
         self._preserve_rng_state = preserve_rng_state
-        self._outer = outer = thread.region
+        self._here = here = thread.__dict__
+        self._outer = outer = here["region"]
         self.policy: Policy | None = outer.policy if policy is None and outer is not None else policy
         self._ask = None if self.policy is None else self.policy.on_op
         self.movers: dict[Destination, Mover] = {}
@@ -370,7 +372,6 @@ class Tape(TorchDispatchMode):
         self._recent: tuple[Any, Any] = _NOTHING_RECENT  # a tensor that has just been referred to, and how
         self._recent_at: Any = None  # where Python code was
         self._running: Any = None  # the operator that reads now, for messages
-        self._here = here = thread.__dict__
         self._depth = here["depth"]
         self._graph_task = _graph_task_id()  # of the rerun that this is part of, if of one
         self._is_open = True
@@ -437,7 +438,7 @@ class Tape(TorchDispatchMode):
             value = ref[0]
             if value.op is not None and not value.unwritten:
                 # Most operators read next what they have saved. Those that don't: the tensor may be another by then.
-                self._recent, self._recent_at = (tensor, ref), _position(2)
+                self._recent, self._recent_at = (tensor, ref), _position(self._frames + 1)
             if value.id not in self._saved:
                 self._saved.add(value.id)
                 if value.op is not None or not value.is_parameter:
@@ -556,7 +557,7 @@ class Tape(TorchDispatchMode):
             return Held(tensor, self._hooks, self._running if is_read else None)
         value = self._values.get(sid)
         if value is None:
-            value = self._register(tensor, None, sid)
+            value = self._register(tensor.untyped_storage(), None, sid)
             self._has_zeros = self._has_zeros or _torch.is_zeros(tensor)
         if (value.op is None and not value.kept) or (value.unwritten and value.nbytes):
             # From outside; or allocated here and filled by something unseen (a raw kernel, ctypes, NumPy).
@@ -583,10 +584,11 @@ class Tape(TorchDispatchMode):
 
     def _ref(self, sid: int, value: Value, geometry: Geometry, kind: type[Tensor] | None) -> Ref:
         """A reference. Equal ones share what they can: each object is one more for the garbage collector."""
-        ref = self._refs.get(sid)
+        refs = self._refs
+        ref = refs.get(sid)
         if ref is None or ref[0] is not value or ref[1] != geometry or ref[2] is not kind:
             geometry = self._geometries.setdefault(geometry, geometry)
-            ref = self._refs[sid] = _new_ref((value, geometry, kind))
+            ref = refs[sid] = _new_ref((value, geometry, kind))
         return ref
 
     def _opaque(self, held: Held) -> Value:
@@ -594,10 +596,9 @@ class Tape(TorchDispatchMode):
         value.held[None] = held
         return value
 
-    def _register(self, tensor: Tensor, op: Op | None, sid: int) -> Value:
-        """The storage of `tensor`, with this id, has a new value."""
+    def _register(self, storage: Any, op: Op | None, sid: int) -> Value:
+        """The storage, with this id, has a new value."""
         self._ids = id = self._ids + 1
-        storage = tensor.untyped_storage()
         value = Value(id, op, storage.nbytes())
         if sid not in self._values:
             # While a weak reference lives, no other storage gets this address.
@@ -631,7 +632,7 @@ class Tape(TorchDispatchMode):
         if written:
             self._recent = _NOTHING_RECENT
             return self._record_write(func, info, written, args, kwargs)
-        if self._recent is not _NOTHING_RECENT and self._recent_at != _position(1):
+        if self._recent is not _NOTHING_RECENT and self._recent_at != _position(self._frames):
             self._recent = _NOTHING_RECENT
         given = args
         if info.hidden is not None:
@@ -721,19 +722,22 @@ class Tape(TorchDispatchMode):
     def _add_outputs(self, op: Op, result: Any, unwritten: bool = False) -> None:
         """The storages in `result` that are new are values that `op` makes."""
         values = self._values
-        if type(result) is Tensor and _has_storage(result) and (sid := _storage_id(result)) not in values:
-            value = self._register(result, op, sid)  # nearly always
-            value.unwritten = unwritten
-            op.outputs = (value.id,)
-            self.recorded += 1
-            return
+        if type(result) is Tensor and _has_storage(result):  # nearly always
+            storage = result.untyped_storage()
+            sid = storage._cdata
+            if sid not in values:
+                value = self._register(storage, op, sid)
+                value.unwritten = unwritten
+                op.outputs = (value.id,)
+                self.recorded += 1
+                return
         outputs = []
         for tensor in tensors_of(result):
             id = 0
             if _has_storage(tensor):
                 sid = _storage_id(tensor)
                 if sid not in values:
-                    value = self._register(tensor, op, sid)
+                    value = self._register(tensor.untyped_storage(), op, sid)
                     value.unwritten = unwritten
                     id = value.id
             outputs.append(id)
@@ -752,10 +756,10 @@ class Tape(TorchDispatchMode):
         self._freeze([self._values.get(sid) for sid in targets])
         result = func(*args, **kwargs)
         for sid, target in targets.items():
-            self._register(target, None, sid).volatile = True
+            self._register(target.untyped_storage(), None, sid).volatile = True
         for tensor in tensors_of(result):
             if _has_storage(tensor) and _storage_id(tensor) not in self._values:
-                self._register(tensor, None, _storage_id(tensor))
+                self._register(tensor.untyped_storage(), None, _storage_id(tensor))
         return result
 
     def _record_write(self, func: Any, info: Info, written: tuple[Any, ...], args: Any, kwargs: Any) -> Any:
@@ -780,7 +784,7 @@ class Tape(TorchDispatchMode):
             result = run(*args, **kwargs)
             for sid, target in targets.items():
                 if sid not in pending:
-                    self._register(target, None, sid).volatile = True
+                    self._register(target.untyped_storage(), None, sid).volatile = True
             return result
         op = Op()
         op.func = info.run
@@ -809,9 +813,9 @@ class Tape(TorchDispatchMode):
             value = old[sid]
             if sid in outside or value is None:
                 if sid not in pending:
-                    self._register(target, None, sid).volatile = True
+                    self._register(target.untyped_storage(), None, sid).volatile = True
                 continue
-            new = self._register(target, op, sid)
+            new = self._register(target.untyped_storage(), op, sid)
             if info.overwrites:
                 new.unwritten = value.unwritten and target.numel() * target.element_size() < new.nbytes
             elif info.allocates:  # resize_
