@@ -13,7 +13,6 @@ import inspect
 import sys
 import threading
 import warnings
-import zlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -29,6 +28,7 @@ from ._engine import (
     Evidence,
     Frame,
     Line,
+    checksum,
     depth_of_user,
     entered_from,
     metadata_of,
@@ -105,34 +105,7 @@ class Options:
 
 def fingerprint(tensor: Tensor) -> Evidence:
     """Metadata and a 64-bit checksum of the tensor's bits, in their order; equal bits give equal numbers."""
-    return Evidence(tensor, (metadata_of(tensor), f"checksum {without_recording(_checksum, tensor.detach()):016x}"))
-
-
-def _checksum(tensor: Tensor) -> int:
-    parts = _torch.parts_of(tensor)
-    if parts is not None:
-        numbers = [_checksum(p) if isinstance(p, Tensor) else zlib.crc32(repr(p).encode()) for p in parts]
-        return functools.reduce(lambda total, number: (total * 0x100000001B3 + number) & _MASK, numbers, len(numbers))
-    flat = tensor.resolve_conj().resolve_neg().contiguous().view(-1)
-    if flat.is_complex():
-        flat = torch.view_as_real(flat).view(-1)
-    flat = flat.view(_SAME_SIZE[flat.element_size()])
-    total = 0
-    for start in range(0, flat.numel(), _CHUNK):
-        # Each element with its position through the finaliser of SplitMix64, so that no two changes cancel out.
-        mixed = flat[start : start + _CHUNK].to(torch.int64)
-        mixed = mixed + torch.arange(start + 1, start + 1 + mixed.numel(), device=flat.device) * -0x61C8864680B583EB
-        for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15), (31, 1)):
-            mixed = (mixed ^ (mixed >> shift)) * factor
-        total += int(mixed.sum())
-    return total & _MASK
-
-
-_MASK = 0xFFFFFFFFFFFFFFFF
-_CHUNK = 1 << 22  # elements: the integers in between take eight bytes each
-
-
-_SAME_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return Evidence(tensor, (metadata_of(tensor), f"checksum {without_recording(checksum, tensor.detach()):016x}"))
 
 
 def _values(tensor: Tensor) -> Any:
@@ -199,6 +172,8 @@ def is_recomputing() -> bool:
     >>> is_recomputing()
     False
     """
+    if isinstance(thread.region, Tape):
+        thread.region.expect_differences()
     return thread.depth > thread.aside
 
 

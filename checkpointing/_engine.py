@@ -34,8 +34,9 @@ import sys
 import threading
 import warnings
 import weakref
+import zlib
 from collections.abc import Callable, Iterable
-from functools import partial
+from functools import partial, reduce
 from types import CodeType, FrameType
 from typing import Any, Protocol, cast
 
@@ -319,6 +320,24 @@ def copy_of(tensor: Tensor, version: int) -> Tensor:
 def identity(tensor: Tensor) -> Tensor:
     """The unpack hook of a rerun, whose graph stores tensors."""
     return tensor
+
+
+def checked(hooks: _torch.Hooks) -> _torch.Hooks:
+    """These hooks of a region around, or of its rerun: what they are given in the rerun must be what it was in the
+    forward, bit for bit."""
+    pack, unpack_ = hooks
+    expect = getattr(pack, "expect", None)  # of a rerun
+
+    def checked_pack(tensor: Tensor) -> Any:
+        found = without_recording(checksum, tensor)
+        if expect is not None:
+            expect(found)
+        packed = pack(tensor)
+        if type(packed) is Holder and packed.frame.source.save is None:
+            packed.saved = found
+        return packed
+
+    return checked_pack, unpack_
 
 
 def is_internal(hooks: _torch.Hooks) -> bool:
@@ -627,7 +646,17 @@ class Recompute:
             return tensor
 
         self._passed = lambda: slot + 1
+        cast(Any, pack).expect = self._expect
         return pack
+
+    def _expect(self, found: int) -> None:
+        """A tape inside is about to save a tensor with this checksum."""
+        assert self._passed is not None  # set with this
+        slot = self._passed()
+        holder = self.frame.holders[slot]() if slot < len(self.frame.holders) else None
+        saved = getattr(holder, "saved", None)
+        if type(saved) is int and saved != found:
+            raise errors.read_in_another_order(self.frame, user_line())
 
     def _mismatch(self, slot: int, expected: Any, found: Any, given: Tensor | None, made_by: str | None = None) -> None:
         """`given`: what the rerun saves, which knows what made it; None in replay, which runs no line of the user's."""
@@ -759,6 +788,34 @@ def metadata_of(tensor: Tensor) -> tuple[Any, torch.dtype, torch.device]:
 def may_be_unfilled(tensor: Tensor) -> bool:
     """Whether this may be memory that an operator has saved and will fill only then, such as the noise of RReLU."""
     return not tensor.requires_grad and type(tensor) is Tensor and _torch.version(tensor) == 0
+
+
+def checksum(tensor: Tensor) -> int:
+    """64 bits that depend on every bit of the tensor and on its place."""
+    parts = _torch.parts_of(tensor)
+    if parts is not None:
+        numbers = [checksum(p) if isinstance(p, Tensor) else zlib.crc32(repr(p).encode()) for p in parts]
+        return reduce(lambda total, number: (total * 0x100000001B3 + number) & _MASK, numbers, len(numbers))
+    flat = tensor.resolve_conj().resolve_neg().contiguous().view(-1)
+    if flat.is_complex():
+        flat = torch.view_as_real(flat).view(-1)
+    flat = flat.view(_SAME_SIZE[flat.element_size()])
+    total = 0
+    for start in range(0, flat.numel(), _CHUNK):
+        # Each element with its position through the finaliser of SplitMix64, so that no two changes cancel out.
+        mixed = flat[start : start + _CHUNK].to(torch.int64)
+        mixed = mixed + torch.arange(start + 1, start + 1 + mixed.numel(), device=flat.device) * -0x61C8864680B583EB
+        for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15), (31, 1)):
+            mixed = (mixed ^ (mixed >> shift)) * factor
+        total += int(mixed.sum())
+    return total & _MASK
+
+
+_MASK = 0xFFFFFFFFFFFFFFFF
+_CHUNK = 1 << 22  # elements: the integers in between take eight bytes each
+
+
+_SAME_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class _Unfilled:

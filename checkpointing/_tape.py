@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import _torch
 from ._ambient import Generators, has_rng, read_switches
-from ._engine import Held, Name, may_be_unfilled, stack_of_user, thread, without_recording
+from ._engine import Held, Name, checked, is_internal, may_be_unfilled, stack_of_user, thread, without_recording
 from ._offload import Destination, Mover
 from ._tree import ATOMS
 
@@ -375,6 +375,7 @@ class Tape(TorchDispatchMode):
         self._depth = here["depth"]
         self._graph_task = _graph_task_id()  # of the rerun that this is part of, if of one
         self._is_open = True
+        self._is_checked = False  # what it saves in what encloses it
         self.switches = read_switches()
         self._values: dict[int, Value] = {}  # by storage: its value now
         self._refs: dict[int, Ref] = {}  # by storage: the last reference
@@ -509,8 +510,29 @@ class Tape(TorchDispatchMode):
         return None if self._outer is None else self._outer.see_statistics
 
     def once(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Replay repeats no Python, but a rerun around it does."""
-        return function(*args, **kwargs) if self._outer is None else self._outer.once(function, args, kwargs)
+        """Replay repeats no Python, but a rerun around it does: then what the function does must leave no trace here,
+        and what it returns comes from outside."""
+        outer = self._outer
+        while isinstance(outer, Tape):
+            outer = outer._outer
+        if self._outer is None or outer is None:
+            return function(*args, **kwargs)
+        self.expect_differences()
+        here = self._here
+        try:
+            here["depth"], here["aside"] = here["depth"] + 1, here["aside"] + 1
+            return self._outer.once(function, args, kwargs)
+        finally:
+            here["depth"], here["aside"] = here["depth"] - 1, here["aside"] - 1
+
+    def expect_differences(self) -> None:
+        """From here on a rerun around this may read less from outside than the forward, and would save it in slots that
+        are meant for others."""
+        if type(self._hooks) is tuple and is_internal(self._hooks) and not self._is_checked:
+            self._is_checked = True
+            self._hooks = checked(self._hooks)
+        if isinstance(self._outer, Tape):
+            self._outer.expect_differences()
 
     def keep_for_inner(self, tensor: Tensor) -> None:
         self.keep(tensor)

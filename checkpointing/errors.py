@@ -128,6 +128,14 @@ def not_recorded(where: object, function: str) -> MismatchError:
     )
 
 
+def read_in_another_order(where: object, line: str) -> MismatchError:
+    return MismatchError(
+        f"{where}: in a scope inside, the recompute reads tensors from outside of the scope in another order than the "
+        f"forward did, at {line}. Code that is_recomputing() skips must not be the first to read one there: put it "
+        "into a function with @forward_only."
+    )
+
+
 def sharing_memory(where: object, what: str, other: str) -> UnsupportedError:
     return UnsupportedError(
         f"{where}: the function has written {what} and {other}, which share memory, so their values from before can't "

@@ -10,7 +10,7 @@ import types
 import numpy as np
 import pytest
 import torch
-from oracle import bits, in_thread
+from oracle import apply, bits, in_thread
 from oracle import s as scope
 
 from checkpointing import (
@@ -772,3 +772,69 @@ def test_is_recomputing_is_false_in_what_the_forward_calls(door, where):
     y.sum().backward()
     if where == "check":
         assert all(seen)
+
+
+@pytest.mark.parametrize("word", ["cs", "css", "ccs", "scs", "cr", "csc"])
+@pytest.mark.parametrize("way", ["first to read", "result", "result of a view", "kept", "again and again"])
+def test_a_forward_only_function_in_a_scope_in_a_rerun_leaves_no_trace_there(word, way):
+    """The rerun records the scope anew, without the operators of the function: what the scope saves in the region
+    around it must be the same all the same, in the same order."""
+    seen = []
+
+    @forward_only
+    def note(x):
+        seen.append(x.detach().sum().item())
+        return x.detach().mean()
+
+    def function(a, b):
+        if way == "first to read":
+            note(b)
+            return (a.sin() * b).exp()
+        if way == "result":
+            return (a.sin() * note(b) * b).exp()
+        if way == "result of a view":
+            return (a.sin() * note(b[1:]) * b).exp()
+        if way == "kept":
+            y = keep(a.exp() * note(b))
+            note(y)
+            return (y * b).sin() * a
+        for x in (b, a, b):
+            a = (a * note(x)).sin() * b
+        return a.exp()
+
+    def gradients(function):
+        a, b = leaf(), leaf()
+        with torch.no_grad():
+            b += 1
+        return torch.autograd.grad(function(a * 1, b * 1).sum(), (a, b))
+
+    want = gradients(function)
+    runs = len(seen)
+    assert all(map(torch.equal, gradients(apply(word, function)), want))
+    assert len(seen) == 2 * runs
+
+
+@pytest.mark.parametrize("word", ["cs", "css", "scs", "cr"])
+def test_what_a_recompute_leaves_out_may_read_again_but_not_first(word):
+    """In a scope in a rerun: else the scope would find one tensor where it saved another."""
+
+    def gradients(function):
+        a, b = leaf(), leaf()
+        with torch.no_grad():
+            b += 1
+        return torch.autograd.grad(function(a * 1, b * 1).sum(), (a, b))
+
+    def first(a, b):
+        if not is_recomputing():
+            b.detach().sum()
+        return (a.sin() * b).exp()
+
+    def again(a, b):
+        y = a.sin() * b
+        if not is_recomputing():
+            (b.detach() + a.detach()).sum()
+        return (y * a).exp() * b
+
+    assert all(map(torch.equal, gradients(apply(word, again)), gradients(again)))
+    with pytest.raises(MismatchError, match=r"another order.*test_state\.py.*@forward_only"):
+        gradients(apply(word, first))
