@@ -289,7 +289,7 @@ _NO_WRITES: list[tuple[int, int]] = []
 _NO_STORAGES: frozenset[int] = frozenset()
 _FIRST = (0,)
 _getframe = sys._getframe
-_storage_id = _torch.storage_id
+_storage_id, _id_of_storage = _torch.storage_id, _torch.id_of_storage
 _weak_storage = _torch.weak_storage
 _Parameter = nn.Parameter
 _plain_dispatch = Tensor.__torch_dispatch__
@@ -746,7 +746,7 @@ class Tape(TorchDispatchMode):
         values = self._values
         if type(result) is Tensor and _has_storage(result):  # nearly always
             storage = result.untyped_storage()
-            sid = storage._cdata
+            sid = _id_of_storage(storage)
             if sid not in values:
                 value = self._register(storage, op, sid)
                 value.unwritten = unwritten
