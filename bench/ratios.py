@@ -13,13 +13,16 @@ Ways = dict[str, Callable[[], Any]]
 def timed(
     ways: Ways, rounds: int, calls: int, clock: Callable[[], float] = time.perf_counter
 ) -> dict[str, tuple[float, float]]:
-    """Median and least seconds per call of each way; the ways take turns, `calls` calls a turn."""
+    """Median and least seconds per call of each way; the ways take turns, `calls` calls a turn and some before
+    that are not timed."""
     times: dict[str, list[float]] = {name: [] for name in ways}
     for call in ways.values():
         for _ in range(calls):
             call()
     for _ in range(rounds):
         for name, call in ways.items():
+            for _ in range(calls // 4):  # what the one before has left behind: cold caches, garbage
+                call()
             start = clock()
             for _ in range(calls):
                 call()

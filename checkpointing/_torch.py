@@ -409,7 +409,11 @@ class _SaveInput(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:
         ctx.save_for_backward(tensor)
-        return torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        guard = _C._DisableTorchDispatch()  # no mode need see it
+        try:
+            return torch.empty(0, dtype=tensor.dtype, device="cpu")
+        finally:
+            del guard
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Tensor:
