@@ -15,6 +15,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from oracle import bits, count, in_thread
+from oracle import c as rerun
+from oracle import r as replay
 from oracle import s as scope
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
@@ -37,16 +39,6 @@ from checkpointing.torch_compat import checkpoint, set_checkpoint_early_stop
 def plain(fn, **options):
     """No region."""
     return fn
-
-
-def rerun(fn, **options):
-    """Called again."""
-    return checkpointed(fn, **options)
-
-
-def replay(fn, **options):
-    """Recorded."""
-    return checkpointed(fn, backend="replay", **options)
 
 
 DOOR = pytest.mark.parametrize("door", [rerun, replay, scope])

@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 import torch
 from oracle import apply, bits, in_thread
+from oracle import c as rerun
+from oracle import r as replay
 from oracle import s as scope
 
 from checkpointing import (
@@ -33,16 +35,6 @@ def leaf():
 def plain(fn):
     """No region."""
     return fn
-
-
-def rerun(fn, **options):
-    """Called again."""
-    return checkpointed(fn, **options)
-
-
-def replay(fn, **options):
-    """Recorded."""
-    return checkpointed(fn, backend="replay", **options)
 
 
 DOORS = {
