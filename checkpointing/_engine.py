@@ -35,7 +35,8 @@ import threading
 import warnings
 import weakref
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial, reduce
 from types import CodeType, FrameType
 from typing import Any, Protocol, cast
@@ -469,12 +470,6 @@ class Held:
                 if shares or not is_inference:
                     self._live = (lambda: alias) if shares else weakref.ref(tensor)
 
-    def _now(self) -> int | None:
-        if self._unpack is None:
-            return _torch.version(self._packed)
-        live = None if self._live is None else self._live()
-        return self._version if live is None else _torch.version(live)
-
     @property
     def alias(self) -> Tensor:
         """The tensor itself, where no hooks have packed it."""
@@ -512,8 +507,13 @@ class Held:
         self.is_parameter = False
 
     def fetch(self, where: Frame) -> Tensor:
-        tensor: Tensor = self._packed if self._unpack is None else self._unpack(self._packed)
-        now = _torch.version(tensor) if self._unpack is None else self._now()
+        if self._unpack is None:
+            tensor: Tensor = self._packed
+            now: int | None = _torch.version(tensor)
+        else:
+            tensor = self._unpack(self._packed)
+            live = None if self._live is None else self._live()
+            now = self._version if live is None else _torch.version(live)
         if now != self._version and self._version is not None:
             raise errors.changed(where, named(self.name, tensor), self._version, now)
         return tensor
@@ -917,6 +917,18 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
     while sys._getframe(depth) is not user:
         depth += 1
     warnings.warn(message, category, stacklevel=depth + 1)
+
+
+@contextmanager
+def aside() -> Iterator[None]:
+    """What runs inside is no tape's business."""
+    thread.depth += 1
+    thread.aside += 1
+    try:
+        yield
+    finally:
+        thread.depth -= 1
+        thread.aside -= 1
 
 
 def without_recording(function: Callable[[Any], Any], value: Any) -> Any:

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
 from . import _torch, errors
 from ._auto import Placement
-from ._engine import thread
+from ._engine import aside, thread
 from ._offload import Destination
 from ._tape import NOWHERE, Answer, Places
 from ._tree import map_tensors
@@ -59,13 +59,10 @@ def opaque() -> Iterator[None]:
         yield
         return
     region.look_away()
-    thread.depth += 1
-    thread.aside += 1
     try:
-        yield
+        with aside():
+            yield
     finally:
-        thread.depth -= 1
-        thread.aside -= 1
         region.look_away()
 
 

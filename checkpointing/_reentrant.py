@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from . import _torch, errors
 from ._ambient import Ambient, Generators, has_rng
 from ._engine import thread, warn
-from ._rerun import Buffers, PreserveRngState, Surroundings
+from ._rerun import Buffers, PreserveRngState, Surroundings, required_of
 from ._tree import map_tensors
 
 
@@ -146,7 +146,7 @@ def run(function: Callable[..., Any], name: str, preserve_rng_state: PreserveRng
         around = Surroundings(function)
         modules = around.modules + tuple(value for value in args if isinstance(value, nn.Module))
         found = [tensor for _, tensor, *_ in around.tensors]
-        found += [required[0] for required in (a.required for a in around.attributes) if required is not None]
+        found += [tensor for tensor, _ in required_of(around.attributes)]
         if any(t.requires_grad for t in found) or any(p.requires_grad for m in modules for p in m.parameters()):
             raise errors.UnsupportedError(
                 f"region '{name}': none of the inputs requires grad, so the reentrant backend would give the "

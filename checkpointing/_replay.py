@@ -84,11 +84,10 @@ class Replay:
         if self._by_segment is not None:
             return self._by_segment
         found: dict[int, list[weakref.ref[Holder]]] = {}
-        cuts = self.tape.cuts
         for ref in frame.holders:
             holder = ref()
-            if holder is not None and (index := newest(holder)) >= 0:
-                found.setdefault(bisect_right(cuts, index), []).append(ref)
+            if holder is not None and (segment := self.segment_of(holder)) >= 0:
+                found.setdefault(segment, []).append(ref)
         if frame.complete:
             self._by_segment = found
         return found
@@ -349,11 +348,7 @@ class _Window:
         for holder in self._passed_by(ops) if self._stage is None else wanted:
             saved = holder.saved
             if type(saved) is Ref:
-                id = saved[0].id
-                if id in savers:
-                    savers[id].append(holder)
-                else:
-                    savers[id] = [holder]
+                savers.setdefault(saved[0].id, []).append(holder)
                 continue
             for value in values_of(saved):
                 if value.op is not None:

@@ -626,18 +626,13 @@ class Buffers:
                 if type(value) is torch.Generator:
                     self.generators += (value,)
                 elif not name.startswith("_"):
-                    self._note(f"{type(module).__name__}.{name}", value, attributes, name)
+                    _note_attribute(self, f"{type(module).__name__}.{name}", value, attributes, name)
             elif type(value) in (list, dict) and 0 < len(value) < 100 and not name.startswith("_"):
                 for path, part, store, key in _near(value, f"{type(module).__name__}.{name}"):
                     if part is None or isinstance(part, Tensor):
-                        self._note(path, part, store, key)
+                        _note_attribute(self, path, part, store, key)
                     elif isinstance(part, nn.Module):
                         modules.append(part)
-
-    def _note(self, path: str, value: Tensor | None, store: Any, key: Any) -> None:
-        self.attributes.append(Attribute(path, value, store, key))
-        if value is not None and Plain.is_one(value):
-            self.plain.append(Plain(path, value))
 
     def knows(self, tensor: Tensor) -> bool:
         for _, _, buffer, _ in self._volatile:
@@ -825,6 +820,19 @@ class Attribute:
         return tensor, errors.changed(where, named(f"'{self.path}'", tensor), self._version, _torch.version(tensor))
 
 
+def _note_attribute(found: Buffers | Surroundings, path: str, value: Tensor | None, store: Any, key: Any) -> None:
+    """Among what these have found is an attribute, which the region may set, or write if it holds a tensor."""
+    found.attributes.append(Attribute(path, value, store, key))
+    if value is not None and Plain.is_one(value):
+        found.plain.append(Plain(path, value))
+
+
+def required_of(attributes: Iterable[Attribute]) -> list[tuple[Tensor, bool]]:
+    """The tensors that they hold, each with whether it required grad."""
+    found = [attribute.required for attribute in attributes]
+    return [required for required in found if required is not None]
+
+
 class Writes:
     """Tensors outside of modules that a region has written: running statistics, counters, code books. The rerun gets
     copies of what they held before the forward; what it writes is dropped (rule 7). Attributes that a region sets to
@@ -952,8 +960,7 @@ class Writes:
 
     def required(self) -> list[tuple[Tensor, bool]]:
         """The tensors, each with whether it required grad."""
-        found = [attribute.required for attribute in self._attributes]
-        return [required for required in found if required is not None]
+        return required_of(self._attributes)
 
     def enter(self, written: set[int]) -> tuple[list[tuple[Tensor, Tensor, int]], list[tuple[Any, Any, Any]]]:
         """Give the tensors that are no arguments their values of before the forward; returns what `leave` needs."""
@@ -1086,7 +1093,7 @@ class Surroundings:
             self._variables[function] = values = _values_of_variables(function)
             for name, value in _defaults_of(function):
                 if isinstance(value, Tensor) and not self._strict:  # a call may bring another one in its place
-                    self._note_attribute(name, value, None, None)
+                    _note_attribute(self, name, value, None, None)
                 else:
                     self._note(name, value)
             names, sets = _variables_of(function), _set_by(function.__code__)
@@ -1120,7 +1127,7 @@ class Surroundings:
                 if part is None or isinstance(part, Tensor):
                     near.add(id(part))
                     if not self._strict:
-                        self._note_attribute(path, part, store, key)
+                        _note_attribute(self, path, part, store, key)
                 elif isinstance(part, FunctionType | MethodType | functools.partial) and not self._in_object:
                     # Not those that these lead to in turn: an object may lead to the whole program.
                     self._in_object = True
@@ -1131,11 +1138,6 @@ class Surroundings:
                     self._note(path, part)
                 elif id(part) not in near and not self._strict:
                     self.attributes.append(Attribute(path, part, None, None))
-
-    def _note_attribute(self, path: str, value: Tensor | None, store: Any, key: Any) -> None:
-        self.attributes.append(Attribute(path, value, store, key))
-        if value is not None and Plain.is_one(value):
-            self.plain.append(Plain(path, value))
 
     def forgive(self, writes: Writes) -> None:
         """What the region itself has written is no change."""
@@ -1489,9 +1491,9 @@ class Inputs:
             return value
         path = name if isinstance(name, str) else f"{name[0]}[{name[1]!r}]"
         opened = open_container(value)
-        if opened is not None and any(value is container for container in around):
-            return value  # a container in itself
         if opened is not None:
+            if any(value is container for container in around):
+                return value  # a container in itself
             parts, build = opened
             around = (*around, value)
             has_fields = dataclasses.is_dataclass(value) or hasattr(kind, "_fields")

@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import _torch
 from ._ambient import Generators, has_rng, read_switches
-from ._engine import Held, Name, checked, is_internal, may_be_unfilled, stack_of_user, thread, without_recording
+from ._engine import Held, Name, aside, checked, is_internal, may_be_unfilled, stack_of_user, thread, without_recording
 from ._offload import Destination, Mover
 from ._tree import ATOMS
 
@@ -518,12 +518,8 @@ class Tape(TorchDispatchMode):
         if self._outer is None or outer is None:
             return function(*args, **kwargs)
         self.expect_differences()
-        here = self._here
-        try:
-            here["depth"], here["aside"] = here["depth"] + 1, here["aside"] + 1
+        with aside():
             return self._outer.once(function, args, kwargs)
-        finally:
-            here["depth"], here["aside"] = here["depth"] - 1, here["aside"] - 1
 
     def expect_differences(self) -> None:
         """From here on a rerun around this may read less from outside than the forward, and would save it in slots that

@@ -294,15 +294,12 @@ def alias(tensor: Tensor) -> Tensor:
             bits = int(tensor.dtype.is_complex and tensor.is_conj()) + 2 * int(tensor.is_neg())
             plain.set_(tensor.untyped_storage())
             return lay(plain, tensor.shape, tensor.stride(), int(tensor.storage_offset()), tensor.dtype, bits)
-    if not _is_excluded(_adinplace_key):
-        if type(tensor) is not Tensor:
+    if _is_excluded(_adinplace_key):
+        with _C._SetExcludeDispatchKeyGuard(_adinplace_key, False):
             return tensor.detach()
-        guard = _C._DisableTorchDispatch()  # no mode need see it, least of all our own: it takes long
-        try:
-            return tensor.detach()
-        finally:
-            del guard
-    with _C._SetExcludeDispatchKeyGuard(_adinplace_key, False):
+    if type(tensor) is not Tensor:
+        return tensor.detach()
+    with _C._DisableTorchDispatch():  # no mode need see it, least of all our own: it takes long
         return tensor.detach()
 
 
@@ -409,11 +406,8 @@ class _SaveInput(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:
         ctx.save_for_backward(tensor)
-        guard = _C._DisableTorchDispatch()  # no mode need see it
-        try:
+        with _C._DisableTorchDispatch():  # no mode need see it
             return torch.empty(0, dtype=tensor.dtype, device="cpu")
-        finally:
-            del guard
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Tensor:
