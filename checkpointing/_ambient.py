@@ -202,35 +202,44 @@ _autocast_is_on = _torch.autocast_is_on_somewhere
 class Ambient:
     """Everything but random state: autocast, function modes, switches, context variables, state of the user's."""
 
-    __slots__ = ("_autocast", "_context", "_modes", "_switches", "states")
+    __slots__ = ("_autocast", "_modes", "_switches", "context", "states")
 
     def __init__(self) -> None:
-        self._context = _copy_context()
-        self._switches = read_switches()
+        self.context = _copy_context()
+        try:
+            self._switches = [getter() for getter in _QUICK_GETTERS]
+        except RuntimeError:
+            self._switches = read_switches()
         self._modes = _torch.function_modes() if _function_mode_count() else None
         self._autocast = _read_autocast() if _autocast_is_on() else None
         self.states = [handle.capture() for handle in _registry.states] if _registry.states else None
+
+    def is_present(self) -> bool:
+        """Whether there is nothing to enter, as nearly always: then `run` is a call in a copy of `context`."""
+        if (
+            self._autocast is not None
+            or self._modes is not None
+            or self.states is not None
+            or _autocast_is_on()
+            or _function_mode_count()
+            or _is_inference()
+        ):
+            return False
+        try:
+            return [getter() for getter in _QUICK_GETTERS] == self._switches
+        except RuntimeError:
+            return False
 
     def run(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         """Call with the captured state; whatever had to change is put back, also after an exception."""
         if self.states is not None:
             call = partial(_with_states, self.states, call)
-        # A copy: one context can't be entered twice, and recomputes nest.
-        context = self._context.copy()
-        if (
-            self._autocast is None
-            and self._modes is None
-            and not _autocast_is_on()
-            and not _function_mode_count()
-            and not _is_inference()
-            and read_switches() == self._switches
-        ):
-            context.run(call, *args, **kwargs)  # nothing to enter, as nearly always
-            return
         undo: list[Callable[[], None]] = []
         try:
-            self._enter(undo)
-            context.run(call, *args, **kwargs)
+            if not self.is_present():
+                self._enter(undo)
+            # A copy: one context can't be entered twice, and recomputes nest.
+            self.context.copy().run(call, *args, **kwargs)
         finally:
             for restore in reversed(undo):
                 restore()

@@ -169,9 +169,6 @@ def _forget(frame: weakref.ref[Frame], key: Any, _: object = None) -> None:
         alive.tasks.pop(key, None)
 
 
-_unwanted = object()
-
-
 class _Stop(BaseException):
     """Ends a rerun early. A BaseException, so that `except Exception` in the region does not catch it; and sticky:
     whoever swallows it meets it again at the next saved tensor. Made anew each time: an exception that outlives its
@@ -231,13 +228,14 @@ class Frame:
         return f"region '{self.name}' (entered at {code.co_filename}:{_line(code, instruction)})"
 
     def packer(self) -> Callable[[Tensor], Holder]:
-        """Autograd's pack hook for this region. A closure: it runs once per saved tensor."""
-        holders, leaves, save, check = self.holders, self.leaves, self.source.save, self.check
+        """Autograd's pack hook for this region; it runs once per saved tensor."""
+        source, check = self.source, self.check
         plain_check = check is metadata_of
+        save, guards, see_statistics = source.save, source.guards_leaves, source.see_statistics
+        if plain_check and save is None and guards is None and see_statistics is None:
+            return self._pack
         is_quick = plain_check or check is None
-        guards = self.source.guards_leaves
-        parameters = self.parameters
-        see_statistics = self.source.see_statistics
+        holders, leaves, parameters = self.holders, self.leaves, self.parameters
         unfilled: list[_Unfilled] = []  # of the last node, to be checked again when its operator has run
         node = -1
 
@@ -280,6 +278,26 @@ class Frame:
             return holder
 
         return pack
+
+    def _pack(self, tensor: Tensor) -> Holder:
+        """The pack hook where the source compares metadata and wants to know nothing else."""
+        holder = Holder()
+        holder.frame = self
+        holder.slot = len(self.holders)
+        try:
+            holder.metadata = (tensor.shape, tensor.dtype, tensor.device)
+        except RuntimeError:
+            holder.metadata = metadata_of(tensor)
+        self.holders.append(_ref(holder))
+        return holder
+
+    def parameter_of(self, holder: Holder) -> Tensor:
+        """What is not recomputed."""
+        parameter: Tensor = holder.saved
+        version = self.parameters[holder.slot]
+        if parameter._version != version:
+            raise errors.changed(self, named("a leaf", parameter), version, parameter._version)
+        return parameter
 
     def bring_back(self, holder: Holder, key: Any) -> Tensor:
         """Recompute for a holder whose tensor is not at hand: once per slot and graph task."""
@@ -329,12 +347,12 @@ def checked(hooks: _torch.Hooks) -> _torch.Hooks:
     """These hooks of a region around, or of its rerun: what they are given in the rerun must be what it was in the
     forward, bit for bit."""
     pack, unpack_ = hooks
-    expect = getattr(pack, "expect", None)  # of a rerun
+    rerun = getattr(pack, "__self__", None)
 
     def checked_pack(tensor: Tensor) -> Any:
         found = without_recording(checksum, tensor)
-        if expect is not None:
-            expect(found)
+        if type(rerun) is Recompute:
+            rerun.expect(found)
         packed = pack(tensor)
         if type(packed) is Holder:
             if packed.frame.checksums is None:
@@ -358,7 +376,10 @@ def unpack(holder: Holder) -> Tensor:
     tensor = None if task is None else task.ready.get(holder.slot)
     if tensor is None:
         at_hand = frame.source.at_hand
-        tensor = None if at_hand is None else at_hand(holder, frame)
+        if at_hand is not None:
+            tensor = at_hand(holder, frame)
+        elif holder.slot in frame.parameters:
+            tensor = frame.parameter_of(holder)
         if tensor is None:
             tensor = frame.bring_back(holder, key)
     else:
@@ -531,11 +552,13 @@ class Recompute:
     """One recompute under way: the engine's side of the seam."""
 
     __slots__ = (
+        "_count",
         "_last",
         "_mismatches",
-        "_passed",
+        "_slot",
         "_stopped",
         "_unchecked",
+        "_unfilled",
         "frame",
         "holder",
         "ran_to_its_end",
@@ -548,9 +571,11 @@ class Recompute:
         self.task = task
         self.holder = holder
         self._mismatches: tuple[errors.Mismatch, ...] = ()
-        self._unchecked: list[tuple[int, Any, Tensor]] = []  # what may be filled only later
-        self._passed: Callable[[], int] | None = None  # how many slots an in-order source has passed
+        self._unchecked: tuple[tuple[int, Any, Tensor], ...] = ()  # what may be filled only later
+        self._count = -1  # the slots that there are, for a source that passes them in order
+        self._slot = -1  # which it has passed
         self._last = sys.maxsize  # where it is to be stopped
+        self._unfilled = -1  # see `may_be_unfilled`: the last node that has saved such
         self.ran_to_its_end = False  # set by an in-order source that was not stopped
         self._stopped = False
         self.written: set[int] | None = None  # storages that an in-order source writes again
@@ -591,73 +616,58 @@ class Recompute:
         signal at the last one that is wanted (rule 5). What it returns is for the graph of the rerun: a tensor, so
         that backward inside the rerun works (rule 6); detached, because a graph must not own itself (autograd has
         already detached what is no output of the operator).
-
-        A closure: it runs once per recomputed tensor.
         """
-        frame, opened, ready, versions = self.frame, self.holder, self.task.ready, self.task.versions
-        check = frame.check
-        plain_check = check is metadata_of
-        expected: list[Any] = []  # by slot: what the check compares
-        end = 0
-        for ref in frame.holders:
-            holder = ref()
-            if holder is not None and (holder.slot not in ready or holder is opened):
-                expected.append(holder.metadata)
-                end = len(expected)
-            else:
-                expected.append(_unwanted)
-        count, last = len(expected), sys.maxsize
+        frame = self.frame
+        self._count = last = len(frame.holders)
         if frame.early_stop:
-            self._last = last = end - 1
-        written = self.written
-        slot = unfilled = -1
+            while True:
+                last -= 1
+                if self.wants(frame.holders[last]()):
+                    break
+            self._last = last
+        return self._pack
 
-        def pack(given: Tensor) -> Tensor:
-            nonlocal slot, unfilled
-            slot += 1
-            tensor = given
-            if tensor.requires_grad:
-                tensor = tensor.detach()
-            elif tensor._version == 0 and type(tensor) is Tensor:  # see `may_be_unfilled`
-                unfilled = _node_count()
-            if written is not None and _torch.has_storage(tensor) and _torch.storage_id(tensor) in written:
-                tensor = copy_of(tensor, tensor._version)
-            if slot < count:
-                metadata = expected[slot]
-                if metadata is not _unwanted:
-                    if plain_check:
-                        try:
-                            found: Any = (tensor.shape, tensor.dtype, tensor.device)
-                        except RuntimeError:
-                            found = metadata_of(tensor)
-                        if metadata != found:
-                            self._mismatch(slot, metadata, found, given)
-                    elif check is not None:
-                        found = check(tensor)
-                        if type(metadata) is _Unfilled:
-                            if metadata.before != found:
-                                self._unchecked.append((slot, metadata, tensor))
-                        elif metadata != found:
-                            self._mismatch(slot, metadata, found, given)
-                    ready[slot] = tensor
-                    if tensor._version:
-                        versions[slot] = tensor._version
-            elif frame.complete and not self._stopped:
-                raise errors.too_many(frame, count, user_line())
-            if slot >= last and (unfilled != _node_count() or self._stopped):
-                self._stopped = True
-                raise _Stop(self)
-            return tensor
+    def _pack(self, given: Tensor) -> Tensor:
+        self._slot = slot = self._slot + 1
+        frame, tensor = self.frame, given
+        if tensor.requires_grad:
+            tensor = tensor.detach()
+        elif tensor._version == 0 and type(tensor) is Tensor:
+            self._unfilled = _node_count()
+        if self.written is not None and _torch.has_storage(tensor) and _torch.storage_id(tensor) in self.written:
+            tensor = copy_of(tensor, tensor._version)
+        if slot < self._count:
+            holder, ready, check = frame.holders[slot](), self.task.ready, frame.check
+            if holder is not None and (slot not in ready or holder is self.holder):
+                metadata = holder.metadata
+                if check is metadata_of:
+                    try:
+                        found: Any = (tensor.shape, tensor.dtype, tensor.device)
+                    except RuntimeError:
+                        found = metadata_of(tensor)
+                    if metadata != found:
+                        self._mismatch(slot, metadata, found, given)
+                elif check is not None:
+                    found = check(tensor)
+                    if type(metadata) is _Unfilled:
+                        if metadata.before != found:
+                            self._unchecked += ((slot, metadata, tensor),)
+                    elif metadata != found:
+                        self._mismatch(slot, metadata, found, given)
+                ready[slot] = tensor
+                if tensor._version:
+                    self.task.versions[slot] = tensor._version
+        elif frame.complete and not self._stopped:
+            raise errors.too_many(frame, self._count, user_line())
+        if slot >= self._last and (self._unfilled != _node_count() or self._stopped):
+            self._stopped = True
+            raise _Stop(self)
+        return tensor
 
-        self._passed = lambda: slot + 1
-        cast(Any, pack).expect = self._expect
-        return pack
-
-    def _expect(self, found: int) -> None:
+    def expect(self, found: int) -> None:
         """A tape inside is about to save a tensor with this checksum."""
-        assert self._passed is not None  # set with this
         checksums = self.frame.checksums or {}
-        saved = checksums.get(self._passed(), found)
+        saved = checksums.get(self._slot + 1, found)
         # If it is none of the others, a kernel may have given other bits, or a generator.
         if saved != found and found in checksums.values():
             raise errors.read_in_another_order(self.frame, user_line())
@@ -682,7 +692,7 @@ class Recompute:
             found = expected.check(tensor)
             if expected != found:
                 self._mismatch(slot, expected, found, None)
-        self._unchecked.clear()
+        self._unchecked = ()
         self._mismatches = tuple(sorted(self._mismatches, key=lambda mismatch: mismatch[0]))
 
     def _explain_mismatches(self) -> errors.CheckpointError:
@@ -720,21 +730,21 @@ class Recompute:
         except _Stop:  # of an enclosing rerun
             raise
         except BaseException as error:
-            if self._stopped and isinstance(error, Exception | SystemExit):
-                return self._verify()  # what user code has made of the stop signal
-            add_note(error, f"This happened during the recompute of {frame.place}.")
-            if isinstance(error, errors.CheckpointError) and frame.on_error is not None:
-                frame.on_error(error)
-            raise
+            # The other case is what user code has made of the stop signal.
+            if not (self._stopped and isinstance(error, Exception | SystemExit)):
+                add_note(error, f"This happened during the recompute of {frame.place}.")
+                if isinstance(error, errors.CheckpointError) and frame.on_error is not None:
+                    frame.on_error(error)
+                raise
         finally:
             here["region"], here["depth"] = region, depth
-        self._verify()
+        if self._mismatches or frame.leaves or self._count >= 0:
+            found = self._find_error()
+            if found is not None:
+                self._fail(found)
 
-    def _verify(self) -> None:
+    def _fail(self, error: errors.CheckpointError) -> None:
         frame = self.frame
-        error = self._find_error()
-        if error is None:
-            return
         if frame.title is not None:
             add_note(error, f"This happened during the recompute of {frame.place}.")
         self.task.ready.clear()
@@ -754,19 +764,18 @@ class Recompute:
                 leaf = ready.get(slot)
                 if leaf is not None and leaf._version != version:
                     return errors.changed(frame, named("a leaf", leaf), version, leaf._version)
-        if self._passed is not None:
+        if self._count >= 0:
             versions = self.task.versions
-            overwritten = [
-                slot
-                for slot, tensor in ready.items()
-                if tensor is not None and tensor._version and tensor._version != versions.get(slot)
-            ]
+            overwritten = []
+            for slot, tensor in ready.items():
+                if tensor is not None and tensor._version and tensor._version != versions.get(slot):
+                    overwritten.append(slot)
             for slot in overwritten:
                 if slot == self.holder.slot:
                     return errors.overwritten(frame)
                 del ready[slot]  # perhaps nobody asks for it, as in plain code that works
             if self.ran_to_its_end:  # the last slot that is wanted should have stopped it
-                count, last = self._passed(), self.holder.slot
+                count, last = self._slot + 1, self.holder.slot
                 if self._last != sys.maxsize:
                     last = self._last
                 elif frame.complete:
@@ -876,7 +885,7 @@ def describe(tensor: Tensor) -> str:
 def entered_from(frame: FrameType) -> Line:
     """Where user code entered a region; `frame` is the caller of the door."""
     code = frame.f_code
-    if _inside.get(code, True):  # a module's `__call__` stands between, or not seen before
+    if id(code) not in _user_code:  # a module's `__call__` stands between, or not seen before
         frame = _user_frame(frame)
         code = frame.f_code
     return code, frame.f_lasti
@@ -899,16 +908,19 @@ def depth_of_user(frame: FrameType) -> int:
 def _user_frame(frame: FrameType) -> FrameType:
     while True:
         code = frame.f_code
-        inside = _inside.get(code)
-        if inside is None:
-            inside = _inside[code] = code.co_filename.startswith(_NOT_USER_CODE)
-        if not inside or frame.f_back is None:
+        if id(code) in _user_code:
+            return frame
+        if not code.co_filename.startswith(_NOT_USER_CODE):
+            _user_code[id(code)] = code
+            return frame
+        if frame.f_back is None:
             return frame
         frame = frame.f_back  # a module's `__call__` stands between
 
 
-# Whether a code object is torch's or ours. Code objects of user code are few: one per place that enters a region.
-_inside: dict[CodeType, bool] = {}
+# Code objects that are neither torch's nor ours: few, one per place that enters a region. By id, because the hash of a
+# code object is that of all its constants.
+_user_code: dict[int, CodeType] = {}
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:

@@ -21,7 +21,7 @@ import re
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from types import BuiltinFunctionType, CellType, CodeType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any, Literal, NamedTuple
@@ -36,7 +36,6 @@ from ._ambient import Ambient, Generators, has_rng
 from ._engine import (
     Frame,
     Held,
-    Holder,
     Name,
     Recompute,
     copy_of,
@@ -65,26 +64,23 @@ PreserveRngState = bool | Literal["all"]
 class Rerun:
     """The function, its saved inputs and the state it ran in."""
 
-    __slots__ = (
-        "_ambient",
-        "_cpu_state",
-        "_function",
-        "_hooks",
-        "_inputs",
-        "_last_statistics",
-        "_outer",
-        "_pins",
-        "_results",
-        "_rng",
-        "_surroundings",
-        "_writes",
-        "buffers",
-        "context",
-        "guards_leaves",
-        "policy",
-    )
-
     save = None
+    at_hand = None
+
+    # What a function that is given tensors that require grad, and finds nothing by itself, does without.
+    buffers: Buffers | None = None
+    context: AbstractContextManager[Any] | None = None  # entered around the rerun
+    guards_leaves: bool | None = None
+    policy: Any = None
+    writes_something = False  # so that there is something to `settle`
+    _cpu_state: Tensor | None = None  # of the default random generator
+    _rng: Generators | None = None  # the others
+    _surroundings: Surroundings | None = None
+    _writes: Writes | None = None
+    _pins: tuple[tuple[Held, int], ...] = ()
+    _results: list[Any] | None = None
+    _last_statistics = -1  # the node that has saved some, mean and variance
+    _known_statistics = -1  # the node that has saved some of a module's
 
     def __init__(
         self,
@@ -101,49 +97,47 @@ class Rerun:
         self._function = function
         self._hooks = hooks = _enclosing_hooks()
         self._inputs = inputs = Inputs(args, kwargs, hooks)
-        self._surroundings: Surroundings | None = None
-        if not alone or inputs.functions:
-            self._surroundings = around = Surroundings(function, *inputs.functions, strict=strict)
+        self._outer = outer
+        if outer is not None:
+            self.policy = outer.policy
+        if not (alone and inputs.are_plain):
+            self._look_around(function, alone, inputs, strict)
+        self._ambient = Ambient()
+        if self._ambient.states is not None:  # restoring them may write tensors that the function finds by itself
+            self.guards_leaves = False
+            if self._surroundings is not None:
+                self._surroundings.guard_only_leaves()
+        if preserve_rng_state:
+            self._cpu_state = _get_state()
+            if inputs.devices or inputs.generators or preserve_rng_state == "all":
+                self._rng = Generators(False, inputs.devices, inputs.generators, preserve_rng_state == "all")
+
+    def _look_around(self, function: Callable[..., Any], alone: bool, inputs: Inputs, strict: bool) -> None:
+        """For what the function may read and write besides its arguments."""
+        functions = inputs.functions
+        if isinstance(function, nn.Module):
+            inputs.modules += (function,)
+        elif not alone:
+            functions = (function, *functions)
+        if functions:
+            self._surroundings = around = Surroundings(*functions, strict=strict)
             inputs.modules += around.modules
             inputs.generators += around.generators
             inputs.plain += around.plain
             inputs.attributes += around.attributes
-        self.buffers: Buffers | None = None
         if inputs.modules:
             self.buffers = found = Buffers(inputs.modules)
             inputs.see(found.devices)
             inputs.generators += found.generators
             inputs.plain += found.plain
             inputs.attributes += found.attributes
-        self._writes: Writes | None = None
         if inputs.plain or inputs.attributes:
             self._writes = Writes(_code_of(function), inputs.plain, inputs.attributes)
-        self.context: AbstractContextManager[Any] | None = None  # entered around the rerun
-        self._ambient = ambient = Ambient()
+        self.writes_something = self.buffers is not None or self._writes is not None
         # Leaves that the function finds by itself are no arguments. Those that come from elsewhere in the rerun than in
         # the forward (hooks, copies of buffers) have other version counters.
-        finds_leaves = self._surroundings is not None or self.buffers is not None or inputs.has_opaque
-        self.guards_leaves = hooks is None and self.buffers is None if finds_leaves else None
-        if ambient.states is not None:  # restoring them may write tensors that the function finds by itself
-            self.guards_leaves = False
-            if self._surroundings is not None:
-                self._surroundings.guard_only_leaves()
-        self._cpu_state: Tensor | None = None  # of the default random generator
-        self._rng: Generators | None = None  # the others
-        if preserve_rng_state:
-            self._cpu_state = _get_state()
-            if inputs.devices or inputs.generators or preserve_rng_state == "all":
-                self._rng = Generators(False, inputs.devices, inputs.generators, preserve_rng_state == "all")
-        self._pins: list[tuple[Held, int]] = []
-        self._results: list[Any] = []
-        self._outer = outer
-        self._last_statistics = -1  # the node that has saved some
-        self.policy = None if outer is None else outer.policy
-
-    @property
-    def writes_something(self) -> bool:
-        """Whether there is something to `settle`."""
-        return self.buffers is not None or self._writes is not None
+        if self._surroundings is not None or self.buffers is not None or inputs.has_opaque:
+            self.guards_leaves = self._hooks is None and self.buffers is None
 
     def settle(self) -> None:
         """The forward has ended."""
@@ -164,6 +158,11 @@ class Rerun:
         """Batch normalisation saves its running statistics before it writes them, which leaves no other trace."""
         if frame.f_code is not _BATCH_NORM or self._last_statistics == _node_count():
             return
+        if self._outer is None and self.buffers is not None and self.buffers.holds(tensor):
+            if self._known_statistics == _node_count():  # the other one
+                self._last_statistics = _node_count()
+            self._known_statistics = _node_count()
+            return
         names = frame.f_locals  # slow
         if tensor is names.get("running_var"):  # the mean came before, and what the operator saves after is its own
             self._last_statistics = _node_count()
@@ -175,6 +174,7 @@ class Rerun:
             return
         if self._writes is None:
             self._writes = Writes(_BATCH_NORM, [], [])
+            self.writes_something = True
         self._writes.see_statistics(tensor, names, frame)
 
     def keep(self, tensor: Tensor) -> Tensor:
@@ -183,7 +183,7 @@ class Rerun:
         if isinstance(self._outer, Rerun | Pinned):
             # Its own rerun runs this region anew, which must not decide anew.
             tensor = self._outer.keep(tensor)
-        self._pins.append((Held(tensor, self._hooks, "a value given to keep()"), _torch.version(tensor)))
+        self._pins += ((Held(tensor, self._hooks, "a value given to keep()"), _torch.version(tensor)),)
         return tensor
 
     def tag(self, tensor: Tensor, name: str) -> Tensor:
@@ -201,6 +201,8 @@ class Rerun:
             self._outer.yield_to_inner(change)
 
     def once(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._results is None:
+            self._results = []
         self._results.append(_FAILED)
         place = len(self._results) - 1  # it may call others
         # What it saves is no slot of the region, since the recompute won't save it.
@@ -215,58 +217,80 @@ class Rerun:
     def maker(self, holder: object) -> None:
         """Not known."""
 
-    def at_hand(self, holder: Holder, frame: Frame) -> Tensor | None:
-        """Parameters are not recomputed."""
-        version = frame.parameters.get(holder.slot)
-        if version is None:
-            return None
-        parameter: Tensor = holder.saved
-        if parameter._version != version:
-            raise errors.changed(frame, named("a leaf", parameter), version, parameter._version)
-        return parameter
-
     def recompute(self, request: Recompute) -> None:
-        function = self._function if self.context is None else self._with_context
+        where, inputs, function = request.frame, self._inputs, self._function
+        # Whether there is more than a function of tensors, which finds nothing by itself.
+        is_plain = (
+            not inputs.has_opaque and self._surroundings is None and not self.writes_something and self.context is None
+        )
+        if not is_plain:
+            function = self._checked(where)
+        args, kwargs = inputs.restore(where)
+        undo: list[Callable[[], object]] = []
+        now: Tensor | None = None
+        grad_mode = _is_grad_enabled()
+        try:
+            if not is_plain:
+                function = self._go_back(request, function, undo)
+            if self._rng is not None:
+                undo.append(functools.partial(Generators.leave, self._rng.enter()))
+            pack = request.packer()
+            if self._cpu_state is not None:
+                now = _get_state()
+                _set_state(self._cpu_state)
+            _set_grad_enabled(True)
+            if self._pins or self._results or self.policy is not None:
+                thread.region = Pinned(self._pins, self._results, self.policy, where)
+            _push_hooks(pack, identity)
+            try:
+                if self._ambient.is_present():
+                    self._ambient.context.copy().run(function, *args, **kwargs)
+                else:
+                    self._ambient.run(function, *args, **kwargs)
+                request.ran_to_its_end = True
+            finally:
+                _pop_hooks()
+        finally:
+            _set_grad_enabled(grad_mode)
+            if now is not None:
+                _set_state(now)
+            if undo:
+                _undo_all(undo)
+
+    def _checked(self, where: Frame) -> Any:
+        """The function, with its variables as they were, if what it finds by itself still is what it was."""
         if self._writes is not None:
-            self._writes.check(request.frame)
+            self._writes.check(where)
         if self._surroundings is not None:
-            self._surroundings.check(request.frame)
+            self._surroundings.check(where)
             if self.context is None:
-                function = self._surroundings.rebound(function)
-        args, kwargs = self._inputs.restore(request.frame)
+                return self._surroundings.rebound(self._function)
+        return self._function if self.context is None else self._with_context
+
+    def _go_back(self, request: Recompute, function: Any, undo: list[Callable[[], object]]) -> Any:
+        """Put back what modules and other tensors held before the forward; `undo` is given the ways out, last first.
+
+        They belong to the process: while one rerun has put back what they held, another of the same must wait."""
         altered = self._altered()
         if altered:
             function = functools.partial(_call_altered, altered, function)
-        if self._writes is not None:
-            request.written = self._writes.written_arguments()
-        if self.writes_something:
-            self._call_alone(request, function, args, kwargs)
-        else:
-            self._call(request, function, args, kwargs)
-
-    def _call_alone(self, request: Recompute, function: Any, args: Any, kwargs: Any) -> None:
-        """Modules and other tensors that the function finds belong to the process: while one rerun has put back what
-        they held before the forward, another of the same must wait."""
-        has_others = self._writes is not None and self._writes.has_others
-        locks = [*(() if self.buffers is None else self.buffers.locks), *((_others_lock,) if has_others else ())]
-        for lock in locks:
+        writes, buffers = self._writes, self.buffers
+        if writes is not None:
+            request.written = writes.written_arguments()
+        if writes is None and buffers is None:
+            return function
+        has_others = writes is not None and writes.has_others
+        for lock in (*(() if buffers is None else buffers.locks), *((_others_lock,) if has_others else ())):
             lock.acquire()
-        present: Any = ()
-        swapped: Any = ((), ())
-        try:
-            if self.buffers is not None:
-                present = Buffers.exchange(self.buffers.then(request.frame))
-            if self._writes is not None and request.written is not None:
-                swapped = self._writes.enter(request.written)
-            changed = self._changed(request.frame)
-            if changed:
-                function = functools.partial(_call_unread, _Unread(changed), function)
-            self._call(request, function, args, kwargs)
-        finally:
-            Writes.leave(swapped)
-            Buffers.exchange(present)
-            for lock in reversed(locks):
-                lock.release()
+            undo.append(lock.release)
+        if buffers is not None:
+            present = Buffers.exchange(buffers.then(request.frame))
+            undo.append(lambda: Buffers.exchange(present))
+        if writes is not None and request.written is not None:
+            swapped = writes.enter(request.written)
+            undo.append(lambda: Writes.leave(swapped))
+        changed = self._changed(request.frame)
+        return functools.partial(_call_unread, _Unread(changed), function) if changed else function
 
     def _changed(self, where: Frame) -> list[Changed]:
         """What the function may find besides its arguments and must not read: it has been changed since."""
@@ -287,34 +311,20 @@ class Rerun:
         altered = {id(t): t for t, required_grad in found if t.requires_grad is not required_grad and _torch.is_leaf(t)}
         return [*altered.values()]
 
-    def _call(self, request: Recompute, function: Any, args: Any, kwargs: Any) -> None:
-        pack = request.packer()
-        others = None if self._rng is None else self._rng.enter()
-        now = None
-        if self._cpu_state is not None:
-            now = _get_state()
-            _set_state(self._cpu_state)
-        grad_mode = _is_grad_enabled()
-        _set_grad_enabled(True)
-        if self._pins or self._results or self.policy is not None:
-            thread.region = Pinned(self._pins, self._results, self.policy, request.frame)
-        _push_hooks(pack, identity)
-        try:
-            self._ambient.run(function, *args, **kwargs)
-            request.ran_to_its_end = True
-        finally:
-            _pop_hooks()
-            _set_grad_enabled(grad_mode)
-            if now is not None:
-                _set_state(now)
-            if others is not None:
-                Generators.leave(others)
-
     def _with_context(self, *args: Any, **kwargs: Any) -> None:
         assert self.context is not None
         with self.context:
             function = self._function if self._surroundings is None else self._surroundings.rebound(self._function)
             function(*args, **kwargs)
+
+
+def _undo_all(undo: list[Callable[[], object]]) -> None:
+    """The last first; one that fails does not keep the others from it."""
+    while undo:
+        try:
+            undo.pop()()
+        finally:
+            _undo_all(undo)
 
 
 Changed = tuple[Tensor, errors.CheckpointError]  # and what to raise if somebody reads it
@@ -384,9 +394,11 @@ class Pinned:
     """Where `keep` and functions that run once go while the function is called again: it hands back what the forward
     pinned or recorded, in order."""
 
-    def __init__(self, pins: list[tuple[Held, int]], results: list[Any], policy: Any, where: Frame) -> None:
+    def __init__(
+        self, pins: Sequence[tuple[Held, int]], results: Sequence[Any] | None, policy: Any, where: Frame
+    ) -> None:
         self._pins = iter(pins)
-        self._results = iter(results)
+        self._results = iter(results or ())
         self.policy = policy  # regions inside must keep what they kept in the forward
         self._where = where
 
@@ -552,6 +564,7 @@ class Buffers:
 
     __slots__ = (
         "_buffers",
+        "_copied",
         "_lazy",
         "_leaves",
         "_lost",
@@ -581,6 +594,7 @@ class Buffers:
         self.devices: set[torch.device] = set()
         self.generators: tuple[torch.Generator, ...] = ()
         self.plain: list[Plain] = []
+        self._copied: set[int] = set()  # the ids of those tensors
         volatile: list[tuple[dict[str, Any], str, Tensor]] = []
         stack: list[nn.Module | None] = list(modules)
         seen: set[nn.Module] = set()
@@ -613,15 +627,19 @@ class Buffers:
                     self._lazy.append((buffers, name))
                 else:
                     self._buffers.append(_Buffer(module, buffers, name, tensor))
-            if _has_attributes(type(module)):
+            # Torch's own modules have no others with state.
+            if len(vars(module)) != len(_OWN_ATTRIBUTES) and not type(module).__module__.startswith("torch.nn."):
                 self._look_at_attributes(module, stack)
         if volatile:
             copies = without_recording(_clones, [tensor for _, _, tensor in volatile])
             self._volatile = [(*entry, copy) for entry, copy in zip(volatile, copies, strict=True)]
+            self._copied = {id(tensor) for _, _, tensor in volatile}
 
     def _look_at_attributes(self, module: nn.Module, modules: list[nn.Module | None]) -> None:
         attributes = vars(module)
         for name, value in attributes.items():
+            if name in _OWN_ATTRIBUTES:
+                continue
             if value is None or type(value) in _WITH_STATE:
                 if type(value) is torch.Generator:
                     self.generators += (value,)
@@ -634,10 +652,12 @@ class Buffers:
                     elif isinstance(part, nn.Module):
                         modules.append(part)
 
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether this is one of the buffers of which there is a copy."""
+        return id(tensor) in self._copied
+
     def knows(self, tensor: Tensor) -> bool:
-        for _, _, buffer, _ in self._volatile:
-            if buffer is tensor:
-                return True
+        """Whether it lies where a buffer does."""
         storage = _torch.storage_id(tensor)
         known = [*(buffer.tensor for buffer in self._buffers), *(entry[2] for entry in self._volatile)]
         return any(_torch.storage_id(buffer) == storage for buffer in known if _torch.has_storage(buffer))
@@ -715,17 +735,7 @@ class Buffers:
 
 _parts_of = _torch.parts_of_module
 _WITH_STATE = frozenset({Tensor, nn.Parameter, torch.Generator})
-
-
-def _has_attributes(kind: type) -> bool:
-    """Whether modules of this class may have attributes with state: torch's own have none."""
-    has = _attributed.get(kind)
-    if has is None:
-        has = _attributed[kind] = not kind.__module__.startswith("torch.nn.")
-    return has
-
-
-_attributed: weakref.WeakKeyDictionary[type, bool] = weakref.WeakKeyDictionary()
+_OWN_ATTRIBUTES = frozenset(vars(nn.Module()))  # that every module has
 
 
 class Plain:
@@ -1074,10 +1084,7 @@ class Surroundings:
         self.attributes: list[Attribute] = []
         self._variables: dict[FunctionType, list[Any]] = {}
         for function in functions:
-            if isinstance(function, nn.Module):
-                self.modules += (function,)
-            else:
-                self._look_at(function)
+            self._look_at(function)
 
     def _look_at(self, function: Any) -> None:
         while isinstance(function, functools.partial):
@@ -1096,7 +1103,7 @@ class Surroundings:
                     _note_attribute(self, name, value, None, None)
                 else:
                     self._note(name, value)
-            names, sets = _variables_of(function), _set_by(function.__code__)
+            _, names, sets = _variables_of(function)
             for i, (name, value) in enumerate(zip(names, values, strict=True)):
                 self._note(name, value)
                 if name in sets and (value is None or isinstance(value, Tensor)) and not self._strict:
@@ -1161,12 +1168,12 @@ class Surroundings:
         if function in done:
             return done[function]
         done[function] = function  # those that reach themselves stay as they are
-        now, names = _values_of_variables(function), _variables_of(function)
+        now = _values_of_variables(function)
         then = [self._rebound(value, done) for value in self._variables[function]]
         if all(map(operator.is_, now, then)):
             return function
-        code, closure = function.__code__, function.__closure__
-        sets = _set_by(code)
+        code, names, sets = _variables_of(function)
+        closure = function.__closure__
         changed = {
             name: old
             for name, new, old in zip(names, now, then, strict=True)
@@ -1184,22 +1191,31 @@ class Surroundings:
 _UNSET = object()
 
 
-def _variables_of(function: FunctionType) -> tuple[str, ...]:
-    """The names that a function has from its closure, and those of its globals that may hold objects."""
-    names = _names.get(function.__code__)
-    if names is None:
+class _Variables(NamedTuple):
+    """What a function's code says of its variables."""
+
+    code: CodeType
+    names: tuple[str, ...]  # that it has from its closure, and those of its globals that may hold objects
+    sets: frozenset[str]  # which of them it, or one inside it, sets itself
+
+
+def _variables_of(function: FunctionType) -> _Variables:
+    code = function.__code__
+    known = _variables.get(id(code))
+    if known is None:
         scope = function.__globals__
-        names = _names[function.__code__] = function.__code__.co_freevars + tuple(
+        names = code.co_freevars + tuple(
             name
-            for name in _globals_read_by(function.__code__)
+            for name in _globals_read_by(code)
             if not (isinstance(scope.get(name), type | ModuleType) or _is_import(name, scope.get(name), scope))
             and (name in scope or not hasattr(builtins, name))  # it may be set later
         )
-    return names
+        known = _variables[id(code)] = _Variables(code, names, frozenset(_set_by(code)))
+    return known
 
 
-# Looked for once, at the function's first call.
-_names: dict[CodeType, tuple[str, ...]] = {}
+# Looked for once, at the function's first call. By id, because the hash of a code object is that of all its constants.
+_variables: dict[int, _Variables] = {}
 
 
 def _is_import(name: str, value: Any, scope: dict[str, Any]) -> bool:
@@ -1233,7 +1249,7 @@ def _values_of_variables(function: FunctionType) -> list[Any]:
     cells = function.__closure__ or ()
     values = [_contents(cell) for cell in cells]
     scope = function.__globals__
-    return values + [scope.get(name, _UNSET) for name in _variables_of(function)[len(cells) :]]
+    return values + [scope.get(name, _UNSET) for name in _variables_of(function).names[len(cells) :]]
 
 
 def _contents(cell: Any) -> Any:
@@ -1243,17 +1259,13 @@ def _contents(cell: Any) -> Any:
         return _UNSET
 
 
-def _set_by(code: CodeType) -> frozenset[str]:
+def _set_by(code: CodeType) -> Iterator[str]:
     """The closure variables and globals that a function, or one inside it, sets itself."""
-    names = _sets.get(code)
-    if names is None:
-        stores = ("STORE_DEREF", "DELETE_DEREF", "STORE_GLOBAL", "DELETE_GLOBAL")
-        found = {str(i.argval) for i in dis.get_instructions(code) if i.opname in stores}
-        names = _sets[code] = frozenset(found).union(*(_set_by(c) for c in code.co_consts if isinstance(c, CodeType)))
-    return names
-
-
-_sets: dict[CodeType, frozenset[str]] = {}
+    stores = ("STORE_DEREF", "DELETE_DEREF", "STORE_GLOBAL", "DELETE_GLOBAL")
+    yield from (str(i.argval) for i in dis.get_instructions(code) if i.opname in stores)
+    for const in code.co_consts:
+        if isinstance(const, CodeType):
+            yield from _set_by(const)
 
 
 def _near(value: Any, name: str, depth: int = 2) -> Iterator[tuple[str, Any, Any, Any]]:
@@ -1276,17 +1288,18 @@ def stands_alone(function: Any) -> bool:
     if any(type(value) not in ATOMS for _, value in _defaults_of(function)):
         return False
     code = function.__code__
-    alone = _alone.get(code)
-    if alone is None:
+    known = _alone.get(id(code))
+    if known is None:
         scope = function.__globals__
-        alone = _alone[code] = all(
+        alone = all(
             (isinstance(scope[name], type | ModuleType) or _is_import(name, scope[name], scope))
             and _home(scope[name]) in ("torch", "math")
             if name in scope
             else any(hasattr(known, name) for known in _KNOWN)  # else set later, or somebody's attribute of an argument
             for name in _names_in(code)
         )
-    return alone
+        known = _alone[id(code)] = code, alone
+    return known[1]
 
 
 def _home(value: Any) -> str:
@@ -1295,7 +1308,7 @@ def _home(value: Any) -> str:
 
 
 _KNOWN = (builtins, Tensor, torch, nn, nn.functional, torch.linalg, torch.fft, torch.special, dict, list, str)
-_alone: dict[CodeType, bool] = {}
+_alone: dict[int, tuple[CodeType, bool]] = {}
 
 
 def nothing_requires_grad(args: tuple[Any, ...]) -> bool:
@@ -1408,42 +1421,32 @@ Seen = tuple[str, weakref.ref[Tensor], int, bool]  # the path to it, the tensor,
 class Inputs:
     """The arguments of one call: tensors saved, containers copied, everything guarded."""
 
-    __slots__ = (
-        "_args",
-        "_hooks",
-        "_iterators",
-        "_kwargs",
-        "_objects",
-        "attributes",
-        "devices",
-        "functions",
-        "generators",
-        "has_opaque",
-        "modules",
-        "plain",
-    )
+    # What there may be besides tensors that require grad.
+    are_plain = True
+    has_opaque = False  # something that may lead to tensors that nobody sees here
+    devices: tuple[torch.device, ...] = ()
+    generators: tuple[torch.Generator, ...] = ()
+    modules: tuple[nn.Module, ...] = ()
+    functions: tuple[Any, ...] = ()
+    _iterators: tuple[str, ...] = ()
+    _objects: tuple[tuple[object, str, list[Seen]], ...] = ()
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], hooks: _torch.Hooks | None) -> None:
         self._hooks = hooks
-        self.has_opaque = False  # something that may lead to tensors that nobody sees here
-        self._iterators: tuple[str, ...] = ()
-        self._objects: tuple[tuple[object, str, list[Seen]], ...] = ()
-        self.devices: tuple[torch.device, ...] = ()
-        self.generators: tuple[torch.Generator, ...] = ()
-        self.modules: tuple[nn.Module, ...] = ()
-        self.functions: tuple[Any, ...] = ()
-        self.plain: list[Plain] = []
-        self.attributes: list[Attribute] = []
         self._args: list[Any] = [*args]
         self._kwargs = kwargs
+        self.plain: list[Plain] = []
+        self.attributes: list[Attribute] = []
         is_quick = hooks is None and _SavedTensor is not None
         for i, value in enumerate(args):
             kind = type(value)
             if is_quick and (kind is Tensor or kind is nn.Parameter) and value.requires_grad and value.is_cpu:
                 self._args[i] = _save_input(value, False)  # autograd guards the version
             elif kind not in ATOMS or kind is type:
+                self.are_plain = False
                 self._args[i] = self._save(value, ("args", i))
         if kwargs:
+            self.are_plain = False
             self._kwargs = {k: self._save(v, ("kwargs", k)) for k, v in kwargs.items()}
 
     def restore(self, where: Frame) -> tuple[list[Any], dict[str, Any]]:
@@ -1456,7 +1459,8 @@ class Inputs:
         for i, saved in enumerate(args):
             if type(saved) is _SavedTensor:
                 try:
-                    args[i] = _as_leaf(saved.unpack())  # type: ignore[attr-defined]
+                    tensor = saved.unpack()  # type: ignore[attr-defined]
+                    args[i] = tensor if tensor.requires_grad else _as_leaf(tensor)
                 except RuntimeError as error:
                     raise _as_changed(error, ("args", i), where) from error
             else:

@@ -294,6 +294,7 @@ def _checkpoint(
     )
     frame.title = "torch.utils.checkpoint"
     forward: AbstractContextManager[Any] | None = None
+    marked: functools.partial[Any] | None = None
     pack = frame.packer()
     if debug:
         forward, source.context = logged(frame)
@@ -301,7 +302,8 @@ def _checkpoint(
         forward, source.context = context_fn()
         if isinstance(forward, _torch.SelectiveForward):
             forward.respect_saved_tensors_hooks = respect_saved_tensors_hooks
-            _torch.mark_as_torchs_own(pack, _user_hooks())
+            pack = marked = functools.partial(pack)  # a method takes no attributes
+            _torch.mark_as_torchs_own(marked, _user_hooks())
     was_up = not preserve_rng_state or _torch.accelerator_is_up()
     result: Any = _MISSING
     here["region"] = source
@@ -318,8 +320,8 @@ def _checkpoint(
         frame.complete = True
         if source.writes_something:
             source.settle()
-        if forward is not None:
-            pack.__dict__.clear()  # the mark; autograd holds `pack`, out of the garbage collector's sight
+        if marked is not None:
+            marked.__dict__.clear()  # autograd holds it, out of the garbage collector's sight
     if result is _MISSING:
         raise RuntimeError(
             "torch.utils.checkpoint: the forward context provided by context_fn suppressed an exception raised during "
