@@ -741,7 +741,10 @@ class Recompute:
         if self._mismatches or frame.leaves or self._count >= 0:
             found = self._find_error()
             if found is not None:
-                self._fail(found)
+                try:
+                    self._fail(found)
+                finally:
+                    del found  # its traceback holds this frame
 
     def _fail(self, error: errors.CheckpointError) -> None:
         frame = self.frame

@@ -327,7 +327,8 @@ def _undo_all(undo: list[Callable[[], object]]) -> None:
             _undo_all(undo)
 
 
-Changed = tuple[Tensor, errors.CheckpointError]  # and what to raise if somebody reads it
+# And what makes the error to raise if somebody reads it: one that is held already would hold itself, by its traceback.
+Changed = tuple[Tensor, Callable[[], errors.CheckpointError]]
 
 
 class _Unread(TorchDispatchMode):
@@ -347,7 +348,7 @@ class _Unread(TorchDispatchMode):
             if isinstance(value, Tensor):
                 for tensor, error in self._changed:
                     if tensor is value or _share_memory(tensor, value):
-                        raise error
+                        raise error()
 
 
 class _UnreadList(TorchFunctionMode):
@@ -711,8 +712,9 @@ class Buffers:
         """The parameters that have been changed since, but for those that an embedding has only made shorter again."""
         if not self._versions or self._versions_now() == self._versions:
             return []
+        changed = functools.partial(errors.changed, where)
         return [
-            (p, errors.changed(where, named(f"{type(m).__name__}.{name}", p), version, _torch.version(p)))
+            (p, functools.partial(changed, named(f"{type(m).__name__}.{name}", p), version, _torch.version(p)))
             for (m, name, p), version in zip(self._leaves, self._versions, strict=False)
             if _torch.version(p) != version and vars(m).get("max_norm") is None
         ]
@@ -827,7 +829,8 @@ class Attribute:
             return None
         if only_leaves and not (self._given is None and tensor.requires_grad):
             return None
-        return tensor, errors.changed(where, named(f"'{self.path}'", tensor), self._version, _torch.version(tensor))
+        name = named(f"'{self.path}'", tensor)
+        return tensor, functools.partial(errors.changed, where, name, self._version, _torch.version(tensor))
 
 
 def _note_attribute(found: Buffers | Surroundings, path: str, value: Tensor | None, store: Any, key: Any) -> None:

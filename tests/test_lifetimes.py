@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from oracle import Watching, apply
 
-from checkpointing import checkpoint_scope, is_recomputing, keep
+from checkpointing import CheckpointError, checkpoint_scope, is_recomputing, keep
 
 pytestmark = pytest.mark.usefixtures("no_gc")
 
@@ -347,6 +347,32 @@ def test_a_mismatch_leaves_nothing(word):
     x.grad = None
     gc.collect()
     assert watching.alive("sin", "exp", "cos") == []
+
+
+@pytest.mark.parametrize("fault", ["shape", "number", "parameter"])
+def test_an_error_of_the_recompute_dies_with_its_handler(fault):
+    """A traceback holds the frames that it passed: one of them that held the error would make both immortal."""
+    linear, x = torch.nn.Linear(3, 3), leaf(3)
+    dead = []
+    for _ in range(3):  # the first makes torch remember things of its own
+        canary = Canary()
+        dead.append(weakref.ref(canary))
+
+        def fn(x, canary=canary):
+            if is_recomputing() and fault == "shape":
+                x = x[:2]
+            if is_recomputing() and fault == "number":
+                return x.sin()
+            return linear(x).sin() if fault == "parameter" else x.sin().exp()
+
+        y = apply("c", fn)(x)
+        with torch.no_grad():
+            linear.weight.add_(1)
+        with contextlib.suppress(CheckpointError):
+            y.sum().backward()
+            raise AssertionError
+        del canary, fn, y
+    assert [ref() for ref in dead[1:]] == [None, None]
 
 
 # ---- many steps
