@@ -914,7 +914,7 @@ def _user_frame(frame: FrameType) -> FrameType:
         if id(code) in _user_code:
             return frame
         if not code.co_filename.startswith(_NOT_USER_CODE):
-            _user_code[id(code)] = code
+            remember(_user_code, code, code)
             return frame
         if frame.f_back is None:
             return frame
@@ -924,6 +924,14 @@ def _user_frame(frame: FrameType) -> FrameType:
 # Code objects that are neither torch's nor ours: few, one per place that enters a region. By id, because the hash of a
 # code object is that of all its constants.
 _user_code: dict[int, CodeType] = {}
+
+
+def remember(known: dict[int, Any], code: CodeType, value: Any) -> None:
+    """`value`, which holds the code: else its id might be another's one day. A program that makes code as it runs makes
+    more and more of it, so not forever."""
+    if len(known) >= 10_000:
+        known.clear()
+    known[id(code)] = value
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:

@@ -42,6 +42,7 @@ from ._engine import (
     identity,
     is_parameter,
     named,
+    remember,
     root_of,
     thread,
     unpack,
@@ -629,7 +630,7 @@ class Buffers:
                 else:
                     self._buffers.append(_Buffer(module, buffers, name, tensor))
             # Torch's own modules have no others with state.
-            if len(vars(module)) != len(_OWN_ATTRIBUTES) and not type(module).__module__.startswith("torch.nn."):
+            if not type(module).__module__.startswith("torch.nn.") and vars(module).keys() != _OWN_ATTRIBUTES:
                 self._look_at_attributes(module, stack)
         if volatile:
             copies = without_recording(_clones, [tensor for _, _, tensor in volatile])
@@ -1213,7 +1214,8 @@ def _variables_of(function: FunctionType) -> _Variables:
             if not (isinstance(scope.get(name), type | ModuleType) or _is_import(name, scope.get(name), scope))
             and (name in scope or not hasattr(builtins, name))  # it may be set later
         )
-        known = _variables[id(code)] = _Variables(code, names, frozenset(_set_by(code)))
+        known = _Variables(code, names, frozenset(_set_by(code)))
+        remember(_variables, code, known)
     return known
 
 
@@ -1301,7 +1303,8 @@ def stands_alone(function: Any) -> bool:
             else any(hasattr(known, name) for known in _KNOWN)  # else set later, or somebody's attribute of an argument
             for name in _names_in(code)
         )
-        known = _alone[id(code)] = code, alone
+        known = code, alone
+        remember(_alone, code, known)
     return known[1]
 
 

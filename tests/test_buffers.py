@@ -482,6 +482,24 @@ def own_attribute():
     return model.method, (), {}, [model.mean, model.var]
 
 
+class Averaging(nn.Module):
+    """With one attribute of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.mean = torch.zeros(4)
+
+    def forward(self, x):
+        return average(x, self.mean)
+
+
+def attribute_in_place_of_torchs():
+    """A module without one of those that every module has: as many attributes as a module without any of its own."""
+    module = Averaging()
+    del module._state_dict_pre_hooks
+    return module, (), {}, [module.mean]
+
+
 def partial():
     """Arguments of a partial function."""
     import functools
@@ -643,6 +661,7 @@ def same_in_two_places():
 W = torch.linspace(0.5, 1, 4)
 PLACES = [
     *(arguments, keywords, closure, attribute, closed_over_attribute, own_attribute, partial, elsewhere),
+    attribute_in_place_of_torchs,
     *(norm_elsewhere, views, bank, without_gradient, instance_norm, moving_average, moving_average_argument),
     *(through_data, code_book, counter, data, same_in_two_places, columns, argument_and_closure),
 ]

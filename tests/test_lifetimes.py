@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from oracle import Watching, apply
 
 from checkpointing import CheckpointError, checkpoint_scope, is_recomputing, keep
+from checkpointing._engine import remember
 
 pytestmark = pytest.mark.usefixtures("no_gc")
 
@@ -431,3 +432,13 @@ def test_one_long_block_forgets_what_it_dropped(word):
     with Watching() as watching:
         apply(word, fn)(x).sum().backward()
     assert counts[0] == counts[1]
+
+
+def test_code_that_a_program_makes_is_not_remembered_forever():
+    """What is known of a function's code holds the code, and some programs make some at every step."""
+    known = {}
+    for _ in range(20_001):
+        code = compile("0", "made", "eval")
+        remember(known, code, code)
+        assert known[id(code)] is code
+    assert len(known) <= 10_000
