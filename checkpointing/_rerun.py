@@ -592,7 +592,8 @@ class Buffers:
         self._leaves: list[tuple[nn.Module, str, Tensor]] = []  # the parameters, and what they were after the forward
         self._versions: list[int] = []
         self.attributes: list[Attribute] = []
-        self._volatile: list[tuple[dict[str, Any], str, Tensor, Tensor]] = []  # where, what it was, a copy of that
+        # Where, what it was, a copy of that, and the version that the copies in a rerun must have.
+        self._volatile: list[tuple[dict[str, Any], str, Tensor, Tensor, int]] = []
         self.devices: set[torch.device] = set()
         self.generators: tuple[torch.Generator, ...] = ()
         self.plain: list[Plain] = []
@@ -634,7 +635,9 @@ class Buffers:
                 self._look_at_attributes(module, stack)
         if volatile:
             copies = without_recording(_clones, [tensor for _, _, tensor in volatile])
-            self._volatile = [(*entry, copy) for entry, copy in zip(volatile, copies, strict=True)]
+            self._volatile = [
+                (*entry, copy, _torch.version(entry[2])) for entry, copy in zip(volatile, copies, strict=True)
+            ]
             self._copied = {id(tensor) for _, _, tensor in volatile}
 
     def _look_at_attributes(self, module: nn.Module, modules: list[nn.Module | None]) -> None:
@@ -680,7 +683,7 @@ class Buffers:
         for store, name in self._lazy:  # made by this forward: its first value is gone, but it is not written twice
             new = store[name]
             if new is not None:
-                self._volatile.append((store, name, new, without_recording(_torch.copy, new)))
+                self._volatile.append((store, name, new, without_recording(_torch.copy, new), _torch.version(new)))
 
     def then(self, where: object) -> list[tuple[dict[str, Any], str, Any]]:
         """What the modules had before the forward and don't have now."""
@@ -691,11 +694,12 @@ class Buffers:
         for module, name, leaf in self._leaves:
             if not leaf.requires_grad:  # frozen since
                 then.append((_parts_of(module)[1], name, nn.Parameter(leaf.detach())))
-        copies = _clones([before for _, _, _, before in self._volatile])
-        then += [(store, name, copy) for (store, name, _, _), copy in zip(self._volatile, copies, strict=True)]
+        copies = _clones([before for _, _, _, before, _ in self._volatile])
+        _torch.set_versions(copies, [version for *_, version in self._volatile])
+        then += [(store, name, copy) for (store, name, *_), copy in zip(self._volatile, copies, strict=True)]
         for buffer in self._buffers:
             if buffer.before is not None:
-                copy = _torch.copy(buffer.before)
+                copy = copy_of(buffer.before, buffer.version)
                 if isinstance(buffer.tensor, nn.Parameter):
                     copy = nn.Parameter(copy, requires_grad=False)
                 then.append((buffer.store, buffer.name, copy))

@@ -358,9 +358,13 @@ def is_leaf(view: Tensor) -> bool:
         return False
 
 
+def set_versions(tensors: Sequence[Tensor], versions: Sequence[int]) -> None:
+    """For copies that stand for other tensors."""
+    _autograd._unsafe_set_version_counter(tuple(tensors), tuple(max(version, 0) for version in versions))
+
+
 def set_version(tensor: Tensor, version: int) -> None:
-    """For a copy that stands for another tensor."""
-    _autograd._unsafe_set_version_counter((tensor,), (max(version, 0),))
+    set_versions((tensor,), (version,))
 
 
 # How many nodes this thread has made: the same while one operator saves its tensors, some before its kernel runs.

@@ -885,7 +885,8 @@ def check(plan: Any) -> None:
             failure = compare(source, want, OPEN, may_refuse)
             if failure is None:
                 return
-            if compare(source, want, {**SHUT, **{name: OPEN[name] for name in OF_TORCH}}, False):
+            of_torch = {**SHUT, **{name: OPEN[name] for name in OF_TORCH}}
+            if any(compare(source, want, of_torch, False) for _ in range(20)):  # hooks may be given unfilled memory
                 COUNTS["torch's own doors fail"] += 1
                 return
             with PassThrough():  # some composite operators take another way in any dispatch mode
