@@ -252,11 +252,13 @@ class Rerun:
             finally:
                 _pop_hooks()
         finally:
-            _set_grad_enabled(grad_mode)
-            if now is not None:
-                _set_state(now)
-            if undo:
-                _undo_all(undo)
+            try:
+                _set_grad_enabled(grad_mode)
+                if now is not None:
+                    _set_state(now)
+            finally:  # whatever interrupts that: others wait for the locks
+                if undo:
+                    _undo_all(undo)
 
     def _checked(self, where: Frame) -> Any:
         """The function, with its variables as they were, if what it finds by itself still is what it was."""

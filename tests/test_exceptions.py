@@ -8,10 +8,10 @@ import traceback
 import pytest
 import torch
 import torch.nn.functional as F
-from oracle import Counting, apply, bits, count
+from oracle import Counting, apply, bits, count, in_thread
 from torch.overrides import TorchFunctionMode
 
-from checkpointing import CheckpointError, checkpoint_scope, checkpointed, disabled, is_recomputing, keep
+from checkpointing import CheckpointError, _rerun, checkpoint_scope, checkpointed, disabled, is_recomputing, keep
 from checkpointing._engine import thread
 
 WORD = pytest.mark.parametrize("word", ["c", "r", "s", "cc", "cs", "sc", "ss"])
@@ -525,3 +525,25 @@ def test_what_a_function_does_about_the_stop_signal_is_no_error(word, fn):
     for _ in range(2):
         with unchanged():
             assert bits(torch.autograd.grad(y, x, retain_graph=True)[0]) == bits(expected)
+
+
+def test_while_a_rerun_puts_things_back(monkeypatch):
+    """An interrupt that comes then leaves neither the values of before the forward in modules nor their locks held."""
+    norm = torch.nn.BatchNorm1d(4)
+    y = checkpointed(norm)(torch.ones(3, 4, requires_grad=True)).sum()
+    before = [buffer.clone() for buffer in norm.buffers()]
+    restore, calls = _rerun._set_state, []
+
+    def interrupted(state):
+        restore(state)
+        calls.append(state)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(_rerun, "_set_state", interrupted)
+    with unchanged(), pytest.raises(KeyboardInterrupt):
+        y.backward()
+    assert all(map(torch.equal, before, norm.buffers()))
+    free = []
+    in_thread(lambda: free.append(_rerun._locks[norm].acquire(timeout=1)))
+    assert free == [True]
