@@ -160,7 +160,7 @@ class Rerun:
         if frame.f_code is not _BATCH_NORM or self._last_statistics == _node_count():
             return
         if self._outer is None and self.buffers is not None and self.buffers.holds(tensor):
-            if self._known_statistics == _node_count():  # the other one
+            if self._known_statistics == _node_count() and tensor is frame.f_locals.get("running_var"):
                 self._last_statistics = _node_count()
             self._known_statistics = _node_count()
             return
