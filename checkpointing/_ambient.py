@@ -245,10 +245,8 @@ class Ambient:
                 restore()
 
     def _enter(self, undo: list[Callable[[], None]]) -> None:
-        switches = read_switches()
-        if switches != self._switches:
-            undo.append(lambda: write_switches(switches))
-            write_switches(self._switches)
+        if read_switches() != self._switches:
+            undo.append(write_switches(self._switches))
         modes = _torch.function_modes()
         if modes != (self._modes or []):
             undo.append(lambda: _torch.set_function_modes(modes))
@@ -302,7 +300,23 @@ def read_switches() -> list[Any]:
         return [getter() for getter, _ in _torch.SWITCHES]
 
 
-def write_switches(values: list[Any]) -> None:
+def write_switches(values: list[Any]) -> Callable[[], None]:
+    """Returns what puts back the present ones."""
+    present, precisions = read_switches(), _torch.precisions()
+
+    def undo() -> None:
+        _write(present)
+        _torch.set_precisions(precisions)
+
+    try:
+        _write(values)
+    except BaseException:
+        undo()
+        raise
+    return undo
+
+
+def _write(values: list[Any]) -> None:
     for (getter, setter), value in zip(_torch.SWITCHES, values, strict=True):
         if getter() != value:
             setter(value)

@@ -126,15 +126,14 @@ class Replay:
 
     def recompute(self, request: Recompute) -> None:
         self.tape.settle()
-        present = read_switches()
-        if present == self.tape.switches:
+        if read_switches() == self.tape.switches:
             _Window(self, request).run()
             return
-        write_switches(self.tape.switches)  # of the block's beginning: kernels look at them
+        undo = write_switches(self.tape.switches)  # of the block's beginning: kernels look at them
         try:
             _Window(self, request).run()
         finally:
-            write_switches(present)
+            undo()
 
 
 class Stage:

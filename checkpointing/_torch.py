@@ -608,6 +608,25 @@ def _set_matmul_precision(value: str | list[str]) -> None:
             _C._set_fp32_precision_setter(*which, precision)
 
 
+def precisions() -> tuple[str, list[str]]:
+    """All that has been set of these: the legacy setting, and what each has of its own, which the getters don't tell
+    from what follows from a more general one."""
+    own = []
+    for which in _PRECISIONS:
+        own.append(_C._get_fp32_precision_getter(*which))
+        _C._set_fp32_precision_setter(*which, "none")
+    state = _C._get_float32_matmul_precision(), own
+    set_precisions(state)
+    return state
+
+
+def set_precisions(state: tuple[str, list[str]]) -> None:
+    legacy, own = state
+    _C._set_float32_matmul_precision(legacy)
+    for which, precision in zip(_PRECISIONS, own, strict=True):
+        _C._set_fp32_precision_setter(*which, precision)
+
+
 # (getter, setter) of process-wide switches that change which kernel runs. Public ones are here too: one table. Every
 # region reads it twice, so it has only what matters to this build.
 SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (

@@ -535,3 +535,62 @@ def test_the_kernel_of_attention_is_the_forwards(door, backend):
     with sdpa_kernel(other):
         have = torch.autograd.grad(y.sum(), q)
     assert bits(have[0]) == bits(want[0])
+
+
+# ---- precision
+
+
+PRECISIONS = [("generic", "all"), *((b, o) for b in ("cuda", "mkldnn") for o in ("all", "matmul", "conv", "rnn"))]
+SETTINGS = {
+    "generic tf32": lambda: torch._C._set_fp32_precision_setter("generic", "all", "tf32"),
+    "generic ieee": lambda: torch._C._set_fp32_precision_setter("generic", "all", "ieee"),
+    "mkldnn bf16": lambda: torch._C._set_fp32_precision_setter("mkldnn", "all", "bf16"),
+    "products ieee": lambda: torch._C._set_fp32_precision_setter("mkldnn", "matmul", "ieee"),
+    "legacy": lambda: torch.set_float32_matmul_precision("medium"),
+    "nothing": lambda: None,
+}
+
+
+@pytest.fixture
+def precisions():
+    """Puts all of them back, and tells what they are."""
+
+    def now():
+        return [torch._C._get_fp32_precision_getter(*which) for which in PRECISIONS]
+
+    def nothing():
+        torch.set_float32_matmul_precision("highest")
+        for which in PRECISIONS:
+            torch._C._set_fp32_precision_setter(*which, "none")
+
+    before = now()
+    nothing()
+    yield now
+    nothing()
+    for which, value in zip(PRECISIONS, before, strict=True):
+        torch._C._set_fp32_precision_setter(*which, value)
+
+
+@pytest.mark.parametrize("later", SETTINGS)
+@pytest.mark.parametrize("first", SETTINGS)
+@DOOR
+def test_a_recompute_leaves_every_precision_as_it_was(door, first, later, precisions):
+    """Also what follows from a more general one: setting that afterwards does what it would have done."""
+
+    def after(door):
+        SETTINGS[first]()
+        y = door(lambda x: (x @ x).sin().exp())(leaf(4, 4))
+        SETTINGS[later]()
+        before = precisions()
+        y.sum().backward()
+        assert precisions() == before
+        torch._C._set_fp32_precision_setter("generic", "all", "none")
+        found = [precisions()]
+        torch._C._set_fp32_precision_setter("mkldnn", "all", "none")
+        found.append(precisions())
+        torch.set_float32_matmul_precision("highest")
+        for which in PRECISIONS:
+            torch._C._set_fp32_precision_setter(*which, "none")
+        return found
+
+    assert after(door) == after(lambda fn: fn)
