@@ -82,6 +82,7 @@ class Rerun:
     _results: list[Any] | None = None
     _last_statistics = -1  # the node that has saved some, mean and variance
     _known_statistics = -1  # the node that has saved some of a module's
+    _looked_away = False  # something has happened that no operator shows
 
     def __init__(
         self,
@@ -194,6 +195,7 @@ class Rerun:
         """The region inside runs anew in a rerun, and what it keeps is made there."""
 
     def look_away(self) -> None:
+        self._looked_away = True
         if self._outer is not None:
             self._outer.look_away()
 
@@ -287,7 +289,7 @@ class Rerun:
             lock.acquire()
             undo.append(lock.release)
         if buffers is not None:
-            present = Buffers.exchange(buffers.then(request.frame))
+            present = Buffers.exchange(buffers.then(request.frame, self._looked_away))
             undo.append(lambda: Buffers.exchange(present))
         if writes is not None and request.written is not None:
             swapped = writes.enter(request.written)
@@ -687,8 +689,8 @@ class Buffers:
             if new is not None:
                 self._volatile.append((store, name, new, without_recording(_torch.copy, new), _torch.version(new)))
 
-    def then(self, where: object) -> list[tuple[dict[str, Any], str, Any]]:
-        """What the modules had before the forward and don't have now."""
+    def then(self, where: object, with_versions: bool = True) -> list[tuple[dict[str, Any], str, Any]]:
+        """What the modules had before the forward and don't have now. Who looks at versions: `opaque` in a scope."""
         for buffer in self._lost:
             raise errors.written(where, str(buffer))
         then: list[tuple[dict[str, Any], str, Any]]
@@ -697,7 +699,8 @@ class Buffers:
             if not leaf.requires_grad:  # frozen since
                 then.append((_parts_of(module)[1], name, nn.Parameter(leaf.detach())))
         copies = _clones([before for _, _, _, before, _ in self._volatile])
-        _torch.set_versions(copies, [version for *_, version in self._volatile])
+        if with_versions:
+            _torch.set_versions(copies, [version for *_, version in self._volatile])
         then += [(store, name, copy) for (store, name, *_), copy in zip(self._volatile, copies, strict=True)]
         for buffer in self._buffers:
             if buffer.before is not None:
