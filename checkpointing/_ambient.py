@@ -206,45 +206,36 @@ class Ambient:
 
     def __init__(self) -> None:
         self.context = _copy_context()
-        try:
-            self._switches = [getter() for getter in _QUICK_GETTERS]
-        except RuntimeError:
-            self._switches = read_switches()
+        self._switches = read_switches()
         self._modes = _torch.function_modes() if _function_mode_count() else None
         self._autocast = _read_autocast() if _autocast_is_on() else None
         self.states = [handle.capture() for handle in _registry.states] if _registry.states else None
 
     def is_present(self) -> bool:
         """Whether there is nothing to enter, as nearly always: then `run` is a call in a copy of `context`."""
-        if (
-            self._autocast is not None
-            or self._modes is not None
-            or self.states is not None
-            or _autocast_is_on()
-            or _function_mode_count()
-            or _is_inference()
-        ):
-            return False
-        try:
-            return [getter() for getter in _QUICK_GETTERS] == self._switches
-        except RuntimeError:
-            return False
+        return (
+            self._autocast is None
+            and self._modes is None
+            and self.states is None
+            and not _autocast_is_on()
+            and not _function_mode_count()
+            and not _is_inference()
+            and read_switches() == self._switches
+        )
 
     def run(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         """Call with the captured state; whatever had to change is put back, also after an exception."""
         if self.states is not None:
             call = partial(_with_states, self.states, call)
-        undo: list[Callable[[], None]] = []
+        undo: list[Callable[[], object]] = []
         try:
-            if not self.is_present():
-                self._enter(undo)
+            self._enter(undo)
             # A copy: one context can't be entered twice, and recomputes nest.
             self.context.copy().run(call, *args, **kwargs)
         finally:
-            for restore in reversed(undo):
-                restore()
+            undo_all(undo)
 
-    def _enter(self, undo: list[Callable[[], None]]) -> None:
+    def _enter(self, undo: list[Callable[[], object]]) -> None:
         if read_switches() != self._switches:
             undo.append(write_switches(self._switches))
         modes = _torch.function_modes()
@@ -269,24 +260,23 @@ class Ambient:
 
 
 def _with_states(states: list[tuple[StateHandle, Any]], call: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-    present = []
+    undo: list[Callable[[], object]] = []
     try:
         for handle, state in states:
-            present.append(handle.capture())
+            undo.append(partial(StateHandle.restore, *handle.capture()))
             handle.restore(state)
         call(*args, **kwargs)
     finally:
-        _restore_all(present)
+        undo_all(undo)
 
 
-def _restore_all(states: list[tuple[StateHandle, Any]]) -> None:
-    """The last first; one that fails does not keep the others from it."""
-    while states:
-        handle, state = states.pop()
+def undo_all(undo: list[Callable[[], object]]) -> None:
+    """Call these, the last first; one that fails does not keep the others from it."""
+    while undo:
         try:
-            handle.restore(state)
+            undo.pop()()
         finally:
-            _restore_all(states)
+            undo_all(undo)
 
 
 _QUICK_GETTERS = _torch.QUICK_GETTERS

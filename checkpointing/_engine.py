@@ -638,7 +638,7 @@ class Recompute:
             tensor = copy_of(tensor, tensor._version)
         if slot < self._count:
             holder, ready, check = frame.holders[slot](), self.task.ready, frame.check
-            if holder is not None and (slot not in ready or holder is self.holder):
+            if holder is not None and (slot not in ready or holder is self.holder):  # `wants`, without a call
                 metadata = holder.metadata
                 if check is metadata_of:
                     try:
@@ -741,22 +741,19 @@ class Recompute:
         if self._mismatches or frame.leaves or self._count >= 0:
             found = self._find_error()
             if found is not None:
+                self._give_up(found)
                 try:
-                    self._fail(found)
+                    raise found
                 finally:
                     del found  # its traceback holds this frame
 
-    def _fail(self, error: errors.CheckpointError) -> None:
+    def _give_up(self, error: errors.CheckpointError) -> None:
         frame = self.frame
         if frame.title is not None:
             add_note(error, f"This happened during the recompute of {frame.place}.")
         self.task.ready.clear()
         if frame.on_error is not None:
             frame.on_error(error)
-        try:
-            raise error
-        finally:
-            del error  # its traceback holds this frame
 
     def _find_error(self) -> errors.CheckpointError | None:
         frame, ready = self.frame, self.task.ready

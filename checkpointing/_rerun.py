@@ -32,7 +32,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import _torch, errors
-from ._ambient import Ambient, Generators, has_rng
+from ._ambient import Ambient, Generators, has_rng, undo_all
 from ._engine import (
     Frame,
     Held,
@@ -73,15 +73,13 @@ class Rerun:
     context: AbstractContextManager[Any] | None = None  # entered around the rerun
     guards_leaves: bool | None = None
     policy: Any = None
-    writes_something = False  # so that there is something to `settle`
     _cpu_state: Tensor | None = None  # of the default random generator
     _rng: Generators | None = None  # the others
     _surroundings: Surroundings | None = None
     _writes: Writes | None = None
     _pins: tuple[tuple[Held, int], ...] = ()
     _results: list[Any] | None = None
-    _last_statistics = -1  # the node that has saved some, mean and variance
-    _known_statistics = -1  # the node that has saved some of a module's
+    _last_statistics = -1  # the node that has saved some
     _looked_away = False  # something has happened that no operator shows
 
     def __init__(
@@ -102,7 +100,7 @@ class Rerun:
         self._outer = outer
         if outer is not None:
             self.policy = outer.policy
-        if not (alone and inputs.are_plain):
+        if not alone or inputs.has_opaque or inputs.modules or inputs.plain:
             self._look_around(function, alone, inputs, strict)
         self._ambient = Ambient()
         if self._ambient.states is not None:  # restoring them may write tensors that the function finds by itself
@@ -135,11 +133,15 @@ class Rerun:
             inputs.attributes += found.attributes
         if inputs.plain or inputs.attributes:
             self._writes = Writes(_code_of(function), inputs.plain, inputs.attributes)
-        self.writes_something = self.buffers is not None or self._writes is not None
         # Leaves that the function finds by itself are no arguments. Those that come from elsewhere in the rerun than in
         # the forward (hooks, copies of buffers) have other version counters.
         if self._surroundings is not None or self.buffers is not None or inputs.has_opaque:
             self.guards_leaves = self._hooks is None and self.buffers is None
+
+    @property
+    def writes_something(self) -> bool:
+        """Whether there is something to `settle`."""
+        return self.buffers is not None or self._writes is not None
 
     def settle(self) -> None:
         """The forward has ended."""
@@ -160,11 +162,6 @@ class Rerun:
         """Batch normalisation saves its running statistics before it writes them, which leaves no other trace."""
         if frame.f_code is not _BATCH_NORM or self._last_statistics == _node_count():
             return
-        if self._outer is None and self.buffers is not None and self.buffers.holds(tensor):
-            if self._known_statistics == _node_count() and tensor is frame.f_locals.get("running_var"):
-                self._last_statistics = _node_count()
-            self._known_statistics = _node_count()
-            return
         names = frame.f_locals  # slow
         if tensor is names.get("running_var"):  # the mean came before, and what the operator saves after is its own
             self._last_statistics = _node_count()
@@ -176,7 +173,6 @@ class Rerun:
             return
         if self._writes is None:
             self._writes = Writes(_BATCH_NORM, [], [])
-            self.writes_something = True
         self._writes.see_statistics(tensor, names, frame)
 
     def keep(self, tensor: Tensor) -> Tensor:
@@ -259,8 +255,7 @@ class Rerun:
                 if now is not None:
                     _set_state(now)
             finally:  # whatever interrupts that: others wait for the locks
-                if undo:
-                    _undo_all(undo)
+                undo_all(undo)
 
     def _checked(self, where: Frame) -> Any:
         """The function, with its variables as they were, if what it finds by itself still is what it was."""
@@ -321,15 +316,6 @@ class Rerun:
         with self.context:
             function = self._function if self._surroundings is None else self._surroundings.rebound(self._function)
             function(*args, **kwargs)
-
-
-def _undo_all(undo: list[Callable[[], object]]) -> None:
-    """The last first; one that fails does not keep the others from it."""
-    while undo:
-        try:
-            undo.pop()()
-        finally:
-            _undo_all(undo)
 
 
 # And what makes the error to raise if somebody reads it: one that is held already would hold itself, by its traceback.
@@ -570,7 +556,6 @@ class Buffers:
 
     __slots__ = (
         "_buffers",
-        "_copied",
         "_lazy",
         "_leaves",
         "_lost",
@@ -601,7 +586,6 @@ class Buffers:
         self.devices: set[torch.device] = set()
         self.generators: tuple[torch.Generator, ...] = ()
         self.plain: list[Plain] = []
-        self._copied: set[int] = set()  # the ids of those tensors
         volatile: list[tuple[dict[str, Any], str, Tensor]] = []
         stack: list[nn.Module | None] = list(modules)
         seen: set[nn.Module] = set()
@@ -642,7 +626,6 @@ class Buffers:
             self._volatile = [
                 (*entry, copy, _torch.version(entry[2])) for entry, copy in zip(volatile, copies, strict=True)
             ]
-            self._copied = {id(tensor) for _, _, tensor in volatile}
 
     def _look_at_attributes(self, module: nn.Module, modules: list[nn.Module | None]) -> None:
         attributes = vars(module)
@@ -661,12 +644,11 @@ class Buffers:
                     elif isinstance(part, nn.Module):
                         modules.append(part)
 
-    def holds(self, tensor: Tensor) -> bool:
-        """Whether this is one of the buffers of which there is a copy."""
-        return id(tensor) in self._copied
-
     def knows(self, tensor: Tensor) -> bool:
-        """Whether it lies where a buffer does."""
+        """Whether it is a buffer, or lies where one does."""
+        for _, _, buffer, *_ in self._volatile:
+            if buffer is tensor:
+                return True
         storage = _torch.storage_id(tensor)
         known = [*(buffer.tensor for buffer in self._buffers), *(entry[2] for entry in self._volatile)]
         return any(_torch.storage_id(buffer) == storage for buffer in known if _torch.has_storage(buffer))
@@ -1437,7 +1419,6 @@ class Inputs:
     """The arguments of one call: tensors saved, containers copied, everything guarded."""
 
     # What there may be besides tensors that require grad.
-    are_plain = True
     has_opaque = False  # something that may lead to tensors that nobody sees here
     devices: tuple[torch.device, ...] = ()
     generators: tuple[torch.Generator, ...] = ()
@@ -1458,10 +1439,8 @@ class Inputs:
             if is_quick and (kind is Tensor or kind is nn.Parameter) and value.requires_grad and value.is_cpu:
                 self._args[i] = _save_input(value, False)  # autograd guards the version
             elif kind not in ATOMS or kind is type:
-                self.are_plain = False
                 self._args[i] = self._save(value, ("args", i))
         if kwargs:
-            self.are_plain = False
             self._kwargs = {k: self._save(v, ("kwargs", k)) for k, v in kwargs.items()}
 
     def restore(self, where: Frame) -> tuple[list[Any], dict[str, Any]]:

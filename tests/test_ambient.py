@@ -553,7 +553,7 @@ SETTINGS = {
 
 @pytest.fixture
 def precisions():
-    """Puts all of them back, and tells what they are."""
+    """What they are, and how to set none of them; puts all of them back."""
 
     def now():
         return [torch._C._get_fp32_precision_getter(*which) for which in PRECISIONS]
@@ -565,7 +565,7 @@ def precisions():
 
     before = now()
     nothing()
-    yield now
+    yield now, nothing
     nothing()
     for which, value in zip(PRECISIONS, before, strict=True):
         torch._C._set_fp32_precision_setter(*which, value)
@@ -577,20 +577,20 @@ def precisions():
 def test_a_recompute_leaves_every_precision_as_it_was(door, first, later, precisions):
     """Also what follows from a more general one: setting that afterwards does what it would have done."""
 
+    now, nothing = precisions
+
     def after(door):
         SETTINGS[first]()
         y = door(lambda x: (x @ x).sin().exp())(leaf(4, 4))
         SETTINGS[later]()
-        before = precisions()
+        before = now()
         y.sum().backward()
-        assert precisions() == before
+        assert now() == before
         torch._C._set_fp32_precision_setter("generic", "all", "none")
-        found = [precisions()]
+        found = [now()]
         torch._C._set_fp32_precision_setter("mkldnn", "all", "none")
-        found.append(precisions())
-        torch.set_float32_matmul_precision("highest")
-        for which in PRECISIONS:
-            torch._C._set_fp32_precision_setter(*which, "none")
+        found.append(now())
+        nothing()
         return found
 
     assert after(door) == after(lambda fn: fn)
