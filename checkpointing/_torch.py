@@ -466,6 +466,11 @@ def copy(tensor: Tensor) -> Tensor:
     return new
 
 
+def bytes_of(tensor: Tensor) -> Tensor:
+    """All of the storage of `tensor`."""
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+
+
 def clone_storage(tensor: Tensor) -> Tensor:
     """`tensor` on a copy of its whole storage, lying there as before."""
     with torch.no_grad():

@@ -34,13 +34,16 @@ from torch.utils.checkpoint import noop_context_fn as noop_context_fn
 from torch.utils.checkpoint import set_device_states as set_device_states
 
 from . import _torch
-from ._api import is_plain, logged
-from ._engine import Frame, entered_from, is_internal, metadata_of, thread, unpack, warn
+from . import _rerun
+from ._api import is_plain
+from ._report import logged
+from ._engine import is_internal
+from ._check import metadata_of
+from ._where import entered_from, warn
 from ._policy import selective_context
 from ._reentrant import CheckpointFunction as CheckpointFunction
 from ._reentrant import check_backward_validity as check_backward_validity
 from ._reentrant import detach_variable as detach_variable
-from ._rerun import ContextFn, Rerun, stands_alone
 from .errors import CheckpointError as CheckpointError
 
 SAC_IGNORED_OPS = _theirs.SAC_IGNORED_OPS
@@ -49,6 +52,7 @@ _their_names = vars(_theirs)
 _their_checkpoint = _theirs.checkpoint
 _their_selective_contexts = _theirs.create_selective_checkpoint_contexts
 
+ContextFn = Any
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -282,52 +286,19 @@ def _checkpoint(
         raise ValueError(f"determinism_check should be one of {list(_CHECKS)}, but got {determinism_check}")
     if is_plain():
         return function(*args, **kwargs)
-    here = thread.__dict__
-    outer = here["region"]
-    source = Rerun(function, stands_alone(function), args, kwargs, bool(preserve_rng_state), outer)
-    frame = Frame(
-        source,
-        getattr(function, "__qualname__", type(function).__qualname__),
-        entered_from(sys._getframe(1)),
-        _switch(_early_stop, "_enable_checkpoint_early_stop", early_stop),
-        _CHECKS[determinism_check],
-    )
-    frame.title = "torch.utils.checkpoint"
-    forward: AbstractContextManager[Any] | None = None
-    marked: functools.partial[Any] | None = None
-    pack = frame.packer()
-    if debug:
-        forward, source.context = logged(frame)
-    elif context_fn is not noop_context_fn:
-        forward, source.context = context_fn()
+    was_up = not preserve_rng_state or _torch.accelerator_is_up()
+
+    def contexts(frame):
+        if debug:
+            return logged(frame)
+        forward, recompute = context_fn()
         if isinstance(forward, _torch.SelectiveForward):
             forward.respect_saved_tensors_hooks = respect_saved_tensors_hooks
-            pack = marked = functools.partial(pack)  # a method takes no attributes
-            _torch.mark_as_torchs_own(marked, _user_hooks())
-    was_up = not preserve_rng_state or _torch.accelerator_is_up()
-    result: Any = _MISSING
-    here["region"] = source
-    _torch.push_hooks(pack, unpack)
-    try:
-        if forward is None:
-            result = function(*args, **kwargs)
-        else:
-            with forward:
-                result = function(*args, **kwargs)
-    finally:
-        _torch.pop_hooks()
-        here["region"] = outer
-        frame.complete = True
-        if source.writes_something:
-            source.settle()
-        if marked is not None:
-            marked.__dict__.clear()  # autograd holds it, out of the garbage collector's sight
-    if result is _MISSING:
-        raise RuntimeError(
-            "torch.utils.checkpoint: the forward context provided by context_fn suppressed an exception raised during "
-            "the checkpointed forward. This is not supported because checkpoint cannot return a value for a failed "
-            "forward."
-        )
+        return forward, recompute
+
+    result = _rerun.call(function, args, kwargs, getattr(function, "__qualname__", type(function).__qualname__),
+        entered_from(sys._getframe(1)), bool(preserve_rng_state), _switch(_early_stop, "_enable_checkpoint_early_stop", early_stop),
+        _CHECKS[determinism_check], contexts if debug or context_fn is not noop_context_fn else None, "torch.utils.checkpoint")
     if not was_up and _torch.accelerator_is_up():
         raise RuntimeError(
             "PyTorch's device state was initialized in the forward pass of a Checkpoint, which is not allowed: what "
