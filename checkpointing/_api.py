@@ -16,14 +16,28 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MethodType
-from typing import Any, Literal, ParamSpec, Protocol, TypeVar, TypedDict, cast, overload
+from typing import Any, Literal, ParamSpec, Protocol, TypedDict, TypeVar, cast, overload
 
 import torch
 import torch.utils.checkpoint
-from torch import nn
+from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from . import _ambient, _auto, _check, _engine, _reentrant, _region, _replay, _report, _rerun, _tape, _torch, _where, errors
+from . import (
+    _ambient,
+    _auto,
+    _check,
+    _engine,
+    _reentrant,
+    _region,
+    _replay,
+    _report,
+    _rerun,
+    _tape,
+    _torch,
+    _where,
+    errors,
+)
 from ._auto import AutoTape
 from ._check import CHECKS, DeterminismCheck, check_of
 from ._engine import Frame, unpack
@@ -97,9 +111,7 @@ _is_compiling = torch.compiler.is_dynamo_compiling
 _is_grad_enabled, _hooks_are_enabled = torch.is_grad_enabled, _torch.hooks_are_enabled
 _innermost_transform = _torch.innermost_transform
 
-_torch.keep_dynamo_out(
-    _ambient, _auto, _check, _engine, _region, _replay, _report, _rerun, _tape, _torch, _where
-)
+_torch.keep_dynamo_out(_ambient, _auto, _check, _engine, _region, _replay, _report, _rerun, _tape, _torch, _where)
 
 _disabled: contextvars.ContextVar[bool] = contextvars.ContextVar("checkpointing.disabled", default=False)
 
@@ -388,7 +400,7 @@ def _run_replay(fn: Any, args: Any, kwargs: Any, name: str, options: Options) ->
         return fn(*args, **kwargs)
 
 
-_torch.leave_eager(_run_replay)  # compiled code, in which the function stands, is compiled around it
+_torch.leave_eager(cast(Any, _run_replay))  # compiled code, in which the function stands, is compiled around it
 
 
 def _run_reentrant(fn: Any, args: Any, kwargs: Any, name: str, options: Options) -> Any:
@@ -433,7 +445,7 @@ class _Block:
         outer = thread.region
         if outer is not None:
             outer.yield_to_inner(1)
-        self._tape.__enter__()
+        self._tape.__enter__()  # type: ignore[no-untyped-call]
         self.frame.enter(self._tape)
 
     def __exit__(self, *error: Any) -> None:
@@ -441,7 +453,7 @@ class _Block:
         self.frame.leave(self._tape)
         if outer is not None:
             outer.yield_to_inner(-1)
-        self._tape.__exit__(*error)
+        self._tape.__exit__(*error)  # type: ignore[no-untyped-call]
         complaint = self._tape.complaint
         self._tape.close()
         if complaint is not None and error[0] is None:

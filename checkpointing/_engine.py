@@ -32,7 +32,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -70,6 +70,9 @@ class Source(Protocol):
 
     def maker(self, holder: Holder) -> str | None:
         """The operator that made what the holder saved, if that is known."""
+
+    def knows(self, parameters: tuple[Tensor, ...]) -> bool:
+        """Whether one of these belongs to a module that was there before the region."""
 
     def hint(self, saved: Any, recomputed: Any) -> str:
         """What else is known about a mismatch of metadata, for its message."""
@@ -370,7 +373,9 @@ class Recompute:
                     check = frame.check
                     if check is not None:
                         try:
-                            found = (tensor.shape, tensor.dtype, tensor.device) if check is metadata_of else check(tensor)
+                            found = (
+                                (tensor.shape, tensor.dtype, tensor.device) if check is metadata_of else check(tensor)
+                            )
                         except RuntimeError:
                             found = metadata_of(tensor)
                         if holder.metadata != found:
@@ -387,9 +392,12 @@ class Recompute:
         return tensor
 
     def _compare_parameters(self, holder: Holder, now: Tensor | None, given: Tensor) -> None:
-        """Where either run saves a parameter or a view of one, the other must save that very one, unwritten."""
+        """Where either run saves a parameter or a view of one, the other must save that very one, unwritten; but one that
+        the function makes itself is new each time."""
         then, version, _ = holder.saved or (None, 0, False)
         if now is not then:
+            if then is not None and now is not None and not self.frame.source.knows((then, now)):
+                return
             raise errors.other_parameter(self.frame, holder.slot, user_line(), then is not None, now is not None)
         if given._version != version:
             raise errors.changed(self.frame, named("a parameter", now), version, given._version)
@@ -563,7 +571,7 @@ class Held:
         hooks = self._hooks
         if hooks is None or self.is_parameter or tensor.is_meta or _torch.is_cast_of_parameter(root):
             self._packed, self._version = alias, _torch.version(alias)
-        elif type(hooks) is Mover:
+        elif isinstance(hooks, Mover):
             if hooks.takes(alias):
                 self._packed, self._unpack, self._version = without_recording(hooks.send, alias), Moved.bring, None
             else:
@@ -578,7 +586,7 @@ class Held:
     @property
     def alias(self) -> Tensor:
         """The tensor itself, where no hooks have packed it."""
-        return self._packed
+        return cast(Tensor, self._packed)
 
     @property
     def moved(self) -> Moved | None:
@@ -606,7 +614,7 @@ class Held:
             _torch.set_version(copy, _torch.version(self._packed))
             torch.utils.swap_tensors(self._packed, copy)
         else:
-            pack = self._hooks[0]
+            pack = cast(_torch.Hooks, self._hooks)[0]
             self._packed = without_recording(lambda packed: pack(unpack_(packed).clone()), self._packed)
             self._version = None
 
@@ -626,4 +634,4 @@ class Held:
         return tensor
 
 
-_SavedTensor = _torch._autograd.SavedTensor
+_SavedTensor = _torch.SavedTensor

@@ -68,6 +68,10 @@ class Replay:
         """The operator that made what the holder saved."""
         return next((name_of(value.op) for value in values_of(holder.saved) if value.op is not None), None)
 
+    def knows(self, parameters: tuple[Tensor, ...]) -> bool:
+        """Not asked: parameters are inputs."""
+        return True
+
     def hint(self, saved: Any, recomputed: Any) -> str:
         """Nothing."""
         return ""

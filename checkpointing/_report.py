@@ -13,9 +13,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from . import _torch, errors
 from ._engine import Frame, add_note
-from ._where import stack_of_user
 from ._replay import Replay, slice_of, values_of
 from ._tape import Tape, Value
+from ._where import stack_of_user
 
 
 @dataclass(frozen=True, slots=True)

@@ -102,7 +102,7 @@ class Rerun(Region):
             args, kwargs, function = (*function.args, *args), {**function.keywords, **kwargs}, function.func
         self._function = function
         inputs = Inputs(hooks)
-        self._objects = inputs.objects
+        self._objects, self._modules = inputs.objects, inputs.modules
         self._args = [
             value if type(value) in ATOMS else take_apart(value, inputs.save, ("args", i))
             for i, value in enumerate(args)
@@ -142,7 +142,9 @@ class Rerun(Region):
         def save(part: Any, _: Name) -> Any:
             if id(part) in passed:  # it is the recompute's own
                 return passed[id(part)]
-            return Pin.of(part, self._hooks, "what a forward_only function returned") if isinstance(part, Tensor) else part
+            return (
+                Pin.of(part, self._hooks, "what a forward_only function returned") if isinstance(part, Tensor) else part
+            )
 
         kept = passed.get(id(result)) or take_apart(result, save)
         self._results = (*self._results[:place], kept, *self._results[place + 1 :])
@@ -161,6 +163,9 @@ class Rerun(Region):
         if is_all and parameter._version != version:
             raise errors.changed(where, named("a parameter", parameter), version, parameter._version)
         return parameter if is_all else None
+
+    def knows(self, parameters: tuple[Tensor, ...]) -> bool:
+        return any(known is parameter for m in self._modules for known in m.parameters() for parameter in parameters)
 
     def hint(self, saved: Any, recomputed: Any) -> str:
         """Which arguments the region may have changed itself: objects that are handed over as they are, and hold a
@@ -403,7 +408,7 @@ def rebound(function: Any, values: list[Any]) -> Any:
     """The function with the variables that it closed over as they were; itself, if they still are."""
     plain = function.__func__ if isinstance(function, MethodType) else function
     cells = plain.__closure__
-    if all(value is contents_of(cell) for value, cell in zip(values, cells, strict=True)):
+    if all(value is contents_of(cell) for value, cell in zip(values, cells or (), strict=True)):
         return function
     cells = tuple(value if type(value) is CellType else CellType(value) for value in values)
     new = FunctionType(plain.__code__, plain.__globals__, plain.__name__, plain.__defaults__, cells)
@@ -456,7 +461,7 @@ class Buffers:
                 if parameter is not None and not parameter.is_cpu:
                     inputs.devices.add(parameter.device)
             for name, tensor in buffers.items():
-                if type(tensor) is not Tensor and nn.parameter.is_lazy(tensor):
+                if type(tensor) is not Tensor and tensor is not None and nn.parameter.is_lazy(tensor):
                     self._lazy.append((buffers, name))
                     continue
                 self._entries.append((buffers, name, tensor))
@@ -483,9 +488,8 @@ class Buffers:
         if self._lazy:  # made by this forward: what they were before is gone, but they are not written twice
             tensors = tensors + [store[name] for store, name in self._lazy if store[name] is not None]
         now, present = _copies_of(tensors), [(store, name, store[name]) for store, name, _ in self._entries]
-        undo.append(lambda: (_put(tensors, *now), _set(present)))
-        _put(self._tensors, *self._then)
-        _set(self._entries)
+        undo.append(lambda: _go_to(tensors, now, present))
+        _go_to(self._tensors, self._then, self._entries)
         return frozenset(map(_torch.storage_id, tensors))
 
 
@@ -498,18 +502,18 @@ def _clones(tensors: list[Tensor]) -> list[Tensor]:
     return [tensor.clone() for tensor in tensors]
 
 
-def _put(tensors: list[Tensor], values: list[Tensor], versions: list[int]) -> None:
+def _go_to(
+    tensors: list[Tensor],
+    state: tuple[list[Tensor], list[int]],
+    entries: list[tuple[dict[str, Any], str, Tensor | None]],
+) -> None:
     if tensors:
-        without_recording(_copy, (tensors, values))
-        _torch.set_versions(tensors, versions)
-
-
-def _copy(pair: tuple[list[Tensor], list[Tensor]]) -> None:
-    torch._foreach_copy_(*pair)
-
-
-def _set(entries: list[tuple[dict[str, Any], str, Tensor | None]]) -> None:
-    """Buffers that have been set to other tensors."""
+        without_recording(_copy, (tensors, state[0]))
+        _torch.set_versions(tensors, state[1])
     for store, name, tensor in entries:
         if store[name] is not tensor:
             store[name] = tensor
+
+
+def _copy(pair: tuple[list[Tensor], list[Tensor]]) -> None:
+    _torch.copy_all(*pair)

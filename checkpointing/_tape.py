@@ -22,7 +22,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from types import FrameType
 from typing import Any, NamedTuple, Protocol, cast
 
 import torch
