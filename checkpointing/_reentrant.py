@@ -85,7 +85,7 @@ def _rerun(source: Rerun) -> tuple[Any, Any]:
         function, args, _ = source.restored(where)
         inputs = detach_variable(tuple(args))
         source.go_back(where, undo)
-        outputs = source.ambient.run(function, inputs, {})
+        outputs = source.ambient.enter(undo).run(function, *inputs)
     finally:
         undo_all(undo)
         thread.depth -= 1
