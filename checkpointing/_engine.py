@@ -277,6 +277,7 @@ class Frame:
             holders.append(_ref(holder))
             return holder
 
+        _torch.mark_as_torchs_own(pack)
         return pack
 
     def _pack(self, tensor: Tensor) -> Holder:
@@ -290,6 +291,8 @@ class Frame:
             holder.metadata = metadata_of(tensor)
         self.holders.append(_ref(holder))
         return holder
+
+    _torch.mark_as_torchs_own(_pack)
 
     def parameter_of(self, holder: Holder) -> Tensor:
         """What is not recomputed."""
@@ -480,9 +483,6 @@ class Held:
                     self._packed = pack(alias)
                 finally:
                     thread.computed = computed
-            elif _torch.is_rerun_of_torch(pack):
-                # It would hold the storage itself, and not notice if the function wrote it later.
-                self._packed = without_recording(lambda alias: pack(alias.clone()), alias)
             else:
                 users = _torch.storage_users(alias), sys.getrefcount(alias)
                 self._packed = without_recording(pack, alias)
@@ -664,6 +664,8 @@ class Recompute:
             raise _Stop(self)
         return tensor
 
+    _torch.mark_as_torchs_own(_pack)
+
     def expect(self, found: int) -> None:
         """A tape inside is about to save a tensor with this checksum."""
         checksums = self.frame.checksums or {}
@@ -700,14 +702,7 @@ class Recompute:
         if type(expected) is Evidence:  # all that is computed from the first one differs as well
             rest, others = [], [other for other, *_ in rest]
             details += f"; so do {len(others)} more, in slots {others}" if others else ""
-        node = _current_node()
-        saver = None if node is None else _torch.saver_of(node, lambda held: self._is_holder(held, slot))
-        if saver is not None:
-            details += f"; {saver}"
         return errors.different_metadata(self.frame, _node_name(), [(slot, expected, found, details), *rest])
-
-    def _is_holder(self, held: object, slot: int) -> bool:
-        return type(held) is Holder and held.frame is self.frame and held.slot == slot
 
     def run(self) -> None:
         """Let the source work, with this thread's regions out of the way (rule 3)."""

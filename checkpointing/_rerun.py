@@ -1323,6 +1323,31 @@ def nothing_requires_grad(args: tuple[Any, ...]) -> bool:
 # ---- arguments
 
 
+class _NotSaved:
+    __slots__ = ("_tensor",)
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+
+    def unpack(self) -> Tensor:
+        return self._tensor
+
+
+def _is_same(a: Tensor, b: Tensor) -> bool:
+    """Whether `a` is still what it was when the alias `b` was made of it: the same storage in the same way."""
+    if a is b:
+        return True
+    if a.requires_grad != b.requires_grad or _torch.version(a) != _torch.version(b):
+        return False
+    if type(a) is not Tensor:  # a subclass, of which detached ones share the insides
+        return type(a) is type(b)
+    if a.is_nested or not _torch.has_storage(a) or not _torch.has_storage(b):
+        return False
+    if _torch.storage_id(a) != _torch.storage_id(b):
+        return False
+    return (a.shape, a.stride(), a.storage_offset(), a.dtype) == (b.shape, b.stride(), b.storage_offset(), b.dtype)
+
+
 class _Argument:
     """A tensor argument that belongs to a graph: it comes back with its place in that graph."""
 
@@ -1331,7 +1356,7 @@ class _Argument:
     def __init__(self, tensor: Tensor, hooks: _torch.Hooks | None, name: Name) -> None:
         self._name = name
         if is_parameter(root_of(tensor)):  # a view of a leaf
-            self._saved: _torch.SavedInput = _torch.NotSaved(tensor)
+            self._saved: Any = _NotSaved(tensor)
             self._live: Callable[[], Tensor | None] | None = lambda: tensor
             self._version = tensor._version
             return
@@ -1348,7 +1373,8 @@ class _Argument:
             if live is not None and live._version != self._version:
                 raise errors.changed(where, named(self._name, live), self._version, live._version)
         try:
-            return self._saved.unpack()
+            tensor: Tensor = self._saved.unpack()
+            return tensor
         except RuntimeError as error:
             raise _as_changed(error, self._name, where) from error
 
@@ -1398,7 +1424,7 @@ class _Given(Held):
         tensor, given = super().fetch(where), self._given()
         if tensor.requires_grad:  # a parameter that has been thawed since
             return tensor.detach()
-        return given if given is not None and _torch.is_same(given, tensor) else tensor
+        return given if given is not None and _is_same(given, tensor) else tensor
 
     def _fetch_copy(self) -> Tensor:
         if self._leader is not None:

@@ -1,19 +1,19 @@
 """Every private name of torch that this library touches, one function each: why, and since when.
 
-Nothing else in the package reaches into `torch._C`. All of these exist, unchanged, in torch 2.11 to 2.15
-unless a line says otherwise.
+Nothing else in the package reaches into `torch._C`. All of these exist, unchanged, in torch 2.13 to 2.15.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import operator
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from types import CodeType, FunctionType, ModuleType
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 import torch.utils.checkpoint
@@ -42,20 +42,6 @@ innermost_transform: Callable[[], object | None] = _C._functorch.peek_interprete
 enclosing_hooks: Callable[[], Hooks | None] = functools.partial(_autograd._top_saved_tensors_default_hooks, True)
 
 
-def are_torchs_own(hooks: Hooks) -> bool:
-    """Whether these are the hooks of `torch.utils.checkpoint` itself (which marks them since 2.14)."""
-    pack = hooks[0]
-    return getattr(pack, "__module__", None) == "torch.utils.checkpoint" and pack.__qualname__.endswith("pack_hook")
-
-
-def is_rerun_of_torch(pack: Callable[[Tensor], Any]) -> bool:
-    """Whether these are the hooks with which `torch.utils.checkpoint` collects what it computes again: they hold what
-    they are given, and nobody looks whether it is written afterwards."""
-    return getattr(pack, "__qualname__", "").startswith("_recomputation_hook.") and (
-        pack.__module__ == "torch.utils.checkpoint"
-    )
-
-
 # ---- the running backward call. -1 outside of one; unique in the process.
 graph_task_id: Callable[[], int] = _C._current_graph_task_id
 current_node: Callable[[], Any] = _C._current_autograd_node
@@ -74,28 +60,6 @@ run_backward_code: CodeType = torch.autograd.graph._engine_run_backward.__code__
 PythonNode: type = _C._FunctionBase
 
 
-def saver_of(node: Any, is_it: Callable[[object], bool]) -> str | None:
-    """Which node, from `node` on towards the leaves, has saved what `is_it` recognises, and as what; for messages."""
-    seen = {None}
-    stack = [node]
-    while stack:
-        node = stack.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        stack.extend(following for following, _ in node.next_functions)
-        for name in dir(node):
-            if name.startswith("_raw_saved_"):
-                try:
-                    saved = getattr(node, name)
-                    items = [item.data for item in (saved if isinstance(saved, tuple | list) else (saved,))]
-                except (RuntimeError, AttributeError):  # freed, or None
-                    continue
-                if any(map(is_it, items)):
-                    return f"{node.name()} has saved it as {name.removeprefix('_raw_saved_')!r}"
-    return None
-
-
 # ---- operators, as they are named in dispatch modes and policies
 OpOverload = torch._ops.OpOverload
 OpOverloadPacket = torch._ops.OpOverloadPacket
@@ -108,52 +72,37 @@ def quick_call(func: Any) -> Any:
     return func._op if type(func) is OpOverload else func
 
 
-# The dispatch modes of torch's selective checkpointing: other code asks whether a mode is one of them.
+# The mode of torch's selective checkpointing around a forward.
 SelectiveForward: Any = torch.utils.checkpoint._CachingTorchDispatchMode
-SelectiveRecompute: Any = torch.utils.checkpoint._CachedTorchDispatchMode
 
 
-def mark_as_torchs_own(pack: Any, below: Hooks | None) -> None:
-    """Since 2.14, torch's selective mode looks for hooks of the user below those that are marked like this."""
+def mark_as_torchs_own(pack: Any, below: Hooks | None = None) -> None:
+    """Since 2.14, torch's selective mode takes the innermost pack hook for the user's and gives it what it caches,
+    which a region would take for one of its slots. One that is marked names the user's hooks around it instead."""
     pack._checkpoint_internal = True
     pack._user_hooks = below
 
 
-tree_map: Callable[[Callable[[Any], Any], Any], Any] = torch.utils._pytree.tree_map
+@contextlib.contextmanager
+def shows_users_hooks(mode: Any) -> Iterator[None]:
+    """Enter torch's selective mode in a region, just entered, so that the mode finds the user's hooks around it."""
+    theirs: Any = torch.utils.checkpoint  # mypy knows that of 2.13
+    hooks = enclosing_hooks()
+    assert hooks is not None  # of the region
+    pack = functools.partial(hooks[0])  # a method takes no attributes of its own
+    pop_hooks()
+    mark_as_torchs_own(pack, theirs._current_user_saved_tensors_hooks())
+    push_hooks(pack, hooks[1])
+    try:
+        with mode:
+            yield
+    finally:
+        pop_hooks()
+        push_hooks(*hooks)
+        pack.__dict__.clear()  # autograd holds it, out of the garbage collector's sight
+
+
 tree_leaves: Callable[[Any], list[Any]] = torch.utils._pytree.tree_leaves
-
-
-def identity_of_call(func: Any, args: Any) -> Any:
-    """What tells the calls of an operator apart: the operator, and the compiled code that it runs, if it does that."""
-    if isinstance(func, HigherOrderOperator) and func.name() == "inductor_compiled_code" and args:
-        import torch._higher_order_ops.wrap as wrap
-
-        resolve = getattr(wrap, "_resolve_inductor_callable", None)  # since 2.12
-        if resolve is not None:
-            return func, resolve(args[0]).idx
-    return func
-
-
-def is_mutable(func: Any) -> bool:
-    """Whether an operator writes arguments, as its schema says."""
-    return isinstance(func, OpOverload) and func._schema.is_mutable
-
-
-@functools.cache
-def writes_in_place(func: Any) -> bool:
-    """Whether all that an operator does is to write its first argument, which it returns."""
-    if not is_mutable(func) or torch.Tag.inplace_view in func.tags or len(func._schema.returns) != 1:
-        return False
-    first, result = func._schema.arguments[0].alias_info, func._schema.returns[0].alias_info
-    return first is not None and first.is_write and result is not None and first.before_set == result.before_set
-
-
-def has_ordered_effect(func: Any) -> bool:
-    """Whether an operator has effects that must happen once and in order. Raw collectives are none of those: they
-    return a handle, which can't be cached."""
-    from torch._higher_order_ops.effects import has_effects  # heavy, and torch itself imports it late
-
-    return has_effects(func) and func.namespace != "c10d"
 
 
 def is_tracing() -> bool:
@@ -222,19 +171,6 @@ def storage_users(tensor: Tensor) -> int:
     return cast(int, _C._storage_Use_Count(storage_id(tensor))) if has_storage(tensor) else 0
 
 
-def is_same(a: Tensor, b: Tensor) -> bool:
-    """Whether `a` is still what it was when the alias `b` was made of it: the same storage in the same way."""
-    if a is b:
-        return True
-    if a.requires_grad != b.requires_grad or version(a) != version(b):
-        return False
-    if type(a) is not Tensor:  # a subclass, of which detached ones share the insides
-        return type(a) is type(b)
-    if a.is_nested or not has_storage(a) or not has_storage(b) or storage_id(a) != storage_id(b):
-        return False
-    return (a.shape, a.stride(), a.storage_offset(), a.dtype) == (b.shape, b.stride(), b.storage_offset(), b.dtype)
-
-
 # The same by the storage's id, which must still be valid.
 storage_users_by_id: Callable[[int], int] = _C._storage_Use_Count
 
@@ -245,7 +181,7 @@ def _references_besides_tensors() -> int:
     return storage_users_by_id(storage_id(tensor)) - 1
 
 
-# Once Python has seen a storage, its Python object counts as one, in torch 2.11 to 2.15.
+# Once Python has seen a storage, its Python object counts as one, in torch 2.13 to 2.15.
 STORAGE_OBJECT = _references_besides_tensors()
 
 
@@ -389,59 +325,10 @@ def with_zeros(run: Callable[..., Any]) -> Callable[..., Any]:
     return guarded
 
 
-class SavedInput(Protocol):
-    def unpack(self) -> Tensor: ...
-
-
-class NotSaved:
-    """A `SavedInput` that is the tensor itself."""
-
-    __slots__ = ("_tensor",)
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor
-
-    def unpack(self) -> Tensor:
-        return self._tensor
-
-
-class _SaveInput(torch.autograd.Function):
-    # For torch < 2.13, which lacks `_make_saved_tensor`: a node whose only work is to save its input.
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor) -> Tensor:
-        ctx.save_for_backward(tensor)
-        with _C._DisableTorchDispatch():  # no mode need see it
-            return torch.empty(0, dtype=tensor.dtype, device="cpu")
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Tensor:
-        return torch.empty(0)  # never read; without it, no forward mode
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        raise AssertionError("this node is never part of a graph that runs")
-
-
-class _SavedByNode:
-    __slots__ = ("output",)
-
-    def __init__(self, tensor: Tensor) -> None:
-        # The output is held, not its node: torch 2.11 frees what a node has saved with the last of its outputs.
-        self.output = _SaveInput.apply(tensor)  # type: ignore[no-untyped-call]
-
-    def unpack(self) -> Tensor:
-        return cast(Tensor, self.output.grad_fn.saved_tensors[0])
-
-
-def _saved_by_node(tensor: Tensor, is_output: bool) -> SavedInput:
-    return _SavedByNode(tensor)
-
-
 # Save a tensor that requires grad as a node of autograd would: through the enclosing hooks, and brought back with the
-# same `grad_fn`, without a reference cycle. torch has this since 2.13.
-save_input: Callable[[Tensor, bool], SavedInput] = getattr(_autograd, "_make_saved_tensor", _saved_by_node)
-# What it returns, where it takes any tensor.
-SavedTensor: type | None = _autograd.SavedTensor if save_input is not _saved_by_node else None
+# same `grad_fn`, without a reference cycle.
+save_input: Callable[[Tensor, bool], Any] = _autograd._make_saved_tensor
+SavedTensor: type = _autograd.SavedTensor  # what it returns
 
 
 def lay(base: Tensor, size: Any, stride: Any, offset: int, dtype: torch.dtype, bits: int) -> Tensor:
@@ -504,7 +391,7 @@ class below_autograd:
         self._guards = (
             _C._AutoDispatchBelowADInplaceOrView(),
             _C.DisableTorchFunction(),
-            _C._ExcludeDispatchKeyGuard(_autocast_keys),
+            _C._DisableAutocast(),
         )
         for guard in self._guards:
             guard.__enter__()
@@ -513,17 +400,6 @@ class below_autograd:
         for guard in reversed(self._guards):
             guard.__exit__(*error)
         set_grad_enabled(self._grad_mode)
-
-
-def _find_autocast_keys() -> Any:
-    keys = _C.DispatchKeySet(_C.DispatchKey.AutocastCPU)
-    for name in dir(_C.DispatchKey):
-        if name.startswith("Autocast"):
-            keys = keys | _C.DispatchKeySet(getattr(_C.DispatchKey, name))
-    return keys
-
-
-_autocast_keys = _find_autocast_keys()
 
 
 # The context manager objects cost more than what they set.
@@ -588,43 +464,36 @@ _is_strict: Callable[[], bool] = _C._get_deterministic_algorithms
 _PRECISIONS = [("generic", "all")] + [(b, o) for b in ("cuda", "mkldnn") for o in ("all", "matmul", "conv", "rnn")]
 
 
+def precisions() -> list[str]:
+    """All of these as they are now."""
+    return [_C._get_fp32_precision_getter(*which) for which in _PRECISIONS]
+
+
+def set_precisions(values: Sequence[str]) -> None:
+    """Each follows the more general ones again where that gives its value. Not covered: one that was set to just what
+    it would have followed, and the legacy setting where these contradict it, for nobody can read them then."""
+    for which, value in zip(_PRECISIONS, values, strict=True):
+        _C._set_fp32_precision_setter(*which, "none")
+        if _C._get_fp32_precision_getter(*which) != value:
+            _C._set_fp32_precision_setter(*which, value)
+
+
 def _get_matmul_precision() -> str | list[str]:
-    """The legacy setting, which raises when parts of it were set by the newer `torch.backends.*.fp32_precision`."""
+    """The legacy setting, one quick getter; it raises where the newer `torch.backends.*.fp32_precision` contradict it.
+    Not covered: newer settings for convolutions and recurrent layers alone, which do not."""
     try:
         return cast(str, _C._get_float32_matmul_precision())
     except RuntimeError:
-        return [_C._get_fp32_precision_getter(*which) for which in _PRECISIONS]
+        return precisions()
 
 
 def _set_matmul_precision(value: str | list[str]) -> None:
-    if isinstance(value, str):
-        if not isinstance(_get_matmul_precision(), str):
-            _C._set_fp32_precision_setter(*_PRECISIONS[0], "none")
-        if _get_matmul_precision() != value:
-            _C._set_float32_matmul_precision(value)
+    if not isinstance(value, str):
+        set_precisions(value)
         return
-    for which, precision in zip(_PRECISIONS, value, strict=True):
-        if _C._get_fp32_precision_getter(*which) != precision:
-            _C._set_fp32_precision_setter(*which, precision)
-
-
-def precisions() -> tuple[str, list[str]]:
-    """All that has been set of these: the legacy setting, and what each has of its own, which the getters don't tell
-    from what follows from a more general one."""
-    own = []
-    for which in _PRECISIONS:
-        own.append(_C._get_fp32_precision_getter(*which))
-        _C._set_fp32_precision_setter(*which, "none")
-    state = _C._get_float32_matmul_precision(), own
-    set_precisions(state)
-    return state
-
-
-def set_precisions(state: tuple[str, list[str]]) -> None:
-    legacy, own = state
-    _C._set_float32_matmul_precision(legacy)
-    for which, precision in zip(_PRECISIONS, own, strict=True):
-        _C._set_fp32_precision_setter(*which, precision)
+    if not isinstance(_get_matmul_precision(), str):
+        _C._set_fp32_precision_setter(*_PRECISIONS[0], "none")
+    _C._set_float32_matmul_precision(value)
 
 
 # (getter, setter) of process-wide switches that change which kernel runs. Public ones are here too: one table. Every
