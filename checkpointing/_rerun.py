@@ -335,7 +335,7 @@ class _Unread(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def refuse(self, read: Any) -> None:
-        for value in _torch.tree_leaves(read):
+        for value in torch.utils._pytree.tree_leaves(read):
             if isinstance(value, Tensor):
                 for tensor, error in self._changed:
                     if tensor is value or _share_memory(tensor, value):
