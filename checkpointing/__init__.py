@@ -1,6 +1,5 @@
 """Activation checkpointing for PyTorch: a decorator and a with-block over one engine."""
 
-from ._ambient import StateHandle as StateHandle
 from ._ambient import register_state as register_state
 from ._api import checkpoint_scope as checkpoint_scope
 from ._api import checkpointed as checkpointed
@@ -18,8 +17,5 @@ from ._report import Stats as Stats
 from .errors import ChangedError as ChangedError
 from .errors import CheckpointError as CheckpointError
 from .errors import MismatchError as MismatchError
-from .errors import UnsupportedError as UnsupportedError
-from .torch_compat import checkpoint as checkpoint
-from .torch_compat import checkpoint_sequential as checkpoint_sequential
 
 __version__ = "0.1.0"

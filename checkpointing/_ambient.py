@@ -15,7 +15,9 @@ import contextvars
 import importlib
 import random
 import threading
+import weakref
 from collections.abc import Callable, Iterable
+from copy import copy
 from functools import partial
 from typing import Any, TypeVar
 
@@ -162,9 +164,6 @@ def register_state(snapshot: Callable[[], S], restore: Callable[[S], object]) ->
         restore: puts a state back that `snapshot` has returned. It may be called with one state several times, and
             must not change it. Called with grad mode off, in the thread in which backward runs.
 
-    While a state is registered, tensors that a function finds in closures and globals, rather than in its arguments,
-    are not guarded against changes between forward and backward, unless they require grad: `restore` may write them.
-
     Returns:
         A handle whose `remove()` ends it, like those of torch's hooks; also a context manager that removes it at its
         end. Regions that were entered before keep their snapshot and still restore it.
@@ -193,7 +192,6 @@ def register_state(snapshot: Callable[[], S], restore: Callable[[S], object]) ->
     return handle
 
 
-_copy_context = contextvars.copy_context
 _function_mode_count = _torch.function_mode_count
 _is_inference = torch.is_inference_mode_enabled
 _autocast_is_on = _torch.autocast_is_on_somewhere
@@ -202,36 +200,40 @@ _autocast_is_on = _torch.autocast_is_on_somewhere
 class Ambient:
     """Everything but random state: autocast, function modes, switches, context variables, state of the user's."""
 
-    __slots__ = ("_autocast", "_modes", "_switches", "context", "states")
+    __slots__ = ("_autocast", "_collections", "_context", "_modes", "_states", "_switches")
 
     def __init__(self) -> None:
-        self.context = _copy_context()
+        self._context = context = contextvars.copy_context()
+        # What code collects in them is collected once: a recompute gets copies.
+        self._collections = [variable for variable, value in context.items() if isinstance(value, _COLLECTIONS)]
+        for variable in self._collections:
+            context.run(variable.set, copied(context[variable]))
         self._switches = read_switches()
         self._modes = _torch.function_modes() if _function_mode_count() else None
         self._autocast = _read_autocast() if _autocast_is_on() else None
-        self.states = [handle.capture() for handle in _registry.states] if _registry.states else None
+        self._states = [handle.capture() for handle in _registry.states] if _registry.states else None
 
-    def is_present(self) -> bool:
-        """Whether there is nothing to enter, as nearly always: then `run` is a call in a copy of `context`."""
-        return (
+    def run(self, call: Callable[..., Any], args: Iterable[Any], kwargs: dict[str, Any]) -> Any:
+        """Call with the captured state; whatever had to change is put back, also after an exception."""
+        context = self._context.copy()  # one context can't be entered twice, and recomputes nest
+        for variable in self._collections:
+            context.run(variable.set, copied(context[variable]))
+        if (
             self._autocast is None
             and self._modes is None
-            and self.states is None
+            and self._states is None
             and not _autocast_is_on()
             and not _function_mode_count()
             and not _is_inference()
             and read_switches() == self._switches
-        )
-
-    def run(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        """Call with the captured state; whatever had to change is put back, also after an exception."""
-        if self.states is not None:
-            call = partial(_with_states, self.states, call)
+        ):  # nothing to enter
+            return context.run(call, *args, **kwargs)
         undo: list[Callable[[], object]] = []
         try:
             self._enter(undo)
-            # A copy: one context can't be entered twice, and recomputes nest.
-            self.context.copy().run(call, *args, **kwargs)
+            if self._states is not None:
+                call = partial(_with_states, self._states, call)
+            return context.run(call, *args, **kwargs)
         finally:
             undo_all(undo)
 
@@ -248,8 +250,7 @@ class Ambient:
             undo.append(lambda: mode.__exit__(None, None, None))
         is_on = _autocast_is_on()
         if self._autocast is not None or is_on:
-            autocast = _read_autocast()
-            undo.append(lambda: _write_autocast(autocast))
+            undo.append(partial(_write_autocast, _read_autocast()))
             _write_autocast(self._autocast)
         # Casts of weights are cached. The rerun neither sees casts made elsewhere nor leaves its own behind, ...
         if is_on:  # ... nor drops those that the code around the backward will want again.
@@ -259,13 +260,34 @@ class Ambient:
             undo.append(torch.clear_autocast_cache)
 
 
-def _with_states(states: list[tuple[StateHandle, Any]], call: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+_COLLECTIONS = (list, dict, set, tuple)
+_IN_THEM = (list, dict, set, tuple, Tensor, weakref.ref)
+
+
+def copied(value: Any) -> Any:
+    """Lists, dicts and sets as copies, at any depth. Tensors that belong to a graph, such as what layers before this one
+    have been collected for, are not kept alive for a recompute: weakly in a copy, live or None in a copy of that."""
+    if isinstance(value, Tensor):
+        return weakref.ref(value) if value.grad_fn is not None else value
+    if type(value) is weakref.ref:
+        return value()
+    if type(value) is tuple:
+        return tuple(map(copied, value)) if any(isinstance(part, _IN_THEM) for part in value) else value
+    new = copy(value)
+    if isinstance(new, list | dict):
+        for key, part in new.items() if isinstance(new, dict) else enumerate(new):
+            if isinstance(part, _IN_THEM):
+                new[key] = copied(part)
+    return new
+
+
+def _with_states(states: list[tuple[StateHandle, Any]], call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     undo: list[Callable[[], object]] = []
     try:
         for handle, state in states:
             undo.append(partial(StateHandle.restore, *handle.capture()))
             handle.restore(state)
-        call(*args, **kwargs)
+        return call(*args, **kwargs)
     finally:
         undo_all(undo)
 

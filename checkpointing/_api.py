@@ -12,43 +12,48 @@ import functools
 import inspect
 import sys
 import threading
-import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
-from typing import Any, Literal, ParamSpec, Protocol, TypeVar, cast, overload
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any, Literal, ParamSpec, Protocol, TypedDict, TypeVar, cast, overload
 
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
-from . import _ambient, _auto, _engine, _reentrant, _replay, _report, _rerun, _tape, _torch, errors
-from ._auto import AutoTape
-from ._engine import (
-    Evidence,
-    Frame,
-    Line,
-    checksum,
-    depth_of_user,
-    entered_from,
-    metadata_of,
-    thread,
-    unpack,
-    warn,
-    without_recording,
+from . import (
+    _ambient,
+    _auto,
+    _check,
+    _engine,
+    _reentrant,
+    _region,
+    _replay,
+    _report,
+    _rerun,
+    _tape,
+    _torch,
+    _where,
+    errors,
 )
-from ._policy import Policy, as_policy
+from ._auto import AutoTape
+from ._check import CHECKS, DeterminismCheck, check_of
+from ._engine import Frame, unpack
+from ._policy import as_policy
+from ._region import thread
 from ._replay import Replay
-from ._report import OpLog, Stats, explain, measure
-from ._rerun import ContextFn, PreserveRngState, Rerun, nothing_requires_grad, stands_alone
+from ._report import Stats, explain, logged, measure
+from ._rerun import PreserveRngState
 from ._tape import Tape
+from ._where import Line, entered_from, warn
 
 P = ParamSpec("P")
 R = TypeVar("R")
 M = TypeVar("M", bound=nn.Module)
 
 Backend = Literal["rerun", "replay", "reentrant"]
-DeterminismCheck = Literal["metadata", "values", "none"] | Callable[[Tensor], Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +66,11 @@ class Options:
     early_stop: bool = True
     determinism_check: DeterminismCheck = "metadata"
     policy: Any = None
-    context_fn: ContextFn | None = None
     debug: bool = False
     name: str | None = None
-    rules: Policy | None = field(init=False, repr=False, compare=False)  # the policy, whatever way it was given
 
     def __post_init__(self) -> None:
+        check = self.determinism_check
         if self.backend not in ("rerun", "replay", "reentrant"):
             raise ValueError(f"backend is 'rerun', 'replay' or 'reentrant', not {self.backend!r}")
         if self.policy is not None and self.backend != "replay":
@@ -74,72 +78,40 @@ class Options:
                 f"a policy needs the tape, which backend={self.backend!r} doesn't have: leave backend out, or say "
                 "backend='replay'"
             )
-        if self.context_fn is not None and self.backend != "rerun":
-            raise ValueError(f"context_fn works with backend='rerun' only, not with {self.backend!r}")
-        if self.backend == "reentrant" and (self.debug or self.determinism_check not in ("metadata", "none")):
+        if self.backend == "reentrant" and (self.debug or check not in ("metadata", "none")):
             raise ValueError(
                 "backend='reentrant' has no tensors to check or to log: leave determinism_check and debug out"
             )
-        if self.context_fn is not None and self.debug:
-            raise ValueError("debug=True is incompatible with context_fn: it logs by contexts of its own")
         if self.preserve_rng_state not in (True, False, "all"):
             raise ValueError(f"preserve_rng_state is True, False or 'all', not {self.preserve_rng_state!r}")
-        object.__setattr__(self, "rules", as_policy(self.policy))
-        check = self.determinism_check
-        if not callable(check) and not (isinstance(check, str) and check in _CHECKS):
+        if not callable(check) and not (isinstance(check, str) and check in CHECKS):
             raise ValueError(
-                f"determinism_check is one of {', '.join(map(repr, _CHECKS))} or a function of a tensor, "
-                f"not {self.determinism_check!r}"
+                f"determinism_check is one of {', '.join(map(repr, CHECKS))} or a function of a tensor, not {check!r}"
             )
-
-    @property
-    def check(self) -> Callable[[Tensor], Any] | None:
-        """What the engine compares between forward and recompute."""
-        check = self.determinism_check
-        if callable(check):
-            return lambda tensor: Evidence(
-                tensor, (metadata_of(tensor), _comparable(_found_by(check, tensor.detach())))
-            )
-        return _CHECKS[check]
+        object.__setattr__(self, "policy", as_policy(self.policy))
 
 
-def fingerprint(tensor: Tensor) -> Evidence:
-    """Metadata and a 64-bit checksum of the tensor's bits, in their order; equal bits give equal numbers."""
-    return Evidence(tensor, (metadata_of(tensor), f"checksum {without_recording(checksum, tensor.detach()):016x}"))
-
-
-def _values(tensor: Tensor) -> Any:
-    """What `determinism_check="values"` compares. Of the memory that kernels of recurrent nets reserve for their own
-    backward not all is ever written: there are no values in it to compare."""
-    if tensor.dtype is torch.uint8 and tensor.dim() == 1 and not tensor.requires_grad:
-        return metadata_of(tensor)
-    return fingerprint(tensor)
-
-
-def _found_by(check: Callable[[Tensor], Any], tensor: Tensor) -> Any:
-    try:
-        return without_recording(check, tensor)
-    except TypeError as error:
-        raise errors.hidden(f"determinism_check={check!r}", error) from error
-
-
-def _comparable(result: Any) -> Any:
-    return result.tolist() if isinstance(result, Tensor) else result
-
-
-_CHECKS: dict[Any, Callable[[Tensor], Any] | None] = {"metadata": metadata_of, "values": _values, "none": None}
+class _Given(TypedDict, total=False):
+    # The same for type checkers.
+    backend: Backend | None
+    enabled: bool
+    preserve_rng_state: PreserveRngState
+    early_stop: bool
+    determinism_check: DeterminismCheck
+    policy: Any
+    debug: bool
+    name: str | None
 
 
 _default_scope = Options("replay")
-_DEFAULTS = (True, True, True, "metadata", None, None, False, None)
+_SCOPE_DEFAULTS = (True, True, True, "metadata", None, False, None)
 
 # Bound once: these run for every call.
 _is_compiling = torch.compiler.is_dynamo_compiling
 _is_grad_enabled, _hooks_are_enabled = torch.is_grad_enabled, _torch.hooks_are_enabled
 _innermost_transform = _torch.innermost_transform
-_push_hooks, _pop_hooks = _torch.push_hooks, _torch.pop_hooks
 
-_torch.keep_dynamo_out(_ambient, _auto, _engine, _replay, _report, _rerun, _tape, _torch)
+_torch.keep_dynamo_out(_ambient, _auto, _check, _engine, _region, _replay, _report, _rerun, _tape, _torch, _where)
 
 _disabled: contextvars.ContextVar[bool] = contextvars.ContextVar("checkpointing.disabled", default=False)
 
@@ -172,8 +144,6 @@ def is_recomputing() -> bool:
     >>> is_recomputing()
     False
     """
-    if isinstance(thread.region, Tape):
-        thread.region.expect_differences()
     return thread.depth > thread.aside
 
 
@@ -218,9 +188,10 @@ def forward_only(fn: Callable[P, R], /) -> Callable[P, R]:
         raise TypeError(f"forward_only wraps functions, methods and callable objects, not {fn!r}")
     _refuse_generators("forward_only", fn)
 
-    @_wraps(fn)
+    # A callable object has attributes of its own that must not be copied onto the wrapper.
+    @functools.wraps(fn, updated=("__dict__",) if inspect.isroutine(fn) else ())
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_dynamo_compiling():
+        if _is_compiling():
             return fn(*args, **kwargs)
         region = thread.region
         if region is None:
@@ -245,15 +216,13 @@ def is_plain(enabled: bool = True) -> bool:
 def _warn_about_transforms() -> None:
     with _warned_lock:  # once per process, from whichever thread
         if not _warned:
-            warnings.warn(
+            _warned.append(True)
+            warn(
                 "checkpointing: a torch.func transform (grad, vjp, jacrev, vmap, ...) is being taken over a region, or "
                 "saved-tensors hooks are disabled for another reason, so regions run as plain code and save no memory. "
                 "Take gradients with torch.autograd around the region, or put the transform inside it. This is said "
-                "once.",
-                UserWarning,
-                stacklevel=depth_of_user(sys._getframe(1)) + 2,
+                "once."
             )
-            _warned.append(True)
 
 
 _warned: list[bool] = []
@@ -271,50 +240,11 @@ class _Decorator(Protocol):
 
 
 @overload
-def checkpointed(
-    fn: type[M],
-    /,
-    *,
-    backend: Backend | None = None,
-    enabled: bool = True,
-    preserve_rng_state: PreserveRngState = True,
-    early_stop: bool = True,
-    determinism_check: DeterminismCheck = "metadata",
-    policy: Any = None,
-    context_fn: ContextFn | None = None,
-    debug: bool = False,
-    name: str | None = None,
-) -> type[M]: ...
+def checkpointed(fn: type[M], /, **options: Unpack[_Given]) -> type[M]: ...
 @overload
-def checkpointed(
-    fn: Callable[P, R],
-    /,
-    *,
-    backend: Backend | None = None,
-    enabled: bool = True,
-    preserve_rng_state: PreserveRngState = True,
-    early_stop: bool = True,
-    determinism_check: DeterminismCheck = "metadata",
-    policy: Any = None,
-    context_fn: ContextFn | None = None,
-    debug: bool = False,
-    name: str | None = None,
-) -> Callable[P, R]: ...
+def checkpointed(fn: Callable[P, R], /, **options: Unpack[_Given]) -> Callable[P, R]: ...
 @overload
-def checkpointed(
-    fn: None = None,
-    /,
-    *,
-    backend: Backend | None = None,
-    enabled: bool = True,
-    preserve_rng_state: PreserveRngState = True,
-    early_stop: bool = True,
-    determinism_check: DeterminismCheck = "metadata",
-    policy: Any = None,
-    context_fn: ContextFn | None = None,
-    debug: bool = False,
-    name: str | None = None,
-) -> _Decorator: ...
+def checkpointed(fn: None = None, /, **options: Unpack[_Given]) -> _Decorator: ...
 def checkpointed(
     fn: Any = None,
     /,
@@ -325,7 +255,6 @@ def checkpointed(
     early_stop: bool = True,
     determinism_check: DeterminismCheck = "metadata",
     policy: Any = None,
-    context_fn: ContextFn | None = None,
     debug: bool = False,
     name: str | None = None,
 ) -> Any:
@@ -334,8 +263,8 @@ def checkpointed(
     Args:
         fn: a function, method, static or class method, lambda or callable object; arguments and results may be any
             nesting of containers, dataclasses and objects. An `nn.Module` subclass gets its `forward` wrapped, in
-            place, and stays what it was for `isinstance`, pickling and `state_dict`. For a module *instance* a new
-            function is returned that runs it; the module is not changed.
+            place, and stays what it was for `isinstance`, pickling and `state_dict`. For a module *instance* (or
+            another callable object) an object is returned that runs it; the instance is not changed.
         backend: how activations come back. `"rerun"` (what None means) calls the function again, `"replay"` runs the
             recorded operators again, just those that are needed, `"reentrant"` is torch's legacy way.
         enabled: False makes every call a plain one.
@@ -350,16 +279,17 @@ def checkpointed(
         policy: what to keep, and not recompute (implies replay): `save_ops(...)`, `save_tagged(...)`, combinations of
             them by `|`, a list of `OpOverload`s, or a function `(ctx, op, *args, **kwargs)` that returns a
             `torch.utils.checkpoint.CheckpointPolicy` or a bool. It holds in regions inside that bring none.
-        context_fn: returns two context managers, for the forward and for the rerun, as for
-            `torch.utils.checkpoint.checkpoint`. Rerun only.
         debug: log the operators of forward and recompute and show both when an error is found. Slow.
         name: the region's name in messages; the function's, if None.
 
     Returns:
-        What behaves like `fn` (same signature), or a decorator if `fn` is left out.
+        What behaves like `fn` (same signature), or a decorator if `fn` is left out. For a bound method it is a bound
+        method, for a callable object an object that holds it: `copy.deepcopy` and `pickle` take them with their
+        owner, and a copy runs its own parameters. (A bound method is pickled by its name, as always in Python: where it
+        had replaced the method of its object, what is loaded has the method of the class again.)
 
     Raises:
-        TypeError: for generator functions, async functions and classes that are no modules.
+        TypeError: for generator functions, async functions, classes that are no modules, and classes of torch's own.
         ValueError: for options that contradict each other.
         CheckpointError: from backward, when the tensors can't be recomputed exactly: an argument has been changed
             in place, or the function does something else the second time.
@@ -377,11 +307,9 @@ def checkpointed(
     """
     if backend is None:
         backend = "rerun" if policy is None else "replay"
-    options = Options(
-        backend, enabled, preserve_rng_state, early_stop, determinism_check, policy, context_fn, debug, name
-    )
+    options = Options(backend, enabled, preserve_rng_state, early_stop, determinism_check, policy, debug, name)
     if backend == "reentrant":
-        _reentrant.warn_once(stacklevel=2)
+        _reentrant.warn_once()
     if fn is None:
         return functools.partial(_wrap, options=options)
     return _wrap(fn, options)
@@ -391,18 +319,37 @@ def _wrap(fn: Any, options: Options) -> Any:
     if isinstance(fn, staticmethod | classmethod):
         return type(fn)(_wrap(fn.__func__, options))
     if isinstance(fn, type):
-        if not issubclass(fn, nn.Module):
-            raise TypeError(
-                f"checkpointed can't wrap the class {fn.__name__}: it is no nn.Module. Decorate the method."
-            )
-        forward = _wrap(fn.forward, dataclasses.replace(options, name=options.name or fn.__qualname__))
-        fn.forward = forward
+        if not issubclass(fn, nn.Module) or fn.__module__.partition(".")[0] == "torch":
+            reason = "is torch's own: derive from it" if issubclass(fn, nn.Module) else "is no nn.Module"
+            raise TypeError(f"checkpointed can't wrap the class {fn.__name__}: it {reason}, or decorate a method.")
+        fn.forward = _wrap(fn.forward, dataclasses.replace(options, name=options.name or fn.__qualname__))
         return fn
     if not callable(fn):
         raise TypeError(f"checkpointed wraps functions, methods, modules and callable objects, not {fn!r}")
     _refuse_generators("checkpointed", fn)
-    name = options.name or getattr(fn, "__qualname__", None) or type(fn).__qualname__
-    return _WRAPPERS[options.backend](fn, name, options)
+    if isinstance(fn, MethodType):
+        return MethodType(_wrap(fn.__func__, options), fn.__self__)
+    if not inspect.isroutine(fn):
+        return _CheckpointedObject(fn, options)
+    run, name = _RUNNERS[options.backend], options.name or fn.__qualname__
+
+    @functools.wraps(fn)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return run(fn, args, kwargs, name, options)
+
+    return wrapper
+
+
+class _CheckpointedObject:
+    """A callable object, run in regions. Copies and pickles as what it holds."""
+
+    def __init__(self, fn: Any, options: Options) -> None:
+        self.__wrapped__ = fn
+        self.options = options
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        fn, options = self.__wrapped__, self.options
+        return _RUNNERS[options.backend](fn, args, kwargs, options.name or type(fn).__qualname__, options)
 
 
 def _refuse_generators(door: str, fn: Any) -> None:
@@ -425,97 +372,52 @@ def _refuse_generators(door: str, fn: Any) -> None:
             )
 
 
-def _wraps(fn: Any) -> Callable[[Any], Any]:
-    # A module or callable object has attributes of its own that must not be copied onto the wrapper.
-    return functools.wraps(fn, updated=("__dict__",) if inspect.isroutine(fn) else ())
-
-
-def _wrap_rerun(fn: Any, name: str, options: Options) -> Any:
-    enabled, preserve_rng_state, check = options.enabled, options.preserve_rng_state, options.check
-    strict = options.determinism_check == "values"
-    has_contexts = options.debug or options.context_fn is not None
-    alone: bool | None = None  # known after the first call, when the globals are there
-
-    @_wraps(fn)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if _is_compiling():
-            if not enabled:
-                return fn(*args, **kwargs)
-            return torch.utils.checkpoint.checkpoint(
-                fn, *args, use_reentrant=False, preserve_rng_state=bool(preserve_rng_state), **kwargs
-            )
-        if is_plain(enabled):
+def _run_rerun(fn: Any, args: Any, kwargs: Any, name: str, options: Options) -> Any:
+    if _is_compiling():
+        if not options.enabled:
             return fn(*args, **kwargs)
-        nonlocal alone
-        if alone is None:
-            alone = stands_alone(fn)
-        if alone and not kwargs and nothing_requires_grad(args):
-            return fn(*args)  # no gradient can come of it
-        here = thread.__dict__
-        outer = here["region"]
-        source = Rerun(fn, alone, args, kwargs, preserve_rng_state, outer, strict)
-        frame = Frame(source, name, entered_from(sys._getframe(1)), options.early_stop, check)
-        pack = frame.packer()
-        here["region"] = source
-        _push_hooks(pack, unpack)
-        try:
-            if has_contexts:
-                with _forward_context(options, frame, source):
-                    return fn(*args, **kwargs)
+        keeps_rng = bool(options.preserve_rng_state)
+        return torch.utils.checkpoint.checkpoint(fn, *args, use_reentrant=False, preserve_rng_state=keeps_rng, **kwargs)
+    if is_plain(options.enabled):
+        return fn(*args, **kwargs)
+    return _rerun.call(
+        fn,
+        args,
+        kwargs,
+        name,
+        entered_from(sys._getframe(2)),
+        options.preserve_rng_state,
+        options.early_stop,
+        check_of(options.determinism_check),
+        logged if options.debug else None,
+    )
+
+
+def _run_replay(fn: Any, args: Any, kwargs: Any, name: str, options: Options) -> Any:
+    if is_plain(options.enabled):
+        return fn(*args, **kwargs)
+    with _Block(name, entered_from(sys._getframe(2)), options):
+        return fn(*args, **kwargs)
+
+
+_torch.leave_eager(cast(Any, _run_replay))  # compiled code, in which the function stands, is compiled around it
+
+
+def _run_reentrant(fn: Any, args: Any, kwargs: Any, name: str, options: Options) -> Any:
+    if _is_compiling():
+        if not options.enabled:
             return fn(*args, **kwargs)
-        finally:
-            _pop_hooks()
-            here["region"] = outer
-            frame.complete = True
-            if source.writes_something:
-                source.settle()
-
-    return wrapper
+        return torch.utils.checkpoint.checkpoint(fn, *args, use_reentrant=True, **kwargs)
+    if is_plain(options.enabled):
+        return fn(*args, **kwargs)
+    return _reentrant.run(fn, name, options.preserve_rng_state, args, kwargs)
 
 
-def _forward_context(options: Options, frame: Frame, source: Rerun) -> AbstractContextManager[Any]:
-    """The context of the forward; hands the one of the rerun to `source`."""
-    if options.context_fn is not None:
-        forward, source.context = options.context_fn()
-        return forward
-    forward, source.context = logged(frame)
-    return forward
-
-
-def logged(frame: Frame) -> tuple[OpLog, OpLog]:
-    """Contexts for the forward and the recompute that log their operators; errors of the frame show both."""
-    forward, recompute = OpLog(), OpLog()
-    frame.on_error = functools.partial(explain, forward=forward.lines, recompute=recompute.lines)
-    return forward, recompute
-
-
-def _wrap_replay(fn: Any, name: str, options: Options) -> Any:
-    @_wraps(fn)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if is_plain(options.enabled):
-            return fn(*args, **kwargs)
-        with _Block(name, entered_from(sys._getframe(1)), options):
-            return fn(*args, **kwargs)
-
-    _torch.leave_eager(wrapper)  # compiled code, in which the function stands, is compiled around it
-    return wrapper
-
-
-def _wrap_reentrant(fn: Any, name: str, options: Options) -> Any:
-    @_wraps(fn)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if _is_compiling():
-            if not options.enabled:
-                return fn(*args, **kwargs)
-            return torch.utils.checkpoint.checkpoint(fn, *args, use_reentrant=True, **kwargs)
-        if is_plain(options.enabled):
-            return fn(*args, **kwargs)
-        return _reentrant.run(fn, name, options.preserve_rng_state, args, kwargs)
-
-    return wrapper
-
-
-_WRAPPERS = {"rerun": _wrap_rerun, "replay": _wrap_replay, "reentrant": _wrap_reentrant}
+_RUNNERS: dict[str, Callable[..., Any]] = {
+    "rerun": _run_rerun,
+    "replay": _run_replay,
+    "reentrant": _run_reentrant,
+}
 
 
 # ---- the block door
@@ -524,42 +426,36 @@ _WRAPPERS = {"rerun": _wrap_rerun, "replay": _wrap_replay, "reentrant": _wrap_re
 class _Block:
     """One recorded region, entered and left."""
 
-    __slots__ = ("_outer", "_source", "_tape", "frame")
+    __slots__ = ("_source", "_tape", "frame")
 
     def __init__(self, name: str, where: Line, options: Options) -> None:
         forward: Any = [] if options.debug else None
         recompute: Any = [] if options.debug else None
-        rules = options.rules
-        placement = None if rules is None else rules.placement
-        given = (_torch.enclosing_hooks(), options.preserve_rng_state, forward, rules)
+        placement = None if options.policy is None else options.policy.placement
+        given = (_torch.enclosing_hooks(), options.preserve_rng_state, forward, options.policy)
         self._tape = Tape(*given) if placement is None else AutoTape(*given, placement)
         self._source = Replay(self._tape, recompute)
         # What is replayed has the recorded metadata by construction.
-        check = None if options.determinism_check == "metadata" else options.check
+        check = None if options.determinism_check == "metadata" else check_of(options.determinism_check)
         self.frame = Frame(self._source, name, where, options.early_stop, check)
         if options.debug:
             self.frame.on_error = functools.partial(explain, forward=forward, recompute=recompute)
 
     def __enter__(self) -> None:
-        self._outer = thread.region
-        pack = self.frame.packer()
-        if self._outer is not None:
-            self._outer.yield_to_inner(1)
+        outer = thread.region
+        if outer is not None:
+            outer.yield_to_inner(1)
         self._tape.__enter__()  # type: ignore[no-untyped-call]
-        thread.region = self._tape
-        _torch.push_hooks(pack, unpack)
+        self.frame.enter(self._tape)
 
     def __exit__(self, *error: Any) -> None:
-        _torch.pop_hooks()
-        thread.region = self._outer
-        if self._outer is not None:
-            self._outer.yield_to_inner(-1)
+        outer = self._tape.outer
+        self.frame.leave(self._tape)
+        if outer is not None:
+            outer.yield_to_inner(-1)
         self._tape.__exit__(*error)  # type: ignore[no-untyped-call]
         complaint = self._tape.complaint
-        try:
-            self._tape.close()
-        finally:
-            self.frame.complete = True
+        self._tape.close()
         if complaint is not None and error[0] is None:
             warn(f"{self.frame.place}: {complaint}")
 
@@ -646,8 +542,8 @@ class checkpoint_scope:
         debug: bool = False,
         name: str | None = None,
     ) -> None:
-        options = (enabled, preserve_rng_state, early_stop, determinism_check, policy, None, debug, name)
-        self._options = _default_scope if options == _DEFAULTS else Options("replay", *options)
+        options = (enabled, preserve_rng_state, early_stop, determinism_check, policy, debug, name)
+        self._options = _default_scope if options == _SCOPE_DEFAULTS else Options("replay", *options)
         self._entered = False
         self._block: _Block | _Excluded | None = None
 

@@ -2,9 +2,9 @@
 
 While a region runs, autograd hands every tensor that it would save to `Frame.pack` and stores the small `Holder`
 that it gets back. When backward opens a holder, the frame asks its *source* (rerun or replay) to bring slots back;
-the source calls `deliver(slot, tensor)` for that slot and for whatever else it passes on the way. (A rerun passes
-all slots in order, as autograd's pack hook: it delivers through `Recompute.packer`, which counts them.) Checks, early
-stop and lifetimes live here, once; a source only knows how to compute.
+the source calls `deliver` for that holder and for whatever else it passes on the way. (A rerun passes all slots in
+order, as autograd's pack hook: `Recompute.pack` counts them.) Checks, early stop and lifetimes live here, once; a
+source only knows how to compute.
 
 Who owns what (rule 9, no reference ever points back, so nothing here needs the garbage collector):
 
@@ -13,10 +13,10 @@ Who owns what (rule 9, no reference ever points back, so nothing here needs the 
 The rules that tests cite:
 
 1. The innermost region owns what is saved inside it: autograd asks the innermost hooks only.
-2. A region's inputs are saved by whatever encloses it; leaves that require grad are referenced, never copied.
-3. Recompute starts as if no region were active (`_Thread.depth` and `_Thread.region`).
+2. A region's inputs are saved by whatever encloses it; parameters are referenced, never copied.
+3. Recompute starts as if no region were active (`thread.depth` and `thread.region`).
 4. A recomputed tensor lives until the node that asked for it has run, and never past its graph task.
-5. Recompute no more than needed: `deliver` stops a rerun at the last live holder.
+5. Recompute no more than needed: a rerun stops at the last live holder.
 6. Backward inside a region works: a frame may be opened before its region has ended.
 7. Bit-equal; recompute leaves RNG and buffers alone. 8. Never silently wrong. 9. Nothing outlives its use.
 10. Grad mode off: a region is a plain call.
@@ -27,114 +27,58 @@ failed backward leaves them behind. Here they end with the graph task, whatever 
 
 from __future__ import annotations
 
-import itertools
-import linecache
-import os
 import sys
 import threading
-import warnings
 import weakref
-import zlib
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from functools import partial, reduce
-from types import CodeType, FrameType
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 
 from . import _torch, errors
+from ._check import Check, Evidence, maker_of, metadata_of
 from ._offload import Moved, Mover
+from ._region import Region, thread, without_recording
+from ._tree import Field
+from ._where import Line, described, line_number, user_line
 
 # Bound once: these run for every saved tensor.
 _ref = weakref.ref
 _getframe = sys._getframe
-_is_grad_enabled, _set_grad_enabled = torch.is_grad_enabled, _torch.set_grad_enabled
 _current_node = _torch.current_node
 _graph_exec_group = _torch.graph_exec_group
 _graph_task_id = _torch.graph_task_id
 _node_count = _torch.node_count
-_Parameter = torch.nn.Parameter
-_at_graph_task_end = _torch.at_graph_task_end
-_in_batched_backward = _torch.in_batched_backward
+_Parameter = nn.Parameter
 _PythonNode = _torch.PythonNode
 _backward_code = _torch.run_backward_code
-
-Line = tuple[CodeType, int]  # where code was running: cheap to note, see `_line`
-
-
-class _Thread(threading.local):
-    """What this thread is doing. `depth` counts nested recomputes and what else no tape should see, `aside` the latter
-    alone; `region` is where `keep` goes.
-
-    Hot code goes through `thread.__dict__`, which is this thread's own: one slow access instead of many.
-    """
-
-    def __init__(self) -> None:
-        self.depth = 0
-        self.aside = 0
-        self.region: Keeper | None = None
-        self.computed = False  # what is being saved for an inner region was computed in the enclosing one
-
-
-thread = _Thread()
-
-
-class Keeper(Protocol):
-    """A region, as code inside it meets it."""
-
-    @property
-    def policy(self) -> Any:
-        """What holds here, and in regions inside that bring no policy of their own."""
-
-    def keep(self, tensor: Tensor) -> Tensor: ...
-
-    @property
-    def see_statistics(self) -> Callable[[Tensor, FrameType], None] | None:
-        """Called with vectors that the code in this frame saves and that need no gradient, before their operator runs,
-        if anyone wants to know."""
-
-    def once(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The result of a call that a recompute must not repeat."""
-
-    def tag(self, tensor: Tensor, name: str) -> Tensor: ...
-
-    def keep_for_inner(self, tensor: Tensor) -> None:
-        """A region inside this one keeps the tensor and saves it here: don't recompute it."""
-
-    def look_away(self) -> None:
-        """Something happens now that no operator shows."""
-
-    def yield_to_inner(self, change: int) -> None:
-        """A region that obeys its policy by itself has been entered inside this one (1), or left (-1)."""
+_push_hooks, _pop_hooks = _torch.push_hooks, _torch.pop_hooks
 
 
 class Source(Protocol):
     """How a frame brings tensors back."""
 
     @property
-    def guards_leaves(self) -> bool | None:
-        """Whose versions the engine compares: those of leaves that require grad (False), of all leaves (True), or of
-        none (None), because the source does it by itself. Views of leaves count as leaves."""
-
-    @property
-    def see_statistics(self) -> Callable[[Tensor, FrameType], None] | None:
-        """As for `Keeper`."""
-
-    @property
     def save(self) -> Callable[[Tensor], Any] | None:
-        """What a holder must remember of a tensor that autograd saves now; None if nothing."""
+        """What a holder must remember of the tensor that it stands for; None: only which parameter it shows."""
 
     @property
     def at_hand(self) -> Callable[[Holder, Frame], Tensor | None] | None:
-        """A quick way to what needs no recompute, if the source has one; it may always answer None."""
+        """A holder's tensor, if nothing has to be computed for it."""
 
     def maker(self, holder: Holder) -> str | None:
-        """What has made the tensor, for messages, where the source knows."""
+        """The operator that made what the holder saved, if that is known."""
+
+    def knows(self, parameters: tuple[Tensor, ...]) -> bool:
+        """Whether one of these belongs to a module that was there before the region."""
+
+    def hint(self, saved: Any, recomputed: Any) -> str:
+        """What else is known about a mismatch of metadata, for its message."""
 
     def recompute(self, request: Recompute) -> None:
-        """Deliver `request.holder.slot`, and on the way whatever else `request.wants`."""
+        """Deliver `request.holder`, and on the way whatever else `request.wanted()` names."""
 
 
 class Holder:
@@ -145,10 +89,10 @@ class Holder:
     frame: Frame
     slot: int
     metadata: Any  # what the determinism check compares
-    saved: Any  # what the source remembers
+    saved: Any  # what the source remembers; under rerun None, or (parameter, its version, whether it is all of it)
 
 
-class Recomputed:
+class TaskTensors:
     """One frame's recomputed tensors in one graph task. It goes with the frame, or with the graph task, whichever ends
     first: `guard` watches an object that autograd's graph task owns (rule 4)."""
 
@@ -181,126 +125,78 @@ class Frame:
     __slots__ = (
         "__weakref__",
         "check",
-        "checksums",
         "complete",
         "early_stop",
         "entered_from",
         "holders",
-        "leaves",
         "lock",
         "name",
         "on_error",
-        "parameters",
+        "prefix",
+        "save",
         "source",
         "tasks",
-        "title",
     )
 
     def __init__(
-        self,
-        source: Source,
-        name: str,
-        entered_from: Line,
-        early_stop: bool = True,
-        check: Callable[[Tensor], Any] | None = None,
+        self, source: Source, name: str, entered_from: Line, early_stop: bool = True, check: Check = None
     ) -> None:
         self.source = source
+        self.save = source.save
         self.name = name
         self.entered_from = entered_from
         self.early_stop = early_stop
         self.check = check
         self.holders: list[weakref.ref[Holder]] = []
-        self.leaves: dict[int, int] = {}  # by slot: versions of leaves, which nobody else guards
-        self.parameters: dict[int, int] = {}  # by slot: versions of parameters that the source does not recompute
-        self.checksums: dict[int, int] | None = None  # by slot: of what a tape inside saves where a rerun may differ
         self.complete = False  # backward may run before the region has ended (rule 6)
         self.on_error: Callable[[errors.CheckpointError], None] | None = None
-        self.title: str | None = None  # how messages begin, where other code matches on it
-        self.tasks: dict[Any, Recomputed] = {}
-        self.lock = threading.RLock()  # the worker threads of one graph task may open one frame at once
+        self.prefix: str | None = None  # how messages begin where other code matches on it; torch's functions set it
+        self.tasks: dict[Any, TaskTensors] = {}
+        # The worker threads of one graph task may open one frame at once: who waits wants what is being computed.
+        self.lock = threading.RLock()
 
     def __str__(self) -> str:
-        return self.title or self.place
+        return self.prefix or self.place
 
     @property
     def place(self) -> str:
-        code, instruction = self.entered_from
-        return f"region '{self.name}' (entered at {code.co_filename}:{_line(code, instruction)})"
+        code, _ = self.entered_from
+        return f"region '{self.name}' (entered at {code.co_filename}:{line_number(self.entered_from)})"
 
-    def packer(self) -> Callable[[Tensor], Holder]:
-        """Autograd's pack hook for this region; it runs once per saved tensor."""
-        source, check = self.source, self.check
-        plain_check = check is metadata_of
-        save, guards, see_statistics = source.save, source.guards_leaves, source.see_statistics
-        if plain_check and save is None and guards is None and see_statistics is None:
-            return self._pack
-        is_quick = plain_check or check is None
-        holders, leaves, parameters = self.holders, self.leaves, self.parameters
-        unfilled: list[_Unfilled] = []  # of the last node, to be checked again when its operator has run
-        node = -1
+    def enter(self, region: Region) -> None:
+        """From here on this is where autograd saves, and `region` where `keep` and its like go."""
+        here = thread.__dict__
+        region.outer = here["region"]
+        here["region"] = region
+        _push_hooks(self.pack, unpack)
 
-        def pack(tensor: Tensor) -> Holder:
-            nonlocal node
-            holder = Holder()
-            holder.frame = self
-            holder.slot = slot = len(holders)
-            if plain_check:
-                try:
-                    holder.metadata = (tensor.shape, tensor.dtype, tensor.device)
-                except RuntimeError:
-                    holder.metadata = metadata_of(tensor)
-            elif check is None:
-                holder.metadata = None
-            else:
-                if unfilled and node != _node_count():
-                    for evidence in unfilled:
-                        evidence.settle()
-                    unfilled.clear()
-                holder.metadata = check(tensor)
-                if may_be_unfilled(tensor) or (thread.aside and not tensor.requires_grad):  # in `opaque()`, unseen
-                    holder.metadata = _Unfilled(tensor, holder.metadata, check)
-                    unfilled.append(holder.metadata)
-                    node = _node_count()
-            if save is not None:
-                holder.saved = save(tensor)
-            if guards is not None:
-                if type(tensor) is _Parameter and tensor.requires_grad and is_quick:
-                    holder.saved = tensor  # there is nothing to recompute (rule 2)
-                    parameters[slot] = tensor._version
-                elif tensor.is_leaf:
-                    if tensor.requires_grad or (guards and not thread.computed):
-                        leaves[slot] = tensor._version
-                elif tensor._base is not None and tensor._base.is_leaf:
-                    leaves[slot] = tensor._version
-            if see_statistics is not None and tensor.dim() == 1 and tensor.is_leaf and not tensor.requires_grad:
-                see_statistics(tensor, _getframe(1))
-            holders.append(_ref(holder))
-            return holder
+    def leave(self, region: Region) -> None:
+        _pop_hooks()
+        thread.region = region.outer
+        self.complete = True
 
-        _torch.mark_as_torchs_own(pack)
-        return pack
-
-    def _pack(self, tensor: Tensor) -> Holder:
-        """The pack hook where the source compares metadata and wants to know nothing else."""
+    def pack(self, tensor: Tensor) -> Holder:
+        """Autograd's pack hook; it runs once per saved tensor."""
         holder = Holder()
         holder.frame = self
         holder.slot = len(self.holders)
-        try:
-            holder.metadata = (tensor.shape, tensor.dtype, tensor.device)
-        except RuntimeError:
-            holder.metadata = metadata_of(tensor)
+        check = self.check
+        if check is metadata_of:
+            try:
+                holder.metadata = (tensor.shape, tensor.dtype, tensor.device)
+            except RuntimeError:
+                holder.metadata = metadata_of(tensor)
+        elif check is not None:
+            holder.metadata = check(tensor)
+        if self.save is not None:
+            holder.saved = self.save(tensor)
+        else:
+            root = _parameter_behind(tensor)
+            holder.saved = None if root is None else (root, tensor._version, root is tensor)
         self.holders.append(_ref(holder))
         return holder
 
-    _torch.mark_as_torchs_own(_pack)
-
-    def parameter_of(self, holder: Holder) -> Tensor:
-        """What is not recomputed."""
-        parameter: Tensor = holder.saved
-        version = self.parameters[holder.slot]
-        if parameter._version != version:
-            raise errors.changed(self, named("a leaf", parameter), version, parameter._version)
-        return parameter
+    _torch.mark_as_torchs_own(pack)
 
     def bring_back(self, holder: Holder, key: Any) -> Tensor:
         """Recompute for a holder whose tensor is not at hand: once per slot and graph task."""
@@ -310,65 +206,25 @@ class Frame:
         with self.lock:
             task = self.tasks.get(key)
             if task is None:
-                task = Recomputed()
+                task = TaskTensors()
                 if key != -1:  # outside of backward (`grad_fn._saved_self`) nothing is remembered
                     forget = partial(_forget, _ref(self), key)
                     owner = group
                     if owner is None:
                         owner = partial(forget)
-                        _at_graph_task_end(owner)  # called if the backward succeeds, and freed in any case
+                        _torch.at_graph_task_end(owner)  # called if the backward succeeds, and freed in any case
                     task.guard = _ref(owner, forget)
                     self.tasks[key] = task
-                if self.parameters:
-                    task.ready.update(dict.fromkeys(self.parameters))
             ready, slot = task.ready, holder.slot
             tensor = ready.get(slot)  # another thread may have been quicker
             if tensor is None:
-                if self.title is not None and slot in task.ready and type(key) is not int:
+                if self.prefix is not None and slot in ready and group is not None:
                     raise errors.overlapping(self)
                 Recompute(self, task, holder).run()
                 tensor = ready[slot]
                 assert tensor is not None  # `run` raises if it can't deliver
             ready[slot] = None
         return tensor
-
-
-def copy_of(tensor: Tensor, version: int) -> Tensor:
-    """A copy that others may write, at the version that the original had: saved versions are compared."""
-    copy = _torch.copy(tensor)
-    if version > 0:
-        _torch.set_version(copy, version)
-    return copy
-
-
-def identity(tensor: Tensor) -> Tensor:
-    """The unpack hook of a rerun, whose graph stores tensors."""
-    return tensor
-
-
-def checked(hooks: _torch.Hooks) -> _torch.Hooks:
-    """These hooks of a region around, or of its rerun: what they are given in the rerun must be what it was in the
-    forward, bit for bit."""
-    pack, unpack_ = hooks
-    rerun = getattr(pack, "__self__", None)
-
-    def checked_pack(tensor: Tensor) -> Any:
-        found = without_recording(checksum, tensor)
-        if type(rerun) is Recompute:
-            rerun.expect(found)
-        packed = pack(tensor)
-        if type(packed) is Holder:
-            if packed.frame.checksums is None:
-                packed.frame.checksums = {}
-            packed.frame.checksums[packed.slot] = found
-        return packed
-
-    return checked_pack, unpack_
-
-
-def is_internal(hooks: _torch.Hooks) -> bool:
-    """Whether these hooks are those of a region or of a rerun, rather than the user's."""
-    return hooks[1] is unpack or hooks[1] is identity
 
 
 def unpack(holder: Holder) -> Tensor:
@@ -381,8 +237,6 @@ def unpack(holder: Holder) -> Tensor:
         at_hand = frame.source.at_hand
         if at_hand is not None:
             tensor = at_hand(holder, frame)
-        elif holder.slot in frame.parameters:
-            tensor = frame.parameter_of(holder)
         if tensor is None:
             tensor = frame.bring_back(holder, key)
     else:
@@ -394,6 +248,16 @@ def unpack(holder: Holder) -> Tensor:
     if reader.f_code is not _backward_code:
         _keep_until_done(holder, tensor)
     return tensor
+
+
+def identity(tensor: Tensor) -> Tensor:
+    """The unpack hook of a rerun, whose graph stores tensors."""
+    return tensor
+
+
+def is_internal(hooks: _torch.Hooks) -> bool:
+    """Whether these hooks are those of a region or of a rerun, rather than the user's."""
+    return hooks[1] is unpack or hooks[1] is identity
 
 
 def _keep_until_done(holder: Holder, tensor: Tensor) -> None:
@@ -419,135 +283,6 @@ def _keep_until_done(holder: Holder, tensor: Tensor) -> None:
     handle = node.register_hook(done)  # type: ignore[attr-defined]
 
 
-# Formatted only when it is needed: (parent, key) stands for `parent[key]`, an operator for what it reads.
-Name = str | tuple[object, object] | object
-
-
-def named(name: Name, tensor: Tensor | None = None) -> str:
-    """A tensor as messages name it."""
-    if isinstance(name, tuple):
-        name = f"{name[0]}[{name[1]!r}]"
-    text = name if isinstance(name, str) else "a tensor that it saved" if name is None else f"what {name} read"
-    return text if tensor is None else f"{text} ({describe(tensor)})"
-
-
-def root_of(tensor: Tensor) -> Tensor:
-    """What a tensor is a view of; itself, if of nothing."""
-    base = tensor._base
-    return tensor if base is None or (tensor.requires_grad and _torch.is_leaf(tensor)) else base
-
-
-def is_parameter(root: Tensor) -> bool:
-    """Whether a region refers to this tensor and to its views rather than saving them (rule 2)."""
-    return root.is_leaf and (root.requires_grad or type(root) is nn.Parameter)
-
-
-class Held:
-    """A tensor from outside of a region (or kept inside) that its recompute starts from.
-
-    It is saved by whatever encloses the region, so it may be offloaded, or recomputed itself. Leaves that require
-    grad, and views of them, are referenced, never copied (rule 2). Where an alias is held, its version is guarded
-    (rule 8); our own frames know versions themselves.
-    """
-
-    __slots__ = ("_live", "_pack", "_packed", "_unpack", "_version", "is_parameter", "name")
-
-    def __init__(self, tensor: Tensor, hooks: _torch.Hooks | Mover | None, name: Name) -> None:
-        self.name = name
-        self._version: int | None = _torch.version(tensor)
-        self._unpack: Callable[[Any], Tensor] | None = None
-        self._live: Callable[[], Tensor | None] | None = None
-        root = root_of(tensor)
-        self.is_parameter = is_parameter(root)
-        if self.is_parameter and root is tensor:
-            self._packed: Any = tensor
-            return
-        alias = _torch.alias(tensor)
-        is_inference = self._version < 0  # and its alias is not
-        if is_inference:
-            self._version = _torch.version(alias)
-        stays = hooks is None or self.is_parameter or tensor.is_meta or _torch.is_cast_of_parameter(root)
-        if stays or (type(hooks) is Mover and not hooks.takes(alias)):
-            self._packed = alias
-        elif type(hooks) is Mover:
-            self._packed = without_recording(hooks.send, alias)
-            self._unpack = Moved.bring
-            self._version = None  # a copy, which nobody can change
-        else:
-            self._pack, self._unpack = cast(_torch.Hooks, hooks)
-            pack = self._pack
-            if self._unpack is unpack:
-                computed = thread.computed
-                thread.computed = computed or not root.is_leaf  # and may be written when it has been used
-                try:
-                    self._packed = pack(alias)
-                finally:
-                    thread.computed = computed
-            else:
-                users = _torch.storage_users(alias), sys.getrefcount(alias)
-                self._packed = without_recording(pack, alias)
-                # Hooks that did not copy hold the storage: then an alias costs nothing, and guards it for good.
-                shares = _torch.storage_users(alias) > users[0] or sys.getrefcount(alias) > users[1]
-                if shares or not is_inference:
-                    self._live = (lambda: alias) if shares else weakref.ref(tensor)
-
-    @property
-    def alias(self) -> Tensor:
-        """The tensor itself, where no hooks have packed it."""
-        return cast(Tensor, self._packed)
-
-    @property
-    def moved(self) -> Moved | None:
-        """What it is, if it waits elsewhere."""
-        return self._packed if type(self._packed) is Moved else None
-
-    @property
-    def is_packed(self) -> bool:
-        """Whether fetching it may cost a copy or a recompute."""
-        return self._unpack is not None
-
-    def freeze(self) -> None:
-        """The tensor is about to be written by the region itself: hold a copy from here on."""
-        if self._unpack is unpack:  # an enclosing region of ours tells versions apart
-            return
-        if self._unpack is Moved.bring:
-            self._packed.settle()
-            return
-        if self._unpack is None:
-            self._packed = without_recording(_torch.clone_storage, self._packed)
-        elif self._unpack is identity:
-            # To pack once more would be a slot that the forward did not have: what was delivered becomes the copy.
-            copy = without_recording(_torch.clone_storage, self._packed)
-            _torch.set_version(copy, _torch.version(self._packed))
-            torch.utils.swap_tensors(self._packed, copy)
-        elif self._live is not None and not isinstance(self._live, weakref.ref):
-            pack, unpack_ = self._pack, self._unpack
-            self._packed = without_recording(lambda packed: pack(unpack_(packed).clone()), self._packed)
-        self._live = None
-        self._version = 0 if self._unpack is not None else _torch.version(self._packed)
-        self.is_parameter = False
-
-    def fetch(self, where: Frame) -> Tensor:
-        if self._unpack is None:
-            tensor: Tensor = self._packed
-            now: int | None = _torch.version(tensor)
-        else:
-            tensor = self._unpack(self._packed)
-            live = None if self._live is None else self._live()
-            now = self._version if live is None else _torch.version(live)
-        if now != self._version and self._version is not None:
-            raise errors.changed(where, named(self.name, tensor), self._version, now)
-        return tensor
-
-    @property
-    def is_guarded(self) -> bool:
-        return self._version is not None
-
-    def stop_guarding(self) -> None:
-        """The recompute does not start from what the tensor holds later."""
-        self._version = None
-
-
 class Recompute:
     """One recompute under way: the engine's side of the seam."""
 
@@ -557,32 +292,26 @@ class Recompute:
         "_mismatches",
         "_slot",
         "_stopped",
-        "_unchecked",
         "_unfilled",
         "frame",
         "holder",
         "ran_to_its_end",
+        "rewound",
         "task",
-        "written",
     )
 
-    def __init__(self, frame: Frame, task: Recomputed, holder: Holder) -> None:
+    def __init__(self, frame: Frame, task: TaskTensors, holder: Holder) -> None:
         self.frame = frame
         self.task = task
         self.holder = holder
         self._mismatches: tuple[errors.Mismatch, ...] = ()
-        self._unchecked: tuple[tuple[int, Any, Tensor], ...] = ()  # what may be filled only later
         self._count = -1  # the slots that there are, for a source that passes them in order
         self._slot = -1  # which it has passed
         self._last = sys.maxsize  # where it is to be stopped
-        self._unfilled = -1  # see `may_be_unfilled`: the last node that has saved such
-        self.ran_to_its_end = False  # set by an in-order source that was not stopped
+        self._unfilled = -1  # the last node that has saved what its operator may fill only then, as RReLU its noise
         self._stopped = False
-        self.written: set[int] | None = None  # storages that an in-order source writes again
-
-    def wants(self, holder: Holder | None) -> bool:
-        """Whether a recompute that passes this holder's slot should deliver it."""
-        return holder is not None and (holder.slot not in self.task.ready or holder is self.holder)
+        self.ran_to_its_end = False  # set by an in-order source that was not stopped
+        self.rewound: frozenset[int] = frozenset()  # storages that hold what they did before the forward, for now
 
     def wanted(self, refs: Iterable[weakref.ref[Holder]] | None = None) -> list[Holder]:
         """The live holders that this graph task may still open, by slot; of all or of these."""
@@ -606,103 +335,85 @@ class Recompute:
         """Take one recomputed tensor, for one of the holders that are wanted."""
         check = self.frame.check
         if check is not None:
-            metadata = check(tensor)
-            if holder.metadata != metadata:
-                self._mismatch(holder.slot, holder.metadata, metadata, None, self.frame.source.maker(holder))
+            found = check(tensor)
+            if holder.metadata != found:
+                self._mismatch(holder, found, self.frame.source.maker(holder), "")
         self.task.ready[holder.slot] = tensor
 
-    def packer(self) -> Callable[[Tensor], Tensor]:
-        """Autograd's pack hook for a rerun: delivers what autograd saves to the slots in order, and raises the stop
-        signal at the last one that is wanted (rule 5). What it returns is for the graph of the rerun: a tensor, so
-        that backward inside the rerun works (rule 6); detached, because a graph must not own itself (autograd has
-        already detached what is no output of the operator).
-        """
-        frame = self.frame
-        self._count = last = len(frame.holders)
-        if frame.early_stop:
+    def begin_in_order(self) -> None:
+        """A rerun is about to start: find the last slot that is wanted, where it is to be stopped (rule 5)."""
+        holders, ready = self.frame.holders, self.task.ready
+        self._count = last = len(holders)
+        if self.frame.early_stop:
             while True:
                 last -= 1
-                if self.wants(frame.holders[last]()):
+                holder = holders[last]()
+                if holder is not None and (last not in ready or holder is self.holder):
                     break
             self._last = last
-        return self._pack
 
-    def _pack(self, given: Tensor) -> Tensor:
+    def pack(self, given: Tensor) -> Tensor:
+        """Autograd's pack hook for a rerun: delivers what autograd saves to the slots in order, and raises the stop
+        signal at the last one that is wanted (rule 5). What it returns is for the graph of the rerun: a tensor, so
+        that backward inside the rerun works (rule 6); detached, because a graph must not own itself.
+        """
         self._slot = slot = self._slot + 1
         frame, tensor = self.frame, given
-        if tensor.requires_grad:
-            tensor = tensor.detach()
-        elif tensor._version == 0 and type(tensor) is Tensor:
+        if given.requires_grad:
+            tensor = given.detach()
+        elif given._version == 0 and type(given) is Tensor:
             self._unfilled = _node_count()
-        if self.written is not None and _torch.has_storage(tensor) and _torch.storage_id(tensor) in self.written:
+        if self.rewound and _torch.has_storage(tensor) and _torch.storage_id(tensor) in self.rewound:
             tensor = copy_of(tensor, tensor._version)
         if slot < self._count:
-            holder, ready, check = frame.holders[slot](), self.task.ready, frame.check
-            if holder is not None and (slot not in ready or holder is self.holder):  # `wants`, without a call
-                metadata = holder.metadata
-                if check is metadata_of:
-                    try:
-                        found: Any = (tensor.shape, tensor.dtype, tensor.device)
-                    except RuntimeError:
-                        found = metadata_of(tensor)
-                    if metadata != found:
-                        self._mismatch(slot, metadata, found, given)
-                elif check is not None:
-                    found = check(tensor)
-                    if type(metadata) is _Unfilled:
-                        if metadata.before != found:
-                            self._unchecked += ((slot, metadata, tensor),)
-                    elif metadata != found:
-                        self._mismatch(slot, metadata, found, given)
-                ready[slot] = tensor
-                if tensor._version:
-                    self.task.versions[slot] = tensor._version
+            holder, ready = frame.holders[slot](), self.task.ready
+            if holder is not None:
+                root = _parameter_behind(given)
+                if root is not None or holder.saved is not None:
+                    self._compare_parameters(holder, root, given)
+                if slot not in ready or holder is self.holder:
+                    check = frame.check
+                    if check is not None:
+                        try:
+                            found = (
+                                (tensor.shape, tensor.dtype, tensor.device) if check is metadata_of else check(tensor)
+                            )
+                        except RuntimeError:
+                            found = metadata_of(tensor)
+                        if holder.metadata != found:
+                            self._mismatch(holder, found, maker_of(given), f"; saved in the recompute at {user_line()}")
+                    ready[slot] = tensor
+                    if tensor._version:
+                        self.task.versions[slot] = tensor._version
         elif frame.complete and not self._stopped:
             raise errors.too_many(frame, self._count, user_line())
+        # An operator that has yet to fill what it has saved must still run.
         if slot >= self._last and (self._unfilled != _node_count() or self._stopped):
             self._stopped = True
             raise _Stop(self)
         return tensor
 
-    _torch.mark_as_torchs_own(_pack)
+    _torch.mark_as_torchs_own(pack)
 
-    def expect(self, found: int) -> None:
-        """A tape inside is about to save a tensor with this checksum."""
-        checksums = self.frame.checksums or {}
-        saved = checksums.get(self._slot + 1, found)
-        # If it is none of the others, a kernel may have given other bits, or a generator.
-        if saved != found and found in checksums.values():
-            raise errors.read_in_another_order(self.frame, user_line())
+    def _compare_parameters(self, holder: Holder, now: Tensor | None, given: Tensor) -> None:
+        """Where either run saves a parameter or a view of one, the other must save that very one, unwritten; but one that
+        the function makes itself is new each time."""
+        then, version, _ = holder.saved or (None, 0, False)
+        if now is not then:
+            if then is not None and now is not None and not self.frame.source.knows((then, now)):
+                return
+            raise errors.other_parameter(self.frame, holder.slot, user_line(), then is not None, now is not None)
+        if given._version != version:
+            raise errors.changed(self.frame, named("a parameter", now), version, given._version)
 
-    def _mismatch(self, slot: int, expected: Any, found: Any, given: Tensor | None, made_by: str | None = None) -> None:
-        """`given`: what the rerun saves, which knows what made it; None in replay, which runs no line of the user's."""
-        lines = []
-        if type(expected) is _Unfilled:
-            expected = expected.before
+    def _mismatch(self, holder: Holder, found: Any, made_by: str | None, details: str) -> None:
+        expected = holder.metadata
         if type(expected) is Evidence:
             made_by = made_by or expected.made_by
-            lines = [f"saved in the forward at {describe_line(expected.line)}"]
-        if given is not None:
-            made_by = made_by or _maker_of(given)
-            lines.append(f"saved in the recompute at {user_line()}")
-        details = f"slot {slot}" if made_by is None else f"slot {slot}, made by {made_by}"
-        self._mismatches += ((slot, expected, found, "; ".join([details, *lines])),)
-
-    def _check_filled(self) -> None:
-        """What a rerun has saved before the operator filled it."""
-        for slot, expected, tensor in self._unchecked:
-            found = expected.check(tensor)
-            if expected != found:
-                self._mismatch(slot, expected, found, None)
-        self._unchecked = ()
-        self._mismatches = tuple(sorted(self._mismatches, key=lambda mismatch: mismatch[0]))
-
-    def _explain_mismatches(self) -> errors.CheckpointError:
-        (slot, expected, found, details), *rest = self._mismatches  # in the order in which they were computed
-        if type(expected) is Evidence:  # all that is computed from the first one differs as well
-            rest, others = [], [other for other, *_ in rest]
-            details += f"; so do {len(others)} more, in slots {others}" if others else ""
-        return errors.different_metadata(self.frame, _node_name(), [(slot, expected, found, details), *rest])
+            details = f"; saved in the forward at {described(expected.line)}{details}"
+        if made_by is not None:
+            details = f", made by {made_by}{details}"
+        self._mismatches += ((holder.slot, expected, found, f"slot {holder.slot}{details}"),)
 
     def run(self) -> None:
         """Let the source work, with this thread's regions out of the way (rule 3)."""
@@ -711,73 +422,66 @@ class Recompute:
         region, depth = here["region"], here["depth"]
         try:
             here["region"], here["depth"] = None, depth + 1
-            try:
-                if _in_batched_backward():
-                    with _torch.outside_of_batch():
-                        frame.source.recompute(self)
-                else:
+            if _torch.in_batched_backward():
+                with _torch.outside_of_batch():
                     frame.source.recompute(self)
-            except _Stop as stop:
-                if stop.args[0] is not self:
-                    raise
-            if self._unchecked:
-                self._check_filled()
-        except _Stop:  # of an enclosing rerun
-            raise
+            else:
+                frame.source.recompute(self)
+        except _Stop as stop:
+            if stop.args[0] is not self:  # of an enclosing rerun
+                raise
         except BaseException as error:
             # The other case is what user code has made of the stop signal.
             if not (self._stopped and isinstance(error, Exception | SystemExit)):
-                add_note(error, f"This happened during the recompute of {frame.place}.")
-                if isinstance(error, errors.CheckpointError) and frame.on_error is not None:
-                    frame.on_error(error)
+                self._explain(error)
                 raise
         finally:
             here["region"], here["depth"] = region, depth
-        if self._mismatches or frame.leaves or self._count >= 0:
+        if self._mismatches or self._count >= 0:
             found = self._find_error()
             if found is not None:
-                self._give_up(found)
+                self.task.ready.clear()
                 try:
+                    self._explain(found)
                     raise found
                 finally:
                     del found  # its traceback holds this frame
 
-    def _give_up(self, error: errors.CheckpointError) -> None:
-        frame = self.frame
-        if frame.title is not None:
-            add_note(error, f"This happened during the recompute of {frame.place}.")
-        self.task.ready.clear()
-        if frame.on_error is not None:
-            frame.on_error(error)
+    def _explain(self, error: BaseException) -> None:
+        add_note(error, f"This happened during the recompute of {self.frame.place}.")
+        if isinstance(error, errors.CheckpointError) and self.frame.on_error is not None:
+            self.frame.on_error(error)
 
     def _find_error(self) -> errors.CheckpointError | None:
-        frame, ready = self.frame, self.task.ready
+        frame, task = self.frame, self.task
         if self._mismatches:
-            return self._explain_mismatches()
-        if frame.leaves:
-            for slot, version in frame.leaves.items():
-                leaf = ready.get(slot)
-                if leaf is not None and leaf._version != version:
-                    return errors.changed(frame, named("a leaf", leaf), version, leaf._version)
-        if self._count >= 0:
-            versions = self.task.versions
-            overwritten = []
-            for slot, tensor in ready.items():
-                if tensor is not None and tensor._version and tensor._version != versions.get(slot):
-                    overwritten.append(slot)
-            for slot in overwritten:
-                if slot == self.holder.slot:
-                    return errors.overwritten(frame)
-                del ready[slot]  # perhaps nobody asks for it, as in plain code that works
-            if self.ran_to_its_end:  # the last slot that is wanted should have stopped it
-                count, last = self._slot + 1, self.holder.slot
-                if self._last != sys.maxsize:
-                    last = self._last
-                elif frame.complete:
-                    last = len(frame.holders) - 1
-                if count <= last:
-                    return errors.different_number(frame, last, _node_name(), len(frame.holders), count)
+            _, expected, found, _ = self._mismatches[0]
+            shown = 1 if type(expected) is Evidence else 3  # all that is computed from the first one differs as well
+            hint = frame.source.hint(expected, found)
+            return errors.different_metadata(frame, _node_name(), self._mismatches, shown, hint)
+        overwritten = [
+            slot
+            for slot, version in task.versions.items()
+            if (tensor := task.ready.get(slot)) is not None and tensor._version != version
+        ]
+        for slot in overwritten:
+            if slot == self.holder.slot:
+                return errors.overwritten(frame)
+            del task.ready[slot]  # perhaps nobody asks for it, as in plain code that works
+        if self.ran_to_its_end:  # the last slot that is wanted should have stopped it
+            count, last = self._slot + 1, self.holder.slot
+            if frame.early_stop:
+                last = self._last
+            elif frame.complete:
+                last = len(frame.holders) - 1
+            if count <= last:
+                return errors.different_number(frame, last, _node_name(), len(frame.holders), count)
         return None
+
+
+def _node_name() -> str:
+    node = _current_node()
+    return "a read outside of backward" if node is None else str(node.name())
 
 
 def add_note(error: BaseException, note: str) -> None:
@@ -788,212 +492,150 @@ def add_note(error: BaseException, note: str) -> None:
         error.__notes__ = [*getattr(error, "__notes__", ()), note]
 
 
-def metadata_of(tensor: Tensor) -> tuple[Any, torch.dtype, torch.device]:
-    """What `determinism_check="metadata"` compares."""
-    return (_torch.shape_of(tensor), tensor.dtype, tensor.device)
+# ---- what recompute starts from
+
+# Formatted only when it is needed: (parent, key) stands for `parent[key]`, an operator for what it reads.
+Name = str | tuple[object, object] | object
 
 
-def may_be_unfilled(tensor: Tensor) -> bool:
-    """Whether this may be memory that an operator has saved and will fill only then, such as the noise of RReLU."""
-    return not tensor.requires_grad and type(tensor) is Tensor and _torch.version(tensor) == 0
-
-
-def checksum(tensor: Tensor) -> int:
-    """64 bits that depend on every bit of the tensor and on its place."""
-    parts = _torch.parts_of(tensor)
-    if parts is not None:
-        numbers = [checksum(p) if isinstance(p, Tensor) else zlib.crc32(repr(p).encode()) for p in parts]
-        return reduce(lambda total, number: (total * 0x100000001B3 + number) & _MASK, numbers, len(numbers))
-    flat = tensor.resolve_conj().resolve_neg().contiguous().view(-1)
-    if flat.is_complex():
-        flat = torch.view_as_real(flat).view(-1)
-    flat = flat.view(_SAME_SIZE[flat.element_size()])
-    total = 0
-    for start in range(0, flat.numel(), _CHUNK):
-        # Each element with its position through the finaliser of SplitMix64, so that no two changes cancel out.
-        mixed = flat[start : start + _CHUNK].to(torch.int64)
-        mixed = mixed + torch.arange(start + 1, start + 1 + mixed.numel(), device=flat.device) * -0x61C8864680B583EB
-        for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15), (31, 1)):
-            mixed = (mixed ^ (mixed >> shift)) * factor
-        total += int(mixed.sum())
-    return total & _MASK
-
-
-_MASK = 0xFFFFFFFFFFFFFFFF
-_CHUNK = 1 << 22  # elements: the integers in between take eight bytes each
-
-
-_SAME_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-class _Unfilled:
-    """What a check says of such memory: before the operator has run, and after. Which of them counts, nobody knows: the
-    first, if the region itself has written the tensor since."""
-
-    __slots__ = ("_after", "_tensor", "before", "check")
-    __hash__ = None  # type: ignore[assignment]
-
-    def __init__(self, tensor: Tensor, before: Any, check: Callable[[Tensor], Any]) -> None:
-        self._tensor: Tensor | None = tensor
-        self._after: Any = None
-        self.before = before
-        self.check = check
-
-    def settle(self) -> None:
-        if self._tensor is not None:
-            self._after = self.check(self._tensor)
-            self._tensor = None
-
-    def __eq__(self, found: object) -> bool:
-        self.settle()
-        return bool(found == self.before or found == self._after)
-
-
-class Evidence:
-    """What a costly check has found in a tensor, and where that was saved; equal if the finding is."""
-
-    __slots__ = ("finding", "line", "made_by")
-    __hash__ = None  # type: ignore[assignment]
-
-    def __init__(self, tensor: Tensor, finding: object) -> None:
-        self.finding = finding
-        self.line = entered_from(sys._getframe(1))
-        self.made_by = _maker_of(tensor)
-
-    def __eq__(self, other: object) -> bool:
-        return type(other) is Evidence and bool(self.finding == other.finding)
-
-    def __str__(self) -> str:
-        return str(self.finding)
-
-
-def _maker_of(tensor: Tensor) -> str | None:
-    """The operator that made it, where autograd knows."""
-    return None if tensor.grad_fn is None else str(tensor.grad_fn.name())
-
-
-def describe(tensor: Tensor) -> str:
+def named(name: Name, tensor: Tensor | None = None) -> str:
     """A tensor as messages name it."""
-    return f"{tensor.dtype} tensor of shape {tuple(_torch.shape_of(tensor))}".replace("torch.", "")
+    if isinstance(name, tuple):
+        parent, key = name
+        name = f"{named(parent)}.{key}" if isinstance(key, Field) else f"{named(parent)}[{key!r}]"
+    text = name if isinstance(name, str) else "a tensor that it saved" if name is None else f"what {name} read"
+    if tensor is None:
+        return text
+    return f"{text} ({tensor.dtype} tensor of shape {tuple(_torch.shape_of(tensor))})".replace("torch.", "")
 
 
-def entered_from(frame: FrameType) -> Line:
-    """Where user code entered a region; `frame` is the caller of the door."""
-    code = frame.f_code
-    if id(code) not in _user_code:  # a module's `__call__` stands between, or not seen before
-        frame = _user_frame(frame)
-        code = frame.f_code
-    return code, frame.f_lasti
+def root_of(tensor: Tensor) -> Tensor:
+    """What a tensor is a view of; itself, if of nothing."""
+    base = tensor._base
+    return tensor if base is None else base
 
 
-def _line(code: CodeType, instruction: int) -> int | None:
-    """`frame.f_lineno`, which searches a table, for a frame that has gone."""
-    lines = (line for start, end, line in code.co_lines() if start <= instruction < end)
-    return next(lines, code.co_firstlineno)
+def is_parameter(root: Tensor) -> bool:
+    """Whether a region refers to this tensor and to its views rather than saving them (rule 2)."""
+    kind = type(root)
+    return kind is _Parameter or (kind is not Tensor and isinstance(root, _Parameter))
 
 
-def depth_of_user(frame: FrameType) -> int:
-    """How many frames `frame` is below the innermost one of user code."""
-    user, depth = _user_frame(frame), 0
-    while frame is not user and frame.f_back is not None:
-        frame, depth = frame.f_back, depth + 1
-    return depth
+def _parameter_behind(tensor: Tensor) -> Tensor | None:
+    """The parameter that a tensor is, or is a view of."""
+    root = tensor if type(tensor) is not Tensor else tensor._base
+    return root if type(root) is _Parameter or (root is not None and is_parameter(root)) else None
 
 
-def _user_frame(frame: FrameType) -> FrameType:
-    while True:
-        code = frame.f_code
-        if id(code) in _user_code:
-            return frame
-        if not code.co_filename.startswith(_NOT_USER_CODE):
-            remember(_user_code, code, code)
-            return frame
-        if frame.f_back is None:
-            return frame
-        frame = frame.f_back  # a module's `__call__` stands between
+def copy_of(tensor: Tensor, version: int) -> Tensor:
+    """A copy that others may write, at the version that the original had: saved versions are compared."""
+    copy = _torch.copy(tensor)
+    if version > 0:
+        _torch.set_version(copy, version)
+    return copy
 
 
-# Code objects that are neither torch's nor ours: few, one per place that enters a region. By id, because the hash of a
-# code object is that of all its constants.
-_user_code: dict[int, CodeType] = {}
+class Held:
+    """A tensor from outside of a region (or kept inside) that its recompute starts from.
+
+    | what it is | what is held | whose version is guarded (rule 8) |
+    |---|---|---|
+    | a parameter, or a view of one (rule 2) | the tensor, or an alias | its own |
+    | an argument of a rerun (`in_graph`) | what autograd saves for an operator: it comes back with its graph | its own, by autograd |
+    | anything else, no hooks around | an alias | its own |
+    | ... hooks of the user around | what they made of it | that of the tensor, while it lives |
+    | ... a region of ours around | a `Holder` there | nobody's: a region tells versions apart |
+    | ... a `Mover` | a copy | nobody's |
+    """
+
+    __slots__ = ("_guard", "_hooks", "_packed", "_unpack", "_version", "is_parameter", "name")
+
+    def __init__(self, tensor: Tensor, hooks: _torch.Hooks | Mover | None, name: Name, in_graph: bool = False) -> None:
+        self.name = name
+        self._hooks = hooks
+        self._guard: Callable[[], Tensor | None] | None = None  # None: what is held
+        self._unpack: Callable[[Any], Tensor] | None = None
+        self._version: int | None = _torch.version(tensor)
+        root = root_of(tensor)
+        is_ours = type(hooks) is tuple and is_internal(hooks)
+        # A leaf lives as long as its graph, so within our own regions there is nothing to gain by saving it there.
+        self.is_parameter = is_parameter(root) or (is_ours and root.requires_grad and root.is_leaf)
+        if self.is_parameter and (in_graph or root is tensor):
+            self._packed: Any = tensor
+        elif in_graph and self._version >= 0:
+            self._packed, self._unpack = _torch.save_input(tensor, False), _SavedTensor.unpack
+            if hooks is None or is_ours:
+                self._version = None
+            else:
+                self._guard = _ref(tensor)
+        else:
+            self._hold(_torch.alias(tensor), tensor, root, is_ours)
+
+    def _hold(self, alias: Tensor, tensor: Tensor, root: Tensor, is_ours: bool) -> None:
+        hooks = self._hooks
+        if hooks is None or self.is_parameter or tensor.is_meta or _torch.is_cast_of_parameter(root):
+            self._packed, self._version = alias, _torch.version(alias)
+        elif isinstance(hooks, Mover):
+            if hooks.takes(alias):
+                self._packed, self._unpack, self._version = without_recording(hooks.send, alias), Moved.bring, None
+            else:
+                self._packed = alias
+        else:
+            pack, self._unpack = hooks
+            if is_ours:
+                self._packed, self._version = pack(alias), None
+            else:
+                self._packed, self._guard = without_recording(pack, alias), _ref(tensor)
+
+    @property
+    def alias(self) -> Tensor:
+        """The tensor itself, where no hooks have packed it."""
+        return cast(Tensor, self._packed)
+
+    @property
+    def moved(self) -> Moved | None:
+        """What it is, if it waits elsewhere."""
+        return self._packed if type(self._packed) is Moved else None
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether fetching it may cost a copy or a recompute."""
+        return self._unpack is not None
+
+    def freeze(self) -> None:
+        """The tensor is about to be written by the region itself: hold a copy from here on."""
+        unpack_ = self._unpack
+        if unpack_ is unpack:  # an enclosing region of ours tells versions apart
+            return
+        if unpack_ is Moved.bring:
+            self._packed.settle()
+        elif unpack_ is None:
+            self._packed = without_recording(_torch.clone_storage, self._packed)
+            self._version, self.is_parameter = _torch.version(self._packed), False
+        elif unpack_ is identity:
+            # To pack once more would be a slot that the forward did not have: what was delivered becomes the copy.
+            copy = without_recording(_torch.clone_storage, self._packed)
+            _torch.set_version(copy, _torch.version(self._packed))
+            torch.utils.swap_tensors(self._packed, copy)
+        else:
+            pack = cast(_torch.Hooks, self._hooks)[0]
+            self._packed = without_recording(lambda packed: pack(unpack_(packed).clone()), self._packed)
+            self._version = None
+
+    def fetch(self, where: object) -> Tensor:
+        tensor: Tensor = self._packed
+        if self._unpack is not None:
+            try:
+                tensor = self._unpack(self._packed)
+            except RuntimeError as error:  # of autograd, about an argument
+                if isinstance(error, errors.CheckpointError) or "modified by an inplace" not in str(error):
+                    raise
+                raise errors.changed(where, named(self.name)) from error
+        if self._version is not None:
+            live = tensor if self._guard is None else self._guard()
+            if live is not None and _torch.version(live) != self._version:
+                raise errors.changed(where, named(self.name, live), self._version, _torch.version(live))
+        return tensor
 
 
-def remember(known: dict[int, Any], code: CodeType, value: Any) -> None:
-    """`value`, which holds the code: else its id might be another's one day. A program that makes code as it runs makes
-    more and more of it, so not forever."""
-    if len(known) >= 10_000:
-        known.clear()
-    known[id(code)] = value
-
-
-def warn(message: str, category: type[Warning] = UserWarning) -> None:
-    """Warn at the user's line, however many of torch's and our frames stand between."""
-    depth, user = 1, _user_frame(sys._getframe(1))
-    while sys._getframe(depth) is not user:
-        depth += 1
-    warnings.warn(message, category, stacklevel=depth + 1)
-
-
-@contextmanager
-def aside() -> Iterator[None]:
-    """What runs inside is no tape's business."""
-    thread.depth += 1
-    thread.aside += 1
-    try:
-        yield
-    finally:
-        thread.depth -= 1
-        thread.aside -= 1
-
-
-def without_recording(function: Callable[[Any], Any], value: Any) -> Any:
-    """Call a check or a hook of the user so that no tape sees what it does."""
-    here = thread.__dict__
-    depth, aside = here["depth"], here["aside"]
-    grad_mode = _is_grad_enabled()
-    try:
-        here["depth"], here["aside"] = depth + 1, aside + 1
-        _set_grad_enabled(False)
-        if torch.is_inference_mode_enabled():  # what comes of it may be wanted outside
-            with torch.inference_mode(False), torch.no_grad():
-                return function(value)
-        return function(value)
-    finally:
-        _set_grad_enabled(grad_mode)
-        here["depth"], here["aside"] = depth, aside
-
-
-_NOT_USER_CODE = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep)
-
-
-def user_line() -> str:
-    """Where user code is now, innermost: file, line, and the expression that runs (before Python 3.11: the line)."""
-    frame = _user_frame(sys._getframe(1))
-    return describe_line((frame.f_code, frame.f_lasti))
-
-
-def describe_line(where: Line) -> str:
-    code, instruction = where
-    line = _line(code, instruction) or code.co_firstlineno
-    text = linecache.getline(code.co_filename, line).rstrip()
-    if hasattr(code, "co_positions"):
-        first, last, start, end = next(itertools.islice(code.co_positions(), instruction // 2, None))
-        if first == last == line and start is not None and end is not None:
-            text = text.encode()[start:end].decode()
-    return f"{code.co_filename}:{line}: {text.strip()}"
-
-
-def stack_of_user() -> str:
-    """The lines of user code on the stack, innermost first, one a line."""
-    lines = []
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if not frame.f_code.co_filename.startswith(_NOT_USER_CODE):
-            lines.append(f"    {frame.f_code.co_filename}:{frame.f_lineno}:{frame.f_code.co_name}\n")
-        frame = frame.f_back
-    return "".join(lines)
-
-
-def _node_name() -> str:
-    node = _current_node()
-    return "a read outside of backward" if node is None else str(node.name())
+_SavedTensor = _torch.SavedTensor

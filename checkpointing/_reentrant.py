@@ -7,19 +7,17 @@ input must require grad. Random state, ambient state and module buffers are capt
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable
-from types import FunctionType, MethodType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from . import _torch, errors
-from ._ambient import Ambient, Generators, has_rng
-from ._engine import thread, warn
-from ._rerun import Buffers, PreserveRngState, Surroundings, required_of
-from ._tree import map_tensors
+from ._ambient import undo_all
+from ._region import thread
+from ._rerun import Inputs, PreserveRngState, Rerun
+from ._where import warn
 
 
 def check_backward_validity(inputs: Iterable[Any]) -> None:
@@ -43,27 +41,9 @@ class CheckpointFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, function: Callable[..., Any], preserve_rng_state: PreserveRngState, *args: Any) -> Any:
         check_backward_validity(args)
-        ctx.function = function
-        ctx.ambient = Ambient()
-        around = Surroundings(function, *(value for value in args if isinstance(value, FunctionType | MethodType)))
-        ctx.buffers = Buffers(around.modules + tuple(value for value in args if isinstance(value, nn.Module)))
-        ctx.rng = None
-        if preserve_rng_state:
-            generators = [
-                *around.generators,
-                *ctx.buffers.generators,
-                *(value for value in args if isinstance(value, torch.Generator)),
-            ]
-            devices = {device for device in ctx.buffers.devices | _devices(args) if has_rng(device)}
-            ctx.rng = Generators(True, devices, generators, preserve_rng_state == "all")
-        ctx.is_tensor = [isinstance(value, Tensor) for value in args]
-        ctx.others = [value for value in args if not isinstance(value, Tensor)]
-        ctx.save_for_backward(*(value for value in args if isinstance(value, Tensor)))
-        try:
-            with torch.no_grad():
-                return function(*args)
-        finally:
-            ctx.buffers.settle()
+        ctx.source = Rerun(function, args, {}, preserve_rng_state)
+        with torch.no_grad():
+            return function(*args)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -73,11 +53,7 @@ class CheckpointFunction(torch.autograd.Function):
                 "parameter to .backward(). To resolve this error, you can either set use_reentrant=False "
                 "(backend='rerun'), or call .backward() without passing the `inputs` argument."
             )
-        tensors, others = iter(ctx.saved_tensors), iter(ctx.others)
-        inputs = detach_variable(tuple(next(tensors if is_tensor else others) for is_tensor in ctx.is_tensor))
-        outputs = _rerun(ctx, inputs)
-        if isinstance(outputs, Tensor):
-            outputs = (outputs,)
+        inputs, outputs = _rerun(ctx.source)
         pairs = [
             (output, grad)
             for output, grad in zip(outputs, grads, strict=True)
@@ -99,40 +75,22 @@ class CheckpointFunction(torch.autograd.Function):
         return (None, None, *(value.grad if isinstance(value, Tensor) else None for value in inputs))
 
 
-def _devices(args: tuple[Any, ...]) -> set[torch.device]:
-    devices: set[torch.device] = set()
-
-    def see(tensor: Tensor) -> Tensor:
-        devices.add(tensor.device)
-        return tensor
-
-    map_tensors(see, args)
-    return devices
-
-
-def _rerun(ctx: Any, inputs: tuple[Any, ...]) -> Any:
-    result: Any = None
-
-    def call() -> None:
-        nonlocal result
-        present = Buffers.exchange(ctx.buffers.then("the reentrant backend"))
-        try:
-            with torch.enable_grad():
-                result = ctx.function(*inputs)
-        finally:
-            Buffers.exchange(present)
-
+def _rerun(source: Rerun) -> tuple[Any, Any]:
+    """The arguments, cut off from their graph, and what the function returns for them."""
+    where = "the reentrant backend"
+    undo: list[Callable[[], object]] = []
     region, thread.region = thread.region, None
     thread.depth += 1
-    now = None if ctx.rng is None else ctx.rng.enter()
     try:
-        ctx.ambient.run(call)
+        function, args, _ = source.restored(where)
+        inputs = detach_variable(tuple(args))
+        source.go_back(where, undo)
+        outputs = source.ambient.run(function, inputs, {})
     finally:
-        if now is not None:
-            ctx.rng.leave(now)
+        undo_all(undo)
         thread.depth -= 1
         thread.region = region
-    return result
+    return inputs, (outputs,) if isinstance(outputs, Tensor) else outputs
 
 
 def run(function: Callable[..., Any], name: str, preserve_rng_state: PreserveRngState, args: Any, kwargs: Any) -> Any:
@@ -143,12 +101,11 @@ def run(function: Callable[..., Any], name: str, preserve_rng_state: PreserveRng
             "positional arguments only; use backend='rerun'."
         )
     if not any(isinstance(value, Tensor) and value.requires_grad for value in args):
-        around = Surroundings(function)
-        modules = around.modules + tuple(value for value in args if isinstance(value, nn.Module))
-        found = [tensor for _, tensor, *_ in around.tensors]
-        found += [tensor for tensor, _ in required_of(around.attributes)]
-        if any(t.requires_grad for t in found) or any(p.requires_grad for m in modules for p in m.parameters()):
-            raise errors.UnsupportedError(
+        found = Inputs(None)
+        for value in (function, *args):
+            found.capture(value)
+        if any(p.requires_grad for module in found.modules for p in module.parameters()):
+            raise errors.CheckpointError(
                 f"region '{name}': none of the inputs requires grad, so the reentrant backend would give the "
                 "parameters that the function uses no gradients. Use backend='rerun', or call requires_grad_() on an "
                 "input."
@@ -159,13 +116,12 @@ def run(function: Callable[..., Any], name: str, preserve_rng_state: PreserveRng
 _warned: list[bool] = []
 
 
-def warn_once(stacklevel: int) -> None:
+def warn_once() -> None:
     """The backend is deprecated: said once per process, when it is chosen through our own doors."""
     if not _warned:
         _warned.append(True)
-        warnings.warn(
+        warn(
             "backend='reentrant' is deprecated: backend='rerun', the default, supports more and is faster. "
             "Leave backend out.",
             FutureWarning,
-            stacklevel=stacklevel + 1,
         )

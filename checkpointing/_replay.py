@@ -55,12 +55,6 @@ _EVERYTHING: Any = ((), (), 0, None, 0)
 class Replay:
     """The tape of one region as a source. The operators themselves belong to the holders."""
 
-    guards_leaves = None
-
-    @property
-    def see_statistics(self) -> Any:
-        return self.tape.see_statistics
-
     def __init__(self, tape: Tape, log: list[tuple[str, str]] | None = None) -> None:
         self.tape = tape
         self.save = tape.saver
@@ -73,6 +67,14 @@ class Replay:
     def maker(self, holder: Holder) -> str | None:
         """The operator that made what the holder saved."""
         return next((name_of(value.op) for value in values_of(holder.saved) if value.op is not None), None)
+
+    def knows(self, parameters: tuple[Tensor, ...]) -> bool:
+        """Not asked: parameters are inputs."""
+        return True
+
+    def hint(self, saved: Any, recomputed: Any) -> str:
+        """Nothing."""
+        return ""
 
     def segment_of(self, holder: Holder) -> int:
         """The segment in which the newest of what a holder saved was made; -1 if nothing has to be made."""

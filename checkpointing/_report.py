@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -11,9 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from . import _torch, errors
-from ._engine import Frame, add_note, stack_of_user
+from ._engine import Frame, add_note
 from ._replay import Replay, slice_of, values_of
 from ._tape import Tape, Value
+from ._where import stack_of_user
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,3 +111,10 @@ def explain(error: errors.CheckpointError, forward: list[tuple[str, str]], recom
     for note in getattr(error, "__notes__", ()):
         add_note(explained, note)
     raise explained from error
+
+
+def logged(frame: Frame) -> tuple[OpLog, OpLog]:
+    """Contexts for the forward and the recompute that log their operators; errors of the frame show both."""
+    forward, recompute = OpLog(), OpLog()
+    frame.on_error = functools.partial(explain, forward=forward.lines, recompute=recompute.lines)
+    return forward, recompute

@@ -22,7 +22,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from types import FrameType
 from typing import Any, NamedTuple, Protocol, cast
 
 import torch
@@ -31,9 +30,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import _torch
 from ._ambient import Generators, has_rng, read_switches
-from ._engine import Held, Name, aside, checked, is_internal, may_be_unfilled, stack_of_user, thread, without_recording
+from ._engine import Held, Name
 from ._offload import Destination, Mover
+from ._region import Region, aside, thread, without_recording
 from ._tree import ATOMS
+from ._where import stack_of_user
 
 
 class Value:
@@ -335,7 +336,7 @@ class Policy(Protocol):
     def on_tag(self, name: str) -> Answer: ...
 
 
-class Tape(TorchDispatchMode):
+class Tape(TorchDispatchMode, Region):
     """Records while it is entered: one per region. Afterwards what it recorded lives on in the holders alone."""
 
     supports_higher_order_operators = True
@@ -356,7 +357,7 @@ class Tape(TorchDispatchMode):
         self._hooks: Saver = hooks
         self._preserve_rng_state = preserve_rng_state
         self._here = here = thread.__dict__
-        self._outer = outer = here["region"]
+        self.outer = outer = here["region"]
         self.policy: Policy | None = outer.policy if policy is None and outer is not None else policy
         self._ask = None if self.policy is None else self.policy.on_op
         self.movers: dict[Destination, Mover] = {}
@@ -375,7 +376,6 @@ class Tape(TorchDispatchMode):
         self._depth = here["depth"]
         self._graph_task = _graph_task_id()  # of the rerun that this is part of, if of one
         self._is_open = True
-        self._is_checked = False  # what it saves in what encloses it
         self.switches = read_switches()
         self._values: dict[int, Value] = {}  # by storage: its value now
         self._refs: dict[int, Ref] = {}  # by storage: the last reference
@@ -410,7 +410,7 @@ class Tape(TorchDispatchMode):
                 mover.settle()
         finally:
             self._is_open = False
-            self._outer = None
+            self.outer = None
             self._recent = _NOTHING_RECENT
             self._values.clear()
             self._refs.clear()
@@ -504,36 +504,21 @@ class Tape(TorchDispatchMode):
             self._obey(self.policy.on_tag(name), (tensor,))
         return tensor
 
-    @property
-    def see_statistics(self) -> Callable[[Tensor, FrameType], None] | None:
-        """The tape sees them itself, a rerun around it does not."""
-        return None if self._outer is None else self._outer.see_statistics
-
     def once(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Replay repeats no Python, but a rerun around it does: then what the function does must leave no trace here,
         and what it returns comes from outside."""
-        outer = self._outer
+        outer = self.outer
         while isinstance(outer, Tape):
-            outer = outer._outer
-        if self._outer is None or outer is None:
+            outer = outer.outer
+        if self.outer is None or outer is None:
             return function(*args, **kwargs)
-        self.expect_differences()
         with aside():
-            return self._outer.once(function, args, kwargs)
-
-    def expect_differences(self) -> None:
-        """From here on a rerun around this may read less from outside than the forward, and would save it in slots that
-        are meant for others."""
-        if type(self._hooks) is tuple and is_internal(self._hooks) and not self._is_checked:
-            self._is_checked = True
-            self._hooks = checked(self._hooks)
-        if isinstance(self._outer, Tape):
-            self._outer.expect_differences()
+            return self.outer.once(function, args, kwargs)
 
     def keep_for_inner(self, tensor: Tensor) -> None:
         self.keep(tensor)
-        if self._outer is not None:
-            self._outer.keep_for_inner(tensor)
+        if self.outer is not None:
+            self.outer.keep_for_inner(tensor)
 
     def look_away(self) -> None:
         """Whatever is alive may be written unseen: what has been read of it must not change, and whoever reads it from
@@ -545,8 +530,8 @@ class Tape(TorchDispatchMode):
         self._values = parameters
         self._refs.clear()
         self._pending.clear()
-        if self._outer is not None:
-            self._outer.look_away()
+        if self.outer is not None:
+            self.outer.look_away()
 
     def yield_to_inner(self, change: int) -> None:
         self._inner += change
@@ -558,8 +543,8 @@ class Tape(TorchDispatchMode):
         mover = None if answer is True else self._mover(answer)
         for tensor in tensors:
             self.keep_at(tensor, mover)
-            if mover is None and self._outer is not None:
-                self._outer.keep_for_inner(tensor)
+            if mover is None and self.outer is not None:
+                self.outer.keep_for_inner(tensor)
 
     def reference(self, tensor: Tensor, is_read: bool = True) -> Any:
         """A reference to what `tensor` reads now. Its value is held if no recorded operator made it."""
@@ -588,7 +573,7 @@ class Tape(TorchDispatchMode):
             elif value.op is not None:
                 self._pending.add(value)
                 hooks = None  # there is nothing in it yet that could be saved elsewhere
-            elif self._here["depth"] != self._depth and may_be_unfilled(tensor):
+            elif self._here["depth"] != self._depth and not tensor.requires_grad and tensor._version == 0:
                 hooks = None  # nor here, perhaps: what fills it is not recorded (`opaque`)
             if hooks is not None and value.op is None and _graph_task_id() != self._graph_task:
                 # A backward inside. In a rerun of the enclosing region it may see this tensor on another storage, which

@@ -104,10 +104,11 @@ def shows_users_hooks(mode: Any) -> Iterator[None]:
 
 def is_tracing() -> bool:
     """Whether AOTAutograd, export or `make_fx` is tracing."""
-    return _C._get_dispatch_mode(_PROXY) is not None
+    return _C._get_dispatch_mode(_PROXY) is not None or _is_exporting()
 
 
 _PROXY = _C._TorchDispatchModeKey.PROXY
+_is_exporting: Callable[[], bool] = torch.compiler.is_exporting  # without a mode there, where export isn't strict
 
 
 # Whether the running backward has no `inputs=` and is not `torch.autograd.grad`.
@@ -163,12 +164,7 @@ id_of_storage: Callable[[torch.UntypedStorage], int] = operator.attrgetter("_cda
 has_storage: Callable[[Tensor], bool] = _C._has_storage
 
 
-def storage_users(tensor: Tensor) -> int:
-    """How many references the storage of `tensor` has; 0 if it has no storage."""
-    return cast(int, _C._storage_Use_Count(storage_id(tensor))) if has_storage(tensor) else 0
-
-
-# The same by the storage's id, which must still be valid.
+# How many references a storage has, by its id, which must still be valid.
 storage_users_by_id: Callable[[int], int] = _C._storage_Use_Count
 
 
@@ -282,14 +278,6 @@ def parts_of(tensor: Any) -> Sequence[Any] | None:
     return None
 
 
-def is_leaf(view: Tensor) -> bool:
-    """Whether a view has no `grad_fn`; torch refuses to say while one that was made without gradients is written."""
-    try:
-        return view.is_leaf
-    except RuntimeError:
-        return False
-
-
 def set_versions(tensors: Sequence[Tensor], versions: Sequence[int]) -> None:
     """For copies that stand for other tensors."""
     _autograd._unsafe_set_version_counter(tuple(tensors), tuple(max(version, 0) for version in versions))
@@ -324,7 +312,7 @@ def with_zeros(run: Callable[..., Any]) -> Callable[..., Any]:
 # Save a tensor that requires grad as a node of autograd would: through the enclosing hooks, and brought back with the
 # same `grad_fn`, without a reference cycle.
 save_input: Callable[[Tensor, bool], Any] = _autograd._make_saved_tensor
-SavedTensor: type = _autograd.SavedTensor  # what it returns
+SavedTensor: Any = _autograd.SavedTensor  # what it returns
 
 
 def lay(base: Tensor, size: Any, stride: Any, offset: int, dtype: torch.dtype, bits: int) -> Tensor:
@@ -347,6 +335,15 @@ def copy(tensor: Tensor) -> Tensor:
         new.copy_(tensor)
         set_version(new, 0)
     return new
+
+
+def bytes_of(tensor: Tensor) -> Tensor:
+    """All of the storage of `tensor`."""
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+
+
+# Copy each of the second tensors into the first one beside it, in one call.
+copy_all: Callable[[list[Tensor], list[Tensor]], None] = torch._foreach_copy_
 
 
 def clone_storage(tensor: Tensor) -> Tensor:

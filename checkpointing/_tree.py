@@ -9,8 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections import OrderedDict
 from collections.abc import Callable
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,80 +19,98 @@ from torch.utils._pytree import SUPPORTED_NODES
 ATOMS = frozenset(
     {int, float, complex, bool, str, bytes, type(None), type, range, slice, torch.dtype, torch.device, torch.Size}
 )
+_DEEPEST = 100  # containers further in stay whole
 
 
-Build = Callable[[dict[Any, Any]], Any]
+class Field(str):
+    """The key of a part that is a field or attribute, for messages."""
+
+    __slots__ = ()
 
 
-def open_container(value: Any) -> tuple[dict[Any, Any], Build] | None:
-    """A container's parts by key, and how to build one of its kind from other parts; None for other objects.
+class Container(NamedTuple):
+    """A container taken apart: its parts by key, and how to build one of its kind from other parts."""
 
-    What builds it does not hold `value`, whose tensors may go.
-    """
+    parts: dict[Any, Any]
+    build: Callable[[dict[Any, Any]], Any]
+
+
+def open_container(value: Any) -> Container | None:
+    """A container's parts, or None for other objects. What is returned does not hold `value`, whose tensors may go."""
     kind: Any = type(value)
     if kind is list:
-        return dict(enumerate(value)), lambda parts: list(parts.values())
+        return Container(dict(enumerate(value)), lambda parts: list(parts.values()))
     if kind is tuple:
-        return dict(enumerate(value)), lambda parts: tuple(parts.values())
+        return Container(dict(enumerate(value)), lambda parts: tuple(parts.values()))
     if kind is dict:
-        return value, lambda parts: parts
+        return Container(value, lambda parts: parts)
     node = SUPPORTED_NODES.get(kind)
     if node is not None:
         children, context = node.flatten_fn(value)
         keys = value if isinstance(value, dict) and len(value) == len(children) else range(len(children))
-        return dict(zip(keys, children, strict=True)), lambda parts: node.unflatten_fn(list(parts.values()), context)
+        parts = dict(zip(keys, children, strict=True))
+        return Container(parts, lambda parts: node.unflatten_fn(list(parts.values()), context))
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return dict(zip(value._fields, value, strict=True)), lambda parts: kind(*parts.values())
-    if isinstance(value, dict):
-        attributes = dict(vars(value)) if hasattr(value, "__dict__") else {}
+        return Container(dict(zip(map(Field, value._fields), value, strict=True)), lambda parts: kind(*parts.values()))
+    is_dict = isinstance(value, dict)
+    if not is_dict and (not dataclasses.is_dataclass(value) or isinstance(value, list | tuple)):
+        return None
+    attributes = dict(getattr(value, "__dict__", {}))
+    if is_dict:
+        parts = dict(value)
+    else:
+        names = [f.name for f in dataclasses.fields(value) if hasattr(value, f.name)]
+        parts = {Field(name): getattr(value, name) for name in names}
+        attributes = {name: part for name, part in attributes.items() if name not in parts}
 
-        def build_dict(parts: dict[Any, Any]) -> Any:
-            # Past the constructors of subclasses, which may take anything.
-            new = kind.__new__(kind)
+    def build(parts: dict[Any, Any]) -> Any:
+        # Past the constructors of subclasses, which may take anything.
+        new = kind.__new__(kind) if is_dict else object.__new__(kind)
+        if is_dict:
             (OrderedDict if isinstance(new, OrderedDict) else dict).update(new, parts)
-            if attributes:
-                new.__dict__.update(attributes)
-            return new
+        for name, part in (attributes if is_dict else attributes | parts).items():
+            object.__setattr__(new, name, part)
+        return new
 
-        return dict(value), build_dict
-    if dataclasses.is_dataclass(value) and not isinstance(value, dict | list | tuple):
-        names = {f.name for f in dataclasses.fields(value)}
-        rest = {k: v for k, v in getattr(value, "__dict__", {}).items() if k not in names}
-
-        def build(parts: dict[str, Any]) -> Any:
-            new = object.__new__(kind)
-            for name, part in {**rest, **parts}.items():
-                object.__setattr__(new, name, part)
-            return new
-
-        return {name: getattr(value, name) for name in names if hasattr(value, name)}, build
-    return None
+    return Container(parts, build)
 
 
-# Not to be looked into.
-NO_OBJECTS = (type, ModuleType, FunctionType, BuiltinFunctionType, MethodType)
+def take_apart(
+    value: Any, leaf: Callable[[Any, Any], Any], name: Any = None, met: dict[int, Any] | None = None, depth: int = 0
+) -> Any:
+    """`value` with `leaf(part, name)` in place of whatever is no container, and `Container`s in place of those; `put_
+    together` is the way back. A container that is met twice becomes one; one that is in itself stays there."""
+    if type(value) in ATOMS:
+        return value
+    opened = None if isinstance(value, Tensor) or depth > _DEEPEST else open_container(value)
+    if opened is None:
+        return leaf(value, name)
+    met = {} if met is None else met
+    if id(value) in met:
+        return met[id(value)][0]
+    met[id(value)] = value, value
+    parts = {k: take_apart(part, leaf, (name, k), met, depth + 1) for k, part in opened.parts.items()}
+    taken = Container(parts, opened.build)
+    met[id(value)] = taken, value  # which lives as long as its id is used
+    return taken
 
 
-def attributes_of(value: Any) -> dict[str, Any]:
-    """What an object holds in its `__dict__` and its slots."""
-    attributes = dict(getattr(value, "__dict__", ()))
-    for kind in type(value).__mro__:
-        slots = vars(kind).get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            if hasattr(value, name) and name not in ("__dict__", "__weakref__"):
-                attributes[name] = getattr(value, name)
-    return attributes
+def put_together(saved: Any, leaf: Callable[[Any], Any], met: dict[int, Any] | None = None) -> Any:
+    """What `take_apart` has taken apart, with `leaf(part)` for what it has put there."""
+    if type(saved) is not Container:
+        return leaf(saved)
+    met = {} if met is None else met
+    if id(saved) not in met:
+        met[id(saved)] = saved.build({k: put_together(part, leaf, met) for k, part in saved.parts.items()})
+    return met[id(saved)]
 
 
 def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
     """`value` with `function` of its tensors in their places; `value` itself where nothing has changed."""
     if isinstance(value, Tensor):
         return function(value)
-    if type(value) in ATOMS:
-        return value
-    opened = open_container(value)
+    opened = None if type(value) in ATOMS else open_container(value)
     if opened is None:
         return value
-    parts, build = opened
-    new = {key: map_tensors(function, part) for key, part in parts.items()}
-    return value if all(new[key] is part for key, part in parts.items()) else build(new)
+    new = {key: map_tensors(function, part) for key, part in opened.parts.items()}
+    return value if all(new[key] is part for key, part in opened.parts.items()) else opened.build(new)

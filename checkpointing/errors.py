@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from torch.utils.checkpoint import CheckpointError as _TorchCheckpointError
 
-__all__ = ["ChangedError", "CheckpointError", "MismatchError", "UnsupportedError"]
+__all__ = ["ChangedError", "CheckpointError", "MismatchError"]
 
 
 class CheckpointError(_TorchCheckpointError):
@@ -25,10 +25,6 @@ class ChangedError(CheckpointError):
     """A tensor that the recompute starts from was changed in place after the region had read it."""
 
 
-class UnsupportedError(CheckpointError):
-    """The region does something that can't be brought back."""
-
-
 # slot, what was saved, what was recomputed, and what else is known: operators, lines and expressions
 Mismatch = tuple[int, object, object, str]
 
@@ -39,7 +35,7 @@ def different_number(where: object, slot: int, op: str, saved: int, recomputed: 
         f"Number of tensors saved during forward: {saved}\n"
         f"Number of tensors saved during recomputation: {recomputed}.\n"
         f"{op} asked for slot {slot}, which the recompute never reached. The function took another path the "
-        "second time: make it depend on its arguments only, or pin the decision with keep()."
+        f"second time: make it depend on its arguments only, or pin the decision with keep().\n{_TIP}"
     )
 
 
@@ -48,23 +44,43 @@ def too_many(where: object, saved: int, line: str) -> MismatchError:
         f"{where}: trying to save more tensors during recomputation than during the original forward pass.\n"
         f"Number of tensors saved during forward: {saved}. The first one too many is saved at {line}.\n"
         "The function took another path the second time: make it depend on its arguments only, or pin the "
-        "decision with keep()."
+        f"decision with keep().\n{_TIP}"
     )
 
 
-def different_metadata(where: object, op: str, mismatches: Sequence[Mismatch]) -> MismatchError:
+def different_metadata(where: object, op: str, mismatches: Sequence[Mismatch], shown: int, hint: str) -> MismatchError:
     rows = "".join(
         f"tensor at position {slot}:\n"
         f"saved metadata: {_readable(saved)}\n"
         f"recomputed metadata: {_readable(recomputed)}\n"
         f"({details})\n"
-        for slot, saved, recomputed, details in mismatches
+        for slot, saved, recomputed, details in mismatches[:shown]
     )
+    if len(mismatches) > shown:
+        rows += f"So do {len(mismatches) - shown} more, in slots {[slot for slot, *_ in mismatches[shown:]]}.\n"
     return MismatchError(
         f"{where}: Recomputed values for the following tensors have different metadata than during the forward pass.\n"
-        f"{rows}{op} asked for the recompute. Something that the region reads besides its arguments has changed in "
-        "between, or has been written where no operator shows it: such code belongs into `with opaque():`."
+        f"{rows}{op} asked for the recompute. {hint or _SOMETHING_CHANGED}\n{_TIP}"
     )
+
+
+def grown(names: Sequence[str]) -> str:
+    return (
+        f"{' and '.join(names)} was changed by the region itself, which the recompute found changed and changed again: "
+        "an object is handed over as it is. For a KV cache pass use_cache=False; or use backend='replay', which calls "
+        "nothing again."
+    )
+
+
+_SOMETHING_CHANGED = (
+    "Something that the region reads besides its arguments has changed in between, or has been written where no "
+    "operator shows it: such code belongs into `with opaque():`."
+)
+_TIP = (
+    "Where the region runs code of torch.compile, the recompute may have met another graph than the forward: "
+    "torch._dynamo.mark_dynamic() marks dimensions that vary, and torch._C._dynamo.eval_frame._set_lru_cache(False) "
+    "keeps the graphs in their order. debug=True shows the operators of both runs."
+)
 
 
 def _readable(metadata: object) -> object:
@@ -85,27 +101,31 @@ def changed(where: object, what: str, was: int | None = None, now: int | None = 
     return ChangedError(
         f"{where}: {what} was changed in place after the region had read it{versions}, so the region can't be "
         "recomputed exactly. (In autograd's words, a variable needed for gradient computation has been modified by an "
-        "inplace operation.) Change it after backward, or hand the region a clone of it."
+        "inplace operation.) Change it after backward, or hand the region a clone of it. If the region writes it itself, "
+        "use backend='replay', which tells the versions of a tensor apart."
     )
 
 
-def replaced(where: object, what: str) -> ChangedError:
-    return ChangedError(
-        f"{where}: {what} is not the tensor that it was when the region read it, so the region can't be recomputed "
-        "exactly. Set it after backward, or pass the tensor itself as an argument."
+def other_parameter(where: object, slot: int, line: str, was_one: bool, is_one: bool) -> MismatchError:
+    then = "another parameter" if was_one and is_one else "a parameter" if was_one else "no parameter"
+    return MismatchError(
+        f"{where}: in slot {slot}, at {line}, the recompute meets {'a' if is_one else 'no'} parameter where the forward "
+        f"met {then}. Parameters have been exchanged in between (`torch.func.functional_call` around a region does "
+        "that), so calling the function again would use others. Use backend='replay', which calls nothing again, or "
+        "put the exchange inside the region."
     )
 
 
-def overwritten(where: object) -> UnsupportedError:
-    return UnsupportedError(
+def overwritten(where: object) -> CheckpointError:
+    return CheckpointError(
         f"{where}: a tensor that is needed for backward is overwritten later in the function by an in-place operator, "
         "for which plain autograd raises an error, too. Use the operator that is not in-place, or backend='replay', "
         "which tells the versions of a tensor apart."
     )
 
 
-def overlapping(where: object) -> UnsupportedError:
-    return UnsupportedError(
+def overlapping(where: object) -> CheckpointError:
+    return CheckpointError(
         f"{where}: Unpack is being triggered for a tensor that was already unpacked once. Performing two backward "
         "calls that overlap, which need the same saved tensor, is not allowed under one GraphExecGroup: it shares one "
         "recompute between backward calls over separate parts of the graph. Run them without the group, or each in "
@@ -113,10 +133,10 @@ def overlapping(where: object) -> UnsupportedError:
     )
 
 
-def written(where: object, what: str) -> UnsupportedError:
-    return UnsupportedError(
-        f"{where}: the function has written {what}, of which there is no copy from before: it is large, and earlier "
-        "calls, if any, left it alone. Use backend='replay', or run the step again: it is copied from now on."
+def suppressed() -> RuntimeError:
+    return RuntimeError(
+        "torch.utils.checkpoint: the forward context provided by context_fn suppressed an exception raised during the "
+        "checkpointed forward. This is not supported because checkpoint cannot return a value for a failed forward."
     )
 
 
@@ -125,28 +145,6 @@ def not_recorded(where: object, function: str) -> MismatchError:
         f"{where}: the recompute calls {function}, which is forward_only, where the forward has no result of it: it "
         "raised there, or was not called. Catch its exceptions inside of it, and let nothing but the region's "
         "arguments decide how often it is called."
-    )
-
-
-def read_in_another_order(where: object, line: str) -> MismatchError:
-    return MismatchError(
-        f"{where}: in a scope inside, the recompute reads tensors from outside of the scope in another order than the "
-        f"forward did, at {line}. Code that is_recomputing() skips must not be the first to read one there: put it "
-        "into a function with @forward_only."
-    )
-
-
-def sharing_memory(where: object, what: str, other: str) -> UnsupportedError:
-    return UnsupportedError(
-        f"{where}: the function has written {what} and {other}, which share memory, so their values from before can't "
-        "be put back. Pass the one tensor that both are parts of, or use backend='replay'."
-    )
-
-
-def used_up(where: object, what: str) -> UnsupportedError:
-    return UnsupportedError(
-        f"{where}: {what} is an iterator, which the forward may have used up, so that the function can't be called "
-        "again with it. Pass a list, or what the function takes from the iterator; or use backend='replay'."
     )
 
 

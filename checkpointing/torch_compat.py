@@ -33,13 +33,14 @@ from torch.utils.checkpoint import noop_context_fn as noop_context_fn
 from torch.utils.checkpoint import set_device_states as set_device_states
 from typing_extensions import Unpack
 
-from . import _torch
-from ._api import is_plain, logged
-from ._engine import Frame, Line, entered_from, metadata_of, thread, unpack, warn
+from . import _rerun, _torch
+from ._api import is_plain
+from ._check import metadata_of
 from ._reentrant import CheckpointFunction as CheckpointFunction
 from ._reentrant import check_backward_validity as check_backward_validity
 from ._reentrant import detach_variable as detach_variable
-from ._rerun import ContextFn, Rerun, stands_alone
+from ._report import logged
+from ._where import entered_from, warn
 from .errors import CheckpointError as CheckpointError
 
 # Bound here, so that this module can itself be put in the place of torch's (`torch.utils.checkpoint.checkpoint = ...`).
@@ -47,6 +48,7 @@ _their_names = vars(_theirs)
 _their_checkpoint = _theirs.checkpoint
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]  # of the forward and of the recompute
+ContextFn = Callable[[], Contexts]
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -210,7 +212,7 @@ def _checkpoint(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], op
         named: dict[str, Any] = {name: value for name, value in options.items() if value is not _DEFAULTS[name]}
         named.pop(
             "respect_saved_tensors_hooks", None
-        )  # since 2.14, and says nothing here: what is kept is in the graph
+        )  # new in 2.14; what is kept is in the graph, where no hook sees it
         return _their_checkpoint(function, *args, **named, **kwargs)
     context_fn, respect = options["context_fn"], options["respect_saved_tensors_hooks"]
     use_reentrant = options["use_reentrant"]
@@ -240,7 +242,18 @@ def _checkpoint(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], op
         if isinstance(contexts[0], _torch.SelectiveForward):
             contexts = _selective(contexts[0], respect), contexts[1]
     was_up = not options["preserve_rng_state"] or _torch.accelerator_is_up()
-    result = _run(function, args, kwargs, options, entered_from(sys._getframe(1)), contexts, debug)
+    result = _rerun.call(
+        function,
+        args,
+        kwargs,
+        getattr(function, "__qualname__", type(function).__qualname__),
+        entered_from(sys._getframe(1)),
+        bool(options["preserve_rng_state"]),
+        _switch(_early_stop, "_enable_checkpoint_early_stop", options["early_stop"]),
+        _CHECKS[options["determinism_check"]],
+        logged if debug else None if contexts is None else lambda frame: contexts,
+        "torch.utils.checkpoint",
+    )
     if not was_up and _torch.accelerator_is_up():
         raise RuntimeError(
             "PyTorch's device state was initialized in the forward pass of a Checkpoint, which is not allowed: what "
@@ -248,51 +261,6 @@ def _checkpoint(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], op
             "preserve_rng_state=False."
         )
     return result
-
-
-def _run(
-    function: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    options: Options,
-    where: Line,
-    contexts: Contexts | None,
-    debug: bool,
-) -> Any:
-    """Enter a region that is rerun, and call the function in it."""
-    outer = thread.region
-    source = Rerun(function, stands_alone(function), args, kwargs, bool(options["preserve_rng_state"]), outer)
-    frame = Frame(
-        source,
-        getattr(function, "__qualname__", type(function).__qualname__),
-        where,
-        _switch(_early_stop, "_enable_checkpoint_early_stop", options["early_stop"]),
-        _CHECKS[options["determinism_check"]],
-    )
-    frame.title = "torch.utils.checkpoint"
-    if debug:
-        contexts = logged(frame)
-    forward, source.context = contexts or (None, None)
-    pack = frame.packer()
-    thread.region = source
-    _torch.push_hooks(pack, unpack)
-    try:
-        if forward is None:
-            return function(*args, **kwargs)
-        with forward:
-            return function(*args, **kwargs)
-        # Here only if the context has suppressed an exception.
-        raise RuntimeError(
-            "torch.utils.checkpoint: the forward context provided by context_fn suppressed an exception raised during "
-            "the checkpointed forward. This is not supported because checkpoint cannot return a value for a failed "
-            "forward."
-        )
-    finally:
-        _torch.pop_hooks()
-        thread.region = outer
-        frame.complete = True
-        if source.writes_something:
-            source.settle()
 
 
 def _selective(mode: TorchDispatchMode, respect: bool | None) -> AbstractContextManager[Any]:

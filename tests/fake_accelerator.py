@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from checkpointing import checkpoint, checkpoint_scope, checkpointed, keep
+from checkpointing import checkpoint_scope, checkpointed, keep
+from checkpointing.torch_compat import checkpoint
 
 
 class Module:

@@ -12,7 +12,7 @@ from oracle import Counting, apply, bits, count, in_thread
 from torch.overrides import TorchFunctionMode
 
 from checkpointing import CheckpointError, _rerun, checkpoint_scope, checkpointed, disabled, is_recomputing, keep
-from checkpointing._engine import thread
+from checkpointing._region import thread
 
 WORD = pytest.mark.parametrize("word", ["c", "r", "s", "cc", "cs", "sc", "ss"])
 RERUN = pytest.mark.parametrize("word", ["c", "cc", "sc", "ccc", "scc"])

@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from oracle import Watching, apply
 
 from checkpointing import CheckpointError, checkpoint_scope, is_recomputing, keep
-from checkpointing._engine import remember
 
 pytestmark = pytest.mark.usefixtures("no_gc")
 

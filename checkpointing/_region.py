@@ -1,0 +1,90 @@
+"""What a thread is doing: the innermost region, and whether anything is recorded right now."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import _torch
+
+_is_grad_enabled, _set_grad_enabled = torch.is_grad_enabled, _torch.set_grad_enabled
+
+
+class Region:
+    """A region, as code inside it meets it: what it does not handle itself goes to the region around it."""
+
+    outer: Region | None = None  # while the region runs
+    policy: Any = None  # what holds here, and in regions inside that bring no policy of their own
+
+    def keep(self, tensor: Tensor) -> Tensor:
+        """Hold a value: recompute starts from it."""
+        raise NotImplementedError
+
+    def once(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result of a call that a recompute must not repeat."""
+        raise NotImplementedError
+
+    def tag(self, tensor: Tensor, name: str) -> Tensor:
+        return tensor if self.outer is None else self.outer.tag(tensor, name)
+
+    def keep_for_inner(self, tensor: Tensor) -> None:
+        """A region inside this one keeps the tensor and saves it here: don't recompute it."""
+
+    def look_away(self) -> None:
+        """Something happens now that no operator shows."""
+        if self.outer is not None:
+            self.outer.look_away()
+
+    def yield_to_inner(self, change: int) -> None:
+        """A region that obeys its policy by itself has been entered inside this one (1), or left (-1)."""
+        if self.outer is not None:
+            self.outer.yield_to_inner(change)
+
+
+class _Thread(threading.local):
+    """`depth` counts nested recomputes and what else no tape should see, `aside` the latter alone.
+
+    Hot code goes through `thread.__dict__`, which is this thread's own: one slow access instead of many.
+    """
+
+    def __init__(self) -> None:
+        self.depth = 0
+        self.aside = 0
+        self.region: Region | None = None
+
+
+thread = _Thread()
+
+
+@contextmanager
+def aside() -> Iterator[None]:
+    """What runs inside is no tape's business."""
+    thread.depth += 1
+    thread.aside += 1
+    try:
+        yield
+    finally:
+        thread.depth -= 1
+        thread.aside -= 1
+
+
+def without_recording(function: Callable[[Any], Any], value: Any) -> Any:
+    """Call a check, a copy or a hook of the user so that neither tape nor graph sees what it does."""
+    here = thread.__dict__
+    depth, aside = here["depth"], here["aside"]
+    grad_mode = _is_grad_enabled()
+    try:
+        here["depth"], here["aside"] = depth + 1, aside + 1
+        _set_grad_enabled(False)
+        if torch.is_inference_mode_enabled():  # what comes of it may be wanted outside
+            with torch.inference_mode(False), torch.no_grad():
+                return function(value)
+        return function(value)
+    finally:
+        _set_grad_enabled(grad_mode)
+        here["depth"], here["aside"] = depth, aside
