@@ -196,6 +196,8 @@ class Frame:
         self.holders.append(_ref(holder))
         return holder
 
+    _torch.mark_as_torchs_own(pack)
+
     def bring_back(self, holder: Holder, key: Any) -> Tensor:
         """Recompute for a holder whose tensor is not at hand: once per slot and graph task."""
         group = _graph_exec_group()
@@ -389,6 +391,8 @@ class Recompute:
             self._stopped = True
             raise _Stop(self)
         return tensor
+
+    _torch.mark_as_torchs_own(pack)
 
     def _compare_parameters(self, holder: Holder, now: Tensor | None, given: Tensor) -> None:
         """Where either run saves a parameter or a view of one, the other must save that very one, unwritten; but those

@@ -135,7 +135,7 @@ def overlapping(where: object) -> CheckpointError:
 
 def suppressed() -> RuntimeError:
     return RuntimeError(
-        "torch.utils.checkpoint: The forward context provided by context_fn suppressed an exception raised during the "
+        "torch.utils.checkpoint: the forward context provided by context_fn suppressed an exception raised during the "
         "checkpointed forward. This is not supported because checkpoint cannot return a value for a failed forward."
     )
 
