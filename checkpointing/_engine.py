@@ -198,6 +198,8 @@ class Frame:
 
     _torch.mark_as_torchs_own(pack)
 
+    _torch.mark_as_torchs_own(pack)
+
     def bring_back(self, holder: Holder, key: Any) -> Tensor:
         """Recompute for a holder whose tensor is not at hand: once per slot and graph task."""
         group = _graph_exec_group()
@@ -391,6 +393,8 @@ class Recompute:
             self._stopped = True
             raise _Stop(self)
         return tensor
+
+    _torch.mark_as_torchs_own(pack)
 
     _torch.mark_as_torchs_own(pack)
 

@@ -111,6 +111,8 @@ _PROXY = _C._TorchDispatchModeKey.PROXY
 _is_exporting: Callable[[], bool] = torch.compiler.is_exporting  # without a mode there, where export isn't strict
 
 
+# Whether the running backward has `retain_graph=True`.
+keeps_graph: Callable[[], bool] = _autograd._get_current_graph_task_keep_graph
 # Whether the running backward has no `inputs=` and is not `torch.autograd.grad`.
 is_checkpoint_valid: Callable[[], bool] = torch.autograd._is_checkpoint_valid
 
