@@ -211,37 +211,19 @@ class Ambient:
         self._switches = read_switches()
         self._modes = _torch.function_modes() if _function_mode_count() else None
         self._autocast = _read_autocast() if _autocast_is_on() else None
-        self._states = [handle.capture() for handle in _registry.states] if _registry.states else None
+        self._states = [handle.capture() for handle in _registry.states] if _registry.states else ()
 
-    def run(self, call: Callable[..., Any], args: Iterable[Any], kwargs: dict[str, Any]) -> Any:
-        """Call with the captured state; whatever had to change is put back, also after an exception."""
-        context = self._context.copy()  # one context can't be entered twice, and recomputes nest
-        for variable in self._collections:
-            context.run(variable.set, copied(context[variable]))
-        if (
-            self._autocast is None
-            and self._modes is None
-            and self._states is None
-            and not _autocast_is_on()
-            and not _function_mode_count()
-            and not _is_inference()
-            and read_switches() == self._switches
-        ):  # nothing to enter
-            return context.run(call, *args, **kwargs)
-        undo: list[Callable[[], object]] = []
-        try:
-            self._enter(undo)
-            if self._states is not None:
-                call = partial(_with_states, self._states, call)
-            return context.run(call, *args, **kwargs)
-        finally:
-            undo_all(undo)
-
-    def _enter(self, undo: list[Callable[[], object]]) -> None:
+    def enter(self, undo: list[Callable[[], object]]) -> contextvars.Context:
+        """Put back what differs; `undo` is given the way out, the last first. Returns the context to run in: a copy,
+        because one can't be entered twice, and recomputes nest."""
+        context = self._context.copy()
+        if self._collections:
+            for variable in self._collections:
+                context.run(variable.set, copied(context[variable]))
         if read_switches() != self._switches:
             undo.append(write_switches(self._switches))
-        modes = _torch.function_modes()
-        if modes != (self._modes or []):
+        if self._modes is not None or _function_mode_count():
+            modes = _torch.function_modes()
             undo.append(lambda: _torch.set_function_modes(modes))
             _torch.set_function_modes(self._modes or [])
         if _is_inference():  # around the backward; a region is never entered in it
@@ -249,15 +231,19 @@ class Ambient:
             mode.__enter__()
             undo.append(lambda: mode.__exit__(None, None, None))
         is_on = _autocast_is_on()
-        if self._autocast is not None or is_on:
+        if is_on or self._autocast is not None:
             undo.append(partial(_write_autocast, _read_autocast()))
             _write_autocast(self._autocast)
-        # Casts of weights are cached. The rerun neither sees casts made elsewhere nor leaves its own behind, ...
-        if is_on:  # ... nor drops those that the code around the backward will want again.
-            torch.set_autocast_cache_enabled(False)
-        elif self._autocast is not None:
-            torch.clear_autocast_cache()
-            undo.append(torch.clear_autocast_cache)
+            # Casts of weights are cached. The rerun neither sees casts made elsewhere nor leaves its own behind, ...
+            if is_on:  # ... nor drops those that the code around the backward will want again.
+                torch.set_autocast_cache_enabled(False)
+            else:
+                torch.clear_autocast_cache()
+                undo.append(torch.clear_autocast_cache)
+        for handle, state in self._states:
+            undo.append(partial(context.run, StateHandle.restore, *handle.capture()))
+            context.run(handle.restore, state)
+        return context
 
 
 _COLLECTIONS = (list, dict, set, tuple)
@@ -265,8 +251,8 @@ _IN_THEM = (list, dict, set, tuple, Tensor, weakref.ref)
 
 
 def copied(value: Any) -> Any:
-    """Lists, dicts and sets as copies, at any depth. Tensors that belong to a graph, such as what layers before this one
-    have been collected for, are not kept alive for a recompute: weakly in a copy, live or None in a copy of that."""
+    """Lists, dicts and sets as copies, at any depth. Tensors that belong to a graph, such as those that earlier layers
+    have left there, are not kept alive for a recompute: a copy holds them weakly, a copy of that has them or None."""
     if isinstance(value, Tensor):
         return weakref.ref(value) if value.grad_fn is not None else value
     if type(value) is weakref.ref:
@@ -281,24 +267,14 @@ def copied(value: Any) -> Any:
     return new
 
 
-def _with_states(states: list[tuple[StateHandle, Any]], call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    undo: list[Callable[[], object]] = []
-    try:
-        for handle, state in states:
-            undo.append(partial(StateHandle.restore, *handle.capture()))
-            handle.restore(state)
-        return call(*args, **kwargs)
-    finally:
-        undo_all(undo)
-
-
 def undo_all(undo: list[Callable[[], object]]) -> None:
     """Call these, the last first; one that fails does not keep the others from it."""
-    while undo:
-        try:
+    try:
+        while undo:
             undo.pop()()
-        finally:
-            undo_all(undo)
+    except BaseException:
+        undo_all(undo)
+        raise
 
 
 _QUICK_GETTERS = _torch.QUICK_GETTERS

@@ -7,16 +7,14 @@ enters and leaves them so that nothing stays behind after an exception. Everythi
 from __future__ import annotations
 
 import contextvars
-import dataclasses
 import functools
 import inspect
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from types import MethodType
-from typing import Any, Literal, ParamSpec, Protocol, TypedDict, TypeVar, cast, overload
+from typing import Any, Literal, NamedTuple, ParamSpec, Protocol, TypedDict, TypeVar, cast, overload
 
 import torch
 import torch.utils.checkpoint
@@ -56,8 +54,7 @@ M = TypeVar("M", bound=nn.Module)
 Backend = Literal["rerun", "replay", "reentrant"]
 
 
-@dataclass(frozen=True, slots=True)
-class Options:
+class Options(NamedTuple):
     """What a region can be told, spelled once. `checkpointed` and `checkpoint_scope` say what each means."""
 
     backend: Backend = "rerun"
@@ -69,9 +66,14 @@ class Options:
     debug: bool = False
     name: str | None = None
 
-    def __post_init__(self) -> None:
+    def checked(self) -> Options:
+        """The same with the policy that is meant.
+
+        Raises:
+            ValueError: for options that contradict each other.
+        """
         check = self.determinism_check
-        if self.backend not in ("rerun", "replay", "reentrant"):
+        if self.backend not in _RUNNERS:
             raise ValueError(f"backend is 'rerun', 'replay' or 'reentrant', not {self.backend!r}")
         if self.policy is not None and self.backend != "replay":
             raise ValueError(
@@ -88,7 +90,7 @@ class Options:
             raise ValueError(
                 f"determinism_check is one of {', '.join(map(repr, CHECKS))} or a function of a tensor, not {check!r}"
             )
-        object.__setattr__(self, "policy", as_policy(self.policy))
+        return self._replace(policy=as_policy(self.policy))
 
 
 class _Given(TypedDict, total=False):
@@ -103,8 +105,7 @@ class _Given(TypedDict, total=False):
     name: str | None
 
 
-_default_scope = Options("replay")
-_SCOPE_DEFAULTS = (True, True, True, "metadata", None, False, None)
+_SCOPE_DEFAULTS = Options("replay")
 
 # Bound once: these run for every call.
 _is_compiling = torch.compiler.is_dynamo_compiling
@@ -307,7 +308,8 @@ def checkpointed(
     """
     if backend is None:
         backend = "rerun" if policy is None else "replay"
-    options = Options(backend, enabled, preserve_rng_state, early_stop, determinism_check, policy, debug, name)
+    given = Options(backend, enabled, preserve_rng_state, early_stop, determinism_check, policy, debug, name)
+    options = given.checked()
     if backend == "reentrant":
         _reentrant.warn_once()
     if fn is None:
@@ -322,7 +324,7 @@ def _wrap(fn: Any, options: Options) -> Any:
         if not issubclass(fn, nn.Module) or fn.__module__.partition(".")[0] == "torch":
             reason = "is torch's own: derive from it" if issubclass(fn, nn.Module) else "is no nn.Module"
             raise TypeError(f"checkpointed can't wrap the class {fn.__name__}: it {reason}, or decorate a method.")
-        fn.forward = _wrap(fn.forward, dataclasses.replace(options, name=options.name or fn.__qualname__))
+        fn.forward = _wrap(fn.forward, options._replace(name=options.name or fn.__qualname__))
         return fn
     if not callable(fn):
         raise TypeError(f"checkpointed wraps functions, methods, modules and callable objects, not {fn!r}")
@@ -542,8 +544,8 @@ class checkpoint_scope:
         debug: bool = False,
         name: str | None = None,
     ) -> None:
-        options = (enabled, preserve_rng_state, early_stop, determinism_check, policy, debug, name)
-        self._options = _default_scope if options == _SCOPE_DEFAULTS else Options("replay", *options)
+        options = Options("replay", enabled, preserve_rng_state, early_stop, determinism_check, policy, debug, name)
+        self._options = options if options == _SCOPE_DEFAULTS else options.checked()
         self._entered = False
         self._block: _Block | _Excluded | None = None
 

@@ -64,8 +64,7 @@ class Source(Protocol):
     def save(self) -> Callable[[Tensor], Any] | None:
         """What a holder must remember of the tensor that it stands for; None: only which parameter it shows."""
 
-    @property
-    def at_hand(self) -> Callable[[Holder, Frame], Tensor | None] | None:
+    def at_hand(self, holder: Holder, where: Frame) -> Tensor | None:
         """A holder's tensor, if nothing has to be computed for it."""
 
     def maker(self, holder: Holder) -> str | None:
@@ -191,10 +190,15 @@ class Frame:
         if self.save is not None:
             holder.saved = self.save(tensor)
         else:
-            root = _parameter_behind(tensor)
-            holder.saved = None if root is None else (root, tensor._version, root is tensor)
+            root = tensor._base if type(tensor) is Tensor else tensor
+            is_one = root is not None and is_parameter(root)
+            holder.saved = (root, tensor._version, root is tensor) if is_one else None
         self.holders.append(_ref(holder))
         return holder
+
+    _torch.mark_as_torchs_own(pack)
+
+    _torch.mark_as_torchs_own(pack)
 
     def bring_back(self, holder: Holder, key: Any) -> Tensor:
         """Recompute for a holder whose tensor is not at hand: once per slot and graph task."""
@@ -232,9 +236,8 @@ def unpack(holder: Holder) -> Tensor:
     task = frame.tasks.get(key)
     tensor = None if task is None else task.ready.get(holder.slot)
     if tensor is None:
-        at_hand = frame.source.at_hand
-        if at_hand is not None:
-            tensor = at_hand(holder, frame)
+        if holder.saved is not None:
+            tensor = frame.source.at_hand(holder, frame)
         if tensor is None:
             tensor = frame.bring_back(holder, key)
     else:
@@ -366,7 +369,7 @@ class Recompute:
         if slot < self._count:
             holder, ready = frame.holders[slot](), self.task.ready
             if holder is not None:
-                root = _parameter_behind(given)
+                root = given._base if type(given) is Tensor else given
                 if root is not None or holder.saved is not None:
                     self._compare_parameters(holder, root, given)
                 if slot not in ready or holder is self.holder:
@@ -391,15 +394,21 @@ class Recompute:
             raise _Stop(self)
         return tensor
 
+    _torch.mark_as_torchs_own(pack)
+
+    _torch.mark_as_torchs_own(pack)
+
     def _compare_parameters(self, holder: Holder, now: Tensor | None, given: Tensor) -> None:
-        """Where either run saves a parameter or a view of one, the other must save that very one, unwritten; but one that
-        the function makes itself is new each time."""
+        """Where either run saves a parameter or a view of one, the other must save that very one, unwritten; but those
+        that the function makes itself are new each time."""
         then, version, _ = holder.saved or (None, 0, False)
+        if now is not then:
+            now = now if now is not None and is_parameter(now) else None
         if now is not then:
             if then is not None and now is not None and not self.frame.source.knows((then, now)):
                 return
             raise errors.other_parameter(self.frame, holder.slot, user_line(), then is not None, now is not None)
-        if given._version != version:
+        if now is not None and given._version != version:
             raise errors.changed(self.frame, named("a parameter", now), version, given._version)
 
     def _mismatch(self, holder: Holder, found: Any, made_by: str | None, details: str) -> None:
@@ -455,15 +464,12 @@ class Recompute:
             shown = 1 if type(expected) is Evidence else 3  # all that is computed from the first one differs as well
             hint = frame.source.hint(expected, found)
             return errors.different_metadata(frame, _node_name(), self._mismatches, shown, hint)
-        overwritten = [
-            slot
-            for slot, version in task.versions.items()
-            if (tensor := task.ready.get(slot)) is not None and tensor._version != version
-        ]
-        for slot in overwritten:
-            if slot == self.holder.slot:
-                return errors.overwritten(frame)
-            del task.ready[slot]  # perhaps nobody asks for it, as in plain code that works
+        for slot, version in task.versions.items():
+            tensor = task.ready.get(slot)
+            if tensor is not None and tensor._version != version:
+                if slot == self.holder.slot:
+                    return errors.overwritten(frame)
+                del task.ready[slot]  # perhaps nobody asks for it, as in plain code that works
         if self.ran_to_its_end:  # the last slot that is wanted should have stopped it
             count, last = self._slot + 1, self.holder.slot
             if frame.early_stop:
@@ -517,12 +523,6 @@ def is_parameter(root: Tensor) -> bool:
     return kind is _Parameter or (kind is not Tensor and isinstance(root, _Parameter))
 
 
-def _parameter_behind(tensor: Tensor) -> Tensor | None:
-    """The parameter that a tensor is, or is a view of."""
-    root = tensor if type(tensor) is not Tensor else tensor._base
-    return root if type(root) is _Parameter or (root is not None and is_parameter(root)) else None
-
-
 def copy_of(tensor: Tensor, version: int) -> Tensor:
     """A copy that others may write, at the version that the original had: saved versions are compared."""
     copy = _torch.copy(tensor)
@@ -537,7 +537,7 @@ class Held:
     | what it is | what is held | whose version is guarded (rule 8) |
     |---|---|---|
     | a parameter, or a view of one (rule 2) | the tensor, or an alias | its own |
-    | an argument of a rerun (`in_graph`) | what autograd saves for an operator: it comes back with its graph | its own, by autograd |
+    | an argument of a rerun (`in_graph`) | what autograd saves for an operator, with its graph | its own, by autograd |
     | anything else, no hooks around | an alias | its own |
     | ... hooks of the user around | what they made of it | that of the tensor, while it lives |
     | ... a region of ours around | a `Holder` there | nobody's: a region tells versions apart |
@@ -551,15 +551,20 @@ class Held:
         self._hooks = hooks
         self._guard: Callable[[], Tensor | None] | None = None  # None: what is held
         self._unpack: Callable[[Any], Tensor] | None = None
-        self._version: int | None = _torch.version(tensor)
+        self._version: int | None = None
+        if in_graph and hooks is None and type(tensor) is Tensor and tensor._base is None and tensor.requires_grad:
+            self._packed: Any = _save_input(tensor, False)  # fast path of what follows
+            self._unpack, self.is_parameter = _unpack_saved, False
+            return
+        self._version = version = _torch.version(tensor)
         root = root_of(tensor)
         is_ours = type(hooks) is tuple and is_internal(hooks)
         # A leaf lives as long as its graph, so within our own regions there is nothing to gain by saving it there.
         self.is_parameter = is_parameter(root) or (is_ours and root.requires_grad and root.is_leaf)
         if self.is_parameter and (in_graph or root is tensor):
-            self._packed: Any = tensor
-        elif in_graph and self._version >= 0:
-            self._packed, self._unpack = _torch.save_input(tensor, False), _SavedTensor.unpack
+            self._packed = tensor
+        elif in_graph and version >= 0:
+            self._packed, self._unpack = _save_input(tensor, False), _unpack_saved
             if hooks is None or is_ours:
                 self._version = None
             else:
@@ -634,4 +639,4 @@ class Held:
         return tensor
 
 
-_SavedTensor = _torch.SavedTensor
+_save_input, _unpack_saved = _torch.save_input, _torch.SavedTensor.unpack

@@ -16,7 +16,7 @@ from torch import Tensor
 from . import _torch, errors
 from ._ambient import undo_all
 from ._region import thread
-from ._rerun import Inputs, PreserveRngState, Rerun
+from ._rerun import Inputs, PreserveRngState, Rerun, contents_of
 from ._where import warn
 
 
@@ -53,7 +53,10 @@ class CheckpointFunction(torch.autograd.Function):
                 "parameter to .backward(). To resolve this error, you can either set use_reentrant=False "
                 "(backend='rerun'), or call .backward() without passing the `inputs` argument."
             )
-        inputs, outputs = _rerun(ctx.source)
+        _ = ctx.saved_tensors  # there are none, but after a backward that did not retain the graph torch says so
+        inputs, outputs = _rerun(ctx.source, len(ctx.needs_input_grad) - 2)
+        if not _torch.keeps_graph():
+            ctx.source = None
         pairs = [
             (output, grad)
             for output, grad in zip(outputs, grads, strict=True)
@@ -75,17 +78,17 @@ class CheckpointFunction(torch.autograd.Function):
         return (None, None, *(value.grad if isinstance(value, Tensor) else None for value in inputs))
 
 
-def _rerun(source: Rerun) -> tuple[Any, Any]:
-    """The arguments, cut off from their graph, and what the function returns for them."""
+def _rerun(source: Rerun, count: int) -> tuple[Any, Any]:
+    """The last `count` arguments (a partial brings others), cut off from their graph; what the function returns."""
     where = "the reentrant backend"
     undo: list[Callable[[], object]] = []
     region, thread.region = thread.region, None
     thread.depth += 1
     try:
-        function, args, _ = source.restored(where)
-        inputs = detach_variable(tuple(args))
-        source.go_back(where, undo)
-        outputs = source.ambient.run(function, inputs, {})
+        function, args, kwargs = source.restored(where)
+        first = args[: len(args) - count]
+        inputs = detach_variable(tuple(args[len(first) :]))
+        outputs = source.go_back(where, undo).run(function, *first, *inputs, **kwargs)
     finally:
         undo_all(undo)
         thread.depth -= 1
@@ -104,7 +107,9 @@ def run(function: Callable[..., Any], name: str, preserve_rng_state: PreserveRng
         found = Inputs(None)
         for value in (function, *args):
             found.capture(value)
-        if any(p.requires_grad for module in found.modules for p in module.parameters()):
+        variables = [contents_of(cell) for cell in getattr(function, "__closure__", None) or ()]
+        parameters = [p for module in found.modules for p in module.parameters()]
+        if any(isinstance(p, Tensor) and p.requires_grad for p in (*parameters, *variables)):
             raise errors.CheckpointError(
                 f"region '{name}': none of the inputs requires grad, so the reentrant backend would give the "
                 "parameters that the function uses no gradients. Use backend='rerun', or call requires_grad_() on an "

@@ -15,6 +15,7 @@ the region, and what it then exchanges belongs to others (FSDP's shards, ranks t
 
 from __future__ import annotations
 
+import contextvars
 import functools
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
@@ -29,7 +30,7 @@ from ._ambient import Ambient, Generators, has_rng, undo_all
 from ._check import Check, metadata_of
 from ._engine import Frame, Held, Holder, Name, Recompute, copy_of, identity, is_parameter, named, root_of
 from ._region import Region, thread, without_recording
-from ._tree import ATOMS, Field, put_together, take_apart
+from ._tree import ATOMS, Container, Field, put_together, take_apart
 from ._where import Line
 
 # Bound once: these run for every call.
@@ -104,7 +105,11 @@ class Rerun(Region):
         inputs = Inputs(hooks)
         self._objects, self._modules = inputs.objects, inputs.modules
         self._args = [
-            value if type(value) in ATOMS else take_apart(value, inputs.save, ("args", i))
+            value
+            if type(value) in ATOMS
+            else inputs.save(value, ("args", i))
+            if type(value) is Tensor
+            else take_apart(value, inputs.save, ("args", i))
             for i, value in enumerate(args)
         ]
         self._kwargs = {k: take_apart(v, inputs.save, ("kwargs", k)) for k, v in kwargs.items()} if kwargs else kwargs
@@ -114,7 +119,7 @@ class Rerun(Region):
         self.ambient = Ambient()
         if preserve_rng_state:
             self._cpu_state = _get_state()
-            devices = [device for device in inputs.devices if has_rng(device)]
+            devices = {device for device in inputs.devices if has_rng(device)} if inputs.devices else ()
             if devices or inputs.generators or preserve_rng_state == "all":
                 self._rng = Generators(False, devices, inputs.generators, preserve_rng_state == "all")
 
@@ -157,12 +162,12 @@ class Rerun(Region):
 
     def at_hand(self, holder: Holder, where: Frame) -> Tensor | None:
         """A parameter, which is referenced (rule 2)."""
-        if holder.saved is None or where.check not in (metadata_of, None):
-            return None
         parameter, version, is_all = holder.saved
-        if is_all and parameter._version != version:
+        if not is_all or where.check not in (metadata_of, None):
+            return None
+        if parameter._version != version:
             raise errors.changed(where, named("a parameter", parameter), version, parameter._version)
-        return parameter if is_all else None
+        return parameter  # type: ignore[no-any-return]
 
     def knows(self, parameters: tuple[Tensor, ...]) -> bool:
         return any(known is parameter for m in self._modules for known in m.parameters() for parameter in parameters)
@@ -178,13 +183,13 @@ class Rerun(Region):
         function, args, kwargs = self.restored(where)
         undo: list[Callable[[], object]] = []
         try:
-            request.rewound = self.go_back(where, undo)
+            context = self.go_back(where, undo, request)
             if self._pins or self._results or self.policy is not None:
                 thread.region = Repeated(self._pins, self._results, self.policy, where)
             request.begin_in_order()
             _push_hooks(request.pack, identity)
             try:
-                self.ambient.run(function, args, kwargs)
+                context.run(function, *args, **kwargs)
                 request.ran_to_its_end = True
             finally:
                 _pop_hooks()
@@ -194,33 +199,41 @@ class Rerun(Region):
     def restored(self, where: object) -> tuple[Any, list[Any], dict[str, Any]]:
         """The function and its arguments."""
 
-        def fetch(saved: Any) -> Any:
-            return saved.fetch(where) if type(saved) is Held else saved
-
-        args = [put_together(saved, fetch) for saved in self._args]
-        kwargs = {k: put_together(saved, fetch) for k, saved in self._kwargs.items()} if self._kwargs else self._kwargs
+        args = [saved.fetch(where) if type(saved) is Held else _fetched(saved, where) for saved in self._args]
+        kwargs = {k: _fetched(saved, where) for k, saved in self._kwargs.items()} if self._kwargs else self._kwargs
         function = self._function
         if self._variables is not None:
-            function = rebound(function, [fetch(saved) for saved in self._variables])
+            function = rebound(function, [_fetched(saved, where) for saved in self._variables])
         if self.context is not None:
             function = functools.partial(_call_within, self.context, function)
         return function, args, kwargs
 
-    def go_back(self, where: object, undo: list[Callable[[], object]]) -> frozenset[int]:
-        """Enter the state that the forward was called in, but for the ambient one; `undo` is given the way out, the
-        last first. Returns the storages that have been rewound."""
+    def go_back(
+        self, where: object, undo: list[Callable[[], object]], request: Recompute | None = None
+    ) -> contextvars.Context:
+        """Enter the state that the forward was called in; `undo` is given the way out, the last first. Returns the
+        context to run in."""
         undo.append(functools.partial(_set_grad_enabled, _is_grad_enabled()))
         _set_grad_enabled(True)
-        rewound = _NONE if self._buffers is None else self._buffers.enter(where, undo)
+        if self._buffers is not None:
+            rewound = self._buffers.enter(where, undo)
+            if request is not None:
+                request.rewound = rewound
+        context = self.ambient.enter(undo)
         if self._rng is not None:
             undo.append(functools.partial(Generators.leave, self._rng.enter()))
         if self._cpu_state is not None:
             undo.append(functools.partial(_set_state, _get_state()))
             _set_state(self._cpu_state)
-        return rewound
+        return context
 
 
-_NONE: frozenset[int] = frozenset()
+def _fetched(saved: Any, where: object) -> Any:
+    if type(saved) is Held:
+        return saved.fetch(where)
+    if type(saved) is Container:
+        return put_together(saved, lambda part: part.fetch(where) if type(part) is Held else part)
+    return saved
 
 
 def _call_within(context: AbstractContextManager[Any], function: Any, *args: Any, **kwargs: Any) -> None:
@@ -321,35 +334,34 @@ def detached(tensor: Tensor) -> Tensor:
 class Inputs:
     """What goes into one call: how to hold it, and what is found on the way."""
 
-    __slots__ = ("devices", "generators", "hooks", "modules", "objects")
+    devices: tuple[torch.device, ...] = ()
+    generators: tuple[torch.Generator, ...] = ()
+    modules: tuple[nn.Module, ...] = ()
+    objects: tuple[tuple[Name, object], ...] = ()  # handed over as they are
 
     def __init__(self, hooks: _torch.Hooks | None) -> None:
         self.hooks = hooks
-        self.devices: set[torch.device] = set()
-        self.generators: list[torch.Generator] = []
-        self.modules: list[nn.Module] = []
-        self.objects: list[tuple[Name, object]] = []  # handed over as they are
 
     def save(self, value: Any, name: Name) -> Any:
         """What stands for an argument, or a part of one, until the rerun."""
         if isinstance(value, Tensor):
             if not value.is_cpu:
-                self.devices.add(value.device)
+                self.devices += (value.device,)
             return Held(value, self.hooks, name, in_graph=True)
         if isinstance(value, torch.Generator):
-            self.generators.append(value)
+            self.generators += (value,)
         elif isinstance(value, _Module):
-            self.modules.append(value)
+            self.modules += (value,)
         elif isinstance(value, FunctionType | MethodType):
             self.look_at(value)
         else:
-            self.objects.append((name, value))
+            self.objects += ((name, value),)
         return value
 
     def capture(self, function: Any) -> list[Any] | None:
         """What stands for the variables that the function closes over; None if it has none."""
         if isinstance(function, _Module):
-            self.modules.append(function)
+            self.modules += (function,)
             return None
         if isinstance(function, MethodType):
             self.look_at(function.__self__)
@@ -358,7 +370,9 @@ class Inputs:
             self.look_at(function)
             return None
         code, scope = function.__code__, function.__globals__
-        self.modules += [value for name in code.co_names if isinstance(value := scope.get(name), _Module)]
+        for global_name in code.co_names:
+            if isinstance(scope.get(global_name), _Module):
+                self.modules += (scope[global_name],)
         for default in function.__defaults__ or ():
             self.look_at(default)
         if function.__closure__ is None:
@@ -381,10 +395,10 @@ class Inputs:
         if kind in ATOMS or isinstance(value, Tensor):
             return
         if isinstance(value, _Module):
-            self.modules.append(value)
+            self.modules += (value,)
         elif kind is list or kind is tuple:
             if value and isinstance(value[0], _Module):
-                self.modules += [part for part in value if isinstance(part, _Module)]
+                self.modules += tuple(part for part in value if isinstance(part, _Module))
         elif kind is FunctionType or kind is MethodType:
             if kind is MethodType:
                 self.look_at(value.__self__, depth - 1)
@@ -393,7 +407,7 @@ class Inputs:
         elif kind is functools.partial:
             self.look_at(value.func, depth - 1)
         elif not isinstance(value, type):
-            self.modules += [part for part in getattr(value, "__dict__", {}).values() if isinstance(part, _Module)]
+            self.modules += tuple(part for part in getattr(value, "__dict__", {}).values() if isinstance(part, _Module))
 
 
 def contents_of(cell: CellType) -> Any:
@@ -459,7 +473,7 @@ class Buffers:
             stack += children.values()
             for parameter in parameters.values():
                 if parameter is not None and not parameter.is_cpu:
-                    inputs.devices.add(parameter.device)
+                    inputs.devices += (parameter.device,)
             for name, tensor in buffers.items():
                 if type(tensor) is not Tensor and tensor is not None and nn.parameter.is_lazy(tensor):
                     self._lazy.append((buffers, name))

@@ -102,17 +102,17 @@ def shows_users_hooks(mode: Any) -> Iterator[None]:
         pack.__dict__.clear()  # autograd holds it, out of the garbage collector's sight
 
 
-tree_leaves: Callable[[Any], list[Any]] = torch.utils._pytree.tree_leaves
-
-
 def is_tracing() -> bool:
     """Whether AOTAutograd, export or `make_fx` is tracing."""
-    return _C._get_dispatch_mode(_PROXY) is not None
+    return _C._get_dispatch_mode(_PROXY) is not None or _is_exporting()
 
 
 _PROXY = _C._TorchDispatchModeKey.PROXY
+_is_exporting: Callable[[], bool] = torch.compiler.is_exporting  # without a mode there, where export isn't strict
 
 
+# Whether the running backward has `retain_graph=True`.
+keeps_graph: Callable[[], bool] = _autograd._get_current_graph_task_keep_graph
 # Whether the running backward has no `inputs=` and is not `torch.autograd.grad`.
 is_checkpoint_valid: Callable[[], bool] = torch.autograd._is_checkpoint_valid
 
@@ -166,12 +166,7 @@ id_of_storage: Callable[[torch.UntypedStorage], int] = operator.attrgetter("_cda
 has_storage: Callable[[Tensor], bool] = _C._has_storage
 
 
-def storage_users(tensor: Tensor) -> int:
-    """How many references the storage of `tensor` has; 0 if it has no storage."""
-    return cast(int, _C._storage_Use_Count(storage_id(tensor))) if has_storage(tensor) else 0
-
-
-# The same by the storage's id, which must still be valid.
+# How many references a storage has, by its id, which must still be valid.
 storage_users_by_id: Callable[[int], int] = _C._storage_Use_Count
 
 
@@ -227,9 +222,8 @@ def alias(tensor: Tensor) -> Tensor:
     if tensor.is_inference() and has_storage(tensor):
         with torch.inference_mode(False), torch.no_grad():
             plain = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-            bits = int(tensor.dtype.is_complex and tensor.is_conj()) + 2 * int(tensor.is_neg())
             plain.set_(tensor.untyped_storage())
-            return lay(plain, tensor.shape, tensor.stride(), int(tensor.storage_offset()), tensor.dtype, bits)
+            return _lay_as(tensor, plain)
     if _is_excluded(_adinplace_key):
         with _C._SetExcludeDispatchKeyGuard(_adinplace_key, False):
             return tensor.detach()
@@ -284,14 +278,6 @@ def parts_of(tensor: Any) -> Sequence[Any] | None:
     if tensor.is_quantized:
         return tensor.int_repr(), str(tensor.qscheme())
     return None
-
-
-def is_leaf(view: Tensor) -> bool:
-    """Whether a view has no `grad_fn`; torch refuses to say while one that was made without gradients is written."""
-    try:
-        return view.is_leaf
-    except RuntimeError:
-        return False
 
 
 def set_versions(tensors: Sequence[Tensor], versions: Sequence[int]) -> None:
@@ -367,9 +353,12 @@ def clone_storage(tensor: Tensor) -> Tensor:
     with torch.no_grad():
         copy = torch.empty(0, dtype=torch.uint8, device=tensor.device)
         copy.set_(tensor.untyped_storage().clone())
-        bits = int(tensor.dtype.is_complex and tensor.is_conj()) + 2 * int(tensor.is_neg())
-        offset = cast(int, tensor.storage_offset())
-        return lay(copy, tensor.shape, tensor.stride(), offset, tensor.dtype, bits)
+        return _lay_as(tensor, copy)
+
+
+def _lay_as(tensor: Tensor, base: Tensor) -> Tensor:
+    bits = int(tensor.dtype.is_complex and tensor.is_conj()) + 2 * int(tensor.is_neg())
+    return lay(base, tensor.shape, tensor.stride(), int(tensor.storage_offset()), tensor.dtype, bits)
 
 
 # ---- batched backward. `torch.autograd.grad(..., is_grads_batched=True)` runs the unpack hooks inside of torch's older
@@ -516,9 +505,8 @@ SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (_C._get_math_sdp_enabled, _C._set_sdp_use_math),
     (_C._get_math_sdp_allow_fp16_bf16_reduction, _C._set_math_sdp_allow_fp16_bf16_reduction),
     (_C._get_mkldnn_enabled, _C._set_mkldnn_enabled),
+    (_C._get_nnpack_enabled, _C._set_nnpack_enabled),  # convolutions, where MKLDNN is off
 )
-if torch.backends.nnpack.is_available():  # convolutions, where MKLDNN is off
-    SWITCHES += ((_C._get_nnpack_enabled, _C._set_nnpack_enabled),)
 if torch.backends.cuda.is_built():
     SWITCHES += (
         (_C._get_mem_efficient_sdp_enabled, _C._set_sdp_use_mem_efficient),

@@ -100,19 +100,19 @@ def changed(where: object, what: str, was: int | None = None, now: int | None = 
     versions = "" if now is None else f" (it was at version {was}, it is at version {now} now)"
     return ChangedError(
         f"{where}: {what} was changed in place after the region had read it{versions}, so the region can't be "
-        "recomputed exactly. (In autograd's words, a variable needed for gradient computation has been modified by an "
-        "inplace operation.) Change it after backward, or hand the region a clone of it. If the region writes it itself, "
-        "use backend='replay', which tells the versions of a tensor apart."
+        "recomputed exactly. (In autograd's words, one of the variables needed for gradient computation has been "
+        "modified by an inplace operation.) Change it after backward, or hand the region a clone of it. If the region writes it "
+        "itself, use backend='replay', which tells the versions of a tensor apart."
     )
 
 
 def other_parameter(where: object, slot: int, line: str, was_one: bool, is_one: bool) -> MismatchError:
     then = "another parameter" if was_one and is_one else "a parameter" if was_one else "no parameter"
     return MismatchError(
-        f"{where}: in slot {slot}, at {line}, the recompute meets {'a' if is_one else 'no'} parameter where the forward "
-        f"met {then}. Parameters have been exchanged in between (`torch.func.functional_call` around a region does "
-        "that), so calling the function again would use others. Use backend='replay', which calls nothing again, or "
-        "put the exchange inside the region."
+        f"{where}: in slot {slot}, at {line}, the recompute meets {'a' if is_one else 'no'} parameter where the "
+        f"forward met {then}. Parameters have been exchanged in between (`torch.func.functional_call` around a region "
+        "does that), so calling the function again would use others. Use backend='replay', which calls nothing again, "
+        "or put the exchange inside the region."
     )
 
 
@@ -135,7 +135,7 @@ def overlapping(where: object) -> CheckpointError:
 
 def suppressed() -> RuntimeError:
     return RuntimeError(
-        "torch.utils.checkpoint: The forward context provided by context_fn suppressed an exception raised during the "
+        "torch.utils.checkpoint: the forward context provided by context_fn suppressed an exception raised during the "
         "checkpointed forward. This is not supported because checkpoint cannot return a value for a failed forward."
     )
 

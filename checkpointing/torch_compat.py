@@ -212,7 +212,7 @@ def _checkpoint(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], op
         named: dict[str, Any] = {name: value for name, value in options.items() if value is not _DEFAULTS[name]}
         named.pop(
             "respect_saved_tensors_hooks", None
-        )  # since 2.14, and says nothing here: what is kept is in the graph
+        )  # new in 2.14; what is kept is in the graph, where no hook sees it
         return _their_checkpoint(function, *args, **named, **kwargs)
     context_fn, respect = options["context_fn"], options["respect_saved_tensors_hooks"]
     use_reentrant = options["use_reentrant"]

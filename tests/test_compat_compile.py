@@ -50,23 +50,23 @@ def products(program, **options):
     return found
 
 
-def called(m, **options):
-    return lambda x, y: m.checkpoint(fn, x, y, **options)
+def called(**options):
+    return lambda m: lambda x, y: m.checkpoint(fn, x, y, **options)
 
 
-def with_keyword(m):
-    return lambda x, y: m.checkpoint(fn, x, y=y, use_reentrant=False)
+def kept(m):
+    return called(use_reentrant=False, context_fn=functools.partial(m.create_selective_checkpoint_contexts, [MM]))(m)
 
 
 def nested(m):
-    inner = called(m, use_reentrant=False)
+    inner = called(use_reentrant=False)(m)
     return lambda x, y: m.checkpoint(lambda x, y: inner(x, y).sin(), x, y, use_reentrant=False)
 
 
 def in_a_module(m):
     class Block(nn.Module):
         def forward(self, x, y):
-            return m.checkpoint(self.inside, x, y, use_reentrant=False)
+            return m.checkpoint(self.inside, x, y=y, use_reentrant=False)
 
         def inside(self, x, y):
             return fn(x, y)
@@ -74,13 +74,8 @@ def in_a_module(m):
     return Block()
 
 
-def kept(m):
-    contexts = functools.partial(m.create_selective_checkpoint_contexts, [MM])
-    return called(m, use_reentrant=False, context_fn=contexts)
-
-
 def broken(m):
-    """The compiler can't trace this region."""
+    """The compiler can't trace this region, which then runs in eager mode, by torch's own function."""
 
     def breaks(x, y):
         torch._dynamo.graph_break()
@@ -89,41 +84,27 @@ def broken(m):
     return lambda x, y: m.checkpoint(breaks, x, y, use_reentrant=False)
 
 
-@pytest.mark.parametrize(
-    "program",
-    [
-        pytest.param(functools.partial(called, use_reentrant=False), id="rerun"),
-        pytest.param(functools.partial(called, use_reentrant=True), id="reentrant"),
-        pytest.param(called, id="unsaid"),
-        pytest.param(
-            functools.partial(
-                called, use_reentrant=False, preserve_rng_state=False, early_stop=False, determinism_check="none"
-            ),
-            id="options",
-        ),
-        with_keyword,
-        nested,
-        in_a_module,
-        kept,
-    ],
-)
-def test_compiled_as_torchs(program):
+OTHERS = {"preserve_rng_state": False, "early_stop": False, "determinism_check": "none"}
+PROGRAMS = {
+    "rerun": called(use_reentrant=False),
+    "reentrant": called(use_reentrant=True),
+    "unsaid": called(),
+    "options": called(use_reentrant=False, **OTHERS),
+    "kept": kept,
+    "nested": nested,
+    "in a module": in_a_module,
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_compiled_as_torchs(name):
     """In one graph, with the same recomputations."""
-    want, have = products(program(theirs), fullgraph=True), products(program(ours), fullgraph=True)
-    assert have == want == ([2, 4] if program is kept else [2, 6])
+    want, have = (products(PROGRAMS[name](m), fullgraph=True) for m in (theirs, ours))
+    assert have == want == ([2, 4] if name == "kept" else [2, 6])
 
 
 def test_graph_breaks_inside_are_torchs():
-    """The region then runs in eager mode, by torch's own function."""
     assert products(broken(ours)) == products(broken(theirs))
-
-
-def decorated_function():
-    return ours.checkpoint(use_reentrant=False)(fn)
-
-
-def decorated_inside():
-    return lambda x, y: ours.checkpoint(use_reentrant=False)(fn)(x, y)
 
 
 def decorated_method():
@@ -141,24 +122,18 @@ def a_sequence():
     return lambda x, y: ours.checkpoint_sequential(steps, 3, (x, y), use_reentrant=False)
 
 
-def own_decorator():
-    return checkpointed(fn)
-
-
-def own_legacy_decorator():
-    return checkpointed(fn, backend="reentrant")
-
-
 @pytest.mark.parametrize(
     "program, count",
     [
-        (decorated_function, 6),
-        (decorated_inside, 6),
+        (lambda: ours.checkpoint(use_reentrant=False)(fn), 6),
+        (lambda: lambda x, y: ours.checkpoint(use_reentrant=False, respect_saved_tensors_hooks=True)(fn)(x, y), 6),
         (decorated_method, 6),
         (a_sequence, 5),
-        (own_decorator, 6),
-        (own_legacy_decorator, 6),
+        (lambda: checkpointed(fn), 6),
+        (lambda: checkpointed(fn, backend="reentrant"), 6),
+        (lambda: checkpointed(fn, enabled=False), 4),
     ],
+    ids=["function", "inside", "method", "sequence", "own", "own legacy", "switched off"],
 )
 def test_other_forms_compile_in_one_graph(program, count):
     """torch's own decorator and `checkpoint_sequential` break the graph."""
@@ -196,16 +171,11 @@ def test_regions_that_record_break_the_graph_and_are_right(door, seen_before):
     assert all(map(torch.equal, gradients(compiled), gradients(lambda x: inside(x * 2).sin() + 1)))
 
 
-def test_a_region_that_is_switched_off_is_none_in_compiled_code():
-    """The products of the forward are not in the backward as well."""
-    assert products(checkpointed(fn, enabled=False), fullgraph=True) == [2, 4]
-
-
 def test_in_the_place_of_torchs_function(monkeypatch):
     """Dynamo knows torch's function by identity: whoever puts ours there gets torch's operator, too."""
     for name in ours.__all__:
         monkeypatch.setattr(theirs, name, getattr(ours, name))
-    assert products(called(theirs, use_reentrant=False), fullgraph=True) == [2, 6]
+    assert products(called(use_reentrant=False)(theirs), fullgraph=True) == [2, 6]
     assert products(kept(theirs), fullgraph=True) == [2, 4]
 
 
@@ -225,19 +195,12 @@ def test_compiled_functions_in_eager_regions():
     assert len(compiled) == 1
 
 
-@pytest.mark.parametrize("door", ["drop-in", "own"])
+@pytest.mark.parametrize("door", [ours.checkpoint(use_reentrant=False), checkpointed])
 def test_compiled_autograd_over_eager_regions(door):
     """The recompute stays in eager mode, since a compiled one would save other tensors."""
     torch._dynamo.reset()
     runs, (x, y) = [], arguments()
-
-    def counted(x, y):
-        runs.append(1)
-        return fn(x, y)
-
-    result = (
-        ours.checkpoint(counted, x, y, use_reentrant=False) if door == "drop-in" else checkpointed(counted)(x, y)
-    ).sum()
+    result = door(lambda x, y: (runs.append(1), fn(x, y))[1])(x, y).sum()
     with torch._dynamo.compiled_autograd._enable(lambda graph: torch.compile(graph, backend="aot_eager")):
         result.backward()
     assert runs == [1, 1]

@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import itertools
 
 import pytest
 import torch
@@ -58,35 +57,9 @@ def by_closure(checkpoint, block, x, mask):
     return checkpoint(create_custom_forward(block), x, mask, 0.5)[0]
 
 
-def by_module(checkpoint, block, x, mask):
-    """A module and positional arguments."""
-    return checkpoint(block, x, mask, 0.5)[0]
-
-
 def by_method(checkpoint, block, x, mask):
     """As Swin transformers do."""
     return checkpoint(block.forward, x, mask, 0.5)[0]
-
-
-def by_sequence(checkpoint, block, x, mask):
-    """As timm's `checkpoint_seq` does: a chain of functions, run by a closure with a loop."""
-
-    def run(start, end, functions):
-        def forward(x):
-            for j in range(start, end + 1):
-                x = functions[j](x)
-            return x
-
-        return forward
-
-    class First(nn.Module):
-        def forward(self, x):
-            return block(x, mask, 0.5)[0]
-
-    first = First()
-    first.block = block
-    functions = list(itertools.chain.from_iterable([[first], [nn.Identity()]]))
-    return checkpoint(run(0, 1, functions), x)
 
 
 def train(call):
@@ -106,7 +79,7 @@ def train(call):
 
 
 @VARIANTS
-@pytest.mark.parametrize("pattern", [by_call, by_closure, by_module, by_method, by_sequence])
+@pytest.mark.parametrize("pattern", [by_call, by_closure, by_method])
 def test_ways_to_call(pattern, use_reentrant):
     """As models call it; statistics are updated once in both variants."""
     checkpoint = functools.partial(ours.checkpoint, use_reentrant=use_reentrant)
@@ -169,16 +142,6 @@ def test_checkpoint_wrapper_with_keywords(impl, monkeypatch):
     plain_y, _ = block(x, mask=torch.ones(4, 1), flag=True)
     plain_y.sum().backward()
     assert torch.equal(have, x.grad) and block.calls == 3
-
-
-@VARIANTS
-def test_state_dicts_of_wrapped_modules(use_reentrant):
-    """Interchangeable with those of the modules."""
-    linear = nn.Linear(8, 8)
-    wrapped = checkpoint_wrapper(nn.Linear(8, 8), checkpoint_fn=ours.checkpoint, use_reentrant=use_reentrant)
-    wrapped.load_state_dict(linear.state_dict())
-    for a, b in zip(gradients(linear), gradients(wrapped), strict=True):
-        assert torch.equal(a, b)
 
 
 # ---- distributed, in one process
