@@ -114,7 +114,13 @@ def flatten(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 def tensors(value: Any) -> list[Tensor]:
     """The tensors in a structure, in order."""
-    return [leaf for _, leaf in flatten(value) if isinstance(leaf, Tensor)]
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = list(value.values())
+    elif dataclasses.is_dataclass(value):
+        value = [getattr(value, field.name) for field in dataclasses.fields(value)]
+    return [t for part in value for t in tensors(part)] if isinstance(value, list | tuple) else []
 
 
 def weigh(result: Any) -> Tensor:
@@ -128,15 +134,38 @@ def weigh(result: Any) -> Tensor:
     return total
 
 
+PARTS = {  # by which tensors that are not strided are compared
+    torch.sparse_coo: lambda t: [t._indices(), t._values()],
+    **dict.fromkeys([torch.sparse_csr, torch.sparse_bsr], lambda t: [t.crow_indices(), t.col_indices(), t.values()]),
+    **dict.fromkeys([torch.sparse_csc, torch.sparse_bsc], lambda t: [t.ccol_indices(), t.row_indices(), t.values()]),
+    torch._mkldnn: lambda t: [t.to_dense()],
+}
+
+
 def bits(value: Any) -> Any:
-    """Something that is equal for two tensors just if their bits are."""
+    """Something that is equal for two values just if they are the same bit for bit."""
+    if isinstance(value, list | tuple):
+        return [bits(v) for v in value]
+    if isinstance(value, dict):
+        return {k: bits(v) for k, v in value.items()}
     if not isinstance(value, Tensor):
-        return value
-    data = value.detach().resolve_conj().resolve_neg().contiguous().flatten()
-    if data.is_complex():
-        data = torch.view_as_real(data).flatten()
-    raw = bytes(data.view(torch.uint8).tolist()) if data.numel() else b""
-    return (value.dtype, tuple(value.shape), value.stride(), value.requires_grad, raw)
+        return value if isinstance(value, str | bytes | int | None) else repr(value)
+    tensor = value.detach()
+    head = (value.requires_grad, type(value).__name__, value.dtype, value.layout, str(value.device))
+    if hasattr(tensor, "__tensor_flatten__"):
+        return (*head, tuple(tensor.shape), [bits(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0]])
+    if tensor.is_nested:
+        return (*head, bits(tensor.unbind()))
+    head = (*head, tuple(tensor.shape))
+    if tensor.is_meta:
+        return head
+    if tensor.layout in PARTS:
+        return (*head, bits(PARTS[tensor.layout](tensor)))
+    if tensor.is_quantized:
+        return (*head, bits(tensor.int_repr()))
+    data = tensor.resolve_conj().resolve_neg()
+    data = (data.clone() if data._is_zerotensor() else data).contiguous().view(-1)
+    return (*head, tensor.stride(), data.view(torch.uint8).numpy().tobytes() if data.numel() else b"")
 
 
 # ---- programs
