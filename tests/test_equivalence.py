@@ -14,7 +14,6 @@ from torch import nn
 from checkpointing import checkpoint_scope, checkpointed, keep
 
 EARLY_STOP = pytest.mark.parametrize("early_stop", [True, False], ids=["early", "late"])
-COMPUTED = pytest.mark.parametrize("computed", [False, True], ids=["leaves", "computed"])
 DOOR = pytest.mark.parametrize("door", ["c", "r", "s"])
 
 
@@ -29,15 +28,6 @@ def leaf(*shape, dtype=torch.float32):
 def chain():
     """Operators that save their input, and operators that save their result."""
     return lambda x, w: (x.sin().exp() * w).tanh().sigmoid(), (leaf(3, 4), leaf(4))
-
-
-def matmuls():
-    """A small perceptron of functions."""
-
-    def fn(x, w, v):
-        return F.softplus(x @ w + 1).sin() @ v
-
-    return fn, (leaf(3, 4), leaf(4, 5), leaf(5, 2))
 
 
 def several_outputs():
@@ -175,17 +165,6 @@ def dropout():
     return fn, (leaf(3, 4), leaf(4))
 
 
-def generators():
-    """A generator of one's own, which is put where it was by whoever calls this again."""
-
-    def fn(x, w, generator):
-        noise = torch.rand(3, 4, generator=generator)
-        h = (x * noise).exp() * w
-        return h * torch.randn(4, generator=generator), h.sin()
-
-    return fn, (leaf(3, 4), leaf(4), torch.Generator().manual_seed(5))
-
-
 def no_grad_inside():
     """A part without gradients, values taken out of the graph, and grad mode switched on and off."""
 
@@ -282,7 +261,7 @@ def batch_norm():
 
 
 PROGRAMS = [
-    *(chain, matmuls, several_outputs, unused_outputs, outputs_that_are_inputs, other_outputs),
+    *(chain, several_outputs, unused_outputs, outputs_that_are_inputs, other_outputs),
     *(dataclass_outputs, nested_arguments, in_place, in_place_on_views, views, complex_numbers, dropout),
     *(no_grad_inside, branches, gradient_inside(True), gradient_inside(False), custom_function),
     *(small_model, convolutions),
@@ -291,62 +270,36 @@ PROGRAM = pytest.mark.parametrize("program", [Program(p) for p in PROGRAMS], ids
 
 # ---- the table
 
-TABLE = ["c", "r", "s", "cc", "rr", "ss", "sc", "cs", "cr", "rc", "sr", "rs", "csc", "scs", "ccc", "sss"]
-TABLE += ["a", "b", "aa", "ac", "ca", "as", "sa", "bb", "bc", "cb", "bs", "sb", "ba"]
+ONE = [(word, early_stop) for word in "crsab" for early_stop in (True, False)]
+NESTED = [(word, True) for word in ("cc", "rr", "ss", "sc", "cs", "cr", "rs", "csc", "scs", "aa", "ac", "ca", "sb", "bs")]
 
 
 @PROGRAM
-@EARLY_STOP
-@COMPUTED
-@pytest.mark.parametrize("word", TABLE)
-def test_regions_in_any_nesting_are_the_plain_program(program, word, early_stop, computed):
+@pytest.mark.parametrize(("word", "early_stop"), ONE + NESTED)
+def test_regions_in_any_nesting_are_the_plain_program(program, word, early_stop):
     """f ~ c(f) ~ c(c(f)) ~ s(f) ~ s(c(f)) ~ c(s(f)) ~ s(s(f)), with gradients up to the third order."""
-    assert_same(program, word, early_stop=early_stop, computed=computed)
+    for computed in (False, True) if len(word) == 1 else (True,):
+        assert_same(program, word, early_stop=early_stop, computed=computed, order=3 if len(word) == 1 else 2)
 
 
-@EARLY_STOP
-@pytest.mark.parametrize("word", ["r", "s", "rs", "ss", "a", "b", "as", "sb"])
-def test_replay_updates_buffers_once(word, early_stop):
+@pytest.mark.parametrize("word", ["c", "r", "s", "rs", "ss", "a", "b"])
+def test_regions_update_buffers_once(word):
     """Batch norm's statistics and count are those of the plain model."""
-    assert_same(Program(batch_norm), word, early_stop=early_stop, order=2)
-
-
-@EARLY_STOP
-@pytest.mark.parametrize("word", ["c", "r", "s", "cs", "sc", "cc", "ss", "a", "b"])
-def test_generators_of_the_user_move_as_in_plain(word, early_stop):
-    """The numbers drawn from a `torch.Generator` argument, and where it stands afterwards, are plain's."""
-
-    def run(word):
-        torch.manual_seed(0)
-        fn, (x, w, generator) = generators()
-        result = apply(word, fn, early_stop)(x, w, generator)
-        gradients = torch.autograd.grad(weigh(result), [x, w])
-        return [bits(t) for t in (*result, *gradients, generator.get_state(), torch.get_rng_state())]
-
-    assert run(word) == run("")
+    assert_same(Program(batch_norm), word, order=2)
 
 
 # ---- with gradients taken between the regions
 
 SHORT = ["".join(letters) for n in (2, 3) for letters in itertools.product("crsg", repeat=n)]
-LONG = sorted({"".join(p) for letters in ("ggcs", "gggcs", "ggrc") for p in itertools.permutations(letters)})
 
 
-@EARLY_STOP
-@pytest.mark.parametrize("program", [Program(p) for p in (chain, matmuls, dropout)], ids=lambda program: program.name)
 @pytest.mark.parametrize("word", [w for w in SHORT if "g" in w and w.strip("g")])
-def test_gradients_in_every_order_of_nesting(program, word, early_stop):
+def test_gradients_in_every_order_of_nesting(word):
     """grad(f) ~ grad(c(f)) ~ c(grad(f)) ~ s(grad(c(f))) and so on, to the third order."""
-    assert_same(program, word, early_stop=early_stop)
+    assert_same(Program(dropout), word)
 
 
-@pytest.mark.parametrize("word", LONG)
-def test_gradients_of_higher_order_in_every_order_of_nesting(word):
-    """Two and three gradients with two kinds of region, wherever these stand."""
-    assert_same(Program(chain), word)
-
-
-@settings(max_examples=40)
+@settings(max_examples=60)
 @given(word=st.text("crsgab", min_size=4, max_size=6).filter(lambda w: w.count("g") <= 3), early_stop=st.booleans())
 def test_long_words(word, early_stop):
     """Nests of up to six transforms."""
@@ -368,11 +321,6 @@ def region(door, early_stop=True):
     return *apply(door, fn, early_stop)(x, w, v), x, w, v
 
 
-def grad_of_some(a, b, x, w, v):
-    """`torch.autograd.grad` of both outputs, for some of the inputs."""
-    return torch.autograd.grad(weigh([a, b]), [w, x])
-
-
 def backward(a, b, x, w, v):
     """`backward()` of both at once."""
     weigh([a, b]).backward()
@@ -391,13 +339,6 @@ def partial_backward(a, b, x, w, v):
     first = x.grad.clone()
     weigh(b).backward()
     return first, x.grad, w.grad, v.grad
-
-
-def partial_backward_of_the_last_output_first(a, b, x, w, v):
-    """As above, the other way round."""
-    weigh(b).backward(retain_graph=True)
-    weigh(a).backward()
-    return x.grad, w.grad, v.grad
 
 
 def one_output_only(a, b, x, w, v):
@@ -421,15 +362,6 @@ def create_graph(a, b, x, w, v):
     return *gradients, x.grad, w.grad, v.grad
 
 
-def double_backward(a, b, x, w, v):
-    """`backward()` of a gradient, once for each input."""
-    (gradient,) = torch.autograd.grad(weigh(a), x, create_graph=True)
-    weigh(gradient).backward(retain_graph=True)
-    (second,) = torch.autograd.grad(weigh(b), w, create_graph=True)
-    weigh(second).backward()
-    return gradient, second, x.grad, w.grad, v.grad
-
-
 def with_hooks(a, b, x, w, v):
     """Tensor hooks change gradients on the way."""
     a.register_hook(lambda grad: grad * 2)
@@ -438,14 +370,10 @@ def with_hooks(a, b, x, w, v):
     return x.grad, w.grad, v.grad
 
 
-WAYS = [
-    *(grad_of_some, backward, backward_inputs, partial_backward, partial_backward_of_the_last_output_first),
-    *(one_output_only, retained_twice, create_graph, double_backward, with_hooks),
-]
+WAYS = [backward, backward_inputs, partial_backward, one_output_only, retained_twice, create_graph, with_hooks]
 
 
-@EARLY_STOP
-@pytest.mark.parametrize("word", ["c", "r", "s", "cc", "cs", "sc", "ss", "a", "b", "ca"])
+@pytest.mark.parametrize(("word", "early_stop"), [*ONE, ("cc", True), ("cs", True), ("sc", True)])
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 def test_every_way_to_run_backward(way, word, early_stop):
     """What comes out, and the random stream afterwards, are plain's."""
@@ -457,16 +385,14 @@ def test_every_way_to_run_backward(way, word, early_stop):
     assert run(word) == run("")
 
 
-@EARLY_STOP
-@pytest.mark.parametrize("word", ["c", "r", "s", "cc", "cs", "sc", "ss", "a", "b"])
-@pytest.mark.parametrize("random", [False, True], ids=["deterministic", "dropout"])
-def test_batched_gradients(word, early_stop, random):
+@pytest.mark.parametrize(("word", "early_stop"), [*ONE, ("cs", True), ("sc", True)])
+def test_batched_gradients(word, early_stop):
     """`is_grads_batched` runs backward under vmap, which the recompute is no part of."""
 
     def run(word):
         torch.manual_seed(0)
         x, w = leaf(3, 4), leaf(4, 4)
-        y = apply(word, lambda x, w: F.dropout((x @ w).sin(), 0.2 * random).exp_().tanh(), early_stop)(x, w)
+        y = apply(word, lambda x, w: F.dropout((x @ w).sin(), 0.2).exp_().tanh(), early_stop)(x, w)
         vectors = torch.stack([torch.ones_like(y), torch.full_like(y, 2.0)])
         gradients = torch.autograd.grad(y, [x, w], vectors, is_grads_batched=True)
         return [bits(t) for t in (*gradients, torch.get_rng_state())]
@@ -484,46 +410,12 @@ def test_a_freed_graph_says_so(door, early_stop):
         weigh(a).backward()
 
 
-@EARLY_STOP
-@pytest.mark.parametrize("word", ["c", "r", "s", "cs", "sc", "a", "b"])
-def test_gradcheck_and_gradgradcheck(word, early_stop):
-    """Finite differences agree, also for the second order."""
-    inputs = (leaf(2, 3, dtype=torch.float64), leaf(3, 2, dtype=torch.float64))
-    fn = apply(word, lambda x, w: ((x @ w).sin().exp() @ w.t()).tanh(), early_stop)
-    assert torch.autograd.gradcheck(fn, inputs)
-    assert torch.autograd.gradgradcheck(fn, inputs)
-
-
 # ---- regions side by side, and around code that only blocks can hold
 
 
 @EARLY_STOP
 @DOOR
-def test_regions_in_a_row(door, early_stop):
-    """Each region starts from what the one before it made."""
-
-    def layers():
-        def fn(x, w):
-            for _ in range(3):
-                x = apply(door, lambda x: F.dropout((x @ w).sin(), 0.1), early_stop)(x)
-            return x
-
-        return fn, (leaf(3, 4), leaf(4, 4))
-
-    def plain_layers():
-        def fn(x, w):
-            for _ in range(3):
-                x = F.dropout((x @ w).sin(), 0.1)
-            return x
-
-        return fn, (leaf(3, 4), leaf(4, 4))
-
-    assert observe(Program(layers), "", early_stop) == observe(Program(plain_layers), "")
-
-
-@EARLY_STOP
-@DOOR
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(cuts=st.lists(st.integers(0, 5), max_size=6), drop=st.booleans())
 def test_kept_values_change_nothing(door, early_stop, cuts, drop):
     """`keep` anywhere, also twice for one value, gives plain's bits."""

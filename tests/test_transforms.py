@@ -1,6 +1,5 @@
 """Regions and torch.func: a transform over a region runs it plain and says so once; inside a region they work."""
 
-import subprocess
 import sys
 import warnings
 
@@ -11,7 +10,6 @@ from oracle import apply, bits, r, s
 from torch import nn
 
 from checkpointing import _api, checkpoint_scope, checkpointed
-from checkpointing.torch_compat import checkpoint
 
 # What torch's forward mode imports when it is first used.
 pytestmark = [
@@ -22,7 +20,6 @@ DOORS = {
     "rerun": checkpointed,
     "replay": r,
     "scope": s,
-    "compat": lambda fn: lambda *args: checkpoint(fn, *args, use_reentrant=False),
     "rerun in rerun": lambda fn: checkpointed(checkpointed(fn)),
 }
 DOOR = pytest.mark.parametrize("door", DOORS.values(), ids=list(DOORS))
@@ -52,13 +49,10 @@ def x0():
 OVER = {
     "grad": lambda door: torch.func.grad(door(loss))(x0()),
     "grad and value": lambda door: torch.func.grad_and_value(door(loss))(x0()),
-    "vjp": lambda door: torch.func.vjp(door(function), x0())[1](torch.ones(5)),
     "jacrev": lambda door: torch.func.jacrev(door(function))(x0()),
     "vmap": lambda door: torch.func.vmap(door(function))(torch.stack([x0(), x0() * 2])),
-    "hessian": lambda door: torch.func.hessian(door(loss))(x0()),
     "jvp": lambda door: torch.func.jvp(door(function), (x0(),), (torch.ones(5),)),
     "jacfwd": lambda door: torch.func.jacfwd(door(function))(x0()),
-    "grad of grad": lambda door: torch.func.grad(lambda x: torch.func.grad(door(loss))(x).sum())(x0()),
     "vmap of grad": lambda door: torch.func.vmap(torch.func.grad(door(loss)))(torch.stack([x0(), x0() * 2])),
     "region in the function": lambda door: torch.func.grad(lambda x: door(function)(x * 2).sum())(x0()),
 }
@@ -90,26 +84,6 @@ def test_vmap_over_a_region_that_wants_gradients_afterwards(door, said):
     assert step(door) == step(lambda fn: fn)
 
 
-def test_a_model_of_regions_under_functional_call(said):
-    """Per-sample gradients of a module whose blocks are regions."""
-
-    def step(decorate):
-        torch.manual_seed(0)
-        block = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
-        model = nn.Sequential(nn.Linear(4, 4), block, nn.Linear(4, 1))
-        if decorate:
-            block.forward = checkpointed(block.forward)
-        parameters = dict(model.named_parameters())
-
-        def of_one(parameters, x):
-            return torch.func.functional_call(model, parameters, (x,)).square().sum()
-
-        grads = torch.func.vmap(torch.func.grad(of_one), in_dims=(None, 0))(parameters, torch.rand(3, 4))
-        return [bits(g) for g in grads.values()]
-
-    assert step(True) == step(False)
-
-
 def test_the_warning_is_given_once(monkeypatch):
     """One per process, whatever transforms follow."""
     monkeypatch.setattr(_api, "_warned", [])
@@ -136,41 +110,14 @@ def test_the_warning_points_at_user_code(monkeypatch, door):
     assert caught[0].filename == (__file__ if door != "scope" else sys.modules["oracle"].__file__)
 
 
-def test_the_warning_is_one_per_process_from_many_threads():
-    """In a process of its own."""
-    program = """
-import sys, threading, warnings
-sys.setswitchinterval(1e-6)
-import torch
-from checkpointing import checkpointed
-count = []
-warnings.showwarning = lambda *a, **k: count.append(a)
-warnings.simplefilter("always")
-region = checkpointed(lambda x: x.sin().exp().sum())
-barrier = threading.Barrier(8)
-def run():
-    barrier.wait()
-    torch.func.grad(region)(torch.ones(3))
-threads = [threading.Thread(target=run) for _ in range(8)]
-[t.start() for t in threads]; [t.join() for t in threads]
-torch.func.vmap(region)(torch.ones(2, 3))
-print(len(count))
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert (done.stdout.strip(), done.returncode) == ("1", 0), done.stderr
-
-
 # ---- inside a region
 
 INSIDE = {
     "vmap": lambda x, w: torch.func.vmap(lambda row: (row * w).sin().exp())(x),
-    "vmap of matmul": lambda x, w: torch.func.vmap(torch.dot, in_dims=(0, None))(x.sin(), w).exp(),
-    "vmap in vmap": lambda x, w: torch.func.vmap(torch.func.vmap(lambda a, b: (a * b).sin().exp()), (0, None))(x, w),
     "vmap with randomness": lambda x, w: torch.func.vmap(
         lambda row: nn.functional.dropout(row * w, 0.5).exp(), randomness="different"
     )(x.sin()),
     "jvp": lambda x, w: torch.func.jvp(lambda x: (x * w).sin().exp(), (x,), (torch.ones_like(x),))[1].tanh(),
-    "jacfwd": lambda x, w: torch.func.jacfwd(lambda w: (x @ w).sin())(w).exp(),
     "vmap of jvp": lambda x, w: torch.func.vmap(
         lambda row: torch.func.jvp(lambda row: (row * w).sin().exp(), (row,), (w,))[1]
     )(x).tanh(),
@@ -187,15 +134,13 @@ def dual(x, w):
         return (primal * tangent).tanh()
 
 
-@pytest.mark.parametrize("early_stop", [True, False], ids=["early", "late"])
 @pytest.mark.parametrize("inside", INSIDE)
-@pytest.mark.parametrize("door", ["rerun", "replay", "scope", "rerun in rerun"])
-def test_transforms_inside_a_region(inside, door, early_stop, said):
+@pytest.mark.parametrize(("word", "early_stop"), [("c", True), ("c", False), ("r", False), ("s", True), ("cc", True)])
+def test_transforms_inside_a_region(inside, word, early_stop, said):
     """Gradients of first and second order, and the random stream, as plain."""
-    words = {"rerun": "c", "replay": "r", "scope": "s", "rerun in rerun": "cc"}
 
     def make(fn):
-        return apply(words[door], fn, early_stop)
+        return apply(word, fn, early_stop)
 
     def step(make):
         torch.manual_seed(0)
@@ -207,21 +152,6 @@ def test_transforms_inside_a_region(inside, door, early_stop, said):
         return [bits(t) for t in (y, *first, *second)], bits(torch.get_rng_state())
 
     assert step(make) == step(lambda fn: fn)
-
-
-@pytest.mark.parametrize("door", ["rerun", "replay", "scope", "rerun in rerun"])
-def test_gradients_by_torch_func_inside_a_region_are_refused_by_torch_or_right(door, said):
-    """torch forbids hooks around its own gradients, and says so before anything is computed."""
-    x = x0().requires_grad_()
-    region = DOORS[door](lambda x: torch.func.grad(loss)(x).sin())
-    try:
-        y = region(x)
-    except RuntimeError as error:
-        assert "saved tensor hooks" in str(error)
-    else:
-        want = torch.autograd.grad(torch.func.grad(loss)(x).sin().sum(), x)
-        assert flat(torch.autograd.grad(y.sum(), x)) == flat(want)
-    assert torch.autograd.grad(checkpointed(loss)(x), x)[0] is not None  # nothing has been left behind
 
 
 # ---- forward mode over a region

@@ -206,7 +206,7 @@ def test_operators_on_lists(op: Any) -> None:
     notes: list[str] = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        check(op, F64 if F64 in op.supported_dtypes("cpu") else F32, 4, notes)
+        check(op, F64 if F64 in op.supported_dtypes("cpu") else F32, 2, notes)
     assert not notes, "\n".join(notes)
 
 

@@ -748,7 +748,7 @@ COUNTS: dict[str, int] = {"checked": 0, "refused": 0, "plain code fails": 0, "to
 DEEP = int(os.environ.get("CHECKPOINTING_PROGRAMS", "0"))
 
 
-@settings(max_examples=DEEP or 240, derandomize=not DEEP, suppress_health_check=list(HealthCheck))
+@settings(max_examples=DEEP or 200, derandomize=not DEEP, suppress_health_check=list(HealthCheck))
 @given(PLAN)
 def test_random_programs(plan: Any) -> None:
     """Outputs, gradients of two orders, random streams, buffers and arguments are those of the plain program."""
