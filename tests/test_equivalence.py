@@ -60,16 +60,6 @@ def outputs_that_are_inputs():
     return fn, (leaf(3, 4), leaf(4))
 
 
-def other_outputs():
-    """None, numbers, strings and dictionaries beside tensors."""
-
-    def fn(x, w):
-        h = (x * w).tanh()
-        return {"a": h.exp(), "b": [None, 3, "text"], "c": {"d": (h.cos(), 1.5)}}
-
-    return fn, (leaf(3, 4), leaf(4))
-
-
 @dataclasses.dataclass
 class Pair:
     """An argument and a result with names."""
@@ -78,25 +68,16 @@ class Pair:
     second: object = None
 
 
-def dataclass_outputs():
-    """A dataclass goes in and another one comes out."""
+def structures():
+    """Tensors deep in containers and dataclasses, in and out; None, numbers and strings beside them."""
 
-    def fn(pair, w):
-        h = pair.first.sin() * w
-        return Pair(h.exp(), Pair(h.tanh(), None))
-
-    return fn, (Pair(leaf(3, 4), "text"), leaf(4))
-
-
-def nested_arguments():
-    """Tensors deep in containers, some without gradients."""
-
-    def fn(batch, scale, *rest):
+    def fn(batch, scale, pair, *rest):
         h = batch["x"].sin() * batch["more"][0] + batch["mask"]
-        return h.exp() * scale + rest[0][1].cos()
+        k = pair.first.sin() * h * scale + rest[0][1].cos()
+        return {"a": h.exp(), "b": [None, 3, "text"], "c": {"d": (h.cos(), 1.5)}}, Pair(k.exp(), Pair(k.tanh(), None))
 
     batch = {"x": leaf(3, 4), "more": [leaf(4), None], "mask": torch.ones(3, 4)}
-    return fn, (batch, 0.5, (1, leaf(4)))
+    return fn, (batch, 0.5, Pair(leaf(3, 4), "text"), (1, leaf(4)))
 
 
 def in_place():
@@ -249,22 +230,16 @@ def small_model():
     return Model(), (leaf(2, 3, 4),)
 
 
-def convolutions():
-    """A convolutional net on an input that needs no gradient."""
-    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.GroupNorm(1, 2), nn.SiLU(), nn.AvgPool2d(2), nn.Flatten())
-    return model, (torch.randn(2, 1, 6, 6),)
-
-
 def batch_norm():
     """Buffers that the forward updates."""
     return nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Tanh(), nn.BatchNorm1d(3)), (leaf(5, 4),)
 
 
 PROGRAMS = [
-    *(chain, several_outputs, unused_outputs, outputs_that_are_inputs, other_outputs),
-    *(dataclass_outputs, nested_arguments, in_place, in_place_on_views, views, complex_numbers, dropout),
+    *(chain, several_outputs, unused_outputs, outputs_that_are_inputs),
+    *(structures, in_place, in_place_on_views, views, complex_numbers, dropout),
     *(no_grad_inside, branches, gradient_inside(True), gradient_inside(False), custom_function),
-    *(small_model, convolutions),
+    small_model,
 ]
 PROGRAM = pytest.mark.parametrize("program", [Program(p) for p in PROGRAMS], ids=lambda program: program.name)
 
@@ -475,23 +450,6 @@ def test_a_whole_step_in_one_block(early_stop):
         return [bits(t) for t in (first, second, x.grad, w.grad, torch.get_rng_state())]
 
     assert run(True) == run(False)
-
-
-@EARLY_STOP
-@DOOR
-def test_threads_of_values_through_several_blocks(door, early_stop):
-    """A value made in one region is used in two others, and by plain code."""
-
-    def run(door):
-        torch.manual_seed(0)
-        x, w = leaf(3, 4), leaf(4)
-        shared = apply(door, lambda x: (x * w).sin().exp(), early_stop)(x)
-        left = apply(door, lambda a: a.tanh() * w, early_stop)(shared)
-        right = apply(door, lambda a, b: a.cos() * b, early_stop)(shared, left)
-        weigh([left * shared, right]).backward()
-        return [bits(t) for t in (left, right, x.grad, w.grad)]
-
-    assert run(door) == run("")
 
 
 def test_options_that_make_a_plain_call():

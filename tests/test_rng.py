@@ -122,47 +122,32 @@ def test_random_programs_are_plain(program, door):
     assert observe(lambda: step(door)) == observe(lambda: step(lambda fn: fn))
 
 
-def with_generator(fn, door, pass_it):
-    """A step that draws from a generator of its own: closed over, or given to the function somehow."""
-    leaf = torch.linspace(-1, 1, 50).requires_grad_()
-    generator = torch.Generator().manual_seed(11)
-    if pass_it is None:
-        y = door(functools.partial(fn, generator=generator))(leaf)
-    else:
-        args, kwargs = pass_it(generator)
-        y = door(fn)(leaf, *args, **kwargs)
-    middle = generator.get_state()
-    return [y, middle, *torch.autograd.grad(y.sum(), leaf), generator.get_state()]
+PASSED = {
+    "positional": lambda door, fn, g, x: door(fn)(x, g),
+    "keyword": lambda door, fn, g, x: door(fn)(x, generator=g),
+    "nested": lambda door, fn, g, x: door(lambda x, s: fn(x, s[0]["g"]))(x, [{"g": g}]),
+    "partial": lambda door, fn, g, x: door(functools.partial(fn, generator=g))(x),
+    "closed over": lambda door, fn, g, x: door(lambda x: fn(x, g))(x),
+}
 
 
 @DOOR
-@pytest.mark.parametrize(
-    "pass_it",
-    [lambda g: ((g,), {}), lambda g: ((), {"generator": g}), lambda g: (([{"g": g}],), {})],
-    ids=["positional", "keyword", "nested"],
-)
-def test_generator_arguments(door, pass_it):
-    """`torch.Generator`s among the arguments are drawn from as in the forward, and left where plain leaves them."""
+@pytest.mark.parametrize("how", PASSED)
+def test_generators(door, how):
+    """`torch.Generator`s are drawn from as in the forward, and left where plain leaves them."""
 
     def fn(x, generator):
-        generator = generator[0]["g"] if isinstance(generator, list) else generator
         y = x.sin() * torch.rand(50, generator=generator)
-        return torch.bernoulli(y.exp().sigmoid(), generator=generator) * y.sin().exp() * torch.rand(50)
+        noise = torch.empty(50).normal_(generator=generator)
+        return torch.bernoulli(y.exp().sigmoid(), generator=generator) * (y + noise).sin().exp() * torch.rand(50)
 
-    step = functools.partial(with_generator, fn, pass_it=pass_it)
+    def step(door):
+        leaf = torch.linspace(-1, 1, 50).requires_grad_()
+        generator = torch.Generator().manual_seed(11)
+        y = PASSED[how](door, fn, generator, leaf)
+        return [y, generator.get_state(), *torch.autograd.grad(y.sum(), leaf), generator.get_state()]
+
     assert observe(lambda: step(door)) == observe(lambda: step(lambda fn: fn))
-
-
-@pytest.mark.parametrize("door", ["replay", "scope"])
-def test_closed_over_generators_in_replay(door):
-    """Replay sets the generator that the operator was given, however it got there."""
-
-    def fn(x, generator):
-        y = x.sin() * torch.rand(50, generator=generator)
-        return (y.exp() + torch.empty(50).normal_(generator=generator)).sin().exp()
-
-    step = functools.partial(with_generator, fn, pass_it=None)
-    assert observe(lambda: step(DOORS[door])) == observe(lambda: step(lambda fn: fn))
 
 
 @pytest.mark.parametrize("door", ["rerun", "replay", "scope"])
