@@ -13,7 +13,7 @@ import functools
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -94,24 +94,6 @@ def plain(word: str) -> str:
 # ---- structures
 
 
-def flatten(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """The leaves of a nesting of containers and dataclasses, and the way to each."""
-    if isinstance(value, list | tuple):
-        yield path + "#", (type(value).__name__, len(value))
-        for i, part in enumerate(value):
-            yield from flatten(part, f"{path}[{i}]")
-    elif isinstance(value, dict):
-        yield path + "#", (type(value).__name__, list(value))
-        for key, part in value.items():
-            yield from flatten(part, f"{path}[{key!r}]")
-    elif dataclasses.is_dataclass(value):
-        yield path + "#", type(value).__name__
-        for field in dataclasses.fields(value):
-            yield from flatten(getattr(value, field.name), f"{path}.{field.name}")
-    else:
-        yield path, value
-
-
 def tensors(value: Any) -> list[Tensor]:
     """The tensors in a structure, in order."""
     if isinstance(value, Tensor):
@@ -145,9 +127,11 @@ PARTS = {  # by which tensors that are not strided are compared
 def bits(value: Any) -> Any:
     """Something that is equal for two values just if they are the same bit for bit."""
     if isinstance(value, list | tuple):
-        return [bits(v) for v in value]
+        return [type(value).__name__, *map(bits, value)]
     if isinstance(value, dict):
         return {k: bits(v) for k, v in value.items()}
+    if dataclasses.is_dataclass(value):
+        return type(value).__name__, bits(vars(value))
     if not isinstance(value, Tensor):
         return value if isinstance(value, str | bytes | int | None) else repr(value)
     tensor = value.detach()
@@ -209,7 +193,7 @@ def observe(
     seen: dict[str, Any] = {}
 
     def note(what: str, value: Any) -> None:
-        seen[what] = [(path, bits(leaf)) for path, leaf in flatten(value)]
+        seen[what] = bits(value)
         seen[f"random stream after {what}"] = bits(torch.get_rng_state())
 
     torch.manual_seed(0)

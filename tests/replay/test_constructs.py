@@ -116,11 +116,6 @@ def mark_dirty(x, y):
     return k * h.exp()
 
 
-@case(refused=RERUN)
-def mark_dirty_input(x, y):
-    return Dirty.apply(y) * y.exp()
-
-
 @case(backwards=("first",))
 def function_with_a_graph_inside(x, y):
     return SavesIntermediate.apply(x * y) * 2
@@ -147,11 +142,6 @@ def bump(x: torch.Tensor, by: float) -> None:
 def bump_and_tell(x: torch.Tensor) -> torch.Tensor:
     x.add_(1)
     return x * 2
-
-
-@torch.library.custom_op("bitwise_tests::any_positive", mutates_args=())
-def any_positive(x: torch.Tensor) -> bool:
-    return bool((x > 0).any())
 
 
 @case(backwards=("first", "partial"))
@@ -228,14 +218,6 @@ def islands(x, y):
 
 
 @case
-def detach_and_requires_grad(x, y):
-    h = x.sin().detach().requires_grad_()
-    k = (h * h).exp().sum()
-    (g,) = torch.autograd.grad(k, h, create_graph=True)
-    return x * g.detach() * y
-
-
-@case
 def leaf_made_inside(x, y):
     w = torch.full((6,), 0.5, dtype=x.dtype, requires_grad=True)
     p = nn.Parameter(torch.arange(6, dtype=x.dtype))
@@ -260,15 +242,6 @@ def gradient_of_a_leaf_inside(region, x, y):
 
 
 # ---- other regions and hooks
-@case(whole=True)
-def torch_checkpoint_inside(region, x, y):
-    def f(x, y):
-        h = torch.utils.checkpoint.checkpoint(lambda x: (x * y).sin().exp(), x, use_reentrant=False)
-        return F.dropout(h.cos(), 0.3) * h
-
-    return region(f, x, y * 1)
-
-
 @case(whole=True)
 def torch_checkpoint_around(region, x, y):
     return torch.utils.checkpoint.checkpoint(

@@ -151,26 +151,12 @@ def leaf_written_under_no_grad(region, x, y):
 
 # ---- unseen
 @case
-def empty_filled_by_numpy(x, y):
-    b = torch.empty(4, 6, dtype=x.dtype)
-    b.numpy()[...] = x.detach().numpy() * 2
-    return x * b * b.exp()
-
-
-@case
 def empty_filled_by_numpy_in_two_steps(x, y):
     b = torch.empty(4, 6, dtype=x.dtype)
     b[:2].numpy()[...] = 1.0
     a = x[:2] * b[:2].clone()
     b[2:].numpy()[...] = 2.0
     return a.exp().sum() * (x * b)
-
-
-@case
-def from_numpy(x, y):
-    a = x.detach().numpy() * 2
-    t = torch.from_numpy(a)
-    return x * t * t.exp()
 
 
 @case(whole=True, doors=REPLAY)
@@ -222,14 +208,6 @@ def seeded_inside(x, y):
 
 
 @case
-def forked_inside(x, y):
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(9)
-        a = torch.rand_like(x) * x.sin()
-    return nn.functional.dropout(a.exp(), 0.2)
-
-
-@case
 def distributions(x, y):
     d = torch.distributions.Normal(x.sin(), y.abs() + 0.1)
     e = torch.distributions.Gamma(x.abs() + 0.5, y.abs() + 0.5)
@@ -250,16 +228,6 @@ noisy.register_autograd(lambda ctx, g: g)
 def untagged_custom_random_op(x, y):
     h = noisy(x.sin())
     return h * h.exp() * torch.rand_like(x)
-
-
-@case
-def batch_norm_with_out(x, y):
-    mean, var = torch.zeros(6, dtype=x.dtype), torch.ones(6, dtype=x.dtype)
-    with torch.no_grad():
-        out = [torch.empty(n, dtype=x.dtype) for n in ((4, 6), (6,), (6,))]
-        for _ in range(2):
-            torch.native_batch_norm(x * 2, None, None, mean, var, True, 0.1, 1e-5, out=out)
-    return y * out[0], (y * mean).exp() * var, y * out[1]
 
 
 # The old spectral norm leaves its weight, with its graph, in the module, which a rerun calls again.
