@@ -253,7 +253,7 @@ def case_both_devices_in_turn():
 
 
 def case_moved_inside():
-    """Replay is exact when tensors reach the device only inside, with random numbers on both sides, or are made there."""
+    """Replay is exact when tensors reach the device only inside, or are made there."""
 
     def fn(c):
         c = F.dropout(c, 0.5).sin()

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from checkpointing import __main__ as job
-from checkpointing import auto, checkpoint_scope, checkpointed, keep, save_ops, save_tagged, tag
+from checkpointing import auto, checkpoint_scope, checkpointed, keep, save_tagged, tag
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
 import programs
@@ -87,28 +87,6 @@ def test_a_chain_needs_little_more_than_the_best_schedule(n):
     """sqrt(2 n) values is the least that any choice of checkpoints, made once, can do."""
     peak = bytes_of(scoped(units(n)))[1] / 4000
     assert peak <= 1.35 * math.sqrt(2 * n) + 6
-
-
-def test_what_a_frame_still_refers_to_but_never_reads_costs_nothing():
-    """Variables of the calling function keep tensors alive; nothing reads them again."""
-
-    def layer(x):
-        unused = x.exp()  # noqa: F841 - lives until the function returns
-        for _ in range(4):
-            x = x.tanh()
-        return x
-
-    def run(x):
-        first = x * 1
-        second = first.sin()  # noqa: F841 - lives until the end
-        y = first
-        for _ in range(20):
-            y = layer(y)
-        return y.sum()
-
-    x = torch.rand(1000).requires_grad_()
-    held, _ = bytes_of(scoped(lambda: run(x)))
-    assert held <= 25 * 4000
 
 
 def test_kept_values_go_while_backward_runs():
@@ -187,7 +165,7 @@ for options in ({{}}, {{"budget": 300_000}}):
 
 # ---- bit for bit
 
-KINDS = [{}, {"segment": 4000}, {"segment": 1}, {"budget": 20_000}, {"budget": 2100}, {"budget": 20_000, "segment": 2000}]
+KINDS = [{}, {"segment": 4000}, {"segment": 1}, {"budget": 20_000}, {"budget": 2100}, {"budget": 9000, "segment": 2000}]
 
 
 def gradients(build, wrap, order=2):
@@ -535,31 +513,3 @@ def test_nothing_outlives_its_use(options, no_gc):
                 torch.autograd.grad(y, x)
             del y
             assert watching.alive() == [], ending
-
-
-def test_backward_inside_the_block():
-    """Cuts may still move afterwards."""
-    x = torch.rand(50).requires_grad_()
-
-    def run():
-        y = x * 1
-        total = 0
-        for i in range(60):
-            y = y.tanh()
-            if i % 7 == 0:
-                (g,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
-                total = total + (g * y).sum()
-        return total + y.sum()
-
-    want = torch.autograd.grad(run(), x)[0]
-    for options in ({}, {"segment": 600}, {"budget": 1000}):
-        y = scoped(run, **options)()
-        assert bits(torch.autograd.grad(y, x)[0]) == bits(want)
-
-
-def test_a_checkpointed_function_with_auto():
-    """It implies replay; the same peak as a scope."""
-    forward = programs.chain(64, 16, 32)
-    in_function = bytes_of(checkpointed(forward, policy=auto()))
-    assert in_function == bytes_of(scoped(forward))
-    assert in_function[1] < 0.4 * bytes_of(forward)[1]

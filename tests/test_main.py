@@ -150,14 +150,6 @@ def test_cpu_memory_is_counted_to_the_byte():
     assert job.memory_on_cpu(lambda: x.exp().sum()) == (4000 + 4, 4000 + 4 + 4 + 4000)
 
 
-def test_equality_is_of_bits():
-    """A zero's sign counts, and a NaN is equal to itself."""
-    zero, nan = torch.tensor(0.0), torch.tensor(float("nan"))
-    assert job.same_bits(zero, zero.clone())
-    assert not job.same_bits(zero, -zero)
-    assert job.same_bits(nan, nan.clone())
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_cuda_is_bit_equal_and_measured_by_the_allocator(capsys):

@@ -12,7 +12,18 @@ from test_auto import NESTINGS, gradients
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from checkpointing import _offload, _torch, auto, checkpoint_scope, checkpointed, keep, offload, save_ops, save_tagged, tag
+from checkpointing import (
+    _offload,
+    _torch,
+    auto,
+    checkpoint_scope,
+    checkpointed,
+    keep,
+    offload,
+    save_ops,
+    save_tagged,
+    tag,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*(smallest budget possible|no room for a single)")
 aten = torch.ops.aten
@@ -224,20 +235,6 @@ def test_writes_after_the_copy(policy):
     assert bits(torch.autograd.grad(w.sum(), x)[0]) == bits(torch.autograd.grad(x.sin().exp().cos().sum(), x)[0])
 
 
-def test_backward_inside_the_block():
-    """What waits elsewhere is there already."""
-    x = torch.rand(500).requires_grad_()
-
-    def run(x):
-        y = x.sin().exp()
-        (g,) = torch.autograd.grad(y.sum(), x, create_graph=True)
-        return (g.tanh() * y).sum()
-
-    want = torch.autograd.grad(run(x), x)[0]
-    for policy in (offload(), offload([SIN], inputs=True), offload(auto(segment=1))):
-        assert bits(torch.autograd.grad(scoped(run, policy)(x), x)[0]) == bits(want)
-
-
 def test_what_has_come_back_goes_when_it_has_been_used(streams):
     """A long backward does not collect it: at any time little more than one layer is here."""
     x = torch.rand(100).requires_grad_()
@@ -379,9 +376,18 @@ def test_partial_backwards_in_any_order(order, streams):
     assert streams.lost == 0
 
 
-def test_streams_and_a_backward_inside_the_block(streams):
+def test_backward_inside_the_block(streams):
     """What is still on its way out can be asked for."""
-    test_backward_inside_the_block()
+    x = torch.rand(500).requires_grad_()
+
+    def run(x):
+        y = x.sin().exp()
+        (g,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        return (g.tanh() * y).sum()
+
+    want = torch.autograd.grad(run(x), x)[0]
+    for policy in (offload(), offload([SIN], inputs=True), offload(auto(segment=1))):
+        assert bits(torch.autograd.grad(scoped(run, policy)(x), x)[0]) == bits(want)
     assert streams.lost == 0
 
 

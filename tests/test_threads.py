@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from oracle import apply, bits, count
 
-from checkpointing import checkpoint_scope, checkpointed, disabled, is_recomputing, keep
+from checkpointing import checkpointed, disabled, is_recomputing, keep
 
 WORD = pytest.mark.parametrize("word", ["c", "r", "s", "cs", "sc"])
 DOOR = pytest.mark.parametrize("door", ["c", "r", "s"])

@@ -9,7 +9,7 @@ import torch.autograd.forward_ad as fwd
 from oracle import apply, bits, r, s
 from torch import nn
 
-from checkpointing import _api, checkpoint_scope, checkpointed
+from checkpointing import _api, checkpointed
 
 # What torch's forward mode imports when it is first used.
 pytestmark = [
@@ -170,16 +170,3 @@ def test_forward_mode_over_a_region(door):
         return [bits(t) for t in (primal, tangent, *grads)]
 
     assert step(DOORS[door]) == step(lambda fn: fn)
-
-
-def test_legacy_vmap_over_backward_is_no_transform_over_a_region():
-    """`is_grads_batched` and `vectorize=True` batch the backward only."""
-    x = x0().requires_grad_()
-    with checkpoint_scope():
-        y = function(x)
-    z = checkpointed(function)(x)
-    want = torch.autograd.grad(function(x), x, torch.eye(5), is_grads_batched=True)
-    for result in (y, z):
-        assert flat(torch.autograd.grad(result, x, torch.eye(5), is_grads_batched=True)) == flat(want)
-    have = torch.autograd.functional.jacobian(checkpointed(function), x0(), vectorize=True)
-    assert flat(have) == flat(torch.autograd.functional.jacobian(function, x0(), vectorize=True))

@@ -12,7 +12,6 @@ from torch.nn import functional as F
 
 from checkpointing import checkpoint_scope, checkpointed, keep, offload, opaque
 
-
 pytestmark = pytest.mark.filterwarnings("ignore")  # prototypes and betas of torch
 case = Table(leaves())
 

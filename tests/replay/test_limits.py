@@ -185,7 +185,11 @@ class Saves(torch.autograd.Function):
 
 
 READ = {  # a function of x and w, what w is, and how the error describes it
-    "input": (lambda x, w: (x * w).sin(), torch.ones(4, 6).double(), r"what aten.mul.Tensor read \(float64 .* \(4, 6\)"),
+    "input": (
+        lambda x, w: (x * w).sin(),
+        torch.ones(4, 6).double(),
+        r"what aten.mul.Tensor read \(float64 .*4, 6\)",
+    ),
     "running_var": (
         lambda x, w: nn.functional.batch_norm(x, torch.zeros(6), w),
         torch.ones(6),

@@ -96,8 +96,7 @@ def squared(result: Any) -> list[Any]:
     """The results, used once more, and whatever else is returned: numbers, truth values."""
     parts = result if isinstance(result, (list, tuple)) else [result]
     return [
-        t * t if (t.is_floating_point() or t.is_complex()) and t.layout == torch.strided else t
-        for t in tensors(result)
+        t * t if (t.is_floating_point() or t.is_complex()) and t.layout == torch.strided else t for t in tensors(result)
     ] + [part for part in parts if not isinstance(part, Tensor)]
 
 

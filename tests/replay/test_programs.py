@@ -222,11 +222,15 @@ OPEN = {
     "opaque": opaque,
     "hooks": same_place,
 }
-SHUT = {name: _same for name in OPEN} | {name: contextlib.nullcontext for name in ("opaque", "hooks")}
+SHUT = dict.fromkeys(OPEN, _same) | dict.fromkeys(("opaque", "hooks"), contextlib.nullcontext)
 SHUT["scope"] = lambda **options: contextlib.nullcontext()
 OF_TORCH = ("torch_checkpoint", "hooks")
 NAMES = {
-    **{"torch": torch, "F": F, "aten": torch.ops.aten, "noisy": noisy, "bump": bump},
+    "torch": torch,
+    "F": F,
+    "aten": torch.ops.aten,
+    "noisy": noisy,
+    "bump": bump,
     **{f.__name__: f for f in (auto, offload, save_ops, Cube, Pair, Double, filled, weigh, grad)},
     "CheckpointPolicy": torch.utils.checkpoint.CheckpointPolicy,
 }
@@ -272,7 +276,7 @@ TABLES = {
 }
 OFTEN = ("unary", "binary", "unary", "view", "binary", "write", "write", "random", "keep")
 SIMPLE = st.tuples(st.sampled_from((*TABLES, *OFTEN)), NUMBER, NUMBER, NUMBER, NUMBER)
-BLOCKS = ("opaque", "scope", "replay", "scope", "rerun", "rerun", "torch_checkpoint", "context", "if", "for", "for_scope")
+BLOCKS = ("scope", "rerun") * 2 + ("opaque", "replay", "torch_checkpoint", "context", "if", "for", "for_scope")
 
 
 def block(children: Any) -> Any:

@@ -368,8 +368,9 @@ def test_write_that_autograd_does_not_see(door):
     def hidden(x):
         k = x.exp()
         k.data.add_(1)
-        return k
+        return k * x
 
     x = torch.randn(4, 6, dtype=torch.float64, requires_grad=True)
     (got,) = torch.autograd.grad(DOORS[door](hidden, x).sum(), x)
-    assert torch.equal(got, x.exp())
+    e = x.detach().exp()
+    assert torch.equal(got, x * e + (e + 1))

@@ -1,8 +1,5 @@
 """Writes that schemas hide, that go outside, that nobody sees; random operators; inputs that change later."""
 
-import ctypes
-
-import bitwise
 import pytest
 import torch
 from bitwise import DOORS, REPLAY, RERUN, Table, leaves
@@ -258,7 +255,7 @@ def test_inputs_changed_later(what, door, change):
         CHANGES[change](w if what == "leaf" else y)
     if what == "closure" and door in RERUN:
         return  # a default value is no argument and no variable that the function closes over
-    with pytest.raises((checkpointing.CheckpointError, RuntimeError), match=r"(chang|modif).*in.?place|different metad"):
+    with pytest.raises((checkpointing.CheckpointError, RuntimeError), match=r"(chang|modif).*in.?place|different meta"):
         out.sum().backward()
 
 
