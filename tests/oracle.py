@@ -248,6 +248,19 @@ def _short(value: Any) -> str:
     return text if len(text) < 600 else text[:600] + " ..."
 
 
+def same_place() -> Any:
+    """Hooks that copy; what comes back has the strides and the alignment that it had, so that kernels round alike."""
+
+    def pack(t: Tensor) -> Any:
+        if t.layout is not torch.strided or t.is_nested or type(t) is not Tensor or t.is_meta:
+            return t.detach()
+        copy = t.detach().untyped_storage().clone()
+        whole = torch.empty(0, dtype=t.dtype, device=t.device).set_(copy, t.storage_offset(), t.size(), t.stride())
+        return torch._neg_view(whole) if t.is_neg() else whole.conj() if t.is_conj() else whole
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t)
+
+
 # ---- what runs, and what lives
 
 # Operators that compute nothing: they differ between torch versions and between sources.

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import bits, c, r, s, tensors
+from oracle import bits, c, r, s, same_place, tensors
 from torch import Tensor, nn
 
 from checkpointing import CheckpointError, auto
@@ -25,19 +25,6 @@ Function = Callable[..., Any]
 
 
 # ---- doors: region(function, *args, **kwargs)
-def same_place() -> Any:
-    """Hooks that copy; what comes back has the strides and the alignment that it had, so that kernels round alike."""
-
-    def pack(t: Tensor) -> Any:
-        if t.layout is not torch.strided or t.is_nested or type(t) is not Tensor or t.is_meta:
-            return t.detach()
-        copy = t.detach().untyped_storage().clone()
-        whole = torch.empty(0, dtype=t.dtype, device=t.device).set_(copy, t.storage_offset(), t.size(), t.stride())
-        return torch._neg_view(whole) if t.is_neg() else whole.conj() if t.is_conj() else whole
-
-    return torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t)
-
-
 def _hooked(fn: Function) -> Function:
     def run(*args: Any, **kwargs: Any) -> Any:
         with same_place():

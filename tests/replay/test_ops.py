@@ -26,7 +26,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 SHARDS = 16
 ALL = os.environ.get("CHECKPOINTING_OPS") == "all"
-WHERE = ("rerun", "replay", "scope", "auto")
+WHERE = ("rerun", "replay", "scope", "auto") if ALL else ("rerun", "replay", "auto")
 F64, C128, F32, BF16 = torch.float64, torch.complex128, torch.float32, torch.bfloat16
 FOREACH = [
     op
@@ -205,7 +205,7 @@ def test_operators_on_lists(op: Any) -> None:
     notes: list[str] = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        check(op, F64 if F64 in op.supported_dtypes("cpu") else F32, 2, notes)
+        check(op, F64 if F64 in op.supported_dtypes("cpu") else F32, 1, notes)
     assert not notes, "\n".join(notes)
 
 
