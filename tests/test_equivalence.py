@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from oracle import Program, apply, assert_same, bits, observe, tensors, weigh
 from torch import nn
 
-from checkpointing import checkpoint_scope, checkpointed, keep
+from checkpointing import keep
 
 EARLY_STOP = pytest.mark.parametrize("early_stop", [True, False], ids=["early", "late"])
 DOOR = pytest.mark.parametrize("door", ["c", "r", "s"])
@@ -433,34 +433,3 @@ def test_a_leaf_made_inside_gets_its_gradient(door, early_stop, make):
         return [bits(t) for t in (y, w, x.grad, w.grad, torch.get_rng_state())]
 
     assert run(door) == run("")
-
-
-@EARLY_STOP
-def test_a_whole_step_in_one_block(early_stop):
-    """Forward, backward and the next forward inside one scope."""
-
-    def run(scoped):
-        torch.manual_seed(0)
-        x, w = leaf(3, 4), leaf(4, 4)
-        with checkpoint_scope(enabled=scoped, early_stop=early_stop):
-            first = F.dropout((x @ w).sin(), 0.2).exp()
-            weigh(first).backward()
-            second = (x.cos() * x.grad).exp()
-            weigh(second).backward()
-        return [bits(t) for t in (first, second, x.grad, w.grad, torch.get_rng_state())]
-
-    assert run(True) == run(False)
-
-
-def test_options_that_make_a_plain_call():
-    """Without grad mode, and with nothing that wants gradients, the bits are plain's as well."""
-    x = torch.randn(3, 4)
-    fn = lambda x: F.dropout(x.sin(), 0.5).exp()  # noqa: E731
-    for run in (checkpointed(fn), checkpointed(fn, backend="replay"), apply("s", fn)):
-        torch.manual_seed(1)
-        want = fn(x)
-        torch.manual_seed(1)
-        assert bits(run(x)) == bits(want)
-        with torch.no_grad():
-            torch.manual_seed(1)
-            assert bits(run(x.clone().requires_grad_())) == bits(want)

@@ -67,10 +67,9 @@ def test_json_is_all_that_stdout_has(capsys):
 def test_other_dtypes_are_bit_equal_too(capsys):
     """Half precision runs on the CPU as well."""
     small = ["--steps", "1", "--layers", "1", "--batch", "1", "--width", "16", "--context", "16"]
-    for dtype in sorted({*job.DTYPES} - {"float32"}):
-        status, out, _ = run(capsys, *small, "--dtype", dtype, "--json")
-        assert status == 0
-        assert json.loads(out)["options"]["dtype"] == dtype
+    status, out, _ = run(capsys, *small, "--dtype", "bfloat16", "--json")
+    assert status == 0
+    assert json.loads(out)["options"]["dtype"] == "bfloat16"
 
 
 def test_a_way_with_other_gradients_fails_the_run(capsys, monkeypatch):

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from oracle import apply, bits, count
 
-from checkpointing import checkpointed, disabled, is_recomputing, keep
+from checkpointing import checkpointed, disabled, keep
 
 WORD = pytest.mark.parametrize("word", ["c", "r", "s", "cs", "sc"])
 DOOR = pytest.mark.parametrize("door", ["c", "r", "s"])
@@ -153,33 +153,6 @@ def test_disabled_in_one_thread_does_not_show_in_another(door):
             done.set()
 
     assert at_once(switched_off, normal) == [0, 1]
-
-
-def test_is_recomputing_is_each_threads_own():
-    """One thread is in the middle of a recompute, another one is not."""
-    recomputing, done = threading.Event(), threading.Event()
-    seen = []
-
-    @checkpointed
-    def fn(x):
-        h = x.sin()
-        seen.append(is_recomputing())
-        if is_recomputing():
-            recomputing.set()
-            assert done.wait(20)
-        return h.exp()
-
-    def other():
-        assert recomputing.wait(20)
-        try:
-            return is_recomputing()
-        finally:
-            done.set()
-
-    y = fn(leaf(3)).sum()
-    assert at_once(y.backward, other) == [None, False]
-    assert seen == [False, True]
-    assert not is_recomputing()
 
 
 @DOOR
