@@ -308,14 +308,13 @@ def test_fn_is_positional_only_and_options_are_keyword_only():
         ("early_stop", True),
         ("determinism_check", "metadata"),
         ("policy", None),
-        ("context_fn", None),
         ("debug", False),
         ("name", None),
     ]
     scope = inspect.signature(checkpoint_scope).parameters.values()
     assert all(option.kind is inspect.Parameter.KEYWORD_ONLY for option in scope)
     assert [(option.name, option.default) for option in scope] == [
-        (option.name, option.default) for option in options if option.name not in ("backend", "context_fn")
+        (option.name, option.default) for option in options if option.name != "backend"
     ]
 
 
@@ -526,15 +525,14 @@ def test_a_subclass_calls_super_forward():
 
 @BACKENDS
 def test_a_module_instance_is_not_changed(backend):
-    """What comes back is a new function; the module has the attributes that it had, and its hooks run."""
+    """What comes back is another object; the module has the attributes that it had, and its hooks run."""
     module, x = PlainBlock(), leaf(2, 3)
     before, forward, klass = dict(vars(module)), module.forward, type(module)
     calls = []
     run = checkpointed(module, backend=backend)
-    assert (type(run), run.__wrapped__) == (types.FunctionType, module)
+    assert run.__wrapped__ is module
     assert vars(module) == before
     assert (module.forward, type(module)) == (forward, klass)
-    assert not set(vars(run)) & set(before)  # nothing of the module's is copied onto the function
     assert recomputes(run, x) == 1
     assert recomputes(module, x) == 0
     module.register_forward_pre_hook(lambda *_: calls.append(is_recomputing()))
@@ -559,10 +557,6 @@ def test_results_of_any_kind_come_back_as_they_are(backend):
         ({"backend": "Rerun"}, ["'Rerun'"]),
         ({"policy": [], "backend": "rerun"}, ["policy", "tape", "'rerun'", "backend='replay'"]),
         ({"policy": [], "backend": "reentrant"}, ["policy", "tape", "'reentrant'"]),
-        ({"context_fn": list, "backend": "replay"}, ["context_fn", "'rerun'", "'replay'"]),
-        ({"context_fn": list, "backend": "reentrant"}, ["context_fn", "'reentrant'"]),
-        ({"context_fn": list, "policy": []}, ["context_fn"]),
-        ({"context_fn": list, "debug": True}, ["context_fn", "debug"]),
         ({"determinism_check": "value"}, ["determinism_check", "'value'", "'metadata', 'values', 'none'"]),
         ({"determinism_check": None}, ["determinism_check", "None"]),
         ({"determinism_check": True}, ["determinism_check", "True"]),
@@ -649,7 +643,6 @@ def test_stats_are_numbers_of_the_moment():
     done = scope.stats
     assert (inside.ops_recorded, inside.replays, inside.ops_replayed) == (3, 0, 0)
     assert (after.ops_recorded, after.replays, after.ops_replayed) == (3, 0, 0)
-    assert after.bytes_saved == 400  # the exponential, saved twice; the leaf is referenced, like a parameter
     assert after.bytes_kept == 400
     assert done.ops_recorded == 3
     assert (done.replays, done.ops_replayed) == (1, 1)
@@ -921,7 +914,6 @@ def test_preserve_rng_state_decides_what_a_rerun_draws(preserve):
     with checkpoint_scope(preserve_rng_state=preserve) as scope:
         y = (x * torch.rand(100)).sin().exp()
     assert (scope.stats.bytes_kept == 0) is preserve
-    assert (scope.stats.bytes_held > 0) is preserve
     del y
 
 
@@ -962,36 +954,6 @@ def test_determinism_check_of_a_scope():
                 y.sum().backward()
         else:
             y.sum().backward()
-
-
-def test_context_fn_gives_contexts_to_forward_and_rerun():
-    """Called once per region; the first context is around the forward, the second around the rerun."""
-    log = []
-
-    class Noting:
-        def __init__(self, name):
-            self.name = name
-
-        def __enter__(self):
-            log.append(f"enter {self.name}")
-
-        def __exit__(self, *error):
-            log.append(f"exit {self.name}")
-
-    def contexts():
-        log.append("called")
-        return Noting("forward"), Noting("rerun")
-
-    @checkpointed(context_fn=contexts)
-    def fn(x):
-        log.append("fn")
-        return body(x)
-
-    y = fn(leaf())
-    assert log == ["called", "enter forward", "fn", "exit forward"]
-    log.clear()
-    y.sum().backward()
-    assert log == ["enter rerun", "fn", "exit rerun"]
 
 
 @pytest.mark.parametrize("debug", [True, False])
