@@ -13,7 +13,7 @@ import functools
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -94,27 +94,15 @@ def plain(word: str) -> str:
 # ---- structures
 
 
-def flatten(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """The leaves of a nesting of containers and dataclasses, and the way to each."""
-    if isinstance(value, list | tuple):
-        yield path + "#", (type(value).__name__, len(value))
-        for i, part in enumerate(value):
-            yield from flatten(part, f"{path}[{i}]")
-    elif isinstance(value, dict):
-        yield path + "#", (type(value).__name__, list(value))
-        for key, part in value.items():
-            yield from flatten(part, f"{path}[{key!r}]")
-    elif dataclasses.is_dataclass(value):
-        yield path + "#", type(value).__name__
-        for field in dataclasses.fields(value):
-            yield from flatten(getattr(value, field.name), f"{path}.{field.name}")
-    else:
-        yield path, value
-
-
 def tensors(value: Any) -> list[Tensor]:
     """The tensors in a structure, in order."""
-    return [leaf for _, leaf in flatten(value) if isinstance(leaf, Tensor)]
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = list(value.values())
+    elif dataclasses.is_dataclass(value):
+        value = [getattr(value, field.name) for field in dataclasses.fields(value)]
+    return [t for part in value for t in tensors(part)] if isinstance(value, list | tuple) else []
 
 
 def weigh(result: Any) -> Tensor:
@@ -128,15 +116,40 @@ def weigh(result: Any) -> Tensor:
     return total
 
 
+PARTS = {  # by which tensors that are not strided are compared
+    torch.sparse_coo: lambda t: [t._indices(), t._values()],
+    **dict.fromkeys([torch.sparse_csr, torch.sparse_bsr], lambda t: [t.crow_indices(), t.col_indices(), t.values()]),
+    **dict.fromkeys([torch.sparse_csc, torch.sparse_bsc], lambda t: [t.ccol_indices(), t.row_indices(), t.values()]),
+    torch._mkldnn: lambda t: [t.to_dense()],
+}
+
+
 def bits(value: Any) -> Any:
-    """Something that is equal for two tensors just if their bits are."""
+    """Something that is equal for two values just if they are the same bit for bit."""
+    if isinstance(value, list | tuple):
+        return [type(value).__name__, *map(bits, value)]
+    if isinstance(value, dict):
+        return {k: bits(v) for k, v in value.items()}
+    if dataclasses.is_dataclass(value):
+        return type(value).__name__, bits(vars(value))
     if not isinstance(value, Tensor):
-        return value
-    data = value.detach().resolve_conj().resolve_neg().contiguous().flatten()
-    if data.is_complex():
-        data = torch.view_as_real(data).flatten()
-    raw = bytes(data.view(torch.uint8).tolist()) if data.numel() else b""
-    return (value.dtype, tuple(value.shape), value.stride(), value.requires_grad, raw)
+        return value if isinstance(value, str | bytes | int | None) else repr(value)
+    tensor = value.detach()
+    head = (value.requires_grad, type(value).__name__, value.dtype, value.layout, str(value.device))
+    if hasattr(tensor, "__tensor_flatten__"):
+        return (*head, tuple(tensor.shape), [bits(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0]])
+    if tensor.is_nested:
+        return (*head, bits(tensor.unbind()))
+    head = (*head, tuple(tensor.shape))
+    if tensor.is_meta:
+        return head
+    if tensor.layout in PARTS:
+        return (*head, bits(PARTS[tensor.layout](tensor)))
+    if tensor.is_quantized:
+        return (*head, bits(tensor.int_repr()))
+    data = tensor.resolve_conj().resolve_neg()
+    data = (data.clone() if data._is_zerotensor() else data).contiguous().view(-1)
+    return (*head, tensor.stride(), data.view(torch.uint8).numpy().tobytes() if data.numel() else b"")
 
 
 # ---- programs
@@ -180,7 +193,7 @@ def observe(
     seen: dict[str, Any] = {}
 
     def note(what: str, value: Any) -> None:
-        seen[what] = [(path, bits(leaf)) for path, leaf in flatten(value)]
+        seen[what] = bits(value)
         seen[f"random stream after {what}"] = bits(torch.get_rng_state())
 
     torch.manual_seed(0)
@@ -233,6 +246,19 @@ def _computed(value: Any) -> Any:
 def _short(value: Any) -> str:
     text = repr(value)
     return text if len(text) < 600 else text[:600] + " ..."
+
+
+def same_place() -> Any:
+    """Hooks that copy; what comes back has the strides and the alignment that it had, so that kernels round alike."""
+
+    def pack(t: Tensor) -> Any:
+        if t.layout is not torch.strided or t.is_nested or type(t) is not Tensor or t.is_meta:
+            return t.detach()
+        copy = t.detach().untyped_storage().clone()
+        whole = torch.empty(0, dtype=t.dtype, device=t.device).set_(copy, t.storage_offset(), t.size(), t.stride())
+        return torch._neg_view(whole) if t.is_neg() else whole.conj() if t.is_conj() else whole
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t)
 
 
 # ---- what runs, and what lives

@@ -10,13 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from oracle import Watching, bits, count
+from oracle import Watching, bits, count, same_place
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from checkpointing import __main__ as job
-from checkpointing import auto, checkpoint_scope, checkpointed, keep, save_ops, save_tagged, tag
+from checkpointing import auto, checkpoint_scope, checkpointed, keep, save_tagged, tag
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
 import programs
@@ -38,17 +37,18 @@ def bytes_of(run):
     return job.memory_on_cpu(run)
 
 
-def units(n, size=1000, seed=0):
-    """A chain of `n` operators, each of which saves its result of 4 * size bytes; and its input."""
-    x = torch.linspace(-1, 1, size).requires_grad_()
+def units_of(x, n):
+    """A chain of `n` operators, each of which saves its result."""
+    y = x * 1
+    for _ in range(n):
+        y = y.tanh()
+    return y.sum()
 
-    def run(x):
-        y = x * 1
-        for _ in range(n):
-            y = y.tanh()
-        return y.sum()
 
-    return lambda: run(x)
+def units(n):
+    """The chain, of results of 4,000 bytes."""
+    x = torch.linspace(-1, 1, 1000).requires_grad_()
+    return lambda: units_of(x, n)
 
 
 # ---- peaks
@@ -56,60 +56,37 @@ def units(n, size=1000, seed=0):
 
 def test_twelve_blocks_need_no_more_than_checkpoints_by_hand():
     """One scope around everything finds the block boundaries: at most 1.15 of torch's checkpoint per block."""
-    by_hand = bytes_of(programs.transformer(by_hand=True))
-    run = scoped(programs.transformer())
+    by_hand = bytes_of(programs.transformer(12, 64, by_hand=True))
+    run = scoped(programs.transformer(12, 64))
     have = bytes_of(run)
     assert have[1] <= 1.15 * by_hand[1]
     assert run.scope.stats.replays == 12
 
 
-def test_an_unrolled_cell():
-    """At most a quarter of plain."""
-    assert bytes_of(scoped(programs.lstm(128, 32)))[1] <= 0.25 * bytes_of(programs.lstm(128, 32))[1]
-
-
-def test_a_net_with_long_connections():
-    """At most 0.55 of plain, although what the connections carry is alive all the time."""
-    build = lambda: programs.unet(width=8, batch=2, size=64)  # noqa: E731
-    assert bytes_of(scoped(build()))[1] <= 0.55 * bytes_of(build())[1]
+@pytest.mark.parametrize(
+    ("build", "most"),
+    [(lambda: programs.lstm(64, 32), 0.25), (lambda: programs.unet(width=8, batch=2, size=64), 0.55)],
+    ids=["an unrolled cell", "a net whose long connections carry values that live all the time"],
+)
+def test_peaks_are_a_part_of_plains(build, most):
+    """However the program is built."""
+    assert bytes_of(scoped(build()))[1] <= most * bytes_of(build())[1]
 
 
 def test_memory_grows_like_the_square_root_of_depth():
     """peak / plain of n equal layers falls as 1 / sqrt(n)."""
-    depths = (32, 128, 512)
+    depths = (32, 192)
     ratios = [bytes_of(scoped(programs.chain(n, 16, 32)))[1] / bytes_of(programs.chain(n, 16, 32))[1] for n in depths]
     exponent = math.log(ratios[-1] / ratios[0]) / math.log(depths[-1] / depths[0])
     assert -0.6 < exponent < -0.42
     assert ratios[0] < 0.35
 
 
-@pytest.mark.parametrize("n", [16, 64, 256, 1000])
+@pytest.mark.parametrize("n", [16, 64, 256])
 def test_a_chain_needs_little_more_than_the_best_schedule(n):
     """sqrt(2 n) values is the least that any choice of checkpoints, made once, can do."""
     peak = bytes_of(scoped(units(n)))[1] / 4000
     assert peak <= 1.35 * math.sqrt(2 * n) + 6
-
-
-def test_what_a_frame_still_refers_to_but_never_reads_costs_nothing():
-    """Variables of the calling function keep tensors alive; nothing reads them again."""
-
-    def layer(x):
-        unused = x.exp()  # noqa: F841 - lives until the function returns
-        for _ in range(4):
-            x = x.tanh()
-        return x
-
-    def run(x):
-        first = x * 1
-        second = first.sin()  # noqa: F841 - lives until the end
-        y = first
-        for _ in range(20):
-            y = layer(y)
-        return y.sum()
-
-    x = torch.rand(1000).requires_grad_()
-    held, _ = bytes_of(scoped(lambda: run(x)))
-    assert held <= 25 * 4000
 
 
 def test_kept_values_go_while_backward_runs():
@@ -128,14 +105,6 @@ def test_kept_values_go_while_backward_runs():
     assert kept == sorted(kept, reverse=True)
 
 
-def units_of(x, n):
-    """The chain as a function of its input."""
-    y = x * 1
-    for _ in range(n):
-        y = y.tanh()
-    return y.sum()
-
-
 # ---- the same each time
 
 
@@ -147,29 +116,27 @@ def cuts_of(run):
     return before, run.scope.stats
 
 
-@pytest.mark.parametrize("build", [programs.transformer, programs.unet, lambda: programs.lstm(40, 8, 4)])
+SMALL = {
+    "transformer": lambda: programs.transformer(4, 32, 2, 32, dropout=0.1),
+    "unet": lambda: programs.unet(4, 3, 1, 32),
+    "lstm": lambda: programs.lstm(40, 8, 4),
+}
+
+
+@pytest.mark.parametrize("name", SMALL)
 @pytest.mark.parametrize("options", [{}, {"budget": 200_000}, {"segment": 100_000}], ids=str)
-def test_the_same_program_makes_the_same_cuts(build, options):
+def test_the_same_program_makes_the_same_cuts(name, options):
     """In every step, and whenever the garbage collector runs."""
-    if build is programs.transformer:
-        run = scoped(build(4, 32, 2, 32, dropout=0.1), **options)
-    elif build is programs.unet:
-        run = scoped(build(4, 3, 1, 32), **options)
-    else:
-        run = scoped(build(), **options)
+    run = scoped(SMALL[name](), **options)
     warnings.simplefilter("ignore")
     first = cuts_of(run)
-    gc.disable()
-    try:
-        assert cuts_of(run) == first
-    finally:
-        gc.enable()
     threshold = gc.get_threshold()
-    gc.set_threshold(1)
-    try:
-        assert cuts_of(run) == first
-    finally:
-        gc.set_threshold(*threshold)
+    for other in (0, 1):  # never, and all the time
+        gc.set_threshold(other)
+        try:
+            assert cuts_of(run) == first
+        finally:
+            gc.set_threshold(*threshold)
 
 
 def test_the_same_cuts_in_another_process():
@@ -180,12 +147,11 @@ sys.path[:0] = {[str(Path(programs.__file__).parent), str(Path(__file__).parent.
 import programs
 from checkpointing import auto, checkpoint_scope
 for options in ({{}}, {{"budget": 300_000}}):
-    for build in (lambda: programs.transformer(4, 32, 2, 32, dropout=0.1), lambda: programs.lstm(40, 8, 4)):
-        with checkpoint_scope(policy=auto(**options)) as scope:
-            loss = build()()
-        print(scope.stats)
-        loss.backward()
-        print(scope.stats)
+    with checkpoint_scope(policy=auto(**options)) as scope:
+        loss = programs.transformer(4, 32, 2, 32, dropout=0.1)()
+    print(scope.stats)
+    loss.backward()
+    print(scope.stats)
 """
 
     def run(seed):
@@ -198,14 +164,7 @@ for options in ({{}}, {{"budget": 300_000}}):
 
 # ---- bit for bit
 
-KINDS = {
-    "auto": {},
-    "segment": {"segment": 4000},
-    "small segment": {"segment": 1},
-    "budget": {"budget": 20_000},
-    "large budget": {"budget": "1 GiB"},
-    "both": {"budget": 20_000, "segment": 2000},
-}
+KINDS = [{}, {"segment": 4000}, {"segment": 1}, {"budget": 20_000}, {"budget": 2100}, {"budget": 9000, "segment": 2000}]
 
 
 def gradients(build, wrap, order=2):
@@ -258,6 +217,25 @@ def cells():
     return run, [xs, *cell.parameters()], []
 
 
+def in_place():
+    """A long chain of writes to one storage, random ones among them, with results of several steps saved."""
+    x = torch.rand(8, 16).requires_grad_()
+
+    def run():
+        y, total = x * 1, 0
+        for i in range(24):
+            y = torch.dropout(y, 0.1, True)
+            y.add_(torch.rand_like(y), alpha=0.1)
+            y[:, :3].mul_(0.5)
+            y.tanh_()
+            z = y.clone()
+            z[:, ::2] = y[:, ::2].sin()
+            total = total + z.exp_().sum() * (1 + i)
+        return total + y.sum()
+
+    return run, [x], []
+
+
 def inner_regions():
     """Other regions inside."""
     w = torch.rand(16, 16).requires_grad_()
@@ -278,47 +256,46 @@ def inner_regions():
     return run, [x, w], []
 
 
-NESTINGS = ("scope", "function", "scopes", "rerun around", "scope around", "kept by hand", "offloaded")
+def in_scope(fn, policy):
+    """`fn` in a block with a policy."""
+
+    def run(*args):
+        with warnings.catch_warnings(), checkpoint_scope(policy=policy):
+            warnings.simplefilter("ignore")
+            return fn(*args)
+
+    return run
 
 
-def nestings(policy):
-    """Every way to put a program into blocks with this policy, by name."""
+def in_hooks(fn):
+    """`fn` where other hooks send away what it saves."""
 
-    def scope(fn, policy=policy):
-        def run():
-            with warnings.catch_warnings(), checkpoint_scope(policy=policy):
-                warnings.simplefilter("ignore")
-                return fn()
+    def run():
+        with same_place():
+            return fn()
 
-        return run
-
-    def offloaded(fn):
-        def run():
-            with torch.autograd.graph.save_on_cpu():
-                return scope(fn)()
-
-        return run
-
-    doors = (
-        scope,
-        lambda fn: checkpointed(scope(fn), policy=policy),
-        lambda fn: scope(scope(fn)),
-        lambda fn: checkpointed(scope(fn)),
-        lambda fn: scope(scope(fn), None),
-        lambda fn: scope(lambda: keep(fn())),
-        offloaded,
-    )
-    return dict(zip(NESTINGS, doors, strict=True))
+    return run
 
 
-@pytest.mark.parametrize("build", [net, cells, inner_regions])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("door", NESTINGS)
+NESTINGS = {
+    "scope": in_scope,
+    "function": lambda fn, policy: checkpointed(in_scope(fn, policy), policy=policy),
+    "scopes": lambda fn, policy: in_scope(in_scope(fn, policy), policy),
+    "rerun around": lambda fn, policy: checkpointed(in_scope(fn, policy)),
+    "scope around": lambda fn, policy: in_scope(in_scope(fn, policy), None),
+    "kept by hand": lambda fn, policy: in_scope(lambda: keep(fn()), policy),
+    "offloaded": lambda fn, policy: in_hooks(in_scope(fn, policy)),
+}
+EVERY = [(kind, "scope") for kind in KINDS] + [(KINDS[4], door) for door in NESTINGS if door != "scope"]
+
+
+@pytest.mark.parametrize("build", [net, cells, inner_regions, in_place])
+@pytest.mark.parametrize(("kind", "door"), EVERY, ids=str)
 def test_every_schedule_is_bit_equal(build, kind, door):
-    """First and second order, in every nesting."""
+    """First and second order, in every nesting, on one level and on several."""
     warnings.simplefilter("ignore")
     want = gradients(build, lambda fn: fn)
-    assert gradients(build, nestings(auto(**KINDS[kind]))[door]) == want
+    assert gradients(build, lambda fn: NESTINGS[door](fn, auto(**kind))) == want
 
 
 # ---- the budget
@@ -357,34 +334,24 @@ BUILDS = {
 
 @pytest.mark.parametrize("name", BUILDS)
 def test_a_budget_is_never_exceeded(name):
-    """Ten budgets from the least possible to plain: at no moment of the forward is more kept."""
+    """Six budgets from the least possible to plain: at no moment of the forward is more kept."""
     plain, _ = bytes_of(BUILDS[name]())
     with pytest.warns(UserWarning, match="no room for a single checkpoint") as caught:
         metered(BUILDS[name](), budget=0)
     least = int(re.search(r"smallest budget possible is (\d+) bytes", str(caught[0].message))[1])
+    with pytest.warns(UserWarning, match=f"smallest budget possible is {least} bytes"):
+        metered(BUILDS[name](), budget=least - 1)
     products = []
-    for i in range(10):
-        budget = least + (plain - least) * i // 9
+    for i in range(6):
+        budget = least + (plain - least) * i // 5
         seen, after, end, ran = metered(BUILDS[name](), budget=budget)
-        assert max(seen) <= budget
+        assert 0 < max(seen) <= budget
         assert after.bytes_kept <= budget
         assert end.bytes_kept == 0
         products.append(sum(n for op, n in ran.items() if op in ("addmm", "mm", "convolution", "bmm")))
     for less, more in zip(products[1:], products, strict=False):  # the dear ones are repeated less and less
         assert less <= more + 1
     assert end.ops_replayed <= 1  # with the budget that plain needs, nothing is, but for what only cuts keep
-
-
-@pytest.mark.parametrize("name", BUILDS)
-def test_the_smallest_budget_is_the_smallest(name):
-    """With it there is a checkpoint and no warning; with a byte less there is neither."""
-    with pytest.warns(UserWarning) as caught:
-        metered(BUILDS[name](), budget=0)
-    least = int(re.search(r"smallest budget possible is (\d+) bytes", str(caught[0].message))[1])
-    seen, _, _, _ = metered(BUILDS[name](), budget=least)
-    assert 0 < max(seen) <= least
-    with pytest.warns(UserWarning, match=f"smallest budget possible is {least} bytes"):
-        metered(BUILDS[name](), budget=least - 1)
 
 
 def test_what_is_kept_by_hand_may_exceed_the_budget_but_not_silently():
@@ -443,21 +410,6 @@ def test_what_is_dear_per_byte_is_kept_before_what_is_cheap():
     assert ran["sin"] + ran["exp"] > 0
 
 
-def test_user_kept_values_count_into_the_budget():
-    """What is kept on request stays; the rest has to do with what is left."""
-    x = torch.rand(1000).requires_grad_()
-    with checkpoint_scope(policy=auto(budget=40_000)) as scope, Meter(scope) as meter:
-        y = x * 1
-        for i in range(60):
-            y = y.tanh()
-            if i % 10 == 0:
-                keep(y)
-        y = y.sum()
-    assert max(meter.seen) <= 40_000
-    want = torch.autograd.grad(units_of(x, 60), x)[0]
-    assert bits(torch.autograd.grad(y, x)[0]) == bits(want)
-
-
 def test_checkpoints_make_way_for_what_the_user_keeps():
     """Also the last one of them, where what is kept on request leaves no room."""
     x = torch.rand(1000).requires_grad_()
@@ -483,20 +435,12 @@ def test_budgets_may_be_text():
 
 
 @pytest.mark.parametrize(
-    ("options", "error"),
-    [
-        ({"budget": -1}, ValueError),
-        ({"budget": "much"}, ValueError),
-        ({"budget": "-1 GB"}, ValueError),
-        ({"budget": "1 XB"}, ValueError),
-        ({"budget": 1.5}, TypeError),
-        ({"budget": True}, TypeError),
-        ({"segment": 0}, ValueError),
-        ({"segment": [1]}, TypeError),
-    ],
+    ("error", "options"),
+    [(ValueError, {"budget": given}) for given in (-1, "much", "-1 GB", "1 XB")]
+    + [(TypeError, {"budget": 1.5}), (TypeError, {"budget": True}), (ValueError, {"segment": 0})],
     ids=str,
 )
-def test_what_is_no_number_of_bytes(options, error):
+def test_what_is_no_number_of_bytes(error, options):
     """Said at once."""
     with pytest.raises(error, match=next(iter(options))):
         auto(**options)
@@ -505,7 +449,7 @@ def test_what_is_no_number_of_bytes(options, error):
 # ---- segments
 
 
-@pytest.mark.parametrize("segment", [1, 8, 32, 1000])
+@pytest.mark.parametrize("segment", [1, 32, 1000])
 def test_a_fixed_segment_size(segment):
     """The largest window is about as large; the number of cuts follows."""
     n = 256
@@ -531,7 +475,6 @@ def test_auto_and_other_policies():
 
     want = bits(torch.autograd.grad(run(), x)[0])
     for other, absent in (
-        (save_ops(torch.ops.aten.mm.default), "mm"),
         ([torch.ops.aten.mm.default], "mm"),
         (save_tagged("result"), "tanh"),
         (lambda ctx, op, *args, **kwargs: op == torch.ops.aten.mm.default, "mm"),
@@ -546,20 +489,10 @@ def test_auto_and_other_policies():
         auto() | auto(budget=3)
 
 
-def test_kept_by_hand_inside():
-    """`keep` stays a checkpoint."""
-    x = torch.rand(10).requires_grad_()
-    with checkpoint_scope(policy=auto()) as scope:
-        y = keep(x.sin())
-        z = y.exp().sum()
-    assert scope.stats.bytes_kept >= 40
-    assert "sin" not in count(z.backward)
-
-
 # ---- lifetimes
 
 
-@pytest.mark.parametrize("options", [{}, {"budget": 3000}, {"segment": 500}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"budget": 1200}, {"segment": 500}], ids=str)
 def test_nothing_outlives_its_use(options, no_gc):
     """Without the garbage collector: after backward, without one, after an exception, after two."""
     warnings.simplefilter("ignore")
@@ -579,65 +512,3 @@ def test_nothing_outlives_its_use(options, no_gc):
                 torch.autograd.grad(y, x)
             del y
             assert watching.alive() == [], ending
-
-
-def test_partial_and_repeated_backwards():
-    """`inputs=`, `retain_graph`, and one after the other."""
-    xs = [torch.rand(50).requires_grad_() for _ in range(2)]
-
-    def run():
-        a, b = xs
-        for _ in range(40):
-            a, b = (a * b).tanh(), (a + b).sin()
-        return a.sum(), b.exp().sum()
-
-    want = [torch.autograd.grad(out, x, retain_graph=True)[0] for out in run() for x in xs]
-    outs = scoped(run)()
-    have = [torch.autograd.grad(out, x, retain_graph=True)[0] for out in outs for x in xs]
-    assert [*map(bits, have)] == [*map(bits, want)]
-    have = [torch.autograd.grad(out, x, retain_graph=True)[0] for out in reversed(outs) for x in xs]
-    assert [*map(bits, have)] == [*map(bits, want[2:] + want[:2])]
-
-
-def test_backward_inside_the_block():
-    """Cuts may still move afterwards."""
-    x = torch.rand(50).requires_grad_()
-
-    def run():
-        y = x * 1
-        total = 0
-        for i in range(60):
-            y = y.tanh()
-            if i % 7 == 0:
-                (g,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
-                total = total + (g * y).sum()
-        return total + y.sum()
-
-    want = torch.autograd.grad(run(), x)[0]
-    for options in ({}, {"segment": 600}, {"budget": 1000}):
-        y = scoped(run, **options)()
-        assert bits(torch.autograd.grad(y, x)[0]) == bits(want)
-
-
-def test_a_checkpointed_function_with_auto():
-    """It implies replay; the same peak as a scope."""
-    forward = programs.chain(64, 16, 32)
-    in_function = bytes_of(checkpointed(forward, policy=auto()))
-    assert in_function == bytes_of(scoped(forward))
-    assert in_function[1] < 0.4 * bytes_of(forward)[1]
-
-
-def test_torch_checkpoint_inside():
-    """Other people's regions are regions like ours: rerun by torch, their inputs recomputed by the scope."""
-    layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(12))
-    x = torch.rand(4, 16).requires_grad_()
-
-    def run():
-        y = x
-        for layer in layers:
-            y = torch_checkpoint(lambda y, layer=layer: layer(y).tanh(), y, use_reentrant=False)
-        return y.sum()
-
-    want = torch.autograd.grad(run(), [x, *layers.parameters()])
-    have = torch.autograd.grad(scoped(run, segment=300)(), [x, *layers.parameters()])
-    assert [*map(bits, have)] == [*map(bits, want)]

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from oracle import apply, count, r, s
 
-from checkpointing import CheckpointError, checkpoint_scope, checkpointed, keep
+from checkpointing import ChangedError, checkpoint_scope, keep
 
 DOOR = pytest.mark.parametrize("door", ["c", "r", "s"])
 REPLAY = pytest.mark.parametrize("door", ["r", "s"])
@@ -41,24 +41,17 @@ def chain(x):
 
 @DOOR
 @EARLY_STOP
-def test_one_backward_is_one_recompute(door, early_stop):
-    """Every operator runs once more in backward, and nothing is added to the forward."""
-    assert extra(chain, [leaf(3)], door=door, early_stop=early_stop) == ({}, {"sin": 1, "exp": 1, "tanh": 1})
-
-
-@DOOR
-@EARLY_STOP
-@pytest.mark.parametrize("times", [1, 2, 3])
+@pytest.mark.parametrize("times", [1, 3])
 def test_each_graph_task_recomputes_once(door, early_stop, times):
-    """A retained graph recomputes for every backward anew."""
+    """Every operator runs once more in each backward, and nothing is added to the forward."""
 
     def backward(y):
         total = y.sum()
         for _ in range(times):
             total.backward(retain_graph=True)
 
-    _, added = extra(chain, [leaf(3)], backward, door, early_stop)
-    assert added == {"sin": times, "exp": times, "tanh": times}
+    added = {"sin": times, "exp": times, "tanh": times}
+    assert extra(chain, [leaf(3)], backward, door, early_stop) == ({}, added)
 
 
 @DOOR
@@ -85,25 +78,6 @@ def test_nested_regions_recompute_each_operator_once(door):
     assert added == {"cos": 1, "sqrt": 1, "sin": 1, "exp": 1, "tanh": 1}
 
 
-@pytest.mark.parametrize("inner", ["c", "s"])
-@pytest.mark.parametrize("outer", ["c", "s"])
-def test_a_region_that_is_the_whole_of_another_adds_nothing(inner, outer):
-    """f inside two regions costs what it costs inside one."""
-    _, added = extra(chain, [leaf(3)], door=outer + inner)
-    assert added == {"sin": 1, "exp": 1, "tanh": 1}
-
-
-@DOOR
-def test_regions_in_a_row_recompute_once_each(door):
-    """The input of the second region is held, not recomputed from the first."""
-
-    def fn(x):
-        return apply(door, chain)(apply(door, chain)(x))
-
-    _, added = extra(fn, [leaf(3)], plain=lambda x: chain(chain(x)))
-    assert added == {"sin": 2, "exp": 2, "tanh": 2}
-
-
 @DOOR
 def test_double_backward_recomputes_once_for_each_graph_task(door):
     """The first gradient is one graph task; the gradient of it is another, which opens the region again."""
@@ -115,6 +89,43 @@ def test_double_backward_recomputes_once_for_each_graph_task(door):
     x = leaf(3)
     _, added = extra(lambda x: x.sin().exp(), [x], backward, door)
     assert added == {"sin": 2, "exp": 2}
+
+
+class ReadsTwice(torch.autograd.Function):
+    """Asks for `ctx.saved_tensors` twice."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.square()
+
+    @staticmethod
+    def backward(ctx, grad):
+        (first,), (second,) = ctx.saved_tensors, ctx.saved_tensors
+        return grad * (first + second)
+
+
+@DOOR
+@EARLY_STOP
+def test_two_reads_of_one_node_are_one_recompute(door, early_stop):
+    """What has been read stays until the node has run."""
+    _, added = extra(lambda x: ReadsTwice.apply(x.sin().exp()), [leaf(3)], door=door, early_stop=early_stop)
+    assert {name: added[name] for name in ("sin", "exp")} == {"sin": 1, "exp": 1}
+
+
+@DOOR
+def test_a_tape_around_does_not_record_a_recompute(door):
+    """Backward in a block is part of it, and what it recomputes is not (rule 3)."""
+
+    def recorded(fn, policy=None):
+        x = leaf(3)
+        with checkpoint_scope(policy=policy) as scope:
+            torch.autograd.grad(fn(x.sin()).sum(), x)
+        return scope.stats.ops_recorded
+
+    without_recompute = recorded(chain, lambda ctx, op, *args, **kwargs: True)
+    assert recorded(chain) == without_recompute
+    assert recorded(apply(door, chain)) <= without_recompute
 
 
 # ---- no more than is needed
@@ -168,17 +179,6 @@ def test_replay_skips_what_no_live_holder_needs(door):
 
 
 @REPLAY
-def test_replay_of_one_output_leaves_independent_work_alone(door):
-    """Two branches that share only the input: backward of one doesn't run the other."""
-
-    def fn(x):
-        return x.sin().exp(), x.cos().tanh()
-
-    _, added = extra(fn, [leaf(3)], lambda y: y[0].sum().backward(), door)
-    assert added == {"sin": 1, "exp": 1}
-
-
-@REPLAY
 def test_a_dropout_mask_does_not_pull_in_the_matmul_before_it(door):
     """A mask takes only its shape from the product, so the product isn't computed again."""
     _, added = extra(lambda x, w: F.dropout(x @ w, 0.5), [leaf(3, 3), leaf(3, 3)], door=door)
@@ -196,33 +196,10 @@ def test_operators_that_read_only_metadata_pull_in_nothing(door, like):
     assert sum(added.values()) == 1
 
 
-@REPLAY
-def test_replay_does_not_call_python_again(door):
-    """The function body runs once; a rerun calls it twice."""
-    calls = []
-
-    def fn(x):
-        calls.append(None)
-        return chain(x)
-
-    apply(door, fn)(leaf(3)).sum().backward()
-    assert len(calls) == 1
-    calls.clear()
-    checkpointed(fn)(leaf(3)).sum().backward()
-    assert len(calls) == 2
-
-
 @DOOR
 def test_nothing_is_recomputed_for_what_needs_no_tensor(door):
     """Addition saves nothing, so backward asks for nothing."""
     assert extra(lambda x: (x + 1).neg() - 2, [leaf(3)], door=door) == ({}, {})
-
-
-@DOOR
-def test_inputs_alone_are_not_recomputed(door):
-    """A first operator that saves only the region's inputs is not run by replay."""
-    _, added = extra(lambda x: x.sin(), [leaf(3)], door=door)
-    assert added == {}
 
 
 @DOOR
@@ -235,7 +212,7 @@ def test_parameters_are_not_recomputed(door):
     assert y.grad_fn._saved_weight.data_ptr() == norm.weight.data_ptr()
     with torch.no_grad():
         norm.weight.mul_(2)
-    with pytest.raises(CheckpointError, match=r"float32 tensor of shape \(4,\).*changed in place"):
+    with pytest.raises(ChangedError, match=r"float32 tensor of shape \(4,\).*changed in place"):
         _ = y.grad_fn._saved_weight
 
 
@@ -276,17 +253,6 @@ def test_keep_makes_one_window_for_each_layer():
             y = layers(x, w)
         y.sum().backward()
         assert (scope.stats.ops_replayed, scope.stats.replays) == (3 * LAYERS, replays)
-
-
-@REPLAY
-def test_a_kept_value_is_not_computed_again(door):
-    """The first of two products is kept, the second is not."""
-
-    def fn(x, w):
-        return (keep(x @ w).sin() @ w).exp()
-
-    _, added = extra(fn, [leaf(3, 3), leaf(3, 3)], door=door)
-    assert added == {"sin": 1, "mm": 1, "exp": 1}
 
 
 def test_the_backward_of_the_last_layer_replays_that_layer_only():

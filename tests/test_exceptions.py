@@ -3,21 +3,18 @@
 import contextlib
 import linecache
 import re
-import traceback
 
 import pytest
 import torch
 import torch.nn.functional as F
-from oracle import Counting, apply, bits, count, in_thread
-from torch.overrides import TorchFunctionMode
+from oracle import Counting, apply, bits, count
 
-from checkpointing import CheckpointError, _rerun, checkpoint_scope, checkpointed, disabled, is_recomputing, keep
-from checkpointing._region import thread
+from checkpointing import CheckpointError, checkpoint_scope, checkpointed, disabled, is_recomputing, keep
 
 WORD = pytest.mark.parametrize("word", ["c", "r", "s", "cc", "cs", "sc", "ss"])
-RERUN = pytest.mark.parametrize("word", ["c", "cc", "sc", "ccc", "scc"])
+RERUN = pytest.mark.parametrize("word", ["c", "cc", "sc"])
 EARLY_STOP = pytest.mark.parametrize("early_stop", [True, False], ids=["early", "late"])
-ERRORS = pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit, GeneratorExit])
+ERRORS = pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 
 
 def leaf(*shape):
@@ -37,7 +34,6 @@ def state():
         "autocast": torch.is_autocast_enabled("cpu"),
         "default dtype": torch.get_default_dtype(),
         "recomputing": is_recomputing(),
-        "region": thread.region,
     }
 
 
@@ -87,13 +83,6 @@ def test_in_the_body(word, early_stop, error):
 
 
 @WORD
-def test_in_an_operator(word):
-    """torch raises: a shape error."""
-    with unchanged(), pytest.raises(RuntimeError, match="size"):
-        apply(word, lambda x: x.sin().exp() * torch.ones(4))(torch.ones(3, requires_grad=True))
-
-
-@WORD
 def test_in_the_body_of_a_block_with_modes_of_its_own(word):
     """Autocast, grad mode and default dtype that the body had switched go back with it."""
 
@@ -104,42 +93,6 @@ def test_in_the_body_of_a_block_with_modes_of_its_own(word):
 
     with unchanged(), pytest.raises(ValueError):
         apply(word, fn)(torch.ones(3, requires_grad=True))
-
-
-@WORD
-def test_what_was_made_before_the_exception_has_its_gradient(word):
-    """A value that escaped from a region that failed is differentiable all the same."""
-    escaped = []
-
-    def fn(x):
-        h = x.sin().exp()
-        if not escaped:
-            escaped.append(h)
-            raise ValueError
-        return h
-
-    x = leaf(3)
-    with contextlib.suppress(ValueError):
-        apply(word, fn)(x)
-    with unchanged():
-        escaped[0].sum().backward()
-    want = torch.autograd.grad(x.sin().exp().sum(), x)[0]
-    assert bits(x.grad) == bits(want)
-
-
-@pytest.mark.parametrize("word", ["r", "s", "c"])
-def test_a_region_works_after_an_exception_in_one_before(word):
-    """The next region is not disturbed, and neither is the one around."""
-
-    def outer(x):
-        h = x.sin()
-        with contextlib.suppress(ValueError):
-            apply(word, Fails(ValueError, 1))()
-        return apply(word, lambda h: h.exp().tanh())(h)
-
-    x = leaf(3)
-    apply(word, outer)(x).sum().backward()
-    assert bits(x.grad) == bits(torch.autograd.grad(x.sin().exp().tanh().sum(), x)[0])
 
 
 # ---- in a recompute
@@ -161,25 +114,9 @@ def test_in_a_recompute(word, early_stop, error):
     x = torch.ones(3, requires_grad=True)
     y = apply(word, fn, early_stop)(x).sum()
     with unchanged(), pytest.raises(error, match="on purpose"):
-        y.backward()
-
-
-@RERUN
-def test_a_second_try_after_a_failed_recompute_works(word):
-    """The region is as it was."""
-    fail = Fails(ValueError, 2)
-
-    def fn(x):
-        h = x.sin()
-        fail()
-        return h.exp().tanh()
-
-    x = leaf(3)
-    y = apply(word, fn)(x).sum()
-    with pytest.raises(ValueError):
         y.backward(retain_graph=True)
-    y.backward()
-    assert bits(x.grad) == bits(torch.autograd.grad(x.sin().exp().tanh().sum(), x)[0])
+    with unchanged():
+        y.backward()  # the region is as it was
 
 
 class FailingMode(Counting):
@@ -209,59 +146,20 @@ def notes_of(error):
     return "\n".join(getattr(error, "__notes__", []))
 
 
-@pytest.mark.parametrize("early_stop", [True, False])
-def test_the_recomputes_exception_says_which_region(early_stop):
-    """A note has the region's name and the line where it was entered; the traceback shows the note."""
-    fail = Fails(ValueError, 2)
-
-    @checkpointed(name="the region", early_stop=early_stop)
-    def fn(x):
-        fail()
-        return x.sin().exp()
-
-    y = fn(leaf(3))  # the line
-    with pytest.raises(ValueError) as caught:
-        y.sum().backward()
-    note = notes_of(caught.value)
-    entered = re.search(r"(\S+):(\d+)\)", note)
-    assert "recompute" in note and "'the region'" in note
-    assert entered[1] == __file__
-    assert linecache.getline(__file__, int(entered[2])).endswith("# the line\n")
-    if hasattr(BaseException, "add_note"):
-        assert note in "".join(traceback.format_exception(caught.value))
-
-
-def test_replays_exception_says_which_block():
-    """The same for a block."""
-    with checkpoint_scope(name="the block"):  # the block's line
-        y = leaf(3).sin().exp().tanh()
+@pytest.mark.parametrize("door", ["function", "block"])
+def test_the_recomputes_exception_says_which_region(door):
+    """A note has the region's name and the line where it was entered."""
+    if door == "function":
+        y = checkpointed(lambda x: x.sin().exp().tanh(), name="mine")(leaf(3))  # the line
+    else:
+        with checkpoint_scope(name="mine"):  # the line
+            y = leaf(3).sin().exp().tanh()
     with FailingMode(), pytest.raises(KeyboardInterrupt) as caught:
         y.sum().backward()
     note = notes_of(caught.value)
     line = int(re.search(rf"{re.escape(__file__)}:(\d+)", note)[1])
-    assert "'the block'" in note
-    assert linecache.getline(__file__, line).endswith("# the block's line\n")
-
-
-def test_nested_recomputes_say_it_for_each_region():
-    """Innermost first."""
-    fail = Fails(ValueError, 3)
-
-    @checkpointed(name="inner")
-    def inner(x):
-        fail()
-        return x.sin().exp()
-
-    @checkpointed(name="outer")
-    def outer(x):
-        return inner(x.cos()).tanh()
-
-    y = outer(leaf(3))
-    with pytest.raises(ValueError) as caught:
-        y.sum().backward()
-    note = notes_of(caught.value)
-    assert note.count("recompute") >= 1
-    assert "'inner'" in note or "'outer'" in note
+    assert "recompute" in note and "'mine'" in note
+    assert linecache.getline(__file__, line).endswith("# the line\n")
 
 
 # ---- in hooks
@@ -321,53 +219,7 @@ def test_in_an_enclosing_saved_tensors_hook(word, when):
         step()
 
 
-class Doubling(TorchFunctionMode):
-    """A mode that is active in forward only."""
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        return func(*args, **(kwargs or {}))
-
-
-def test_a_function_mode_of_the_forward_does_not_stay():
-    """The recompute enters it, fails, and leaves it."""
-    fail = Fails(ValueError, 2)
-
-    @checkpointed
-    def fn(x):
-        h = x.sin()
-        fail()
-        return h.exp()
-
-    x = torch.ones(3, requires_grad=True)
-    with Doubling(), torch.autocast("cpu", torch.bfloat16):
-        y = fn(x)
-    with unchanged(), pytest.raises(ValueError):
-        y.sum().backward()
-
-
 # ---- early stop and the user's own handlers
-
-
-@RERUN
-@EARLY_STOP
-@pytest.mark.parametrize("caught", [Exception, RuntimeError, BaseException], ids=lambda e: e.__name__)
-def test_the_users_handler_does_not_break_early_stop(word, early_stop, caught):
-    """`except Exception` does not see the stop signal; whoever swallows everything meets it again."""
-
-    def fn(x):
-        h = x.sin()
-        for _ in range(3):
-            try:
-                h = h.exp().tanh()
-            except caught:
-                h = h * 0
-        return h.sin()
-
-    x = leaf(3)
-    apply(word, fn, early_stop)(x).sum().backward()
-    have, x.grad = x.grad, None
-    fn(x).sum().backward()
-    assert bits(have) == bits(x.grad)
 
 
 @RERUN
@@ -427,32 +279,27 @@ def test_a_scope_is_entered_once():
             raise AssertionError("never entered")
 
 
-def test_disabled_ends_with_an_exception():
-    """The switch goes back."""
-    calls = []
-
-    @checkpointed
-    def fn(x):
-        calls.append(None)
-        return x.sin().exp()
-
-    with pytest.raises(ValueError), disabled():
-        raise ValueError
-    fn(leaf(3)).sum().backward()
-    assert len(calls) == 2
-
-
-def test_keep_outside_of_a_region_after_an_exception():
-    """No region is left for `keep` to find."""
-    with pytest.raises(ValueError), checkpoint_scope():
-        raise ValueError
+@WORD
+def test_the_region_around_is_the_innermost_again_after_an_exception(word):
+    """`keep` finds it; and outside of all regions, where `keep` holds nothing, what `disabled` switched off is on."""
     x = leaf(3)
-    assert keep(x) is x
-    assert thread.region is None
+
+    def fails(x):
+        raise ValueError
+
+    with checkpoint_scope() as scope:
+        with contextlib.suppress(ValueError), disabled():
+            raise ValueError
+        with contextlib.suppress(ValueError):
+            apply(word, fails)(x)
+        y = keep(x.sin()).exp().tanh()
+    assert scope.stats.bytes_kept == x.nbytes
+    assert count(y.sum().backward).get("exp") == 1
 
 
 MISMATCHES = {
-    "fewer tensors": (lambda x, again: x.sin() if again else x.sin().exp(), r"different number of tensors"),
+    "fewer tensors": (lambda x, again: x.sin() if again else x.sin().exp(), "different number of tensors"),
+    "more tensors": (lambda x, again: x.sin().exp().tanh() if again else x.sin().exp(), "more tensors"),
     "another shape": (lambda x, again: (x * torch.ones(2, 1 if again else 3)).exp(), r"2, 3\].*2, 1\]"),
     "another dtype": (lambda x, again: (x.double() if again else x).exp(), "float64"),
 }
@@ -472,21 +319,18 @@ def test_a_recompute_that_differs_is_named(case):
         y.sum().backward()
     message = str(caught.value)
     assert "region 'mine'" in message and f"{__file__}:" in message
-    assert re.search(r"slot \d", message) and "Backward0" in message
+    assert "tensors" in case or re.search(r"slot \d.*Backward0", message, re.DOTALL)
     assert re.search(words, message, re.DOTALL)
 
 
-def test_more_tensors_than_before_are_named():
-    """The recompute saves one too many."""
-
-    @checkpointed(name="mine", early_stop=False)
-    def region(x):
-        y = x.sin().exp()
-        return y.tanh() if is_recomputing() else y
-
-    y = region(torch.ones(3, requires_grad=True))
-    with unchanged(), pytest.raises(CheckpointError, match=r"region 'mine'.*more tensors"):
-        y.sum().backward()
+def swallows(x):
+    """Handles exceptions, which the stop signal is not one of."""
+    for _ in range(3):
+        try:
+            x = x.exp().tanh()
+        except Exception:
+            x = x * 0
+    return x.sin()
 
 
 def falls_back(x):
@@ -516,7 +360,7 @@ def translates(x):
 
 
 @RERUN
-@pytest.mark.parametrize("fn", [falls_back, falls_back_in_a_loop, translates])
+@pytest.mark.parametrize("fn", [swallows, falls_back, falls_back_in_a_loop, translates])
 def test_what_a_function_does_about_the_stop_signal_is_no_error(word, fn):
     """Nor does it change the gradients: all that was wanted is there by then."""
     x = leaf(3)
@@ -525,25 +369,3 @@ def test_what_a_function_does_about_the_stop_signal_is_no_error(word, fn):
     for _ in range(2):
         with unchanged():
             assert bits(torch.autograd.grad(y, x, retain_graph=True)[0]) == bits(expected)
-
-
-def test_while_a_rerun_puts_things_back(monkeypatch):
-    """An interrupt that comes then leaves neither the values of before the forward in modules nor their locks held."""
-    norm = torch.nn.BatchNorm1d(4)
-    y = checkpointed(norm)(torch.ones(3, 4, requires_grad=True)).sum()
-    before = [buffer.clone() for buffer in norm.buffers()]
-    restore, calls = _rerun._set_state, []
-
-    def interrupted(state):
-        restore(state)
-        calls.append(state)
-        if len(calls) == 2:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(_rerun, "_set_state", interrupted)
-    with unchanged(), pytest.raises(KeyboardInterrupt):
-        y.backward()
-    assert all(map(torch.equal, before, norm.buffers()))
-    free = []
-    in_thread(lambda: free.append(_rerun._locks[norm].acquire(timeout=1)))
-    assert free == [True]

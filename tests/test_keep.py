@@ -8,7 +8,6 @@ import pytest
 import torch
 from oracle import bits, count
 from oracle import s as scope
-from torch import nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 from checkpointing import ChangedError, checkpoint_scope, checkpointed, disabled, keep
@@ -37,47 +36,32 @@ Named = collections.namedtuple("Named", "a b")
 # ---- what it returns
 
 
-@pytest.mark.parametrize(
-    "build",
-    [
-        lambda x: x,
-        lambda x: [x, 3],
-        lambda x: (x, None),
-        lambda x: {"a": [x, {"b": x}]},
-        lambda x: Named(x, "text"),
-        lambda x: Pair(x, [x]),
-        lambda x: collections.OrderedDict(a=x),
-        lambda x: None,
-        lambda x: 3,
-        lambda x: "text",
-        lambda x: types.SimpleNamespace(x=x),
-        lambda x: object(),
-    ],
-    ids=["tensor", "list", "tuple", "nested", "namedtuple", "dataclass", "OrderedDict", *["other"] * 5],
-)
-@pytest.mark.parametrize("where", ["outside", "scope", "rerun", "replay", "grad off", "disabled"])
-def test_keep_returns_its_argument(build, where):
-    """The very same object, in the forward of every door and outside of all."""
-    value = build(leaf().sin())
-    doors = {
-        "outside": lambda fn: fn,
-        "scope": scope,
-        "rerun": checkpointed,
-        "replay": checkpointed(backend="replay"),
-        "grad off": lambda fn: torch.no_grad()(checkpointed(fn)),
-        "disabled": lambda fn: disabled()(scope(fn)),
-    }
-    assert doors[where](lambda: keep(value))() is value
+BUILDS = {
+    "list": lambda x: [x, 3],
+    "nested": lambda x: {"a": [x, {"b": (x, None)}]},
+    "named tuple": lambda x: Named(x, "text"),
+    "dataclass": lambda x: Pair(x, [x]),
+    "namespace": lambda x: types.SimpleNamespace(x=x),
+    "text": lambda x: "text",
+}
 
 
-def test_outside_of_a_region_keep_does_nothing():
-    """No version, no graph and no gradient changes."""
+@pytest.mark.parametrize("build", [lambda x: x, *BUILDS.values()], ids=["tensor", *BUILDS])
+def test_keep_returns_its_argument(build):
+    """The very same object, in the forward of every door and outside of all; outside it does nothing else."""
     x = leaf()
-    y = x.sin()
-    assert keep(y) is y
-    keep(y).exp().sum().backward()
-    assert y._version == 0
-    assert bits(x.grad) == bits(torch.autograd.grad(x.sin().exp().sum(), x)[0])
+    value = build(h := x.sin())
+    for door in (
+        lambda fn: fn,
+        scope,
+        checkpointed,
+        checkpointed(backend="replay"),
+        lambda fn: torch.no_grad()(checkpointed(fn)),
+        lambda fn: disabled()(scope(fn)),
+    ):
+        assert door(lambda: keep(value))() is value
+    h.exp().sum().backward()
+    assert h._version == 0
 
 
 # ---- on a tape
@@ -95,21 +79,9 @@ def test_what_is_kept_is_not_made_again(door):
     assert bits(x.grad) == bits(want)
 
 
-@TAPES
-def test_what_makes_a_kept_value_runs_for_those_who_saved_before_it(door):
-    """Values before the kept one are recomputed up to where they are needed, not further."""
-    x = leaf()
-    y = door(lambda x: keep(x.exp().tan().exp()).sin())(x)
-    ran = count(y.sum().backward)
-    # tan saves its result and exp saves its own, the kept one
-    assert ran["exp"] == 1
-    assert ran["tan"] == 1
-
-
 @pytest.mark.parametrize(
     "wrap",
     [
-        lambda a, b: keep([a, b]),
         lambda a, b: keep({"x": (a, [b])}),
         lambda a, b: keep(Pair(a, b)),
         lambda a, b: keep(Named([a], b)),
@@ -143,35 +115,8 @@ def test_bytes_kept_are_those_of_storages_counted_once():
     assert entered.stats.bytes_kept == 0
 
 
-def test_what_no_holder_needs_is_released_at_the_end_of_the_block():
-    """Keeping the last value of a chain holds nothing but what the block returns."""
-    x = leaf(10)
-    with checkpoint_scope() as entered:
-        unused = keep(x.detach().cos())
-        y = x.sin()
-    assert entered.stats.bytes_kept == 0
-    del unused
-    y.sum().backward()
-
-
 @TAPES
-def test_a_kept_view(door):
-    """Keeping a part keeps the storage that it lies on."""
-    x = leaf(4, 4)
-    x.tanh().t()[1:].sin().exp().sum().backward()
-    want, x.grad = x.grad, None
-    y = door(lambda x: keep(x.tanh().t()[1:]).sin().exp())(x)
-    ran = count(y.sum().backward)
-    assert (ran.get("tanh", 0), ran["exp"]) == (0, 1)
-    assert bits(x.grad) == bits(want)
-
-
-@TAPES
-@pytest.mark.parametrize(
-    "modify",
-    [lambda y: y.mul_(2), lambda y: y[0].zero_(), lambda y: y.view(-1).add_(1), lambda y: y.mul_(2).add_(1)],
-    ids=["whole", "part", "view", "chain"],
-)
+@pytest.mark.parametrize("modify", [lambda y: y.mul_(2).add_(1), lambda y: y[0].zero_()], ids=["whole", "part"])
 def test_keep_then_in_place(door, modify):
     """A kept value that is then overwritten: those who read it before see the old one, the others the new one."""
     x = leaf(3, 3)
@@ -208,21 +153,6 @@ def test_keep_then_in_place_under_rerun():
         assert bits(have) == bits(want)
 
 
-@DOORS
-def test_in_place_then_keep(door):
-    """What is kept is the value of that moment."""
-    x = leaf(3, 3)
-
-    def fn(x):
-        y = x.sin()
-        y.mul_(3)
-        return keep(y).exp().sin()
-
-    y = door(fn)(x)
-    want = torch.autograd.grad((x.sin() * 3).exp().sin().sum(), x)[0]
-    assert bits(torch.autograd.grad(y.sum(), x)[0]) == bits(want)
-
-
 @TAPES
 def test_a_kept_value_changed_after_the_block(door):
     """Changed in place outside, before backward: an error, as autograd says for plain code."""
@@ -235,28 +165,19 @@ def test_a_kept_value_changed_after_the_block(door):
 
 
 @DOORS
-def test_keep_and_retain_graph(door):
-    """Two backwards start from the kept value both times."""
-    x = leaf()
-    y = door(lambda x: keep(x.exp().sin()).exp().sin())(x)
-    want = torch.autograd.grad(x.exp().sin().exp().sin().sum(), x)[0]
-    for retain in (True, True, False):
-        assert bits(torch.autograd.grad(y.sum(), x, retain_graph=retain)[0]) == bits(want)
-
-
-@DOORS
-def test_keep_and_double_backward(door):
-    """The second derivative goes through the kept value, too."""
+def test_keep_and_further_backwards(door):
+    """Each starts from the kept value; the second derivative goes through it, too."""
     x = leaf()
 
     def fn(x):
-        return keep(x.exp().sin()).exp().sin().sum()
+        return keep(x.exp().sin().mul_(3)).exp().sin().sum()
 
-    def second(fn):
-        (first,) = torch.autograd.grad(fn(x), x, create_graph=True)
-        return torch.autograd.grad(first.sin().sum(), x)[0]
+    def gradients(fn):
+        y = fn(x)
+        first = [torch.autograd.grad(y, x, create_graph=True)[0] for _ in range(2)]
+        return [bits(g) for g in (*first, torch.autograd.grad(first[0].sin().sum(), x)[0])]
 
-    assert bits(second(door(fn))) == bits(second(fn))
+    assert gradients(door(fn)) == gradients(fn)
 
 
 def test_kept_values_go_with_the_backward():
@@ -269,19 +190,6 @@ def test_kept_values_go_with_the_backward():
     assert entered.stats.bytes_kept == 4 * 40
     y.sum().backward()
     assert (entered.stats.bytes_kept, entered.stats.bytes_held) == (0, 0)
-
-
-def test_keep_between_layers_recomputes_one_layer_at_a_time():
-    """One scope around a model: as many windows as layers, each operator once."""
-    layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(6))
-    x = leaf(2, 4)
-    with checkpoint_scope() as entered:
-        y = x
-        for layer in layers:
-            y = keep(layer(y).exp().sin())
-    y.sum().backward()
-    assert entered.stats.replays == 6
-    assert entered.stats.ops_replayed == 6 * 2  # addmm and exp
 
 
 # ---- under rerun
@@ -324,8 +232,9 @@ def test_pinned_structures_are_like_the_ones_given(wrap):
     assert bits(x.grad) == bits(torch.autograd.grad(x.sin().exp().sum(), x)[0])
 
 
-def pinned_stages(nested):
-    """Gradients of a region whose stages each keep a number that is another one the next time, and plain's."""
+@pytest.mark.parametrize("nested", [(), (3,), (0, 2)])
+def test_pins_are_in_order(nested):
+    """Several in a loop find their own; where an outer rerun meets an inner region anew, the forward's stand, too."""
     counter = iter(range(1, 100))
 
     def stage(x):
@@ -341,20 +250,7 @@ def pinned_stages(nested):
     want = x
     for scale in (1.0, 2.0, 3.0, 4.0, 5.0):
         want = (want * scale).sin()
-    return x.grad, torch.autograd.grad(want.sum(), x)[0]
-
-
-def test_pins_are_in_order():
-    """Several pins in a loop find their own."""
-    have, want = pinned_stages(nested=())
-    assert bits(have) == bits(want)
-
-
-@pytest.mark.parametrize("nested", [(3,), (4,), (0, 2)])
-def test_pins_of_inner_regions_stand_in_the_rerun_of_outer_ones(nested):
-    """The outer rerun meets the inner region anew; what was decided there in the forward stands all the same."""
-    have, want = pinned_stages(nested)
-    assert bits(have) == bits(want)
+    assert bits(x.grad) == bits(torch.autograd.grad(want.sum(), x)[0])
 
 
 def test_a_pinned_value_passes_gradients_on():
@@ -372,21 +268,6 @@ def test_a_pinned_value_passes_gradients_on():
     want = torch.autograd.grad(((x * w).exp().sin().exp() * w).sum(), [x, w])
     assert [bits(t) for t in have] == [bits(t) for t in want]
     assert len(runs) == 2
-
-
-def test_keep_in_a_rerun_around_a_scope_goes_to_the_innermost():
-    """A scope in a checkpointed function keeps in the scope; after the scope, the function pins."""
-    x = leaf()
-
-    @checkpointed
-    def fn(x):
-        with checkpoint_scope():
-            y = keep(x.sin()).exp().sin()
-        return keep(y.cos()).exp().sin()
-
-    y = fn(x)
-    want = torch.autograd.grad(x.sin().exp().sin().cos().exp().sin().sum(), x)[0]
-    assert bits(torch.autograd.grad(y.sum(), x)[0]) == bits(want)
 
 
 # ---- beside other hooks
@@ -422,48 +303,24 @@ def test_kept_values_go_through_enclosing_hooks(door):
     assert hooks.unpacked >= 1
 
 
-def offloaded(door, fn):
-    """Gradients of two backwards, the region under `save_on_cpu`, and plain's, in bits."""
-    base = leaf(4, 4)
-    want = torch.autograd.grad(fn(base * 1.5), base)
+@DOORS
+@pytest.mark.parametrize("write", [False, True])
+def test_keep_under_save_on_cpu(door, write):
+    """Offloaded and back, also where the kept tensor is a view; and it is what was kept, not what it became."""
+
+    def fn(x):
+        y = keep(x.relu().t())
+        z = keep((y * 3)[1:])
+        before = z.clone().square()
+        if write:
+            z.mul_(2)
+        return before.sum() + (keep(z.clone()) * z.clone()).square().sum()
+
+    if write and door is not scope and door is DOORS.args[1][0]:
+        return  # a rerun may refuse it
+    base = torch.arange(-8.0, 8.0).view(4, 4).requires_grad_()
+    want = torch.autograd.grad(fn(base * 2), base)
     with save_on_cpu():
-        y = door(fn)(base * 1.5)
+        y = door(fn)(base * 2)
     have = [torch.autograd.grad(y, base, retain_graph=retain)[0] for retain in (True, False)]
-    return [*map(bits, have)], [*map(bits, want * 2)]
-
-
-@DOORS
-def test_keep_under_save_on_cpu(door):
-    """Offloaded and back, also where the kept tensor is a view."""
-    have, want = offloaded(door, lambda x: keep(keep(x.sin().t()).cos()[1:]).clone().sin().exp().sum())
-    assert have == want
-
-
-@TAPES
-def test_keep_under_save_on_cpu_then_in_place(door):
-    """The offloaded value is the one that was kept, not what it became."""
-
-    def fn(x):
-        y = keep(x.sin().t())
-        z = keep(y.cos()[1:])
-        before = z.clone().sin().exp()
-        z.mul_(2)
-        return before.sum() + keep(z.clone()).sin().exp().sum()
-
-    have, want = offloaded(door, fn)
-    assert have == want
-
-
-@DOORS
-def test_keep_in_a_region_in_a_region(door):
-    """What the inner region keeps is saved by the outer one, which may recompute it."""
-    base = leaf()
-
-    def fn(x):
-        inner = door(lambda x: keep(x.exp().sin()).exp().sin())
-        return inner(x.tan()).cos()
-
-    want = torch.autograd.grad(fn(base * 1.5).sum(), base)[0]
-    for outer in (scope, checkpointed, checkpointed(backend="replay")):
-        y = outer(fn)(base * 1.5)
-        assert bits(torch.autograd.grad(y.sum(), base)[0]) == bits(want)
+    assert [*map(bits, have)] == [*map(bits, want * 2)]

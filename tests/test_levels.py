@@ -1,16 +1,14 @@
 """Recompute on several levels: a replay that is larger than the budget makes cuts of its own while it runs."""
 
 import math
-import warnings
 from collections import Counter
 
 import pytest
 import torch
-from oracle import Watching, bits
-from test_auto import NESTINGS, cells, gradients, inner_regions, nestings, net
+from oracle import bits
 
 from checkpointing import __main__ as job
-from checkpointing import _replay, auto, checkpoint_scope
+from checkpointing import auto, checkpoint_scope
 
 SIZE = 1000
 UNIT = 4 * SIZE
@@ -149,55 +147,9 @@ def test_more_budget_never_means_more_work():
 # ---- bit for bit
 
 
-@pytest.fixture
-def stages(monkeypatch):
-    """How many windows were replayed in pieces."""
-    made = []
-
-    class Stage(_replay.Stage):
-        def __init__(self):
-            made.append(1)
-            super().__init__()
-
-    monkeypatch.setattr(_replay, "Stage", Stage)
-    return made
-
-
-def inplace():
-    """A long chain of writes to one storage, random ones among them, with results of several steps saved."""
-    x = torch.rand(8, 16).requires_grad_()
-
-    def run():
-        y, total = x * 1, 0
-        for i in range(24):
-            y = torch.dropout(y, 0.1, True)
-            y.add_(torch.rand_like(y), alpha=0.1)
-            y[:, :3].mul_(0.5)
-            y.tanh_()
-            z = y.clone()
-            z[:, ::2] = y[:, ::2].sin()
-            total = total + z.exp_().sum() * (1 + i)
-        return total + y.sum()
-
-    return run, [x], []
-
-
-@pytest.mark.parametrize("build", [net, cells, inner_regions, inplace])
-@pytest.mark.parametrize("budget", [600, 2100])
-@pytest.mark.parametrize("door", NESTINGS)
-def test_every_schedule_is_bit_equal(build, budget, door, stages):
-    """To second order, in every nesting."""
-    warnings.simplefilter("ignore")
-    want = gradients(build, lambda fn: fn)
-    assert not stages
-    assert gradients(build, nestings(auto(budget=budget))[door]) == want
-    if budget == 2100 and build is not inner_regions and door == "scope":
-        assert stages
-
-
-@pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 2, 1, 0), (2, 0, 3, 1), (1, 1, 3, 3)])
-@pytest.mark.parametrize("budget", [400, 800, 1600])
-def test_partial_backwards_in_any_order(order, budget, stages):
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (2, 0, 3, 1), (1, 1, 3, 3)])
+@pytest.mark.parametrize("budget", [400, 1600])
+def test_partial_backwards_in_any_order(order, budget):
     """Results that leave a chain at several places; some are asked for twice."""
     x = torch.rand(100).requires_grad_()
 
@@ -217,58 +169,14 @@ def test_partial_backwards_in_any_order(order, budget, stages):
 
     want = found(run)
     assert found(scoped(run, budget)) == want
-    assert stages
 
 
-def test_a_read_outside_of_backward(stages):
-    """Nothing is remembered there, and it is right as well."""
-    x = torch.rand(100).requires_grad_()
-
-    def run():
-        y = x * 1
-        for _ in range(60):
-            y = y.tanh()
-        return y
-
-    want, have = run().grad_fn, scoped(run, 800)().grad_fn
-    for _ in range(60):
-        assert bits(have._saved_result) == bits(want._saved_result)
-        want, have = want.next_functions[0][0], have.next_functions[0][0]
-    assert stages
-
-
-def test_nothing_outlives_its_use(no_gc, stages):
-    """What was stored goes with the backward, or when the graph goes."""
-    x = torch.rand(100).requires_grad_()
-
-    def run():
-        y = x * 1
-        for _ in range(60):
-            y = y.tanh()
-        return y.sum()
-
-    with Watching() as watching:
-        for ending in ("backward", "partial", "twice"):
-            y = scoped(run, 1200)()
-            if ending == "twice":
-                torch.autograd.grad(y, x, retain_graph=True)
-            if ending == "partial":
-                hook = y.grad_fn.next_functions[0][0].next_functions[0][0].register_prehook(lambda g: 1 / 0)
-                with pytest.raises(ZeroDivisionError):
-                    torch.autograd.grad(y, x, retain_graph=True)
-                hook.remove()
-                del hook
-            torch.autograd.grad(y, x)
-            del y
-            assert watching.alive() == [], ending
-    assert stages
-
-
-def test_one_level_where_that_is_enough(stages):
-    """Without a budget, or with one that has room for what a segment saves, nothing changes."""
+@pytest.mark.parametrize("options", [{}, {"segment": 2 * UNIT}, {"budget": 16 * UNIT}, {"budget": 100 * UNIT}], ids=str)
+def test_one_level_where_that_is_enough(options):
+    """Without a budget, or with one that has room for what a segment saves, no step runs again twice."""
     run, _ = chain(64)
-    for policy in (auto(), auto(segment=2 * UNIT), auto(budget=16 * UNIT), auto(budget=100 * UNIT), None):
-        with checkpoint_scope(policy=policy):
-            loss = run()
-        loss.backward()
-    assert not stages
+    with checkpoint_scope(policy=auto(**options)):
+        loss = run()
+    ran.clear()
+    loss.backward()
+    assert len(ran) == len({*ran})

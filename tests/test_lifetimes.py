@@ -31,50 +31,20 @@ class Canary:
     """Something that can be referred to weakly; it dies with what holds it."""
 
 
-# ---- graphs
+class SavesItsOutputLast(torch.autograd.Function):
+    """Under early stop the recompute ends inside `apply`, after the output was saved."""
 
+    @staticmethod
+    def forward(ctx, x):
+        y = x.sigmoid()
+        ctx.save_for_backward(y)
+        return y
 
-@WORD
-@EARLY_STOP
-def test_a_graph_dies_without_backward(word, early_stop):
-    """Dropping the output frees the region, what it holds and what the function closes over."""
-    canary = Canary()
-    dead = weakref.ref(canary)
-    x, w = leaf(3, 3), leaf(3, 3)
-    with Watching() as watching:
-        y = apply(word, lambda x, w, canary=canary: network(x * 2, w) * bool(canary), early_stop)(x, w)
-        del canary
-        assert watching.alive()
-        del y
-    assert (watching.alive(), dead()) == ([], None)
-
-
-@WORD
-@EARLY_STOP
-def test_a_graph_dies_after_backward(word, early_stop):
-    """The loss may live on; the gradients do."""
-    x, w = leaf(3, 3), leaf(3, 3)
-    with Watching() as watching:
-        y = apply(word, lambda x, w: network(x * 2, w), early_stop)(x, w).sum()
-        y.backward()
-        x.grad = w.grad = None
-        alive = watching.alive()
-    assert alive == ["sum"]
-
-
-@WORD
-def test_a_region_that_saves_its_own_output(word):
-    """`exp` saves its result, which is what the region gives back: no cycle."""
-    x = leaf(3)
-    with Watching() as watching:
-        y = apply(word, lambda x: x.sin().exp())(x)
-        del y
-        assert watching.alive() == []
-        y = apply(word, lambda x: x.sin().exp())(x)
-        y.sum().backward()
-        del y
-        x.grad = None
-    assert watching.alive() == []
+    @staticmethod
+    def backward(ctx, grad):
+        (first,), (second,) = ctx.saved_tensors, ctx.saved_tensors  # both reads are served by one recompute
+        assert torch.equal(first, second)
+        return grad * first * (1 - second)
 
 
 class Fails(torch.autograd.Function):
@@ -91,6 +61,38 @@ class Fails(torch.autograd.Function):
         raise ValueError
 
 
+# ---- graphs
+
+REGIONS = {
+    "network": lambda x, w: network(x * 2, w),
+    "saves its own output": lambda x, w: x.sin().exp(),
+    "hands its argument through": lambda x, w: (x, x.sin()),
+    "a custom function": lambda x, w: SavesItsOutputLast.apply(x.sin()),
+}
+
+
+@WORD
+@EARLY_STOP
+@pytest.mark.parametrize("name", REGIONS)
+def test_a_graph_dies(word, early_stop, name):
+    """After backward, without one and after two; with it what the region holds and what the function closes over."""
+    x, w = leaf(3, 3), leaf(3, 3)
+    for backwards in (0, 1, 2):
+        canary = Canary()
+        dead = weakref.ref(canary)
+        with Watching() as watching:
+            region = lambda x, w, canary=canary: (canary, REGIONS[name](x, w))[1]  # noqa: E731
+            y = apply(word, region, early_stop)(x * 2, w)
+            y = y if isinstance(y, torch.Tensor) else y[1]
+            del canary, region
+            assert watching.alive()
+            for n in range(backwards):
+                y.sum().backward(retain_graph=n + 1 < backwards)
+            x.grad = w.grad = None
+            del y
+            assert (watching.alive(), dead()) == ([], None), backwards
+
+
 @WORD
 def test_nothing_recomputed_outlives_a_backward_that_fails_in_a_custom_function(word):
     """The graph lives on."""
@@ -101,20 +103,6 @@ def test_nothing_recomputed_outlives_a_backward_that_fails_in_a_custom_function(
                 y.backward(retain_graph=True)
     assert watching.alive("exp", "sin", "tanh") == []
     assert y.grad_fn is not None
-
-
-@WORD
-def test_inputs_that_are_outputs_die(word):
-    """The same for a region that hands its argument through."""
-    x = leaf(3)
-    with Watching() as watching:
-        h = x * 2
-        y = apply(word, lambda h: (h, h.sin()))(h)
-        del h
-        y[1].sum().backward()
-        del y
-        x.grad = None
-    assert watching.alive() == []
 
 
 @WORD
@@ -164,30 +152,37 @@ def test_an_exception_in_the_body_leaves_nothing(word):
 # ---- what is recomputed
 
 
-def recomputed(word, early_stop, backward, fn=network):
-    """The operators of a recompute whose results live after `backward(y)`, while the graph does, too."""
-    x, w = leaf(3, 3), leaf(3, 3)
-    y = apply(word, fn, early_stop)(x, w)
-    with Watching() as watching:
-        backward(y)
-        x.grad = w.grad = None
-    names = [name for name, _ in watching.made]
-    assert "tanh" in names and "mm" in names, "it was recomputed"
-    return watching.alive()
+def once(y, inner):
+    y.sum().backward()
+
+
+def retained(y, inner):
+    y.sum().backward(retain_graph=True)
+
+
+def partial(y, inner):
+    """Only some of the holders are opened."""
+    torch.autograd.grad(y.sum(), inner, retain_graph=True)
+
+
+def failing(y, inner):
+    """A hook raises in the middle."""
+    inner.register_hook(lambda grad: 1 / 0)
+    with contextlib.suppress(ZeroDivisionError):
+        y.sum().backward(retain_graph=True)
+        raise AssertionError
+
+
+def differentiable(y, inner):
+    """A gradient with a graph of its own holds holders, not tensors."""
+    torch.autograd.grad(y.sum(), inner, create_graph=True)
 
 
 @WORD
 @EARLY_STOP
-@pytest.mark.parametrize("retain_graph", [False, True], ids=["freed", "retained"])
-def test_nothing_recomputed_is_alive_after_backward(word, early_stop, retain_graph):
-    """Whether the graph is retained or not."""
-    assert recomputed(word, early_stop, lambda y: y.sum().backward(retain_graph=retain_graph)) == []
-
-
-@WORD
-@EARLY_STOP
-def test_nothing_recomputed_is_alive_after_a_partial_backward(word, early_stop):
-    """Only some of the holders were opened; what else was recomputed on the way is dropped as well."""
+@pytest.mark.parametrize("backward", [once, retained, partial, failing, differentiable], ids=lambda b: b.__name__)
+def test_nothing_recomputed_is_alive_after_backward(word, early_stop, backward):
+    """Although the graph may be."""
     inner = []
 
     def fn(x, w):
@@ -196,58 +191,19 @@ def test_nothing_recomputed_is_alive_after_a_partial_backward(word, early_stop):
             inner.append(h)
         return (h @ w).tanh().cos()
 
-    def backward(y):
-        torch.autograd.grad(y.sum(), inner[0], retain_graph=True)
-
-    assert recomputed(word, early_stop, backward, fn) == []
-
-
-@WORD
-@EARLY_STOP
-def test_nothing_recomputed_is_alive_after_a_failing_backward(word, early_stop):
-    """A hook raises in the middle of backward."""
-
-    def hook(grad):
-        raise ValueError
-
-    def fn(x, w):
-        h = (x @ w).sin().exp()
-        h.requires_grad and h.register_hook(hook)
-        return (h @ w).tanh().cos()
-
-    def backward(y):
-        try:
-            y.sum().backward(retain_graph=True)
-        except ValueError:
-            pass
-        else:
-            raise AssertionError("the hook should have failed")
-
-    assert recomputed(word, early_stop, backward, fn) == []
-
-
-@WORD
-@EARLY_STOP
-def test_nothing_recomputed_is_alive_after_create_graph(word, early_stop):
-    """A differentiable gradient holds holders, not tensors: dropping it leaves nothing."""
-
     x, w = leaf(3, 3), leaf(3, 3)
-    y = apply(word, network, early_stop)(x, w)
+    y = apply(word, fn, early_stop)(x, w)
     with Watching() as watching:
-        gradient = torch.autograd.grad(y.sum(), x, create_graph=True)
-        del gradient
+        backward(y, inner.pop())
+        x.grad = w.grad = None
+    assert {"tanh", "mm"} <= {name for name, _ in watching.made}, "it was recomputed"
     assert watching.alive() == []
 
 
 @WORD
 def test_a_recomputed_tensor_is_dead_once_its_node_has_run(word):
     """Backward of a chain: before each node runs, what the nodes before it asked for is gone."""
-    x = leaf(3)
-
-    def fn(x):
-        return x.sin().exp().tanh().sigmoid()
-
-    y = apply(word, fn)(x)
+    y = apply(word, lambda x: x.sin().exp().tanh().sigmoid())(leaf(3))
     alive = []
     with Watching() as watching:
         node = y.grad_fn
@@ -270,85 +226,6 @@ def test_a_tensor_read_outside_of_backward_is_the_readers(word):
         assert watching.alive() == []
 
 
-class SavesItsOutputLast(torch.autograd.Function):
-    """Under early stop the recompute ends inside `apply`, after the output was saved."""
-
-    @staticmethod
-    def forward(ctx, x):
-        y = x.sigmoid()
-        ctx.save_for_backward(y)
-        return y
-
-    @staticmethod
-    def backward(ctx, grad):
-        (y,) = ctx.saved_tensors
-        return grad * y * (1 - y)
-
-
-@WORD
-@EARLY_STOP
-def test_a_custom_function_that_saves_its_output_last_does_not_leak(word, early_stop):
-    """Neither the rerun's node nor its tensors survive the early stop."""
-    x = leaf(3)
-    for retain_graph in (True, False):
-        y = apply(word, lambda x: SavesItsOutputLast.apply(x.sin()), early_stop)(x)
-        with Watching() as watching:
-            y.sum().backward(retain_graph=retain_graph)
-            x.grad = None
-        assert "sigmoid" in [name for name, _ in watching.made]
-        assert watching.alive() == []
-
-
-class ReadsTwice(torch.autograd.Function):
-    """Reads `ctx.saved_tensors` twice."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x.square()
-
-    @staticmethod
-    def backward(ctx, grad):
-        (first,) = ctx.saved_tensors
-        (second,) = ctx.saved_tensors
-        assert torch.equal(first, second)
-        return grad * 2 * second
-
-
-@WORD
-@EARLY_STOP
-def test_a_second_read_works_and_leaves_nothing(word, early_stop):
-    """Both reads of one node are served by one recompute, and nothing stays."""
-    x = leaf(3)
-    y = apply(word, lambda x: ReadsTwice.apply(x.sin()), early_stop)(x)
-    with Watching() as watching:
-        y.sum().backward(retain_graph=True)
-        gradient, x.grad = x.grad, None
-        assert torch.equal(gradient, 2 * x.sin().detach() * x.cos().detach())
-        names = [name for name, _ in watching.made]
-        del gradient
-    assert names.count("sin") == 2, "one in the recompute, one in this test"
-    assert watching.alive() == []
-
-
-@WORD
-def test_a_mismatch_leaves_nothing(word):
-    """A recompute that goes wrong drops what it has made."""
-    x = leaf(3)
-    h = [leaf(3) * 1, leaf(3) * 1]
-    y = apply(word, lambda x: (x * h[0]).sin().exp() * h[1])(x)
-    h[0] = leaf(4) * 1
-    h[1] = h[1].detach()
-    with Watching() as watching:
-        try:
-            y.sum().backward(retain_graph=True)
-        except RuntimeError:
-            assert word != "s"
-    x.grad = None
-    gc.collect()
-    assert watching.alive("sin", "exp", "cos") == []
-
-
 @pytest.mark.parametrize("fault", ["shape", "number", "parameter"])
 def test_an_error_of_the_recompute_dies_with_its_handler(fault):
     """A traceback holds the frames that it passed: one of them that held the error would make both immortal."""
@@ -365,25 +242,26 @@ def test_an_error_of_the_recompute_dies_with_its_handler(fault):
                 return x.sin()
             return linear(x).sin() if fault == "parameter" else x.sin().exp()
 
-        y = apply("c", fn)(x)
-        with torch.no_grad():
-            linear.weight.add_(1)
-        with contextlib.suppress(CheckpointError):
-            y.sum().backward()
-            raise AssertionError
-        del canary, fn, y
+        with Watching() as watching:
+            y = apply("c", fn)(x)
+            with torch.no_grad():
+                linear.weight.add_(1)
+            with contextlib.suppress(CheckpointError):
+                y.sum().backward()
+                raise AssertionError
+            del canary, fn, y
     assert [ref() for ref in dead[1:]] == [None, None]
+    assert watching.alive() == []
 
 
 # ---- many steps
 
 
 @WORD
-@EARLY_STOP
-def test_a_thousand_steps_leave_no_growth(word, early_stop):
+def test_a_thousand_steps_leave_no_growth(word):
     """No object that the garbage collector would see and no tensor is left over."""
     x, w = leaf(3, 3), leaf(3, 3)
-    fn = apply(word, network, early_stop)
+    fn = apply(word, network)
 
     def steps(n):
         for i in range(n):
@@ -395,23 +273,7 @@ def test_a_thousand_steps_leave_no_growth(word, early_stop):
 
     steps(8)
     before = len(gc.get_objects())
-    with Watching() as watching:
-        steps(4)
-    assert watching.alive() == []
-    del watching
-    steps(1000 if early_stop else 100)
-    assert len(gc.get_objects()) - before <= 2
-
-
-@pytest.mark.parametrize("word", ["c", "s"])
-def test_backward_again_and_again_over_one_graph_leaves_no_growth(word):
-    """A thousand graph tasks over one retained region."""
-    x, w = leaf(3, 3), leaf(3, 3)
-    total = apply(word, network)(x, w).sum()
-    torch.autograd.grad(total, x, retain_graph=True)
-    before = len(gc.get_objects())
-    for _ in range(1000):
-        torch.autograd.grad(total, x, retain_graph=True)
+    steps(1000 if len(word) == 1 else 100)
     assert len(gc.get_objects()) - before <= 2
 
 
@@ -434,10 +296,13 @@ def test_one_long_block_forgets_what_it_dropped(word):
 
 
 def test_code_that_a_program_makes_is_not_remembered_forever():
-    """What is known of a function's code holds the code, and some programs make some at every step."""
-    known = {}
-    for _ in range(20_001):
-        code = compile("0", "made", "eval")
-        remember(known, code, code)
-        assert known[id(code)] is code
-    assert len(known) <= 10_000
+    """Some programs make functions at every step; what is known of their code may hold it, but not without end."""
+    dead = []
+    for n in range(12_000):
+        names = {}
+        exec(compile("def fn(x):\n    return x", "made", "exec"), names)
+        fn = names.pop("fn")
+        if n < 100:
+            dead.append(weakref.ref(fn.__code__))
+        apply("c", fn)(leaf(1))
+    assert not any(ref() for ref in dead)

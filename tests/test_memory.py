@@ -3,12 +3,12 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from oracle import Program, apply, observe
+from oracle import apply
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from checkpointing import __main__ as job
-from checkpointing import checkpoint_scope, checkpointed, keep
+from checkpointing import checkpoint_scope, keep
 
 DEPTH, WIDTH, ROWS = 12, 32, 64
 ACTIVATION = ROWS * WIDTH * 4  # bytes
@@ -60,18 +60,6 @@ def one_scope(blocks, x):
         return x
 
 
-def one_replay(blocks, x):
-    """The same with a function."""
-
-    @checkpointed(backend="replay")
-    def run(x):
-        for block in blocks:
-            x = keep(block(x))
-        return x
-
-    return run(x)
-
-
 def nested(blocks, x):
     """A scope per block, in a scope around all."""
     with checkpoint_scope():
@@ -105,11 +93,10 @@ def test_a_region_per_block_needs_no_more_than_torchs(door, baseline):
     assert held <= 1.02 * baseline[0]
 
 
-@pytest.mark.parametrize("run", [one_scope, one_replay], ids=["scope", "replay"])
-def test_one_scope_with_keep_needs_little_more(run, baseline):
+def test_one_scope_with_keep_needs_little_more(baseline):
     """The peak of one block around the whole model is at most 1.05 of torch's per block."""
-    bytes_of(run)
-    assert bytes_of(run)[1] <= 1.05 * baseline[1]
+    bytes_of(one_scope)
+    assert bytes_of(one_scope)[1] <= 1.05 * baseline[1]
 
 
 @pytest.mark.parametrize("run", [per_block("c"), per_block("s"), one_scope], ids=lambda run: run.__name__)
@@ -128,38 +115,11 @@ def test_nested_scopes_hold_less_than_flat_ones():
 
 
 def test_plain_needs_several_times_as_much(baseline):
-    """Else this would measure nothing."""
-    held, peak = bytes_of(plain)
-    assert held > 4 * baseline[0]
-    assert peak > 3 * baseline[1]
-
-
-@pytest.mark.parametrize("run", [torchs, per_block("c"), per_block("s"), one_scope], ids=lambda run: run.__name__)
-def test_memory_is_the_same_number_each_time(run):
-    """Counted, not sampled."""
-    bytes_of(run)
-    assert bytes_of(run) == bytes_of(run)
-
-
-@pytest.mark.parametrize("run", [per_block("c"), per_block("s"), one_scope, nested], ids=lambda run: run.__name__)
-def test_the_model_is_bit_equal(run):
-    """What is measured here is right, too."""
-
-    def program(run):
-        def model():
-            class Model(nn.Module):
-                def __init__(self):
-                    super().__init__()
-                    self.blocks = nn.ModuleList(Block() for _ in range(3))
-
-                def forward(self, x):
-                    return run(self.blocks, x)
-
-            return Model(), (torch.rand(2, WIDTH).requires_grad_(),)
-
-        return Program(model)
-
-    assert observe(program(run), "", order=1) == observe(program(plain), "", order=1)
+    """Else this would measure nothing; and it is the same number each time."""
+    first = bytes_of(plain)
+    assert bytes_of(plain) == first
+    assert first[0] > 4 * baseline[0]
+    assert first[1] > 3 * baseline[1]
 
 
 # ---- bytes of one region, by hand
@@ -216,23 +176,12 @@ def test_stats_after_the_block_and_after_backward():
     assert (stats.ops_recorded, stats.ops_replayed, stats.replays) == (4, 0, 0)
     # sin saves h, exp its result, cos the kept value (the same storage), tanh its result
     assert (stats.bytes_saved, stats.bytes_held, stats.bytes_kept) == (3 * N, N, N)
+    y.sum().backward(retain_graph=True)
+    assert (scope.stats.ops_replayed, scope.stats.replays, scope.stats.bytes_held) == (2, 1, N)
     y.sum().backward()
     stats = scope.stats
-    assert (stats.ops_recorded, stats.ops_replayed, stats.replays) == (4, 2, 1)
+    assert (stats.ops_recorded, stats.ops_replayed, stats.replays) == (4, 4, 2)
     assert (stats.bytes_saved, stats.bytes_held, stats.bytes_kept) == (3 * N, 0, 0)
-
-
-def test_stats_of_a_retained_graph():
-    """What is held stays held; replays add up."""
-    x = torch.rand(1000).requires_grad_()
-    with checkpoint_scope() as scope:
-        y = (x * 2).sin().exp().sum()
-    before = scope.stats
-    for n in (1, 2, 3):
-        y.backward(retain_graph=True)
-        assert scope.stats.replays == n
-        assert scope.stats.ops_replayed == 3 * n
-        assert (scope.stats.bytes_held, scope.stats.bytes_kept) == (before.bytes_held, before.bytes_kept)
 
 
 def test_stats_count_the_state_of_generators():
@@ -255,16 +204,6 @@ def test_parameters_are_not_counted():
     assert scope.stats.bytes_saved == x.nbytes + 2 * 5 * 10 * 4
     del y
     assert scope.stats.bytes_held == 0
-
-
-def test_stats_of_what_was_dropped():
-    """When the graph dies without backward, nothing is held."""
-    x = torch.rand(1000).requires_grad_()
-    with checkpoint_scope() as scope:
-        y = keep((x * 2).sin()).exp().tanh()
-    assert scope.stats.bytes_kept == N
-    del y
-    assert (scope.stats.bytes_held, scope.stats.bytes_kept) == (0, 0)
 
 
 def test_stats_are_frozen_numbers():

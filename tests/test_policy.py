@@ -53,7 +53,7 @@ def ran_again(fn, *args):
     return Counter({name: n for name, n in ran.items() if n and name in ("sin", "mm", "exp", "atan", "tanh", "cos")})
 
 
-DOORS = pytest.mark.parametrize("door", [scope, checkpointed, checkpointed(backend="replay")][:2], ids=["scope", "fn"])
+DOORS = pytest.mark.parametrize("door", [scope, checkpointed], ids=["scope", "fn"])
 
 
 # ---- policies are values
@@ -64,53 +64,35 @@ def asking(ctx, op, *args, **kwargs):
     return op == EXP
 
 
-POLICIES = {
+PRINTED = {
     "save_ops()": lambda: save_ops(),
-    "save_ops": lambda: save_ops(MM, EXP),
-    "save_tagged": lambda: save_tagged("a", "b"),
-    "either": lambda: save_ops(MM) | save_tagged("a"),
-    "three": lambda: save_ops(MM) | save_tagged("a") | save_ops(SIN),
-    "with a list": lambda: save_tagged("a") | [MM],
-    "list first": lambda: [MM] | save_tagged("a"),
-    "with a function": lambda: save_tagged("a") | asking,
-    "function first": lambda: asking | save_tagged("a"),
+    "save_ops(aten.exp.default, aten.mm.default)": lambda: save_ops(MM, EXP),
+    "save_tagged('a', 'b')": lambda: save_tagged("b", "a"),
+    "save_ops(aten.mm.default) | save_tagged('a') | save_ops(aten.exp.default)": lambda: (
+        save_ops(MM) | save_tagged("a") | [EXP]
+    ),
+    "save_ops(aten.mm.default) | save_tagged('a')": lambda: [MM] | save_tagged("a"),
 }
 
 
-@pytest.mark.parametrize("name", POLICIES)
-def test_policies_are_frozen_printable_hashable(name):
-    """Equal when made the same way; no attribute can be set."""
-    policy, same = POLICIES[name](), POLICIES[name]()
+@pytest.mark.parametrize("text", PRINTED)
+def test_policies_are_frozen_printable_hashable(text):
+    """Equal when made the same way; no attribute can be set; printed as they are written."""
+    policy, same = PRINTED[text](), PRINTED[text]()
     assert policy == same
-    assert hash(policy) == hash(same)
     assert len({policy, same}) == 1
-    assert repr(policy) == repr(same)
+    assert repr(policy) == text
     for field in dataclasses.fields(policy):
         with pytest.raises(dataclasses.FrozenInstanceError):
             setattr(policy, field.name, None)
-    with pytest.raises((AttributeError, TypeError)):
-        policy.anything = 1
-
-
-def test_policies_print_as_they_are_written():
-    """In a fixed order."""
-    assert repr(save_ops(MM, EXP)) == "save_ops(aten.exp.default, aten.mm.default)"
-    assert repr(save_tagged("b", "a")) == "save_tagged('a', 'b')"
-    assert repr(save_ops(MM) | save_tagged("a") | [EXP]) == (
-        "save_ops(aten.mm.default) | save_tagged('a') | save_ops(aten.exp.default)"
-    )
-    assert "asking" in repr(save_ops(MM) | asking)
 
 
 def test_different_policies_differ():
-    """In what they keep, not in the order in which that was written."""
+    """In what they keep, not in the order in which that was written; those of names can be pickled."""
     assert save_ops(MM, EXP) == save_ops(EXP, MM) != save_ops(MM)
     assert save_tagged("a") != save_tagged("b")
     assert save_ops() != save_tagged()
-
-
-def test_policies_of_names_can_be_pickled():
-    """As configurations are."""
+    assert asking | save_tagged("a") == asking | save_tagged("a")
     policy = save_tagged("a", "b") | save_tagged("c")
     assert pickle.loads(pickle.dumps(policy)) == policy
 
@@ -120,7 +102,6 @@ def test_policies_of_names_can_be_pickled():
     [
         (lambda: save_ops(aten.mm), ValueError, "name one of its overloads"),
         (lambda: save_ops(torch.mm), ValueError, "OpOverloads such as"),
-        (lambda: save_ops([MM]), ValueError, "OpOverloads such as"),
         (lambda: save_tagged(3), TypeError, "a tag is a string"),
         (lambda: save_ops(MM) | None, TypeError, "None is no policy"),
         (lambda: save_ops(MM) | 3, TypeError, "not 3"),
@@ -181,44 +162,19 @@ def test_all_six_answers_act(answer):
     del y
 
 
-@pytest.mark.parametrize("answer", [None, 1, "save", torch.tensor(True)])
-def test_an_answer_that_is_none_of_them_is_an_error(answer):
-    """None is what a function returns that forgot to answer."""
+@pytest.mark.parametrize(
+    ("policy", "error"),
+    [
+        (lambda ctx, op, *args, **kwargs: None, r"answers with a CheckpointPolicy or a bool.*aten\.mm"),
+        (lambda ctx, op, *args, **kwargs: "save", r"answers with a CheckpointPolicy or a bool.*aten\.mm"),
+        (lambda op: True, r"policy, asked for aten\.mm.* takes 1 positional argument"),
+    ],
+)
+def test_a_policy_that_can_not_be_asked_is_an_error_that_says_so(policy, error):
+    """Also below `@`, where torch drops every TypeError and calls the operands unsupported."""
     x = leaf()
-    with (
-        pytest.raises(ValueError, match=r"answers with a CheckpointPolicy or a bool.*aten\.mm"),
-        checkpoint_scope(policy=lambda ctx, op, *args, **kwargs: answer),
-    ):
+    with pytest.raises((ValueError, CheckpointError), match=error), checkpoint_scope(policy=policy):
         x @ x.T
-
-
-def test_a_policy_with_another_signature_is_an_error_that_says_so():
-    """Torch drops every TypeError that it meets below `@`, and calls the operands unsupported."""
-    x = leaf()
-    with (
-        pytest.raises(CheckpointError, match=r"policy, asked for aten\.mm.* takes 1 positional argument"),
-        checkpoint_scope(policy=lambda op: True),
-    ):
-        x @ x.T
-
-
-def test_a_policy_sees_the_operator_its_arguments_and_its_result():
-    """As in torch's selective checkpointing."""
-    seen = []
-
-    def policy(ctx, op, *args, **kwargs):
-        seen.append((op, [type(a) for a in args], ctx.op_output.shape))
-        return False
-
-    x = leaf()
-    with checkpoint_scope(policy=policy):
-        y = x.sin() + 1
-    assert [(op, kinds) for op, kinds, _ in seen] == [
-        (SIN, [torch.Tensor]),
-        (aten.add.Tensor, [torch.Tensor, int]),
-    ]
-    assert {shape for *_, shape in seen} == {x.shape}
-    del y
 
 
 def test_the_first_of_two_products_only():
@@ -249,20 +205,6 @@ def test_in_place_on_what_is_kept():
     assert "elu_" not in count(scope(program, policy=[aten.elu_.default])(leaf()).sum().backward)
 
 
-def test_what_no_window_needs_is_released_at_the_end_of_the_block():
-    """Kept, but nobody's recompute starts from it."""
-    x = leaf()
-    with checkpoint_scope(policy=[SIN, EXP]) as entered:
-        unused = x.detach().sin()
-        y = x.exp().tanh()
-        during = entered.stats
-    del unused
-    assert during.bytes_kept == x.nbytes
-    assert entered.stats.bytes_kept == x.nbytes  # exp saves its own result
-    del y
-    assert entered.stats.bytes_kept == 0
-
-
 # ---- tags
 
 
@@ -283,18 +225,6 @@ def test_a_tag_is_nothing_without_a_policy_that_asks_for_it():
     assert y._version == 0
 
 
-@pytest.mark.parametrize("door", [None, scope, checkpointed, checkpointed(backend="replay")])
-def test_a_tag_is_transparent_to_gradients(door):
-    """In every door and outside, with a policy and without."""
-
-    def tagged(x):
-        return tag((tag(x.sin(), "a") @ x).exp(), "b").atan().tanh().cos()
-
-    assert gradient(door(tagged) if door else tagged) == gradient(program)
-    assert gradient(scope(tagged, policy=save_tagged("a"))) == gradient(program)
-    assert gradient(checkpointed(tagged, policy=save_tagged("a", "b"))) == gradient(program)
-
-
 @DOORS
 def test_a_tagged_value_is_kept_by_the_policy_that_names_it(door):
     """The others are not."""
@@ -309,6 +239,7 @@ def test_a_tagged_value_is_kept_by_the_policy_that_names_it(door):
         (save_tagged("c"), "sin mm exp atan tanh"),
     ):
         assert ran_again(door(tagged, policy=policy)) == dict.fromkeys(again.split(), 1)
+        assert gradient(door(tagged, policy=policy)) == gradient(program)
 
 
 @dataclasses.dataclass
@@ -317,9 +248,7 @@ class Pair:
     b: object
 
 
-@pytest.mark.parametrize(
-    "wrap", [lambda a, b: [a, b], lambda a, b: {"x": (a, [b])}, Pair, lambda a, b: Pair((a,), {"b": b, "n": 3})]
-)
+@pytest.mark.parametrize("wrap", [lambda a, b: [a, b], lambda a, b: Pair((a,), {"b": b, "n": 3})])
 def test_every_tensor_in_a_tagged_structure(wrap):
     """As `keep` does."""
     x = leaf(10)
@@ -333,13 +262,6 @@ def test_every_tensor_in_a_tagged_structure(wrap):
 
 
 # ---- regions in regions
-
-
-def nest(outer, inner, wrap=scope):
-    """What runs again, for a program in a scope with the policy `outer`, part of it in one with `inner`."""
-    fn = scope(lambda x: wrap(lambda x: (x.sin() @ x).exp().atan(), policy=inner)(x).tanh().cos(), policy=outer)
-    assert gradient(fn) == gradient(program)
-    return " ".join(sorted(ran_again(fn)))
 
 
 @pytest.mark.parametrize(
@@ -358,12 +280,11 @@ def nest(outer, inner, wrap=scope):
 def test_the_inner_policy_wins_inside(outer, inner, again, wrap):
     """What the inner one keeps is not made again, for the outer one neither; what it does not keep is made again,
     although the outer one would keep it. Where there is no inner one, the outer one holds."""
-    if inner is None:
-        nested = scope(lambda x: scope(lambda x: (x.sin() @ x).exp().atan())(x).tanh().cos(), policy=outer)
-        have = " ".join(sorted(ran_again(nested)))
-    else:
-        have = nest(outer, inner, wrap)
-    assert have.replace("atan ", "") == again
+    options = {} if inner is None else {"policy": inner}
+    wrap = wrap if inner is not None else scope
+    nested = scope(lambda x: wrap(lambda x: (x.sin() @ x).exp().atan(), **options)(x).tanh().cos(), policy=outer)
+    assert gradient(nested) == gradient(program)
+    assert " ".join(sorted(ran_again(nested))).replace("atan ", "") == again
 
 
 def test_a_region_that_is_called_again_makes_everything_again():
@@ -374,28 +295,6 @@ def test_a_region_that_is_called_again_makes_everything_again():
     fn = scope(lambda x: checkpointed(scope(lambda x: (x.sin() @ x).exp().atan()))(x).tanh().cos(), policy=[EXP])
     assert gradient(fn) == gradient(program)
     assert ran_again(fn)["exp"] == 2  # once in the rerun, once for what the outer block saves
-
-
-def test_three_deep():
-    """The innermost policy that there is."""
-
-    def block(x, policies):
-        if not policies:
-            return x.exp().tanh()
-        return scope(block, policy=policies[0])(x, policies[1:])
-
-    for policies, kept in (
-        ([[EXP], None, None], True),
-        ([None, [EXP], None], True),
-        ([None, None, [EXP]], True),
-        ([[EXP], [MM], None], False),
-        ([[MM], [EXP], None], True),
-        ([[EXP], None, []], False),
-        ([[], [], [EXP]], True),
-    ):
-        x = leaf()
-        y = block(x.sin(), policies)
-        assert ("exp" not in count(y.sum().backward)) == kept, policies
 
 
 def test_tags_ask_the_innermost_policy():
@@ -450,34 +349,12 @@ def test_a_disabled_scope_inside_a_scope_keeps_what_it_saves():
 
 
 def test_a_disabled_scope_elsewhere_is_a_plain_block():
-    """Outside of regions, and where other hooks stand between."""
+    """Also where other hooks stand between it and the region around."""
     x = leaf()
-    with checkpoint_scope(enabled=False):
-        y = x.exp().sin()
-    assert count(y.sum().backward).get("exp", 0) == 0
     packed = []
     hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or t.detach(), lambda t: t)
     with checkpoint_scope() as entered, hooks, checkpoint_scope(enabled=False):
         y = x.exp().sin()
     assert len(packed) == 2
     assert entered.stats.bytes_kept == 0
-    y.sum().backward()
-    with checkpoint_scope() as entered, torch.no_grad(), checkpoint_scope(enabled=False):
-        x.exp()
-    assert entered.stats.bytes_kept == 0
-
-
-def test_a_policy_is_compiled_once():
-    """Not for every call of the function."""
-    made = []
-
-    class Asked(list):
-        def __iter__(self):
-            made.append(1)
-            return super().__iter__()
-
-    fn = checkpointed(program, policy=Asked([MM]))
-    before = len(made)
-    for _ in range(3):
-        fn(leaf())
-    assert len(made) == before
+    assert count(y.sum().backward).get("exp", 0) == 0

@@ -1,17 +1,12 @@
 """Tricks of storage: views, in-place writes, several versions, `set_`, `resize_`, `.data`, reused addresses."""
 
-import bitwise
 import pytest
 import torch
-from bitwise import RERUN, Table
+from bitwise import DOORS, REPLAY, RERUN, Table
 
 
 def tensors():
-    return (
-        torch.randn(4, 6, dtype=torch.float64, requires_grad=True),
-        torch.randn(4, 6, dtype=torch.float64, requires_grad=True),
-        torch.randn(6, 6, dtype=torch.float64, requires_grad=True),
-    )
+    return tuple(torch.randn(n, 6, dtype=torch.float64, requires_grad=True) for n in (4, 4, 6))
 
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # prototypes and betas of torch
@@ -20,15 +15,10 @@ case = Table(tensors)
 
 # ---- views
 @case
-def transposed(x, y, w):
-    h = (x @ w).t()
-    return h.sin() * h.t().exp().t()
-
-
-@case
 def views_of_views(x, y, w):
     h = (x * y).view(2, 12)[:, 2:10].reshape(4, 4).t()[1:3]
-    return h.exp() * h
+    t = (x @ w).t()
+    return h.exp() * h, t.sin() * t.t().exp().t()
 
 
 @case
@@ -49,21 +39,9 @@ def expanded_and_overlapping(x, y, w):
 def zero_size_and_zero_dim(x, y, w):
     h = x.sin()
     empty = h[:0] * y[:0]
-    return (empty.exp() * empty), h.sum() * h.sum().exp(), h[2, 3] * h.mean()
-
-
-@case
-def zero_size_filled(x, y, w):
     e = torch.empty(0, 6, dtype=x.dtype)
     e.add_(1)
-    return torch.cat([e * x[:0], x.sin()]).exp()
-
-
-@case
-def real_and_imag(x, y, w):
-    z = torch.complex(x, y)
-    z = z * z.exp()
-    return z.real * z.imag, (z * z.conj()).real.exp()
+    return empty.exp() * empty, h.sum() * h.sum().exp(), h[2, 3] * h.mean(), torch.cat([e * x[:0], h]).exp()
 
 
 @case
@@ -71,7 +49,7 @@ def conj_and_neg(x, y, w):
     z = torch.complex(x.sin(), y)
     c = z.conj()
     n = c.imag  # neg bit
-    return (c * c).abs().square(), n * n.exp(), (c.t() @ z).real
+    return (c * c).abs().square(), n * n.exp(), (c.t() @ z).real, z.real * (z * z.exp()).imag
 
 
 @case
@@ -97,9 +75,11 @@ def dtype_view(x, y, w):
 
 @case
 def dtype_view_written(x, y, w):
-    h = (x * 3).detach()
+    h, k = (x * 3).detach(), (x * 2).detach()
     h.view(torch.int64).bitwise_and_(-256)
-    return x * h * h
+    a = x * k.clone()
+    k.view(torch.int32)[:, ::2].zero_()
+    return x * h * h, a * k * x
 
 
 @case
@@ -114,11 +94,6 @@ def split_and_unbind(x, y, w):
     a, b = h.split(3, dim=1)
     rows = h.unbind()
     return a * b, rows[0] * rows[1] * rows[3], torch.stack([r.sin() for r in rows])
-
-
-@case
-def to_sparse_and_back(x, y, w):
-    return (x.sin().to_sparse().to_dense() * y).exp()
 
 
 # ---- writes in place
@@ -149,16 +124,11 @@ def in_place_on_views(x, y, w):
     h[1:3].mul_(2)
     h.t()[2].add_(y[0, :4])
     h.view(-1)[::5] = 1.5
-    return h.exp() * h.sin()
-
-
-@case
-def in_place_on_views_of_views(x, y, w):
-    h = x.sin()
-    v = h.view(2, 12)[:, 3:9].view(2, 2, 3)[0]
+    k = x.sin()
+    v = k.view(2, 12)[:, 3:9].view(2, 2, 3)[0]
     v.copy_(y[:2, :3])
     v.t()[1].exp_()
-    return h * h
+    return h.exp() * h.sin(), k * k
 
 
 @case
@@ -177,7 +147,7 @@ def several_versions(x, y, w):
 
 
 @case(refused=RERUN)
-def several_versions_via_data(x, y, w):
+def several_versions_of_one_buffer(x, y, w):
     h = x.exp()
     outs = []
     for i in range(4):
@@ -214,32 +184,19 @@ def in_place_on_view_of_input(x, y, w):
     return a * y
 
 
-def _twice_written(region, x, y, w):
-    y = y * 1.5
-
-    def first(y):
-        return y.sin() * 2
-
+@case(whole=True, refused=RERUN)
+def in_place_on_the_result_of_another_region(region, x, y, w):
     def second(h):
         h.mul_(2)
         return h.exp() * h
 
-    h = region(first, y)
+    h = region(lambda y: y.sin() * 2, y * 1.5)
     k = region(second, h)
-    return k, h * y
-
-
-case(_twice_written, whole=True, refused=RERUN)
-
-
-@case(whole=True, refused=RERUN)
-def relu_in_place_on_input(region, x, y, w):
-    conv = x @ w
-    return region(lambda h: torch.relu_(h) @ w * h, conv)
+    return k, h * y, region(lambda h: torch.relu_(h) @ w * h, x @ w)
 
 
 @case
-def relu_in_place_inside(x, y, w):
+def activations_in_place(x, y, w):
     h = torch.relu_(x @ w)
     h = torch.nn.functional.leaky_relu_(h @ w - 1, 0.1)
     return torch.nn.functional.dropout(h + 1, 0.4, inplace=True).exp()
@@ -248,35 +205,22 @@ def relu_in_place_inside(x, y, w):
 # ---- set_, resize_, data, swap
 @case
 def set_to_another(x, y, w):
-    h = (x * 2).detach()
-    g = (y * 3).detach()
+    h, g = (x * 2).detach(), (y * 3).detach()
     h.set_(g)
     h.mul_(2)
-    return x * h * g
+    k = (y * 3).detach().exp()
+    v = (x * 2).detach().set_(k.untyped_storage(), 2, (3, 4), (6, 1))
+    return x * h * g, x[:3, :4] * v.sin() * v
 
 
 @case
-def set_to_a_view(x, y, w):
-    h = (x * 2).detach()
-    g = (y * 3).detach().exp()
-    h.set_(g.untyped_storage(), 2, (3, 4), (6, 1))
-    return x[:3, :4] * h.sin() * h
-
-
-@case
-def resize_larger(x, y, w):
-    h = (x * 2).detach()
+def resized(x, y, w):
+    h, k = (x * 2).detach(), (x * 2).detach()
     h.resize_(5, 6)
     h[4].fill_(1.0)
-    return x * h[:4] * h[1:]
-
-
-@case
-def resize_smaller(x, y, w):
-    h = (x * 2).detach()
-    h.resize_(2, 6)
-    h.mul_(2)
-    return x[:2] * h * h.exp()
+    k.resize_(2, 6).mul_(2)
+    e = torch.empty(0, dtype=x.dtype).resize_as_(x.detach()).copy_(y.detach()).exp_()
+    return x * h[:4] * h[1:], x[:2] * k * k.exp(), x * e * e
 
 
 @case
@@ -330,7 +274,7 @@ def addresses_are_reused(x, y, w):
 @case
 def saved_many_times(x, y, w):
     h = x.sin()
-    total = h * h
+    total = torch.addcmul(h, h, h) * torch.dot(h[0], h[0])
     for _ in range(8):
         total = total + h * y * h.t().t()
     return total
@@ -339,13 +283,8 @@ def saved_many_times(x, y, w):
 @case
 def inputs_outputs_and_both(x, y, w):
     h = x.exp()
-    return x, h, y, x * y, h.view(6, 4), x.view(-1)
-
-
-@case
-def returned_view_is_written_outside_free(x, y, w):
-    h = (x * y).sigmoid()
-    return h[1:3], h
+    k = (x * y).sigmoid()
+    return x, h, y, x * y, h.view(6, 4), x.view(-1), k[1:3], k
 
 
 @case(whole=True)
@@ -368,16 +307,11 @@ def views_across_regions(region, x, y, w):
 def foreach(x, y, w):
     ts = torch._foreach_mul([x.sin(), y, w[:4] * 2], 3.0)
     ts = torch._foreach_add(ts, [y, x, x])
-    return [t * t for t in torch._foreach_exp(ts)]
-
-
-@case
-def foreach_in_place(x, y, w):
-    ts = [(x * i).detach() for i in range(1, 4)]
-    torch._foreach_mul_(ts, 0.5)
-    torch._foreach_addcmul_(ts, [y.detach()] * 3, ts[::-1])
-    torch._foreach_add_([ts[0], ts[0]], 1.0)
-    return [x * t * t.exp() for t in ts]
+    us = [(x * i).detach() for i in range(1, 4)]
+    torch._foreach_mul_(us, 0.5)
+    torch._foreach_addcmul_(us, [y.detach()] * 3, us[::-1])
+    torch._foreach_add_([us[0], us[0]], 1.0)
+    return [t * t for t in torch._foreach_exp(ts)], [x * t * t.exp() for t in us]
 
 
 @case
@@ -396,7 +330,7 @@ def out_variants(x, y, w):
 
 
 @case
-def cat_split_inplace_index(x, y, w):
+def index_and_scatter_in_place(x, y, w):
     h = torch.cat([x, y * 2])
     h.index_add_(0, torch.tensor([0, 2, 2]), y[:3])
     h[h.detach() > 1] = 0.5
@@ -407,17 +341,11 @@ def cat_split_inplace_index(x, y, w):
 
 @case
 def empty_filled_by_slices(x, y, w):
-    buf = torch.empty(4, 12, dtype=x.dtype)
-    buf[:, :6] = x.sin()
-    buf[:, 6:] = y
-    return buf.exp() * buf
-
-
-@case
-def empty_filled_partly(x, y, w):
-    buf = torch.empty(4, 6, dtype=x.dtype)
-    buf[:2] = x[:2].sin()
-    return buf[:2].exp() * buf[:2]
+    whole, part = torch.empty(4, 12, dtype=x.dtype), torch.empty(4, 6, dtype=x.dtype)
+    whole[:, :6] = x.sin()
+    whole[:, 6:] = y
+    part[:2] = x[:2].sin()
+    return whole.exp() * whole, part[:2].exp() * part[:2]
 
 
 @case
@@ -430,55 +358,19 @@ def kv_cache(x, y, w):
     return out
 
 
-@case
-def storage_shared_by_two_dtypes(x, y, w):
-    h = (x * 2).detach()
-    i = h.view(torch.int32)
-    a = x * h.clone()
-    i[:, ::2].zero_()
-    return a * h * x
+test_storage, test_nothing_stays = case.tests()
 
 
-@case
-def same_tensor_twice_as_argument(x, y, w):
-    h = x.sin()
-    return torch.addcmul(h, h, h) * torch.dot(h[0], h[0])
-
-
-@case
-def chained_resize_as(x, y, w):
-    e = torch.empty(0, dtype=x.dtype).resize_as_(x.detach()).copy_(y.detach()).exp_()
-    return x * e * e
-
-
-@case
-def numpy_view_read_only(x, y, w):
-    h = x.sin()
-    s = float(h.detach().numpy().sum())
-    return h * s
-
-
-@pytest.mark.parametrize("door", bitwise.REPLAY, ids=lambda d: d.__name__)
+@pytest.mark.parametrize("door", REPLAY)
 def test_write_that_autograd_does_not_see(door):
     """A limit: plain backward reads what `.data` has written since; replay what the operator read."""
 
     def hidden(x):
         k = x.exp()
         k.data.add_(1)
-        return k
+        return k * x
 
     x = torch.randn(4, 6, dtype=torch.float64, requires_grad=True)
-    (got,) = torch.autograd.grad(door(hidden, x).sum(), x)
-    assert torch.equal(got, x.exp())
-
-
-@pytest.mark.parametrize(("program", "door"), case.pairs())
-def test_storage(program, door):
-    """Bit for bit, for every kind of backward."""
-    program.check(door)
-
-
-@pytest.mark.parametrize(("program", "door"), case.pairs())
-def test_nothing_stays(program, door, frozen):
-    """Frames die with the graph, without the garbage collector, also without a backward."""
-    program.check_lifetimes(door)
+    (got,) = torch.autograd.grad(DOORS[door](hidden, x).sum(), x)
+    e = x.detach().exp()
+    assert torch.equal(got, x * e + (e + 1))
