@@ -457,7 +457,7 @@ def test_12_ddp_with_the_reentrant_backend(group):
     for backend in ("rerun", "replay", "reentrant"):
         model = nn.parallel.DistributedDataParallel(Twice(backend))
         with (
-            pytest.raises(CheckpointError, match="DistributedDataParallel .*Use backend='rerun'")
+            pytest.raises(CheckpointError, match=r"DistributedDataParallel .*Use backend='rerun'")
             if backend == "reentrant"
             else contextlib.nullcontext()
         ):
@@ -1289,7 +1289,7 @@ class Cache:
 def test_37_a_cache_is_grown_inside_a_region(door, view, request):
     """Rerun: an error of a few lines that names the argument and says what helps; replay handles it."""
     if view and door is rerun:
-        request.applymarker(pytest.mark.xfail(strict=True, reason="defect: no hint where a view of the grown was saved"))
+        request.applymarker(pytest.mark.xfail(strict=True, reason="defect: no hint where a view was saved"))
 
     def attend(x, past):
         keys = past.update(x * 2, 1)
