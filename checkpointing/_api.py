@@ -439,6 +439,7 @@ class _Block:
         self._source = Replay(self._tape, recompute)
         # What is replayed has the recorded metadata by construction.
         check = None if options.determinism_check == "metadata" else check_of(options.determinism_check)
+        self._tape.is_checked = check is not None
         self.frame = Frame(self._source, name, where, options.early_stop, check)
         if options.debug:
             self.frame.on_error = functools.partial(explain, forward=forward, recompute=recompute)

@@ -33,11 +33,11 @@ from torch import Tensor
 from . import _torch
 from ._engine import is_internal
 from ._offload import Destination, Mover
-from ._replay import are_disjoint
-from ._tape import Geometry, Info, Limits, Op, Policy, Ref, Tape, Value, geometry_of, info_of, tensors_of, whole
+from ._replay import Limits, are_disjoint, values_of
+from ._tape import Geometry, Info, Op, Tape, Value, Wrapped, geometry_of, tensors_of, whole
 
 _users = _torch.storage_users_by_id
-_storage_id = _torch.storage_id
+_storage_id, _has_storage = _torch.storage_id, _torch.has_storage
 
 
 class Placement(NamedTuple):
@@ -79,16 +79,7 @@ class Cut:
 class AutoTape(Tape):
     """A tape that makes cuts."""
 
-    _frames = 2  # its own methods come first
-
-    def __init__(
-        self,
-        hooks: _torch.Hooks | None,
-        preserve_rng_state: bool | str,
-        log: list[tuple[str, str]] | None,
-        policy: Policy | None,
-        placement: Placement,
-    ) -> None:
+    def __init__(self, hooks: Any, preserve_rng_state: Any, log: Any, policy: Any, placement: Placement) -> None:
         super().__init__(hooks, preserve_rng_state, log, policy)
         self._budget, self._size, place = placement
         self._segment = placement.segment
@@ -100,13 +91,11 @@ class AutoTape(Tape):
 
         self._cuts: list[Cut] = []  # the last one provisionally, if `_trial` is not None
         self._trial: tuple[int, int] | None = None  # of the provisional cut: bytes dropped before it, bytes alive
-        self._last = 0  # position of the last cut
+        self._last_cut = 0  # its position
         self._dropped = 0  # bytes saved since
-        self._since = 0  # bytes saved since the last settled cut
         self._cut_bytes = 0  # that all cuts keep, or will if it is read
         self._level = 0
         self._lasting = 0.0  # the part of what was alive at a cut that lived on until the next one
-        self._watch = 1  # look for a cut when `_since` has reached this
         self._pause = 0  # operators until the next look
 
         self._kept: dict[Value, Kept] = {}
@@ -115,65 +104,38 @@ class AutoTape(Tape):
         self._spare_bytes = 0
         self._bytes = 0  # of both
         self._cheapest: list[tuple[float, int, Value]] = []  # heap: cost per byte of what is spared under a budget
-        self._flops: dict[int, float] = {}  # by position
+        self._flops = None if self._budget is None else {}
         self._least: int | None = None  # the smallest budget for which there would have been a cut
         self._had_cut = False
 
     # ---- what the recording tells
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self._since >= self._watch and self._here["depth"] == self._depth:
-            self._look(func)
-        if self._budget is None:
-            return super().__torch_dispatch__(func, types, args, kwargs)
-        position = self.recorded
-        result = super().__torch_dispatch__(func, types, args, kwargs)
-        if self.recorded > position:
-            formula = _torch.flop_formula(func)
-            if formula is not None:
-                self._flops[position] = formula(args, kwargs or {}, result)
-        return result
-
-    def _register(self, storage: Any, op: Op | None, sid: int) -> Value:
-        value = super()._register(storage, op, sid)
+    def _register(self, storage: Any, op: Op | None, sid: int, geometry: Geometry | None) -> Value:
+        value = super()._register(storage, op, sid, geometry)
         if op is not None and value.nbytes:
             self._fresh.append((sid, value))
         return value
 
-    def reference(self, tensor: Tensor, is_read: bool = True) -> Any:
-        ref = super().reference(tensor, is_read)
-        if is_read and type(ref) is Ref:
-            self._read(ref[0], tensor)
-        return ref
-
-    def _refer_to_written(self, arg: Any, reads: list[Value], info: Info, outside: set[int]) -> Any:
-        ref = super()._refer_to_written(arg, reads, info, outside)
-        if type(ref) is Ref and not (info.overwrites and arg.nbytes == ref[0].nbytes):
-            self._read(ref[0], arg)
-        return ref
-
-    def _read(self, value: Value, tensor: Tensor) -> None:
-        """The operator at the present position reads the value."""
+    def _read_across(self, value: Value, tensor: Tensor) -> None:
         op = value.op
         if op is None:
             kept = self._kept.get(value)
             if kept is not None:
                 kept.was_read = self.recorded
-        elif op.index < self._last and value.nbytes and not value.unwritten:
-            self._keep_for_cut(value, tensor)
+        elif op.index < self._last_cut and value.nbytes:
+            if self._budget is not None:
+                self._give_up(value)
+                self._clear_room(value.nbytes)
+            if op.index < self._last_cut:
+                self._hold(value, tensor)
 
     def save(self, tensor: Tensor) -> Any:
-        ref = super().save(tensor)
-        if type(ref) is Ref:
-            value = ref[0]
-            self._read(value, tensor)  # what an operator saves it also reads, without another `reference`
-            kept = None
-            op = value.op
+        saved = super().save(tensor)
+        for value in values_of(saved) if type(saved) is not Wrapped else ():  # parts of one come by themselves
+            kept = self._kept.get(value)
+            op = value.op if kept is None else kept.op
             if op is None:
-                kept = self._kept.get(value)
-                if kept is None:
-                    return ref
-                op = kept.op
+                continue
             before = self._saves.get(value, 0)
             now = min(value.nbytes, before + tensor.nbytes)
             if now != before:
@@ -182,10 +144,10 @@ class AutoTape(Tape):
                     self._drop(op.index, now - before)
                     if before == 0:
                         self._spare_it(value, op, tensor)
-        return ref
+        return saved
 
     def keep_at(self, tensor: Tensor, mover: Mover | None) -> None:
-        if _torch.has_storage(tensor):
+        if _has_storage(tensor):
             value = self._values.get(_storage_id(tensor))
             if value is not None:
                 kept = self._kept.get(value)
@@ -203,25 +165,17 @@ class AutoTape(Tape):
             super().close()
             for cut in self._cuts:  # to which its values refer
                 cut.kept.clear()
-            for mine in (
-                self._saves,
-                self._fresh,
-                self._cuts,
-                self._kept,
-                self._spare,
-                self._spare_on,
-                self._cheapest,
-                self._flops,
-            ):
+            self._fresh, self._cuts, self._cheapest, self._flops = [], [], [], None
+            for mine in (self._saves, self._kept, self._spare, self._spare_on):
                 mine.clear()
 
     def _keep_for_good(self) -> None:
-        for value in sorted(self._kept, key=_id) if self._packs_late else ():
-            value.pack(self._hooks)
+        for value in sorted(self._kept, key=lambda value: value.id) if self._packs_late else ():
+            value.pack(self.hooks)
         for value, tensor in self._spare.items():
             if self._values.get(_storage_id(tensor)) is value:
-                value.keep(whole(tensor, self._hooks), self._hooks)
-            elif self._hooks is None:  # the rest of its storage has been overwritten
+                value.keep(whole(tensor, self.hooks), self.hooks)
+            elif self.hooks is None:  # the rest of its storage has been overwritten
                 value.hold_part(tensor)
 
     def keeps_now(self) -> int:
@@ -248,25 +202,21 @@ class AutoTape(Tape):
             f"all of it at once. The smallest budget possible is {self._least} bytes."
         )
 
-    def _record_write(self, func: Any, info: Info, written: tuple[Any, ...], args: Any, kwargs: Any) -> Any:
-        for place in written if self._spare else ():
-            target = args[place] if type(place) is int and place < len(args) else kwargs.get(place)
-            for tensor in tensors_of(target):
-                if _torch.has_storage(tensor) and _storage_id(tensor) in self._spare_on:
-                    self._give_up_parts(_storage_id(tensor), geometry_of(tensor))
-        return super()._record_write(func, info, written, args, kwargs)
-
-    def _give_up_parts(self, sid: int, written: Geometry) -> None:
-        """What was saved of this storage is spared only if it is not going to be overwritten."""
-        for value in list(self._spare_on[sid]):
-            if not are_disjoint(geometry_of(self._spare[value]), written):
-                self._give_up(value)
+    def _on_storages(self, tensors: Any) -> dict[int, Tensor]:
+        """They are about to be written: what was saved of their storages is spared only if it stays what it is."""
+        targets = super()._on_storages(tensors)
+        for tensor in tensors_of(tensors) if self._spare else ():
+            sid = _storage_id(tensor) if _has_storage(tensor) else 0
+            for value in list(self._spare_on.get(sid, ())):
+                if not are_disjoint(geometry_of(self._spare[value]), geometry_of(tensor)):
+                    self._give_up(value)
+        return targets
 
     # ---- bytes
 
     def _drop(self, index: int, nbytes: int) -> None:
         """Of a value made at `index`, that many bytes (more) have been saved and are not kept by a cut."""
-        if index >= self._last:
+        if index >= self._last_cut:
             self._dropped += nbytes
         else:
             self._cut_after(index).dropped += nbytes
@@ -276,7 +226,7 @@ class AutoTape(Tape):
         self._since = self._dropped if self._trial is None else self._dropped + self._cuts[-1].dropped
 
     def _cut_after(self, index: int) -> Cut:
-        return self._cuts[bisect_right(self._cuts, index, key=_position)]
+        return self._cuts[bisect_right(self._cuts, index, key=lambda cut: cut.position)]
 
     def _hold(self, value: Value, tensor: Tensor) -> None:
         """Keep a value that was made before a cut and is read after it."""
@@ -287,7 +237,7 @@ class AutoTape(Tape):
         kept.value, kept.op, kept.was_read = value, op, self.recorded
         kept.sid = sid = _storage_id(tensor)
         before = _users(sid)
-        hooks = None if self._packs_late else self._hooks
+        hooks = None if self._packs_late else self.hooks
         mover = self._cut_mover
         if mover is not None and mover.takes(tensor):
             value.keep(whole(tensor, mover), mover)
@@ -312,8 +262,8 @@ class AutoTape(Tape):
         """Keep it no longer; it can be recomputed."""
         value, op, cut = kept.value, kept.op, kept.cut
         saved = self._saves.get(value, 0)
-        held = next(iter(value.held.values()))
-        tensor = None if held.is_packed else held.alias
+        held = value.held
+        tensor = None if held is None or held.is_packed else held.alias
         if cut.kept.pop(value, None) is not None:
             cut.nbytes -= value.nbytes
         self._cut_bytes -= value.nbytes
@@ -341,42 +291,21 @@ class AutoTape(Tape):
 
     # ---- cuts
 
-    def _keep_for_cut(self, value: Value, tensor: Tensor) -> None:
-        if self._budget is not None:
-            self._give_up(value)
-            self._clear_room(value.nbytes)
-            op = value.op
-            if op is None or op.index >= self._last:
-                return
-        self._hold(value, tensor)
-
-    def _look(self, func: Any) -> None:
-        """An operator is about to run: is this a moment for a cut?"""
+    def _look(self, info: Info) -> None:
         if self._pause > 0:
             self._pause -= 1
             return
-        info = info_of(func)
         if info.ignored or info.writes:
             return  # it may write what the cut would keep
-        alive, saved = self._alive()
-        self._pause = len(self._fresh) >> 5
-        if self._consider(self._since - saved, alive) and self._since >= self._watch:
-            # The older cut has been settled: this may be the first moment of the next one.
-            alive, saved = self._alive()
-            self._consider(self._since - saved, alive)
+        if self._consider() and self._since >= self._watch:
+            self._consider()  # the older cut has been settled: this may be the first moment of the next one
 
-    def _alive(self) -> tuple[int, int]:
-        """Bytes that are alive of what was made since the last settled cut, and how much of that autograd has saved."""
-        saves = self._saves
-        alive = saved = 0
-        self._fresh = [entry for entry in self._fresh if self._is_alive(*entry)]
-        for _, value in self._fresh:
-            alive += value.nbytes
-            saved += saves.get(value, 0)
-        return alive, saved
-
-    def _consider(self, closed: int, alive: int) -> bool:
-        """Cut here, perhaps: `closed` bytes would be dropped before it. Returns whether a cut has been settled."""
+    def _consider(self) -> bool:
+        """Cut here, perhaps. Returns whether a cut has been settled."""
+        self._fresh = fresh = [entry for entry in self._fresh if self._is_alive(*entry)]
+        self._pause = self._pause or len(fresh) >> 5
+        alive = sum(value.nbytes for _, value in fresh)
+        closed = self._since - sum(self._saves.get(value, 0) for _, value in fresh)  # would be dropped before it
         trial = self._trial
         settled = self._cut_bytes - (0 if trial is None else self._cuts[-1].nbytes)
         room = self._level - settled if self._size is None else self._size
@@ -406,10 +335,9 @@ class AutoTape(Tape):
             self._remove(len(self._cuts) - 1)
         position = self.recorded
         self._had_cut = True
-        self._forget_recent()  # what has just been saved is now read across the cut
         self._cuts.append(Cut(position, self._dropped))
         insort(self.cuts, position)
-        self._last, self._dropped, self._trial = position, 0, (closed, alive)
+        self._last_cut, self._dropped, self._trial = position, 0, (closed, alive)
         self._count()
 
     def _settle(self) -> None:
@@ -476,7 +404,7 @@ class AutoTape(Tape):
             after.waits += cut.waits
             after.nbytes += cut.waits
         else:
-            self._last = cuts[-1].position if cuts else 0
+            self._last_cut = cuts[-1].position if cuts else 0
             self._dropped += cut.dropped
             self._fresh += cut.waiting
             self._cut_bytes -= cut.waits
@@ -503,7 +431,7 @@ class AutoTape(Tape):
         sid = _storage_id(tensor)
         nbytes = 0 if sid in self._spare_on else value.nbytes
         if budget is None:
-            if self._hooks is not None:
+            if self.hooks is not None:
                 return
             room = self._bytes - self._spare_bytes
             if self._size is None:
@@ -539,12 +467,12 @@ class AutoTape(Tape):
 
     def _cost(self, value: Value, op: Op) -> float:
         """What it costs to make the value again, in floating-point operations, if all is there that autograd saves."""
-        cost = 0.0
+        cost, flops = 0.0, self._flops or {}
         seen = {op}
         stack = [(value, op)]
         while stack:
             value, op = stack.pop()
-            cost += self._flops.get(op.index, 0) + _PER_BYTE * value.nbytes
+            cost += flops.get(op.index, 0) + _PER_BYTE * value.nbytes
             for read in op.reads:
                 there = read.op is None or self._saves.get(read) == read.nbytes
                 if not there and read.op not in seen and len(seen) < 32:
@@ -563,22 +491,20 @@ class AutoTape(Tape):
         if not is_full:
             return False  # a provisional cut must not cost an older one
         # If it were the only one:
+        cuts = self._cuts if self._trial is None else self._cuts[:-1]
+        last = cuts[-1].position if cuts else 0
         alive += sum(value.nbytes for cut in self._cuts for _, value in cut.waiting if value.op is not None)
         alive += sum(
             value.nbytes
             for value, kept in self._kept.items()
-            if kept.cut is not None and kept.op.index < self._settled_at() and self._is_alive(kept.sid, value)
+            if kept.op.index < last and self._is_alive(kept.sid, value)
         )
         if not self._had_cut and (self._least is None or alive < self._least):
             self._least = alive
         if alive + self.kept_bytes > budget:
             return False
-        level = self._cheapest_removal(len(self._cuts) - (self._trial is not None))[0]
+        level = self._cheapest_removal(len(cuts))[0]
         return level <= self._level or level <= 2 * self._since
-
-    def _settled_at(self) -> int:
-        settled = self._cuts if self._trial is None else self._cuts[:-1]
-        return settled[-1].position if settled else 0
 
     def _cheapest_removal(self, count: int) -> tuple[int, int]:
         """The one of the first `count` cuts whose segments together raise the level least: the new level, and which."""
@@ -617,11 +543,3 @@ class AutoTape(Tape):
 
 _WORTH_SPARING = 1 << 18  # bytes, on average: to spare smaller values takes longer than to make some of them again
 _PER_BYTE = 10  # floating-point operations in the time in which a byte is written
-
-
-def _position(cut: Cut) -> int:
-    return cut.position
-
-
-def _id(value: Value) -> int:
-    return value.id

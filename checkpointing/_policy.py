@@ -484,10 +484,7 @@ def _either(first: Any, second: Any) -> Policy:
 
 
 def selective_context(result: Any) -> Any:
-    context = object.__new__(SelectiveCheckpointContext)  # torch 2.11's takes no `op_output`
-    context.is_recompute = False
-    context.op_output = result
-    return context
+    return SelectiveCheckpointContext(is_recompute=False, op_output=result)
 
 
 _HOST = Destination(torch.device("cpu"), pin_memory=True, min_bytes=0)

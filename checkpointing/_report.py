@@ -55,8 +55,8 @@ def _kept_bytes(values: Iterable[Value]) -> int:
     """Each storage once: several values may be parts of one."""
     storages = {}
     for value in values:
-        if value.kept or (value.op is not None and value.held):
-            held = next(iter(value.held.values()))
+        if value.kept or (value.op is not None and value.parts):
+            held = value.all_held[0]
             storages[-value.id if held.is_packed else _torch.storage_id(held.alias)] = value.nbytes
     return sum(storages.values())
 

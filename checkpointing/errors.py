@@ -101,8 +101,8 @@ def changed(where: object, what: str, was: int | None = None, now: int | None = 
     return ChangedError(
         f"{where}: {what} was changed in place after the region had read it{versions}, so the region can't be "
         "recomputed exactly. (In autograd's words, one of the variables needed for gradient computation has been "
-        "modified by an inplace operation.) Change it after backward, or hand the region a clone of it. If the region writes it "
-        "itself, use backend='replay', which tells the versions of a tensor apart."
+        "modified by an inplace operation.) Change it after backward, or hand the region a clone of it. If the region "
+        "writes it itself, use backend='replay', which tells the versions of a tensor apart."
     )
 
 
