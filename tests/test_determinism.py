@@ -109,6 +109,8 @@ def test_other_metadata(what, early_stop):
     assert re.search(rf"recomputed metadata: .*{recomputed}", text)
     assert re.search(rf"saved in the recompute at {LINE}:\d+: .*cos\(change", text)
     assert text.count("position") == 1
+    assert "torch._dynamo.mark_dynamic()" in text.splitlines()[-1]
+    assert "_set_lru_cache(False)" in text.splitlines()[-1]
     assert len(text) < 4000
 
 
