@@ -126,10 +126,7 @@ CONTAINERS = {
     "defaultdict": (lambda x, r=None: collections.defaultdict(list, a=x, r=r), lambda s: s["a"]),
     "deque": (lambda x, r=None: collections.deque([r, x], maxlen=2), lambda s: s[1]),
     "dataclass in a dict": (lambda x, r=None: {"p": Plain([x], r)}, lambda s: s["p"].x[0]),
-    **{
-        kind.__name__: (kind, lambda s: s.x)
-        for kind in (Plain, Frozen, Slotted, PostInit, Named, Output, Registered)
-    },
+    **{kind.__name__: (kind, lambda s: s.x) for kind in (Plain, Frozen, Slotted, PostInit, Named, Output, Registered)},
 }
 STRUCTURES = {
     **CONTAINERS,
