@@ -2,6 +2,7 @@
 
 import contextlib
 import contextvars
+from typing import ClassVar
 
 import pytest
 import torch
@@ -39,7 +40,7 @@ DOOR = pytest.mark.parametrize("door", DOORS.values(), ids=list(DOORS))
 class Scaling(TorchFunctionMode):
     """A function mode that changes what the sine is, and notes that it was asked."""
 
-    order = []
+    order: ClassVar[list[float]] = []
 
     def __init__(self, factor=3.0):
         super().__init__()
@@ -282,27 +283,6 @@ def test_weights_that_autocast_has_cast(door, inside):
             loss = (linear(y) * 2 + first).float().sum()  # shares the cast: their gradients are added in it
         loss.backward()
         return [bits(t) for t in (y, x.grad, linear.weight.grad, linear.bias.grad)]
-
-    assert run(door) == run(plain)
-
-
-@DOOR
-def test_backward_leaves_no_stale_cast_behind(door):
-    """A forward after a step reads the weight as it is now."""
-
-    def run(door):
-        linear, out = nn.Linear(4, 4), []
-        with torch.no_grad():
-            linear.weight.fill_(0.5), linear.bias.zero_()
-        for _ in range(3):
-            with torch.autocast("cpu", torch.bfloat16):
-                x = leaf()
-                y = door(lambda x: linear(x).sin().exp())(x)
-                y.float().sum().backward()
-            with torch.no_grad():
-                linear.weight -= 0.5 * linear.weight.grad
-            out += [y, x.grad, linear.weight.clone()]
-        return [bits(t) for t in out]
 
     assert run(door) == run(plain)
 

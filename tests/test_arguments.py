@@ -1,23 +1,22 @@
-"""Arguments and results of any structure, saved as an operator saves its inputs: through the hooks around, parameters by
-reference, each guarded by its version."""
+"""Arguments and results of any structure, saved as an operator saves its inputs: through the hooks around, parameters
+by reference, each guarded by its version."""
 
 import collections
 import copy
 import dataclasses
 import functools
-import re
 import types
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from oracle import bits, count
+from oracle import bits
 from oracle import s as scope
 from torch import nn
-from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import register_pytree_node
 
-from checkpointing import ChangedError, CheckpointError, checkpoint_scope, checkpointed, keep
+from checkpointing import ChangedError, CheckpointError, checkpointed
 
 
 def leaf(*shape):
@@ -52,12 +51,6 @@ def same(have, want):
 
 @dataclasses.dataclass
 class Plain:
-    x: Any
-    rest: Any = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Frozen:
     x: Any
     rest: Any = None
 
@@ -126,7 +119,7 @@ CONTAINERS = {
     "defaultdict": (lambda x, r=None: collections.defaultdict(list, a=x, r=r), lambda s: s["a"]),
     "deque": (lambda x, r=None: collections.deque([r, x], maxlen=2), lambda s: s[1]),
     "dataclass in a dict": (lambda x, r=None: {"p": Plain([x], r)}, lambda s: s["p"].x[0]),
-    **{kind.__name__: (kind, lambda s: s.x) for kind in (Plain, Frozen, Slotted, PostInit, Named, Output, Registered)},
+    **{kind.__name__: (kind, lambda s: s.x) for kind in (Plain, Slotted, PostInit, Named, Output, Registered)},
 }
 STRUCTURES = {
     **CONTAINERS,
@@ -543,36 +536,6 @@ def test_inputs_go_through_enclosing_hooks_and_parameters_do_not(door):
 
 
 @DOORS
-def test_what_the_region_saves_does_not_reach_enclosing_hooks(door):
-    """The innermost region owns what is saved inside it; what leaves it is saved outside (rule 1)."""
-    hooks = Hooks()
-    with hooks:
-        x = leaf() * 2
-        y = door(lambda x: x.square().square().square())(x)
-        y.square()
-    assert sorted(hooks.packed) == sorted([x.data_ptr(), y.data_ptr()])
-
-
-@DOORS
-@pytest.mark.parametrize("where", ["around", "inside"])
-def test_save_on_cpu(door, where):
-    """Around a region it offloads inputs and kept values, inside it what is saved there; gradients are plain's."""
-    base, p = leaf(3, 3), nn.Parameter(data(3, 3))
-
-    def fn(x):
-        y = keep((x @ p).relu())
-        with save_on_cpu() if where == "inside" else checkpoint_scope(enabled=False):
-            y = y.square()
-        return y @ p
-
-    want = torch.autograd.grad(fn(base * 2).sum(), [base, p])
-    with save_on_cpu() if where == "around" else torch.enable_grad():
-        y = door(fn)(base * 2)
-    same(torch.autograd.grad(y.sum(), [base, p], retain_graph=True), want)
-    same(torch.autograd.grad(y.sum(), [base, p]), want)
-
-
-@DOORS
 def test_hooks_may_return_another_layout(door):
     """A hook that gives back a contiguous copy of a transposed tensor changes no gradient."""
     base, w = leaf(3, 4), data(4, 3)
@@ -582,29 +545,3 @@ def test_hooks_may_return_another_layout(door):
         z = door(lambda x, w: (x * w).square())((base * 2).t(), w)
     for out in (y, z):
         assert torch.equal(torch.autograd.grad(out.sum(), base)[0], want[0])
-
-
-@DOORS
-def test_a_region_in_a_region_hands_its_input_out(door):
-    """The inner region's input is recomputed by the outer one: each operator once."""
-    base = leaf()
-
-    def fn(x):
-        return checkpointed(lambda x: x.exp().square().exp())(x.tan()).square()
-
-    y = door(fn)(base * 0.25)
-    assert count(y.sum().backward)["tan"] == 1
-    same([base.grad], torch.autograd.grad(fn(base * 0.25).sum(), base))
-
-
-def test_an_object_in_a_message_is_no_flood():
-    """However large the argument that was changed: one path."""
-    big = {"words": ["w"] * 10_000, "t": data()}
-    y = checkpointed(lambda big: (big["t"] * W).square())(big)
-    big["t"].add_(1)
-    with pytest.raises(ChangedError, match=re.escape("args[0]['t']")) as caught:
-        y.sum().backward()
-    assert len(str(caught.value)) < 1000
-
-
-W = leaf()

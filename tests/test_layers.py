@@ -2,11 +2,10 @@
 
 import ast
 import contextlib
+import gc
 import os
-import pkgutil
 import subprocess
 import sys
-import types
 from pathlib import Path
 
 import pytest
@@ -18,31 +17,9 @@ PACKAGE = Path(checkpointing.__file__).parent
 
 # The layout table of the design, from the top down.
 LAYERS = [
-    *(
-        "__init__",
-        "__main__",
-        "torch_compat",
-        "_modules",
-        "_api",
-        "_report",
-        "_reentrant",
-        "_policy",
-        "_auto",
-        "_rerun",
-    ),
-    *(
-        "_replay",
-        "_tape",
-        "_engine",
-        "_check",
-        "_ambient",
-        "_offload",
-        "_region",
-        "_where",
-        "_tree",
-        "_torch",
-        "errors",
-    ),
+    *("__init__", "__main__", "torch_compat", "_modules", "_api", "_report", "_reentrant", "_policy", "_auto"),
+    *("_rerun", "_replay", "_tape", "_engine", "_check", "_ambient", "_offload", "_region", "_where", "_tree"),
+    *("_torch", "errors"),
 ]
 FILES = sorted(path.stem for path in PACKAGE.glob("*.py"))
 TREES = {name: ast.parse((PACKAGE / f"{name}.py").read_text(encoding="utf-8")) for name in FILES}
@@ -54,7 +31,7 @@ ALLOWED = {
     "torch.utils._python_dispatch.TorchDispatchMode": set(FILES),
 }
 # Private attributes of objects that are Python's, or that torch documents in its notes on autograd.
-KNOWN_ATTRIBUTES = {"_getframe", "_fields", "_version", "_base", "_schema"}
+KNOWN_ATTRIBUTES = {"_getframe", "_fields", "_replace", "_version", "_base", "_schema"}
 
 
 def imports(tree):
@@ -133,17 +110,6 @@ def test_the_package_reexports_and_does_nothing_else(name):
         assert reexport or docstring or version or module, ast.unparse(node)
 
 
-def test_public_names_come_from_the_package_and_have_docstrings():
-    """What is exported is documented, and says that it lives here."""
-    public = [n for n in dir(checkpointing) if not n.startswith("_") and n not in FILES]
-    assert {"checkpointed", "checkpoint_scope", "keep", "disabled", "is_recomputing", "CheckpointError"} <= set(public)
-    for name in public:
-        thing = getattr(checkpointing, name)
-        if not isinstance(thing, types.ModuleType):
-            assert thing.__doc__, name
-            assert thing.__module__.partition(".")[0] == "checkpointing", name
-
-
 def test_no_import_of_torchs_tests():
     """`torch.testing._internal` is no library code."""
     for name, tree in TREES.items():
@@ -205,11 +171,6 @@ def test_private_attributes_of_torchs_objects_are_in_one_file(name):
     assert found == []
 
 
-def test_every_private_touchpoint_exists():
-    """The names that `_torch.py` is built on are there in the torch that is installed: importing it is the check."""
-    assert checkpointing._torch.hooks_are_enabled() is True
-
-
 # ---- nothing is left in the process
 
 
@@ -245,14 +206,6 @@ print("torch_remat" in sys.modules or "numpy" in set(sys.modules) - before)
     assert out == ["[]", "[]", "True", "False"]
 
 
-def test_import_warns_about_nothing():
-    """With warnings as errors, in a fresh process."""
-    code = (
-        "import warnings, torch; warnings.simplefilter('error'); import checkpointing; print(checkpointing.__version__)"
-    )
-    assert run(code).strip() == checkpointing.__version__
-
-
 @EACH
 def test_nothing_is_patched_and_nothing_global_is_reassigned(name):
     """No `global`, no `__del__`, no assignment to an attribute of torch or of another module."""
@@ -267,68 +220,37 @@ def test_nothing_is_patched_and_nothing_global_is_reassigned(name):
             assert head not in modules - {"thread"}, f"{name}.py:{node.lineno}: {ast.unparse(node)}"
 
 
-def tensors_below(value, seen, depth=0):
-    """Tensors that can be reached from a module's global containers."""
-    if id(value) in seen or depth > 6:
-        return
-    seen.add(id(value))
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for part in list(value.items()):
-            yield from tensors_below(part, seen, depth + 1)
-    elif isinstance(value, list | tuple | set | frozenset):
-        for part in list(value):
-            yield from tensors_below(part, seen, depth + 1)
-    elif type(value).__module__.startswith("checkpointing") and not isinstance(value, type):
-        slots = [s for k in type(value).__mro__ for s in getattr(k, "__slots__", ())]
-        for slot in slots:
-            with contextlib.suppress(AttributeError):
-                yield from tensors_below(getattr(value, slot), seen, depth + 1)
-        yield from tensors_below(vars(value) if hasattr(value, "__dict__") else {}, seen, depth + 1)
-
-
-def everything(seed):
-    """Regions of each kind, one inside another, with an error among them; how big the globals are afterwards."""
-    x = torch.rand(4, 4).requires_grad_()
-    inner = checkpointing.checkpointed(lambda x: torch.nn.functional.dropout(x.sin(), 0.5).exp(), name=f"n{seed}")
-    for backend in ("rerun", "replay"):
-        with checkpointing.checkpoint_scope(name=f"s{seed}"):
-            y = checkpointing.keep(checkpointing.checkpointed(inner, backend=backend)(x)).cos()
-        y.sum().backward()
-    with contextlib.suppress(KeyError), checkpointing.checkpoint_scope():
-        raise KeyError
-    modules = [m for n, m in sys.modules.items() if n.startswith("checkpointing.") and "__main__" not in n]
-    sizes = {
-        f"{module.__name__}.{name}": len(value)
-        for module in modules
-        for name, value in vars(module).items()
-        if isinstance(value, dict | list | set) and name != "__builtins__"
-    }
-    kept = [
-        f"{module.__name__}.{name}"
-        for module in modules
-        for name, value in vars(module).items()
-        if name != "__builtins__" and not isinstance(value, types.ModuleType) and list(tensors_below(value, set()))
-    ]
-    return sizes, kept
-
-
 def test_no_state_builds_up_in_the_process():
-    """Global tables don't grow from step to step, and no tensor can be reached from them."""
-    everything(0)
-    sizes, kept = everything(1)
-    for seed in range(2, 80):
-        later, kept_later = everything(seed)
-    assert later == sizes
-    assert kept == kept_later == []
+    """Regions of each kind, with an error among them: global tables don't grow, and no tensor stays alive."""
+
+    def step(seed):
+        x = torch.rand(4, 4).requires_grad_()
+        inner = checkpointing.checkpointed(lambda x: torch.nn.functional.dropout(x.sin(), 0.5).exp(), name=f"n{seed}")
+        for backend in ("rerun", "replay"):
+            with checkpointing.checkpoint_scope(name=f"s{seed}"):
+                y = checkpointing.keep(checkpointing.checkpointed(inner, backend=backend)(x)).cos()
+            y.sum().backward()
+        with contextlib.suppress(KeyError), checkpointing.checkpoint_scope():
+            raise KeyError
+
+    def left():
+        gc.collect()
+        modules = [m for n, m in sys.modules.items() if n.startswith("checkpointing.") and "__main__" not in n]
+        tables = [len(v) for m in modules for n, v in vars(m).items() if type(v) in (dict, list, set) and n[:2] != "__"]
+        return tables, sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects())
+
+    step(0)
+    before = left()
+    for seed in range(1, 80):
+        step(seed)
+    assert left() == before
 
 
-def test_every_file_says_what_it_is_for():
-    """A module docstring each; `__all__` names exist."""
-    for name, tree in TREES.items():
-        assert ast.get_docstring(tree), name
-    names = [m.name for m in pkgutil.iter_modules([str(PACKAGE)]) if m.name != "__main__"]
-    for module in (getattr(checkpointing, n, None) for n in names):
-        for public in getattr(module, "__all__", ()):
-            assert hasattr(module, public), (module.__name__, public)
+def test_everything_public_is_documented():
+    """A docstring for each file and each exported name, which says that it lives here."""
+    public = [n for n in dir(checkpointing) if not n.startswith("_") and n not in FILES]
+    assert {"checkpointed", "checkpoint_scope", "keep", "disabled", "is_recomputing", "CheckpointError"} <= set(public)
+    for name in public:
+        assert getattr(checkpointing, name).__doc__, name
+        assert getattr(checkpointing, name).__module__.partition(".")[0] == "checkpointing", name
+    assert all(ast.get_docstring(tree) for tree in TREES.values())

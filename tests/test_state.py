@@ -6,7 +6,6 @@ import inspect
 import random
 import threading
 import types
-import weakref
 
 import numpy as np
 import pytest
@@ -19,7 +18,6 @@ from oracle import s as scope
 from checkpointing import (
     CheckpointError,
     MismatchError,
-    checkpoint_scope,
     checkpointed,
     disabled,
     forward_only,
@@ -279,13 +277,6 @@ def test_states_are_registered_for_all_threads():
     assert len(calls) == 400
 
 
-@pytest.mark.parametrize("pair", [(None, print), (print, None)])
-def test_what_cannot_be_called_is_refused(pair):
-    """At once."""
-    with pytest.raises(TypeError, match="register_state takes two functions"):
-        register_state(*pair)
-
-
 # ---- forward_only
 
 
@@ -352,22 +343,6 @@ def test_tensors_that_a_forward_only_function_makes_are_held(door):
     assert step(door) == step(plain)
 
 
-def test_a_result_is_held_without_its_graph(no_gc):
-    """A tensor that belongs to the region's graph would be a cycle."""
-
-    class Token:
-        pass
-
-    double, token = forward_only(lambda x: x * 2), Token()
-    y = checkpointed(lambda x, token: double(x.sin()).exp().sin())(leaf(), token)
-    ref = weakref.ref(token)
-    del token
-    assert ref() is not None
-    y.sum().backward()
-    del y
-    assert ref() is None
-
-
 def test_a_changed_result_is_an_error():
     """As for any tensor that a recompute starts from."""
     kept = []
@@ -400,41 +375,6 @@ def test_a_call_of_which_the_forward_has_no_result_is_an_error(why):
 
     with pytest.raises(MismatchError, match=r"calls .*note, which is forward_only"):
         checkpointed(fn)(leaf()).sum().backward()
-
-
-def test_forward_only_calls_nest():
-    """One calls another: only the outer one's result counts in the recompute."""
-    seen = []
-    inner = forward_only(lambda x: seen.append("inner") or 2.0)
-    outer = forward_only(lambda x: seen.append("outer") or inner(x) + 1)
-    x, want = leaf(), leaf()
-    checkpointed(lambda x: (x * outer(x) * inner(x)).square())(x).sum().backward()
-    assert seen == ["outer", "inner", "inner"]
-    (want * 3.0 * 2.0).square().sum().backward()
-    assert bits(x.grad) == bits(want.grad)
-
-
-@DOOR
-def test_in_threads(door):
-    """Regions of several threads at once, each with its own calls; backward in another thread than forward."""
-    seen, grads = [], {}
-    note = forward_only(lambda name: seen.append(name) or float(name))
-
-    def run(name):
-        x = leaf()
-        for _ in range(5):
-            y = door(lambda x: (x * note(name)).square() * note(name + 10))(x)
-            in_thread(y.sum().backward)
-        grads[name] = bits(x.grad)
-
-    threads = [threading.Thread(target=run, args=(name,)) for name in range(1, 5)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join()
-    for name in range(1, 5):
-        assert grads[name] == bits(5 * 2 * leaf().detach() * name**2 * (name + 10))
-    assert sorted(seen) == sorted([*range(1, 5), *range(11, 15)] * 5)
 
 
 @pytest.mark.parametrize("where", ["outside", "grad off", "disabled"])
@@ -551,24 +491,3 @@ def test_is_recomputing_is_false_in_what_the_forward_calls(door, where):
         seen.clear()
     y.sum().backward()
     assert where != "check" or all(seen)
-
-
-def test_is_recomputing_is_of_this_thread():
-    """True in the rerun and in what it calls, False in another thread and afterwards."""
-    seen = []
-    inner = checkpointed(lambda x: (seen.append(("inner", is_recomputing())), x.sin().exp())[1])
-
-    @checkpointed
-    def outer(x):
-        seen.append(("outer", is_recomputing()))
-        in_thread(lambda: seen.append(("thread", is_recomputing())))
-        return inner(x).cos()
-
-    with checkpoint_scope():
-        y = outer(leaf()).sum()
-    assert seen == [("outer", False), ("thread", False), ("inner", False)]
-    seen.clear()
-    y.backward()
-    assert seen[:3] == [("outer", True), ("thread", False), ("inner", True)]
-    assert all(recomputing for name, recomputing in seen if name != "thread")
-    assert not is_recomputing()

@@ -2,8 +2,6 @@
 Python can reach is what it is when backward runs."""
 
 import copy
-import gc
-import weakref
 
 import pytest
 import torch
@@ -423,38 +421,3 @@ def test_a_rerun_finds_and_leaves_everything_as_the_user_has_it():
     y.sum().backward()
     assert [recomputing for recomputing, _ in seen] == [False, True]
     assert seen[1][1] == before == state()
-
-
-def test_an_object_that_remembers_results_does_not_chain_the_regions():
-    """What a method leaves in its object is not held by a later region."""
-
-    class Remembers:
-        last = None
-
-        def run(self, x):
-            self.last = x.square()
-            return self.last.square()
-
-    remembers, inputs = Remembers(), []
-    gc.disable()
-    try:
-        for _ in range(4):
-            x = leaf()
-            checkpointed(remembers.run)(x)
-            inputs.append(weakref.ref(x))
-            del x
-        assert [ref() is not None for ref in inputs] == [False, False, False, True]
-    finally:
-        gc.enable()
-
-
-def test_code_that_turns_the_stop_into_an_exit_does_not_exit():
-    """Early stop is nobody else's exception."""
-
-    def fn(x):
-        try:
-            return x.square().square()
-        except BaseException:
-            raise SystemExit(3) from None
-
-    same("rerun", lambda door: torch.autograd.grad(door(fn)(x := leaf()).sum(), x))
