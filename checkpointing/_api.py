@@ -90,7 +90,7 @@ class Options(NamedTuple):
             raise ValueError(
                 f"determinism_check is one of {', '.join(map(repr, CHECKS))} or a function of a tensor, not {check!r}"
             )
-        return self._replace(policy=as_policy(self.policy))
+        return Options(*self[:5], as_policy(self.policy), *self[6:])
 
 
 class _Given(TypedDict, total=False):
@@ -324,7 +324,7 @@ def _wrap(fn: Any, options: Options) -> Any:
         if not issubclass(fn, nn.Module) or fn.__module__.partition(".")[0] == "torch":
             reason = "is torch's own: derive from it" if issubclass(fn, nn.Module) else "is no nn.Module"
             raise TypeError(f"checkpointed can't wrap the class {fn.__name__}: it {reason}, or decorate a method.")
-        fn.forward = _wrap(fn.forward, options._replace(name=options.name or fn.__qualname__))
+        fn.forward = _wrap(fn.forward, Options(*options[:7], options.name or fn.__qualname__))
         return fn
     if not callable(fn):
         raise TypeError(f"checkpointed wraps functions, methods, modules and callable objects, not {fn!r}")

@@ -365,7 +365,7 @@ class Recompute:
         elif given._version == 0 and type(given) is Tensor:
             self._unfilled = _node_count()
         if self.rewound and _torch.has_storage(tensor) and _torch.storage_id(tensor) in self.rewound:
-            tensor = copy_of(tensor, tensor._version)
+            tensor = without_recording(lambda rewound: copy_of(rewound, rewound._version), tensor)
         if slot < self._count:
             holder, ready = frame.holders[slot](), self.task.ready
             if holder is not None:
@@ -558,14 +558,14 @@ class Held:
             return
         self._version = version = _torch.version(tensor)
         root = root_of(tensor)
-        is_ours = type(hooks) is tuple and is_internal(hooks)
-        # A leaf lives as long as its graph, so within our own regions there is nothing to gain by saving it there.
+        is_ours = type(hooks) is not tuple or is_internal(hooks)
+        # A leaf lives as long as its graph: there is nothing to gain by saving it elsewhere, but users' hooks may look.
         self.is_parameter = is_parameter(root) or (is_ours and root.requires_grad and root.is_leaf)
         if self.is_parameter and (in_graph or root is tensor):
             self._packed = tensor
         elif in_graph and version >= 0:
             self._packed, self._unpack = _save_input(tensor, False), _unpack_saved
-            if hooks is None or is_ours:
+            if is_ours:
                 self._version = None
             else:
                 self._guard = _ref(tensor)

@@ -34,6 +34,8 @@ class Region:
 
     def keep_for_inner(self, tensor: Tensor) -> None:
         """A region inside this one keeps the tensor and saves it here: don't recompute it."""
+        if self.outer is not None:
+            self.outer.keep_for_inner(tensor)
 
     def look_away(self) -> None:
         """Something happens now that no operator shows."""

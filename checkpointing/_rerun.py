@@ -103,7 +103,6 @@ class Rerun(Region):
             args, kwargs, function = (*function.args, *args), {**function.keywords, **kwargs}, function.func
         self._function = function
         inputs = Inputs(hooks)
-        self._objects, self._modules = inputs.objects, inputs.modules
         self._args = [
             value
             if type(value) in ATOMS
@@ -114,6 +113,7 @@ class Rerun(Region):
         ]
         self._kwargs = {k: take_apart(v, inputs.save, ("kwargs", k)) for k, v in kwargs.items()} if kwargs else kwargs
         self._variables = inputs.capture(function)
+        self._objects, self._modules = inputs.objects, inputs.modules
         if inputs.modules:
             self._buffers = Buffers(inputs)
         self.ambient = Ambient()
@@ -154,6 +154,9 @@ class Rerun(Region):
         kept = passed.get(id(result)) or take_apart(result, save)
         self._results = (*self._results[:place], kept, *self._results[place + 1 :])
         return result
+
+    def keep_for_inner(self, tensor: Tensor) -> None:
+        """The region inside runs anew in a rerun, and what it keeps is made there."""
 
     # ---- as a source
 

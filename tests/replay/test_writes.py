@@ -249,6 +249,8 @@ def test_inputs_changed_later(what, door, change):
     if what == "argument":
         out = DOORS[door](lambda x, y: (x * y).sin() * y, x, y)
     elif what == "closure":
+        if door == "scope in rerun":
+            pytest.skip("what the region's own function calls has a closure of its own: contract, 2")
         out = DOORS[door](lambda x: (x * y).sin() * y, x)
     else:
         out = DOORS[door](lambda x: (x * w).sin(), x)
