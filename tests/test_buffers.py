@@ -197,27 +197,18 @@ def train(model, fn, steps=3):
     return left(model, *seen)
 
 
-def expected_to_fail(request, module, door):
-    """A scope in a rerun loses track of running statistics: KeyError, or one tensor too many."""
-    statistics = ("BatchNorm", "lazy", "rows of one", "nested")
-    if door == "scope in rerun" and any(s in module for s in statistics) and "no statistics" not in module:
-        request.applymarker(pytest.mark.xfail(strict=True, reason="defect: a scope over BatchNorm in a rerun"))
-
-
 @MODULE
 @DOOR
-def test_buffers_are_written_once(module, door, request):
+def test_buffers_are_written_once(module, door):
     """Gradients, parameters, and buffers with their versions and their order in `state_dict` are as plain."""
-    expected_to_fail(request, module, door)
     model, want = made(module), made(module)
     assert train(model, DOORS[door](model)) == train(want, want)
 
 
 @MODULE
 @pytest.mark.parametrize("door", ["rerun", "rerun to the end", "scope in rerun"])
-def test_each_region_has_the_buffers_of_its_own_beginning(module, door, request):
+def test_each_region_has_the_buffers_of_its_own_beginning(module, door):
     """Three forwards, and then their backwards in another order."""
-    expected_to_fail(request, module, door)
 
     def run(door):
         model = made(module)

@@ -296,10 +296,8 @@ EXCHANGES = [around, assigned, child, swapped, frozen, to_a_tensor]
 
 @DOOR
 @pytest.mark.parametrize("exchange", EXCHANGES, ids=lambda e: e.__name__)
-def test_parameters_that_are_exchanged_around_a_region(door, exchange, request):
+def test_parameters_that_are_exchanged_around_a_region(door, exchange):
     """Refused by a rerun, with what happened and the remedy; right under replay."""
-    if door in RERUNS and exchange in (assigned, child, swapped, frozen):
-        request.applymarker(pytest.mark.xfail(strict=True, reason="defect: silently another; Rerun._modules is empty"))
     if door in RERUNS:
         with pytest.raises(MismatchError, match=r"functional_call.* backend='replay'") as caught:
             exchange(DOORS[door])
