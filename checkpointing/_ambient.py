@@ -18,7 +18,6 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable
 from copy import copy
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -27,6 +26,9 @@ from torch import Tensor
 from . import _torch
 
 S = TypeVar("S")
+
+
+Undo = list[tuple[Callable[[Any], object], Any]]  # functions that put something back, with what they put back
 
 
 class Generators:
@@ -213,7 +215,7 @@ class Ambient:
         self._autocast = _read_autocast() if _autocast_is_on() else None
         self._states = [handle.capture() for handle in _registry.states] if _registry.states else ()
 
-    def enter(self, undo: list[Callable[[], object]]) -> contextvars.Context:
+    def enter(self, undo: Undo) -> contextvars.Context:
         """Put back what differs; `undo` is given the way out, the last first. Returns the context to run in: a copy,
         because one can't be entered twice, and recomputes nest."""
         context = self._context.copy()
@@ -221,27 +223,27 @@ class Ambient:
             for variable in self._collections:
                 context.run(variable.set, copied(context[variable]))
         if read_switches() != self._switches:
-            undo.append(write_switches(self._switches))
+            undo.append((lambda put_back: put_back(), write_switches(self._switches)))
         if self._modes is not None or _function_mode_count():
             modes = _torch.function_modes()
-            undo.append(lambda: _torch.set_function_modes(modes))
+            undo.append((_torch.set_function_modes, modes))
             _torch.set_function_modes(self._modes or [])
         if _is_inference():  # around the backward; a region is never entered in it
             mode = torch.inference_mode(False)
             mode.__enter__()
-            undo.append(lambda: mode.__exit__(None, None, None))
+            undo.append((lambda mode: mode.__exit__(None, None, None), mode))
         is_on = _autocast_is_on()
         if is_on or self._autocast is not None:
-            undo.append(partial(_write_autocast, _read_autocast()))
+            undo.append((_write_autocast, _read_autocast()))
             _write_autocast(self._autocast)
             # Casts of weights are cached. The rerun neither sees casts made elsewhere nor leaves its own behind, ...
             if is_on:  # ... nor drops those that the code around the backward will want again.
                 torch.set_autocast_cache_enabled(False)
             else:
                 torch.clear_autocast_cache()
-                undo.append(torch.clear_autocast_cache)
+                undo.append((lambda _: torch.clear_autocast_cache(), None))
         for handle, state in self._states:
-            undo.append(partial(context.run, StateHandle.restore, *handle.capture()))
+            undo.append((handle.restore, handle.capture()[1]))
             context.run(handle.restore, state)
         return context
 
@@ -267,11 +269,12 @@ def copied(value: Any) -> Any:
     return new
 
 
-def undo_all(undo: list[Callable[[], object]]) -> None:
-    """Call these, the last first; one that fails does not keep the others from it."""
+def undo_all(undo: Undo) -> None:
+    """Call these functions with their arguments, the last first; one that fails does not keep the others from it."""
     try:
         while undo:
-            undo.pop()()
+            function, argument = undo.pop()
+            function(argument)
     except BaseException:
         undo_all(undo)
         raise

@@ -198,8 +198,6 @@ class Frame:
 
     _torch.mark_as_torchs_own(pack)
 
-    _torch.mark_as_torchs_own(pack)
-
     def bring_back(self, holder: Holder, key: Any) -> Tensor:
         """Recompute for a holder whose tensor is not at hand: once per slot and graph task."""
         group = _graph_exec_group()
@@ -210,12 +208,8 @@ class Frame:
             if task is None:
                 task = TaskTensors()
                 if key != -1:  # outside of backward (`grad_fn._saved_self`) nothing is remembered
-                    forget = partial(_forget, _ref(self), key)
-                    owner = group
-                    if owner is None:
-                        owner = partial(forget)
-                        _torch.at_graph_task_end(owner)  # called if the backward succeeds, and freed in any case
-                    task.guard = _ref(owner, forget)
+                    for old in [old for old, other in self.tasks.items() if other.guard is None]:
+                        del self.tasks[old]  # there is nothing in it
                     self.tasks[key] = task
             ready, slot = task.ready, holder.slot
             tensor = ready.get(slot)  # another thread may have been quicker
@@ -225,8 +219,20 @@ class Frame:
                 Recompute(self, task, holder).run()
                 tensor = ready[slot]
                 assert tensor is not None  # `run` raises if it can't deliver
+                if len(ready) > 1 or task.inputs:
+                    self.forget_at_end(task, key)
             ready[slot] = None
         return tensor
+
+    def forget_at_end(self, task: TaskTensors, key: Any) -> None:
+        """Whatever becomes of the graph task (or of torch's group of them): with it goes what has been recomputed."""
+        if task.guard is None and key != -1:
+            forget = partial(_forget, _ref(self), key)
+            owner = key
+            if type(key) is int:
+                owner = partial(forget)
+                _torch.at_graph_task_end(owner)  # called if the backward succeeds, and freed in any case
+            task.guard = _ref(owner, forget)
 
 
 def unpack(holder: Holder) -> Tensor:
@@ -265,9 +271,11 @@ def _keep_until_done(holder: Holder, tensor: Tensor) -> None:
     """Python code reads this tensor, rather than the autograd engine for an operator of its own. The backward of a
     custom Function may read `ctx.saved_tensors` again: its tensors stay until it has run (rule 4)."""
     node = _current_node()
-    task = holder.frame.tasks.get(_graph_exec_group() or _graph_task_id())
+    key = _graph_exec_group() or _graph_task_id()
+    task = holder.frame.tasks.get(key)
     if task is None or not isinstance(node, _PythonNode):
         return
+    holder.frame.forget_at_end(task, key)
     slot = holder.slot
     task.ready[slot] = tensor
     handle: Any = None
@@ -294,6 +302,7 @@ class Recompute:
         "_slot",
         "_stopped",
         "_unfilled",
+        "borrowed",
         "frame",
         "holder",
         "ran_to_its_end",
@@ -312,7 +321,8 @@ class Recompute:
         self._unfilled = -1  # the last node that has saved what its operator may fill only then, as RReLU its noise
         self._stopped = False
         self.ran_to_its_end = False  # set by an in-order source that was not stopped
-        self.rewound: frozenset[int] = frozenset()  # storages that hold what they did before the forward, for now
+        self.rewound: set[int] | None = None  # storages that hold what they did before the forward, for now
+        self.borrowed: tuple[int, ...] = ()  # the slots of what has been delivered of them
 
     def wanted(self, refs: Iterable[weakref.ref[Holder]] | None = None) -> list[Holder]:
         """The live holders that this graph task may still open, by slot; of all or of these."""
@@ -364,8 +374,6 @@ class Recompute:
             tensor = given.detach()
         elif given._version == 0 and type(given) is Tensor:
             self._unfilled = _node_count()
-        if self.rewound and _torch.has_storage(tensor) and _torch.storage_id(tensor) in self.rewound:
-            tensor = without_recording(lambda rewound: copy_of(rewound, rewound._version), tensor)
         if slot < self._count:
             holder, ready = frame.holders[slot](), self.task.ready
             if holder is not None:
@@ -386,6 +394,8 @@ class Recompute:
                     ready[slot] = tensor
                     if tensor._version:
                         self.task.versions[slot] = tensor._version
+                    if self.rewound and _torch.has_storage(tensor) and _torch.storage_id(tensor) in self.rewound:
+                        self.borrowed += (slot,)
         elif frame.complete and not self._stopped:
             raise errors.too_many(frame, self._count, user_line())
         # An operator that has yet to fill what it has saved must still run.
@@ -396,7 +406,17 @@ class Recompute:
 
     _torch.mark_as_torchs_own(pack)
 
-    _torch.mark_as_torchs_own(pack)
+    def keep_borrowed(self) -> None:
+        """These storages are about to hold again what they did before the rerun: what lies there is delivered as it is
+        now, as plain code would find it in backward."""
+        ready, versions = self.task.ready, self.task.versions
+        for slot in self.borrowed:
+            tensor = ready[slot]
+            if tensor is not None and _torch.storage_id(tensor) in (self.rewound or ()):
+                if versions.pop(slot, 0) == tensor._version:
+                    (ready[slot],) = without_recording(_torch.clones, [tensor])
+                else:
+                    versions[slot] = -1  # written since, by an operator
 
     def _compare_parameters(self, holder: Holder, now: Tensor | None, given: Tensor) -> None:
         """Where either run saves a parameter or a view of one, the other must save that very one, unwritten; but those

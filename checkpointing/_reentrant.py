@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from . import _torch, errors
-from ._ambient import undo_all
+from ._ambient import Undo, undo_all
 from ._region import thread
 from ._rerun import Inputs, PreserveRngState, Rerun, contents_of
 from ._where import warn
@@ -81,7 +81,7 @@ class CheckpointFunction(torch.autograd.Function):
 def _rerun(source: Rerun, count: int) -> tuple[Any, Any]:
     """The last `count` arguments (a partial brings others), cut off from their graph; what the function returns."""
     where = "the reentrant backend"
-    undo: list[Callable[[], object]] = []
+    undo: Undo = []
     region, thread.region = thread.region, None
     thread.depth += 1
     try:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextvars
 import functools
+import math
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from types import CellType, FunctionType, MethodType
@@ -26,11 +27,11 @@ import torch
 from torch import Tensor, nn
 
 from . import _torch, errors
-from ._ambient import Ambient, Generators, has_rng, undo_all
+from ._ambient import Ambient, Generators, Undo, has_rng, undo_all
 from ._check import Check, metadata_of
 from ._engine import Frame, Held, Holder, Name, Recompute, copy_of, identity, is_parameter, named, root_of
 from ._region import Region, thread, without_recording
-from ._tree import ATOMS, Container, Field, put_together, take_apart
+from ._tree import ATOMS, Field, put_together, take_apart
 from ._where import Line
 
 # Bound once: these run for every call.
@@ -38,8 +39,8 @@ _enclosing_hooks = _torch.enclosing_hooks
 _push_hooks, _pop_hooks = _torch.push_hooks, _torch.pop_hooks
 _is_grad_enabled, _set_grad_enabled = torch.is_grad_enabled, _torch.set_grad_enabled
 _get_state, _set_state = _torch.get_cpu_state, _torch.set_cpu_state
-_parts_of = _torch.parts_of_module
-_Module = nn.Module
+_parts_of, _storage_id, _has_storage = _torch.parts_of_module, _torch.storage_id, _torch.has_storage
+_Module, _partial = nn.Module, functools.partial
 
 PreserveRngState = bool | Literal["all"]
 Contexts = Callable[[Frame], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
@@ -99,23 +100,27 @@ class Rerun(Region):
         if outer is not None:
             self.policy = outer.policy
         self._hooks = hooks = _enclosing_hooks()
-        while type(function) is functools.partial:
+        while type(function) is _partial:
             args, kwargs, function = (*function.args, *args), {**function.keywords, **kwargs}, function.func
         self._function = function
         inputs = Inputs(hooks)
+        met: dict[int, Any] = {}  # a container that is two arguments stays one
         self._args = [
             value
             if type(value) in ATOMS
             else inputs.save(value, ("args", i))
             if type(value) is Tensor
-            else take_apart(value, inputs.save, ("args", i))
+            else take_apart(value, inputs.save, ("args", i), met)
             for i, value in enumerate(args)
         ]
-        self._kwargs = {k: take_apart(v, inputs.save, ("kwargs", k)) for k, v in kwargs.items()} if kwargs else kwargs
+        self._kwargs = (
+            {k: take_apart(v, inputs.save, ("kwargs", k), met) for k, v in kwargs.items()} if kwargs else kwargs
+        )
+        self._has_containers = bool(met)
         self._variables = inputs.capture(function)
         self._objects, self._modules = inputs.objects, inputs.modules
         if inputs.modules:
-            self._buffers = Buffers(inputs)
+            self._buffers = Buffers(inputs) or None
         self.ambient = Ambient()
         if preserve_rng_state:
             self._cpu_state = _get_state()
@@ -184,7 +189,7 @@ class Rerun(Region):
     def recompute(self, request: Recompute) -> None:
         where = request.frame
         function, args, kwargs = self.restored(where)
-        undo: list[Callable[[], object]] = []
+        undo: Undo = []
         try:
             context = self.go_back(where, undo, request)
             if self._pins or self._results or self.policy is not None:
@@ -196,27 +201,38 @@ class Rerun(Region):
                 request.ran_to_its_end = True
             finally:
                 _pop_hooks()
+                if request.borrowed:
+                    request.keep_borrowed()
         finally:
             undo_all(undo)
 
     def restored(self, where: object) -> tuple[Any, list[Any], dict[str, Any]]:
         """The function and its arguments."""
 
-        args = [saved.fetch(where) if type(saved) is Held else _fetched(saved, where) for saved in self._args]
-        kwargs = {k: _fetched(saved, where) for k, saved in self._kwargs.items()} if self._kwargs else self._kwargs
-        function = self._function
+        function, kwargs = self._function, self._kwargs
+        if self._has_containers:
+            met: dict[int, Any] = {}
+
+            def build(saved: Any) -> Any:
+                return put_together(saved, lambda part: part.fetch(where) if type(part) is Held else part, met)
+
+            args = [build(saved) for saved in self._args]
+            kwargs = {k: build(saved) for k, saved in kwargs.items()}
+        else:
+            args = [saved.fetch(where) if type(saved) is Held else saved for saved in self._args]
+            if kwargs:
+                kwargs = {k: saved.fetch(where) if type(saved) is Held else saved for k, saved in kwargs.items()}
         if self._variables is not None:
-            function = rebound(function, [_fetched(saved, where) for saved in self._variables])
+            values = [saved.fetch(where) if type(saved) is Held else saved for saved in self._variables]
+            function = rebound(function, values)
         if self.context is not None:
             function = functools.partial(_call_within, self.context, function)
         return function, args, kwargs
 
-    def go_back(
-        self, where: object, undo: list[Callable[[], object]], request: Recompute | None = None
-    ) -> contextvars.Context:
+    def go_back(self, where: object, undo: Undo, request: Recompute | None = None) -> contextvars.Context:
         """Enter the state that the forward was called in; `undo` is given the way out, the last first. Returns the
         context to run in."""
-        undo.append(functools.partial(_set_grad_enabled, _is_grad_enabled()))
+        undo.append((_set_grad_enabled, _is_grad_enabled()))
         _set_grad_enabled(True)
         if self._buffers is not None:
             rewound = self._buffers.enter(where, undo)
@@ -224,19 +240,11 @@ class Rerun(Region):
                 request.rewound = rewound
         context = self.ambient.enter(undo)
         if self._rng is not None:
-            undo.append(functools.partial(Generators.leave, self._rng.enter()))
+            undo.append((Generators.leave, self._rng.enter()))
         if self._cpu_state is not None:
-            undo.append(functools.partial(_set_state, _get_state()))
+            undo.append((_set_state, _get_state()))
             _set_state(self._cpu_state)
         return context
-
-
-def _fetched(saved: Any, where: object) -> Any:
-    if type(saved) is Held:
-        return saved.fetch(where)
-    if type(saved) is Container:
-        return put_together(saved, lambda part: part.fetch(where) if type(part) is Held else part)
-    return saved
 
 
 def _call_within(context: AbstractContextManager[Any], function: Any, *args: Any, **kwargs: Any) -> None:
@@ -358,20 +366,20 @@ class Inputs:
         elif isinstance(value, FunctionType | MethodType):
             self.look_at(value)
         else:
+            self.look_at(value)
             self.objects += ((name, value),)
         return value
 
     def capture(self, function: Any) -> list[Any] | None:
         """What stands for the variables that the function closes over; None if it has none."""
-        if isinstance(function, _Module):
-            self.modules += (function,)
-            return None
-        if isinstance(function, MethodType):
+        if type(function) is not FunctionType:
+            if not isinstance(function, MethodType):  # a module, or another object that can be called
+                self.look_at(function)
+                return None
             self.look_at(function.__self__)
             function = function.__func__
-        if type(function) is not FunctionType:
-            self.look_at(function)
-            return None
+            if type(function) is not FunctionType:
+                return None
         code, scope = function.__code__, function.__globals__
         for global_name in code.co_names:
             if isinstance(scope.get(global_name), _Module):
@@ -434,9 +442,9 @@ def rebound(function: Any, values: list[Any]) -> Any:
 
 
 def _holds(value: object, metadata: Any, depth: int = 3) -> bool:
-    """Whether an object holds a tensor of this metadata in its attributes, items, or theirs; asked for messages."""
+    """Whether an object holds a tensor of that size in its attributes, items, or theirs; asked for messages."""
     if isinstance(value, Tensor):
-        return isinstance(metadata, tuple) and value.shape == metadata[0]
+        return isinstance(metadata, tuple) and value.numel() == math.prod(metadata[0])
     if depth == 0 or isinstance(value, type | _Module | FunctionType):
         return False
     parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
@@ -457,14 +465,13 @@ class Buffers:
     Larger ones and those of modules in evaluation mode are guarded by version.
     """
 
-    __slots__ = ("_entries", "_guarded", "_lazy", "_tensors", "_then")
+    __slots__ = ("_entries", "_guarded", "_lazy", "_then")
 
     def __init__(self, inputs: Inputs) -> None:
-        self._entries: list[tuple[dict[str, Any], str, Tensor | None]] = []  # a module's dict, name, what was there
+        self._entries: Entries = []
         self._guarded: list[tuple[nn.Module, str, Tensor, int]] = []
         self._lazy: list[tuple[dict[str, Any], str]] = []
-        self._tensors: list[Tensor] = []  # one for each storage, all of it
-        storages: set[int] = set()
+        small: list[Tensor] = []  # what shares memory is rewound twice, to the same
         stack: list[Any] = [*inputs.modules]
         seen = set()
         while stack:
@@ -473,64 +480,63 @@ class Buffers:
                 continue
             seen.add(module)
             children, parameters, buffers = _parts_of(module)
-            stack += children.values()
+            if children:
+                stack += children.values()
             for parameter in parameters.values():
                 if parameter is not None and not parameter.is_cpu:
                     inputs.devices += (parameter.device,)
-            for name, tensor in buffers.items():
+            for name, tensor in buffers.items() if buffers else ():
                 if type(tensor) is not Tensor and tensor is not None and nn.parameter.is_lazy(tensor):
                     self._lazy.append((buffers, name))
                     continue
                 self._entries.append((buffers, name, tensor))
                 if tensor is None:
                     continue
-                if module.training and type(tensor) is Tensor and _torch.has_storage(tensor):
-                    storage = tensor.untyped_storage()
-                    nbytes = storage.nbytes()
-                    if nbytes <= _SMALL:
-                        if storage._cdata not in storages:
-                            storages.add(storage._cdata)
-                            self._tensors.append(tensor if tensor.nbytes == nbytes else _torch.bytes_of(tensor))
-                        continue
+                if module.training and type(tensor) is Tensor and tensor.nbytes <= _SMALL and _has_storage(tensor):
+                    small.append(tensor if tensor.is_contiguous() else _torch.bytes_of(tensor))
+                    continue
                 self._guarded.append((module, name, tensor, _torch.version(tensor)))
-        self._then = _copies_of(self._tensors)
+        self._then = _Moment(small)
 
-    def enter(self, where: object, undo: list[Callable[[], object]]) -> frozenset[int]:
+    def __bool__(self) -> bool:
+        return bool(self._entries or self._lazy)
+
+    def enter(self, where: object, undo: Undo) -> set[int]:
         """Go back; `undo` is given the way out. Returns the storages that have been rewound."""
         for module, name, tensor, version in self._guarded:
             if _torch.version(tensor) != version:
                 what = named((type(module).__name__, Field(name)), tensor)
                 raise errors.changed(where, what, version, _torch.version(tensor))
-        tensors = self._tensors
+        tensors = self._then.tensors
         if self._lazy:  # made by this forward: what they were before is gone, but they are not written twice
             tensors = tensors + [store[name] for store, name in self._lazy if store[name] is not None]
-        now, present = _copies_of(tensors), [(store, name, store[name]) for store, name, _ in self._entries]
-        undo.append(lambda: _go_to(tensors, now, present))
-        _go_to(self._tensors, self._then, self._entries)
-        return frozenset(map(_torch.storage_id, tensors))
+        undo.append((_set, [(store, name, store[name]) for store, name, _ in self._entries]))
+        undo.append((_Moment.go_back, _Moment(tensors)))
+        _set(self._entries)
+        self._then.go_back()
+        return set(map(_storage_id, self._then.tensors))
 
 
-def _copies_of(tensors: list[Tensor]) -> tuple[list[Tensor], list[int]]:
-    """Values and versions."""
-    return without_recording(_clones, tensors), [tensor._version for tensor in tensors]
+Entries = list[tuple[dict[str, Any], str, Tensor | None]]  # a module's dict, name, what was there
 
 
-def _clones(tensors: list[Tensor]) -> list[Tensor]:
-    return [tensor.clone() for tensor in tensors]
-
-
-def _go_to(
-    tensors: list[Tensor],
-    state: tuple[list[Tensor], list[int]],
-    entries: list[tuple[dict[str, Any], str, Tensor | None]],
-) -> None:
-    if tensors:
-        without_recording(_copy, (tensors, state[0]))
-        _torch.set_versions(tensors, state[1])
+def _set(entries: Entries) -> None:
+    """Buffers may have been set to other tensors."""
     for store, name, tensor in entries:
         if store[name] is not tensor:
             store[name] = tensor
 
 
-def _copy(pair: tuple[list[Tensor], list[Tensor]]) -> None:
-    _torch.copy_all(*pair)
+class _Moment:
+    """What tensors hold at one moment, and their versions."""
+
+    __slots__ = ("tensors", "values", "versions")
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        self.tensors = tensors
+        self.values: list[Tensor] = without_recording(_torch.clones, tensors) if tensors else []
+        self.versions = [tensor._version for tensor in tensors]
+
+    def go_back(self) -> None:
+        if self.tensors:
+            without_recording(_torch.overwrite, (self.tensors, self.values, self.versions))

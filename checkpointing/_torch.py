@@ -344,8 +344,18 @@ def bytes_of(tensor: Tensor) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
-# Copy each of the second tensors into the first one beside it, in one call.
-copy_all: Callable[[list[Tensor], list[Tensor]], None] = torch._foreach_copy_
+def clones(tensors: list[Tensor]) -> list[Tensor]:
+    """Copies, made past autograd, which is quicker."""
+    with _C._AutoDispatchBelowADInplaceOrView():
+        return [tensor.clone() for tensor in tensors]
+
+
+def overwrite(state: tuple[list[Tensor], list[Tensor], list[int]]) -> None:
+    """Give tensors these values and versions."""
+    tensors, values, versions = state
+    with _C._AutoDispatchBelowADInplaceOrView():  # quicker, too
+        torch._foreach_copy_(tensors, values)
+    set_versions(tensors, versions)
 
 
 def clone_storage(tensor: Tensor) -> Tensor:
@@ -499,13 +509,9 @@ def _set_matmul_precision(value: str | list[str]) -> None:
 SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (torch.get_default_dtype, torch.set_default_dtype),
     (_is_strict, lambda on: _C._set_deterministic_algorithms(on, warn_only=_warns_only())),
-    (_warns_only, lambda on: _C._set_deterministic_algorithms(_is_strict(), warn_only=on)),
     (_get_matmul_precision, _set_matmul_precision),
     (_C._get_flash_sdp_enabled, _C._set_sdp_use_flash),
     (_C._get_math_sdp_enabled, _C._set_sdp_use_math),
-    (_C._get_math_sdp_allow_fp16_bf16_reduction, _C._set_math_sdp_allow_fp16_bf16_reduction),
-    (_C._get_mkldnn_enabled, _C._set_mkldnn_enabled),
-    (_C._get_nnpack_enabled, _C._set_nnpack_enabled),  # convolutions, where MKLDNN is off
 )
 if torch.backends.cuda.is_built():
     SWITCHES += (
@@ -514,15 +520,6 @@ if torch.backends.cuda.is_built():
         (_C._get_cudnn_enabled, _C._set_cudnn_enabled),
         (_C._get_cudnn_deterministic, _C._set_cudnn_deterministic),
         (_C._get_cudnn_benchmark, _C._set_cudnn_benchmark),
-        (_C._get_cublas_allow_fp16_accumulation, _C._set_cublas_allow_fp16_accumulation),
-        (
-            _C._get_cublas_allow_fp16_reduced_precision_reduction,  # and whether to split K
-            lambda allowed: _C._set_cublas_allow_fp16_reduced_precision_reduction(*allowed),
-        ),
-        (
-            _C._get_cublas_allow_bf16_reduced_precision_reduction,
-            lambda allowed: _C._set_cublas_allow_bf16_reduced_precision_reduction(*allowed),
-        ),
     )
 # Without a Python function among them; may raise a RuntimeError.
 QUICK_GETTERS: tuple[Callable[[], Any], ...] = tuple(

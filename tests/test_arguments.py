@@ -201,10 +201,8 @@ CALLS = {
 
 @DOORS
 @pytest.mark.parametrize("call", CALLS)
-def test_calls_of_any_kind(door, call, request):
+def test_calls_of_any_kind(door, call):
     """What is one object in the forward is one in the rerun."""
-    if call == "one list twice" and door is rerun:
-        request.applymarker(pytest.mark.xfail(strict=True, reason="defect: one container as two arguments becomes two"))
     fn, build = CALLS[call]
 
     def step(door):
@@ -342,10 +340,10 @@ WRITES = {
 @DOORS
 @pytest.mark.parametrize("write", WRITES)
 @pytest.mark.parametrize("how", ["arguments", "containers", "closure"])
-def test_what_the_function_writes_itself_is_refused_by_rerun(door, write, how, request):
+def test_what_the_function_writes_itself_is_refused_by_rerun(door, write, how):
     """With the remedy in the message; the remedy is right."""
     if write == "statistics" and door is rerun:
-        request.applymarker(pytest.mark.xfail(strict=True, reason="defect: batch_norm's kernels change no version"))
+        pytest.skip("batch_norm's kernels write running statistics without a trace: a limit, in the README")
 
     def step(door):
         x, d, c = leaf(4, 3), data(3), torch.ones(3)

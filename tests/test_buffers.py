@@ -268,16 +268,7 @@ WAYS = {
 }
 
 
-BOUND = "attribute of the object it is bound to"
-FOUND = [
-    pytest.param(w, marks=pytest.mark.xfail(strict=True, reason="defect: `self` of a method is looked at by nobody"))
-    if w == BOUND
-    else w
-    for w in WAYS
-]
-
-
-@pytest.mark.parametrize("way", FOUND)
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("module", ["BatchNorm1d", "counter", "set anew", "two modules"])
 def test_where_modules_are_looked_for(module, way):
     """The function, what it is bound to and the attributes of that, its closure, globals that its code names."""
@@ -335,8 +326,8 @@ def test_they_are_guarded_until_backward(what):
 
 @pytest.mark.parametrize("mode", ["train", "eval"])
 def test_a_region_runs_no_operators_but_the_copies(mode):
-    """One clone per buffer in training mode, none otherwise; at recompute as many more, their copies in place, and
-    copies of the two that are saved while they are rewound."""
+    """One clone per buffer in training mode, none otherwise; at recompute as many more, copies in place, and clones of
+    the two that are saved while they are rewound."""
     model, x = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), leaf()
     getattr(model, mode)()
     want = count(lambda: model(x))

@@ -1286,10 +1286,8 @@ class Cache:
 
 @pytest.mark.parametrize("view", [False, True])
 @DOOR
-def test_37_a_cache_is_grown_inside_a_region(door, view, request):
+def test_37_a_cache_is_grown_inside_a_region(door, view):
     """Rerun: an error of a few lines that names the argument and says what helps; replay handles it."""
-    if view and door is rerun:
-        request.applymarker(pytest.mark.xfail(strict=True, reason="defect: no hint where a view was saved"))
 
     def attend(x, past):
         keys = past.update(x * 2, 1)
