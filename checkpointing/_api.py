@@ -43,7 +43,7 @@ from ._policy import as_policy
 from ._region import thread
 from ._replay import Replay
 from ._report import Stats, explain, logged, measure
-from ._rerun import PreserveRngState
+from ._rerun import PreserveRngState, Rerun
 from ._tape import Tape
 from ._where import Line, entered_from, warn
 
@@ -73,7 +73,7 @@ class Options(NamedTuple):
             ValueError: for options that contradict each other.
         """
         check = self.determinism_check
-        if self.backend not in _RUNNERS:
+        if self.backend not in ("rerun", "replay", "reentrant"):
             raise ValueError(f"backend is 'rerun', 'replay' or 'reentrant', not {self.backend!r}")
         if self.policy is not None and self.backend != "replay":
             raise ValueError(
@@ -333,7 +333,7 @@ def _wrap(fn: Any, options: Options) -> Any:
         return MethodType(_wrap(fn.__func__, options), fn.__self__)
     if not inspect.isroutine(fn):
         return _CheckpointedObject(fn, options)
-    run, name = _RUNNERS[options.backend], options.name or fn.__qualname__
+    run, name = _run_replay if options.backend == "replay" else _run, options.name or fn.__qualname__
 
     @functools.wraps(fn)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -351,48 +351,66 @@ class _CheckpointedObject:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         fn, options = self.__wrapped__, self.options
-        return _RUNNERS[options.backend](fn, args, kwargs, options.name or type(fn).__qualname__, options)
+        run = _run_replay if options.backend == "replay" else _run
+        return run(fn, args, kwargs, options.name or type(fn).__qualname__, options)
 
 
 def _refuse_generators(door: str, fn: Any) -> None:
     code = fn
     while isinstance(code, functools.partial):
         code = code.func
-    if isinstance(code, nn.Module):
-        code = code.forward
-    elif not inspect.isroutine(code):
-        code = type(code).__call__
-    for test, kind in (
-        (inspect.isgeneratorfunction, "generator function"),
-        (inspect.iscoroutinefunction, "async function"),
-        (inspect.isasyncgenfunction, "async generator function"),
-    ):
-        if test(code):
-            raise TypeError(
-                f"{door} can't wrap the {kind} {getattr(fn, '__qualname__', fn)}: calling it computes nothing. "
-                "Decorate a plain function that it calls."
-            )
+    if not inspect.isroutine(code):
+        code = code.forward if isinstance(code, nn.Module) else type(code).__call__
+    is_async = inspect.iscoroutinefunction(code) or inspect.isasyncgenfunction(code)
+    if is_async or inspect.isgeneratorfunction(code):
+        raise TypeError(
+            f"{door} can't wrap the {'async' if is_async else 'generator'} function "
+            f"{getattr(fn, '__qualname__', fn)}: calling it computes nothing. Decorate a plain function that it calls."
+        )
 
 
-def _run_rerun(fn: Any, args: Any, kwargs: Any, name: str, options: Options) -> Any:
-    if _is_compiling():
-        if not options.enabled:
-            return fn(*args, **kwargs)
+def _run(fn: Any, args: Any, kwargs: Any, name: str, options: Options) -> Any:
+    is_reentrant = options.backend == "reentrant"
+    if _is_compiling() and options.enabled:
         keeps_rng = bool(options.preserve_rng_state)
-        return torch.utils.checkpoint.checkpoint(fn, *args, use_reentrant=False, preserve_rng_state=keeps_rng, **kwargs)
-    if is_plain(options.enabled):
+        return torch.utils.checkpoint.checkpoint(
+            fn, *args, use_reentrant=is_reentrant, preserve_rng_state=keeps_rng, **kwargs
+        )
+    if _is_compiling() or is_plain(options.enabled):
         return fn(*args, **kwargs)
-    return _rerun.call(
-        fn,
-        args,
-        kwargs,
-        name,
-        entered_from(sys._getframe(2)),
-        options.preserve_rng_state,
-        options.early_stop,
-        check_of(options.determinism_check),
-        logged if options.debug else None,
-    )
+    if is_reentrant:
+        return _reentrant.run(fn, name, options.preserve_rng_state, args, kwargs)
+    return run_rerun(fn, args, kwargs, name, entered_from(sys._getframe(2)), options, logged if options.debug else None)
+
+
+def run_rerun(
+    fn: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    name: str,
+    where: Line,
+    options: Options,
+    contexts: Callable[[Frame], tuple[Any, Any]] | None = None,
+    prefix: str | None = None,
+) -> Any:
+    """One region that is called again in backward. `contexts` makes one context for the forward and one for the rerun;
+    messages begin with `prefix`."""
+    source = Rerun(fn, args, kwargs, options.preserve_rng_state)
+    frame = Frame(source, name, where, options.early_stop, check_of(options.determinism_check))
+    frame.prefix = prefix
+    forward = None
+    if contexts is not None:
+        forward, source.context = contexts(frame)
+    frame.enter(source)
+    try:
+        if forward is None:
+            return fn(*args, **kwargs)
+        with forward:
+            return fn(*args, **kwargs)
+        raise errors.suppressed()
+    finally:
+        frame.leave(source)
+        source.outer = None
 
 
 def _run_replay(fn: Any, args: Any, kwargs: Any, name: str, options: Options) -> Any:
@@ -403,23 +421,6 @@ def _run_replay(fn: Any, args: Any, kwargs: Any, name: str, options: Options) ->
 
 
 _torch.leave_eager(cast(Any, _run_replay))  # compiled code, in which the function stands, is compiled around it
-
-
-def _run_reentrant(fn: Any, args: Any, kwargs: Any, name: str, options: Options) -> Any:
-    if _is_compiling():
-        if not options.enabled:
-            return fn(*args, **kwargs)
-        return torch.utils.checkpoint.checkpoint(fn, *args, use_reentrant=True, **kwargs)
-    if is_plain(options.enabled):
-        return fn(*args, **kwargs)
-    return _reentrant.run(fn, name, options.preserve_rng_state, args, kwargs)
-
-
-_RUNNERS: dict[str, Callable[..., Any]] = {
-    "rerun": _run_rerun,
-    "replay": _run_replay,
-    "reentrant": _run_reentrant,
-}
 
 
 # ---- the block door
@@ -466,32 +467,24 @@ class _Block:
         return measure(self.frame, self._tape, self._source)
 
 
-class _Excluded:
+@contextmanager
+def _excluded() -> Iterator[None]:
     """A block without recompute inside a recorded region: what autograd saves in it is kept there."""
+    hooks, region = _torch.enclosing_hooks(), thread.region
+    if not isinstance(region, Tape) or hooks is None or hooks[1] is not unpack or is_plain():
+        yield  # nothing would go to a tape
+        return
+    pack = hooks[0]
 
-    __slots__ = ()
+    def keep(tensor: Tensor) -> Any:
+        region.keep_for_inner(tensor)
+        return pack(tensor)
 
-    def __enter__(self) -> None:
-        hooks, region = _torch.enclosing_hooks(), thread.region
-        assert hooks is not None and region is not None  # `is_needed`
-        pack = hooks[0]
-
-        def keep(tensor: Tensor) -> Any:
-            region.keep_for_inner(tensor)
-            return pack(tensor)
-
-        _torch.push_hooks(keep, unpack)
-
-    def __exit__(self, *error: Any) -> None:
+    _torch.push_hooks(keep, unpack)
+    try:
+        yield
+    finally:
         _torch.pop_hooks()
-
-    @staticmethod
-    def is_needed() -> bool:
-        """Whether what autograd saves now would go to a tape."""
-        if not isinstance(thread.region, Tape) or is_plain():
-            return False
-        hooks = _torch.enclosing_hooks()
-        return hooks is not None and hooks[1] is unpack
 
 
 class checkpoint_scope:
@@ -548,7 +541,7 @@ class checkpoint_scope:
         options = Options("replay", enabled, preserve_rng_state, early_stop, determinism_check, policy, debug, name)
         self._options = options if options == _SCOPE_DEFAULTS else options.checked()
         self._entered = False
-        self._block: _Block | _Excluded | None = None
+        self._block: Any = None
 
     @property
     def name(self) -> str:
@@ -566,13 +559,14 @@ class checkpoint_scope:
                 "Make a new one with checkpoint_scope(...)."
             )
         self._entered = True
+        block: Any = None
         if not is_plain(self._options.enabled):
             block = _Block(self.name, entered_from(sys._getframe(1)), self._options)
+        elif not self._options.enabled:
+            block = _excluded()
+        if block is not None:
             block.__enter__()
             self._block = block
-        elif not self._options.enabled and _Excluded.is_needed():
-            self._block = _Excluded()
-            self._block.__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:

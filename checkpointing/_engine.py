@@ -32,7 +32,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -57,27 +57,30 @@ _backward_code = _torch.run_backward_code
 _push_hooks, _pop_hooks = _torch.push_hooks, _torch.pop_hooks
 
 
-class Source(Protocol):
+class Source:
     """How a frame brings tensors back."""
 
-    @property
-    def save(self) -> Callable[[Tensor], Any] | None:
-        """What a holder must remember of the tensor that it stands for; None: only which parameter it shows."""
+    save: Callable[[Tensor], Any] | None = None  # what a holder must remember; None: only which parameter it shows
 
     def at_hand(self, holder: Holder, where: Frame) -> Tensor | None:
         """A holder's tensor, if nothing has to be computed for it."""
-
-    def maker(self, holder: Holder) -> str | None:
-        """The operator that made what the holder saved, if that is known."""
-
-    def knows(self, parameters: tuple[Tensor, ...]) -> bool:
-        """Whether one of these belongs to a module that was there before the region."""
-
-    def hint(self, saved: Any, recomputed: Any) -> str:
-        """What else is known about a mismatch of metadata, for its message."""
+        raise NotImplementedError
 
     def recompute(self, request: Recompute) -> None:
         """Deliver `request.holder`, and on the way whatever else `request.wanted()` names."""
+        raise NotImplementedError
+
+    def knows(self, parameters: tuple[Tensor, ...]) -> bool:
+        """Whether one of these belongs to a module that was there before the region."""
+        return True
+
+    def maker(self, holder: Holder) -> str | None:
+        """The operator that made what the holder saved, if that is known; for messages."""
+        return None
+
+    def hint(self, saved: Any, recomputed: Any) -> str:
+        """What else is known about a mismatch of metadata; for messages."""
+        return ""
 
 
 class Holder:
@@ -120,22 +123,6 @@ class _Stop(BaseException):
 
 class Frame:
     """One region: its holders, its source, and what has been recomputed for which graph task."""
-
-    __slots__ = (
-        "__weakref__",
-        "check",
-        "complete",
-        "early_stop",
-        "entered_from",
-        "holders",
-        "lock",
-        "name",
-        "on_error",
-        "prefix",
-        "save",
-        "source",
-        "tasks",
-    )
 
     def __init__(
         self, source: Source, name: str, entered_from: Line, early_stop: bool = True, check: Check = None
@@ -294,21 +281,6 @@ def _keep_until_done(holder: Holder, tensor: Tensor) -> None:
 
 class Recompute:
     """One recompute under way: the engine's side of the seam."""
-
-    __slots__ = (
-        "_count",
-        "_last",
-        "_mismatches",
-        "_slot",
-        "_stopped",
-        "_unfilled",
-        "borrowed",
-        "frame",
-        "holder",
-        "ran_to_its_end",
-        "rewound",
-        "task",
-    )
 
     def __init__(self, frame: Frame, task: TaskTensors, holder: Holder) -> None:
         self.frame = frame

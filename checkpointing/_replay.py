@@ -30,7 +30,7 @@ from torch import Tensor
 
 from . import _torch, errors
 from ._ambient import Generators, read_switches, write_switches
-from ._engine import Frame, Holder, Recompute
+from ._engine import Frame, Holder, Recompute, Source
 from ._offload import Moved, prefetch
 from ._tape import Geometry, Op, Ref, Scratch, Tape, Value, Wrapped, bytes_of, geometry_of, tensors_of
 from ._tree import ATOMS
@@ -49,7 +49,7 @@ class Limits(NamedTuple):
     stored: int  # to start from once more
 
 
-class Replay:
+class Replay(Source):
     """The tape of one region as a source. The operators themselves belong to the holders."""
 
     def __init__(self, tape: Tape, log: list[tuple[str, str]] | None = None) -> None:
@@ -60,14 +60,6 @@ class Replay:
         self.replayed = 0
         self._index: Index | None = None
         self._order: list[weakref.ref[Moved]] | None = None
-
-    def knows(self, parameters: tuple[Tensor, ...]) -> bool:
-        """Not asked: parameters are inputs."""
-        return True
-
-    def hint(self, saved: Any, recomputed: Any) -> str:
-        """Nothing."""
-        return ""
 
     def maker(self, holder: Holder) -> str | None:
         """The operator that made what the holder saved."""

@@ -28,11 +28,10 @@ from torch import Tensor, nn
 
 from . import _torch, errors
 from ._ambient import Ambient, Generators, Undo, has_rng, undo_all
-from ._check import Check, metadata_of
-from ._engine import Frame, Held, Holder, Name, Recompute, copy_of, identity, is_parameter, named, root_of
+from ._check import metadata_of
+from ._engine import Frame, Held, Holder, Name, Recompute, Source, copy_of, identity, is_parameter, named, root_of
 from ._region import Region, thread, without_recording
 from ._tree import ATOMS, Field, put_together, take_apart
-from ._where import Line
 
 # Bound once: these run for every call.
 _enclosing_hooks = _torch.enclosing_hooks
@@ -43,45 +42,11 @@ _parts_of, _storage_id, _has_storage = _torch.parts_of_module, _torch.storage_id
 _Module, _partial = nn.Module, functools.partial
 
 PreserveRngState = bool | Literal["all"]
-Contexts = Callable[[Frame], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 
 
-def call(
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    name: str,
-    where: Line,
-    preserve_rng_state: PreserveRngState,
-    early_stop: bool,
-    check: Check,
-    contexts: Contexts | None = None,
-    prefix: str | None = None,
-) -> Any:
-    """One region: call the function so that backward calls it again. `contexts` makes one context for the forward and
-    one for the rerun."""
-    source = Rerun(function, args, kwargs, preserve_rng_state)
-    frame = Frame(source, name, where, early_stop, check)
-    frame.prefix = prefix
-    forward = None
-    if contexts is not None:
-        forward, source.context = contexts(frame)
-    frame.enter(source)
-    try:
-        if forward is None:
-            return function(*args, **kwargs)
-        with forward:
-            return function(*args, **kwargs)
-        raise errors.suppressed()
-    finally:
-        frame.leave(source)
-        source.outer = None
-
-
-class Rerun(Region):
+class Rerun(Region, Source):
     """The function, its saved inputs and the state it ran in."""
 
-    save = None
     context: AbstractContextManager[Any] | None = None  # entered around the rerun
     _buffers: Buffers | None = None
     _cpu_state: Tensor | None = None  # of the default random generator
@@ -164,9 +129,6 @@ class Rerun(Region):
         """The region inside runs anew in a rerun, and what it keeps is made there."""
 
     # ---- as a source
-
-    def maker(self, holder: object) -> None:
-        """Not known."""
 
     def at_hand(self, holder: Holder, where: Frame) -> Tensor | None:
         """A parameter, which is referenced (rule 2)."""

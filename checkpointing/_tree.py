@@ -7,7 +7,6 @@ objects stay whole.
 from __future__ import annotations
 
 import dataclasses
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -53,23 +52,18 @@ def open_container(value: Any) -> Container | None:
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return Container(dict(zip(map(Field, value._fields), value, strict=True)), lambda parts: kind(*parts.values()))
     is_dict = isinstance(value, dict)
-    if not is_dict and (not dataclasses.is_dataclass(value) or isinstance(value, list | tuple)):
+    if not is_dict and not dataclasses.is_dataclass(value):
         return None
     attributes = dict(getattr(value, "__dict__", {}))
-    if is_dict:
-        parts = dict(value)
-    else:
-        names = [f.name for f in dataclasses.fields(value) if hasattr(value, f.name)]
-        parts = {Field(name): getattr(value, name) for name in names}
-        attributes = {name: part for name, part in attributes.items() if name not in parts}
+    parts = dict(value) if is_dict else {Field(f.name): getattr(value, f.name) for f in dataclasses.fields(value)}
 
     def build(parts: dict[Any, Any]) -> Any:
-        # Past the constructors of subclasses, which may take anything.
+        # Past the constructors, which may take anything.
         new = kind.__new__(kind) if is_dict else object.__new__(kind)
-        if is_dict:
-            (OrderedDict if isinstance(new, OrderedDict) else dict).update(new, parts)
         for name, part in (attributes if is_dict else attributes | parts).items():
             object.__setattr__(new, name, part)
+        if is_dict:
+            dict.update(new, parts)
         return new
 
     return Container(parts, build)

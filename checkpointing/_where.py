@@ -18,21 +18,12 @@ import torch
 Line = tuple[CodeType, int]  # a code object and an instruction in it
 
 _NOT_USER_CODE = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep)
-# Code objects that are neither torch's nor ours: few, one per place that enters a region. By id, because the hash of a
-# code object is that of all its constants; the object is held, so that its id stays its own.
-_user_code: dict[int, CodeType] = {}
 
 
 def entered_from(frame: FrameType) -> Line:
-    """Where user code entered a region; `frame` is the caller of the door."""
-    code = frame.f_code
-    if id(code) not in _user_code:  # a module's `__call__` stands between, or not seen before
-        frame = user_frame(frame)
-        code = frame.f_code
-        if len(_user_code) >= 10_000:  # a program that makes code as it runs makes more and more of it
-            _user_code.clear()
-        _user_code[id(code)] = code
-    return code, frame.f_lasti
+    """Where user code entered a region; `frame` is the caller of the door (a module's `__call__` may stand between)."""
+    frame = user_frame(frame)
+    return frame.f_code, frame.f_lasti
 
 
 def user_frame(frame: FrameType) -> FrameType:

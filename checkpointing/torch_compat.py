@@ -20,7 +20,7 @@ from typing import Any, ParamSpec, TypedDict, TypeVar, overload
 
 import torch
 import torch.utils.checkpoint as _theirs
-from torch import Tensor, nn
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import SAC_IGNORED_OPS as SAC_IGNORED_OPS
 from torch.utils.checkpoint import CheckpointPolicy as CheckpointPolicy
@@ -33,9 +33,9 @@ from torch.utils.checkpoint import noop_context_fn as noop_context_fn
 from torch.utils.checkpoint import set_device_states as set_device_states
 from typing_extensions import Unpack
 
-from . import _rerun, _torch
-from ._api import is_plain
-from ._check import metadata_of
+from . import _torch
+from ._api import Options as Region
+from ._api import is_plain, run_rerun
 from ._reentrant import CheckpointFunction as CheckpointFunction
 from ._reentrant import check_backward_validity as check_backward_validity
 from ._reentrant import detach_variable as detach_variable
@@ -203,7 +203,7 @@ class _Checkpointed:
 
 
 _DEFAULTS: dict[str, Any] = checkpoint.__kwdefaults__  # type: ignore[assignment]
-_CHECKS: dict[str, Callable[[Tensor], Any] | None] = {"default": metadata_of, "none": None}
+_CHECKS: dict[str, Any] = {"default": "metadata", "none": "none"}
 
 
 def _checkpoint(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options) -> Any:
@@ -242,17 +242,12 @@ def _checkpoint(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], op
         if isinstance(contexts[0], _torch.SelectiveForward):
             contexts = _selective(contexts[0], respect), contexts[1]
     was_up = not options["preserve_rng_state"] or _torch.accelerator_is_up()
-    result = _rerun.call(
-        function,
-        args,
-        kwargs,
-        getattr(function, "__qualname__", type(function).__qualname__),
-        entered_from(sys._getframe(1)),
-        bool(options["preserve_rng_state"]),
-        _switch(_early_stop, "_enable_checkpoint_early_stop", options["early_stop"]),
-        _CHECKS[options["determinism_check"]],
-        logged if debug else None if contexts is None else lambda frame: contexts,
-        "torch.utils.checkpoint",
+    early_stop = _switch(_early_stop, "_enable_checkpoint_early_stop", options["early_stop"])
+    ours = Region("rerun", True, bool(options["preserve_rng_state"]), early_stop, _CHECKS[options["determinism_check"]])
+    make = logged if debug else None if contexts is None else lambda frame: contexts
+    name = getattr(function, "__qualname__", type(function).__qualname__)
+    result = run_rerun(
+        function, args, kwargs, name, entered_from(sys._getframe(2)), ours, make, "torch.utils.checkpoint"
     )
     if not was_up and _torch.accelerator_is_up():
         raise RuntimeError(

@@ -157,7 +157,7 @@ class AsyncModule(nn.Module):
 REFUSED = [
     (generator, "generator function generator"),
     (coroutine, "async function coroutine"),
-    (async_generator, "async generator function async_generator"),
+    (async_generator, "async function async_generator"),
     (functools.partial(functools.partial(generator), 1), "generator function"),
     (staticmethod(generator), "generator function"),
     (classmethod(coroutine), "async function"),
