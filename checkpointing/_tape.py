@@ -444,7 +444,7 @@ class Tape(TorchDispatchMode, Region):
         """Do with these what the policy has answered."""
         if not answer:
             return
-        mover = None if answer is True else self._mover(answer)
+        mover = self._mover(answer) if isinstance(answer, Destination) else None
         for tensor in tensors:
             self.keep_at(tensor, mover)
             if mover is None and self.outer is not None:
