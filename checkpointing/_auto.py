@@ -34,7 +34,7 @@ from . import _torch
 from ._engine import is_internal
 from ._offload import Destination, Mover
 from ._replay import Limits, are_disjoint, values_of
-from ._tape import Geometry, Info, Op, Tape, Value, Wrapped, geometry_of, tensors_of, whole
+from ._tape import Geometry, Info, Op, Tape, Value, Wrapped, geometry_of, tensors_of
 
 _users = _torch.storage_users_by_id
 _storage_id, _has_storage = _torch.storage_id, _torch.has_storage
@@ -159,6 +159,9 @@ class AutoTape(Tape):
         super().keep_at(tensor, mover)
 
     def close(self) -> None:
+        if self._budget and self._had_cut:
+            # A window may be larger than what the budget lets the forward keep: then its replay makes cuts of its own.
+            self.limits = Limits(min(self._budget, self._segment or self._budget), self._budget)
         try:
             self._keep_for_good()
         finally:  # hooks of what encloses the region may raise
@@ -171,22 +174,17 @@ class AutoTape(Tape):
 
     def _keep_for_good(self) -> None:
         for value in sorted(self._kept, key=lambda value: value.id) if self._packs_late else ():
-            value.pack(self.hooks)
+            held = value.held
+            if held is not None and not held.is_packed:
+                value.keep(held.alias, self.hooks)
         for value, tensor in self._spare.items():
             if self._values.get(_storage_id(tensor)) is value:
-                value.keep(whole(tensor, self.hooks), self.hooks)
+                value.keep(tensor, self.hooks)
             elif self.hooks is None:  # the rest of its storage has been overwritten
                 value.hold_part(tensor)
 
     def keeps_now(self) -> int:
         return self._bytes + self.kept_bytes
-
-    @property
-    def limits(self) -> Limits | None:
-        """A window may be larger than what the budget lets the forward keep. Then its replay makes cuts of its own."""
-        if not self._budget or not self._had_cut:
-            return None
-        return Limits(min(self._budget, self._segment or self._budget), self._budget)
 
     @property
     def complaint(self) -> str | None:
@@ -240,12 +238,10 @@ class AutoTape(Tape):
         hooks = None if self._packs_late else self.hooks
         mover = self._cut_mover
         if mover is not None and mover.takes(tensor):
-            value.keep(whole(tensor, mover), mover)
+            value.keep(tensor, mover)
             kept.refs = 0
         else:
-            tensor_on_it = whole(tensor, hooks)
-            value.keep(tensor_on_it, hooks)
-            del tensor_on_it
+            value.keep(tensor, hooks)
             kept.refs = _users(sid) - before
         self._kept[value] = kept
         self._bytes += value.nbytes

@@ -13,8 +13,7 @@ import operator
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
@@ -132,170 +131,115 @@ def tag(x: T, name: str) -> T:
 # ---- policies
 
 
-class Policy:
+class Policy(NamedTuple):
     """What to keep, as a value: compares, hashes, prints, and combines with `|` (keep what either keeps)."""
 
-    __slots__ = ()
+    made_by: tuple[Any, ...]  # a function of this module and its arguments: those of equal policies are equal
+    text: str
+    on_op: Callable[[Any, Any, Any, Any], Answer] | None = None
+    """What to do with what an operator has made, given (operator, args, kwargs, result). None: it never asks."""
+    on_tag: Callable[[str], Answer] = lambda name: False
+    """What to do with a value of this name."""
+    placement: Placement | None = None
+    """Whether, and within which bounds, the tape places checkpoints by itself."""
+    places: Places = NOWHERE
+    """Where things go about which it is not asked."""
 
-    @property
-    def on_op(self) -> Callable[[Any, Any, Any, Any], Answer] | None:
-        """What to do with what an operator has made, given (operator, args, kwargs, result). None: it never asks."""
-        return None
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Policy) and self.made_by == other.made_by
 
-    def on_tag(self, name: str) -> Answer:
-        """What to do with a value of this name."""
-        return False
+    def __ne__(self, other: object) -> bool:
+        return not self == other
 
-    @property
-    def placement(self) -> Placement | None:
-        """Whether, and within which bounds, the tape places checkpoints by itself."""
-        return None
+    def __hash__(self) -> int:
+        return hash(self.made_by)
 
-    @property
-    def places(self) -> Places:
-        """Where things go about which it is not asked."""
-        return NOWHERE
+    def __repr__(self) -> str:
+        return self.text
+
+    def __reduce__(self) -> Any:
+        return self.made_by[0], self.made_by[1:]
 
     def __or__(self, other: Any) -> Policy:
-        return _either(self, other)
+        return _either(self, as_policy(other))
 
     def __ror__(self, other: Any) -> Policy:
-        return _either(other, self)
+        return _either(as_policy(other), self)
 
 
-@dataclass(frozen=True, slots=True, repr=False)
-class _SaveOps(Policy):
-    ops: frozenset[Any]
-
-    @property
-    def on_op(self) -> Callable[[Any, Any, Any, Any], Answer]:
-        ops = self.ops
-        return lambda op, args, kwargs, result: op in ops
-
-    def __repr__(self) -> str:
-        return f"save_ops({', '.join(sorted(map(str, self.ops)))})"
+def _save_ops(ops: frozenset[Any]) -> Policy:
+    text = f"save_ops({', '.join(sorted(map(str, ops)))})"
+    return Policy((_save_ops, ops), text, on_op=lambda op, args, kwargs, result: op in ops)
 
 
-@dataclass(frozen=True, slots=True, repr=False)
-class _SaveTagged(Policy):
-    names: frozenset[str]
-
-    def on_tag(self, name: str) -> Answer:
-        return name in self.names
-
-    def __repr__(self) -> str:
-        return f"save_tagged({', '.join(map(repr, sorted(self.names)))})"
+def _save_tagged(names: frozenset[str]) -> Policy:
+    text = f"save_tagged({', '.join(map(repr, sorted(names)))})"
+    return Policy((_save_tagged, names), text, on_tag=lambda name: name in names)
 
 
-@dataclass(frozen=True, slots=True, repr=False)
-class _Asking(Policy):
+def _asking(function: Callable[..., Any]) -> Policy:
     """A function as torch's selective checkpointing takes it."""
 
-    function: Callable[..., Any]
+    def ask(op: Any, args: Any, kwargs: Any, result: Any) -> Answer:
+        context = SelectiveCheckpointContext(is_recompute=False, op_output=result)
+        try:
+            answer = function(context, op, *args, **kwargs)
+        except TypeError as error:
+            raise errors.hidden(f"the policy, asked for {op},", error) from error
+        if isinstance(answer, bool):
+            return answer
+        if not isinstance(answer, CheckpointPolicy):
+            raise ValueError(f"a policy answers with a CheckpointPolicy or a bool, not {answer!r} (asked for {op})")
+        return _ANSWERS[answer]
 
-    @property
-    def on_op(self) -> Callable[[Any, Any, Any, Any], Answer]:
-        function = self.function
-
-        def ask(op: Any, args: Any, kwargs: Any, result: Any) -> Answer:
-            try:
-                answer = function(selective_context(result), op, *args, **kwargs)
-            except TypeError as error:
-                raise errors.hidden(f"the policy, asked for {op},", error) from error
-            if isinstance(answer, bool):
-                return answer
-            if not isinstance(answer, CheckpointPolicy):
-                raise ValueError(f"a policy answers with a CheckpointPolicy or a bool, not {answer!r} (asked for {op})")
-            return _ANSWERS[answer]
-
-        return ask
-
-    def __repr__(self) -> str:
-        return f"<policy {getattr(self.function, '__qualname__', self.function)}>"
+    return Policy((_asking, function), f"<policy {getattr(function, '__qualname__', function)}>", on_op=ask)
 
 
-@dataclass(frozen=True, slots=True, repr=False)
-class _Auto(Policy):
-    budget: int | None
-    segment: int | None
-
-    @property
-    def placement(self) -> Placement:
-        return Placement(self.budget, self.segment)
-
-    def __repr__(self) -> str:
-        given = {"budget": self.budget, "segment": self.segment}
-        return f"auto({', '.join(f'{name}={value}' for name, value in given.items() if value is not None)})"
+def _auto(budget: int | None, segment: int | None) -> Policy:
+    given = [f"{name}={value}" for name, value in (("budget", budget), ("segment", segment)) if value is not None]
+    return Policy((_auto, budget, segment), f"auto({', '.join(given)})", placement=Placement(budget, segment))
 
 
-@dataclass(frozen=True, slots=True, repr=False)
-class _Either(Policy):
-    first: Policy
-    second: Policy
-
-    @property
-    def on_op(self) -> Callable[[Any, Any, Any, Any], Answer] | None:
-        first, second = self.first.on_op, self.second.on_op
-        if first is None or second is None:
-            return first or second
-        return lambda *asked: first(*asked) or second(*asked)
-
-    def on_tag(self, name: str) -> Answer:
-        return self.first.on_tag(name) or self.second.on_tag(name)
-
-    @property
-    def placement(self) -> Placement | None:
-        return self.first.placement or self.second.placement
-
-    @property
-    def places(self) -> Places:
-        first, second = self.first.places, self.second.places
-        if first is NOWHERE or second is NOWHERE:
-            return first if second is NOWHERE else second
-        return Places(*(a or b for a, b in zip(first, second, strict=True)))
-
-    def __repr__(self) -> str:
-        return f"{self.first!r} | {self.second!r}"
+def _either(first: Policy | None, second: Policy | None) -> Policy:
+    if first is None or second is None:
+        raise TypeError("None is no policy to combine with: it keeps nothing")
+    if first.placement is not None and second.placement is not None:
+        raise TypeError(f"{first!r} and {second!r} can't both place checkpoints: give one auto(...) all it needs")
+    ask, ask_too = first.on_op, second.on_op
+    either = None if ask is None or ask_too is None else lambda *asked: ask(*asked) or ask_too(*asked)
+    return Policy(
+        (_either, first, second),
+        f"{first!r} | {second!r}",
+        either or ask or ask_too,
+        lambda name: first.on_tag(name) or second.on_tag(name),
+        first.placement or second.placement,
+        Places(*(a or b for a, b in zip(first.places, second.places, strict=True))),
+    )
 
 
-@dataclass(frozen=True, slots=True, repr=False)
-class _Offload(Policy):
-    inner: Policy | None
-    destination: Destination
-    inputs: bool
+def _offload(inner: Policy | None, there: Destination, inputs: bool) -> Policy:
+    shown = [] if inner is None else [repr(inner)]
+    shown += [f"device='{there.device}'"] * (there.device.type != "cpu")
+    shown += ["pin_memory=False"] * (not there.pin_memory)
+    shown += [f"min_bytes={there.min_bytes}"] * (there.min_bytes != _MIN_BYTES)
+    shown += ["inputs=True"] * inputs
+    made_by, text = (_offload, inner, there, inputs), f"offload({', '.join(shown)})"
+    for_inputs = there if inputs else None
+    if inner is None:
+        return Policy(made_by, text, places=Places(there, there, for_inputs))
 
-    @property
-    def on_op(self) -> Callable[[Any, Any, Any, Any], Answer] | None:
-        ask, destination = None if self.inner is None else self.inner.on_op, self.destination
-        if ask is None:
-            return None
-        return lambda *asked: _elsewhere(ask(*asked), destination)
+    def elsewhere(answer: Answer) -> Answer:
+        return there if answer is True else answer
 
-    def on_tag(self, name: str) -> Answer:
-        return self.inner is not None and _elsewhere(self.inner.on_tag(name), self.destination)
-
-    @property
-    def placement(self) -> Placement | None:
-        placement = None if self.inner is None else self.inner.placement
-        return None if placement is None else Placement(placement.budget, placement.segment, self.destination)
-
-    @property
-    def places(self) -> Places:
-        there = self.destination
-        return Places(there, there if self.inner is None else None, there if self.inputs else None)
-
-    def __repr__(self) -> str:
-        device, pin_memory, min_bytes = self.destination.device, self.destination.pin_memory, self.destination.min_bytes
-        given = [] if self.inner is None else [repr(self.inner)]
-        given += [f"device='{device}'"] * (device.type != "cpu")
-        given += ["pin_memory=False"] * (not pin_memory)
-        given += [f"min_bytes={min_bytes}"] * (min_bytes != _MIN_BYTES)
-        given += ["inputs=True"] * self.inputs
-        return f"offload({', '.join(given)})"
-
-
-def _elsewhere(answer: Answer, destination: Destination) -> Answer:
-    return destination if answer is True else answer
+    ask = inner.on_op
+    return Policy(
+        made_by,
+        text,
+        None if ask is None else lambda *asked: elsewhere(ask(*asked)),
+        lambda name: elsewhere(inner.on_tag(name)),
+        inner.placement and inner.placement._replace(place=there),
+        Places(there, None, for_inputs),
+    )
 
 
 def save_ops(*ops: Any) -> Policy:
@@ -325,7 +269,7 @@ def save_ops(*ops: Any) -> Policy:
                 f"a policy lists OpOverloads such as torch.ops.aten.mm.default, not {op!r}"
                 + (" (name one of its overloads)" if isinstance(op, _torch.OpOverloadPacket) else "")
             )
-    return _SaveOps(frozenset(ops))
+    return _save_ops(frozenset(ops))
 
 
 def save_tagged(*names: str) -> Policy:
@@ -343,7 +287,7 @@ def save_tagged(*names: str) -> Policy:
     for name in names:
         if not isinstance(name, str):
             raise TypeError(f"a tag is a string, not {name!r}")
-    return _SaveTagged(frozenset(names))
+    return _save_tagged(frozenset(names))
 
 
 def auto(*, budget: int | str | None = None, segment: int | str | None = None) -> Policy:
@@ -383,7 +327,10 @@ def auto(*, budget: int | str | None = None, segment: int | str | None = None) -
     Source of the method: Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost"; online as in Kirisame et
     al. 2021, "Dynamic Tensor Rematerialization".
     """
-    return _Auto(_bytes("budget", budget, 0), _bytes("segment", segment, 1))
+    return _auto(
+        None if budget is None else _bytes("budget", budget, 0),
+        None if segment is None else _bytes("segment", segment, 1),
+    )
 
 
 _MIN_BYTES = 1024
@@ -432,15 +379,11 @@ def offload(
     device = torch.device(device)
     if device.type == "meta":
         raise ValueError("nothing can wait on the device 'meta', which holds no data")
-    least = _bytes("min_bytes", min_bytes, 0)
-    if least is None:
-        raise TypeError("min_bytes is a number of bytes, such as 10**6 or '1.5 MiB', not None")
-    return _Offload(as_policy(policy), Destination(device, bool(pin_memory), least), bool(inputs))
+    there = Destination(device, bool(pin_memory), _bytes("min_bytes", min_bytes, 0))
+    return _offload(as_policy(policy), there, bool(inputs))
 
 
-def _bytes(name: str, given: Any, least: int) -> int | None:
-    if given is None:
-        return None
+def _bytes(name: str, given: Any, least: int) -> int:
     if isinstance(given, str):
         match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+(?:e[0-9]+)?)\s*([kmgt]i?)?b?\s*", given.lower())
         if match is None:
@@ -471,20 +414,7 @@ def as_policy(policy: Any) -> Policy | None:
         return save_ops(*policy)
     if not callable(policy):
         raise TypeError(f"a policy is one of checkpointing's, a list of operators or a function, not {policy!r}")
-    return _Asking(policy)
-
-
-def _either(first: Any, second: Any) -> Policy:
-    first, second = as_policy(first), as_policy(second)
-    if first is None or second is None:
-        raise TypeError("None is no policy to combine with: it keeps nothing")
-    if first.placement is not None and second.placement is not None:
-        raise TypeError(f"{first!r} and {second!r} can't both place checkpoints: give one auto(...) all it needs")
-    return _Either(first, second)
-
-
-def selective_context(result: Any) -> Any:
-    return SelectiveCheckpointContext(is_recompute=False, op_output=result)
+    return _asking(policy)
 
 
 _HOST = Destination(torch.device("cpu"), pin_memory=True, min_bytes=0)

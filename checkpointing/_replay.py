@@ -32,7 +32,7 @@ from . import _torch, errors
 from ._ambient import Generators, read_switches, write_switches
 from ._engine import Frame, Holder, Recompute, Source
 from ._offload import Moved, prefetch
-from ._tape import Geometry, Op, Ref, Scratch, Tape, Value, Wrapped, bytes_of, geometry_of, tensors_of
+from ._tape import Geometry, Op, Ref, Scratch, Tape, Value, Wrapped, geometry_of, tensors_of
 from ._tree import ATOMS
 
 Cuts = list[tuple[int, list[Value]]]  # positions on the tape, each with what was made before and is read after it
@@ -428,7 +428,7 @@ class _Window:
             raise errors.another_size(
                 self._frame, "an operator" if value.op is None else str(value.op.info.func), value.nbytes, nbytes
             )
-        return _torch.lay(bytes_of(made) if made.is_nested else made, *geometry)
+        return _torch.lay(_torch.bytes_of(made) if made.is_nested else made, *geometry)
 
     # ---- what comes of it
 

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from . import _torch, errors
-from ._engine import Frame, add_note
+from ._engine import Frame
 from ._replay import Replay, slice_of, values_of
-from ._tape import Tape, Value
+from ._tape import Tape
 from ._where import stack_of_user
 
 
-@dataclass(frozen=True, slots=True)
-class Stats:
+class Stats(NamedTuple):
     """One scope in numbers, as they are at the moment when they are asked for. Bytes are those of whole storages."""
 
     ops_recorded: int = 0
@@ -42,23 +39,17 @@ def measure(frame: Frame, tape: Tape, source: Replay) -> Stats:
     wanted = [value for holder in holders for value in values_of(holder.saved)]
     ops = slice_of(holders)
     values = {value.id: value for value in [*wanted, *(v for op in ops for v in op.reads)]}.values()
-    starts = [value for value in values if value.op is None and not value.is_parameter]
-    kept = tape.keeps_now() if not frame.complete else None
-    if kept is None:
-        kept = _kept_bytes(values)
-    held = sum(value.nbytes for value in starts if not value.kept)
+    held = sum(v.nbytes for v in values if v.op is None and not v.kept and not v.is_parameter)
     held += sum(op.rng.nbytes for op in ops if op.rng is not None)
+    kept = None if frame.complete else tape.keeps_now()
+    if kept is None:
+        storages = {}  # each once: several values may be parts of one
+        for value in values:
+            if value.kept or (value.op is not None and value.parts):
+                it = value.all_held[0]
+                storages[-value.id if it.is_packed else _torch.storage_id(it.alias)] = value.nbytes
+        kept = sum(storages.values())
     return Stats(tape.recorded, source.replayed, source.replays, tape.saved_bytes, held, kept)
-
-
-def _kept_bytes(values: Iterable[Value]) -> int:
-    """Each storage once: several values may be parts of one."""
-    storages = {}
-    for value in values:
-        if value.kept or (value.op is not None and value.parts):
-            held = value.all_held[0]
-            storages[-value.id if held.is_packed else _torch.storage_id(held.alias)] = value.nbytes
-    return sum(storages.values())
 
 
 class OpLog(TorchDispatchMode):
@@ -97,19 +88,17 @@ class OpLog(TorchDispatchMode):
 
 def explain(error: errors.CheckpointError, forward: list[tuple[str, str]], recompute: list[tuple[str, str]]) -> None:
     """Raise an error of `debug=True` again with the logs of both runs, under the headings of torch's."""
-    logs = "".join(
-        f"\n\nOperations executed during {title}:\n"
-        + ("".join(f"  {i}: {op}\n{stack}" for i, (op, stack) in enumerate(lines)) or "  (none)\n")
-        for title, lines in (("the original forward", forward), ("recomputation", recompute))
-    )
+    logs = ""
+    for title, lines in (("the original forward", forward), ("recomputation", recompute)):
+        shown = "".join(f"  {i}: {op}\n{stack}" for i, (op, stack) in enumerate(lines))
+        logs += f"\n\nOperations executed during {title}:\n" + (shown or "  (none)\n")
     explained = type(error)(
         f"{error}\n\nAn error happened while unpacking tensors; these are the operators of both runs, each with the "
         f"lines of your code that led to it, innermost first.{logs}\n"
         "You are seeing this error because you passed `debug=True` to checkpoint: the first operator that differs "
         "above shows where the two runs part."
     )
-    for note in getattr(error, "__notes__", ()):
-        add_note(explained, note)
+    vars(explained).update(__notes__=getattr(error, "__notes__", []))
     raise explained from error
 
 

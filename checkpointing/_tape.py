@@ -97,15 +97,12 @@ class Value:
         return parts.get(cast(Geometry, geometry)) or next((h for h in parts.values() if not h.is_packed), None)
 
     def keep(self, tensor: Tensor, hooks: Saver) -> None:
-        """Hold the value, although an operator makes it. `tensor` covers the storage."""
+        """Hold the value, although an operator makes it. What is packed covers the storage, so that nothing is lost."""
+        covers = type(hooks) is tuple and tensor.is_contiguous() and tensor.nbytes == tensor.untyped_storage().nbytes()
+        if hooks is not None and not covers:
+            tensor = without_recording(_torch.bytes_of, tensor)
         self.op, self.parts, self.kept = None, None, True
         self.held = Held(tensor, hooks, "a kept tensor")
-
-    def pack(self, hooks: Saver) -> None:
-        """Save what was kept in what encloses the region."""
-        held = cast(Held, self.held)
-        if not held.is_packed:
-            self.keep(whole(held.alias, hooks), hooks)
 
     def hold_part(self, tensor: Tensor) -> None:
         """Hold what lies on the value like `tensor`, of which alone it is known that nothing has overwritten it."""
@@ -185,6 +182,7 @@ class Info:
     """What recording needs to know of an operator; found once."""
 
     def __init__(self, func: Any) -> None:
+        _INFOS[id(func)] = self  # an `OpOverload` is hashed by a Python function
         name = (func.name() if isinstance(func, _torch.OpOverload) else str(func)).partition(".")[0]
         space, _, base = name.partition("::")
         schema = getattr(func, "_schema", None)
@@ -202,42 +200,30 @@ class Info:
         if self.writes and self.statistics is not None:  # with `out=`
             self.writes += self.statistics[0]
         self.communicates = space in COMMUNICATION
+        self.targets = self.writes
+        if self.communicates:  # it writes without a word in its schema
+            self.targets = (0, "out") if base.endswith("_") and base != "monitored_barrier_" else ("out",)
         # Views share their storage with an argument, which is how values are found; other results that are no tensors
         # were decided in the forward.
         views = not self.writes and all(a is not None and not a.is_write for a in aliases)
         self.ignored = base in IGNORED or (schema is not None and views and not self.communicates)
         self.inplace = bool(self.writes) and all(a is not None and a.is_write for a in aliases)
-        self.allocates = base in ALLOCATES
+        # Without filling.
+        self.allocates = name == "aten::resize_" or name.startswith(("aten::empty", "aten::new_empty"))
         self.moves = torch.Tag.inplace_view in tags  # changes how its argument lies
-        self.metadata_only = base in METADATA_ONLY or str(func) == "aten.bernoulli.p"
+        # The first argument only lends its metadata. Without this a dropout mask would drag the matrix product before
+        # it into every replay.
+        is_like = space == "aten" and (base.endswith("_like") or base.startswith("new_"))
+        self.metadata_only = is_like or str(func) == "aten.bernoulli.p"
         self.overwrites = base in OVERWRITES or all(type(place) is str for place in self.writes)
         # Custom operators may draw random numbers without torch's tag: look whether the generators have moved.
         self.custom = space not in ("aten", "prim", "prims")
-        self.random = torch.Tag.nondeterministic_seeded in tags
-        self.may_draw = self.random or self.custom
-
-
-def info_of(func: Any) -> Info:
-    info = _INFOS.get(id(func))  # an `OpOverload` is hashed by a Python function
-    if info is None:
-        info = _INFOS[id(func)] = Info(func)
-    return info
+        self.may_draw = self.custom or torch.Tag.nondeterministic_seeded in tags
 
 
 # Operators that are not recorded: `set_` gives a tensor another storage and writes none; the sizes of a nested tensor
 # are asked for where an exception would end the process; efficient zeros are noticed when they are read.
 IGNORED = frozenset({"set_", "_nested_tensor_size", "_efficientzerotensor"})
-# Operators that allocate without filling.
-ALLOCATES = frozenset(
-    {"empty", "empty_quantized", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"}
-    | {"resize_"}
-)
-# Operators whose first argument only lends its metadata. Without this a dropout mask would drag the matrix product
-# before it into every replay.
-METADATA_ONLY = frozenset(
-    {"empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like"}
-    | {"new_empty", "new_empty_strided", "new_zeros", "new_ones", "new_full"}
-)
 # In-place operators that don't read what they overwrite.
 OVERWRITES = frozenset(
     {"copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_", "random_", "exponential_", "log_normal_"}
@@ -257,7 +243,7 @@ STATISTICS: dict[str, tuple[tuple[int, ...], int | None]] = {
 COMMUNICATION = frozenset({"c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd"})
 
 _INFOS: dict[int, Info] = {}  # which refer to the operators, so that ids stay valid
-_NO_KWARGS: dict[str, Any] = {}
+_NOTHING: dict[Any, Any] = {}
 _storage_id, _has_storage, _weak_storage = _torch.storage_id, _torch.has_storage, _torch.weak_storage
 _Parameter = nn.Parameter
 _plain_dispatch = Tensor.__torch_dispatch__
@@ -274,6 +260,7 @@ class Tape(TorchDispatchMode, Region):
     _last_cut = 0  # a value from before this position must be kept when it is read
     _since = 0  # bytes saved since the last settled cut
     _watch = 1  # look for a cut when there are so many
+    limits: Any = None  # for a replay, when the block has ended
     _flops: dict[int, float] | None = None  # by position, if anybody wants to know
 
     def __init__(self, hooks: _torch.Hooks | None, preserve_rng_state: bool | str, log: Any, policy: Any) -> None:
@@ -374,17 +361,12 @@ class Tape(TorchDispatchMode, Region):
             # There is nothing yet in memory that has only been allocated.
             if value is not None and value.op is not None and not (value.unwritten and value.nbytes):
                 hooks = self.hooks if mover is None or not mover.takes(tensor) else mover
-                value.keep(whole(tensor, hooks), hooks)
+                value.keep(tensor, hooks)
                 self.kept_bytes += value.nbytes
                 self.cuts.append(self.recorded)
 
     def keeps_now(self) -> int | None:
         """How many bytes are kept at this moment of the block, where that is known."""
-        return None
-
-    @property
-    def limits(self) -> Any:
-        """Bounds for a replay, if it has any."""
         return None
 
     @property
@@ -444,7 +426,7 @@ class Tape(TorchDispatchMode, Region):
         """Do with these what the policy has answered."""
         if not answer:
             return
-        mover = None if answer is True else self._mover(answer)
+        mover = self._mover(answer) if isinstance(answer, Destination) else None
         for tensor in tensors:
             self.keep_at(tensor, mover)
             if mover is None and self.outer is not None:
@@ -538,10 +520,10 @@ class Tape(TorchDispatchMode, Region):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if kwargs is None:
-            kwargs = _NO_KWARGS
+            kwargs = _NOTHING
         if self._here["depth"] != self._depth:  # an operator of a recompute (rule 3)
             return func(*args, **kwargs)
-        info = _INFOS.get(id(func)) or info_of(func)
+        info = _INFOS.get(id(func)) or Info(func)
         if self._since >= self._watch:
             self._look(info)
         if self._unsettled:
@@ -555,27 +537,37 @@ class Tape(TorchDispatchMode, Region):
         self._running = func
         if self.log is not None:
             self.log.append((str(func), stack_of_user()))
-        if info.communicates:
-            return self._record_communication(func, args, kwargs)
-        if info.writes:
-            return self._record_write(func, info, args, kwargs)
         op = Op()
         reads: list[Value] = []
-        updated: dict[int, Tensor] = {}
-        if info.metadata_only and isinstance(args[0], Tensor) and _has_storage(args[0]):
-            op.args = [_like(args[0]), *self._refer(args[1:], reads)]
-        else:
-            recorded = args if info.statistics is None else self._without_statistics(info.statistics, args, updated)
-            op.args = self._refer(recorded, reads)
         op.reads = reads
-        op.kwargs = dict(zip(kwargs, self._refer(kwargs.values(), reads), strict=True)) if kwargs else kwargs
+        given, named = args, kwargs
+        targets: dict[int, Tensor] = _NOTHING  # by storage: views of one are written together
+        outside: dict[int, Tensor] = _NOTHING
+        if info.targets:
+            places = info.targets
+            targets = self._on_storages([kwargs.get(p) if type(p) is str else args[p] for p in places])
+            outside = {sid: target for sid, target in targets.items() if _is_outside(self._values.get(sid), info)}
+            if info.communicates or (info.inplace and len(outside) == len(targets)):
+                return self._run_outside(info, targets, args, kwargs)
+            given = [self._refer_to_written(a, reads, info, outside) if i in places else a for i, a in enumerate(args)]
+            named = {
+                k: self._refer_to_written(a, reads, info, outside) if k in places else a for k, a in kwargs.items()
+            }
+        elif info.metadata_only and isinstance(args[0], Tensor) and _has_storage(args[0]):
+            given = [_like(args[0]), *args[1:]]
+        elif info.statistics is not None:
+            outside = {}
+            given = self._without_statistics(info.statistics, args, outside)
+        op.args = self._refer(given, reads)  # which lets references pass
+        op.kwargs = dict(zip(kwargs, self._refer(named.values(), reads), strict=True)) if kwargs else kwargs
+        self._freeze(targets)
         result, drew = self._run(op, info, args, kwargs)
-        op.writes = ()
-        if updated:
-            self._now_outside(updated)
-        self._add_outputs(op, result, info.allocates)
+        op.writes = [self._overwrite(op, sid, target) for sid, target in targets.items() if sid not in outside]
+        self._now_outside(outside)
+        self._add_outputs(op, result)
         if self._ask is not None or (drew and not self._preserve_rng_state):
-            self._decide(info, drew, func, args, dict(kwargs), result, tensors_of(result))
+            made = (*targets.values(), *tensors_of(result))
+            self._decide(info, drew, func, args, dict(kwargs), result, made)
         return result
 
     def _run(self, op: Op, info: Info, args: Any, kwargs: Any) -> tuple[Any, bool]:
@@ -633,7 +625,7 @@ class Tape(TorchDispatchMode, Region):
                 refs.append(self.reference(arg, reads) if isinstance(arg, Tensor) else arg)
         return refs
 
-    def _add_outputs(self, op: Op, result: Any, unwritten: bool = False) -> None:
+    def _add_outputs(self, op: Op, result: Any) -> None:
         """The storages in `result` that are new are values that `op` makes."""
         outputs = []
         for tensor in (result,) if type(result) is Tensor else tensors_of(result):
@@ -644,68 +636,35 @@ class Tape(TorchDispatchMode, Region):
                     geometry = None if tensor.is_nested else geometry_of(tensor)
                     geometry = self._geometries.setdefault(geometry, geometry)
                     value = self._register(tensor.untyped_storage(), op, sid, geometry)
-                    value.unwritten = unwritten
+                    value.unwritten = op.info.allocates
                     id = value.id
             outputs.append(id)
         op.outputs = tuple(outputs) if any(outputs) else ()
         if op.outputs or op.writes:
             self.recorded += 1
 
-    def _record_communication(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Not repeated, since others would have to take part. It writes without a word in its schema, mostly later,
-        while other code runs. What comes in is held when it is first read: by then it has arrived."""
-        name = func.overloadpacket.__name__
-        writes = args[:1] if name.endswith("_") and name != "monitored_barrier_" else ()
-        targets = self._on_storages([*writes, kwargs.get("out")])
+    def _run_outside(self, info: Info, targets: dict[int, Tensor], args: Any, kwargs: Any) -> Any:
+        """Run what is never repeated: it only writes something from outside, or others would have to take part. These
+        write mostly later, while other code runs; what comes in is held when it is first read: by then it has arrived.
+        Whoever read the value before gets a copy."""
         self._freeze(targets)
-        result = func(*args, **kwargs)
+        func = info.func
+        result = func(*args, **kwargs) if not self._has_zeros else _torch.with_zeros(func)(*args, **kwargs)
         self._now_outside(targets)
-        for tensor in tensors_of(result):
-            if _has_storage(tensor) and _storage_id(tensor) not in self._values:
-                self._register(tensor.untyped_storage(), None, _storage_id(tensor), None)
+        for sid, tensor in _by_storage(result).items():
+            if sid not in self._values:
+                self._register(tensor.untyped_storage(), None, sid, None)
         return result
 
-    def _record_write(self, func: Any, info: Info, args: Any, kwargs: Any) -> Any:
-        places = info.writes
-        # By storage: views of one are written together.
-        targets = self._on_storages([kwargs.get(p) if type(p) is str else args[p] for p in places])
-        old = {sid: self._values.get(sid) for sid in targets}
-        outside = {sid: target for sid, target in targets.items() if _is_outside(old[sid], info)}
-        if info.inplace and len(outside) == len(targets):
-            # It only writes something from outside: never repeated. Whoever read the value before gets a copy.
-            self._freeze(targets)
-            result = func(*args, **kwargs) if not self._has_zeros else _torch.with_zeros(func)(*args, **kwargs)
-            self._now_outside(targets)
-            return result
-        op = Op()
-        reads: list[Value] = []
-        op.reads = reads
-        # References pass through `_refer`.
-        given = [self._refer_to_written(a, reads, info, outside) if i in places else a for i, a in enumerate(args)]
-        op.args = self._refer(given, reads)
-        op.kwargs = kwargs
-        if kwargs:
-            given = [self._refer_to_written(a, reads, info, outside) if k in places else a for k, a in kwargs.items()]
-            op.kwargs = dict(zip(kwargs, self._refer(given, reads), strict=True))
-        self._freeze(targets)
-        result, drew = self._run(op, info, args, kwargs)
-        op.writes = writes = []
-        for sid, target in targets.items():
-            value = old[sid]
-            if sid in outside or value is None:
-                continue
-            geometry = None if info.moves else value.geometry
-            new = self._register(target.untyped_storage(), op, sid, geometry)
-            if info.overwrites:
-                new.unwritten = value.unwritten and target.nbytes < new.nbytes
-            elif info.allocates:  # resize_
-                new.unwritten = new.nbytes > value.nbytes
-            writes.append((value.id, new.id))
-        self._now_outside(outside)
-        self._add_outputs(op, result)
-        if self._ask is not None or (drew and not self._preserve_rng_state):
-            self._decide(info, drew, func, args, kwargs, result, (*targets.values(), *tensors_of(result)))
-        return result
+    def _overwrite(self, op: Op, sid: int, target: Tensor) -> tuple[int, int]:
+        """`op` has made a new value of this storage."""
+        value, info = self._values[sid], op.info
+        new = self._register(target.untyped_storage(), op, sid, None if info.moves else value.geometry)
+        if info.overwrites:
+            new.unwritten = value.unwritten and target.nbytes < new.nbytes
+        elif info.allocates:  # resize_
+            new.unwritten = new.nbytes > value.nbytes
+        return value.id, new.id
 
     def _refer_to_written(self, arg: Any, reads: list[Value], info: Info, outside: dict[int, Tensor]) -> Any:
         if not isinstance(arg, Tensor):
@@ -726,7 +685,7 @@ class Tape(TorchDispatchMode, Region):
 
     def _on_storages(self, tensors: Any) -> dict[int, Tensor]:
         """What is about to be written."""
-        return {_storage_id(tensor): tensor for tensor in tensors_of(tensors) if _has_storage(tensor)}
+        return _by_storage(tensors)
 
     def _freeze(self, targets: Iterable[int]) -> None:
         """Before a write: what is held of these storages must not change with it."""
@@ -741,6 +700,10 @@ def _is_outside(value: Value | None, info: Info) -> bool:
     if value is None or (value.op is None and not value.kept):
         return True
     return value.unwritten and not (info.overwrites or info.allocates)
+
+
+def _by_storage(tensors: Any) -> dict[int, Tensor]:
+    return {_storage_id(tensor): tensor for tensor in tensors_of(tensors) if _has_storage(tensor)}
 
 
 def _dispatches(kind: type[Tensor]) -> bool:
@@ -758,20 +721,6 @@ def tensors_of(value: Any) -> list[Tensor]:
     for part in value:
         found += (part,) if isinstance(part, Tensor) else tensors_of(part)
     return found
-
-
-def whole(tensor: Tensor, hooks: Saver) -> Tensor:
-    """A tensor that covers the storage of `tensor`, so that packing it loses nothing."""
-    if hooks is None or (
-        type(hooks) is tuple and tensor.is_contiguous() and tensor.nbytes == tensor.untyped_storage().nbytes()
-    ):
-        return tensor
-    return cast(Tensor, without_recording(bytes_of, tensor))
-
-
-def bytes_of(tensor: Tensor) -> Tensor:
-    """All of the storage of `tensor`."""
-    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
 def _like(tensor: Tensor) -> Callable[[], Tensor]:

@@ -413,9 +413,9 @@ def test_stats_are_numbers_of_the_moment():
     assert (done.ops_recorded, done.replays, done.ops_replayed) == (3, 1, 1)
     assert (done.bytes_held, done.bytes_kept) == (0, 0)
     assert (done, hash(done)) == (scope.stats, hash(scope.stats))
-    for field in dataclasses.fields(done):
-        with pytest.raises(dataclasses.FrozenInstanceError):
-            setattr(done, field.name, 1)
+    for field in done._fields:
+        with pytest.raises(AttributeError):
+            setattr(done, field, 1)
 
 
 # ---- turning regions off

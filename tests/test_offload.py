@@ -1,7 +1,6 @@
 """What waits on the host: where it is, when it comes back, and that nothing depends on the order."""
 
 import contextlib
-import dataclasses
 import pickle
 import weakref
 
@@ -70,9 +69,9 @@ def test_it_is_frozen_printable_and_hashable():
         assert policy == make() != offload(min_bytes=77)
         assert hash(policy) == hash(make())
         assert repr(policy) == (text or "offload(auto(), device='cuda:1', pin_memory=False)")
-        for field in dataclasses.fields(policy):
-            with pytest.raises(dataclasses.FrozenInstanceError):
-                setattr(policy, field.name, None)
+        for field in policy._fields:
+            with pytest.raises(AttributeError):
+                setattr(policy, field, None)
     assert pickle.loads(pickle.dumps(offload(save_tagged("a")))) == offload(save_tagged("a"))
 
 

@@ -82,9 +82,9 @@ def test_policies_are_frozen_printable_hashable(text):
     assert policy == same
     assert len({policy, same}) == 1
     assert repr(policy) == text
-    for field in dataclasses.fields(policy):
-        with pytest.raises(dataclasses.FrozenInstanceError):
-            setattr(policy, field.name, None)
+    for field in policy._fields:
+        with pytest.raises(AttributeError):
+            setattr(policy, field, None)
 
 
 def test_different_policies_differ():
