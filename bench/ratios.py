@@ -14,14 +14,15 @@ def timed(
     ways: Ways, rounds: int, calls: int, clock: Callable[[], float] = time.perf_counter
 ) -> dict[str, tuple[float, float]]:
     """Median and 10% quantile of the seconds per call of each way. The ways take short turns, so that what slows the
-    machine slows them all; every turn begins with a call that is not timed."""
+    machine slows them all; every turn begins with calls that are not timed."""
     times: dict[str, list[float]] = {name: [] for name in ways}
     for call in ways.values():
         for _ in range(calls):
             call()
     for _ in range(rounds):
         for name, call in ways.items():
-            call()  # what the one before has left behind: cold caches, garbage
+            for _ in range(max(1, calls // 4)):  # what the one before has left behind: cold caches, garbage
+                call()
             start = clock()
             for _ in range(calls):
                 call()
