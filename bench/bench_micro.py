@@ -1,25 +1,28 @@
 """Microbenchmarks of regions, as ratios against torch's own checkpoint and torch_remat in the same run.
 
-`python -m pytest bench` runs everything once (so that it can't rot); `python bench/bench_micro.py` prints the ratios
-and their targets. One thread, tiny tensors: what is measured is overhead.
+`python -m pytest bench` runs everything once (so that it can't rot); `python bench/bench_micro.py` prints the ratios,
+their targets and whether they are met. One thread, tiny tensors: what is measured is overhead.
 """
 
 from __future__ import annotations
 
+import os
+import statistics
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
-from torch.profiler import profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from checkpointing import checkpoint_scope, checkpointed, keep
+from checkpointing.__main__ import memory_on_cpu
 
 sys.path.insert(0, str(Path(__file__).parent))
-from ratios import added, medians
+from ratios import added, mark, ratio, timed
 
 try:
     import torch_remat
@@ -44,15 +47,26 @@ def ten_ops(x):
     return x
 
 
-class Normalised(nn.Module):
-    """A BatchNorm and one operator more."""
+def blocks(norm):
+    """Four blocks of Linear and a normalisation."""
+    return nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), norm(8)) for _ in range(4)))
 
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.BatchNorm1d(8)
 
-    def forward(self, x):
-        return self.norm(x).sin()
+FUNCTIONS = {
+    "one op": one_op,
+    "ten ops": ten_ops,
+    "four blocks of Linear and BatchNorm": blocks(nn.BatchNorm1d),
+    "four blocks of Linear and LayerNorm": blocks(nn.LayerNorm),
+}
+# What a way adds to plain, at most, as a fraction of what torch's checkpoint adds.
+MARKS = {
+    ("one op", "rerun"): 0.40,
+    ("ten ops", "rerun"): 0.46,
+    ("four blocks of Linear and BatchNorm", "rerun"): 0.70,
+    ("four blocks of Linear and LayerNorm", "rerun"): 0.50,
+    ("one op", "scope"): 0.90,
+    ("ten ops", "scope"): 0.90,
+}
 
 
 def scoped(function):
@@ -129,16 +143,9 @@ def calls_without_grad():
 
 
 def peak_of(step):
-    """Peak bytes of one step on the CPU: torch's profiler reports every allocation."""
-    step()
-    with profile(profile_memory=True, acc_events=True) as prof:
-        step()
-    total = peak = 0
-    for event in prof.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            total += event.nbytes()
-            peak = max(peak, total)
-    return peak
+    """Peak bytes of the second step."""
+    step().backward()
+    return memory_on_cpu(step)[1]
 
 
 def memory():
@@ -148,13 +155,15 @@ def memory():
     )
     x = torch.randn(256, 64)
 
+    for parameter in blocks.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+
     def step(block):
         def call():
             y = x
             for layer in blocks:
                 y = block(layer, y)
-            y.square().mean().backward()
-            blocks.zero_grad()
+            return y.square().mean()
 
         return call
 
@@ -163,8 +172,7 @@ def memory():
             y = x
             for layer in blocks:
                 y = keep(y + layer(y))
-        y.square().mean().backward()
-        blocks.zero_grad()
+        return y.square().mean()
 
     return {
         "plain": peak_of(step(lambda layer, y: y + layer(y))),
@@ -174,20 +182,27 @@ def memory():
     }
 
 
+def import_times(runs):
+    """Seconds that `import checkpointing` takes after `import torch`, each in a new process; the first one compiles."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    program = (
+        "import time, torch\nstart = time.perf_counter()\nimport checkpointing\nprint(time.perf_counter() - start)"
+    )
+    command = [sys.executable, "-c", program]
+    times = [
+        float(subprocess.run(command, capture_output=True, check=True, env=environment).stdout) for _ in range(runs + 1)
+    ]
+    return times[1:]
+
+
 # ---- for pytest-benchmark
 
 
 @pytest.mark.parametrize("way", sorted(regions(one_op)))
-@pytest.mark.parametrize("function", [one_op, ten_ops])
-def bench_region(benchmark, function, way):
+@pytest.mark.parametrize("name", FUNCTIONS)
+def bench_region(benchmark, name, way):
     """Forward and backward of a small region."""
-    benchmark(steps(function)[way])
-
-
-@pytest.mark.parametrize("way", sorted(regions(one_op)))
-def bench_buffers(benchmark, way):
-    """Forward and backward of a small module with running statistics."""
-    benchmark(steps(Normalised())[way])
+    benchmark(steps(FUNCTIONS[name])[way])
 
 
 @pytest.mark.parametrize("way", sorted(recordings()))
@@ -209,28 +224,36 @@ def bench_peak_memory():
     assert peaks["one scope"] <= 1.05 * peaks["torch"]
 
 
+def bench_import():
+    """In a process of its own; the time is for the table."""
+    assert len(import_times(1)) == 1
+
+
+def print_regions():
+    for name, function in FUNCTIONS.items():
+        times = timed(steps(function), rounds=300, calls=8)
+        print(f"{name}:", ", ".join(f"{way} {1e6 * median:.1f} us" for way, (median, _) in times.items()))
+        for (marked, way), target in MARKS.items():
+            if marked == name:
+                mark(f"  what {way} adds of what torch adds", added(times, way, "torch"), target)
+        for rival, way in (("torch", "rerun without rng"), ("torch_remat", "rerun"), ("torch_remat", "scope")):
+            if rival in times:
+                print(f"  {way} adds {added(times, way, rival)[1]:.3f} of what {rival} adds")
+
+
 def main():
     torch.set_num_threads(1)
-    for function in (one_op, ten_ops):
-        times = medians(steps(function), rounds=15, calls=200)
-        print(function.__name__, {name: f"{1e6 * t:.1f} us" for name, t in times.items()})
-        for way, target in (("rerun", 0.4), ("rerun without rng", 0.4), ("scope", 0.9)):
-            print(f"  {way} adds {added(times, way, 'torch'):.2f} of what torch adds (target {target})")
-        if "torch_remat" in times:
-            print(f"  rerun adds {added(times, 'rerun', 'torch_remat'):.2f} of what torch_remat adds")
-    times = medians(steps(Normalised()), rounds=15, calls=200)
-    print("BatchNorm inside", {name: f"{1e6 * t:.1f} us" for name, t in times.items()})
-    for way in ("rerun", "rerun without rng"):
-        print(f"  {way} adds {added(times, way, 'torch'):.2f} of what torch adds (target 0.6)")
-    times = medians(recordings(), rounds=15, calls=20)
-    print(f"recording adds {added(times, 'scope', 'nothing'):.2f} of what a mode that does nothing adds (target 2.5)")
-    times = medians(calls_without_grad(), rounds=15, calls=500)
-    print(f"grad off: {times['grad off'] / times['plain, grad off']:.2f} of plain (target 1.25)")
-    print(f"nothing requires grad: {times['none'] / times['plain']:.2f} of plain (target 1.25)")
+    print_regions()
+    times = timed(recordings(), rounds=100, calls=2)
+    mark("recording, of what an empty mode adds", added(times, "scope", "nothing"), 2.5)
+    times = timed(calls_without_grad(), rounds=300, calls=20)
+    mark("grad off, of plain", ratio(times, "grad off", "plain, grad off"), 1.25)
+    mark("nothing requires grad, of plain", ratio(times, "none", "plain"), 1.25)
     peaks = memory()
-    print("peak bytes", peaks)
     for way, target in (("rerun", 1.02), ("one scope", 1.05)):
-        print(f"  {way}: {peaks[way] / peaks['torch']:.3f} of torch's per block (target {target})")
+        mark(f"peak of {way}, of torch's per block", (peaks[way] / peaks["torch"],) * 2, target)
+    median = 1e3 * statistics.median(import_times(15))
+    mark("milliseconds of import beyond torch, median", (median, median), 15)
 
 
 if __name__ == "__main__":

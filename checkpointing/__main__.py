@@ -10,18 +10,15 @@ Timed steps carry no measurement, and the ways take turns, so that what slows th
 import argparse
 import gc
 import json
-import math
 import os
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from pydoc_data.topics import topics
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils.checkpoint import checkpoint
@@ -31,18 +28,11 @@ from checkpointing import auto, checkpoint_scope, checkpointed, keep
 HEADS = 4
 VOCABULARY = 256  # bytes
 DROPOUT = 0.1
-LEARNING_RATE = 0.1
-TEXT = "\n".join(topics.values()).encode()
-DTYPES = {
-    "float32": torch.float32,
-    "float64": torch.float64,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
+TEXT = torch.frombuffer(bytearray("\n".join(topics.values()).encode()), dtype=torch.uint8)
 
 Layer: TypeAlias = Callable[[Tensor], Tensor]
 Call: TypeAlias = Callable[[Layer, Tensor], Tensor]
-Network: TypeAlias = Callable[[Tensor, Call], Tensor]
+Way: TypeAlias = Callable[["Model", Tensor], Tensor]
 
 
 class Block(nn.Module):
@@ -58,10 +48,9 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Attend to the past, then think about each position."""
         q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        attended = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
         x = x + self.dropout(self.out(attended))
-        x = x + self.dropout(self.down(self.dropout(F.gelu(self.up(self.norm2(x))))))
-        return x
+        return x.add(self.dropout(self.down(self.dropout(nn.functional.gelu(self.up(self.norm2(x)))))))
 
 
 class Model(nn.Module):
@@ -73,15 +62,14 @@ class Model(nn.Module):
         self.position = nn.Parameter(0.02 * torch.randn(context, width))
         self.dropout = nn.Dropout(DROPOUT)
         self.blocks = nn.ModuleList(Block(width) for _ in range(layers))
-        self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, VOCABULARY)
+        self.head = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, VOCABULARY))
 
-    def forward(self, text: Tensor, call: Call) -> Tensor:
+    def loss(self, text: Tensor, call: Call) -> Tensor:
         """The loss of predicting each byte of ``text``, int64 (batch, context + 1), from those before it."""
         x = self.dropout(self.token(text[:, :-1]) + self.position)
         for block in self.blocks:
             x = call(block, x)
-        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), text[:, 1:].flatten())
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), text[:, 1:].flatten())
 
 
 def plain(block: Layer, x: Tensor) -> Tensor:
@@ -89,10 +77,9 @@ def plain(block: Layer, x: Tensor) -> Tensor:
     return block(x)
 
 
-def torch_checkpoint(block: Layer, x: Tensor) -> Tensor:
+def torch_checkpoint(block: Layer, x: Tensor) -> Any:
     """What torch has."""
-    result: Tensor = checkpoint(block, x, use_reentrant=False)
-    return result
+    return checkpoint(block, x, use_reentrant=False)
 
 
 @checkpointed
@@ -107,112 +94,86 @@ def scoped(block: Layer, x: Tensor) -> Tensor:
         return block(x)
 
 
-def one_scope(model: Network, text: Tensor) -> Tensor:
-    """One scope around everything; recompute starts from the kept values."""
-    with checkpoint_scope():
-        return model(text, lambda block, x: keep(block(x)))
+def one_scope(call: Call, policy: Any = None) -> Way:
+    """A scope around everything."""
+
+    def way(model: Model, text: Tensor) -> Tensor:
+        with checkpoint_scope(policy=policy):
+            return model.loss(text, call)
+
+    return way
 
 
-def auto_scope(model: Network, text: Tensor) -> Tensor:
-    """One scope around all of it, whose checkpoints place themselves."""
-    with checkpoint_scope(policy=auto()):
-        return model(text, plain)
-
-
-def nested_scopes(model: Network, text: Tensor) -> Tensor:
-    """A scope around everything and one around each block: even the blocks' inputs are recomputed."""
-    with checkpoint_scope():
-        return model(text, scoped)
-
-
-WAYS: dict[str, Callable[[Network, Tensor], Tensor]] = {
-    "plain": lambda model, text: model(text, plain),
-    "torch.utils.checkpoint per block": lambda model, text: model(text, torch_checkpoint),
-    "@checkpointed per block": lambda model, text: model(text, decorated),
-    "checkpoint_scope per block": lambda model, text: model(text, scoped),
-    "one scope, keep between blocks": one_scope,
-    "one scope, auto()": auto_scope,
-    "nested scopes": nested_scopes,
+WAYS: dict[str, Way] = {
+    "plain": lambda model, text: model.loss(text, plain),
+    "torch.utils.checkpoint per block": lambda model, text: model.loss(text, torch_checkpoint),
+    "@checkpointed per block": lambda model, text: model.loss(text, decorated),
+    "checkpoint_scope per block": lambda model, text: model.loss(text, scoped),
+    "one scope, keep between blocks": one_scope(lambda block, x: keep(block(x))),
+    "one scope, auto()": one_scope(plain, auto()),
+    "nested scopes": one_scope(scoped),  # even the blocks' inputs are recomputed
 }
 
 
-@dataclass
 class Run:
     """One way's training: its model, its place in the random stream, and what it has seen."""
 
-    way: str
-    model: Model
-    device: torch.device
-    rng: list[Tensor] = field(default_factory=list)
-    losses: list[Tensor] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
-
-    @classmethod
-    def start(cls, way: str, options: argparse.Namespace) -> "Run":
-        """The same weights and random state for every way."""
-        torch.manual_seed(0)
-        model = Model(options.layers, options.width, options.context)
-        model.to(options.device, DTYPES[options.dtype])
-        return cls(way, model, options.device, rng=random_state(options.device))
-
-    def loss(self, text: Tensor) -> Tensor:
-        """Forward, this way."""
-        return WAYS[self.way](self.model, text)
+    def __init__(self, name: str, options: argparse.Namespace) -> None:
+        torch.manual_seed(0)  # the same weights and random state for every way
+        self.name, self.way = name, WAYS[name]
+        self.device: torch.device = options.device
+        self.model = Model(options.layers, options.width, options.context)
+        self.model.to(self.device, getattr(torch, options.dtype))
+        self.parameters: list[Any] = list(self.model.parameters())
+        self.generators = [torch.default_generator]
+        if self.device.type == "cuda":
+            self.generators.append(torch.cuda.default_generators[torch.cuda.current_device()])
+        self.rng = [generator.get_state() for generator in self.generators]
+        self.losses: list[Tensor] = []
+        self.seconds: list[float] = []
 
     def step(self, text: Tensor) -> None:
         """One timed step of gradient descent."""
         self.model.zero_grad(set_to_none=True)
-        set_random_state(self.device, self.rng)
-        synchronize(self.device)
-        begin = time.perf_counter()
-        loss = self.loss(text)
+        for generator, state in zip(self.generators, self.rng, strict=True):
+            generator.set_state(state)
+        begin = clock(self.device)
+        loss = self.way(self.model, text)
         loss.backward()
         with torch.no_grad():
-            for parameter in self.model.parameters():
-                assert parameter.grad is not None, "every parameter takes part"
-                parameter.sub_(parameter.grad, alpha=LEARNING_RATE)
-        synchronize(self.device)
-        self.seconds.append(time.perf_counter() - begin)
+            for parameter in self.parameters:
+                parameter.sub_(parameter.grad, alpha=0.1)
+        self.seconds.append(clock(self.device) - begin)
         self.losses.append(loss.detach())
-        self.rng = random_state(self.device)
-
-    def milliseconds(self) -> float:
-        """Median time of a step; the first one warms up, where there are others."""
-        return 1e3 * statistics.median(self.seconds[1:] or self.seconds)
+        self.rng = [generator.get_state() for generator in self.generators]
 
     def row(self, base: "Run") -> dict[str, Any]:
-        """What the table says of this way next to ``base``, without the memory."""
+        """What the table says of this way next to ``base``; memory and ratio come later."""
         differences = self.differences(base)
         return {
-            "way": self.way,
-            "ms_per_step": self.milliseconds(),
-            "ratio": self.milliseconds() / base.milliseconds(),
+            "way": self.name,
+            "ms_per_step": 1e3 * statistics.median(self.seconds[1:] or self.seconds),  # the first one warms up
             "loss": float(self.losses[-1]),
             "bit_equal": not differences,
             "differences": differences,
         }
 
-    def memory(self, text: Tensor) -> tuple[int, int]:
-        """Bytes held between forward and backward, and at the peak of both, above what was there before."""
-        self.model.zero_grad(set_to_none=True)
-        gc.collect()
-        if self.device.type == "cuda":
-            return memory_on_cuda(lambda: self.loss(text), self.device)
-        return memory_on_cpu(lambda: self.loss(text))
-
     def differences(self, other: "Run") -> dict[str, float]:
         """What isn't bit for bit as in ``other``, with the largest absolute difference."""
-        parts = {
-            "gradients": (self.gradients(), other.gradients()),
+        parts: dict[str, tuple[list[Tensor], list[Tensor]]] = {
+            "gradients": ([p.grad for p in self.parameters], [p.grad for p in other.parameters]),
             "losses": (self.losses, other.losses),
-            "weights": (list(self.model.state_dict().values()), list(other.model.state_dict().values())),
+            "weights": (self.parameters, other.parameters),
             "random stream": (self.rng, other.rng),
         }
         return {part: gap(*sides) for part, sides in parts.items() if not all(map(same_bits, *sides))}
 
-    def gradients(self) -> list[Tensor]:
-        """Of the last step."""
-        return [p.grad for p in self.model.parameters() if p.grad is not None]
+    def memory(self, text: Tensor) -> tuple[int, int]:
+        """Bytes held between forward and backward, and at the peak of both, above what was there before."""
+        self.model.zero_grad(set_to_none=True)
+        gc.collect()
+        measure = memory_on_cuda if self.device.type == "cuda" else memory_on_cpu
+        return measure(lambda: self.way(self.model, text))
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
@@ -222,33 +183,20 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 def gap(ours: list[Tensor], theirs: list[Tensor]) -> float:
     """The largest absolute difference; infinite where it isn't a number."""
-    gaps = [float((a.double() - b.double()).abs().max()) for a, b in zip(ours, theirs, strict=True)]
-    return max(g if math.isfinite(g) else math.inf for g in gaps)
+    gaps = ((a.double() - b.double()).abs().max().item() for a, b in zip(ours, theirs, strict=True))
+    return max(gap if gap < torch.inf else torch.inf for gap in gaps)
 
 
-def random_state(device: torch.device) -> list[Tensor]:
-    """Where the random streams that a step draws from stand."""
-    return [torch.get_rng_state()] + ([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])
-
-
-def set_random_state(device: torch.device, states: list[Tensor]) -> None:
-    """Go to where `random_state` was."""
-    torch.set_rng_state(states[0])
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(states[1], device)
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait until the device has done what it was given."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def clock(device: torch.device) -> float:
+    """Seconds, once the device has done what it was given."""
+    torch.get_device_module(device).synchronize()
+    return time.perf_counter()
 
 
 def memory_on_cpu(forward: Callable[[], Tensor]) -> tuple[int, int]:
     """Add up the profiler's memory events: one for each block allocated or freed, in bytes."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it reports its own start and stop on stderr
-    # acc_events only keeps torch 2.11 from warning about cycles: there is just one.
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiled:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         loss = forward()
         with record_function("between"):
             pass
@@ -264,34 +212,32 @@ def memory_on_cpu(forward: Callable[[], Tensor]) -> tuple[int, int]:
     return held, peak
 
 
-def memory_on_cuda(forward: Callable[[], Tensor], device: torch.device) -> tuple[int, int]:
-    """Ask the allocator, which rounds each block up."""
-    torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
+def memory_on_cuda(forward: Callable[[], Tensor]) -> tuple[int, int]:
+    """Ask the allocator of the current device, which rounds each block up."""
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
     loss = forward()
-    held = torch.cuda.memory_allocated(device)
+    held = torch.cuda.memory_allocated()
     loss.backward()
-    return held - before, torch.cuda.max_memory_allocated(device) - before
+    return held - before, torch.cuda.max_memory_allocated() - before
 
 
 def train(options: argparse.Namespace, progress: Callable[[str], None]) -> list[dict[str, Any]]:
     """Train every way, compare each with the first, plain, and measure the memory of one more step."""
-    text = torch.frombuffer(bytearray(TEXT), dtype=torch.uint8)
     draw = torch.Generator().manual_seed(1)
-    runs = [Run.start(way, options) for way in WAYS]
-    begin = time.perf_counter()
+    runs = [Run(name, options) for name in WAYS]
     for step in range(options.steps):
-        starts = torch.randint(len(text) - options.context, (options.batch, 1), generator=draw)
-        batch = text[starts + torch.arange(options.context + 1)].long().to(options.device)
+        starts = torch.randint(len(TEXT) - options.context, (options.batch, 1), generator=draw)
+        batch = TEXT[starts + torch.arange(options.context + 1)].long().to(options.device)
         turn = step % len(runs)
         for run in runs[turn:] + runs[:turn]:
             run.step(batch)
-        spent = time.perf_counter() - begin
-        progress(f"step {step + 1} of {options.steps}: loss {runs[0].losses[-1]:.4f}, {spent:.1f} s")
+        progress(f"step {step + 1} of {options.steps}: loss {runs[0].losses[-1]:.4f}")
 
     rows = [run.row(runs[0]) for run in runs]  # all compared before any of them goes on
     for run, row in zip(runs, rows, strict=True):
-        progress(f"memory of a step: {run.way}")
+        progress(f"memory of a step: {run.name}")
+        row["ratio"] = row["ms_per_step"] / rows[0]["ms_per_step"]
         row["held_bytes"], row["peak_bytes"] = run.memory(batch)
     return rows
 
@@ -310,14 +256,6 @@ def table(rows: list[dict[str, Any]]) -> str:
     )
 
 
-class Parser(argparse.ArgumentParser):
-    """One line for a wrong value, without the usage."""
-
-    def error(self, message: str) -> NoReturn:
-        """Status 2."""
-        self.exit(2, f"{self.prog}: {message}\n")
-
-
 def positive(text: str) -> int:
     """A count, from the command line."""
     if not text.isdecimal() or int(text) == 0:
@@ -333,17 +271,16 @@ def available_device(text: str) -> torch.device:
         raise argparse.ArgumentTypeError(f"{text!r} is not a device") from None
     if device.type not in ("cpu", "cuda"):
         raise argparse.ArgumentTypeError(f"{text!r}: memory can be measured on cpu and cuda only")
-    if device.type == "cuda":
-        count = torch.cuda.device_count()
-        if (device.index or 0) >= count:
-            raise argparse.ArgumentTypeError(f"{text!r} is not available: {count} CUDA devices found")
+    if device.type == "cuda" and (device.index or 0) >= (count := torch.cuda.device_count()):
+        raise argparse.ArgumentTypeError(f"{text!r} is not available: {count} CUDA devices found")
     return device
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The options, checked."""
-    parser = Parser(
+    parser = argparse.ArgumentParser(
         prog="python -m checkpointing",
+        usage=argparse.SUPPRESS,  # so that a wrong value gets one line
         description="Train a small transformer each way; compare memory, time and, bit for bit, gradients.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         allow_abbrev=False,
@@ -354,7 +291,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--context", type=positive, default=128, help="bytes the model sees at once")
     parser.add_argument("--batch", type=positive, default=8, help="sequences in a step")
     parser.add_argument("--device", type=available_device, default="cpu", help="cpu, cuda, cuda:1, ...")
-    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of weights and activations")
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "float64", "bfloat16", "float16"),
+        default="float32",
+        help="of weights and activations",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
     options = parser.parse_args(arguments)
     if options.width % HEADS:
@@ -377,12 +319,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.device.type == "cuda":  # comparing bits needs kernels that give the same bits twice
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-    devices = [options.device] if options.device.type == "cuda" else []
-    with torch.random.fork_rng(devices):
+        torch.cuda.set_device(options.device.index or 0)
+    with torch.random.fork_rng([torch.cuda.current_device()] if options.device.type == "cuda" else []):
         rows = train(options, progress=lambda line: print(line, file=sys.stderr, flush=True))
     if options.json:
-        settings = {**vars(options), "device": str(options.device), "torch": torch.__version__}
-        print(json.dumps({"options": settings, "rows": rows}, indent=2))
+        result = {"options": {**vars(options), "torch": torch.__version__}, "rows": rows}
+        print(json.dumps(result, indent=2, default=str))
     else:
         print(table(rows))
     return int(not all(row["bit_equal"] for row in rows))

@@ -79,7 +79,7 @@ def test_a_way_with_other_gradients_fails_the_run(capsys, monkeypatch):
         "WAYS",
         {
             "plain": job.WAYS["plain"],
-            "wrong": lambda model, text: model(text, lambda block, x: block(x) * 1.001),
+            "wrong": lambda model, text: model.loss(text, lambda block, x: block(x) * 1.001),
         },
     )
     status, out, _ = run(capsys)
@@ -93,7 +93,7 @@ def test_a_way_that_moves_the_random_stream_fails_the_run(capsys, monkeypatch):
     """Also where the gradients of the only step are still the same."""
 
     def one_draw_more(model, text):
-        loss = model(text, job.plain)
+        loss = model.loss(text, job.plain)
         torch.rand(())
         return loss
 

@@ -1,0 +1,94 @@
+"""A step of Hugging Face models, a region per layer, as a ratio against torch's own checkpoint in the same run.
+
+The models have four layers of width 64 and random weights; nothing is downloaded. `python -m pytest bench` runs
+each once and compares gradients bit for bit; `python bench/bench_models.py` prints the ratios and whether they are met.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from checkpointing import checkpointed
+
+sys.path.insert(0, str(Path(__file__).parent))
+from ratios import mark, ratio, timed
+
+transformers = pytest.importorskip("transformers", reason="needs transformers, of the extra `bench`")
+
+MOST = 0.92  # of torch's step
+
+WAYS = {
+    "plain": lambda forward: forward,
+    "torch": lambda forward: functools.partial(torch_checkpoint, forward, use_reentrant=False),
+    "rerun": checkpointed,
+}
+
+
+def gpt2():
+    config = transformers.GPT2Config(n_layer=4, n_embd=64, n_head=4, n_positions=64, vocab_size=256, use_cache=False)
+    model = transformers.GPT2LMHeadModel(config)
+    return model, model.transformer.h
+
+
+SIZES = {
+    "num_hidden_layers": 4,
+    "hidden_size": 64,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "vocab_size": 256,
+    "use_cache": False,
+}
+
+
+def llama():
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES))
+    return model, model.model.layers
+
+
+def bert():
+    model = transformers.BertForMaskedLM(transformers.BertConfig(**SIZES))
+    return model, model.bert.encoder.layer
+
+
+MODELS = {"GPT-2": gpt2, "Llama": llama, "BERT": bert}
+
+
+def step(name, way):
+    """Forward and backward of a batch of 2 x 32 tokens."""
+    torch.manual_seed(0)
+    model, layers = MODELS[name]()
+    for layer in layers:
+        layer.forward = WAYS[way](layer.forward)
+    tokens = torch.randint(256, (2, 32))
+
+    def call():
+        model.zero_grad()
+        model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+        return [parameter.grad for parameter in model.parameters()]
+
+    return call
+
+
+@pytest.mark.parametrize("name", MODELS)
+def bench_model(benchmark, name):
+    """The same bits as plain."""
+    expected = step(name, "plain")()
+    assert all(map(torch.equal, benchmark.pedantic(step(name, "rerun")), expected))
+
+
+def main():
+    torch.set_num_threads(1)
+    for name in MODELS:
+        times = timed({way: step(name, way) for way in WAYS}, rounds=150, calls=1)
+        print(f"{name}:", ", ".join(f"{way} {1e3 * median:.2f} ms" for way, (median, _) in times.items()))
+        mark(f"  a step of {name}, of torch's", ratio(times, "rerun", "torch"), MOST)
+
+
+if __name__ == "__main__":
+    main()
