@@ -34,7 +34,7 @@ Undo = list[tuple[Callable[[Any], object], Any]]  # functions that put something
 class Generators:
     """States of random generators at one moment."""
 
-    __slots__ = ("_cpu", "_others", "_python")
+    __slots__ = ("_python", "_streams")
 
     def __init__(
         self,
@@ -45,52 +45,41 @@ class Generators:
     ) -> None:
         """The CPU's default generator if `cpu`, those of `devices`, and `generators` themselves; with `python` those
         that are no torch's: of the `random` module and of NumPy."""
-        self._cpu = _get_cpu_state() if cpu else None
-        self._python = [(setter, getter, getter()) for setter, getter in _python_generators()] if python else ()
-        self._others: tuple[tuple[Callable[[Tensor], Any], Callable[[], Tensor], Tensor], ...] = ()
-        for device in devices:
-            getter, setter = device_rng(device)
-            self._others += ((setter, getter, getter()),)
-        for generator in generators:
-            self._others += ((generator.set_state, generator.get_state, generator.get_state()),)
+        streams: list[_Stream] = [(_torch.set_cpu_state, _torch.get_cpu_state)] if cpu else []
+        streams += [_device_stream(device) for device in devices]
+        streams += [(generator.set_state, generator.get_state) for generator in generators]
+        self._python = python
+        if python:
+            streams += _python_streams()
+        self._streams = [(setter, getter, getter()) for setter, getter in streams]
 
     @property
     def nbytes(self) -> int:
-        return (0 if self._cpu is None else self._cpu.nbytes) + sum(state.nbytes for _, _, state in self._others)
+        return sum(state.nbytes for _, _, state in self._streams if isinstance(state, Tensor))
 
     def have_moved(self) -> bool:
         """Whether somebody has drawn from one of them since; of those that are no torch's nobody asks."""
-        return bool(self._python) or any(
-            not torch.equal(state, getter())
-            for getter, state in [(g, s) for _, g, s in self._others]
-            + ([] if self._cpu is None else [(_get_cpu_state, self._cpu)])
-        )
+        return self._python or any(not torch.equal(state, getter()) for _, getter, state in self._streams)
 
-    def enter(self) -> list[tuple[Callable[[Any], Any], Any]]:
+    def enter(self) -> Undo:
         """Go back to this moment; returns what `leave` needs to put the present states back."""
-        now: list[tuple[Callable[[Any], Any], Any]] = [(setter, getter()) for setter, getter, _ in self._others]
-        if self._cpu is not None:
-            now.append((_set_cpu_state, _get_cpu_state()))
-            _set_cpu_state(self._cpu)
-        for setter, _, state in self._others:
-            setter(state)
-        for setter, getter, state in self._python:
-            now.append((setter, getter()))
+        now: Undo = [(setter, getter()) for setter, getter, _ in self._streams]
+        for setter, _, state in self._streams:
             setter(state)
         return now
 
     @staticmethod
-    def leave(now: list[tuple[Callable[[Any], Any], Any]]) -> None:
+    def leave(now: Undo) -> None:
         for setter, state in now:
             setter(state)
 
 
-_get_cpu_state, _set_cpu_state = _torch.get_cpu_state, _torch.set_cpu_state
+_Stream = tuple[Callable[[Any], Any], Callable[[], Any]]  # setter and getter
 
 
-def _python_generators() -> list[tuple[Callable[[Any], Any], Callable[[], Any]]]:
-    """Setter and getter of the global generators of Python and, where it is installed, NumPy."""
-    streams: list[tuple[Callable[[Any], Any], Callable[[], Any]]] = [(random.setstate, random.getstate)]
+def _python_streams() -> list[_Stream]:
+    """The global generators of Python and, where it is installed, NumPy."""
+    streams: list[_Stream] = [(random.setstate, random.getstate)]
     try:
         numpy = importlib.import_module("numpy.random")
     except ImportError:
@@ -98,10 +87,10 @@ def _python_generators() -> list[tuple[Callable[[Any], Any], Callable[[], Any]]]
     return [*streams, (numpy.set_state, lambda: numpy.get_state(legacy=False))]
 
 
-def device_rng(device: torch.device) -> tuple[Callable[[], Tensor], Callable[[Tensor], Any]]:
-    """Getter and setter of an accelerator's default generator (`torch.<type>.get_rng_state`, one uint8 tensor)."""
+def _device_stream(device: torch.device) -> _Stream:
+    """An accelerator's default generator (`torch.<type>.get_rng_state`, one uint8 tensor)."""
     module = torch.get_device_module(device)
-    return lambda: module.get_rng_state(device), lambda state: module.set_rng_state(state, device)
+    return lambda state: module.set_rng_state(state, device), lambda: module.get_rng_state(device)
 
 
 def has_rng(device: torch.device) -> bool:

@@ -21,21 +21,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from . import (
-    _ambient,
-    _auto,
-    _check,
-    _engine,
-    _reentrant,
-    _region,
-    _replay,
-    _report,
-    _rerun,
-    _tape,
-    _torch,
-    _where,
-    errors,
-)
+from . import _reentrant, _torch, errors
 from ._auto import AutoTape
 from ._check import CHECKS, DeterminismCheck, check_of
 from ._engine import Frame, unpack
@@ -112,7 +98,8 @@ _is_compiling = torch.compiler.is_dynamo_compiling
 _is_grad_enabled, _hooks_are_enabled = torch.is_grad_enabled, _torch.hooks_are_enabled
 _innermost_transform = _torch.innermost_transform
 
-_torch.keep_dynamo_out(_ambient, _auto, _check, _engine, _region, _replay, _report, _rerun, _tape, _torch, _where)
+_run_by_hooks = "_ambient _auto _check _engine _region _replay _report _rerun _tape _torch _where"
+_torch.keep_dynamo_out(*(sys.modules[f"{__package__}.{name}"] for name in _run_by_hooks.split(" ")))
 
 _disabled: contextvars.ContextVar[bool] = contextvars.ContextVar("checkpointing.disabled", default=False)
 

@@ -50,7 +50,8 @@ def open_container(value: Any) -> Container | None:
         parts = dict(zip(keys, children, strict=True))
         return Container(parts, lambda parts: node.unflatten_fn(list(parts.values()), context))
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return Container(dict(zip(map(Field, value._fields), value, strict=True)), lambda parts: kind(*parts.values()))
+        parts = dict(zip(map(Field, value._fields), value, strict=True))
+        return Container(parts, lambda parts: kind(*parts.values()))
     is_dict = isinstance(value, dict)
     if not is_dict and not dataclasses.is_dataclass(value):
         return None
