@@ -26,7 +26,8 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_right, insort
-from typing import Any, NamedTuple
+from itertools import accumulate
+from typing import Any, NamedTuple, cast
 
 from torch import Tensor
 
@@ -86,7 +87,7 @@ class AutoTape(Tape):
         self._cut_mover = None if place is None else self._mover(place)
         # To save something in a region of ours makes a slot there, so that is done at the end, once for each value.
         self._packs_late = hooks is not None and is_internal(hooks)
-        self._saves: dict[Value, int] = {}  # bytes of it that autograd has saved
+        self._saves = 0  # how many values autograd has saved
         self._fresh: list[tuple[int, Value]] = []  # made since the last settled cut, as far as they live
 
         self._cuts: list[Cut] = []  # the last one provisionally, if `_trial` is not None
@@ -102,7 +103,7 @@ class AutoTape(Tape):
         self._spare: dict[Value, Tensor] = {}  # saved, and still there: kept in the end, if it may stay until then
         self._spare_on: dict[int, set[Value]] = {}  # by storage: which of them lie on it
         self._spare_bytes = 0
-        self._bytes = 0  # of both
+        self._held_bytes = 0  # of what cuts keep
         self._cheapest: list[tuple[float, int, Value]] = []  # heap: cost per byte of what is spared under a budget
         self._flops = None if self._budget is None else {}
         self._least: int | None = None  # the smallest budget for which there would have been a cut
@@ -132,30 +133,29 @@ class AutoTape(Tape):
     def save(self, tensor: Tensor) -> Any:
         saved = super().save(tensor)
         for value in values_of(saved) if type(saved) is not Wrapped else ():  # parts of one come by themselves
-            kept = self._kept.get(value)
-            op = value.op if kept is None else kept.op
+            op, kept = self._maker(value), self._kept.get(value)
             if op is None:
                 continue
-            before = self._saves.get(value, 0)
-            now = min(value.nbytes, before + tensor.nbytes)
-            if now != before:
-                self._saves[value] = now
+            more = min(tensor.nbytes, value.nbytes - value.saved)
+            if more:
+                is_new = value.saved == 0
+                value.saved += more
+                self._saves += is_new
                 if kept is None:
-                    self._drop(op.index, now - before)
-                    if before == 0:
+                    self._drop(op.index, more)
+                    if is_new:
                         self._spare_it(value, op, tensor)
         return saved
 
     def keep_at(self, tensor: Tensor, mover: Mover | None) -> None:
-        if _has_storage(tensor):
-            value = self._values.get(_storage_id(tensor))
-            if value is not None:
-                kept = self._kept.get(value)
-                if kept is not None:
-                    self._release(kept)
-                self._give_up(value)
-                if value.op is not None and self._budget is not None:
-                    self._clear_room(value.nbytes)
+        value = self._values.get(_storage_id(tensor)) if _has_storage(tensor) else None
+        if value is not None:
+            kept = self._kept.get(value)
+            if kept is not None:
+                self._release(kept)
+            self._give_up(value)
+            if value.op is not None and self._budget is not None:
+                self._clear_room(value.nbytes)
         super().keep_at(tensor, mover)
 
     def close(self) -> None:
@@ -163,28 +163,25 @@ class AutoTape(Tape):
             # A window may be larger than what the budget lets the forward keep: then its replay makes cuts of its own.
             self.limits = Limits(min(self._budget, self._segment or self._budget), self._budget)
         try:
-            self._keep_for_good()
+            for value in sorted(self._kept, key=lambda value: value.id) if self._packs_late else ():
+                held = value.held
+                if held is not None and not held.is_packed:
+                    value.keep(held.alias, self.hooks)
+            for value, tensor in self._spare.items():
+                if self._values.get(_storage_id(tensor)) is value:
+                    value.keep(tensor, self.hooks)
+                elif self.hooks is None:  # the rest of its storage has been overwritten
+                    value.hold_part(tensor)
         finally:  # hooks of what encloses the region may raise
             super().close()
             for cut in self._cuts:  # to which its values refer
                 cut.kept.clear()
             self._fresh, self._cuts, self._cheapest, self._flops = [], [], [], None
-            for mine in (self._saves, self._kept, self._spare, self._spare_on):
+            for mine in (self._kept, self._spare, self._spare_on):
                 mine.clear()
 
-    def _keep_for_good(self) -> None:
-        for value in sorted(self._kept, key=lambda value: value.id) if self._packs_late else ():
-            held = value.held
-            if held is not None and not held.is_packed:
-                value.keep(held.alias, self.hooks)
-        for value, tensor in self._spare.items():
-            if self._values.get(_storage_id(tensor)) is value:
-                value.keep(tensor, self.hooks)
-            elif self.hooks is None:  # the rest of its storage has been overwritten
-                value.hold_part(tensor)
-
     def keeps_now(self) -> int:
-        return self._bytes + self.kept_bytes
+        return self._held_bytes + self._spare_bytes + self.kept_bytes
 
     @property
     def complaint(self) -> str | None:
@@ -193,7 +190,7 @@ class AutoTape(Tape):
                 f"auto(budget={self._budget}): what `keep` and other policies keep in this block takes more than that. "
                 f"The smallest budget possible is {self.kept_bytes} bytes."
             )
-        if self._had_cut or self._least is None or len(self._spare) == len(self._saves):
+        if self._had_cut or self._least is None or len(self._spare) == self._saves:
             return None
         return (
             f"auto(budget={self._budget}) has no room for a single checkpoint of this block, so backward recomputes "
@@ -211,6 +208,11 @@ class AutoTape(Tape):
         return targets
 
     # ---- bytes
+
+    def _maker(self, value: Value) -> Op | None:
+        """What made a value that is not kept, or by a cut alone."""
+        kept = self._kept.get(value)
+        return value.op if kept is None else kept.op
 
     def _drop(self, index: int, nbytes: int) -> None:
         """Of a value made at `index`, that many bytes (more) have been saved and are not kept by a cut."""
@@ -235,18 +237,14 @@ class AutoTape(Tape):
         kept.value, kept.op, kept.was_read = value, op, self.recorded
         kept.sid = sid = _storage_id(tensor)
         before = _users(sid)
-        hooks = None if self._packs_late else self.hooks
         mover = self._cut_mover
-        if mover is not None and mover.takes(tensor):
-            value.keep(tensor, mover)
-            kept.refs = 0
-        else:
-            value.keep(tensor, hooks)
-            kept.refs = _users(sid) - before
+        is_moved = mover is not None and mover.takes(tensor)
+        value.keep(tensor, mover if is_moved else None if self._packs_late else self.hooks)
+        kept.refs = 0 if is_moved else _users(sid) - before
         self._kept[value] = kept
-        self._bytes += value.nbytes
+        self._held_bytes += value.nbytes
         self._assign(kept, self._cut_after(op.index))
-        self._drop(op.index, -self._saves.get(value, 0))
+        self._drop(op.index, -value.saved)
 
     def _assign(self, kept: Kept, cut: Cut) -> None:
         kept.cut = cut
@@ -257,17 +255,16 @@ class AutoTape(Tape):
     def _release(self, kept: Kept) -> None:
         """Keep it no longer; it can be recomputed."""
         value, op, cut = kept.value, kept.op, kept.cut
-        saved = self._saves.get(value, 0)
         held = value.held
         tensor = None if held is None or held.is_packed else held.alias
-        if cut.kept.pop(value, None) is not None:
-            cut.nbytes -= value.nbytes
+        del cut.kept[value]
+        cut.nbytes -= value.nbytes
         self._cut_bytes -= value.nbytes
         del self._kept[value]
-        self._bytes -= value.nbytes
+        self._held_bytes -= value.nbytes
         value.give_back(op)
-        if saved:
-            self._drop(op.index, saved)
+        if value.saved:
+            self._drop(op.index, value.saved)
             if self._budget is not None and tensor is not None and self._values.get(kept.sid) is value:
                 self._spare_it(value, op, tensor)
 
@@ -301,23 +298,17 @@ class AutoTape(Tape):
         self._fresh = fresh = [entry for entry in self._fresh if self._is_alive(*entry)]
         self._pause = self._pause or len(fresh) >> 5
         alive = sum(value.nbytes for _, value in fresh)
-        closed = self._since - sum(self._saves.get(value, 0) for _, value in fresh)  # would be dropped before it
+        closed = self._since - sum(value.saved for _, value in fresh)  # would be dropped before it
         trial = self._trial
         settled = self._cut_bytes - (0 if trial is None else self._cuts[-1].nbytes)
         room = self._level - settled if self._size is None else self._size
-        cost = alive * (1 - self._lasting)
-        if self._size is None:
-            # As many cuts as there are, all as dear as this one, should not keep much more than a segment drops.
-            count = len(self._cuts) + (trial is None)
-            is_good = closed >= max(4, count / 2) * cost or (
-                count > 1 and self._since > 2 * (room + self._level) and closed >= cost
-            )
-        else:
-            is_good = closed >= cost
+        # As many cuts as there are, all as dear as this one, should not keep much more than a segment drops.
+        count = len(self._cuts) + (trial is None)
+        is_late = count > 1 and self._since > 2 * (room + self._level)
+        enough = 1 if self._size is not None or is_late else max(4, count / 2)
+        is_good = closed >= enough * (alive * (1 - self._lasting))
         if trial is not None:  # later is better, unless more is alive
-            is_good = (
-                is_good and closed * trial[1] >= trial[0] * alive and (10 * closed >= 11 * trial[0] or alive < trial[1])
-            )
+            is_good &= closed * trial[1] >= trial[0] * alive and (10 * closed >= 11 * trial[0] or alive < trial[1])
         if is_good and closed > 0 and self._has_room(alive, settled, self._since > room):
             self._make(closed, alive)
         if self._trial is None or self._since <= room:
@@ -346,7 +337,7 @@ class AutoTape(Tape):
         self._count()
         position = last.position
         last.waiting = [(sid, v) for sid, v in self._fresh if v.op is not None and v.op.index < position]
-        self._fresh = [(sid, v) for sid, v in self._fresh if self._made_at(v) >= position]
+        self._fresh = [entry for entry in self._fresh if (op := self._maker(entry[1])) and op.index >= position]
         for cut in cuts:
             if cut.waiting:
                 cut.waiting = [(sid, v) for sid, v in cut.waiting if v.op is not None and self._is_alive(sid, v)]
@@ -367,12 +358,6 @@ class AutoTape(Tape):
         else:
             self._watch = max(1, self._size // 2)
 
-    def _made_at(self, value: Value) -> int:
-        if value.op is not None:
-            return value.op.index
-        kept = self._kept.get(value)
-        return -1 if kept is None else kept.op.index
-
     def _merge(self) -> None:
         """Give up the cuts, oldest first, without which no segment exceeds the level."""
         i = before = 0
@@ -387,7 +372,7 @@ class AutoTape(Tape):
         """What the segments around a cut would drop without it."""
         cuts = self._cuts
         after = cuts[i + 1].dropped if i + 1 < len(cuts) else self._dropped
-        return cuts[i].dropped + after + sum(self._saves.get(value, 0) for value in cuts[i].kept)
+        return cuts[i].dropped + after + sum(value.saved for value in cuts[i].kept)
 
     def _remove(self, i: int) -> None:
         cuts = self._cuts
@@ -422,14 +407,14 @@ class AutoTape(Tape):
         backward is through with them before it needs the room for anything else.
         """
         budget = self._budget
-        if self._cut_mover is not None or (budget is None and self.saved_bytes < _WORTH_SPARING * len(self._saves)):
+        if self._cut_mover is not None or (budget is None and self.saved_bytes < _WORTH_SPARING * self._saves):
             return
         sid = _storage_id(tensor)
         nbytes = 0 if sid in self._spare_on else value.nbytes
         if budget is None:
             if self.hooks is not None:
                 return
-            room = self._bytes - self._spare_bytes
+            room = self._held_bytes
             if self._size is None:
                 room = min(room, self._level - self._cut_bytes)
             while self._spare_bytes + nbytes > room and self._spare:
@@ -441,7 +426,7 @@ class AutoTape(Tape):
                 return
             entry = (self._cost(value, op) / value.nbytes, value.id, value)
             cheapest = self._cheapest
-            while self._bytes + self.kept_bytes + nbytes > budget:
+            while self.keeps_now() + nbytes > budget:
                 if not cheapest or cheapest[0] >= entry:
                     return
                 self._give_up(heapq.heappop(cheapest)[2])
@@ -449,7 +434,6 @@ class AutoTape(Tape):
         self._spare[value] = _torch.alias(tensor)
         self._spare_on.setdefault(sid, set()).add(value)
         self._spare_bytes += nbytes
-        self._bytes += nbytes
 
     def _give_up(self, value: Value) -> None:
         tensor = self._spare.pop(value, None)
@@ -459,7 +443,6 @@ class AutoTape(Tape):
             if not self._spare_on[sid]:
                 del self._spare_on[sid]
                 self._spare_bytes -= value.nbytes
-                self._bytes -= value.nbytes
 
     def _cost(self, value: Value, op: Op) -> float:
         """What it costs to make the value again, in floating-point operations, if all is there that autograd saves."""
@@ -470,7 +453,7 @@ class AutoTape(Tape):
             value, op = stack.pop()
             cost += flops.get(op.index, 0) + _PER_BYTE * value.nbytes
             for read in op.reads:
-                there = read.op is None or self._saves.get(read) == read.nbytes
+                there = read.op is None or read.saved == read.nbytes
                 if not there and read.op not in seen and len(seen) < 32:
                     assert read.op is not None
                     seen.add(read.op)
@@ -490,13 +473,10 @@ class AutoTape(Tape):
         cuts = self._cuts if self._trial is None else self._cuts[:-1]
         last = cuts[-1].position if cuts else 0
         alive += sum(value.nbytes for cut in self._cuts for _, value in cut.waiting if value.op is not None)
-        alive += sum(
-            value.nbytes
-            for value, kept in self._kept.items()
-            if kept.op.index < last and self._is_alive(kept.sid, value)
-        )
-        if not self._had_cut and (self._least is None or alive < self._least):
-            self._least = alive
+        older = [(kept.sid, value) for value, kept in self._kept.items() if kept.op.index < last]
+        alive += sum(value.nbytes for sid, value in older if self._is_alive(sid, value))
+        if not self._had_cut:
+            self._least = min(alive, self._least or alive)
         if alive + self.kept_bytes > budget:
             return False
         level = self._cheapest_removal(len(cuts))[0]
@@ -504,37 +484,24 @@ class AutoTape(Tape):
 
     def _cheapest_removal(self, count: int) -> tuple[int, int]:
         """The one of the first `count` cuts whose segments together raise the level least: the new level, and which."""
-        best = (0, -1)
-        before = 0
-        for i, cut in enumerate(self._cuts[:count]):
-            level = before + self._merged(i)
-            if best[1] < 0 or level < best[0]:
-                best = level, i
-            before += cut.nbytes
-        return best
+        before = [0, *accumulate(cut.nbytes for cut in self._cuts)]
+        return min(((before[i] + self._merged(i), i) for i in range(count)), default=(0, -1))
 
     def _clear_room(self, nbytes: int) -> None:
-        """The same, also without the last cut. What users keep may need more than the budget."""
-        while not self._make_room(nbytes) and self._cuts:
-            self._remove(len(self._cuts) - 1)
-
-    def _make_room(self, nbytes: int) -> bool:
-        """Give up what is worth least, until that many bytes fit in. The last cut stays."""
-        budget = self._budget
-        assert budget is not None
-        while self._bytes + self.kept_bytes + nbytes > budget:
+        """Give up what is worth least, until that many bytes fit in. What users keep may need more than the budget."""
+        budget = cast(int, self._budget)
+        while self.keeps_now() + nbytes > budget and (self._spare or self._cuts):
             if self._spare:
                 self._give_up(heapq.heappop(self._cheapest)[2])
-            elif len(self._cuts) > 1:
-                level, i = self._cheapest_removal(len(self._cuts) - 1)
+            elif len(self._cuts) == 1:
+                self._remove(0)
+            else:
+                level, i = self._cheapest_removal(len(self._cuts) - 1)  # but for the last one
                 if self._size is None:
                     self._level = max(self._level, level)
                 else:
                     self._size = max(self._size, self._merged(i))
                 self._remove(i)
-            else:
-                return False
-        return True
 
 
 _WORTH_SPARING = 1 << 18  # bytes, on average: to spare smaller values takes longer than to make some of them again

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -141,14 +142,9 @@ class _Coming:
 
 def prefetch(order: list[Any], after: int) -> None:
     """Start to bring back what will be wanted next; `order` holds weak references to `Moved`s."""
-    count = 0
-    for i in range(after + 1, len(order)):
-        moved = order[i]()
-        if moved is not None:
-            moved.prefetch()
-            count += 1
-            if count == _AHEAD:
-                return
+    waiting = (moved for i in range(after + 1, len(order)) if (moved := order[i]()) is not None)
+    for moved in islice(waiting, _AHEAD):
+        moved.prefetch()
 
 
 def _copy(target: Tensor, source: Tensor) -> None:

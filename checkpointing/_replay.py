@@ -20,9 +20,9 @@ from __future__ import annotations
 import functools
 import operator
 import weakref
-from bisect import bisect_right, insort
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from itertools import accumulate
+from bisect import bisect_left, bisect_right
+from collections.abc import Container, Iterable, Iterator, Sequence
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -65,11 +65,6 @@ class Replay(Source):
         """The operator that made what the holder saved."""
         return next((str(value.op.info.func) for value in values_of(holder.saved) if value.op is not None), None)
 
-    def segment_of(self, holder: Holder) -> int:
-        """The segment in which the newest of what a holder saved was made; -1 if nothing has to be made."""
-        index = newest(holder)
-        return index if index < 0 else bisect_right(self.tape.cuts, index)
-
     def index(self, frame: Frame) -> Index:
         """Who saved what. There may be thousands of holders and of segments, so they are sorted once."""
         found = self._index
@@ -101,13 +96,13 @@ class Replay(Source):
     def at_hand(self, holder: Holder, where: Frame) -> Tensor | None:
         """A value that is held, and that hooks have not taken: nothing to compute, nothing to share."""
         saved = holder.saved
-        if type(saved) is Wrapped:
+        if type(saved) is Wrapped or where.check is not None or not where.early_stop:
             return None
         value, geometry = _value_of(saved), saved.geometry
         held = value.held
         if (held is None or held.is_packed) and value.parts is not None:
             held = value.parts.get(geometry)
-        if held is None or held.is_packed or where.check is not None or not where.early_stop:
+        if held is None or held.is_packed:
             return None
         try:
             tensor = held.fetch(where)
@@ -138,21 +133,10 @@ class Stage:
         self.positions: list[int] = []  # of the cuts, in order
         self.stored: dict[int, tuple[Tensor, int]] = {}  # by value: a tensor on it, and the position of what made it
 
-    def forget(self, last: int) -> None:
-        """Nothing that was made after this position will be asked for."""
-        for id in [id for id, (_, made_at) in self.stored.items() if made_at > last]:
-            del self.stored[id]
-
     def piece_of(self, opened: Holder, holders: list[Holder]) -> list[Holder]:
         """Those which are between the same cuts as `opened`."""
         i = bisect_right(self.positions, newest(opened))
         return [holder for holder in holders if bisect_right(self.positions, newest(holder)) == i]
-
-    def cut(self, cuts: Cuts, opened: Holder) -> dict[int, Value]:
-        """Make these cuts. Returns, by id, the values to store when `opened` is asked for."""
-        for position, _ in cuts:
-            insort(self.positions, position)
-        return {v.id: v for position, values in cuts if position <= newest(opened) for v in values}
 
 
 class _Window:
@@ -162,12 +146,10 @@ class _Window:
         self._source = source
         self._request = request
         self._frame = request.frame
-        self._is_quick = request.frame.check is None
         if request.task.inputs is None:
             request.task.inputs = {}
         self._inputs = request.task.inputs
         self._made: dict[int, Tensor] = {}  # by value: what its operator returned, or another tensor on its storage
-        self._parts: dict[int, Tensor] = {}  # by value: parts of wrappers whose other parts are still to come
         self._given: dict[int, list[Geometry]] = {}  # by storage: what has been delivered is no longer ours to write
         self._grad_mode = False  # what `below_autograd` sets
         self._writes = False  # whether the window has operators that write in place
@@ -204,13 +186,15 @@ class _Window:
         if request.whole_region:
             candidates = request.wanted()
             return candidates, slice_of(candidates)
-        segment = source.segment_of(opened)
-        if segment < 0:
+        position = newest(opened)
+        if position < 0:
             return [opened], []
+        segment = bisect_right(source.tape.cuts, position)
         limits: Limits | None = source.tape.limits
         if limits is not None and self._frame.complete:
             candidates, stages = self._candidates(segment), request.task.stages
-            if segment in stages or 2 * _size_of(candidates) > 3 * limits.piece:
+            made = {value for holder in candidates for value in values_of(holder.saved) if value.op is not None}
+            if segment in stages or 2 * sum(value.nbytes for value in made) > 3 * limits.piece:
                 for other in [other for other in stages if not self._candidates(other)]:
                     del stages[other]
                 return self._choose_piece(stages.setdefault(segment, Stage()), candidates, limits)
@@ -234,7 +218,8 @@ class _Window:
         """No more than there is room for, and what is stored for what will be opened later."""
         opened = self._request.holder
         self._stage = stage
-        stage.forget(max(map(newest, candidates)))
+        last = max(map(newest, candidates))  # nothing that was made after it will be asked for
+        stage.stored = {id: (tensor, made_at) for id, (tensor, made_at) in stage.stored.items() if made_at <= last}
         wanted = stage.piece_of(opened, candidates)
         storing = self._storing
         while True:
@@ -242,16 +227,16 @@ class _Window:
             cuts = place_cuts(slice_of(wanted, there), wanted, there, limits)
             if not cuts:
                 return wanted, slice_of(wanted, stage.stored, storing.values())
-            storing.update(stage.cut(cuts, opened))
+            stage.positions = sorted([*stage.positions, *(position for position, _ in cuts)])
+            storing.update((v.id, v) for position, values in cuts if position <= newest(opened) for v in values)
             wanted = stage.piece_of(opened, wanted)
 
     def _unstore(self, stage: Stage, wanted: list[Holder], ops: list[Op]) -> None:
         """Start from what an earlier replay has stored."""
         stored = stage.stored
-        needed = {v.id for op in ops for v in op.reads} | {v.id for h in wanted for v in values_of(h.saved)}
-        for id in needed & stored.keys():
+        for id in {value.id for value in needs(ops, wanted)} & stored.keys():
             tensor = self._made[id] = stored[id][0]
-            self._given.setdefault(_torch.storage_id(tensor), []).append(_EVERYTHING)
+            self._give_away(tensor, _EVERYTHING)
         for holder in wanted:
             for value in values_of(holder.saved):
                 if value.id in stored:
@@ -264,10 +249,8 @@ class _Window:
         inputs, tape = self._inputs, self._source.tape
         if tape.hooks is None and not tape.movers:
             return
-        values = {value for op in ops for value in op.reads if value.op is None}
-        values.update(value for holder in wanted for value in values_of(holder.saved) if value.op is None)
-        for value in values:
-            for held in value.all_held:
+        for value in needs(ops, wanted):
+            for held in value.all_held if value.op is None else ():
                 if held.is_packed and held not in inputs:
                     inputs[held] = tensor = held.fetch(self._frame)
                     if value.geometry is not None and geometry_of(tensor) == value.geometry:
@@ -302,23 +285,22 @@ class _Window:
     # ---- running operators again
 
     def _replay(self, ops: list[Op], wanted: list[Holder]) -> None:
-        made, storing, log = self._made, self._storing, self._source.log
-        opened, ready = self._request.holder, self._request.task.ready
+        made, storing, log, request = self._made, self._storing, self._source.log, self._request
         # What passes by in this window and is wanted by a holder of another one comes for free.
         savers = self._source.index(self._frame)[1]
         slots = None if self._stage is None else {holder.slot for holder in wanted}
-        last = {value.id: op for op in ops for value in op.reads}
+        last: dict[int, Op | None] = {value.id: op for op in ops for value in op.reads}
+        wrappers = [holder.saved for holder in wanted if type(holder.saved) is Wrapped]
+        last.update((value.id, None) for saved in wrappers for value in values_of(saved))  # parts wait for each other
         self._writes = any(op.writes for op in ops)
         for op in ops:
             if log is not None:
                 log.append((str(op.info.func), ""))
             for id in self._run(op) if not op.writes else self._run_write(op, last):
-                if id in storing:
-                    self._store(id)
-                for ref in savers.get(id, ()):
-                    holder = ref()
-                    if holder is None or (holder.slot in ready and holder is not opened):
-                        continue
+                if self._stage is not None and id in storing:  # later replays will start from it
+                    self._stage.stored[id] = made[id], op.index
+                    self._give_away(made[id], _EVERYTHING)
+                for holder in request.wanted(savers[id]) if id in savers else ():
                     if slots is None or holder.slot in slots:
                         self._give(holder, id)
                 if id not in last:
@@ -329,10 +311,9 @@ class _Window:
 
     def _run(self, op: Op) -> Sequence[int]:
         """Run one operator; returns the ids of the values that it made. Nothing else of it stays alive."""
-        args = self._arguments(op.args)
-        kwargs = op.kwargs
-        if kwargs:
-            kwargs = dict(zip(kwargs, self._arguments(kwargs.values()), strict=True))
+        build = self._build
+        args = [build(arg) for arg in op.args]
+        kwargs = {name: build(arg) for name, arg in op.kwargs.items()} if op.kwargs else op.kwargs
         if op.grad_mode is not self._grad_mode:
             self._grad_mode = op.grad_mode
             _torch.set_grad_enabled(op.grad_mode)
@@ -351,32 +332,26 @@ class _Window:
                 self._made[id] = tensor
         return [id for id in outputs if id]
 
-    def _run_write(self, op: Op, last: dict[int, Op]) -> Sequence[int]:
+    def _run_write(self, op: Op, last: dict[int, Op | None]) -> Sequence[int]:
         """The same for one that writes values, which are others then."""
         made = self._made
         still_read = {}
         for old, _ in op.writes:
-            # Read later under its old value: only through a storage that the tape has adopted.
-            before = self._make_writable(old, op, last[old] is not op)
-            if before is not None:
-                still_read[old] = before
+            tensor = made.get(old)
+            if tensor is None:  # a kept value
+                value = next(value for value in op.reads if value.id == old)
+                tensor = self._start(value, value.geometry)
+            elif last[old] is not op:  # under its old value: through a storage that the tape has adopted, or a wrapper
+                still_read[old] = tensor
+            elif not self._would_overwrite(old, op, self._given.get(_torch.storage_id(tensor))):
+                continue  # it is ours alone
+            made[old] = _torch.clone_storage(tensor)
         new = [*self._run(op)]
         for old, id in op.writes:
             made[id] = made.pop(old)
             new.append(id)
         made.update(still_read)
         return new
-
-    def _make_writable(self, id: int, op: Op, is_read_later: bool) -> Tensor | None:
-        """Let `op` write the value: on a copy, unless it is ours alone. Returns what later readers need, if any."""
-        tensor = self._made.get(id)
-        if tensor is None:  # a kept value
-            value = next(value for value in op.reads if value.id == id)
-            tensor = self._start(value, value.geometry)
-        elif not is_read_later and not self._would_overwrite(id, op, self._given.get(_torch.storage_id(tensor))):
-            return None
-        self._made[id] = _torch.clone_storage(tensor)
-        return tensor if is_read_later else None
 
     @staticmethod
     def _would_overwrite(id: int, op: Op, given: list[Geometry] | None) -> bool:
@@ -387,31 +362,21 @@ class _Window:
         written = [arg.geometry for arg in args if type(arg) in (Value, Ref) and _value_of(arg).id == id]
         return not written or not all(are_disjoint(ours, theirs) for ours in written for theirs in given)
 
-    def _arguments(self, saved: Iterable[Any]) -> list[Any]:
-        made = self._made
-        args = []
-        for arg in saved:
-            kind = type(arg)
-            if kind is Value:
-                tensor = made.get(arg.id)
-                args.append(self._start(arg, arg.geometry) if tensor is None else tensor)
-            else:
-                args.append(arg if kind in ATOMS else self._build(arg))
-        return args
-
     def _build(self, saved: Any) -> Any:
         """The tensor (or list of tensors) that `saved` stands for; itself, if it stands for none."""
         kind = type(saved)
-        if kind is Ref or kind is Value:
-            value, geometry = _value_of(saved), saved.geometry
-            tensor = self._made.get(value.id, self._parts.get(value.id))
+        if kind is Value:
+            tensor = self._made.get(saved.id)
+            return self._start(saved, saved.geometry) if tensor is None else tensor
+        if kind in ATOMS:
+            return saved
+        if kind is Ref:
+            tensor = self._made.get(saved.value.id)
             if tensor is None:
-                tensor = self._start(value, geometry)
-            elif kind is Ref:
-                tensor = self._lay(tensor, value, geometry)
-            return _in_kind(tensor, saved)
+                return _in_kind(self._start(saved.value, saved.geometry), saved)
+            return self._lay(tensor, saved)
         if kind is list or kind is tuple:
-            return kind(self._arguments(saved))
+            return kind([self._build(part) for part in saved])
         if kind is functools.partial:
             return saved()
         if kind is Scratch:
@@ -421,16 +386,20 @@ class _Window:
             return _torch.unflatten(saved.kind, parts, saved.context, saved.size, saved.stride)
         return saved
 
-    def _lay(self, made: Tensor, value: Value, geometry: Geometry) -> Tensor:
-        """What lies like this on the storage of what an operator has made anew."""
-        nbytes = made.untyped_storage().nbytes()
+    def _lay(self, made: Tensor, saved: Value | Ref) -> Tensor:
+        """What lies as it was saved on the storage of what an operator has made anew."""
+        value, nbytes = _value_of(saved), made.untyped_storage().nbytes()
         if nbytes != value.nbytes:
-            raise errors.another_size(
-                self._frame, "an operator" if value.op is None else str(value.op.info.func), value.nbytes, nbytes
-            )
-        return _torch.lay(_torch.bytes_of(made) if made.is_nested else made, *geometry)
+            maker = "an operator" if value.op is None else str(value.op.info.func)
+            raise errors.another_size(self._frame, maker, value.nbytes, nbytes)
+        base = _torch.bytes_of(made) if made.is_nested else made
+        return _in_kind(_torch.lay(base, *cast(Geometry, saved.geometry)), saved)
 
     # ---- what comes of it
+
+    def _give_away(self, tensor: Tensor, geometry: Geometry) -> None:
+        """What lies like this on the storage must not be written any more."""
+        self._given.setdefault(_torch.storage_id(tensor), []).append(geometry)
 
     def _give(self, holder: Holder, id: int) -> None:
         """A value that `holder` saved has been made."""
@@ -438,28 +407,19 @@ class _Window:
         saved = holder.saved
         kind = type(saved)
         if self._writes:
-            given = self._given.setdefault(_torch.storage_id(tensor), [])
-            given.append(geometry_of(tensor) if kind is Wrapped else saved.geometry)
+            self._give_away(tensor, geometry_of(tensor) if kind is Wrapped else saved.geometry)
         if kind is Wrapped:
-            self._parts[id] = tensor
-            if all(value.op is None or value.id in self._parts for value in values_of(saved)):
+            if all(value.op is None or value.id in self._made for value in values_of(saved)):
                 self._request.deliver(holder, self._build(saved))
             return
         if kind is Ref or tensor.shape != saved.geometry[0]:
-            tensor = _in_kind(self._lay(tensor, _value_of(saved), saved.geometry), saved)
+            tensor = self._lay(tensor, saved)
         if not self._frame.complete:
             self._source.tape.adopt(tensor, _value_of(saved))
-        if self._is_quick:
+        if self._frame.check is None:  # past one call
             self._request.task.ready[holder.slot] = tensor
         else:
             self._request.deliver(holder, tensor)
-
-    def _store(self, id: int) -> None:
-        """A value has been made from which later replays will start."""
-        assert self._stage is not None
-        tensor = self._made[id]
-        self._stage.stored[id] = tensor, cast(Op, self._storing[id].op).index
-        self._given.setdefault(_torch.storage_id(tensor), []).append(_EVERYTHING)
 
 
 def _value_of(saved: Value | Ref) -> Value:
@@ -468,11 +428,6 @@ def _value_of(saved: Value | Ref) -> Value:
 
 def _in_kind(tensor: Tensor, saved: Value | Ref) -> Tensor:
     return tensor.as_subclass(saved.kind) if isinstance(saved, Ref) and saved.kind is not None else tensor
-
-
-def _size_of(holders: list[Holder]) -> int:
-    """Bytes that would be delivered at once."""
-    return sum({v.id: v.nbytes for holder in holders for v in values_of(holder.saved) if v.op is not None}.values())
 
 
 def _laid_out(tensor: Tensor, size: Any, stride: Any, dtype: torch.dtype) -> Tensor:
@@ -501,16 +456,14 @@ def are_disjoint(a: Geometry, b: Geometry) -> bool:
     (sizes, strides, start, dtype, _), (others, other_strides, other_start, other_dtype, _) = a, b
     if dtype != other_dtype or len(sizes) != len(others):
         return False
-    dims = []
-    for size, stride, other, other_stride in zip(sizes, strides, others, other_strides, strict=True):
-        if size != 1 or other != 1:
-            if stride != other_stride or stride <= 0:
-                return False
-            dims.append((stride, size, other))
+    steps = zip(strides, other_strides, sizes, others, strict=True)
+    dims = [step for step in steps if step[2:] != (1, 1)]
+    if any(stride != other_stride or stride <= 0 for stride, other_stride, _, _ in dims):
+        return False
     # Boxes of one grid, whose steps are the strides: apart if they are so in one direction.
     apart = False
     whole = 0
-    for stride, size, other in sorted(dims, reverse=True):
+    for stride, _, size, other in sorted(dims, reverse=True):
         i, start = divmod(start, stride)
         j, other_start = divmod(other_start, stride)
         if whole and (whole % stride or max(i + size, j + other) * stride > whole):
@@ -537,6 +490,12 @@ def first_needs(holders: Iterable[Holder]) -> Iterator[tuple[Holder, Moved]]:
                 stack.extend(value.op.reads)
 
 
+def needs(ops: list[Op], holders: list[Holder]) -> Iterable[Value]:
+    """What these operators read, and what these holders saved."""
+    saved = [value for holder in holders for value in values_of(holder.saved)]
+    return dict.fromkeys(saved + [value for op in ops for value in op.reads])
+
+
 def slice_of(holders: Iterable[Holder], stored: Container[int] = (), values: Iterable[Value] = ()) -> list[Op]:
     """The operators that make what these holders saved, and these values, from what is held or stored; in the order in
     which they ran."""
@@ -555,11 +514,7 @@ def slice_of(holders: Iterable[Holder], stored: Container[int] = (), values: Ite
 
 def newest(holder: Holder) -> int:
     """The position of the last operator that made something of what a holder saved."""
-    saved = holder.saved
-    if type(saved) is Wrapped:
-        return max((value.op.index for value in values_of(saved) if value.op is not None), default=-1)
-    op = _value_of(saved).op
-    return -1 if op is None else op.index
+    return max([-1 if value.op is None else value.op.index for value in values_of(holder.saved)], default=-1)
 
 
 def place_cuts(ops: list[Op], holders: list[Holder], stored: Container[int], limits: Limits) -> Cuts:
@@ -584,22 +539,19 @@ def place_cuts(ops: list[Op], holders: list[Holder], stored: Container[int], lim
     alive = list(accumulate(change))  # before each operator
     pieces = min(-(-total // limits.piece), len(ops))
     while pieces > 1:
-        places = set()
-        k = 1
-        for i in range(1, pieces):
-            best: tuple[int, float, int] | None = None
-            while k < len(ops) and 2 * pieces * delivered[k] < (2 * i + 1) * total:
-                if 2 * pieces * delivered[k] >= (2 * i - 1) * total and alive[k] * pieces < total:
-                    found = alive[k], abs(pieces * delivered[k] - i * total), k
-                    best = found if best is None else min(best, found)
-                k += 1
-            if best is not None:
-                places.add(best[2])
+        # Operators with so much delivered before them lie around the same even place.
+        edges = [
+            bisect_left(delivered, (2 * i - 1) * total, key=lambda n: 2 * pieces * n) for i in range(1, pieces + 1)
+        ]
+        places = []
+        for i, (start, end) in enumerate(pairwise(edges), 1):
+            near = [(alive[k], abs(pieces * delivered[k] - i * total), k) for k in range(start, end)]
+            best = min(near, default=None)
+            if best is not None and best[0] * pieces < total:
+                places.append(best[2])
         needed = sum(alive[k] for k in places)
         if places and (needed <= limits.stored or pieces == 2):
-            return [
-                (ops[k].index, [v for v, end in last.items() if at[cast(Op, v.op)] < k <= end]) for k in sorted(places)
-            ]
+            return [(ops[k].index, [v for v, end in last.items() if at[cast(Op, v.op)] < k <= end]) for k in places]
         fitting = 1 + (pieces - 1) * limits.stored // max(needed, 1)
         pieces = 1 if pieces == 2 else max(2, min(fitting, pieces - 1 - pieces // 8))
     return []
@@ -613,10 +565,6 @@ def connected(holders: list[Holder], opened: Holder) -> tuple[dict[int, set[int]
     for holder in reversed(holders):  # mostly, the last one needs whatever the others need
         slot = holder.slot
         stack = [*values_of(holder.saved)]
-        if len(stack) == 1 and (known := owner.get(cast(Op, stack[0].op))) is not None:
-            groups[slot] = groups[known]
-            groups[slot].add(slot)
-            continue
         mine = groups[slot] = {slot}
         while stack:
             op = stack.pop().op
@@ -633,4 +581,4 @@ def connected(holders: list[Holder], opened: Holder) -> tuple[dict[int, set[int]
     return groups, sorted([op for op, slot in owner.items() if groups[slot] is wanted], key=_index)
 
 
-_index: Callable[[Op], int] = operator.attrgetter("index")
+_index = operator.attrgetter("index")

@@ -11,7 +11,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from . import _torch, errors
 from ._engine import Frame
-from ._replay import Replay, slice_of, values_of
+from ._replay import Replay, needs, slice_of
 from ._tape import Tape
 from ._where import stack_of_user
 
@@ -36,9 +36,8 @@ class Stats(NamedTuple):
 def measure(frame: Frame, tape: Tape, source: Replay) -> Stats:
     """The present numbers of a scope."""
     holders = [holder for ref in frame.holders if (holder := ref()) is not None]
-    wanted = [value for holder in holders for value in values_of(holder.saved)]
     ops = slice_of(holders)
-    values = {value.id: value for value in [*wanted, *(v for op in ops for v in op.reads)]}.values()
+    values = needs(ops, holders)
     held = sum(v.nbytes for v in values if v.op is None and not v.kept and not v.is_parameter)
     held += sum(op.rng.nbytes for op in ops if op.rng is not None)
     kept = None if frame.complete else tape.keeps_now()
@@ -68,11 +67,10 @@ class OpLog(TorchDispatchMode):
         return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        parts = [self._text(value) for value in args] + [f"{key}={self._text(v)}" for key, v in kwargs.items()]
+        parts = [self._text(value) for value in args] + [f"{key}={self._text(v)}" for key, v in (kwargs or {}).items()]
         call, stack, index = f"{func}({', '.join(parts)})", stack_of_user(), len(self.lines)
         self.lines.append((call, stack))  # which it may not survive
-        result = func(*args, **kwargs)
+        result = func(*args, **(kwargs or {}))
         self.lines[index] = (f"{self._text(result, True)} = {call}", stack)
         return result
 
@@ -90,8 +88,8 @@ def explain(error: errors.CheckpointError, forward: list[tuple[str, str]], recom
     """Raise an error of `debug=True` again with the logs of both runs, under the headings of torch's."""
     logs = ""
     for title, lines in (("the original forward", forward), ("recomputation", recompute)):
-        shown = "".join(f"  {i}: {op}\n{stack}" for i, (op, stack) in enumerate(lines))
-        logs += f"\n\nOperations executed during {title}:\n" + (shown or "  (none)\n")
+        logs += f"\n\nOperations executed during {title}:\n"
+        logs += "".join(f"  {i}: {op}\n{stack}" for i, (op, stack) in enumerate(lines)) or "  (none)\n"
     explained = type(error)(
         f"{error}\n\nAn error happened while unpacking tensors; these are the operators of both runs, each with the "
         f"lines of your code that led to it, innermost first.{logs}\n"

@@ -58,7 +58,7 @@ NOWHERE = Places(None, None, None)
 class Value:
     """One storage between two writes: `op` made it, or it is `held`."""
 
-    __slots__ = ("geometry", "held", "id", "is_saved", "kept", "nbytes", "op", "parts", "unwritten", "volatile")
+    __slots__ = ("geometry", "held", "id", "is_saved", "kept", "nbytes", "op", "parts", "saved", "unfilled", "volatile")
 
     def __init__(self, id: int, op: Op | None, nbytes: int, geometry: Geometry | None) -> None:
         self.id = id
@@ -68,14 +68,15 @@ class Value:
         self.held: Held | None = None
         self.parts: dict[Geometry, Held] | None = None  # what enclosing hooks have packed besides
         self.is_saved = False  # by autograd
-        self.unwritten = False  # allocated, and not yet filled by a recorded operator
+        self.saved = 0  # how many bytes of it, for tapes that make cuts
+        self.unfilled = False  # allocated, and not yet filled by a recorded operator
         self.kept = False  # held, all of the storage, although an operator made it
         self.volatile = False  # from outside and written by the region: others will write it again, so copies are read
 
     def hold(self, tensor: Tensor, geometry: Geometry | None, hooks: Saver, reader: Name) -> None:
         """Hold the value, which is from outside, as it is now. `tensor` lies on it like that; None as `reader`: no
         operator reads it, autograd saves it."""
-        self.op, self.unwritten = None, False
+        self.op, self.unfilled = None, False
         held = self.holding(geometry)
         if held is None:
             held = Held(tensor, hooks, None)
@@ -359,7 +360,7 @@ class Tape(TorchDispatchMode, Region):
         elif _has_storage(tensor):
             value = self._values.get(_storage_id(tensor))
             # There is nothing yet in memory that has only been allocated.
-            if value is not None and value.op is not None and not (value.unwritten and value.nbytes):
+            if value is not None and value.op is not None and not (value.unfilled and value.nbytes):
                 hooks = self.hooks if mover is None or not mover.takes(tensor) else mover
                 value.keep(tensor, hooks)
                 self.kept_bytes += value.nbytes
@@ -455,7 +456,7 @@ class Tape(TorchDispatchMode, Region):
         if op is None and not value.kept:
             if held is None or geometry != value.geometry or (held.name is None and reads is not None):
                 value = self._from_outside(value, tensor, geometry, reads)
-        elif value.unwritten and value.nbytes:  # filled by something unseen (a raw kernel, ctypes, NumPy)
+        elif value.unfilled and value.nbytes:  # filled by something unseen (a raw kernel, ctypes, NumPy)
             value = self._from_outside(value, tensor, geometry, reads)
         elif op is None or op.index < self._last_cut:
             self._read_across(value, tensor)
@@ -636,7 +637,7 @@ class Tape(TorchDispatchMode, Region):
                     geometry = None if tensor.is_nested else geometry_of(tensor)
                     geometry = self._geometries.setdefault(geometry, geometry)
                     value = self._register(tensor.untyped_storage(), op, sid, geometry)
-                    value.unwritten = op.info.allocates
+                    value.unfilled = op.info.allocates
                     id = value.id
             outputs.append(id)
         op.outputs = tuple(outputs) if any(outputs) else ()
@@ -661,9 +662,9 @@ class Tape(TorchDispatchMode, Region):
         value, info = self._values[sid], op.info
         new = self._register(target.untyped_storage(), op, sid, None if info.moves else value.geometry)
         if info.overwrites:
-            new.unwritten = value.unwritten and target.nbytes < new.nbytes
+            new.unfilled = value.unfilled and target.nbytes < new.nbytes
         elif info.allocates:  # resize_
-            new.unwritten = new.nbytes > value.nbytes
+            new.unfilled = new.nbytes > value.nbytes
         return value.id, new.id
 
     def _refer_to_written(self, arg: Any, reads: list[Value], info: Info, outside: dict[int, Tensor]) -> Any:
@@ -678,7 +679,7 @@ class Tape(TorchDispatchMode, Region):
             return _like(arg) if info.overwrites else Scratch(self.reference(arg, reads))
         # Not `reference`: a buffer that is only being filled need not be held.
         value, geometry = self._values[sid], geometry_of(arg)
-        if not (info.overwrites and arg.nbytes == value.nbytes) and (value.op is None or not value.unwritten):
+        if not (info.overwrites and arg.nbytes == value.nbytes) and (value.op is None or not value.unfilled):
             self._read_across(value, arg)
         reads.append(value)
         return value if geometry == value.geometry else Ref(value, geometry, None)
@@ -699,7 +700,7 @@ def _is_outside(value: Value | None, info: Info) -> bool:
     """Whether what is written can't be made again: it was there before, or something unseen has filled it."""
     if value is None or (value.op is None and not value.kept):
         return True
-    return value.unwritten and not (info.overwrites or info.allocates)
+    return value.unfilled and not (info.overwrites or info.allocates)
 
 
 def _by_storage(tensors: Any) -> dict[int, Tensor]:
@@ -715,12 +716,7 @@ def tensors_of(value: Any) -> list[Tensor]:
     """The tensors in an operator's argument or result, in order."""
     if isinstance(value, Tensor):
         return [value]
-    if type(value) is not tuple and type(value) is not list:
-        return []
-    found: list[Tensor] = []
-    for part in value:
-        found += (part,) if isinstance(part, Tensor) else tensors_of(part)
-    return found
+    return [tensor for part in value for tensor in tensors_of(part)] if type(value) in (tuple, list) else []
 
 
 def _like(tensor: Tensor) -> Callable[[], Tensor]:
