@@ -10,7 +10,6 @@ import contextvars
 import functools
 import inspect
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import MethodType
@@ -201,20 +200,13 @@ def is_plain(enabled: bool = True) -> bool:
     return True
 
 
+@functools.cache
 def _warn_about_transforms() -> None:
-    with _warned_lock:  # once per process, from whichever thread
-        if not _warned:
-            _warned.append(True)
-            warn(
-                "checkpointing: a torch.func transform (grad, vjp, jacrev, vmap, ...) is being taken over a region, or "
-                "saved-tensors hooks are disabled for another reason, so regions run as plain code and save no memory. "
-                "Take gradients with torch.autograd around the region, or put the transform inside it. This is said "
-                "once."
-            )
-
-
-_warned: list[bool] = []
-_warned_lock = threading.Lock()
+    warn(
+        "checkpointing: a torch.func transform (grad, vjp, jacrev, vmap, ...) is being taken over a region, or "
+        "saved-tensors hooks are disabled for another reason, so regions run as plain code and save no memory. "
+        "Take gradients with torch.autograd around the region, or put the transform inside it. This is said once."
+    )
 
 
 # ---- the function door

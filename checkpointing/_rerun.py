@@ -112,7 +112,8 @@ class Rerun(Region, Source):
             result = function(*args, **kwargs) if self.outer is None else self.outer.once(function, args, kwargs)
         finally:
             _pop_hooks()
-        passed = {id(value): Passed(key) for key, value in _by_place(args, kwargs).items() if type(value) not in ATOMS}
+        places: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+        passed = {id(value): Passed(key) for key, value in places.items() if type(value) not in ATOMS}
 
         def save(part: Any, _: Name) -> Any:
             if id(part) in passed:  # it is the recompute's own
@@ -243,7 +244,7 @@ class Repeated(Region):
             if not self._where.complete:  # a rerun that a backward inside the region asked for, ahead of the forward
                 return None
             raise errors.not_recorded(self._where, getattr(function, "__qualname__", repr(function)))
-        places = _by_place(args, kwargs)
+        places: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
 
         def restore(saved: Any) -> Any:
             if type(saved) is Passed:
@@ -278,11 +279,6 @@ class Passed(NamedTuple):
     """Stands for an argument of a `forward_only` function that it has returned."""
 
     key: int | str
-
-
-def _by_place(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int | str, Any]:
-    places: dict[int | str, Any] = dict(enumerate(args))
-    return places | kwargs
 
 
 class _InPlaceOf(torch.autograd.Function):
@@ -323,10 +319,6 @@ class Inputs:
             return Held(value, self.hooks, name, in_graph=True)
         if isinstance(value, torch.Generator):
             self.generators += (value,)
-        elif isinstance(value, _Module):
-            self.modules += (value,)
-        elif isinstance(value, FunctionType | MethodType):
-            self.look_at(value)
         else:
             self.look_at(value)
             self.objects += ((name, value),)

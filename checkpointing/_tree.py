@@ -37,10 +37,8 @@ class Container(NamedTuple):
 def open_container(value: Any) -> Container | None:
     """A container's parts, or None for other objects. What is returned does not hold `value`, whose tensors may go."""
     kind: Any = type(value)
-    if kind is list:
-        return Container(dict(enumerate(value)), lambda parts: list(parts.values()))
-    if kind is tuple:
-        return Container(dict(enumerate(value)), lambda parts: tuple(parts.values()))
+    if kind is list or kind is tuple:
+        return Container(dict(enumerate(value)), lambda parts: kind(parts.values()))
     if kind is dict:
         return Container(value, lambda parts: parts)
     node = SUPPORTED_NODES.get(kind)

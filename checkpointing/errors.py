@@ -127,9 +127,8 @@ def overwritten(where: object) -> CheckpointError:
 def overlapping(where: object) -> CheckpointError:
     return CheckpointError(
         f"{where}: Unpack is being triggered for a tensor that was already unpacked once. Performing two backward "
-        "calls that overlap, which need the same saved tensor, is not allowed under one GraphExecGroup: it shares one "
-        "recompute between backward calls over separate parts of the graph. Run them without the group, or each in "
-        "one of its own."
+        "calls that overlap, which need the same saved tensor, is not allowed under one GraphExecGroup, which shares "
+        "one recompute between them. Run them without the group, or each in one of its own."
     )
 
 
@@ -142,9 +141,8 @@ def suppressed() -> RuntimeError:
 
 def not_recorded(where: object, function: str) -> MismatchError:
     return MismatchError(
-        f"{where}: the recompute calls {function}, which is forward_only, where the forward has no result of it: it "
-        "raised there, or was not called. Catch its exceptions inside of it, and let nothing but the region's "
-        "arguments decide how often it is called."
+        f"{where}: the recompute calls {function}, which is forward_only, where the forward has no result of it (it "
+        "raised, or was not called). Let nothing but the region's arguments decide how often it is called."
     )
 
 
