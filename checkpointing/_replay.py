@@ -285,12 +285,13 @@ class _Window:
     # ---- running operators again
 
     def _replay(self, ops: list[Op], wanted: list[Holder]) -> None:
-        made, storing, log, request = self._made, self._storing, self._source.log, self._request
+        made, storing, log = self._made, self._storing, self._source.log
+        opened, ready = self._request.holder, self._request.task.ready
         # What passes by in this window and is wanted by a holder of another one comes for free.
         savers = self._source.index(self._frame)[1]
         slots = None if self._stage is None else {holder.slot for holder in wanted}
         last: dict[int, Op | None] = {value.id: op for op in ops for value in op.reads}
-        wrappers = [holder.saved for holder in wanted if type(holder.saved) is Wrapped]
+        wrappers = [saver.saved for saver in wanted if type(saver.saved) is Wrapped]
         last.update((value.id, None) for saved in wrappers for value in values_of(saved))  # parts wait for each other
         self._writes = any(op.writes for op in ops)
         for op in ops:
@@ -300,7 +301,10 @@ class _Window:
                 if self._stage is not None and id in storing:  # later replays will start from it
                     self._stage.stored[id] = made[id], op.index
                     self._give_away(made[id], _EVERYTHING)
-                for holder in request.wanted(savers[id]) if id in savers else ():
+                for ref in savers.get(id, ()):
+                    holder = ref()
+                    if holder is None or (holder.slot in ready and holder is not opened):
+                        continue
                     if slots is None or holder.slot in slots:
                         self._give(holder, id)
                 if id not in last:
@@ -312,7 +316,7 @@ class _Window:
     def _run(self, op: Op) -> Sequence[int]:
         """Run one operator; returns the ids of the values that it made. Nothing else of it stays alive."""
         build = self._build
-        args = [build(arg) for arg in op.args]
+        args = [arg if type(arg) in ATOMS else build(arg) for arg in op.args]
         kwargs = {name: build(arg) for name, arg in op.kwargs.items()} if op.kwargs else op.kwargs
         if op.grad_mode is not self._grad_mode:
             self._grad_mode = op.grad_mode
@@ -368,8 +372,6 @@ class _Window:
         if kind is Value:
             tensor = self._made.get(saved.id)
             return self._start(saved, saved.geometry) if tensor is None else tensor
-        if kind in ATOMS:
-            return saved
         if kind is Ref:
             tensor = self._made.get(saved.value.id)
             if tensor is None:
@@ -514,7 +516,10 @@ def slice_of(holders: Iterable[Holder], stored: Container[int] = (), values: Ite
 
 def newest(holder: Holder) -> int:
     """The position of the last operator that made something of what a holder saved."""
-    return max([-1 if value.op is None else value.op.index for value in values_of(holder.saved)], default=-1)
+    saved = holder.saved
+    if type(saved) is Value:
+        return -1 if saved.op is None else saved.op.index
+    return max([-1 if value.op is None else value.op.index for value in values_of(saved)], default=-1)
 
 
 def place_cuts(ops: list[Op], holders: list[Holder], stored: Container[int], limits: Limits) -> Cuts:
@@ -565,6 +570,10 @@ def connected(holders: list[Holder], opened: Holder) -> tuple[dict[int, set[int]
     for holder in reversed(holders):  # mostly, the last one needs whatever the others need
         slot = holder.slot
         stack = [*values_of(holder.saved)]
+        if len(stack) == 1 and (known := owner.get(cast(Op, stack[0].op))) is not None:
+            groups[slot] = groups[known]
+            groups[slot].add(slot)
+            continue
         mine = groups[slot] = {slot}
         while stack:
             op = stack.pop().op

@@ -92,9 +92,8 @@ def explain(error: errors.CheckpointError, forward: list[tuple[str, str]], recom
         logs += "".join(f"  {i}: {op}\n{stack}" for i, (op, stack) in enumerate(lines)) or "  (none)\n"
     explained = type(error)(
         f"{error}\n\nAn error happened while unpacking tensors; these are the operators of both runs, each with the "
-        f"lines of your code that led to it, innermost first.{logs}\n"
-        "You are seeing this error because you passed `debug=True` to checkpoint: the first operator that differs "
-        "above shows where the two runs part."
+        f"lines of your code that led to it, innermost first.{logs}\nYou are seeing this error because you passed "
+        "`debug=True` to checkpoint: the first operator that differs above shows where the two runs part."
     )
     vars(explained).update(__notes__=getattr(error, "__notes__", []))
     raise explained from error

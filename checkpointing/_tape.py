@@ -540,7 +540,7 @@ class Tape(TorchDispatchMode, Region):
             self.log.append((str(func), stack_of_user()))
         op = Op()
         reads: list[Value] = []
-        op.reads = reads
+        op.reads, op.writes = reads, ()
         given, named = args, kwargs
         targets: dict[int, Tensor] = _NOTHING  # by storage: views of one are written together
         outside: dict[int, Tensor] = _NOTHING
@@ -561,10 +561,13 @@ class Tape(TorchDispatchMode, Region):
             given = self._without_statistics(info.statistics, args, outside)
         op.args = self._refer(given, reads)  # which lets references pass
         op.kwargs = dict(zip(kwargs, self._refer(named.values(), reads), strict=True)) if kwargs else kwargs
-        self._freeze(targets)
+        if targets:
+            self._freeze(targets)
         result, drew = self._run(op, info, args, kwargs)
-        op.writes = [self._overwrite(op, sid, target) for sid, target in targets.items() if sid not in outside]
-        self._now_outside(outside)
+        if targets:
+            op.writes = [self._overwrite(op, sid, target) for sid, target in targets.items() if sid not in outside]
+        if outside:
+            self._now_outside(outside)
         self._add_outputs(op, result)
         if self._ask is not None or (drew and not self._preserve_rng_state):
             made = (*targets.values(), *tensors_of(result))
@@ -716,7 +719,10 @@ def tensors_of(value: Any) -> list[Tensor]:
     """The tensors in an operator's argument or result, in order."""
     if isinstance(value, Tensor):
         return [value]
-    return [tensor for part in value for tensor in tensors_of(part)] if type(value) in (tuple, list) else []
+    found: list[Tensor] = []
+    for part in value if type(value) is tuple or type(value) is list else ():
+        found += (part,) if isinstance(part, Tensor) else tensors_of(part)
+    return found
 
 
 def _like(tensor: Tensor) -> Callable[[], Tensor]:
