@@ -40,6 +40,7 @@ _is_grad_enabled, _set_grad_enabled = torch.is_grad_enabled, _torch.set_grad_ena
 _get_state, _set_state = _torch.get_cpu_state, _torch.set_cpu_state
 _parts_of, _storage_id, _has_storage = _torch.parts_of_module, _torch.storage_id, _torch.has_storage
 _Module, _partial = nn.Module, functools.partial
+_Norm = _torch.Normalisation
 
 PreserveRngState = bool | Literal["all"]
 
@@ -446,7 +447,8 @@ class Buffers:
                 self._entries.append((buffers, name, tensor))
                 if tensor is None:
                     continue
-                if module.training and type(tensor) is Tensor and tensor.nbytes <= _SMALL and _has_storage(tensor):
+                is_small = tensor.nbytes <= _SMALL or isinstance(module, _Norm)  # whose kernels leave no trace
+                if is_small and module.training and type(tensor) is Tensor and _has_storage(tensor):
                     small.append(tensor if tensor.is_contiguous() else _torch.bytes_of(tensor))
                     continue
                 self._guarded.append((module, name, tensor, _torch.version(tensor)))

@@ -124,6 +124,10 @@ parts_of_module: Callable[[nn.Module], tuple[dict[str, nn.Module | None], dict[s
 )
 
 
+# Batch and instance normalisation: their kernels write running statistics without a trace in the version counter.
+Normalisation: type = torch.nn.modules.batchnorm._NormBase
+
+
 # `get_state` makes a Python object while it holds the generator's mutex. Garbage collection may run then, and its
 # callbacks may let go of the GIL: to a thread that waits for the mutex in `set_state`, and keeps the GIL (as of torch
 # 2.15). A lock of Python's own, taken before, is waited for without the GIL.
