@@ -79,7 +79,7 @@ class Source:
         return None
 
     def hint(self, saved: Any, recomputed: Any) -> str:
-        """What else is known about a mismatch of metadata; for messages."""
+        """What else is known about a mismatch of metadata, or (None) an error of the function; for messages."""
         return ""
 
 
@@ -446,6 +446,9 @@ class Recompute:
 
     def _explain(self, error: BaseException) -> None:
         add_note(error, f"This happened during the recompute of {self.frame.place}.")
+        hint = self.frame.source.hint(None, None) if type(error) is RuntimeError else ""
+        if hint:
+            add_note(error, hint)
         if isinstance(error, errors.CheckpointError) and self.frame.on_error is not None:
             self.frame.on_error(error)
 

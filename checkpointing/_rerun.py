@@ -148,7 +148,7 @@ class Rerun(Region, Source):
         """Which arguments the region may have changed itself: objects that are handed over as they are, and hold a
         tensor of the size that the recompute has met."""
         grown = [named(name) for name, value in self._objects if _holds(value, recomputed)]
-        return errors.grown(grown) if grown else ""
+        return errors.grown(grown, recomputed is not None) if grown else ""
 
     def recompute(self, request: Recompute) -> None:
         where = request.frame
@@ -397,9 +397,9 @@ def rebound(function: Any, values: list[Any]) -> Any:
 
 
 def _holds(value: object, metadata: Any, depth: int = 3) -> bool:
-    """Whether an object holds a tensor of that size in its attributes, items, or theirs; asked for messages."""
+    """Whether an object holds a tensor (of that size) in its attributes, items, or theirs; asked for messages."""
     if isinstance(value, Tensor):
-        return isinstance(metadata, tuple) and value.numel() == math.prod(metadata[0])
+        return metadata is None or (isinstance(metadata, tuple) and value.numel() == math.prod(metadata[0]))
     if depth == 0 or isinstance(value, type | _Module | FunctionType):
         return False
     parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()

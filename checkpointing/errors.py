@@ -64,11 +64,11 @@ def different_metadata(where: object, op: str, mismatches: Sequence[Mismatch], s
     )
 
 
-def grown(names: Sequence[str]) -> str:
+def grown(names: Sequence[str], is_sure: bool) -> str:
     return (
-        f"{' and '.join(names)} was changed by the region itself, which the recompute found changed and changed again: "
-        "an object is handed over as it is. For a KV cache pass use_cache=False; or use backend='replay', which calls "
-        "nothing again."
+        f"{' and '.join(names)} {'was' if is_sure else 'may have been'} changed by the region itself, and is handed to "
+        "the recompute as the forward has left it. For a KV cache pass use_cache=False; or use backend='replay', which "
+        "calls nothing again."
     )
 
 
