@@ -263,7 +263,7 @@ def test_the_order_of_modes_is_kept_and_they_may_be_used_again():
 @DOOR
 @pytest.mark.parametrize("inside", [True, False])
 def test_weights_that_autocast_has_cast(door, inside):
-    """Cast before the region and used after it; a backward under autocast leaves the casts around it alone."""
+    """Cast before two regions and used after them; a backward under autocast leaves the casts around it alone."""
 
     def run(door):
         torch.manual_seed(0)
@@ -271,6 +271,7 @@ def test_weights_that_autocast_has_cast(door, inside):
         with torch.autocast("cpu", torch.bfloat16):
             first = linear(x)
             y = door(lambda x: linear(linear(x)).sin())(first.relu())
+            y = door(lambda x: linear(x).cos())(y)
             if inside:
                 y.sum().backward(retain_graph=True)
             loss = (linear(y) * 2 + first).float().sum()  # shares the cast: their gradients are added in it

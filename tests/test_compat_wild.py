@@ -189,41 +189,6 @@ def test_a_block_used_twice_under_distributed_data_parallel(group):
     assert "DistributedDataParallel" in str(caught.value)
 
 
-@pytest.mark.parametrize("mixed", [False, True])
-@pytest.mark.parametrize("how", ["wrapped", "called"])
-def test_fully_sharded(group, how, mixed):
-    """Two forwards before one backward, with mixed precision, too."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-    class Calls(nn.Module):
-        def __init__(self, module):
-            super().__init__()
-            self.module = module
-
-        def forward(self, x):
-            return ours.checkpoint(self.module, x, use_reentrant=False)
-
-    options = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)} if mixed else {}
-    mesh = init_device_mesh("cpu", (1,))
-    found = []
-    for wrap in (
-        lambda m: m,
-        (lambda m: checkpoint_wrapper(m, checkpoint_fn=ours.checkpoint, use_reentrant=False)),
-        Calls,
-    ):
-        torch.manual_seed(0)
-        model = nn.Sequential(*(wrap(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))) for _ in range(3)))
-        for layer in model:
-            fully_shard(layer, mesh=mesh, **options)
-        fully_shard(model, mesh=mesh, **options)
-        x = torch.linspace(-1, 1, 16).reshape(2, 8)
-        (model(x).float().sum() + model(x * 2).float().square().sum()).backward()
-        found.append([p.grad.to_local().clone() for p in model.parameters()])
-    for a, b in zip(found[0], found[1 if how == "wrapped" else 2], strict=True):
-        assert torch.equal(a, b)
-
-
 # ---- transformers, where they are installed
 
 
