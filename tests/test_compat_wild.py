@@ -9,7 +9,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
-    CheckpointImpl,
     CheckpointWrapper,
     apply_activation_checkpointing,
     checkpoint_wrapper,
@@ -124,24 +123,6 @@ def test_apply_activation_checkpointing(use_reentrant):
         assert torch.equal(a, b)
     assert wrapped.state_dict().keys() == model.state_dict().keys()
     wrapped.load_state_dict(model.state_dict())
-
-
-@pytest.mark.parametrize("impl", CheckpointImpl)
-def test_checkpoint_wrapper_with_keywords(impl, monkeypatch):
-    """Also where torch's wrapper calls the function that it has imported."""
-    monkeypatch.setattr(
-        "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.torch_utils_checkpoint", ours.checkpoint
-    )
-    torch.manual_seed(0)
-    block, x = Block().eval(), torch.randn(4, 8, requires_grad=True)
-    wrapped = checkpoint_wrapper(block, checkpoint_impl=impl)
-    y, flag = wrapped(x, mask=torch.ones(4, 1), flag=True)
-    assert flag is True
-    y.sum().backward()
-    have, x.grad = x.grad, None
-    plain_y, _ = block(x, mask=torch.ones(4, 1), flag=True)
-    plain_y.sum().backward()
-    assert torch.equal(have, x.grad) and block.calls == 3
 
 
 # ---- distributed, in one process
