@@ -263,19 +263,24 @@ def test_the_order_of_modes_is_kept_and_they_may_be_used_again():
 @DOOR
 @pytest.mark.parametrize("inside", [True, False])
 def test_weights_that_autocast_has_cast(door, inside):
-    """Cast before the region and used after it; a backward under autocast leaves the casts around it alone."""
+    """Cast before two regions and used after them; a backward under autocast leaves the casts around it alone."""
 
     def run(door):
         torch.manual_seed(0)
-        linear, x = nn.Linear(4, 4), leaf()
-        with torch.autocast("cpu", torch.bfloat16):
-            first = linear(x)
-            y = door(lambda x: linear(linear(x)).sin())(first.relu())
-            if inside:
-                y.sum().backward(retain_graph=True)
-            loss = (linear(y) * 2 + first).float().sum()  # shares the cast: their gradients are added in it
-        loss.backward()
-        return [bits(t) for t in (y, x.grad, linear.weight.grad, linear.bias.grad)]
+        linear, x, seen = nn.Linear(4, 4), leaf(), []
+        for _ in range(2):
+            with torch.autocast("cpu", torch.bfloat16):
+                first = linear(x)
+                y = door(lambda x: linear(linear(x)).sin())(first.relu())
+                y = door(lambda x: linear(x).cos())(y)
+                if inside:
+                    y.sum().backward(retain_graph=True)
+                loss = (linear(y) * 2 + first).float().sum()  # shares the cast: their gradients are added in it
+            loss.backward()
+            seen += [bits(t.clone()) for t in (y, x.grad, linear.weight.grad, linear.bias.grad)]
+            with torch.no_grad():  # a cast that a recompute has left behind would now be an old one
+                linear.weight.mul_(2)
+        return seen
 
     assert run(door) == run(plain)
 

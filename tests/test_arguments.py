@@ -109,7 +109,7 @@ class PlainObject:
         self.rest = rest
 
 
-CONTAINERS = {
+STRUCTURES = {
     "list": (lambda x, r=None: [x, r], lambda s: s[0]),
     "tuple": (lambda x, r=None: (r, x), lambda s: s[1]),
     "dict": (lambda x, r=None: {"a": x, "r": r}, lambda s: s["a"]),
@@ -120,9 +120,6 @@ CONTAINERS = {
     "deque": (lambda x, r=None: collections.deque([r, x], maxlen=2), lambda s: s[1]),
     "dataclass in a dict": (lambda x, r=None: {"p": Plain([x], r)}, lambda s: s["p"].x[0]),
     **{kind.__name__: (kind, lambda s: s.x) for kind in (Plain, Slotted, PostInit, Named, Output, Registered)},
-}
-STRUCTURES = {
-    **CONTAINERS,
     "object": (PlainObject, lambda s: s.x),
     "SimpleNamespace": (lambda x, r=None: types.SimpleNamespace(x=x, r=r), lambda s: s.x),
     "objects in a list": (lambda x, r=None: [PlainObject(r), PlainObject(x)], lambda s: s[1].x),
@@ -185,10 +182,6 @@ def one_list_twice(a, b):
     return (a[-1] * a[0]).square()
 
 
-def in_itself(items):
-    return items[1]["items"][0] * items[0].square()
-
-
 LINEAR = nn.Linear(3, 3)
 CALLS = {
     "modules and functions": (callables, lambda x: ((LINEAR, torch.relu, LINEAR.forward, x), {})),
@@ -209,19 +202,6 @@ def test_calls_of_any_kind(door, call):
         x = leaf(3, 3)
         args, kwargs = build(x)
         return torch.autograd.grad(door(fn)(*args, **kwargs).sum(), x)
-
-    same(step(door), step(lambda fn: fn))
-
-
-@DOORS
-def test_containers_may_be_in_themselves(door):
-    """As JSON-like graphs are."""
-
-    def step(door):
-        x = leaf()
-        items: list[Any] = [x * 2]
-        items.append({"items": items})
-        return torch.autograd.grad(door(in_itself)(items).sum(), x)
 
     same(step(door), step(lambda fn: fn))
 
@@ -255,23 +235,6 @@ def test_other_objects_are_handed_over_as_they_are(door):
     y.sum().backward()
     assert seen[0] == (id(given), id(given.rest), 1)
     assert seen[1:] == ([(id(given), id(given.rest), 2)] if door is rerun else [])
-
-
-@pytest.mark.parametrize("early_stop", [True, False])
-@pytest.mark.parametrize("backend", ["rerun", "replay"])
-def test_scripted_modules(early_stop, backend):
-    """As the function and as an argument, with buffers."""
-    with pytest.warns(DeprecationWarning):
-        module = torch.jit.script(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
-    x = leaf(4, 3)
-    for fn, args in ((module, (x,)), (lambda m, x: m(x).square(), (module, x))):
-        module[1].reset_running_stats()
-        want = torch.autograd.grad(fn(*args).square().sum(), x)
-        state = [bits(b) for b in module.buffers()]
-        module[1].reset_running_stats()
-        y = checkpointed(fn, early_stop=early_stop, backend=backend)(*args)
-        same(torch.autograd.grad(y.square().sum(), x), want)
-        assert [bits(b) for b in module.buffers()] == state
 
 
 # ---- the guard
@@ -359,7 +322,8 @@ def test_what_the_function_writes_itself_is_refused_by_rerun(door, write, how):
         return x.grad, d.detach(), c
 
     if door is rerun:
-        with pytest.raises(CheckpointError, match=r"changed in place .*backend='replay'"):
+        name = "variable '[dc]'" if how == "closure" else ""
+        with pytest.raises(CheckpointError, match=rf"{name}.*changed in place .*backend='replay'"):
             step(door)
     else:
         same(step(door), step(lambda fn: fn))

@@ -91,37 +91,6 @@ def closes_over(value):
     return lambda x: value(x) if isinstance(value, nn.Module) else x * value
 
 
-class Norms(nn.Module):
-    """Running statistics, and a power iteration."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.BatchNorm1d(3)
-        self.linear = nn.utils.parametrizations.spectral_norm(nn.Linear(3, 3))
-
-    def forward(self, x):
-        return self.linear(self.norm(x)).sin()
-
-
-@pytest.mark.parametrize("how", ["module", "method", "closure", "argument"])
-def test_buffers_are_written_once(how):
-    """As in all of this library, and not in torch."""
-    found = []
-    for wrap in (reentrant, lambda fn: fn):
-        torch.manual_seed(0)
-        model, x = Norms(), leaf(4, 3)
-        call, args = {
-            "module": (model, ()),
-            "method": (model.forward, ()),
-            "closure": (closes_over(model), ()),
-            "argument": (lambda x, model: model(x), (model,)),
-        }[how]
-        wrap(call)(x, *args).sum().backward()
-        found.append([x.grad, *(p.grad for p in model.parameters()), *model.buffers()])
-    for a, b in zip(*found, strict=True):
-        assert torch.equal(a, b)
-
-
 def test_ambient_state_is_that_of_the_forward():
     """Autocast, default dtype, the device of a context; and it can be told from the forward."""
     seen = []

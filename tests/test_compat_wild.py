@@ -9,7 +9,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
-    CheckpointImpl,
     CheckpointWrapper,
     apply_activation_checkpointing,
     checkpoint_wrapper,
@@ -126,24 +125,6 @@ def test_apply_activation_checkpointing(use_reentrant):
     wrapped.load_state_dict(model.state_dict())
 
 
-@pytest.mark.parametrize("impl", CheckpointImpl)
-def test_checkpoint_wrapper_with_keywords(impl, monkeypatch):
-    """Also where torch's wrapper calls the function that it has imported."""
-    monkeypatch.setattr(
-        "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.torch_utils_checkpoint", ours.checkpoint
-    )
-    torch.manual_seed(0)
-    block, x = Block().eval(), torch.randn(4, 8, requires_grad=True)
-    wrapped = checkpoint_wrapper(block, checkpoint_impl=impl)
-    y, flag = wrapped(x, mask=torch.ones(4, 1), flag=True)
-    assert flag is True
-    y.sum().backward()
-    have, x.grad = x.grad, None
-    plain_y, _ = block(x, mask=torch.ones(4, 1), flag=True)
-    plain_y.sum().backward()
-    assert torch.equal(have, x.grad) and block.calls == 3
-
-
 # ---- distributed, in one process
 
 
@@ -187,41 +168,6 @@ def test_a_block_used_twice_under_distributed_data_parallel(group):
     with pytest.raises(ours.CheckpointError, match=r"use_reentrant=False.*mark a variable ready only once\.") as caught:
         gradients(model)
     assert "DistributedDataParallel" in str(caught.value)
-
-
-@pytest.mark.parametrize("mixed", [False, True])
-@pytest.mark.parametrize("how", ["wrapped", "called"])
-def test_fully_sharded(group, how, mixed):
-    """Two forwards before one backward, with mixed precision, too."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-    class Calls(nn.Module):
-        def __init__(self, module):
-            super().__init__()
-            self.module = module
-
-        def forward(self, x):
-            return ours.checkpoint(self.module, x, use_reentrant=False)
-
-    options = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)} if mixed else {}
-    mesh = init_device_mesh("cpu", (1,))
-    found = []
-    for wrap in (
-        lambda m: m,
-        (lambda m: checkpoint_wrapper(m, checkpoint_fn=ours.checkpoint, use_reentrant=False)),
-        Calls,
-    ):
-        torch.manual_seed(0)
-        model = nn.Sequential(*(wrap(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))) for _ in range(3)))
-        for layer in model:
-            fully_shard(layer, mesh=mesh, **options)
-        fully_shard(model, mesh=mesh, **options)
-        x = torch.linspace(-1, 1, 16).reshape(2, 8)
-        (model(x).float().sum() + model(x * 2).float().square().sum()).backward()
-        found.append([p.grad.to_local().clone() for p in model.parameters()])
-    for a, b in zip(found[0], found[1 if how == "wrapped" else 2], strict=True):
-        assert torch.equal(a, b)
 
 
 # ---- transformers, where they are installed

@@ -216,14 +216,6 @@ def test_parameters_are_not_recomputed(door):
         _ = y.grad_fn._saved_weight
 
 
-@DOOR
-def test_without_gradients_nothing_is_added(door):
-    """Grad mode off: a plain call (rule 10)."""
-    x = leaf(3)
-    with torch.no_grad():
-        assert count(lambda: apply(door, chain)(x)) == count(lambda: chain(x))
-
-
 # ---- keep
 
 

@@ -7,7 +7,7 @@ import torch
 import torch.utils.checkpoint
 from torch import nn
 
-from checkpointing import ChangedError, CheckpointError, MismatchError, checkpoint_scope, checkpointed, keep
+from checkpointing import ChangedError, CheckpointError, MismatchError, checkpoint_scope, checkpointed
 
 LINE = re.escape(__file__)
 
@@ -298,6 +298,7 @@ def test_debug_logs_operators_of_both_runs(door, debug):
         y.sum().backward()
     _, *logs = re.split("Operations executed during ", str(caught.value))
     assert [log.split(":")[0] for log in logs] == (["the original forward", "recomputation"] if debug else [])
+    assert debug or str(caught.value).count("\n") < 8
     if debug:
         operators = re.findall(r"\d+: .*aten\.(\w+)\.", logs[0])
         assert [name for name in operators if name != "detach"] == ["mul", "sin", "exp"]
@@ -317,15 +318,6 @@ def test_debug_says_nothing_when_all_is_well(capsys, caplog):
 
 
 # ---- a way out
-
-
-def test_keep_pins_what_would_differ():
-    """A decision that is kept stands in the rerun."""
-    which, x = Two(1.0, 2.0), leaf()
-    fn = checkpointed(lambda x: (x * keep(torch.full((), which()))).sin().exp(), determinism_check="values")
-    fn(x).sum().backward()
-    assert which.runs == 2
-    assert torch.equal(x.grad, torch.autograd.grad((x * 1.0).sin().exp().sum(), x)[0])
 
 
 @pytest.mark.parametrize("use", [torch.exp, lambda h: h[1:].sin(), torch.sin], ids=["read", "view", "saved"])

@@ -204,25 +204,3 @@ def test_parameters_are_not_counted():
     assert scope.stats.bytes_saved == x.nbytes + 2 * 5 * 10 * 4
     del y
     assert scope.stats.bytes_held == 0
-
-
-def test_stats_are_frozen_numbers():
-    """A report doesn't change, and can't be changed."""
-    x = torch.rand(1000).requires_grad_()
-    with checkpoint_scope() as scope:
-        y = (x * 2).sin().exp()
-    before = scope.stats
-    y.sum().backward()
-    assert before.ops_replayed == 0 < scope.stats.ops_replayed
-    with pytest.raises(AttributeError):
-        before.replays = 1
-
-
-@pytest.mark.parametrize("how", ["no grad", "enabled=False", "not entered"])
-def test_stats_of_a_plain_block(how):
-    """Nothing is recorded (rule 10)."""
-    scope = checkpoint_scope(enabled=how != "enabled=False")
-    if how != "not entered":
-        with torch.set_grad_enabled(how != "no grad"), scope:
-            torch.rand(1000).requires_grad_().sin().exp()
-    assert scope.stats == type(scope.stats)()

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from oracle import apply, bits, count
 
-from checkpointing import checkpointed, disabled, keep
+from checkpointing import checkpointed, keep
 
 WORD = pytest.mark.parametrize("word", ["c", "r", "s", "cs", "sc"])
 DOOR = pytest.mark.parametrize("door", ["c", "r", "s"])
@@ -126,36 +126,6 @@ def test_one_recompute_for_each_graph_task(early_stop):
 
 
 @DOOR
-def test_disabled_in_one_thread_does_not_show_in_another(door):
-    """While one thread is inside `disabled()`, the other one's regions recompute."""
-    inside, done = threading.Event(), threading.Event()
-    x = leaf(3)
-
-    def fn(x):
-        return x.sin().exp().tanh()
-
-    def step():
-        x_ = x.detach().clone().requires_grad_()
-        y = apply(door, fn)(x_).sum()
-        return count(lambda: torch.autograd.grad(y, x_)).get("exp", 0)
-
-    def switched_off():
-        with disabled():
-            inside.set()
-            assert done.wait(20)
-            return step()
-
-    def normal():
-        assert inside.wait(20)
-        try:
-            return step()
-        finally:
-            done.set()
-
-    assert at_once(switched_off, normal) == [0, 1]
-
-
-@DOOR
 def test_a_region_is_seen_by_its_own_thread_only(door):
     """Work that another thread does while a region is open is not part of it."""
     opened, done = threading.Event(), threading.Event()
@@ -179,28 +149,6 @@ def test_a_region_is_seen_by_its_own_thread_only(door):
         return count(lambda: torch.autograd.grad(y.sum(), x)).get("exp", 0)
 
     assert at_once(region, other) == [1, 0]
-
-
-def test_threads_that_are_ranks_meet_in_their_recomputes():
-    """No recompute waits for another: each has a module of its own, and both share one without buffers."""
-    meeting, shared = threading.Barrier(2), torch.nn.GELU()
-
-    class Rank(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.norm, self.shared = torch.nn.BatchNorm1d(4), shared
-
-        def forward(self, x):
-            x = self.shared(self.norm(x))
-            meeting.wait(20)  # a collective
-            return x.sin().exp()
-
-    def step():
-        rank = Rank()
-        checkpointed(rank)(leaf(5, 4)).sum().backward()
-        return int(rank.norm.num_batches_tracked)
-
-    assert at_once(step, step) == [1, 1]
 
 
 HURRIED = """

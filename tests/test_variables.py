@@ -126,20 +126,6 @@ def test_tensors_among_them_are_guarded_like_arguments(door, kind):
         y.sum().backward()
 
 
-@DOOR
-def test_generators_among_them(door):
-    """They draw what they drew in the forward, and go on afterwards."""
-
-    def program(door):
-        g, x = torch.Generator().manual_seed(3), leaf()
-        y = door(lambda x: (x * torch.randint(5, (4,), generator=g)).square())(x)
-        torch.rand(3, generator=g)
-        y.sum().backward()
-        return x.grad, g.get_state()
-
-    same(door, program)
-
-
 def test_containers_among_them_are_the_live_ones():
     """Side effects on them happen again, and what they hold is what it is when backward runs."""
     noted, table = [], {"n": 2.0}

@@ -16,17 +16,6 @@ case = Table(leaves())
 
 
 # ---- custom functions
-class Cube(Function):
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x**3
-
-    @staticmethod
-    def backward(ctx, g):
-        (x,) = ctx.saved_tensors
-        (again,) = ctx.saved_tensors
-        return g * 3 * x * again
 
 
 class NewStyle(Function):
@@ -88,11 +77,6 @@ class SavesIntermediate(Function):
     def backward(ctx, g):
         d, y = ctx.inner
         return torch.autograd.grad(y, d, g)
-
-
-@case
-def cube(x, y):
-    return Cube.apply(x.sin()) * Cube.apply(y)
 
 
 @case
@@ -213,20 +197,6 @@ def islands(x, y):
     a = x.exp()
     torch.set_grad_enabled(True)
     return s @ x.sin() * y.detach().cos() * t.clone(), a * x.sin()
-
-
-@case
-def leaf_made_inside(x, y):
-    w = torch.full((6,), 0.5, dtype=x.dtype, requires_grad=True)
-    p = nn.Parameter(torch.arange(6, dtype=x.dtype))
-    return (x * w).exp() * p.sin()
-
-
-@case
-def gradient_inside(x, y):
-    h = (x * y).sin()
-    (g,) = torch.autograd.grad(h.exp().sum(), x, create_graph=True)
-    return g * h, g.square()
 
 
 @case(whole=True)
@@ -507,9 +477,7 @@ for model in (ConvNet, Recurrent, Transformer, Bag, Losses, Scaled):
 
 
 # Plain code makes a cycle in these, too.
-test_constructs, test_nothing_stays = case.tests(
-    ("gradient_inside", "retain_grad_inside", "tensor_hooks", "save_on_cpu_inside")
-)
+test_constructs, test_nothing_stays = case.tests(("retain_grad_inside", "tensor_hooks", "save_on_cpu_inside"))
 
 
 @pytest.mark.parametrize("door", ALL)
