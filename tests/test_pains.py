@@ -548,3 +548,12 @@ def test_37_a_cache_is_grown_inside_a_region(door, view):
         assert words in text
     assert text.count("\n") < 16
     assert len(text) < 2000
+
+
+def test_37_a_function_that_fails_on_its_grown_cache_says_so():
+    """The exception is the function's own, with a note that names the argument and what helps."""
+    cache, x = Cache(), leaf()
+    y = rerun(lambda x, past: past.update(x * 2, 1) * torch.ones(x.shape))(x, past=cache)
+    with pytest.raises(RuntimeError, match="must match the size") as caught:
+        y.square().sum().backward()
+    assert "kwargs['past'] may have been changed by the region itself" in str(caught.value.__notes__)
