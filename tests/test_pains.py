@@ -3,7 +3,7 @@
 'Plain' is the same program without checkpointing. Everything holds for rerun and for replay. Elsewhere are:
 
     1, 3  test_ambient     2  test_buffers             4  test_state, test_api   5  test_keep
-    6, 21 test_determinism 7  test_rng                 8, 9  test_counts, test_exceptions, test_lifetimes
+    6, 21 test_determinism 7  test_rng                 8, 9  test_counts, test_exceptions, test_lifetimes; here
     10    test_arguments, test_keep                    13 test_compat_reentrant  14 test_lifetimes
     15    test_compat_compile                          17 test_policy            18, 26 test_arguments
     19    test_transforms  20 test_threads, test_compat                          22 test_memory
@@ -63,6 +63,31 @@ def same(door, program):
 
 class Token:
     """Something to be watched."""
+
+
+# ---- 8
+
+
+@pytest.mark.parametrize("early_stop", [True, False])
+@DOOR
+def test_8_an_early_stop_is_nothing_that_the_users_handlers_see(door, early_stop):
+    """A block of `except Exception` around the last tensor that is wanted."""
+    seen = []
+
+    def fn(x):
+        try:
+            return x.sin().exp()
+        except Exception as error:
+            seen.append(error)
+            raise
+
+    def program(door):
+        x = leaf()
+        door(fn, early_stop=early_stop)(x).sum().backward()
+        return (x.grad,)
+
+    same(door, program)
+    assert seen == []
 
 
 # ---- 11
