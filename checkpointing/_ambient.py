@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextvars
 import importlib
+import operator
 import random
 import threading
 import weakref
@@ -238,23 +239,32 @@ class Ambient:
 
 
 _COLLECTIONS = (list, dict, set, tuple)
-_IN_THEM = (list, dict, set, tuple, Tensor, weakref.ref)
 
 
-def copied(value: Any) -> Any:
-    """Lists, dicts and sets as copies, at any depth. Tensors that belong to a graph, such as those that earlier layers
-    have left there, are not kept alive for a recompute: a copy holds them weakly, a copy of that has them or None."""
-    if isinstance(value, Tensor):
-        return weakref.ref(value) if value.grad_fn is not None else value
-    if type(value) is weakref.ref:
-        return value()
-    if type(value) is tuple:
-        return tuple(map(copied, value)) if any(isinstance(part, _IN_THEM) for part in value) else value
-    new = copy(value)
+class _Weak(weakref.ref[Tensor]):
+    """Stands for a tensor in a copy."""
+
+
+def copied(value: Any, met: dict[int, Any] | None = None) -> Any:
+    """Lists, dicts and sets as copies, at any depth. Tensors of a graph in lists and dicts, such as those that earlier
+    layers have left there, are not kept alive for a recompute: a copy holds them weakly, a copy of that has them or
+    None."""
+    met = {} if met is None else met
+    if id(value) in met:
+        return met[id(value)]
+    if isinstance(value, tuple):
+        parts = [copied(part, met) if isinstance(part, _COLLECTIONS) else part for part in value]
+        same = all(map(operator.is_, parts, value))
+        return value if same else tuple.__new__(type(value), parts)
+    new = met[id(value)] = copy(value)
     if isinstance(new, list | dict):
         for key, part in new.items() if isinstance(new, dict) else enumerate(new):
-            if isinstance(part, _IN_THEM):
-                new[key] = copied(part)
+            if isinstance(part, _COLLECTIONS):
+                new[key] = copied(part, met)
+            elif type(part) is _Weak:
+                new[key] = part()
+            elif isinstance(part, Tensor) and part.grad_fn is not None:
+                new[key] = _Weak(part)
     return new
 
 

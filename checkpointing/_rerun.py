@@ -17,10 +17,11 @@ from __future__ import annotations
 
 import contextvars
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from types import CellType, FunctionType, MethodType
+from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -186,9 +187,6 @@ class Rerun(Region, Source):
             args = [saved.fetch(where) if type(saved) is Held else saved for saved in self._args]
             if kwargs:
                 kwargs = {k: saved.fetch(where) if type(saved) is Held else saved for k, saved in kwargs.items()}
-        if self._variables is not None:
-            values = [saved.fetch(where) if type(saved) is Held else saved for saved in self._variables]
-            function = rebound(function, values)
         if self.context is not None:
             function = functools.partial(_call_within, self.context, function)
         return function, args, kwargs
@@ -196,6 +194,10 @@ class Rerun(Region, Source):
     def go_back(self, where: object, undo: Undo, request: Recompute | None = None) -> contextvars.Context:
         """Enter the state that the forward was called in; `undo` is given the way out, the last first. Returns the
         context to run in."""
+        if self._variables:
+            then = [(cell, saved.fetch(where) if type(saved) is Held else saved) for cell, saved in self._variables]
+            undo.append((_fill, [(cell, contents_of(cell)) for cell, _ in then]))
+            _fill(then)  # in place: what the function calls may share them
         undo.append((_set_grad_enabled, _is_grad_enabled()))
         _set_grad_enabled(True)
         if self._buffers is not None:
@@ -304,48 +306,44 @@ def detached(tensor: Tensor) -> Tensor:
 class Inputs:
     """What goes into one call: how to hold it, and what is found on the way."""
 
-    devices: tuple[torch.device, ...] = ()
-    generators: tuple[torch.Generator, ...] = ()
-    modules: tuple[nn.Module, ...] = ()
-    objects: tuple[tuple[Name, object], ...] = ()  # handed over as they are
-
     def __init__(self, hooks: _torch.Hooks | None) -> None:
         self.hooks = hooks
+        self.devices: set[torch.device] = set()
+        self.generators: list[torch.Generator] = []
+        self.modules: list[nn.Module] = []
+        self.objects: list[tuple[Name, object]] = []  # handed over as they are
 
     def save(self, value: Any, name: Name) -> Any:
         """What stands for an argument, or a part of one, until the rerun."""
         if isinstance(value, Tensor):
             if not value.is_cpu:
-                self.devices += (value.device,)
+                self.devices.add(value.device)
             return Held(value, self.hooks, name, in_graph=True)
         if isinstance(value, torch.Generator):
-            self.generators += (value,)
+            self.generators.append(value)
         else:
             self.look_at(value)
-            self.objects += ((name, value),)
+            self.objects.append((name, value))
         return value
 
-    def capture(self, function: Any) -> list[Any] | None:
-        """What stands for the variables that the function closes over; None if it has none."""
-        if type(function) is not FunctionType:
-            if not isinstance(function, MethodType):  # a module, or another object that can be called
-                self.look_at(function)
-                return None
+    def capture(self, function: Any) -> list[tuple[CellType, Any]]:
+        """The cells of the variables that the function closes over, each with what stands for its contents."""
+        if isinstance(function, MethodType):
             self.look_at(function.__self__)
             function = function.__func__
-            if type(function) is not FunctionType:
-                return None
+        if type(function) is not FunctionType:  # a module, or another object that can be called
+            self.look_at(function)
+            return []
         code, scope = function.__code__, function.__globals__
-        for global_name in code.co_names:
+        inner = [const.co_names for const in code.co_consts if type(const) is CodeType]  # comprehensions, lambdas
+        for global_name in itertools.chain(code.co_names, *inner) if inner else code.co_names:
             if isinstance(scope.get(global_name), _Module):
-                self.modules += (scope[global_name],)
-        for default in function.__defaults__ or ():
+                self.modules.append(scope[global_name])
+        for default in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
             self.look_at(default)
-        if function.__closure__ is None:
-            return None
         return [
-            self._save_variable(contents_of(cell), name)
-            for name, cell in zip(code.co_freevars, function.__closure__, strict=True)
+            (cell, self._save_variable(contents_of(cell), name))
+            for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True)
         ]
 
     def _save_variable(self, value: Any, name: str) -> Any:
@@ -356,15 +354,16 @@ class Inputs:
 
     def look_at(self, value: Any, depth: int = 2) -> None:
         """Find the modules of what a function is bound to or closes over: the object itself, those among its own
-        attributes or in a list of them, and those of a function that it wraps."""
+        attributes or in a small list or dict, and those of a function that it wraps."""
         kind = type(value)
         if kind in ATOMS or isinstance(value, Tensor):
             return
         if isinstance(value, _Module):
-            self.modules += (value,)
-        elif kind is list or kind is tuple:
-            if value and isinstance(value[0], _Module):
-                self.modules += tuple(part for part in value if isinstance(part, _Module))
+            self.modules.append(value)
+        elif kind is list or kind is tuple or kind is dict:
+            if len(value) <= _FEW:
+                parts = value.values() if kind is dict else value
+                self.modules += [part for part in parts if isinstance(part, _Module)]
         elif kind is FunctionType or kind is MethodType:
             if kind is MethodType:
                 self.look_at(value.__self__, depth - 1)
@@ -373,7 +372,7 @@ class Inputs:
         elif kind is functools.partial:
             self.look_at(value.func, depth - 1)
         elif not isinstance(value, type):
-            self.modules += tuple(part for part in getattr(value, "__dict__", {}).values() if isinstance(part, _Module))
+            self.modules += [part for part in getattr(value, "__dict__", {}).values() if isinstance(part, _Module)]
 
 
 def contents_of(cell: CellType) -> Any:
@@ -384,16 +383,13 @@ def contents_of(cell: CellType) -> Any:
         return cell
 
 
-def rebound(function: Any, values: list[Any]) -> Any:
-    """The function with the variables that it closed over as they were; itself, if they still are."""
-    plain = function.__func__ if isinstance(function, MethodType) else function
-    cells = plain.__closure__
-    if all(value is contents_of(cell) for value, cell in zip(values, cells or (), strict=True)):
-        return function
-    cells = tuple(value if type(value) is CellType else CellType(value) for value in values)
-    new = FunctionType(plain.__code__, plain.__globals__, plain.__name__, plain.__defaults__, cells)
-    new.__kwdefaults__ = plain.__kwdefaults__
-    return MethodType(new, function.__self__) if isinstance(function, MethodType) else new
+def _fill(cells: list[tuple[CellType, Any]]) -> None:
+    """Give cells these contents, where they have others."""
+    for cell, value in cells:
+        if value is cell:
+            del cell.cell_contents
+        elif contents_of(cell) is not value:
+            cell.cell_contents = value
 
 
 def _holds(value: object, metadata: Any, depth: int = 3) -> bool:
@@ -409,6 +405,7 @@ def _holds(value: object, metadata: Any, depth: int = 3) -> bool:
 
 # ---- buffers
 
+_FEW = 100  # parts of a list or dict: larger ones are not searched
 _SMALL = 1 << 16  # bytes: up to that a copy before every forward costs little
 
 
@@ -439,7 +436,7 @@ class Buffers:
                 stack += children.values()
             for parameter in parameters.values():
                 if parameter is not None and not parameter.is_cpu:
-                    inputs.devices += (parameter.device,)
+                    inputs.devices.add(parameter.device)
             for name, tensor in buffers.items() if buffers else ():
                 if type(tensor) is not Tensor and tensor is not None and nn.parameter.is_lazy(tensor):
                     self._lazy.append((buffers, name))
@@ -447,9 +444,10 @@ class Buffers:
                 self._entries.append((buffers, name, tensor))
                 if tensor is None:
                     continue
-                is_small = tensor.nbytes <= _SMALL or isinstance(module, _Norm)  # whose kernels leave no trace
-                if is_small and module.training and type(tensor) is Tensor and _has_storage(tensor):
-                    small.append(tensor if tensor.is_contiguous() else _torch.bytes_of(tensor))
+                is_plain = type(tensor) is Tensor and _has_storage(tensor) and not tensor.is_inference()
+                # The kernels of normalisation leave no trace that could be guarded.
+                if is_plain and module.training and (tensor.nbytes <= _SMALL or isinstance(module, _Norm)):
+                    small.append(tensor)
                     continue
                 self._guarded.append((module, name, tensor, _torch.version(tensor)))
         self._then = _Moment(small)
@@ -466,7 +464,7 @@ class Buffers:
         tensors = self._then.tensors
         if self._lazy:  # made by this forward: what they were before is gone, but they are not written twice
             tensors = tensors + [store[name] for store, name in self._lazy if store[name] is not None]
-        undo.append((_set, [(store, name, store[name]) for store, name, _ in self._entries]))
+        undo.append((_set, [(store, name, store.get(name, _GONE)) for store, name, _ in self._entries]))
         undo.append((_Moment.go_back, _Moment(tensors)))
         _set(self._entries)
         self._then.go_back()
@@ -479,20 +477,28 @@ Entries = list[tuple[dict[str, Any], str, Tensor | None]]  # a module's dict, na
 def _set(entries: Entries) -> None:
     """Buffers may have been set to other tensors."""
     for store, name, tensor in entries:
-        if store[name] is not tensor:
+        if tensor is _GONE:
+            store.pop(name, None)
+        elif store.get(name, _GONE) is not tensor:
             store[name] = tensor
+
+
+_GONE: Any = object()
 
 
 class _Moment:
     """What tensors hold at one moment, and their versions."""
 
-    __slots__ = ("tensors", "values", "versions")
+    __slots__ = ("_memory", "_values", "_versions", "tensors")
 
     def __init__(self, tensors: list[Tensor]) -> None:
         self.tensors = tensors
-        self.values: list[Tensor] = without_recording(_torch.clones, tensors) if tensors else []
-        self.versions = [tensor._version for tensor in tensors]
+        # Where elements have gaps between them, share their memory or stand for others: all of the storage.
+        self._memory = [t if t.is_contiguous() and not t.is_complex() else _torch.bytes_of(t) for t in tensors]
+        self._values: list[Tensor] = without_recording(_torch.clones, self._memory) if tensors else []
+        self._versions = [tensor._version for tensor in tensors]
 
     def go_back(self) -> None:
         if self.tensors:
-            without_recording(_torch.overwrite, (self.tensors, self.values, self.versions))
+            without_recording(_torch.overwrite, (self._memory, self._values))
+            _torch.set_versions(self.tensors, self._versions)

@@ -354,12 +354,10 @@ def clones(tensors: list[Tensor]) -> list[Tensor]:
         return [tensor.clone() for tensor in tensors]
 
 
-def overwrite(state: tuple[list[Tensor], list[Tensor], list[int]]) -> None:
-    """Give tensors these values and versions."""
-    tensors, values, versions = state
+def overwrite(pair: tuple[list[Tensor], list[Tensor]]) -> None:
+    """Give tensors these values."""
     with _C._AutoDispatchBelowADInplaceOrView():  # quicker, too
-        torch._foreach_copy_(tensors, values)
-    set_versions(tensors, versions)
+        torch._foreach_copy_(*pair)
 
 
 def clone_storage(tensor: Tensor) -> Tensor:

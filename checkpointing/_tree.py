@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from enum import Enum
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import SUPPORTED_NODES
 
 # Types without tensors inside, for a quick way past them.
@@ -49,12 +50,16 @@ def open_container(value: Any) -> Container | None:
         return Container(parts, lambda parts: node.unflatten_fn(list(parts.values()), context))
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         parts = dict(zip(map(Field, value._fields), value, strict=True))
-        return Container(parts, lambda parts: kind(*parts.values()))
+        return Container(parts, lambda parts: tuple.__new__(kind, parts.values()))
     is_dict = isinstance(value, dict)
-    if not is_dict and not dataclasses.is_dataclass(value):
+    if not is_dict and (not dataclasses.is_dataclass(kind) or isinstance(value, Enum | nn.Module)):
         return None
     attributes = dict(getattr(value, "__dict__", {}))
-    parts = dict(value) if is_dict else {Field(f.name): getattr(value, f.name) for f in dataclasses.fields(value)}
+    parts = (
+        dict(value)
+        if is_dict
+        else {Field(f.name): getattr(value, f.name) for f in dataclasses.fields(value) if hasattr(value, f.name)}
+    )
 
     def build(parts: dict[Any, Any]) -> Any:
         # Past the constructors, which may take anything.
@@ -83,7 +88,8 @@ def take_apart(
         return met[id(value)][0]
     met[id(value)] = value, value
     parts = {k: take_apart(part, leaf, (name, k), met, depth + 1) for k, part in opened.parts.items()}
-    taken = Container(parts, opened.build)
+    is_same = all(parts[k] is part and type(k) is Field for k, part in opened.parts.items())
+    taken = value if is_same and parts else Container(parts, opened.build)  # objects with fields may be keys of dicts
     met[id(value)] = taken, value  # which lives as long as its id is used
     return taken
 

@@ -1,7 +1,9 @@
 """Recompute sees what the forward saw: autocast, modes, default dtype and device, context variables, switches."""
 
+import collections
 import contextlib
 import contextvars
+import weakref
 from typing import ClassVar
 
 import pytest
@@ -406,3 +408,21 @@ def test_a_recompute_has_the_precisions_of_the_forward_and_leaves_every_one_as_i
         products = [s[6].replace("none", "ieee") for s in seen]
         assert products == products[:1] * (2 if door is DOORS["rerun"] else 1)
     assert have == after(plain)
+
+
+def test_collections_in_context_variables_of_any_kind():
+    """Cycles, named tuples and weak references of the user's are in the copy what they are."""
+    Pair = collections.namedtuple("Pair", "items layer")
+    layer, x = torch.nn.Linear(2, 2), torch.ones(2, requires_grad=True)
+    held = {"pair": Pair([], weakref.ref(layer))}
+    held["self"] = held
+    variable = contextvars.ContextVar("held", default=None)
+    variable.set(held)
+
+    def fn(x):
+        found = variable.get()["self"]
+        found["pair"].items.append(1)
+        return found["pair"].layer()(x).square() * len(found["pair"].items)
+
+    checkpointed(fn)(x).sum().backward()
+    assert held["pair"].items == [1]

@@ -497,3 +497,28 @@ def test_wide_normalisation_is_written_once():
     checkpointed(norm)(torch.ones(2, 20_000, requires_grad=True)).sum().backward()
     assert norm.num_batches_tracked == 1
     assert (norm.running_mean == 0.1).all()
+
+
+@pytest.mark.parametrize("make", [lambda t: t.to_sparse(), lambda t: t.to(torch.complex64).conj(), lambda t: t[:, ::2]])
+def test_buffers_of_odd_layouts(make):
+    """Sparse, conjugate and with gaps: read in a region, and as they were afterwards, versions too."""
+    module, x = nn.Module(), torch.ones(4, 2, requires_grad=True)
+    module.register_buffer("odd", make(torch.eye(4)))
+    version = module.odd._version
+    odd = lambda: module.odd.to_dense() if module.odd.is_sparse else module.odd.resolve_conj()  # noqa: E731
+    module.forward = lambda x: (odd().real @ x[: odd().shape[1]]).square()
+    checkpointed(module)(x).sum().backward()
+    assert (x.grad[: odd().shape[1]] >= 0).all()
+    assert module.odd._version == version
+
+
+def test_a_buffer_that_is_deleted_before_backward():
+    """The rerun finds it, and afterwards it is gone."""
+    module, x = nn.Module(), torch.ones(3, requires_grad=True)
+    module.register_buffer("twice", torch.full((3,), 2.0))
+    module.forward = lambda x: (x * module.twice).square()
+    y = checkpointed(module)(x)
+    del module.twice
+    y.sum().backward()
+    assert (x.grad == 8).all()
+    assert not hasattr(module, "twice")

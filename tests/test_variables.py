@@ -407,3 +407,26 @@ def test_a_rerun_finds_and_leaves_everything_as_the_user_has_it():
     y.sum().backward()
     assert [recomputing for recomputing, _ in seen] == [False, True]
     assert seen[1][1] == before == state()
+
+
+def test_a_variable_that_something_else_in_the_region_sets():
+    """A helper or a hook that shares it by `nonlocal` finds what the forward found, and what it sets is dropped."""
+
+    def step(door):
+        scale, x = torch.tensor(2.0), leaf(4, 4)
+
+        def note(*given):
+            nonlocal scale
+            scale = scale + given[-1].detach().sum()
+
+        def fn(x):
+            note(x)
+            return (x * scale).square()
+
+        fn = door(fn)
+        (fn(x).sum() + fn(x).sum()).backward()
+        return scale, x.grad
+
+    want = step(lambda fn: fn)
+    for door in (checkpointed, lambda fn: checkpointed(fn, backend="replay")):
+        assert all(map(torch.equal, step(door), want))
