@@ -85,12 +85,12 @@ class Replay(Source):
         """What waits elsewhere, as backward will probably want it: it opens first what was saved last."""
         if self._order is None:
             live = [holder for ref in frame.holders if (holder := ref()) is not None]
-            wanted = [moved for _, moved in first_needs(reversed(live))]
-            for rank, moved in enumerate(wanted):
-                moved.rank = rank
-            for holder, moved in first_needs(live):
+            for moved, holder in first_needs(live).items():
                 moved.last_reader = weakref.ref(holder)
-            self._order = [weakref.ref(moved) for moved in wanted]
+            self._order = []
+            for moved in first_needs(reversed(live)):
+                moved.rank = len(self._order)
+                self._order.append(weakref.ref(moved))
         return self._order
 
     def at_hand(self, holder: Holder, where: Frame) -> Tensor | None:
@@ -124,14 +124,11 @@ class Replay(Source):
                 undo()
 
 
-class Stage:
+class Stage(NamedTuple):
     """What replays of one segment hold on to in one graph task: cuts inside of it, from which later ones start."""
 
-    __slots__ = ("positions", "stored")
-
-    def __init__(self) -> None:
-        self.positions: list[int] = []  # of the cuts, in order
-        self.stored: dict[int, tuple[Tensor, int]] = {}  # by value: a tensor on it, and the position of what made it
+    positions: list[int]  # of the cuts, in order
+    stored: dict[int, tuple[Tensor, int]]  # by value: a tensor on it, and the position of what made it
 
     def piece_of(self, opened: Holder, holders: list[Holder]) -> list[Holder]:
         """Those which are between the same cuts as `opened`."""
@@ -146,8 +143,6 @@ class _Window:
         self._source = source
         self._request = request
         self._frame = request.frame
-        if request.task.inputs is None:
-            request.task.inputs = {}
         self._inputs = request.task.inputs
         self._made: dict[int, Tensor] = {}  # by value: what its operator returned, or another tensor on its storage
         self._given: dict[int, list[Geometry]] = {}  # by storage: what has been delivered is no longer ours to write
@@ -162,12 +157,12 @@ class _Window:
         # Before autograd is switched off: an enclosing region may have to rerun for them.
         self._fetch_inputs(ops, wanted)
         with _torch.below_autograd():
-            if not ops or request.whole_region:
-                for holder in wanted:
-                    if newest(holder) < 0:
-                        request.deliver(holder, self._build(holder.saved))
             if self._stage is not None:
-                self._unstore(self._stage, wanted, ops)
+                self._unstore(self._stage.stored, wanted, ops)
+            if not ops or request.whole_region or self._stage is not None:
+                for holder in wanted:
+                    if self._is_there(holder.saved):
+                        request.deliver(holder, self._build(holder.saved))
             if ops:
                 source.replays += 1
                 source.replayed += len(ops)
@@ -183,12 +178,10 @@ class _Window:
     def _choose(self) -> tuple[list[Holder], list[Op]]:
         request, source = self._request, self._source
         opened = request.holder
-        if request.whole_region:
-            candidates = request.wanted()
-            return candidates, slice_of(candidates)
         position = newest(opened)
-        if position < 0:
-            return [opened], []
+        if request.whole_region or position < 0:
+            wanted = request.wanted() if request.whole_region else [opened]
+            return wanted, slice_of(wanted)
         segment = bisect_right(source.tape.cuts, position)
         limits: Limits | None = source.tape.limits
         if limits is not None and self._frame.complete:
@@ -197,16 +190,11 @@ class _Window:
             if segment in stages or 2 * sum(value.nbytes for value in made) > 3 * limits.piece:
                 for other in [other for other in stages if not self._candidates(other)]:
                     del stages[other]
-                return self._choose_piece(stages.setdefault(segment, Stage()), candidates, limits)
+                return self._choose_piece(stages.setdefault(segment, Stage([], {})), candidates, limits)
         # The holders that share its window: operators that their slices have in common run once.
-        plan: dict[int, set[int]] = request.task.plan
-        if plan is None:
-            plan = request.task.plan = {}
+        plan = request.task.plan
         if opened.slot not in plan:
-            candidates = self._candidates(segment)
-            groups, ops = connected(candidates, opened)
-            plan.update(groups)
-            return [holder for holder in candidates if holder.slot in groups[opened.slot]], ops
+            plan.update(connected(self._candidates(segment)))
         wanted = request.wanted([self._frame.holders[slot] for slot in sorted(plan[opened.slot])])
         return wanted, slice_of(wanted)
 
@@ -219,7 +207,8 @@ class _Window:
         opened = self._request.holder
         self._stage = stage
         last = max(map(newest, candidates))  # nothing that was made after it will be asked for
-        stage.stored = {id: (tensor, made_at) for id, (tensor, made_at) in stage.stored.items() if made_at <= last}
+        for id in [id for id, (_, made_at) in stage.stored.items() if made_at > last]:
+            del stage.stored[id]
         wanted = stage.piece_of(opened, candidates)
         storing = self._storing
         while True:
@@ -227,20 +216,18 @@ class _Window:
             cuts = place_cuts(slice_of(wanted, there), wanted, there, limits)
             if not cuts:
                 return wanted, slice_of(wanted, stage.stored, storing.values())
-            stage.positions = sorted([*stage.positions, *(position for position, _ in cuts)])
+            stage.positions[:] = sorted([*stage.positions, *(position for position, _ in cuts)])
             storing.update((v.id, v) for position, values in cuts if position <= newest(opened) for v in values)
             wanted = stage.piece_of(opened, wanted)
 
-    def _unstore(self, stage: Stage, wanted: list[Holder], ops: list[Op]) -> None:
+    def _unstore(self, stored: dict[int, tuple[Tensor, int]], wanted: list[Holder], ops: list[Op]) -> None:
         """Start from what an earlier replay has stored."""
-        stored = stage.stored
         for id in {value.id for value in needs(ops, wanted)} & stored.keys():
             tensor = self._made[id] = stored[id][0]
             self._give_away(tensor, _EVERYTHING)
-        for holder in wanted:
-            for value in values_of(holder.saved):
-                if value.id in stored:
-                    self._give(holder, value.id)
+
+    def _is_there(self, saved: Any) -> bool:
+        return all(value.op is None or value.id in self._made for value in values_of(saved))
 
     # ---- what it starts from
 
@@ -303,9 +290,9 @@ class _Window:
                     self._give_away(made[id], _EVERYTHING)
                 for ref in savers.get(id, ()):
                     holder = ref()
-                    if holder is None or (holder.slot in ready and holder is not opened):
+                    if holder is None or (slots is not None and holder.slot not in slots):
                         continue
-                    if slots is None or holder.slot in slots:
+                    if holder.slot not in ready or holder is opened:
                         self._give(holder, id)
                 if id not in last:
                     del made[id]
@@ -411,7 +398,7 @@ class _Window:
         if self._writes:
             self._give_away(tensor, geometry_of(tensor) if kind is Wrapped else saved.geometry)
         if kind is Wrapped:
-            if all(value.op is None or value.id in self._made for value in values_of(saved)):
+            if self._is_there(saved):
                 self._request.deliver(holder, self._build(saved))
             return
         if kind is Ref or tensor.shape != saved.geometry[0]:
@@ -475,21 +462,21 @@ def are_disjoint(a: Geometry, b: Geometry) -> bool:
     return apart or start != other_start
 
 
-def first_needs(holders: Iterable[Holder]) -> Iterator[tuple[Holder, Moved]]:
-    """What waits elsewhere and is needed for these, each with the first holder that needs it."""
-    seen: set[Any] = set()
+def first_needs(holders: Iterable[Holder]) -> dict[Moved, Holder]:
+    """What waits elsewhere and is needed for these, in order, each with the first holder that needs it."""
+    found: dict[Moved, Holder] = {}
+    seen: set[Op] = set()
     for holder in holders:
-        stack = list(values_of(holder.saved))
+        stack = [*values_of(holder.saved)]
         while stack:
             value = stack.pop()
             if value.op is None:
-                for held in value.all_held:
-                    if held.moved is not None and held.moved not in seen:
-                        seen.add(held.moved)
-                        yield holder, held.moved
+                for moved in filter(None, [held.moved for held in value.all_held]):
+                    found.setdefault(moved, holder)
             elif value.op not in seen:
                 seen.add(value.op)
-                stack.extend(value.op.reads)
+                stack += value.op.reads
+    return found
 
 
 def needs(ops: list[Op], holders: list[Holder]) -> Iterable[Value]:
@@ -562,32 +549,25 @@ def place_cuts(ops: list[Op], holders: list[Holder], stored: Container[int], lim
     return []
 
 
-def connected(holders: list[Holder], opened: Holder) -> tuple[dict[int, set[int]], list[Op]]:
-    """Groups of holders whose slices share operators: for each slot the slots of its group; and the operators that the
-    group of `opened` needs."""
+def connected(holders: list[Holder]) -> dict[int, set[int]]:
+    """Groups of holders whose slices share operators: for each slot the slots of its group."""
     groups: dict[int, set[int]] = {}  # members of one group share one set
     owner: dict[Op, int] = {}
     for holder in reversed(holders):  # mostly, the last one needs whatever the others need
-        slot = holder.slot
+        mine = groups[holder.slot] = {holder.slot}
         stack = [*values_of(holder.saved)]
-        if len(stack) == 1 and (known := owner.get(cast(Op, stack[0].op))) is not None:
-            groups[slot] = groups[known]
-            groups[slot].add(slot)
-            continue
-        mine = groups[slot] = {slot}
         while stack:
             op = stack.pop().op
             if op is None:
                 continue
             if op not in owner:
-                owner[op] = slot
+                owner[op] = holder.slot
                 stack += op.reads
             elif (theirs := groups[owner[op]]) is not mine:
                 small, mine = (mine, theirs) if len(mine) < len(theirs) else (theirs, mine)
                 mine |= small
                 groups.update(dict.fromkeys(small, mine))
-    wanted = groups[opened.slot]
-    return groups, sorted([op for op, slot in owner.items() if groups[slot] is wanted], key=_index)
+    return groups
 
 
 _index = operator.attrgetter("index")
