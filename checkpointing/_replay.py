@@ -21,7 +21,7 @@ import functools
 import operator
 import weakref
 from bisect import bisect_left, bisect_right
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, cast
 
@@ -98,10 +98,8 @@ class Replay(Source):
         saved = holder.saved
         if type(saved) is Wrapped or where.check is not None or not where.early_stop:
             return None
-        value, geometry = _value_of(saved), saved.geometry
-        held = value.held
-        if (held is None or held.is_packed) and value.parts is not None:
-            held = value.parts.get(geometry)
+        (value,), geometry = values_of(saved), saved.geometry
+        held = value.holding(geometry)
         if held is None or held.is_packed:
             return None
         try:
@@ -147,7 +145,6 @@ class _Window:
         self._made: dict[int, Tensor] = {}  # by value: what its operator returned, or another tensor on its storage
         self._given: dict[int, list[Geometry]] = {}  # by storage: what has been delivered is no longer ours to write
         self._grad_mode = False  # what `below_autograd` sets
-        self._writes = False  # whether the window has operators that write in place
         self._stage: Stage | None = None
         self._storing: dict[int, Value] = {}  # what the stage wants
 
@@ -157,8 +154,11 @@ class _Window:
         # Before autograd is switched off: an enclosing region may have to rerun for them.
         self._fetch_inputs(ops, wanted)
         with _torch.below_autograd():
-            if self._stage is not None:
-                self._unstore(self._stage.stored, wanted, ops)
+            if self._stage is not None:  # start from what an earlier replay has stored
+                stored = self._stage.stored
+                for id in {value.id for value in needs(ops, wanted)} & stored.keys():
+                    self._made[id] = stored[id][0]
+                    self._give_away(self._made[id], _EVERYTHING)
             if not ops or request.whole_region or self._stage is not None:
                 for holder in wanted:
                     if self._is_there(holder.saved):
@@ -167,11 +167,10 @@ class _Window:
                 source.replays += 1
                 source.replayed += len(ops)
                 self._replay(ops, wanted)
-        if self._inputs:
-            if request.is_last:
-                self._inputs.clear()
-            elif source.tape.movers:
-                self._drop_moved()
+        if self._inputs and request.is_last:
+            self._inputs.clear()
+        elif source.tape.movers:
+            self._drop_moved()
 
     # ---- what is delivered, and the operators that run for it
 
@@ -210,21 +209,14 @@ class _Window:
         for id in [id for id, (_, made_at) in stage.stored.items() if made_at > last]:
             del stage.stored[id]
         wanted = stage.piece_of(opened, candidates)
-        storing = self._storing
         while True:
-            there = stage.stored.keys() | storing.keys()
+            there = stage.stored.keys() | self._storing.keys()
             cuts = place_cuts(slice_of(wanted, there), wanted, there, limits)
             if not cuts:
-                return wanted, slice_of(wanted, stage.stored, storing.values())
+                return wanted, slice_of(wanted, stage.stored, self._storing.values())
             stage.positions[:] = sorted([*stage.positions, *(position for position, _ in cuts)])
-            storing.update((v.id, v) for position, values in cuts if position <= newest(opened) for v in values)
+            self._storing.update((v.id, v) for position, values in cuts if position <= newest(opened) for v in values)
             wanted = stage.piece_of(opened, wanted)
-
-    def _unstore(self, stored: dict[int, tuple[Tensor, int]], wanted: list[Holder], ops: list[Op]) -> None:
-        """Start from what an earlier replay has stored."""
-        for id in {value.id for value in needs(ops, wanted)} & stored.keys():
-            tensor = self._made[id] = stored[id][0]
-            self._give_away(tensor, _EVERYTHING)
 
     def _is_there(self, saved: Any) -> bool:
         return all(value.op is None or value.id in self._made for value in values_of(saved))
@@ -240,7 +232,8 @@ class _Window:
             for held in value.all_held if value.op is None else ():
                 if held.is_packed and held not in inputs:
                     inputs[held] = tensor = held.fetch(self._frame)
-                    if value.geometry is not None and geometry_of(tensor) == value.geometry:
+                    known = None if self._frame.complete else value.geometry
+                    if known is not None and geometry_of(tensor) == known:
                         tape.adopt(tensor, value)
         if tape.movers and self._frame.complete:
             order = self._source.order(self._frame)
@@ -280,7 +273,7 @@ class _Window:
         last: dict[int, Op | None] = {value.id: op for op in ops for value in op.reads}
         wrappers = [saver.saved for saver in wanted if type(saver.saved) is Wrapped]
         last.update((value.id, None) for saved in wrappers for value in values_of(saved))  # parts wait for each other
-        self._writes = any(op.writes for op in ops)
+        self._writes = any(op.writes for op in ops)  # in place
         for op in ops:
             if log is not None:
                 log.append((str(op.info.func), ""))
@@ -334,7 +327,7 @@ class _Window:
                 tensor = self._start(value, value.geometry)
             elif last[old] is not op:  # under its old value: through a storage that the tape has adopted, or a wrapper
                 still_read[old] = tensor
-            elif not self._would_overwrite(old, op, self._given.get(_torch.storage_id(tensor))):
+            elif not ((given := self._given.get(_torch.storage_id(tensor))) and _would_overwrite(op, old, given)):
                 continue  # it is ours alone
             made[old] = _torch.clone_storage(tensor)
         new = [*self._run(op)]
@@ -343,15 +336,6 @@ class _Window:
             new.append(id)
         made.update(still_read)
         return new
-
-    @staticmethod
-    def _would_overwrite(id: int, op: Op, given: list[Geometry] | None) -> bool:
-        """Whether `op` may write elements of the value that have been delivered."""
-        if not given:
-            return False
-        args = (*op.args, *op.kwargs.values())
-        written = [arg.geometry for arg in args if type(arg) in (Value, Ref) and _value_of(arg).id == id]
-        return not written or not all(are_disjoint(ours, theirs) for ours in written for theirs in given)
 
     def _build(self, saved: Any) -> Any:
         """The tensor (or list of tensors) that `saved` stands for; itself, if it stands for none."""
@@ -377,7 +361,7 @@ class _Window:
 
     def _lay(self, made: Tensor, saved: Value | Ref) -> Tensor:
         """What lies as it was saved on the storage of what an operator has made anew."""
-        value, nbytes = _value_of(saved), made.untyped_storage().nbytes()
+        (value,), nbytes = values_of(saved), made.untyped_storage().nbytes()
         if nbytes != value.nbytes:
             maker = "an operator" if value.op is None else str(value.op.info.func)
             raise errors.another_size(self._frame, maker, value.nbytes, nbytes)
@@ -404,15 +388,8 @@ class _Window:
         if kind is Ref or tensor.shape != saved.geometry[0]:
             tensor = self._lay(tensor, saved)
         if not self._frame.complete:
-            self._source.tape.adopt(tensor, _value_of(saved))
-        if self._frame.check is None:  # past one call
-            self._request.task.ready[holder.slot] = tensor
-        else:
-            self._request.deliver(holder, tensor)
-
-
-def _value_of(saved: Value | Ref) -> Value:
-    return saved if type(saved) is Value else cast(Ref, saved).value
+            self._source.tape.adopt(tensor, *values_of(saved))
+        self._request.deliver(holder, tensor)
 
 
 def _in_kind(tensor: Tensor, saved: Value | Ref) -> Tensor:
@@ -439,14 +416,20 @@ def values_of(saved: Any) -> Iterable[Value]:
     return ()
 
 
+def _would_overwrite(op: Op, id: int, given: list[Geometry]) -> bool:
+    """Whether `op` may write elements of the value that have been delivered."""
+    args = (*op.args, *op.kwargs.values())
+    written = [arg.geometry for arg in args if type(arg) is not Wrapped and any(v.id == id for v in values_of(arg))]
+    return not written or not all(are_disjoint(ours, theirs) for ours in written for theirs in given)
+
+
 @functools.lru_cache(maxsize=4096)  # the same few are asked for again and again: gates that lie side by side
 def are_disjoint(a: Geometry, b: Geometry) -> bool:
     """Whether two tensors that lie like this on one storage share no element; False where that is not plain to see."""
     (sizes, strides, start, dtype, _), (others, other_strides, other_start, other_dtype, _) = a, b
-    if dtype != other_dtype or len(sizes) != len(others):
+    if (dtype, len(sizes)) != (other_dtype, len(others)):
         return False
-    steps = zip(strides, other_strides, sizes, others, strict=True)
-    dims = [step for step in steps if step[2:] != (1, 1)]
+    dims = [dim for dim in zip(strides, other_strides, sizes, others, strict=True) if dim[2:] != (1, 1)]
     if any(stride != other_stride or stride <= 0 for stride, other_stride, _, _ in dims):
         return False
     # Boxes of one grid, whose steps are the strides: apart if they are so in one direction.
@@ -489,24 +472,19 @@ def slice_of(holders: Iterable[Holder], stored: Container[int] = (), values: Ite
     """The operators that make what these holders saved, and these values, from what is held or stored; in the order in
     which they ran."""
     found: set[Op] = set()
-    stack = [*values]
-    for holder in holders:
-        stack += values_of(holder.saved)
+    stack = [*values, *(value for holder in holders for value in values_of(holder.saved))]
     while stack:
         value = stack.pop()
         op = value.op
         if op is not None and op not in found and value.id not in stored:
             found.add(op)
             stack += op.reads
-    return sorted(found, key=_index)
+    return sorted(found, key=operator.attrgetter("index"))
 
 
 def newest(holder: Holder) -> int:
     """The position of the last operator that made something of what a holder saved."""
-    saved = holder.saved
-    if type(saved) is Value:
-        return -1 if saved.op is None else saved.op.index
-    return max([-1 if value.op is None else value.op.index for value in values_of(saved)], default=-1)
+    return max([value.op.index for value in values_of(holder.saved) if value.op is not None], default=-1)
 
 
 def place_cuts(ops: list[Op], holders: list[Holder], stored: Container[int], limits: Limits) -> Cuts:
@@ -532,9 +510,7 @@ def place_cuts(ops: list[Op], holders: list[Holder], stored: Container[int], lim
     pieces = min(-(-total // limits.piece), len(ops))
     while pieces > 1:
         # Operators with so much delivered before them lie around the same even place.
-        edges = [
-            bisect_left(delivered, (2 * i - 1) * total, key=lambda n: 2 * pieces * n) for i in range(1, pieces + 1)
-        ]
+        edges = [bisect_left(delivered, (2 * i + 1) * total, key=lambda n: 2 * pieces * n) for i in range(pieces)]
         places = []
         for i, (start, end) in enumerate(pairwise(edges), 1):
             near = [(alive[k], abs(pieces * delivered[k] - i * total), k) for k in range(start, end)]
@@ -568,6 +544,3 @@ def connected(holders: list[Holder]) -> dict[int, set[int]]:
                 mine |= small
                 groups.update(dict.fromkeys(small, mine))
     return groups
-
-
-_index = operator.attrgetter("index")
