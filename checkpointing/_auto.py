@@ -32,7 +32,7 @@ from typing import Any, NamedTuple, cast
 from torch import Tensor
 
 from . import _torch
-from ._engine import is_internal
+from ._engine import Held, is_internal
 from ._offload import Destination, Mover
 from ._replay import Limits, are_disjoint, values_of
 from ._tape import Geometry, Info, Op, Tape, Value, Wrapped, geometry_of, tensors_of
@@ -64,8 +64,6 @@ class Kept:
 
 class Cut:
     """A position on the tape, and the segment that ends there."""
-
-    __slots__ = ("alive", "dropped", "kept", "nbytes", "position", "waiting", "waits")
 
     def __init__(self, position: int, dropped: int) -> None:
         self.position = position
@@ -158,7 +156,18 @@ class AutoTape(Tape):
                 self._clear_room(value.nbytes)
         super().keep_at(tensor, mover)
 
-    def close(self) -> None:
+    def close(self) -> str | None:
+        complaint = None
+        if self._budget is not None and self.kept_bytes > self._budget:
+            complaint = (
+                f"auto(budget={self._budget}): what `keep` and other policies keep in this block takes more than that. "
+                f"The smallest budget possible is {self.kept_bytes} bytes."
+            )
+        elif not self._had_cut and self._least is not None and len(self._spare) != self._saves:
+            complaint = (
+                f"auto(budget={self._budget}) has no room for a single checkpoint of this block, so backward "
+                f"recomputes all of it at once. The smallest budget possible is {self._least} bytes."
+            )
         if self._budget and self._had_cut:
             # A window may be larger than what the budget lets the forward keep: then its replay makes cuts of its own.
             self.limits = Limits(min(self._budget, self._segment or self._budget), self._budget)
@@ -171,7 +180,7 @@ class AutoTape(Tape):
                 if self._values.get(_storage_id(tensor)) is value:
                     value.keep(tensor, self.hooks)
                 elif self.hooks is None:  # the rest of its storage has been overwritten
-                    value.hold_part(tensor)
+                    value.parts = {geometry_of(tensor): Held(tensor, None, "a kept tensor")}
         finally:  # hooks of what encloses the region may raise
             super().close()
             for cut in self._cuts:  # to which its values refer
@@ -179,23 +188,10 @@ class AutoTape(Tape):
             self._fresh, self._cuts, self._cheapest, self._flops = [], [], [], None
             for mine in (self._kept, self._spare, self._spare_on):
                 mine.clear()
+        return complaint
 
     def keeps_now(self) -> int:
         return self._held_bytes + self._spare_bytes + self.kept_bytes
-
-    @property
-    def complaint(self) -> str | None:
-        if self._budget is not None and self.kept_bytes > self._budget:
-            return (
-                f"auto(budget={self._budget}): what `keep` and other policies keep in this block takes more than that. "
-                f"The smallest budget possible is {self.kept_bytes} bytes."
-            )
-        if self._had_cut or self._least is None or len(self._spare) == self._saves:
-            return None
-        return (
-            f"auto(budget={self._budget}) has no room for a single checkpoint of this block, so backward recomputes "
-            f"all of it at once. The smallest budget possible is {self._least} bytes."
-        )
 
     def _on_storages(self, tensors: Any) -> dict[int, Tensor]:
         """They are about to be written: what was saved of their storages is spared only if it stays what it is."""
@@ -257,12 +253,11 @@ class AutoTape(Tape):
         value, op, cut = kept.value, kept.op, kept.cut
         held = value.held
         tensor = None if held is None or held.is_packed else held.alias
-        del cut.kept[value]
+        del cut.kept[value], self._kept[value]
         cut.nbytes -= value.nbytes
         self._cut_bytes -= value.nbytes
-        del self._kept[value]
         self._held_bytes -= value.nbytes
-        value.give_back(op)
+        value.op, value.held, value.kept = op, None, False
         if value.saved:
             self._drop(op.index, value.saved)
             if self._budget is not None and tensor is not None and self._values.get(kept.sid) is value:

@@ -103,8 +103,8 @@ class TaskTensors:
     def __init__(self) -> None:
         self.ready: dict[int, Tensor | None] = {}  # by slot: delivered; None once its node has it
         self.versions: dict[int, int] = {}  # by slot: of what was delivered, where not 0
-        self.inputs: dict[Any, Tensor] | None = None  # what the source has fetched and will want again
-        self.plan: Any = None  # the source's notes
+        self.inputs: dict[Any, Tensor] = {}  # what the source has fetched and will want again
+        self.plan: dict[int, set[int]] = {}  # by slot: those that come together
         self.stages: dict[int, Any] = {}  # and what it holds on to for what is opened later
         self.guard: Any = None
 

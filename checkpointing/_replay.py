@@ -21,7 +21,7 @@ import functools
 import operator
 import weakref
 from bisect import bisect_left, bisect_right
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, cast
 
@@ -85,12 +85,12 @@ class Replay(Source):
         """What waits elsewhere, as backward will probably want it: it opens first what was saved last."""
         if self._order is None:
             live = [holder for ref in frame.holders if (holder := ref()) is not None]
-            wanted = [moved for _, moved in first_needs(reversed(live))]
-            for rank, moved in enumerate(wanted):
-                moved.rank = rank
-            for holder, moved in first_needs(live):
+            for moved, holder in first_needs(live).items():
                 moved.last_reader = weakref.ref(holder)
-            self._order = [weakref.ref(moved) for moved in wanted]
+            self._order = []
+            for moved in first_needs(reversed(live)):
+                moved.rank = len(self._order)
+                self._order.append(weakref.ref(moved))
         return self._order
 
     def at_hand(self, holder: Holder, where: Frame) -> Tensor | None:
@@ -98,10 +98,8 @@ class Replay(Source):
         saved = holder.saved
         if type(saved) is Wrapped or where.check is not None or not where.early_stop:
             return None
-        value, geometry = _value_of(saved), saved.geometry
-        held = value.held
-        if (held is None or held.is_packed) and value.parts is not None:
-            held = value.parts.get(geometry)
+        (value,), geometry = values_of(saved), saved.geometry
+        held = value.holding(geometry)
         if held is None or held.is_packed:
             return None
         try:
@@ -124,14 +122,11 @@ class Replay(Source):
                 undo()
 
 
-class Stage:
+class Stage(NamedTuple):
     """What replays of one segment hold on to in one graph task: cuts inside of it, from which later ones start."""
 
-    __slots__ = ("positions", "stored")
-
-    def __init__(self) -> None:
-        self.positions: list[int] = []  # of the cuts, in order
-        self.stored: dict[int, tuple[Tensor, int]] = {}  # by value: a tensor on it, and the position of what made it
+    positions: list[int]  # of the cuts, in order
+    stored: dict[int, tuple[Tensor, int]]  # by value: a tensor on it, and the position of what made it
 
     def piece_of(self, opened: Holder, holders: list[Holder]) -> list[Holder]:
         """Those which are between the same cuts as `opened`."""
@@ -146,13 +141,10 @@ class _Window:
         self._source = source
         self._request = request
         self._frame = request.frame
-        if request.task.inputs is None:
-            request.task.inputs = {}
         self._inputs = request.task.inputs
         self._made: dict[int, Tensor] = {}  # by value: what its operator returned, or another tensor on its storage
         self._given: dict[int, list[Geometry]] = {}  # by storage: what has been delivered is no longer ours to write
         self._grad_mode = False  # what `below_autograd` sets
-        self._writes = False  # whether the window has operators that write in place
         self._stage: Stage | None = None
         self._storing: dict[int, Value] = {}  # what the stage wants
 
@@ -162,33 +154,33 @@ class _Window:
         # Before autograd is switched off: an enclosing region may have to rerun for them.
         self._fetch_inputs(ops, wanted)
         with _torch.below_autograd():
-            if not ops or request.whole_region:
+            if self._stage is not None:  # start from what an earlier replay has stored
+                stored = self._stage.stored
+                for id in {value.id for value in needs(ops, wanted)} & stored.keys():
+                    self._made[id] = stored[id][0]
+                    self._give_away(self._made[id], _EVERYTHING)
+            if not ops or request.whole_region or self._stage is not None:
                 for holder in wanted:
-                    if newest(holder) < 0:
+                    if self._is_there(holder.saved):
                         request.deliver(holder, self._build(holder.saved))
-            if self._stage is not None:
-                self._unstore(self._stage, wanted, ops)
             if ops:
                 source.replays += 1
                 source.replayed += len(ops)
                 self._replay(ops, wanted)
-        if self._inputs:
-            if request.is_last:
-                self._inputs.clear()
-            elif source.tape.movers:
-                self._drop_moved()
+        if self._inputs and request.is_last:
+            self._inputs.clear()
+        elif source.tape.movers:
+            self._drop_moved()
 
     # ---- what is delivered, and the operators that run for it
 
     def _choose(self) -> tuple[list[Holder], list[Op]]:
         request, source = self._request, self._source
         opened = request.holder
-        if request.whole_region:
-            candidates = request.wanted()
-            return candidates, slice_of(candidates)
         position = newest(opened)
-        if position < 0:
-            return [opened], []
+        if request.whole_region or position < 0:
+            wanted = request.wanted() if request.whole_region else [opened]
+            return wanted, slice_of(wanted)
         segment = bisect_right(source.tape.cuts, position)
         limits: Limits | None = source.tape.limits
         if limits is not None and self._frame.complete:
@@ -197,16 +189,11 @@ class _Window:
             if segment in stages or 2 * sum(value.nbytes for value in made) > 3 * limits.piece:
                 for other in [other for other in stages if not self._candidates(other)]:
                     del stages[other]
-                return self._choose_piece(stages.setdefault(segment, Stage()), candidates, limits)
+                return self._choose_piece(stages.setdefault(segment, Stage([], {})), candidates, limits)
         # The holders that share its window: operators that their slices have in common run once.
-        plan: dict[int, set[int]] = request.task.plan
-        if plan is None:
-            plan = request.task.plan = {}
+        plan = request.task.plan
         if opened.slot not in plan:
-            candidates = self._candidates(segment)
-            groups, ops = connected(candidates, opened)
-            plan.update(groups)
-            return [holder for holder in candidates if holder.slot in groups[opened.slot]], ops
+            plan.update(connected(self._candidates(segment)))
         wanted = request.wanted([self._frame.holders[slot] for slot in sorted(plan[opened.slot])])
         return wanted, slice_of(wanted)
 
@@ -219,28 +206,20 @@ class _Window:
         opened = self._request.holder
         self._stage = stage
         last = max(map(newest, candidates))  # nothing that was made after it will be asked for
-        stage.stored = {id: (tensor, made_at) for id, (tensor, made_at) in stage.stored.items() if made_at <= last}
+        for id in [id for id, (_, made_at) in stage.stored.items() if made_at > last]:
+            del stage.stored[id]
         wanted = stage.piece_of(opened, candidates)
-        storing = self._storing
         while True:
-            there = stage.stored.keys() | storing.keys()
+            there = stage.stored.keys() | self._storing.keys()
             cuts = place_cuts(slice_of(wanted, there), wanted, there, limits)
             if not cuts:
-                return wanted, slice_of(wanted, stage.stored, storing.values())
-            stage.positions = sorted([*stage.positions, *(position for position, _ in cuts)])
-            storing.update((v.id, v) for position, values in cuts if position <= newest(opened) for v in values)
+                return wanted, slice_of(wanted, stage.stored, self._storing.values())
+            stage.positions[:] = sorted([*stage.positions, *(position for position, _ in cuts)])
+            self._storing.update((v.id, v) for position, values in cuts if position <= newest(opened) for v in values)
             wanted = stage.piece_of(opened, wanted)
 
-    def _unstore(self, stage: Stage, wanted: list[Holder], ops: list[Op]) -> None:
-        """Start from what an earlier replay has stored."""
-        stored = stage.stored
-        for id in {value.id for value in needs(ops, wanted)} & stored.keys():
-            tensor = self._made[id] = stored[id][0]
-            self._give_away(tensor, _EVERYTHING)
-        for holder in wanted:
-            for value in values_of(holder.saved):
-                if value.id in stored:
-                    self._give(holder, value.id)
+    def _is_there(self, saved: Any) -> bool:
+        return all(value.op is None or value.id in self._made for value in values_of(saved))
 
     # ---- what it starts from
 
@@ -253,7 +232,8 @@ class _Window:
             for held in value.all_held if value.op is None else ():
                 if held.is_packed and held not in inputs:
                     inputs[held] = tensor = held.fetch(self._frame)
-                    if value.geometry is not None and geometry_of(tensor) == value.geometry:
+                    known = None if self._frame.complete else value.geometry
+                    if known is not None and geometry_of(tensor) == known:
                         tape.adopt(tensor, value)
         if tape.movers and self._frame.complete:
             order = self._source.order(self._frame)
@@ -293,7 +273,7 @@ class _Window:
         last: dict[int, Op | None] = {value.id: op for op in ops for value in op.reads}
         wrappers = [saver.saved for saver in wanted if type(saver.saved) is Wrapped]
         last.update((value.id, None) for saved in wrappers for value in values_of(saved))  # parts wait for each other
-        self._writes = any(op.writes for op in ops)
+        self._writes = any(op.writes for op in ops)  # in place
         for op in ops:
             if log is not None:
                 log.append((str(op.info.func), ""))
@@ -303,9 +283,9 @@ class _Window:
                     self._give_away(made[id], _EVERYTHING)
                 for ref in savers.get(id, ()):
                     holder = ref()
-                    if holder is None or (holder.slot in ready and holder is not opened):
+                    if holder is None or (slots is not None and holder.slot not in slots):
                         continue
-                    if slots is None or holder.slot in slots:
+                    if holder.slot not in ready or holder is opened:
                         self._give(holder, id)
                 if id not in last:
                     del made[id]
@@ -347,7 +327,7 @@ class _Window:
                 tensor = self._start(value, value.geometry)
             elif last[old] is not op:  # under its old value: through a storage that the tape has adopted, or a wrapper
                 still_read[old] = tensor
-            elif not self._would_overwrite(old, op, self._given.get(_torch.storage_id(tensor))):
+            elif not ((given := self._given.get(_torch.storage_id(tensor))) and _would_overwrite(op, old, given)):
                 continue  # it is ours alone
             made[old] = _torch.clone_storage(tensor)
         new = [*self._run(op)]
@@ -356,15 +336,6 @@ class _Window:
             new.append(id)
         made.update(still_read)
         return new
-
-    @staticmethod
-    def _would_overwrite(id: int, op: Op, given: list[Geometry] | None) -> bool:
-        """Whether `op` may write elements of the value that have been delivered."""
-        if not given:
-            return False
-        args = (*op.args, *op.kwargs.values())
-        written = [arg.geometry for arg in args if type(arg) in (Value, Ref) and _value_of(arg).id == id]
-        return not written or not all(are_disjoint(ours, theirs) for ours in written for theirs in given)
 
     def _build(self, saved: Any) -> Any:
         """The tensor (or list of tensors) that `saved` stands for; itself, if it stands for none."""
@@ -390,7 +361,7 @@ class _Window:
 
     def _lay(self, made: Tensor, saved: Value | Ref) -> Tensor:
         """What lies as it was saved on the storage of what an operator has made anew."""
-        value, nbytes = _value_of(saved), made.untyped_storage().nbytes()
+        (value,), nbytes = values_of(saved), made.untyped_storage().nbytes()
         if nbytes != value.nbytes:
             maker = "an operator" if value.op is None else str(value.op.info.func)
             raise errors.another_size(self._frame, maker, value.nbytes, nbytes)
@@ -411,21 +382,14 @@ class _Window:
         if self._writes:
             self._give_away(tensor, geometry_of(tensor) if kind is Wrapped else saved.geometry)
         if kind is Wrapped:
-            if all(value.op is None or value.id in self._made for value in values_of(saved)):
+            if self._is_there(saved):
                 self._request.deliver(holder, self._build(saved))
             return
         if kind is Ref or tensor.shape != saved.geometry[0]:
             tensor = self._lay(tensor, saved)
         if not self._frame.complete:
-            self._source.tape.adopt(tensor, _value_of(saved))
-        if self._frame.check is None:  # past one call
-            self._request.task.ready[holder.slot] = tensor
-        else:
-            self._request.deliver(holder, tensor)
-
-
-def _value_of(saved: Value | Ref) -> Value:
-    return saved if type(saved) is Value else cast(Ref, saved).value
+            self._source.tape.adopt(tensor, *values_of(saved))
+        self._request.deliver(holder, tensor)
 
 
 def _in_kind(tensor: Tensor, saved: Value | Ref) -> Tensor:
@@ -452,14 +416,20 @@ def values_of(saved: Any) -> Iterable[Value]:
     return ()
 
 
+def _would_overwrite(op: Op, id: int, given: list[Geometry]) -> bool:
+    """Whether `op` may write elements of the value that have been delivered."""
+    args = (*op.args, *op.kwargs.values())
+    written = [arg.geometry for arg in args if type(arg) is not Wrapped and any(v.id == id for v in values_of(arg))]
+    return not written or not all(are_disjoint(ours, theirs) for ours in written for theirs in given)
+
+
 @functools.lru_cache(maxsize=4096)  # the same few are asked for again and again: gates that lie side by side
 def are_disjoint(a: Geometry, b: Geometry) -> bool:
     """Whether two tensors that lie like this on one storage share no element; False where that is not plain to see."""
     (sizes, strides, start, dtype, _), (others, other_strides, other_start, other_dtype, _) = a, b
-    if dtype != other_dtype or len(sizes) != len(others):
+    if (dtype, len(sizes)) != (other_dtype, len(others)):
         return False
-    steps = zip(strides, other_strides, sizes, others, strict=True)
-    dims = [step for step in steps if step[2:] != (1, 1)]
+    dims = [dim for dim in zip(strides, other_strides, sizes, others, strict=True) if dim[2:] != (1, 1)]
     if any(stride != other_stride or stride <= 0 for stride, other_stride, _, _ in dims):
         return False
     # Boxes of one grid, whose steps are the strides: apart if they are so in one direction.
@@ -475,21 +445,21 @@ def are_disjoint(a: Geometry, b: Geometry) -> bool:
     return apart or start != other_start
 
 
-def first_needs(holders: Iterable[Holder]) -> Iterator[tuple[Holder, Moved]]:
-    """What waits elsewhere and is needed for these, each with the first holder that needs it."""
-    seen: set[Any] = set()
+def first_needs(holders: Iterable[Holder]) -> dict[Moved, Holder]:
+    """What waits elsewhere and is needed for these, in order, each with the first holder that needs it."""
+    found: dict[Moved, Holder] = {}
+    seen: set[Op] = set()
     for holder in holders:
-        stack = list(values_of(holder.saved))
+        stack = [*values_of(holder.saved)]
         while stack:
             value = stack.pop()
             if value.op is None:
-                for held in value.all_held:
-                    if held.moved is not None and held.moved not in seen:
-                        seen.add(held.moved)
-                        yield holder, held.moved
+                for moved in filter(None, [held.moved for held in value.all_held]):
+                    found.setdefault(moved, holder)
             elif value.op not in seen:
                 seen.add(value.op)
-                stack.extend(value.op.reads)
+                stack += value.op.reads
+    return found
 
 
 def needs(ops: list[Op], holders: list[Holder]) -> Iterable[Value]:
@@ -502,24 +472,19 @@ def slice_of(holders: Iterable[Holder], stored: Container[int] = (), values: Ite
     """The operators that make what these holders saved, and these values, from what is held or stored; in the order in
     which they ran."""
     found: set[Op] = set()
-    stack = [*values]
-    for holder in holders:
-        stack += values_of(holder.saved)
+    stack = [*values, *(value for holder in holders for value in values_of(holder.saved))]
     while stack:
         value = stack.pop()
         op = value.op
         if op is not None and op not in found and value.id not in stored:
             found.add(op)
             stack += op.reads
-    return sorted(found, key=_index)
+    return sorted(found, key=operator.attrgetter("index"))
 
 
 def newest(holder: Holder) -> int:
     """The position of the last operator that made something of what a holder saved."""
-    saved = holder.saved
-    if type(saved) is Value:
-        return -1 if saved.op is None else saved.op.index
-    return max([-1 if value.op is None else value.op.index for value in values_of(saved)], default=-1)
+    return max([value.op.index for value in values_of(holder.saved) if value.op is not None], default=-1)
 
 
 def place_cuts(ops: list[Op], holders: list[Holder], stored: Container[int], limits: Limits) -> Cuts:
@@ -545,9 +510,7 @@ def place_cuts(ops: list[Op], holders: list[Holder], stored: Container[int], lim
     pieces = min(-(-total // limits.piece), len(ops))
     while pieces > 1:
         # Operators with so much delivered before them lie around the same even place.
-        edges = [
-            bisect_left(delivered, (2 * i - 1) * total, key=lambda n: 2 * pieces * n) for i in range(1, pieces + 1)
-        ]
+        edges = [bisect_left(delivered, (2 * i + 1) * total, key=lambda n: 2 * pieces * n) for i in range(pieces)]
         places = []
         for i, (start, end) in enumerate(pairwise(edges), 1):
             near = [(alive[k], abs(pieces * delivered[k] - i * total), k) for k in range(start, end)]
@@ -562,32 +525,22 @@ def place_cuts(ops: list[Op], holders: list[Holder], stored: Container[int], lim
     return []
 
 
-def connected(holders: list[Holder], opened: Holder) -> tuple[dict[int, set[int]], list[Op]]:
-    """Groups of holders whose slices share operators: for each slot the slots of its group; and the operators that the
-    group of `opened` needs."""
+def connected(holders: list[Holder]) -> dict[int, set[int]]:
+    """Groups of holders whose slices share operators: for each slot the slots of its group."""
     groups: dict[int, set[int]] = {}  # members of one group share one set
     owner: dict[Op, int] = {}
     for holder in reversed(holders):  # mostly, the last one needs whatever the others need
-        slot = holder.slot
+        mine = groups[holder.slot] = {holder.slot}
         stack = [*values_of(holder.saved)]
-        if len(stack) == 1 and (known := owner.get(cast(Op, stack[0].op))) is not None:
-            groups[slot] = groups[known]
-            groups[slot].add(slot)
-            continue
-        mine = groups[slot] = {slot}
         while stack:
             op = stack.pop().op
             if op is None:
                 continue
             if op not in owner:
-                owner[op] = slot
+                owner[op] = holder.slot
                 stack += op.reads
             elif (theirs := groups[owner[op]]) is not mine:
                 small, mine = (mine, theirs) if len(mine) < len(theirs) else (theirs, mine)
                 mine |= small
                 groups.update(dict.fromkeys(small, mine))
-    wanted = groups[opened.slot]
-    return groups, sorted([op for op, slot in owner.items() if groups[slot] is wanted], key=_index)
-
-
-_index = operator.attrgetter("index")
+    return groups

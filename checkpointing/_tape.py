@@ -91,11 +91,11 @@ class Value:
 
     def holding(self, geometry: Geometry | None) -> Held | None:
         """What is held of which a tensor that lies like this can be made. An alias of the storage will do for all."""
-        held = self.held
-        if held is None or not held.is_packed or geometry == self.geometry or self.kept:
+        held, parts = self.held, self.parts or {}
+        if held is not None and (not held.is_packed or geometry == self.geometry or self.kept):
             return held
-        parts = self.parts or {}
-        return parts.get(cast(Geometry, geometry)) or next((h for h in parts.values() if not h.is_packed), None)
+        part = parts.get(cast(Geometry, geometry))
+        return part if part or held is None else next((h for h in parts.values() if not h.is_packed), None)
 
     def keep(self, tensor: Tensor, hooks: Saver) -> None:
         """Hold the value, although an operator makes it. What is packed covers the storage, so that nothing is lost."""
@@ -104,14 +104,6 @@ class Value:
             tensor = without_recording(_torch.bytes_of, tensor)
         self.op, self.parts, self.kept = None, None, True
         self.held = Held(tensor, hooks, "a kept tensor")
-
-    def hold_part(self, tensor: Tensor) -> None:
-        """Hold what lies on the value like `tensor`, of which alone it is known that nothing has overwritten it."""
-        self.parts = {geometry_of(tensor): Held(tensor, None, "a kept tensor")}
-
-    def give_back(self, op: Op) -> None:
-        """Keep it no longer: `op` makes it."""
-        self.op, self.held, self.kept = op, None, False
 
     @property
     def all_held(self) -> list[Held]:
@@ -130,9 +122,7 @@ class Value:
 def geometry_of(tensor: Tensor) -> Geometry:
     """How a tensor lies on its storage."""
     dtype = tensor.dtype
-    bits = 2 if tensor.is_neg() else 0
-    if dtype.is_complex and tensor.is_conj():
-        bits += 1
+    bits = 2 * tensor.is_neg() + (dtype.is_complex and tensor.is_conj())
     return (tensor.shape, tensor.stride(), tensor.storage_offset(), dtype, bits)
 
 
@@ -152,8 +142,6 @@ class Scratch(NamedTuple):
 
 class Wrapped:
     """A wrapper subclass, taken apart into references."""
-
-    __slots__ = ("context", "kind", "parts", "size", "stride")
 
     def __init__(self, tensor: Any, reference: Callable[[Tensor], Any]) -> None:
         names, self.context = tensor.__tensor_flatten__()
@@ -286,7 +274,6 @@ class Tape(TorchDispatchMode, Region):
         self.hooks: Saver = hooks if inputs is None else self._mover(inputs)
         self._inner = 0  # how many tapes have been entered just inside this one: they ask for themselves
         self._running: Any = None  # the operator that reads now, for messages
-        self._is_open = True
         self._values: dict[int, Value] = {}  # by storage: its value now
         # Equal ones are one object: there are few, many refer to them, and garbage collection looks at each.
         self._geometries: dict[Any, Any] = {}
@@ -303,25 +290,24 @@ class Tape(TorchDispatchMode, Region):
     def adopt(self, tensor: Tensor, value: Value) -> None:
         """While the block still runs, a backward inside it has brought `value` back on another storage. What reads
         that storage reads the value: holding it once more would be a waste, and a slot that no rerun would have."""
-        if self._is_open and _has_storage(tensor) and tensor.untyped_storage().nbytes() == value.nbytes:
-            sid = _storage_id(tensor)
-            if sid not in self._values:
-                self._weak.append(_weak_storage(tensor.untyped_storage()))
-                self._values[sid] = value
+        fits = _has_storage(tensor) and tensor.untyped_storage().nbytes() == value.nbytes
+        if fits and _storage_id(tensor) not in self._values:
+            self._weak.append(_weak_storage(tensor.untyped_storage()))
+            self._values[_storage_id(tensor)] = value
 
-    def close(self) -> None:
-        """Drop what is needed only while recording."""
+    def close(self) -> str | None:
+        """Drop what is needed only while recording. Returns what to warn of, if of something."""
         try:
             self.settle()
             for mover in self.movers.values():
                 mover.settle()
         finally:
-            self._is_open = False
             self.outer = None
             self._values.clear()
             self._geometries.clear()
             while self._weak:
                 _torch.free_weak_storage(self._weak.pop())
+        return None
 
     def settle(self) -> None:
         """Keep what the last write has made: it has the version now that it should have."""
@@ -341,9 +327,7 @@ class Tape(TorchDispatchMode, Region):
         return saved
 
     def _mover(self, destination: Destination | None) -> Mover | None:
-        if destination is None:
-            return None
-        return self.movers.setdefault(destination, Mover(destination))
+        return None if destination is None else self.movers.setdefault(destination, Mover(destination))
 
     def keep(self, tensor: Tensor) -> Tensor:
         """Hold a value: recompute starts from it, and never crosses it."""
@@ -370,11 +354,6 @@ class Tape(TorchDispatchMode, Region):
         """How many bytes are kept at this moment of the block, where that is known."""
         return None
 
-    @property
-    def complaint(self) -> str | None:
-        """What to warn of when the block ends."""
-        return None
-
     def tag(self, tensor: Tensor, name: str) -> Tensor:
         """The value has a name, which the innermost policy may want to keep it by."""
         if self.policy is not None:
@@ -387,10 +366,10 @@ class Tape(TorchDispatchMode, Region):
         outer = self.outer
         while isinstance(outer, Tape):
             outer = outer.outer
-        if self.outer is None or outer is None:
+        if outer is None:
             return function(*args, **kwargs)
         with aside():
-            return self.outer.once(function, args, kwargs)
+            return outer.once(function, args, kwargs)
 
     def keep_for_inner(self, tensor: Tensor) -> None:
         self.keep(tensor)
@@ -411,13 +390,10 @@ class Tape(TorchDispatchMode, Region):
 
     def _decide(self, info: Info, drew: bool, func: Any, args: Any, kwargs: Any, result: Any, made: Any) -> None:
         """Keep what the operator has made, if it must be or the policy says so."""
-        if drew and not self._preserve_rng_state:
-            answer: Answer = True
-        elif self._ask is not None and not self._inner and _graph_task_id() == self._graph_task:
+        answer: Answer = drew and not self._preserve_rng_state
+        if not answer and self._ask is not None and not self._inner and _graph_task_id() == self._graph_task:
             # Not in a backward inside, which makes others' hooks call functions again at times that differ in a rerun.
             answer = self._ask(func, args, kwargs, result)
-        else:
-            return
         if info.writes:  # when the operator has returned, which has still to count versions up
             self._unsettled += [(answer, tensor) for tensor in made]
         else:
@@ -671,12 +647,10 @@ class Tape(TorchDispatchMode, Region):
         return value.id, new.id
 
     def _refer_to_written(self, arg: Any, reads: list[Value], info: Info, outside: dict[int, Tensor]) -> Any:
-        if not isinstance(arg, Tensor):
-            if type(arg) is list or type(arg) is tuple:
-                return [self._refer_to_written(a, reads, info, outside) for a in arg]
+        if type(arg) is list or type(arg) is tuple:
+            return [self._refer_to_written(a, reads, info, outside) for a in arg]
+        if not isinstance(arg, Tensor) or not _has_storage(arg):
             return arg
-        if not _has_storage(arg):
-            return self.reference(arg, reads)
         sid = _storage_id(arg)
         if sid in outside:
             return _like(arg) if info.overwrites else Scratch(self.reference(arg, reads))
@@ -701,9 +675,8 @@ class Tape(TorchDispatchMode, Region):
 
 def _is_outside(value: Value | None, info: Info) -> bool:
     """Whether what is written can't be made again: it was there before, or something unseen has filled it."""
-    if value is None or (value.op is None and not value.kept):
-        return True
-    return value.unfilled and not (info.overwrites or info.allocates)
+    fills = info.overwrites or info.allocates
+    return value is None or (value.op is None and not value.kept) or (value.unfilled and not fills)
 
 
 def _by_storage(tensors: Any) -> dict[int, Tensor]:
@@ -719,16 +692,13 @@ def tensors_of(value: Any) -> list[Tensor]:
     """The tensors in an operator's argument or result, in order."""
     if isinstance(value, Tensor):
         return [value]
-    found: list[Tensor] = []
-    for part in value if type(value) is tuple or type(value) is list else ():
-        found += (part,) if isinstance(part, Tensor) else tensors_of(part)
-    return found
+    parts = value if type(value) is tuple or type(value) is list else ()
+    return [tensor for part in parts for tensor in tensors_of(part)]
 
 
 def _like(tensor: Tensor) -> Callable[[], Tensor]:
     """Makes what stands for an argument of which an operator reads only the metadata, or that it overwrites."""
-    size, stride = tensor.shape, tensor.stride()
-    return partial(torch.empty_strided, size, stride, dtype=tensor.dtype, device=tensor.device)
+    return partial(torch.empty_strided, tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
 
 
 def generators_of(args: Any, kwargs: dict[str, Any], python: bool) -> Generators:
