@@ -171,7 +171,6 @@ class Info:
     """What recording needs to know of an operator; found once."""
 
     def __init__(self, func: Any) -> None:
-        _INFOS[id(func)] = self  # an `OpOverload` is hashed by a Python function
         name = (func.name() if isinstance(func, _torch.OpOverload) else str(func)).partition(".")[0]
         space, _, base = name.partition("::")
         schema = getattr(func, "_schema", None)
@@ -208,6 +207,7 @@ class Info:
         # Custom operators may draw random numbers without torch's tag: look whether the generators have moved.
         self.custom = space not in ("aten", "prim", "prims")
         self.may_draw = self.custom or torch.Tag.nondeterministic_seeded in tags
+        _INFOS[id(func)] = self  # last, for other threads; by id, as an `OpOverload` is hashed by a Python function
 
 
 # Operators that are not recorded: `set_` gives a tensor another storage and writes none; the sizes of a nested tensor
