@@ -242,12 +242,11 @@ class _Window:
 
     def _drop_moved(self) -> None:
         """What is probably wanted no more; it can be fetched again."""
-        ready = self._request.task.ready
         for held in list(self._inputs):
             moved = held.moved
             if moved is not None and moved.last_reader is not None:
                 reader = moved.last_reader()
-                if reader is None or reader.slot in ready:
+                if reader is None or reader.slot in self._request.task.ready:
                     del self._inputs[held]
 
     def _start(self, value: Value, geometry: Geometry | None) -> Tensor:
@@ -258,8 +257,7 @@ class _Window:
         if geometry is None or (geometry is value.geometry and not held.is_packed and not value.kept):
             return tensor
         if held.is_packed and not value.kept:
-            size, stride, _, dtype, _ = geometry
-            return tensor if tensor.stride() == stride else _laid_out(tensor, size, stride, dtype)
+            return tensor if tensor.stride() == geometry[1] else _laid_out(tensor, *geometry)
         return tensor if geometry_of(tensor) == geometry else _torch.lay(tensor, *geometry)
 
     # ---- running operators again
@@ -295,8 +293,11 @@ class _Window:
 
     def _run(self, op: Op) -> Sequence[int]:
         """Run one operator; returns the ids of the values that it made. Nothing else of it stays alive."""
-        build = self._build
-        args = [arg if type(arg) in ATOMS else build(arg) for arg in op.args]
+        made, build = self._made, self._build
+        args = [  # past one call, mostly
+            made[arg.id] if type(arg) is Value and arg.id in made else arg if type(arg) in ATOMS else build(arg)
+            for arg in op.args
+        ]
         kwargs = {name: build(arg) for name, arg in op.kwargs.items()} if op.kwargs else op.kwargs
         if op.grad_mode is not self._grad_mode:
             self._grad_mode = op.grad_mode
@@ -309,11 +310,11 @@ class _Window:
                 Generators.leave(now)
         outputs = op.outputs
         if type(result) is Tensor and outputs:  # the only one, so it is new
-            self._made[outputs[0]] = result
+            made[outputs[0]] = result
             return outputs
         for tensor, id in zip(tensors_of(result), outputs, strict=False):
             if id:
-                self._made[id] = tensor
+                made[id] = tensor
         return [id for id in outputs if id]
 
     def _run_write(self, op: Op, last: dict[int, Op | None]) -> Sequence[int]:
@@ -396,7 +397,7 @@ def _in_kind(tensor: Tensor, saved: Value | Ref) -> Tensor:
     return tensor.as_subclass(saved.kind) if isinstance(saved, Ref) and saved.kind is not None else tensor
 
 
-def _laid_out(tensor: Tensor, size: Any, stride: Any, dtype: torch.dtype) -> Tensor:
+def _laid_out(tensor: Tensor, size: Any, stride: Any, offset: Any, dtype: torch.dtype, bits: int) -> Tensor:
     """A copy with these strides: hooks may give back another layout."""
     copy = torch.empty_strided(size, stride, dtype=dtype, device=tensor.device)
     try:
