@@ -377,6 +377,29 @@ def test_what_is_saved_of_a_rewound_buffer_is_its_value_of_then():
     assert run(lambda fn: checkpointed(fn)) == run(plain)
 
 
+class WritesWhatItSaved(nn.Module):
+    """Plain autograd refuses its backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("scale", torch.full((4,), 2.0))
+
+    def forward(self, x):
+        y = x * self.scale
+        self.scale += 1
+        return y.square()
+
+
+@pytest.mark.parametrize("door", ["plain", "rerun", "rerun to the end"])
+def test_a_buffer_that_is_written_after_it_was_saved_is_refused(door):
+    """A rerun delivers neither what has been written since nor what is there now, and leaves the buffer alone."""
+    model = WritesWhatItSaved()
+    y = {**DOORS, "plain": plain}[door](model)(leaf())
+    with pytest.raises(RuntimeError, match=r"modified by an inplace|overwritten later in the function"):
+        y.sum().backward()
+    assert torch.equal(model.scale, torch.full((4,), 3.0))
+
+
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 def test_buffers_are_put_back_after_an_error(error):
     """Values, versions and the tensors themselves."""

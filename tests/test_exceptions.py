@@ -320,3 +320,41 @@ def test_what_a_function_does_about_the_stop_signal_is_no_error(word, fn):
     for _ in range(2):
         with unchanged():
             assert bits(torch.autograd.grad(y, x, retain_graph=True)[0]) == bits(expected)
+
+
+def test_whoever_swallows_the_stop_signal_meets_it_again():
+    """At the next tensor that would be saved, so that the rerun ends there."""
+    past = []
+
+    def fn(x):
+        try:
+            y = x.sin()
+        except BaseException:
+            y = x
+        (y * 2).cos()  # nobody needs it
+        past.append(is_recomputing())
+        return y
+
+    checkpointed(fn)(leaf(3)).sum().backward()
+    assert past == [False]
+
+
+def overwrites(x):
+    """Autograd has saved the root, and refuses backward."""
+    return (x * 1).sqrt_().mul_(2).square()
+
+
+@EARLY_STOP
+def test_a_value_that_the_function_overwrites_later_is_brought_back_as_it_was_or_refused(early_stop):
+    """A rerun that stops right behind it has it still; one to the end has not, and says so."""
+    x = torch.tensor([4.0, 16.0, 64.0], requires_grad=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace"):
+        overwrites(x).sum().backward()
+    y = checkpointed(overwrites, early_stop=early_stop)(x).sum()
+    if early_stop:
+        y.backward()
+        assert torch.equal(x.grad, torch.full((3,), 4.0))
+    else:
+        with pytest.raises(CheckpointError, match="overwritten later in the function"):
+            y.backward()
+        assert x.grad is None

@@ -61,6 +61,11 @@ def dropouts(x):
     return F.scaled_dot_product_attention(q, q, q, dropout_p=0.5).exp().sin()
 
 
+def filled_last(x):
+    """Noise that is saved before it is there, by the last operator of all."""
+    return F.rrelu(x.sin(), training=True)
+
+
 def reseeded(x):
     """A seed set in the region, in a fork of the stream and out of it."""
     y = F.dropout(x.sin(), 0.5)
@@ -101,7 +106,10 @@ PROGRAMS = {
     "module argument": lambda door, x: door(lambda m, x: m(x.sin()).exp().sin())(nn.Dropout(0.5), x),
     "module": lambda door, x: door(LAYERS)(x),
     "between": between,
-    **{f.__name__: lambda door, x, f=f: door(f)(x) for f in (factories, samplers, dropouts, reseeded, branches)},
+    **{
+        f.__name__: lambda door, x, f=f: door(f)(x)
+        for f in (factories, samplers, dropouts, filled_last, reseeded, branches)
+    },
 }
 
 

@@ -2,6 +2,7 @@
 Python can reach is what it is when backward runs."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -166,6 +167,28 @@ def test_functions_of_every_kind_keep_their_variables(door):
         x = leaf()
         y = call(x)
         factor = 3.0
+        y.sum().backward()
+        return (x.grad,)
+
+    same(door, program)
+
+
+@DOOR
+def test_a_method_in_a_partial_keeps_its_variables(door):
+    """It stays bound to its object when it is called again."""
+
+    def program(door):
+        factor = 2.0
+
+        class Scale:
+            weight = 3.0
+
+            def run(self, n, x):
+                return (x * factor * n * self.weight).square()
+
+        x = leaf()
+        y = door(functools.partial(Scale().run, 5.0))(x)
+        factor = 7.0
         y.sum().backward()
         return (x.grad,)
 
