@@ -102,7 +102,7 @@ class TaskTensors:
 
     def __init__(self) -> None:
         self.ready: dict[int, Tensor | None] = {}  # by slot: delivered; None once its node has it
-        self.versions: dict[int, int] = {}  # by slot: of what was delivered, where not 0
+        self.versions: dict[int, int] = {}  # by slot: of what was delivered
         self.inputs: dict[Any, Tensor] = {}  # what the source has fetched and will want again
         self.plan: dict[int, set[int]] = {}  # by slot: those that come together
         self.stages: dict[int, Any] = {}  # and what it holds on to for what is opened later
@@ -364,8 +364,7 @@ class Recompute:
                         if holder.metadata != found:
                             self._mismatch(holder, found, maker_of(given), f"; saved in the recompute at {user_line()}")
                     ready[slot] = tensor
-                    if tensor._version:
-                        self.task.versions[slot] = tensor._version
+                    self.task.versions[slot] = tensor._version
                     if self.rewound and _torch.has_storage(tensor) and _torch.storage_id(tensor) in self.rewound:
                         self.borrowed += (slot,)
         elif frame.complete and not self._stopped:

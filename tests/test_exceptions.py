@@ -341,7 +341,7 @@ def test_whoever_swallows_the_stop_signal_meets_it_again():
 
 def overwrites(x):
     """Autograd has saved the root, and refuses backward."""
-    return (x * 1).sqrt_().mul_(2).square()
+    return x.sqrt().mul_(2).square()
 
 
 @EARLY_STOP

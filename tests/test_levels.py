@@ -169,14 +169,3 @@ def test_partial_backwards_in_any_order(order, budget):
 
     want = found(run)
     assert found(scoped(run, budget)) == want
-
-
-@pytest.mark.parametrize("options", [{}, {"segment": 2 * UNIT}, {"budget": 16 * UNIT}, {"budget": 100 * UNIT}], ids=str)
-def test_one_level_where_that_is_enough(options):
-    """Without a budget, or with one that has room for what a segment saves, no step runs again twice."""
-    run, _ = chain(64)
-    with checkpoint_scope(policy=auto(**options)):
-        loss = run()
-    ran.clear()
-    loss.backward()
-    assert len(ran) == len({*ran})

@@ -114,14 +114,6 @@ def test_nested_scopes_hold_less_than_flat_ones():
     assert bytes_of(nested)[0] < bytes_of(per_block("s"))[0]
 
 
-def test_plain_needs_several_times_as_much(baseline):
-    """Else this would measure nothing; and it is the same number each time."""
-    first = bytes_of(plain)
-    assert bytes_of(plain) == first
-    assert first[0] > 4 * baseline[0]
-    assert first[1] > 3 * baseline[1]
-
-
 # ---- bytes of one region, by hand
 
 N = 1000 * 4  # bytes of one tensor below
@@ -164,24 +156,6 @@ def test_an_input_that_no_recompute_reads_is_released(door):
 
 
 # ---- what a scope reports
-
-
-def test_stats_after_the_block_and_after_backward():
-    """Operators and bytes of a block in which everything is known."""
-    x = torch.rand(1000).requires_grad_()
-    h = x * 2
-    with checkpoint_scope() as scope:
-        y = keep(h.sin().exp()).cos().tanh()
-    stats = scope.stats
-    assert (stats.ops_recorded, stats.ops_replayed, stats.replays) == (4, 0, 0)
-    # sin saves h, exp its result, cos the kept value (the same storage), tanh its result
-    assert (stats.bytes_saved, stats.bytes_held, stats.bytes_kept) == (3 * N, N, N)
-    y.sum().backward(retain_graph=True)
-    assert (scope.stats.ops_replayed, scope.stats.replays, scope.stats.bytes_held) == (2, 1, N)
-    y.sum().backward()
-    stats = scope.stats
-    assert (stats.ops_recorded, stats.ops_replayed, stats.replays) == (4, 4, 2)
-    assert (stats.bytes_saved, stats.bytes_held, stats.bytes_kept) == (3 * N, 0, 0)
 
 
 def test_stats_count_the_state_of_generators():
