@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from oracle import Counting, apply, bits, count
 
-from checkpointing import checkpoint_scope, checkpointed, disabled, is_recomputing, keep
+from checkpointing import CheckpointError, checkpoint_scope, checkpointed, disabled, is_recomputing, keep
 
 WORD = pytest.mark.parametrize("word", ["c", "r", "s", "cc", "cs", "sc", "ss"])
 RERUN = pytest.mark.parametrize("word", ["c", "cc", "sc"])

@@ -139,12 +139,6 @@ def test_a_region_holds_its_input_and_its_output(door):
 
 
 @pytest.mark.parametrize("door", ["r", "s"])
-def test_a_kept_value_is_held_once(door):
-    """However often it is kept."""
-    assert held_by(apply(door, lambda x: keep(keep(keep(x.sin()).view(10, 100))).exp().tanh() + 1)) == N
-
-
-@pytest.mark.parametrize("door", ["r", "s"])
 def test_an_input_that_no_recompute_reads_is_released(door):
     """A block holds what its recompute starts from, and not all that it touched."""
 
@@ -165,16 +159,4 @@ def test_stats_count_the_state_of_generators():
         y = F.dropout(x * 2, 0.5)
     assert scope.stats.bytes_held == torch.get_rng_state().nbytes
     y.sum().backward()
-    assert scope.stats.bytes_held == 0
-
-
-def test_parameters_are_not_counted():
-    """They are held anyway."""
-    layer = nn.Linear(10, 10)
-    x = torch.rand(5, 10)
-    with checkpoint_scope() as scope:
-        y = layer(layer(x).sin())
-    assert scope.stats.bytes_held == x.nbytes
-    assert scope.stats.bytes_saved == x.nbytes + 2 * 5 * 10 * 4
-    del y
     assert scope.stats.bytes_held == 0
