@@ -6,8 +6,9 @@ random and ambient state; the buffers of modules in training mode, rewound in pl
 was given to `keep` or came from `forward_only` functions. Whatever else the function reads (globals, attributes,
 the inside of the user's own objects) is what it is when backward runs.
 
-Invariant: a recompute changes nothing of the user's but buffers and random and ambient state, in place, and puts them
-back. What it does not own it may refuse, at the slot that needs it, but never replace.
+Invariant: a recompute changes nothing of the user's but buffers, variables that the function closes over, and random
+and ambient state, in place, and puts them back. What it does not own it may refuse, at the slot that needs it, but
+never replace.
 
 Rejected: looking for everything that a function might read or write. That search has no end in Python, costs more than
 the region, and what it then exchanges belongs to others (FSDP's shards, ranks that are threads, caches).
@@ -38,7 +39,6 @@ from ._tree import ATOMS, Field, put_together, take_apart
 _enclosing_hooks = _torch.enclosing_hooks
 _push_hooks, _pop_hooks = _torch.push_hooks, _torch.pop_hooks
 _is_grad_enabled, _set_grad_enabled = torch.is_grad_enabled, _torch.set_grad_enabled
-_get_state, _set_state = _torch.get_cpu_state, _torch.set_cpu_state
 _parts_of, _storage_id, _has_storage = _torch.parts_of_module, _torch.storage_id, _torch.has_storage
 _Module, _partial = nn.Module, functools.partial
 _Norm = _torch.Normalisation
@@ -51,8 +51,7 @@ class Rerun(Region, Source):
 
     context: AbstractContextManager[Any] | None = None  # entered around the rerun
     _buffers: Buffers | None = None
-    _cpu_state: Tensor | None = None  # of the default random generator
-    _rng: Generators | None = None  # the others
+    _rng: Generators | None = None
     _pins: tuple[Pin, ...] = ()
     _results: tuple[Any, ...] = ()
 
@@ -90,10 +89,8 @@ class Rerun(Region, Source):
             self._buffers = Buffers(inputs) or None
         self.ambient = Ambient()
         if preserve_rng_state:
-            self._cpu_state = _get_state()
-            devices = {device for device in inputs.devices if has_rng(device)} if inputs.devices else ()
-            if devices or inputs.generators or preserve_rng_state == "all":
-                self._rng = Generators(False, devices, inputs.generators, preserve_rng_state == "all")
+            devices = [device for device in inputs.devices if has_rng(device)]
+            self._rng = Generators(True, devices, inputs.generators, preserve_rng_state == "all")
 
     # ---- as a region
 
@@ -207,9 +204,6 @@ class Rerun(Region, Source):
         context = self.ambient.enter(undo)
         if self._rng is not None:
             undo.append((Generators.leave, self._rng.enter()))
-        if self._cpu_state is not None:
-            undo.append((_set_state, _get_state()))
-            _set_state(self._cpu_state)
         return context
 
 
@@ -412,7 +406,7 @@ _SMALL = 1 << 16  # bytes: up to that a copy before every forward costs little
 class Buffers:
     """The buffers of the modules that a region runs, as they were before it.
 
-    Those of modules in training mode are copied, once per storage, and rewound in place while the function is called
+    Those of modules in training mode are copied, and rewound in place while the function is called
     again: so they are written once (rule 7), and aliases, views and what is keyed by the tensor stay what they are.
     Larger ones and those of modules in evaluation mode are guarded by version.
     """

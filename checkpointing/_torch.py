@@ -163,7 +163,6 @@ def streams_of(device: torch.device) -> Any:
 
 # ---- storages. The public way (`untyped_storage()`) builds a Python object per call.
 storage_id: Callable[[Tensor], int] = _C._storage_id
-id_of_storage: Callable[[torch.UntypedStorage], int] = operator.attrgetter("_cdata")  # where it is at hand
 
 
 # False for sparse, MKLDNN and other opaque layouts.
