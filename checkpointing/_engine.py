@@ -51,6 +51,7 @@ _current_node = _torch.current_node
 _graph_exec_group = _torch.graph_exec_group
 _graph_task_id = _torch.graph_task_id
 _node_count = _torch.node_count
+_profiles = _torch.profiles
 _Parameter = nn.Parameter
 _PythonNode = _torch.PythonNode
 _backward_code = _torch.run_backward_code
@@ -123,6 +124,8 @@ class _Stop(BaseException):
 
 class Frame:
     """One region: its holders, its source, and what has been recomputed for which graph task."""
+
+    watch: Callable[[Recompute], None] | None = None  # runs a recompute, of a region that somebody wants a report of
 
     def __init__(
         self, source: Source, name: str, entered_from: Line, early_stop: bool = True, check: Check = None
@@ -203,7 +206,12 @@ class Frame:
             if tensor is None:
                 if self.prefix is not None and slot in ready and group is not None:
                     raise errors.overlapping(self)
-                Recompute(self, task, holder).run()
+                request = Recompute(self, task, holder)
+                if self.watch is None and not _profiles():
+                    request.run()
+                else:
+                    with _torch.profiled_range(f"recompute:{self.name}"):
+                        (self.watch or Recompute.run)(request)
                 tensor = ready[slot]
                 assert tensor is not None  # `run` raises if it can't deliver
                 if len(ready) > 1 or task.inputs:

@@ -49,6 +49,12 @@ current_node: Callable[[], Any] = _C._current_autograd_node
 graph_exec_group: Callable[[], object | None] = _C._get_graph_exec_group
 
 
+# Whether a profiler runs in this thread, at the price of a C function; and a range in what it shows, where
+# `torch.profiler.record_function` would be an operator, which modes see.
+profiles: Callable[[], bool] = _autograd._profiler_enabled
+profiled_range: Callable[[str], AbstractContextManager[Any]] = _C._profiler._RecordFunctionFast
+
+
 # Call something when the running backward call ends; a failing one only drops its reference to it.
 at_graph_task_end: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
 
