@@ -125,7 +125,7 @@ class _Stop(BaseException):
 class Frame:
     """One region: its holders, its source, and what has been recomputed for which graph task."""
 
-    watch: Callable[[Recompute], None] | None = None  # runs a recompute, of a region that somebody wants a report of
+    record: Any = None  # if somebody wants a report: what is told of it, and runs its recomputes
 
     def __init__(
         self, source: Source, name: str, entered_from: Line, early_stop: bool = True, check: Check = None
@@ -207,11 +207,11 @@ class Frame:
                 if self.prefix is not None and slot in ready and group is not None:
                     raise errors.overlapping(self)
                 request = Recompute(self, task, holder)
-                if self.watch is None and not _profiles():
+                if self.record is None and not _profiles():
                     request.run()
                 else:
                     with _torch.profiled_range(f"recompute:{self.name}"):
-                        (self.watch or Recompute.run)(request)
+                        (Recompute.run if self.record is None else self.record.watch)(request)
                 tensor = ready[slot]
                 assert tensor is not None  # `run` raises if it can't deliver
                 if len(ready) > 1 or task.inputs:
