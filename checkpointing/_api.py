@@ -23,11 +23,12 @@ from typing_extensions import Unpack
 from . import _reentrant, _torch, errors
 from ._auto import AutoTape
 from ._check import CHECKS, DeterminismCheck, check_of
+from ._debug import explain, logged
 from ._engine import Frame, unpack
 from ._policy import as_policy
 from ._region import thread
 from ._replay import Replay
-from ._report import Noting, NotingAuto, Report, Reported, Stats, collect, explain, logged, measure, record_of
+from ._report import Noting, NotingAuto, Report, Reported, Stats, collect, measure, record_of
 from ._rerun import PreserveRngState, Rerun
 from ._tape import Tape
 from ._where import Line, entered_from, warn
@@ -99,7 +100,7 @@ _is_compiling = torch.compiler.is_dynamo_compiling
 _is_grad_enabled, _hooks_are_enabled = torch.is_grad_enabled, _torch.hooks_are_enabled
 _innermost_transform = _torch.innermost_transform
 
-_run_by_hooks = "_ambient _auto _check _engine _region _replay _report _rerun _tape _torch _where"
+_run_by_hooks = "_ambient _auto _check _debug _engine _region _replay _report _rerun _tape _torch _where"
 _torch.keep_dynamo_out(*(sys.modules[f"{__package__}.{name}"] for name in _run_by_hooks.split(" ")))
 
 _disabled: contextvars.ContextVar[bool] = contextvars.ContextVar("checkpointing.disabled", default=False)

@@ -7,34 +7,31 @@ so that the rest pays nothing for it.
 
 from __future__ import annotations
 
-import functools
 import gc
 import math
 import os
 import sys
 import time
 import weakref
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.weak import WeakTensorKeyDictionary
 
-from . import _torch, errors
+from . import _torch
 from ._ambient import Generators
 from ._auto import AutoTape
-from ._check import Evidence, maker_of
+from ._check import maker_of, metadata_of
 from ._engine import Frame, Held, Holder, Recompute, is_parameter, named, root_of
 from ._region import Region, thread
 from ._replay import Replay, values_of
 from ._rerun import Buffers, Pin
 from ._tape import Op, Ref, Scratch, Tape, Value, Wrapped, tensors_of
-from ._tree import Container as Taken
-from ._where import Line, described, stack_of_user, user_frame
+from ._tree import Container
+from ._where import described, user_line
 
 
 class TensorReport(NamedTuple):
@@ -88,7 +85,11 @@ class Report(NamedTuple):
 
     def to_dict(self) -> dict[str, Any]:
         """The same in dicts, lists, text and numbers, as `json.dumps` takes them."""
-        return {"regions": [_plain(region) for region in self.regions]}
+
+        def rows(tensors: Iterable[TensorReport]) -> list[dict[str, Any]]:
+            return [tensor._asdict() | {"dtype": str(tensor.dtype)} for tensor in tensors]
+
+        return {"regions": [r._asdict() | {"saved": rows(r.saved), "held": rows(r.held)} for r in self.regions]}
 
     def __str__(self) -> str:
         lines = ["would hold   held now   recomputed      region"]
@@ -109,7 +110,7 @@ class Report(NamedTuple):
                 operator = (tensor.operator or "").removeprefix("aten.").removesuffix(".default")
                 lines.append(f"{_size(tensor.nbytes):>10}  {tensor.kind:<12}  {what:<26}  {operator}")
                 lines += [f"{'':12}{_place(tensor)}"] if tensor.line else []
-        return "\n".join(line if len(line) <= 80 else f"{line[:77]}..." for line in lines)
+        return "\n".join(line.rstrip() if len(line) <= 80 else f"{line[:77]}..." for line in lines)
 
 
 _ROWS = 10  # that people want to see of each
@@ -132,13 +133,6 @@ def _place(what: RegionReport | TensorReport) -> str:
     return ", ".join(filter(None, (what.module, os.path.basename(file) + colon + rest)))
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, tuple):
-        fields = getattr(value, "_fields", None)
-        return [*map(_plain, value)] if fields is None else dict(zip(fields, map(_plain, value), strict=True))
-    return value if value is None or isinstance(value, int | float | str) else str(value)
-
-
 def report(*outputs: Tensor) -> Report:
     """What the regions behind these tensors hold for backward, and what autograd would have held without them.
 
@@ -154,16 +148,16 @@ def report(*outputs: Tensor) -> Report:
 
     >>> import torch
     >>> from checkpointing import checkpointed, report
-    >>> block = checkpointed(lambda x: x.sin().exp().cos(), name="block", report=True)
+    >>> block = checkpointed(lambda x: x.sin().exp().tanh(), name="block", preserve_rng_state=False)
     >>> x = torch.ones(1024, requires_grad=True)
-    >>> loss = block(block(x * 2)).sum()
-    >>> [(region.name, region.bytes_saved, region.bytes_held) for region in report(loss).regions]
-    [('block', 12288, 4096), ('block', 12288, 4096)]
+    >>> (region,) = report(block(x * 2).sum()).regions
+    >>> region.bytes_saved, region.bytes_held, region.held[0].operator
+    (12288, 4096, 'args[0]')
     """
     for output in outputs:
         if not isinstance(output, Tensor):
             raise TypeError(f"report takes tensors, such as a loss, not {output!r}")
-    found: dict[int, Record] = {}
+    found: dict[Any, Record] = {}
     nodes: dict[Any, None] = {output.grad_fn: None for output in outputs}
     stack = [*nodes]
     while stack:
@@ -171,22 +165,19 @@ def report(*outputs: Tensor) -> Report:
         if node is not None:
             for packed in _torch.saved_by(node):
                 _find(packed, found)
-            found.update({id(record.frame() or record): record for record in _records_at(node)})
+            found.update((record.frame() or record, record) for record in node.metadata.get(__name__, ()))
             fresh = [other for other, _ in node.next_functions if other not in nodes]
             nodes.update(dict.fromkeys(fresh))
             stack += fresh
     return collect(found.values())
 
 
-def _find(packed: Any, found: dict[int, Record]) -> None:
+def _find(packed: Any, found: dict[Any, Record]) -> None:
     """Add the region whose holder this is, and those around it, which hold its inputs."""
-    if type(packed) is Holder and id(packed.frame) not in found:
-        found[id(packed.frame)] = record_of(packed.frame)
+    if type(packed) is Holder and packed.frame not in found:
+        found[packed.frame] = record_of(packed.frame)
         for _, part in _parts(packed.frame):
             _find(_packed(part), found)
-
-
-# ---- numbers of a scope, and logs of operators
 
 
 class Stats(NamedTuple):
@@ -208,99 +199,29 @@ class Stats(NamedTuple):
 
 def measure(frame: Frame, tape: Tape, source: Replay) -> Stats:
     """The present numbers of a scope."""
-    held = kept = 0
-    for tensor in held_by(frame, record_of(frame)):
-        if tensor.kind in ("input", "random state"):
-            held += tensor.nbytes
-        else:
-            kept += tensor.nbytes
+    tensors = held_by(frame, frame.record or Record(frame, False))
+    held = sum(tensor.nbytes for tensor in tensors if tensor.kind in ("input", "random state"))
+    kept = sum(tensor.nbytes for tensor in tensors) - held
     return Stats(tape.recorded, source.replayed, source.replays, tape.saved_bytes, held, kept)
-
-
-class OpLog(TorchDispatchMode):
-    """The operators that ran while it was entered, each with the stack of user code that led to it."""
-
-    supports_higher_order_operators = True
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.lines: list[tuple[str, str]] = []
-        self._numbers: Any = WeakTensorKeyDictionary()
-        self._met = 0
-
-    def __enter__(self) -> Any:
-        self.lines.clear()  # of the recompute before this one
-        return super().__enter__()  # type: ignore[no-untyped-call]
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        parts = [self._text(value) for value in args] + [f"{key}={self._text(v)}" for key, v in (kwargs or {}).items()]
-        call, stack, index = f"{func}({', '.join(parts)})", stack_of_user(), len(self.lines)
-        self.lines.append((call, stack))  # which it may not survive
-        result = func(*args, **(kwargs or {}))
-        self.lines[index] = (f"{self._text(result, True)} = {call}", stack)
-        return result
-
-    def _text(self, value: Any, full: bool = False) -> str:
-        if isinstance(value, list | tuple):
-            return f"[{', '.join(self._text(part, full) for part in value)}]"
-        if not isinstance(value, Tensor):
-            return repr(value)
-        if value not in self._numbers:
-            self._numbers[value] = self._met = self._met + 1
-        return f"${self._numbers[value]}" + f": {str(value.dtype)[6:]}{list(value.shape)}" * full
-
-
-def explain(error: errors.CheckpointError, forward: list[tuple[str, str]], recompute: list[tuple[str, str]]) -> None:
-    """Raise an error of `debug=True` again with the logs of both runs, under the headings of torch's."""
-    logs = ""
-    for title, lines in (("the original forward", forward), ("recomputation", recompute)):
-        logs += f"\n\nOperations executed during {title}:\n"
-        logs += "".join(f"  {i}: {op}\n{stack}" for i, (op, stack) in enumerate(lines)) or "  (none)\n"
-    explained = type(error)(
-        f"{error}\n\nAn error happened while unpacking tensors; these are the operators of both runs, each with the "
-        f"lines of your code that led to it, innermost first.{logs}\nYou are seeing this error because you passed "
-        "`debug=True` to checkpoint: the first operator that differs above shows where the two runs part."
-    )
-    vars(explained).update(__notes__=getattr(error, "__notes__", []))
-    raise explained from error
-
-
-def logged(frame: Frame) -> tuple[OpLog, OpLog]:
-    """Contexts for the forward and the recompute that log their operators; errors of the frame show both."""
-    forward, recompute = OpLog(), OpLog()
-    frame.on_error = functools.partial(explain, forward=forward.lines, recompute=recompute.lines)
-    return forward, recompute
 
 
 # ---- what regions with `report=True` note
 
 
-class Note(NamedTuple):
-    """Where something happened, and by which operator."""
-
-    operator: str | None
-    module: str | None
-    line: Line | None
-
-
-Description = tuple[int, tuple[int, ...], torch.dtype]  # bytes of the storage, shape, dtype
-
-
 class Record:
     """What is noted of a region. It refers to no tensor, so nothing lives longer for it."""
 
-    seconds: float | None = None  # None: not noted
-    recomputes: int | None = None
-    operators: int | None = None
-    spared: Container[int] = ()  # values
-
-    def __init__(self, frame: Frame, module: str | None) -> None:
+    def __init__(self, frame: Frame, is_noted: bool) -> None:
         self.frame = weakref.ref(frame)
         self.name = frame.name
-        self.entered = Note(None, module, frame.entered_from)
+        self.entered = _module_path() if is_noted else None, described(frame.entered_from)
         self.inner: list[Record] = []  # of regions inside
-        self.notes: dict[int, Note] = {}  # by value: where it was made, or first read
-        self.saved: list[tuple[Note, Description]] = []
+        self.saved: list[TensorReport] = []
+        self.notes: dict[int, Note] = {0: (None, *self.entered) if is_noted else (None, None, None)}  # by value
+        self.spared: set[int] = set()  # values
+        self.recomputes: Any = 0 if is_noted else None
+        self.operators: Any = None
+        self.seconds: Any = 0.0 if is_noted else None
 
     def and_inner(self) -> list[Record]:
         return [self, *(record for inner in self.inner for record in inner.and_inner())]
@@ -308,20 +229,22 @@ class Record:
     def watch(self, request: Recompute) -> None:
         """Run a recompute."""
         node, around = _torch.current_node(), thread.record
-        if node is not None:  # which a report finds when backward has freed what it refers to
-            _records_at(node, self)
-        thread.record = self
-        begin = time.perf_counter()
+        if node is not None:  # where a report finds it when backward has freed the rest
+            node.metadata.setdefault(__name__, {})[self] = None
+        thread.record, begin = self, time.perf_counter()
         try:
             request.run()
         finally:
             seconds = time.perf_counter() - begin
-            self.seconds = (self.seconds or 0) + seconds
+            self.seconds += seconds
             if around is not None:  # it wants what this region brings back
                 around.seconds -= seconds
             thread.record = around
-            self.recomputes = (self.recomputes or 0) + 1
+            self.recomputes += 1
             self.operators = getattr(request.frame.source, "replayed", None)
+
+
+Note = tuple[str | None, str | None, str | None]  # the operator that made a value, the module and the user's line
 
 
 class Reported(Frame):
@@ -329,8 +252,7 @@ class Reported(Frame):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.record = Record(self, _module_path())
-        self.record.recomputes, self.record.seconds = 0, 0.0
+        self.record = Record(self, True)
         self._storages: weakref.WeakSet[Any] = weakref.WeakSet()  # that have been saved
 
     def enter(self, region: Region) -> None:
@@ -340,30 +262,31 @@ class Reported(Frame):
             region.outer.record.inner.append(self.record)
 
     def pack(self, tensor: Tensor) -> Holder:
-        holder, root = super().pack(tensor), root_of(tensor)
-        note = _note(next((str(v.op.info.func) for v in values_of(holder.saved) if v.op), maker_of(tensor)))
-        for value in values_of(holder.saved):
-            self.record.notes.setdefault(value.id, note)
+        holder, root, record = super().pack(tensor), root_of(tensor), self.record
+        values = values_of(holder.saved)
+        operator = next((str(value.op.info.func) for value in values if value.op is not None), maker_of(tensor))
+        where = _module_path(), user_line()
+        record.notes.update((value.id, (operator, *where)) for value in values if value.id not in record.notes)
         if not is_parameter(root) and not (root.is_leaf and root.requires_grad):
             for part in _torch.plain_parts(tensor):
                 storage = part.untyped_storage() if _torch.has_storage(part) else holder
                 if storage not in self._storages:
                     self._storages.add(storage)
-                    self.record.saved.append((note, _described(part)))
+                    record.saved.append(_tensor("saved", part, operator, *where))
         return holder
 
     _torch.mark_as_torchs_own(pack)
 
 
 class Noting(Tape):
-    """A tape that notes where each value was made or first read."""
+    """A tape that notes where each value was made."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = super().__torch_dispatch__(func, types, args, kwargs)
-        tensors = [t for t in tensors_of([*args, *(kwargs or {}).values(), result]) if _torch.has_storage(t)]
-        values = [self._values.get(_torch.storage_id(tensor)) for tensor in tensors]
-        fresh = {value.id for value in values if value is not None} - self.record.notes.keys()
-        self.record.notes.update(dict.fromkeys(fresh, _note(str(func))) if fresh else ())
+        for tensor in filter(_torch.has_storage, tensors_of(result)):
+            value = self._values.get(_torch.storage_id(tensor))
+            if value is not None and value.op is not None and value.id not in self.record.notes:
+                self.record.notes[value.id] = str(func), _module_path(), user_line()
         return result
 
     def close(self) -> str | None:
@@ -373,11 +296,6 @@ class Noting(Tape):
 
 class NotingAuto(Noting, AutoTape):
     """The same for one that makes cuts."""
-
-
-def _note(operator: str | None) -> Note:
-    frame = user_frame(sys._getframe(1))
-    return Note(operator, _module_path(), (frame.f_code, frame.f_lasti))
 
 
 def _module_path() -> str | None:
@@ -395,39 +313,12 @@ def _module_path() -> str | None:
     return ".".join(filter(None, reversed(names))) if modules else None
 
 
-def _records_at(node: Any, *more: Record) -> list[Record]:
-    records: dict[int, Record] = node.metadata.setdefault(__name__, {})
-    records.update({id(record): record for record in more})
-    return [*records.values()]
-
-
-def _described(tensor: Tensor) -> Description:
+def _tensor(kind: str, tensor: Tensor, *note: str | None) -> TensorReport:
     nbytes = tensor.untyped_storage().nbytes() if _torch.has_storage(tensor) else 0
-    return nbytes, tuple(_torch.shape_of(tensor)), tensor.dtype
+    return TensorReport(kind, nbytes, tuple(_torch.shape_of(tensor)), tensor.dtype, *note)
 
 
 # ---- what is found when somebody asks
-
-
-def record_of(frame: Frame) -> Record:
-    """What the region has noted; or what can be told without that."""
-    if frame.record is not None:
-        return frame.record
-    record = Record(frame, None)
-    record.recomputes, record.operators = (
-        getattr(frame.source, "replays", None),
-        getattr(frame.source, "replayed", None),
-    )
-    for holder in filter(None, [ref() for ref in frame.holders]):
-        for value in values_of(holder.saved):
-            geometry = getattr(holder.saved, "geometry", None) or value.geometry
-            if value.id not in record.notes and geometry is not None and (value.op or not value.is_parameter):
-                record.notes[value.id] = note = Note(value.op and str(value.op.info.func), None, None)
-                record.saved.append((note, (value.nbytes, tuple(geometry[0]), geometry[3])))
-        if holder.saved is None and frame.check is not None:  # of a rerun
-            shape, dtype, _ = holder.metadata.finding[0] if isinstance(holder.metadata, Evidence) else holder.metadata
-            record.saved.append((Note(None, None, None), (math.prod(shape) * dtype.itemsize, tuple(shape), dtype)))
-    return record
 
 
 def collect(records: Iterable[Record]) -> Report:
@@ -437,28 +328,46 @@ def collect(records: Iterable[Record]) -> Report:
 
 def _region(record: Record) -> RegionReport:
     frame = record.frame()
-    saved = _sorted(_tensor("saved", description, note) for note, description in record.saved)
-    held = _sorted(() if frame is None else held_by(frame, record))
+    saved, held = _sorted(record.saved), _sorted(() if frame is None else held_by(frame, record))
     sizes = [sum(tensor.nbytes for tensor in tensors) for tensors in (saved, held)]
     if frame is not None and isinstance(frame.source, Replay):
         sizes[0] = frame.source.tape.saved_bytes  # also of what has been freed
-    _, module, line = record.entered
     counts = record.recomputes, record.operators, record.seconds
-    return RegionReport(record.name, module, described(line), *sizes, *counts, saved, held)
+    return RegionReport(record.name, *record.entered, sizes[0], sizes[1], *counts, saved, held)
 
 
-def _tensor(kind: str, description: Description, note: Note, operator: str | None = None) -> TensorReport:
-    return TensorReport(kind, *description, operator or note.operator, note.module, note.line and described(note.line))
+def _live(frame: Frame) -> list[Holder]:
+    return [holder for ref in frame.holders if (holder := ref()) is not None]
+
+
+def record_of(frame: Frame) -> Record:
+    """What the region has noted, or what its holders tell."""
+    record: Record = frame.record or Record(frame, False)
+    source = frame.source
+    if isinstance(source, Replay):
+        record.recomputes, record.operators = source.replays, source.replayed
+    if frame.record is None and isinstance(source, Replay):
+        for value in {value: None for holder in _live(frame) for value in values_of(holder.saved)}:
+            if value.geometry is not None and (value.op is not None or not value.is_parameter):
+                operator = None if value.op is None else str(value.op.info.func)
+                what = value.nbytes, tuple(value.geometry[0]), value.geometry[3]
+                record.saved.append(TensorReport("saved", *what, operator, None, None))
+    elif frame.record is None and frame.check is metadata_of:
+        for shape, dtype, _ in [holder.metadata for holder in _live(frame) if holder.saved is None]:
+            what = math.prod(shape) * dtype.itemsize, tuple(shape), dtype
+            record.saved.append(TensorReport("saved", *what, None, None, None))
+    return record
 
 
 def held_by(frame: Frame, record: Record) -> list[TensorReport]:
     """What a region holds, each storage once."""
     found: dict[int, TensorReport] = {}
     for owner, part in _parts(frame):
-        kind, note, operator = "input", record.entered, None
-        tensors = _tensors_in(_packed(part))
+        kind, tensors = "kept" if type(owner) is Pin else "input", _tensors_in(_packed(part))
+        operator, module, line = record.notes[0]
         if type(owner) is Value:
-            note = record.notes.get(owner.id, _NOWHERE)
+            operator, module, line = record.notes.get(owner.id, record.notes[0])
+            kind = "spared" if owner.id in record.spared else "kept" if owner.kept or owner.op else kind
         if type(part) is Generators:
             kind, tensors = "random state", [state for *_, state in part._streams if isinstance(state, Tensor)]
             operator = str(owner.info.func) if type(owner) is Op else None
@@ -466,25 +375,20 @@ def held_by(frame: Frame, record: Record) -> list[TensorReport]:
             kind, tensors = "buffers", part._then._values
         elif type(part) is not Held:  # a tensor, which `auto` spares while the block runs
             kind = "spared"
-        elif part.moved:
-            kind = "offloaded"
-        elif type(owner) is Pin or (type(owner) is Value and (owner.kept or owner.op)):
-            kind = "spared" if type(owner) is Value and owner.id in record.spared else "kept"
         else:
-            operator = str(part.name) if isinstance(part.name, _torch.OpOverload) else named(part.name)
+            if kind == "input":
+                operator = str(part.name) if isinstance(part.name, _torch.OpOverload) else named(part.name)
+            kind = "offloaded" if part.moved else kind
         for tensor in tensors:
             if not (tensor.is_leaf and tensor.requires_grad):
                 key = _torch.storage_id(tensor) if _torch.has_storage(tensor) else id(tensor)
-                found[key] = _tensor(kind, _described(tensor), note, operator)
+                found[key] = _tensor(kind, tensor, operator, module, line)
     return [*found.values()]
-
-
-_NOWHERE = Note(None, None, None)
 
 
 def _parts(frame: Frame) -> Iterator[tuple[Any, Any]]:
     """Whatever holds tensors in a region (parameters apart), with what of the region refers to it."""
-    stack: list[Any] = [(None, [holder.saved for ref in frame.holders if (holder := ref()) is not None])]
+    stack: list[Any] = [(None, [holder.saved for holder in _live(frame)])]
     if isinstance(frame.source, Replay):  # while the block runs, it holds more than holders need
         stack.append((None, frame.source.tape._values))
         yield from getattr(frame.source.tape, "_spare", {}).items()
@@ -503,7 +407,7 @@ def _parts(frame: Frame) -> Iterator[tuple[Any, Any]]:
                     yield owner, part
 
 
-_ENTERED = {list, tuple, dict, Value, Op, Ref, Scratch, Wrapped, Taken, Pin}
+_ENTERED = {list, tuple, dict, Value, Op, Ref, Scratch, Wrapped, Container, Pin}
 
 
 def _packed(part: Any) -> Any:
@@ -513,8 +417,6 @@ def _packed(part: Any) -> Any:
 
 
 def _tensors_in(packed: Any) -> list[Tensor]:
-    if isinstance(packed, Tensor):
-        return [packed]
     # Users' hooks give back anything with the tensor in it. A region around holds what its `Holder` stands for.
-    parts = () if type(packed) is Holder else gc.get_referents(packed)
+    parts = [packed] if isinstance(packed, Tensor) else [] if type(packed) is Holder else gc.get_referents(packed)
     return [part for part in parts if isinstance(part, Tensor)][:1]

@@ -17,7 +17,18 @@ PACKAGE = Path(checkpointing.__file__).parent
 
 # The layout table of the design, from the top down.
 LAYERS = [
-    *("__init__", "__main__", "torch_compat", "_modules", "_api", "_report", "_reentrant", "_policy", "_auto"),
+    *(
+        "__init__",
+        "__main__",
+        "torch_compat",
+        "_modules",
+        "_api",
+        "_report",
+        "_debug",
+        "_reentrant",
+        "_policy",
+        "_auto",
+    ),
     *("_rerun", "_replay", "_tape", "_engine", "_check", "_ambient", "_offload", "_region", "_where", "_tree"),
     *("_torch", "errors"),
 ]
@@ -31,7 +42,7 @@ ALLOWED = {
     "torch.utils._python_dispatch.TorchDispatchMode": set(FILES),
 }
 # Private attributes of objects that are Python's, or that torch documents in its notes on autograd.
-KNOWN_ATTRIBUTES = {"_getframe", "_fields", "_replace", "_version", "_base", "_schema"}
+KNOWN_ATTRIBUTES = {"_getframe", "_asdict", "_fields", "_replace", "_version", "_base", "_schema"}
 
 
 def imports(tree):
