@@ -186,7 +186,8 @@ class Stats(NamedTuple):
     `ops_recorded` counts operators on the tape (views and operators that return no tensors are not recorded),
     `ops_replayed` those that were run again, over all `replays` (of windows) so far. `bytes_saved` is what plain
     autograd would have held for backward: every saved storage once, without parameters. `bytes_held` is held now in
-    order to recompute (inputs of the block and states of random generators), `bytes_kept` because it was kept.
+    order to recompute (inputs of the block and states of random generators), `bytes_kept` because it was kept. `cuts`
+    are positions among the recorded operators: recompute never crosses one, since what is needed there is kept.
     """
 
     ops_recorded: int = 0
@@ -195,6 +196,7 @@ class Stats(NamedTuple):
     bytes_saved: int = 0
     bytes_held: int = 0
     bytes_kept: int = 0
+    cuts: tuple[int, ...] = ()
 
 
 def measure(frame: Frame, tape: Tape, source: Replay) -> Stats:
@@ -202,7 +204,7 @@ def measure(frame: Frame, tape: Tape, source: Replay) -> Stats:
     tensors = held_by(frame, frame.record or Record(frame, False))
     held = sum(tensor.nbytes for tensor in tensors if tensor.kind in ("input", "random state"))
     kept = sum(tensor.nbytes for tensor in tensors) - held
-    return Stats(tape.recorded, source.replayed, source.replays, tape.saved_bytes, held, kept)
+    return Stats(tape.recorded, source.replayed, source.replays, tape.saved_bytes, held, kept, tuple(tape.cuts))
 
 
 # ---- what regions with `report=True` note
