@@ -18,7 +18,6 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
-from types import MethodType
 from typing import Any, Union
 
 from torch import nn
@@ -109,7 +108,7 @@ def _as_function(select: Select) -> Picks:
         return select
     raise TypeError(
         "checkpoint_modules: select is a class, a pattern of names, a function of name and module, or a tuple or list "
-        f"of these, not {select!r}"
+        f"of these, not {type(select).__qualname__}"
     )
 
 
@@ -121,19 +120,14 @@ def _nothing_picked(model: nn.Module, select: Select) -> str:
     named = dict(model.named_modules())
     classes = Counter(type(m).__qualname__ + ("" if _is_called(m) else " (never called)") for m in named.values())
     there = ", ".join(f"{count} {name}" for name, count in classes.most_common())
-    # What people would write for the names that there are, closest first.
+    # What people would write for the names that there are: those with a prefix more first, then the closest.
     called = {re.sub(r"\b\d+\b", "*", name): None for name, module in named.items() if name and _is_called(module)}
-    close = [
-        near
-        for pattern in (select if isinstance(select, tuple | list) else [select])
-        if isinstance(pattern, str)
-        for near in [n for n in called if n.endswith(f".{pattern}")] or difflib.get_close_matches(pattern, called)
-    ]
-    return (
-        f"checkpoint_modules: select={select!r} picks none of the modules of {type(model).__qualname__}"
-        f"{', where a `*` stands for one part of a name: ' + ' or '.join(map(repr, close)) + '?' if close else '.'} "
-        f"There are {there}."
-    )
+    patterns = [part for part in (select if isinstance(select, tuple | list) else [select]) if isinstance(part, str)]
+    longer = [name for name in called for pattern in patterns if name.endswith(f".{pattern}")]
+    close = longer[:3] or [name for pattern in patterns for name in difflib.get_close_matches(pattern, called)]
+    hint = f" (a `*` stands for one part of a name): did you mean {' or '.join(map(repr, close))}?" if close else "."
+    what = select.__qualname__ if isinstance(select, type) else repr(select)
+    return f"checkpoint_modules: {what} picks no module of this {type(model).__qualname__}{hint} There are {there}."
 
 
 class CheckpointedModules:
@@ -181,7 +175,8 @@ class _Forward:
     def __wrapped__(self) -> Callable[..., Any]:
         module = self._module()
         assert module is not None  # who calls its forward holds it
-        return MethodType(type(module).forward, module) if self.own is None else self.own
+        forward: Callable[..., Any] = type(module).forward.__get__(module) if self.own is None else self.own
+        return forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.options is None:
