@@ -159,10 +159,11 @@ class AutoTape(Tape):
 
     def close(self) -> str | None:
         complaint = None
-        if self._budget is not None and self.keeps_now() > self._budget:
+        kept = self.kept_bytes + self._held_bytes
+        if self._budget is not None and kept > self._budget:
             complaint = (
                 f"auto(budget={self._budget}): what `keep`, other policies and FSDP2 (between its modules) keep in "
-                f"this block takes more than that. The smallest budget possible is {self.keeps_now()} bytes."
+                f"this block takes more than that. The smallest budget possible is {kept} bytes."
             )
         elif not self._had_cut and self._least is not None and len(self._spare) != self._saves:
             complaint = (

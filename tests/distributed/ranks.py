@@ -202,7 +202,6 @@ MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.floa
 
 @program("fsdp2, regions inside", where="inside")
 @program("fsdp2, regions inside, not resharded", where="inside", reshard_after_forward=False)
-@program("fsdp2, regions inside, wrapped first", where="inside", first=True)
 @program("fsdp2, regions around")
 @program("fsdp2, regions around, not resharded", reshard_after_forward=False)
 @program("fsdp2, a lambda", where="lambda")
@@ -216,9 +215,11 @@ MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.floa
 @program("fsdp2, two forwards, around, not resharded", step=two_forwards, reshard_after_forward=False)
 @program("fsdp2, frozen", frozen=True)
 @program("fsdp2, frozen, inside", where="inside", frozen=True)
+@program("fsdp2, two forwards in one region", where="whole", twice=True)
+@program("fsdp2, two forwards in one region, not resharded", where="whole", twice=True, reshard_after_forward=False)
 @program("fsdp2, root only", root_only=True)
 @program("fsdp2, root only, inside", root_only=True, where="inside")
-def fsdp2(door, whole, where="around", step=once, frozen=False, root_only=False, first=False, **options):
+def fsdp2(door, whole, where="around", step=once, frozen=False, root_only=False, twice=False, **options):
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     if where == "whole" and whole is plain:
         door, whole = plain, door
@@ -228,7 +229,8 @@ def fsdp2(door, whole, where="around", step=once, frozen=False, root_only=False,
     for block in () if root_only else model.blocks:
         fully_shard(block, mesh=mesh, **options)
     fully_shard(model, mesh=mesh, **options)
-    return model, lambda x: step(whole(model), x)
+    call = whole((lambda x: model(x) + model(2 * x)) if twice else model)
+    return model, lambda x: step(call, x)
 
 
 # ---- tensor parallel
