@@ -162,8 +162,8 @@ class AutoTape(Tape):
         kept = self.kept_bytes + self._held_bytes
         if self._budget is not None and kept > self._budget:
             complaint = (
-                f"auto(budget={self._budget}): what `keep`, other policies and FSDP2 (between its modules) keep in "
-                f"this block takes more than that. The smallest budget possible is {kept} bytes."
+                f"auto(budget={self._budget}): what `keep` and other policies keep in this block, and FSDP2 between its "
+                f"modules, takes more than that. The smallest budget possible is {kept} bytes."
             )
         elif not self._had_cut and self._least is not None and len(self._spare) != self._saves:
             complaint = (
