@@ -21,8 +21,10 @@ Rejected: a list of operators with use counts (needs a release pass after each b
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from copy import copy
 from functools import partial
 from typing import Any, NamedTuple, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -177,7 +179,7 @@ class Info:
         tags = getattr(func, "tags", ())
         arguments = () if schema is None else schema.arguments
         aliases = [] if schema is None else [r.alias_info for r in schema.returns if "Tensor" in str(r.type)]
-        self.func = func
+        self.func, self.name = func, name
         self.run = _torch.quick_call(func)  # past one Python call, where there is one to pass
         self.writes = tuple(
             argument.name if argument.kwarg_only else i
@@ -232,6 +234,22 @@ STATISTICS: dict[str, tuple[tuple[int, ...], int | None]] = {
 COMMUNICATION = frozenset({"c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd"})
 
 _INFOS: dict[int, Info] = {}  # which refer to the operators, so that ids stay valid
+_REGIONS: WeakKeyDictionary[Any, Info] = WeakKeyDictionary()  # of compiled code
+
+
+def _info_of_region(info: Info, region: Any) -> Info:
+    """What recording needs to know of compiled code that is shown as one operator: called with its inputs one by one,
+    it is like any other."""
+    found = _REGIONS.get(region)
+    if found is None:
+        found = _REGIONS[region] = copy(info)
+        written, spaces = _torch.effects_of_region(region)
+        found.run, found.overwrites = _torch.run_region, False
+        found.targets = found.writes = tuple(1 + i for i in written)
+        found.communicates = not COMMUNICATION.isdisjoint(spaces)
+    return found
+
+
 _NOTHING: dict[Any, Any] = {}
 _storage_id, _has_storage, _weak_storage = _torch.storage_id, _torch.has_storage, _torch.weak_storage
 _Parameter = nn.Parameter
@@ -286,6 +304,11 @@ class Tape(TorchDispatchMode, Region):
     def _should_skip_dynamo(cls) -> bool:
         # Else torch wraps `__torch_dispatch__` once more, and every operator pays for it.
         return False
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        # Else compiled code runs eagerly in the block, and in torch 2.13 also after it.
+        return True
 
     def adopt(self, tensor: Tensor, value: Value) -> None:
         """While the block still runs, a backward inside it has brought `value` back on another storage. What reads
@@ -501,6 +524,10 @@ class Tape(TorchDispatchMode, Region):
         if self._here["depth"] != self._depth:  # an operator of a recompute (rule 3)
             return func(*args, **kwargs)
         info = _INFOS.get(id(func)) or Info(func)
+        if not _is_grad_enabled() and _torch.inductor_runs():
+            if info.name != "inductor_compiled_code":
+                return func(*args, **kwargs)  # its kernels, which nobody sees, write what this makes
+            info, args = _info_of_region(info, args[0]), (args[0], *args[1])
         if self._since >= self._watch:
             self._look(info)
         if self._unsettled:
@@ -628,8 +655,8 @@ class Tape(TorchDispatchMode, Region):
         write mostly later, while other code runs; what comes in is held when it is first read: by then it has arrived.
         Whoever read the value before gets a copy."""
         self._freeze(targets)
-        func = info.func
-        result = func(*args, **kwargs) if not self._has_zeros else _torch.with_zeros(func)(*args, **kwargs)
+        run = info.run
+        result = run(*args, **kwargs) if not self._has_zeros else _torch.with_zeros(run)(*args, **kwargs)
         self._now_outside(targets)
         for sid, tensor in _by_storage(result).items():
             if sid not in self._values:
