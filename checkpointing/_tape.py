@@ -60,7 +60,10 @@ NOWHERE = Places(None, None, None)
 class Value:
     """One storage between two writes: `op` made it, or it is `held`."""
 
-    __slots__ = ("geometry", "held", "id", "is_saved", "kept", "nbytes", "op", "parts", "saved", "unfilled", "volatile")
+    __slots__ = (
+        *("geometry", "held", "id", "is_saved", "kept", "nbytes", "op", "parts", "saved", "unfilled", "version"),
+        "volatile",
+    )
 
     def __init__(self, id: int, op: Op | None, nbytes: int, geometry: Geometry | None) -> None:
         self.id = id
@@ -73,6 +76,7 @@ class Value:
         self.saved = 0  # how many bytes of it, for tapes that make cuts
         self.unfilled = False  # allocated, and not yet filled by a recorded operator
         self.kept = False  # held, all of the storage, although an operator made it
+        self.version = 0  # of what recorded operators have made, at most
         self.volatile = False  # from outside and written by the region: others will write it again, so copies are read
 
     def hold(self, tensor: Tensor, geometry: Geometry | None, hooks: Saver, reader: Name) -> None:
@@ -297,6 +301,7 @@ class Tape(TorchDispatchMode, Region):
         self._geometries: dict[Any, Any] = {}
         self._weak: list[int] = []
         self._ids = 0
+        self._is_wary = _torch.inductor_is_loaded()
         self._has_zeros = False  # has seen efficient zeros, which have no memory
         self._unsettled: list[tuple[Answer, Tensor]] = []  # written just now, and to be kept
 
@@ -344,6 +349,8 @@ class Tape(TorchDispatchMode, Region):
         """What a holder needs to bring `tensor` back."""
         if type(tensor) is not Tensor and hasattr(tensor, "__tensor_flatten__"):
             return Wrapped(tensor, self.save)
+        if self._is_wary:
+            self._notice_writes(tensor)
         saved = self.reference(tensor)
         if self._save_at is not None:
             self.keep_at(tensor, self._save_at)
@@ -528,6 +535,8 @@ class Tape(TorchDispatchMode, Region):
             if info.name != "inductor_compiled_code":
                 return func(*args, **kwargs)  # its kernels, which nobody sees, write what this makes
             info, args = _info_of_region(info, args[0]), (args[0], *args[1])
+        if self._is_wary:
+            self._notice_writes((args, tuple(kwargs.values())))
         if self._since >= self._watch:
             self._look(info)
         if self._unsettled:
@@ -667,11 +676,19 @@ class Tape(TorchDispatchMode, Region):
         """`op` has made a new value of this storage."""
         value, info = self._values[sid], op.info
         new = self._register(target.untyped_storage(), op, sid, None if info.moves else value.geometry)
+        new.version = max(value.version, _torch.version(target) + 1)
         if info.overwrites:
             new.unfilled = value.unfilled and target.nbytes < new.nbytes
         elif info.allocates:  # resize_
             new.unfilled = new.nbytes > value.nbytes
         return value.id, new.id
+
+    def _notice_writes(self, tensors: Any) -> None:
+        """Compiled code that no operator shows leaves a trace of what it writes in version counters alone."""
+        for sid, tensor in _by_storage(tensors).items():
+            value = self._values.get(sid)
+            if value is not None and value.op is not None and _torch.version(tensor) > value.version:
+                self._now_outside(self._on_storages(tensor))
 
     def _refer_to_written(self, arg: Any, reads: list[Value], info: Info, outside: dict[int, Tensor]) -> Any:
         if type(arg) is list or type(arg) is tuple:
