@@ -476,9 +476,10 @@ def _skip_in_dynamo(code: CodeType) -> None:
     dynamo.set_code_exec_strategy(code, dynamo._FrameExecStrategy(dynamo._FrameAction.SKIP, dynamo._FrameAction.SKIP))
 
 
-def leave_eager(function: FunctionType) -> None:
+def leave_eager(function: Any, reason: str) -> None:
     """`torch.compiler.disable`, without the import of all of Dynamo."""
-    cast("Any", function)._torchdynamo_disable = True  # what Dynamo asks before it traces a call of it
+    function._torchdynamo_disable = True  # what Dynamo asks before it traces a call of it
+    function._torchdynamo_disable_msg = reason
     _skip_in_dynamo(function.__code__)
 
 
