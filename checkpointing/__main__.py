@@ -11,7 +11,6 @@ import argparse
 import functools
 import gc
 import importlib
-import importlib.util
 import json
 import os
 import statistics
@@ -282,9 +281,11 @@ def train(options: argparse.Namespace, progress: Callable[[str], None]) -> list[
 
 def torch_selective(block: Layer, x: Tensor) -> Any:
     """What torch has to keep the results of matrix products and attention."""
-    aten = torch.ops.aten
-    products = [aten.mm.default, aten.addmm.default, aten._scaled_dot_product_flash_attention_for_cpu.default]
-    contexts = functools.partial(create_selective_checkpoint_contexts, products)
+
+    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
+        return op.overloadpacket in flop_registry
+
+    contexts = functools.partial(create_selective_checkpoint_contexts, policy)
     return checkpoint(block, x, use_reentrant=False, context_fn=contexts)
 
 
@@ -326,7 +327,9 @@ def draw(options: argparse.Namespace) -> None:
         above.plot(cuts, [0] * len(cuts), "^", color=COLOURS[5], clip_on=False, zorder=9, label="cuts of auto()")
         above.axvspan(1, 2, color="0.93", zorder=0)
         above.set_yscale("function", functions=(lambda y: abs(y) ** 0.5, lambda y: y**2))
-        above.set(xlim=(0, 2), ylim=0, yticks=(0, 5, 10, 20, 40, 80, 140), ylabel="live memory (MiB)")
+        above.set(
+            xlim=(0, 2), ylim=0, yticks=(0, 5, 10, 20, 40, 80, 140), ylabel="live memory (MiB, scale of square roots)"
+        )
         above.set_xticks((0.5, 1.5), ("forward", "backward"))
         figure.legend(loc="outside upper center", ncols=3)
         below.plot(*zip(*costs, strict=True), "o-", color=COLOURS[5], label="one scope, auto(budget=...), in MiB")
@@ -381,8 +384,12 @@ def picture(text: str) -> str:
     """The file of a picture that can be drawn, from the command line."""
     if not text.endswith((".svg", ".png")):
         raise argparse.ArgumentTypeError(f"{text!r} is neither an .svg nor a .png")
-    if importlib.util.find_spec("matplotlib") is None:
-        raise argparse.ArgumentTypeError("needs matplotlib: pip install 'checkpointing[plot]'")
+    if not os.path.isdir(os.path.dirname(text) or "."):
+        raise argparse.ArgumentTypeError(f"{text!r}: there is no folder of this name")
+    try:
+        importlib.import_module("matplotlib")
+    except ImportError:
+        raise argparse.ArgumentTypeError("needs matplotlib: pip install 'checkpointing[plot]'") from None
     return text
 
 
