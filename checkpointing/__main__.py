@@ -314,8 +314,7 @@ def draw(options: argparse.Namespace) -> None:
     cuts = [cut / scope.stats.ops_recorded for cut in scope.stats.cuts]
 
     matplotlib, figures = importlib.import_module("matplotlib"), importlib.import_module("matplotlib.figure")
-    style = {"svg.fonttype": "none", "svg.hashsalt": "checkpointing", "font.size": 9, "legend.frameon": False}
-    with matplotlib.rc_context(style):
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "", "font.size": 9, "legend.frameon": False}):
         figure = figures.Figure(figsize=(8, 8), layout="constrained")
         above, below = figure.subplots(2)
         for (name, way), colour in zip(steps.items(), COLOURS, strict=True):
@@ -327,9 +326,7 @@ def draw(options: argparse.Namespace) -> None:
         above.plot(cuts, [0] * len(cuts), "^", color=COLOURS[5], clip_on=False, zorder=9, label="cuts of auto()")
         above.axvspan(1, 2, color="0.93", zorder=0)
         above.set_yscale("function", functions=(lambda y: abs(y) ** 0.5, lambda y: y**2))
-        above.set(
-            xlim=(0, 2), ylim=0, yticks=(0, 5, 10, 20, 40, 80, 140), ylabel="live memory (MiB, scale of square roots)"
-        )
+        above.set(xlim=(0, 2), ylim=0, ylabel="live memory (MiB, scale of square roots)")
         above.set_xticks((0.5, 1.5), ("forward", "backward"))
         figure.legend(loc="outside upper center", ncols=3)
         below.plot(*zip(*costs, strict=True), "o-", color=COLOURS[5], label="one scope, auto(budget=...), in MiB")
@@ -340,7 +337,7 @@ def draw(options: argparse.Namespace) -> None:
         below.plot(*selective, "D", color=COLOURS[1], label="... that keeps matrix products and attention")
         below.set(xlim=0, xlabel="peak memory of a step (MiB)", ylabel="recomputed FLOPs (1: those of a forward)")
         below.legend()
-        figure.savefig(options.plot, metadata={"Date": None} if options.plot.endswith(".svg") else None)
+        figure.savefig(options.plot, metadata={"Date": None})
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -371,12 +368,9 @@ def available_device(text: str) -> torch.device:
     except RuntimeError:
         raise argparse.ArgumentTypeError(f"{text!r} is not a device") from None
     here = torch.accelerator.current_accelerator(check_available=True)
-    if device.type != "cpu" and (here is None or device.type != here.type):
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not available: there is cpu{'' if here is None else f', {here}'}"
-        )
-    if device.type != "cpu" and (device.index or 0) >= (count := torch.accelerator.device_count()):
-        raise argparse.ArgumentTypeError(f"{text!r} is not available: {count} devices found")
+    count = 0 if here is None or here.type != device.type else torch.accelerator.device_count()
+    if device.type != "cpu" and (device.index or 0) >= count:
+        raise argparse.ArgumentTypeError(f"{text!r} is not available: {count} such devices are found")
     return device
 
 
@@ -436,17 +430,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         SystemExit: with status 2 and one line on stderr, where a value is wrong.
     """
     options = parse(arguments)
-    index, kind = options.device.index or 0, options.device.type
+    devices, kind = [], options.device.type
     if kind != "cpu":  # comparing bits needs kernels that give the same bits twice
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-        torch.accelerator.set_device_index(index)
-    progress = functools.partial(print, file=sys.stderr, flush=True)
-    with torch.random.fork_rng([] if kind == "cpu" else [index], device_type="cuda" if kind == "cpu" else kind):
+        devices = [options.device.index or 0]
+        torch.accelerator.set_device_index(devices[0])
+    with torch.random.fork_rng(devices, device_type=kind):
         if options.plot:
             draw(options)
             return 0
-        rows = train(options, progress)
+        rows = train(options, progress=lambda line: print(line, file=sys.stderr, flush=True))
     if options.json:
         result = {"options": {**vars(options), "torch": torch.__version__}, "rows": rows}
         print(json.dumps(result, indent=2, default=str))
