@@ -363,7 +363,7 @@ def test_readme(lines, monkeypatch):
         return here.get("loss")
 
     if make is any:
-        assert_same(llama, two_steps, train_in_regions=functools.partial(two_steps, loss_of=run), outside=2)  # kept
+        assert_same(llama, two_steps, train_in_regions=functools.partial(two_steps, loss_of=run))
     elif make in (llama, LORA[llama]):
         assert_same(make, two_steps, run)
     else:
