@@ -415,7 +415,12 @@ def _run_replay(fn: Any, args: Any, kwargs: Any, name: str, options: Options) ->
         return fn(*args, **kwargs)
 
 
-_torch.leave_eager(cast(Any, _run_replay))  # compiled code, in which the function stands, is compiled around it
+# Compiled code in which these stand is compiled around them, and in what they run.
+_RECORDS = (
+    "a region that records operators needs eager mode: put the scope around the compiled code, or checkpoint a function "
+    "in it with `@checkpointed`, which becomes torch's own operator"
+)
+_torch.leave_eager(_run_replay, _RECORDS)
 
 
 # ---- the block door
@@ -566,3 +571,6 @@ class checkpoint_scope:
     def __exit__(self, *error: Any) -> None:
         if self._block is not None:
             self._block.__exit__(*error)
+
+
+_torch.leave_eager(checkpoint_scope.__enter__, _RECORDS)
