@@ -112,7 +112,8 @@ class AutoTape(Tape):
 
     def _register(self, storage: Any, op: Op | None, sid: int, geometry: Geometry | None) -> Value:
         value = super()._register(storage, op, sid, geometry)
-        if op is not None and value.nbytes:
+        # There is nothing to keep in memory that has only been allocated (DDP's buckets, when it makes them anew).
+        if op is not None and value.nbytes and not (op.info.allocates and not op.info.writes):
             self._fresh.append((sid, value))
         return value
 
@@ -162,7 +163,7 @@ class AutoTape(Tape):
         kept = self.kept_bytes + self._held_bytes
         if self._budget is not None and kept > self._budget:
             complaint = (
-                f"auto(budget={self._budget}): what `keep` and other policies keep in this block, and FSDP2 between its "
+                f"auto(budget={self._budget}): what `keep` and other policies keep in this block, or FSDP2 between "
                 f"modules, takes more than that. The smallest budget possible is {kept} bytes."
             )
         elif not self._had_cut and self._least is not None and len(self._spare) != self._saves:
