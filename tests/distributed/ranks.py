@@ -1,4 +1,4 @@
-"""One rank: runs every program of its world size through every door, and writes a line for each into a file.
+"""Ranks: each runs every program of its world size through every door, and writes a row for each into a file.
 
 Weights are whole numbers from -1 to 1 before and after each step, in float64: the arithmetic is exact, whatever strides
 and alignments kernels meet. (Mixed precision and batch normalisation run the same kernels on the same shapes.)
@@ -6,7 +6,9 @@ and alignments kernels meet. (Mixed precision and batch normalisation run the sa
 
 import functools
 import json
+import multiprocessing
 import sys
+import time
 import traceback
 import warnings
 from datetime import timedelta
@@ -25,7 +27,7 @@ from checkpointing import auto, checkpoint_scope, checkpointed
 
 N, WIDTH = 4, 8  # blocks, features
 PROGRAMS = {2: {}, 4: {}}  # by world size and name: given the doors for a block and for the model, (model, step)
-SCOPES = []  # of one run
+SCOPES = []  # of one step: each with its stats at its end
 
 
 def program(name, *, world=2, **options):
@@ -41,8 +43,9 @@ def program(name, *, world=2, **options):
 def scope(fn, policy=None):
     def run(*args):
         with checkpoint_scope(policy=policy and policy()) as it:
-            SCOPES.append(it)
-            return fn(*args)
+            result = fn(*args)
+        SCOPES.append((it, it.stats))
+        return result
 
     return run
 
@@ -222,6 +225,7 @@ def sharded(
     root_only=False,
     two=False,
     late=False,
+    compiled=False,
     **options,
 ):
     """Where regions are inside: tensor parallel, regions, FSDP2."""
@@ -233,6 +237,8 @@ def sharded(
         block.requires_grad_(not (frozen and i % 2))
         if plan is not None:
             parallelize_module(block, mesh["model"], plan)
+        if compiled:
+            block.compile(backend="aot_eager")
         if shape[0] > 1 and not root_only:
             fully_shard(block, mesh=mesh["data"], **options)
         if late:
@@ -367,16 +373,17 @@ def train(name, program):
                 p.grad = None
     found.update((key, local(value).clone()) for key, value in model.state_dict().items())
     found["the random state"] = torch.get_rng_state()
-    return found, count, [(it._block._tape.cuts, it.stats) for it in SCOPES]
+    return found, count, [(it._block._tape.cuts, then, it.stats) for it, then in SCOPES]
 
 
 def main(rank, world, folder, only=""):
+    """What a rank finds is in the file `world.rank`: a row for each program and door."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    options = {"timeout": timedelta(seconds=30), "store": dist.FileStore(f"{folder}/store", world)}
+    options = {"timeout": timedelta(seconds=60), "store": dist.FileStore(f"{folder}/store of {world}", world)}
     dist.init_process_group("gloo", rank=rank, world_size=world, **options)
     want = {}
-    with open(f"{folder}/{rank}", "w") as file:
+    with open(f"{folder}/{world}.{rank}", "w") as file:
         for name, program in PROGRAMS[world].items():
             for door in DOORS if only in name else ():
                 try:
@@ -391,5 +398,14 @@ def main(rank, world, folder, only=""):
     dist.destroy_process_group()
 
 
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])
+if __name__ == "__main__":  # torch is imported once, and its process is forked
+    seconds, *given = sys.argv[1:]
+    fork, end = multiprocessing.get_context("fork"), time.monotonic() + float(seconds)
+    ranks = [fork.Process(target=main, args=(rank, world, *given)) for world in PROGRAMS for rank in range(world)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(max(0, end - time.monotonic()))
+        if process.is_alive():
+            print(f"killed after {seconds} seconds", file=sys.stderr)
+            process.kill()
