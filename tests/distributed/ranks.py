@@ -199,6 +199,7 @@ def in_sequence(call, step):
 @program("fsdp2, around, two forwards", step=two_forwards)
 @program("fsdp2, around, frozen", frozen=True)
 @program("fsdp2, around, root only", root_only=True)
+@program("fsdp2, compiled", where="inside", compiled=True)
 @program("fsdp2, a lambda", where="lambda")
 @program("fsdp2, a lambda, not resharded", where="lambda", reshard_after_forward=False)
 @program("fsdp2, the model", where="whole")
