@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from . import _torch, errors
-from ._ambient import Generators, read_switches, write_switches
+from ._ambient import Generators, Undo, enter_switches, undo_all
 from ._engine import Frame, Holder, Recompute, Source
 from ._offload import Moved, prefetch
 from ._tape import Geometry, Op, Ref, Scratch, Tape, Value, Wrapped, geometry_of, tensors_of
@@ -114,12 +114,12 @@ class Replay(Source):
     def recompute(self, request: Recompute) -> None:
         self.tape.settle()
         # Those of the block's beginning: kernels look at them.
-        undo = None if read_switches() == self.tape.switches else write_switches(self.tape.switches)
+        undo: Undo = []
         try:
+            enter_switches(self.tape.switches, undo)
             _Window(self, request).run()
         finally:
-            if undo is not None:
-                undo()
+            undo_all(undo)
 
 
 class Stage(NamedTuple):
