@@ -8,10 +8,12 @@ import functools
 import json
 import multiprocessing
 import sys
+import tempfile
 import time
 import traceback
 import warnings
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -23,7 +25,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
-from checkpointing import auto, checkpoint_scope, checkpointed
+from checkpointing import auto, checkpoint_modules, checkpoint_scope, checkpointed
 
 N, WIDTH = 4, 8  # blocks, features
 PROGRAMS = {2: {}, 4: {}}  # by world size and name: given the doors for a block and for the model, (model, step)
@@ -54,14 +56,26 @@ def plain(fn):
     return fn
 
 
+replay = functools.partial(checkpointed, backend="replay")
+IN_PLACE = {checkpointed: {}, replay: {"backend": "replay"}}
 DOORS = {  # for each block, for the model
     "plain": (plain, plain),
     "torch": (lambda fn: functools.partial(checkpoint, fn, use_reentrant=False), plain),
     "rerun": (checkpointed, plain),
-    "replay": (functools.partial(checkpointed, backend="replay"), plain),
+    "replay": (replay, plain),
     "scope": (scope, plain),
     "auto": (plain, functools.partial(scope, policy=auto)),
+    "scope in rerun": (lambda fn: checkpointed(scope(fn)), plain),
+    "rerun in scope": (lambda fn: scope(checkpointed(fn)), plain),
 }
+
+
+def doors(name):
+    """Those through which a program goes."""
+    inside = "inside" in name or "lambda" in name  # for `auto`, which puts nothing inside, the same as around
+    return [
+        door for door in DOORS if not (" in " in door and "collectives" not in name) and not (door == "auto" and inside)
+    ]
 
 
 # ---- models
@@ -88,16 +102,22 @@ class Block(nn.Module):
         return x + self.down(nn.functional.dropout(self.up(self.norm(x)).relu(), 0.5))
 
 
+def put_inside(model, door):
+    """Regions into the blocks, in place."""
+    if door in IN_PLACE:
+        checkpoint_modules(model, "blocks.*", **IN_PLACE[door])
+    for block in () if door in IN_PLACE else model.blocks:
+        block.forward = door(block.forward)
+
+
 class Net(nn.Module):
-    """Blocks with regions inside of them, around them, or around a lambda."""
+    """Blocks, with regions around them or around lambdas, if not inside."""
 
     def __init__(self, door, where="around", block=Block):
         super().__init__()
         self.blocks = nn.ModuleList(block() for _ in range(N))
         self.head = nn.Linear(WIDTH, 4)
         self.around = {"around": door, "lambda": lambda block: door(lambda x: block(x))}.get(where, plain)
-        for block in self.blocks if where == "inside" else ():
-            block.forward = door(block.forward)
         self.double()
         with torch.no_grad():
             for i, p in enumerate(self.parameters()):
@@ -155,7 +175,10 @@ def two_forwards(call, step):
 @program("ddp, a block used twice", kind=Twice)
 @program("ddp, a block used twice, static graph", kind=Twice, static_graph=True)
 def ddp(door, whole, kind=Net, where="around", block=Block, accumulate=False, **options):
-    model = nn.parallel.DistributedDataParallel(kind(door, where, block), bucket_cap_mb=0.001, **options)
+    net = kind(door, where, block)
+    if where == "inside":
+        put_inside(net, door)
+    model = nn.parallel.DistributedDataParallel(net, bucket_cap_mb=0.001, **options)
 
     def step(i):
         if accumulate:
@@ -211,41 +234,35 @@ def in_sequence(call, step):
 @program("sequence parallel, inside", where="inside", shape=(1, 2), plan=SEQUENCE, step=in_sequence)
 @program("sequence parallel, around", shape=(1, 2), plan=SEQUENCE, step=in_sequence)
 @program("fsdp2 x tensor parallel, inside", world=4, where="inside", shape=(2, 2), plan=TENSOR)
+@program(
+    "fsdp2 x tensor parallel, inside, sharded first", world=4, where="inside", shape=(2, 2), plan=TENSOR, late=True
+)
 @program("fsdp2 x tensor parallel, around", world=4, shape=(2, 2), plan=TENSOR)
 @program("fsdp2 x tensor parallel, not resharded", world=4, shape=(2, 2), plan=TENSOR, reshard_after_forward=False)
 @program("fsdp2 x tensor parallel, the model", world=4, where="whole", shape=(2, 2), plan=TENSOR)
 @program("fsdp2 x sequence parallel", world=4, shape=(2, 2), plan=SEQUENCE, step=in_sequence)
-def sharded(
-    door,
-    whole,
-    where="around",
-    shape=(2, 1),
-    plan=None,
-    step=once,
-    frozen=False,
-    root_only=False,
-    two=False,
-    late=False,
-    compiled=False,
-    **options,
-):
-    """Where regions are inside: tensor parallel, regions, FSDP2."""
+def sharded(door, whole, where="around", shape=(2, 1), plan=None, step=once, two=False, root_only=False, **options):
+    """In the order that the README recommends, if not `late`."""
+    frozen, late, compiled = (options.pop(name, False) for name in ("frozen", "late", "compiled"))
     mesh = mesh_of(shape)
     if where == "whole" and whole is plain:
         door, whole = plain, door
-    model = Net(door, "late" if late else where)
+    model = Net(door, where)
     for i, block in enumerate(model.blocks):
         block.requires_grad_(not (frozen and i % 2))
         if plan is not None:
             parallelize_module(block, mesh["model"], plan)
+    if where == "inside" and not late:
+        put_inside(model, door)
+    for block in model.blocks:
         if compiled:
             block.compile(backend="aot_eager")
         if shape[0] > 1 and not root_only:
             fully_shard(block, mesh=mesh["data"], **options)
-        if late:
-            block.forward = door(block.forward)
     if shape[0] > 1:
         fully_shard(model, mesh=mesh["data"], **options)
+    if where == "inside" and late:
+        put_inside(model, door)
     return model, functools.partial(step, whole((lambda x: model(x) + model(2 * x)) if two else model))
 
 
@@ -386,7 +403,7 @@ def main(rank, world, folder, only=""):
     want = {}
     with open(f"{folder}/{world}.{rank}", "w") as file:
         for name, program in PROGRAMS[world].items():
-            for door in DOORS if only in name else ():
+            for door in doors(name) if only in name else ():
                 try:
                     found, count, scopes = train(door, program)
                 except Exception:
@@ -395,18 +412,26 @@ def main(rank, world, folder, only=""):
                     want = found if door == "plain" else want
                     differs = [key for key in want if not torch.equal(found[key], want[key])]
                     row = {"differs": differs, "count": count, "scopes": scopes}
-                print(json.dumps([name, door, row]), file=file, flush=True)
+                print(json.dumps([rank, name, door, row]), file=file, flush=True)
     dist.destroy_process_group()
 
 
-if __name__ == "__main__":  # torch is imported once, and its process is forked
-    seconds, *given = sys.argv[1:]
+def run(seconds, *given):
+    """Prints a row for each rank, program and door. Torch is imported once, and its process is forked."""
     fork, end = multiprocessing.get_context("fork"), time.monotonic() + float(seconds)
-    ranks = [fork.Process(target=main, args=(rank, world, *given)) for world in PROGRAMS for rank in range(world)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join(max(0, end - time.monotonic()))
-        if process.is_alive():
-            print(f"killed after {seconds} seconds", file=sys.stderr)
-            process.kill()
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = [
+            fork.Process(target=main, args=(rank, world, folder, *given)) for world in PROGRAMS for rank in range(world)
+        ]
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join(max(0, end - time.monotonic()))
+            if process.is_alive():
+                print(f"a rank was killed after {seconds} seconds", file=sys.stderr)
+                process.kill()
+        print(*(row for file in Path(folder).glob("*.*") for row in file.read_text().splitlines()), sep="\n")
+
+
+if __name__ == "__main__":
+    run(*sys.argv[1:])
