@@ -401,8 +401,8 @@ def _run_replay(fn: Any, args: Any, kwargs: Any, name: str, options: Options) ->
 
 # Compiled code in which these stand is compiled around them, and in what they run.
 _RECORDS = (
-    "a region that records operators needs eager mode: put the scope around the compiled code, or checkpoint a function "
-    "in it with `@checkpointed`, which becomes torch's own operator"
+    "a region that records operators needs eager mode: put the scope around the compiled code, or checkpoint a "
+    "function in it with `@checkpointed`, which becomes torch's own operator"
 )
 _torch.leave_eager(_run_replay, _RECORDS)
 
