@@ -254,6 +254,8 @@ class _Window:
         held = value.holding(geometry)
         assert held is not None  # whoever read it made sure of that
         tensor: Tensor = self._inputs[held] if held.is_packed else held.fetch(self._frame)
+        if held.is_parameter and geometry is not None and value.nbytes and not tensor.untyped_storage().nbytes():
+            raise errors.given_back(self._frame, tensor.shape)  # kernels would crash
         if geometry is None or (geometry is value.geometry and not held.is_packed and not value.kept):
             return tensor
         if held.is_packed and not value.kept:

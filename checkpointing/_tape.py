@@ -77,7 +77,9 @@ class Value:
         self.unfilled = False  # allocated, and not yet filled by a recorded operator
         self.kept = False  # held, all of the storage, although an operator made it
         self.version = 0  # of what recorded operators have made, at most
-        self.volatile = False  # from outside and written by the region: others will write it again, so copies are read
+        # From outside and written by the region: others will write it again, so copies are read. None: the memory of
+        # gathered parameters, which are referenced as all are.
+        self.volatile: bool | None = False
 
     def hold(self, tensor: Tensor, geometry: Geometry | None, hooks: Saver, reader: Name) -> None:
         """Hold the value, which is from outside, as it is now. `tensor` lies on it like that; None as `reader`: no
@@ -85,7 +87,8 @@ class Value:
         self.op, self.unfilled = None, False
         held = self.holding(geometry)
         if held is None:
-            held = Held(tensor, hooks, None)
+            held = Held(tensor, None if self.volatile is None else hooks, None)
+            held.is_parameter |= self.volatile is None
             if self.held is None:
                 self.held, self.geometry = held, geometry
             else:
@@ -194,6 +197,7 @@ class Info:
         if self.writes and self.statistics is not None:  # with `out=`
             self.writes += self.statistics[0]
         self.communicates = space in COMMUNICATION
+        self.gathers = space == "fsdp"  # parameters, whose memory is given back when their module has run
         self.targets = self.writes
         if self.communicates:  # it writes without a word in its schema
             self.targets = (0, "out") if base.endswith("_") and base != "monitored_barrier_" else ("out",)
@@ -234,8 +238,8 @@ STATISTICS: dict[str, tuple[tuple[int, ...], int | None]] = {
     "aten::batch_norm_gather_stats_with_counts": ((3, 4), None),
     "aten::batch_norm_update_stats": ((1, 2), None),
 }
-# Operators that other processes take part in.
-COMMUNICATION = frozenset({"c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd"})
+# Operators that other processes take part in; those of FSDP2 put what has come in where its parameters lie.
+COMMUNICATION = frozenset({"c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd", "fsdp"})
 
 _INFOS: dict[int, Info] = {}  # which refer to the operators, so that ids stay valid
 _REGIONS: WeakKeyDictionary[Any, Info] = WeakKeyDictionary()  # of compiled code
@@ -304,6 +308,7 @@ class Tape(TorchDispatchMode, Region):
         self._is_wary = _torch.inductor_is_loaded()
         self._has_zeros = False  # has seen efficient zeros, which have no memory
         self._unsettled: list[tuple[Answer, Tensor]] = []  # written just now, and to be kept
+        self._lent: list[torch.UntypedStorage] = []  # memory of gathered parameters, while there
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -332,6 +337,7 @@ class Tape(TorchDispatchMode, Region):
         finally:
             self.outer = None
             self._values.clear()
+            self._lent.clear()
             self._geometries.clear()
             while self._weak:
                 _torch.free_weak_storage(self._weak.pop())
@@ -347,6 +353,8 @@ class Tape(TorchDispatchMode, Region):
 
     def save(self, tensor: Tensor) -> Any:
         """What a holder needs to bring `tensor` back."""
+        if self._lent:
+            self._see_lent()
         if type(tensor) is not Tensor and hasattr(tensor, "__tensor_flatten__"):
             return Wrapped(tensor, self.save)
         if self._is_wary:
@@ -478,6 +486,21 @@ class Tape(TorchDispatchMode, Region):
 
     def _read_across(self, value: Value, tensor: Tensor) -> None:
         """A kept value is read, or one from before the last cut."""
+        if value.op is not None and value.op.index < self._last_cut and value.nbytes:
+            value.keep(tensor, self.hooks)
+            self.kept_bytes += value.nbytes
+
+    def _see_lent(self) -> None:
+        """Where gathered parameters have been given back (FSDP2, after each module) is a cut: in backward those of one
+        module at a time will be there."""
+        lent = [storage for storage in self._lent if storage.nbytes()]
+        if len(lent) < len(self._lent):
+            self._lent = lent
+            self._cut_for_good()
+
+    def _cut_for_good(self) -> None:
+        self._last_cut = self.recorded
+        self.cuts.append(self.recorded)
 
     def _look(self, info: Info) -> None:
         """An operator is about to run: is this a moment for a cut?"""
@@ -518,10 +541,11 @@ class Tape(TorchDispatchMode, Region):
         value = values[sid] = Value(id, op, storage.nbytes(), geometry)
         return value
 
-    def _now_outside(self, targets: dict[int, Tensor]) -> None:
+    def _now_outside(self, targets: dict[int, Tensor], gathered: bool = False) -> None:
         """These have been written from outside, or so that a replay can't do it again."""
         for sid, target in targets.items():
-            self._register(target.untyped_storage(), None, sid, None).volatile = True
+            self._register(target.untyped_storage(), None, sid, None).volatile = None if gathered else True
+        self._lent += [target.untyped_storage() for target in targets.values() if gathered]
 
     # ---- the mode
 
@@ -531,6 +555,8 @@ class Tape(TorchDispatchMode, Region):
         if self._here["depth"] != self._depth:  # an operator of a recompute (rule 3)
             return func(*args, **kwargs)
         info = _INFOS.get(id(func)) or Info(func)
+        if self._lent:
+            self._see_lent()
         if not _is_grad_enabled() and _torch.inductor_runs():
             if info.name != "inductor_compiled_code":
                 return func(*args, **kwargs)  # its kernels, which nobody sees, write what this makes
@@ -663,10 +689,11 @@ class Tape(TorchDispatchMode, Region):
         """Run what is never repeated: it only writes something from outside, or others would have to take part. These
         write mostly later, while other code runs; what comes in is held when it is first read: by then it has arrived.
         Whoever read the value before gets a copy."""
-        self._freeze(targets)
+        if not info.gathers:  # again what was there before it was given back
+            self._freeze(targets)
         run = info.run
         result = run(*args, **kwargs) if not self._has_zeros else _torch.with_zeros(run)(*args, **kwargs)
-        self._now_outside(targets)
+        self._now_outside(targets, info.gathers)
         for sid, tensor in _by_storage(result).items():
             if sid not in self._values:
                 self._register(tensor.untyped_storage(), None, sid, None)
