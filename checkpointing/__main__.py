@@ -126,9 +126,8 @@ class Run:
         self.model.to(self.device, getattr(torch, options.dtype))
         self.parameters: list[Any] = list(self.model.parameters())
         self.generators = [torch.default_generator]
-        if self.device.type != "cpu":
-            module: Any = torch.get_device_module(self.device)
-            self.generators.append(module.default_generators[module.current_device()])
+        if self.device.type == "cuda":
+            self.generators.append(torch.cuda.default_generators[torch.cuda.current_device()])
         self.rng = [generator.get_state() for generator in self.generators]
         self.losses: list[Tensor] = []
         self.seconds: list[float] = []
@@ -173,7 +172,7 @@ class Run:
         """Bytes held between forward and backward, and at the peak of both, above what was there before."""
         self.model.zero_grad(set_to_none=True)
         gc.collect()
-        measure = memory_on_cpu if self.device.type == "cpu" else memory_on_accelerator
+        measure = memory_on_cuda if self.device.type == "cuda" else memory_on_cpu
         return measure(lambda: self.way(self.model, text))
 
 
@@ -213,14 +212,14 @@ def memory_on_cpu(forward: Callable[[], Tensor]) -> tuple[int, int]:
     return held, peak
 
 
-def memory_on_accelerator(forward: Callable[[], Tensor]) -> tuple[int, int]:
+def memory_on_cuda(forward: Callable[[], Tensor]) -> tuple[int, int]:
     """Ask the allocator of the current device, which rounds each block up."""
-    torch.accelerator.reset_peak_memory_stats()
-    before = torch.accelerator.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
     loss = forward()
-    held = torch.accelerator.memory_allocated()
+    held = torch.cuda.memory_allocated()
     loss.backward()
-    return held - before, torch.accelerator.max_memory_allocated() - before
+    return held - before, torch.cuda.max_memory_allocated() - before
 
 
 def train(options: argparse.Namespace, progress: Callable[[str], None]) -> list[dict[str, Any]]:
@@ -270,10 +269,10 @@ def available_device(text: str) -> torch.device:
         device = torch.device(text)
     except RuntimeError:
         raise argparse.ArgumentTypeError(f"{text!r} is not a device") from None
-    if device.type not in ("cpu", "cuda", "xpu"):
-        raise argparse.ArgumentTypeError(f"{text!r}: memory can be measured on cpu, cuda and xpu only")
-    if (device.index or 0) >= (count := torch.get_device_module(device).device_count()):
-        raise argparse.ArgumentTypeError(f"{text!r} is not available: {count} {device.type} devices found")
+    if device.type not in ("cpu", "cuda"):
+        raise argparse.ArgumentTypeError(f"{text!r}: memory can be measured on cpu and cuda only")
+    if device.type == "cuda" and (device.index or 0) >= (count := torch.cuda.device_count()):
+        raise argparse.ArgumentTypeError(f"{text!r} is not available: {count} CUDA devices found")
     return device
 
 
@@ -317,12 +316,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         SystemExit: with status 2 and one line on stderr, where a value is wrong.
     """
     options = parse(arguments)
-    devices = [] if options.device.type == "cpu" else [options.device.index or 0]
-    if devices:  # comparing bits needs kernels that give the same bits twice
+    if options.device.type == "cuda":  # comparing bits needs kernels that give the same bits twice
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-        torch.accelerator.set_device_index(devices[0])
-    with torch.random.fork_rng(devices, device_type=options.device.type):
+        torch.cuda.set_device(options.device.index or 0)
+    with torch.random.fork_rng([torch.cuda.current_device()] if options.device.type == "cuda" else []):
         rows = train(options, progress=lambda line: print(line, file=sys.stderr, flush=True))
     if options.json:
         result = {"options": {**vars(options), "torch": torch.__version__}, "rows": rows}

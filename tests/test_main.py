@@ -116,7 +116,7 @@ def test_a_way_that_moves_the_random_stream_fails_the_run(capsys, monkeypatch):
         (["--context", "100000000"], ["--context", "too long"]),
         (["--width", "30"], ["--width", "30", "multiple of 4"]),
         (["--device", "abacus"], ["--device", "'abacus'", "not a device"]),
-        (["--device", "meta"], ["--device", "'meta'", "cpu, cuda and xpu only"]),
+        (["--device", "meta"], ["--device", "'meta'", "cpu and cuda only"]),
         (["--device", "cuda"], ["--device", "'cuda'", "not available"]),
         (["--dtype", "int8"], ["--dtype", "'int8'", "float32"]),
         (["--layer", "3"], ["unrecognized", "--layer"]),
