@@ -21,7 +21,10 @@ Check = Callable[[Tensor], Any] | None
 
 def metadata_of(tensor: Tensor) -> tuple[Any, torch.dtype, torch.device]:
     """What `determinism_check="metadata"` compares."""
-    return (_torch.shape_of(tensor), tensor.dtype, tensor.device)
+    try:
+        return tensor.shape, tensor.dtype, tensor.device
+    except RuntimeError:
+        return _torch.shape_of(tensor), tensor.dtype, tensor.device
 
 
 def values_of(tensor: Tensor) -> Any:

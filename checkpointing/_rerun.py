@@ -39,7 +39,7 @@ from ._tree import ATOMS, Field, put_together, take_apart
 _enclosing_hooks = _torch.enclosing_hooks
 _push_hooks, _pop_hooks = _torch.push_hooks, _torch.pop_hooks
 _is_grad_enabled, _set_grad_enabled = torch.is_grad_enabled, _torch.set_grad_enabled
-_parts_of, _storage_id, _has_storage = _torch.parts_of_module, _torch.storage_id, _torch.has_storage
+_parts_of, _has_storage = _torch.parts_of_module, _torch.has_storage
 _Module, _partial = nn.Module, functools.partial
 _Norm = _torch.Normalisation
 
@@ -132,7 +132,7 @@ class Rerun(Region, Source):
 
     def at_hand(self, holder: Holder, where: Frame) -> Tensor | None:
         """A parameter, which is referenced (rule 2)."""
-        parameter, version, is_all = holder.saved
+        _, version, is_all, parameter = holder.saved
         if not is_all or where.check not in (metadata_of, None):
             return None
         if parameter._version != version:
@@ -153,7 +153,9 @@ class Rerun(Region, Source):
         function, args, kwargs = self.restored(where)
         undo: Undo = []
         try:
-            context = self.go_back(where, undo, request)
+            context = self.go_back(where, undo)
+            if self._buffers is not None:
+                request.rewound = self._buffers.rewound
             if self._pins or self._results or self.policy is not None:
                 thread.region = Repeated(self._pins, self._results, self.policy, where)
             request.begin_in_order()
@@ -163,8 +165,6 @@ class Rerun(Region, Source):
                 request.ran_to_its_end = True
             finally:
                 _pop_hooks()
-                if request.borrowed:
-                    request.keep_borrowed()
         finally:
             undo_all(undo)
 
@@ -188,7 +188,7 @@ class Rerun(Region, Source):
             function = functools.partial(_call_within, self.context, function)
         return function, args, kwargs
 
-    def go_back(self, where: object, undo: Undo, request: Recompute | None = None) -> contextvars.Context:
+    def go_back(self, where: object, undo: Undo) -> contextvars.Context:
         """Enter the state that the forward was called in; `undo` is given the way out, the last first. Returns the
         context to run in."""
         if self._variables:
@@ -198,9 +198,7 @@ class Rerun(Region, Source):
         undo.append((_set_grad_enabled, _is_grad_enabled()))
         _set_grad_enabled(True)
         if self._buffers is not None:
-            rewound = self._buffers.enter(where, undo)
-            if request is not None:
-                request.rewound = rewound
+            self._buffers.enter(where, undo)
         context = self.ambient.enter(undo)
         if self._rng is not None:
             undo.append((Generators.leave, self._rng.enter()))
@@ -449,8 +447,13 @@ class Buffers:
     def __bool__(self) -> bool:
         return bool(self._entries or self._lazy)
 
-    def enter(self, where: object, undo: Undo) -> set[int]:
-        """Go back; `undo` is given the way out. Returns the storages that have been rewound."""
+    @property
+    def rewound(self) -> set[int]:
+        """The storages that are."""
+        return set(map(_torch.storage_id, self._then.tensors))
+
+    def enter(self, where: object, undo: Undo) -> None:
+        """Go back; `undo` is given the way out."""
         for module, name, tensor, version in self._guarded:
             if _torch.version(tensor) != version:
                 what = named((type(module).__name__, Field(name)), tensor)
@@ -462,7 +465,6 @@ class Buffers:
         undo.append((_Moment.go_back, _Moment(tensors)))
         _set(self._entries)
         self._then.go_back()
-        return set(map(_storage_id, self._then.tensors))
 
 
 Entries = list[tuple[dict[str, Any], str, Tensor | None]]  # a module's dict, name, what was there
