@@ -32,7 +32,7 @@ import threading
 import weakref
 from collections.abc import Callable, Container, Iterable
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -127,7 +127,7 @@ class Frame:
         self, source: Source, name: str, entered_from: Line, early_stop: bool = True, check: Check = None
     ) -> None:
         self.source = source
-        self.save = source.save or parameter_in
+        self.save = source.save
         self.name = name
         self.entered_from = entered_from
         self.early_stop = early_stop
@@ -160,12 +160,15 @@ class Frame:
     def pack(self, tensor: Tensor) -> Holder:
         """Autograd's pack hook; it runs once per saved tensor."""
         holder = Holder()
-        holder.frame = self
-        holder.slot = len(self.holders)
-        if self.check is not None:
-            holder.metadata = self.check(tensor)
-        holder.saved = self.save(tensor)
-        self.holders.append(_ref(holder))
+        holder.frame, holders, check, save = self, self.holders, self.check, self.save
+        holder.slot = len(holders)
+        if check is not None:
+            holder.metadata = check(tensor)
+        if save is not None:
+            holder.saved = save(tensor)
+        else:
+            holder.saved = None if type(tensor) is Tensor and tensor._base is None else parameter_in(tensor)
+        holders.append(_ref(holder))
         return holder
 
     _torch.mark_as_torchs_own(pack)
@@ -285,13 +288,11 @@ class Recompute:
         last."""
         return all((holder := ref()) is None or holder.slot in self.ready for ref in self.frame.holders)
 
-    def deliver(self, holder: Holder, tensor: Tensor, given: Tensor | None = None) -> None:
-        """Take one recomputed tensor, for one of the holders that are wanted; `given` is what autograd saves of it."""
+    def deliver(self, holder: Holder, tensor: Tensor) -> None:
+        """Take one recomputed tensor, for one of the holders that are wanted."""
         check = self.frame.check
-        if check is not None:
-            found = check(tensor)
-            if found != holder.metadata:
-                self._note_mismatch(holder, found, given)
+        if check is not None and (found := check(tensor)) != holder.metadata:
+            self._note_mismatch(holder, found, None)
         self.ready[holder.slot] = tensor
 
     def _note_mismatch(self, holder: Holder, found: Any, given: Tensor | None) -> None:
@@ -325,7 +326,8 @@ class Recompute:
         self._slot = slot = self._slot + 1
         frame, tensor = self.frame, given
         if given.requires_grad:
-            tensor = given.detach()
+            if type(given) is not _Parameter:
+                tensor = given.detach()
         elif self.rewound and _torch.has_storage(given) and _torch.storage_id(given) in self.rewound:
             (tensor,) = without_recording(_torch.clones, [given])
         elif given._version == 0 and type(given) is Tensor:
@@ -333,11 +335,14 @@ class Recompute:
         if slot < self._count:
             holder = frame.holders[slot]()
             if holder is not None:
-                now = parameter_in(given)
+                now = None if type(given) is Tensor and given._base is None else parameter_in(given)
                 if now != holder.saved:
                     self._compare_parameters(holder, now)
-                if slot not in self.ready or holder is self.holder:
-                    self.deliver(holder, tensor, given)
+                ready, check = self.ready, frame.check
+                if slot not in ready or holder is self.holder:
+                    if check is not None and (found := check(tensor)) != holder.metadata:
+                        self._note_mismatch(holder, found, given)
+                    ready[slot] = tensor
                     self._versions[slot] = tensor._version
         elif frame.complete and not self._stopped:
             raise errors.too_many(frame, self._count, user_line())
@@ -352,13 +357,11 @@ class Recompute:
     def _compare_parameters(self, holder: Holder, found: Shown | None) -> None:
         """Where either run saves a parameter or a view of one, the other must save that very one, unwritten; but those
         that the function makes itself are new each time."""
-        then, now = holder.saved or _NOTHING, found or _NOTHING
-        if now.id != then.id:
-            if now is _NOTHING or then is _NOTHING or self.frame.source.knows((then.parameter, now.parameter)):
-                is_one = now is not _NOTHING
-                raise errors.other_parameter(self.frame, holder.slot, user_line(), then is not _NOTHING, is_one)
-        elif now.version != then.version:
-            raise errors.changed(self.frame, named("a parameter", now.parameter), then.version, now.version)
+        saved: Shown | None = holder.saved
+        if saved is None or found is None or (saved[0] != found[0] and self.frame.source.knows((saved[3], found[3]))):
+            raise errors.other_parameter(self.frame, holder.slot, user_line(), saved is not None, found is not None)
+        if saved[0] == found[0] and saved[1] != found[1]:
+            raise errors.changed(self.frame, named("a parameter", found[3]), saved[1], found[1])
 
     def run(self) -> None:
         """Let the source work, with this thread's regions out of the way (rule 3)."""
@@ -457,22 +460,14 @@ def is_parameter(root: Tensor) -> bool:
     return kind is _Parameter or (kind is not Tensor and isinstance(root, _Parameter))
 
 
-class Shown(NamedTuple):
-    """The parameter that a tensor is or is a view of. (The id comes first, so that no two tensors are compared.)"""
-
-    id: int
-    version: int
-    is_all: bool
-    parameter: Any
-
-
-_NOTHING = Shown(0, 0, False, None)
-
-
 def parameter_in(tensor: Tensor) -> Shown | None:
-    """What of a parameter a tensor shows."""
+    """What of a parameter a tensor shows, if any."""
     root = tensor._base if type(tensor) is Tensor else tensor
-    return Shown(id(root), tensor._version, root is tensor, root) if root is not None and is_parameter(root) else None
+    return (id(root), tensor._version, root is tensor, root) if root is not None and is_parameter(root) else None
+
+
+# The id of a parameter, its version, whether it is all of it, and itself: last, so that no two tensors are compared.
+Shown = tuple[int, int, bool, Tensor]
 
 
 def copy_of(tensor: Tensor, version: int) -> Tensor:

@@ -152,7 +152,6 @@ MODULES = {
     "InstanceNorm1d": lambda: sequence(
         nn.Unflatten(1, (2, 2)), nn.InstanceNorm1d(2, affine=True, track_running_stats=True), nn.Flatten()
     ),
-    "lazy": lambda: nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d(), nn.Tanh()),
     "spectral_norm": lambda: sequence(parametrizations.spectral_norm(nn.Linear(4, 4))),
     "spectral_norm, old": lambda: sequence(nn.utils.spectral_norm(nn.Linear(4, 4))),
     "weight_norm": lambda: sequence(parametrizations.weight_norm(nn.Linear(4, 4))),
