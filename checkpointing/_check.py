@@ -57,13 +57,11 @@ def _by_function(function: Callable[[Tensor], Any]) -> Check:
 class Evidence:
     """What a costly check has found in a tensor, and where that was saved; equal if the finding is."""
 
-    __slots__ = ("finding", "line", "made_by")
-    __hash__ = None  # type: ignore[assignment]
+    __slots__ = ("finding", "line")
 
     def __init__(self, tensor: Tensor, finding: object) -> None:
         self.finding = (metadata_of(tensor), finding)
         self.line = entered_from(sys._getframe(1))
-        self.made_by = maker_of(tensor)
 
     def __eq__(self, other: object) -> bool:
         return type(other) is Evidence and bool(self.finding == other.finding)

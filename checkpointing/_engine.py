@@ -47,7 +47,6 @@ from ._where import Line, described, line_number, user_line
 # Bound once: these run for every saved tensor.
 _ref = weakref.ref
 _getframe = sys._getframe
-_graph_exec_group = _torch.graph_exec_group
 _graph_task_id = _torch.graph_task_id
 _node_count = _torch.node_count
 _Parameter = nn.Parameter
@@ -123,9 +122,7 @@ class Frame:
     on_error: Callable[[errors.CheckpointError], None] | None = None
     prefix: str | None = None  # how messages begin where other code matches on it; torch's functions set it
 
-    def __init__(
-        self, source: Source, name: str, entered_from: Line, early_stop: bool = True, check: Check = None
-    ) -> None:
+    def __init__(self, source: Source, name: str, entered_from: Line, early_stop: bool, check: Check) -> None:
         self.source = source
         self.save = source.save
         self.name = name
@@ -175,7 +172,7 @@ class Frame:
 
     def bring_back(self, holder: Holder, key: Any) -> Tensor:
         """Recompute for a holder whose tensor is not at hand: once per slot and graph task."""
-        group = _graph_exec_group()
+        group = _torch.graph_exec_group()
         if group is not None:
             key = group  # it stands for the graph task
         with self.lock:
@@ -212,11 +209,8 @@ def unpack(holder: Holder) -> Tensor:
     tensor = None if task is None else task.ready.get(holder.slot)
     if tensor is not None:
         task.ready[holder.slot] = None  # type: ignore[union-attr]
-    else:
-        if holder.saved is not None:
-            tensor = frame.source.at_hand(holder, frame)
-        if tensor is None:
-            tensor = frame.bring_back(holder, key)
+    elif holder.saved is None or (tensor := frame.source.at_hand(holder, frame)) is None:
+        tensor = frame.bring_back(holder, key)
     try:
         reader = _getframe(1)
     except ValueError:  # a thread of the autograd engine
@@ -242,7 +236,7 @@ def _keep_until_done(holder: Holder, tensor: Tensor) -> None:
     node, frame, slot = _torch.current_node(), holder.frame, holder.slot
     if not isinstance(node, _torch.PythonNode):
         return
-    key = _graph_exec_group() or _graph_task_id()
+    key = _torch.graph_exec_group() or _graph_task_id()
     task = frame.tasks.get(key) or TaskTensors()
     frame.remember(task, key)
     task.ready[slot] = tensor
@@ -309,14 +303,10 @@ class Recompute:
     def begin_in_order(self) -> None:
         """A rerun is about to start: find the last slot that is wanted, where it is to be stopped (rule 5)."""
         holders, ready = self.frame.holders, self.ready
-        self._count = last = len(holders)
+        self._count = len(holders)
         if self.frame.early_stop:
-            while True:
-                last -= 1
-                holder = holders[last]()
-                if holder is not None and (last not in ready or holder is self.holder):
-                    break
-            self._last = last
+            live = (holder for ref in reversed(holders) if (holder := ref()) is not None)
+            self._last = next(h.slot for h in live if h.slot not in ready or h is self.holder)
 
     def pack(self, given: Tensor) -> Tensor:
         """Autograd's pack hook for a rerun: delivers what autograd saves to the slots in order, and raises the stop
@@ -381,49 +371,42 @@ class Recompute:
         except BaseException as error:
             # The other case is what user code has made of the stop signal.
             if not (self._stopped and isinstance(error, Exception | SystemExit)):
-                self._explain(error)
+                self._explained(error)
                 raise
         finally:
             here["region"], here["depth"] = region, depth
-        found = self._find_error()
-        if found is not None:
-            self.ready.clear()
-            try:
-                self._explain(found)
-                raise found
-            finally:
-                del found  # its traceback holds this frame
+        self._check_outcome()
 
-    def _explain(self, error: BaseException) -> None:
+    def _explained(self, error: Any) -> Any:
+        """An error, with what is known besides. Nothing that has been recomputed is to be used."""
+        self.ready.clear()
         notes = [f"This happened during the recompute of {self.frame.place}."]
         if type(error) is RuntimeError and (hint := self.frame.source.hint(None, None)):
             notes.append(hint)
         error.__notes__ = [*getattr(error, "__notes__", ()), *notes]  # as `add_note` does, since Python 3.11
         if isinstance(error, errors.CheckpointError) and self.frame.on_error is not None:
             self.frame.on_error(error)
+        return error
 
-    def _find_error(self) -> errors.CheckpointError | None:
+    def _check_outcome(self) -> None:
         frame, ready = self.frame, self.ready
         if self._mismatches:
             _, expected, found, _ = self._mismatches[0]
             shown = 1 if type(expected) is Evidence else 3  # all that is computed from the first one differs as well
             hint = frame.source.hint(expected, found)
-            return errors.different_metadata(frame, _node_name(), self._mismatches, shown, hint)
+            raise self._explained(errors.different_metadata(frame, _node_name(), self._mismatches, shown, hint))
         for slot, version in self._versions.items():
             tensor = ready[slot]
             if tensor is not None and tensor._version != version:
                 if slot == self.holder.slot:
-                    return errors.overwritten(frame)
+                    raise self._explained(errors.overwritten(frame))
                 del ready[slot]  # perhaps nobody asks for it, as in plain code that works
         if self.ran_to_its_end:  # the last slot that is wanted should have stopped it
-            count, last = self._slot + 1, self.holder.slot
-            if frame.early_stop:
-                last = self._last
-            elif frame.complete:
-                last = len(frame.holders) - 1
-            if count <= last:
-                return errors.different_number(frame, last, _node_name(), len(frame.holders), count)
-        return None
+            count, last = len(frame.holders), self.holder.slot
+            if frame.early_stop or frame.complete:
+                last = min(self._last, count - 1)
+            if self._slot < last:
+                raise self._explained(errors.different_number(frame, last, _node_name(), count, self._slot + 1))
 
 
 def _node_name() -> str:
@@ -473,8 +456,7 @@ Shown = tuple[int, int, bool, Tensor]
 def copy_of(tensor: Tensor, version: int) -> Tensor:
     """A copy that others may write, at the version that the original had: saved versions are compared."""
     copy = _torch.copy(tensor)
-    if version > 0:
-        _torch.set_version(copy, version)
+    _torch.set_version(copy, version)
     return copy
 
 
@@ -490,7 +472,7 @@ class Held:
     | ... a `Mover` | a copy | nobody's |
     """
 
-    __slots__ = ("_hooks", "_packed", "_unpack", "_version", "is_parameter", "name")
+    __slots__ = ("_hooks", "_unpack", "_version", "is_parameter", "name", "packed")
 
     def __init__(self, tensor: Tensor, hooks: _torch.Hooks | Mover | None, name: Name, in_graph: bool = False) -> None:
         self.name = name
@@ -498,7 +480,7 @@ class Held:
         self._unpack: Callable[[Any], Tensor] | None = None  # None: what is held, at this version
         self._version = 0
         if in_graph and hooks is None and type(tensor) is Tensor and tensor._base is None and tensor.requires_grad:
-            self._packed: Any = _save_input(tensor, False)  # fast path of what follows
+            self.packed: Any = _save_input(tensor, False)  # fast path of what follows
             self._unpack, self.is_parameter = _unpack_saved, False
             return
         root = root_of(tensor)
@@ -506,30 +488,24 @@ class Held:
         # A leaf lives as long as its graph: there is nothing to gain by saving it elsewhere, but users' hooks may look.
         self.is_parameter = is_parameter(root) or (is_ours and root.requires_grad and root.is_leaf)
         if in_graph and self.is_parameter:
-            self._packed = tensor
+            self.packed = tensor
         elif in_graph and not tensor.is_inference():
-            self._packed, self._unpack = _save_input(tensor, False), _unpack_saved
+            self.packed, self._unpack = _save_input(tensor, False), _unpack_saved
         else:
-            alias = self._packed = tensor if self.is_parameter and root is tensor else _torch.alias(tensor)
-            if hooks is None or self.is_parameter or tensor.is_meta or _torch.is_cast_of_parameter(root):
-                pass
-            elif not isinstance(hooks, Mover):
+            alias = self.packed = tensor if self.is_parameter and root is tensor else _torch.alias(tensor)
+            stays = hooks is None or self.is_parameter or tensor.is_meta or _torch.is_cast_of_parameter(root)
+            if isinstance(hooks, Mover) and not stays and hooks.takes(alias):
+                self.packed, self._unpack = without_recording(hooks.send, alias), Moved.bring
+            elif type(hooks) is tuple and not stays:
                 pack, self._unpack = hooks
-                self._packed = pack(alias) if is_ours else without_recording(pack, alias)
-            elif hooks.takes(alias):
-                self._packed, self._unpack = without_recording(hooks.send, alias), Moved.bring
+                self.packed = pack(alias) if is_ours else without_recording(pack, alias)
         if self._unpack is None:
-            self._version = _torch.version(self._packed)
-
-    @property
-    def alias(self) -> Tensor:
-        """The tensor itself, where no hooks have packed it."""
-        return cast(Tensor, self._packed)
+            self._version = _torch.version(self.packed)
 
     @property
     def moved(self) -> Moved | None:
         """What it is, if it waits elsewhere."""
-        return self._packed if type(self._packed) is Moved else None
+        return self.packed if type(self.packed) is Moved else None
 
     @property
     def is_packed(self) -> bool:
@@ -540,21 +516,21 @@ class Held:
         """The tensor is about to be written by the region itself: hold a copy from here on."""
         unpack_ = self._unpack
         if unpack_ is None:
-            self._packed = without_recording(_torch.clone_storage, self._packed)
-            self._version, self.is_parameter = _torch.version(self._packed), False
+            self.packed = without_recording(_torch.clone_storage, self.packed)
+            self._version, self.is_parameter = _torch.version(self.packed), False
         elif unpack_ is Moved.bring:
-            self._packed.settle()
+            self.packed.settle()
         elif unpack_ is identity:
             # To pack once more would be a slot that the forward did not have: what was delivered becomes the copy.
-            copy = without_recording(_torch.clone_storage, self._packed)
-            _torch.set_version(copy, _torch.version(self._packed))
-            torch.utils.swap_tensors(self._packed, copy)
+            copy = without_recording(_torch.clone_storage, self.packed)
+            _torch.set_version(copy, _torch.version(self.packed))
+            torch.utils.swap_tensors(self.packed, copy)
         elif unpack_ is not unpack:  # an enclosing region of ours tells versions apart
             pack = cast(_torch.Hooks, self._hooks)[0]
-            self._packed = without_recording(lambda packed: pack(unpack_(packed).clone()), self._packed)
+            self.packed = without_recording(lambda packed: pack(unpack_(packed).clone()), self.packed)
 
     def fetch(self, where: object) -> Tensor:
-        tensor: Tensor = self._packed
+        tensor: Tensor = self.packed
         if self._unpack is None:
             if (version := _torch.version(tensor)) != self._version:
                 raise errors.changed(where, named(self.name, tensor), self._version, version)

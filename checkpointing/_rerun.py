@@ -150,13 +150,10 @@ class Rerun(Region, Source, Inputs):
         met: dict[int, Any] = {}  # a container that is two arguments stays one
         self._args: list[Any] = []
         for i, value in enumerate(args):
+            name = ("args", i)
             plain = type(value) is Tensor and value.is_cpu
-            self._args.append(
-                Held(value, self._hooks, ("args", i), True) if plain else take_apart(value, self.hold, ("args", i), met)
-            )
-        self._kwargs = (
-            {k: take_apart(v, self.hold, ("kwargs", k), met) for k, v in kwargs.items()} if kwargs else kwargs
-        )
+            self._args.append(Held(value, self._hooks, name, True) if plain else take_apart(value, self.hold, name, met))
+        self._kwargs = {k: take_apart(v, self.hold, ("kwargs", k), met) for k, v in kwargs.items()}
         self._has_containers = bool(met)
         self._variables = self.capture(function)
         if self.modules:
