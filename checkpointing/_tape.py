@@ -21,8 +21,10 @@ Rejected: a list of operators with use counts (needs a release pass after each b
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from copy import copy
 from functools import partial
 from typing import Any, NamedTuple, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -58,7 +60,10 @@ NOWHERE = Places(None, None, None)
 class Value:
     """One storage between two writes: `op` made it, or it is `held`."""
 
-    __slots__ = ("geometry", "held", "id", "is_saved", "kept", "nbytes", "op", "parts", "saved", "unfilled", "volatile")
+    __slots__ = (
+        *("geometry", "held", "id", "is_saved", "kept", "nbytes", "op", "parts", "saved", "unfilled", "version"),
+        "volatile",
+    )
 
     def __init__(self, id: int, op: Op | None, nbytes: int, geometry: Geometry | None) -> None:
         self.id = id
@@ -71,7 +76,10 @@ class Value:
         self.saved = 0  # how many bytes of it, for tapes that make cuts
         self.unfilled = False  # allocated, and not yet filled by a recorded operator
         self.kept = False  # held, all of the storage, although an operator made it
-        self.volatile = False  # from outside and written by the region: others will write it again, so copies are read
+        self.version = 0  # of what recorded operators have made, at most
+        # From outside and written by the region: others will write it again, so copies are read. None: the memory of
+        # gathered parameters, which are referenced as all are.
+        self.volatile: bool | None = False
 
     def hold(self, tensor: Tensor, geometry: Geometry | None, hooks: Saver, reader: Name) -> None:
         """Hold the value, which is from outside, as it is now. `tensor` lies on it like that; None as `reader`: no
@@ -79,7 +87,8 @@ class Value:
         self.op, self.unfilled = None, False
         held = self.holding(geometry)
         if held is None:
-            held = Held(tensor, hooks, None)
+            held = Held(tensor, None if self.volatile is None else hooks, None)
+            held.is_parameter |= self.volatile is None
             if self.held is None:
                 self.held, self.geometry = held, geometry
             else:
@@ -177,7 +186,7 @@ class Info:
         tags = getattr(func, "tags", ())
         arguments = () if schema is None else schema.arguments
         aliases = [] if schema is None else [r.alias_info for r in schema.returns if "Tensor" in str(r.type)]
-        self.func = func
+        self.func, self.name = func, name
         self.run = _torch.quick_call(func)  # past one Python call, where there is one to pass
         self.writes = tuple(
             argument.name if argument.kwarg_only else i
@@ -188,6 +197,7 @@ class Info:
         if self.writes and self.statistics is not None:  # with `out=`
             self.writes += self.statistics[0]
         self.communicates = space in COMMUNICATION
+        self.gathers = space == "fsdp"  # parameters, whose memory is given back when their module has run
         self.targets = self.writes
         if self.communicates:  # it writes without a word in its schema
             self.targets = (0, "out") if base.endswith("_") and base != "monitored_barrier_" else ("out",)
@@ -228,10 +238,26 @@ STATISTICS: dict[str, tuple[tuple[int, ...], int | None]] = {
     "aten::batch_norm_gather_stats_with_counts": ((3, 4), None),
     "aten::batch_norm_update_stats": ((1, 2), None),
 }
-# Operators that other processes take part in.
-COMMUNICATION = frozenset({"c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd"})
+# Operators that other processes take part in; those of FSDP2 put what has come in where its parameters lie.
+COMMUNICATION = frozenset({"c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd", "fsdp"})
 
 _INFOS: dict[int, Info] = {}  # which refer to the operators, so that ids stay valid
+_REGIONS: WeakKeyDictionary[Any, Info] = WeakKeyDictionary()  # of compiled code
+
+
+def _info_of_region(info: Info, region: Any) -> Info:
+    """What recording needs to know of compiled code that is shown as one operator: called with its inputs one by one,
+    it is like any other."""
+    found = _REGIONS.get(region)
+    if found is None:
+        found = _REGIONS[region] = copy(info)
+        written, spaces = _torch.effects_of_region(region)
+        found.run, found.overwrites = _torch.run_region, False
+        found.targets = found.writes = tuple(1 + i for i in written)
+        found.communicates = not COMMUNICATION.isdisjoint(spaces)
+    return found
+
+
 _NOTHING: dict[Any, Any] = {}
 _storage_id, _has_storage, _weak_storage = _torch.storage_id, _torch.has_storage, _torch.weak_storage
 _Parameter = nn.Parameter
@@ -279,13 +305,20 @@ class Tape(TorchDispatchMode, Region):
         self._geometries: dict[Any, Any] = {}
         self._weak: list[int] = []
         self._ids = 0
+        self._is_wary = _torch.inductor_is_loaded()
         self._has_zeros = False  # has seen efficient zeros, which have no memory
         self._unsettled: list[tuple[Answer, Tensor]] = []  # written just now, and to be kept
+        self._lent: list[torch.UntypedStorage] = []  # memory of gathered parameters, while there
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         # Else torch wraps `__torch_dispatch__` once more, and every operator pays for it.
         return False
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        # Else compiled code runs eagerly in the block, and in torch 2.13 also after it.
+        return True
 
     def adopt(self, tensor: Tensor, value: Value) -> None:
         """While the block still runs, a backward inside it has brought `value` back on another storage. What reads
@@ -304,6 +337,7 @@ class Tape(TorchDispatchMode, Region):
         finally:
             self.outer = None
             self._values.clear()
+            self._lent.clear()
             self._geometries.clear()
             while self._weak:
                 _torch.free_weak_storage(self._weak.pop())
@@ -319,8 +353,12 @@ class Tape(TorchDispatchMode, Region):
 
     def save(self, tensor: Tensor) -> Any:
         """What a holder needs to bring `tensor` back."""
+        if self._lent:
+            self._see_lent()
         if type(tensor) is not Tensor and hasattr(tensor, "__tensor_flatten__"):
             return Wrapped(tensor, self.save)
+        if self._is_wary:
+            self._notice_writes(tensor)
         saved = self.reference(tensor)
         if self._save_at is not None:
             self.keep_at(tensor, self._save_at)
@@ -448,6 +486,21 @@ class Tape(TorchDispatchMode, Region):
 
     def _read_across(self, value: Value, tensor: Tensor) -> None:
         """A kept value is read, or one from before the last cut."""
+        if value.op is not None and value.op.index < self._last_cut and value.nbytes:
+            value.keep(tensor, self.hooks)
+            self.kept_bytes += value.nbytes
+
+    def _see_lent(self) -> None:
+        """Where gathered parameters have been given back (FSDP2, after each module) is a cut: in backward those of one
+        module at a time will be there."""
+        lent = [storage for storage in self._lent if storage.nbytes()]
+        if len(lent) < len(self._lent):
+            self._lent = lent
+            self._cut_for_good()
+
+    def _cut_for_good(self) -> None:
+        self._last_cut = self.recorded
+        self.cuts.append(self.recorded)
 
     def _look(self, info: Info) -> None:
         """An operator is about to run: is this a moment for a cut?"""
@@ -488,10 +541,11 @@ class Tape(TorchDispatchMode, Region):
         value = values[sid] = Value(id, op, storage.nbytes(), geometry)
         return value
 
-    def _now_outside(self, targets: dict[int, Tensor]) -> None:
+    def _now_outside(self, targets: dict[int, Tensor], gathered: bool = False) -> None:
         """These have been written from outside, or so that a replay can't do it again."""
         for sid, target in targets.items():
-            self._register(target.untyped_storage(), None, sid, None).volatile = True
+            self._register(target.untyped_storage(), None, sid, None).volatile = None if gathered else True
+        self._lent += [target.untyped_storage() for target in targets.values() if gathered]
 
     # ---- the mode
 
@@ -501,6 +555,14 @@ class Tape(TorchDispatchMode, Region):
         if self._here["depth"] != self._depth:  # an operator of a recompute (rule 3)
             return func(*args, **kwargs)
         info = _INFOS.get(id(func)) or Info(func)
+        if self._lent:
+            self._see_lent()
+        if not _is_grad_enabled() and _torch.inductor_runs():
+            if info.name != "inductor_compiled_code":
+                return func(*args, **kwargs)  # its kernels, which nobody sees, write what this makes
+            info, args = _info_of_region(info, args[0]), (args[0], *args[1])
+        if self._is_wary:
+            self._notice_writes((args, tuple(kwargs.values())))
         if self._since >= self._watch:
             self._look(info)
         if self._unsettled:
@@ -627,10 +689,11 @@ class Tape(TorchDispatchMode, Region):
         """Run what is never repeated: it only writes something from outside, or others would have to take part. These
         write mostly later, while other code runs; what comes in is held when it is first read: by then it has arrived.
         Whoever read the value before gets a copy."""
-        self._freeze(targets)
-        func = info.func
-        result = func(*args, **kwargs) if not self._has_zeros else _torch.with_zeros(func)(*args, **kwargs)
-        self._now_outside(targets)
+        if not info.gathers:  # again what was there before it was given back
+            self._freeze(targets)
+        run = info.run
+        result = run(*args, **kwargs) if not self._has_zeros else _torch.with_zeros(run)(*args, **kwargs)
+        self._now_outside(targets, info.gathers)
         for sid, tensor in _by_storage(result).items():
             if sid not in self._values:
                 self._register(tensor.untyped_storage(), None, sid, None)
@@ -640,11 +703,19 @@ class Tape(TorchDispatchMode, Region):
         """`op` has made a new value of this storage."""
         value, info = self._values[sid], op.info
         new = self._register(target.untyped_storage(), op, sid, None if info.moves else value.geometry)
+        new.version = max(value.version, _torch.version(target) + 1)
         if info.overwrites:
             new.unfilled = value.unfilled and target.nbytes < new.nbytes
         elif info.allocates:  # resize_
             new.unfilled = new.nbytes > value.nbytes
         return value.id, new.id
+
+    def _notice_writes(self, tensors: Any) -> None:
+        """Compiled code that no operator shows leaves a trace of what it writes in version counters alone."""
+        for sid, tensor in _by_storage(tensors).items():
+            value = self._values.get(sid)
+            if value is not None and value.op is not None and _torch.version(tensor) > value.version:
+                self._now_outside(self._on_storages(tensor))
 
     def _refer_to_written(self, arg: Any, reads: list[Value], info: Info, outside: dict[int, Tensor]) -> Any:
         if type(arg) is list or type(arg) is tuple:
