@@ -185,7 +185,7 @@ class AutoTape(Tape):
             for value in sorted(self._kept, key=lambda value: value.id) if self._packs_late else ():
                 held = value.held
                 if held is not None and not held.is_packed:
-                    value.keep(held.alias, self.hooks)
+                    value.keep(held.packed, self.hooks)
             for value, tensor in self._spare.items():
                 if self._values.get(_storage_id(tensor)) is value:
                     value.keep(tensor, self.hooks)
@@ -262,7 +262,7 @@ class AutoTape(Tape):
         """Keep it no longer; it can be recomputed."""
         value, op, cut = kept.value, kept.op, kept.cut
         held = value.held
-        tensor = None if held is None or held.is_packed else held.alias
+        tensor = None if held is None or held.is_packed else held.packed
         del cut.kept[value], self._kept[value]
         cut.nbytes -= value.nbytes
         self._cut_bytes -= value.nbytes

@@ -46,7 +46,7 @@ def measure(frame: Frame, tape: Tape, source: Replay) -> Stats:
         for value in values:
             if value.kept or (value.op is not None and value.parts):
                 it = value.all_held[0]
-                storages[-value.id if it.is_packed else _torch.storage_id(it.alias)] = value.nbytes
+                storages[-value.id if it.is_packed else _torch.storage_id(it.packed)] = value.nbytes
         kept = sum(storages.values())
     return Stats(tape.recorded, source.replayed, source.replays, tape.saved_bytes, held, kept)
 
