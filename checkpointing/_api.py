@@ -330,14 +330,17 @@ def _wrap(fn: Any, options: Options) -> Any:
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         return run(fn, args, kwargs, name, options)
 
-    cast("Any", wrapper).options = options
     return wrapper
 
 
 def is_in_region(fn: Any) -> bool:
     """Whether calling a function enters a region, as far as `functools.wraps` tells."""
-    fn = inspect.unwrap(fn, stop=lambda fn: isinstance(getattr(fn, "options", None), Options))
-    return isinstance(getattr(fn, "options", None), Options)
+    codes = _wrap.__code__.co_consts  # that of `wrapper` is among them: Dynamo can set no attribute of a function
+
+    def enters(fn: Any) -> bool:
+        return getattr(fn, "__code__", fn) in codes or isinstance(getattr(fn, "options", None), Options)
+
+    return enters(inspect.unwrap(fn, stop=enters))
 
 
 def runner_of(options: Options) -> Callable[..., Any]:
@@ -425,8 +428,8 @@ def _run_replay(fn: Any, args: Any, kwargs: Any, name: str, options: Options) ->
 
 # Compiled code in which these stand is compiled around them, and in what they run.
 _RECORDS = (
-    "a region that records operators needs eager mode: put the scope around the compiled code, or checkpoint a function "
-    "in it with `@checkpointed`, which becomes torch's own operator"
+    "a region that records operators needs eager mode: put the scope around the compiled code, or checkpoint a "
+    "function in it with `@checkpointed`, which becomes torch's own operator"
 )
 _torch.leave_eager(_run_replay, _RECORDS)
 

@@ -98,6 +98,7 @@ class AutoTape(Tape):
         self._lasting = 0.0  # the part of what was alive at a cut that lived on until the next one
         self._pause = 0  # operators until the next look
 
+        self._sent: set[Value] = set()  # to other processes: how long threads refer to it differs from run to run
         self._kept: dict[Value, Kept] = {}
         self._spare: dict[Value, Tensor] = {}  # saved, and still there: kept in the end, if it may stay until then
         self._spare_on: dict[int, set[Value]] = {}  # by storage: which of them lie on it
@@ -112,7 +113,8 @@ class AutoTape(Tape):
 
     def _register(self, storage: Any, op: Op | None, sid: int, geometry: Geometry | None) -> Value:
         value = super()._register(storage, op, sid, geometry)
-        if op is not None and value.nbytes:
+        # There is nothing to keep in memory that has only been allocated (DDP's buckets, when it makes them anew).
+        if op is not None and value.nbytes and not (op.info.allocates and not op.info.writes):
             self._fresh.append((sid, value))
         return value
 
@@ -146,6 +148,12 @@ class AutoTape(Tape):
                         self._spare_it(value, op, tensor)
         return saved
 
+    def _run_outside(self, info: Info, targets: dict[int, Tensor], args: Any, kwargs: Any) -> Any:
+        result = super()._run_outside(info, targets, args, kwargs)
+        values = [self._values.get(_storage_id(tensor)) for tensor in tensors_of((*args, *kwargs.values()))]
+        self._sent.update(value for value in values if value is not None and value.op is not None)
+        return result
+
     def keep_at(self, tensor: Tensor, mover: Mover | None) -> None:
         value = self._values.get(_storage_id(tensor)) if _has_storage(tensor) else None
         if value is not None:
@@ -162,7 +170,7 @@ class AutoTape(Tape):
         kept = self.kept_bytes + self._held_bytes
         if self._budget is not None and kept > self._budget:
             complaint = (
-                f"auto(budget={self._budget}): what `keep` and other policies keep in this block, and FSDP2 between its "
+                f"auto(budget={self._budget}): what `keep` and other policies keep in this block, or FSDP2 between "
                 f"modules, takes more than that. The smallest budget possible is {kept} bytes."
             )
         elif not self._had_cut and self._least is not None and len(self._spare) != self._saves:
@@ -177,7 +185,7 @@ class AutoTape(Tape):
             for value in sorted(self._kept, key=lambda value: value.id) if self._packs_late else ():
                 held = value.held
                 if held is not None and not held.is_packed:
-                    value.keep(held.alias, self.hooks)
+                    value.keep(held.packed, self.hooks)
             for value, tensor in self._spare.items():
                 if self._values.get(_storage_id(tensor)) is value:
                     value.keep(tensor, self.hooks)
@@ -188,7 +196,7 @@ class AutoTape(Tape):
             for cut in self._cuts:  # to which its values refer
                 cut.kept.clear()
             self._fresh, self._cuts, self._cheapest, self._flops = [], [], [], None
-            for mine in (self._kept, self._spare, self._spare_on):
+            for mine in (self._kept, self._spare, self._spare_on, self._sent):
                 mine.clear()
         return complaint
 
@@ -254,7 +262,7 @@ class AutoTape(Tape):
         """Keep it no longer; it can be recomputed."""
         value, op, cut = kept.value, kept.op, kept.cut
         held = value.held
-        tensor = None if held is None or held.is_packed else held.alias
+        tensor = None if held is None or held.is_packed else held.packed
         del cut.kept[value], self._kept[value]
         cut.nbytes -= value.nbytes
         self._cut_bytes -= value.nbytes
@@ -267,7 +275,7 @@ class AutoTape(Tape):
 
     def _is_alive(self, sid: int, value: Value) -> bool:
         """Whether code outside of the tape can still read it: not overwritten, and somebody refers to it."""
-        if self._values.get(sid) is not value:
+        if self._values.get(sid) is not value or value in self._sent:
             return False
         ours = _torch.STORAGE_OBJECT + len(self._spare_on.get(sid, ()))
         if value.op is None:

@@ -85,9 +85,6 @@ def without_recording(function: Callable[[Any], Any], value: Any) -> Any:
     try:
         here["depth"], here["aside"] = depth + 1, aside + 1
         _set_grad_enabled(False)
-        if torch.is_inference_mode_enabled():  # what comes of it may be wanted outside
-            with torch.inference_mode(False), torch.no_grad():
-                return function(value)
         return function(value)
     finally:
         _set_grad_enabled(grad_mode)

@@ -414,7 +414,7 @@ _ENTERED = {list, tuple, dict, Value, Op, Ref, Scratch, Wrapped, Container, Pin}
 
 def _packed(part: Any) -> Any:
     """What hooks have made of a tensor; the tensor, if there were none."""
-    packed = part.alias if type(part) is Held else part
+    packed = part.packed if type(part) is Held else part
     return packed.data if isinstance(packed, _torch.SavedTensor) else packed
 
 
