@@ -98,8 +98,7 @@ class Report(NamedTuple):
             seconds = "" if region.seconds is None else f"{region.seconds:.3f} s"
             sizes = f"{_size(region.bytes_saved):>10} {_size(region.bytes_held):>10}"
             lines.append(f"{sizes} {times:>6} {seconds:>9}  {region.name}  {_place(region)}")
-        if len(self.regions) > _ROWS:
-            lines.append(f"and {len(self.regions) - _ROWS} more")
+        lines += [f"and {len(self.regions) - _ROWS} more"] if len(self.regions) > _ROWS else []
         for title, tensors in (
             ("held now", _sorted(tensor for region in self.regions for tensor in region.held)),
             ("autograd would hold", _sorted(tensor for region in self.regions for tensor in region.saved)),
@@ -221,9 +220,8 @@ class Record:
         self.saved: list[TensorReport] = []
         self.notes: dict[int, Note] = {0: (None, *self.entered) if is_noted else (None, None, None)}  # by value
         self.spared: set[int] = set()  # values
-        self.recomputes: Any = 0 if is_noted else None
-        self.operators: Any = None
-        self.seconds: Any = 0.0 if is_noted else None
+        counts: Any = (0, None, 0.0) if is_noted else (None, None, None)
+        self.recomputes, self.operators, self.seconds = counts
 
     def and_inner(self) -> list[Record]:
         return [self, *(record for inner in self.inner for record in inner.and_inner())]

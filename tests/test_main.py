@@ -166,9 +166,9 @@ def test_operations_are_counted_in_forward_and_in_recompute():
     """A product of matrices takes two per element and step; backward of this one needs one more, and the recompute
     none: what backward reads is given."""
     x, w = torch.ones(2, 3), torch.ones(3, 4, requires_grad=True)
-    step = job.step_on_cpu(lambda: (x @ w).sum())
+    step = job.step_on_cpu(lambda: (x @ w).sum(), job.Flops())
     assert (step.flops_forward, step.flops) == (2 * 2 * 3 * 4, 2 * 2 * 2 * 3 * 4)
-    step = job.step_on_cpu(lambda: job.decorated(lambda x: (x @ w).exp(), x).sum())
+    step = job.step_on_cpu(lambda: job.decorated(lambda x: (x @ w).exp(), x).sum(), job.Flops())
     assert (step.flops_forward, step.flops) == (48, 3 * 48)
 
 
