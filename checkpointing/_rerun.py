@@ -152,7 +152,9 @@ class Rerun(Region, Source, Inputs):
         for i, value in enumerate(args):
             name = ("args", i)
             plain = type(value) is Tensor and value.is_cpu
-            self._args.append(Held(value, self._hooks, name, True) if plain else take_apart(value, self.hold, name, met))
+            self._args.append(
+                Held(value, self._hooks, name, True) if plain else take_apart(value, self.hold, name, met)
+            )
         self._kwargs = {k: take_apart(v, self.hold, ("kwargs", k), met) for k, v in kwargs.items()}
         self._has_containers = bool(met)
         self._variables = self.capture(function)
