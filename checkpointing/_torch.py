@@ -90,19 +90,13 @@ def quick_call(func: Any) -> Any:
 
 
 # ---- compiled code. Inductor allocates and writes memory past the dispatcher, and calls some operators in between.
-def inductor_is_loaded() -> bool:
-    """As soon as anything has been compiled for it, if not before."""
-    return "torch._inductor" in sys.modules
-
-
 def inductor_runs() -> bool:
     """Whether this is called from code that inductor has compiled. (Ask with grad mode off: it always runs so.)"""
-    if inductor_is_loaded():
-        frame = sys._getframe(2).f_back
-        while frame is not None:
-            if frame.f_globals.get("__name__", "").startswith("torch._inductor."):
-                return True
-            frame = frame.f_back
+    frame = sys._getframe(2).f_back
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").startswith("torch._inductor."):
+            return True
+        frame = frame.f_back
     return False
 
 

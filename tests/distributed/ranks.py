@@ -113,9 +113,9 @@ def put_inside(model, door):
 class Net(nn.Module):
     """Blocks, with regions around them or around lambdas, if not inside."""
 
-    def __init__(self, door, where="around", block=Block):
+    def __init__(self, door, where="around", block=Block, n=N):
         super().__init__()
-        self.blocks = nn.ModuleList(block() for _ in range(N))
+        self.blocks = nn.ModuleList(block() for _ in range(n))
         self.head = nn.Linear(WIDTH, 4)
         self.around = {"around": door, "lambda": lambda block: door(lambda x: block(x))}.get(where, plain)
         self.double()
@@ -217,6 +217,7 @@ def in_sequence(call, step):
 @program("fsdp2, inside, frozen", where="inside", frozen=True)
 @program("fsdp2, inside, root only", where="inside", root_only=True)
 @program("fsdp2, around")
+@program("fsdp2, around, deep", n=16)
 @program("fsdp2, around, not resharded", reshard_after_forward=False)
 @program("fsdp2, around, mixed precision", mp_policy=MIXED)
 @program("fsdp2, around, two forwards", step=two_forwards)
@@ -247,7 +248,7 @@ def sharded(door, whole, where="around", shape=(2, 1), plan=None, step=once, two
     mesh = mesh_of(shape)
     if where == "whole" and whole is plain:
         door, whole = plain, door
-    model = Net(door, where)
+    model = Net(door, where, n=options.pop("n", N))
     for i, block in enumerate(model.blocks):
         block.requires_grad_(not (frozen and i % 2))
         if plan is not None:
