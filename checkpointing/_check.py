@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import sys
 import zlib
 from collections.abc import Callable
@@ -20,8 +19,12 @@ DeterminismCheck = Literal["metadata", "values", "none"] | Callable[[Tensor], An
 Check = Callable[[Tensor], Any] | None
 
 
-# What `determinism_check="metadata"` compares.
-metadata_of: Callable[[Tensor], Any] = operator.attrgetter("shape", "dtype", "device")
+def metadata_of(tensor: Tensor) -> Any:
+    """What `determinism_check="metadata"` compares."""
+    try:
+        return tensor.shape, tensor.dtype, tensor.device
+    except RuntimeError:
+        return _torch.shape_of(tensor), tensor.dtype, tensor.device
 
 
 def values_of(tensor: Tensor) -> Any:

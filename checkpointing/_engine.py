@@ -475,17 +475,19 @@ class Held:
     | a parameter, or a view of one (rule 2) | the tensor, or an alias | its own |
     | an argument of a rerun (`in_graph`) | what autograd saves for an operator, with its graph | its own, by autograd |
     | anything else, no hooks around | an alias | its own |
-    | ... hooks around | what they made of it | nobody's, as autograd does; regions of ours tell versions apart |
+    | ... hooks of the user around | what they made of it | that of the tensor, while it lives |
+    | ... a region of ours around | a `Holder` there | nobody's: a region tells versions apart |
     | ... a `Mover` | a copy | nobody's |
     """
 
-    __slots__ = ("_hooks", "_unpack", "_version", "is_parameter", "name", "packed")
+    __slots__ = ("_guard", "_hooks", "_unpack", "_version", "is_parameter", "name", "packed")
 
     def __init__(self, tensor: Tensor, hooks: _torch.Hooks | Mover | None, name: Name, in_graph: bool = False) -> None:
         self.name = name
         self._hooks = hooks
         self._unpack: Callable[[Any], Tensor] | None = None  # None: what is held, at this version
         self._version = 0
+        self._guard: Any = None  # where it is packed: the tensor whose version counts
         if in_graph and hooks is None and type(tensor) is Tensor and tensor._base is None and tensor.requires_grad:
             self.packed: Any = _save_input(tensor, False)  # fast path of what follows
             self._unpack, self.is_parameter = _unpack_saved, False
@@ -508,6 +510,8 @@ class Held:
                 self.packed = pack(alias) if is_ours else without_recording(pack, alias)
         if self._unpack is None:
             self._version = _torch.version(self.packed)
+        elif not is_ours:
+            self._guard, self._version = _ref(tensor), _torch.version(tensor)
 
     @property
     def moved(self) -> Moved | None:
@@ -535,19 +539,21 @@ class Held:
         elif unpack_ is not unpack:  # an enclosing region of ours tells versions apart
             pack = cast(_torch.Hooks, self._hooks)[0]
             self.packed = without_recording(lambda packed: pack(unpack_(packed).clone()), self.packed)
+            self._guard = None
 
     def fetch(self, where: object) -> Tensor:
-        tensor: Tensor = self.packed
-        if self._unpack is None:
-            if (version := _torch.version(tensor)) != self._version:
-                raise errors.changed(where, named(self.name, tensor), self._version, version)
-            return tensor
-        try:
-            return self._unpack(tensor)
-        except RuntimeError as error:  # of autograd, about an argument
-            if isinstance(error, errors.CheckpointError) or "modified by an inplace" not in str(error):
-                raise
-            raise errors.changed(where, named(self.name)) from error
+        tensor = live = self.packed
+        if self._unpack is not None:
+            live = self._guard and self._guard()
+            try:
+                tensor = self._unpack(tensor)
+            except RuntimeError as error:  # of autograd, about an argument
+                if isinstance(error, errors.CheckpointError) or "modified by an inplace" not in str(error):
+                    raise
+                raise errors.changed(where, named(self.name)) from error
+        if live is not None and (version := _torch.version(live)) != self._version:
+            raise errors.changed(where, named(self.name, live), self._version, version)
+        return cast(Tensor, tensor)
 
 
 _save_input, _unpack_saved = _torch.save_input, _torch.SavedTensor.unpack
