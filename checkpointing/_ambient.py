@@ -212,7 +212,8 @@ class Ambient:
         if self._collections:
             for variable in self._collections:
                 context.run(variable.set, copied(context[variable]))
-        enter_switches(self._switches, undo)
+        if read_switches() != self._switches:
+            enter_switches(self._switches, undo)
         if self._modes is not None or _function_mode_count():
             modes = _torch.function_modes()
             undo.append((_torch.set_function_modes, modes))

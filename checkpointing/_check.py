@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import sys
 import zlib
 from collections.abc import Callable
@@ -19,12 +20,8 @@ DeterminismCheck = Literal["metadata", "values", "none"] | Callable[[Tensor], An
 Check = Callable[[Tensor], Any] | None
 
 
-def metadata_of(tensor: Tensor) -> tuple[Any, torch.dtype, torch.device]:
-    """What `determinism_check="metadata"` compares."""
-    try:
-        return tensor.shape, tensor.dtype, tensor.device
-    except RuntimeError:
-        return _torch.shape_of(tensor), tensor.dtype, tensor.device
+# What `determinism_check="metadata"` compares.
+metadata_of: Callable[[Tensor], Any] = operator.attrgetter("shape", "dtype", "device")
 
 
 def values_of(tensor: Tensor) -> Any:

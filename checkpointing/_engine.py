@@ -49,6 +49,7 @@ _ref = weakref.ref
 _getframe = sys._getframe
 _graph_task_id = _torch.graph_task_id
 _node_count = _torch.node_count
+_profiles = _torch.profiles
 _Parameter = nn.Parameter
 _backward_code = _torch.run_backward_code
 _push_hooks, _pop_hooks = _torch.push_hooks, _torch.pop_hooks
@@ -118,6 +119,7 @@ class _Stop(BaseException):
 class Frame:
     """One region: its holders, its source, and what has been recomputed for which graph task."""
 
+    record: Any = None  # if somebody wants a report: what is told of it, and runs its recomputes
     complete = False  # backward may run before the region has ended (rule 6)
     on_error: Callable[[errors.CheckpointError], None] | None = None
     prefix: str | None = None  # how messages begin where other code matches on it; torch's functions set it
@@ -182,7 +184,12 @@ class Frame:
             if tensor is None:
                 if self.prefix is not None and slot in ready and group is not None:
                     raise errors.overlapping(self)
-                Recompute(self, task, holder).run()
+                request = Recompute(self, task, holder)
+                if self.record is None and not _profiles():
+                    request.run()
+                else:
+                    with _torch.profiled_range(f"recompute:{self.name}"):
+                        (Recompute.run if self.record is None else self.record.watch)(request)
                 tensor = ready[slot]
                 assert tensor is not None  # `run` raises if it can't deliver
                 if len(ready) > 1 or task.memory is not None or group is not None:

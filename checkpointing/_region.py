@@ -19,6 +19,7 @@ class Region:
     """A region, as code inside it meets it: what it does not handle itself goes to the region around it."""
 
     outer: Region | None = None  # while the region runs
+    record: Any = None  # of what a report will tell; regions inside note theirs, too
     policy: Any = None  # what holds here, and in regions inside that bring no policy of their own
 
     def keep(self, tensor: Tensor) -> Tensor:
@@ -58,6 +59,7 @@ class _Thread(threading.local):
         self.depth = 0
         self.aside = 0
         self.region: Region | None = None
+        self.record: Any = None  # of the region that is being recomputed, if somebody wants a report of it
 
 
 thread = _Thread()

@@ -39,8 +39,7 @@ _enclosing_hooks = _torch.enclosing_hooks
 _push_hooks, _pop_hooks = _torch.push_hooks, _torch.pop_hooks
 _is_grad_enabled, _set_grad_enabled = torch.is_grad_enabled, _torch.set_grad_enabled
 _parts_of, _has_storage = _torch.parts_of_module, _torch.has_storage
-_Module, _partial = nn.Module, functools.partial
-_Norm = _torch.Normalisation
+_Module, _partial, _Norm = nn.Module, functools.partial, _torch.Normalisation
 
 PreserveRngState = bool | Literal["all"]
 
@@ -107,7 +106,7 @@ class Inputs:
         if isinstance(value, _Module):
             self.modules += (value,)
         elif kind is list or kind is tuple or kind is dict:
-            if len(value) <= _FEW:
+            if len(value) <= 100:  # larger ones are not searched
                 self._take(value.values() if kind is dict else value)
         elif kind is FunctionType or kind is MethodType:
             if kind is MethodType:
@@ -143,7 +142,7 @@ class Rerun(Region, Source, Inputs):
         outer = thread.region
         if outer is not None:
             self.policy = outer.policy
-        self._hooks = _enclosing_hooks()
+        self._hooks = hooks = _enclosing_hooks()
         while type(function) is _partial:
             args, kwargs, function = (*function.args, *args), {**function.keywords, **kwargs}, function.func
         self._function = function
@@ -152,8 +151,10 @@ class Rerun(Region, Source, Inputs):
         for i, value in enumerate(args):
             name = ("args", i)
             plain = type(value) is Tensor and value.is_cpu
-            self._args.append(Held(value, self._hooks, name, True) if plain else take_apart(value, self.hold, name, met))
-        self._kwargs = {k: take_apart(v, self.hold, ("kwargs", k), met) for k, v in kwargs.items()}
+            self._args.append(Held(value, hooks, name, True) if plain else take_apart(value, self.hold, name, met))
+        self._kwargs = kwargs
+        if kwargs:
+            self._kwargs = {k: take_apart(v, self.hold, ("kwargs", k), met) for k, v in kwargs.items()}
         self._has_containers = bool(met)
         self._variables = self.capture(function)
         if self.modules:
@@ -162,7 +163,7 @@ class Rerun(Region, Source, Inputs):
         if preserve_rng_state:
             self._cpu_state = _torch.get_cpu_state()
             if self.devices or self.generators or preserve_rng_state == "all":
-                devices = [device for device in self.devices if has_rng(device)]
+                devices = filter(has_rng, self.devices)
                 self._rng = Generators(False, devices, self.generators, preserve_rng_state == "all")
 
     # ---- as a region
@@ -401,7 +402,6 @@ def _holds(value: object, metadata: Any, depth: int = 3) -> bool:
 
 # ---- buffers
 
-_FEW = 100  # parts of a list or dict: larger ones are not searched
 _SMALL = 1 << 16  # bytes: up to that a copy before every forward costs little
 
 

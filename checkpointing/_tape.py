@@ -20,6 +20,7 @@ Rejected: a list of operators with use counts (needs a release pass after each b
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from functools import partial
@@ -261,6 +262,7 @@ def _info_of_region(info: Info, region: Any) -> Info:
 _NOTHING: dict[Any, Any] = {}
 _storage_id, _has_storage, _weak_storage = _torch.storage_id, _torch.has_storage, _torch.weak_storage
 _Parameter = nn.Parameter
+_modules, _INDUCTOR = sys.modules, "torch._inductor.output_code"  # loaded before anything runs that it has compiled
 _plain_dispatch = Tensor.__torch_dispatch__
 _is_grad_enabled = torch.is_grad_enabled
 _graph_task_id = _torch.graph_task_id
@@ -305,7 +307,6 @@ class Tape(TorchDispatchMode, Region):
         self._geometries: dict[Any, Any] = {}
         self._weak: list[int] = []
         self._ids = 0
-        self._is_wary = _torch.inductor_is_loaded()
         self._has_zeros = False  # has seen efficient zeros, which have no memory
         self._unsettled: list[tuple[Answer, Tensor]] = []  # written just now, and to be kept
         self._lent: list[torch.UntypedStorage] = []  # memory of gathered parameters, while there
@@ -355,8 +356,8 @@ class Tape(TorchDispatchMode, Region):
         """What a holder needs to bring `tensor` back."""
         if type(tensor) is not Tensor and hasattr(tensor, "__tensor_flatten__"):
             return Wrapped(tensor, self.save)
-        if self._is_wary:
-            self._notice_writes(tensor)
+        if _INDUCTOR in _modules:
+            self._notice_writes((tensor,))
         saved = self.reference(tensor)
         if self._save_at is not None:
             self.keep_at(tensor, self._save_at)
@@ -555,12 +556,13 @@ class Tape(TorchDispatchMode, Region):
         info = _INFOS.get(id(func)) or Info(func)
         if self._lent:
             self._see_lent()
-        if not _is_grad_enabled() and _torch.inductor_runs():
-            if info.name != "inductor_compiled_code":
-                return func(*args, **kwargs)  # its kernels, which nobody sees, write what this makes
-            info, args = _info_of_region(info, args[0]), (args[0], *args[1])
-        if self._is_wary:
-            self._notice_writes((args, tuple(kwargs.values())))
+        if _INDUCTOR in _modules:
+            if not _is_grad_enabled() and _torch.inductor_runs():
+                if info.name != "inductor_compiled_code":
+                    return func(*args, **kwargs)  # its kernels, which nobody sees, write what this makes
+                info, args = _info_of_region(info, args[0]), (args[0], *args[1])
+            self._notice_writes(args)
+            self._notice_writes(kwargs.values())
         if self._since >= self._watch:
             self._look(info)
         if self._unsettled:
@@ -708,12 +710,15 @@ class Tape(TorchDispatchMode, Region):
             new.unfilled = new.nbytes > value.nbytes
         return value.id, new.id
 
-    def _notice_writes(self, tensors: Any) -> None:
+    def _notice_writes(self, args: Iterable[Any]) -> None:
         """Compiled code that no operator shows leaves a trace of what it writes in version counters alone."""
-        for sid, tensor in _by_storage(tensors).items():
-            value = self._values.get(sid)
-            if value is not None and value.op is not None and _torch.version(tensor) > value.version:
-                self._now_outside(self._on_storages(tensor))
+        for arg in args:
+            if type(arg) is list or type(arg) is tuple:
+                self._notice_writes(arg)
+            elif type(arg) is Tensor and _has_storage(arg):
+                value = self._values.get(_storage_id(arg))
+                if value is not None and value.op is not None and _torch.version(arg) > value.version:
+                    self._now_outside(self._on_storages(arg))
 
     def _refer_to_written(self, arg: Any, reads: list[Value], info: Info, outside: dict[int, Tensor]) -> Any:
         if type(arg) is list or type(arg) is tuple:

@@ -90,11 +90,18 @@ def test_compiled_before_inside_and_after_a_block(compiler):
 
 
 def of_the_block(double, x):
-    made, other = x.detach() + 1, x.detach() + 2
+    other = x.detach() + 2
+    made = x.detach() + 1
     before = made + 1
     double(made)
     double(other[1:3])
     return (made * x).sin() * before * other * x
+
+
+def just_made(double, x):
+    made = x.detach() + 1
+    double(made)
+    return (made * x).sin()
 
 
 def after_another_write(double, x):
@@ -106,7 +113,9 @@ def after_another_write(double, x):
 
 
 @pytest.mark.parametrize("door", ["scope", "auto"])
-@pytest.mark.parametrize("program", [of_the_block, after_another_write], ids=lambda program: program.__name__)
+@pytest.mark.parametrize(
+    "program", [of_the_block, just_made, after_another_write], ids=lambda program: program.__name__
+)
 def test_what_compiled_code_writes_in_place_is_noticed(compiler, program, door):
     """Also where no operator shows it."""
     double = compiler(lambda x: x.mul_(2))
