@@ -77,7 +77,7 @@ if __name__ == "__main__":
         file = Path(run.pop("file"))
         try:
             done = subprocess.run(
-                **run, capture_output=True, text=True, check=False, timeout=150, stdin=subprocess.DEVNULL
+                **run, capture_output=True, text=True, check=False, timeout=300, stdin=subprocess.DEVNULL
             )
             found = (done.returncode, done.stdout, done.stderr)
         except subprocess.TimeoutExpired as error:

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_avai
 if dist.is_available():
     from ranks import PROGRAMS, doors
 
-SECONDS = 140  # for everything, with processes of others beside
+SECONDS = 280  # for everything, with processes of others beside; forty on two idle cores
 ranks = Program("-W", "ignore", str(Path(__file__).with_name("ranks.py")), str(SECONDS), GLOO_SOCKET_IFNAME="lo")
 ALL = [(name, world) for world, programs in PROGRAMS.items() for name in programs]
 TOO_WIDE = "fsdp2, the model twice in a region, not resharded"
