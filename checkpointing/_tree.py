@@ -62,19 +62,22 @@ def open_container(value: Any) -> Container | None:
     return Container(fields, build)
 
 
-def take_apart(value: Any, leaf: Callable[[Any, Any], Any], name: Any = None, met: dict[int, Any] | None = None) -> Any:
+def take_apart(
+    value: Any, leaf: Callable[[Any, Any], Any], name: Any = None, met: dict[int, Any] | None = None, depth: int = 0
+) -> Any:
     """`value` with `leaf(part, name)` in place of whatever is no container, and `Container`s in place of those; `put_
-    together` is the way back. A container that is met twice becomes one; one that is in itself stays there."""
+    together` is the way back. A container that is met twice becomes one; one that is in itself, or further down than
+    Python's stack is deep (a linked list), stays there."""
     if type(value) in ATOMS:
         return value
-    opened = None if isinstance(value, Tensor) else open_container(value)
+    opened = None if isinstance(value, Tensor) or depth > 100 else open_container(value)
     if opened is None:
         return leaf(value, name)
     met = {} if met is None else met
     if id(value) in met:
         return met[id(value)][0]
     met[id(value)] = value, value
-    parts = {k: take_apart(part, leaf, (name, k), met) for k, part in opened.parts.items()}
+    parts = {k: take_apart(part, leaf, (name, k), met, depth + 1) for k, part in opened.parts.items()}
     is_same = all(parts[k] is part and type(k) is Field for k, part in opened.parts.items())
     taken = value if is_same and parts else Container(parts, opened.build)  # objects with fields may be keys of dicts
     met[id(value)] = taken, value  # which lives as long as its id is used
