@@ -24,8 +24,8 @@ def test_program_runs(program):
 
 def test_there_are_programs():
     """One for each door, at least."""
-    assert any("@checkpointed" in program for program in PROGRAMS)
-    assert any("with checkpoint_scope()" in program and "keep(" in program for program in PROGRAMS)
+    for door in ("checkpoint_modules(", "with checkpoint_scope(policy=auto())", "@checkpointed(policy=auto(budget="):
+        assert any(door in program for program in PROGRAMS)
 
 
 def test_the_first_two_commands():
