@@ -109,18 +109,12 @@ class AutoTape(Tape):
 
     # ---- what the recording tells
 
-    def _register(self, storage: Any, op: Op | None, sid: int, geometry: Geometry | None) -> Value:
-        value = super()._register(storage, op, sid, geometry)
-        if op is not None and value.nbytes:
-            self._fresh.append((sid, value))
-        return value
-
     def _read_across(self, value: Value, tensor: Tensor) -> None:
         op = value.op
         if op is None:
             kept = self._kept.get(value)
             if kept is not None:
-                kept.was_read = self.recorded
+                kept.was_read = self.clock + 1
         elif op.index < self._last_cut and value.nbytes:
             if self._budget is not None:
                 self._give_up(value)
@@ -128,22 +122,16 @@ class AutoTape(Tape):
             if op.index < self._last_cut:
                 self._hold(value, tensor)
 
-    def save(self, tensor: Tensor) -> Any:
-        saved = super().save(tensor)
-        for value in values_of(saved) if type(saved) is not Wrapped else ():  # parts of one come by themselves
-            op, kept = self._maker(value), self._kept.get(value)
-            if op is None:
-                continue
-            more = min(tensor.nbytes, value.nbytes - value.saved)
-            if more:
-                is_new = value.saved == 0
-                value.saved += more
-                self._saves += is_new
-                if kept is None:
-                    self._drop(op.index, more)
-                    if is_new:
-                        self._spare_it(value, op, tensor)
-        return saved
+    def _has_saved(self, value: Value, tensor: Tensor, nbytes: int) -> None:
+        is_new = value.saved == 0
+        super()._has_saved(value, tensor, nbytes)
+        op, kept = self._maker(value), self._kept.get(value)
+        if op is not None:
+            self._saves += is_new
+            if kept is None:
+                self._drop(op.index, nbytes)
+                if is_new:
+                    self._spare_it(value, op, tensor)
 
     def keep_at(self, tensor: Tensor, mover: Mover | None) -> None:
         value = self._values.get(_storage_id(tensor)) if _has_storage(tensor) else None
@@ -230,7 +218,7 @@ class AutoTape(Tape):
         op = value.op
         assert op is not None  # the callers looked
         kept = Kept()
-        kept.value, kept.op, kept.was_read = value, op, self.recorded
+        kept.value, kept.op, kept.was_read = value, op, self.clock + 1
         kept.sid = sid = _storage_id(tensor)
         before = _users(sid)
         mover = self._cut_mover
@@ -257,7 +245,7 @@ class AutoTape(Tape):
         cut.nbytes -= value.nbytes
         self._cut_bytes -= value.nbytes
         self._held_bytes -= value.nbytes
-        value.op, value.held, value.kept = op, None, False
+        value.op, value.held, value.state = op, None, None
         if value.saved:
             self._drop(op.index, value.saved)
             if self._budget is not None and tensor is not None and self._values.get(kept.sid) is value:
@@ -315,7 +303,7 @@ class AutoTape(Tape):
         """Here, until there is a better place in this segment."""
         if self._trial is not None:
             self._remove(len(self._cuts) - 1)
-        position = self.recorded
+        position = self.clock + 1
         self._had_cut = True
         self._cuts.append(Cut(position, self._dropped))
         insort(self.cuts, position)

@@ -309,9 +309,9 @@ class _Window:
             if now is not None:
                 Generators.leave(now)
         outputs = op.outputs
-        if type(result) is Tensor and outputs:  # the only one, so it is new
-            made[outputs[0]] = result
-            return outputs
+        if outputs is None:
+            made[op.index] = result
+            return (op.index,)
         for tensor, id in zip(tensors_of(result), outputs, strict=False):
             if id:
                 made[id] = tensor

@@ -55,10 +55,16 @@ class Places(NamedTuple):
 NOWHERE = Places(None, None, None)
 
 
+# What else may be said of a value:
+UNFILLED = "allocated, and not yet filled by a recorded operator"
+KEPT = "held, all of the storage, although an operator made it"
+VOLATILE = "from outside and written by the region: others will write it again, so copies are read"
+
+
 class Value:
     """One storage between two writes: `op` made it, or it is `held`."""
 
-    __slots__ = ("geometry", "held", "id", "is_saved", "kept", "nbytes", "op", "parts", "saved", "unfilled", "volatile")
+    __slots__ = ("geometry", "held", "id", "nbytes", "op", "parts", "saved", "state")
 
     def __init__(self, id: int, op: Op | None, nbytes: int, geometry: Geometry | None) -> None:
         self.id = id
@@ -67,16 +73,13 @@ class Value:
         self.geometry = geometry  # of the tensor that `op` makes (None: not known), or of what is held from outside
         self.held: Held | None = None
         self.parts: dict[Geometry, Held] | None = None  # what enclosing hooks have packed besides
-        self.is_saved = False  # by autograd
-        self.saved = 0  # how many bytes of it, for tapes that make cuts
-        self.unfilled = False  # allocated, and not yet filled by a recorded operator
-        self.kept = False  # held, all of the storage, although an operator made it
-        self.volatile = False  # from outside and written by the region: others will write it again, so copies are read
+        self.saved = 0  # how many bytes of it autograd has saved
+        self.state: str | None = None
 
     def hold(self, tensor: Tensor, geometry: Geometry | None, hooks: Saver, reader: Name) -> None:
         """Hold the value, which is from outside, as it is now. `tensor` lies on it like that; None as `reader`: no
         operator reads it, autograd saves it."""
-        self.op, self.unfilled = None, False
+        self.op, self.state = None, VOLATILE if self.state is VOLATILE else None
         held = self.holding(geometry)
         if held is None:
             held = Held(tensor, hooks, None)
@@ -86,7 +89,7 @@ class Value:
                 self.parts = {**(self.parts or {}), cast(Geometry, geometry): held}
         if held.name is None and reader is not None:
             held.name = reader
-            if self.volatile:
+            if self.state is VOLATILE:
                 held.freeze()
 
     def holding(self, geometry: Geometry | None) -> Held | None:
@@ -102,8 +105,12 @@ class Value:
         covers = type(hooks) is tuple and tensor.is_contiguous() and tensor.nbytes == tensor.untyped_storage().nbytes()
         if hooks is not None and not covers:
             tensor = without_recording(_torch.bytes_of, tensor)
-        self.op, self.parts, self.kept = None, None, True
+        self.op, self.parts, self.state = None, None, KEPT
         self.held = Held(tensor, hooks, "a kept tensor")
+
+    @property
+    def kept(self) -> bool:
+        return self.state is KEPT
 
     @property
     def all_held(self) -> list[Held]:
@@ -154,17 +161,23 @@ class Wrapped:
 class Op:
     """One recorded operator call. It names the values it makes by id: a strong reference would be a cycle."""
 
-    __slots__ = ("args", "grad_mode", "index", "info", "kwargs", "outputs", "reads", "rng", "writes")
+    __slots__ = ("args", "index", "info", "reads")
 
+    args: tuple[Any, ...]  # with a Value, Ref or Scratch in place of each tensor, or what makes one with its metadata
+    index: int  # position on the tape; the id of the first value that it makes
     info: Info
-    args: list[Any]  # with a Value, Ref or Scratch in place of each tensor, or what makes one with the same metadata
-    kwargs: dict[str, Any]
-    reads: list[Value]
-    grad_mode: bool  # kernels may look at it
-    index: int  # position on the tape
-    rng: Generators | None  # where the generators stood, for a random operator
-    outputs: Sequence[int]  # for each tensor of the result the id of the value that it is; 0 if not a new one
-    writes: Sequence[tuple[int, int]]  # (id of the value that is overwritten, id of the value that it becomes)
+    reads: tuple[Value, ...]
+
+    # Nearly all operators take no keywords, draw no random numbers, write nothing and make one new tensor. Others are:
+    kwargs: Any = {}  # noqa: RUF012
+    grad_mode = True  # kernels may look at it
+    rng: Generators | None = None  # where the generators stood, for a random operator
+    outputs: Sequence[int] | None = None  # for each tensor of the result the id of the value that it is; 0: no new one
+    writes: Sequence[tuple[int, int]] = ()  # (id of the value that is overwritten, id of the value that it becomes)
+
+
+class SpecialOp(Op):
+    __slots__ = ("grad_mode", "kwargs", "outputs", "rng", "writes")
 
 
 class Info:
@@ -251,6 +264,7 @@ class Tape(TorchDispatchMode, Region):
     _watch = 1  # look for a cut when there are so many
     limits: Any = None  # for a replay, when the block has ended
     _flops: dict[int, float] | None = None  # by position, if anybody wants to know
+    _fresh: list[tuple[int, Value]] | None = None  # what operators have made: storage and value
 
     def __init__(self, hooks: _torch.Hooks | None, preserve_rng_state: bool | str, log: Any, policy: Any) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -278,7 +292,10 @@ class Tape(TorchDispatchMode, Region):
         # Equal ones are one object: there are few, many refer to them, and garbage collection looks at each.
         self._geometries: dict[Any, Any] = {}
         self._weak: list[int] = []
-        self._ids = 0
+        self.clock = 0  # the last id of a value
+        # What an operator has just made or autograd has just saved is what is met next: by the tensor's id, with a
+        # reference to it, until the next operator has been recorded.
+        self._known: dict[int, tuple[int, Value | Ref, Tensor]] = {}  # its storage, and what stands for it
         self._has_zeros = False  # has seen efficient zeros, which have no memory
         self._unsettled: list[tuple[Answer, Tensor]] = []  # written just now, and to be kept
 
@@ -303,6 +320,7 @@ class Tape(TorchDispatchMode, Region):
                 mover.settle()
         finally:
             self.outer = None
+            self._known.clear()
             self._values.clear()
             self._geometries.clear()
             while self._weak:
@@ -319,12 +337,26 @@ class Tape(TorchDispatchMode, Region):
 
     def save(self, tensor: Tensor) -> Any:
         """What a holder needs to bring `tensor` back."""
-        if type(tensor) is not Tensor and hasattr(tensor, "__tensor_flatten__"):
+        known = self._known.get(id(tensor))
+        if known is not None and known[0] == _storage_id(tensor):
+            saved: Value | Ref = known[1]
+        elif type(tensor) is not Tensor and hasattr(tensor, "__tensor_flatten__"):
             return Wrapped(tensor, self.save)
-        saved = self.reference(tensor)
+        else:
+            saved = self.reference(tensor)
+        value = saved if type(saved) is Value else saved.value
+        more = value.nbytes - value.saved
+        if more:
+            self._has_saved(value, tensor, min(more, tensor.nbytes))
         if self._save_at is not None:
             self.keep_at(tensor, self._save_at)
         return saved
+
+    def _has_saved(self, value: Value, tensor: Tensor, nbytes: int) -> None:
+        """Autograd has saved so many bytes of the value that it had not before."""
+        if not value.saved and (value.op is not None or not value.is_parameter):
+            self.saved_bytes += value.nbytes
+        value.saved += nbytes
 
     def _mover(self, destination: Destination | None) -> Mover | None:
         return None if destination is None else self.movers.setdefault(destination, Mover(destination))
@@ -344,11 +376,12 @@ class Tape(TorchDispatchMode, Region):
         elif _has_storage(tensor):
             value = self._values.get(_storage_id(tensor))
             # There is nothing yet in memory that has only been allocated.
-            if value is not None and value.op is not None and not (value.unfilled and value.nbytes):
+            if value is not None and value.op is not None and not (value.state is UNFILLED and value.nbytes):
+                self._known.clear()
                 hooks = self.hooks if mover is None or not mover.takes(tensor) else mover
                 value.keep(tensor, hooks)
                 self.kept_bytes += value.nbytes
-                self.cuts.append(self.recorded)
+                self.cuts.append(self.clock + 1)
 
     def keeps_now(self) -> int | None:
         """How many bytes are kept at this moment of the block, where that is known."""
@@ -379,6 +412,7 @@ class Tape(TorchDispatchMode, Region):
         """Whatever is alive may be written unseen: what has been read of it must not change, and whoever reads it from
         here on reads something from outside."""
         self.settle()
+        self._known.clear()
         for sid, value in list(self._values.items()):
             if not value.is_parameter:
                 value.freeze()
@@ -411,7 +445,7 @@ class Tape(TorchDispatchMode, Region):
 
     # ---- references to values
 
-    def reference(self, tensor: Tensor, reads: list[Value] | None = None) -> Any:
+    def reference(self, tensor: Tensor, reads: list[Value] | None = None) -> Value | Ref:
         """What stands for `tensor` as it is now: its value, or a `Ref` to it. Autograd saves it; or, if `reads` is
         given, to which its value is added, an operator reads it."""
         kind: Any = type(tensor)
@@ -426,25 +460,31 @@ class Tape(TorchDispatchMode, Region):
             return self._opaque(tensor, reads)
         value = self._values.get(sid)
         if value is None:
-            value = self._register(tensor.untyped_storage(), None, sid, None)
+            value = self._register(tensor, None, sid, None)
             self._has_zeros = self._has_zeros or _torch.is_zeros(tensor)
         op, held = value.op, value.held
-        if op is None and not value.kept:
-            if held is None or geometry != value.geometry or (held.name is None and reads is not None):
+        is_settled = False  # nothing will be new if it is met once more
+        if op is not None:
+            if value.state is UNFILLED and value.nbytes:  # filled by something unseen (a raw kernel, ctypes, NumPy)
                 value = self._from_outside(value, tensor, geometry, reads)
-        elif value.unfilled and value.nbytes:  # filled by something unseen (a raw kernel, ctypes, NumPy)
-            value = self._from_outside(value, tensor, geometry, reads)
-        elif op is None or op.index < self._last_cut:
+            elif op.index < self._last_cut:
+                self._read_across(value, tensor)
+            else:
+                is_settled = True
+        elif value.state is KEPT:
             self._read_across(value, tensor)
+        elif held is None or (held.name is None and reads is not None) or (geometry != value.geometry and held.is_packed):
+            value = self._from_outside(value, tensor, geometry, reads)
+        else:
+            is_settled = held.name is not None
+        saved: Value | Ref = value
+        if kind is not None or geometry != value.geometry:
+            saved = Ref(value, self._geometries.setdefault(geometry, geometry), kind)
         if reads is not None:
             reads.append(value)
-        elif not value.is_saved:
-            value.is_saved = True
-            if value.op is not None or not value.is_parameter:
-                self.saved_bytes += value.nbytes
-        if kind is None and geometry == value.geometry:
-            return value
-        return Ref(value, self._geometries.setdefault(geometry, geometry), kind)
+        elif is_settled:
+            self._known[id(tensor)] = sid, saved, tensor
+        return saved
 
     def _read_across(self, value: Value, tensor: Tensor) -> None:
         """A kept value is read, or one from before the last cut."""
@@ -478,20 +518,22 @@ class Tape(TorchDispatchMode, Region):
             reads.append(value)
         return value
 
-    def _register(self, storage: Any, op: Op | None, sid: int, geometry: Geometry | None) -> Value:
-        """The storage, with this id, has a new value."""
-        self._ids = id = self._ids + 1
-        values = self._values
+    def _register(self, tensor: Tensor, op: Op | None, sid: int, geometry: Geometry | None) -> Value:
+        """The storage of the tensor, with this id, has a new value."""
+        self.clock = id = self.clock + 1
+        values, storage = self._values, tensor.untyped_storage()
         if sid not in values:
             # While a weak reference lives, no other storage gets this address.
             self._weak.append(_weak_storage(storage))
         value = values[sid] = Value(id, op, storage.nbytes(), geometry)
+        if op is not None and self._fresh is not None and value.nbytes:
+            self._fresh.append((sid, value))
         return value
 
     def _now_outside(self, targets: dict[int, Tensor]) -> None:
         """These have been written from outside, or so that a replay can't do it again."""
         for sid, target in targets.items():
-            self._register(target.untyped_storage(), None, sid, None).volatile = True
+            self._register(target, None, sid, None).state = VOLATILE
 
     # ---- the mode
 
@@ -501,7 +543,9 @@ class Tape(TorchDispatchMode, Region):
         if self._here["depth"] != self._depth:  # an operator of a recompute (rule 3)
             return func(*args, **kwargs)
         info = _INFOS.get(id(func)) or Info(func)
+        known = self._known
         if self._since >= self._watch:
+            known.clear()  # no references of ours when those to a storage are counted
             self._look(info)
         if self._unsettled:
             self.settle()
@@ -510,13 +554,12 @@ class Tape(TorchDispatchMode, Region):
                 return func(*args, **kwargs)  # their own mode is at work, to find out shapes
             return NotImplemented  # the subclass takes itself apart, and plain tensors come by
         if info.ignored:
+            known.clear()
             return info.run(*args, **kwargs)
         self._running = func
         if self.log is not None:
             self.log.append((str(func), stack_of_user()))
-        op = Op()
         reads: list[Value] = []
-        op.reads, op.writes = reads, ()
         given, named = args, kwargs
         targets: dict[int, Tensor] = _NOTHING  # by storage: views of one are written together
         outside: dict[int, Tensor] = _NOTHING
@@ -525,6 +568,7 @@ class Tape(TorchDispatchMode, Region):
             targets = self._on_storages([kwargs.get(p) if type(p) is str else args[p] for p in places])
             outside = {sid: target for sid, target in targets.items() if _is_outside(self._values.get(sid), info)}
             if info.communicates or (info.inplace and len(outside) == len(targets)):
+                known.clear()
                 return self._run_outside(info, targets, args, kwargs)
             given = [self._refer_to_written(a, reads, info, outside) if i in places else a for i, a in enumerate(args)]
             named = {
@@ -535,40 +579,62 @@ class Tape(TorchDispatchMode, Region):
         elif info.statistics is not None:
             outside = {}
             given = self._without_statistics(info.statistics, args, outside)
-        op.args = self._refer(given, reads)  # which lets references pass
-        op.kwargs = dict(zip(kwargs, self._refer(named.values(), reads), strict=True)) if kwargs else kwargs
+        refs = self._refer(given, reads)  # which lets references pass
+        if kwargs:
+            named = dict(zip(kwargs, self._refer(named.values(), reads), strict=True))
+        known.clear()
         if targets:
             self._freeze(targets)
-        result, drew = self._run(op, info, args, kwargs)
-        if targets:
-            op.writes = [self._overwrite(op, sid, target) for sid, target in targets.items() if sid not in outside]
+        run = info.run if not self._has_zeros else _torch.with_zeros(info.run)
+        rng = self._generators(info, args, kwargs) if info.may_draw else None
+        result = run(*args, **kwargs) if kwargs else run(*args)
+        drew = info.may_draw and (not info.custom or (rng is not None and rng.have_moved()))
+        grad_mode = _is_grad_enabled()
+        is_special = bool(kwargs) or drew or not grad_mode or bool(targets) or type(result) is not Tensor
+        op = SpecialOp() if is_special else Op()
+        op.args = tuple(refs)
+        op.index = self.clock + 1
+        op.info = info
+        op.reads = op.args if reads == refs else tuple(reads)
+        if self._flops is not None and not drew and (formula := _torch.flop_formula(func)) is not None:
+            self._flops[op.index] = formula(args, kwargs, result)
+        if is_special:
+            op.kwargs, op.grad_mode, op.rng = named, grad_mode, rng if drew and self._preserve_rng_state else None
+            op.writes = tuple([self._overwrite(op, sid, target) for sid, target in targets.items() if sid not in outside])
+            ids = [self._output(op, tensor) for tensor in tensors_of(result)]
+            op.outputs = tuple(ids) if any(ids) else ()
+            self.recorded += bool(op.outputs or op.writes)
+            if targets and result is args[0] and type(refs[0]) is Value and not info.moves and not outside:
+                sid = _storage_id(result)
+                known[id(result)] = sid, self._values[sid], result
+        elif self._output(op, result):
+            self.recorded += 1
         if outside:
             self._now_outside(outside)
-        self._add_outputs(op, result)
         if self._ask is not None or (drew and not self._preserve_rng_state):
             made = (*targets.values(), *tensors_of(result))
             self._decide(info, drew, func, args, dict(kwargs), result, made)
         return result
 
-    def _run(self, op: Op, info: Info, args: Any, kwargs: Any) -> tuple[Any, bool]:
-        """The result of the operator, and whether it has drawn random numbers."""
+    def _generators(self, info: Info, args: Any, kwargs: Any) -> Generators | None:
+        """The state of what the operator is about to draw from, if it will be wanted."""
         preserve = self._preserve_rng_state
-        op.info = info
-        op.grad_mode = _is_grad_enabled()
-        op.index = self.recorded
-        op.rng = None
-        run = info.run if not self._has_zeros else _torch.with_zeros(info.run)
-        if not info.may_draw:
-            result = run(*args, **kwargs)
-            flops = self._flops
-            if flops is not None and (formula := _torch.flop_formula(info.func)) is not None:
-                flops[op.index] = formula(args, kwargs, result)
-            return result, False
-        rng = generators_of(args, kwargs, info.custom and preserve == "all") if info.custom or preserve else None
-        result = run(*args, **kwargs)
-        drew = not info.custom or (rng is not None and rng.have_moved())
-        op.rng = rng if drew and preserve else None
-        return result, drew
+        return generators_of(args, kwargs, info.custom and preserve == "all") if info.custom or preserve else None
+
+    def _output(self, op: Op, tensor: Tensor) -> int:
+        """The value that `op` has made there; 0 if the storage is none, or not new."""
+        if not _has_storage(tensor):
+            return 0
+        sid = _storage_id(tensor)
+        if sid in self._values:
+            return 0
+        geometry = None if tensor.is_nested else geometry_of(tensor)
+        value = self._register(tensor, op, sid, self._geometries.setdefault(geometry, geometry))
+        if op.info.allocates:
+            value.state = UNFILLED
+        elif geometry is not None:
+            self._known[id(tensor)] = sid, value, tensor
+        return value.id
 
     def _without_statistics(self, where: Any, given: Any, updated: dict[int, Tensor]) -> list[Any]:
         """The arguments of a normalisation without the statistics that it updates, which are added to `updated`, and
@@ -596,32 +662,18 @@ class Tape(TorchDispatchMode, Region):
         for arg in args:
             kind = type(arg)
             if kind is Tensor or kind is _Parameter:
-                refs.append(self.reference(arg, reads))
-            elif kind in ATOMS:
-                refs.append(arg)
+                known = self._known.get(id(arg))
+                if known is not None and known[0] == _storage_id(arg):
+                    arg = known[1]
+                    reads.append(arg if type(arg) is Value else arg.value)
+                else:
+                    arg = self.reference(arg, reads)
             elif kind is list or kind is tuple:
-                refs.append(kind(self._refer(arg, reads)))
-            else:
-                refs.append(self.reference(arg, reads) if isinstance(arg, Tensor) else arg)
+                arg = kind(self._refer(arg, reads))
+            elif kind not in ATOMS and isinstance(arg, Tensor):
+                arg = self.reference(arg, reads)
+            refs.append(arg)
         return refs
-
-    def _add_outputs(self, op: Op, result: Any) -> None:
-        """The storages in `result` that are new are values that `op` makes."""
-        outputs = []
-        for tensor in (result,) if type(result) is Tensor else tensors_of(result):
-            id = 0
-            if _has_storage(tensor):
-                sid = _storage_id(tensor)
-                if sid not in self._values:
-                    geometry = None if tensor.is_nested else geometry_of(tensor)
-                    geometry = self._geometries.setdefault(geometry, geometry)
-                    value = self._register(tensor.untyped_storage(), op, sid, geometry)
-                    value.unfilled = op.info.allocates
-                    id = value.id
-            outputs.append(id)
-        op.outputs = tuple(outputs) if any(outputs) else ()
-        if op.outputs or op.writes:
-            self.recorded += 1
 
     def _run_outside(self, info: Info, targets: dict[int, Tensor], args: Any, kwargs: Any) -> Any:
         """Run what is never repeated: it only writes something from outside, or others would have to take part. These
@@ -633,17 +685,18 @@ class Tape(TorchDispatchMode, Region):
         self._now_outside(targets)
         for sid, tensor in _by_storage(result).items():
             if sid not in self._values:
-                self._register(tensor.untyped_storage(), None, sid, None)
+                self._register(tensor, None, sid, None)
         return result
 
     def _overwrite(self, op: Op, sid: int, target: Tensor) -> tuple[int, int]:
         """`op` has made a new value of this storage."""
         value, info = self._values[sid], op.info
-        new = self._register(target.untyped_storage(), op, sid, None if info.moves else value.geometry)
+        new = self._register(target, op, sid, None if info.moves else value.geometry)
         if info.overwrites:
-            new.unfilled = value.unfilled and target.nbytes < new.nbytes
-        elif info.allocates:  # resize_
-            new.unfilled = new.nbytes > value.nbytes
+            unfilled = value.state is UNFILLED and target.nbytes < new.nbytes
+        else:
+            unfilled = info.allocates and new.nbytes > value.nbytes  # resize_
+        new.state = UNFILLED if unfilled else None
         return value.id, new.id
 
     def _refer_to_written(self, arg: Any, reads: list[Value], info: Info, outside: dict[int, Tensor]) -> Any:
@@ -656,7 +709,7 @@ class Tape(TorchDispatchMode, Region):
             return _like(arg) if info.overwrites else Scratch(self.reference(arg, reads))
         # Not `reference`: a buffer that is only being filled need not be held.
         value, geometry = self._values[sid], geometry_of(arg)
-        if not (info.overwrites and arg.nbytes == value.nbytes) and (value.op is None or not value.unfilled):
+        if not (info.overwrites and arg.nbytes == value.nbytes) and value.state is not UNFILLED:
             self._read_across(value, arg)
         reads.append(value)
         return value if geometry == value.geometry else Ref(value, geometry, None)
@@ -676,7 +729,7 @@ class Tape(TorchDispatchMode, Region):
 def _is_outside(value: Value | None, info: Info) -> bool:
     """Whether what is written can't be made again: it was there before, or something unseen has filled it."""
     fills = info.overwrites or info.allocates
-    return value is None or (value.op is None and not value.kept) or (value.unfilled and not fills)
+    return value is None or (value.op is None and value.state is not KEPT) or (value.state is UNFILLED and not fills)
 
 
 def _by_storage(tensors: Any) -> dict[int, Tensor]:
