@@ -21,6 +21,7 @@ import functools
 import operator
 import weakref
 from bisect import bisect_left, bisect_right
+from collections import defaultdict
 from collections.abc import Container, Iterable, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, cast
@@ -29,10 +30,10 @@ import torch
 from torch import Tensor
 
 from . import _torch, errors
-from ._ambient import Generators, read_switches, write_switches
+from ._ambient import Generators, Undo, read_switches, write_switches
 from ._engine import Frame, Holder, Recompute, Source
 from ._offload import Moved, prefetch
-from ._tape import Geometry, Op, Ref, Scratch, Tape, Value, Wrapped, geometry_of, tensors_of
+from ._tape import KEPT, Geometry, Op, Ref, Scratch, Tape, Value, Wrapped, geometry_of, tensors_of
 from ._tree import ATOMS
 
 Cuts = list[tuple[int, list[Value]]]  # positions on the tape, each with what was made before and is read after it
@@ -69,14 +70,18 @@ class Replay(Source):
         """Who saved what. There may be thousands of holders and of segments, so they are sorted once."""
         found = self._index
         if found is None:
-            found = {}, {}
-            (segments, savers), cuts = found, self.tape.cuts
+            segments, savers = found = defaultdict(list), defaultdict(list)
+            cuts = self.tape.cuts
             for ref in frame.holders:
                 holder = ref()
-                if holder is not None and (position := newest(holder)) >= 0:
-                    segments.setdefault(bisect_right(cuts, position), []).append(ref)
-                    for value in values_of(holder.saved):
-                        savers.setdefault(value.id, []).append(ref)
+                made = -1
+                saved = None if holder is None else holder.saved
+                for value in (saved,) if type(saved) is Value else values_of(saved):
+                    if value.op is not None:
+                        savers[value.id].append(ref)
+                        made = max(made, value.op.index)
+                if made >= 0:
+                    segments[bisect_right(cuts, made)].append(ref)
             if frame.complete:
                 self._index = found
         return found
@@ -96,11 +101,12 @@ class Replay(Source):
     def at_hand(self, holder: Holder, where: Frame) -> Tensor | None:
         """A value that is held, and that hooks have not taken: nothing to compute, nothing to share."""
         saved = holder.saved
-        if type(saved) is Wrapped or where.check is not None or not where.early_stop:
+        value = saved.value if type(saved) is Ref else saved
+        if type(value) is Wrapped or (value.held is None and value.parts is None):
             return None
-        (value,), geometry = values_of(saved), saved.geometry
+        geometry = saved.geometry
         held = value.holding(geometry)
-        if held is None or held.is_packed:
+        if held is None or held.is_packed or where.check is not None or not where.early_stop:
             return None
         try:
             tensor = held.fetch(where)
@@ -144,6 +150,7 @@ class _Window:
         self._inputs = request.task.inputs
         self._made: dict[int, Tensor] = {}  # by value: what its operator returned, or another tensor on its storage
         self._given: dict[int, list[Geometry]] = {}  # by storage: what has been delivered is no longer ours to write
+        self._generators: Undo = []  # as they were before the first operator that draws
         self._grad_mode = False  # what `below_autograd` sets
         self._stage: Stage | None = None
         self._storing: dict[int, Value] = {}  # what the stage wants
@@ -166,7 +173,10 @@ class _Window:
             if ops:
                 source.replays += 1
                 source.replayed += len(ops)
-                self._replay(ops, wanted)
+                try:
+                    self._replay(ops, wanted)
+                finally:
+                    Generators.leave(self._generators)
         if self._inputs and request.is_last:
             self._inputs.clear()
         elif source.tape.movers:
@@ -192,10 +202,16 @@ class _Window:
                 return self._choose_piece(stages.setdefault(segment, Stage([], {})), candidates, limits)
         # The holders that share its window: operators that their slices have in common run once.
         plan = request.task.plan
-        if opened.slot not in plan:
-            plan.update(connected(self._candidates(segment)))
-        wanted = request.wanted([self._frame.holders[slot] for slot in sorted(plan[opened.slot])])
-        return wanted, slice_of(wanted)
+        if opened.slot in plan:
+            wanted = request.wanted([self._frame.holders[slot] for slot in plan[opened.slot]])
+            return wanted, slice_of(wanted)
+        wanted, ops = [], []
+        for group in connected(self._candidates(segment)):
+            slots = sorted([holder.slot for holder in group.holders])
+            plan.update(dict.fromkeys(slots, slots))
+            if plan.get(opened.slot) is slots:
+                wanted, ops = group
+        return wanted, in_order(ops)
 
     def _candidates(self, segment: int) -> list[Holder]:
         """The holders of a segment that may still be opened."""
@@ -271,7 +287,8 @@ class _Window:
         last: dict[int, Op | None] = {value.id: op for op in ops for value in op.reads}
         wrappers = [saver.saved for saver in wanted if type(saver.saved) is Wrapped]
         last.update((value.id, None) for saved in wrappers for value in values_of(saved))  # parts wait for each other
-        self._writes = any(op.writes for op in ops)  # in place
+        self._written = {old for op in ops for old, _ in op.writes}
+        is_plain = self._frame.complete and self._frame.check is None
         for op in ops:
             if log is not None:
                 log.append((str(op.info.func), ""))
@@ -284,7 +301,16 @@ class _Window:
                     if holder is None or (slots is not None and holder.slot not in slots):
                         continue
                     if holder.slot not in ready or holder is opened:
-                        self._give(holder, id)
+                        saved = holder.saved
+                        if (  # past one call
+                            is_plain
+                            and type(saved) is Value
+                            and id not in self._written
+                            and made[id].shape == saved.geometry[0]
+                        ):
+                            ready[holder.slot] = made[id]
+                        else:
+                            self._give(holder, id)
                 if id not in last:
                     del made[id]
             for value in op.reads:
@@ -298,20 +324,16 @@ class _Window:
             made[arg.id] if type(arg) is Value and arg.id in made else arg if type(arg) in ATOMS else build(arg)
             for arg in op.args
         ]
-        kwargs = {name: build(arg) for name, arg in op.kwargs.items()} if op.kwargs else op.kwargs
         if op.grad_mode is not self._grad_mode:
             self._grad_mode = op.grad_mode
             _torch.set_grad_enabled(op.grad_mode)
-        now = None if op.rng is None else op.rng.enter()
-        try:
-            result = op.info.run(*args, **kwargs)
-        finally:
-            if now is not None:
-                Generators.leave(now)
         outputs = op.outputs
         if outputs is None:
-            made[op.index] = result
+            made[op.index] = op.info.run(*args)
             return (op.index,)
+        if op.rng is not None:
+            op.rng.enter(self._generators)
+        result = op.info.run(*args, **{name: build(arg) for name, arg in op.kwargs.items()})
         for tensor, id in zip(tensors_of(result), outputs, strict=False):
             if id:
                 made[id] = tensor
@@ -343,7 +365,11 @@ class _Window:
         kind = type(saved)
         if kind is Value:
             tensor = self._made.get(saved.id)
-            return self._start(saved, saved.geometry) if tensor is None else tensor
+            if tensor is None:
+                tensor = self._start(saved, saved.geometry)
+                if saved.id and saved.state is not KEPT:  # nothing writes it
+                    self._made[saved.id] = tensor
+            return tensor
         if kind is Ref:
             tensor = self._made.get(saved.value.id)
             if tensor is None:
@@ -380,7 +406,7 @@ class _Window:
         tensor = self._made[id]
         saved = holder.saved
         kind = type(saved)
-        if self._writes:
+        if id in self._written:
             self._give_away(tensor, geometry_of(tensor) if kind is Wrapped else saved.geometry)
         if kind is Wrapped:
             if self._is_there(saved):
@@ -480,7 +506,11 @@ def slice_of(holders: Iterable[Holder], stored: Container[int] = (), values: Ite
         if op is not None and op not in found and value.id not in stored:
             found.add(op)
             stack += op.reads
-    return sorted(found, key=operator.attrgetter("index"))
+    return in_order(found)
+
+
+def in_order(ops: Iterable[Op]) -> list[Op]:
+    return sorted(ops, key=operator.attrgetter("index"))
 
 
 def newest(holder: Holder) -> int:
@@ -526,22 +556,41 @@ def place_cuts(ops: list[Op], holders: list[Holder], stored: Container[int], lim
     return []
 
 
-def connected(holders: list[Holder]) -> dict[int, set[int]]:
-    """Groups of holders whose slices share operators: for each slot the slots of its group."""
-    groups: dict[int, set[int]] = {}  # members of one group share one set
-    owner: dict[Op, int] = {}
+class Group(NamedTuple):
+    """Holders whose slices share operators, and these."""
+
+    holders: list[Holder]
+    ops: list[Op]
+
+
+def connected(holders: list[Holder]) -> list[Group]:
+    """All of these holders in groups."""
+    groups: list[Group] = []
+    owner: dict[Op, Group] = {}
     for holder in reversed(holders):  # mostly, the last one needs whatever the others need
-        mine = groups[holder.slot] = {holder.slot}
-        stack = [*values_of(holder.saved)]
+        mine: Group | None = None
+        saved = holder.saved
+        stack = [saved] if type(saved) is Value else [*values_of(saved)]
         while stack:
             op = stack.pop().op
             if op is None:
                 continue
-            if op not in owner:
-                owner[op] = holder.slot
+            theirs = owner.get(op)
+            if theirs is None:
+                if mine is None:
+                    mine = Group([], [])
+                    groups.append(mine)
+                owner[op] = mine
+                mine.ops.append(op)
                 stack += op.reads
-            elif (theirs := groups[owner[op]]) is not mine:
-                small, mine = (mine, theirs) if len(mine) < len(theirs) else (theirs, mine)
-                mine |= small
-                groups.update(dict.fromkeys(small, mine))
+            elif mine is None:
+                mine = theirs
+            elif mine is not theirs:
+                small, mine = (mine, theirs) if len(mine.ops) < len(theirs.ops) else (theirs, mine)
+                owner.update(dict.fromkeys(small.ops, mine))
+                for ours, more in zip(mine, small, strict=True):
+                    ours += more
+                    more.clear()
+        if mine is not None:
+            mine.holders.append(holder)
     return groups

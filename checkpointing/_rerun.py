@@ -203,7 +203,7 @@ class Rerun(Region, Source):
                 request.rewound = rewound
         context = self.ambient.enter(undo)
         if self._rng is not None:
-            undo.append((Generators.leave, self._rng.enter()))
+            undo.append((Generators.leave, self._rng.enter([])))
         return context
 
 

@@ -293,9 +293,11 @@ class Tape(TorchDispatchMode, Region):
         self._geometries: dict[Any, Any] = {}
         self._weak: list[int] = []
         self.clock = 0  # the last id of a value
-        # What an operator has just made or autograd has just saved is what is met next: by the tensor's id, with a
-        # reference to it, until the next operator has been recorded.
-        self._known: dict[int, tuple[int, Value | Ref, Tensor]] = {}  # its storage, and what stands for it
+        # What an operator has just made or autograd has just saved is mostly what is met next. Until something runs that
+        # may change that: by storage, the values on new ones, where nothing can lie in another way yet; and by the id
+        # of a tensor, with a reference to it, its storage and what stands for it.
+        self._new: dict[int, Value] = {}
+        self._met: dict[int, tuple[int, Value | Ref, Tensor]] = {}
         self._has_zeros = False  # has seen efficient zeros, which have no memory
         self._unsettled: list[tuple[Answer, Tensor]] = []  # written just now, and to be kept
 
@@ -320,7 +322,7 @@ class Tape(TorchDispatchMode, Region):
                 mover.settle()
         finally:
             self.outer = None
-            self._known.clear()
+            self._forget()
             self._values.clear()
             self._geometries.clear()
             while self._weak:
@@ -337,13 +339,9 @@ class Tape(TorchDispatchMode, Region):
 
     def save(self, tensor: Tensor) -> Any:
         """What a holder needs to bring `tensor` back."""
-        known = self._known.get(id(tensor))
-        if known is not None and known[0] == _storage_id(tensor):
-            saved: Value | Ref = known[1]
-        elif type(tensor) is not Tensor and hasattr(tensor, "__tensor_flatten__"):
+        if type(tensor) is not Tensor and hasattr(tensor, "__tensor_flatten__"):
             return Wrapped(tensor, self.save)
-        else:
-            saved = self.reference(tensor)
+        saved = self.reference(tensor)
         value = saved if type(saved) is Value else saved.value
         more = value.nbytes - value.saved
         if more:
@@ -377,7 +375,7 @@ class Tape(TorchDispatchMode, Region):
             value = self._values.get(_storage_id(tensor))
             # There is nothing yet in memory that has only been allocated.
             if value is not None and value.op is not None and not (value.state is UNFILLED and value.nbytes):
-                self._known.clear()
+                self._forget()
                 hooks = self.hooks if mover is None or not mover.takes(tensor) else mover
                 value.keep(tensor, hooks)
                 self.kept_bytes += value.nbytes
@@ -412,7 +410,7 @@ class Tape(TorchDispatchMode, Region):
         """Whatever is alive may be written unseen: what has been read of it must not change, and whoever reads it from
         here on reads something from outside."""
         self.settle()
-        self._known.clear()
+        self._forget()
         for sid, value in list(self._values.items()):
             if not value.is_parameter:
                 value.freeze()
@@ -455,6 +453,17 @@ class Tape(TorchDispatchMode, Region):
             return self._opaque(tensor, reads)
         try:
             sid = _storage_id(tensor)
+            if kind is None:
+                new = self._new.get(sid)
+                if new is not None:
+                    if reads is not None:
+                        reads.append(new)
+                    return new
+                met = self._met.get(id(tensor))
+                if met is not None and met[0] == sid:
+                    if reads is not None:
+                        reads.append(met[1] if type(met[1]) is Value else met[1].value)
+                    return met[1]
             geometry = geometry_of(tensor)
         except RuntimeError:  # sparse, MKLDNN, strided nested: no storage, or no geometry
             return self._opaque(tensor, reads)
@@ -483,8 +492,12 @@ class Tape(TorchDispatchMode, Region):
         if reads is not None:
             reads.append(value)
         elif is_settled:
-            self._known[id(tensor)] = sid, saved, tensor
+            self._met[id(tensor)] = sid, saved, tensor
         return saved
+
+    def _forget(self) -> None:
+        self._new.clear()
+        self._met.clear()
 
     def _read_across(self, value: Value, tensor: Tensor) -> None:
         """A kept value is read, or one from before the last cut."""
@@ -543,9 +556,8 @@ class Tape(TorchDispatchMode, Region):
         if self._here["depth"] != self._depth:  # an operator of a recompute (rule 3)
             return func(*args, **kwargs)
         info = _INFOS.get(id(func)) or Info(func)
-        known = self._known
         if self._since >= self._watch:
-            known.clear()  # no references of ours when those to a storage are counted
+            self._met.clear()  # no references of ours when those to a storage are counted
             self._look(info)
         if self._unsettled:
             self.settle()
@@ -554,7 +566,9 @@ class Tape(TorchDispatchMode, Region):
                 return func(*args, **kwargs)  # their own mode is at work, to find out shapes
             return NotImplemented  # the subclass takes itself apart, and plain tensors come by
         if info.ignored:
-            known.clear()
+            if self._new and (info.writes or type(args[0]) is not Tensor or _storage_id(args[0]) in self._new):
+                self._new.clear()
+            self._met.clear()
             return info.run(*args, **kwargs)
         self._running = func
         if self.log is not None:
@@ -565,15 +579,17 @@ class Tape(TorchDispatchMode, Region):
         outside: dict[int, Tensor] = _NOTHING
         if info.targets:
             places = info.targets
-            targets = self._on_storages([kwargs.get(p) if type(p) is str else args[p] for p in places])
+            written = args[0] if places == (0,) else [kwargs.get(p) if type(p) is str else args[p] for p in places]
+            targets = self._on_storages(written)
             outside = {sid: target for sid, target in targets.items() if _is_outside(self._values.get(sid), info)}
             if info.communicates or (info.inplace and len(outside) == len(targets)):
-                known.clear()
+                self._forget()
                 return self._run_outside(info, targets, args, kwargs)
             given = [self._refer_to_written(a, reads, info, outside) if i in places else a for i, a in enumerate(args)]
-            named = {
-                k: self._refer_to_written(a, reads, info, outside) if k in places else a for k, a in kwargs.items()
-            }
+            if kwargs:
+                named = {
+                    k: self._refer_to_written(a, reads, info, outside) if k in places else a for k, a in kwargs.items()
+                }
         elif info.metadata_only and isinstance(args[0], Tensor) and _has_storage(args[0]):
             given = [_like(args[0]), *args[1:]]
         elif info.statistics is not None:
@@ -582,7 +598,7 @@ class Tape(TorchDispatchMode, Region):
         refs = self._refer(given, reads)  # which lets references pass
         if kwargs:
             named = dict(zip(kwargs, self._refer(named.values(), reads), strict=True))
-        known.clear()
+        self._forget()
         if targets:
             self._freeze(targets)
         run = info.run if not self._has_zeros else _torch.with_zeros(info.run)
@@ -606,7 +622,7 @@ class Tape(TorchDispatchMode, Region):
             self.recorded += bool(op.outputs or op.writes)
             if targets and result is args[0] and type(refs[0]) is Value and not info.moves and not outside:
                 sid = _storage_id(result)
-                known[id(result)] = sid, self._values[sid], result
+                self._met[id(result)] = sid, self._values[sid], result
         elif self._output(op, result):
             self.recorded += 1
         if outside:
@@ -623,17 +639,22 @@ class Tape(TorchDispatchMode, Region):
 
     def _output(self, op: Op, tensor: Tensor) -> int:
         """The value that `op` has made there; 0 if the storage is none, or not new."""
-        if not _has_storage(tensor):
-            return 0
-        sid = _storage_id(tensor)
-        if sid in self._values:
-            return 0
-        geometry = None if tensor.is_nested else geometry_of(tensor)
-        value = self._register(tensor, op, sid, self._geometries.setdefault(geometry, geometry))
+        try:
+            sid = _storage_id(tensor)
+            if sid in self._values:
+                self._new.pop(sid, None)  # of two results that share it
+                return 0
+            geometry = geometry_of(tensor)
+            geometry = self._geometries.setdefault(geometry, geometry)
+        except RuntimeError:
+            if not _has_storage(tensor):
+                return 0
+            geometry = None  # strided nested
+        value = self._register(tensor, op, sid, geometry)
         if op.info.allocates:
             value.state = UNFILLED
         elif geometry is not None:
-            self._known[id(tensor)] = sid, value, tensor
+            self._new[sid] = value
         return value.id
 
     def _without_statistics(self, where: Any, given: Any, updated: dict[int, Tensor]) -> list[Any]:
@@ -662,12 +683,7 @@ class Tape(TorchDispatchMode, Region):
         for arg in args:
             kind = type(arg)
             if kind is Tensor or kind is _Parameter:
-                known = self._known.get(id(arg))
-                if known is not None and known[0] == _storage_id(arg):
-                    arg = known[1]
-                    reads.append(arg if type(arg) is Value else arg.value)
-                else:
-                    arg = self.reference(arg, reads)
+                arg = self.reference(arg, reads)
             elif kind is list or kind is tuple:
                 arg = kind(self._refer(arg, reads))
             elif kind not in ATOMS and isinstance(arg, Tensor):
@@ -708,11 +724,13 @@ class Tape(TorchDispatchMode, Region):
         if sid in outside:
             return _like(arg) if info.overwrites else Scratch(self.reference(arg, reads))
         # Not `reference`: a buffer that is only being filled need not be held.
-        value, geometry = self._values[sid], geometry_of(arg)
+        value = self._values[sid]
         if not (info.overwrites and arg.nbytes == value.nbytes) and value.state is not UNFILLED:
             self._read_across(value, arg)
         reads.append(value)
-        return value if geometry == value.geometry else Ref(value, geometry, None)
+        if sid in self._new or (sid, value, arg) == self._met.get(id(arg)) or (geometry := geometry_of(arg)) == value.geometry:
+            return value
+        return Ref(value, geometry, None)
 
     def _on_storages(self, tensors: Any) -> dict[int, Tensor]:
         """What is about to be written."""
@@ -745,8 +763,13 @@ def tensors_of(value: Any) -> list[Tensor]:
     """The tensors in an operator's argument or result, in order."""
     if isinstance(value, Tensor):
         return [value]
-    parts = value if type(value) is tuple or type(value) is list else ()
-    return [tensor for part in parts for tensor in tensors_of(part)]
+    found: list[Tensor] = []
+    for part in value if type(value) is tuple or type(value) is list else ():
+        if isinstance(part, Tensor):
+            found.append(part)
+        else:
+            found += tensors_of(part)
+    return found
 
 
 def _like(tensor: Tensor) -> Callable[[], Tensor]:
@@ -762,6 +785,6 @@ def generators_of(args: Any, kwargs: dict[str, Any], python: bool) -> Generators
     if generators:
         return Generators(False, (), generators, python)
     device = kwargs.get("device")
-    devices = {t.device for a in given for t in tensors_of(a)} if device is None else {torch.device(device)}
-    others = [device for device in devices if has_rng(device)]
+    devices = {t.device for t in tensors_of(given)} if device is None else {torch.device(device)}
+    others = [device for device in devices if device.type != "cpu" and has_rng(device)]
     return Generators(not others, others, (), python)
