@@ -343,6 +343,9 @@ class Tape(TorchDispatchMode, Region):
             return Wrapped(tensor, self.save)
         saved = self.reference(tensor)
         value = saved if type(saved) is Value else saved.value
+        op = value.op
+        if op is not None and type(op) is not Op and self.hooks is None and value.nbytes <= _state_behind(op):
+            value.keep(tensor, None)  # which is cheaper than to draw it once more
         more = value.nbytes - value.saved
         if more:
             self._has_saved(value, tensor, min(more, tensor.nbytes))
@@ -750,6 +753,13 @@ def _is_outside(value: Value | None, info: Info) -> bool:
     return value is None or (value.op is None and value.state is not KEPT) or (value.state is UNFILLED and not fills)
 
 
+def _state_behind(op: Op | None) -> int:
+    """Bytes of the generators' states that are held to make once more what the operator has drawn, or changed since."""
+    while op is not None and op.rng is None:
+        op = op.reads[0].op if op.writes and op.reads else None
+    return -1 if op is None or op.rng is None else op.rng.nbytes
+
+
 def _by_storage(tensors: Any) -> dict[int, Tensor]:
     return {_storage_id(tensor): tensor for tensor in tensors_of(tensors) if _has_storage(tensor)}
 
@@ -781,7 +791,7 @@ def generators_of(args: Any, kwargs: dict[str, Any], python: bool) -> Generators
     """The state of the generator that a random operator is about to draw from; with `python` also those of Python and
     NumPy."""
     given = (*args, *kwargs.values())
-    generators = [a for a in given if isinstance(a, torch.Generator)]
+    generators = [a for a in given if type(a) is torch.Generator]  # `isinstance` goes through a Python function
     if generators:
         return Generators(False, (), generators, python)
     device = kwargs.get("device")
