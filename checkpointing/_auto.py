@@ -308,6 +308,7 @@ class AutoTape(Tape):
         self._cuts.append(Cut(position, self._dropped))
         insort(self.cuts, position)
         self._last_cut, self._dropped, self._trial = position, 0, (closed, alive)
+        self._new.clear()
         self._count()
 
     def _settle(self) -> None:

@@ -33,7 +33,7 @@ from . import _torch, errors
 from ._ambient import Generators, Undo, read_switches, write_switches
 from ._engine import Frame, Holder, Recompute, Source
 from ._offload import Moved, prefetch
-from ._tape import KEPT, Geometry, Op, Ref, Scratch, Tape, Value, Wrapped, geometry_of, tensors_of
+from ._tape import Geometry, Op, Ref, Scratch, Tape, Value, Wrapped, geometry_of, tensors_of
 from ._tree import ATOMS
 
 Cuts = list[tuple[int, list[Value]]]  # positions on the tape, each with what was made before and is read after it
@@ -112,7 +112,7 @@ class Replay(Source):
             tensor = held.fetch(where)
         except errors.CheckpointError:
             return None  # it will be raised again, from a recompute
-        if (type(saved) is Ref or value.kept) and geometry_of(tensor) != geometry:
+        if (type(saved) is Ref or value.is_kept) and geometry_of(tensor) != geometry:
             with _torch.below_autograd():
                 tensor = _torch.lay(tensor, *geometry)
         return _in_kind(tensor, saved)
@@ -205,13 +205,13 @@ class _Window:
         if opened.slot in plan:
             wanted = request.wanted([self._frame.holders[slot] for slot in plan[opened.slot]])
             return wanted, slice_of(wanted)
-        wanted, ops = [], []
+        found: tuple[list[Holder], list[Op]] = [], []
         for group in connected(self._candidates(segment)):
-            slots = sorted([holder.slot for holder in group.holders])
+            slots = sorted([holder.slot for holder in group[0]])
             plan.update(dict.fromkeys(slots, slots))
-            if plan.get(opened.slot) is slots:
-                wanted, ops = group
-        return wanted, in_order(ops)
+            if opened in group[0]:
+                found = group
+        return found[0], sorted(found[1], key=_position)
 
     def _candidates(self, segment: int) -> list[Holder]:
         """The holders of a segment that may still be opened."""
@@ -270,9 +270,9 @@ class _Window:
         held = value.holding(geometry)
         assert held is not None  # whoever read it made sure of that
         tensor: Tensor = self._inputs[held] if held.is_packed else held.fetch(self._frame)
-        if geometry is None or (geometry is value.geometry and not held.is_packed and not value.kept):
+        if geometry is None or (geometry is value.geometry and not held.is_packed and not value.is_kept):
             return tensor
-        if held.is_packed and not value.kept:
+        if held.is_packed and not value.is_kept:
             return tensor if tensor.stride() == geometry[1] else _laid_out(tensor, *geometry)
         return tensor if geometry_of(tensor) == geometry else _torch.lay(tensor, *geometry)
 
@@ -288,7 +288,7 @@ class _Window:
         wrappers = [saver.saved for saver in wanted if type(saver.saved) is Wrapped]
         last.update((value.id, None) for saved in wrappers for value in values_of(saved))  # parts wait for each other
         self._written = {old for op in ops for old, _ in op.writes}
-        is_plain = self._frame.complete and self._frame.check is None
+        is_plain = self._frame.complete and self._frame.check is None and not self._written
         for op in ops:
             if log is not None:
                 log.append((str(op.info.func), ""))
@@ -302,13 +302,8 @@ class _Window:
                         continue
                     if holder.slot not in ready or holder is opened:
                         saved = holder.saved
-                        if (  # past one call
-                            is_plain
-                            and type(saved) is Value
-                            and id not in self._written
-                            and made[id].shape == saved.geometry[0]
-                        ):
-                            ready[holder.slot] = made[id]
+                        if is_plain and type(saved) is Value and made[id].shape == saved.geometry[0]:  # type: ignore[index]
+                            ready[holder.slot] = made[id]  # past one call
                         else:
                             self._give(holder, id)
                 if id not in last:
@@ -367,12 +362,12 @@ class _Window:
             tensor = self._made.get(saved.id)
             if tensor is None:
                 tensor = self._start(saved, saved.geometry)
-                if saved.id and saved.state is not KEPT:  # nothing writes it
+                if saved.id and saved.is_outside:  # nothing writes it
                     self._made[saved.id] = tensor
             return tensor
         if kind is Ref:
             tensor = self._made.get(saved.value.id)
-            if tensor is None:
+            if tensor is None or saved.value.is_outside:
                 return _in_kind(self._start(saved.value, saved.geometry), saved)
             return self._lay(tensor, saved)
         if kind is list or kind is tuple:
@@ -506,11 +501,10 @@ def slice_of(holders: Iterable[Holder], stored: Container[int] = (), values: Ite
         if op is not None and op not in found and value.id not in stored:
             found.add(op)
             stack += op.reads
-    return in_order(found)
+    return sorted(found, key=_position)
 
 
-def in_order(ops: Iterable[Op]) -> list[Op]:
-    return sorted(ops, key=operator.attrgetter("index"))
+_position = operator.attrgetter("index")
 
 
 def newest(holder: Holder) -> int:
@@ -556,41 +550,24 @@ def place_cuts(ops: list[Op], holders: list[Holder], stored: Container[int], lim
     return []
 
 
-class Group(NamedTuple):
-    """Holders whose slices share operators, and these."""
-
-    holders: list[Holder]
-    ops: list[Op]
-
-
-def connected(holders: list[Holder]) -> list[Group]:
-    """All of these holders in groups."""
-    groups: list[Group] = []
-    owner: dict[Op, Group] = {}
+def connected(holders: list[Holder]) -> Iterable[tuple[list[Holder], list[Op]]]:
+    """Groups of holders whose slices share operators, and these."""
+    groups: dict[Op, tuple[list[Holder], list[Op]]] = {}
     for holder in reversed(holders):  # mostly, the last one needs whatever the others need
-        mine: Group | None = None
-        saved = holder.saved
-        stack = [saved] if type(saved) is Value else [*values_of(saved)]
+        mine: tuple[list[Holder], list[Op]] = [holder], []
+        stack = [*values_of(holder.saved)]
         while stack:
             op = stack.pop().op
             if op is None:
                 continue
-            theirs = owner.get(op)
+            theirs = groups.get(op)
             if theirs is None:
-                if mine is None:
-                    mine = Group([], [])
-                    groups.append(mine)
-                owner[op] = mine
-                mine.ops.append(op)
+                groups[op] = mine
+                mine[1].append(op)
                 stack += op.reads
-            elif mine is None:
-                mine = theirs
-            elif mine is not theirs:
-                small, mine = (mine, theirs) if len(mine.ops) < len(theirs.ops) else (theirs, mine)
-                owner.update(dict.fromkeys(small.ops, mine))
-                for ours, more in zip(mine, small, strict=True):
-                    ours += more
-                    more.clear()
-        if mine is not None:
-            mine.holders.append(holder)
-    return groups
+            elif theirs is not mine:
+                small, mine = (mine, theirs) if len(mine[1]) < len(theirs[1]) else (theirs, mine)
+                mine[0].extend(small[0])
+                mine[1].extend(small[1])
+                groups.update(dict.fromkeys(small[1], mine))
+    return {id(group): group for group in groups.values()}.values()

@@ -38,13 +38,13 @@ def measure(frame: Frame, tape: Tape, source: Replay) -> Stats:
     holders = [holder for ref in frame.holders if (holder := ref()) is not None]
     ops = slice_of(holders)
     values = needs(ops, holders)
-    held = sum(v.nbytes for v in values if v.op is None and not v.kept and not v.is_parameter)
+    held = sum(v.nbytes for v in values if v.is_outside and not v.is_parameter)
     held += sum(op.rng.nbytes for op in ops if op.rng is not None)
     kept = None if frame.complete else tape.keeps_now()
     if kept is None:
         storages = {}  # each once: several values may be parts of one
         for value in values:
-            if value.kept or (value.op is not None and value.parts):
+            if value.is_kept or (value.op is not None and value.parts):
                 it = value.all_held[0]
                 storages[-value.id if it.is_packed else _torch.storage_id(it.alias)] = value.nbytes
         kept = sum(storages.values())

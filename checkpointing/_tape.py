@@ -95,7 +95,7 @@ class Value:
     def holding(self, geometry: Geometry | None) -> Held | None:
         """What is held of which a tensor that lies like this can be made. An alias of the storage will do for all."""
         held, parts = self.held, self.parts or {}
-        if held is not None and (not held.is_packed or geometry == self.geometry or self.kept):
+        if held is not None and (not held.is_packed or geometry == self.geometry or self.is_kept):
             return held
         part = parts.get(cast(Geometry, geometry))
         return part if part or held is None else next((h for h in parts.values() if not h.is_packed), None)
@@ -109,8 +109,12 @@ class Value:
         self.held = Held(tensor, hooks, "a kept tensor")
 
     @property
-    def kept(self) -> bool:
+    def is_kept(self) -> bool:
         return self.state is KEPT
+
+    @property
+    def is_outside(self) -> bool:
+        return self.op is None and self.state is not KEPT
 
     @property
     def all_held(self) -> list[Held]:
@@ -227,18 +231,13 @@ class Info:
 # are asked for where an exception would end the process; efficient zeros are noticed when they are read.
 IGNORED = frozenset({"set_", "_nested_tensor_size", "_efficientzerotensor"})
 # In-place operators that don't read what they overwrite.
-OVERWRITES = frozenset(
-    {"copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_", "random_", "exponential_", "log_normal_"}
-    | {"cauchy_", "geometric_"}
-)
+OVERWRITES = frozenset({"copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_", "random_", "exponential_"})
+OVERWRITES |= {"log_normal_", "cauchy_", "geometric_"}
 # Operators that update statistics without saying so in their schema, and in no version counter: where they take them,
 # and which argument says whether they update them (None: they do). Updated statistics are not read.
 STATISTICS: dict[str, tuple[tuple[int, ...], int | None]] = {
-    "aten::native_batch_norm": ((3, 4), 5),
-    "aten::cudnn_batch_norm": ((3, 4), 5),
-    "aten::miopen_batch_norm": ((3, 4), 5),
-    "aten::batch_norm_gather_stats": ((3, 4), None),
-    "aten::batch_norm_gather_stats_with_counts": ((3, 4), None),
+    **{f"aten::{library}_batch_norm": ((3, 4), 5) for library in ("native", "cudnn", "miopen")},
+    **{f"aten::batch_norm_gather_stats{more}": ((3, 4), None) for more in ("", "_with_counts")},
     "aten::batch_norm_update_stats": ((1, 2), None),
 }
 # Operators that other processes take part in.
@@ -293,11 +292,9 @@ class Tape(TorchDispatchMode, Region):
         self._geometries: dict[Any, Any] = {}
         self._weak: list[int] = []
         self.clock = 0  # the last id of a value
-        # What an operator has just made or autograd has just saved is mostly what is met next. Until something runs that
-        # may change that: by storage, the values on new ones, where nothing can lie in another way yet; and by the id
-        # of a tensor, with a reference to it, its storage and what stands for it.
+        # By storage: what the last operator has made, and mostly is met next. Until one runs that makes a view of it
+        # nothing can lie there in another way.
         self._new: dict[int, Value] = {}
-        self._met: dict[int, tuple[int, Value | Ref, Tensor]] = {}
         self._has_zeros = False  # has seen efficient zeros, which have no memory
         self._unsettled: list[tuple[Answer, Tensor]] = []  # written just now, and to be kept
 
@@ -322,7 +319,7 @@ class Tape(TorchDispatchMode, Region):
                 mover.settle()
         finally:
             self.outer = None
-            self._forget()
+            self._new.clear()
             self._values.clear()
             self._geometries.clear()
             while self._weak:
@@ -342,13 +339,12 @@ class Tape(TorchDispatchMode, Region):
         if type(tensor) is not Tensor and hasattr(tensor, "__tensor_flatten__"):
             return Wrapped(tensor, self.save)
         saved = self.reference(tensor)
-        value = saved if type(saved) is Value else saved.value
-        op = value.op
-        if op is not None and type(op) is not Op and self.hooks is None and value.nbytes <= _state_behind(op):
-            value.keep(tensor, None)  # which is cheaper than to draw it once more
-        more = value.nbytes - value.saved
-        if more:
-            self._has_saved(value, tensor, min(more, tensor.nbytes))
+        value = saved.value if isinstance(saved, Ref) else saved
+        if value is saved and type(value.op) is SpecialOp and self.hooks is None:
+            if value.nbytes <= _state_behind(value.op):  # the result of a random operator is smaller
+                value.hold(tensor, value.geometry, None, "a random tensor")
+        if value.saved < value.nbytes:
+            self._has_saved(value, tensor, min(value.nbytes - value.saved, tensor.nbytes))
         if self._save_at is not None:
             self.keep_at(tensor, self._save_at)
         return saved
@@ -378,7 +374,7 @@ class Tape(TorchDispatchMode, Region):
             value = self._values.get(_storage_id(tensor))
             # There is nothing yet in memory that has only been allocated.
             if value is not None and value.op is not None and not (value.state is UNFILLED and value.nbytes):
-                self._forget()
+                self._new.clear()
                 hooks = self.hooks if mover is None or not mover.takes(tensor) else mover
                 value.keep(tensor, hooks)
                 self.kept_bytes += value.nbytes
@@ -413,7 +409,7 @@ class Tape(TorchDispatchMode, Region):
         """Whatever is alive may be written unseen: what has been read of it must not change, and whoever reads it from
         here on reads something from outside."""
         self.settle()
-        self._forget()
+        self._new.clear()
         for sid, value in list(self._values.items()):
             if not value.is_parameter:
                 value.freeze()
@@ -462,11 +458,6 @@ class Tape(TorchDispatchMode, Region):
                     if reads is not None:
                         reads.append(new)
                     return new
-                met = self._met.get(id(tensor))
-                if met is not None and met[0] == sid:
-                    if reads is not None:
-                        reads.append(met[1] if type(met[1]) is Value else met[1].value)
-                    return met[1]
             geometry = geometry_of(tensor)
         except RuntimeError:  # sparse, MKLDNN, strided nested: no storage, or no geometry
             return self._opaque(tensor, reads)
@@ -475,32 +466,22 @@ class Tape(TorchDispatchMode, Region):
             value = self._register(tensor, None, sid, None)
             self._has_zeros = self._has_zeros or _torch.is_zeros(tensor)
         op, held = value.op, value.held
-        is_settled = False  # nothing will be new if it is met once more
         if op is not None:
             if value.state is UNFILLED and value.nbytes:  # filled by something unseen (a raw kernel, ctypes, NumPy)
                 value = self._from_outside(value, tensor, geometry, reads)
             elif op.index < self._last_cut:
                 self._read_across(value, tensor)
-            else:
-                is_settled = True
         elif value.state is KEPT:
             self._read_across(value, tensor)
-        elif held is None or (held.name is None and reads is not None) or (geometry != value.geometry and held.is_packed):
+        elif (
+            held is None or (held.name is None and reads is not None) or (held.is_packed and geometry != value.geometry)
+        ):
             value = self._from_outside(value, tensor, geometry, reads)
-        else:
-            is_settled = held.name is not None
-        saved: Value | Ref = value
-        if kind is not None or geometry != value.geometry:
-            saved = Ref(value, self._geometries.setdefault(geometry, geometry), kind)
         if reads is not None:
             reads.append(value)
-        elif is_settled:
-            self._met[id(tensor)] = sid, saved, tensor
-        return saved
-
-    def _forget(self) -> None:
-        self._new.clear()
-        self._met.clear()
+        if kind is None and geometry == value.geometry:
+            return value
+        return Ref(value, self._geometries.setdefault(geometry, geometry), kind)
 
     def _read_across(self, value: Value, tensor: Tensor) -> None:
         """A kept value is read, or one from before the last cut."""
@@ -560,7 +541,6 @@ class Tape(TorchDispatchMode, Region):
             return func(*args, **kwargs)
         info = _INFOS.get(id(func)) or Info(func)
         if self._since >= self._watch:
-            self._met.clear()  # no references of ours when those to a storage are counted
             self._look(info)
         if self._unsettled:
             self.settle()
@@ -571,7 +551,6 @@ class Tape(TorchDispatchMode, Region):
         if info.ignored:
             if self._new and (info.writes or type(args[0]) is not Tensor or _storage_id(args[0]) in self._new):
                 self._new.clear()
-            self._met.clear()
             return info.run(*args, **kwargs)
         self._running = func
         if self.log is not None:
@@ -586,13 +565,13 @@ class Tape(TorchDispatchMode, Region):
             targets = self._on_storages(written)
             outside = {sid: target for sid, target in targets.items() if _is_outside(self._values.get(sid), info)}
             if info.communicates or (info.inplace and len(outside) == len(targets)):
-                self._forget()
+                self._new.clear()
                 return self._run_outside(info, targets, args, kwargs)
-            given = [self._refer_to_written(a, reads, info, outside) if i in places else a for i, a in enumerate(args)]
-            if kwargs:
-                named = {
-                    k: self._refer_to_written(a, reads, info, outside) if k in places else a for k, a in kwargs.items()
-                }
+            given, named = list(args), dict(kwargs)
+            for place in places:
+                where: Any = named if type(place) is str else given
+                if type(place) is int or place in kwargs:
+                    where[place] = self._refer_to_written(where[place], reads, info, outside)
         elif info.metadata_only and isinstance(args[0], Tensor) and _has_storage(args[0]):
             given = [_like(args[0]), *args[1:]]
         elif info.statistics is not None:
@@ -601,15 +580,18 @@ class Tape(TorchDispatchMode, Region):
         refs = self._refer(given, reads)  # which lets references pass
         if kwargs:
             named = dict(zip(kwargs, self._refer(named.values(), reads), strict=True))
-        self._forget()
+        self._new.clear()
         if targets:
             self._freeze(targets)
         run = info.run if not self._has_zeros else _torch.with_zeros(info.run)
-        rng = self._generators(info, args, kwargs) if info.may_draw else None
+        preserve, rng, drew = self._preserve_rng_state, None, info.may_draw
+        if drew and (preserve or info.custom):
+            rng = generators_of(args, kwargs, info.custom and preserve == "all")
         result = run(*args, **kwargs) if kwargs else run(*args)
-        drew = info.may_draw and (not info.custom or (rng is not None and rng.have_moved()))
+        if info.custom:
+            drew = rng is not None and rng.have_moved()
         grad_mode = _is_grad_enabled()
-        is_special = bool(kwargs) or drew or not grad_mode or bool(targets) or type(result) is not Tensor
+        is_special = bool(kwargs or targets) or drew or not grad_mode or type(result) is not Tensor
         op = SpecialOp() if is_special else Op()
         op.args = tuple(refs)
         op.index = self.clock + 1
@@ -618,27 +600,19 @@ class Tape(TorchDispatchMode, Region):
         if self._flops is not None and not drew and (formula := _torch.flop_formula(func)) is not None:
             self._flops[op.index] = formula(args, kwargs, result)
         if is_special:
-            op.kwargs, op.grad_mode, op.rng = named, grad_mode, rng if drew and self._preserve_rng_state else None
-            op.writes = tuple([self._overwrite(op, sid, target) for sid, target in targets.items() if sid not in outside])
-            ids = [self._output(op, tensor) for tensor in tensors_of(result)]
-            op.outputs = tuple(ids) if any(ids) else ()
+            op.kwargs, op.grad_mode, op.rng = named, grad_mode, rng if drew and preserve else None
+            op.writes = tuple([self._overwrite(op, sid, targets[sid]) for sid in targets if sid not in outside])
+            ids = () if info.inplace else tuple([self._output(op, tensor) for tensor in tensors_of(result)])
+            op.outputs = ids if any(ids) else ()
             self.recorded += bool(op.outputs or op.writes)
-            if targets and result is args[0] and type(refs[0]) is Value and not info.moves and not outside:
-                sid = _storage_id(result)
-                self._met[id(result)] = sid, self._values[sid], result
         elif self._output(op, result):
             self.recorded += 1
         if outside:
             self._now_outside(outside)
-        if self._ask is not None or (drew and not self._preserve_rng_state):
+        if self._ask is not None or (drew and not preserve):
             made = (*targets.values(), *tensors_of(result))
             self._decide(info, drew, func, args, dict(kwargs), result, made)
         return result
-
-    def _generators(self, info: Info, args: Any, kwargs: Any) -> Generators | None:
-        """The state of what the operator is about to draw from, if it will be wanted."""
-        preserve = self._preserve_rng_state
-        return generators_of(args, kwargs, info.custom and preserve == "all") if info.custom or preserve else None
 
     def _output(self, op: Op, tensor: Tensor) -> int:
         """The value that `op` has made there; 0 if the storage is none, or not new."""
@@ -711,11 +685,9 @@ class Tape(TorchDispatchMode, Region):
         """`op` has made a new value of this storage."""
         value, info = self._values[sid], op.info
         new = self._register(target, op, sid, None if info.moves else value.geometry)
-        if info.overwrites:
-            unfilled = value.state is UNFILLED and target.nbytes < new.nbytes
-        else:
-            unfilled = info.allocates and new.nbytes > value.nbytes  # resize_
-        new.state = UNFILLED if unfilled else None
+        is_partly = target.nbytes < new.nbytes if info.overwrites else info.allocates and new.nbytes > value.nbytes
+        if is_partly and (value.state is UNFILLED or info.allocates):  # the latter is `resize_`
+            new.state = UNFILLED
         return value.id, new.id
 
     def _refer_to_written(self, arg: Any, reads: list[Value], info: Info, outside: dict[int, Tensor]) -> Any:
@@ -731,9 +703,8 @@ class Tape(TorchDispatchMode, Region):
         if not (info.overwrites and arg.nbytes == value.nbytes) and value.state is not UNFILLED:
             self._read_across(value, arg)
         reads.append(value)
-        if sid in self._new or (sid, value, arg) == self._met.get(id(arg)) or (geometry := geometry_of(arg)) == value.geometry:
-            return value
-        return Ref(value, geometry, None)
+        geometry = value.geometry if sid in self._new else geometry_of(arg)
+        return value if geometry == value.geometry else Ref(value, cast(Geometry, geometry), None)
 
     def _on_storages(self, tensors: Any) -> dict[int, Tensor]:
         """What is about to be written."""
@@ -750,7 +721,7 @@ class Tape(TorchDispatchMode, Region):
 def _is_outside(value: Value | None, info: Info) -> bool:
     """Whether what is written can't be made again: it was there before, or something unseen has filled it."""
     fills = info.overwrites or info.allocates
-    return value is None or (value.op is None and value.state is not KEPT) or (value.state is UNFILLED and not fills)
+    return value is None or value.is_outside or (value.state is UNFILLED and not fills)
 
 
 def _state_behind(op: Op | None) -> int:
