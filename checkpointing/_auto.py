@@ -34,11 +34,11 @@ from torch import Tensor
 from . import _torch
 from ._engine import Held, is_internal
 from ._offload import Destination, Mover
-from ._replay import Limits, are_disjoint, values_of
-from ._tape import Geometry, Info, Op, Tape, Value, Wrapped, geometry_of, tensors_of
+from ._replay import Limits, are_disjoint
+from ._tape import Info, Op, Tape, Value, geometry_of, tensors_of
 
 _users = _torch.storage_users_by_id
-_storage_id, _has_storage = _torch.storage_id, _torch.has_storage
+_storage_id, _has_storage, _STORAGE_OBJECT = _torch.storage_id, _torch.has_storage, _torch.STORAGE_OBJECT
 
 
 class Placement(NamedTuple):
@@ -125,13 +125,14 @@ class AutoTape(Tape):
     def _has_saved(self, value: Value, tensor: Tensor, nbytes: int) -> None:
         is_new = value.saved == 0
         super()._has_saved(value, tensor, nbytes)
-        op, kept = self._maker(value), self._kept.get(value)
-        if op is not None:
-            self._saves += is_new
-            if kept is None:
-                self._drop(op.index, nbytes)
-                if is_new:
-                    self._spare_it(value, op, tensor)
+        op = value.op
+        if op is None:
+            self._saves += is_new and value in self._kept
+            return
+        self._saves += is_new
+        self._drop(op.index, nbytes)
+        if is_new:
+            self._spare_it(value, op, tensor)
 
     def keep_at(self, tensor: Tensor, mover: Mover | None) -> None:
         value = self._values.get(_storage_id(tensor)) if _has_storage(tensor) else None
@@ -202,9 +203,10 @@ class AutoTape(Tape):
         """Of a value made at `index`, that many bytes (more) have been saved and are not kept by a cut."""
         if index >= self._last_cut:
             self._dropped += nbytes
+            self._since += nbytes
         else:
             self._cut_after(index).dropped += nbytes
-        self._count()
+            self._count()
 
     def _count(self) -> None:
         self._since = self._dropped if self._trial is None else self._dropped + self._cuts[-1].dropped
@@ -255,7 +257,7 @@ class AutoTape(Tape):
         """Whether code outside of the tape can still read it: not overwritten, and somebody refers to it."""
         if self._values.get(sid) is not value:
             return False
-        ours = _torch.STORAGE_OBJECT + len(self._spare_on.get(sid, ()))
+        ours = _STORAGE_OBJECT + (len(self._spare_on[sid]) if sid in self._spare_on else 0)
         if value.op is None:
             kept = self._kept.get(value)
             if kept is None:
@@ -280,8 +282,10 @@ class AutoTape(Tape):
         """Cut here, perhaps. Returns whether a cut has been settled."""
         self._fresh = fresh = [entry for entry in self._fresh if self._is_alive(*entry)]
         self._pause = self._pause or len(fresh) >> 5
-        alive = sum(value.nbytes for _, value in fresh)
-        closed = self._since - sum(value.saved for _, value in fresh)  # would be dropped before it
+        alive, closed = 0, self._since  # the latter would be dropped before it
+        for _, value in fresh:
+            alive += value.nbytes
+            closed -= value.saved
         trial = self._trial
         settled = self._cut_bytes - (0 if trial is None else self._cuts[-1].nbytes)
         room = self._level - settled if self._size is None else self._size
@@ -308,7 +312,7 @@ class AutoTape(Tape):
         self._cuts.append(Cut(position, self._dropped))
         insort(self.cuts, position)
         self._last_cut, self._dropped, self._trial = position, 0, (closed, alive)
-        self._new.clear()
+        self._new.clear()  # whoever reads it crosses the cut
         self._count()
 
     def _settle(self) -> None:

@@ -33,7 +33,7 @@ from . import _torch, errors
 from ._ambient import Generators, Undo, read_switches, write_switches
 from ._engine import Frame, Holder, Recompute, Source
 from ._offload import Moved, prefetch
-from ._tape import Geometry, Op, Ref, Scratch, Tape, Value, Wrapped, geometry_of, tensors_of
+from ._tape import KEPT, Geometry, Op, Ref, Scratch, Tape, Value, Wrapped, geometry_of, tensors_of
 from ._tree import ATOMS
 
 Cuts = list[tuple[int, list[Value]]]  # positions on the tape, each with what was made before and is read after it
@@ -112,7 +112,7 @@ class Replay(Source):
             tensor = held.fetch(where)
         except errors.CheckpointError:
             return None  # it will be raised again, from a recompute
-        if (type(saved) is Ref or value.is_kept) and geometry_of(tensor) != geometry:
+        if (type(saved) is Ref or value.state is KEPT) and geometry_of(tensor) != geometry:
             with _torch.below_autograd():
                 tensor = _torch.lay(tensor, *geometry)
         return _in_kind(tensor, saved)
@@ -203,11 +203,11 @@ class _Window:
         # The holders that share its window: operators that their slices have in common run once.
         plan = request.task.plan
         if opened.slot in plan:
-            wanted = request.wanted([self._frame.holders[slot] for slot in plan[opened.slot]])
+            wanted = request.wanted([self._frame.holders[slot] for slot in sorted(plan[opened.slot])])
             return wanted, slice_of(wanted)
         found: tuple[list[Holder], list[Op]] = [], []
         for group in connected(self._candidates(segment)):
-            slots = sorted([holder.slot for holder in group[0]])
+            slots = {holder.slot for holder in group[0]}
             plan.update(dict.fromkeys(slots, slots))
             if opened in group[0]:
                 found = group
@@ -270,9 +270,9 @@ class _Window:
         held = value.holding(geometry)
         assert held is not None  # whoever read it made sure of that
         tensor: Tensor = self._inputs[held] if held.is_packed else held.fetch(self._frame)
-        if geometry is None or (geometry is value.geometry and not held.is_packed and not value.is_kept):
+        if geometry is None or (geometry is value.geometry and not held.is_packed and value.state is not KEPT):
             return tensor
-        if held.is_packed and not value.is_kept:
+        if held.is_packed and value.state is not KEPT:
             return tensor if tensor.stride() == geometry[1] else _laid_out(tensor, *geometry)
         return tensor if geometry_of(tensor) == geometry else _torch.lay(tensor, *geometry)
 
@@ -554,8 +554,9 @@ def connected(holders: list[Holder]) -> Iterable[tuple[list[Holder], list[Op]]]:
     """Groups of holders whose slices share operators, and these."""
     groups: dict[Op, tuple[list[Holder], list[Op]]] = {}
     for holder in reversed(holders):  # mostly, the last one needs whatever the others need
-        mine: tuple[list[Holder], list[Op]] = [holder], []
         stack = [*values_of(holder.saved)]
+        mine = groups.get(cast(Op, stack[-1].op)) or ([], [])
+        mine[0].append(holder)
         while stack:
             op = stack.pop().op
             if op is None:

@@ -12,7 +12,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from . import _torch, errors
 from ._engine import Frame
 from ._replay import Replay, needs, slice_of
-from ._tape import Tape
+from ._tape import KEPT, Tape
 from ._where import stack_of_user
 
 
@@ -44,7 +44,7 @@ def measure(frame: Frame, tape: Tape, source: Replay) -> Stats:
     if kept is None:
         storages = {}  # each once: several values may be parts of one
         for value in values:
-            if value.is_kept or (value.op is not None and value.parts):
+            if value.state is KEPT or (value.op is not None and value.parts):
                 it = value.all_held[0]
                 storages[-value.id if it.is_packed else _torch.storage_id(it.alias)] = value.nbytes
         kept = sum(storages.values())

@@ -95,7 +95,7 @@ class Value:
     def holding(self, geometry: Geometry | None) -> Held | None:
         """What is held of which a tensor that lies like this can be made. An alias of the storage will do for all."""
         held, parts = self.held, self.parts or {}
-        if held is not None and (not held.is_packed or geometry == self.geometry or self.is_kept):
+        if held is not None and (not held.is_packed or geometry == self.geometry or self.state is KEPT):
             return held
         part = parts.get(cast(Geometry, geometry))
         return part if part or held is None else next((h for h in parts.values() if not h.is_packed), None)
@@ -107,10 +107,6 @@ class Value:
             tensor = without_recording(_torch.bytes_of, tensor)
         self.op, self.parts, self.state = None, None, KEPT
         self.held = Held(tensor, hooks, "a kept tensor")
-
-    @property
-    def is_kept(self) -> bool:
-        return self.state is KEPT
 
     @property
     def is_outside(self) -> bool:
@@ -246,10 +242,8 @@ COMMUNICATION = frozenset({"c10d", "c10d_functional", "_c10d_functional", "_c10d
 _INFOS: dict[int, Info] = {}  # which refer to the operators, so that ids stay valid
 _NOTHING: dict[Any, Any] = {}
 _storage_id, _has_storage, _weak_storage = _torch.storage_id, _torch.has_storage, _torch.weak_storage
-_Parameter = nn.Parameter
-_plain_dispatch = Tensor.__torch_dispatch__
-_is_grad_enabled = torch.is_grad_enabled
-_graph_task_id = _torch.graph_task_id
+_Parameter, _plain_dispatch = nn.Parameter, Tensor.__torch_dispatch__
+_is_grad_enabled, _graph_task_id = torch.is_grad_enabled, _torch.graph_task_id
 
 
 class Tape(TorchDispatchMode, Region):
@@ -268,9 +262,8 @@ class Tape(TorchDispatchMode, Region):
     def __init__(self, hooks: _torch.Hooks | None, preserve_rng_state: bool | str, log: Any, policy: Any) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.log = log
-        self.recorded = 0
-        self.saved_bytes = 0
-        self.kept_bytes = 0
+        self.clock = 0  # the last id of a value
+        self.recorded = self.saved_bytes = self.kept_bytes = 0
         self.cuts: list[int] = []  # where segments begin: positions on the tape, in order
         self.switches = read_switches()
         self._here = here = thread.__dict__
@@ -282,8 +275,7 @@ class Tape(TorchDispatchMode, Region):
         self._ask = None if self.policy is None else self.policy.on_op
         self.movers: dict[Destination, Mover] = {}
         kept, saved, inputs = NOWHERE if self.policy is None else self.policy.places
-        self._keeper = self._mover(kept)
-        self._save_at = self._mover(saved)
+        self._keeper, self._save_at = self._mover(kept), self._mover(saved)
         self.hooks: Saver = hooks if inputs is None else self._mover(inputs)
         self._inner = 0  # how many tapes have been entered just inside this one: they ask for themselves
         self._running: Any = None  # the operator that reads now, for messages
@@ -291,7 +283,6 @@ class Tape(TorchDispatchMode, Region):
         # Equal ones are one object: there are few, many refer to them, and garbage collection looks at each.
         self._geometries: dict[Any, Any] = {}
         self._weak: list[int] = []
-        self.clock = 0  # the last id of a value
         # By storage: what the last operator has made, and mostly is met next. Until one runs that makes a view of it
         # nothing can lie there in another way.
         self._new: dict[int, Value] = {}
@@ -319,9 +310,8 @@ class Tape(TorchDispatchMode, Region):
                 mover.settle()
         finally:
             self.outer = None
-            self._new.clear()
-            self._values.clear()
-            self._geometries.clear()
+            for mine in (self._new, self._values, self._geometries):
+                mine.clear()
             while self._weak:
                 _torch.free_weak_storage(self._weak.pop())
         return None
@@ -339,10 +329,9 @@ class Tape(TorchDispatchMode, Region):
         if type(tensor) is not Tensor and hasattr(tensor, "__tensor_flatten__"):
             return Wrapped(tensor, self.save)
         saved = self.reference(tensor)
-        value = saved.value if isinstance(saved, Ref) else saved
-        if value is saved and type(value.op) is SpecialOp and self.hooks is None:
-            if value.nbytes <= _state_behind(value.op):  # the result of a random operator is smaller
-                value.hold(tensor, value.geometry, None, "a random tensor")
+        value = saved if type(saved) is Value else cast(Ref, saved).value
+        if type(value.op) is SpecialOp and value is saved and self.hooks is None and _is_cheap_to_hold(value):
+            value.hold(tensor, value.geometry, None, "a random tensor")
         if value.saved < value.nbytes:
             self._has_saved(value, tensor, min(value.nbytes - value.saved, tensor.nbytes))
         if self._save_at is not None:
@@ -366,10 +355,7 @@ class Tape(TorchDispatchMode, Region):
     def keep_at(self, tensor: Tensor, mover: Mover | None) -> None:
         """The same; `mover` says where, None: as an input."""
         if hasattr(tensor, "__tensor_flatten__"):
-            for name in tensor.__tensor_flatten__()[0]:
-                part = getattr(tensor, name)
-                if isinstance(part, Tensor):
-                    self.keep_at(part, mover)
+            Wrapped(tensor, partial(self.keep_at, mover=mover))
         elif _has_storage(tensor):
             value = self._values.get(_storage_id(tensor))
             # There is nothing yet in memory that has only been allocated.
@@ -452,12 +438,10 @@ class Tape(TorchDispatchMode, Region):
             return self._opaque(tensor, reads)
         try:
             sid = _storage_id(tensor)
-            if kind is None:
-                new = self._new.get(sid)
-                if new is not None:
-                    if reads is not None:
-                        reads.append(new)
-                    return new
+            if kind is None and (new := self._new.get(sid)) is not None:
+                if reads is not None:
+                    reads.append(new)
+                return new
             geometry = geometry_of(tensor)
         except RuntimeError:  # sparse, MKLDNN, strided nested: no storage, or no geometry
             return self._opaque(tensor, reads)
@@ -465,7 +449,7 @@ class Tape(TorchDispatchMode, Region):
         if value is None:
             value = self._register(tensor, None, sid, None)
             self._has_zeros = self._has_zeros or _torch.is_zeros(tensor)
-        op, held = value.op, value.held
+        op = value.op
         if op is not None:
             if value.state is UNFILLED and value.nbytes:  # filled by something unseen (a raw kernel, ctypes, NumPy)
                 value = self._from_outside(value, tensor, geometry, reads)
@@ -473,9 +457,7 @@ class Tape(TorchDispatchMode, Region):
                 self._read_across(value, tensor)
         elif value.state is KEPT:
             self._read_across(value, tensor)
-        elif (
-            held is None or (held.name is None and reads is not None) or (held.is_packed and geometry != value.geometry)
-        ):
+        elif (held := value.holding(geometry)) is None or (held.name is None and reads is not None):
             value = self._from_outside(value, tensor, geometry, reads)
         if reads is not None:
             reads.append(value)
@@ -534,9 +516,7 @@ class Tape(TorchDispatchMode, Region):
 
     # ---- the mode
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if kwargs is None:
-            kwargs = _NOTHING
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = _NOTHING) -> Any:
         if self._here["depth"] != self._depth:  # an operator of a recompute (rule 3)
             return func(*args, **kwargs)
         info = _INFOS.get(id(func)) or Info(func)
@@ -581,18 +561,18 @@ class Tape(TorchDispatchMode, Region):
         if kwargs:
             named = dict(zip(kwargs, self._refer(named.values(), reads), strict=True))
         self._new.clear()
-        if targets:
-            self._freeze(targets)
+        for sid in targets:
+            if sid in self._values:
+                self._values[sid].freeze()  # what is held of it must not change
         run = info.run if not self._has_zeros else _torch.with_zeros(info.run)
         preserve, rng, drew = self._preserve_rng_state, None, info.may_draw
         if drew and (preserve or info.custom):
             rng = generators_of(args, kwargs, info.custom and preserve == "all")
         result = run(*args, **kwargs) if kwargs else run(*args)
-        if info.custom:
-            drew = rng is not None and rng.have_moved()
+        drew = drew and (not info.custom or (rng is not None and rng.have_moved()))
         grad_mode = _is_grad_enabled()
         is_special = bool(kwargs or targets) or drew or not grad_mode or type(result) is not Tensor
-        op = SpecialOp() if is_special else Op()
+        op: Any = SpecialOp() if is_special else Op()
         op.args = tuple(refs)
         op.index = self.clock + 1
         op.info = info
@@ -616,17 +596,14 @@ class Tape(TorchDispatchMode, Region):
 
     def _output(self, op: Op, tensor: Tensor) -> int:
         """The value that `op` has made there; 0 if the storage is none, or not new."""
-        try:
-            sid = _storage_id(tensor)
-            if sid in self._values:
-                self._new.pop(sid, None)  # of two results that share it
-                return 0
-            geometry = geometry_of(tensor)
-            geometry = self._geometries.setdefault(geometry, geometry)
-        except RuntimeError:
-            if not _has_storage(tensor):
-                return 0
-            geometry = None  # strided nested
+        if not _has_storage(tensor):
+            return 0
+        sid = _storage_id(tensor)
+        if sid in self._values:
+            self._new.pop(sid, None)  # of two results that share it
+            return 0
+        geometry = None if tensor.is_nested else geometry_of(tensor)
+        geometry = self._geometries.setdefault(geometry, geometry)
         value = self._register(tensor, op, sid, geometry)
         if op.info.allocates:
             value.state = UNFILLED
@@ -672,9 +649,9 @@ class Tape(TorchDispatchMode, Region):
         """Run what is never repeated: it only writes something from outside, or others would have to take part. These
         write mostly later, while other code runs; what comes in is held when it is first read: by then it has arrived.
         Whoever read the value before gets a copy."""
-        self._freeze(targets)
-        func = info.func
-        result = func(*args, **kwargs) if not self._has_zeros else _torch.with_zeros(func)(*args, **kwargs)
+        for value in filter(None, map(self._values.get, targets)):
+            value.freeze()
+        result = (info.func if not self._has_zeros else _torch.with_zeros(info.func))(*args, **kwargs)
         self._now_outside(targets)
         for sid, tensor in _by_storage(result).items():
             if sid not in self._values:
@@ -710,13 +687,6 @@ class Tape(TorchDispatchMode, Region):
         """What is about to be written."""
         return _by_storage(tensors)
 
-    def _freeze(self, targets: Iterable[int]) -> None:
-        """Before a write: what is held of these storages must not change with it."""
-        for sid in targets:
-            value = self._values.get(sid)
-            if value is not None and value.held is not None:
-                value.freeze()
-
 
 def _is_outside(value: Value | None, info: Info) -> bool:
     """Whether what is written can't be made again: it was there before, or something unseen has filled it."""
@@ -724,11 +694,12 @@ def _is_outside(value: Value | None, info: Info) -> bool:
     return value is None or value.is_outside or (value.state is UNFILLED and not fills)
 
 
-def _state_behind(op: Op | None) -> int:
-    """Bytes of the generators' states that are held to make once more what the operator has drawn, or changed since."""
+def _is_cheap_to_hold(value: Value) -> bool:
+    """Whether it is smaller than the state of the generators from which it would be drawn once more."""
+    op = value.op
     while op is not None and op.rng is None:
         op = op.reads[0].op if op.writes and op.reads else None
-    return -1 if op is None or op.rng is None else op.rng.nbytes
+    return op is not None and op.rng is not None and value.nbytes <= op.rng.nbytes
 
 
 def _by_storage(tensors: Any) -> dict[int, Tensor]:
@@ -744,13 +715,8 @@ def tensors_of(value: Any) -> list[Tensor]:
     """The tensors in an operator's argument or result, in order."""
     if isinstance(value, Tensor):
         return [value]
-    found: list[Tensor] = []
-    for part in value if type(value) is tuple or type(value) is list else ():
-        if isinstance(part, Tensor):
-            found.append(part)
-        else:
-            found += tensors_of(part)
-    return found
+    parts = value if type(value) is tuple or type(value) is list else ()
+    return [tensor for part in parts for tensor in ((part,) if isinstance(part, Tensor) else tensors_of(part))]
 
 
 def _like(tensor: Tensor) -> Callable[[], Tensor]:
