@@ -6,6 +6,7 @@ from ._api import checkpointed as checkpointed
 from ._api import disabled as disabled
 from ._api import forward_only as forward_only
 from ._api import is_recomputing as is_recomputing
+from ._modules import checkpoint_modules as checkpoint_modules
 from ._policy import auto as auto
 from ._policy import keep as keep
 from ._policy import offload as offload

@@ -216,8 +216,7 @@ class Ambient:
         if self._collections:
             for variable in self._collections:
                 context.run(variable.set, copied(context[variable]))
-        if read_switches() != self._switches:
-            undo.append((lambda put_back: put_back(), write_switches(self._switches)))
+        enter_switches(self._switches, undo)
         if self._modes is not None or _function_mode_count():
             modes = _torch.function_modes()
             undo.append((_torch.set_function_modes, modes))
@@ -294,23 +293,15 @@ def read_switches() -> list[Any]:
         return [getter() for getter, _ in _torch.SWITCHES]
 
 
-def write_switches(values: list[Any]) -> Callable[[], None]:
-    """Returns what puts back the present ones."""
-    present, precisions = read_switches(), _torch.precisions()
-
-    def undo() -> None:
-        _write(present)
-        _torch.set_precisions(precisions)
-
-    try:
-        _write(values)
-    except BaseException:
-        undo()
-        raise
-    return undo
+def enter_switches(values: list[Any], undo: Undo) -> None:
+    """Write them where they differ; `undo` is given the way back."""
+    present = read_switches()
+    if present != values:
+        undo += [(_torch.set_precisions, _torch.precisions()), (_write_switches, present)]
+        _write_switches(values)
 
 
-def _write(values: list[Any]) -> None:
+def _write_switches(values: list[Any]) -> None:
     for (getter, setter), value in zip(_torch.SWITCHES, values, strict=True):
         if getter() != value:
             setter(value)

@@ -42,7 +42,7 @@ Backend = Literal["rerun", "replay", "reentrant"]
 class Options(NamedTuple):
     """What a region can be told, spelled once. `checkpointed` and `checkpoint_scope` say what each means."""
 
-    backend: Backend = "rerun"
+    backend: Backend | None = None
     enabled: bool = True
     preserve_rng_state: PreserveRngState = True
     early_stop: bool = True
@@ -52,11 +52,13 @@ class Options(NamedTuple):
     name: str | None = None
 
     def checked(self) -> Options:
-        """The same with the policy that is meant.
+        """The same with the backend and the policy that are meant.
 
         Raises:
             ValueError: for options that contradict each other.
         """
+        if self.backend is None:
+            return self._replace(backend="rerun" if self.policy is None else "replay").checked()
         check = self.determinism_check
         if self.backend not in ("rerun", "replay", "reentrant"):
             raise ValueError(f"backend is 'rerun', 'replay' or 'reentrant', not {self.backend!r}")
@@ -78,7 +80,7 @@ class Options(NamedTuple):
         return Options(*self[:5], as_policy(self.policy), *self[6:])
 
 
-class _Given(TypedDict, total=False):
+class Given(TypedDict, total=False):
     # The same for type checkers.
     backend: Backend | None
     enabled: bool
@@ -173,7 +175,7 @@ def forward_only(fn: Callable[P, R], /) -> Callable[P, R]:
         return type(fn)(forward_only(fn.__func__))
     if isinstance(fn, type) or not callable(fn):
         raise TypeError(f"forward_only wraps functions, methods and callable objects, not {fn!r}")
-    _refuse_generators("forward_only", fn)
+    refuse_generators("forward_only", fn)
 
     # A callable object has attributes of its own that must not be copied onto the wrapper.
     @functools.wraps(fn, updated=("__dict__",) if inspect.isroutine(fn) else ())
@@ -220,11 +222,11 @@ class _Decorator(Protocol):
 
 
 @overload
-def checkpointed(fn: type[M], /, **options: Unpack[_Given]) -> type[M]: ...
+def checkpointed(fn: type[M], /, **options: Unpack[Given]) -> type[M]: ...
 @overload
-def checkpointed(fn: Callable[P, R], /, **options: Unpack[_Given]) -> Callable[P, R]: ...
+def checkpointed(fn: Callable[P, R], /, **options: Unpack[Given]) -> Callable[P, R]: ...
 @overload
-def checkpointed(fn: None = None, /, **options: Unpack[_Given]) -> _Decorator: ...
+def checkpointed(fn: None = None, /, **options: Unpack[Given]) -> _Decorator: ...
 def checkpointed(
     fn: Any = None,
     /,
@@ -285,15 +287,18 @@ def checkpointed(
     Source of the method: Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost"; saved-tensors hooks as in
     `torch.utils.checkpoint.checkpoint(use_reentrant=False)`.
     """
-    if backend is None:
-        backend = "rerun" if policy is None else "replay"
-    given = Options(backend, enabled, preserve_rng_state, early_stop, determinism_check, policy, debug, name)
-    options = given.checked()
-    if backend == "reentrant":
-        _reentrant.warn_once()
+    options = of_function(backend, enabled, preserve_rng_state, early_stop, determinism_check, policy, debug, name)
     if fn is None:
         return functools.partial(_wrap, options=options)
     return _wrap(fn, options)
+
+
+def of_function(*given: Any, **named: Any) -> Options:
+    """The options of regions around a function, checked."""
+    options = Options(*given, **named).checked()
+    if options.backend == "reentrant":
+        _reentrant.warn_once()
+    return options
 
 
 def _wrap(fn: Any, options: Options) -> Any:
@@ -307,18 +312,30 @@ def _wrap(fn: Any, options: Options) -> Any:
         return fn
     if not callable(fn):
         raise TypeError(f"checkpointed wraps functions, methods, modules and callable objects, not {fn!r}")
-    _refuse_generators("checkpointed", fn)
+    refuse_generators("checkpointed", fn)
     if isinstance(fn, MethodType):
         return MethodType(_wrap(fn.__func__, options), fn.__self__)
     if not inspect.isroutine(fn):
         return _CheckpointedObject(fn, options)
-    run, name = _run_replay if options.backend == "replay" else _run, options.name or fn.__qualname__
+    run, name = runner_of(options), options.name or fn.__qualname__
 
     @functools.wraps(fn)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         return run(fn, args, kwargs, name, options)
 
+    cast("Any", wrapper).options = options
     return wrapper
+
+
+def is_in_region(fn: Any) -> bool:
+    """Whether calling a function enters a region, as far as `functools.wraps` tells."""
+    fn = inspect.unwrap(fn, stop=lambda fn: isinstance(getattr(fn, "options", None), Options))
+    return isinstance(getattr(fn, "options", None), Options)
+
+
+def runner_of(options: Options) -> Callable[..., Any]:
+    """What runs a function in a region: called with function, args, kwargs, name and options."""
+    return _run_replay if options.backend == "replay" else _run
 
 
 class _CheckpointedObject:
@@ -330,11 +347,10 @@ class _CheckpointedObject:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         fn, options = self.__wrapped__, self.options
-        run = _run_replay if options.backend == "replay" else _run
-        return run(fn, args, kwargs, options.name or type(fn).__qualname__, options)
+        return runner_of(options)(fn, args, kwargs, options.name or type(fn).__qualname__, options)
 
 
-def _refuse_generators(door: str, fn: Any) -> None:
+def refuse_generators(door: str, fn: Any) -> None:
     code = fn
     while isinstance(code, functools.partial):
         code = code.func
@@ -399,7 +415,12 @@ def _run_replay(fn: Any, args: Any, kwargs: Any, name: str, options: Options) ->
         return fn(*args, **kwargs)
 
 
-_torch.leave_eager(cast(Any, _run_replay))  # compiled code, in which the function stands, is compiled around it
+# Compiled code in which these stand is compiled around them, and in what they run.
+_RECORDS = (
+    "a region that records operators needs eager mode: put the scope around the compiled code, or checkpoint a function "
+    "in it with `@checkpointed`, which becomes torch's own operator"
+)
+_torch.leave_eager(_run_replay, _RECORDS)
 
 
 # ---- the block door
@@ -550,3 +571,6 @@ class checkpoint_scope:
     def __exit__(self, *error: Any) -> None:
         if self._block is not None:
             self._block.__exit__(*error)
+
+
+_torch.leave_eager(checkpoint_scope.__enter__, _RECORDS)

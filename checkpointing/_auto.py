@@ -73,6 +73,7 @@ class Cut:
         self.alive = 0  # bytes that were alive when it was made
         self.waits = 0  # bytes that are waiting
         self.nbytes = 0  # bytes that it keeps or that are waiting
+        self.stays = False  # whatever it costs
 
 
 class AutoTape(Tape):
@@ -147,10 +148,11 @@ class AutoTape(Tape):
 
     def close(self) -> str | None:
         complaint = None
-        if self._budget is not None and self.kept_bytes > self._budget:
+        kept = self.kept_bytes + self._held_bytes
+        if self._budget is not None and kept > self._budget:
             complaint = (
-                f"auto(budget={self._budget}): what `keep` and other policies keep in this block takes more than that. "
-                f"The smallest budget possible is {self.kept_bytes} bytes."
+                f"auto(budget={self._budget}): what `keep` and other policies keep in this block, and FSDP2 between its "
+                f"modules, takes more than that. The smallest budget possible is {kept} bytes."
             )
         elif not self._had_cut and self._least is not None and len(self._spare) != self._saves:
             complaint = (
@@ -315,6 +317,12 @@ class AutoTape(Tape):
         self._new.clear()  # whoever reads it crosses the cut
         self._count()
 
+    def _cut_for_good(self) -> None:
+        self._fresh = [entry for entry in self._fresh if self._is_alive(*entry)]
+        self._make(0, sum(value.nbytes for _, value in self._fresh))
+        self._cuts[-1].stays = True
+        self._settle()
+
     def _settle(self) -> None:
         """The provisional cut stays; older ones may go."""
         cuts = self._cuts
@@ -350,7 +358,7 @@ class AutoTape(Tape):
         """Give up the cuts, oldest first, without which no segment exceeds the level."""
         i = before = 0
         while i < len(self._cuts) - 1:
-            if before + self._merged(i) <= self._level:
+            if not self._cuts[i].stays and before + self._merged(i) <= self._level:
                 self._remove(i)
             else:
                 before += self._cuts[i].nbytes
@@ -473,7 +481,8 @@ class AutoTape(Tape):
     def _cheapest_removal(self, count: int) -> tuple[int, int]:
         """The one of the first `count` cuts whose segments together raise the level least: the new level, and which."""
         before = [0, *accumulate(cut.nbytes for cut in self._cuts)]
-        return min(((before[i] + self._merged(i), i) for i in range(count)), default=(0, -1))
+        possible = [i for i in range(count) if not self._cuts[i].stays]
+        return min(((before[i] + self._merged(i), i) for i in possible), default=(0, -1))
 
     def _clear_room(self, nbytes: int) -> None:
         """Give up what is worth least, until that many bytes fit in. What users keep may need more than the budget."""
@@ -481,10 +490,12 @@ class AutoTape(Tape):
         while self.keeps_now() + nbytes > budget and (self._spare or self._cuts):
             if self._spare:
                 self._give_up(heapq.heappop(self._cheapest)[2])
-            elif len(self._cuts) == 1:
+            elif len(self._cuts) == 1 and not self._cuts[0].stays:
                 self._remove(0)
             else:
                 level, i = self._cheapest_removal(len(self._cuts) - 1)  # but for the last one
+                if i < 0:
+                    return
                 if self._size is None:
                     self._level = max(self._level, level)
                 else:

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from . import _torch, errors
-from ._ambient import Generators, Undo, read_switches, write_switches
+from ._ambient import Generators, Undo, enter_switches, undo_all
 from ._engine import Frame, Holder, Recompute, Source
 from ._offload import Moved, prefetch
 from ._tape import KEPT, Geometry, Op, Ref, Scratch, Tape, Value, Wrapped, geometry_of, tensors_of
@@ -120,12 +120,12 @@ class Replay(Source):
     def recompute(self, request: Recompute) -> None:
         self.tape.settle()
         # Those of the block's beginning: kernels look at them.
-        undo = None if read_switches() == self.tape.switches else write_switches(self.tape.switches)
+        undo: Undo = []
         try:
+            enter_switches(self.tape.switches, undo)
             _Window(self, request).run()
         finally:
-            if undo is not None:
-                undo()
+            undo_all(undo)
 
 
 class Stage(NamedTuple):
@@ -270,6 +270,8 @@ class _Window:
         held = value.holding(geometry)
         assert held is not None  # whoever read it made sure of that
         tensor: Tensor = self._inputs[held] if held.is_packed else held.fetch(self._frame)
+        if held.is_parameter and geometry is not None and value.nbytes and not tensor.untyped_storage().nbytes():
+            raise errors.given_back(self._frame, tensor.shape)  # kernels would crash
         if geometry is None or (geometry is value.geometry and not held.is_packed and value.state is not KEPT):
             return tensor
         if held.is_packed and value.state is not KEPT:

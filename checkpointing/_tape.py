@@ -21,8 +21,10 @@ Rejected: a list of operators with use counts (needs a release pass after each b
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from copy import copy
 from functools import partial
 from typing import Any, NamedTuple, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -58,13 +60,14 @@ NOWHERE = Places(None, None, None)
 # What else may be said of a value:
 UNFILLED = "allocated, and not yet filled by a recorded operator"
 KEPT = "held, all of the storage, although an operator made it"
+LENT = "the memory of gathered parameters, which are referenced as all are"
 VOLATILE = "from outside and written by the region: others will write it again, so copies are read"
 
 
 class Value:
     """One storage between two writes: `op` made it, or it is `held`."""
 
-    __slots__ = ("geometry", "held", "id", "nbytes", "op", "parts", "saved", "state")
+    __slots__ = ("geometry", "held", "id", "nbytes", "op", "parts", "saved", "state", "version")
 
     def __init__(self, id: int, op: Op | None, nbytes: int, geometry: Geometry | None) -> None:
         self.id = id
@@ -75,14 +78,16 @@ class Value:
         self.parts: dict[Geometry, Held] | None = None  # what enclosing hooks have packed besides
         self.saved = 0  # how many bytes of it autograd has saved
         self.state: str | None = None
+        self.version = 0  # of what recorded operators have made, at most
 
     def hold(self, tensor: Tensor, geometry: Geometry | None, hooks: Saver, reader: Name) -> None:
         """Hold the value, which is from outside, as it is now. `tensor` lies on it like that; None as `reader`: no
         operator reads it, autograd saves it."""
-        self.op, self.state = None, VOLATILE if self.state is VOLATILE else None
+        self.op, self.state = None, None if self.state is UNFILLED else self.state
         held = self.holding(geometry)
         if held is None:
-            held = Held(tensor, hooks, None)
+            held = Held(tensor, None if self.state is LENT else hooks, None)
+            held.is_parameter |= self.state is LENT
             if self.held is None:
                 self.held, self.geometry = held, geometry
             else:
@@ -190,7 +195,7 @@ class Info:
         tags = getattr(func, "tags", ())
         arguments = () if schema is None else schema.arguments
         aliases = [] if schema is None else [r.alias_info for r in schema.returns if "Tensor" in str(r.type)]
-        self.func = func
+        self.func, self.name = func, name
         self.run = _torch.quick_call(func)  # past one Python call, where there is one to pass
         self.writes = tuple(
             argument.name if argument.kwarg_only else i
@@ -201,6 +206,7 @@ class Info:
         if self.writes and self.statistics is not None:  # with `out=`
             self.writes += self.statistics[0]
         self.communicates = space in COMMUNICATION
+        self.gathers = space == "fsdp"  # parameters, whose memory is given back when their module has run
         self.targets = self.writes
         if self.communicates:  # it writes without a word in its schema
             self.targets = (0, "out") if base.endswith("_") and base != "monitored_barrier_" else ("out",)
@@ -236,10 +242,26 @@ STATISTICS: dict[str, tuple[tuple[int, ...], int | None]] = {
     **{f"aten::batch_norm_gather_stats{more}": ((3, 4), None) for more in ("", "_with_counts")},
     "aten::batch_norm_update_stats": ((1, 2), None),
 }
-# Operators that other processes take part in.
-COMMUNICATION = frozenset({"c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd"})
+# Operators that other processes take part in; those of FSDP2 put what has come in where its parameters lie.
+COMMUNICATION = frozenset({"c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd", "fsdp"})
 
 _INFOS: dict[int, Info] = {}  # which refer to the operators, so that ids stay valid
+_REGIONS: WeakKeyDictionary[Any, Info] = WeakKeyDictionary()  # of compiled code
+
+
+def _info_of_region(info: Info, region: Any) -> Info:
+    """What recording needs to know of compiled code that is shown as one operator: called with its inputs one by one,
+    it is like any other."""
+    found = _REGIONS.get(region)
+    if found is None:
+        found = _REGIONS[region] = copy(info)
+        written, spaces = _torch.effects_of_region(region)
+        found.run, found.overwrites = _torch.run_region, False
+        found.targets = found.writes = tuple(1 + i for i in written)
+        found.communicates = not COMMUNICATION.isdisjoint(spaces)
+    return found
+
+
 _NOTHING: dict[Any, Any] = {}
 _storage_id, _has_storage, _weak_storage = _torch.storage_id, _torch.has_storage, _torch.weak_storage
 _Parameter, _plain_dispatch = nn.Parameter, Tensor.__torch_dispatch__
@@ -286,13 +308,20 @@ class Tape(TorchDispatchMode, Region):
         # By storage: what the last operator has made, and mostly is met next. Until one runs that makes a view of it
         # nothing can lie there in another way.
         self._new: dict[int, Value] = {}
+        self._is_wary = _torch.inductor_is_loaded()
         self._has_zeros = False  # has seen efficient zeros, which have no memory
         self._unsettled: list[tuple[Answer, Tensor]] = []  # written just now, and to be kept
+        self._lent: list[torch.UntypedStorage] = []  # memory of gathered parameters, while there
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         # Else torch wraps `__torch_dispatch__` once more, and every operator pays for it.
         return False
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        # Else compiled code runs eagerly in the block, and in torch 2.13 also after it.
+        return True
 
     def adopt(self, tensor: Tensor, value: Value) -> None:
         """While the block still runs, a backward inside it has brought `value` back on another storage. What reads
@@ -312,6 +341,7 @@ class Tape(TorchDispatchMode, Region):
             self.outer = None
             for mine in (self._new, self._values, self._geometries):
                 mine.clear()
+            self._lent.clear()
             while self._weak:
                 _torch.free_weak_storage(self._weak.pop())
         return None
@@ -326,8 +356,12 @@ class Tape(TorchDispatchMode, Region):
 
     def save(self, tensor: Tensor) -> Any:
         """What a holder needs to bring `tensor` back."""
+        if self._lent:
+            self._see_lent()
         if type(tensor) is not Tensor and hasattr(tensor, "__tensor_flatten__"):
             return Wrapped(tensor, self.save)
+        if self._is_wary:
+            self._notice_writes(tensor)
         saved = self.reference(tensor)
         value = saved if type(saved) is Value else cast(Ref, saved).value
         if type(value.op) is SpecialOp and value is saved and self.hooks is None and _is_cheap_to_hold(value):
@@ -467,6 +501,22 @@ class Tape(TorchDispatchMode, Region):
 
     def _read_across(self, value: Value, tensor: Tensor) -> None:
         """A kept value is read, or one from before the last cut."""
+        if value.op is not None and value.op.index < self._last_cut and value.nbytes:
+            value.keep(tensor, self.hooks)
+            self.kept_bytes += value.nbytes
+
+    def _see_lent(self) -> None:
+        """Where gathered parameters have been given back (FSDP2, after each module) is a cut: in backward those of one
+        module at a time will be there."""
+        lent = [storage for storage in self._lent if storage.nbytes()]
+        if len(lent) < len(self._lent):
+            self._lent = lent
+            self._cut_for_good()
+
+    def _cut_for_good(self) -> None:
+        self._last_cut = self.clock + 1
+        self.cuts.append(self._last_cut)
+        self._new.clear()
 
     def _look(self, info: Info) -> None:
         """An operator is about to run: is this a moment for a cut?"""
@@ -509,10 +559,12 @@ class Tape(TorchDispatchMode, Region):
             self._fresh.append((sid, value))
         return value
 
-    def _now_outside(self, targets: dict[int, Tensor]) -> None:
+    def _now_outside(self, targets: dict[int, Tensor], gathered: bool = False) -> None:
         """These have been written from outside, or so that a replay can't do it again."""
         for sid, target in targets.items():
-            self._register(target, None, sid, None).state = VOLATILE
+            self._register(target, None, sid, None).state = LENT if gathered else VOLATILE
+        self._lent += [target.untyped_storage() for target in targets.values() if gathered]
+        self._new.clear()
 
     # ---- the mode
 
@@ -520,6 +572,14 @@ class Tape(TorchDispatchMode, Region):
         if self._here["depth"] != self._depth:  # an operator of a recompute (rule 3)
             return func(*args, **kwargs)
         info = _INFOS.get(id(func)) or Info(func)
+        if self._lent:
+            self._see_lent()
+        if not _is_grad_enabled() and _torch.inductor_runs():
+            if info.name != "inductor_compiled_code":
+                return func(*args, **kwargs)  # its kernels, which nobody sees, write what this makes
+            info, args = _info_of_region(info, args[0]), (args[0], *args[1])
+        if self._is_wary:
+            self._notice_writes((args, tuple(kwargs.values())))
         if self._since >= self._watch:
             self._look(info)
         if self._unsettled:
@@ -529,7 +589,7 @@ class Tape(TorchDispatchMode, Region):
                 return func(*args, **kwargs)  # their own mode is at work, to find out shapes
             return NotImplemented  # the subclass takes itself apart, and plain tensors come by
         if info.ignored:
-            if self._new and (info.writes or type(args[0]) is not Tensor or _storage_id(args[0]) in self._new):
+            if self._new and (info.writes or not _by_storage(args[:1]).keys().isdisjoint(self._new)):
                 self._new.clear()
             return info.run(*args, **kwargs)
         self._running = func
@@ -649,10 +709,10 @@ class Tape(TorchDispatchMode, Region):
         """Run what is never repeated: it only writes something from outside, or others would have to take part. These
         write mostly later, while other code runs; what comes in is held when it is first read: by then it has arrived.
         Whoever read the value before gets a copy."""
-        for value in filter(None, map(self._values.get, targets)):
-            value.freeze()
-        result = (info.func if not self._has_zeros else _torch.with_zeros(info.func))(*args, **kwargs)
-        self._now_outside(targets)
+        for value in filter(None, map(self._values.get, () if info.gathers else targets)):
+            value.freeze()  # what was gathered is there again, as it was before it had been given back
+        result = (info.run if not self._has_zeros else _torch.with_zeros(info.run))(*args, **kwargs)
+        self._now_outside(targets, info.gathers)
         for sid, tensor in _by_storage(result).items():
             if sid not in self._values:
                 self._register(tensor, None, sid, None)
@@ -662,10 +722,18 @@ class Tape(TorchDispatchMode, Region):
         """`op` has made a new value of this storage."""
         value, info = self._values[sid], op.info
         new = self._register(target, op, sid, None if info.moves else value.geometry)
+        new.version = max(value.version, _torch.version(target) + 1)
         is_partly = target.nbytes < new.nbytes if info.overwrites else info.allocates and new.nbytes > value.nbytes
         if is_partly and (value.state is UNFILLED or info.allocates):  # the latter is `resize_`
             new.state = UNFILLED
         return value.id, new.id
+
+    def _notice_writes(self, tensors: Any) -> None:
+        """Compiled code that no operator shows leaves a trace of what it writes in version counters alone."""
+        for sid, tensor in _by_storage(tensors).items():
+            value = self._values.get(sid)
+            if value is not None and value.op is not None and _torch.version(tensor) > value.version:
+                self._now_outside(self._on_storages(tensor))
 
     def _refer_to_written(self, arg: Any, reads: list[Value], info: Info, outside: dict[int, Tensor]) -> Any:
         if type(arg) is list or type(arg) is tuple:

@@ -72,6 +72,51 @@ def quick_call(func: Any) -> Any:
     return func._op if type(func) is OpOverload else func
 
 
+# ---- compiled code. Inductor allocates and writes memory past the dispatcher, and calls some operators in between.
+def inductor_is_loaded() -> bool:
+    """As soon as anything has been compiled for it, if not before."""
+    return "torch._inductor" in sys.modules
+
+
+def inductor_runs() -> bool:
+    """Whether this is called from code that inductor has compiled. (Ask with grad mode off: it always runs so.)"""
+    if inductor_is_loaded():
+        frame = sys._getframe(2).f_back
+        while frame is not None:
+            if frame.f_globals.get("__name__", "").startswith("torch._inductor."):
+                return True
+            frame = frame.f_back
+    return False
+
+
+def run_region(region: Any, *inputs: Any, **kwargs: Any) -> Any:
+    """A compiled region that torch shows as one operator, if `torch._inductor.config.wrap_inductor_compiled_regions`
+    was set when it was compiled (since 2.12). It empties the list that it is given."""
+    return torch.ops.higher_order.inductor_compiled_code(region, list(inputs), **kwargs)
+
+
+def effects_of_region(region: Any) -> tuple[set[int], set[str]]:
+    """Which inputs a compiled region writes in place, and the name spaces of its operators. What it returns are no
+    views of inputs: torch makes these outside of it."""
+    nodes = region.original_gm.graph.nodes
+    inputs = [node for node in nodes if node.op == "placeholder"]
+    written, spaces = set(), set()
+    for node in nodes:
+        targets = node.all_input_nodes if "mutation" in str(node.target) else []  # user's Triton kernels
+        if isinstance(node.target, OpOverload):
+            spaces.add(node.target.namespace)
+            arguments = node.target._schema.arguments
+            given = {**dict(zip((a.name for a in arguments), node.args, strict=False)), **node.kwargs}
+            writes = [given[a.name] for a in arguments if a.name in given and a.alias_info and a.alias_info.is_write]
+            targets = [target for each in writes for target in (each if isinstance(each, list) else [each])]
+        for target in targets:
+            while target.op == "call_function" and target.all_input_nodes:  # a view of an input, maybe
+                target = target.all_input_nodes[0]
+            if target in inputs:
+                written.add(inputs.index(target))
+    return written, spaces
+
+
 # The mode of torch's selective checkpointing around a forward.
 SelectiveForward: Any = torch.utils.checkpoint._CachingTorchDispatchMode
 
@@ -431,9 +476,10 @@ def _skip_in_dynamo(code: CodeType) -> None:
     dynamo.set_code_exec_strategy(code, dynamo._FrameExecStrategy(dynamo._FrameAction.SKIP, dynamo._FrameAction.SKIP))
 
 
-def leave_eager(function: FunctionType) -> None:
+def leave_eager(function: Any, reason: str) -> None:
     """`torch.compiler.disable`, without the import of all of Dynamo."""
-    cast("Any", function)._torchdynamo_disable = True  # what Dynamo asks before it traces a call of it
+    function._torchdynamo_disable = True  # what Dynamo asks before it traces a call of it
+    function._torchdynamo_disable_msg = reason
     _skip_in_dynamo(function.__code__)
 
 

@@ -124,6 +124,14 @@ def overwritten(where: object) -> CheckpointError:
     )
 
 
+def given_back(where: object, shape: Sequence[int]) -> CheckpointError:
+    return CheckpointError(
+        f"{where}: a parameter of shape {list(shape)} has no memory at this moment. FSDP2 has given it back, and this "
+        "region goes through several modules that it has sharded: put a region into each of them, or leave "
+        "reshard_after_forward on."
+    )
+
+
 def overlapping(where: object) -> CheckpointError:
     return CheckpointError(
         f"{where}: Unpack is being triggered for a tensor that was already unpacked once. Performing two backward "

@@ -3,6 +3,7 @@
 import contextlib
 import gc
 
+import beside
 import pytest
 import torch
 from hypothesis import settings
@@ -16,6 +17,15 @@ with contextlib.suppress(ImportError):  # the compiler shows progress where tqdm
 
 settings.register_profile("ci", derandomize=True, deadline=None, database=None, print_blob=True)
 settings.load_profile("ci")
+
+
+def pytest_collection_finish(session):
+    if not session.config.option.collectonly:
+        beside.start({item.module.__name__ for item in session.items if hasattr(item, "module")})
+
+
+def pytest_sessionfinish(session):
+    beside.stop()
 
 
 @pytest.fixture(autouse=True)

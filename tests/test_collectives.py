@@ -5,12 +5,12 @@ import os
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
+from beside import Program
 from torch import nn
 
 from checkpointing import checkpoint_scope, checkpointed
@@ -150,25 +150,20 @@ def main(rank, port):
     print("done")
 
 
+both = Program("-W", "ignore", __file__, GLOO_SOCKET_IFNAME="lo")
+
+
 def test_collectives_in_a_region():
     """Two processes; every program and every door as plain, on both."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = str(s.getsockname()[1])
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-W", "ignore", __file__, str(rank), port],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**env, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])},
-        )
-        for rank in range(2)
-    ]
-    done = [rank.communicate(timeout=120) for rank in ranks]
-    assert [out for out, _ in done] == ["done\n", "done\n"], done
+    assert both.output == "done\ndone\n"
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2])
+    if len(sys.argv) > 1:
+        sys.exit(main(int(sys.argv[1]), sys.argv[2]))
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = str(s.getsockname()[1])
+    command = [sys.executable, "-W", "ignore", __file__]
+    ranks = [subprocess.Popen([*command, str(rank), port]) for rank in range(2)]
+    sys.exit(max(rank.wait() for rank in ranks))

@@ -1,12 +1,9 @@
 """The legacy backend through our own door: bit-equal where it works, and an error that says why where it can't."""
 
-import subprocess
-import sys
-import textwrap
-
 import pytest
 import torch
 import torch.nn.functional as F
+from beside import Program
 from torch import nn
 
 from checkpointing import CheckpointError, checkpointed, disabled, is_recomputing
@@ -196,27 +193,27 @@ def test_options_that_it_would_ignore_are_refused(options):
 # ---- on its way out
 
 
+CHOSEN = """
+import warnings
+import torch
+from checkpointing import checkpointed
+from checkpointing.torch_compat import checkpoint, checkpoint_sequential
+
+x = torch.ones(3, requires_grad=True)
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    checkpoint(torch.sin, x, use_reentrant=True).sum().backward()
+    checkpoint_sequential([torch.sin, torch.cos], 2, x, use_reentrant=True).sum().backward()
+    checkpointed(torch.sin)(x)
+    print(len(caught))
+    for _ in range(3):
+        checkpointed(torch.sin, backend="reentrant")(x)
+        checkpointed(backend="reentrant")(torch.sin)(x)
+    print([(w.category.__name__, w.lineno, "backend='rerun'" in str(w.message)) for w in caught])
+"""
+chosen = Program("-c", CHOSEN)
+
+
 def test_it_is_deprecated_once_per_process_and_not_through_the_drop_in():
     """A `FutureWarning` at the first line that chooses it."""
-    program = """
-        import warnings
-        import torch
-        from checkpointing import checkpointed
-        from checkpointing.torch_compat import checkpoint, checkpoint_sequential
-
-        x = torch.ones(3, requires_grad=True)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            checkpoint(torch.sin, x, use_reentrant=True).sum().backward()
-            checkpoint_sequential([torch.sin, torch.cos], 2, x, use_reentrant=True).sum().backward()
-            checkpointed(torch.sin)(x)
-            print(len(caught))
-            for _ in range(3):
-                checkpointed(torch.sin, backend="reentrant")(x)
-                checkpointed(backend="reentrant")(torch.sin)(x)
-            print([(w.category.__name__, w.lineno, "backend='rerun'" in str(w.message)) for w in caught])
-    """
-    process = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, check=True, cwd="."
-    )
-    assert process.stdout.splitlines() == ["0", "[('FutureWarning', 15, True)]"]
+    assert chosen.output.splitlines() == ["0", "[('FutureWarning', 15, True)]"]

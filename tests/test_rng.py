@@ -2,15 +2,13 @@
 
 import functools
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import fake_accelerator
 import pytest
 import torch
 import torch.nn.functional as F
+from beside import Program
 from oracle import bits
 from oracle import s as scope
 from torch import nn
@@ -225,16 +223,16 @@ def test_the_global_seed_of_python_is_left_alone():
 # ---- another device
 
 
-@pytest.fixture(scope="module", params=["flat", "opaque"])
+KINDS = {
+    kind: Program("-W", "error", str(HERE / "fake_accelerator.py"), kind, cwd=HERE.parent)
+    for kind in ("flat", "opaque")
+}
+
+
+@pytest.fixture(scope="module", params=KINDS)
 def outcomes(request):
     """What became of each case, in a process of its own."""
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    command = [sys.executable, "-W", "error", str(HERE / "fake_accelerator.py"), request.param]
-    process = subprocess.run(
-        command, capture_output=True, text=True, check=False, env=env, cwd=HERE.parent, timeout=100
-    )
-    assert process.returncode == 0, process.stderr
-    return json.loads(process.stdout)
+    return json.loads(KINDS[request.param].output)
 
 
 @pytest.mark.parametrize("case", fake_accelerator.CASES)

@@ -1,12 +1,9 @@
 """Regions and torch.func: a transform over a region runs it plain and says so once; inside a region they work."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 import torch.autograd.forward_ad as fwd
+from beside import Program
 from oracle import apply, bits, r, s
 from torch import nn
 
@@ -101,16 +98,16 @@ for _ in range(3):
 """
 
 
-@pytest.mark.parametrize("door", ["rerun", "scope"])
-def test_the_warning_is_given_once_and_points_at_user_code(door, tmp_path):
+WARNED = {door: Program("-c", PROGRAM, door) for door in ("rerun", "scope")}
+
+
+@pytest.mark.parametrize("door", WARNED)
+def test_the_warning_is_given_once_and_points_at_user_code(door):
     """One per process, whatever transforms follow; at the line that enters the region."""
-    file = tmp_path / "program.py"
-    file.write_text(PROGRAM, encoding="utf-8")
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    done = subprocess.run([sys.executable, str(file), door], capture_output=True, text=True, check=True, env=env)
+    done = WARNED[door].outcome
     line = 1 + next(n for n, text in enumerate(PROGRAM.splitlines()) if text.endswith(f"# {door}"))
-    assert done.stderr.count("UserWarning") == 1
-    assert f"{file}:{line}: UserWarning" in done.stderr
+    assert done.returncode == 0 and done.stderr.count("UserWarning") == 1
+    assert f"<string>:{line}: UserWarning" in done.stderr
     assert "torch.func" in done.stderr and "plain" in done.stderr
 
 

@@ -1,11 +1,10 @@
 """Type checkers see through the doors: mypy --strict on a program that asks for the types."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from beside import Program
 
 ROOT = Path(__file__).parent.parent
 
@@ -140,19 +139,25 @@ with checkpoint_scope() as scope:
 """
 
 
+CHECK = f"""
+import os, sys, tempfile
+from mypy.main import main
+with tempfile.TemporaryDirectory() as folder:
+    os.chdir(folder)
+    for name, program in (("right", {PROGRAM!r}), ("wrong", {WRONG!r})):
+        with open(name + ".py", "w", encoding="utf-8") as file:
+            file.write(program)
+    main(args=[*sys.argv[1:], "right.py", "wrong.py"], stdout=sys.stdout, stderr=sys.stderr)
+"""
+HOW = ("--strict", "--no-error-summary", "--config-file=", "--follow-imports=silent", "--hide-error-context")
+checked = Program("-c", CHECK, *HOW, f"--cache-dir={ROOT / '.mypy_cache'}", MYPYPATH=str(ROOT))
+
+
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
+def found():
     """Lines of a strict run over both programs, as (file, line, kind, text)."""
     pytest.importorskip("mypy", reason="mypy is not installed (it is in the extra `dev`)")
-    folder = tmp_path_factory.mktemp("typing")
-    for name, program in (("right", PROGRAM), ("wrong", WRONG)):
-        (folder / f"{name}.py").write_text(program, encoding="utf-8")
-    command = [sys.executable, "-m", "mypy", "--strict", "--no-error-summary", "--cache-dir", str(ROOT / ".mypy_cache")]
-    process = subprocess.run(
-        [*command, "--config-file", "", "--follow-imports=silent", "--hide-error-context", "right.py", "wrong.py"],
-        capture_output=True, text=True, check=False, cwd=folder,
-        env={"MYPYPATH": str(ROOT), "PATH": "", "HOME": str(folder)},
-    )  # fmt: skip
+    process = checked.outcome
     assert process.returncode < 2, process.stdout + process.stderr
     lines = re.findall(r"(right|wrong)\.py:(\d+): (\w+): (.*)", process.stdout)
     return [(file, int(line), kind, text) for file, line, kind, text in lines]

@@ -1,0 +1,191 @@
+"""Whole modules in regions, in place and reversible: `checkpoint_modules`.
+
+A region stands in its module's `__dict__` as `forward`, where `nn.Module.__call__` finds it, so that class, names,
+hooks and `state_dict` stay what they are. It holds its module weakly (no cycle keeps the parameters), copies and
+pickles with it, and looks the class's `forward` up at every call, since others exchange the class (FSDP2,
+parametrisations).
+
+Rejected: wrapper modules (other names), a class of its own for each module (`type(module)`, pickling), and a bound
+method as `forward` (a cycle; pickled by its name, which is the class's method again).
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import re
+import weakref
+from collections import Counter
+from collections.abc import Callable, Sequence
+from fnmatch import fnmatchcase
+from typing import Any, Union
+
+from torch import nn
+from typing_extensions import Self, Unpack
+
+from . import _api
+
+Picks = Callable[[str, nn.Module], bool]
+Select = Union[type, str, Picks, Sequence["Select"]]  # noqa: UP007
+
+
+def checkpoint_modules(model: nn.Module, select: Select, /, **options: Unpack[_api.Given]) -> CheckpointedModules:
+    """Put a region around the `forward` of every module that `select` picks, in place.
+
+    Names, `state_dict`, `isinstance`, the modules' own hooks (which run outside of the regions), `copy.deepcopy`,
+    pickling, FSDP2, DDP and `torch.compile` work as before. Copies, and what is loaded from a pickle, run in regions,
+    too, with parameters of their own.
+
+    Args:
+        model: any module; nothing is computed.
+        select: a class; a pattern of names as in `model.named_modules()`, in which `*` stands for one part of a name
+            or a piece of it (`"model.layers.*"` picks `model.layers.0`, not `model.layers.0.attn`); a function of name
+            and module that returns whether to pick it; or a tuple or list of these, of which one must hold. A module
+            that is never called (`nn.ModuleList`) is not picked, one with several names is picked once.
+        options: as for `checkpointed`, for each of the regions. `name` is the module's, if left out.
+
+    Returns:
+        A handle: `names` of the modules in the order of `model.named_modules()`, and `remove()`, which gives them their
+        own `forward` back; as a context manager it does so at the end of the block.
+
+    Raises:
+        TypeError: for a model that is no module, a `select` of another kind, unknown options, and modules whose
+            `forward` is a generator or async function.
+        ValueError: where nothing is picked (the message lists what there is), a module is in a region already, or
+            options contradict each other. The model is then as it was.
+
+    >>> import torch
+    >>> from torch import nn
+    >>> from checkpointing import checkpoint_modules
+    >>> model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)) for _ in range(3)))
+    >>> handle = checkpoint_modules(model, "*")
+    >>> handle.names
+    ('0', '1', '2')
+    >>> model(torch.randn(4, 8)).sum().backward()  # calls the three once more
+    >>> handle.remove()
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"checkpoint_modules takes a module, not {model!r}")
+    unknown = [name for name in options if name not in _api.Options._fields]
+    if unknown:
+        raise TypeError(f"checkpoint_modules has no option {unknown[0]!r}, only {', '.join(_api.Options._fields)}")
+    chosen = _api.of_function(**options)
+    picks = _as_function(select)
+    picked: dict[nn.Module, str] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if _is_called(module) and picks(name, module):
+            picked.setdefault(module, name)
+    if not picked:
+        raise ValueError(_nothing_picked(model, select))
+    for module, name in picked.items():
+        what = f"{name or 'the model itself'} ({type(module).__qualname__})"
+        if _api.is_in_region(module.forward):
+            raise ValueError(
+                f"checkpoint_modules: {what} runs in a region already. Call remove() of what the earlier call "
+                "returned, take `checkpointed` off its class or its forward, or select other modules."
+            )
+        if not inspect.isroutine(getattr(type(module), "forward", None)):
+            raise TypeError(f"checkpoint_modules can't wrap {what}: its class has no `forward` in Python.")
+        _api.refuse_generators("checkpoint_modules", module)
+    return CheckpointedModules(picked, chosen)
+
+
+def _as_function(select: Select) -> Picks:
+    if isinstance(select, type):
+        return lambda _, module: isinstance(module, select)
+    if isinstance(select, str):
+        parts = select.split(".")
+
+        def matches(name: str, _: nn.Module) -> bool:
+            names = name.split(".") if name else []
+            return len(names) == len(parts) and all(map(fnmatchcase, names, parts))
+
+        return matches
+    if isinstance(select, tuple | list):
+        functions = [_as_function(part) for part in select]
+        return lambda name, module: any(picks(name, module) for picks in functions)
+    if callable(select) and not isinstance(select, nn.Module):
+        return select
+    raise TypeError(
+        "checkpoint_modules: select is a class, a pattern of names, a function of name and module, or a tuple or list "
+        f"of these, not {type(select).__qualname__}"
+    )
+
+
+def _is_called(module: nn.Module) -> bool:
+    return getattr(module.forward, "__func__", None) is not nn.Module.forward
+
+
+def _nothing_picked(model: nn.Module, select: Select) -> str:
+    named = dict(model.named_modules())
+    classes = Counter(type(m).__qualname__ + ("" if _is_called(m) else " (never called)") for m in named.values())
+    there = ", ".join(f"{count} {name}" for name, count in classes.most_common())
+    # What people would write for the names that there are: those with a prefix more first, then the closest.
+    called = {re.sub(r"\b\d+\b", "*", name): None for name, module in named.items() if name and _is_called(module)}
+    patterns = [part for part in (select if isinstance(select, tuple | list) else [select]) if isinstance(part, str)]
+    longer = [name for name in called for pattern in patterns if name.endswith(f".{pattern}")]
+    close = longer[:3] or [name for pattern in patterns for name in difflib.get_close_matches(pattern, called)]
+    hint = f" (a `*` stands for one part of a name): did you mean {' or '.join(map(repr, close))}?" if close else "."
+    what = select.__qualname__ if isinstance(select, type) else repr(select)
+    return f"checkpoint_modules: {what} picks no module of this {type(model).__qualname__}{hint} There are {there}."
+
+
+class CheckpointedModules:
+    """What `checkpoint_modules` has done, and how to undo it."""
+
+    def __init__(self, picked: dict[nn.Module, str], options: _api.Options) -> None:
+        self.names = tuple(picked.values())
+        self._forwards = {module: _Forward(module, name, options) for module, name in picked.items()}
+        for module, forward in self._forwards.items():
+            module.__dict__["forward"] = forward
+
+    def remove(self) -> None:
+        """Give the modules their own `forward` back. Calls that are waiting for backward still recompute; a second time
+        does nothing."""
+        for module, forward in self._forwards.items():
+            forward.options = None  # others may have wrapped it meanwhile, and go on calling it
+            if module.__dict__.get("forward") is forward:
+                del module.__dict__["forward"]
+                if forward.own is not None:
+                    module.__dict__["forward"] = forward.own
+        self._forwards = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.remove()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}{self.names}"
+
+
+class _Forward:
+    """The `forward` of one module, in regions."""
+
+    __slots__ = ("__weakref__", "_module", "name", "options", "own")
+
+    def __init__(self, module: nn.Module, name: str, options: _api.Options) -> None:
+        self._module = weakref.ref(module)
+        self.own = module.__dict__.get("forward")  # what somebody else has put there: accelerate's hooks, a compiler
+        self.name = options.name or name or type(module).__qualname__
+        self.options: _api.Options | None = options
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        module = self._module()
+        assert module is not None  # who calls its forward holds it
+        forward: Callable[..., Any] = type(module).forward.__get__(module) if self.own is None else self.own
+        return forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.options is None:
+            return self.__wrapped__(*args, **kwargs)
+        return _api.runner_of(self.options)(self.__wrapped__, args, kwargs, self.name, self.options)
+
+    def __getstate__(self) -> tuple[Any, ...]:
+        return self._module(), self.own, self.name, self.options
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        module, self.own, self.name, self.options = state
+        self._module = weakref.ref(module)

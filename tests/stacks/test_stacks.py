@@ -1,0 +1,322 @@
+"""With the libraries that people train with: what they write, and the bits and the recompute that they get.
+
+Each test says in two lines how regions are asked for. The run without them says what is right; that an operator of the
+forward runs again for each region says that they are there.
+"""
+
+import contextlib
+import functools
+
+import pytest
+import torch
+import torch.utils.checkpoint
+from oracle import Counting, bits
+from torch import nn
+
+from checkpointing import checkpoint_modules, checkpoint_scope, torch_compat
+
+IGNORED = [  # what libraries say about each other
+    "`(gradient_checkpointing_enable|is_gradient_checkpointing)` is deprecated:FutureWarning",  # transformers; by peft
+    "`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning",  # torch; by lightning
+]
+pytestmark = [pytest.mark.filterwarnings(f"ignore:{line}") for line in IGNORED]
+checkpoint = functools.partial(torch_compat.checkpoint, use_reentrant=False)
+
+
+def observe(make, train, prepare=None):
+    """What a run leaves behind, and how often the blocks' activation function ran in it."""
+    torch.manual_seed(0)
+    model = make()
+    if prepare is not None:
+        model = prepare(model) or model
+    torch.manual_seed(1)
+    with Counting() as counting:
+        losses = train(model)
+    return bits([losses, [[p, p.grad] for p in model.parameters()], list(model.buffers())]), counting.ran[
+        ACTIVATION[make]
+    ]
+
+
+def assert_same(make, train, prepare=None, train_in_regions=None, outside=0):
+    """The same bits with `prepare(model)`, or another way to train; and the blocks have run twice. (`outside` of
+    them their activation function runs so often.)"""
+    want, once = observe(make, train)
+    have, twice = observe(make, train_in_regions or train, prepare)
+    assert have == want
+    assert (once > outside, twice) == (True, 2 * once - outside)
+
+
+# ---- transformers
+
+
+def gpt2():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(n_layer=3, n_embd=16, n_head=2, vocab_size=32, n_positions=16)
+    return transformers.GPT2LMHeadModel(config).train()
+
+
+def llama():
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, vocab_size=32)).train()
+
+
+ACTIVATION = {gpt2: "tanh", llama: "silu"}
+
+
+def batch(step=0):
+    tokens = (torch.arange(16).view(2, 8) * 7 + step) % 32
+    return {"input_ids": tokens, "labels": tokens}
+
+
+def two_steps(model, region=contextlib.nullcontext, use_cache=False):
+    """A loop of one's own."""
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    losses = []
+    for i in range(2):
+        optimizer.zero_grad()
+        with region():
+            loss = model(**batch(i), use_cache=use_cache).loss
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return losses
+
+
+def give_function(model):
+    """Switch their own checkpointing on, then exchange the function that each layer calls."""
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=checkpoint)
+
+
+def in_place(model):
+    """A name that is not there is no harm, as long as another is."""
+    checkpoint_modules(model, ["transformer.h.*", "model.layers.*"])
+
+
+@pytest.mark.parametrize("make", [gpt2, llama])
+@pytest.mark.parametrize("prepare", [give_function, in_place])
+def test_transformers(make, prepare):
+    """By the function that their layers call, and in place."""
+    assert_same(make, two_steps, prepare)
+
+
+@pytest.mark.parametrize("make", [gpt2, llama])
+def test_transformers_in_a_scope(make):
+    """With a KV cache in it, as by default: nothing of it is written again."""
+    with_cache = functools.partial(two_steps, use_cache=True)
+    assert_same(make, with_cache, train_in_regions=functools.partial(with_cache, region=checkpoint_scope))
+
+
+@pytest.mark.parametrize("how", ["compute_loss", "modules", "function"])
+def test_trainer(how, tmp_path):
+    """Hugging Face's `Trainer`, two steps."""
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+
+    class InScope(transformers.Trainer):
+        def compute_loss(self, *args, **kwargs):
+            with checkpoint_scope():
+                return super().compute_loss(*args, **kwargs)
+
+    def train(model, trainer=transformers.Trainer):
+        arguments = transformers.TrainingArguments(
+            tmp_path, max_steps=2, per_device_train_batch_size=2, report_to=[], save_strategy="no", use_cpu=True,
+            logging_strategy="no", disable_tqdm=True, dataloader_pin_memory=False,
+        )  # fmt: skip
+        data = [{key: value[0] for key, value in batch(i).items()} for i in range(4)]
+        return trainer(model, arguments, train_dataset=data).train().training_loss
+
+    if how == "compute_loss":
+        assert_same(gpt2, train, train_in_regions=functools.partial(train, trainer=InScope))
+    else:
+        assert_same(gpt2, train, in_place if how == "modules" else give_function)
+
+
+# ---- accelerate, peft, Lightning
+
+
+@pytest.mark.parametrize("how", ["modules first", "modules after", "scope", "bf16"])
+def test_accelerate(how):
+    """A loop with `Accelerator.prepare`; also where it has replaced the model's `forward` (mixed precision)."""
+    accelerate = pytest.importorskip("accelerate")
+
+    def train(model, scope=False, modules=False):
+        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+        accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16" if how == "bf16" else "no")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        data = torch.utils.data.DataLoader([{k: v[0] for k, v in batch(i).items()} for i in range(4)], batch_size=2)
+        prepared, optimizer, data = accelerator.prepare(model, optimizer, data)
+        if modules:
+            checkpoint_modules(prepared, "transformer.h.*")
+        losses = []
+        for inputs in data:
+            optimizer.zero_grad()
+            with checkpoint_scope(enabled=scope):
+                loss = prepared(**inputs, use_cache=False).loss
+            accelerator.backward(loss)
+            optimizer.step()
+            losses.append(loss.detach())
+        assert len(losses) == 2
+        return losses
+
+    if how == "modules first":
+        assert_same(gpt2, train, in_place)
+    else:
+        chosen = {"scope": how == "scope", "modules": how != "scope"}
+        assert_same(gpt2, train, train_in_regions=functools.partial(train, **chosen))
+
+
+def test_accelerate_hooks():
+    """A block's `forward` that accelerate has wrapped, before and after the regions came."""
+    hooks = pytest.importorskip("accelerate.hooks")
+
+    def hooked(model):
+        hooks.add_hook_to_module(model.transformer.h[0], hooks.ModelHook())
+        checkpoint_modules(model, "transformer.h.*")
+        hooks.add_hook_to_module(model.transformer.h[1], hooks.ModelHook())
+
+    assert_same(gpt2, two_steps, hooked)
+
+
+@pytest.mark.parametrize("prepare", [give_function, in_place])
+@pytest.mark.parametrize("make", [gpt2, llama])
+def test_peft(make, prepare):
+    """LoRA on a frozen base: first the adapters, then the regions."""
+    peft = pytest.importorskip("peft")
+
+    def with_adapters():
+        names = ["c_attn"] if make is gpt2 else ["q_proj", "v_proj"]
+        model = peft.get_peft_model(
+            make(), peft.LoraConfig(r=2, target_modules=names, lora_dropout=0.1, fan_in_fan_out=make is gpt2)
+        )
+        for name, p in model.named_parameters():
+            if "lora_B" in name:
+                nn.init.normal_(p)
+        return model
+
+    def prepared(model):
+        if prepare is give_function:
+            model.enable_input_require_grads()
+            prepare(model.base_model.model)
+        else:
+            checkpoint_modules(model, ["base_model.model.transformer.h.*", "base_model.model.model.layers.*"])
+
+    ACTIVATION[with_adapters] = ACTIVATION[make]
+    assert_same(with_adapters, two_steps, prepared)
+
+
+@pytest.mark.parametrize("how", ["scope", "modules"])
+def test_lightning(how, tmp_path):
+    """`Trainer.fit`, two steps."""
+    lightning = pytest.importorskip("lightning")
+
+    class Module(lightning.LightningModule):
+        def __init__(self, model, scope):
+            super().__init__()
+            self.model, self.scope, self.losses = model, scope, []
+
+        def training_step(self, inputs, _):
+            with checkpoint_scope(enabled=self.scope):
+                loss = self.model(**inputs, use_cache=False).loss
+            self.losses.append(loss.detach())
+            return loss
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def train(model, scope=False):
+        data = torch.utils.data.DataLoader([{k: v[0] for k, v in batch(i).items()} for i in range(4)], batch_size=2)
+        module = Module(model, scope)
+        quiet = dict.fromkeys(["logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"], False)
+        lightning.Trainer(max_steps=2, accelerator="cpu", default_root_dir=tmp_path, **quiet).fit(module, data)
+        assert len(module.losses) == 2
+        return module.losses
+
+    if how == "modules":
+        assert_same(gpt2, train, in_place)
+    else:
+        assert_same(gpt2, train, train_in_regions=functools.partial(train, scope=True))
+
+
+# ---- timm, diffusers, torch's own wrapper
+
+
+def vit():
+    timm = pytest.importorskip("timm")
+    return timm.create_model("vit_tiny_patch16_224", img_size=32, embed_dim=24, depth=3, num_classes=4, drop_rate=0.1)
+
+
+def resnet():
+    timm = pytest.importorskip("timm")
+    return timm.create_model("resnet10t", num_classes=4)
+
+
+def unet():
+    diffusers = pytest.importorskip("diffusers")
+    sizes = {"block_out_channels": (8, 16), "layers_per_block": 1, "norm_num_groups": 4, "sample_size": 8}
+    kinds = {"down_block_types": ("DownBlock2D", "AttnDownBlock2D"), "up_block_types": ("AttnUpBlock2D", "UpBlock2D")}
+    return diffusers.UNet2DModel(**sizes, **kinds, attention_head_dim=8).train()
+
+
+def mlp():
+    return nn.Sequential(
+        *(
+            nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(), nn.GELU(), nn.Linear(16, 8))
+            for _ in range(3)
+        )
+    )
+
+
+ACTIVATION |= {vit: "gelu", resnet: "relu_", unet: "silu", mlp: "gelu"}
+
+
+def three_backwards(model):
+    """Images in, or what the model takes."""
+    images = torch.randn(*(4, 8) if isinstance(model, nn.Sequential) else (2, 3, 32, 32))
+    losses = []
+    for _ in range(3):
+        out = model(images, 5) if hasattr(model, "time_proj") else model(images)
+        losses.append(getattr(out, "sample", out).square().mean())
+        losses[-1].backward()
+    return [loss.detach() for loss in losses]
+
+
+in_stem = pytest.mark.parametrize(("make", "outside"), [(vit, 0), (resnet, 3 * 3)])
+
+
+@in_stem
+def test_timm_in_place(make, outside):
+    """Blocks by name."""
+    blocks = ["blocks.*", "layer*.*"]
+    assert_same(make, three_backwards, lambda model: checkpoint_modules(model, blocks) and None, outside=outside)
+
+
+@in_stem
+def test_timm_by_its_own_switch(make, outside, monkeypatch):
+    """It calls `torch.utils.checkpoint.checkpoint` by that name."""
+
+    def switched(model):
+        monkeypatch.setattr(torch.utils.checkpoint, "checkpoint", torch_compat.checkpoint)
+        model.set_grad_checkpointing()
+
+    assert_same(make, three_backwards, switched, outside=outside)
+
+
+def test_diffusers():
+    """By the function that its blocks call."""
+    assert_same(unet, three_backwards, lambda model: model.enable_gradient_checkpointing(checkpoint), outside=3 * 5)
+
+
+def test_torchs_wrapper():
+    """`apply_activation_checkpointing` takes a function; names in `state_dict` stay."""
+    from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as theirs
+
+    def wrapped(model):
+        theirs.apply_activation_checkpointing(
+            model,
+            functools.partial(theirs.checkpoint_wrapper, checkpoint_fn=checkpoint),
+            check_fn=lambda module: isinstance(module, nn.Sequential) and module is not model,
+        )
+
+    assert_same(mlp, three_backwards, wrapped)

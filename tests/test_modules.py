@@ -1,0 +1,503 @@
+"""`checkpoint_modules`: regions around whole modules, in place; everything else about the model stays as it was."""
+
+import copy
+import functools
+import gc
+import inspect
+import io
+import itertools
+import pickle
+import re
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+from oracle import bits, count
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.optim.swa_utils import AveragedModel
+
+from checkpointing import ChangedError, auto, checkpoint_modules, checkpoint_scope, checkpointed, disabled
+
+
+class Block(nn.Module):
+    """Exact arithmetic: whole numbers in, whole numbers out, as long as they are small."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm, self.dropout = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5)
+
+    def forward(self, x, *, scale=1.0):
+        return x + scale * self.dropout(self.norm(self.linear(x)).relu())
+
+
+class Model(nn.Module):
+    def __init__(self, kind=Block):
+        super().__init__()
+        self.stem, self.layers = nn.Linear(4, 4), nn.ModuleList(kind() for _ in range(3))
+
+    def forward(self, x):
+        x = self.stem(x)
+        for layer in self.layers:
+            x = layer(x, scale=0.5)
+        return x
+
+
+X = (torch.arange(32.0) % 5 - 2).view(8, 4)
+OPTIONS = {
+    "rerun": {},
+    "replay": {"backend": "replay"},
+    "policy": {"policy": auto()},
+    "everything": {"preserve_rng_state": "all", "early_stop": False, "determinism_check": "values", "debug": True},
+}
+each_option = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+
+
+def step(model, run=None):
+    """The bits that one step leaves behind, and how many blocks were computed again in backward."""
+    torch.manual_seed(1)
+    model.zero_grad()
+    loss = (model if run is None else run)(X).square().sum()
+    again = count(loss.backward).get("relu", 0)
+    return bits([loss, [p.grad for p in model.parameters()], dict(model.named_buffers()), torch.get_rng_state()]), again
+
+
+def state(model):
+    """What a model is made of."""
+    return [(name, type(m), set(vars(m)), len(m._forward_hooks)) for name, m in model.named_modules()]
+
+
+def plain(model):
+    """What a step of it does without regions; the model is left alone."""
+    return step(copy.deepcopy(model))[0]
+
+
+@each_option
+def test_bits_are_those_of_the_plain_model(options):
+    """Two steps, then a third one without regions: outputs, gradients, buffers, random stream."""
+    model, twin = Model(), Model()
+    twin.load_state_dict(model.state_dict())
+    with checkpoint_modules(model, Block, **options):
+        assert step(model) == (step(twin)[0], 3)
+        assert step(model) == (step(twin)[0], 3)
+    assert step(model) == (step(twin)[0], 0)
+
+
+@pytest.mark.filterwarnings("ignore:backend='reentrant' is deprecated:FutureWarning")
+def test_legacy_backend():
+    """As for `checkpointed`."""
+    model = Model()
+    want = plain(model)
+    checkpoint_modules(model, "layers.*.linear", backend="reentrant")
+    assert step(model)[0] == want
+
+
+SELECTIONS = {
+    "class": (Block, ["layers.0", "layers.1", "layers.2"]),
+    "classes": ((nn.Dropout, nn.BatchNorm1d), [f"layers.{i}.{name}" for i in range(3) for name in ("norm", "dropout")]),
+    "one name": ("layers.1", ["layers.1"]),
+    "one part of a name": ("layers.*", ["layers.0", "layers.1", "layers.2"]),
+    "a star alone, and what is never called": ("*", ["stem"]),
+    "a piece of a part": ("layers.*.d*", [f"layers.{i}.dropout" for i in range(3)]),
+    "several": (
+        ["stem", "layers.[12]", nn.Dropout],
+        ["stem", "layers.0.dropout", "layers.1", "layers.1.dropout", "layers.2", "layers.2.dropout"],
+    ),
+    "function": (lambda name, module: name.endswith("2") and isinstance(module, Block), ["layers.2"]),
+    "the model itself": (Model, [""]),
+    "everything": (nn.Module, None),
+}
+
+
+@pytest.mark.parametrize("select", SELECTIONS)
+def test_select(select):
+    """By class, name, function, or several of them; regions in regions are fine; what is never called is left out."""
+    model = Model()
+    select, names = SELECTIONS[select]
+    if names is None:
+        names = [name for name, module in model.named_modules() if not isinstance(module, nn.ModuleList)]
+    before, want = state(model), plain(model)
+    handle = checkpoint_modules(model, select)
+    assert list(handle.names) == names
+    assert repr(handle).startswith(f"CheckpointedModules('{names[0]}'")
+    assert step(model)[0] == want
+    handle.remove()
+    assert state(model) == before
+
+
+def test_shared_modules_once():
+    """A module with several names is one region a call, whichever name is picked."""
+    model = Model()
+    model.layers[2] = model.layers[0]
+    model.again = model.layers[0]
+    want = plain(model)
+    with checkpoint_modules(model, "again") as handle:
+        assert (handle.names, step(copy.deepcopy(model))) == (("again",), (want, 2))
+    assert checkpoint_modules(model, Block).names == ("layers.0", "layers.1")
+    assert step(model) == (want, 3)
+
+
+def saved_and_loaded(model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+COPIES = {
+    "deepcopy": copy.deepcopy,
+    "AveragedModel": lambda model: AveragedModel(model).module,
+    "torch.save": saved_and_loaded,
+    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
+    "pickled by the forward of a block": lambda model: pickle.loads(pickle.dumps((model.layers[0].forward, model)))[1],
+    "with its handle": lambda model: copy.deepcopy((model.layers[1].forward, model))[1],
+}
+
+
+@pytest.mark.parametrize("how", COPIES)
+@each_option
+def test_copies_run_their_own_parameters_in_regions(how, options):
+    """And get the gradients; the original's are left alone, and it still runs its own."""
+    model = Model()
+    handle = checkpoint_modules(model, "layers.*", **options)
+    twin, plain_twin = COPIES[how](model), Model()
+    with torch.no_grad():
+        for p in twin.parameters():
+            p.mul_(2)
+    plain_twin.load_state_dict(twin.state_dict())
+    before = bits(model.state_dict())
+    assert step(twin) == (step(plain_twin)[0], 3)
+    assert all(p.grad is None for p in model.parameters()) and bits(model.state_dict()) == before
+    handle.remove()  # of the original
+    assert step(twin) == (step(plain_twin)[0], 3)
+    for layer in twin.layers:
+        del layer.forward
+    assert step(twin) == (step(plain_twin)[0], 0)
+
+
+def test_a_model_with_its_handle_can_be_copied():
+    """The copy of the handle is for the copy of the model."""
+    model = Model()
+    twin, handle = copy.deepcopy((model, checkpoint_modules(model, Block)))
+    handle.remove()
+    assert (step(twin)[1], step(model)[1]) == (0, 3)
+
+
+def test_the_model_looks_as_before():
+    """Names, keys, classes, signatures; a model pickled without regions and one with them load each other's state."""
+    model = Model()
+    keys, classes, before = list(model.state_dict()), [type(m) for m in model.modules()], repr(model)
+    signature = inspect.signature(model.layers[0].forward)
+    checkpoint_modules(model, Block)
+    assert list(model.state_dict()) == keys and [type(m) for m in model.modules()] == classes and repr(model) == before
+    assert inspect.signature(model.layers[0].forward) == signature
+    Model().load_state_dict(model.state_dict())
+
+
+def test_hooks_of_the_modules_run_once():
+    """They stand outside of the regions."""
+    model, seen = Model(), []
+    model.layers[0].register_forward_pre_hook(lambda *_: seen.append("before"))
+    handle = checkpoint_modules(model, Block)
+    model.layers[0].register_forward_hook(lambda *_: seen.append("after"))
+    model.layers[0].register_full_backward_hook(lambda *_: seen.append("backward"))
+    assert step(model)[1] == 3 and seen == ["before", "after", "backward"]
+    handle.remove()
+    assert step(model)[1] == 0 and seen == ["before", "after", "backward"] * 2
+
+
+def test_handles_are_removed_in_any_order_and_more_than_once():
+    """Nothing is left behind; what waits for backward is still recomputed."""
+    model = Model()
+    before = state(model)
+    handles = [checkpoint_modules(model, select) for select in ("layers.*", nn.Linear, Model)]
+    for order in itertools.permutations(range(3)):
+        for i in order:
+            handles[i].remove()
+            handles[i].remove()
+        assert state(model) == before
+        handles = [checkpoint_modules(model, select) for select in ("layers.*", nn.Linear, Model)]
+    for handle in handles:
+        handle.remove()
+    with pytest.raises(KeyError), checkpoint_modules(model, Block):
+        loss = model(X).sum()
+        raise KeyError
+    assert state(model) == before
+    assert count(loss.backward)["relu"] == 3
+
+
+def test_switches():
+    """`enabled=False`, `disabled()` and grad mode make plain calls."""
+    model = Model()
+    with checkpoint_modules(model, Block, enabled=False):
+        assert step(model)[1] == 0
+    checkpoint_modules(model, Block)
+    with disabled():
+        assert step(model)[1] == 0
+    with torch.no_grad():
+        assert not model(X).requires_grad
+
+
+def test_in_a_scope():
+    """Regions nest in blocks, as everywhere."""
+    model = Model()
+    want = plain(model)
+    checkpoint_modules(model, Block)
+
+    def scoped(x):
+        with checkpoint_scope():
+            return model(x)
+
+    assert step(model, scoped)[0] == want
+
+
+# ---- errors
+
+
+class Generating(nn.Module):
+    def forward(self, x):
+        yield x
+
+
+@checkpointed
+class Decorated(Block):
+    pass
+
+
+def with_handle():
+    model = Model()
+    checkpoint_modules(model, "layers.1")
+    return model
+
+
+def with_decorated_forward():
+    model = Model()
+    model.layers[1].forward = checkpointed(model.layers[1].forward)
+    return model
+
+
+def hooked(model, module):
+    """A forward replaced as accelerate's hooks do."""
+    old = module.forward
+    module._old_forward = old
+    module.forward = functools.update_wrapper(
+        functools.partial(lambda m, *a, **k: m._old_forward(*a, **k), module), old
+    )
+    return model
+
+
+def with_hook_over_a_region():
+    model = with_handle()
+    return hooked(model, model.layers[1])
+
+
+A_STAR = r"\(a `\*` stands for one part of a name\): did you mean "
+THERE = r"There are 4 Linear, 3 Block, 3 BatchNorm1d, 3 Dropout, 1 Model, 1 ModuleList \(never called\)\.$"
+IN_REGION = r"layers\.1 \(Block\) runs in a region already\. .*remove\(\)"
+ERRORS = {
+    "a class that is not there": (Model, nn.Conv2d, f"ValueError: checkpoint_modules: Conv2d picks no .* {THERE}"),
+    "a function that picks none": (Model, lambda *_: False, rf"ValueError: .* picks no module of this Model\. {THERE}"),
+    "a name with a slip": (Model, "layer.*", rf"ValueError: .*'layer\.\*' picks .* {A_STAR}'layers\.\*'"),
+    "the list of layers": (Model, "layers", rf"ValueError: .* {A_STAR}'layers\.\*'.*1 ModuleList \(never called\)"),
+    "no prefix": (lambda: nn.Sequential(Model()), "layers.*", rf"ValueError: .*{A_STAR}'\*\.layers\.\*'\?"),
+    "several that pick none": (Model, ["a", nn.Conv2d], "ValueError: .* picks no module of this Model"),
+    "no module": (lambda: Model, Block, "TypeError: .* takes a module, not <class"),
+    "a module as select": (Model, nn.ReLU(), "TypeError: .* select is a class, a pattern .* not ReLU"),
+    "a number": (Model, 3, "TypeError: .* select is a class, a pattern .* not int"),
+    "a handle before": (with_handle, Block, f"ValueError: .*{IN_REGION}"),
+    "a forward decorated before": (with_decorated_forward, Block, f"ValueError: .*{IN_REGION}"),
+    "a hook over a region": (with_hook_over_a_region, Block, f"ValueError: .*{IN_REGION}"),
+    "a decorated class": (lambda: Model(Decorated), Block, r"ValueError: .*layers\.0 \(Decorated\) runs in a region"),
+    "a generator": (lambda: nn.Sequential(Block(), Generating()), "*", "TypeError: .* can't wrap the generator"),
+    "a scripted module": (lambda: torch.jit.script(nn.Sequential(nn.ReLU())), "*", "TypeError: .* no `forward` in"),
+    "an unknown option": (Model, Block, "TypeError: .* no option 'polcy', only backend, enabled,", {"polcy": 1}),
+    "a contradiction": (Model, Block, "ValueError: .* needs the tape", {"backend": "rerun", "policy": auto()}),
+    "an error in the function": (Model, lambda name, _: {"": False}[name], "KeyError: 'stem'"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*")
+@pytest.mark.parametrize("case", ERRORS)
+def test_errors_leave_the_model_as_it_was(case):
+    """And say what there is, or which module it is about."""
+    make, select, message, *options = ERRORS[case]
+    model = make()
+    before = state(model) if isinstance(model, nn.Module) else None
+    with pytest.raises((ValueError, TypeError, KeyError)) as caught:
+        checkpoint_modules(model, select, **(options[0] if options else {}))
+    assert re.match(message, f"{caught.typename}: {caught.value}")
+    assert before is None or state(model) == before
+
+
+@pytest.mark.parametrize(("name", "shown"), [(None, r"region 'layers\.1'"), ("mine", "region 'mine'")])
+def test_errors_of_a_region_name_the_module(name, shown):
+    """Or bear the name that was given."""
+    model = Model()
+    checkpoint_modules(model, Block, name=name)
+    x = model.layers[0](X)
+    y = model.layers[1](x)
+    x.data.add_(0)
+    with torch.no_grad():
+        x.add_(1)
+    with pytest.raises(ChangedError, match=f"(?s){shown}.*args"):
+        y.sum().backward()
+
+
+# ---- with others who change modules in place
+
+
+def test_forwards_that_somebody_else_has_replaced():
+    """Hooks like accelerate's, below a region and over one; both may be taken off in any order."""
+    model = Model()
+    want = plain(model)
+    before = state(hooked(model, model.layers[0]))
+    handle = checkpoint_modules(model, Block)
+    hooked(model, model.layers[1])
+    assert step(model) == (want, 3)
+    handle.remove()
+    assert step(model)[1] == 0
+    model.layers[1].forward = model.layers[1]._old_forward  # as accelerate takes its hooks off
+    del model.layers[1]._old_forward
+    assert step(model)[1] == 0
+    del model.layers[1].forward
+    assert state(model) == before
+
+
+def test_a_class_that_is_exchanged_meanwhile():
+    """Parametrisations and FSDP2 do that."""
+    model = Model()
+    checkpoint_modules(model, Block)
+    nn.utils.parametrizations.weight_norm(model.layers[0].linear)
+
+    class Doubled(Block):
+        def forward(self, x, scale):
+            return super().forward(x, scale=2 * scale)
+
+    model.layers[1].__class__ = Doubled
+    twin = copy.deepcopy(model)
+    for layer in twin.layers:
+        del layer.forward
+    assert step(model) == (step(twin)[0], 3)
+
+
+def test_no_cycle_holds_the_parameters(no_gc):
+    """A model dies with its last reference, with regions in it and a step behind it."""
+    model = Model()
+    checkpoint_modules(model, Block)
+    step(model)
+    layer, weight = weakref.ref(model.layers[0]), weakref.ref(model.layers[0].linear.weight)
+    del model
+    assert layer() is None and weight() is None and gc.isenabled() is False
+
+
+@pytest.fixture(scope="module")
+def group():
+    """A process group of one."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def shard(model):
+    mesh = init_device_mesh("cpu", (1,))
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+
+@pytest.mark.parametrize("when", ["before", "after", "around"])
+@each_option
+def test_fully_sharded(group, when, options):
+    """Regions first, shards first, or one region around the whole sharded model."""
+    model = Model()
+    want, before = plain(model), state(model)
+    handle = None if when != "before" else checkpoint_modules(model, Block, **options)
+    shard(model)
+    if handle is None:
+        handle = checkpoint_modules(model, Block if when == "after" else Model, **options)
+    torch.manual_seed(1)
+    loss = model(X).square().sum()
+    assert count(loss.backward)["relu"] == 3
+    assert [bits(p.grad.to_local()) for p in model.parameters()] == want[2][1:]
+    assert all(isinstance(m, Block) for m in model.layers)
+    handle.remove()
+    assert [(name, "forward" in vars(m)) for name, m in model.named_modules()] == [(name, False) for name, *_ in before]
+
+
+@pytest.mark.parametrize("wrap_first", [True, False])
+@each_option
+def test_data_parallel(group, wrap_first, options):
+    """DDP around the model, before or after."""
+    model = Model()
+    want = plain(model)
+    if wrap_first:
+        checkpoint_modules(model, Block, **options)
+    ddp = nn.parallel.DistributedDataParallel(model)
+    if not wrap_first:
+        assert checkpoint_modules(ddp, "module.layers.*", **options).names[0] == "module.layers.0"
+    assert step(model, ddp) == (want, 3)
+
+
+# ---- torch.compile
+
+
+def regions_in_graph(model):
+    """How many of torch's operators for checkpointed regions compiled code holds; it is one graph."""
+    found = []
+
+    def backend(graph, _):
+        found.append(sum("checkpoint" in str(node.target) for node in graph.graph.nodes))
+        return graph
+
+    torch._dynamo.reset()
+    torch.compile(model, backend=backend, fullgraph=True)(X)
+    (number,) = found
+    return number
+
+
+@pytest.mark.filterwarnings("ignore")  # what the compiler says is not ours
+@pytest.mark.parametrize(
+    ("how", "backend"),
+    [(how, "aot_eager") for how in ("regions first", "compiled first", "in place", "blocks")]
+    + [("compiled first", "inductor")],
+)
+def test_compiled(how, backend):
+    """Torch's own operator stands in one graph; regions come and go with a recompilation. The bits are those of
+    compiled code without regions. (Without dropout: compiled code draws other numbers for it.)"""
+    model = Model()
+    for layer in model.layers:
+        layer.dropout.p = 0.0
+    twin = copy.deepcopy(model)
+    options = {"backend": backend, "fullgraph": True}
+    torch._dynamo.reset()
+
+    def compiled(model):
+        if how == "blocks":
+            for layer in model.layers:
+                layer.compile(**options)
+            return None
+        if how == "in place":
+            return model.compile(**options)
+        return torch.compile(model, **options)
+
+    run_twin = compiled(twin)
+    wants = [step(twin, run_twin)[0] for _ in range(3)]
+    run = compiled(model) if how != "regions first" else None
+    if how == "compiled first":
+        assert step(model, run)[0] == wants.pop(0)
+    handle = checkpoint_modules(model, Block)
+    run = compiled(model) if how == "regions first" else run
+    assert step(model, run)[0] == wants.pop(0)
+    handle.remove()
+    assert step(model, run)[0] == wants.pop(0)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_compiled_regions_are_in_the_graph():
+    """As many as modules were picked, and none after `remove`."""
+    model = Model()
+    with checkpoint_modules(model, Block):
+        assert regions_in_graph(model) == 3
+    assert regions_in_graph(model) == 0
