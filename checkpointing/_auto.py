@@ -127,13 +127,11 @@ class AutoTape(Tape):
         is_new = value.saved == 0
         super()._has_saved(value, tensor, nbytes)
         op = value.op
-        if op is None:
-            self._saves += is_new and value in self._kept
-            return
-        self._saves += is_new
-        self._drop(op.index, nbytes)
-        if is_new:
-            self._spare_it(value, op, tensor)
+        self._saves += is_new and (op is not None or value in self._kept)
+        if op is not None:
+            self._drop(op.index, nbytes)
+            if is_new:
+                self._spare_it(value, op, tensor)
 
     def keep_at(self, tensor: Tensor, mover: Mover | None) -> None:
         value = self._values.get(_storage_id(tensor)) if _has_storage(tensor) else None
@@ -151,8 +149,8 @@ class AutoTape(Tape):
         kept = self.kept_bytes + self._held_bytes
         if self._budget is not None and kept > self._budget:
             complaint = (
-                f"auto(budget={self._budget}): what `keep` and other policies keep in this block, and FSDP2 between its "
-                f"modules, takes more than that. The smallest budget possible is {kept} bytes."
+                f"auto(budget={self._budget}): what `keep` and other policies keep in this block, and FSDP2 between "
+                f"its modules, takes more than that. The smallest budget possible is {kept} bytes."
             )
         elif not self._had_cut and self._least is not None and len(self._spare) != self._saves:
             complaint = (
@@ -284,10 +282,8 @@ class AutoTape(Tape):
         """Cut here, perhaps. Returns whether a cut has been settled."""
         self._fresh = fresh = [entry for entry in self._fresh if self._is_alive(*entry)]
         self._pause = self._pause or len(fresh) >> 5
-        alive, closed = 0, self._since  # the latter would be dropped before it
-        for _, value in fresh:
-            alive += value.nbytes
-            closed -= value.saved
+        alive = sum([value.nbytes for _, value in fresh])
+        closed = self._since - sum([value.saved for _, value in fresh])  # would be dropped before it
         trial = self._trial
         settled = self._cut_bytes - (0 if trial is None else self._cuts[-1].nbytes)
         room = self._level - settled if self._size is None else self._size

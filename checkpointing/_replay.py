@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from . import _torch, errors
-from ._ambient import Generators, Undo, enter_switches, undo_all
+from ._ambient import Undo, enter_switches, undo_all
 from ._engine import Frame, Holder, Recompute, Source
 from ._offload import Moved, prefetch
 from ._tape import KEPT, Geometry, Op, Ref, Scratch, Tape, Value, Wrapped, geometry_of, tensors_of
@@ -123,7 +123,7 @@ class Replay(Source):
         undo: Undo = []
         try:
             enter_switches(self.tape.switches, undo)
-            _Window(self, request).run()
+            _Window(self, request, undo).run()
         finally:
             undo_all(undo)
 
@@ -143,14 +143,14 @@ class Stage(NamedTuple):
 class _Window:
     """One replay: what is wanted, the operators that make it, and the tensors made so far."""
 
-    def __init__(self, source: Replay, request: Recompute) -> None:
+    def __init__(self, source: Replay, request: Recompute, undo: Undo) -> None:
         self._source = source
         self._request = request
         self._frame = request.frame
         self._inputs = request.task.inputs
         self._made: dict[int, Tensor] = {}  # by value: what its operator returned, or another tensor on its storage
         self._given: dict[int, list[Geometry]] = {}  # by storage: what has been delivered is no longer ours to write
-        self._generators: Undo = []  # as they were before the first operator that draws
+        self._undo = undo
         self._grad_mode = False  # what `below_autograd` sets
         self._stage: Stage | None = None
         self._storing: dict[int, Value] = {}  # what the stage wants
@@ -173,10 +173,7 @@ class _Window:
             if ops:
                 source.replays += 1
                 source.replayed += len(ops)
-                try:
-                    self._replay(ops, wanted)
-                finally:
-                    Generators.leave(self._generators)
+                self._replay(ops, wanted)
         if self._inputs and request.is_last:
             self._inputs.clear()
         elif source.tape.movers:
@@ -205,13 +202,12 @@ class _Window:
         if opened.slot in plan:
             wanted = request.wanted([self._frame.holders[slot] for slot in sorted(plan[opened.slot])])
             return wanted, slice_of(wanted)
-        found: tuple[list[Holder], list[Op]] = [], []
-        for group in connected(self._candidates(segment)):
-            slots = {holder.slot for holder in group[0]}
-            plan.update(dict.fromkeys(slots, slots))
-            if opened in group[0]:
-                found = group
-        return found[0], sorted(found[1], key=_position)
+        groups = [
+            ({holder.slot for holder in group}, group, ops) for group, ops in connected(self._candidates(segment))
+        ]
+        plan.update((slot, slots) for slots, _, _ in groups for slot in slots)
+        wanted, ops = next((group, ops) for slots, group, ops in groups if opened.slot in slots)
+        return wanted, sorted(ops, key=_position)
 
     def _candidates(self, segment: int) -> list[Holder]:
         """The holders of a segment that may still be opened."""
@@ -287,8 +283,8 @@ class _Window:
         savers = self._source.index(self._frame)[1]
         slots = None if self._stage is None else {holder.slot for holder in wanted}
         last: dict[int, Op | None] = {value.id: op for op in ops for value in op.reads}
-        wrappers = [saver.saved for saver in wanted if type(saver.saved) is Wrapped]
-        last.update((value.id, None) for saved in wrappers for value in values_of(saved))  # parts wait for each other
+        wrappers = (saver.saved for saver in wanted if type(saver.saved) is Wrapped)  # whose parts wait for each other
+        last.update((value.id, None) for saved in wrappers for value in values_of(saved))
         self._written = {old for op in ops for old, _ in op.writes}
         is_plain = self._frame.complete and self._frame.check is None and not self._written
         for op in ops:
@@ -329,7 +325,7 @@ class _Window:
             made[op.index] = op.info.run(*args)
             return (op.index,)
         if op.rng is not None:
-            op.rng.enter(self._generators)
+            op.rng.enter(self._undo)
         result = op.info.run(*args, **{name: build(arg) for name, arg in op.kwargs.items()})
         for tensor, id in zip(tensors_of(result), outputs, strict=False):
             if id:

@@ -570,12 +570,14 @@ class Tape(TorchDispatchMode, Region):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = _NOTHING) -> Any:
         if self._here["depth"] != self._depth:  # an operator of a recompute (rule 3)
+            self._new.clear()  # it may make a view
             return func(*args, **kwargs)
         info = _INFOS.get(id(func)) or Info(func)
         if self._lent:
             self._see_lent()
         if not _is_grad_enabled() and _torch.inductor_runs():
             if info.name != "inductor_compiled_code":
+                self._new.clear()
                 return func(*args, **kwargs)  # its kernels, which nobody sees, write what this makes
             info, args = _info_of_region(info, args[0]), (args[0], *args[1])
         if self._is_wary:
@@ -631,7 +633,7 @@ class Tape(TorchDispatchMode, Region):
         result = run(*args, **kwargs) if kwargs else run(*args)
         drew = drew and (not info.custom or (rng is not None and rng.have_moved()))
         grad_mode = _is_grad_enabled()
-        is_special = bool(kwargs or targets) or drew or not grad_mode or type(result) is not Tensor
+        is_special = kwargs or targets or drew or not grad_mode or type(result) is not Tensor
         op: Any = SpecialOp() if is_special else Op()
         op.args = tuple(refs)
         op.index = self.clock + 1
@@ -667,7 +669,7 @@ class Tape(TorchDispatchMode, Region):
         value = self._register(tensor, op, sid, geometry)
         if op.info.allocates:
             value.state = UNFILLED
-        elif geometry is not None:
+        elif geometry is not None and not self._is_wary:  # compiled code makes views that nobody sees
             self._new[sid] = value
         return value.id
 
@@ -696,12 +698,10 @@ class Tape(TorchDispatchMode, Region):
         refs: list[Any] = []
         for arg in args:
             kind = type(arg)
-            if kind is Tensor or kind is _Parameter:
+            if kind is Tensor or kind is _Parameter or (kind not in ATOMS and isinstance(arg, Tensor)):
                 arg = self.reference(arg, reads)
             elif kind is list or kind is tuple:
                 arg = kind(self._refer(arg, reads))
-            elif kind not in ATOMS and isinstance(arg, Tensor):
-                arg = self.reference(arg, reads)
             refs.append(arg)
         return refs
 
