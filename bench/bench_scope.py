@@ -7,6 +7,7 @@ bit; `python bench/bench_scope.py` prints the ratios, their marks and whether th
 
 from __future__ import annotations
 
+import functools
 import gc
 import sys
 import tracemalloc
@@ -77,7 +78,7 @@ OPERATORS = {
     "sin": (lambda: torch.sin, 1.6, 1.9),
     "linear": (lambda: nn.Linear(8, 8), 1.6, 1.9),
     "layer_norm": (lambda: nn.LayerNorm(8), 1.6, 1.9),
-    "mul": (lambda: lambda x, b=torch.randn(8, requires_grad=True): x * b, 1.6, 1.9),
+    "mul": (lambda: functools.partial(torch.mul, torch.randn(8, requires_grad=True)), 1.6, 1.9),
     "softmax": (lambda: lambda x: x.softmax(-1), 1.6, 1.9),
     "sin().mul_()": (lambda: lambda x: x.sin().mul_(0.9), 1.6, 1.9),
     "dropout": (lambda: lambda x: F.dropout(x, 0.1), 2.2, 2.5),
@@ -237,7 +238,7 @@ def main():
             mark(f"  {way} over floor", added(times, way, "floor"), target)
     for way in ("scope", "auto"):
         print(f"bytes of Python objects that one operator leaves until backward, {way}: {bytes_of_operators(way):.0f}")
-    for name, (width, _, *marks) in PROGRAMS.items():
+    for name, (_, _, *marks) in PROGRAMS.items():
         marked = {way: m for way, m in zip(("scope", "auto"), marks, strict=True) if m is not None}
         times = timed({way: program(name, way) for way in ("plain", "torch", *marked)}, rounds=30, calls=1)
         for way, target in marked.items():

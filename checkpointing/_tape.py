@@ -591,8 +591,7 @@ class Tape(TorchDispatchMode, Region):
                 return func(*args, **kwargs)  # their own mode is at work, to find out shapes
             return NotImplemented  # the subclass takes itself apart, and plain tensors come by
         if info.ignored:
-            if self._new and (info.writes or not _by_storage(args[:1]).keys().isdisjoint(self._new)):
-                self._new.clear()
+            self._new.clear()
             return info.run(*args, **kwargs)
         self._running = func
         if self.log is not None:
