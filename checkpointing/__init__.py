@@ -14,7 +14,11 @@ from ._policy import opaque as opaque
 from ._policy import save_ops as save_ops
 from ._policy import save_tagged as save_tagged
 from ._policy import tag as tag
+from ._report import RegionReport as RegionReport
+from ._report import Report as Report
 from ._report import Stats as Stats
+from ._report import TensorReport as TensorReport
+from ._report import report as report
 from .errors import ChangedError as ChangedError
 from .errors import CheckpointError as CheckpointError
 from .errors import MismatchError as MismatchError

@@ -3,12 +3,14 @@
 Every way starts from the same weights, random state and batches. After the same steps its losses, gradients,
 weights and random stream must be bit for bit those of plain; the exit status is 1 where they aren't.
 Memory is counted, never sampled: every allocation of one step, by the profiler on the CPU, by the allocator
-on CUDA. The process's resident size was rejected: it includes what the heap holds back and is never the same.
+on an accelerator. The process's resident size was rejected: it includes what the heap holds back and is never the same.
 Timed steps carry no measurement, and the ways take turns, so that what slows the machine slows them all.
 """
 
 import argparse
+import functools
 import gc
+import importlib
 import json
 import os
 import statistics
@@ -16,15 +18,18 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pydoc_data.topics import topics
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
-from torch.utils.checkpoint import checkpoint
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.flop_counter import flop_registry
 
 from checkpointing import auto, checkpoint_scope, checkpointed, keep
 
+MIB = 2**20
 HEADS = 4
 VOCABULARY = 256  # bytes
 DROPOUT = 0.1
@@ -125,18 +130,18 @@ class Run:
         self.model = Model(options.layers, options.width, options.context)
         self.model.to(self.device, getattr(torch, options.dtype))
         self.parameters: list[Any] = list(self.model.parameters())
-        self.generators = [torch.default_generator]
-        if self.device.type == "cuda":
-            self.generators.append(torch.cuda.default_generators[torch.cuda.current_device()])
-        self.rng = [generator.get_state() for generator in self.generators]
+        self.random: list[Any] = [torch.random]  # what has the state of a generator
+        if self.device.type != "cpu":
+            self.random.append(torch.get_device_module(self.device))
+        self.rng = [module.get_rng_state() for module in self.random]
         self.losses: list[Tensor] = []
         self.seconds: list[float] = []
 
     def step(self, text: Tensor) -> None:
         """One timed step of gradient descent."""
         self.model.zero_grad(set_to_none=True)
-        for generator, state in zip(self.generators, self.rng, strict=True):
-            generator.set_state(state)
+        for module, state in zip(self.random, self.rng, strict=True):
+            module.set_rng_state(state)
         begin = clock(self.device)
         loss = self.way(self.model, text)
         loss.backward()
@@ -145,7 +150,7 @@ class Run:
                 parameter.sub_(parameter.grad, alpha=0.1)
         self.seconds.append(clock(self.device) - begin)
         self.losses.append(loss.detach())
-        self.rng = [generator.get_state() for generator in self.generators]
+        self.rng = [module.get_rng_state() for module in self.random]
 
     def row(self, base: "Run") -> dict[str, Any]:
         """What the table says of this way next to ``base``; memory and ratio come later."""
@@ -172,7 +177,7 @@ class Run:
         """Bytes held between forward and backward, and at the peak of both, above what was there before."""
         self.model.zero_grad(set_to_none=True)
         gc.collect()
-        measure = memory_on_cuda if self.device.type == "cuda" else memory_on_cpu
+        measure = memory_on_cpu if self.device.type == "cpu" else memory_on_accelerator
         return measure(lambda: self.way(self.model, text))
 
 
@@ -193,33 +198,66 @@ def clock(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def memory_on_cpu(forward: Callable[[], Tensor]) -> tuple[int, int]:
+class Step(NamedTuple):
+    """One step on the CPU: live bytes after each allocation and release, and floating-point operations."""
+
+    forward: list[int]
+    backward: list[int]
+    flops_forward: int
+    flops: int
+
+
+class Flops(TorchDispatchMode):
+    """Counts floating-point operations. (`FlopCounterMode` would hold what modules return in a recompute.)"""
+
+    total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket in flop_registry:
+            self.total += flop_registry[func.overloadpacket](*args, **(kwargs or {}), out_val=result)
+        return result
+
+
+def step_on_cpu(forward: Callable[[], Tensor]) -> Step:
     """Add up the profiler's memory events: one for each block allocated or freed, in bytes."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it reports its own start and stop on stderr
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        loss = forward()
+    flops: Any = Flops()  # type: ignore[no-untyped-call]
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled, flops:
+        loss, flops_forward = forward(), flops.total
         with record_function("between"):
             pass
         loss.backward()
     assert profiled.profiler is not None, "the profiler has run"
-    now = held = peak = 0
+    phases: list[list[int]] = [[0]]
     for event in sorted(profiled.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
         if event.name() == "between":
-            held = now
+            phases.append(phases[0][-1:])
         elif event.name() == "[memory]":
-            now += event.nbytes()
-            peak = max(peak, now)
-    return held, peak
+            phases[-1].append(phases[-1][-1] + event.nbytes())
+    return Step(phases[0], phases[1], flops_forward, flops.total)
 
 
-def memory_on_cuda(forward: Callable[[], Tensor]) -> tuple[int, int]:
+def memory_on_cpu(forward: Callable[[], Tensor]) -> tuple[int, int]:
+    """What is held between forward and backward, and at the peak of both."""
+    step = step_on_cpu(forward)
+    return step.forward[-1], max(step.forward + step.backward)
+
+
+def memory_on_accelerator(forward: Callable[[], Tensor]) -> tuple[int, int]:
     """Ask the allocator of the current device, which rounds each block up."""
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
+    torch.accelerator.reset_peak_memory_stats()
+    before = torch.accelerator.memory_allocated()
     loss = forward()
-    held = torch.cuda.memory_allocated()
+    held = torch.accelerator.memory_allocated()
     loss.backward()
-    return held - before, torch.cuda.max_memory_allocated() - before
+    return held - before, torch.accelerator.max_memory_allocated() - before
+
+
+def batch_of(options: argparse.Namespace, generator: torch.Generator) -> Tensor:
+    """Some of the text, int64 (batch, context + 1)."""
+    starts = torch.randint(len(TEXT) - options.context, (options.batch, 1), generator=generator)
+    return TEXT[starts + torch.arange(options.context + 1)].long().to(options.device)
 
 
 def train(options: argparse.Namespace, progress: Callable[[str], None]) -> list[dict[str, Any]]:
@@ -227,8 +265,7 @@ def train(options: argparse.Namespace, progress: Callable[[str], None]) -> list[
     draw = torch.Generator().manual_seed(1)
     runs = [Run(name, options) for name in WAYS]
     for step in range(options.steps):
-        starts = torch.randint(len(TEXT) - options.context, (options.batch, 1), generator=draw)
-        batch = TEXT[starts + torch.arange(options.context + 1)].long().to(options.device)
+        batch = batch_of(options, draw)
         turn = step % len(runs)
         for run in runs[turn:] + runs[:turn]:
             run.step(batch)
@@ -242,11 +279,72 @@ def train(options: argparse.Namespace, progress: Callable[[str], None]) -> list[
     return rows
 
 
+def torch_selective(block: Layer, x: Tensor) -> Any:
+    """What torch has to keep the results of matrix products and attention."""
+
+    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
+        return op.overloadpacket in flop_registry
+
+    contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+    return checkpoint(block, x, use_reentrant=False, context_fn=contexts)
+
+
+# For the ways, in their order: all eyes can tell them apart.
+COLOURS = ("black", "#e69f00", "#0072b2", "#009e73", "#56b4e9", "#d55e00", "#cc79a7")
+
+
+def draw(options: argparse.Namespace) -> None:
+    """Draw live bytes over one step, and below what budgets of `auto()` cost, into the file `options.plot`."""
+    run, text = Run("plain", options), batch_of(options, torch.Generator().manual_seed(1))
+
+    def step(way: Way) -> Step:
+        run.model.zero_grad(set_to_none=True)
+        return step_on_cpu(lambda: way(run.model, text))
+
+    def cost(step: Step) -> tuple[float, float]:
+        return max(step.forward + step.backward) / MIB, (step.flops - base.flops) / base.flops_forward
+
+    steps = {name: step(way) for name, way in WAYS.items()}
+    base, torchs = steps["plain"], steps["torch.utils.checkpoint per block"]
+    selective = cost(step(lambda model, text: model.loss(text, torch_selective)))
+    budgets = [int(base.forward[-1] * 0.7**i) for i in range(10)]
+    costs = [cost(step(one_scope(plain, auto(budget=budget)))) for budget in budgets]
+    with checkpoint_scope(policy=auto()) as scope:
+        run.model.loss(text, plain)
+    cuts = [cut / scope.stats.ops_recorded for cut in scope.stats.cuts]
+
+    matplotlib, figures = importlib.import_module("matplotlib"), importlib.import_module("matplotlib.figure")
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "", "font.size": 9, "legend.frameon": False}):
+        figure = figures.Figure(figsize=(8, 8), layout="constrained")
+        above, below = figure.subplots(2)
+        for (name, way), colour in zip(steps.items(), COLOURS, strict=True):
+            points = []
+            for phase, live in enumerate((way.forward, way.backward)):
+                size = -(-len(live) // 200)  # the highest of so many events
+                points += [(phase + i / len(live), max(live[i : i + size]) / MIB) for i in range(0, len(live), size)]
+            above.plot(*zip(*points, strict=True), color=colour, label=name, linewidth=4 if way is torchs else 1.2)
+        above.plot(cuts, [0] * len(cuts), "^", color=COLOURS[5], clip_on=False, zorder=9, label="cuts of auto()")
+        above.axvspan(1, 2, color="0.93", zorder=0)
+        above.set_yscale("function", functions=(lambda y: abs(y) ** 0.5, lambda y: y**2))
+        above.set(xlim=(0, 2), ylim=0, ylabel="live memory (MiB, scale of square roots)")
+        above.set_xticks((0.5, 1.5), ("forward", "backward"))
+        figure.legend(loc="outside upper center", ncols=3)
+        below.plot(*zip(*costs, strict=True), "o-", color=COLOURS[5], label="one scope, auto(budget=...), in MiB")
+        for budget, point in zip(budgets, costs, strict=True):
+            below.annotate(f"{budget / MIB:.0f}", point, (4, 4), textcoords="offset points", fontsize=8)
+        below.plot(*cost(base), "*", color=COLOURS[0], markersize=9, label="plain")
+        below.plot(*cost(torchs), "s", color=COLOURS[1], label="torch.utils.checkpoint per block")
+        below.plot(*selective, "D", color=COLOURS[1], label="... that keeps matrix products and attention")
+        below.set(xlim=0, xlabel="peak memory of a step (MiB)", ylabel="recomputed FLOPs (1: those of a forward)")
+        below.legend()
+        figure.savefig(options.plot, metadata={"Date": None})
+
+
 def table(rows: list[dict[str, Any]]) -> str:
     """Aligned columns: words to the left, numbers to the right."""
     lines = [("way", "held for backward", "peak in a step", "ms/step", "ratio", "loss", "against plain")]
     for row in rows:
-        held, peak = (f"{row[key] / 2**20:.2f} MiB" for key in ("held_bytes", "peak_bytes"))
+        held, peak = (f"{row[key] / MIB:.2f} MiB" for key in ("held_bytes", "peak_bytes"))
         gaps = [f"{part} off by {gap:.1e}" for part, gap in row["differences"].items()]
         time, ratio, loss = f"{row['ms_per_step']:.1f}", f"{row['ratio']:.2f}", f"{row['loss']:.4f}"
         lines.append((row["way"], held, peak, time, ratio, loss, ", ".join(gaps) or "bit-equal"))
@@ -269,11 +367,24 @@ def available_device(text: str) -> torch.device:
         device = torch.device(text)
     except RuntimeError:
         raise argparse.ArgumentTypeError(f"{text!r} is not a device") from None
-    if device.type not in ("cpu", "cuda"):
-        raise argparse.ArgumentTypeError(f"{text!r}: memory can be measured on cpu and cuda only")
-    if device.type == "cuda" and (device.index or 0) >= (count := torch.cuda.device_count()):
-        raise argparse.ArgumentTypeError(f"{text!r} is not available: {count} CUDA devices found")
+    here = torch.accelerator.current_accelerator(check_available=True)
+    count = 0 if here is None or here.type != device.type else torch.accelerator.device_count()
+    if device.type != "cpu" and (device.index or 0) >= count:
+        raise argparse.ArgumentTypeError(f"{text!r} is not available: {count} such devices are found")
     return device
+
+
+def picture(text: str) -> str:
+    """The file of a picture that can be drawn, from the command line."""
+    if not text.endswith((".svg", ".png")):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither an .svg nor a .png")
+    if not os.path.isdir(os.path.dirname(text) or "."):
+        raise argparse.ArgumentTypeError(f"{text!r}: there is no folder of this name")
+    try:
+        importlib.import_module("matplotlib")
+    except ImportError:
+        raise argparse.ArgumentTypeError("needs matplotlib: pip install 'checkpointing[plot]'") from None
+    return text
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -290,7 +401,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--width", type=positive, default=128, help=f"features, a multiple of {HEADS}")
     parser.add_argument("--context", type=positive, default=128, help="bytes the model sees at once")
     parser.add_argument("--batch", type=positive, default=8, help="sequences in a step")
-    parser.add_argument("--device", type=available_device, default="cpu", help="cpu, cuda, cuda:1, ...")
+    parser.add_argument("--device", type=available_device, default="cpu", help="cpu, cuda, cuda:1, xpu, ...")
     parser.add_argument(
         "--dtype",
         choices=("float32", "float64", "bfloat16", "float16"),
@@ -298,7 +409,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="of weights and activations",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
+    parser.add_argument("--plot", type=picture, metavar="FILE", help="draw memory and recompute into this .svg or .png")
     options = parser.parse_args(arguments)
+    if options.plot and options.device.type != "cpu":
+        parser.error(f"argument --plot: only the CPU tells of each allocation, not {options.device}")
     if options.width % HEADS:
         parser.error(f"argument --width: {options.width} is not a multiple of {HEADS}, the number of heads")
     if options.context >= len(TEXT):
@@ -316,11 +430,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         SystemExit: with status 2 and one line on stderr, where a value is wrong.
     """
     options = parse(arguments)
-    if options.device.type == "cuda":  # comparing bits needs kernels that give the same bits twice
+    devices, kind = [], options.device.type
+    if kind != "cpu":  # comparing bits needs kernels that give the same bits twice
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-        torch.cuda.set_device(options.device.index or 0)
-    with torch.random.fork_rng([torch.cuda.current_device()] if options.device.type == "cuda" else []):
+        devices = [options.device.index or 0]
+        torch.accelerator.set_device_index(devices[0])
+    with torch.random.fork_rng(devices, device_type=kind):
+        if options.plot:
+            draw(options)
+            return 0
         rows = train(options, progress=lambda line: print(line, file=sys.stderr, flush=True))
     if options.json:
         result = {"options": {**vars(options), "torch": torch.__version__}, "rows": rows}

@@ -201,7 +201,7 @@ class Ambient:
     def __init__(self) -> None:
         self._context = context = contextvars.copy_context()
         # What code collects in them is collected once: a recompute gets copies.
-        self._collections = [variable for variable, value in context.items() if isinstance(value, _COLLECTIONS)]
+        self._collections = [v for v, value in context.items() if isinstance(value, _COLLECTIONS)] if context else ()
         for variable in self._collections:
             context.run(variable.set, copied(context[variable]))
         self._switches = read_switches()
@@ -216,7 +216,8 @@ class Ambient:
         if self._collections:
             for variable in self._collections:
                 context.run(variable.set, copied(context[variable]))
-        enter_switches(self._switches, undo)
+        if read_switches() != self._switches:
+            enter_switches(self._switches, undo)
         if self._modes is not None or _function_mode_count():
             modes = _torch.function_modes()
             undo.append((_torch.set_function_modes, modes))

@@ -23,11 +23,12 @@ from typing_extensions import Unpack
 from . import _reentrant, _torch, errors
 from ._auto import AutoTape
 from ._check import CHECKS, DeterminismCheck, check_of
+from ._debug import explain, logged
 from ._engine import Frame, unpack
 from ._policy import as_policy
 from ._region import thread
 from ._replay import Replay
-from ._report import Stats, explain, logged, measure
+from ._report import Noting, NotingAuto, Report, Reported, Stats, collect, measure, record_of
 from ._rerun import PreserveRngState, Rerun
 from ._tape import Tape
 from ._where import Line, entered_from, warn
@@ -49,6 +50,7 @@ class Options(NamedTuple):
     determinism_check: DeterminismCheck = "metadata"
     policy: Any = None
     debug: bool = False
+    report: bool = False
     name: str | None = None
 
     def checked(self) -> Options:
@@ -67,9 +69,9 @@ class Options(NamedTuple):
                 f"a policy needs the tape, which backend={self.backend!r} doesn't have: leave backend out, or say "
                 "backend='replay'"
             )
-        if self.backend == "reentrant" and (self.debug or check not in ("metadata", "none")):
+        if self.backend == "reentrant" and (self.debug or self.report or check not in ("metadata", "none")):
             raise ValueError(
-                "backend='reentrant' has no tensors to check or to log: leave determinism_check and debug out"
+                "backend='reentrant' has no tensors to check or to log: leave determinism_check, debug and report out"
             )
         if self.preserve_rng_state not in (True, False, "all"):
             raise ValueError(f"preserve_rng_state is True, False or 'all', not {self.preserve_rng_state!r}")
@@ -89,6 +91,7 @@ class Given(TypedDict, total=False):
     determinism_check: DeterminismCheck
     policy: Any
     debug: bool
+    report: bool
     name: str | None
 
 
@@ -99,7 +102,7 @@ _is_compiling = torch.compiler.is_dynamo_compiling
 _is_grad_enabled, _hooks_are_enabled = torch.is_grad_enabled, _torch.hooks_are_enabled
 _innermost_transform = _torch.innermost_transform
 
-_run_by_hooks = "_ambient _auto _check _engine _region _replay _report _rerun _tape _torch _where"
+_run_by_hooks = "_ambient _auto _check _debug _engine _region _replay _report _rerun _tape _torch _where"
 _torch.keep_dynamo_out(*(sys.modules[f"{__package__}.{name}"] for name in _run_by_hooks.split(" ")))
 
 _disabled: contextvars.ContextVar[bool] = contextvars.ContextVar("checkpointing.disabled", default=False)
@@ -238,6 +241,7 @@ def checkpointed(
     determinism_check: DeterminismCheck = "metadata",
     policy: Any = None,
     debug: bool = False,
+    report: bool = False,
     name: str | None = None,
 ) -> Any:
     """Run a function so that autograd does not hold what it saves: backward computes it again.
@@ -262,6 +266,7 @@ def checkpointed(
             them by `|`, a list of `OpOverload`s, or a function `(ctx, op, *args, **kwargs)` that returns a
             `torch.utils.checkpoint.CheckpointPolicy` or a bool. It holds in regions inside that bring none.
         debug: log the operators of forward and recompute and show both when an error is found. Slow.
+        report: note, for `report(loss)`, what is saved and where, also in regions inside (as with `debug`). Slow.
         name: the region's name in messages; the function's, if None.
 
     Returns:
@@ -287,7 +292,9 @@ def checkpointed(
     Source of the method: Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost"; saved-tensors hooks as in
     `torch.utils.checkpoint.checkpoint(use_reentrant=False)`.
     """
-    options = of_function(backend, enabled, preserve_rng_state, early_stop, determinism_check, policy, debug, name)
+    options = of_function(
+        backend, enabled, preserve_rng_state, early_stop, determinism_check, policy, debug, report, name
+    )
     if fn is None:
         return functools.partial(_wrap, options=options)
     return _wrap(fn, options)
@@ -308,7 +315,7 @@ def _wrap(fn: Any, options: Options) -> Any:
         if not issubclass(fn, nn.Module) or fn.__module__.partition(".")[0] == "torch":
             reason = "is torch's own: derive from it" if issubclass(fn, nn.Module) else "is no nn.Module"
             raise TypeError(f"checkpointed can't wrap the class {fn.__name__}: it {reason}, or decorate a method.")
-        fn.forward = _wrap(fn.forward, Options(*options[:7], options.name or fn.__qualname__))
+        fn.forward = _wrap(fn.forward, Options(*options[:8], options.name or fn.__qualname__))
         return fn
     if not callable(fn):
         raise TypeError(f"checkpointed wraps functions, methods, modules and callable objects, not {fn!r}")
@@ -323,14 +330,17 @@ def _wrap(fn: Any, options: Options) -> Any:
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         return run(fn, args, kwargs, name, options)
 
-    cast("Any", wrapper).options = options
     return wrapper
 
 
 def is_in_region(fn: Any) -> bool:
     """Whether calling a function enters a region, as far as `functools.wraps` tells."""
-    fn = inspect.unwrap(fn, stop=lambda fn: isinstance(getattr(fn, "options", None), Options))
-    return isinstance(getattr(fn, "options", None), Options)
+    codes = _wrap.__code__.co_consts  # that of `wrapper` is among them: Dynamo can set no attribute of a function
+
+    def enters(fn: Any) -> bool:
+        return getattr(fn, "__code__", fn) in codes or isinstance(getattr(fn, "options", None), Options)
+
+    return enters(inspect.unwrap(fn, stop=enters))
 
 
 def runner_of(options: Options) -> Callable[..., Any]:
@@ -390,8 +400,9 @@ def run_rerun(
 ) -> Any:
     """One region that is called again in backward. `contexts` makes one context for the forward and one for the rerun;
     messages begin with `prefix`."""
-    source = Rerun(fn, args, kwargs, options.preserve_rng_state)
-    frame = Frame(source, name, where, options.early_stop, check_of(options.determinism_check))
+    source, outer = Rerun(fn, args, kwargs, options.preserve_rng_state), thread.region
+    kind = Reported if options.report or options.debug or (outer is not None and outer.record is not None) else Frame
+    frame = kind(source, name, where, options.early_stop, check_of(options.determinism_check))
     frame.prefix = prefix
     forward = None
     if contexts is not None:
@@ -417,8 +428,8 @@ def _run_replay(fn: Any, args: Any, kwargs: Any, name: str, options: Options) ->
 
 # Compiled code in which these stand is compiled around them, and in what they run.
 _RECORDS = (
-    "a region that records operators needs eager mode: put the scope around the compiled code, or checkpoint a function "
-    "in it with `@checkpointed`, which becomes torch's own operator"
+    "a region that records operators needs eager mode: put the scope around the compiled code, or checkpoint a "
+    "function in it with `@checkpointed`, which becomes torch's own operator"
 )
 _torch.leave_eager(_run_replay, _RECORDS)
 
@@ -436,12 +447,15 @@ class _Block:
         recompute: Any = [] if options.debug else None
         placement = None if options.policy is None else options.policy.placement
         given = (_torch.enclosing_hooks(), options.preserve_rng_state, forward, options.policy)
-        self._tape = Tape(*given) if placement is None else AutoTape(*given, placement)
+        outer = thread.region
+        is_noted = options.report or options.debug or (outer is not None and outer.record is not None)
+        tape, auto, frame = (Noting, NotingAuto, Reported) if is_noted else (Tape, AutoTape, Frame)
+        self._tape = tape(*given) if placement is None else auto(*given, placement)
         self._source = Replay(self._tape, recompute)
         # What is replayed has the recorded metadata by construction.
         check = None if options.determinism_check == "metadata" else check_of(options.determinism_check)
         self._tape.is_checked = check is not None
-        self.frame = Frame(self._source, name, where, options.early_stop, check)
+        self.frame = frame(self._source, name, where, options.early_stop, check)
         if options.debug:
             self.frame.on_error = functools.partial(explain, forward=forward, recompute=recompute)
 
@@ -464,6 +478,9 @@ class _Block:
 
     def stats(self) -> Stats:
         return measure(self.frame, self._tape, self._source)
+
+    def report(self) -> Report:
+        return collect(record_of(self.frame).and_inner())
 
 
 @contextmanager
@@ -506,9 +523,11 @@ class checkpoint_scope:
         determinism_check: as for `checkpointed`.
         policy: what to keep besides what `keep` is given, as for `checkpointed`.
         debug: note the user's line for every operator, for error messages. Slow.
+        report: note, for `report()`, what is saved and where, also in regions inside (as with `debug`). Slow.
         name: the region's name in messages.
 
-    A scope object is entered once; `stats` (a frozen `Stats`, counts and bytes) is right at any time after that.
+    A scope object is entered once; `stats` (a frozen `Stats`, counts and bytes) and `report()` are right at any time
+    after that.
 
     Raises:
         CheckpointError: when it is entered again; and from backward, when something that the recompute starts from
@@ -535,9 +554,11 @@ class checkpoint_scope:
         determinism_check: DeterminismCheck = "metadata",
         policy: Any = None,
         debug: bool = False,
+        report: bool = False,
         name: str | None = None,
     ) -> None:
-        options = Options("replay", enabled, preserve_rng_state, early_stop, determinism_check, policy, debug, name)
+        given = (enabled, preserve_rng_state, early_stop, determinism_check, policy, debug, report, name)
+        options = Options("replay", *given)
         self._options = options if options == _SCOPE_DEFAULTS else options.checked()
         self._entered = False
         self._block: Any = None
@@ -550,6 +571,11 @@ class checkpoint_scope:
     def stats(self) -> Stats:
         """Counts and bytes, as they are now."""
         return self._block.stats() if isinstance(self._block, _Block) else Stats()
+
+    def report(self) -> Report:
+        """What autograd would have held, what is held, and what was replayed, tensor by tensor, as it is now; with
+        `report=True` also for the regions inside."""
+        return self._block.report() if isinstance(self._block, _Block) else Report(())
 
     def __enter__(self) -> checkpoint_scope:
         if self._entered:

@@ -98,6 +98,7 @@ class AutoTape(Tape):
         self._lasting = 0.0  # the part of what was alive at a cut that lived on until the next one
         self._pause = 0  # operators until the next look
 
+        self._sent: set[Value] = set()  # to other processes: how long threads refer to it differs from run to run
         self._kept: dict[Value, Kept] = {}
         self._spare: dict[Value, Tensor] = {}  # saved, and still there: kept in the end, if it may stay until then
         self._spare_on: dict[int, set[Value]] = {}  # by storage: which of them lie on it
@@ -133,6 +134,12 @@ class AutoTape(Tape):
             if is_new:
                 self._spare_it(value, op, tensor)
 
+    def _run_outside(self, info: Info, targets: dict[int, Tensor], args: Any, kwargs: Any) -> Any:
+        result = super()._run_outside(info, targets, args, kwargs)
+        values = [self._values.get(_storage_id(tensor)) for tensor in tensors_of((*args, *kwargs.values()))]
+        self._sent.update(value for value in values if value is not None and value.op is not None)
+        return result
+
     def keep_at(self, tensor: Tensor, mover: Mover | None) -> None:
         value = self._values.get(_storage_id(tensor)) if _has_storage(tensor) else None
         if value is not None:
@@ -149,8 +156,8 @@ class AutoTape(Tape):
         kept = self.kept_bytes + self._held_bytes
         if self._budget is not None and kept > self._budget:
             complaint = (
-                f"auto(budget={self._budget}): what `keep` and other policies keep in this block, and FSDP2 between "
-                f"its modules, takes more than that. The smallest budget possible is {kept} bytes."
+                f"auto(budget={self._budget}): what `keep` and other policies keep in this block, or FSDP2 between "
+                f"modules, takes more than that. The smallest budget possible is {kept} bytes."
             )
         elif not self._had_cut and self._least is not None and len(self._spare) != self._saves:
             complaint = (
@@ -164,7 +171,7 @@ class AutoTape(Tape):
             for value in sorted(self._kept, key=lambda value: value.id) if self._packs_late else ():
                 held = value.held
                 if held is not None and not held.is_packed:
-                    value.keep(held.alias, self.hooks)
+                    value.keep(held.packed, self.hooks)
             for value, tensor in self._spare.items():
                 if self._values.get(_storage_id(tensor)) is value:
                     value.keep(tensor, self.hooks)
@@ -175,7 +182,7 @@ class AutoTape(Tape):
             for cut in self._cuts:  # to which its values refer
                 cut.kept.clear()
             self._fresh, self._cuts, self._cheapest, self._flops = [], [], [], None
-            for mine in (self._kept, self._spare, self._spare_on):
+            for mine in (self._kept, self._spare, self._spare_on, self._sent):
                 mine.clear()
         return complaint
 
@@ -242,7 +249,7 @@ class AutoTape(Tape):
         """Keep it no longer; it can be recomputed."""
         value, op, cut = kept.value, kept.op, kept.cut
         held = value.held
-        tensor = None if held is None or held.is_packed else held.alias
+        tensor = None if held is None or held.is_packed else held.packed
         del cut.kept[value], self._kept[value]
         cut.nbytes -= value.nbytes
         self._cut_bytes -= value.nbytes
@@ -255,7 +262,7 @@ class AutoTape(Tape):
 
     def _is_alive(self, sid: int, value: Value) -> bool:
         """Whether code outside of the tape can still read it: not overwritten, and somebody refers to it."""
-        if self._values.get(sid) is not value:
+        if self._values.get(sid) is not value or value in self._sent:
             return False
         ours = _STORAGE_OBJECT + (len(self._spare_on[sid]) if sid in self._spare_on else 0)
         if value.op is None:
@@ -305,7 +312,7 @@ class AutoTape(Tape):
         """Here, until there is a better place in this segment."""
         if self._trial is not None:
             self._remove(len(self._cuts) - 1)
-        position = self.clock + 1
+        position = self._position()
         self._had_cut = True
         self._cuts.append(Cut(position, self._dropped))
         insort(self.cuts, position)

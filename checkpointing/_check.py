@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import sys
 import zlib
 from collections.abc import Callable
@@ -19,9 +20,8 @@ DeterminismCheck = Literal["metadata", "values", "none"] | Callable[[Tensor], An
 Check = Callable[[Tensor], Any] | None
 
 
-def metadata_of(tensor: Tensor) -> tuple[Any, torch.dtype, torch.device]:
-    """What `determinism_check="metadata"` compares."""
-    return (_torch.shape_of(tensor), tensor.dtype, tensor.device)
+# What `determinism_check="metadata"` compares.
+metadata_of: Callable[[Tensor], Any] = operator.attrgetter("shape", "dtype", "device")
 
 
 def values_of(tensor: Tensor) -> Any:
@@ -54,13 +54,11 @@ def _by_function(function: Callable[[Tensor], Any]) -> Check:
 class Evidence:
     """What a costly check has found in a tensor, and where that was saved; equal if the finding is."""
 
-    __slots__ = ("finding", "line", "made_by")
-    __hash__ = None  # type: ignore[assignment]
+    __slots__ = ("finding", "line")
 
     def __init__(self, tensor: Tensor, finding: object) -> None:
         self.finding = (metadata_of(tensor), finding)
         self.line = entered_from(sys._getframe(1))
-        self.made_by = maker_of(tensor)
 
     def __eq__(self, other: object) -> bool:
         return type(other) is Evidence and bool(self.finding == other.finding)

@@ -30,7 +30,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from functools import partial
 from typing import Any, cast
 
@@ -38,7 +38,7 @@ import torch
 from torch import Tensor, nn
 
 from . import _torch, errors
-from ._check import Check, Evidence, maker_of, metadata_of
+from ._check import Check, Evidence, maker_of
 from ._offload import Moved, Mover
 from ._region import Region, thread, without_recording
 from ._tree import Field
@@ -47,12 +47,10 @@ from ._where import Line, described, line_number, user_line
 # Bound once: these run for every saved tensor.
 _ref = weakref.ref
 _getframe = sys._getframe
-_current_node = _torch.current_node
-_graph_exec_group = _torch.graph_exec_group
 _graph_task_id = _torch.graph_task_id
 _node_count = _torch.node_count
+_profiles = _torch.profiles
 _Parameter = nn.Parameter
-_PythonNode = _torch.PythonNode
 _backward_code = _torch.run_backward_code
 _push_hooks, _pop_hooks = _torch.push_hooks, _torch.pop_hooks
 
@@ -91,28 +89,25 @@ class Holder:
     frame: Frame
     slot: int
     metadata: Any  # what the determinism check compares
-    saved: Any  # what the source remembers; under rerun None, or (parameter, its version, whether it is all of it)
+    saved: Any  # what the source remembers; of a source that remembers nothing: which parameter it shows
 
 
 class TaskTensors:
     """One frame's recomputed tensors in one graph task. It goes with the frame, or with the graph task, whichever ends
     first: `guard` watches an object that autograd's graph task owns (rule 4)."""
 
-    __slots__ = ("__weakref__", "guard", "inputs", "plan", "ready", "stages", "versions")
+    __slots__ = ("__weakref__", "guard", "memory", "ready")
 
     def __init__(self) -> None:
         self.ready: dict[int, Tensor | None] = {}  # by slot: delivered; None once its node has it
-        self.versions: dict[int, int] = {}  # by slot: of what was delivered
-        self.inputs: dict[Any, Tensor] = {}  # what the source has fetched and will want again
-        self.plan: dict[int, set[int]] = {}  # by slot: those that come together
-        self.stages: dict[int, Any] = {}  # and what it holds on to for what is opened later
+        self.memory: Any = None  # what the source will want again
         self.guard: Any = None
 
 
-def _forget(frame: weakref.ref[Frame], key: Any, _: object = None) -> None:
+def _forget(frame: weakref.ref[Frame], key: Any, _: object) -> None:
     alive = frame()
     if alive is not None:
-        alive.tasks.pop(key, None)
+        del alive.tasks[key]
 
 
 class _Stop(BaseException):
@@ -124,9 +119,12 @@ class _Stop(BaseException):
 class Frame:
     """One region: its holders, its source, and what has been recomputed for which graph task."""
 
-    def __init__(
-        self, source: Source, name: str, entered_from: Line, early_stop: bool = True, check: Check = None
-    ) -> None:
+    record: Any = None  # if somebody wants a report: what is told of it, and runs its recomputes
+    complete = False  # backward may run before the region has ended (rule 6)
+    on_error: Callable[[errors.CheckpointError], None] | None = None
+    prefix: str | None = None  # how messages begin where other code matches on it; torch's functions set it
+
+    def __init__(self, source: Source, name: str, entered_from: Line, early_stop: bool, check: Check) -> None:
         self.source = source
         self.save = source.save
         self.name = name
@@ -134,9 +132,6 @@ class Frame:
         self.early_stop = early_stop
         self.check = check
         self.holders: list[weakref.ref[Holder]] = []
-        self.complete = False  # backward may run before the region has ended (rule 6)
-        self.on_error: Callable[[errors.CheckpointError], None] | None = None
-        self.prefix: str | None = None  # how messages begin where other code matches on it; torch's functions set it
         self.tasks: dict[Any, TaskTensors] = {}
         # The worker threads of one graph task may open one frame at once: who waits wants what is being computed.
         self.lock = threading.RLock()
@@ -164,62 +159,53 @@ class Frame:
     def pack(self, tensor: Tensor) -> Holder:
         """Autograd's pack hook; it runs once per saved tensor."""
         holder = Holder()
-        holder.frame = self
-        holder.slot = len(self.holders)
-        check = self.check
-        if check is metadata_of:
-            try:
-                holder.metadata = (tensor.shape, tensor.dtype, tensor.device)
-            except RuntimeError:
-                holder.metadata = metadata_of(tensor)
-        elif check is not None:
+        holder.frame, holders, check, save = self, self.holders, self.check, self.save
+        holder.slot = len(holders)
+        if check is not None:
             holder.metadata = check(tensor)
-        if self.save is not None:
-            holder.saved = self.save(tensor)
+        if save is not None:
+            holder.saved = save(tensor)
         else:
-            root = tensor._base if type(tensor) is Tensor else tensor
-            is_one = root is not None and is_parameter(root)
-            holder.saved = (root, tensor._version, root is tensor) if is_one else None
-        self.holders.append(_ref(holder))
+            holder.saved = None if type(tensor) is Tensor and tensor._base is None else parameter_in(tensor)
+        holders.append(_ref(holder))
         return holder
 
     _torch.mark_as_torchs_own(pack)
 
     def bring_back(self, holder: Holder, key: Any) -> Tensor:
         """Recompute for a holder whose tensor is not at hand: once per slot and graph task."""
-        group = _graph_exec_group()
+        group = _torch.graph_exec_group()
         if group is not None:
             key = group  # it stands for the graph task
         with self.lock:
-            task = self.tasks.get(key)
-            if task is None:
-                task = TaskTensors()
-                if key != -1:  # outside of backward (`grad_fn._saved_self`) nothing is remembered
-                    for old in [old for old, other in self.tasks.items() if other.guard is None]:
-                        del self.tasks[old]  # there is nothing in it
-                    self.tasks[key] = task
+            task = self.tasks.get(key) or TaskTensors()
             ready, slot = task.ready, holder.slot
             tensor = ready.get(slot)  # another thread may have been quicker
             if tensor is None:
                 if self.prefix is not None and slot in ready and group is not None:
                     raise errors.overlapping(self)
-                Recompute(self, task, holder).run()
+                request = Recompute(self, task, holder)
+                if self.record is None and not _profiles():
+                    request.run()
+                else:
+                    with _torch.profiled_range(f"recompute:{self.name}"):
+                        (Recompute.run if self.record is None else self.record.watch)(request)
                 tensor = ready[slot]
                 assert tensor is not None  # `run` raises if it can't deliver
-                if len(ready) > 1 or task.inputs:
-                    self.forget_at_end(task, key)
+                if len(ready) > 1 or task.memory is not None or group is not None:
+                    self.remember(task, key)
             ready[slot] = None
         return tensor
 
-    def forget_at_end(self, task: TaskTensors, key: Any) -> None:
-        """Whatever becomes of the graph task (or of torch's group of them): with it goes what has been recomputed."""
-        if task.guard is None and key != -1:
-            forget = partial(_forget, _ref(self), key)
+    def remember(self, task: TaskTensors, key: Any) -> None:
+        """Until the end of the graph task (or of torch's group of them), whatever becomes of it."""
+        if task.guard is None and key != -1:  # outside of backward (`grad_fn._saved_self`) there is no end
             owner = key
             if type(key) is int:
-                owner = partial(forget)
-                _torch.at_graph_task_end(owner)  # called if the backward succeeds, and freed in any case
-            task.guard = _ref(owner, forget)
+                owner = partial(int)
+                _torch.at_graph_task_end(owner)  # which owns it until then
+            task.guard = _ref(owner, partial(_forget, _ref(self), key))
+            self.tasks[key] = task
 
 
 def unpack(holder: Holder) -> Tensor:
@@ -228,13 +214,10 @@ def unpack(holder: Holder) -> Tensor:
     key = _graph_task_id()
     task = frame.tasks.get(key)
     tensor = None if task is None else task.ready.get(holder.slot)
-    if tensor is None:
-        if holder.saved is not None:
-            tensor = frame.source.at_hand(holder, frame)
-        if tensor is None:
-            tensor = frame.bring_back(holder, key)
-    else:
+    if tensor is not None:
         task.ready[holder.slot] = None  # type: ignore[union-attr]
+    elif holder.saved is None or (tensor := frame.source.at_hand(holder, frame)) is None:
+        tensor = frame.bring_back(holder, key)
     try:
         reader = _getframe(1)
     except ValueError:  # a thread of the autograd engine
@@ -257,23 +240,19 @@ def is_internal(hooks: _torch.Hooks) -> bool:
 def _keep_until_done(holder: Holder, tensor: Tensor) -> None:
     """Python code reads this tensor, rather than the autograd engine for an operator of its own. The backward of a
     custom Function may read `ctx.saved_tensors` again: its tensors stay until it has run (rule 4)."""
-    node = _current_node()
-    key = _graph_exec_group() or _graph_task_id()
-    task = holder.frame.tasks.get(key)
-    if task is None or not isinstance(node, _PythonNode):
+    node, frame, slot = _torch.current_node(), holder.frame, holder.slot
+    if not isinstance(node, _torch.PythonNode):
         return
-    holder.frame.forget_at_end(task, key)
-    slot = holder.slot
+    key = _torch.graph_exec_group() or _graph_task_id()
+    task = frame.tasks.get(key) or TaskTensors()
+    frame.remember(task, key)
     task.ready[slot] = tensor
-    handle: Any = None
     weak = _ref(task)  # a backward that fails in this node leaves the hook behind
 
     def done(*_: Any) -> None:
-        nonlocal handle
         handle.remove()
-        handle = None
         task = weak()
-        if task is not None and slot in task.ready:
+        if task is not None:
             task.ready[slot] = None
 
     handle = node.register_hook(done)  # type: ignore[attr-defined]
@@ -282,23 +261,25 @@ def _keep_until_done(holder: Holder, tensor: Tensor) -> None:
 class Recompute:
     """One recompute under way: the engine's side of the seam."""
 
+    _mismatches: tuple[errors.Mismatch, ...] = ()
+    _count = -1  # the slots that there are, for a source that passes them in order
+    _slot = -1  # which it has passed
+    _last = sys.maxsize  # where it is to be stopped
+    _unfilled = -1  # the last node that has saved what its operator may fill only then, as RReLU its noise
+    _stopped = False
+    ran_to_its_end = False  # set by an in-order source that was not stopped
+    rewound: Container[int] = ()  # storages that hold what they did before the forward, until the rerun ends
+
     def __init__(self, frame: Frame, task: TaskTensors, holder: Holder) -> None:
         self.frame = frame
         self.task = task
+        self.ready = task.ready
         self.holder = holder
-        self._mismatches: tuple[errors.Mismatch, ...] = ()
-        self._count = -1  # the slots that there are, for a source that passes them in order
-        self._slot = -1  # which it has passed
-        self._last = sys.maxsize  # where it is to be stopped
-        self._unfilled = -1  # the last node that has saved what its operator may fill only then, as RReLU its noise
-        self._stopped = False
-        self.ran_to_its_end = False  # set by an in-order source that was not stopped
-        self.rewound: set[int] | None = None  # storages that hold what they did before the forward, for now
-        self.borrowed: tuple[int, ...] = ()  # the slots of what has been delivered of them
+        self._versions: dict[int, int] = {}  # by slot: of what an in-order source has delivered
 
     def wanted(self, refs: Iterable[weakref.ref[Holder]] | None = None) -> list[Holder]:
         """The live holders that this graph task may still open, by slot; of all or of these."""
-        ready, opened = self.task.ready, self.holder
+        ready, opened = self.ready, self.holder
         live = [ref() for ref in (self.frame.holders if refs is None else refs)]
         return [holder for holder in live if holder is not None and (holder.slot not in ready or holder is opened)]
 
@@ -306,34 +287,33 @@ class Recompute:
     def is_last(self) -> bool:
         """Whether this graph task has nothing left to open. Mostly one look: backward opens first what was saved
         last."""
-        ready = self.task.ready
-        return all((holder := ref()) is None or holder.slot in ready for ref in self.frame.holders)
-
-    @property
-    def whole_region(self) -> bool:
-        """Early stop is off: recompute the region to its end, whatever is wanted."""
-        return not self.frame.early_stop
+        return all((holder := ref()) is None or holder.slot in self.ready for ref in self.frame.holders)
 
     def deliver(self, holder: Holder, tensor: Tensor) -> None:
         """Take one recomputed tensor, for one of the holders that are wanted."""
         check = self.frame.check
-        if check is not None:
-            found = check(tensor)
-            if holder.metadata != found:
-                self._mismatch(holder, found, self.frame.source.maker(holder), "")
-        self.task.ready[holder.slot] = tensor
+        if check is not None and (found := check(tensor)) != holder.metadata:
+            self._note_mismatch(holder, found, None)
+        self.ready[holder.slot] = tensor
+
+    def _note_mismatch(self, holder: Holder, found: Any, given: Tensor | None) -> None:
+        expected, details = holder.metadata, f"slot {holder.slot}"
+        made_by = self.frame.source.maker(holder) if given is None else maker_of(given)
+        if made_by is not None:
+            details += f", made by {made_by}"
+        if type(expected) is Evidence:
+            details += f"; saved in the forward at {described(expected.line)}"
+        if given is not None:
+            details += f"; saved in the recompute at {user_line()}"
+        self._mismatches += ((holder.slot, expected, found, details),)
 
     def begin_in_order(self) -> None:
         """A rerun is about to start: find the last slot that is wanted, where it is to be stopped (rule 5)."""
-        holders, ready = self.frame.holders, self.task.ready
-        self._count = last = len(holders)
+        holders, ready = self.frame.holders, self.ready
+        self._count = len(holders)
         if self.frame.early_stop:
-            while True:
-                last -= 1
-                holder = holders[last]()
-                if holder is not None and (last not in ready or holder is self.holder):
-                    break
-            self._last = last
+            live = (holder for ref in reversed(holders) if (holder := ref()) is not None)
+            self._last = next(h.slot for h in live if h.slot not in ready or h is self.holder)
 
     def pack(self, given: Tensor) -> Tensor:
         """Autograd's pack hook for a rerun: delivers what autograd saves to the slots in order, and raises the stop
@@ -343,30 +323,24 @@ class Recompute:
         self._slot = slot = self._slot + 1
         frame, tensor = self.frame, given
         if given.requires_grad:
-            tensor = given.detach()
+            if type(given) is not _Parameter:
+                tensor = given.detach()
+        elif self.rewound and _torch.has_storage(given) and _torch.storage_id(given) in self.rewound:
+            (tensor,) = without_recording(_torch.clones, [given])
         elif given._version == 0 and type(given) is Tensor:
             self._unfilled = _node_count()
         if slot < self._count:
-            holder, ready = frame.holders[slot](), self.task.ready
+            holder = frame.holders[slot]()
             if holder is not None:
-                root = given._base if type(given) is Tensor else given
-                if root is not None or holder.saved is not None:
-                    self._compare_parameters(holder, root, given)
+                now = None if type(given) is Tensor and given._base is None else parameter_in(given)
+                if now != holder.saved:
+                    self._compare_parameters(holder, now)
+                ready, check = self.ready, frame.check
                 if slot not in ready or holder is self.holder:
-                    check = frame.check
-                    if check is not None:
-                        try:
-                            found = (
-                                (tensor.shape, tensor.dtype, tensor.device) if check is metadata_of else check(tensor)
-                            )
-                        except RuntimeError:
-                            found = metadata_of(tensor)
-                        if holder.metadata != found:
-                            self._mismatch(holder, found, maker_of(given), f"; saved in the recompute at {user_line()}")
+                    if check is not None and (found := check(tensor)) != holder.metadata:
+                        self._note_mismatch(holder, found, given)
                     ready[slot] = tensor
-                    self.task.versions[slot] = tensor._version
-                    if self.rewound and _torch.has_storage(tensor) and _torch.storage_id(tensor) in self.rewound:
-                        self.borrowed += (slot,)
+                    self._versions[slot] = tensor._version
         elif frame.complete and not self._stopped:
             raise errors.too_many(frame, self._count, user_line())
         # An operator that has yet to fill what it has saved must still run.
@@ -377,115 +351,74 @@ class Recompute:
 
     _torch.mark_as_torchs_own(pack)
 
-    def keep_borrowed(self) -> None:
-        """These storages are about to hold again what they did before the rerun: what lies there is delivered as it is
-        now, as plain code would find it in backward."""
-        ready, versions = self.task.ready, self.task.versions
-        for slot in self.borrowed:
-            tensor = ready[slot]
-            if tensor is not None and _torch.storage_id(tensor) in (self.rewound or ()):
-                if versions.pop(slot, 0) == tensor._version:
-                    (ready[slot],) = without_recording(_torch.clones, [tensor])
-                else:
-                    versions[slot] = -1  # written since, by an operator
-
-    def _compare_parameters(self, holder: Holder, now: Tensor | None, given: Tensor) -> None:
+    def _compare_parameters(self, holder: Holder, found: Shown | None) -> None:
         """Where either run saves a parameter or a view of one, the other must save that very one, unwritten; but those
         that the function makes itself are new each time."""
-        then, version, _ = holder.saved or (None, 0, False)
-        if now is not then:
-            now = now if now is not None and is_parameter(now) else None
-        if now is not then:
-            if then is not None and now is not None and not self.frame.source.knows((then, now)):
-                return
-            raise errors.other_parameter(self.frame, holder.slot, user_line(), then is not None, now is not None)
-        if now is not None and given._version != version:
-            raise errors.changed(self.frame, named("a parameter", now), version, given._version)
-
-    def _mismatch(self, holder: Holder, found: Any, made_by: str | None, details: str) -> None:
-        expected = holder.metadata
-        if type(expected) is Evidence:
-            made_by = made_by or expected.made_by
-            details = f"; saved in the forward at {described(expected.line)}{details}"
-        if made_by is not None:
-            details = f", made by {made_by}{details}"
-        self._mismatches += ((holder.slot, expected, found, f"slot {holder.slot}{details}"),)
+        saved: Shown | None = holder.saved
+        if saved is None or found is None or (saved[0] != found[0] and self.frame.source.knows((saved[3], found[3]))):
+            raise errors.other_parameter(self.frame, holder.slot, user_line(), saved is not None, found is not None)
+        if saved[0] == found[0] and saved[1] != found[1]:
+            raise errors.changed(self.frame, named("a parameter", found[3]), saved[1], found[1])
 
     def run(self) -> None:
         """Let the source work, with this thread's regions out of the way (rule 3)."""
-        frame = self.frame
+        source = self.frame.source
         here = thread.__dict__
         region, depth = here["region"], here["depth"]
         try:
             here["region"], here["depth"] = None, depth + 1
             if _torch.in_batched_backward():
                 with _torch.outside_of_batch():
-                    frame.source.recompute(self)
+                    source.recompute(self)
             else:
-                frame.source.recompute(self)
+                source.recompute(self)
         except _Stop as stop:
             if stop.args[0] is not self:  # of an enclosing rerun
                 raise
         except BaseException as error:
             # The other case is what user code has made of the stop signal.
             if not (self._stopped and isinstance(error, Exception | SystemExit)):
-                self._explain(error)
+                self._explained(error)
                 raise
         finally:
             here["region"], here["depth"] = region, depth
-        if self._mismatches or self._count >= 0:
-            found = self._find_error()
-            if found is not None:
-                self.task.ready.clear()
-                try:
-                    self._explain(found)
-                    raise found
-                finally:
-                    del found  # its traceback holds this frame
+        self._check_outcome()
 
-    def _explain(self, error: BaseException) -> None:
-        add_note(error, f"This happened during the recompute of {self.frame.place}.")
-        hint = self.frame.source.hint(None, None) if type(error) is RuntimeError else ""
-        if hint:
-            add_note(error, hint)
+    def _explained(self, error: Any) -> Any:
+        """An error, with what is known besides. Nothing that has been recomputed is to be used."""
+        self.ready.clear()
+        notes = [f"This happened during the recompute of {self.frame.place}."]
+        if type(error) is RuntimeError and (hint := self.frame.source.hint(None, None)):
+            notes.append(hint)
+        error.__notes__ = [*getattr(error, "__notes__", ()), *notes]  # as `add_note` does, since Python 3.11
         if isinstance(error, errors.CheckpointError) and self.frame.on_error is not None:
             self.frame.on_error(error)
+        return error
 
-    def _find_error(self) -> errors.CheckpointError | None:
-        frame, task = self.frame, self.task
+    def _check_outcome(self) -> None:
+        frame, ready = self.frame, self.ready
         if self._mismatches:
             _, expected, found, _ = self._mismatches[0]
             shown = 1 if type(expected) is Evidence else 3  # all that is computed from the first one differs as well
             hint = frame.source.hint(expected, found)
-            return errors.different_metadata(frame, _node_name(), self._mismatches, shown, hint)
-        for slot, version in task.versions.items():
-            tensor = task.ready.get(slot)
+            raise self._explained(errors.different_metadata(frame, _node_name(), self._mismatches, shown, hint))
+        for slot, version in self._versions.items():
+            tensor = ready[slot]
             if tensor is not None and tensor._version != version:
                 if slot == self.holder.slot:
-                    return errors.overwritten(frame)
-                del task.ready[slot]  # perhaps nobody asks for it, as in plain code that works
+                    raise self._explained(errors.overwritten(frame))
+                del ready[slot]  # perhaps nobody asks for it, as in plain code that works
         if self.ran_to_its_end:  # the last slot that is wanted should have stopped it
-            count, last = self._slot + 1, self.holder.slot
-            if frame.early_stop:
-                last = self._last
-            elif frame.complete:
-                last = len(frame.holders) - 1
-            if count <= last:
-                return errors.different_number(frame, last, _node_name(), len(frame.holders), count)
-        return None
+            count, last = len(frame.holders), self.holder.slot
+            if frame.early_stop or frame.complete:
+                last = min(self._last, count - 1)
+            if self._slot < last:
+                raise self._explained(errors.different_number(frame, last, _node_name(), count, self._slot + 1))
 
 
 def _node_name() -> str:
-    node = _current_node()
+    node = _torch.current_node()
     return "a read outside of backward" if node is None else str(node.name())
-
-
-def add_note(error: BaseException, note: str) -> None:
-    """`BaseException.add_note`, which Python 3.10 lacks."""
-    if hasattr(error, "add_note"):
-        error.add_note(note)
-    else:
-        error.__notes__ = [*getattr(error, "__notes__", ()), note]
 
 
 # ---- what recompute starts from
@@ -517,11 +450,20 @@ def is_parameter(root: Tensor) -> bool:
     return kind is _Parameter or (kind is not Tensor and isinstance(root, _Parameter))
 
 
+def parameter_in(tensor: Tensor) -> Shown | None:
+    """What of a parameter a tensor shows, if any."""
+    root = tensor._base if type(tensor) is Tensor else tensor
+    return (id(root), tensor._version, root is tensor, root) if root is not None and is_parameter(root) else None
+
+
+# The id of a parameter, its version, whether it is all of it, and itself: last, so that no two tensors are compared.
+Shown = tuple[int, int, bool, Tensor]
+
+
 def copy_of(tensor: Tensor, version: int) -> Tensor:
     """A copy that others may write, at the version that the original had: saved versions are compared."""
     copy = _torch.copy(tensor)
-    if version > 0:
-        _torch.set_version(copy, version)
+    _torch.set_version(copy, version)
     return copy
 
 
@@ -533,64 +475,44 @@ class Held:
     | a parameter, or a view of one (rule 2) | the tensor, or an alias | its own |
     | an argument of a rerun (`in_graph`) | what autograd saves for an operator, with its graph | its own, by autograd |
     | anything else, no hooks around | an alias | its own |
-    | ... hooks of the user around | what they made of it | that of the tensor, while it lives |
-    | ... a region of ours around | a `Holder` there | nobody's: a region tells versions apart |
+    | ... hooks around | what they made of it | nobody's, as autograd does; regions of ours tell versions apart |
     | ... a `Mover` | a copy | nobody's |
     """
 
-    __slots__ = ("_guard", "_hooks", "_packed", "_unpack", "_version", "is_parameter", "name")
+    __slots__ = ("_hooks", "_unpack", "_version", "is_parameter", "name", "packed")
 
     def __init__(self, tensor: Tensor, hooks: _torch.Hooks | Mover | None, name: Name, in_graph: bool = False) -> None:
         self.name = name
         self._hooks = hooks
-        self._guard: Callable[[], Tensor | None] | None = None  # None: what is held
-        self._unpack: Callable[[Any], Tensor] | None = None
-        self._version: int | None = None
+        self._unpack: Callable[[Any], Tensor] | None = None  # None: what is held, at this version
+        self._version = 0
         if in_graph and hooks is None and type(tensor) is Tensor and tensor._base is None and tensor.requires_grad:
-            self._packed: Any = _save_input(tensor, False)  # fast path of what follows
+            self.packed: Any = _save_input(tensor, False)  # fast path of what follows
             self._unpack, self.is_parameter = _unpack_saved, False
             return
-        self._version = version = _torch.version(tensor)
         root = root_of(tensor)
         is_ours = type(hooks) is not tuple or is_internal(hooks)
         # A leaf lives as long as its graph: there is nothing to gain by saving it elsewhere, but users' hooks may look.
         self.is_parameter = is_parameter(root) or (is_ours and root.requires_grad and root.is_leaf)
-        if self.is_parameter and (in_graph or root is tensor):
-            self._packed = tensor
-        elif in_graph and version >= 0:
-            self._packed, self._unpack = _save_input(tensor, False), _unpack_saved
-            if is_ours:
-                self._version = None
-            else:
-                self._guard = _ref(tensor)
+        if in_graph and self.is_parameter:
+            self.packed = tensor
+        elif in_graph and not tensor.is_inference():
+            self.packed, self._unpack = _save_input(tensor, False), _unpack_saved
         else:
-            self._hold(_torch.alias(tensor), tensor, root, is_ours)
-
-    def _hold(self, alias: Tensor, tensor: Tensor, root: Tensor, is_ours: bool) -> None:
-        hooks = self._hooks
-        if hooks is None or self.is_parameter or tensor.is_meta or _torch.is_cast_of_parameter(root):
-            self._packed, self._version = alias, _torch.version(alias)
-        elif isinstance(hooks, Mover):
-            if hooks.takes(alias):
-                self._packed, self._unpack, self._version = without_recording(hooks.send, alias), Moved.bring, None
-            else:
-                self._packed = alias
-        else:
-            pack, self._unpack = hooks
-            if is_ours:
-                self._packed, self._version = pack(alias), None
-            else:
-                self._packed, self._guard = without_recording(pack, alias), _ref(tensor)
-
-    @property
-    def alias(self) -> Tensor:
-        """The tensor itself, where no hooks have packed it."""
-        return cast(Tensor, self._packed)
+            alias = self.packed = tensor if self.is_parameter and root is tensor else _torch.alias(tensor)
+            stays = hooks is None or self.is_parameter or tensor.is_meta or _torch.is_cast_of_parameter(root)
+            if isinstance(hooks, Mover) and not stays and hooks.takes(alias):
+                self.packed, self._unpack = without_recording(hooks.send, alias), Moved.bring
+            elif type(hooks) is tuple and not stays:
+                pack, self._unpack = hooks
+                self.packed = pack(alias) if is_ours else without_recording(pack, alias)
+        if self._unpack is None:
+            self._version = _torch.version(self.packed)
 
     @property
     def moved(self) -> Moved | None:
         """What it is, if it waits elsewhere."""
-        return self._packed if type(self._packed) is Moved else None
+        return self.packed if type(self.packed) is Moved else None
 
     @property
     def is_packed(self) -> bool:
@@ -600,37 +522,32 @@ class Held:
     def freeze(self) -> None:
         """The tensor is about to be written by the region itself: hold a copy from here on."""
         unpack_ = self._unpack
-        if unpack_ is unpack:  # an enclosing region of ours tells versions apart
-            return
-        if unpack_ is Moved.bring:
-            self._packed.settle()
-        elif unpack_ is None:
-            self._packed = without_recording(_torch.clone_storage, self._packed)
-            self._version, self.is_parameter = _torch.version(self._packed), False
+        if unpack_ is None:
+            self.packed = without_recording(_torch.clone_storage, self.packed)
+            self._version, self.is_parameter = _torch.version(self.packed), False
+        elif unpack_ is Moved.bring:
+            self.packed.settle()
         elif unpack_ is identity:
             # To pack once more would be a slot that the forward did not have: what was delivered becomes the copy.
-            copy = without_recording(_torch.clone_storage, self._packed)
-            _torch.set_version(copy, _torch.version(self._packed))
-            torch.utils.swap_tensors(self._packed, copy)
-        else:
+            copy = without_recording(_torch.clone_storage, self.packed)
+            _torch.set_version(copy, _torch.version(self.packed))
+            torch.utils.swap_tensors(self.packed, copy)
+        elif unpack_ is not unpack:  # an enclosing region of ours tells versions apart
             pack = cast(_torch.Hooks, self._hooks)[0]
-            self._packed = without_recording(lambda packed: pack(unpack_(packed).clone()), self._packed)
-            self._version = None
+            self.packed = without_recording(lambda packed: pack(unpack_(packed).clone()), self.packed)
 
     def fetch(self, where: object) -> Tensor:
-        tensor: Tensor = self._packed
-        if self._unpack is not None:
-            try:
-                tensor = self._unpack(self._packed)
-            except RuntimeError as error:  # of autograd, about an argument
-                if isinstance(error, errors.CheckpointError) or "modified by an inplace" not in str(error):
-                    raise
-                raise errors.changed(where, named(self.name)) from error
-        if self._version is not None:
-            live = tensor if self._guard is None else self._guard()
-            if live is not None and _torch.version(live) != self._version:
-                raise errors.changed(where, named(self.name, live), self._version, _torch.version(live))
-        return tensor
+        tensor: Tensor = self.packed
+        if self._unpack is None:
+            if (version := _torch.version(tensor)) != self._version:
+                raise errors.changed(where, named(self.name, tensor), self._version, version)
+            return tensor
+        try:
+            return self._unpack(tensor)
+        except RuntimeError as error:  # of autograd, about an argument
+            if isinstance(error, errors.CheckpointError) or "modified by an inplace" not in str(error):
+                raise
+            raise errors.changed(where, named(self.name)) from error
 
 
 _save_input, _unpack_saved = _torch.save_input, _torch.SavedTensor.unpack

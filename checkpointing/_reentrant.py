@@ -104,7 +104,7 @@ def run(function: Callable[..., Any], name: str, preserve_rng_state: PreserveRng
             "positional arguments only; use backend='rerun'."
         )
     if not any(isinstance(value, Tensor) and value.requires_grad for value in args):
-        found = Inputs(None)
+        found = Inputs()
         for value in (function, *args):
             found.capture(value)
         variables = [contents_of(cell) for cell in getattr(function, "__closure__", None) or ()]

@@ -19,6 +19,7 @@ class Region:
     """A region, as code inside it meets it: what it does not handle itself goes to the region around it."""
 
     outer: Region | None = None  # while the region runs
+    record: Any = None  # of what a report will tell; regions inside note theirs, too
     policy: Any = None  # what holds here, and in regions inside that bring no policy of their own
 
     def keep(self, tensor: Tensor) -> Tensor:
@@ -58,6 +59,7 @@ class _Thread(threading.local):
         self.depth = 0
         self.aside = 0
         self.region: Region | None = None
+        self.record: Any = None  # of the region that is being recomputed, if somebody wants a report of it
 
 
 thread = _Thread()
@@ -83,9 +85,6 @@ def without_recording(function: Callable[[Any], Any], value: Any) -> Any:
     try:
         here["depth"], here["aside"] = depth + 1, aside + 1
         _set_grad_enabled(False)
-        if torch.is_inference_mode_enabled():  # what comes of it may be wanted outside
-            with torch.inference_mode(False), torch.no_grad():
-                return function(value)
         return function(value)
     finally:
         _set_grad_enabled(grad_mode)

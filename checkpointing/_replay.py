@@ -147,7 +147,9 @@ class _Window:
         self._source = source
         self._request = request
         self._frame = request.frame
-        self._inputs = request.task.inputs
+        # What was fetched, which slots come together, and what is held on to for what is opened later.
+        memory: Any = request.task.memory or ({}, {}, {})
+        self._inputs, self._plan, self._stages = request.task.memory = memory
         self._made: dict[int, Tensor] = {}  # by value: what its operator returned, or another tensor on its storage
         self._given: dict[int, list[Geometry]] = {}  # by storage: what has been delivered is no longer ours to write
         self._undo = undo
@@ -166,7 +168,7 @@ class _Window:
                 for id in {value.id for value in needs(ops, wanted)} & stored.keys():
                     self._made[id] = stored[id][0]
                     self._give_away(self._made[id], _EVERYTHING)
-            if not ops or request.whole_region or self._stage is not None:
+            if not ops or not self._frame.early_stop or self._stage is not None:
                 for holder in wanted:
                     if self._is_there(holder.saved):
                         request.deliver(holder, self._build(holder.saved))
@@ -185,20 +187,20 @@ class _Window:
         request, source = self._request, self._source
         opened = request.holder
         position = newest(opened)
-        if request.whole_region or position < 0:
-            wanted = request.wanted() if request.whole_region else [opened]
+        if not self._frame.early_stop or position < 0:
+            wanted = request.wanted() if not self._frame.early_stop else [opened]
             return wanted, slice_of(wanted)
         segment = bisect_right(source.tape.cuts, position)
         limits: Limits | None = source.tape.limits
         if limits is not None and self._frame.complete:
-            candidates, stages = self._candidates(segment), request.task.stages
+            candidates, stages = self._candidates(segment), self._stages
             made = {value for holder in candidates for value in values_of(holder.saved) if value.op is not None}
             if segment in stages or 2 * sum(value.nbytes for value in made) > 3 * limits.piece:
                 for other in [other for other in stages if not self._candidates(other)]:
                     del stages[other]
                 return self._choose_piece(stages.setdefault(segment, Stage([], {})), candidates, limits)
         # The holders that share its window: operators that their slices have in common run once.
-        plan = request.task.plan
+        plan = self._plan
         if opened.slot in plan:
             wanted = request.wanted([self._frame.holders[slot] for slot in sorted(plan[opened.slot])])
             return wanted, slice_of(wanted)
@@ -258,7 +260,7 @@ class _Window:
             moved = held.moved
             if moved is not None and moved.last_reader is not None:
                 reader = moved.last_reader()
-                if reader is None or reader.slot in self._request.task.ready:
+                if reader is None or reader.slot in self._request.ready:
                     del self._inputs[held]
 
     def _start(self, value: Value, geometry: Geometry | None) -> Tensor:
@@ -278,7 +280,7 @@ class _Window:
 
     def _replay(self, ops: list[Op], wanted: list[Holder]) -> None:
         made, storing, log = self._made, self._storing, self._source.log
-        opened, ready = self._request.holder, self._request.task.ready
+        opened, ready = self._request.holder, self._request.ready
         # What passes by in this window and is wanted by a holder of another one comes for free.
         savers = self._source.index(self._frame)[1]
         slots = None if self._stage is None else {holder.slot for holder in wanted}

@@ -1,106 +1,425 @@
-"""What a region kept, dropped and replayed: data first, then text."""
+"""What a region kept, dropped and replayed: data first, then text.
+
+What regions hold is found when somebody asks, by looking at what they refer to. Only regions with `report=True` note
+anything while they run, in a `Record` that refers to no tensor; they are made of other classes (`Reported`, `Noting`),
+so that the rest pays nothing for it.
+"""
 
 from __future__ import annotations
 
-import functools
+import gc
+import math
+import os
+import sys
+import time
+import weakref
+from collections.abc import Iterable, Iterator
+from itertools import pairwise
+from types import FrameType
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.weak import WeakTensorKeyDictionary
 
-from . import _torch, errors
-from ._engine import Frame
-from ._replay import Replay, needs, slice_of
-from ._tape import KEPT, Tape
-from ._where import stack_of_user
+from . import _torch
+from ._ambient import Generators
+from ._auto import AutoTape
+from ._check import maker_of, metadata_of
+from ._engine import Frame, Held, Holder, Recompute, is_parameter, named, root_of
+from ._region import Region, thread
+from ._replay import Replay, values_of
+from ._rerun import Buffers, Pin
+from ._tape import KEPT, Op, Ref, Scratch, Tape, Value, Wrapped, tensors_of
+from ._tree import Container
+from ._where import described, user_line
+
+
+class TensorReport(NamedTuple):
+    """One storage, with a tensor that lies on it.
+
+    `kind` is `"saved"`, if autograd would have held it without the region. Anything else is held: an `"input"`;
+    `"kept"`, by `keep`, a policy, or a cut of `auto`; `"spared"` by `auto`, where there was room; `"offloaded"`; a
+    `"random state"`; a copy of `"buffers"`.
+
+    `operator` made it, or has read it first, if it is an input of a block; for an argument of a function it is which.
+    `module` is the one whose `forward` ran then, as in `named_modules()` of the outermost one; `line` is the user's,
+    `"file:line: expression"`. Both are None without `report=True`.
+    """
+
+    kind: str
+    nbytes: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    operator: str | None
+    module: str | None
+    line: str | None
+
+
+class RegionReport(NamedTuple):
+    """One region, as it is at the moment when it is asked for.
+
+    `saved` is what autograd would have held, without parameters, each storage once, the largest first. (Without
+    `report=True` it is what backward has not used yet; of a rerun, every saved tensor by itself.) `held` is what is
+    held now, without parameters and other leaves that require grad; what a region around brings back isn't.
+    `recomputes` says how often it was recomputed until now, `operators` how many of them were replayed, `seconds` how
+    long that took on the host, without recomputes of other regions. None stands for what is not known: the first and
+    the last without `report=True`, and operators of a rerun.
+    """
+
+    name: str
+    module: str | None
+    line: str
+    bytes_saved: int
+    bytes_held: int
+    recomputes: int | None
+    operators: int | None
+    seconds: float | None
+    saved: tuple[TensorReport, ...]
+    held: tuple[TensorReport, ...]
+
+
+class Report(NamedTuple):
+    """Regions, that first which saves most. `str()` is for people, in 80 columns."""
+
+    regions: tuple[RegionReport, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same in dicts, lists, text and numbers, as `json.dumps` takes them."""
+
+        def rows(tensors: Iterable[TensorReport]) -> list[dict[str, Any]]:
+            return [tensor._asdict() | {"dtype": str(tensor.dtype)} for tensor in tensors]
+
+        return {"regions": [r._asdict() | {"saved": rows(r.saved), "held": rows(r.held)} for r in self.regions]}
+
+    def __str__(self) -> str:
+        lines = ["would hold   held now   recomputed      region"]
+        for region in self.regions[:_ROWS]:
+            times = "" if region.recomputes is None else f"{region.recomputes} x"
+            seconds = "" if region.seconds is None else f"{region.seconds:.3f} s"
+            sizes = f"{_size(region.bytes_saved):>10} {_size(region.bytes_held):>10}"
+            lines.append(f"{sizes} {times:>6} {seconds:>9}  {region.name}  {_place(region)}")
+        if len(self.regions) > _ROWS:
+            lines.append(f"and {len(self.regions) - _ROWS} more")
+        for title, tensors in (
+            ("held now", _sorted(tensor for region in self.regions for tensor in region.held)),
+            ("autograd would hold", _sorted(tensor for region in self.regions for tensor in region.saved)),
+        ):
+            lines += ["", f"{title}, the largest of {len(tensors)}:"] if tensors else []
+            for tensor in tensors[:_ROWS]:
+                what = f"{str(tensor.dtype)[6:]}{list(tensor.shape)}"
+                operator = (tensor.operator or "").removeprefix("aten.").removesuffix(".default")
+                lines.append(f"{_size(tensor.nbytes):>10}  {tensor.kind:<12}  {what:<26}  {operator}")
+                lines += [f"{'':12}{_place(tensor)}"] if tensor.line else []
+        return "\n".join(line.rstrip() if len(line) <= 80 else f"{line[:77]}..." for line in lines)
+
+
+_ROWS = 10  # that people want to see of each
+
+
+def _sorted(tensors: Iterable[TensorReport]) -> tuple[TensorReport, ...]:
+    return tuple(sorted(tensors, key=lambda tensor: -tensor.nbytes))
+
+
+def _size(nbytes: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if nbytes < 1024:
+            return f"{nbytes:.{2 * (unit != 'B')}f} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.2f} GiB"
+
+
+def _place(what: RegionReport | TensorReport) -> str:
+    file, colon, rest = (what.line or "").partition(":")
+    return ", ".join(filter(None, (what.module, os.path.basename(file) + colon + rest)))
+
+
+def report(*outputs: Tensor) -> Report:
+    """What the regions behind these tensors hold for backward, and what autograd would have held without them.
+
+    Args:
+        *outputs: tensors of any shape and dtype; mostly, a loss.
+
+    Returns:
+        The regions to whose tensors their autograd graph refers. Backward frees those. Once it has, only regions with
+        `report=True` are found, if it has recomputed them. (Of `backend="reentrant"` nothing is known.)
+
+    Raises:
+        TypeError: for what is no tensor.
+
+    >>> import torch
+    >>> from checkpointing import checkpointed, report
+    >>> block = checkpointed(lambda x: x.sin().exp().tanh(), name="block", preserve_rng_state=False)
+    >>> x = torch.ones(1024, requires_grad=True)
+    >>> (region,) = report(block(x * 2).sum()).regions
+    >>> region.bytes_saved, region.bytes_held, region.held[0].operator
+    (12288, 4096, 'args[0]')
+    """
+    for output in outputs:
+        if not isinstance(output, Tensor):
+            raise TypeError(f"report takes tensors, such as a loss, not {output!r}")
+    found: dict[Any, Record] = {}
+    nodes: dict[Any, None] = {output.grad_fn: None for output in outputs}
+    stack = [*nodes]
+    while stack:
+        node = stack.pop()
+        if node is not None:
+            for packed in _torch.saved_by(node):
+                _find(packed, found)
+            found.update((record.frame() or record, record) for record in node.metadata.get(__name__, ()))
+            fresh = [other for other, _ in node.next_functions if other not in nodes]
+            nodes.update(dict.fromkeys(fresh))
+            stack += fresh
+    return collect(found.values())
+
+
+def _find(packed: Any, found: dict[Any, Record]) -> None:
+    """Add the region whose holder this is, and those around it, which hold its inputs."""
+    if type(packed) is Holder and packed.frame not in found:
+        found[packed.frame] = record_of(packed.frame)
+        for _, part in _parts(packed.frame):
+            _find(_packed(part), found)
 
 
 class Stats(NamedTuple):
-    """One scope in numbers, as they are at the moment when they are asked for. Bytes are those of whole storages."""
+    """One scope in numbers, as they are at the moment when they are asked for. Bytes are those of whole storages.
+
+    `ops_recorded` counts operators on the tape (views and operators that return no tensors are not recorded),
+    `ops_replayed` those that were run again, over all `replays` (of windows) so far. `bytes_saved` is what plain
+    autograd would have held for backward: every saved storage once, without parameters. `bytes_held` is held now in
+    order to recompute (inputs of the block and states of random generators), `bytes_kept` because it was kept. `cuts`
+    are positions among the recorded operators: recompute never crosses one, since what is needed there is kept.
+    """
 
     ops_recorded: int = 0
-    """Operators on the tape (views and operators that return no tensors are not recorded)."""
     ops_replayed: int = 0
-    """Operators run again, over all replays so far."""
     replays: int = 0
-    """How many windows have been replayed."""
     bytes_saved: int = 0
-    """What plain autograd would have held for backward: every saved storage once, without parameters."""
     bytes_held: int = 0
-    """What is held now in order to recompute: inputs of the block and states of random generators."""
     bytes_kept: int = 0
-    """What is held now because it was kept."""
+    cuts: tuple[int, ...] = ()
 
 
 def measure(frame: Frame, tape: Tape, source: Replay) -> Stats:
     """The present numbers of a scope."""
-    holders = [holder for ref in frame.holders if (holder := ref()) is not None]
-    ops = slice_of(holders)
-    values = needs(ops, holders)
-    held = sum(v.nbytes for v in values if v.is_outside and not v.is_parameter)
-    held += sum(op.rng.nbytes for op in ops if op.rng is not None)
-    kept = None if frame.complete else tape.keeps_now()
-    if kept is None:
-        storages = {}  # each once: several values may be parts of one
-        for value in values:
-            if value.state is KEPT or (value.op is not None and value.parts):
-                it = value.all_held[0]
-                storages[-value.id if it.is_packed else _torch.storage_id(it.alias)] = value.nbytes
-        kept = sum(storages.values())
-    return Stats(tape.recorded, source.replayed, source.replays, tape.saved_bytes, held, kept)
+    tensors = held_by(frame, frame.record or Record(frame, False))
+    held = sum(tensor.nbytes for tensor in tensors if tensor.kind in ("input", "random state"))
+    kept = sum(tensor.nbytes for tensor in tensors) - held
+    cuts = tuple([tape.counted[cut] for cut in tape.cuts])
+    return Stats(tape.recorded, source.replayed, source.replays, tape.saved_bytes, held, kept, cuts)
 
 
-class OpLog(TorchDispatchMode):
-    """The operators that ran while it was entered, each with the stack of user code that led to it."""
+# ---- what regions with `report=True` note
 
-    supports_higher_order_operators = True
 
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.lines: list[tuple[str, str]] = []
-        self._numbers: Any = WeakTensorKeyDictionary()
-        self._met = 0
+class Record:
+    """What is noted of a region. It refers to no tensor, so nothing lives longer for it."""
 
-    def __enter__(self) -> Any:
-        self.lines.clear()  # of the recompute before this one
-        return super().__enter__()  # type: ignore[no-untyped-call]
+    def __init__(self, frame: Frame, is_noted: bool) -> None:
+        self.frame = weakref.ref(frame)
+        self.name = frame.name
+        self.entered = _module_path() if is_noted else None, described(frame.entered_from)
+        self.inner: list[Record] = []  # of regions inside
+        self.saved: list[TensorReport] = []
+        self.notes: dict[int, Note] = {0: (None, *self.entered) if is_noted else (None, None, None)}  # by value
+        self.spared: set[int] = set()  # values
+        self.recomputes: Any = 0 if is_noted else None
+        self.operators: Any = None
+        self.seconds: Any = 0.0 if is_noted else None
+
+    def and_inner(self) -> list[Record]:
+        return [self, *(record for inner in self.inner for record in inner.and_inner())]
+
+    def watch(self, request: Recompute) -> None:
+        """Run a recompute."""
+        node, around = _torch.current_node(), thread.record
+        if node is not None:  # where a report finds it when backward has freed the rest
+            node.metadata.setdefault(__name__, {})[self] = None
+        thread.record, begin = self, time.perf_counter()
+        try:
+            request.run()
+        finally:
+            seconds = time.perf_counter() - begin
+            self.seconds += seconds
+            if around is not None:  # it wants what this region brings back
+                around.seconds -= seconds
+            thread.record = around
+            self.recomputes += 1
+            self.operators = getattr(request.frame.source, "replayed", None)
+
+
+Note = tuple[str | None, str | None, str | None]  # the operator that made a value, the module and the user's line
+
+
+class Reported(Frame):
+    """A region that notes what is saved in it."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.record = Record(self, True)
+        self._storages: weakref.WeakSet[Any] = weakref.WeakSet()  # that have been saved
+
+    def enter(self, region: Region) -> None:
+        super().enter(region)
+        region.record = self.record
+        if region.outer is not None and region.outer.record is not None:
+            region.outer.record.inner.append(self.record)
+
+    def pack(self, tensor: Tensor) -> Holder:
+        holder, root, record = super().pack(tensor), root_of(tensor), self.record
+        values = values_of(holder.saved)
+        operator = next((str(value.op.info.func) for value in values if value.op is not None), maker_of(tensor))
+        where = _module_path(), user_line()
+        record.notes.update((value.id, (operator, *where)) for value in values if value.id not in record.notes)
+        if not is_parameter(root) and not (root.is_leaf and root.requires_grad):
+            for part in _torch.plain_parts(tensor):
+                storage = part.untyped_storage() if _torch.has_storage(part) else holder
+                if storage not in self._storages:
+                    self._storages.add(storage)
+                    record.saved.append(_tensor("saved", part, operator, *where))
+        return holder
+
+    _torch.mark_as_torchs_own(pack)
+
+
+class Noting(Tape):
+    """A tape that notes where each value was made."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        parts = [self._text(value) for value in args] + [f"{key}={self._text(v)}" for key, v in (kwargs or {}).items()]
-        call, stack, index = f"{func}({', '.join(parts)})", stack_of_user(), len(self.lines)
-        self.lines.append((call, stack))  # which it may not survive
-        result = func(*args, **(kwargs or {}))
-        self.lines[index] = (f"{self._text(result, True)} = {call}", stack)
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        for tensor in filter(_torch.has_storage, tensors_of(result)):
+            value = self._values.get(_torch.storage_id(tensor))
+            if value is not None and value.op is not None and value.id not in self.record.notes:
+                self.record.notes[value.id] = str(func), _module_path(), user_line()
         return result
 
-    def _text(self, value: Any, full: bool = False) -> str:
-        if isinstance(value, list | tuple):
-            return f"[{', '.join(self._text(part, full) for part in value)}]"
-        if not isinstance(value, Tensor):
-            return repr(value)
-        if value not in self._numbers:
-            self._numbers[value] = self._met = self._met + 1
-        return f"${self._numbers[value]}" + f": {str(value.dtype)[6:]}{list(value.shape)}" * full
+    def close(self) -> str | None:
+        self.record.spared = {value.id for value in getattr(self, "_spare", ())}
+        return super().close()
 
 
-def explain(error: errors.CheckpointError, forward: list[tuple[str, str]], recompute: list[tuple[str, str]]) -> None:
-    """Raise an error of `debug=True` again with the logs of both runs, under the headings of torch's."""
-    logs = ""
-    for title, lines in (("the original forward", forward), ("recomputation", recompute)):
-        logs += f"\n\nOperations executed during {title}:\n"
-        logs += "".join(f"  {i}: {op}\n{stack}" for i, (op, stack) in enumerate(lines)) or "  (none)\n"
-    explained = type(error)(
-        f"{error}\n\nAn error happened while unpacking tensors; these are the operators of both runs, each with the "
-        f"lines of your code that led to it, innermost first.{logs}\nYou are seeing this error because you passed "
-        "`debug=True` to checkpoint: the first operator that differs above shows where the two runs part."
-    )
-    vars(explained).update(__notes__=getattr(error, "__notes__", []))
-    raise explained from error
+class NotingAuto(Noting, AutoTape):
+    """The same for one that makes cuts."""
 
 
-def logged(frame: Frame) -> tuple[OpLog, OpLog]:
-    """Contexts for the forward and the recompute that log their operators; errors of the frame show both."""
-    forward, recompute = OpLog(), OpLog()
-    frame.on_error = functools.partial(explain, forward=forward.lines, recompute=recompute.lines)
-    return forward, recompute
+def _module_path() -> str | None:
+    """The module whose `forward` runs, by its name in the outermost one whose `forward` runs."""
+    modules = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _torch.module_call_code:
+            modules.append(frame.f_locals["self"])
+        frame = frame.f_back
+    names = [
+        next((name for name, module in outer.named_modules() if module is inner), type(inner).__name__)
+        for inner, outer in pairwise(modules)
+    ]
+    return ".".join(filter(None, reversed(names))) if modules else None
+
+
+def _tensor(kind: str, tensor: Tensor, *note: str | None) -> TensorReport:
+    nbytes = tensor.untyped_storage().nbytes() if _torch.has_storage(tensor) else 0
+    return TensorReport(kind, nbytes, tuple(_torch.shape_of(tensor)), tensor.dtype, *note)
+
+
+# ---- what is found when somebody asks
+
+
+def collect(records: Iterable[Record]) -> Report:
+    """The report of these regions, each with what lives of it."""
+    return Report(tuple(sorted(map(_region, records), key=lambda region: -region.bytes_saved)))
+
+
+def _region(record: Record) -> RegionReport:
+    frame = record.frame()
+    saved, held = _sorted(record.saved), _sorted(() if frame is None else held_by(frame, record))
+    sizes = [sum(tensor.nbytes for tensor in tensors) for tensors in (saved, held)]
+    if frame is not None and isinstance(frame.source, Replay):
+        sizes[0] = frame.source.tape.saved_bytes  # also of what has been freed
+    counts = record.recomputes, record.operators, record.seconds
+    return RegionReport(record.name, *record.entered, sizes[0], sizes[1], *counts, saved, held)
+
+
+def _live(frame: Frame) -> list[Holder]:
+    return [holder for ref in frame.holders if (holder := ref()) is not None]
+
+
+def record_of(frame: Frame) -> Record:
+    """What the region has noted, or what its holders tell."""
+    record: Record = frame.record or Record(frame, False)
+    source = frame.source
+    if isinstance(source, Replay):
+        record.recomputes, record.operators = source.replays, source.replayed
+    if frame.record is None and isinstance(source, Replay):
+        for value in {value: None for holder in _live(frame) for value in values_of(holder.saved)}:
+            if value.geometry is not None and (value.op is not None or not value.is_parameter):
+                operator = None if value.op is None else str(value.op.info.func)
+                what = value.nbytes, tuple(value.geometry[0]), value.geometry[3]
+                record.saved.append(TensorReport("saved", *what, operator, None, None))
+    elif frame.record is None and frame.check is metadata_of:
+        for shape, dtype, _ in [holder.metadata for holder in _live(frame) if holder.saved is None]:
+            what = math.prod(shape) * dtype.itemsize, tuple(shape), dtype
+            record.saved.append(TensorReport("saved", *what, None, None, None))
+    return record
+
+
+def held_by(frame: Frame, record: Record) -> list[TensorReport]:
+    """What a region holds, each storage once."""
+    found: dict[int, TensorReport] = {}
+    for owner, part in _parts(frame):
+        kind, tensors = "kept" if type(owner) is Pin else "input", _tensors_in(_packed(part))
+        operator, module, line = record.notes[0]
+        if type(owner) is Value:
+            operator, module, line = record.notes.get(owner.id, record.notes[0])
+            kind = "spared" if owner.id in record.spared else "kept" if owner.state is KEPT or owner.op else kind
+        if type(part) is Generators:
+            kind, tensors = "random state", [state for *_, state in part._streams if isinstance(state, Tensor)]
+            operator = str(owner.info.func) if type(owner) is Op else None
+        elif type(part) is Buffers:
+            kind, tensors = "buffers", part._then._values
+        elif type(part) is not Held:  # a tensor, which `auto` spares while the block runs
+            kind = "spared"
+        else:
+            if kind == "input":
+                operator = str(part.name) if isinstance(part.name, _torch.OpOverload) else named(part.name)
+            kind = "offloaded" if part.moved else kind
+        for tensor in tensors:
+            if not (tensor.is_leaf and tensor.requires_grad):
+                key = _torch.storage_id(tensor) if _torch.has_storage(tensor) else id(tensor)
+                found[key] = _tensor(kind, tensor, operator, module, line)
+    return [*found.values()]
+
+
+def _parts(frame: Frame) -> Iterator[tuple[Any, Any]]:
+    """Whatever holds tensors in a region (parameters apart), with what of the region refers to it."""
+    stack: list[Any] = [(None, [holder.saved for holder in _live(frame)])]
+    if isinstance(frame.source, Replay):  # while the block runs, it holds more than holders need
+        stack.append((None, frame.source.tape._values))
+        yield from getattr(frame.source.tape, "_spare", {}).items()
+    else:
+        stack.append((None, frame.source))
+    seen = set()
+    while stack:
+        owner, whole = stack.pop()
+        owner = whole if type(whole) in (Value, Op, Pin) else owner
+        for part in gc.get_referents(whole):
+            if id(part) not in seen:
+                seen.add(id(part))
+                if type(part) in _ENTERED:
+                    stack.append((owner, part))
+                elif type(part) in (Generators, Buffers) or (type(part) is Held and not part.is_parameter):
+                    yield owner, part
+
+
+_ENTERED = {list, tuple, dict, Value, Op, Ref, Scratch, Wrapped, Container, Pin}
+
+
+def _packed(part: Any) -> Any:
+    """What hooks have made of a tensor; the tensor, if there were none."""
+    packed = part.packed if type(part) is Held else part
+    return packed.data if isinstance(packed, _torch.SavedTensor) else packed
+
+
+def _tensors_in(packed: Any) -> list[Tensor]:
+    # Users' hooks give back anything with the tensor in it. A region around holds what its `Holder` stands for.
+    parts = [packed] if isinstance(packed, Tensor) else [] if type(packed) is Holder else gc.get_referents(packed)
+    return [part for part in parts if isinstance(part, Tensor)][:1]

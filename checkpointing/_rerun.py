@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextvars
 import functools
-import itertools
 import math
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
@@ -39,18 +38,96 @@ from ._tree import ATOMS, Field, put_together, take_apart
 _enclosing_hooks = _torch.enclosing_hooks
 _push_hooks, _pop_hooks = _torch.push_hooks, _torch.pop_hooks
 _is_grad_enabled, _set_grad_enabled = torch.is_grad_enabled, _torch.set_grad_enabled
-_parts_of, _storage_id, _has_storage = _torch.parts_of_module, _torch.storage_id, _torch.has_storage
-_Module, _partial = nn.Module, functools.partial
-_Norm = _torch.Normalisation
+_parts_of, _has_storage = _torch.parts_of_module, _torch.has_storage
+_Module, _partial, _Norm = nn.Module, functools.partial, _torch.Normalisation
 
 PreserveRngState = bool | Literal["all"]
 
 
-class Rerun(Region, Source):
+class Inputs:
+    """What goes into one call: how to hold it, and what is found on the way."""
+
+    devices: frozenset[torch.device] = frozenset()
+    generators: tuple[torch.Generator, ...] = ()
+    modules: tuple[nn.Module, ...] = ()
+    objects: tuple[tuple[Name, object], ...] = ()  # handed over as they are
+    _hooks: _torch.Hooks | None = None
+
+    def hold(self, value: Any, name: Name) -> Any:
+        """What stands for an argument, or a part of one, until the rerun."""
+        if isinstance(value, Tensor):
+            if not value.is_cpu:
+                self.devices |= {value.device}
+            return Held(value, self._hooks, name, True)
+        if isinstance(value, torch.Generator):
+            self.generators += (value,)
+        else:
+            self.look_at(value)
+            self.objects += ((name, value),)
+        return value
+
+    def capture(self, function: Any) -> list[tuple[CellType, Any]] | None:
+        """The cells of the variables that the function closes over, each with what stands for its contents."""
+        if type(function) is MethodType:
+            self.look_at(function.__self__)
+            function = function.__func__
+        if type(function) is not FunctionType:  # a module, or another object that can be called
+            self.look_at(function)
+            return None
+        code, scope = function.__code__, function.__globals__
+        names = code.co_names
+        if CodeType in map(type, code.co_consts):  # comprehensions, lambdas
+            names = (*names, *[name for const in code.co_consts if type(const) is CodeType for name in const.co_names])
+        for name in names:
+            if isinstance(scope.get(name), _Module):
+                self.modules += (scope[name],)
+        if function.__defaults__ or function.__kwdefaults__:
+            for default in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
+                self.look_at(default)
+        if function.__closure__ is None:
+            return None
+        return [
+            (cell, self._save_variable(contents_of(cell), name))
+            for name, cell in zip(code.co_freevars, function.__closure__, strict=True)
+        ]
+
+    def _save_variable(self, value: Any, name: str) -> Any:
+        if isinstance(value, Tensor | torch.Generator):
+            return self.hold(value, f"the variable '{name}'")
+        self.look_at(value)
+        return value
+
+    def look_at(self, value: Any, depth: int = 2) -> None:
+        """Find the modules of what a function is bound to or closes over: the object itself, those among its own
+        attributes or in a small list or dict, and those of a function that it wraps."""
+        kind = type(value)
+        if kind in ATOMS or isinstance(value, Tensor):
+            return
+        if isinstance(value, _Module):
+            self.modules += (value,)
+        elif kind is list or kind is tuple or kind is dict:
+            if len(value) <= 100:  # larger ones are not searched
+                self._take(value.values() if kind is dict else value)
+        elif kind is FunctionType or kind is MethodType:
+            if kind is MethodType:
+                self.look_at(value.__self__, depth - 1)
+            for cell in (value.__closure__ or ()) if depth else ():
+                self.look_at(contents_of(cell), depth - 1)
+        elif kind is _partial:
+            self.look_at(value.func, depth - 1)
+        elif not isinstance(value, type):
+            self._take(getattr(value, "__dict__", {}).values())
+
+    def _take(self, parts: Iterable[Any]) -> None:
+        self.modules += tuple([part for part in parts if isinstance(part, _Module)])
+
+
+class Rerun(Region, Source, Inputs):
     """The function, its saved inputs and the state it ran in."""
 
     context: AbstractContextManager[Any] | None = None  # entered around the rerun
     _buffers: Buffers | None = None
+    _cpu_state: Tensor | None = None
     _rng: Generators | None = None
     _pins: tuple[Pin, ...] = ()
     _results: tuple[Any, ...] = ()
@@ -69,28 +146,25 @@ class Rerun(Region, Source):
         while type(function) is _partial:
             args, kwargs, function = (*function.args, *args), {**function.keywords, **kwargs}, function.func
         self._function = function
-        inputs = Inputs(hooks)
         met: dict[int, Any] = {}  # a container that is two arguments stays one
-        self._args = [
-            value
-            if type(value) in ATOMS
-            else inputs.save(value, ("args", i))
-            if type(value) is Tensor
-            else take_apart(value, inputs.save, ("args", i), met)
-            for i, value in enumerate(args)
-        ]
-        self._kwargs = (
-            {k: take_apart(v, inputs.save, ("kwargs", k), met) for k, v in kwargs.items()} if kwargs else kwargs
-        )
+        self._args: list[Any] = []
+        for i, value in enumerate(args):
+            name = ("args", i)
+            plain = type(value) is Tensor and value.is_cpu
+            self._args.append(Held(value, hooks, name, True) if plain else take_apart(value, self.hold, name, met))
+        self._kwargs = kwargs
+        if kwargs:
+            self._kwargs = {k: take_apart(v, self.hold, ("kwargs", k), met) for k, v in kwargs.items()}
         self._has_containers = bool(met)
-        self._variables = inputs.capture(function)
-        self._objects, self._modules = inputs.objects, inputs.modules
-        if inputs.modules:
-            self._buffers = Buffers(inputs) or None
+        self._variables = self.capture(function)
+        if self.modules:
+            self._buffers = Buffers(self) or None
         self.ambient = Ambient()
         if preserve_rng_state:
-            devices = [device for device in inputs.devices if has_rng(device)]
-            self._rng = Generators(True, devices, inputs.generators, preserve_rng_state == "all")
+            self._cpu_state = _torch.get_cpu_state()
+            if self.devices or self.generators or preserve_rng_state == "all":
+                devices = filter(has_rng, self.devices)
+                self._rng = Generators(False, devices, self.generators, preserve_rng_state == "all")
 
     # ---- as a region
 
@@ -132,7 +206,7 @@ class Rerun(Region, Source):
 
     def at_hand(self, holder: Holder, where: Frame) -> Tensor | None:
         """A parameter, which is referenced (rule 2)."""
-        parameter, version, is_all = holder.saved
+        _, version, is_all, parameter = holder.saved
         if not is_all or where.check not in (metadata_of, None):
             return None
         if parameter._version != version:
@@ -140,12 +214,12 @@ class Rerun(Region, Source):
         return parameter  # type: ignore[no-any-return]
 
     def knows(self, parameters: tuple[Tensor, ...]) -> bool:
-        return any(known is parameter for m in self._modules for known in m.parameters() for parameter in parameters)
+        return any(known is parameter for m in self.modules for known in m.parameters() for parameter in parameters)
 
     def hint(self, saved: Any, recomputed: Any) -> str:
         """Which arguments the region may have changed itself: objects that are handed over as they are, and hold a
         tensor of the size that the recompute has met."""
-        grown = [named(name) for name, value in self._objects if _holds(value, recomputed)]
+        grown = [named(name) for name, value in self.objects if _holds(value, recomputed)]
         return errors.grown(grown, recomputed is not None) if grown else ""
 
     def recompute(self, request: Recompute) -> None:
@@ -153,7 +227,9 @@ class Rerun(Region, Source):
         function, args, kwargs = self.restored(where)
         undo: Undo = []
         try:
-            context = self.go_back(where, undo, request)
+            context = self.go_back(where, undo)
+            if self._buffers is not None:
+                request.rewound = self._buffers.rewound
             if self._pins or self._results or self.policy is not None:
                 thread.region = Repeated(self._pins, self._results, self.policy, where)
             request.begin_in_order()
@@ -163,8 +239,6 @@ class Rerun(Region, Source):
                 request.ran_to_its_end = True
             finally:
                 _pop_hooks()
-                if request.borrowed:
-                    request.keep_borrowed()
         finally:
             undo_all(undo)
 
@@ -188,7 +262,7 @@ class Rerun(Region, Source):
             function = functools.partial(_call_within, self.context, function)
         return function, args, kwargs
 
-    def go_back(self, where: object, undo: Undo, request: Recompute | None = None) -> contextvars.Context:
+    def go_back(self, where: object, undo: Undo) -> contextvars.Context:
         """Enter the state that the forward was called in; `undo` is given the way out, the last first. Returns the
         context to run in."""
         if self._variables:
@@ -198,10 +272,11 @@ class Rerun(Region, Source):
         undo.append((_set_grad_enabled, _is_grad_enabled()))
         _set_grad_enabled(True)
         if self._buffers is not None:
-            rewound = self._buffers.enter(where, undo)
-            if request is not None:
-                request.rewound = rewound
+            self._buffers.enter(where, undo)
         context = self.ambient.enter(undo)
+        if self._cpu_state is not None:
+            undo.append((_torch.set_cpu_state, _torch.get_cpu_state()))
+            _torch.set_cpu_state(self._cpu_state)
         if self._rng is not None:
             undo.append((Generators.leave, self._rng.enter([])))
         return context
@@ -294,79 +369,7 @@ def detached(tensor: Tensor) -> Tensor:
     return tensor.detach() if tensor.requires_grad else tensor
 
 
-# ---- inputs
-
-
-class Inputs:
-    """What goes into one call: how to hold it, and what is found on the way."""
-
-    def __init__(self, hooks: _torch.Hooks | None) -> None:
-        self.hooks = hooks
-        self.devices: set[torch.device] = set()
-        self.generators: list[torch.Generator] = []
-        self.modules: list[nn.Module] = []
-        self.objects: list[tuple[Name, object]] = []  # handed over as they are
-
-    def save(self, value: Any, name: Name) -> Any:
-        """What stands for an argument, or a part of one, until the rerun."""
-        if isinstance(value, Tensor):
-            if not value.is_cpu:
-                self.devices.add(value.device)
-            return Held(value, self.hooks, name, in_graph=True)
-        if isinstance(value, torch.Generator):
-            self.generators.append(value)
-        else:
-            self.look_at(value)
-            self.objects.append((name, value))
-        return value
-
-    def capture(self, function: Any) -> list[tuple[CellType, Any]]:
-        """The cells of the variables that the function closes over, each with what stands for its contents."""
-        if isinstance(function, MethodType):
-            self.look_at(function.__self__)
-            function = function.__func__
-        if type(function) is not FunctionType:  # a module, or another object that can be called
-            self.look_at(function)
-            return []
-        code, scope = function.__code__, function.__globals__
-        inner = [const.co_names for const in code.co_consts if type(const) is CodeType]  # comprehensions, lambdas
-        for global_name in itertools.chain(code.co_names, *inner) if inner else code.co_names:
-            if isinstance(scope.get(global_name), _Module):
-                self.modules.append(scope[global_name])
-        for default in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
-            self.look_at(default)
-        return [
-            (cell, self._save_variable(contents_of(cell), name))
-            for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True)
-        ]
-
-    def _save_variable(self, value: Any, name: str) -> Any:
-        if isinstance(value, Tensor | torch.Generator):
-            return self.save(value, f"the variable '{name}'")
-        self.look_at(value)
-        return value
-
-    def look_at(self, value: Any, depth: int = 2) -> None:
-        """Find the modules of what a function is bound to or closes over: the object itself, those among its own
-        attributes or in a small list or dict, and those of a function that it wraps."""
-        kind = type(value)
-        if kind in ATOMS or isinstance(value, Tensor):
-            return
-        if isinstance(value, _Module):
-            self.modules.append(value)
-        elif kind is list or kind is tuple or kind is dict:
-            if len(value) <= _FEW:
-                parts = value.values() if kind is dict else value
-                self.modules += [part for part in parts if isinstance(part, _Module)]
-        elif kind is FunctionType or kind is MethodType:
-            if kind is MethodType:
-                self.look_at(value.__self__, depth - 1)
-            for cell in (value.__closure__ or ()) if depth else ():
-                self.look_at(contents_of(cell), depth - 1)
-        elif kind is functools.partial:
-            self.look_at(value.func, depth - 1)
-        elif not isinstance(value, type):
-            self.modules += [part for part in getattr(value, "__dict__", {}).values() if isinstance(part, _Module)]
+# ---- variables
 
 
 def contents_of(cell: CellType) -> Any:
@@ -399,7 +402,6 @@ def _holds(value: object, metadata: Any, depth: int = 3) -> bool:
 
 # ---- buffers
 
-_FEW = 100  # parts of a list or dict: larger ones are not searched
 _SMALL = 1 << 16  # bytes: up to that a copy before every forward costs little
 
 
@@ -411,12 +413,11 @@ class Buffers:
     Larger ones and those of modules in evaluation mode are guarded by version.
     """
 
-    __slots__ = ("_entries", "_guarded", "_lazy", "_then")
+    __slots__ = ("_entries", "_guarded", "_then")
 
     def __init__(self, inputs: Inputs) -> None:
         self._entries: Entries = []
         self._guarded: list[tuple[nn.Module, str, Tensor, int]] = []
-        self._lazy: list[tuple[dict[str, Any], str]] = []
         small: list[Tensor] = []  # what shares memory is rewound twice, to the same
         stack: list[Any] = [*inputs.modules]
         seen = set()
@@ -430,11 +431,8 @@ class Buffers:
                 stack += children.values()
             for parameter in parameters.values():
                 if parameter is not None and not parameter.is_cpu:
-                    inputs.devices.add(parameter.device)
+                    inputs.devices |= {parameter.device}
             for name, tensor in buffers.items() if buffers else ():
-                if type(tensor) is not Tensor and tensor is not None and nn.parameter.is_lazy(tensor):
-                    self._lazy.append((buffers, name))
-                    continue
                 self._entries.append((buffers, name, tensor))
                 if tensor is None:
                     continue
@@ -447,22 +445,23 @@ class Buffers:
         self._then = _Moment(small)
 
     def __bool__(self) -> bool:
-        return bool(self._entries or self._lazy)
+        return bool(self._entries)
 
-    def enter(self, where: object, undo: Undo) -> set[int]:
-        """Go back; `undo` is given the way out. Returns the storages that have been rewound."""
+    @property
+    def rewound(self) -> set[int]:
+        """The storages that are."""
+        return set(map(_torch.storage_id, self._then.tensors))
+
+    def enter(self, where: object, undo: Undo) -> None:
+        """Go back; `undo` is given the way out."""
         for module, name, tensor, version in self._guarded:
             if _torch.version(tensor) != version:
                 what = named((type(module).__name__, Field(name)), tensor)
                 raise errors.changed(where, what, version, _torch.version(tensor))
-        tensors = self._then.tensors
-        if self._lazy:  # made by this forward: what they were before is gone, but they are not written twice
-            tensors = tensors + [store[name] for store, name in self._lazy if store[name] is not None]
         undo.append((_set, [(store, name, store.get(name, _GONE)) for store, name, _ in self._entries]))
-        undo.append((_Moment.go_back, _Moment(tensors)))
+        undo.append((_Moment.go_back, self._then.again()))
         _set(self._entries)
         self._then.go_back()
-        return set(map(_storage_id, self._then.tensors))
 
 
 Entries = list[tuple[dict[str, Any], str, Tensor | None]]  # a module's dict, name, what was there
@@ -485,12 +484,18 @@ class _Moment:
 
     __slots__ = ("_memory", "_values", "_versions", "tensors")
 
-    def __init__(self, tensors: list[Tensor]) -> None:
+    def __init__(self, tensors: list[Tensor], memory: list[Tensor] | None = None) -> None:
         self.tensors = tensors
         # Where elements have gaps between them, share their memory or stand for others: all of the storage.
-        self._memory = [t if t.is_contiguous() and not t.is_complex() else _torch.bytes_of(t) for t in tensors]
+        self._memory = memory or [
+            t if t.is_contiguous() and not t.is_complex() else _torch.bytes_of(t) for t in tensors
+        ]
         self._values: list[Tensor] = without_recording(_torch.clones, self._memory) if tensors else []
         self._versions = [tensor._version for tensor in tensors]
+
+    def again(self) -> _Moment:
+        """What they hold now."""
+        return _Moment(self.tensors, self._memory)
 
     def go_back(self) -> None:
         if self.tensors:

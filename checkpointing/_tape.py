@@ -20,6 +20,7 @@ Rejected: a list of operators with use counts (needs a release pass after each b
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from functools import partial
@@ -264,6 +265,7 @@ def _info_of_region(info: Info, region: Any) -> Info:
 
 _NOTHING: dict[Any, Any] = {}
 _storage_id, _has_storage, _weak_storage = _torch.storage_id, _torch.has_storage, _torch.weak_storage
+_modules, _INDUCTOR = sys.modules, "torch._inductor.output_code"  # loaded before anything runs that it has compiled
 _Parameter, _plain_dispatch = nn.Parameter, Tensor.__torch_dispatch__
 _is_grad_enabled, _graph_task_id = torch.is_grad_enabled, _torch.graph_task_id
 
@@ -287,6 +289,7 @@ class Tape(TorchDispatchMode, Region):
         self.clock = 0  # the last id of a value
         self.recorded = self.saved_bytes = self.kept_bytes = 0
         self.cuts: list[int] = []  # where segments begin: positions on the tape, in order
+        self.counted: dict[int, int] = {}  # by position: how many operators came before
         self.switches = read_switches()
         self._here = here = thread.__dict__
         self._depth = here["depth"]
@@ -308,7 +311,6 @@ class Tape(TorchDispatchMode, Region):
         # By storage: what the last operator has made, and mostly is met next. Until one runs that makes a view of it
         # nothing can lie there in another way.
         self._new: dict[int, Value] = {}
-        self._is_wary = _torch.inductor_is_loaded()
         self._has_zeros = False  # has seen efficient zeros, which have no memory
         self._unsettled: list[tuple[Answer, Tensor]] = []  # written just now, and to be kept
         self._lent: list[torch.UntypedStorage] = []  # memory of gathered parameters, while there
@@ -356,12 +358,10 @@ class Tape(TorchDispatchMode, Region):
 
     def save(self, tensor: Tensor) -> Any:
         """What a holder needs to bring `tensor` back."""
-        if self._lent:
-            self._see_lent()
         if type(tensor) is not Tensor and hasattr(tensor, "__tensor_flatten__"):
             return Wrapped(tensor, self.save)
-        if self._is_wary:
-            self._notice_writes(tensor)
+        if _INDUCTOR in _modules:
+            self._notice_writes((tensor,))
         saved = self.reference(tensor)
         value = saved if type(saved) is Value else cast(Ref, saved).value
         if type(value.op) is SpecialOp and value is saved and self.hooks is None and _is_cheap_to_hold(value):
@@ -398,7 +398,7 @@ class Tape(TorchDispatchMode, Region):
                 hooks = self.hooks if mover is None or not mover.takes(tensor) else mover
                 value.keep(tensor, hooks)
                 self.kept_bytes += value.nbytes
-                self.cuts.append(self.clock + 1)
+                self.cuts.append(self._position())
 
     def keeps_now(self) -> int | None:
         """How many bytes are kept at this moment of the block, where that is known."""
@@ -505,6 +505,11 @@ class Tape(TorchDispatchMode, Region):
             value.keep(tensor, self.hooks)
             self.kept_bytes += value.nbytes
 
+    def _position(self) -> int:
+        """Where a cut would be now."""
+        self.counted[self.clock + 1] = self.recorded
+        return self.clock + 1
+
     def _see_lent(self) -> None:
         """Where gathered parameters have been given back (FSDP2, after each module) is a cut: in backward those of one
         module at a time will be there."""
@@ -514,7 +519,7 @@ class Tape(TorchDispatchMode, Region):
             self._cut_for_good()
 
     def _cut_for_good(self) -> None:
-        self._last_cut = self.clock + 1
+        self._last_cut = self._position()
         self.cuts.append(self._last_cut)
         self._new.clear()
 
@@ -555,7 +560,13 @@ class Tape(TorchDispatchMode, Region):
             # While a weak reference lives, no other storage gets this address.
             self._weak.append(_weak_storage(storage))
         value = values[sid] = Value(id, op, storage.nbytes(), geometry)
-        if op is not None and self._fresh is not None and value.nbytes:
+        # There is nothing to keep in memory that has only been allocated (DDP's buckets, when it makes them anew).
+        if (
+            op is not None
+            and self._fresh is not None
+            and value.nbytes
+            and not (op.info.allocates and not op.info.writes)
+        ):
             self._fresh.append((sid, value))
         return value
 
@@ -568,20 +579,22 @@ class Tape(TorchDispatchMode, Region):
 
     # ---- the mode
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = _NOTHING) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or _NOTHING
         if self._here["depth"] != self._depth:  # an operator of a recompute (rule 3)
             self._new.clear()  # it may make a view
             return func(*args, **kwargs)
         info = _INFOS.get(id(func)) or Info(func)
         if self._lent:
             self._see_lent()
-        if not _is_grad_enabled() and _torch.inductor_runs():
-            if info.name != "inductor_compiled_code":
-                self._new.clear()
-                return func(*args, **kwargs)  # its kernels, which nobody sees, write what this makes
-            info, args = _info_of_region(info, args[0]), (args[0], *args[1])
-        if self._is_wary:
-            self._notice_writes((args, tuple(kwargs.values())))
+        if _INDUCTOR in _modules:
+            self._new.clear()  # compiled code makes views that nobody sees
+            if not _is_grad_enabled() and _torch.inductor_runs():
+                if info.name != "inductor_compiled_code":
+                    return func(*args, **kwargs)  # its kernels, which nobody sees, write what this makes
+                info, args = _info_of_region(info, args[0]), (args[0], *args[1])
+            self._notice_writes(args)
+            self._notice_writes(kwargs.values())
         if self._since >= self._watch:
             self._look(info)
         if self._unsettled:
@@ -668,7 +681,7 @@ class Tape(TorchDispatchMode, Region):
         value = self._register(tensor, op, sid, geometry)
         if op.info.allocates:
             value.state = UNFILLED
-        elif geometry is not None and not self._is_wary:  # compiled code makes views that nobody sees
+        elif geometry is not None:
             self._new[sid] = value
         return value.id
 
@@ -727,12 +740,15 @@ class Tape(TorchDispatchMode, Region):
             new.state = UNFILLED
         return value.id, new.id
 
-    def _notice_writes(self, tensors: Any) -> None:
+    def _notice_writes(self, args: Iterable[Any]) -> None:
         """Compiled code that no operator shows leaves a trace of what it writes in version counters alone."""
-        for sid, tensor in _by_storage(tensors).items():
-            value = self._values.get(sid)
-            if value is not None and value.op is not None and _torch.version(tensor) > value.version:
-                self._now_outside(self._on_storages(tensor))
+        for arg in args:
+            if type(arg) is list or type(arg) is tuple:
+                self._notice_writes(arg)
+            elif type(arg) is Tensor and _has_storage(arg):
+                value = self._values.get(_storage_id(arg))
+                if value is not None and value.op is not None and _torch.version(arg) > value.version:
+                    self._now_outside(self._on_storages(arg))
 
     def _refer_to_written(self, arg: Any, reads: list[Value], info: Info, outside: dict[int, Tensor]) -> Any:
         if type(arg) is list or type(arg) is tuple:

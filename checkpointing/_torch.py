@@ -49,6 +49,23 @@ current_node: Callable[[], Any] = _C._current_autograd_node
 graph_exec_group: Callable[[], object | None] = _C._get_graph_exec_group
 
 
+# Whether a profiler runs in this thread, at the price of a C function; and a range in what it shows, where
+# `torch.profiler.record_function` would be an operator, which modes see.
+profiles: Callable[[], bool] = _autograd._profiler_enabled
+profiled_range: Callable[[str], AbstractContextManager[Any]] = _C._profiler._RecordFunctionFast
+
+
+def saved_by(node: Any) -> list[Any]:
+    """What autograd, or its hooks, have put into a node in place of the tensors that it saves."""
+    found: list[Any] = []
+    for name in dir(node):
+        if name.startswith("_raw_saved_"):
+            with contextlib.suppress(RuntimeError):  # a custom Function, after backward
+                saved = getattr(node, name)
+                found += [one.data for one in (saved if isinstance(saved, list | tuple) else (saved,))]
+    return found
+
+
 # Call something when the running backward call ends; a failing one only drops its reference to it.
 at_graph_task_end: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
 
@@ -73,19 +90,13 @@ def quick_call(func: Any) -> Any:
 
 
 # ---- compiled code. Inductor allocates and writes memory past the dispatcher, and calls some operators in between.
-def inductor_is_loaded() -> bool:
-    """As soon as anything has been compiled for it, if not before."""
-    return "torch._inductor" in sys.modules
-
-
 def inductor_runs() -> bool:
     """Whether this is called from code that inductor has compiled. (Ask with grad mode off: it always runs so.)"""
-    if inductor_is_loaded():
-        frame = sys._getframe(2).f_back
-        while frame is not None:
-            if frame.f_globals.get("__name__", "").startswith("torch._inductor."):
-                return True
-            frame = frame.f_back
+    frame = sys._getframe(2).f_back
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").startswith("torch._inductor."):
+            return True
+        frame = frame.f_back
     return False
 
 
@@ -167,6 +178,9 @@ is_checkpoint_valid: Callable[[], bool] = torch.autograd._is_checkpoint_valid
 parts_of_module: Callable[[nn.Module], tuple[dict[str, nn.Module | None], dict[str, Any], dict[str, Tensor | None]]] = (
     operator.attrgetter("_modules", "_parameters", "_buffers")
 )
+
+# The Python function in whose frames a module's `forward` runs.
+module_call_code: CodeType = cast(Any, nn.Module._wrapped_call_impl).__code__
 
 
 # Batch and instance normalisation: their kernels write running statistics without a trace in the version counter.
@@ -304,6 +318,13 @@ def unflatten(kind: Any, parts: dict[str, Any], context: Any, size: Any, stride:
         source = parts.get("_lengths", parts["_offsets"])
         sys.modules[kind.__module__]._tensor_symint_registry[source] = size[context["ragged_idx"]]
     return cast(Tensor, kind.__tensor_unflatten__(parts, context, size, stride))
+
+
+def plain_parts(tensor: Any) -> list[Tensor]:
+    """The tensors that a wrapper subclass consists of; the tensor itself, if it is none."""
+    names = tensor.__tensor_flatten__()[0] if hasattr(tensor, "__tensor_flatten__") else ()
+    parts = [part for name in names if isinstance(part := getattr(tensor, name), Tensor)]  # a `DeviceMesh` is no tensor
+    return [leaf for part in parts for leaf in plain_parts(part)] or [tensor]
 
 
 def parts_of(tensor: Any) -> Sequence[Any] | None:

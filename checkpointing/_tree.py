@@ -19,7 +19,6 @@ from torch.utils._pytree import SUPPORTED_NODES
 ATOMS = frozenset(
     {int, float, complex, bool, str, bytes, type(None), type, range, slice, torch.dtype, torch.device, torch.Size}
 )
-_DEEPEST = 100  # containers further in stay whole
 
 
 class Field(str):
@@ -40,8 +39,6 @@ def open_container(value: Any) -> Container | None:
     kind: Any = type(value)
     if kind is list or kind is tuple:
         return Container(dict(enumerate(value)), lambda parts: kind(parts.values()))
-    if kind is dict:
-        return Container(value, lambda parts: parts)
     node = SUPPORTED_NODES.get(kind)
     if node is not None:
         children, context = node.flatten_fn(value)
@@ -51,43 +48,33 @@ def open_container(value: Any) -> Container | None:
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         parts = dict(zip(map(Field, value._fields), value, strict=True))
         return Container(parts, lambda parts: tuple.__new__(kind, parts.values()))
-    is_dict = isinstance(value, dict)
-    if not is_dict and (not dataclasses.is_dataclass(kind) or isinstance(value, Enum | nn.Module)):
+    if not dataclasses.is_dataclass(value) or isinstance(value, dict | Enum | nn.Module):
         return None
     attributes = dict(getattr(value, "__dict__", {}))
-    parts = (
-        dict(value)
-        if is_dict
-        else {Field(f.name): getattr(value, f.name) for f in dataclasses.fields(value) if hasattr(value, f.name)}
-    )
+    fields = {Field(f.name): getattr(value, f.name) for f in dataclasses.fields(value) if hasattr(value, f.name)}
 
     def build(parts: dict[Any, Any]) -> Any:
-        # Past the constructors, which may take anything.
-        new = kind.__new__(kind) if is_dict else object.__new__(kind)
-        for name, part in (attributes if is_dict else attributes | parts).items():
+        new = object.__new__(kind)  # past the constructor, which may take anything
+        for name, part in (attributes | parts).items():
             object.__setattr__(new, name, part)
-        if is_dict:
-            dict.update(new, parts)
         return new
 
-    return Container(parts, build)
+    return Container(fields, build)
 
 
-def take_apart(
-    value: Any, leaf: Callable[[Any, Any], Any], name: Any = None, met: dict[int, Any] | None = None, depth: int = 0
-) -> Any:
+def take_apart(value: Any, leaf: Callable[[Any, Any], Any], name: Any = None, met: dict[int, Any] | None = None) -> Any:
     """`value` with `leaf(part, name)` in place of whatever is no container, and `Container`s in place of those; `put_
     together` is the way back. A container that is met twice becomes one; one that is in itself stays there."""
     if type(value) in ATOMS:
         return value
-    opened = None if isinstance(value, Tensor) or depth > _DEEPEST else open_container(value)
+    opened = None if isinstance(value, Tensor) else open_container(value)
     if opened is None:
         return leaf(value, name)
     met = {} if met is None else met
     if id(value) in met:
         return met[id(value)][0]
     met[id(value)] = value, value
-    parts = {k: take_apart(part, leaf, (name, k), met, depth + 1) for k, part in opened.parts.items()}
+    parts = {k: take_apart(part, leaf, (name, k), met) for k, part in opened.parts.items()}
     is_same = all(parts[k] is part and type(k) is Field for k, part in opened.parts.items())
     taken = value if is_same and parts else Container(parts, opened.build)  # objects with fields may be keys of dicts
     met[id(value)] = taken, value  # which lives as long as its id is used

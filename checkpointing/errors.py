@@ -52,8 +52,7 @@ def different_metadata(where: object, op: str, mismatches: Sequence[Mismatch], s
     rows = "".join(
         f"tensor at position {slot}:\n"
         f"saved metadata: {_readable(saved)}\n"
-        f"recomputed metadata: {_readable(recomputed)}\n"
-        f"({details})\n"
+        f"recomputed metadata: {_readable(recomputed)}\n({details})\n"
         for slot, saved, recomputed, details in mismatches[:shown]
     )
     if len(mismatches) > shown:

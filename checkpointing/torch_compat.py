@@ -36,10 +36,10 @@ from typing_extensions import Unpack
 from . import _torch
 from ._api import Options as Region
 from ._api import is_plain, run_rerun
+from ._debug import logged
 from ._reentrant import CheckpointFunction as CheckpointFunction
 from ._reentrant import check_backward_validity as check_backward_validity
 from ._reentrant import detach_variable as detach_variable
-from ._report import logged
 from ._where import entered_from, warn
 from .errors import CheckpointError as CheckpointError
 

@@ -50,6 +50,11 @@ class Program:
         return stdout
 
 
+def waiting():
+    """The test files that want something: they had better come last."""
+    return {program.wanted_by for program in _programs}
+
+
 def start(modules):
     """Run what these test files want."""
     global _runner

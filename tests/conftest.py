@@ -19,6 +19,10 @@ settings.register_profile("ci", derandomize=True, deadline=None, database=None, 
 settings.load_profile("ci")
 
 
+def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: getattr(getattr(item, "module", None), "__name__", "") in beside.waiting())
+
+
 def pytest_collection_finish(session):
     if not session.config.option.collectonly:
         beside.start({item.module.__name__ for item in session.items if hasattr(item, "module")})

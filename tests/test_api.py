@@ -193,6 +193,7 @@ def test_fn_is_positional_only_and_options_are_keyword_only():
         "determinism_check": "metadata",
         "policy": None,
         "debug": False,
+        "report": False,
         "name": None,
     }
     assert {option.name: option.default for option in options} == defaults

@@ -10,7 +10,7 @@ from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 
 import checkpointing.torch_compat as ours
-from checkpointing import checkpoint_scope, checkpointed
+from checkpointing import checkpoint_modules, checkpoint_scope, checkpointed
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what the compiler says is not ours
 
@@ -130,14 +130,48 @@ def a_sequence():
         (decorated_method, 6),
         (a_sequence, 5),
         (lambda: checkpointed(fn), 6),
+        (lambda: lambda x, y: checkpointed(fn)(x, y), 6),
         (lambda: checkpointed(fn, backend="reentrant"), 6),
         (lambda: checkpointed(fn, enabled=False), 4),
     ],
-    ids=["function", "inside", "method", "sequence", "own", "own legacy", "switched off"],
+    ids=["function", "inside", "method", "sequence", "own", "own inside", "own legacy", "switched off"],
 )
 def test_other_forms_compile_in_one_graph(program, count):
     """torch's own decorator and `checkpoint_sequential` break the graph."""
     assert products(program(), fullgraph=True) == [2, count]
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("door", ["checkpointed", "checkpoint", "checkpoint_modules"])
+def test_one_graph_for_all_sizes_with_the_results_of_eager_code(door, backend):
+    torch._dynamo.reset()
+    graphs, inner = [], torch._dynamo.lookup_backend(backend)
+
+    class Block(nn.Module):
+        def forward(self, x, y):
+            return (x * y[0]).sin().exp() * y[1]
+
+    block, (_, y) = Block(), arguments()
+    region = {"checkpointed": checkpointed, "checkpoint": ours.checkpoint(use_reentrant=False)}.get(door, lambda b: b)(
+        block
+    )
+    if door == "checkpoint_modules":
+        checkpoint_modules(block, Block)
+
+    def program(x, y):
+        return region(x * 2, y).cos()
+
+    def compiler(graph, inputs):
+        graphs.append([str(node.target) for node in graph.graph.nodes])
+        return inner(graph, inputs)
+
+    compiled = torch.compile(program, backend=compiler, fullgraph=True, dynamic=True)
+    for n in (3, 5, 8):
+        x = torch.randn(n, 4, requires_grad=True)
+        have, want = (torch.autograd.grad(f(x, y).sum(), (x, y)) for f in (compiled, program))
+        torch.testing.assert_close(have, want)
+    (operators,) = graphs
+    assert "tag_activation_checkpoint" in operators
 
 
 @pytest.mark.parametrize("seen_before", [False, True])

@@ -175,7 +175,7 @@ def test_values_finds_another_number(dtype):
     assert re.findall(r"position (\d+)", text) == ["1"]  # exp saves position 0
     assert "slot 1, made by AddBackward0" in text
     for run_ in ("forward", "recompute"):
-        assert re.search(rf"saved in the {run_} at {LINE}:\d+: \(y \+ table\[\"offset\"\]\)\.sin\(\)", text)
+        assert re.search(rf"saved in the {run_} at {LINE}:\d+: return \(y \+ table\[\"offset\"\]\)\.sin\(\)", text)
     assert re.search(r"So do 1 more, in slots \[\d\]", text)
 
 

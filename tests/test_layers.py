@@ -17,9 +17,9 @@ PACKAGE = Path(checkpointing.__file__).parent
 
 # The layout table of the design, from the top down.
 LAYERS = [
-    *("__init__", "__main__", "torch_compat", "_modules", "_api", "_report", "_reentrant", "_policy", "_auto"),
-    *("_rerun", "_replay", "_tape", "_engine", "_check", "_ambient", "_offload", "_region", "_where", "_tree"),
-    *("_torch", "errors"),
+    *("__init__", "__main__", "torch_compat", "_modules", "_api", "_report", "_debug", "_reentrant", "_policy"),
+    *("_auto", "_rerun", "_replay", "_tape", "_engine", "_check", "_ambient", "_offload", "_region", "_where"),
+    *("_tree", "_torch", "errors"),
 ]
 FILES = sorted(path.stem for path in PACKAGE.glob("*.py"))
 TREES = {name: ast.parse((PACKAGE / f"{name}.py").read_text(encoding="utf-8")) for name in FILES}
@@ -31,7 +31,7 @@ ALLOWED = {
     "torch.utils._python_dispatch.TorchDispatchMode": set(FILES),
 }
 # Private attributes of objects that are Python's, or that torch documents in its notes on autograd.
-KNOWN_ATTRIBUTES = {"_getframe", "_fields", "_replace", "_version", "_base", "_schema"}
+KNOWN_ATTRIBUTES = {"_getframe", "_asdict", "_fields", "_replace", "_version", "_base", "_schema"}
 
 
 def imports(tree):

@@ -116,16 +116,18 @@ def test_a_way_that_moves_the_random_stream_fails_the_run(capsys, monkeypatch):
         (["--context", "100000000"], ["--context", "too long"]),
         (["--width", "30"], ["--width", "30", "multiple of 4"]),
         (["--device", "abacus"], ["--device", "'abacus'", "not a device"]),
-        (["--device", "meta"], ["--device", "'meta'", "cpu and cuda only"]),
+        (["--device", "meta"], ["--device", "'meta'", "not available"]),
         (["--device", "cuda"], ["--device", "'cuda'", "not available"]),
         (["--dtype", "int8"], ["--dtype", "'int8'", "float32"]),
         (["--layer", "3"], ["unrecognized", "--layer"]),
+        (["--plot", "a.gif"], ["--plot", "'a.gif'", ".svg", ".png"]),
+        (["--plot", "no/such/a.svg"], ["--plot", "'no/such/a.svg'", "no folder"]),
     ],
     ids=" ".join,
 )
 def test_wrong_values_get_one_line_and_status_2(capsys, monkeypatch, arguments, words):
     """No usage, no traceback, nothing on stdout."""
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: None)
     with pytest.raises(SystemExit) as exit_:
         job.main(arguments)
     out, err = capsys.readouterr()
@@ -134,6 +136,40 @@ def test_wrong_values_get_one_line_and_status_2(capsys, monkeypatch, arguments, 
     assert err.count("\n") == 1
     assert err.startswith("python -m checkpointing: ")
     assert all(word in err for word in words)
+
+
+def test_plot_without_matplotlib_is_one_line_that_names_the_extra(capsys, monkeypatch):
+    """Nothing runs before."""
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(SystemExit) as exit_:
+        job.main(["--plot", "a.svg"])
+    _, err = capsys.readouterr()
+    assert exit_.value.code == 2
+    assert err.count("\n") == 1
+    assert "pip install 'checkpointing[plot]'" in err
+
+
+def test_the_picture_is_the_same_each_time_and_shows_every_way(tmp_path):
+    """An SVG with its words as text, without a date, drawn from counts alone."""
+    pytest.importorskip("matplotlib")
+    files = [tmp_path / "a.svg", tmp_path / "b.svg"]
+    for file in files:
+        assert job.main([*SMALL, "--plot", str(file)]) == 0
+    text = files[0].read_text(encoding="utf-8")
+    assert text == files[1].read_text(encoding="utf-8")
+    for word in [*job.WAYS, "forward", "backward", "cuts of auto()", "plain", "recomputed FLOPs"]:
+        assert f">{word}" in text, word
+    assert len(text) < 150_000
+
+
+def test_operations_are_counted_in_forward_and_in_recompute():
+    """A product of matrices takes two per element and step; backward of this one needs one more, and the recompute
+    none: what backward reads is given."""
+    x, w = torch.ones(2, 3), torch.ones(3, 4, requires_grad=True)
+    step = job.step_on_cpu(lambda: (x @ w).sum())
+    assert (step.flops_forward, step.flops) == (2 * 2 * 3 * 4, 2 * 2 * 2 * 3 * 4)
+    step = job.step_on_cpu(lambda: job.decorated(lambda x: (x @ w).exp(), x).sum())
+    assert (step.flops_forward, step.flops) == (48, 3 * 48)
 
 
 def test_the_command_exits_with_the_status():

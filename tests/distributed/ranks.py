@@ -1,16 +1,19 @@
-"""One rank: runs every program of its world size through every door, and writes a line for each into a file.
+"""Ranks: each runs every program of its world size through every door, and writes a row for each into a file.
 
-Weights are whole numbers between -1 and 1 before and after each step, in float64: the arithmetic is exact, whatever strides and
-alignment a kernel meets. (But for mixed precision and batch normalisation: there the kernels and the shapes are the same.)
+Weights are whole numbers from -1 to 1 before and after each step, in float64: the arithmetic is exact, whatever strides
+and alignments kernels meet. (Mixed precision and batch normalisation run the same kernels on the same shapes.)
 """
 
-import contextlib
 import functools
 import json
+import multiprocessing
 import sys
+import tempfile
+import time
 import traceback
 import warnings
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -19,35 +22,32 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
-from checkpointing import auto, checkpoint_scope, checkpointed
+from checkpointing import auto, checkpoint_modules, checkpoint_scope, checkpointed
 
-N, WIDTH = 6, 8  # blocks, features
+N, WIDTH = 4, 8  # blocks, features
+PROGRAMS = {2: {}, 4: {}}  # by world size and name: given the doors for a block and for the model, (model, step)
+SCOPES = []  # of one step: each with its stats at its end
 
 
-def scope(fn):
+def program(name, *, world=2, **options):
+    """Under this name, the function with these options."""
+
+    def add(function):
+        PROGRAMS[world][name] = functools.partial(function, **options)
+        return function
+
+    return add
+
+
+def scope(fn, policy=None):
     def run(*args):
-        with checkpoint_scope():
-            return fn(*args)
-
-    return run
-
-
-SCOPES = []  # of one run
-
-
-def under_auto(fn):
-    def run(*args):
-        with checkpoint_scope(policy=auto()) as it:
-            SCOPES.append(it)
-            return fn(*args)
+        with checkpoint_scope(policy=policy and policy()) as it:
+            result = fn(*args)
+        SCOPES.append((it, it.stats))
+        return result
 
     return run
 
@@ -56,28 +56,33 @@ def plain(fn):
     return fn
 
 
-DOORS = {  # around each block, and around the whole model
+replay = functools.partial(checkpointed, backend="replay")
+IN_PLACE = {checkpointed: {}, replay: {"backend": "replay"}}
+DOORS = {  # for each block, for the model
     "plain": (plain, plain),
     "torch": (lambda fn: functools.partial(checkpoint, fn, use_reentrant=False), plain),
     "rerun": (checkpointed, plain),
-    "replay": (functools.partial(checkpointed, backend="replay"), plain),
+    "replay": (replay, plain),
     "scope": (scope, plain),
-    "auto": (plain, under_auto),
+    "auto": (plain, functools.partial(scope, policy=auto)),
+    "scope in rerun": (lambda fn: checkpointed(scope(fn)), plain),
+    "rerun in scope": (lambda fn: scope(checkpointed(fn)), plain),
 }
 
 
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.scale = Scale()
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+def doors(name):
+    """Those through which a program goes."""
+    inside = "inside" in name or "lambda" in name  # for `auto`, which puts nothing inside, the same as around
+    return [
+        door for door in DOORS if not (" in " in door and "collectives" not in name) and not (door == "auto" and inside)
+    ]
 
-    def forward(self, x):
-        return x + self.down(nn.functional.dropout(self.up(self.scale(x)).relu(), 0.5))
+
+# ---- models
 
 
 class Scale(nn.Module):
-    """A normalisation that does not normalise: exact."""
+    """A normalisation that is exact."""
 
     def __init__(self):
         super().__init__()
@@ -87,17 +92,32 @@ class Scale(nn.Module):
         return x * self.weight
 
 
-class Net(nn.Module):
-    """Blocks with regions inside, around, or around a lambda."""
-
-    def __init__(self, door, where="around", block=Block):
+class Block(nn.Module):
+    def __init__(self, norm=Scale):
         super().__init__()
-        self.blocks = nn.ModuleList(block() for _ in range(N))
+        self.norm = norm()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + self.down(nn.functional.dropout(self.up(self.norm(x)).relu(), 0.5))
+
+
+def put_inside(model, door):
+    """Regions into the blocks, in place."""
+    if door in IN_PLACE:
+        checkpoint_modules(model, "blocks.*", **IN_PLACE[door])
+    for block in () if door in IN_PLACE else model.blocks:
+        block.forward = door(block.forward)
+
+
+class Net(nn.Module):
+    """Blocks, with regions around them or around lambdas, if not inside."""
+
+    def __init__(self, door, where="around", block=Block, n=N):
+        super().__init__()
+        self.blocks = nn.ModuleList(block() for _ in range(n))
         self.head = nn.Linear(WIDTH, 4)
-        around = {"around": door, "lambda": lambda block: door(lambda x: block(x))}
-        self.around = around.get(where, plain)
-        for block in self.blocks if where == "inside" else ():
-            block.forward = door(block.forward)
+        self.around = {"around": door, "lambda": lambda block: door(lambda x: block(x))}.get(where, plain)
         self.double()
         with torch.no_grad():
             for i, p in enumerate(self.parameters()):
@@ -109,183 +129,260 @@ class Net(nn.Module):
         return self.head(x)
 
 
-def once(model, x):
-    (model(x) * torch.tensor([1.0, 2.0, -1.0, 3.0])).sum().backward()
-
-
-def data(step, *shape):
-    """Whole numbers, others on each rank and in each step."""
-    g = torch.Generator().manual_seed(100 * step + dist.get_rank())
-    return torch.randint(-2, 3, shape or (4, WIDTH), generator=g).double()
-
-
-# ---- programs: called with the doors for a block and for the model; they return the module whose parameters are trained, and the step
-
-
-PROGRAMS = {2: {}, 4: {}}
-
-
-def program(name, *args, world=2, **kwargs):
-    def add(function):
-        PROGRAMS[world][name] = functools.partial(function, *args, **kwargs)
-        return function
-
-    return add
-
-
-# ---- DDP
-
-
-def once_more(model, x):
-    """Two backwards, of which the first leaves the gradients where they are."""
-    with model.no_sync():
-        once(model, x)
-    once(model, 2 * x)
-
-
-class Norm(Block):
-    """With buffers."""
-
-    def __init__(self):
-        super().__init__()
-        self.scale = nn.BatchNorm1d(WIDTH)
-
-
 class Twice(Net):
+    """Every block is used twice."""
+
     def forward(self, x):
         for block in self.blocks:
-            x = self.around(block)(self.around(block)(x) * 0.5)
+            x = self.around(block)(self.around(block)(x) / 2)
         return self.head(x)
 
 
 class Unused(Net):
+    """Every other block is not used."""
+
     def forward(self, x):
         for block in self.blocks[::2]:
             x = self.around(block)(x)
         return self.head(x)
 
 
+def data(step, *shape):
+    """Whole numbers, others on each rank and in each step."""
+    generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+    return torch.randint(-2, 3, shape or (4, WIDTH), generator=generator).double()
+
+
+def once(call, step, *shape, factor=1):
+    (call(factor * data(step, *shape)) * torch.tensor([1.0, 2.0, -1.0, 3.0])).sum().backward()
+
+
+def two_forwards(call, step):
+    x = data(step)
+    (call(x) + 2 * call(2 * x)).sum().backward()
+
+
+# ---- DDP
+
+
 @program("ddp")
-@program("ddp, with buffers", block=Norm)
+@program("ddp, regions inside", where="inside")
+@program("ddp, with buffers", block=functools.partial(Block, functools.partial(nn.BatchNorm1d, WIDTH)))
 @program("ddp, static graph", static_graph=True)
 @program("ddp, unused parameters", kind=Unused, find_unused_parameters=True)
-@program("ddp, no_sync", step=once_more)
+@program("ddp, no_sync", accumulate=True)
 @program("ddp, gradients as bucket views", gradient_as_bucket_view=True)
 @program("ddp, a block used twice", kind=Twice)
 @program("ddp, a block used twice, static graph", kind=Twice, static_graph=True)
-@program("ddp, regions inside", where="inside")
-def ddp(door, whole, kind=Net, step=once, where="around", block=Block, **options):
-    model = nn.parallel.DistributedDataParallel(kind(door, where, block), bucket_cap_mb=0.001, **options)
-    return model, lambda x: step(Model(whole, model), x)
+def ddp(door, whole, kind=Net, where="around", block=Block, accumulate=False, **options):
+    net = kind(door, where, block)
+    if where == "inside":
+        put_inside(net, door)
+    model = nn.parallel.DistributedDataParallel(net, bucket_cap_mb=0.001, **options)
+
+    def step(i):
+        if accumulate:
+            with model.no_sync():
+                once(whole(model), i, factor=2)
+        once(whole(model), i)
+
+    return model, step
 
 
-class Model:
-    """A model that is called through a door."""
-
-    def __init__(self, whole, model):
-        self.call = whole(model)
-        self.no_sync = getattr(model, "no_sync", None)
-
-    def __call__(self, x):
-        return self.call(x)
-
-
-# ---- FSDP2
-
-
-def two_forwards(model, x):
-    (model(x).sum() + model(x * 2).sum()).backward()
-
+# ---- FSDP2, tensor parallel, both
 
 MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-
-
-@program("fsdp2, regions inside", where="inside")
-@program("fsdp2, regions inside, not resharded", where="inside", reshard_after_forward=False)
-@program("fsdp2, regions around")
-@program("fsdp2, regions around, not resharded", reshard_after_forward=False)
-@program("fsdp2, a lambda", where="lambda")
-@program("fsdp2, a lambda, not resharded", where="lambda", reshard_after_forward=False)
-@program("fsdp2, around the model", where="whole")
-@program("fsdp2, around the model, not resharded", where="whole", reshard_after_forward=False)
-@program("fsdp2, mixed precision inside", where="inside", mp_policy=MIXED)
-@program("fsdp2, mixed precision around", mp_policy=MIXED)
-@program("fsdp2, two forwards, inside", where="inside", step=two_forwards)
-@program("fsdp2, two forwards, around", step=two_forwards)
-@program("fsdp2, two forwards, around, not resharded", step=two_forwards, reshard_after_forward=False)
-@program("fsdp2, frozen", frozen=True)
-@program("fsdp2, frozen, inside", where="inside", frozen=True)
-@program("fsdp2, two forwards in one region", where="whole", twice=True)
-@program("fsdp2, two forwards in one region, not resharded", where="whole", twice=True, reshard_after_forward=False)
-@program("fsdp2, root only", root_only=True)
-@program("fsdp2, root only, inside", root_only=True, where="inside")
-def fsdp2(door, whole, where="around", step=once, frozen=False, root_only=False, twice=False, **options):
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    if where == "whole" and whole is plain:
-        door, whole = plain, door
-    model = Net(door, where)
-    for block in model.blocks[::2] if frozen else ():
-        block.requires_grad_(False)
-    for block in () if root_only else model.blocks:
-        fully_shard(block, mesh=mesh, **options)
-    fully_shard(model, mesh=mesh, **options)
-    call = whole((lambda x: model(x) + model(2 * x)) if twice else model)
-    return model, lambda x: step(call, x)
-
-
-# ---- tensor parallel
-
-
-def sequence(model, x):
-    once(model, data(int(x[0, 0]), 2, 3, WIDTH))
-
-
-PLAN = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+TENSOR = {"up": ColwiseParallel(), "down": RowwiseParallel()}
 SEQUENCE = {
-    "scale": SequenceParallel(),
+    "norm": SequenceParallel(),
     "up": ColwiseParallel(input_layouts=Shard(1)),
     "down": RowwiseParallel(output_layouts=Shard(1)),
 }
 
 
-@program("tensor parallel, regions inside", where="inside")
-@program("tensor parallel, regions around")
-@program("sequence parallel, regions inside", where="inside", plan=SEQUENCE, step=sequence)
-@program("sequence parallel, regions around", plan=SEQUENCE, step=sequence)
-@program("fsdp2 x tensor parallel, regions inside", where="inside", shape=(2, 2), world=4)
-@program("fsdp2 x tensor parallel, regions around", shape=(2, 2), world=4)
-@program("fsdp2 x tensor parallel, not resharded", shape=(2, 2), world=4, reshard_after_forward=False)
-@program("fsdp2 x sequence parallel", plan=SEQUENCE, step=sequence, shape=(2, 2), world=4)
-def parallel(door, whole, where="around", plan=PLAN, step=once, shape=(1, 2), **options):
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("data", "model"))
-    model = Net(door, where)
+@functools.cache
+def mesh_of(shape):
+    return init_device_mesh("cpu", shape, mesh_dim_names=("data", "model"))
+
+
+def in_sequence(call, step):
+    once(call, step, 2, 3, WIDTH)
+
+
+@program("fsdp2, inside", where="inside")
+@program("fsdp2, inside, not resharded", where="inside", reshard_after_forward=False)
+@program("fsdp2, inside, sharded first", where="inside", late=True)
+@program("fsdp2, inside, mixed precision", where="inside", mp_policy=MIXED)
+@program("fsdp2, inside, two forwards", where="inside", step=two_forwards)
+@program("fsdp2, inside, frozen", where="inside", frozen=True)
+@program("fsdp2, inside, root only", where="inside", root_only=True)
+@program("fsdp2, around")
+@program("fsdp2, around, deep", n=16)
+@program("fsdp2, around, not resharded", reshard_after_forward=False)
+@program("fsdp2, around, mixed precision", mp_policy=MIXED)
+@program("fsdp2, around, two forwards", step=two_forwards)
+@program("fsdp2, around, frozen", frozen=True)
+@program("fsdp2, around, root only", root_only=True)
+@program("fsdp2, compiled", where="inside", compiled=True)
+@program("fsdp2, a lambda", where="lambda")
+@program("fsdp2, a lambda, not resharded", where="lambda", reshard_after_forward=False)
+@program("fsdp2, the model", where="whole")
+@program("fsdp2, the model, not resharded", where="whole", reshard_after_forward=False)
+@program("fsdp2, the model twice in a region", where="whole", two=True)
+@program("fsdp2, the model twice in a region, not resharded", where="whole", two=True, reshard_after_forward=False)
+@program("tensor parallel, inside", where="inside", shape=(1, 2), plan=TENSOR)
+@program("tensor parallel, around", shape=(1, 2), plan=TENSOR)
+@program("sequence parallel, inside", where="inside", shape=(1, 2), plan=SEQUENCE, step=in_sequence)
+@program("sequence parallel, around", shape=(1, 2), plan=SEQUENCE, step=in_sequence)
+@program("fsdp2 x tensor parallel, inside", world=4, where="inside", shape=(2, 2), plan=TENSOR)
+@program(
+    "fsdp2 x tensor parallel, inside, sharded first", world=4, where="inside", shape=(2, 2), plan=TENSOR, late=True
+)
+@program("fsdp2 x tensor parallel, around", world=4, shape=(2, 2), plan=TENSOR)
+@program("fsdp2 x tensor parallel, not resharded", world=4, shape=(2, 2), plan=TENSOR, reshard_after_forward=False)
+@program("fsdp2 x tensor parallel, the model", world=4, where="whole", shape=(2, 2), plan=TENSOR)
+@program("fsdp2 x sequence parallel", world=4, shape=(2, 2), plan=SEQUENCE, step=in_sequence)
+def sharded(door, whole, where="around", shape=(2, 1), plan=None, step=once, two=False, root_only=False, **options):
+    """In the order that the README recommends, if not `late`."""
+    frozen, late, compiled = (options.pop(name, False) for name in ("frozen", "late", "compiled"))
+    mesh = mesh_of(shape)
+    if where == "whole" and whole is plain:
+        door, whole = plain, door
+    model = Net(door, where, n=options.pop("n", N))
+    for i, block in enumerate(model.blocks):
+        block.requires_grad_(not (frozen and i % 2))
+        if plan is not None:
+            parallelize_module(block, mesh["model"], plan)
+    if where == "inside" and not late:
+        put_inside(model, door)
     for block in model.blocks:
-        parallelize_module(block, mesh["model"], plan)
-        if shape[0] > 1:
+        if compiled:
+            block.compile(backend="aot_eager")
+        if shape[0] > 1 and not root_only:
             fully_shard(block, mesh=mesh["data"], **options)
     if shape[0] > 1:
         fully_shard(model, mesh=mesh["data"], **options)
-    return model, lambda x: step(whole(model), x)
+    if where == "inside" and late:
+        put_inside(model, door)
+    return model, functools.partial(step, whole((lambda x: model(x) + model(2 * x)) if two else model))
+
+
+# ---- collectives in a region
+
+
+class Synced(torch.autograd.Function):
+    """As `nn.SyncBatchNorm` on an accelerator: sums over all ranks, in forward and in backward."""
+
+    @staticmethod
+    def forward(ctx, x, weight, running):
+        total = x.sum(0)
+        dist.all_reduce(total)
+        running.mul_(0.5).add_(total.sign())
+        ctx.save_for_backward(x, weight, total)
+        return x * weight + total.sign()
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight, total = ctx.saved_tensors
+        both = grad.sum(0)
+        dist.all_reduce(both)
+        return grad * weight * total.sign() + both.sign(), (grad * x).sum(0), None
+
+
+class SyncNorm(Scale):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("running", torch.zeros(WIDTH))
+
+    def forward(self, x):
+        return Synced.apply(x, self.weight, self.running)
+
+
+def in_place(x):
+    total = x.detach().sum(0)
+    dist.all_reduce(total)
+    return x * total.sign()
+
+
+def asynchronous(x):
+    total = x.detach().sum(0).sign()
+    work = dist.all_reduce(total, async_op=True)
+    y = x.relu()
+    work.wait()
+    return y * total
+
+
+def written_afterwards(x):
+    total = x.detach().sum(0).sign()
+    dist.all_reduce(total)
+    y = x * total.clone()
+    total.mul_(2)
+    return y * total
+
+
+def exchanged(x):
+    mine, theirs = x.detach().sum(0).sign(), torch.empty(WIDTH).double()
+    peer = 1 - dist.get_rank()
+    for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, mine, peer), dist.P2POp(dist.irecv, theirs, peer)]):
+        work.wait()
+    return x * theirs
+
+
+def functional_style(x):
+    return x * functional.all_reduce(x.detach().sum(0).sign(), "sum", dist.group.WORLD)
+
+
+def differentiable(x):
+    every = functional.all_gather_tensor_autograd(x, 0, dist.group.WORLD)
+    mine = functional.reduce_scatter_tensor_autograd(every.relu(), "sum", 0, dist.group.WORLD)
+    half = [len(x) // 2] * 2
+    return mine + functional.all_to_all_single_autograd(x.relu() * x, half, half, dist.group.WORLD).relu()
+
+
+class Talk(Block):
+    """A block that talks to other ranks."""
+
+    def __init__(self, function):
+        super().__init__(SyncNorm)
+        self.function = function
+
+    def forward(self, x):
+        return super().forward(self.function(x).clamp(-2, 2))
+
+
+@program("collectives, in place", function=in_place)
+@program("collectives, asynchronous", function=asynchronous)
+@program("collectives, written afterwards", function=written_afterwards)
+@program("collectives, exchanged", function=exchanged)
+@program("collectives, functional", function=functional_style)
+@program("collectives, differentiable", function=differentiable)
+def collectives(door, whole, function):
+    model = Net(door, block=functools.partial(Talk, function))
+    return model, functools.partial(once, whole(model))
 
 
 # ---- what runs them
+
+
+def taken_part():
+    """In how many collectives this process has taken part, as the backend itself counts them."""
+    return sum(group._get_sequence_number_for_group() for group in dist.distributed_c10d._world.pg_map)
 
 
 def local(tensor):
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def trained(name, program):
-    """Everything that there is to compare after three steps, by name; the collectives; the cuts of `auto()`."""
-    SCOPES.clear()
+def train(name, program):
+    """Three steps: all that there is to compare, by name; the collectives; what the scopes of the last one tell."""
     torch.manual_seed(dist.get_rank())
     model, step = program(*DOORS[name])
-    found, seen = {}, collectives()
-    count = 0
+    found, count = {}, 0
     for i in range(3):
-        before = collectives()
-        step(data(i))
-        count += collectives() - before
+        SCOPES.clear()
+        before = taken_part()
+        step(i)
+        count += taken_part() - before
         for key, p in model.named_parameters():
             if p.grad is not None:
                 found[f"step {i}, gradient of {key}"] = local(p.grad).clone()
@@ -294,45 +391,48 @@ def trained(name, program):
                     local(p).sub_(local(grad).sign()).clamp_(-1, 1)
                 p.grad = None
     found.update((key, local(value).clone()) for key, value in model.state_dict().items())
-    found["random state"] = torch.get_rng_state()
-    del seen
-    return found, count, [[it._block._tape.cuts, it.stats] for it in SCOPES]
+    found["the random state"] = torch.get_rng_state()
+    return found, count, [(it._block._tape.cuts, then, it.stats) for it, then in SCOPES]
 
 
-def collectives():
-    """How many this process has taken part in, as the backend itself counts them."""
-    return sum(group._get_sequence_number_for_group() for group in dist.distributed_c10d._world.pg_map)
-
-
-def line(program, door, want):
-    try:
-        found, count, cuts = trained(door, program)
-    except Exception:
-        return None, {"error": traceback.format_exc()}
-    differs = [key for key in found if want is not None and not same(found[key], want.get(key))]
-    return found, {"differs": differs, "count": count, "cuts": cuts, "compared": len(found)}
-
-
-def same(a, b):
-    return b is not None and a.dtype == b.dtype and torch.equal(a, b)
-
-
-def main(rank, world, folder):
+def main(rank, world, folder, only=""):
+    """What a rank finds is in the file `world.rank`: a row for each program and door."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    store = dist.FileStore(f"{folder}/store", world)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=20))
-    with open(f"{folder}/{rank}", "w") as file:
+    options = {"timeout": timedelta(seconds=60), "store": dist.FileStore(f"{folder}/store of {world}", world)}
+    dist.init_process_group("gloo", rank=rank, world_size=world, **options)
+    want = {}
+    with open(f"{folder}/{world}.{rank}", "w") as file:
         for name, program in PROGRAMS[world].items():
-            if len(sys.argv) > 4 and sys.argv[4] not in name:
-                continue
-            want = None
-            for door in DOORS:
-                found, result = line(program, door, want)
-                want = found if door == "plain" else want
-                print(json.dumps([name, door, result]), file=file, flush=True)
+            for door in doors(name) if only in name else ():
+                try:
+                    found, count, scopes = train(door, program)
+                except Exception:
+                    row = {"error": traceback.format_exc()}
+                else:
+                    want = found if door == "plain" else want
+                    differs = [key for key in want if not torch.equal(found[key], want[key])]
+                    row = {"differs": differs, "count": count, "scopes": scopes}
+                print(json.dumps([rank, name, door, row]), file=file, flush=True)
     dist.destroy_process_group()
 
 
+def run(seconds, *given):
+    """Prints a row for each rank, program and door. Torch is imported once, and its process is forked."""
+    fork, end = multiprocessing.get_context("fork"), time.monotonic() + float(seconds)
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = [
+            fork.Process(target=main, args=(rank, world, folder, *given)) for world in PROGRAMS for rank in range(world)
+        ]
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join(max(0, end - time.monotonic()))
+            if process.is_alive():
+                print(f"a rank was killed after {seconds} seconds", file=sys.stderr)
+                process.kill()
+        print(*(row for file in Path(folder).glob("*.*") for row in file.read_text().splitlines()), sep="\n")
+
+
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
+    run(*sys.argv[1:])

@@ -6,6 +6,8 @@ forward runs again for each region says that they are there.
 
 import contextlib
 import functools
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ import torch.utils.checkpoint
 from oracle import Counting, bits
 from torch import nn
 
+import checkpointing
 from checkpointing import checkpoint_modules, checkpoint_scope, torch_compat
 
 IGNORED = [  # what libraries say about each other
@@ -32,9 +35,8 @@ def observe(make, train, prepare=None):
     torch.manual_seed(1)
     with Counting() as counting:
         losses = train(model)
-    return bits([losses, [[p, p.grad] for p in model.parameters()], list(model.buffers())]), counting.ran[
-        ACTIVATION[make]
-    ]
+    left = bits([losses, [[p, p.grad] for p in model.parameters()], list(model.buffers())])
+    return left, counting.ran[ACTIVATION[make]]
 
 
 def assert_same(make, train, prepare=None, train_in_regions=None, outside=0):
@@ -69,14 +71,21 @@ def batch(step=0):
     return {"input_ids": tokens, "labels": tokens}
 
 
-def two_steps(model, region=contextlib.nullcontext, use_cache=False):
+def loss_in(region, model, inputs, use_cache=False):
+    with region():
+        return model(**inputs, use_cache=use_cache).loss
+
+
+plain_loss = functools.partial(loss_in, contextlib.nullcontext)
+
+
+def two_steps(model, loss_of=None):
     """A loop of one's own."""
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     losses = []
     for i in range(2):
         optimizer.zero_grad()
-        with region():
-            loss = model(**batch(i), use_cache=use_cache).loss
+        loss = (loss_of or plain_loss)(model, batch(i))
         loss.backward()
         optimizer.step()
         losses.append(loss.detach())
@@ -102,10 +111,14 @@ def test_transformers(make, prepare):
 
 
 @pytest.mark.parametrize("make", [gpt2, llama])
-def test_transformers_in_a_scope(make):
-    """With a KV cache in it, as by default: nothing of it is written again."""
-    with_cache = functools.partial(two_steps, use_cache=True)
-    assert_same(make, with_cache, train_in_regions=functools.partial(with_cache, region=checkpoint_scope))
+def test_transformers_with_a_cache(make):
+    """By default there is one for keys and values; it is not written again."""
+    plain, scoped = (
+        functools.partial(two_steps, loss_of=functools.partial(loss_in, region, use_cache=True))
+        for region in (contextlib.nullcontext, checkpoint_scope)
+    )
+    assert_same(make, plain, train_in_regions=scoped)
+    assert_same(make, plain, in_place)
 
 
 @pytest.mark.parametrize("how", ["compute_loss", "modules", "function"])
@@ -179,21 +192,27 @@ def test_accelerate_hooks():
     assert_same(gpt2, two_steps, hooked)
 
 
+def lora(make, **options):
+    """Adapters on a frozen base, all of them with gradients."""
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(make(), peft.LoraConfig(r=2, lora_dropout=0.1, **options))
+    for name, p in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(p)
+    return model
+
+
+LORA = {
+    gpt2: functools.partial(lora, gpt2, target_modules=["c_attn"], fan_in_fan_out=True),
+    llama: functools.partial(lora, llama, target_modules=["q_proj", "v_proj"]),
+}
+ACTIVATION |= {LORA[make]: ACTIVATION[make] for make in LORA}
+
+
 @pytest.mark.parametrize("prepare", [give_function, in_place])
 @pytest.mark.parametrize("make", [gpt2, llama])
 def test_peft(make, prepare):
     """LoRA on a frozen base: first the adapters, then the regions."""
-    peft = pytest.importorskip("peft")
-
-    def with_adapters():
-        names = ["c_attn"] if make is gpt2 else ["q_proj", "v_proj"]
-        model = peft.get_peft_model(
-            make(), peft.LoraConfig(r=2, target_modules=names, lora_dropout=0.1, fan_in_fan_out=make is gpt2)
-        )
-        for name, p in model.named_parameters():
-            if "lora_B" in name:
-                nn.init.normal_(p)
-        return model
 
     def prepared(model):
         if prepare is give_function:
@@ -202,8 +221,7 @@ def test_peft(make, prepare):
         else:
             checkpoint_modules(model, ["base_model.model.transformer.h.*", "base_model.model.model.layers.*"])
 
-    ACTIVATION[with_adapters] = ACTIVATION[make]
-    assert_same(with_adapters, two_steps, prepared)
+    assert_same(LORA[make], two_steps, prepared)
 
 
 @pytest.mark.parametrize("how", ["scope", "modules"])
@@ -259,13 +277,13 @@ def unet():
     return diffusers.UNet2DModel(**sizes, **kinds, attention_head_dim=8).train()
 
 
+class Block(nn.Sequential):
+    """Wrapped by its class."""
+
+
 def mlp():
-    return nn.Sequential(
-        *(
-            nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(), nn.GELU(), nn.Linear(16, 8))
-            for _ in range(3)
-        )
-    )
+    parts = [[nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(), nn.GELU(), nn.Linear(16, 8)] for _ in range(3)]
+    return nn.Sequential(*(Block(*part) for part in parts))
 
 
 ACTIVATION |= {vit: "gelu", resnet: "relu_", unet: "silu", mlp: "gelu"}
@@ -316,7 +334,37 @@ def test_torchs_wrapper():
         theirs.apply_activation_checkpointing(
             model,
             functools.partial(theirs.checkpoint_wrapper, checkpoint_fn=checkpoint),
-            check_fn=lambda module: isinstance(module, nn.Sequential) and module is not model,
+            check_fn=lambda module: isinstance(module, Block),
         )
 
     assert_same(mlp, three_backwards, wrapped)
+
+
+# ---- what the README says
+
+README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+LINES = [block for found in re.findall(r"^```py\n(.*?)^```", README, re.M | re.S) for block in found.split("\n\n")]
+MAKERS = {"transformers": llama, "peft": LORA[llama], "timm": vit, "diffusers": unet, "torch": mlp, "any": any}
+
+
+@pytest.mark.parametrize("lines", LINES, ids=lambda lines: lines.splitlines()[0])
+def test_readme(lines, monkeypatch):
+    """Each block of lines there, on a model of the library that its comment begins with."""
+    from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as theirs
+
+    make = MAKERS[re.match(r"# (\w+)", lines)[1]]
+    monkeypatch.setattr(torch.utils.checkpoint, "checkpoint", torch.utils.checkpoint.checkpoint)  # to be put back
+    names = {**vars(theirs), **vars(checkpointing), "torch": torch, "torch_compat": torch_compat, "Block": Block}
+    names["partial"] = functools.partial
+
+    def run(model, batch=None):
+        here = names | {"model": model, "batch": dict(batch or {}, use_cache=False)}
+        exec(lines, here)
+        return here.get("loss")
+
+    if make is any:
+        assert_same(llama, two_steps, train_in_regions=functools.partial(two_steps, loss_of=run))
+    elif make in (llama, LORA[llama]):
+        assert_same(make, two_steps, run)
+    else:
+        assert_same(make, three_backwards, run, outside=15 if make is unet else 0)

@@ -1,0 +1,69 @@
+"""The logs of `debug=True`: which operators ran in the forward and in the recompute, shown where the two differ."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from . import errors
+from ._engine import Frame
+from ._where import stack_of_user
+
+
+class OpLog(TorchDispatchMode):
+    """The operators that ran while it was entered, each with the stack of user code that led to it."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.lines: list[tuple[str, str]] = []
+        self._numbers: Any = WeakTensorKeyDictionary()
+        self._met = 0
+
+    def __enter__(self) -> Any:
+        self.lines.clear()  # of the recompute before this one
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        parts = [self._text(value) for value in args] + [f"{key}={self._text(v)}" for key, v in (kwargs or {}).items()]
+        call, stack, index = f"{func}({', '.join(parts)})", stack_of_user(), len(self.lines)
+        self.lines.append((call, stack))  # which it may not survive
+        result = func(*args, **(kwargs or {}))
+        self.lines[index] = (f"{self._text(result, True)} = {call}", stack)
+        return result
+
+    def _text(self, value: Any, full: bool = False) -> str:
+        if isinstance(value, list | tuple):
+            return f"[{', '.join(self._text(part, full) for part in value)}]"
+        if not isinstance(value, Tensor):
+            return repr(value)
+        if value not in self._numbers:
+            self._numbers[value] = self._met = self._met + 1
+        return f"${self._numbers[value]}" + f": {str(value.dtype)[6:]}{list(value.shape)}" * full
+
+
+def explain(error: errors.CheckpointError, forward: list[tuple[str, str]], recompute: list[tuple[str, str]]) -> None:
+    """Raise an error of `debug=True` again with the logs of both runs, under the headings of torch's."""
+    logs = ""
+    for title, lines in (("the original forward", forward), ("recomputation", recompute)):
+        logs += f"\n\nOperations executed during {title}:\n"
+        logs += "".join(f"  {i}: {op}\n{stack}" for i, (op, stack) in enumerate(lines)) or "  (none)\n"
+    explained = type(error)(
+        f"{error}\n\nAn error happened while unpacking tensors; these are the operators of both runs, each with the "
+        f"lines of your code that led to it, innermost first.{logs}\nYou are seeing this error because you passed "
+        "`debug=True` to checkpoint: the first operator that differs above shows where the two runs part."
+    )
+    vars(explained).update(__notes__=getattr(error, "__notes__", []))
+    raise explained from error
+
+
+def logged(frame: Frame) -> tuple[OpLog, OpLog]:
+    """Contexts for the forward and the recompute that log their operators; errors of the frame show both."""
+    forward, recompute = OpLog(), OpLog()
+    frame.on_error = functools.partial(explain, forward=forward.lines, recompute=recompute.lines)
+    return forward, recompute

@@ -1,0 +1,82 @@
+"""DDP, FSDP2, tensor parallel and collectives, on two and four processes: see ranks.py."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from beside import Program
+
+from checkpointing import Stats
+
+pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs gloo")
+if dist.is_available():
+    from ranks import PROGRAMS, doors
+
+SECONDS = 140  # for everything, with processes of others beside
+ranks = Program("-W", "ignore", str(Path(__file__).with_name("ranks.py")), str(SECONDS), GLOO_SOCKET_IFNAME="lo")
+ALL = [(name, world) for world, programs in PROGRAMS.items() for name in programs]
+TOO_WIDE = "fsdp2, the model twice in a region, not resharded"
+
+
+@pytest.fixture(scope="module")
+def table():
+    """What each rank found for each program and door."""
+    return {tuple(key): row for *key, row in map(json.loads, ranks.outcome.stdout.splitlines())}
+
+
+def rows_of(table, name, world, door):
+    """What each rank found."""
+    rows = []
+    for rank in range(world):
+        row = table.get((rank, name, door))
+        assert row is not None, f"not reached on rank {rank}: {ranks.outcome.stderr[-5000:]}"
+        assert "error" not in row, f"on rank {rank}:\n{row['error']}"
+        rows.append(row)
+    return rows
+
+
+CASES = [(*case, door) for case in ALL for door in doors(case[0])[2:] if case[0] != TOO_WIDE or door == "rerun"]
+CUTS = [(name, world) for name, world, door in CASES if door == "auto"]
+
+
+@pytest.mark.parametrize("name, world, door", CASES, ids=[f"{name}-{door}" for name, _, door in CASES])
+def test_steps_are_those_without_regions(table, name, world, door):
+    """Every bit of three steps, and no more collectives than with torch's checkpoint per block."""
+    counts = {}
+    for which in ("plain", "torch", door):
+        rows = rows_of(table, name, world, which)
+        counts[which] = sorted({row["count"] for row in rows})
+    assert [row["differs"] for row in rows] == [[]] * world
+    print(f"collectives in three steps: {counts}")
+    assert max(counts[door]) <= max(counts["torch"])
+
+
+@pytest.mark.parametrize("name, world", CUTS)
+def test_auto_cuts_at_the_same_places_on_every_rank(table, name, world):
+    """As many as there are blocks, or nearly."""
+    scopes = [row["scopes"] for row in rows_of(table, name, world, "auto")]
+    assert scopes == scopes[:1] * world
+    assert all(len(cuts) >= 2 for cuts, *_ in scopes[0])
+
+
+HELD = [("fsdp2, inside", "scope"), ("fsdp2 x tensor parallel, around", "scope")]
+HELD += [(f"fsdp2, {what}", d) for what in ("around", "around, not resharded", "the model") for d in ("scope", "auto")]
+
+
+@pytest.mark.parametrize("name, door", HELD)
+def test_gathered_parameters_are_not_held(table, name, door):
+    """Scopes hold what they hold where nothing is sharded, and at most four activations more, but no parameters."""
+
+    def held(name, door):
+        (row,) = rows_of(table, name, 1, door)
+        return sum(Stats(*stats).bytes_held + Stats(*stats).bytes_kept for _, stats, _ in row["scopes"])
+
+    assert held(name, door) <= held("ddp", "scope") + 4 * 4 * 8 * 8
+
+
+def test_parameters_that_are_not_there(table):
+    """A replay through several modules that FSDP2 has sharded and not resharded, and whose parameters another backward
+    has given back: an error on every rank."""
+    errors = [table[rank, TOO_WIDE, door]["error"] for rank in range(2) for door in ("replay", "scope")]
+    assert all("has no memory at this moment. FSDP2 has given it back" in error for error in errors)

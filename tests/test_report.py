@@ -1,0 +1,282 @@
+"""Reports: what autograd would have held, what is held, what was replayed, by region and by tensor."""
+
+import gc
+import json
+import sys
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from checkpointing import (
+    Report,
+    auto,
+    checkpoint_scope,
+    checkpointed,
+    disabled,
+    keep,
+    offload,
+    report,
+    save_ops,
+)
+
+N = 1024 * 4  # bytes of one tensor
+DOORS = pytest.mark.parametrize("backend", ["rerun", "replay"])
+
+
+def leaf():
+    """1,024 numbers that want a gradient."""
+    return torch.ones(1024, requires_grad=True)
+
+
+def chain(x):
+    """Saves its argument and two results."""
+    return x.sin().exp().tanh()
+
+
+class Block(nn.Module):
+    """One linear layer; its input and its result are saved."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.inner(x).tanh()
+
+
+class Model(nn.Module):
+    """Blocks, each called through a door."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x, call=lambda block, x: block(x)):
+        for block in self.blocks:
+            x = call(block, x)
+        return x
+
+
+def kinds(region):
+    """How many bytes are held as what."""
+    found = {}
+    for tensor in region.held:
+        found[tensor.kind] = found.get(tensor.kind, 0) + tensor.nbytes
+    return found
+
+
+# ---- what is told, before, between and after
+
+
+@DOORS
+@pytest.mark.parametrize("noted", [True, False])
+def test_a_loss_tells_of_each_region_what_it_saves_and_holds(backend, noted):
+    """Two regions one after the other: three tensors each would be saved, one each is held."""
+    block = checkpointed(chain, backend=backend, report=noted, preserve_rng_state=False, name="block")
+    loss = block(block(leaf() * 2)).sum()
+    first, second = report(loss).regions
+    for region in (first, second):
+        assert (region.name, region.bytes_saved, region.bytes_held) == ("block", 3 * N, N)
+        assert [(t.kind, t.nbytes, t.shape, t.dtype) for t in region.held] == [("input", N, (1024,), torch.float32)]
+        assert [t.kind for t in region.saved] == ["saved"] * 3
+        assert "test_report.py:" in region.line
+        assert (region.recomputes, region.seconds) == (
+            (0, 0.0) if noted else (0 if backend == "replay" else None, None)
+        )
+    assert first.held[0].operator == ("args[0]" if backend == "rerun" else "aten.sin.default")
+
+
+@DOORS
+def test_after_backward_nothing_is_held_and_the_record_is_still_there(backend):
+    """What was recomputed, how often, how long; the graph has freed the rest. Without report=True nothing is left."""
+    for noted in (True, False):
+        loss = checkpointed(chain, backend=backend, report=noted)(leaf() * 2).sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        regions = report(loss).regions
+        assert len(regions) == noted
+        for region in regions:
+            assert (region.bytes_saved, region.bytes_held, region.recomputes) == (3 * N, 0, 2)
+            assert region.operators == (None if backend == "rerun" else 6)
+            assert region.seconds > 0
+
+
+def test_a_scope_reports_itself_at_any_time():
+    """Before the block, in it, between and after backward; the same sums as in its stats."""
+    scope = checkpoint_scope(policy=auto(segment=N), report=True)
+    assert scope.report() == Report(())
+    with scope:
+        x = leaf() * 1
+        for _ in range(8):
+            x = chain(x)
+        inside = scope.report().regions[0]
+    (between,) = scope.report().regions
+    assert inside.saved == between.saved
+    assert between.bytes_saved == scope.stats.bytes_saved == sum(t.nbytes for t in between.saved)
+    assert between.bytes_held == scope.stats.bytes_held + scope.stats.bytes_kept > 0
+    assert scope.stats.cuts
+    x.sum().backward()
+    (after,) = scope.report().regions
+    assert (after.bytes_saved, after.bytes_held) == (between.bytes_saved, 0)
+    assert after.operators == scope.stats.ops_replayed
+
+
+def test_held_tensors_are_told_apart_and_sorted():
+    """Inputs, what is kept, spared or offloaded, random states, copies of buffers."""
+    x, noise = leaf() * 2, torch.nn.Dropout(0.5)
+    with checkpoint_scope() as scope:
+        y = noise(keep(x.sin()).exp()).tanh()
+    held = scope.report().regions[0].held
+    assert {t.kind for t in held} == {"input", "kept", "random state"}
+    assert [t.nbytes for t in held] == sorted([t.nbytes for t in held], reverse=True)
+    with checkpoint_scope(policy=offload(save_ops(torch.ops.aten.exp.default), min_bytes=0)) as scope:
+        z = chain(x)
+    assert kinds(scope.report().regions[0]) == {"input": N, "offloaded": N}
+    with checkpoint_scope(policy=auto(budget=10 * N), report=True) as scope:
+        w = chain(x)
+    assert kinds(scope.report().regions[0])["spared"] >= N
+    norm = nn.BatchNorm1d(4)
+    v = checkpointed(lambda x: norm(x).exp(), preserve_rng_state=False)(x.view(-1, 4))
+    assert kinds(report(v).regions[0]) == {"input": N, "buffers": 4 * 4 * 2 + 8}
+    del y, z, w
+
+
+def test_notes_name_operator_module_and_line():
+    """Where what is saved or kept was made, by the names that `named_modules` gives."""
+    model, x = Model(), torch.ones(2, 8, requires_grad=True)
+    with checkpoint_scope(report=True) as scope:
+        y = model(x * 1, lambda block, x: keep(block(x))).sum()
+    (region,) = scope.report().regions
+    kept = [t for t in region.held if t.kind == "kept"]
+    assert {(t.operator, t.module) for t in kept} == {("aten.tanh.default", f"blocks.{i}") for i in range(3)}
+    assert all("self.inner(x).tanh()" in t.line for t in kept)
+    assert {t.module for t in region.saved} == {"blocks.0.inner", "blocks.0", "blocks.1", "blocks.2"}
+    y.backward()
+
+
+# ---- regions inside
+
+
+@pytest.mark.parametrize("noted", [True, False])
+def test_a_report_finds_regions_around_and_inside(noted):
+    """From the loss both ways; from the scope only with notes, which regions inside then make, too. What an outer
+    region brings back isn't held inside."""
+    inner = checkpointed(chain, name="inner", preserve_rng_state=False)
+    with checkpoint_scope(name="outer", report=noted) as scope:
+        y = inner(inner(leaf() * 2) + 1).sum()
+    regions = {}
+    for region in report(y).regions:
+        regions.setdefault(region.name, []).append(region)
+    assert {name: len(found) for name, found in regions.items()} == {"inner": 2, "outer": 1}
+    assert [region.held for region in regions["inner"]] == [(), ()]
+    assert regions["outer"][0].bytes_saved == 2 * N
+    assert [region.name for region in scope.report().regions] == (["inner", "inner", "outer"] if noted else ["outer"])
+    y.backward()
+    if noted:
+        assert [region.recomputes for region in scope.report().regions] == [1, 1, 1]
+        assert {region.name for region in report(y).regions} == {"inner", "outer"}
+
+
+def test_seconds_of_one_region_are_not_those_of_another(monkeypatch):
+    """The outer region is recomputed while the inner one is."""
+    clock = iter(range(100))
+    monkeypatch.setattr("time.perf_counter", lambda: float(next(clock)))
+    with checkpoint_scope(name="outer", report=True):
+        y = checkpointed(chain, name="inner")(leaf() * 2).sum()
+    y.backward()
+    assert {region.name: region.seconds for region in report(y).regions} == {"inner": 2.0, "outer": 1.0}
+
+
+# ---- text and JSON
+
+
+def test_the_text_has_80_columns_and_the_dict_is_json():
+    """Sizes in KiB, MiB, GiB; long lines are cut; at most ten rows of each."""
+    block = checkpointed(chain, report=True, name="a_region_with_a_name_that_is_rather_long_for_a_line_of_80_columns")
+    y = leaf() * 2
+    for _ in range(12):
+        y = block(y)
+    found = report(y)
+    lines = str(found).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert lines[1].split()[:2] == ["12.00", "KiB"]
+    assert "and 2 more" in lines
+    assert "autograd would hold, the largest of 36:" in lines
+    plain = json.loads(json.dumps(found.to_dict()))
+    assert plain["regions"][0]["saved"][0]["dtype"] == "torch.float32"
+    assert plain["regions"][0]["bytes_saved"] == 3 * N
+    assert "5.00 GiB" in str(found._replace(regions=(found.regions[0]._replace(bytes_saved=5 * 2**30),)))
+
+
+def test_bad_input_and_plain_code():
+    """What is no tensor is refused; no region, no row."""
+    with pytest.raises(TypeError, match="report takes tensors"):
+        report([torch.ones(2)])
+    with pytest.raises(ValueError, match="leave determinism_check, debug and report out"):
+        checkpointed(chain, backend="reentrant", report=True)
+    with disabled(), checkpoint_scope(report=True) as scope:
+        y = chain(leaf())
+    assert scope.report() == report(y) == report(torch.ones(2)) == Report(())
+
+
+# ---- what it costs
+
+
+@DOORS
+def test_a_report_holds_nothing_alive(backend):
+    """Neither the notes nor the report refer to a tensor, a graph or a region."""
+    x = leaf() * 2
+    y = checkpointed(chain, backend=backend, report=True)(x)
+    found, dead = report(y), [weakref.ref(x), weakref.ref(y)]
+    gc.disable()
+    try:
+        del x, y
+        assert [ref() for ref in dead] == [None, None]
+        assert found.regions[0].bytes_held >= N
+    finally:
+        gc.enable()
+
+
+@DOORS
+def test_regions_without_notes_call_nothing_of_reports(backend):
+    """Not one function of that file runs, in forward or backward; with report=True some do."""
+    calls = []
+
+    def watch(frame, event, arg):
+        if event == "call" and frame.f_code.co_filename.endswith("/checkpointing/_report.py"):
+            calls.append(frame.f_code.co_name)
+
+    for noted in (False, True):
+        block = checkpointed(chain, backend=backend, report=noted)
+        x = leaf() * 2
+        sys.setprofile(watch)
+        try:
+            block(x).sum().backward()
+        finally:
+            sys.setprofile(None)
+        assert bool(calls) == noted
+
+
+@DOORS
+def test_bits_are_the_same_with_notes(backend):
+    """Values, gradients, and the random stream."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.BatchNorm1d(8))
+    results = []
+    for noted in (False, True):
+        torch.manual_seed(0)
+        x = torch.ones(4, 8, requires_grad=True)
+        y = checkpointed(model, backend=backend, report=noted)(x)
+        y.sum().backward()
+        results.append((y, x.grad, torch.rand(1)))
+    assert all(map(torch.equal, *results))
+
+
+@DOORS
+def test_recompute_shows_in_torchs_profiler(backend):
+    """As a range named after the region, and no operator of it is seen by modes."""
+    y = checkpointed(chain, backend=backend, name="block")(leaf() * 2).sum()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiled:
+        y.backward()
+    assert [event.count for event in profiled.key_averages() if event.key == "recompute:block"] == [1]
