@@ -6,6 +6,7 @@ each once and compares gradients bit for bit; `python bench/bench_models.py` pri
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 from pathlib import Path
@@ -14,19 +15,21 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from checkpointing import checkpointed
+from checkpointing import auto, checkpoint_scope, checkpointed
 
 sys.path.insert(0, str(Path(__file__).parent))
 from ratios import mark, ratio, timed
 
 transformers = pytest.importorskip("transformers", reason="needs transformers, of the extra `bench`")
 
-MOST = 0.92  # of torch's step
+MOST = {"rerun": 0.92, "scope": 1.10, "auto": 1.15}  # of torch's step; `auto`: one block around the whole model
 
 WAYS = {
     "plain": lambda forward: forward,
     "torch": lambda forward: functools.partial(torch_checkpoint, forward, use_reentrant=False),
     "rerun": checkpointed,
+    "scope": functools.partial(checkpointed, backend="replay"),
+    "auto": lambda forward: forward,
 }
 
 
@@ -69,17 +72,20 @@ def step(name, way):
 
     def call():
         model.zero_grad()
-        model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+        with checkpoint_scope(policy=auto()) if way == "auto" else contextlib.nullcontext():
+            loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+        loss.backward()
         return [parameter.grad for parameter in model.parameters()]
 
     return call
 
 
+@pytest.mark.parametrize("way", MOST)
 @pytest.mark.parametrize("name", MODELS)
-def bench_model(benchmark, name):
+def bench_model(benchmark, name, way):
     """The same bits as plain."""
     expected = step(name, "plain")()
-    assert all(map(torch.equal, benchmark.pedantic(step(name, "rerun")), expected))
+    assert all(map(torch.equal, benchmark.pedantic(step(name, way)), expected))
 
 
 def main():
@@ -87,7 +93,8 @@ def main():
     for name in MODELS:
         times = timed({way: step(name, way) for way in WAYS}, rounds=150, calls=1)
         print(f"{name}:", ", ".join(f"{way} {1e3 * median:.2f} ms" for way, (median, _) in times.items()))
-        mark(f"  a step of {name}, of torch's", ratio(times, "rerun", "torch"), MOST)
+        for way, most in MOST.items():
+            mark(f"  {way}: a step of {name}, of torch's", ratio(times, way, "torch"), most)
 
 
 if __name__ == "__main__":

@@ -47,8 +47,10 @@ class Generators:
         """The CPU's default generator if `cpu`, those of `devices`, and `generators` themselves; with `python` those
         that are no torch's: of the `random` module and of NumPy."""
         streams: list[_Stream] = [(_torch.set_cpu_state, _torch.get_cpu_state)] if cpu else []
-        streams += [_device_stream(device) for device in devices]
-        streams += [(generator.set_state, generator.get_state) for generator in generators]
+        for device in devices:
+            streams.append(_device_stream(device))
+        for generator in generators:
+            streams.append((generator.set_state, generator.get_state))
         self._python = python
         if python:
             streams += _python_streams()
@@ -62,16 +64,18 @@ class Generators:
         """Whether somebody has drawn from one of them since; of those that are no torch's nobody asks."""
         return self._python or any(not torch.equal(state, getter()) for _, getter, state in self._streams)
 
-    def enter(self) -> Undo:
-        """Go back to this moment; returns what `leave` needs to put the present states back."""
-        now: Undo = [(setter, getter()) for setter, getter, _ in self._streams]
+    def enter(self, now: Undo) -> Undo:
+        """Go back to this moment. What `leave` needs to put the present states back is added to `now`, unless it is
+        there from before."""
+        known = [setter for setter, _ in now]
+        now += [(setter, getter()) for setter, getter, _ in self._streams if setter not in known]
         for setter, _, state in self._streams:
             setter(state)
         return now
 
     @staticmethod
     def leave(now: Undo) -> None:
-        for setter, state in now:
+        for setter, state in reversed(now):
             setter(state)
 
 

@@ -34,11 +34,11 @@ from torch import Tensor
 from . import _torch
 from ._engine import Held, is_internal
 from ._offload import Destination, Mover
-from ._replay import Limits, are_disjoint, values_of
-from ._tape import Geometry, Info, Op, Tape, Value, Wrapped, geometry_of, tensors_of
+from ._replay import Limits, are_disjoint
+from ._tape import Info, Op, Tape, Value, geometry_of, tensors_of
 
 _users = _torch.storage_users_by_id
-_storage_id, _has_storage = _torch.storage_id, _torch.has_storage
+_storage_id, _has_storage, _STORAGE_OBJECT = _torch.storage_id, _torch.has_storage, _torch.STORAGE_OBJECT
 
 
 class Placement(NamedTuple):
@@ -111,19 +111,12 @@ class AutoTape(Tape):
 
     # ---- what the recording tells
 
-    def _register(self, storage: Any, op: Op | None, sid: int, geometry: Geometry | None) -> Value:
-        value = super()._register(storage, op, sid, geometry)
-        # There is nothing to keep in memory that has only been allocated (DDP's buckets, when it makes them anew).
-        if op is not None and value.nbytes and not (op.info.allocates and not op.info.writes):
-            self._fresh.append((sid, value))
-        return value
-
     def _read_across(self, value: Value, tensor: Tensor) -> None:
         op = value.op
         if op is None:
             kept = self._kept.get(value)
             if kept is not None:
-                kept.was_read = self.recorded
+                kept.was_read = self.clock + 1
         elif op.index < self._last_cut and value.nbytes:
             if self._budget is not None:
                 self._give_up(value)
@@ -131,22 +124,15 @@ class AutoTape(Tape):
             if op.index < self._last_cut:
                 self._hold(value, tensor)
 
-    def save(self, tensor: Tensor) -> Any:
-        saved = super().save(tensor)
-        for value in values_of(saved) if type(saved) is not Wrapped else ():  # parts of one come by themselves
-            op, kept = self._maker(value), self._kept.get(value)
-            if op is None:
-                continue
-            more = min(tensor.nbytes, value.nbytes - value.saved)
-            if more:
-                is_new = value.saved == 0
-                value.saved += more
-                self._saves += is_new
-                if kept is None:
-                    self._drop(op.index, more)
-                    if is_new:
-                        self._spare_it(value, op, tensor)
-        return saved
+    def _has_saved(self, value: Value, tensor: Tensor, nbytes: int) -> None:
+        is_new = value.saved == 0
+        super()._has_saved(value, tensor, nbytes)
+        op = value.op
+        self._saves += is_new and (op is not None or value in self._kept)
+        if op is not None:
+            self._drop(op.index, nbytes)
+            if is_new:
+                self._spare_it(value, op, tensor)
 
     def _run_outside(self, info: Info, targets: dict[int, Tensor], args: Any, kwargs: Any) -> Any:
         result = super()._run_outside(info, targets, args, kwargs)
@@ -224,9 +210,10 @@ class AutoTape(Tape):
         """Of a value made at `index`, that many bytes (more) have been saved and are not kept by a cut."""
         if index >= self._last_cut:
             self._dropped += nbytes
+            self._since += nbytes
         else:
             self._cut_after(index).dropped += nbytes
-        self._count()
+            self._count()
 
     def _count(self) -> None:
         self._since = self._dropped if self._trial is None else self._dropped + self._cuts[-1].dropped
@@ -240,7 +227,7 @@ class AutoTape(Tape):
         op = value.op
         assert op is not None  # the callers looked
         kept = Kept()
-        kept.value, kept.op, kept.was_read = value, op, self.recorded
+        kept.value, kept.op, kept.was_read = value, op, self.clock + 1
         kept.sid = sid = _storage_id(tensor)
         before = _users(sid)
         mover = self._cut_mover
@@ -267,7 +254,7 @@ class AutoTape(Tape):
         cut.nbytes -= value.nbytes
         self._cut_bytes -= value.nbytes
         self._held_bytes -= value.nbytes
-        value.op, value.held, value.kept = op, None, False
+        value.op, value.held, value.state = op, None, None
         if value.saved:
             self._drop(op.index, value.saved)
             if self._budget is not None and tensor is not None and self._values.get(kept.sid) is value:
@@ -277,7 +264,7 @@ class AutoTape(Tape):
         """Whether code outside of the tape can still read it: not overwritten, and somebody refers to it."""
         if self._values.get(sid) is not value or value in self._sent:
             return False
-        ours = _torch.STORAGE_OBJECT + len(self._spare_on.get(sid, ()))
+        ours = _STORAGE_OBJECT + (len(self._spare_on[sid]) if sid in self._spare_on else 0)
         if value.op is None:
             kept = self._kept.get(value)
             if kept is None:
@@ -302,8 +289,8 @@ class AutoTape(Tape):
         """Cut here, perhaps. Returns whether a cut has been settled."""
         self._fresh = fresh = [entry for entry in self._fresh if self._is_alive(*entry)]
         self._pause = self._pause or len(fresh) >> 5
-        alive = sum(value.nbytes for _, value in fresh)
-        closed = self._since - sum(value.saved for _, value in fresh)  # would be dropped before it
+        alive = sum([value.nbytes for _, value in fresh])
+        closed = self._since - sum([value.saved for _, value in fresh])  # would be dropped before it
         trial = self._trial
         settled = self._cut_bytes - (0 if trial is None else self._cuts[-1].nbytes)
         room = self._level - settled if self._size is None else self._size
@@ -325,11 +312,12 @@ class AutoTape(Tape):
         """Here, until there is a better place in this segment."""
         if self._trial is not None:
             self._remove(len(self._cuts) - 1)
-        position = self.recorded
+        position = self._position()
         self._had_cut = True
         self._cuts.append(Cut(position, self._dropped))
         insort(self.cuts, position)
         self._last_cut, self._dropped, self._trial = position, 0, (closed, alive)
+        self._new.clear()  # whoever reads it crosses the cut
         self._count()
 
     def _cut_for_good(self) -> None:

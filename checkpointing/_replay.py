@@ -21,6 +21,7 @@ import functools
 import operator
 import weakref
 from bisect import bisect_left, bisect_right
+from collections import defaultdict
 from collections.abc import Container, Iterable, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, cast
@@ -29,10 +30,10 @@ import torch
 from torch import Tensor
 
 from . import _torch, errors
-from ._ambient import Generators, Undo, enter_switches, undo_all
+from ._ambient import Undo, enter_switches, undo_all
 from ._engine import Frame, Holder, Recompute, Source
 from ._offload import Moved, prefetch
-from ._tape import Geometry, Op, Ref, Scratch, Tape, Value, Wrapped, geometry_of, tensors_of
+from ._tape import KEPT, Geometry, Op, Ref, Scratch, Tape, Value, Wrapped, geometry_of, tensors_of
 from ._tree import ATOMS
 
 Cuts = list[tuple[int, list[Value]]]  # positions on the tape, each with what was made before and is read after it
@@ -69,14 +70,18 @@ class Replay(Source):
         """Who saved what. There may be thousands of holders and of segments, so they are sorted once."""
         found = self._index
         if found is None:
-            found = {}, {}
-            (segments, savers), cuts = found, self.tape.cuts
+            segments, savers = found = defaultdict(list), defaultdict(list)
+            cuts = self.tape.cuts
             for ref in frame.holders:
                 holder = ref()
-                if holder is not None and (position := newest(holder)) >= 0:
-                    segments.setdefault(bisect_right(cuts, position), []).append(ref)
-                    for value in values_of(holder.saved):
-                        savers.setdefault(value.id, []).append(ref)
+                made = -1
+                saved = None if holder is None else holder.saved
+                for value in (saved,) if type(saved) is Value else values_of(saved):
+                    if value.op is not None:
+                        savers[value.id].append(ref)
+                        made = max(made, value.op.index)
+                if made >= 0:
+                    segments[bisect_right(cuts, made)].append(ref)
             if frame.complete:
                 self._index = found
         return found
@@ -96,17 +101,18 @@ class Replay(Source):
     def at_hand(self, holder: Holder, where: Frame) -> Tensor | None:
         """A value that is held, and that hooks have not taken: nothing to compute, nothing to share."""
         saved = holder.saved
-        if type(saved) is Wrapped or where.check is not None or not where.early_stop:
+        value = saved.value if type(saved) is Ref else saved
+        if type(value) is Wrapped or (value.held is None and value.parts is None):
             return None
-        (value,), geometry = values_of(saved), saved.geometry
+        geometry = saved.geometry
         held = value.holding(geometry)
-        if held is None or held.is_packed:
+        if held is None or held.is_packed or where.check is not None or not where.early_stop:
             return None
         try:
             tensor = held.fetch(where)
         except errors.CheckpointError:
             return None  # it will be raised again, from a recompute
-        if (type(saved) is Ref or value.kept) and geometry_of(tensor) != geometry:
+        if (type(saved) is Ref or value.state is KEPT) and geometry_of(tensor) != geometry:
             with _torch.below_autograd():
                 tensor = _torch.lay(tensor, *geometry)
         return _in_kind(tensor, saved)
@@ -117,7 +123,7 @@ class Replay(Source):
         undo: Undo = []
         try:
             enter_switches(self.tape.switches, undo)
-            _Window(self, request).run()
+            _Window(self, request, undo).run()
         finally:
             undo_all(undo)
 
@@ -137,7 +143,7 @@ class Stage(NamedTuple):
 class _Window:
     """One replay: what is wanted, the operators that make it, and the tensors made so far."""
 
-    def __init__(self, source: Replay, request: Recompute) -> None:
+    def __init__(self, source: Replay, request: Recompute, undo: Undo) -> None:
         self._source = source
         self._request = request
         self._frame = request.frame
@@ -146,6 +152,7 @@ class _Window:
         self._inputs, self._plan, self._stages = request.task.memory = memory
         self._made: dict[int, Tensor] = {}  # by value: what its operator returned, or another tensor on its storage
         self._given: dict[int, list[Geometry]] = {}  # by storage: what has been delivered is no longer ours to write
+        self._undo = undo
         self._grad_mode = False  # what `below_autograd` sets
         self._stage: Stage | None = None
         self._storing: dict[int, Value] = {}  # what the stage wants
@@ -193,10 +200,16 @@ class _Window:
                     del stages[other]
                 return self._choose_piece(stages.setdefault(segment, Stage([], {})), candidates, limits)
         # The holders that share its window: operators that their slices have in common run once.
-        if opened.slot not in self._plan:
-            self._plan.update(connected(self._candidates(segment)))
-        wanted = request.wanted([self._frame.holders[slot] for slot in sorted(self._plan[opened.slot])])
-        return wanted, slice_of(wanted)
+        plan = self._plan
+        if opened.slot in plan:
+            wanted = request.wanted([self._frame.holders[slot] for slot in sorted(plan[opened.slot])])
+            return wanted, slice_of(wanted)
+        groups = [
+            ({holder.slot for holder in group}, group, ops) for group, ops in connected(self._candidates(segment))
+        ]
+        plan.update((slot, slots) for slots, _, _ in groups for slot in slots)
+        wanted, ops = next((group, ops) for slots, group, ops in groups if opened.slot in slots)
+        return wanted, sorted(ops, key=_position)
 
     def _candidates(self, segment: int) -> list[Holder]:
         """The holders of a segment that may still be opened."""
@@ -257,9 +270,9 @@ class _Window:
         tensor: Tensor = self._inputs[held] if held.is_packed else held.fetch(self._frame)
         if held.is_parameter and geometry is not None and value.nbytes and not tensor.untyped_storage().nbytes():
             raise errors.given_back(self._frame, tensor.shape)  # kernels would crash
-        if geometry is None or (geometry is value.geometry and not held.is_packed and not value.kept):
+        if geometry is None or (geometry is value.geometry and not held.is_packed and value.state is not KEPT):
             return tensor
-        if held.is_packed and not value.kept:
+        if held.is_packed and value.state is not KEPT:
             return tensor if tensor.stride() == geometry[1] else _laid_out(tensor, *geometry)
         return tensor if geometry_of(tensor) == geometry else _torch.lay(tensor, *geometry)
 
@@ -272,9 +285,10 @@ class _Window:
         savers = self._source.index(self._frame)[1]
         slots = None if self._stage is None else {holder.slot for holder in wanted}
         last: dict[int, Op | None] = {value.id: op for op in ops for value in op.reads}
-        wrappers = [saver.saved for saver in wanted if type(saver.saved) is Wrapped]
-        last.update((value.id, None) for saved in wrappers for value in values_of(saved))  # parts wait for each other
-        self._writes = any(op.writes for op in ops)  # in place
+        wrappers = (saver.saved for saver in wanted if type(saver.saved) is Wrapped)  # whose parts wait for each other
+        last.update((value.id, None) for saved in wrappers for value in values_of(saved))
+        self._written = {old for op in ops for old, _ in op.writes}
+        is_plain = self._frame.complete and self._frame.check is None and not self._written
         for op in ops:
             if log is not None:
                 log.append((str(op.info.func), ""))
@@ -287,7 +301,11 @@ class _Window:
                     if holder is None or (slots is not None and holder.slot not in slots):
                         continue
                     if holder.slot not in ready or holder is opened:
-                        self._give(holder, id)
+                        saved = holder.saved
+                        if is_plain and type(saved) is Value and made[id].shape == saved.geometry[0]:  # type: ignore[index]
+                            ready[holder.slot] = made[id]  # past one call
+                        else:
+                            self._give(holder, id)
                 if id not in last:
                     del made[id]
             for value in op.reads:
@@ -301,20 +319,16 @@ class _Window:
             made[arg.id] if type(arg) is Value and arg.id in made else arg if type(arg) in ATOMS else build(arg)
             for arg in op.args
         ]
-        kwargs = {name: build(arg) for name, arg in op.kwargs.items()} if op.kwargs else op.kwargs
         if op.grad_mode is not self._grad_mode:
             self._grad_mode = op.grad_mode
             _torch.set_grad_enabled(op.grad_mode)
-        now = None if op.rng is None else op.rng.enter()
-        try:
-            result = op.info.run(*args, **kwargs)
-        finally:
-            if now is not None:
-                Generators.leave(now)
         outputs = op.outputs
-        if type(result) is Tensor and outputs:  # the only one, so it is new
-            made[outputs[0]] = result
-            return outputs
+        if outputs is None:
+            made[op.index] = op.info.run(*args)
+            return (op.index,)
+        if op.rng is not None:
+            op.rng.enter(self._undo)
+        result = op.info.run(*args, **{name: build(arg) for name, arg in op.kwargs.items()})
         for tensor, id in zip(tensors_of(result), outputs, strict=False):
             if id:
                 made[id] = tensor
@@ -346,10 +360,14 @@ class _Window:
         kind = type(saved)
         if kind is Value:
             tensor = self._made.get(saved.id)
-            return self._start(saved, saved.geometry) if tensor is None else tensor
+            if tensor is None:
+                tensor = self._start(saved, saved.geometry)
+                if saved.id and saved.is_outside:  # nothing writes it
+                    self._made[saved.id] = tensor
+            return tensor
         if kind is Ref:
             tensor = self._made.get(saved.value.id)
-            if tensor is None:
+            if tensor is None or saved.value.is_outside:
                 return _in_kind(self._start(saved.value, saved.geometry), saved)
             return self._lay(tensor, saved)
         if kind is list or kind is tuple:
@@ -383,7 +401,7 @@ class _Window:
         tensor = self._made[id]
         saved = holder.saved
         kind = type(saved)
-        if self._writes:
+        if id in self._written:
             self._give_away(tensor, geometry_of(tensor) if kind is Wrapped else saved.geometry)
         if kind is Wrapped:
             if self._is_there(saved):
@@ -483,7 +501,10 @@ def slice_of(holders: Iterable[Holder], stored: Container[int] = (), values: Ite
         if op is not None and op not in found and value.id not in stored:
             found.add(op)
             stack += op.reads
-    return sorted(found, key=operator.attrgetter("index"))
+    return sorted(found, key=_position)
+
+
+_position = operator.attrgetter("index")
 
 
 def newest(holder: Holder) -> int:
@@ -529,22 +550,25 @@ def place_cuts(ops: list[Op], holders: list[Holder], stored: Container[int], lim
     return []
 
 
-def connected(holders: list[Holder]) -> dict[int, set[int]]:
-    """Groups of holders whose slices share operators: for each slot the slots of its group."""
-    groups: dict[int, set[int]] = {}  # members of one group share one set
-    owner: dict[Op, int] = {}
+def connected(holders: list[Holder]) -> Iterable[tuple[list[Holder], list[Op]]]:
+    """Groups of holders whose slices share operators, and these."""
+    groups: dict[Op, tuple[list[Holder], list[Op]]] = {}
     for holder in reversed(holders):  # mostly, the last one needs whatever the others need
-        mine = groups[holder.slot] = {holder.slot}
         stack = [*values_of(holder.saved)]
+        mine = groups.get(cast(Op, stack[-1].op)) or ([], [])
+        mine[0].append(holder)
         while stack:
             op = stack.pop().op
             if op is None:
                 continue
-            if op not in owner:
-                owner[op] = holder.slot
+            theirs = groups.get(op)
+            if theirs is None:
+                groups[op] = mine
+                mine[1].append(op)
                 stack += op.reads
-            elif (theirs := groups[owner[op]]) is not mine:
-                small, mine = (mine, theirs) if len(mine) < len(theirs) else (theirs, mine)
-                mine |= small
-                groups.update(dict.fromkeys(small, mine))
-    return groups
+            elif theirs is not mine:
+                small, mine = (mine, theirs) if len(mine[1]) < len(theirs[1]) else (theirs, mine)
+                mine[0].extend(small[0])
+                mine[1].extend(small[1])
+                groups.update(dict.fromkeys(small[1], mine))
+    return {id(group): group for group in groups.values()}.values()

@@ -29,7 +29,7 @@ from ._engine import Frame, Held, Holder, Recompute, is_parameter, named, root_o
 from ._region import Region, thread
 from ._replay import Replay, values_of
 from ._rerun import Buffers, Pin
-from ._tape import Op, Ref, Scratch, Tape, Value, Wrapped, tensors_of
+from ._tape import KEPT, Op, Ref, Scratch, Tape, Value, Wrapped, tensors_of
 from ._tree import Container
 from ._where import described, user_line
 
@@ -203,7 +203,8 @@ def measure(frame: Frame, tape: Tape, source: Replay) -> Stats:
     tensors = held_by(frame, frame.record or Record(frame, False))
     held = sum(tensor.nbytes for tensor in tensors if tensor.kind in ("input", "random state"))
     kept = sum(tensor.nbytes for tensor in tensors) - held
-    return Stats(tape.recorded, source.replayed, source.replays, tape.saved_bytes, held, kept, tuple(tape.cuts))
+    cuts = tuple([tape.counted[cut] for cut in tape.cuts])
+    return Stats(tape.recorded, source.replayed, source.replays, tape.saved_bytes, held, kept, cuts)
 
 
 # ---- what regions with `report=True` note
@@ -367,7 +368,7 @@ def held_by(frame: Frame, record: Record) -> list[TensorReport]:
         operator, module, line = record.notes[0]
         if type(owner) is Value:
             operator, module, line = record.notes.get(owner.id, record.notes[0])
-            kind = "spared" if owner.id in record.spared else "kept" if owner.kept or owner.op else kind
+            kind = "spared" if owner.id in record.spared else "kept" if owner.state is KEPT or owner.op else kind
         if type(part) is Generators:
             kind, tensors = "random state", [state for *_, state in part._streams if isinstance(state, Tensor)]
             operator = str(owner.info.func) if type(owner) is Op else None

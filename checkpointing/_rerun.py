@@ -278,7 +278,7 @@ class Rerun(Region, Source, Inputs):
             undo.append((_torch.set_cpu_state, _torch.get_cpu_state()))
             _torch.set_cpu_state(self._cpu_state)
         if self._rng is not None:
-            undo.append((Generators.leave, self._rng.enter()))
+            undo.append((Generators.leave, self._rng.enter([])))
         return context
 
 

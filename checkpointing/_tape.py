@@ -58,13 +58,17 @@ class Places(NamedTuple):
 NOWHERE = Places(None, None, None)
 
 
+# What else may be said of a value:
+UNFILLED = "allocated, and not yet filled by a recorded operator"
+KEPT = "held, all of the storage, although an operator made it"
+LENT = "the memory of gathered parameters, which are referenced as all are"
+VOLATILE = "from outside and written by the region: others will write it again, so copies are read"
+
+
 class Value:
     """One storage between two writes: `op` made it, or it is `held`."""
 
-    __slots__ = (
-        *("geometry", "held", "id", "is_saved", "kept", "nbytes", "op", "parts", "saved", "unfilled", "version"),
-        "volatile",
-    )
+    __slots__ = ("geometry", "held", "id", "nbytes", "op", "parts", "saved", "state", "version")
 
     def __init__(self, id: int, op: Op | None, nbytes: int, geometry: Geometry | None) -> None:
         self.id = id
@@ -73,36 +77,31 @@ class Value:
         self.geometry = geometry  # of the tensor that `op` makes (None: not known), or of what is held from outside
         self.held: Held | None = None
         self.parts: dict[Geometry, Held] | None = None  # what enclosing hooks have packed besides
-        self.is_saved = False  # by autograd
-        self.saved = 0  # how many bytes of it, for tapes that make cuts
-        self.unfilled = False  # allocated, and not yet filled by a recorded operator
-        self.kept = False  # held, all of the storage, although an operator made it
+        self.saved = 0  # how many bytes of it autograd has saved
+        self.state: str | None = None
         self.version = 0  # of what recorded operators have made, at most
-        # From outside and written by the region: others will write it again, so copies are read. None: the memory of
-        # gathered parameters, which are referenced as all are.
-        self.volatile: bool | None = False
 
     def hold(self, tensor: Tensor, geometry: Geometry | None, hooks: Saver, reader: Name) -> None:
         """Hold the value, which is from outside, as it is now. `tensor` lies on it like that; None as `reader`: no
         operator reads it, autograd saves it."""
-        self.op, self.unfilled = None, False
+        self.op, self.state = None, None if self.state is UNFILLED else self.state
         held = self.holding(geometry)
         if held is None:
-            held = Held(tensor, None if self.volatile is None else hooks, None)
-            held.is_parameter |= self.volatile is None
+            held = Held(tensor, None if self.state is LENT else hooks, None)
+            held.is_parameter |= self.state is LENT
             if self.held is None:
                 self.held, self.geometry = held, geometry
             else:
                 self.parts = {**(self.parts or {}), cast(Geometry, geometry): held}
         if held.name is None and reader is not None:
             held.name = reader
-            if self.volatile:
+            if self.state is VOLATILE:
                 held.freeze()
 
     def holding(self, geometry: Geometry | None) -> Held | None:
         """What is held of which a tensor that lies like this can be made. An alias of the storage will do for all."""
         held, parts = self.held, self.parts or {}
-        if held is not None and (not held.is_packed or geometry == self.geometry or self.kept):
+        if held is not None and (not held.is_packed or geometry == self.geometry or self.state is KEPT):
             return held
         part = parts.get(cast(Geometry, geometry))
         return part if part or held is None else next((h for h in parts.values() if not h.is_packed), None)
@@ -112,8 +111,12 @@ class Value:
         covers = type(hooks) is tuple and tensor.is_contiguous() and tensor.nbytes == tensor.untyped_storage().nbytes()
         if hooks is not None and not covers:
             tensor = without_recording(_torch.bytes_of, tensor)
-        self.op, self.parts, self.kept = None, None, True
+        self.op, self.parts, self.state = None, None, KEPT
         self.held = Held(tensor, hooks, "a kept tensor")
+
+    @property
+    def is_outside(self) -> bool:
+        return self.op is None and self.state is not KEPT
 
     @property
     def all_held(self) -> list[Held]:
@@ -164,17 +167,23 @@ class Wrapped:
 class Op:
     """One recorded operator call. It names the values it makes by id: a strong reference would be a cycle."""
 
-    __slots__ = ("args", "grad_mode", "index", "info", "kwargs", "outputs", "reads", "rng", "writes")
+    __slots__ = ("args", "index", "info", "reads")
 
+    args: tuple[Any, ...]  # with a Value, Ref or Scratch in place of each tensor, or what makes one with its metadata
+    index: int  # position on the tape; the id of the first value that it makes
     info: Info
-    args: list[Any]  # with a Value, Ref or Scratch in place of each tensor, or what makes one with the same metadata
-    kwargs: dict[str, Any]
-    reads: list[Value]
-    grad_mode: bool  # kernels may look at it
-    index: int  # position on the tape
-    rng: Generators | None  # where the generators stood, for a random operator
-    outputs: Sequence[int]  # for each tensor of the result the id of the value that it is; 0 if not a new one
-    writes: Sequence[tuple[int, int]]  # (id of the value that is overwritten, id of the value that it becomes)
+    reads: tuple[Value, ...]
+
+    # Nearly all operators take no keywords, draw no random numbers, write nothing and make one new tensor. Others are:
+    kwargs: Any = {}  # noqa: RUF012
+    grad_mode = True  # kernels may look at it
+    rng: Generators | None = None  # where the generators stood, for a random operator
+    outputs: Sequence[int] | None = None  # for each tensor of the result the id of the value that it is; 0: no new one
+    writes: Sequence[tuple[int, int]] = ()  # (id of the value that is overwritten, id of the value that it becomes)
+
+
+class SpecialOp(Op):
+    __slots__ = ("grad_mode", "kwargs", "outputs", "rng", "writes")
 
 
 class Info:
@@ -225,18 +234,13 @@ class Info:
 # are asked for where an exception would end the process; efficient zeros are noticed when they are read.
 IGNORED = frozenset({"set_", "_nested_tensor_size", "_efficientzerotensor"})
 # In-place operators that don't read what they overwrite.
-OVERWRITES = frozenset(
-    {"copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_", "random_", "exponential_", "log_normal_"}
-    | {"cauchy_", "geometric_"}
-)
+OVERWRITES = frozenset({"copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_", "random_", "exponential_"})
+OVERWRITES |= {"log_normal_", "cauchy_", "geometric_"}
 # Operators that update statistics without saying so in their schema, and in no version counter: where they take them,
 # and which argument says whether they update them (None: they do). Updated statistics are not read.
 STATISTICS: dict[str, tuple[tuple[int, ...], int | None]] = {
-    "aten::native_batch_norm": ((3, 4), 5),
-    "aten::cudnn_batch_norm": ((3, 4), 5),
-    "aten::miopen_batch_norm": ((3, 4), 5),
-    "aten::batch_norm_gather_stats": ((3, 4), None),
-    "aten::batch_norm_gather_stats_with_counts": ((3, 4), None),
+    **{f"aten::{library}_batch_norm": ((3, 4), 5) for library in ("native", "cudnn", "miopen")},
+    **{f"aten::batch_norm_gather_stats{more}": ((3, 4), None) for more in ("", "_with_counts")},
     "aten::batch_norm_update_stats": ((1, 2), None),
 }
 # Operators that other processes take part in; those of FSDP2 put what has come in where its parameters lie.
@@ -261,11 +265,9 @@ def _info_of_region(info: Info, region: Any) -> Info:
 
 _NOTHING: dict[Any, Any] = {}
 _storage_id, _has_storage, _weak_storage = _torch.storage_id, _torch.has_storage, _torch.weak_storage
-_Parameter = nn.Parameter
 _modules, _INDUCTOR = sys.modules, "torch._inductor.output_code"  # loaded before anything runs that it has compiled
-_plain_dispatch = Tensor.__torch_dispatch__
-_is_grad_enabled = torch.is_grad_enabled
-_graph_task_id = _torch.graph_task_id
+_Parameter, _plain_dispatch = nn.Parameter, Tensor.__torch_dispatch__
+_is_grad_enabled, _graph_task_id = torch.is_grad_enabled, _torch.graph_task_id
 
 
 class Tape(TorchDispatchMode, Region):
@@ -279,14 +281,15 @@ class Tape(TorchDispatchMode, Region):
     _watch = 1  # look for a cut when there are so many
     limits: Any = None  # for a replay, when the block has ended
     _flops: dict[int, float] | None = None  # by position, if anybody wants to know
+    _fresh: list[tuple[int, Value]] | None = None  # what operators have made: storage and value
 
     def __init__(self, hooks: _torch.Hooks | None, preserve_rng_state: bool | str, log: Any, policy: Any) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.log = log
-        self.recorded = 0
-        self.saved_bytes = 0
-        self.kept_bytes = 0
+        self.clock = 0  # the last id of a value
+        self.recorded = self.saved_bytes = self.kept_bytes = 0
         self.cuts: list[int] = []  # where segments begin: positions on the tape, in order
+        self.counted: dict[int, int] = {}  # by position: how many operators came before
         self.switches = read_switches()
         self._here = here = thread.__dict__
         self._depth = here["depth"]
@@ -297,8 +300,7 @@ class Tape(TorchDispatchMode, Region):
         self._ask = None if self.policy is None else self.policy.on_op
         self.movers: dict[Destination, Mover] = {}
         kept, saved, inputs = NOWHERE if self.policy is None else self.policy.places
-        self._keeper = self._mover(kept)
-        self._save_at = self._mover(saved)
+        self._keeper, self._save_at = self._mover(kept), self._mover(saved)
         self.hooks: Saver = hooks if inputs is None else self._mover(inputs)
         self._inner = 0  # how many tapes have been entered just inside this one: they ask for themselves
         self._running: Any = None  # the operator that reads now, for messages
@@ -306,7 +308,9 @@ class Tape(TorchDispatchMode, Region):
         # Equal ones are one object: there are few, many refer to them, and garbage collection looks at each.
         self._geometries: dict[Any, Any] = {}
         self._weak: list[int] = []
-        self._ids = 0
+        # By storage: what the last operator has made, and mostly is met next. Until one runs that makes a view of it
+        # nothing can lie there in another way.
+        self._new: dict[int, Value] = {}
         self._has_zeros = False  # has seen efficient zeros, which have no memory
         self._unsettled: list[tuple[Answer, Tensor]] = []  # written just now, and to be kept
         self._lent: list[torch.UntypedStorage] = []  # memory of gathered parameters, while there
@@ -337,9 +341,9 @@ class Tape(TorchDispatchMode, Region):
                 mover.settle()
         finally:
             self.outer = None
-            self._values.clear()
+            for mine in (self._new, self._values, self._geometries):
+                mine.clear()
             self._lent.clear()
-            self._geometries.clear()
             while self._weak:
                 _torch.free_weak_storage(self._weak.pop())
         return None
@@ -359,9 +363,20 @@ class Tape(TorchDispatchMode, Region):
         if _INDUCTOR in _modules:
             self._notice_writes((tensor,))
         saved = self.reference(tensor)
+        value = saved if type(saved) is Value else cast(Ref, saved).value
+        if type(value.op) is SpecialOp and value is saved and self.hooks is None and _is_cheap_to_hold(value):
+            value.hold(tensor, value.geometry, None, "a random tensor")
+        if value.saved < value.nbytes:
+            self._has_saved(value, tensor, min(value.nbytes - value.saved, tensor.nbytes))
         if self._save_at is not None:
             self.keep_at(tensor, self._save_at)
         return saved
+
+    def _has_saved(self, value: Value, tensor: Tensor, nbytes: int) -> None:
+        """Autograd has saved so many bytes of the value that it had not before."""
+        if not value.saved and (value.op is not None or not value.is_parameter):
+            self.saved_bytes += value.nbytes
+        value.saved += nbytes
 
     def _mover(self, destination: Destination | None) -> Mover | None:
         return None if destination is None else self.movers.setdefault(destination, Mover(destination))
@@ -374,18 +389,16 @@ class Tape(TorchDispatchMode, Region):
     def keep_at(self, tensor: Tensor, mover: Mover | None) -> None:
         """The same; `mover` says where, None: as an input."""
         if hasattr(tensor, "__tensor_flatten__"):
-            for name in tensor.__tensor_flatten__()[0]:
-                part = getattr(tensor, name)
-                if isinstance(part, Tensor):
-                    self.keep_at(part, mover)
+            Wrapped(tensor, partial(self.keep_at, mover=mover))
         elif _has_storage(tensor):
             value = self._values.get(_storage_id(tensor))
             # There is nothing yet in memory that has only been allocated.
-            if value is not None and value.op is not None and not (value.unfilled and value.nbytes):
+            if value is not None and value.op is not None and not (value.state is UNFILLED and value.nbytes):
+                self._new.clear()
                 hooks = self.hooks if mover is None or not mover.takes(tensor) else mover
                 value.keep(tensor, hooks)
                 self.kept_bytes += value.nbytes
-                self.cuts.append(self.recorded)
+                self.cuts.append(self._position())
 
     def keeps_now(self) -> int | None:
         """How many bytes are kept at this moment of the block, where that is known."""
@@ -416,6 +429,7 @@ class Tape(TorchDispatchMode, Region):
         """Whatever is alive may be written unseen: what has been read of it must not change, and whoever reads it from
         here on reads something from outside."""
         self.settle()
+        self._new.clear()
         for sid, value in list(self._values.items()):
             if not value.is_parameter:
                 value.freeze()
@@ -448,7 +462,7 @@ class Tape(TorchDispatchMode, Region):
 
     # ---- references to values
 
-    def reference(self, tensor: Tensor, reads: list[Value] | None = None) -> Any:
+    def reference(self, tensor: Tensor, reads: list[Value] | None = None) -> Value | Ref:
         """What stands for `tensor` as it is now: its value, or a `Ref` to it. Autograd saves it; or, if `reads` is
         given, to which its value is added, an operator reads it."""
         kind: Any = type(tensor)
@@ -458,27 +472,29 @@ class Tape(TorchDispatchMode, Region):
             return self._opaque(tensor, reads)
         try:
             sid = _storage_id(tensor)
+            if kind is None and (new := self._new.get(sid)) is not None:
+                if reads is not None:
+                    reads.append(new)
+                return new
             geometry = geometry_of(tensor)
         except RuntimeError:  # sparse, MKLDNN, strided nested: no storage, or no geometry
             return self._opaque(tensor, reads)
         value = self._values.get(sid)
         if value is None:
-            value = self._register(tensor.untyped_storage(), None, sid, None)
+            value = self._register(tensor, None, sid, None)
             self._has_zeros = self._has_zeros or _torch.is_zeros(tensor)
-        op, held = value.op, value.held
-        if op is None and not value.kept:
-            if held is None or geometry != value.geometry or (held.name is None and reads is not None):
+        op = value.op
+        if op is not None:
+            if value.state is UNFILLED and value.nbytes:  # filled by something unseen (a raw kernel, ctypes, NumPy)
                 value = self._from_outside(value, tensor, geometry, reads)
-        elif value.unfilled and value.nbytes:  # filled by something unseen (a raw kernel, ctypes, NumPy)
-            value = self._from_outside(value, tensor, geometry, reads)
-        elif op is None or op.index < self._last_cut:
+            elif op.index < self._last_cut:
+                self._read_across(value, tensor)
+        elif value.state is KEPT:
             self._read_across(value, tensor)
+        elif (held := value.holding(geometry)) is None or (held.name is None and reads is not None):
+            value = self._from_outside(value, tensor, geometry, reads)
         if reads is not None:
             reads.append(value)
-        elif not value.is_saved:
-            value.is_saved = True
-            if value.op is not None or not value.is_parameter:
-                self.saved_bytes += value.nbytes
         if kind is None and geometry == value.geometry:
             return value
         return Ref(value, self._geometries.setdefault(geometry, geometry), kind)
@@ -489,6 +505,11 @@ class Tape(TorchDispatchMode, Region):
             value.keep(tensor, self.hooks)
             self.kept_bytes += value.nbytes
 
+    def _position(self) -> int:
+        """Where a cut would be now."""
+        self.counted[self.clock + 1] = self.recorded
+        return self.clock + 1
+
     def _see_lent(self) -> None:
         """Where gathered parameters have been given back (FSDP2, after each module) is a cut: in backward those of one
         module at a time will be there."""
@@ -498,8 +519,9 @@ class Tape(TorchDispatchMode, Region):
             self._cut_for_good()
 
     def _cut_for_good(self) -> None:
-        self._last_cut = self.recorded
-        self.cuts.append(self.recorded)
+        self._last_cut = self._position()
+        self.cuts.append(self._last_cut)
+        self._new.clear()
 
     def _look(self, info: Info) -> None:
         """An operator is about to run: is this a moment for a cut?"""
@@ -530,33 +552,43 @@ class Tape(TorchDispatchMode, Region):
             reads.append(value)
         return value
 
-    def _register(self, storage: Any, op: Op | None, sid: int, geometry: Geometry | None) -> Value:
-        """The storage, with this id, has a new value."""
-        self._ids = id = self._ids + 1
-        values = self._values
+    def _register(self, tensor: Tensor, op: Op | None, sid: int, geometry: Geometry | None) -> Value:
+        """The storage of the tensor, with this id, has a new value."""
+        self.clock = id = self.clock + 1
+        values, storage = self._values, tensor.untyped_storage()
         if sid not in values:
             # While a weak reference lives, no other storage gets this address.
             self._weak.append(_weak_storage(storage))
         value = values[sid] = Value(id, op, storage.nbytes(), geometry)
+        # There is nothing to keep in memory that has only been allocated (DDP's buckets, when it makes them anew).
+        if (
+            op is not None
+            and self._fresh is not None
+            and value.nbytes
+            and not (op.info.allocates and not op.info.writes)
+        ):
+            self._fresh.append((sid, value))
         return value
 
     def _now_outside(self, targets: dict[int, Tensor], gathered: bool = False) -> None:
         """These have been written from outside, or so that a replay can't do it again."""
         for sid, target in targets.items():
-            self._register(target.untyped_storage(), None, sid, None).volatile = None if gathered else True
+            self._register(target, None, sid, None).state = LENT if gathered else VOLATILE
         self._lent += [target.untyped_storage() for target in targets.values() if gathered]
+        self._new.clear()
 
     # ---- the mode
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if kwargs is None:
-            kwargs = _NOTHING
+        kwargs = kwargs or _NOTHING
         if self._here["depth"] != self._depth:  # an operator of a recompute (rule 3)
+            self._new.clear()  # it may make a view
             return func(*args, **kwargs)
         info = _INFOS.get(id(func)) or Info(func)
         if self._lent:
             self._see_lent()
         if _INDUCTOR in _modules:
+            self._new.clear()  # compiled code makes views that nobody sees
             if not _is_grad_enabled() and _torch.inductor_runs():
                 if info.name != "inductor_compiled_code":
                     return func(*args, **kwargs)  # its kernels, which nobody sees, write what this makes
@@ -572,65 +604,86 @@ class Tape(TorchDispatchMode, Region):
                 return func(*args, **kwargs)  # their own mode is at work, to find out shapes
             return NotImplemented  # the subclass takes itself apart, and plain tensors come by
         if info.ignored:
+            self._new.clear()
             return info.run(*args, **kwargs)
         self._running = func
         if self.log is not None:
             self.log.append((str(func), stack_of_user()))
-        op = Op()
         reads: list[Value] = []
-        op.reads, op.writes = reads, ()
         given, named = args, kwargs
         targets: dict[int, Tensor] = _NOTHING  # by storage: views of one are written together
         outside: dict[int, Tensor] = _NOTHING
         if info.targets:
             places = info.targets
-            targets = self._on_storages([kwargs.get(p) if type(p) is str else args[p] for p in places])
+            written = args[0] if places == (0,) else [kwargs.get(p) if type(p) is str else args[p] for p in places]
+            targets = self._on_storages(written)
             outside = {sid: target for sid, target in targets.items() if _is_outside(self._values.get(sid), info)}
             if info.communicates or (info.inplace and len(outside) == len(targets)):
+                self._new.clear()
                 return self._run_outside(info, targets, args, kwargs)
-            given = [self._refer_to_written(a, reads, info, outside) if i in places else a for i, a in enumerate(args)]
-            named = {
-                k: self._refer_to_written(a, reads, info, outside) if k in places else a for k, a in kwargs.items()
-            }
+            given, named = list(args), dict(kwargs)
+            for place in places:
+                where: Any = named if type(place) is str else given
+                if type(place) is int or place in kwargs:
+                    where[place] = self._refer_to_written(where[place], reads, info, outside)
         elif info.metadata_only and isinstance(args[0], Tensor) and _has_storage(args[0]):
             given = [_like(args[0]), *args[1:]]
         elif info.statistics is not None:
             outside = {}
             given = self._without_statistics(info.statistics, args, outside)
-        op.args = self._refer(given, reads)  # which lets references pass
-        op.kwargs = dict(zip(kwargs, self._refer(named.values(), reads), strict=True)) if kwargs else kwargs
-        if targets:
-            self._freeze(targets)
-        result, drew = self._run(op, info, args, kwargs)
-        if targets:
-            op.writes = [self._overwrite(op, sid, target) for sid, target in targets.items() if sid not in outside]
+        refs = self._refer(given, reads)  # which lets references pass
+        if kwargs:
+            named = dict(zip(kwargs, self._refer(named.values(), reads), strict=True))
+        self._new.clear()
+        for sid in targets:
+            if sid in self._values:
+                self._values[sid].freeze()  # what is held of it must not change
+        run = info.run if not self._has_zeros else _torch.with_zeros(info.run)
+        preserve, rng, drew = self._preserve_rng_state, None, info.may_draw
+        if drew and (preserve or info.custom):
+            rng = generators_of(args, kwargs, info.custom and preserve == "all")
+        result = run(*args, **kwargs) if kwargs else run(*args)
+        drew = drew and (not info.custom or (rng is not None and rng.have_moved()))
+        grad_mode = _is_grad_enabled()
+        is_special = kwargs or targets or drew or not grad_mode or type(result) is not Tensor
+        op: Any = SpecialOp() if is_special else Op()
+        op.args = tuple(refs)
+        op.index = self.clock + 1
+        op.info = info
+        op.reads = op.args if reads == refs else tuple(reads)
+        if self._flops is not None and not drew and (formula := _torch.flop_formula(func)) is not None:
+            self._flops[op.index] = formula(args, kwargs, result)
+        if is_special:
+            op.kwargs, op.grad_mode, op.rng = named, grad_mode, rng if drew and preserve else None
+            op.writes = tuple([self._overwrite(op, sid, targets[sid]) for sid in targets if sid not in outside])
+            ids = () if info.inplace else tuple([self._output(op, tensor) for tensor in tensors_of(result)])
+            op.outputs = ids if any(ids) else ()
+            self.recorded += bool(op.outputs or op.writes)
+        elif self._output(op, result):
+            self.recorded += 1
         if outside:
             self._now_outside(outside)
-        self._add_outputs(op, result)
-        if self._ask is not None or (drew and not self._preserve_rng_state):
+        if self._ask is not None or (drew and not preserve):
             made = (*targets.values(), *tensors_of(result))
             self._decide(info, drew, func, args, dict(kwargs), result, made)
         return result
 
-    def _run(self, op: Op, info: Info, args: Any, kwargs: Any) -> tuple[Any, bool]:
-        """The result of the operator, and whether it has drawn random numbers."""
-        preserve = self._preserve_rng_state
-        op.info = info
-        op.grad_mode = _is_grad_enabled()
-        op.index = self.recorded
-        op.rng = None
-        run = info.run if not self._has_zeros else _torch.with_zeros(info.run)
-        if not info.may_draw:
-            result = run(*args, **kwargs)
-            flops = self._flops
-            if flops is not None and (formula := _torch.flop_formula(info.func)) is not None:
-                flops[op.index] = formula(args, kwargs, result)
-            return result, False
-        rng = generators_of(args, kwargs, info.custom and preserve == "all") if info.custom or preserve else None
-        result = run(*args, **kwargs)
-        drew = not info.custom or (rng is not None and rng.have_moved())
-        op.rng = rng if drew and preserve else None
-        return result, drew
+    def _output(self, op: Op, tensor: Tensor) -> int:
+        """The value that `op` has made there; 0 if the storage is none, or not new."""
+        if not _has_storage(tensor):
+            return 0
+        sid = _storage_id(tensor)
+        if sid in self._values:
+            self._new.pop(sid, None)  # of two results that share it
+            return 0
+        geometry = None if tensor.is_nested else geometry_of(tensor)
+        geometry = self._geometries.setdefault(geometry, geometry)
+        value = self._register(tensor, op, sid, geometry)
+        if op.info.allocates:
+            value.state = UNFILLED
+        elif geometry is not None:
+            self._new[sid] = value
+        return value.id
 
     def _without_statistics(self, where: Any, given: Any, updated: dict[int, Tensor]) -> list[Any]:
         """The arguments of a normalisation without the statistics that it updates, which are added to `updated`, and
@@ -657,57 +710,34 @@ class Tape(TorchDispatchMode, Region):
         refs: list[Any] = []
         for arg in args:
             kind = type(arg)
-            if kind is Tensor or kind is _Parameter:
-                refs.append(self.reference(arg, reads))
-            elif kind in ATOMS:
-                refs.append(arg)
+            if kind is Tensor or kind is _Parameter or (kind not in ATOMS and isinstance(arg, Tensor)):
+                arg = self.reference(arg, reads)
             elif kind is list or kind is tuple:
-                refs.append(kind(self._refer(arg, reads)))
-            else:
-                refs.append(self.reference(arg, reads) if isinstance(arg, Tensor) else arg)
+                arg = kind(self._refer(arg, reads))
+            refs.append(arg)
         return refs
-
-    def _add_outputs(self, op: Op, result: Any) -> None:
-        """The storages in `result` that are new are values that `op` makes."""
-        outputs = []
-        for tensor in (result,) if type(result) is Tensor else tensors_of(result):
-            id = 0
-            if _has_storage(tensor):
-                sid = _storage_id(tensor)
-                if sid not in self._values:
-                    geometry = None if tensor.is_nested else geometry_of(tensor)
-                    geometry = self._geometries.setdefault(geometry, geometry)
-                    value = self._register(tensor.untyped_storage(), op, sid, geometry)
-                    value.unfilled = op.info.allocates
-                    id = value.id
-            outputs.append(id)
-        op.outputs = tuple(outputs) if any(outputs) else ()
-        if op.outputs or op.writes:
-            self.recorded += 1
 
     def _run_outside(self, info: Info, targets: dict[int, Tensor], args: Any, kwargs: Any) -> Any:
         """Run what is never repeated: it only writes something from outside, or others would have to take part. These
         write mostly later, while other code runs; what comes in is held when it is first read: by then it has arrived.
         Whoever read the value before gets a copy."""
-        if not info.gathers:  # again what was there before it was given back
-            self._freeze(targets)
-        run = info.run
-        result = run(*args, **kwargs) if not self._has_zeros else _torch.with_zeros(run)(*args, **kwargs)
+        for value in filter(None, map(self._values.get, () if info.gathers else targets)):
+            value.freeze()  # what was gathered is there again, as it was before it had been given back
+        result = (info.run if not self._has_zeros else _torch.with_zeros(info.run))(*args, **kwargs)
         self._now_outside(targets, info.gathers)
         for sid, tensor in _by_storage(result).items():
             if sid not in self._values:
-                self._register(tensor.untyped_storage(), None, sid, None)
+                self._register(tensor, None, sid, None)
         return result
 
     def _overwrite(self, op: Op, sid: int, target: Tensor) -> tuple[int, int]:
         """`op` has made a new value of this storage."""
         value, info = self._values[sid], op.info
-        new = self._register(target.untyped_storage(), op, sid, None if info.moves else value.geometry)
+        new = self._register(target, op, sid, None if info.moves else value.geometry)
         new.version = max(value.version, _torch.version(target) + 1)
-        if info.overwrites:
-            new.unfilled = value.unfilled and target.nbytes < new.nbytes
-        elif info.allocates:  # resize_
-            new.unfilled = new.nbytes > value.nbytes
+        is_partly = target.nbytes < new.nbytes if info.overwrites else info.allocates and new.nbytes > value.nbytes
+        if is_partly and (value.state is UNFILLED or info.allocates):  # the latter is `resize_`
+            new.state = UNFILLED
         return value.id, new.id
 
     def _notice_writes(self, args: Iterable[Any]) -> None:
@@ -729,28 +759,30 @@ class Tape(TorchDispatchMode, Region):
         if sid in outside:
             return _like(arg) if info.overwrites else Scratch(self.reference(arg, reads))
         # Not `reference`: a buffer that is only being filled need not be held.
-        value, geometry = self._values[sid], geometry_of(arg)
-        if not (info.overwrites and arg.nbytes == value.nbytes) and (value.op is None or not value.unfilled):
+        value = self._values[sid]
+        if not (info.overwrites and arg.nbytes == value.nbytes) and value.state is not UNFILLED:
             self._read_across(value, arg)
         reads.append(value)
-        return value if geometry == value.geometry else Ref(value, geometry, None)
+        geometry = value.geometry if sid in self._new else geometry_of(arg)
+        return value if geometry == value.geometry else Ref(value, cast(Geometry, geometry), None)
 
     def _on_storages(self, tensors: Any) -> dict[int, Tensor]:
         """What is about to be written."""
         return _by_storage(tensors)
 
-    def _freeze(self, targets: Iterable[int]) -> None:
-        """Before a write: what is held of these storages must not change with it."""
-        for sid in targets:
-            value = self._values.get(sid)
-            if value is not None and value.held is not None:
-                value.freeze()
-
 
 def _is_outside(value: Value | None, info: Info) -> bool:
     """Whether what is written can't be made again: it was there before, or something unseen has filled it."""
     fills = info.overwrites or info.allocates
-    return value is None or (value.op is None and not value.kept) or (value.unfilled and not fills)
+    return value is None or value.is_outside or (value.state is UNFILLED and not fills)
+
+
+def _is_cheap_to_hold(value: Value) -> bool:
+    """Whether it is smaller than the state of the generators from which it would be drawn once more."""
+    op = value.op
+    while op is not None and op.rng is None:
+        op = op.reads[0].op if op.writes and op.reads else None
+    return op is not None and op.rng is not None and value.nbytes <= op.rng.nbytes
 
 
 def _by_storage(tensors: Any) -> dict[int, Tensor]:
@@ -767,7 +799,7 @@ def tensors_of(value: Any) -> list[Tensor]:
     if isinstance(value, Tensor):
         return [value]
     parts = value if type(value) is tuple or type(value) is list else ()
-    return [tensor for part in parts for tensor in tensors_of(part)]
+    return [tensor for part in parts for tensor in ((part,) if isinstance(part, Tensor) else tensors_of(part))]
 
 
 def _like(tensor: Tensor) -> Callable[[], Tensor]:
@@ -779,10 +811,10 @@ def generators_of(args: Any, kwargs: dict[str, Any], python: bool) -> Generators
     """The state of the generator that a random operator is about to draw from; with `python` also those of Python and
     NumPy."""
     given = (*args, *kwargs.values())
-    generators = [a for a in given if isinstance(a, torch.Generator)]
+    generators = [a for a in given if type(a) is torch.Generator]  # `isinstance` goes through a Python function
     if generators:
         return Generators(False, (), generators, python)
     device = kwargs.get("device")
-    devices = {t.device for a in given for t in tensors_of(a)} if device is None else {torch.device(device)}
-    others = [device for device in devices if has_rng(device)]
+    devices = {t.device for t in tensors_of(given)} if device is None else {torch.device(device)}
+    others = [device for device in devices if device.type != "cpu" and has_rng(device)]
     return Generators(not others, others, (), python)

@@ -108,7 +108,7 @@ def test_nothing_recomputed_outlives_a_backward_that_fails_in_a_custom_function(
 @WORD
 def test_what_no_saved_tensor_needs_is_freed_when_the_region_ends(word):
     """After the block only the inputs and the output live."""
-    x, w = leaf(3, 3), leaf(3, 3)
+    x, w = leaf(40, 40), leaf(40, 40)  # a mask larger than the state of the generator
     with Watching() as watching:
         y = apply(word, lambda x, w: network(x, w).cos().neg())(x, w)
         assert watching.alive() == ["neg"]

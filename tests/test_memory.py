@@ -153,8 +153,8 @@ def test_an_input_that_no_recompute_reads_is_released(door):
 
 
 def test_stats_count_the_state_of_generators():
-    """A dropout mask is drawn again from a state that is held."""
-    x = torch.rand(1000).requires_grad_()
+    """A dropout mask that is larger than the state is drawn again."""
+    x = torch.rand(2000).requires_grad_()
     with checkpoint_scope() as scope:
         y = F.dropout(x * 2, 0.5)
     assert scope.stats.bytes_held == torch.get_rng_state().nbytes
