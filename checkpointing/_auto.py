@@ -35,7 +35,7 @@ from . import _torch
 from ._engine import Held, is_internal
 from ._offload import Destination, Mover
 from ._replay import Limits, are_disjoint
-from ._tape import Info, Op, Tape, Value, geometry_of, tensors_of
+from ._tape import Info, Op, Tape, Value, by_storage, geometry_of, tensors_of
 
 _users = _torch.storage_users_by_id
 _storage_id, _has_storage, _STORAGE_OBJECT = _torch.storage_id, _torch.has_storage, _torch.STORAGE_OBJECT
@@ -136,7 +136,7 @@ class AutoTape(Tape):
 
     def _run_outside(self, info: Info, targets: dict[int, Tensor], args: Any, kwargs: Any) -> Any:
         result = super()._run_outside(info, targets, args, kwargs)
-        values = [self._values.get(_storage_id(tensor)) for tensor in tensors_of((*args, *kwargs.values()))]
+        values = map(self._values.get, by_storage((*args, *kwargs.values())))
         self._sent.update(value for value in values if value is not None and value.op is not None)
         return result
 

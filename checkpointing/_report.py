@@ -29,7 +29,7 @@ from ._engine import Frame, Held, Holder, Recompute, is_parameter, named, root_o
 from ._region import Region, thread
 from ._replay import Replay, values_of
 from ._rerun import Buffers, Pin
-from ._tape import KEPT, Op, Ref, Scratch, Tape, Value, Wrapped, tensors_of
+from ._tape import KEPT, Op, Ref, Scratch, SpecialOp, Tape, Value, Wrapped, tensors_of
 from ._tree import Container
 from ._where import described, user_line
 
@@ -371,7 +371,7 @@ def held_by(frame: Frame, record: Record) -> list[TensorReport]:
             kind = "spared" if owner.id in record.spared else "kept" if owner.state is KEPT or owner.op else kind
         if type(part) is Generators:
             kind, tensors = "random state", [state for *_, state in part._streams if isinstance(state, Tensor)]
-            operator = str(owner.info.func) if type(owner) is Op else None
+            operator = str(owner.info.func) if isinstance(owner, Op) else None
         elif type(part) is Buffers:
             kind, tensors = "buffers", part._then._values
         elif type(part) is not Held:  # a tensor, which `auto` spares while the block runs
@@ -398,7 +398,7 @@ def _parts(frame: Frame) -> Iterator[tuple[Any, Any]]:
     seen = set()
     while stack:
         owner, whole = stack.pop()
-        owner = whole if type(whole) in (Value, Op, Pin) else owner
+        owner = whole if isinstance(whole, (Value, Op, Pin)) else owner
         for part in gc.get_referents(whole):
             if id(part) not in seen:
                 seen.add(id(part))
@@ -408,7 +408,7 @@ def _parts(frame: Frame) -> Iterator[tuple[Any, Any]]:
                     yield owner, part
 
 
-_ENTERED = {list, tuple, dict, Value, Op, Ref, Scratch, Wrapped, Container, Pin}
+_ENTERED = {list, tuple, dict, Value, Op, SpecialOp, Ref, Scratch, Wrapped, Container, Pin}
 
 
 def _packed(part: Any) -> Any:

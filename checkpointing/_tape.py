@@ -725,7 +725,7 @@ class Tape(TorchDispatchMode, Region):
             value.freeze()  # what was gathered is there again, as it was before it had been given back
         result = (info.run if not self._has_zeros else _torch.with_zeros(info.run))(*args, **kwargs)
         self._now_outside(targets, info.gathers)
-        for sid, tensor in _by_storage(result).items():
+        for sid, tensor in by_storage(result).items():
             if sid not in self._values:
                 self._register(tensor, None, sid, None)
         return result
@@ -768,7 +768,7 @@ class Tape(TorchDispatchMode, Region):
 
     def _on_storages(self, tensors: Any) -> dict[int, Tensor]:
         """What is about to be written."""
-        return _by_storage(tensors)
+        return by_storage(tensors)
 
 
 def _is_outside(value: Value | None, info: Info) -> bool:
@@ -778,14 +778,14 @@ def _is_outside(value: Value | None, info: Info) -> bool:
 
 
 def _is_cheap_to_hold(value: Value) -> bool:
-    """Whether it is smaller than the state of the generators from which it would be drawn once more."""
+    """Whether it is smaller than the state of the generators from which it, and nothing else, would be drawn again."""
     op = value.op
     while op is not None and op.rng is None:
         op = op.reads[0].op if op.writes and op.reads else None
-    return op is not None and op.rng is not None and value.nbytes <= op.rng.nbytes
+    return op is not None and op.rng is not None and value.nbytes <= op.rng.nbytes and len(op.outputs or ()) < 2
 
 
-def _by_storage(tensors: Any) -> dict[int, Tensor]:
+def by_storage(tensors: Any) -> dict[int, Tensor]:
     return {_storage_id(tensor): tensor for tensor in tensors_of(tensors) if _has_storage(tensor)}
 
 

@@ -127,7 +127,7 @@ def test_held_tensors_are_told_apart_and_sorted():
     """Inputs, what is kept, spared or offloaded, random states, copies of buffers."""
     x, noise = leaf() * 2, torch.nn.Dropout(0.5)
     with checkpoint_scope() as scope:
-        y = noise(keep(x.sin()).exp()).tanh()
+        y = noise(keep(x.sin()).exp().repeat(2)).tanh()  # a mask that is larger than the state it is drawn from
     held = scope.report().regions[0].held
     assert {t.kind for t in held} == {"input", "kept", "random state"}
     assert [t.nbytes for t in held] == sorted([t.nbytes for t in held], reverse=True)
