@@ -34,8 +34,9 @@ from torch import Tensor
 from . import _torch
 from ._engine import Held, is_internal
 from ._offload import Destination, Mover
+from ._ops import Info, tensors_of
 from ._replay import Limits, are_disjoint
-from ._tape import Info, Op, Tape, Value, by_storage, geometry_of, tensors_of
+from ._tape import Op, Tape, Value, by_storage, geometry_of
 
 _users = _torch.storage_users_by_id
 _storage_id, _has_storage, _STORAGE_OBJECT = _torch.storage_id, _torch.has_storage, _torch.STORAGE_OBJECT
@@ -317,7 +318,7 @@ class AutoTape(Tape):
         self._cuts.append(Cut(position, self._dropped))
         insort(self.cuts, position)
         self._last_cut, self._dropped, self._trial = position, 0, (closed, alive)
-        self._new.clear()  # whoever reads it crosses the cut
+        self._whole.clear()  # whoever reads it crosses the cut
         self._count()
 
     def _cut_for_good(self) -> None:
