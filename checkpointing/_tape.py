@@ -553,7 +553,7 @@ class Tape(TorchDispatchMode, Region):
             places = info.targets
             written = args[0] if places == (0,) else [kwargs.get(p) if type(p) is str else args[p] for p in places]
             targets = self._on_storages(written)
-            outside = {sid: target for sid, target in targets.items() if _is_outside(self._values.get(sid), info)}
+            outside = {sid: targets[sid] for sid in targets if _is_outside(self._values.get(sid), info)}
             if info.communicates or (info.inplace and len(outside) == len(targets)):
                 return self._run_outside(info, targets, args, kwargs)
             given, named = list(args), dict(kwargs)
@@ -671,7 +671,8 @@ class Tape(TorchDispatchMode, Region):
         new = self._register(target, op, sid, None if info.moves else value.geometry)
         if self._whole.pop(sid, None) is not None and info.targets == (0,) and not info.moves:  # `out=` resizes
             self._whole[sid] = new
-        new.version = max(value.version, _torch.version(target) + 1)
+        if _INDUCTOR in _modules:
+            new.version = max(value.version, _torch.version(target) + 1)
         is_partly = target.nbytes < new.nbytes if info.overwrites else info.allocates and new.nbytes > value.nbytes
         if is_partly and (value.state is UNFILLED or info.allocates):  # the latter is `resize_`
             new.state = UNFILLED
@@ -710,8 +711,9 @@ class Tape(TorchDispatchMode, Region):
 
 def _is_outside(value: Value | None, info: Info) -> bool:
     """Whether what is written can't be made again: it was there before, or something unseen has filled it."""
-    fills = info.overwrites or info.allocates
-    return value is None or value.is_outside or (value.state is UNFILLED and not fills)
+    if value is None or value.op is None:
+        return value is None or value.state is not KEPT
+    return value.state is UNFILLED and not (info.overwrites or info.allocates)
 
 
 def _is_cheap_to_hold(value: Value) -> bool:
@@ -724,6 +726,8 @@ def _is_cheap_to_hold(value: Value) -> bool:
 
 def by_storage(tensors: Any) -> dict[int, Tensor]:
     """One tensor on each storage that there is among these."""
+    if type(tensors) is Tensor and _has_storage(tensors):
+        return {_storage_id(tensors): tensors}
     return {_storage_id(tensor): tensor for tensor in tensors_of(tensors) if _has_storage(tensor)}
 
 
