@@ -34,8 +34,9 @@ from ._ambient import Undo, enter_switches, undo_all
 from ._engine import Frame, Holder, Recompute, Source
 from ._offload import Moved, prefetch
 from ._ops import tensors_of
-from ._tape import KEPT, Geometry, Op, Ref, Scratch, Tape, Value, Wrapped, geometry_of
+from ._tape import Tape
 from ._tree import ATOMS
+from ._values import KEPT, Geometry, Op, Ref, Scratch, Value, Wrapped, geometry_of
 
 Cuts = list[tuple[int, list[Value]]]  # positions on the tape, each with what was made before and is read after it
 # Holders: by the segment in which the newest of what they saved was made, and by value.
