@@ -35,9 +35,9 @@ from . import _torch
 from ._engine import Held, is_internal
 from ._offload import Destination, Mover
 from ._ops import Info, tensors_of
-from ._replay import Limits, are_disjoint
+from ._replay import Limits
 from ._tape import Tape, by_storage
-from ._values import Op, Value, geometry_of
+from ._values import Op, Value, are_disjoint, geometry_of
 
 _users = _torch.storage_users_by_id
 _storage_id, _has_storage, _STORAGE_OBJECT = _torch.storage_id, _torch.has_storage, _torch.STORAGE_OBJECT
