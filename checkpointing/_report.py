@@ -292,7 +292,7 @@ class Noting(Tape):
                 self.record.notes[value.id] = str(func), _module_path(), user_line()
         return result
 
-    def close(self) -> str | None:
+    def close(self) -> str:
         self.record.spared = {value.id for value in getattr(self, "_spare", ())}
         return super().close()
 
