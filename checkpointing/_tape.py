@@ -428,44 +428,54 @@ class Tape(TorchDispatchMode, Region):
         if self.log is not None:
             self.log.append((str(func), stack_of_user()))
         reads: list[Value] = []
-        given, named = args, kwargs
         targets: dict[int, Tensor] = _NOTHING  # by storage: views of one are written together
         outside: dict[int, Tensor] = _NOTHING
-        if info.targets:
-            places = info.targets
-            written = args[0] if places == (0,) else [kwargs.get(p) if type(p) is str else args[p] for p in places]
-            targets = self._on_storages(written)
-            outside = {sid: targets[sid] for sid in targets if _is_outside(self._values.get(sid), info)}
-            if info.communicates or (info.inplace and len(outside) == len(targets)):
-                return self._run_outside(info, targets, args, kwargs)
-            given, named = list(args), dict(kwargs)
-            for place in places:
-                where: Any = named if type(place) is str else given
-                if type(place) is int or place in kwargs:
-                    where[place] = self._refer_to_written(where[place], reads, info, outside)
-        elif info.metadata_only and isinstance(args[0], Tensor) and _has_storage(args[0]):
-            given = [_like(args[0]), *args[1:]]
-        elif info.statistics is not None:
-            outside = {}
-            given = self._without_statistics(info.statistics, args, outside)
-        refs = self._refer(given, reads)  # which lets references pass
-        if kwargs:
-            named = dict(zip(kwargs, self._refer(named.values(), reads), strict=True))
-        for sid in targets:
-            if (value := self._values.get(sid)) is not None and value.held is not None:
-                value.freeze()  # what is held of it must not change
-        run = info.run if not self._has_zeros else _torch.with_zeros(info.run)
-        preserve, rng, drew = self._preserve_rng_state, None, info.may_draw
-        if drew and (preserve or info.custom):
-            rng = generators_of(args, kwargs, info.custom and preserve == "all")
-        result = run(*args, **kwargs) if kwargs else run(*args)
-        drew = drew and (not info.custom or (rng is not None and rng.have_moved()))
+        named, rng, drew = kwargs, None, False
+        preserve = self._preserve_rng_state
+        if info.is_plain and not kwargs:  # most are
+            refs = self._refer(args, reads)
+            result = (info.run if not self._has_zeros else _torch.with_zeros(info.run))(*args)
+            if type(result) is Tensor and self._ask is None and self._flops is None and _is_grad_enabled():
+                op: Any = Op()
+                op.args, op.index, op.info = tuple(refs), self.clock + 1, info
+                op.reads = op.args if reads == refs else tuple(reads)
+                self.recorded += self._output(op, result) > 0
+                return result
+        else:
+            given = args
+            if info.targets:
+                places = info.targets
+                written = args[0] if places == (0,) else [kwargs.get(p) if type(p) is str else args[p] for p in places]
+                targets = self._on_storages(written)
+                outside = {sid: targets[sid] for sid in targets if _is_outside(self._values.get(sid), info)}
+                if info.communicates or (info.inplace and len(outside) == len(targets)):
+                    return self._run_outside(info, targets, args, kwargs)
+                given, named = list(args), dict(kwargs)
+                for place in places:
+                    where: Any = named if type(place) is str else given
+                    if type(place) is int or place in kwargs:
+                        where[place] = self._refer_to_written(where[place], reads, info, outside)
+            elif info.metadata_only and isinstance(args[0], Tensor) and _has_storage(args[0]):
+                given = [_like(args[0]), *args[1:]]
+            elif info.statistics is not None:
+                outside = {}
+                given = self._without_statistics(info.statistics, args, outside)
+            refs = self._refer(given, reads)  # which lets references pass
+            if kwargs:
+                named = dict(zip(kwargs, self._refer(named.values(), reads), strict=True))
+            for sid in targets:
+                if (value := self._values.get(sid)) is not None and value.held is not None:
+                    value.freeze()  # what is held of it must not change
+            run = info.run if not self._has_zeros else _torch.with_zeros(info.run)
+            drew = info.may_draw
+            if drew and (preserve or info.custom):
+                rng = generators_of(args, kwargs, info.custom and preserve == "all")
+            result = run(*args, **kwargs) if kwargs else run(*args)
+            drew = drew and (not info.custom or (rng is not None and rng.have_moved()))
         grad_mode = _is_grad_enabled()
         is_special = kwargs or targets or drew or not grad_mode or type(result) is not Tensor
-        op: Any = SpecialOp() if is_special else Op()
-        op.args = tuple(refs)
-        op.index = self.clock + 1
-        op.info = info
+        op = SpecialOp() if is_special else Op()
+        op.args, op.index, op.info = tuple(refs), self.clock + 1, info
         op.reads = op.args if reads == refs else tuple(reads)
         if self._flops is not None and not drew and (formula := _torch.flop_formula(func)) is not None:
             self._flops[op.index] = formula(args, kwargs, result)
