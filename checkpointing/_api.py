@@ -375,15 +375,12 @@ def refuse_generators(door: str, fn: Any) -> None:
 
 
 def _run(fn: Any, args: Any, kwargs: Any, name: str, options: Options) -> Any:
-    is_reentrant = options.backend == "reentrant"
     if _is_compiling() and options.enabled:
-        keeps_rng = bool(options.preserve_rng_state)
-        return torch.utils.checkpoint.checkpoint(
-            fn, *args, use_reentrant=is_reentrant, preserve_rng_state=keeps_rng, **kwargs
-        )
+        given = {"use_reentrant": options.backend == "reentrant", "preserve_rng_state": bool(options.preserve_rng_state)}
+        return torch.utils.checkpoint.checkpoint(fn, *args, **given, **kwargs)
     if _is_compiling() or is_plain(options.enabled):
         return fn(*args, **kwargs)
-    if is_reentrant:
+    if options.backend == "reentrant":
         return _reentrant.run(fn, name, options.preserve_rng_state, args, kwargs)
     return run_rerun(fn, args, kwargs, name, entered_from(sys._getframe(2)), options, logged if options.debug else None)
 

@@ -159,14 +159,19 @@ class Frame:
     def pack(self, tensor: Tensor) -> Holder:
         """Autograd's pack hook; it runs once per saved tensor."""
         holder = Holder()
-        holder.frame, holders, check, save = self, self.holders, self.check, self.save
+        holder.frame = self
+        holders, check, save = self.holders, self.check, self.save
         holder.slot = len(holders)
-        if check is not None:
-            holder.metadata = check(tensor)
         if save is not None:
             holder.saved = save(tensor)
+        elif type(tensor) is Tensor and tensor._base is None:
+            holder.saved = None
         else:
-            holder.saved = None if type(tensor) is Tensor and tensor._base is None else parameter_in(tensor)
+            saved = holder.saved = parameter_in(tensor)
+            if saved is not None and saved[2]:
+                check = None  # it is compared by identity
+        if check is not None:
+            holder.metadata = check(tensor)
         holders.append(_ref(holder))
         return holder
 
@@ -269,13 +274,15 @@ class Recompute:
     _stopped = False
     ran_to_its_end = False  # set by an in-order source that was not stopped
     rewound: Container[int] = ()  # storages that hold what they did before the forward, until the rerun ends
+    copies: dict[int, Tensor]  # of those of their tensors, by id, that nothing in the rerun has saved yet
 
     def __init__(self, frame: Frame, task: TaskTensors, holder: Holder) -> None:
         self.frame = frame
         self.task = task
         self.ready = task.ready
         self.holder = holder
-        self._versions: dict[int, int] = {}  # by slot: of what an in-order source has delivered
+        self._delivered: list[Tensor] = []  # by an in-order source
+        self._versions: list[int] = []  # which they had
 
     def wanted(self, refs: Iterable[weakref.ref[Holder]] | None = None) -> list[Holder]:
         """The live holders that this graph task may still open, by slot; of all or of these."""
@@ -312,8 +319,11 @@ class Recompute:
         holders, ready = self.frame.holders, self.ready
         self._count = len(holders)
         if self.frame.early_stop:
-            live = (holder for ref in reversed(holders) if (holder := ref()) is not None)
-            self._last = next(h.slot for h in live if h.slot not in ready or h is self.holder)
+            for ref in reversed(holders):
+                holder = ref()
+                if holder is not None and (holder.slot not in ready or holder is self.holder):
+                    self._last = holder.slot
+                    break
 
     def pack(self, given: Tensor) -> Tensor:
         """Autograd's pack hook for a rerun: delivers what autograd saves to the slots in order, and raises the stop
@@ -325,6 +335,8 @@ class Recompute:
         if given.requires_grad:
             if type(given) is not _Parameter:
                 tensor = given.detach()
+        elif self.rewound and (copy := self.copies.pop(id(given), None)) is not None:
+            tensor = copy
         elif self.rewound and _torch.has_storage(given) and _torch.storage_id(given) in self.rewound:
             (tensor,) = without_recording(_torch.clones, [given])
         elif given._version == 0 and type(given) is Tensor:
@@ -332,21 +344,22 @@ class Recompute:
         if slot < self._count:
             holder = frame.holders[slot]()
             if holder is not None:
+                ready, check, saved = self.ready, frame.check, holder.saved
                 now = None if type(given) is Tensor and given._base is None else parameter_in(given)
-                if now != holder.saved:
+                if now != saved:
                     self._compare_parameters(holder, now)
-                ready, check = self.ready, frame.check
-                if slot not in ready or holder is self.holder:
+                if (slot not in ready or holder is self.holder) and (saved is None or not saved[2]):
                     if check is not None and (found := check(tensor)) != holder.metadata:
                         self._note_mismatch(holder, found, given)
                     ready[slot] = tensor
-                    self._versions[slot] = tensor._version
+                    self._delivered.append(tensor)
+                    self._versions.append(tensor._version)
         elif frame.complete and not self._stopped:
             raise errors.too_many(frame, self._count, user_line())
         # An operator that has yet to fill what it has saved must still run.
         if slot >= self._last and (self._unfilled != _node_count() or self._stopped):
             self._stopped = True
-            raise _Stop(self)
+            raise _Stop
         return tensor
 
     _torch.mark_as_torchs_own(pack)
@@ -372,8 +385,8 @@ class Recompute:
                     source.recompute(self)
             else:
                 source.recompute(self)
-        except _Stop as stop:
-            if stop.args[0] is not self:  # of an enclosing rerun
+        except _Stop:
+            if not self._stopped:  # that of an enclosing rerun
                 raise
         except BaseException as error:
             # The other case is what user code has made of the stop signal.
@@ -402,12 +415,13 @@ class Recompute:
             shown = 1 if type(expected) is Evidence else 3  # all that is computed from the first one differs as well
             hint = frame.source.hint(expected, found)
             raise self._explained(errors.different_metadata(frame, _node_name(), self._mismatches, shown, hint))
-        for slot, version in self._versions.items():
-            tensor = ready[slot]
-            if tensor is not None and tensor._version != version:
-                if slot == self.holder.slot:
-                    raise self._explained(errors.overwritten(frame))
-                del ready[slot]  # perhaps nobody asks for it, as in plain code that works
+        if [tensor._version for tensor in self._delivered] != self._versions:
+            for tensor, version in zip(self._delivered, self._versions, strict=True):
+                if tensor._version != version:
+                    for slot in [slot for slot, other in ready.items() if other is tensor]:
+                        if slot == self.holder.slot:
+                            raise self._explained(errors.overwritten(frame))
+                        del ready[slot]  # perhaps nobody asks for it, as in plain code that works
         if self.ran_to_its_end:  # the last slot that is wanted should have stopped it
             count, last = len(frame.holders), self.holder.slot
             if frame.early_stop or frame.complete:
@@ -452,7 +466,10 @@ def is_parameter(root: Tensor) -> bool:
 
 def parameter_in(tensor: Tensor) -> Shown | None:
     """What of a parameter a tensor shows, if any."""
-    root = tensor._base if type(tensor) is Tensor else tensor
+    kind = type(tensor)
+    if kind is _Parameter:
+        return id(tensor), tensor._version, True, tensor
+    root = tensor._base if kind is Tensor else tensor
     return (id(root), tensor._version, root is tensor, root) if root is not None and is_parameter(root) else None
 
 

@@ -191,18 +191,19 @@ Normalisation: type = torch.nn.modules.batchnorm._NormBase
 # callbacks may let go of the GIL: to a thread that waits for the mutex in `set_state`, and keeps the GIL (as of torch
 # 2.15). A lock of Python's own, taken before, is waited for without the GIL.
 _cpu_state_lock = threading.RLock()
+_get_state, _set_state = torch.default_generator.get_state, torch.default_generator.set_state
 
 
 def get_cpu_state() -> Tensor:
     """The state of the CPU's default random generator."""
     with _cpu_state_lock:
-        return torch.default_generator.get_state()
+        return _get_state()
 
 
 def set_cpu_state(state: Tensor) -> None:
     """Put back what `get_cpu_state` has returned."""
     with _cpu_state_lock:
-        torch.default_generator.set_state(state)
+        _set_state(state)
 
 
 _accelerator = torch.accelerator.current_accelerator()  # what this build is made for; asks no driver
