@@ -26,11 +26,13 @@ from ._ambient import Generators
 from ._auto import AutoTape
 from ._check import maker_of, metadata_of
 from ._engine import Frame, Held, Holder, Recompute, is_parameter, named, root_of
+from ._ops import tensors_of
 from ._region import Region, thread
 from ._replay import Replay, values_of
 from ._rerun import Buffers, Pin
-from ._tape import KEPT, Op, Ref, Scratch, SpecialOp, Tape, Value, Wrapped, tensors_of
+from ._tape import Tape
 from ._tree import Container
+from ._values import KEPT, Op, Ref, Scratch, SpecialOp, Value, Wrapped
 from ._where import described, user_line
 
 

@@ -21,30 +21,39 @@ Rejected: a list of operators with use counts (needs a release pass after each b
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from copy import copy
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, NamedTuple, cast
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import _torch
-from ._ambient import Generators, has_rng, read_switches
-from ._engine import Held, Name
+from ._ambient import read_switches
 from ._offload import Destination, Mover
+from ._ops import INFOS, Info, generators_of, info_of_region, tensors_of
 from ._region import Region, aside, thread, without_recording
 from ._tree import ATOMS
+from ._values import (
+    KEPT,
+    LENT,
+    UNFILLED,
+    VOLATILE,
+    Geometry,
+    Op,
+    Ref,
+    Saver,
+    Scratch,
+    SpecialOp,
+    Value,
+    Wrapped,
+    geometry_of,
+)
 from ._where import stack_of_user
 
-# Size, stride, offset and dtype of a tensor on its storage, and whether its conj (1) and neg (2) bits are set.
-Geometry = tuple[torch.Size, tuple[int, ...], Any, torch.dtype, int]
 # What to do with a value: False to recompute it, True to keep it, or where it is kept.
 Answer = bool | Destination
-# What saves a value from outside, or a kept one: hooks of what encloses the region, or the way to somewhere else.
-Saver = _torch.Hooks | Mover | None
 
 
 class Places(NamedTuple):
@@ -56,211 +65,6 @@ class Places(NamedTuple):
 
 
 NOWHERE = Places(None, None, None)
-
-
-# What else may be said of a value:
-UNFILLED = "allocated, and not yet filled by a recorded operator"
-KEPT = "held, all of the storage, although an operator made it"
-LENT = "the memory of gathered parameters, which are referenced as all are"
-VOLATILE = "from outside and written by the region: others will write it again, so copies are read"
-
-
-class Value:
-    """One storage between two writes: `op` made it, or it is `held`."""
-
-    __slots__ = ("geometry", "held", "id", "nbytes", "op", "parts", "saved", "state", "version")
-
-    def __init__(self, id: int, op: Op | None, nbytes: int, geometry: Geometry | None) -> None:
-        self.id = id
-        self.op = op
-        self.nbytes = nbytes
-        self.geometry = geometry  # of the tensor that `op` makes (None: not known), or of what is held from outside
-        self.held: Held | None = None
-        self.parts: dict[Geometry, Held] | None = None  # what enclosing hooks have packed besides
-        self.saved = 0  # how many bytes of it autograd has saved
-        self.state: str | None = None
-        self.version = 0  # of what recorded operators have made, at most
-
-    def hold(self, tensor: Tensor, geometry: Geometry | None, hooks: Saver, reader: Name) -> None:
-        """Hold the value, which is from outside, as it is now. `tensor` lies on it like that; None as `reader`: no
-        operator reads it, autograd saves it."""
-        self.op, self.state = None, None if self.state is UNFILLED else self.state
-        held = self.holding(geometry)
-        if held is None:
-            held = Held(tensor, None if self.state is LENT else hooks, None)
-            held.is_parameter |= self.state is LENT
-            if self.held is None:
-                self.held, self.geometry = held, geometry
-            else:
-                self.parts = {**(self.parts or {}), cast(Geometry, geometry): held}
-        if held.name is None and reader is not None:
-            held.name = reader
-            if self.state is VOLATILE:
-                held.freeze()
-
-    def holding(self, geometry: Geometry | None) -> Held | None:
-        """What is held of which a tensor that lies like this can be made. An alias of the storage will do for all."""
-        held, parts = self.held, self.parts or {}
-        if held is not None and (not held.is_packed or geometry == self.geometry or self.state is KEPT):
-            return held
-        part = parts.get(cast(Geometry, geometry))
-        return part if part or held is None else next((h for h in parts.values() if not h.is_packed), None)
-
-    def keep(self, tensor: Tensor, hooks: Saver) -> None:
-        """Hold the value, although an operator makes it. What is packed covers the storage, so that nothing is lost."""
-        covers = type(hooks) is tuple and tensor.is_contiguous() and tensor.nbytes == tensor.untyped_storage().nbytes()
-        if hooks is not None and not covers:
-            tensor = without_recording(_torch.bytes_of, tensor)
-        self.op, self.parts, self.state = None, None, KEPT
-        self.held = Held(tensor, hooks, "a kept tensor")
-
-    @property
-    def is_outside(self) -> bool:
-        return self.op is None and self.state is not KEPT
-
-    @property
-    def all_held(self) -> list[Held]:
-        return [*(() if self.held is None else (self.held,)), *(self.parts or {}).values()]
-
-    @property
-    def is_parameter(self) -> bool:
-        return any(held.is_parameter for held in self.all_held)
-
-    def freeze(self) -> None:
-        """It is about to be written: what is held of it must not change."""
-        for held in self.all_held:
-            held.freeze()
-
-
-def geometry_of(tensor: Tensor) -> Geometry:
-    """How a tensor lies on its storage."""
-    dtype = tensor.dtype
-    bits = 2 * tensor.is_neg() + (dtype.is_complex and tensor.is_conj())
-    return (tensor.shape, tensor.stride(), tensor.storage_offset(), dtype, bits)
-
-
-class Ref(NamedTuple):
-    """A tensor that lies on a value in another way than the value itself says."""
-
-    value: Value
-    geometry: Geometry
-    kind: type[Tensor] | None  # a subclass that only decorates a plain tensor
-
-
-class Scratch(NamedTuple):
-    """Stands for an argument from outside that an operator writes: replay lets it write a copy."""
-
-    ref: Any
-
-
-class Wrapped:
-    """A wrapper subclass, taken apart into references."""
-
-    def __init__(self, tensor: Any, reference: Callable[[Tensor], Any]) -> None:
-        names, self.context = tensor.__tensor_flatten__()
-        self.kind = type(tensor)
-        self.size, self.stride = tensor.size(), tensor.stride()
-        parts = {name: getattr(tensor, name) for name in names}  # a `DeviceMesh` may be one of them
-        self.parts = {name: reference(part) if isinstance(part, Tensor) else part for name, part in parts.items()}
-
-
-class Op:
-    """One recorded operator call. It names the values it makes by id: a strong reference would be a cycle."""
-
-    __slots__ = ("args", "index", "info", "reads")
-
-    args: tuple[Any, ...]  # with a Value, Ref or Scratch in place of each tensor, or what makes one with its metadata
-    index: int  # position on the tape; the id of the first value that it makes
-    info: Info
-    reads: tuple[Value, ...]
-
-    # Nearly all operators take no keywords, draw no random numbers, write nothing and make one new tensor. Others are:
-    kwargs: Any = {}  # noqa: RUF012
-    grad_mode = True  # kernels may look at it
-    rng: Generators | None = None  # where the generators stood, for a random operator
-    outputs: Sequence[int] | None = None  # for each tensor of the result the id of the value that it is; 0: no new one
-    writes: Sequence[tuple[int, int]] = ()  # (id of the value that is overwritten, id of the value that it becomes)
-
-
-class SpecialOp(Op):
-    __slots__ = ("grad_mode", "kwargs", "outputs", "rng", "writes")
-
-
-class Info:
-    """What recording needs to know of an operator; found once."""
-
-    def __init__(self, func: Any) -> None:
-        name = (func.name() if isinstance(func, _torch.OpOverload) else str(func)).partition(".")[0]
-        space, _, base = name.partition("::")
-        schema = getattr(func, "_schema", None)
-        tags = getattr(func, "tags", ())
-        arguments = () if schema is None else schema.arguments
-        aliases = [] if schema is None else [r.alias_info for r in schema.returns if "Tensor" in str(r.type)]
-        self.func, self.name = func, name
-        self.run = _torch.quick_call(func)  # past one Python call, where there is one to pass
-        self.writes = tuple(
-            argument.name if argument.kwarg_only else i
-            for i, argument in enumerate(arguments)
-            if argument.alias_info is not None and argument.alias_info.is_write
-        )
-        self.statistics = STATISTICS.get(name)
-        if self.writes and self.statistics is not None:  # with `out=`
-            self.writes += self.statistics[0]
-        self.communicates = space in COMMUNICATION
-        self.gathers = space == "fsdp"  # parameters, whose memory is given back when their module has run
-        self.targets = self.writes
-        if self.communicates:  # it writes without a word in its schema
-            self.targets = (0, "out") if base.endswith("_") and base != "monitored_barrier_" else ("out",)
-        # Views share their storage with an argument, which is how values are found; other results that are no tensors
-        # were decided in the forward.
-        views = not self.writes and all(a is not None and not a.is_write for a in aliases)
-        self.ignored = base in IGNORED or (schema is not None and views and not self.communicates)
-        self.inplace = bool(self.writes) and all(a is not None and a.is_write for a in aliases)
-        # Without filling.
-        self.allocates = name == "aten::resize_" or name.startswith(("aten::empty", "aten::new_empty"))
-        self.moves = torch.Tag.inplace_view in tags  # changes how its argument lies
-        # The first argument only lends its metadata. Without this a dropout mask would drag the matrix product before
-        # it into every replay.
-        is_like = space == "aten" and (base.endswith("_like") or base.startswith("new_"))
-        self.metadata_only = is_like or str(func) == "aten.bernoulli.p"
-        self.overwrites = base in OVERWRITES or all(type(place) is str for place in self.writes)
-        # Custom operators may draw random numbers without torch's tag: look whether the generators have moved.
-        self.custom = space not in ("aten", "prim", "prims")
-        self.may_draw = self.custom or torch.Tag.nondeterministic_seeded in tags
-        _INFOS[id(func)] = self  # last, for other threads; by id, as an `OpOverload` is hashed by a Python function
-
-
-# Operators that are not recorded: `set_` gives a tensor another storage and writes none; the sizes of a nested tensor
-# are asked for where an exception would end the process; efficient zeros are noticed when they are read.
-IGNORED = frozenset({"set_", "_nested_tensor_size", "_efficientzerotensor"})
-# In-place operators that don't read what they overwrite.
-OVERWRITES = frozenset({"copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_", "random_", "exponential_"})
-OVERWRITES |= {"log_normal_", "cauchy_", "geometric_"}
-# Operators that update statistics without saying so in their schema, and in no version counter: where they take them,
-# and which argument says whether they update them (None: they do). Updated statistics are not read.
-STATISTICS: dict[str, tuple[tuple[int, ...], int | None]] = {
-    **{f"aten::{library}_batch_norm": ((3, 4), 5) for library in ("native", "cudnn", "miopen")},
-    **{f"aten::batch_norm_gather_stats{more}": ((3, 4), None) for more in ("", "_with_counts")},
-    "aten::batch_norm_update_stats": ((1, 2), None),
-}
-# Operators that other processes take part in; those of FSDP2 put what has come in where its parameters lie.
-COMMUNICATION = frozenset({"c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd", "fsdp"})
-
-_INFOS: dict[int, Info] = {}  # which refer to the operators, so that ids stay valid
-_REGIONS: WeakKeyDictionary[Any, Info] = WeakKeyDictionary()  # of compiled code
-
-
-def _info_of_region(info: Info, region: Any) -> Info:
-    """What recording needs to know of compiled code that is shown as one operator: called with its inputs one by one,
-    it is like any other."""
-    found = _REGIONS.get(region)
-    if found is None:
-        found = _REGIONS[region] = copy(info)
-        written, spaces = _torch.effects_of_region(region)
-        found.run, found.overwrites = _torch.run_region, False
-        found.targets = found.writes = tuple(1 + i for i in written)
-        found.communicates = not COMMUNICATION.isdisjoint(spaces)
-    return found
 
 
 _NOTHING: dict[Any, Any] = {}
@@ -308,9 +112,8 @@ class Tape(TorchDispatchMode, Region):
         # Equal ones are one object: there are few, many refer to them, and garbage collection looks at each.
         self._geometries: dict[Any, Any] = {}
         self._weak: list[int] = []
-        # By storage: what the last operator has made, and mostly is met next. Until one runs that makes a view of it
-        # nothing can lie there in another way.
-        self._new: dict[int, Value] = {}
+        # By storage: what operators have made, until one makes a view of it: nothing can lie there in another way.
+        self._whole: dict[int, Value] = {}
         self._has_zeros = False  # has seen efficient zeros, which have no memory
         self._unsettled: list[tuple[Answer, Tensor]] = []  # written just now, and to be kept
         self._lent: list[torch.UntypedStorage] = []  # memory of gathered parameters, while there
@@ -341,7 +144,7 @@ class Tape(TorchDispatchMode, Region):
                 mover.settle()
         finally:
             self.outer = None
-            for mine in (self._new, self._values, self._geometries):
+            for mine in (self._whole, self._values, self._geometries):
                 mine.clear()
             self._lent.clear()
             while self._weak:
@@ -361,6 +164,7 @@ class Tape(TorchDispatchMode, Region):
         if type(tensor) is not Tensor and hasattr(tensor, "__tensor_flatten__"):
             return Wrapped(tensor, self.save)
         if _INDUCTOR in _modules:
+            self._whole.clear()  # compiled code makes views that nobody sees
             self._notice_writes((tensor,))
         saved = self.reference(tensor)
         value = saved if type(saved) is Value else cast(Ref, saved).value
@@ -394,7 +198,7 @@ class Tape(TorchDispatchMode, Region):
             value = self._values.get(_storage_id(tensor))
             # There is nothing yet in memory that has only been allocated.
             if value is not None and value.op is not None and not (value.state is UNFILLED and value.nbytes):
-                self._new.clear()
+                self._whole.clear()
                 hooks = self.hooks if mover is None or not mover.takes(tensor) else mover
                 value.keep(tensor, hooks)
                 self.kept_bytes += value.nbytes
@@ -429,7 +233,7 @@ class Tape(TorchDispatchMode, Region):
         """Whatever is alive may be written unseen: what has been read of it must not change, and whoever reads it from
         here on reads something from outside."""
         self.settle()
-        self._new.clear()
+        self._whole.clear()
         for sid, value in list(self._values.items()):
             if not value.is_parameter:
                 value.freeze()
@@ -472,10 +276,11 @@ class Tape(TorchDispatchMode, Region):
             return self._opaque(tensor, reads)
         try:
             sid = _storage_id(tensor)
-            if kind is None and (new := self._new.get(sid)) is not None:
+            value = self._whole.get(sid)
+            if value is not None and value.state is None and kind is None:
                 if reads is not None:
-                    reads.append(new)
-                return new
+                    reads.append(value)
+                return value
             geometry = geometry_of(tensor)
         except RuntimeError:  # sparse, MKLDNN, strided nested: no storage, or no geometry
             return self._opaque(tensor, reads)
@@ -521,7 +326,16 @@ class Tape(TorchDispatchMode, Region):
     def _cut_for_good(self) -> None:
         self._last_cut = self._position()
         self.cuts.append(self._last_cut)
-        self._new.clear()
+        self._whole.clear()
+
+    def _see_view(self, info: Info, args: Any) -> None:
+        """What an operator is about to look at has views from here on."""
+        try:
+            self._whole.pop(_storage_id(args[0]), None)
+        except (IndexError, RuntimeError, TypeError):  # no tensor, or none with a storage
+            self._whole.clear()
+        if info.name == "aten::set_":  # it may lie on any storage now
+            self._whole.clear()
 
     def _look(self, info: Info) -> None:
         """An operator is about to run: is this a moment for a cut?"""
@@ -575,24 +389,28 @@ class Tape(TorchDispatchMode, Region):
         for sid, target in targets.items():
             self._register(target, None, sid, None).state = LENT if gathered else VOLATILE
         self._lent += [target.untyped_storage() for target in targets.values() if gathered]
-        self._new.clear()
+        self._whole.clear()
 
     # ---- the mode
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        info = INFOS.get(id(func)) or Info(func)
         kwargs = kwargs or _NOTHING
+        if info.ignored and not types:
+            if info.relays:
+                self._see_view(info, args)
+            return info.run(*args, **kwargs)
         if self._here["depth"] != self._depth:  # an operator of a recompute (rule 3)
-            self._new.clear()  # it may make a view
+            self._whole.clear()  # whose result may be a view
             return func(*args, **kwargs)
-        info = _INFOS.get(id(func)) or Info(func)
         if self._lent:
             self._see_lent()
         if _INDUCTOR in _modules:
-            self._new.clear()  # compiled code makes views that nobody sees
+            self._whole.clear()  # compiled code makes views that nobody sees
             if not _is_grad_enabled() and _torch.inductor_runs():
                 if info.name != "inductor_compiled_code":
                     return func(*args, **kwargs)  # its kernels, which nobody sees, write what this makes
-                info, args = _info_of_region(info, args[0]), (args[0], *args[1])
+                info, args = info_of_region(info, args[0]), (args[0], *args[1])
             self._notice_writes(args)
             self._notice_writes(kwargs.values())
         if self._since >= self._watch:
@@ -604,7 +422,7 @@ class Tape(TorchDispatchMode, Region):
                 return func(*args, **kwargs)  # their own mode is at work, to find out shapes
             return NotImplemented  # the subclass takes itself apart, and plain tensors come by
         if info.ignored:
-            self._new.clear()
+            self._see_view(info, args)
             return info.run(*args, **kwargs)
         self._running = func
         if self.log is not None:
@@ -617,9 +435,8 @@ class Tape(TorchDispatchMode, Region):
             places = info.targets
             written = args[0] if places == (0,) else [kwargs.get(p) if type(p) is str else args[p] for p in places]
             targets = self._on_storages(written)
-            outside = {sid: target for sid, target in targets.items() if _is_outside(self._values.get(sid), info)}
+            outside = {sid: targets[sid] for sid in targets if _is_outside(self._values.get(sid), info)}
             if info.communicates or (info.inplace and len(outside) == len(targets)):
-                self._new.clear()
                 return self._run_outside(info, targets, args, kwargs)
             given, named = list(args), dict(kwargs)
             for place in places:
@@ -634,10 +451,9 @@ class Tape(TorchDispatchMode, Region):
         refs = self._refer(given, reads)  # which lets references pass
         if kwargs:
             named = dict(zip(kwargs, self._refer(named.values(), reads), strict=True))
-        self._new.clear()
         for sid in targets:
-            if sid in self._values:
-                self._values[sid].freeze()  # what is held of it must not change
+            if (value := self._values.get(sid)) is not None and value.held is not None:
+                value.freeze()  # what is held of it must not change
         run = info.run if not self._has_zeros else _torch.with_zeros(info.run)
         preserve, rng, drew = self._preserve_rng_state, None, info.may_draw
         if drew and (preserve or info.custom):
@@ -670,19 +486,20 @@ class Tape(TorchDispatchMode, Region):
 
     def _output(self, op: Op, tensor: Tensor) -> int:
         """The value that `op` has made there; 0 if the storage is none, or not new."""
-        if not _has_storage(tensor):
+        try:
+            sid = _storage_id(tensor)
+        except RuntimeError:
             return 0
-        sid = _storage_id(tensor)
         if sid in self._values:
-            self._new.pop(sid, None)  # of two results that share it
+            self._whole.pop(sid, None)  # the operator returns a view, or two results that share it
             return 0
-        geometry = None if tensor.is_nested else geometry_of(tensor)
-        geometry = self._geometries.setdefault(geometry, geometry)
-        value = self._register(tensor, op, sid, geometry)
+        try:
+            geometry = geometry_of(tensor)
+        except RuntimeError:  # strided nested
+            return self._register(tensor, op, sid, None).id
+        value = self._whole[sid] = self._register(tensor, op, sid, self._geometries.setdefault(geometry, geometry))
         if op.info.allocates:
             value.state = UNFILLED
-        elif geometry is not None:
-            self._new[sid] = value
         return value.id
 
     def _without_statistics(self, where: Any, given: Any, updated: dict[int, Tensor]) -> list[Any]:
@@ -734,7 +551,10 @@ class Tape(TorchDispatchMode, Region):
         """`op` has made a new value of this storage."""
         value, info = self._values[sid], op.info
         new = self._register(target, op, sid, None if info.moves else value.geometry)
-        new.version = max(value.version, _torch.version(target) + 1)
+        if self._whole.pop(sid, None) is not None and info.targets == (0,) and not info.moves:  # `out=` resizes
+            self._whole[sid] = new
+        if _INDUCTOR in _modules:
+            new.version = max(value.version, _torch.version(target) + 1)
         is_partly = target.nbytes < new.nbytes if info.overwrites else info.allocates and new.nbytes > value.nbytes
         if is_partly and (value.state is UNFILLED or info.allocates):  # the latter is `resize_`
             new.state = UNFILLED
@@ -763,7 +583,7 @@ class Tape(TorchDispatchMode, Region):
         if not (info.overwrites and arg.nbytes == value.nbytes) and value.state is not UNFILLED:
             self._read_across(value, arg)
         reads.append(value)
-        geometry = value.geometry if sid in self._new else geometry_of(arg)
+        geometry = value.geometry if sid in self._whole else geometry_of(arg)
         return value if geometry == value.geometry else Ref(value, cast(Geometry, geometry), None)
 
     def _on_storages(self, tensors: Any) -> dict[int, Tensor]:
@@ -773,8 +593,9 @@ class Tape(TorchDispatchMode, Region):
 
 def _is_outside(value: Value | None, info: Info) -> bool:
     """Whether what is written can't be made again: it was there before, or something unseen has filled it."""
-    fills = info.overwrites or info.allocates
-    return value is None or value.is_outside or (value.state is UNFILLED and not fills)
+    if value is None or value.op is None:
+        return value is None or value.state is not KEPT
+    return value.state is UNFILLED and not (info.overwrites or info.allocates)
 
 
 def _is_cheap_to_hold(value: Value) -> bool:
@@ -786,6 +607,9 @@ def _is_cheap_to_hold(value: Value) -> bool:
 
 
 def by_storage(tensors: Any) -> dict[int, Tensor]:
+    """One tensor on each storage that there is among these."""
+    if type(tensors) is Tensor and _has_storage(tensors):
+        return {_storage_id(tensors): tensors}
     return {_storage_id(tensor): tensor for tensor in tensors_of(tensors) if _has_storage(tensor)}
 
 
@@ -794,27 +618,6 @@ def _dispatches(kind: type[Tensor]) -> bool:
     return getattr(kind, "__torch_dispatch__", _plain_dispatch) is not _plain_dispatch
 
 
-def tensors_of(value: Any) -> list[Tensor]:
-    """The tensors in an operator's argument or result, in order."""
-    if isinstance(value, Tensor):
-        return [value]
-    parts = value if type(value) is tuple or type(value) is list else ()
-    return [tensor for part in parts for tensor in ((part,) if isinstance(part, Tensor) else tensors_of(part))]
-
-
 def _like(tensor: Tensor) -> Callable[[], Tensor]:
     """Makes what stands for an argument of which an operator reads only the metadata, or that it overwrites."""
     return partial(torch.empty_strided, tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-
-
-def generators_of(args: Any, kwargs: dict[str, Any], python: bool) -> Generators:
-    """The state of the generator that a random operator is about to draw from; with `python` also those of Python and
-    NumPy."""
-    given = (*args, *kwargs.values())
-    generators = [a for a in given if type(a) is torch.Generator]  # `isinstance` goes through a Python function
-    if generators:
-        return Generators(False, (), generators, python)
-    device = kwargs.get("device")
-    devices = {t.device for t in tensors_of(given)} if device is None else {torch.device(device)}
-    others = [device for device in devices if device.type != "cpu" and has_rng(device)]
-    return Generators(not others, others, (), python)
