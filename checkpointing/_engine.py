@@ -15,7 +15,7 @@ The rules that tests cite:
 1. The innermost region owns what is saved inside it: autograd asks the innermost hooks only.
 2. A region's inputs are saved by whatever encloses it; parameters are referenced, never copied.
 3. Recompute starts as if no region were active (`thread.depth` and `thread.region`).
-4. A recomputed tensor lives until the node that asked for it has run, and never past its graph task.
+4. A recomputed tensor lives until a node has asked for it, and never past its graph task.
 5. Recompute no more than needed: a rerun stops at the last live holder.
 6. Backward inside a region works: a frame may be opened before its region has ended.
 7. Bit-equal; recompute leaves RNG and buffers alone. 8. Never silently wrong. 9. Nothing outlives its use.
@@ -41,18 +41,13 @@ from . import _torch, errors
 from ._check import Check, Evidence, maker_of
 from ._offload import Moved, Mover
 from ._region import Region, thread, without_recording
+from ._torch import graph_task_id, node_count, pop_hooks, profiles, push_hooks
 from ._tree import Field
 from ._where import Line, described, line_number, user_line
 
 # Bound once: these run for every saved tensor.
 _ref = weakref.ref
-_getframe = sys._getframe
-_graph_task_id = _torch.graph_task_id
-_node_count = _torch.node_count
-_profiles = _torch.profiles
 _Parameter = nn.Parameter
-_backward_code = _torch.run_backward_code
-_push_hooks, _pop_hooks = _torch.push_hooks, _torch.pop_hooks
 
 
 class Source:
@@ -149,10 +144,10 @@ class Frame:
         here = thread.__dict__
         region.outer = here["region"]
         here["region"] = region
-        _push_hooks(self.pack, unpack)
+        push_hooks(self.pack, unpack)
 
     def leave(self, region: Region) -> None:
-        _pop_hooks()
+        pop_hooks()
         thread.region = region.outer
         self.complete = True
 
@@ -187,10 +182,8 @@ class Frame:
             ready, slot = task.ready, holder.slot
             tensor = ready.get(slot)  # another thread may have been quicker
             if tensor is None:
-                if self.prefix is not None and slot in ready and group is not None:
-                    raise errors.overlapping(self)
                 request = Recompute(self, task, holder)
-                if self.record is None and not _profiles():
+                if self.record is None and not profiles():
                     request.run()
                 else:
                     with _torch.profiled_range(f"recompute:{self.name}"):
@@ -216,19 +209,13 @@ class Frame:
 def unpack(holder: Holder) -> Tensor:
     """Autograd's unpack hook, the same for all regions."""
     frame = holder.frame
-    key = _graph_task_id()
+    key = graph_task_id()
     task = frame.tasks.get(key)
     tensor = None if task is None else task.ready.get(holder.slot)
     if tensor is not None:
         task.ready[holder.slot] = None  # type: ignore[union-attr]
     elif holder.saved is None or (tensor := frame.source.at_hand(holder, frame)) is None:
         tensor = frame.bring_back(holder, key)
-    try:
-        reader = _getframe(1)
-    except ValueError:  # a thread of the autograd engine
-        return tensor
-    if reader.f_code is not _backward_code:
-        _keep_until_done(holder, tensor)
     return tensor
 
 
@@ -242,27 +229,6 @@ def is_internal(hooks: _torch.Hooks) -> bool:
     return hooks[1] is unpack or hooks[1] is identity
 
 
-def _keep_until_done(holder: Holder, tensor: Tensor) -> None:
-    """Python code reads this tensor, rather than the autograd engine for an operator of its own. The backward of a
-    custom Function may read `ctx.saved_tensors` again: its tensors stay until it has run (rule 4)."""
-    node, frame, slot = _torch.current_node(), holder.frame, holder.slot
-    if not isinstance(node, _torch.PythonNode):
-        return
-    key = _torch.graph_exec_group() or _graph_task_id()
-    task = frame.tasks.get(key) or TaskTensors()
-    frame.remember(task, key)
-    task.ready[slot] = tensor
-    weak = _ref(task)  # a backward that fails in this node leaves the hook behind
-
-    def done(*_: Any) -> None:
-        handle.remove()
-        task = weak()
-        if task is not None:
-            task.ready[slot] = None
-
-    handle = node.register_hook(done)  # type: ignore[attr-defined]
-
-
 class Recompute:
     """One recompute under way: the engine's side of the seam."""
 
@@ -274,15 +240,16 @@ class Recompute:
     _stopped = False
     ran_to_its_end = False  # set by an in-order source that was not stopped
     rewound: Container[int] = ()  # storages that hold what they did before the forward, until the rerun ends
-    copies: dict[int, Tensor]  # of those of their tensors, by id, that nothing in the rerun has saved yet
+    # By the ids of their tensors: what each holds, until the rerun saves it. (Kernels that write a buffer without a
+    # trace save it before.)
+    copies: dict[int, Tensor]
 
     def __init__(self, frame: Frame, task: TaskTensors, holder: Holder) -> None:
         self.frame = frame
         self.task = task
         self.ready = task.ready
         self.holder = holder
-        self._delivered: list[Tensor] = []  # by an in-order source
-        self._versions: list[int] = []  # which they had
+        self._versions: dict[int, int] = {}  # by slot: of what an in-order source has delivered
 
     def wanted(self, refs: Iterable[weakref.ref[Holder]] | None = None) -> list[Holder]:
         """The live holders that this graph task may still open, by slot; of all or of these."""
@@ -340,7 +307,7 @@ class Recompute:
         elif self.rewound and _torch.has_storage(given) and _torch.storage_id(given) in self.rewound:
             (tensor,) = without_recording(_torch.clones, [given])
         elif given._version == 0 and type(given) is Tensor:
-            self._unfilled = _node_count()
+            self._unfilled = node_count()
         if slot < self._count:
             holder = frame.holders[slot]()
             if holder is not None:
@@ -352,12 +319,11 @@ class Recompute:
                     if check is not None and (found := check(tensor)) != holder.metadata:
                         self._note_mismatch(holder, found, given)
                     ready[slot] = tensor
-                    self._delivered.append(tensor)
-                    self._versions.append(tensor._version)
+                    self._versions[slot] = tensor._version
         elif frame.complete and not self._stopped:
             raise errors.too_many(frame, self._count, user_line())
         # An operator that has yet to fill what it has saved must still run.
-        if slot >= self._last and (self._unfilled != _node_count() or self._stopped):
+        if slot >= self._last and (self._unfilled != node_count() or self._stopped):
             self._stopped = True
             raise _Stop
         return tensor
@@ -415,13 +381,12 @@ class Recompute:
             shown = 1 if type(expected) is Evidence else 3  # all that is computed from the first one differs as well
             hint = frame.source.hint(expected, found)
             raise self._explained(errors.different_metadata(frame, _node_name(), self._mismatches, shown, hint))
-        if [tensor._version for tensor in self._delivered] != self._versions:
-            for tensor, version in zip(self._delivered, self._versions, strict=True):
-                if tensor._version != version:
-                    for slot in [slot for slot, other in ready.items() if other is tensor]:
-                        if slot == self.holder.slot:
-                            raise self._explained(errors.overwritten(frame))
-                        del ready[slot]  # perhaps nobody asks for it, as in plain code that works
+        for slot, version in self._versions.items():
+            tensor = ready[slot]
+            if tensor is not None and tensor._version != version:
+                if slot == self.holder.slot:
+                    raise self._explained(errors.overwritten(frame))
+                del ready[slot]  # perhaps nobody asks for it, as in plain code that works
         if self.ran_to_its_end:  # the last slot that is wanted should have stopped it
             count, last = len(frame.holders), self.holder.slot
             if frame.early_stop or frame.complete:

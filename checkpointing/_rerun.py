@@ -487,9 +487,7 @@ class _Moment:
     def __init__(self, tensors: list[Tensor], memory: list[Tensor] | None = None) -> None:
         self.tensors = tensors
         # Where elements have gaps between them, share their memory or stand for others: all of the storage.
-        self.memory = memory or [
-            t if t.is_contiguous() and not t.is_complex() else _torch.bytes_of(t) for t in tensors
-        ]
+        self.memory = memory or [t if t.is_contiguous() and not t.is_complex() else _torch.bytes_of(t) for t in tensors]
         self.values: list[Tensor] = without_recording(_torch.clones, self.memory) if tensors else []
         self._versions = [tensor._version for tensor in tensors]
 
