@@ -79,6 +79,6 @@ def checksum(tensor: Tensor) -> int:
     if parts is not None:
         numbers = [checksum(p) if isinstance(p, Tensor) else zlib.crc32(repr(p).encode()) for p in parts]
         return hash(tuple(numbers))
-    plain = tensor.resolve_conj().resolve_neg().contiguous().cpu()
+    plain = tensor.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format).cpu()  # with memory
     data = ctypes.string_at(plain.data_ptr(), plain.nbytes)
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big")
