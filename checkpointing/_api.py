@@ -259,6 +259,9 @@ def checkpointed(fn: Any = None, /, **options: Unpack[Given]) -> Any:
         report: note, for `report(loss)`, what is saved and where, also in regions inside (as with `debug`). Slow.
         name: the region's name in messages; the function's, if None.
 
+    Options are keywords. Without them: backend=None, enabled=True, preserve_rng_state=True, early_stop=True,
+    determinism_check="metadata", policy=None, debug=False, report=False, name=None.
+
     Returns:
         What behaves like `fn` (same signature), or a decorator if `fn` is left out. For a bound method it is a bound
         method, for a callable object an object that holds it: `copy.deepcopy` and `pickle` take them with their
@@ -510,6 +513,8 @@ class checkpoint_scope:
         debug: note the user's line for every operator, for error messages. Slow.
         report: note, for `report()`, what is saved and where, also in regions inside (as with `debug`). Slow.
         name: the region's name in messages.
+
+    Options are keywords, and without them what they are for `checkpointed`.
 
     A scope object is entered once; `stats` (a frozen `Stats`, counts and bytes) and `report()` are right at any time
     after that.
