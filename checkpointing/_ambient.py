@@ -201,7 +201,7 @@ class Ambient:
     def __init__(self) -> None:
         self._context = context = contextvars.copy_context()
         # What code collects in them is collected once: a recompute gets copies.
-        self._collections = [v for v, value in context.items() if isinstance(value, _COLLECTIONS)] if context else ()
+        self._collections = [v for v, value in context.items() if issubclass(type(value), _COLLECTIONS)]
         for variable in self._collections:
             context.run(variable.set, copied(context[variable]))
         self._switches = read_switches()

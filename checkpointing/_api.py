@@ -82,9 +82,8 @@ class Options(NamedTuple):
         return Options(*self[:5], as_policy(self.policy), *self[6:])
 
 
-class Given(TypedDict, total=False):
+class GivenToScope(TypedDict, total=False):
     # The same for type checkers.
-    backend: Backend | None
     enabled: bool
     preserve_rng_state: PreserveRngState
     early_stop: bool
@@ -93,6 +92,10 @@ class Given(TypedDict, total=False):
     debug: bool
     report: bool
     name: str | None
+
+
+class Given(GivenToScope, total=False):
+    backend: Backend | None
 
 
 _SCOPE_DEFAULTS = Options("replay")
@@ -230,20 +233,7 @@ def checkpointed(fn: type[M], /, **options: Unpack[Given]) -> type[M]: ...
 def checkpointed(fn: Callable[P, R], /, **options: Unpack[Given]) -> Callable[P, R]: ...
 @overload
 def checkpointed(fn: None = None, /, **options: Unpack[Given]) -> _Decorator: ...
-def checkpointed(
-    fn: Any = None,
-    /,
-    *,
-    backend: Backend | None = None,
-    enabled: bool = True,
-    preserve_rng_state: PreserveRngState = True,
-    early_stop: bool = True,
-    determinism_check: DeterminismCheck = "metadata",
-    policy: Any = None,
-    debug: bool = False,
-    report: bool = False,
-    name: str | None = None,
-) -> Any:
+def checkpointed(fn: Any = None, /, **options: Unpack[Given]) -> Any:
     """Run a function so that autograd does not hold what it saves: backward computes it again.
 
     Args:
@@ -269,6 +259,9 @@ def checkpointed(
         report: note, for `report(loss)`, what is saved and where, also in regions inside (as with `debug`). Slow.
         name: the region's name in messages; the function's, if None.
 
+    Options are keywords. Without them: backend=None, enabled=True, preserve_rng_state=True, early_stop=True,
+    determinism_check="metadata", policy=None, debug=False, report=False, name=None.
+
     Returns:
         What behaves like `fn` (same signature), or a decorator if `fn` is left out. For a bound method it is a bound
         method, for a callable object an object that holds it: `copy.deepcopy` and `pickle` take them with their
@@ -292,17 +285,13 @@ def checkpointed(
     Source of the method: Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost"; saved-tensors hooks as in
     `torch.utils.checkpoint.checkpoint(use_reentrant=False)`.
     """
-    options = of_function(
-        backend, enabled, preserve_rng_state, early_stop, determinism_check, policy, debug, report, name
-    )
-    if fn is None:
-        return functools.partial(_wrap, options=options)
-    return _wrap(fn, options)
+    chosen = of_function(**options)
+    return functools.partial(_wrap, options=chosen) if fn is None else _wrap(fn, chosen)
 
 
-def of_function(*given: Any, **named: Any) -> Options:
+def of_function(**given: Unpack[Given]) -> Options:
     """The options of regions around a function, checked."""
-    options = Options(*given, **named).checked()
+    options = Options(**given).checked()
     if options.backend == "reentrant":
         _reentrant.warn_once()
     return options
@@ -375,15 +364,14 @@ def refuse_generators(door: str, fn: Any) -> None:
 
 
 def _run(fn: Any, args: Any, kwargs: Any, name: str, options: Options) -> Any:
-    is_reentrant = options.backend == "reentrant"
     if _is_compiling() and options.enabled:
-        keeps_rng = bool(options.preserve_rng_state)
+        is_reentrant, keeps_rng = options.backend == "reentrant", bool(options.preserve_rng_state)
         return torch.utils.checkpoint.checkpoint(
             fn, *args, use_reentrant=is_reentrant, preserve_rng_state=keeps_rng, **kwargs
         )
     if _is_compiling() or is_plain(options.enabled):
         return fn(*args, **kwargs)
-    if is_reentrant:
+    if options.backend == "reentrant":
         return _reentrant.run(fn, name, options.preserve_rng_state, args, kwargs)
     return run_rerun(fn, args, kwargs, name, entered_from(sys._getframe(2)), options, logged if options.debug else None)
 
@@ -526,6 +514,8 @@ class checkpoint_scope:
         report: note, for `report()`, what is saved and where, also in regions inside (as with `debug`). Slow.
         name: the region's name in messages.
 
+    Options are keywords, and without them what they are for `checkpointed`.
+
     A scope object is entered once; `stats` (a frozen `Stats`, counts and bytes) and `report()` are right at any time
     after that.
 
@@ -545,21 +535,8 @@ class checkpoint_scope:
 
     __slots__ = ("_block", "_entered", "_name", "_options")
 
-    def __init__(
-        self,
-        *,
-        enabled: bool = True,
-        preserve_rng_state: PreserveRngState = True,
-        early_stop: bool = True,
-        determinism_check: DeterminismCheck = "metadata",
-        policy: Any = None,
-        debug: bool = False,
-        report: bool = False,
-        name: str | None = None,
-    ) -> None:
-        given = (enabled, preserve_rng_state, early_stop, determinism_check, policy, debug, report, name)
-        options = Options("replay", *given)
-        self._options = options if options == _SCOPE_DEFAULTS else options.checked()
+    def __init__(self, **options: Unpack[GivenToScope]) -> None:
+        self._options = Options("replay", **options).checked() if options else _SCOPE_DEFAULTS
         self._entered = False
         self._block: Any = None
 

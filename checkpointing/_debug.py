@@ -7,9 +7,8 @@ from typing import Any
 
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.weak import WeakTensorKeyDictionary
 
-from . import errors
+from . import _torch, errors
 from ._engine import Frame
 from ._where import stack_of_user
 
@@ -22,29 +21,24 @@ class OpLog(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.lines: list[tuple[str, str]] = []
-        self._numbers: Any = WeakTensorKeyDictionary()
-        self._met = 0
 
     def __enter__(self) -> Any:
         self.lines.clear()  # of the recompute before this one
         return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        parts = [self._text(value) for value in args] + [f"{key}={self._text(v)}" for key, v in (kwargs or {}).items()]
+        parts = [_text(value) for value in args] + [f"{key}={_text(value)}" for key, value in (kwargs or {}).items()]
         call, stack, index = f"{func}({', '.join(parts)})", stack_of_user(), len(self.lines)
         self.lines.append((call, stack))  # which it may not survive
         result = func(*args, **(kwargs or {}))
-        self.lines[index] = (f"{self._text(result, True)} = {call}", stack)
+        self.lines[index] = (f"{_text(result)} = {call}", stack)
         return result
 
-    def _text(self, value: Any, full: bool = False) -> str:
-        if isinstance(value, list | tuple):
-            return f"[{', '.join(self._text(part, full) for part in value)}]"
-        if not isinstance(value, Tensor):
-            return repr(value)
-        if value not in self._numbers:
-            self._numbers[value] = self._met = self._met + 1
-        return f"${self._numbers[value]}" + f": {str(value.dtype)[6:]}{list(value.shape)}" * full
+
+def _text(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_text, value))}]"
+    return f"{str(value.dtype)[6:]}{list(_torch.shape_of(value))}" if isinstance(value, Tensor) else repr(value)
 
 
 def explain(error: errors.CheckpointError, forward: list[tuple[str, str]], recompute: list[tuple[str, str]]) -> None:

@@ -15,7 +15,7 @@ The rules that tests cite:
 1. The innermost region owns what is saved inside it: autograd asks the innermost hooks only.
 2. A region's inputs are saved by whatever encloses it; parameters are referenced, never copied.
 3. Recompute starts as if no region were active (`thread.depth` and `thread.region`).
-4. A recomputed tensor lives until the node that asked for it has run, and never past its graph task.
+4. A recomputed tensor lives until a node has asked for it, and never past its graph task.
 5. Recompute no more than needed: a rerun stops at the last live holder.
 6. Backward inside a region works: a frame may be opened before its region has ended.
 7. Bit-equal; recompute leaves RNG and buffers alone. 8. Never silently wrong. 9. Nothing outlives its use.
@@ -41,18 +41,13 @@ from . import _torch, errors
 from ._check import Check, Evidence, maker_of
 from ._offload import Moved, Mover
 from ._region import Region, thread, without_recording
+from ._torch import graph_task_id, node_count, pop_hooks, profiles, push_hooks
 from ._tree import Field
 from ._where import Line, described, line_number, user_line
 
 # Bound once: these run for every saved tensor.
 _ref = weakref.ref
-_getframe = sys._getframe
-_graph_task_id = _torch.graph_task_id
-_node_count = _torch.node_count
-_profiles = _torch.profiles
 _Parameter = nn.Parameter
-_backward_code = _torch.run_backward_code
-_push_hooks, _pop_hooks = _torch.push_hooks, _torch.pop_hooks
 
 
 class Source:
@@ -149,24 +144,29 @@ class Frame:
         here = thread.__dict__
         region.outer = here["region"]
         here["region"] = region
-        _push_hooks(self.pack, unpack)
+        push_hooks(self.pack, unpack)
 
     def leave(self, region: Region) -> None:
-        _pop_hooks()
+        pop_hooks()
         thread.region = region.outer
         self.complete = True
 
     def pack(self, tensor: Tensor) -> Holder:
         """Autograd's pack hook; it runs once per saved tensor."""
         holder = Holder()
-        holder.frame, holders, check, save = self, self.holders, self.check, self.save
+        holder.frame = self
+        holders, check, save = self.holders, self.check, self.save
         holder.slot = len(holders)
-        if check is not None:
-            holder.metadata = check(tensor)
         if save is not None:
             holder.saved = save(tensor)
+        elif type(tensor) is Tensor and tensor._base is None:
+            holder.saved = None
         else:
-            holder.saved = None if type(tensor) is Tensor and tensor._base is None else parameter_in(tensor)
+            saved = holder.saved = parameter_in(tensor)
+            if saved is not None and saved[2]:
+                check = None  # it is compared by identity
+        if check is not None:
+            holder.metadata = check(tensor)
         holders.append(_ref(holder))
         return holder
 
@@ -182,10 +182,8 @@ class Frame:
             ready, slot = task.ready, holder.slot
             tensor = ready.get(slot)  # another thread may have been quicker
             if tensor is None:
-                if self.prefix is not None and slot in ready and group is not None:
-                    raise errors.overlapping(self)
                 request = Recompute(self, task, holder)
-                if self.record is None and not _profiles():
+                if self.record is None and not profiles():
                     request.run()
                 else:
                     with _torch.profiled_range(f"recompute:{self.name}"):
@@ -211,19 +209,13 @@ class Frame:
 def unpack(holder: Holder) -> Tensor:
     """Autograd's unpack hook, the same for all regions."""
     frame = holder.frame
-    key = _graph_task_id()
+    key = graph_task_id()
     task = frame.tasks.get(key)
     tensor = None if task is None else task.ready.get(holder.slot)
     if tensor is not None:
         task.ready[holder.slot] = None  # type: ignore[union-attr]
     elif holder.saved is None or (tensor := frame.source.at_hand(holder, frame)) is None:
         tensor = frame.bring_back(holder, key)
-    try:
-        reader = _getframe(1)
-    except ValueError:  # a thread of the autograd engine
-        return tensor
-    if reader.f_code is not _backward_code:
-        _keep_until_done(holder, tensor)
     return tensor
 
 
@@ -237,27 +229,6 @@ def is_internal(hooks: _torch.Hooks) -> bool:
     return hooks[1] is unpack or hooks[1] is identity
 
 
-def _keep_until_done(holder: Holder, tensor: Tensor) -> None:
-    """Python code reads this tensor, rather than the autograd engine for an operator of its own. The backward of a
-    custom Function may read `ctx.saved_tensors` again: its tensors stay until it has run (rule 4)."""
-    node, frame, slot = _torch.current_node(), holder.frame, holder.slot
-    if not isinstance(node, _torch.PythonNode):
-        return
-    key = _torch.graph_exec_group() or _graph_task_id()
-    task = frame.tasks.get(key) or TaskTensors()
-    frame.remember(task, key)
-    task.ready[slot] = tensor
-    weak = _ref(task)  # a backward that fails in this node leaves the hook behind
-
-    def done(*_: Any) -> None:
-        handle.remove()
-        task = weak()
-        if task is not None:
-            task.ready[slot] = None
-
-    handle = node.register_hook(done)  # type: ignore[attr-defined]
-
-
 class Recompute:
     """One recompute under way: the engine's side of the seam."""
 
@@ -269,6 +240,9 @@ class Recompute:
     _stopped = False
     ran_to_its_end = False  # set by an in-order source that was not stopped
     rewound: Container[int] = ()  # storages that hold what they did before the forward, until the rerun ends
+    # By the ids of their tensors: what each holds, until the rerun saves it. (Kernels that write a buffer without a
+    # trace save it before.)
+    copies: dict[int, Tensor]
 
     def __init__(self, frame: Frame, task: TaskTensors, holder: Holder) -> None:
         self.frame = frame
@@ -312,8 +286,11 @@ class Recompute:
         holders, ready = self.frame.holders, self.ready
         self._count = len(holders)
         if self.frame.early_stop:
-            live = (holder for ref in reversed(holders) if (holder := ref()) is not None)
-            self._last = next(h.slot for h in live if h.slot not in ready or h is self.holder)
+            for ref in reversed(holders):
+                holder = ref()
+                if holder is not None and (holder.slot not in ready or holder is self.holder):
+                    self._last = holder.slot
+                    break
 
     def pack(self, given: Tensor) -> Tensor:
         """Autograd's pack hook for a rerun: delivers what autograd saves to the slots in order, and raises the stop
@@ -325,18 +302,20 @@ class Recompute:
         if given.requires_grad:
             if type(given) is not _Parameter:
                 tensor = given.detach()
+        elif self.rewound and (copy := self.copies.pop(id(given), None)) is not None:
+            tensor = copy
         elif self.rewound and _torch.has_storage(given) and _torch.storage_id(given) in self.rewound:
             (tensor,) = without_recording(_torch.clones, [given])
         elif given._version == 0 and type(given) is Tensor:
-            self._unfilled = _node_count()
+            self._unfilled = node_count()
         if slot < self._count:
             holder = frame.holders[slot]()
             if holder is not None:
+                ready, check, saved = self.ready, frame.check, holder.saved
                 now = None if type(given) is Tensor and given._base is None else parameter_in(given)
-                if now != holder.saved:
+                if now != saved:
                     self._compare_parameters(holder, now)
-                ready, check = self.ready, frame.check
-                if slot not in ready or holder is self.holder:
+                if (slot not in ready or holder is self.holder) and (saved is None or not saved[2]):
                     if check is not None and (found := check(tensor)) != holder.metadata:
                         self._note_mismatch(holder, found, given)
                     ready[slot] = tensor
@@ -344,9 +323,9 @@ class Recompute:
         elif frame.complete and not self._stopped:
             raise errors.too_many(frame, self._count, user_line())
         # An operator that has yet to fill what it has saved must still run.
-        if slot >= self._last and (self._unfilled != _node_count() or self._stopped):
+        if slot >= self._last and (self._unfilled != node_count() or self._stopped):
             self._stopped = True
-            raise _Stop(self)
+            raise _Stop
         return tensor
 
     _torch.mark_as_torchs_own(pack)
@@ -372,8 +351,8 @@ class Recompute:
                     source.recompute(self)
             else:
                 source.recompute(self)
-        except _Stop as stop:
-            if stop.args[0] is not self:  # of an enclosing rerun
+        except _Stop:
+            if not self._stopped:  # that of an enclosing rerun
                 raise
         except BaseException as error:
             # The other case is what user code has made of the stop signal.
@@ -452,7 +431,10 @@ def is_parameter(root: Tensor) -> bool:
 
 def parameter_in(tensor: Tensor) -> Shown | None:
     """What of a parameter a tensor shows, if any."""
-    root = tensor._base if type(tensor) is Tensor else tensor
+    kind = type(tensor)
+    if kind is _Parameter:
+        return id(tensor), tensor._version, True, tensor
+    root = tensor._base if kind is Tensor else tensor
     return (id(root), tensor._version, root is tensor, root) if root is not None and is_parameter(root) else None
 
 

@@ -375,7 +375,7 @@ def held_by(frame: Frame, record: Record) -> list[TensorReport]:
             kind, tensors = "random state", [state for *_, state in part._streams if isinstance(state, Tensor)]
             operator = str(owner.info.func) if isinstance(owner, Op) else None
         elif type(part) is Buffers:
-            kind, tensors = "buffers", part._then._values
+            kind, tensors = "buffers", part._then.values
         elif type(part) is not Held:  # a tensor, which `auto` spares while the block runs
             kind = "spared"
         else:

@@ -29,7 +29,6 @@ from torch import Tensor, nn
 
 from . import _torch, errors
 from ._ambient import Ambient, Generators, Undo, has_rng, undo_all
-from ._check import metadata_of
 from ._engine import Frame, Held, Holder, Name, Recompute, Source, copy_of, identity, is_parameter, named, root_of
 from ._region import Region, thread, without_recording
 from ._tree import ATOMS, Field, put_together, take_apart
@@ -207,7 +206,7 @@ class Rerun(Region, Source, Inputs):
     def at_hand(self, holder: Holder, where: Frame) -> Tensor | None:
         """A parameter, which is referenced (rule 2)."""
         _, version, is_all, parameter = holder.saved
-        if not is_all or where.check not in (metadata_of, None):
+        if not is_all:
             return None
         if parameter._version != version:
             raise errors.changed(where, named("a parameter", parameter), version, parameter._version)
@@ -229,7 +228,7 @@ class Rerun(Region, Source, Inputs):
         try:
             context = self.go_back(where, undo)
             if self._buffers is not None:
-                request.rewound = self._buffers.rewound
+                request.rewound, request.copies = self._buffers.rewound()
             if self._pins or self._results or self.policy is not None:
                 thread.region = Repeated(self._pins, self._results, self.policy, where)
             request.begin_in_order()
@@ -447,10 +446,11 @@ class Buffers:
     def __bool__(self) -> bool:
         return bool(self._entries)
 
-    @property
-    def rewound(self) -> set[int]:
-        """The storages that are."""
-        return set(map(_torch.storage_id, self._then.tensors))
+    def rewound(self) -> tuple[set[int], dict[int, Tensor]]:
+        """The storages that are, and by its id what each tensor on them holds."""
+        then = self._then
+        copies = {id(t): copy for t, m, copy in zip(then.tensors, then.memory, then.values, strict=True) if t is m}
+        return set(map(_torch.storage_id, then.tensors)), copies
 
     def enter(self, where: object, undo: Undo) -> None:
         """Go back; `undo` is given the way out."""
@@ -482,22 +482,20 @@ _GONE: Any = object()
 class _Moment:
     """What tensors hold at one moment, and their versions."""
 
-    __slots__ = ("_memory", "_values", "_versions", "tensors")
+    __slots__ = ("_versions", "memory", "tensors", "values")
 
     def __init__(self, tensors: list[Tensor], memory: list[Tensor] | None = None) -> None:
         self.tensors = tensors
         # Where elements have gaps between them, share their memory or stand for others: all of the storage.
-        self._memory = memory or [
-            t if t.is_contiguous() and not t.is_complex() else _torch.bytes_of(t) for t in tensors
-        ]
-        self._values: list[Tensor] = without_recording(_torch.clones, self._memory) if tensors else []
+        self.memory = memory or [t if t.is_contiguous() and not t.is_complex() else _torch.bytes_of(t) for t in tensors]
+        self.values: list[Tensor] = without_recording(_torch.clones, self.memory) if tensors else []
         self._versions = [tensor._version for tensor in tensors]
 
     def again(self) -> _Moment:
         """What they hold now."""
-        return _Moment(self.tensors, self._memory)
+        return _Moment(self.tensors, self.memory)
 
     def go_back(self) -> None:
         if self.tensors:
-            without_recording(_torch.overwrite, (self._memory, self._values))
+            without_recording(_torch.overwrite, (self.memory, self.values))
             _torch.set_versions(self.tensors, self._versions)

@@ -68,13 +68,6 @@ def saved_by(node: Any) -> list[Any]:
 at_graph_task_end: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
 
 
-# The Python function that all backward calls go through: what the engine asks for comes from right below it, or from a
-# thread of the engine, which has no Python frame at all.
-run_backward_code: CodeType = torch.autograd.graph._engine_run_backward.__code__
-# A custom `autograd.Function`, as a node: its backward may read a saved tensor twice.
-PythonNode: type = _C._FunctionBase
-
-
 # ---- operators, as they are named in dispatch modes and policies
 OpOverload = torch._ops.OpOverload
 OpOverloadPacket = torch._ops.OpOverloadPacket
@@ -159,18 +152,19 @@ Normalisation: type = torch.nn.modules.batchnorm._NormBase
 # callbacks may let go of the GIL: to a thread that waits for the mutex in `set_state`, and keeps the GIL (as of torch
 # 2.15). A lock of Python's own, taken before, is waited for without the GIL.
 _cpu_state_lock = threading.RLock()
+_get_state, _set_state = torch.default_generator.get_state, torch.default_generator.set_state
 
 
 def get_cpu_state() -> Tensor:
     """The state of the CPU's default random generator."""
     with _cpu_state_lock:
-        return torch.default_generator.get_state()
+        return _get_state()
 
 
 def set_cpu_state(state: Tensor) -> None:
     """Put back what `get_cpu_state` has returned."""
     with _cpu_state_lock:
-        torch.default_generator.set_state(state)
+        _set_state(state)
 
 
 _accelerator = torch.accelerator.current_accelerator()  # what this build is made for; asks no driver
@@ -319,11 +313,11 @@ def parts_of(tensor: Any) -> Sequence[Any] | None:
 
 def set_versions(tensors: Sequence[Tensor], versions: Sequence[int]) -> None:
     """For copies that stand for other tensors."""
-    _autograd._unsafe_set_version_counter(tuple(tensors), tuple(max(version, 0) for version in versions))
+    _autograd._unsafe_set_version_counter(tuple(tensors), tuple(versions))
 
 
 def set_version(tensor: Tensor, version: int) -> None:
-    set_versions((tensor,), (version,))
+    set_versions((tensor,), (max(version, 0),))
 
 
 # How many nodes this thread has made: the same while one operator saves its tensors, some before its kernel runs.

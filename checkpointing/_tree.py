@@ -96,10 +96,9 @@ def put_together(saved: Any, leaf: Callable[[Any], Any], met: dict[int, Any] | N
 
 def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
     """`value` with `function` of its tensors in their places; `value` itself where nothing has changed."""
-    if isinstance(value, Tensor):
-        return function(value)
-    opened = None if type(value) in ATOMS else open_container(value)
+    is_tensor = isinstance(value, Tensor)
+    opened = None if is_tensor or type(value) in ATOMS else open_container(value)
     if opened is None:
-        return value
+        return function(value) if is_tensor else value
     new = {key: map_tensors(function, part) for key, part in opened.parts.items()}
     return value if all(new[key] is part for key, part in opened.parts.items()) else opened.build(new)

@@ -131,14 +131,6 @@ def given_back(where: object, shape: Sequence[int]) -> CheckpointError:
     )
 
 
-def overlapping(where: object) -> CheckpointError:
-    return CheckpointError(
-        f"{where}: Unpack is being triggered for a tensor that was already unpacked once. Performing two backward "
-        "calls that overlap, which need the same saved tensor, is not allowed under one GraphExecGroup, which shares "
-        "one recompute between them. Run them without the group, or each in one of its own."
-    )
-
-
 def suppressed() -> RuntimeError:
     return RuntimeError(
         "torch.utils.checkpoint: the forward context provided by context_fn suppressed an exception raised during the "

@@ -335,7 +335,7 @@ def test_a_region_runs_no_operators_but_the_copies(mode):
     assert have == {**want, **copies}
     y = checkpointed(lambda x: model(x).relu())(x)
     ran = count(y.sum().backward)
-    assert (ran.get("clone", 0), ran.get("_foreach_copy_", 0)) == ((5, 2) if mode == "train" else (0, 0))
+    assert (ran.get("clone", 0), ran.get("_foreach_copy_", 0)) == ((3, 2) if mode == "train" else (0, 0))
 
 
 # ---- in place

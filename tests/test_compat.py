@@ -241,15 +241,6 @@ def a_group_of_backwards_shares_a_recompute(m):
     return run(m.GraphExecGroup()), run(contextlib.nullcontext())
 
 
-@case
-def overlapping_backwards_in_a_group(m):
-    x = leaf()
-    y = region(m, lambda x: x.sin().cos(), x).sum()
-    with m.GraphExecGroup():
-        y.backward(retain_graph=True)
-        y.backward()
-
-
 # ---- sequences
 
 
@@ -763,7 +754,7 @@ def test_debug_shows_the_operators_of_both_runs(name, debug):
     assert "You are seeing this error because you passed `debug=True` to checkpoint" in text
     _, forward, recompute = text.split("Operations executed during ")
     assert forward.startswith("the original forward") and recompute.startswith("recomputation")
-    assert "float32[4, 4] = aten.sin.default($" in forward and f"{__file__}:" in forward
+    assert "float32[4, 4] = aten.sin.default(float32[4, 4])" in forward and f"{__file__}:" in forward
     assert ("aten.sin" in recompute) is (name != "no tensors")
     assert first_sentence(str(caught.value.__cause__)) in text
     assert isinstance(caught.value.__cause__, ours.CheckpointError)

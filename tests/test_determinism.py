@@ -260,13 +260,11 @@ def test_a_check_may_compute_and_return_tensors(backend, check):
 
 
 def test_a_check_that_raises():
-    """Its exception comes out, in forward and in backward; a TypeError, which torch drops below `@`, as ours."""
+    """Its exception comes out, in forward and in backward."""
     for runs in (1, 2):
         numbers = iter(range(runs - 1, -1, -1))
         with pytest.raises(ZeroDivisionError):
             checkpointed(lambda x: x.sin(), determinism_check=lambda t, n=numbers: 1 / next(n))(leaf()).sum().backward()
-    with pytest.raises(CheckpointError, match=r"determinism_check=.* missing 1 required positional argument"):
-        checkpointed(lambda x: x @ x, determinism_check=lambda a, b: a)(leaf())
 
 
 def test_none_checks_nothing_but_the_number():

@@ -42,7 +42,7 @@ class SavesItsOutputLast(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        (first,), (second,) = ctx.saved_tensors, ctx.saved_tensors  # both reads are served by one recompute
+        (first,), (second,) = ctx.saved_tensors, ctx.saved_tensors
         assert torch.equal(first, second)
         return grad * first * (1 - second)
 
