@@ -80,12 +80,12 @@ def aside() -> Iterator[None]:
 def without_recording(function: Callable[[Any], Any], value: Any) -> Any:
     """Call a check, a copy or a hook of the user so that neither tape nor graph sees what it does."""
     here = thread.__dict__
-    depth, aside = here["depth"], here["aside"]
+    region, depth, aside = here["region"], here["depth"], here["aside"]
     grad_mode = _is_grad_enabled()
     try:
-        here["depth"], here["aside"] = depth + 1, aside + 1
+        here["region"], here["depth"], here["aside"] = None, depth + 1, aside + 1
         _set_grad_enabled(False)
         return function(value)
     finally:
         _set_grad_enabled(grad_mode)
-        here["depth"], here["aside"] = depth, aside
+        here["region"], here["depth"], here["aside"] = region, depth, aside
