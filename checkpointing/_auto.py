@@ -34,8 +34,9 @@ from torch import Tensor
 from . import _torch
 from ._engine import Held, is_internal
 from ._offload import Destination, Mover
+from ._ops import Info, tensors_of
 from ._replay import Limits, are_disjoint
-from ._tape import Info, Op, Tape, Value, by_storage, geometry_of, tensors_of
+from ._tape import Op, Tape, Value, by_storage, geometry_of
 
 _users = _torch.storage_users_by_id
 _storage_id, _has_storage, _STORAGE_OBJECT = _torch.storage_id, _torch.has_storage, _torch.STORAGE_OBJECT
@@ -97,6 +98,7 @@ class AutoTape(Tape):
         self._level = 0
         self._lasting = 0.0  # the part of what was alive at a cut that lived on until the next one
         self._pause = 0  # operators until the next look
+        self._watch = _WORTH_CUTTING if placement.budget is None and placement.segment is None else 1
 
         self._sent: set[Value] = set()  # to other processes: how long threads refer to it differs from run to run
         self._kept: dict[Value, Kept] = {}
@@ -287,10 +289,21 @@ class AutoTape(Tape):
 
     def _consider(self) -> bool:
         """Cut here, perhaps. Returns whether a cut has been settled."""
-        self._fresh = fresh = [entry for entry in self._fresh if self._is_alive(*entry)]
+        alive, closed = 0, self._since  # the latter would be dropped before it
+        is_alive, values, fresh = self._is_alive, self._values, []
+        is_simple = not self._spare_on and not self._sent
+        for entry in self._fresh:
+            sid, value = entry
+            if is_simple and value.op is not None:  # past one call, mostly
+                lives = values.get(sid) is value and _users(sid) > _STORAGE_OBJECT
+            else:
+                lives = is_alive(sid, value)
+            if lives:
+                fresh.append(entry)
+                alive += value.nbytes
+                closed -= value.saved
+        self._fresh = fresh
         self._pause = self._pause or len(fresh) >> 5
-        alive = sum([value.nbytes for _, value in fresh])
-        closed = self._since - sum([value.saved for _, value in fresh])  # would be dropped before it
         trial = self._trial
         settled = self._cut_bytes - (0 if trial is None else self._cuts[-1].nbytes)
         room = self._level - settled if self._size is None else self._size
@@ -317,7 +330,7 @@ class AutoTape(Tape):
         self._cuts.append(Cut(position, self._dropped))
         insort(self.cuts, position)
         self._last_cut, self._dropped, self._trial = position, 0, (closed, alive)
-        self._new.clear()  # whoever reads it crosses the cut
+        self._whole.clear()  # whoever reads it crosses the cut
         self._count()
 
     def _cut_for_good(self) -> None:
@@ -353,7 +366,7 @@ class AutoTape(Tape):
         if self._size is None:
             self._level = max(self._level, self._cut_bytes - last.nbytes + last.dropped)
             self._merge()
-            self._watch = max(1, (self._level - self._cut_bytes) // 2)
+            self._watch = max(_WORTH_CUTTING, (self._level - self._cut_bytes) // 2)
         else:
             self._watch = max(1, self._size // 2)
 
@@ -506,5 +519,6 @@ class AutoTape(Tape):
                 self._remove(i)
 
 
+_WORTH_CUTTING = 1 << 13  # bytes, of what a segment drops: what the tape needs for its operators is more
 _WORTH_SPARING = 1 << 18  # bytes, on average: to spare smaller values takes longer than to make some of them again
 _PER_BYTE = 10  # floating-point operations in the time in which a byte is written

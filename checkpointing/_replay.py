@@ -33,7 +33,8 @@ from . import _torch, errors
 from ._ambient import Undo, enter_switches, undo_all
 from ._engine import Frame, Holder, Recompute, Source
 from ._offload import Moved, prefetch
-from ._tape import KEPT, Geometry, Op, Ref, Scratch, Tape, Value, Wrapped, geometry_of, tensors_of
+from ._ops import tensors_of
+from ._tape import KEPT, Geometry, Op, Ref, Scratch, Tape, Value, Wrapped, geometry_of
 from ._tree import ATOMS
 
 Cuts = list[tuple[int, list[Value]]]  # positions on the tape, each with what was made before and is read after it

@@ -24,10 +24,11 @@ from ._ambient import Generators
 from ._auto import AutoTape
 from ._check import maker_of
 from ._engine import Frame, Held, Holder, Recompute, is_parameter, named, root_of
+from ._ops import tensors_of
 from ._region import Region
 from ._replay import Replay, values_of
 from ._rerun import Buffers, Pin
-from ._tape import KEPT, Op, Ref, Scratch, SpecialOp, Tape, Value, Wrapped, tensors_of
+from ._tape import KEPT, Op, Ref, Scratch, SpecialOp, Tape, Value, Wrapped
 from ._tree import Container
 from ._where import described, user_line
 

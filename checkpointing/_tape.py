@@ -22,19 +22,18 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from copy import copy
 from functools import partial
 from typing import Any, NamedTuple, cast
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import _torch
-from ._ambient import Generators, has_rng, read_switches
+from ._ambient import Generators, read_switches
 from ._engine import Held, Name
 from ._offload import Destination, Mover
+from ._ops import INFOS, Info, generators_of, info_of_region, tensors_of
 from ._region import Region, aside, thread, without_recording
 from ._tree import ATOMS
 from ._where import stack_of_user
@@ -186,83 +185,6 @@ class SpecialOp(Op):
     __slots__ = ("grad_mode", "kwargs", "outputs", "rng", "writes")
 
 
-class Info:
-    """What recording needs to know of an operator; found once."""
-
-    def __init__(self, func: Any) -> None:
-        name = (func.name() if isinstance(func, _torch.OpOverload) else str(func)).partition(".")[0]
-        space, _, base = name.partition("::")
-        schema = getattr(func, "_schema", None)
-        tags = getattr(func, "tags", ())
-        arguments = () if schema is None else schema.arguments
-        aliases = [] if schema is None else [r.alias_info for r in schema.returns if "Tensor" in str(r.type)]
-        self.func, self.name = func, name
-        self.run = _torch.quick_call(func)  # past one Python call, where there is one to pass
-        self.writes = tuple(
-            argument.name if argument.kwarg_only else i
-            for i, argument in enumerate(arguments)
-            if argument.alias_info is not None and argument.alias_info.is_write
-        )
-        self.statistics = STATISTICS.get(name)
-        if self.writes and self.statistics is not None:  # with `out=`
-            self.writes += self.statistics[0]
-        self.communicates = space in COMMUNICATION
-        self.gathers = space == "fsdp"  # parameters, whose memory is given back when their module has run
-        self.targets = self.writes
-        if self.communicates:  # it writes without a word in its schema
-            self.targets = (0, "out") if base.endswith("_") and base != "monitored_barrier_" else ("out",)
-        # Views share their storage with an argument, which is how values are found; other results that are no tensors
-        # were decided in the forward.
-        views = not self.writes and all(a is not None and not a.is_write for a in aliases)
-        self.ignored = base in IGNORED or (schema is not None and views and not self.communicates)
-        self.inplace = bool(self.writes) and all(a is not None and a.is_write for a in aliases)
-        # Without filling.
-        self.allocates = name == "aten::resize_" or name.startswith(("aten::empty", "aten::new_empty"))
-        self.moves = torch.Tag.inplace_view in tags  # changes how its argument lies
-        # The first argument only lends its metadata. Without this a dropout mask would drag the matrix product before
-        # it into every replay.
-        is_like = space == "aten" and (base.endswith("_like") or base.startswith("new_"))
-        self.metadata_only = is_like or str(func) == "aten.bernoulli.p"
-        self.overwrites = base in OVERWRITES or all(type(place) is str for place in self.writes)
-        # Custom operators may draw random numbers without torch's tag: look whether the generators have moved.
-        self.custom = space not in ("aten", "prim", "prims")
-        self.may_draw = self.custom or torch.Tag.nondeterministic_seeded in tags
-        _INFOS[id(func)] = self  # last, for other threads; by id, as an `OpOverload` is hashed by a Python function
-
-
-# Operators that are not recorded: `set_` gives a tensor another storage and writes none; the sizes of a nested tensor
-# are asked for where an exception would end the process; efficient zeros are noticed when they are read.
-IGNORED = frozenset({"set_", "_nested_tensor_size", "_efficientzerotensor"})
-# In-place operators that don't read what they overwrite.
-OVERWRITES = frozenset({"copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_", "random_", "exponential_"})
-OVERWRITES |= {"log_normal_", "cauchy_", "geometric_"}
-# Operators that update statistics without saying so in their schema, and in no version counter: where they take them,
-# and which argument says whether they update them (None: they do). Updated statistics are not read.
-STATISTICS: dict[str, tuple[tuple[int, ...], int | None]] = {
-    **{f"aten::{library}_batch_norm": ((3, 4), 5) for library in ("native", "cudnn", "miopen")},
-    **{f"aten::batch_norm_gather_stats{more}": ((3, 4), None) for more in ("", "_with_counts")},
-    "aten::batch_norm_update_stats": ((1, 2), None),
-}
-# Operators that other processes take part in; those of FSDP2 put what has come in where its parameters lie.
-COMMUNICATION = frozenset({"c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd", "fsdp"})
-
-_INFOS: dict[int, Info] = {}  # which refer to the operators, so that ids stay valid
-_REGIONS: WeakKeyDictionary[Any, Info] = WeakKeyDictionary()  # of compiled code
-
-
-def _info_of_region(info: Info, region: Any) -> Info:
-    """What recording needs to know of compiled code that is shown as one operator: called with its inputs one by one,
-    it is like any other."""
-    found = _REGIONS.get(region)
-    if found is None:
-        found = _REGIONS[region] = copy(info)
-        written, spaces = _torch.effects_of_region(region)
-        found.run, found.overwrites = _torch.run_region, False
-        found.targets = found.writes = tuple(1 + i for i in written)
-        found.communicates = not COMMUNICATION.isdisjoint(spaces)
-    return found
-
-
 _NOTHING: dict[Any, Any] = {}
 _storage_id, _has_storage, _weak_storage = _torch.storage_id, _torch.has_storage, _torch.weak_storage
 _modules, _INDUCTOR = sys.modules, "torch._inductor.output_code"  # loaded before anything runs that it has compiled
@@ -308,9 +230,8 @@ class Tape(TorchDispatchMode, Region):
         # Equal ones are one object: there are few, many refer to them, and garbage collection looks at each.
         self._geometries: dict[Any, Any] = {}
         self._weak: list[int] = []
-        # By storage: what the last operator has made, and mostly is met next. Until one runs that makes a view of it
-        # nothing can lie there in another way.
-        self._new: dict[int, Value] = {}
+        # By storage: what operators have made, until one makes a view of it: nothing can lie there in another way.
+        self._whole: dict[int, Value] = {}
         self._has_zeros = False  # has seen efficient zeros, which have no memory
         self._unsettled: list[tuple[Answer, Tensor]] = []  # written just now, and to be kept
         self._lent: list[torch.UntypedStorage] = []  # memory of gathered parameters, while there
@@ -341,7 +262,7 @@ class Tape(TorchDispatchMode, Region):
                 mover.settle()
         finally:
             self.outer = None
-            for mine in (self._new, self._values, self._geometries):
+            for mine in (self._whole, self._values, self._geometries):
                 mine.clear()
             self._lent.clear()
             while self._weak:
@@ -361,6 +282,7 @@ class Tape(TorchDispatchMode, Region):
         if type(tensor) is not Tensor and hasattr(tensor, "__tensor_flatten__"):
             return Wrapped(tensor, self.save)
         if _INDUCTOR in _modules:
+            self._whole.clear()  # compiled code makes views that nobody sees
             self._notice_writes((tensor,))
         saved = self.reference(tensor)
         value = saved if type(saved) is Value else cast(Ref, saved).value
@@ -394,7 +316,7 @@ class Tape(TorchDispatchMode, Region):
             value = self._values.get(_storage_id(tensor))
             # There is nothing yet in memory that has only been allocated.
             if value is not None and value.op is not None and not (value.state is UNFILLED and value.nbytes):
-                self._new.clear()
+                self._whole.clear()
                 hooks = self.hooks if mover is None or not mover.takes(tensor) else mover
                 value.keep(tensor, hooks)
                 self.kept_bytes += value.nbytes
@@ -429,7 +351,7 @@ class Tape(TorchDispatchMode, Region):
         """Whatever is alive may be written unseen: what has been read of it must not change, and whoever reads it from
         here on reads something from outside."""
         self.settle()
-        self._new.clear()
+        self._whole.clear()
         for sid, value in list(self._values.items()):
             if not value.is_parameter:
                 value.freeze()
@@ -472,10 +394,11 @@ class Tape(TorchDispatchMode, Region):
             return self._opaque(tensor, reads)
         try:
             sid = _storage_id(tensor)
-            if kind is None and (new := self._new.get(sid)) is not None:
+            value = self._whole.get(sid)
+            if value is not None and value.state is None and kind is None:
                 if reads is not None:
-                    reads.append(new)
-                return new
+                    reads.append(value)
+                return value
             geometry = geometry_of(tensor)
         except RuntimeError:  # sparse, MKLDNN, strided nested: no storage, or no geometry
             return self._opaque(tensor, reads)
@@ -521,7 +444,16 @@ class Tape(TorchDispatchMode, Region):
     def _cut_for_good(self) -> None:
         self._last_cut = self._position()
         self.cuts.append(self._last_cut)
-        self._new.clear()
+        self._whole.clear()
+
+    def _see_view(self, info: Info, args: Any) -> None:
+        """What an operator is about to look at has views from here on."""
+        try:
+            self._whole.pop(_storage_id(args[0]), None)
+        except (IndexError, RuntimeError, TypeError):  # no tensor, or none with a storage
+            self._whole.clear()
+        if info.name == "aten::set_":  # it may lie on any storage now
+            self._whole.clear()
 
     def _look(self, info: Info) -> None:
         """An operator is about to run: is this a moment for a cut?"""
@@ -575,24 +507,28 @@ class Tape(TorchDispatchMode, Region):
         for sid, target in targets.items():
             self._register(target, None, sid, None).state = LENT if gathered else VOLATILE
         self._lent += [target.untyped_storage() for target in targets.values() if gathered]
-        self._new.clear()
+        self._whole.clear()
 
     # ---- the mode
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        info = INFOS.get(id(func)) or Info(func)
         kwargs = kwargs or _NOTHING
+        if info.ignored and not types:
+            if info.relays:
+                self._see_view(info, args)
+            return info.run(*args, **kwargs)
         if self._here["depth"] != self._depth:  # an operator of a recompute (rule 3)
-            self._new.clear()  # it may make a view
+            self._whole.clear()  # whose result may be a view
             return func(*args, **kwargs)
-        info = _INFOS.get(id(func)) or Info(func)
         if self._lent:
             self._see_lent()
         if _INDUCTOR in _modules:
-            self._new.clear()  # compiled code makes views that nobody sees
+            self._whole.clear()  # compiled code makes views that nobody sees
             if not _is_grad_enabled() and _torch.inductor_runs():
                 if info.name != "inductor_compiled_code":
                     return func(*args, **kwargs)  # its kernels, which nobody sees, write what this makes
-                info, args = _info_of_region(info, args[0]), (args[0], *args[1])
+                info, args = info_of_region(info, args[0]), (args[0], *args[1])
             self._notice_writes(args)
             self._notice_writes(kwargs.values())
         if self._since >= self._watch:
@@ -604,7 +540,7 @@ class Tape(TorchDispatchMode, Region):
                 return func(*args, **kwargs)  # their own mode is at work, to find out shapes
             return NotImplemented  # the subclass takes itself apart, and plain tensors come by
         if info.ignored:
-            self._new.clear()
+            self._see_view(info, args)
             return info.run(*args, **kwargs)
         self._running = func
         if self.log is not None:
@@ -619,7 +555,6 @@ class Tape(TorchDispatchMode, Region):
             targets = self._on_storages(written)
             outside = {sid: target for sid, target in targets.items() if _is_outside(self._values.get(sid), info)}
             if info.communicates or (info.inplace and len(outside) == len(targets)):
-                self._new.clear()
                 return self._run_outside(info, targets, args, kwargs)
             given, named = list(args), dict(kwargs)
             for place in places:
@@ -634,10 +569,9 @@ class Tape(TorchDispatchMode, Region):
         refs = self._refer(given, reads)  # which lets references pass
         if kwargs:
             named = dict(zip(kwargs, self._refer(named.values(), reads), strict=True))
-        self._new.clear()
         for sid in targets:
-            if sid in self._values:
-                self._values[sid].freeze()  # what is held of it must not change
+            if (value := self._values.get(sid)) is not None and value.held is not None:
+                value.freeze()  # what is held of it must not change
         run = info.run if not self._has_zeros else _torch.with_zeros(info.run)
         preserve, rng, drew = self._preserve_rng_state, None, info.may_draw
         if drew and (preserve or info.custom):
@@ -670,19 +604,20 @@ class Tape(TorchDispatchMode, Region):
 
     def _output(self, op: Op, tensor: Tensor) -> int:
         """The value that `op` has made there; 0 if the storage is none, or not new."""
-        if not _has_storage(tensor):
+        try:
+            sid = _storage_id(tensor)
+        except RuntimeError:
             return 0
-        sid = _storage_id(tensor)
         if sid in self._values:
-            self._new.pop(sid, None)  # of two results that share it
+            self._whole.pop(sid, None)  # the operator returns a view, or two results that share it
             return 0
-        geometry = None if tensor.is_nested else geometry_of(tensor)
-        geometry = self._geometries.setdefault(geometry, geometry)
-        value = self._register(tensor, op, sid, geometry)
+        try:
+            geometry = geometry_of(tensor)
+        except RuntimeError:  # strided nested
+            return self._register(tensor, op, sid, None).id
+        value = self._whole[sid] = self._register(tensor, op, sid, self._geometries.setdefault(geometry, geometry))
         if op.info.allocates:
             value.state = UNFILLED
-        elif geometry is not None:
-            self._new[sid] = value
         return value.id
 
     def _without_statistics(self, where: Any, given: Any, updated: dict[int, Tensor]) -> list[Any]:
@@ -734,6 +669,8 @@ class Tape(TorchDispatchMode, Region):
         """`op` has made a new value of this storage."""
         value, info = self._values[sid], op.info
         new = self._register(target, op, sid, None if info.moves else value.geometry)
+        if self._whole.pop(sid, None) is not None and info.targets == (0,) and not info.moves:  # `out=` resizes
+            self._whole[sid] = new
         new.version = max(value.version, _torch.version(target) + 1)
         is_partly = target.nbytes < new.nbytes if info.overwrites else info.allocates and new.nbytes > value.nbytes
         if is_partly and (value.state is UNFILLED or info.allocates):  # the latter is `resize_`
@@ -763,7 +700,7 @@ class Tape(TorchDispatchMode, Region):
         if not (info.overwrites and arg.nbytes == value.nbytes) and value.state is not UNFILLED:
             self._read_across(value, arg)
         reads.append(value)
-        geometry = value.geometry if sid in self._new else geometry_of(arg)
+        geometry = value.geometry if sid in self._whole else geometry_of(arg)
         return value if geometry == value.geometry else Ref(value, cast(Geometry, geometry), None)
 
     def _on_storages(self, tensors: Any) -> dict[int, Tensor]:
@@ -786,6 +723,7 @@ def _is_cheap_to_hold(value: Value) -> bool:
 
 
 def by_storage(tensors: Any) -> dict[int, Tensor]:
+    """One tensor on each storage that there is among these."""
     return {_storage_id(tensor): tensor for tensor in tensors_of(tensors) if _has_storage(tensor)}
 
 
@@ -794,27 +732,6 @@ def _dispatches(kind: type[Tensor]) -> bool:
     return getattr(kind, "__torch_dispatch__", _plain_dispatch) is not _plain_dispatch
 
 
-def tensors_of(value: Any) -> list[Tensor]:
-    """The tensors in an operator's argument or result, in order."""
-    if isinstance(value, Tensor):
-        return [value]
-    parts = value if type(value) is tuple or type(value) is list else ()
-    return [tensor for part in parts for tensor in ((part,) if isinstance(part, Tensor) else tensors_of(part))]
-
-
 def _like(tensor: Tensor) -> Callable[[], Tensor]:
     """Makes what stands for an argument of which an operator reads only the metadata, or that it overwrites."""
     return partial(torch.empty_strided, tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-
-
-def generators_of(args: Any, kwargs: dict[str, Any], python: bool) -> Generators:
-    """The state of the generator that a random operator is about to draw from; with `python` also those of Python and
-    NumPy."""
-    given = (*args, *kwargs.values())
-    generators = [a for a in given if type(a) is torch.Generator]  # `isinstance` goes through a Python function
-    if generators:
-        return Generators(False, (), generators, python)
-    device = kwargs.get("device")
-    devices = {t.device for t in tensors_of(given)} if device is None else {torch.device(device)}
-    others = [device for device in devices if device.type != "cpu" and has_rng(device)]
-    return Generators(not others, others, (), python)

@@ -100,34 +100,6 @@ def inductor_runs() -> bool:
     return False
 
 
-def run_region(region: Any, *inputs: Any, **kwargs: Any) -> Any:
-    """A compiled region that torch shows as one operator, if `torch._inductor.config.wrap_inductor_compiled_regions`
-    was set when it was compiled (since 2.12). It empties the list that it is given."""
-    return torch.ops.higher_order.inductor_compiled_code(region, list(inputs), **kwargs)
-
-
-def effects_of_region(region: Any) -> tuple[set[int], set[str]]:
-    """Which inputs a compiled region writes in place, and the name spaces of its operators. What it returns are no
-    views of inputs: torch makes these outside of it."""
-    nodes = region.original_gm.graph.nodes
-    inputs = [node for node in nodes if node.op == "placeholder"]
-    written, spaces = set(), set()
-    for node in nodes:
-        targets = node.all_input_nodes if "mutation" in str(node.target) else []  # user's Triton kernels
-        if isinstance(node.target, OpOverload):
-            spaces.add(node.target.namespace)
-            arguments = node.target._schema.arguments
-            given = {**dict(zip((a.name for a in arguments), node.args, strict=False)), **node.kwargs}
-            writes = [given[a.name] for a in arguments if a.name in given and a.alias_info and a.alias_info.is_write]
-            targets = [target for each in writes for target in (each if isinstance(each, list) else [each])]
-        for target in targets:
-            while target.op == "call_function" and target.all_input_nodes:  # a view of an input, maybe
-                target = target.all_input_nodes[0]
-            if target in inputs:
-                written.add(inputs.index(target))
-    return written, spaces
-
-
 # The mode of torch's selective checkpointing around a forward.
 SelectiveForward: Any = torch.utils.checkpoint._CachingTorchDispatchMode
 

@@ -1,0 +1,140 @@
+"""What recording needs to know of an operator: found once, mostly from its schema."""
+
+from __future__ import annotations
+
+from copy import copy
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from . import _torch
+from ._ambient import Generators, has_rng
+
+
+class Info:
+    """What recording needs to know of an operator; found once."""
+
+    def __init__(self, func: Any) -> None:
+        name = (func.name() if isinstance(func, _torch.OpOverload) else str(func)).partition(".")[0]
+        space, _, base = name.partition("::")
+        schema = getattr(func, "_schema", None)
+        tags = getattr(func, "tags", ())
+        arguments = () if schema is None else schema.arguments
+        aliases = [] if schema is None else [r.alias_info for r in schema.returns if "Tensor" in str(r.type)]
+        self.func, self.name = func, name
+        self.run = _torch.quick_call(func)  # past one Python call, where there is one to pass
+        self.writes = tuple(
+            argument.name if argument.kwarg_only else i
+            for i, argument in enumerate(arguments)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        )
+        self.statistics = STATISTICS.get(name)
+        if self.writes and self.statistics is not None:  # with `out=`
+            self.writes += self.statistics[0]
+        self.communicates = space in COMMUNICATION
+        self.gathers = space == "fsdp"  # parameters, whose memory is given back when their module has run
+        self.targets = self.writes
+        if self.communicates:  # it writes without a word in its schema
+            self.targets = (0, "out") if base.endswith("_") and base != "monitored_barrier_" else ("out",)
+        # Views share their storage with an argument, which is how values are found; other results that are no tensors
+        # were decided in the forward.
+        views = not self.writes and all(a is not None and not a.is_write for a in aliases)
+        self.ignored = base in IGNORED or (schema is not None and views and not self.communicates)
+        self.relays = base not in ("detach", "alias")  # its result may lie on the storage in another way
+        self.inplace = bool(self.writes) and all(a is not None and a.is_write for a in aliases)
+        # Without filling.
+        self.allocates = name == "aten::resize_" or name.startswith(("aten::empty", "aten::new_empty"))
+        self.moves = torch.Tag.inplace_view in tags  # changes how its argument lies
+        # The first argument only lends its metadata. Without this a dropout mask would drag the matrix product before
+        # it into every replay.
+        is_like = space == "aten" and (base.endswith("_like") or base.startswith("new_"))
+        self.metadata_only = is_like or str(func) == "aten.bernoulli.p"
+        self.overwrites = base in OVERWRITES or all(type(place) is str for place in self.writes)
+        # Custom operators may draw random numbers without torch's tag: look whether the generators have moved.
+        self.custom = space not in ("aten", "prim", "prims")
+        self.may_draw = self.custom or torch.Tag.nondeterministic_seeded in tags
+        INFOS[id(func)] = self  # last, for other threads; by id, as an `OpOverload` is hashed by a Python function
+
+
+# Operators that are not recorded: `set_` gives a tensor another storage and writes none; the sizes of a nested tensor
+# are asked for where an exception would end the process; efficient zeros are noticed when they are read.
+IGNORED = frozenset({"set_", "_nested_tensor_size", "_efficientzerotensor"})
+# In-place operators that don't read what they overwrite.
+OVERWRITES = frozenset({"copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_", "random_", "exponential_"})
+OVERWRITES |= {"log_normal_", "cauchy_", "geometric_"}
+# Operators that update statistics without saying so in their schema, and in no version counter: where they take them,
+# and which argument says whether they update them (None: they do). Updated statistics are not read.
+STATISTICS: dict[str, tuple[tuple[int, ...], int | None]] = {
+    **{f"aten::{library}_batch_norm": ((3, 4), 5) for library in ("native", "cudnn", "miopen")},
+    **{f"aten::batch_norm_gather_stats{more}": ((3, 4), None) for more in ("", "_with_counts")},
+    "aten::batch_norm_update_stats": ((1, 2), None),
+}
+# Operators that other processes take part in; those of FSDP2 put what has come in where its parameters lie.
+COMMUNICATION = frozenset({"c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd", "fsdp"})
+
+INFOS: dict[int, Info] = {}  # which refer to the operators, so that ids stay valid
+_REGIONS: WeakKeyDictionary[Any, Info] = WeakKeyDictionary()  # of compiled code
+
+
+def info_of_region(info: Info, region: Any) -> Info:
+    """What recording needs to know of compiled code that is shown as one operator: called with its inputs one by one,
+    it is like any other."""
+    found = _REGIONS.get(region)
+    if found is None:
+        found = _REGIONS[region] = copy(info)
+        written, spaces = effects_of_region(region)
+        found.run, found.overwrites = run_region, False
+        found.targets = found.writes = tuple(1 + i for i in written)
+        found.communicates = not COMMUNICATION.isdisjoint(spaces)
+    return found
+
+
+def run_region(region: Any, *inputs: Any, **kwargs: Any) -> Any:
+    """A compiled region that torch shows as one operator, if `torch._inductor.config.wrap_inductor_compiled_regions`
+    was set when it was compiled (since 2.12). It empties the list that it is given."""
+    return torch.ops.higher_order.inductor_compiled_code(region, list(inputs), **kwargs)
+
+
+def effects_of_region(region: Any) -> tuple[set[int], set[str]]:
+    """Which inputs a compiled region writes in place, and the name spaces of its operators. What it returns are no
+    views of inputs: torch makes these outside of it."""
+    nodes = region.original_gm.graph.nodes
+    inputs = [node for node in nodes if node.op == "placeholder"]
+    written, spaces = set(), set()
+    for node in nodes:
+        targets = node.all_input_nodes if "mutation" in str(node.target) else []  # user's Triton kernels
+        if isinstance(node.target, _torch.OpOverload):
+            spaces.add(node.target.namespace)
+            arguments = node.target._schema.arguments
+            given = {**dict(zip((a.name for a in arguments), node.args, strict=False)), **node.kwargs}
+            writes = [given[a.name] for a in arguments if a.name in given and a.alias_info and a.alias_info.is_write]
+            targets = [target for each in writes for target in (each if isinstance(each, list) else [each])]
+        for target in targets:
+            while target.op == "call_function" and target.all_input_nodes:  # a view of an input, maybe
+                target = target.all_input_nodes[0]
+            if target in inputs:
+                written.add(inputs.index(target))
+    return written, spaces
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    """The tensors in an operator's argument or result, in order."""
+    if isinstance(value, Tensor):
+        return [value]
+    parts = value if type(value) is tuple or type(value) is list else ()
+    return [tensor for part in parts for tensor in ((part,) if isinstance(part, Tensor) else tensors_of(part))]
+
+
+def generators_of(args: Any, kwargs: dict[str, Any], python: bool) -> Generators:
+    """The state of the generator that a random operator is about to draw from; with `python` also those of Python and
+    NumPy."""
+    given = (*args, *kwargs.values())
+    generators = [a for a in given if type(a) is torch.Generator]  # `isinstance` goes through a Python function
+    if generators:
+        return Generators(False, (), generators, python)
+    device = kwargs.get("device")
+    devices = {t.device for t in tensors_of(given)} if device is None else {torch.device(device)}
+    others = [device for device in devices if device.type != "cpu" and has_rng(device)]
+    return Generators(not others, others, (), python)
