@@ -32,7 +32,7 @@ Select = Union[type, str, Picks, Sequence["Select"]]  # noqa: UP007
 def checkpoint_modules(model: nn.Module, select: Select, /, **options: Unpack[_api.Given]) -> CheckpointedModules:
     """Put a region around the `forward` of every module that `select` picks, in place.
 
-    Names, `state_dict`, `isinstance`, the modules' own hooks (which run outside of the regions), `copy.deepcopy`,
+    Names, `state_dict`, `isinstance`, the modules' own hooks (which run outside of the regions, once), `copy.deepcopy`,
     pickling, FSDP2, DDP and `torch.compile` work as before. Copies, and what is loaded from a pickle (which then needs
     this library), run in regions, too, with parameters of their own; `del module.forward` takes a copy's region off.
 
