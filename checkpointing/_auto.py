@@ -36,7 +36,8 @@ from ._engine import Held, is_internal
 from ._offload import Destination, Mover
 from ._ops import Info, tensors_of
 from ._replay import Limits, are_disjoint
-from ._tape import Op, Tape, Value, by_storage, geometry_of
+from ._tape import Tape, by_storage
+from ._values import Op, Value, geometry_of
 
 _users = _torch.storage_users_by_id
 _storage_id, _has_storage, _STORAGE_OBJECT = _torch.storage_id, _torch.has_storage, _torch.STORAGE_OBJECT
@@ -98,7 +99,7 @@ class AutoTape(Tape):
         self._level = 0
         self._lasting = 0.0  # the part of what was alive at a cut that lived on until the next one
         self._pause = 0  # operators until the next look
-        self._watch = _WORTH_CUTTING if placement.budget is None and placement.segment is None else 1
+        self._is_free = self._budget is None and self._size is None  # nobody says how many bytes are too many
 
         self._sent: set[Value] = set()  # to other processes: how long threads refer to it differs from run to run
         self._kept: dict[Value, Kept] = {}
@@ -282,6 +283,8 @@ class AutoTape(Tape):
         if self._pause > 0:
             self._pause -= 1
             return
+        if self._is_free and self._since < _WORTH_CUTTING * (self.clock - self._last_cut):
+            return
         if info.ignored or info.writes:
             return  # it may write what the cut would keep
         if self._consider() and self._since >= self._watch:
@@ -366,7 +369,7 @@ class AutoTape(Tape):
         if self._size is None:
             self._level = max(self._level, self._cut_bytes - last.nbytes + last.dropped)
             self._merge()
-            self._watch = max(_WORTH_CUTTING, (self._level - self._cut_bytes) // 2)
+            self._watch = max(1, (self._level - self._cut_bytes) // 2)
         else:
             self._watch = max(1, self._size // 2)
 
@@ -519,6 +522,6 @@ class AutoTape(Tape):
                 self._remove(i)
 
 
-_WORTH_CUTTING = 1 << 13  # bytes, of what a segment drops: what the tape needs for its operators is more
+_WORTH_CUTTING = 1 << 8  # bytes that an operator drops, on average: what the tape itself needs for it
 _WORTH_SPARING = 1 << 18  # bytes, on average: to spare smaller values takes longer than to make some of them again
 _PER_BYTE = 10  # floating-point operations in the time in which a byte is written

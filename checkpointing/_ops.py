@@ -11,6 +11,7 @@ from torch import Tensor
 
 from . import _torch
 from ._ambient import Generators, has_rng
+from ._tree import ATOMS
 
 
 class Info:
@@ -130,11 +131,22 @@ def tensors_of(value: Any) -> list[Tensor]:
 def generators_of(args: Any, kwargs: dict[str, Any], python: bool) -> Generators:
     """The state of the generator that a random operator is about to draw from; with `python` also those of Python and
     NumPy."""
-    given = (*args, *kwargs.values())
-    generators = [a for a in given if type(a) is torch.Generator]  # `isinstance` goes through a Python function
+    generators: list[torch.Generator] = []
+    devices: set[torch.device] = set()
+    for arg in (*args, *kwargs.values()):
+        kind = type(arg)
+        if kind is Tensor:
+            devices.add(arg.device)
+        elif kind is _Generator:  # `isinstance` goes through a Python function
+            generators.append(arg)
+        elif kind not in ATOMS:
+            devices.update([tensor.device for tensor in tensors_of(arg)])
     if generators:
         return Generators(False, (), generators, python)
-    device = kwargs.get("device")
-    devices = {t.device for t in tensors_of(given)} if device is None else {torch.device(device)}
+    if kwargs.get("device") is not None:
+        devices = {torch.device(kwargs["device"])}
     others = [device for device in devices if device.type != "cpu" and has_rng(device)]
     return Generators(not others, others, (), python)
+
+
+_Generator = torch.Generator

@@ -34,8 +34,9 @@ from ._ambient import Undo, enter_switches, undo_all
 from ._engine import Frame, Holder, Recompute, Source
 from ._offload import Moved, prefetch
 from ._ops import tensors_of
-from ._tape import KEPT, Geometry, Op, Ref, Scratch, Tape, Value, Wrapped, geometry_of
+from ._tape import Tape
 from ._tree import ATOMS
+from ._values import KEPT, Geometry, Op, Ref, Scratch, Value, Wrapped, geometry_of
 
 Cuts = list[tuple[int, list[Value]]]  # positions on the tape, each with what was made before and is read after it
 # Holders: by the segment in which the newest of what they saved was made, and by value.
@@ -288,8 +289,8 @@ class _Window:
         last: dict[int, Op | None] = {value.id: op for op in ops for value in op.reads}
         wrappers = (saver.saved for saver in wanted if type(saver.saved) is Wrapped)  # whose parts wait for each other
         last.update((value.id, None) for saved in wrappers for value in values_of(saved))
-        self._written = {old for op in ops for old, _ in op.writes}
-        is_plain = self._frame.complete and self._frame.check is None and not self._written
+        self._written = written = {old for op in ops for old, _ in op.writes}
+        is_plain = self._frame.complete and self._frame.check is None
         for op in ops:
             if log is not None:
                 log.append((str(op.info.func), ""))
@@ -302,9 +303,11 @@ class _Window:
                     if holder is None or (slots is not None and holder.slot not in slots):
                         continue
                     if holder.slot not in ready or holder is opened:
-                        saved = holder.saved
-                        if is_plain and type(saved) is Value and made[id].shape == saved.geometry[0]:  # type: ignore[index]
-                            ready[holder.slot] = made[id]  # past one call
+                        saved, tensor = holder.saved, made[id]
+                        if is_plain and type(saved) is Value and tensor.shape == saved.geometry[0]:  # type: ignore[index]
+                            if id in written:
+                                self._give_away(tensor, saved.geometry)
+                            ready[holder.slot] = tensor  # past one call
                         else:
                             self._give(holder, id)
                 if id not in last:
@@ -341,13 +344,15 @@ class _Window:
         still_read = {}
         for old, _ in op.writes:
             tensor = made.get(old)
+            if tensor is not None and last[old] is op and not self._given:
+                continue  # it is ours alone
             if tensor is None:  # a kept value
                 value = next(value for value in op.reads if value.id == old)
                 tensor = self._start(value, value.geometry)
             elif last[old] is not op:  # under its old value: through a storage that the tape has adopted, or a wrapper
                 still_read[old] = tensor
             elif not ((given := self._given.get(_torch.storage_id(tensor))) and _would_overwrite(op, old, given)):
-                continue  # it is ours alone
+                continue
             made[old] = _torch.clone_storage(tensor)
         new = [*self._run(op)]
         for old, id in op.writes:
@@ -367,10 +372,11 @@ class _Window:
                     self._made[saved.id] = tensor
             return tensor
         if kind is Ref:
-            tensor = self._made.get(saved.value.id)
-            if tensor is None or saved.value.is_outside:
-                return _in_kind(self._start(saved.value, saved.geometry), saved)
-            return self._lay(tensor, saved)
+            value = saved.value
+            tensor = self._made.get(value.id)
+            if tensor is None or value.is_outside:
+                return _in_kind(self._start(value, saved.geometry), saved)
+            return self._lay(tensor, value, saved)
         if kind is list or kind is tuple:
             return kind([self._build(part) for part in saved])
         if kind is functools.partial:
@@ -382,9 +388,9 @@ class _Window:
             return _torch.unflatten(saved.kind, parts, saved.context, saved.size, saved.stride)
         return saved
 
-    def _lay(self, made: Tensor, saved: Value | Ref) -> Tensor:
+    def _lay(self, made: Tensor, value: Value, saved: Value | Ref) -> Tensor:
         """What lies as it was saved on the storage of what an operator has made anew."""
-        (value,), nbytes = values_of(saved), made.untyped_storage().nbytes()
+        nbytes = made.untyped_storage().nbytes()
         if nbytes != value.nbytes:
             maker = "an operator" if value.op is None else str(value.op.info.func)
             raise errors.another_size(self._frame, maker, value.nbytes, nbytes)
@@ -393,7 +399,7 @@ class _Window:
 
     # ---- what comes of it
 
-    def _give_away(self, tensor: Tensor, geometry: Geometry) -> None:
+    def _give_away(self, tensor: Tensor, geometry: Any) -> None:
         """What lies like this on the storage must not be written any more."""
         self._given.setdefault(_torch.storage_id(tensor), []).append(geometry)
 
@@ -409,14 +415,15 @@ class _Window:
                 self._request.deliver(holder, self._build(saved))
             return
         if kind is Ref or tensor.shape != saved.geometry[0]:
-            tensor = self._lay(tensor, saved)
+            (value,) = values_of(saved)
+            tensor = self._lay(tensor, value, saved)
         if not self._frame.complete:
             self._source.tape.adopt(tensor, *values_of(saved))
         self._request.deliver(holder, tensor)
 
 
 def _in_kind(tensor: Tensor, saved: Value | Ref) -> Tensor:
-    return tensor.as_subclass(saved.kind) if isinstance(saved, Ref) and saved.kind is not None else tensor
+    return tensor.as_subclass(saved.kind) if type(saved) is Ref and saved.kind is not None else tensor
 
 
 def _laid_out(tensor: Tensor, size: Any, stride: Any, offset: Any, dtype: torch.dtype, bits: int) -> Tensor:

@@ -28,8 +28,9 @@ from ._ops import tensors_of
 from ._region import Region
 from ._replay import Replay, values_of
 from ._rerun import Buffers, Pin
-from ._tape import KEPT, Op, Ref, Scratch, SpecialOp, Tape, Value, Wrapped
+from ._tape import Tape
 from ._tree import Container
+from ._values import KEPT, Op, Ref, Scratch, SpecialOp, Value, Wrapped
 from ._where import described, user_line
 
 

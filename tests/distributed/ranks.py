@@ -150,7 +150,7 @@ class Unused(Net):
 def data(step, *shape):
     """Whole numbers, others on each rank and in each step."""
     generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
-    return torch.randint(-2, 3, shape or (4, WIDTH), generator=generator).double()
+    return torch.randint(-2, 3, shape or (32, WIDTH), generator=generator).double()
 
 
 def once(call, step, *shape, factor=1):
@@ -206,7 +206,7 @@ def mesh_of(shape):
 
 
 def in_sequence(call, step):
-    once(call, step, 2, 3, WIDTH)
+    once(call, step, 16, 3, WIDTH)
 
 
 @program("fsdp2, inside", where="inside")

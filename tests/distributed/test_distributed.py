@@ -72,7 +72,7 @@ def test_gathered_parameters_are_not_held(table, name, door):
         (row,) = rows_of(table, name, 1, door)
         return sum(Stats(*stats).bytes_held + Stats(*stats).bytes_kept for _, stats, _ in row["scopes"])
 
-    assert held(name, door) <= held("ddp", "scope") + 4 * 4 * 8 * 8
+    assert held(name, door) <= held("ddp", "scope") + 4 * 32 * 8 * 8
 
 
 def test_parameters_that_are_not_there(table):

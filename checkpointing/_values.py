@@ -1,0 +1,152 @@
+"""Values and operators, as a tape refers to them: one graph that points only backwards.
+
+A *value* is one storage at one moment: an operator that writes in place makes a new value of the same storage. How a
+tensor lies on its storage is part of the reference to the value, so views are free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from . import _torch
+from ._ambient import Generators
+from ._engine import Held, Name
+from ._offload import Mover
+from ._ops import Info
+from ._region import without_recording
+
+# Size, stride, offset and dtype of a tensor on its storage, and whether its conj (1) and neg (2) bits are set.
+Geometry = tuple[torch.Size, tuple[int, ...], Any, torch.dtype, int]
+# What saves a value from outside, or a kept one: hooks of what encloses the region, or the way to somewhere else.
+Saver = _torch.Hooks | Mover | None
+
+# What else may be said of a value:
+UNFILLED = "allocated, and not yet filled by a recorded operator"
+KEPT = "held, all of the storage, although an operator made it"
+LENT = "the memory of gathered parameters, which are referenced as all are"
+VOLATILE = "from outside and written by the region: others will write it again, so copies are read"
+
+
+class Value:
+    """One storage between two writes: `op` made it, or it is `held`."""
+
+    __slots__ = ("geometry", "held", "id", "nbytes", "op", "parts", "saved", "state", "version")
+
+    def __init__(self, id: int, op: Op | None, nbytes: int, geometry: Geometry | None) -> None:
+        self.id = id
+        self.op = op
+        self.nbytes = nbytes
+        self.geometry = geometry  # of the tensor that `op` makes (None: not known), or of what is held from outside
+        self.held: Held | None = None
+        self.parts: dict[Geometry, Held] | None = None  # what enclosing hooks have packed besides
+        self.saved = 0  # how many bytes of it autograd has saved
+        self.state: str | None = None
+        self.version = 0  # of what recorded operators have made, at most
+
+    def hold(self, tensor: Tensor, geometry: Geometry | None, hooks: Saver, reader: Name) -> None:
+        """Hold the value, which is from outside, as it is now. `tensor` lies on it like that; None as `reader`: no
+        operator reads it, autograd saves it."""
+        self.op, self.state = None, None if self.state is UNFILLED else self.state
+        held = self.holding(geometry)
+        if held is None:
+            held = Held(tensor, None if self.state is LENT else hooks, None)
+            held.is_parameter |= self.state is LENT
+            if self.held is None:
+                self.held, self.geometry = held, geometry
+            else:
+                self.parts = {**(self.parts or {}), cast(Geometry, geometry): held}
+        if held.name is None and reader is not None:
+            held.name = reader
+            if self.state is VOLATILE:
+                held.freeze()
+
+    def holding(self, geometry: Geometry | None) -> Held | None:
+        """What is held of which a tensor that lies like this can be made. An alias of the storage will do for all."""
+        held, parts = self.held, self.parts or {}
+        if held is not None and (not held.is_packed or geometry == self.geometry or self.state is KEPT):
+            return held
+        part = parts.get(cast(Geometry, geometry))
+        return part if part or held is None else next((h for h in parts.values() if not h.is_packed), None)
+
+    def keep(self, tensor: Tensor, hooks: Saver) -> None:
+        """Hold the value, although an operator makes it. What is packed covers the storage, so that nothing is lost."""
+        covers = type(hooks) is tuple and tensor.is_contiguous() and tensor.nbytes == tensor.untyped_storage().nbytes()
+        if hooks is not None and not covers:
+            tensor = without_recording(_torch.bytes_of, tensor)
+        self.op, self.parts, self.state = None, None, KEPT
+        self.held = Held(tensor, hooks, "a kept tensor")
+
+    @property
+    def is_outside(self) -> bool:
+        return self.op is None and self.state is not KEPT
+
+    @property
+    def all_held(self) -> list[Held]:
+        return [*(() if self.held is None else (self.held,)), *(self.parts or {}).values()]
+
+    @property
+    def is_parameter(self) -> bool:
+        return any(held.is_parameter for held in self.all_held)
+
+    def freeze(self) -> None:
+        """It is about to be written: what is held of it must not change."""
+        for held in self.all_held:
+            held.freeze()
+
+
+def geometry_of(tensor: Tensor) -> Geometry:
+    """How a tensor lies on its storage."""
+    dtype = tensor.dtype
+    bits = 2 * tensor.is_neg() + (dtype.is_complex and tensor.is_conj())
+    return (tensor.shape, tensor.stride(), tensor.storage_offset(), dtype, bits)
+
+
+class Ref(NamedTuple):
+    """A tensor that lies on a value in another way than the value itself says."""
+
+    value: Value
+    geometry: Geometry
+    kind: type[Tensor] | None  # a subclass that only decorates a plain tensor
+
+
+class Scratch(NamedTuple):
+    """Stands for an argument from outside that an operator writes: replay lets it write a copy."""
+
+    ref: Any
+
+
+class Wrapped:
+    """A wrapper subclass, taken apart into references."""
+
+    def __init__(self, tensor: Any, reference: Callable[[Tensor], Any]) -> None:
+        names, self.context = tensor.__tensor_flatten__()
+        self.kind = type(tensor)
+        self.size, self.stride = tensor.size(), tensor.stride()
+        parts = {name: getattr(tensor, name) for name in names}  # a `DeviceMesh` may be one of them
+        self.parts = {name: reference(part) if isinstance(part, Tensor) else part for name, part in parts.items()}
+
+
+class Op:
+    """One recorded operator call. It names the values it makes by id: a strong reference would be a cycle."""
+
+    __slots__ = ("args", "index", "info", "reads")
+
+    args: tuple[Any, ...]  # with a Value, Ref or Scratch in place of each tensor, or what makes one with its metadata
+    index: int  # position on the tape; the id of the first value that it makes
+    info: Info
+    reads: tuple[Value, ...]
+
+    # Nearly all operators take no keywords, draw no random numbers, write nothing and make one new tensor. Others are:
+    kwargs: Any = {}  # noqa: RUF012
+    grad_mode = True  # kernels may look at it
+    rng: Generators | None = None  # where the generators stood, for a random operator
+    outputs: Sequence[int] | None = None  # for each tensor of the result the id of the value that it is; 0: no new one
+    writes: Sequence[tuple[int, int]] = ()  # (id of the value that is overwritten, id of the value that it becomes)
+
+
+class SpecialOp(Op):
+    __slots__ = ("grad_mode", "kwargs", "outputs", "rng", "writes")
