@@ -380,12 +380,11 @@ def held_by(frame: Frame, record: Record) -> list[TensorReport]:
 
 def _parts(frame: Frame) -> Iterator[tuple[Any, Any]]:
     """Whatever holds tensors in a region (parameters apart), with what of the region refers to it."""
-    stack: list[Any] = [(None, [holder.saved for ref in frame.holders if (holder := ref()) is not None])]
-    if isinstance(frame.source, Replay):  # while the block runs, it holds more than holders need
-        stack.append((None, frame.source.tape._values))
-        yield from getattr(frame.source.tape, "_spare", {}).items()
-    else:
-        stack.append((None, frame.source))
+    saved = [holder.saved for ref in frame.holders if (holder := ref()) is not None]
+    tape = frame.source.tape if isinstance(frame.source, Replay) else None
+    # While a block runs, it holds more than holders need.
+    stack: list[Any] = [(None, saved), (None, frame.source if tape is None else tape._values)]
+    yield from getattr(tape, "_spare", {}).items()
     seen = set()
     while stack:
         owner, whole = stack.pop()
