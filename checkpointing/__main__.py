@@ -182,11 +182,13 @@ class Step(NamedTuple):
     flops_forward: int
     flops: int
 
-    def cost(self, base: "Step") -> tuple[int, int, float]:
-        """Bytes held between forward and backward, bytes at the peak, and how much more than ``base`` was computed, as
-        a part of a forward."""
-        again = (self.flops - base.flops) / base.flops_forward
-        return self.forward[-1], max(self.forward + self.backward), again
+    def memory(self) -> tuple[int, int]:
+        """Bytes held between forward and backward, and at the peak of both."""
+        return self.forward[-1], max(self.forward + self.backward)
+
+    def recomputed(self, base: "Step") -> float:
+        """How much more than ``base`` it has computed, as a part of a forward."""
+        return (self.flops - base.flops) / base.flops_forward
 
 
 class Flops(TorchDispatchMode):
@@ -251,7 +253,7 @@ def train(options: argparse.Namespace, progress: Callable[[str], None]) -> list[
     differences = [run.differences(runs[0]) for run in runs]  # all compared before any of them goes on
     steps, rows = [run.measured(batch) for run in runs], []
     for run, differs, step in zip(runs, differences, steps, strict=True):
-        held, peak, again = step.cost(steps[0])
+        (held, peak), again = step.memory(), step.recomputed(steps[0])
         ms = 1e3 * statistics.median(run.seconds[1:] or run.seconds)  # the first one warms up
         row = {"way": run.name, "held_bytes": held, "peak_bytes": peak, "recomputed": again, "ms_per_step": ms}
         rows.append(row | {"loss": float(run.losses[-1]), "bit_equal": not differs, "differences": differs})
@@ -278,8 +280,7 @@ def draw(options: argparse.Namespace) -> None:
     base, torchs = steps["plain"], steps["torch.utils.checkpoint per block"]
 
     def cost(step: Step) -> tuple[float, float]:
-        _, peak, again = step.cost(base)
-        return peak / MIB, again
+        return step.memory()[1] / MIB, step.recomputed(base)
 
     selective = cost(run.measured(text, lambda model, text: model.loss(text, torch_selective)))
     budgets = [int(base.forward[-1] * 0.7**i) for i in range(10)]
