@@ -473,7 +473,7 @@ class _Block:
             outer.yield_to_inner(-1)
         self._tape.__exit__(*error)  # type: ignore[no-untyped-call]
         complaint = self._tape.close()
-        if complaint is not None and error[0] is None:
+        if complaint and error[0] is None:
             warn(f"{self.frame.place}: {complaint}")
 
     def stats(self) -> Stats:

@@ -35,9 +35,9 @@ from . import _torch
 from ._engine import Held, is_internal
 from ._offload import Destination, Mover
 from ._ops import Info, tensors_of
-from ._replay import Limits, are_disjoint
+from ._replay import Limits
 from ._tape import Tape, by_storage
-from ._values import Op, Value, geometry_of
+from ._values import Op, Value, are_disjoint, geometry_of
 
 _users = _torch.storage_users_by_id
 _storage_id, _has_storage, _STORAGE_OBJECT = _torch.storage_id, _torch.has_storage, _torch.STORAGE_OBJECT
@@ -154,19 +154,12 @@ class AutoTape(Tape):
                 self._clear_room(value.nbytes)
         super().keep_at(tensor, mover)
 
-    def close(self) -> str | None:
-        complaint = None
-        kept = self.kept_bytes + self._held_bytes
-        if self._budget is not None and kept > self._budget:
-            complaint = (
-                f"auto(budget={self._budget}): what `keep` and other policies keep in this block, or FSDP2 between "
-                f"modules, takes more than that. The smallest budget possible is {kept} bytes."
-            )
+    def close(self) -> str:
+        why, least = "", self.kept_bytes + self._held_bytes
+        if self._budget is not None and least > self._budget:
+            why = "what `keep` and other policies keep in this block, or FSDP2 between modules, takes more than that"
         elif not self._had_cut and self._least is not None and len(self._spare) != self._saves:
-            complaint = (
-                f"auto(budget={self._budget}) has no room for a single checkpoint of this block, so backward "
-                f"recomputes all of it at once. The smallest budget possible is {self._least} bytes."
-            )
+            why, least = "no room for a single checkpoint, so backward recomputes all of the block at once", self._least
         if self._budget and self._had_cut:
             # A window may be larger than what the budget lets the forward keep: then its replay makes cuts of its own.
             self.limits = Limits(min(self._budget, self._segment or self._budget), self._budget)
@@ -187,7 +180,7 @@ class AutoTape(Tape):
             self._fresh, self._cuts, self._cheapest, self._flops = [], [], [], None
             for mine in (self._kept, self._spare, self._spare_on, self._sent):
                 mine.clear()
-        return complaint
+        return why and f"auto(budget={self._budget}): {why}. The smallest budget possible is {least} bytes."
 
     def keeps_now(self) -> int:
         return self._held_bytes + self._spare_bytes + self.kept_bytes
@@ -203,11 +196,6 @@ class AutoTape(Tape):
         return targets
 
     # ---- bytes
-
-    def _maker(self, value: Value) -> Op | None:
-        """What made a value that is not kept, or by a cut alone."""
-        kept = self._kept.get(value)
-        return value.op if kept is None else kept.op
 
     def _drop(self, index: int, nbytes: int) -> None:
         """Of a value made at `index`, that many bytes (more) have been saved and are not kept by a cut."""
@@ -283,10 +271,9 @@ class AutoTape(Tape):
         if self._pause > 0:
             self._pause -= 1
             return
-        if self._is_free and self._since < _WORTH_CUTTING * (self.clock - self._last_cut):
+        is_small = self._is_free and self._since < _WORTH_CUTTING * (self.clock - self._last_cut)
+        if is_small or info.ignored or info.writes:  # the latter may write what the cut would keep
             return
-        if info.ignored or info.writes:
-            return  # it may write what the cut would keep
         if self._consider() and self._since >= self._watch:
             self._consider()  # the older cut has been settled: this may be the first moment of the next one
 
@@ -297,11 +284,8 @@ class AutoTape(Tape):
         is_simple = not self._spare_on and not self._sent
         for entry in self._fresh:
             sid, value = entry
-            if is_simple and value.op is not None:  # past one call, mostly
-                lives = values.get(sid) is value and _users(sid) > _STORAGE_OBJECT
-            else:
-                lives = is_alive(sid, value)
-            if lives:
+            quick = is_simple and value.op is not None  # past one call, mostly
+            if (values.get(sid) is value and _users(sid) > _STORAGE_OBJECT) if quick else is_alive(sid, value):
                 fresh.append(entry)
                 alive += value.nbytes
                 closed -= value.saved
@@ -352,7 +336,8 @@ class AutoTape(Tape):
         self._count()
         position = last.position
         last.waiting = [(sid, v) for sid, v in self._fresh if v.op is not None and v.op.index < position]
-        self._fresh = [entry for entry in self._fresh if (op := self._maker(entry[1])) and op.index >= position]
+        makers = [self._kept.get(value, value).op for _, value in self._fresh]  # but of what is kept for good
+        self._fresh = [entry for entry, op in zip(self._fresh, makers, strict=True) if op and op.index >= position]
         for cut in cuts:
             if cut.waiting:
                 cut.waiting = [(sid, v) for sid, v in cut.waiting if v.op is not None and self._is_alive(sid, v)]

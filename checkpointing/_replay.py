@@ -26,7 +26,6 @@ from collections.abc import Container, Iterable, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, cast
 
-import torch
 from torch import Tensor
 
 from . import _torch, errors
@@ -36,7 +35,7 @@ from ._offload import Moved, prefetch
 from ._ops import tensors_of
 from ._tape import Tape
 from ._tree import ATOMS
-from ._values import KEPT, Geometry, Op, Ref, Scratch, Value, Wrapped, geometry_of
+from ._values import KEPT, Geometry, Op, Ref, Scratch, Value, Wrapped, are_disjoint, geometry_of, laid_out, values_of
 
 Cuts = list[tuple[int, list[Value]]]  # positions on the tape, each with what was made before and is read after it
 # Holders: by the segment in which the newest of what they saved was made, and by value.
@@ -275,7 +274,7 @@ class _Window:
         if geometry is None or (geometry is value.geometry and not held.is_packed and value.state is not KEPT):
             return tensor
         if held.is_packed and value.state is not KEPT:
-            return tensor if tensor.stride() == geometry[1] else _laid_out(tensor, *geometry)
+            return tensor if tensor.stride() == geometry[1] else laid_out(tensor, *geometry)
         return tensor if geometry_of(tensor) == geometry else _torch.lay(tensor, *geometry)
 
     # ---- running operators again
@@ -426,53 +425,11 @@ def _in_kind(tensor: Tensor, saved: Value | Ref) -> Tensor:
     return tensor.as_subclass(saved.kind) if type(saved) is Ref and saved.kind is not None else tensor
 
 
-def _laid_out(tensor: Tensor, size: Any, stride: Any, offset: Any, dtype: torch.dtype, bits: int) -> Tensor:
-    """A copy with these strides: hooks may give back another layout."""
-    copy = torch.empty_strided(size, stride, dtype=dtype, device=tensor.device)
-    try:
-        return copy.copy_(tensor)
-    except RuntimeError:  # some elements share their memory, as in an expanded tensor
-        return tensor
-
-
-def values_of(saved: Any) -> Iterable[Value]:
-    """The values behind what a holder saved: one for a plain tensor."""
-    if type(saved) is Value:
-        return (saved,)
-    if type(saved) is Ref:
-        return (saved.value,)
-    if type(saved) is Wrapped:
-        return [value for part in saved.parts.values() for value in values_of(part)]
-    return ()
-
-
 def _would_overwrite(op: Op, id: int, given: list[Geometry]) -> bool:
     """Whether `op` may write elements of the value that have been delivered."""
     args = (*op.args, *op.kwargs.values())
     written = [arg.geometry for arg in args if type(arg) is not Wrapped and any(v.id == id for v in values_of(arg))]
     return not written or not all(are_disjoint(ours, theirs) for ours in written for theirs in given)
-
-
-@functools.lru_cache(maxsize=4096)  # the same few are asked for again and again: gates that lie side by side
-def are_disjoint(a: Geometry, b: Geometry) -> bool:
-    """Whether two tensors that lie like this on one storage share no element; False where that is not plain to see."""
-    (sizes, strides, start, dtype, _), (others, other_strides, other_start, other_dtype, _) = a, b
-    if (dtype, len(sizes)) != (other_dtype, len(others)):
-        return False
-    dims = [dim for dim in zip(strides, other_strides, sizes, others, strict=True) if dim[2:] != (1, 1)]
-    if any(stride != other_stride or stride <= 0 for stride, other_stride, _, _ in dims):
-        return False
-    # Boxes of one grid, whose steps are the strides: apart if they are so in one direction.
-    apart = False
-    whole = 0
-    for stride, _, size, other in sorted(dims, reverse=True):
-        i, start = divmod(start, stride)
-        j, other_start = divmod(other_start, stride)
-        if whole and (whole % stride or max(i + size, j + other) * stride > whole):
-            return False
-        apart = apart or i + size <= j or j + other <= i
-        whole = stride
-    return apart or start != other_start
 
 
 def first_needs(holders: Iterable[Holder]) -> dict[Moved, Holder]:

@@ -26,11 +26,11 @@ from ._check import maker_of
 from ._engine import Frame, Held, Holder, Recompute, is_parameter, named, root_of
 from ._ops import tensors_of
 from ._region import Region
-from ._replay import Replay, values_of
+from ._replay import Replay
 from ._rerun import Buffers, Pin
 from ._tape import Tape
 from ._tree import Container
-from ._values import KEPT, Op, Ref, Scratch, SpecialOp, Value, Wrapped
+from ._values import KEPT, Op, Ref, Scratch, SpecialOp, Value, Wrapped, values_of
 from ._where import described, user_line
 
 
@@ -294,7 +294,7 @@ class Noting(Tape):
                 self.record.notes[value.id] = str(func), _module_path(), user_line()
         return result
 
-    def close(self) -> str | None:
+    def close(self) -> str:
         self.record.spared = {value.id for value in getattr(self, "_spare", ())}
         return super().close()
 

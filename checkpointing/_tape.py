@@ -136,8 +136,8 @@ class Tape(TorchDispatchMode, Region):
             self._weak.append(_weak_storage(tensor.untyped_storage()))
             self._values[_storage_id(tensor)] = value
 
-    def close(self) -> str | None:
-        """Drop what is needed only while recording. Returns what to warn of, if of something."""
+    def close(self) -> str:
+        """Drop what is needed only while recording. Returns what to warn of."""
         try:
             self.settle()
             for mover in self.movers.values():
@@ -149,7 +149,7 @@ class Tape(TorchDispatchMode, Region):
             self._lent.clear()
             while self._weak:
                 _torch.free_weak_storage(self._weak.pop())
-        return None
+        return ""
 
     def settle(self) -> None:
         """Keep what the last write has made: it has the version now that it should have."""

@@ -26,9 +26,7 @@ Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 # ---- saved-tensors hooks. `torch.autograd.graph.saved_tensors_hooks` is the public form; a region pushes the
 # pair itself because the context manager object would cost as much as the region.
-push_hooks: Callable[[Callable[[Tensor], Any], Callable[[Any], Tensor]], None] = (
-    _autograd._push_saved_tensors_default_hooks
-)
+push_hooks: Callable[..., None] = _autograd._push_saved_tensors_default_hooks
 pop_hooks: Callable[[], None] = _autograd._pop_saved_tensors_default_hooks
 # torch.func transforms and some graph captures forbid hooks: a region is then a plain call.
 hooks_are_enabled: Callable[[], bool] = _autograd._saved_tensors_hooks_is_enabled
@@ -147,9 +145,7 @@ is_checkpoint_valid: Callable[[], bool] = torch.autograd._is_checkpoint_valid
 
 # The dictionaries of a module's children, parameters and buffers: without the names, sets and generators of the public
 # iterators, and without the checks of `setattr`.
-parts_of_module: Callable[[nn.Module], tuple[dict[str, nn.Module | None], dict[str, Any], dict[str, Tensor | None]]] = (
-    operator.attrgetter("_modules", "_parameters", "_buffers")
-)
+parts_of_module: Callable[[nn.Module], Any] = operator.attrgetter("_modules", "_parameters", "_buffers")
 
 # The Python function in whose frames a module's `forward` runs.
 module_call_code: CodeType = cast(Any, nn.Module._wrapped_call_impl).__code__

@@ -6,7 +6,8 @@ tensor lies on its storage is part of the reference to the value, so views are f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -105,6 +106,37 @@ def geometry_of(tensor: Tensor) -> Geometry:
     return (tensor.shape, tensor.stride(), tensor.storage_offset(), dtype, bits)
 
 
+@functools.lru_cache(maxsize=4096)  # the same few are asked for again and again: gates that lie side by side
+def are_disjoint(a: Geometry, b: Geometry) -> bool:
+    """Whether two tensors that lie like this on one storage share no element; False where that is not plain to see."""
+    (sizes, strides, start, dtype, _), (others, other_strides, other_start, other_dtype, _) = a, b
+    if (dtype, len(sizes)) != (other_dtype, len(others)):
+        return False
+    dims = [dim for dim in zip(strides, other_strides, sizes, others, strict=True) if dim[2:] != (1, 1)]
+    if any(stride != other_stride or stride <= 0 for stride, other_stride, _, _ in dims):
+        return False
+    # Boxes of one grid, whose steps are the strides: apart if they are so in one direction.
+    apart = False
+    whole = 0
+    for stride, _, size, other in sorted(dims, reverse=True):
+        i, start = divmod(start, stride)
+        j, other_start = divmod(other_start, stride)
+        if whole and (whole % stride or max(i + size, j + other) * stride > whole):
+            return False
+        apart = apart or i + size <= j or j + other <= i
+        whole = stride
+    return apart or start != other_start
+
+
+def laid_out(tensor: Tensor, size: Any, stride: Any, offset: Any, dtype: torch.dtype, bits: int) -> Tensor:
+    """A copy with these strides: hooks may give back another layout."""
+    copy = torch.empty_strided(size, stride, dtype=dtype, device=tensor.device)
+    try:
+        return copy.copy_(tensor)
+    except RuntimeError:  # some elements share their memory, as in an expanded tensor
+        return tensor
+
+
 class Ref(NamedTuple):
     """A tensor that lies on a value in another way than the value itself says."""
 
@@ -128,6 +160,17 @@ class Wrapped:
         self.size, self.stride = tensor.size(), tensor.stride()
         parts = {name: getattr(tensor, name) for name in names}  # a `DeviceMesh` may be one of them
         self.parts = {name: reference(part) if isinstance(part, Tensor) else part for name, part in parts.items()}
+
+
+def values_of(saved: Any) -> Iterable[Value]:
+    """The values behind what a holder saved: one for a plain tensor."""
+    if type(saved) is Value:
+        return (saved,)
+    if type(saved) is Ref:
+        return (saved.value,)
+    if type(saved) is Wrapped:
+        return [value for part in saved.parts.values() for value in values_of(part)]
+    return ()
 
 
 class Op:
