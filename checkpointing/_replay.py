@@ -38,8 +38,6 @@ from ._tree import ATOMS
 from ._values import KEPT, Geometry, Op, Ref, Scratch, Value, Wrapped, are_disjoint, geometry_of, laid_out, values_of
 
 Cuts = list[tuple[int, list[Value]]]  # positions on the tape, each with what was made before and is read after it
-# Holders: by the segment in which the newest of what they saved was made, and by value.
-Index = tuple[dict[int, list[weakref.ref[Holder]]], dict[int, list[weakref.ref[Holder]]]]
 # How a stored value lies on its storage: nothing of it may be overwritten.
 _EVERYTHING: Any = ((), (), 0, None, 0)
 
@@ -60,31 +58,26 @@ class Replay(Source):
         self.log = log
         self.replays = 0
         self.replayed = 0
-        self._index: Index | None = None
+        self._segments: dict[int, list[weakref.ref[Holder]]] | None = None
         self._order: list[weakref.ref[Moved]] | None = None
 
     def maker(self, holder: Holder) -> str | None:
         """The operator that made what the holder saved."""
         return next((str(value.op.info.func) for value in values_of(holder.saved) if value.op is not None), None)
 
-    def index(self, frame: Frame) -> Index:
-        """Who saved what. There may be thousands of holders and of segments, so they are sorted once."""
-        found = self._index
+    def segments(self, frame: Frame) -> dict[int, list[weakref.ref[Holder]]]:
+        """The holders by the segment in which the newest of what they saved was made. There may be thousands of both,
+        so they are sorted once."""
+        found = self._segments
         if found is None:
-            segments, savers = found = defaultdict(list), defaultdict(list)
-            cuts = self.tape.cuts
+            found, cuts = defaultdict(list), self.tape.cuts
             for ref in frame.holders:
                 holder = ref()
-                made = -1
-                saved = None if holder is None else holder.saved
-                for value in (saved,) if type(saved) is Value else values_of(saved):
-                    if value.op is not None:
-                        savers[value.id].append(ref)
-                        made = max(made, value.op.index)
+                made = -1 if holder is None else newest(holder)
                 if made >= 0:
-                    segments[bisect_right(cuts, made)].append(ref)
+                    found[bisect_right(cuts, made)].append(ref)
             if frame.complete:
-                self._index = found
+                self._segments = found
         return found
 
     def order(self, frame: Frame) -> list[weakref.ref[Moved]]:
@@ -214,7 +207,7 @@ class _Window:
 
     def _candidates(self, segment: int) -> list[Holder]:
         """The holders of a segment that may still be opened."""
-        return self._request.wanted(self._source.index(self._frame)[0].get(segment, ()))
+        return self._request.wanted(self._source.segments(self._frame).get(segment, ()))
 
     def _choose_piece(self, stage: Stage, candidates: list[Holder], limits: Limits) -> tuple[list[Holder], list[Op]]:
         """No more than there is room for, and what is stored for what will be opened later."""
@@ -281,10 +274,12 @@ class _Window:
 
     def _replay(self, ops: list[Op], wanted: list[Holder]) -> None:
         made, storing, log = self._made, self._storing, self._source.log
-        opened, ready = self._request.holder, self._request.ready
-        # What passes by in this window and is wanted by a holder of another one comes for free.
-        savers = self._source.index(self._frame)[1]
-        slots = None if self._stage is None else {holder.slot for holder in wanted}
+        ready = self._request.ready
+        savers: dict[int, list[Holder]] = defaultdict(list)
+        for holder in wanted:
+            for value in values_of(holder.saved):
+                if value.op is not None:
+                    savers[value.id].append(holder)
         last: dict[int, Op | None] = {value.id: op for op in ops for value in op.reads}
         wrappers = (saver.saved for saver in wanted if type(saver.saved) is Wrapped)  # whose parts wait for each other
         last.update((value.id, None) for saved in wrappers for value in values_of(saved))
@@ -297,18 +292,14 @@ class _Window:
                 if self._stage is not None and id in storing:  # later replays will start from it
                     self._stage.stored[id] = made[id], op.index
                     self._give_away(made[id], _EVERYTHING)
-                for ref in savers.get(id, ()):
-                    holder = ref()
-                    if holder is None or (slots is not None and holder.slot not in slots):
-                        continue
-                    if holder.slot not in ready or holder is opened:
-                        saved, tensor = holder.saved, made[id]
-                        if is_plain and type(saved) is Value and tensor.shape == saved.geometry[0]:  # type: ignore[index]
-                            if id in written:
-                                self._give_away(tensor, saved.geometry)
-                            ready[holder.slot] = tensor  # past one call
-                        else:
-                            self._give(holder, id)
+                for holder in savers.get(id, ()):
+                    saved, tensor = holder.saved, made[id]
+                    if is_plain and type(saved) is Value and tensor.shape == saved.geometry[0]:  # type: ignore[index]
+                        if id in written:
+                            self._give_away(tensor, saved.geometry)
+                        ready[holder.slot] = tensor  # past one call
+                    else:
+                        self._give(holder, id)
                 if id not in last:
                     del made[id]
             for value in op.reads:
@@ -474,7 +465,10 @@ _position = operator.attrgetter("index")
 
 def newest(holder: Holder) -> int:
     """The position of the last operator that made something of what a holder saved."""
-    return max([value.op.index for value in values_of(holder.saved) if value.op is not None], default=-1)
+    saved = holder.saved
+    if type(saved) is Value:
+        return -1 if saved.op is None else saved.op.index
+    return max([value.op.index for value in values_of(saved) if value.op is not None], default=-1)
 
 
 def place_cuts(ops: list[Op], holders: list[Holder], stored: Container[int], limits: Limits) -> Cuts:
