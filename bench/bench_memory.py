@@ -20,7 +20,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from checkpointing import auto, checkpoint_scope, offload
-from checkpointing.__main__ import memory_on_cpu
+from checkpointing.__main__ import step_on_cpu
 
 sys.path.insert(0, str(Path(__file__).parent))
 import programs
@@ -42,7 +42,7 @@ def scoped(forward, policy):
 def peak_of(forward):
     """Bytes at the peak of a step; the first one fills caches."""
     forward().backward()
-    return memory_on_cpu(forward)[1]
+    return step_on_cpu(forward).memory()[1]
 
 
 def step(forward):
@@ -86,7 +86,7 @@ def smallest_budget(forward):
 def budgets(forward, count=10):
     """From the least that a checkpoint takes to what plain code holds."""
     forward().backward()
-    least, most = smallest_budget(forward), memory_on_cpu(forward)[0]
+    least, most = smallest_budget(forward), step_on_cpu(forward).memory()[0]
     return [least + (most - least) * i // (count - 1) for i in range(count)]
 
 

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from checkpointing import checkpoint_scope, checkpointed, keep
-from checkpointing.__main__ import memory_on_cpu
+from checkpointing.__main__ import step_on_cpu
 
 sys.path.insert(0, str(Path(__file__).parent))
 from ratios import added, mark, ratio, timed
@@ -145,7 +145,7 @@ def calls_without_grad():
 def peak_of(step):
     """Peak bytes of the second step."""
     step().backward()
-    return memory_on_cpu(step)[1]
+    return step_on_cpu(step).memory()[1]
 
 
 def memory():

@@ -2,13 +2,13 @@
 
 Every way starts from the same weights, random state and batches. After the same steps its losses, gradients,
 weights and random stream must be bit for bit those of plain; the exit status is 1 where they aren't.
-Memory is counted, never sampled: every allocation of one step, by the profiler on the CPU, by the allocator
-on an accelerator. The process's resident size was rejected: it includes what the heap holds back and is never the same.
+Nothing is sampled: memory is every allocation of one step, told by the profiler on the CPU and by the allocator on an
+accelerator, and recompute is counted in floating-point operations. The process's resident size was rejected: it
+includes what the heap holds back and is never the same.
 Timed steps carry no measurement, and the ways take turns, so that what slows the machine slows them all.
 """
 
 import argparse
-import contextlib
 import functools
 import gc
 import importlib
@@ -84,17 +84,6 @@ def plain(block: Layer, x: Tensor) -> Tensor:
     return block(x)
 
 
-def torch_checkpoint(block: Layer, x: Tensor) -> Any:
-    """What torch has."""
-    return checkpoint(block, x, use_reentrant=False)
-
-
-@checkpointed
-def decorated(block: Layer, x: Tensor) -> Tensor:
-    """A decorated function around the block."""
-    return block(x)
-
-
 def scoped(block: Layer, x: Tensor) -> Tensor:
     """A scope around the block."""
     with checkpoint_scope():
@@ -111,10 +100,12 @@ def one_scope(call: Call, policy: Any = None) -> Way:
     return way
 
 
+torch_checkpoint = functools.partial(checkpoint, use_reentrant=False)
+
 WAYS: dict[str, Way] = {
     "plain": lambda model, text: model.loss(text, plain),
     "torch.utils.checkpoint per block": lambda model, text: model.loss(text, torch_checkpoint),
-    "@checkpointed per block": lambda model, text: model.loss(text, decorated),
+    "@checkpointed per block": lambda model, text: model.loss(text, checkpointed(plain)),
     "checkpoint_scope per block": lambda model, text: model.loss(text, scoped),
     "one scope, keep between blocks": one_scope(lambda block, x: keep(block(x))),
     "one scope, auto()": one_scope(plain, auto()),
@@ -154,44 +145,27 @@ class Run:
         self.losses.append(loss.detach())
         self.rng = [module.get_rng_state() for module in self.random]
 
-    def row(self, base: "Run") -> dict[str, Any]:
-        """What the table says of this way next to ``base``; memory and ratio come later."""
-        differences = self.differences(base)
-        return {
-            "way": self.name,
-            "ms_per_step": 1e3 * statistics.median(self.seconds[1:] or self.seconds),  # the first one warms up
-            "loss": float(self.losses[-1]),
-            "bit_equal": not differences,
-            "differences": differences,
-        }
+    def left(self) -> dict[str, list[Tensor]]:
+        """What its training has left behind."""
+        gradients = [parameter.grad for parameter in self.parameters]
+        return {"gradients": gradients, "losses": self.losses, "weights": self.parameters, "random stream": self.rng}
 
-    def differences(self, other: "Run") -> dict[str, float]:
-        """What isn't bit for bit as in ``other``, with the largest absolute difference."""
-        parts: dict[str, tuple[list[Tensor], list[Tensor]]] = {
-            "gradients": ([p.grad for p in self.parameters], [p.grad for p in other.parameters]),
-            "losses": (self.losses, other.losses),
-            "weights": (self.parameters, other.parameters),
-            "random stream": (self.rng, other.rng),
-        }
-        return {part: gap(*sides) for part, sides in parts.items() if not all(map(same_bits, *sides))}
+    def differences(self, other: "Run") -> list[str]:
+        """What isn't bit for bit as in ``other``."""
+        theirs = other.left()
+        return [part for part, tensors in self.left().items() if not all(map(same_bits, tensors, theirs[part]))]
 
-    def memory(self, text: Tensor) -> tuple[int, int]:
-        """Bytes held between forward and backward, and at the peak of both, above what was there before."""
+    def measured(self, text: Tensor, way: Way | None = None) -> "Step":
+        """One more step, which nobody times."""
         self.model.zero_grad(set_to_none=True)
         gc.collect()
-        measure = memory_on_cpu if self.device.type == "cpu" else memory_on_accelerator
-        return measure(lambda: self.way(self.model, text))
+        step = step_on_cpu if self.device.type == "cpu" else step_on_accelerator
+        return step(lambda: (way or self.way)(self.model, text))
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
     """Equal in memory: also the sign of a zero and the bits of a NaN."""
     return torch.equal(a.flatten().view(torch.uint8), b.flatten().view(torch.uint8))
-
-
-def gap(ours: list[Tensor], theirs: list[Tensor]) -> float:
-    """The largest absolute difference; infinite where it isn't a number."""
-    gaps = ((a.double() - b.double()).abs().max().item() for a, b in zip(ours, theirs, strict=True))
-    return max(gap if gap < torch.inf else torch.inf for gap in gaps)
 
 
 def clock(device: torch.device) -> float:
@@ -201,12 +175,20 @@ def clock(device: torch.device) -> float:
 
 
 class Step(NamedTuple):
-    """One step on the CPU: live bytes after each allocation and release, and floating-point operations."""
+    """One step: live bytes, above what was there before, and floating-point operations."""
 
-    forward: list[int]
-    backward: list[int]
+    forward: list[int]  # after each allocation and release; on an accelerator, at the end alone
+    backward: list[int]  # on an accelerator, the peak alone
     flops_forward: int
     flops: int
+
+    def memory(self) -> tuple[int, int]:
+        """Bytes held between forward and backward, and at the peak of both."""
+        return self.forward[-1], max(self.forward + self.backward)
+
+    def recomputed(self, base: "Step") -> float:
+        """How much more than ``base`` it has computed, as a part of a forward."""
+        return (self.flops - base.flops) / base.flops_forward
 
 
 class Flops(TorchDispatchMode):
@@ -221,11 +203,12 @@ class Flops(TorchDispatchMode):
         return result
 
 
-def step_on_cpu(forward: Callable[[], Tensor], flops: Any = contextlib.nullcontext()) -> Step:  # noqa: B008
-    """Add up the profiler's memory events: one for each block allocated or freed, in bytes; count with ``flops``."""
+def step_on_cpu(forward: Callable[[], Tensor]) -> Step:
+    """Add up the profiler's memory events: one for each block allocated or freed, in bytes."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it reports its own start and stop on stderr
+    flops = Flops()  # type: ignore[no-untyped-call]
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled, flops:
-        loss, flops_forward = forward(), getattr(flops, "total", 0)
+        loss, flops_forward = forward(), flops.total
         with record_function("between"):
             pass
         loss.backward()
@@ -236,23 +219,18 @@ def step_on_cpu(forward: Callable[[], Tensor], flops: Any = contextlib.nullconte
             phases.append(phases[0][-1:])
         elif event.name() == "[memory]":
             phases[-1].append(phases[-1][-1] + event.nbytes())
-    return Step(phases[0], phases[1], flops_forward, getattr(flops, "total", 0))
+    return Step(phases[0], phases[1], flops_forward, flops.total)
 
 
-def memory_on_cpu(forward: Callable[[], Tensor]) -> tuple[int, int]:
-    """What is held between forward and backward, and at the peak of both."""
-    step = step_on_cpu(forward)
-    return step.forward[-1], max(step.forward + step.backward)
-
-
-def memory_on_accelerator(forward: Callable[[], Tensor]) -> tuple[int, int]:
+def step_on_accelerator(forward: Callable[[], Tensor]) -> Step:
     """Ask the allocator of the current device, which rounds each block up."""
     torch.accelerator.reset_peak_memory_stats()
     before = torch.accelerator.memory_allocated()
-    loss = forward()
-    held = torch.accelerator.memory_allocated()
-    loss.backward()
-    return held - before, torch.accelerator.max_memory_allocated() - before
+    with Flops() as flops:  # type: ignore[no-untyped-call]
+        loss, flops_forward = forward(), flops.total
+        held = torch.accelerator.memory_allocated()
+        loss.backward()
+    return Step([held - before], [torch.accelerator.max_memory_allocated() - before], flops_forward, flops.total)
 
 
 def batch_of(options: argparse.Namespace, generator: torch.Generator) -> Tensor:
@@ -262,21 +240,23 @@ def batch_of(options: argparse.Namespace, generator: torch.Generator) -> Tensor:
 
 
 def train(options: argparse.Namespace, progress: Callable[[str], None]) -> list[dict[str, Any]]:
-    """Train every way, compare each with the first, plain, and measure the memory of one more step."""
+    """Train every way, compare each with the first, plain, and count memory and operations of one more step."""
     draw = torch.Generator().manual_seed(1)
     runs = [Run(name, options) for name in WAYS]
-    for step in range(options.steps):
+    for i in range(options.steps):
         batch = batch_of(options, draw)
-        turn = step % len(runs)
+        turn = i % len(runs)
         for run in runs[turn:] + runs[:turn]:
             run.step(batch)
-        progress(f"step {step + 1} of {options.steps}: loss {runs[0].losses[-1]:.4f}")
+        progress(f"step {i + 1} of {options.steps}: loss {runs[0].losses[-1]:.4f}")
 
-    rows = [run.row(runs[0]) for run in runs]  # all compared before any of them goes on
-    for run, row in zip(runs, rows, strict=True):
-        progress(f"memory of a step: {run.name}")
-        row["ratio"] = row["ms_per_step"] / rows[0]["ms_per_step"]
-        row["held_bytes"], row["peak_bytes"] = run.memory(batch)
+    differences = [run.differences(runs[0]) for run in runs]  # all compared before any of them goes on
+    steps, rows = [run.measured(batch) for run in runs], []
+    for run, differs, step in zip(runs, differences, steps, strict=True):
+        (held, peak), again = step.memory(), step.recomputed(steps[0])
+        ms = 1e3 * statistics.median(run.seconds[1:] or run.seconds)  # the first one warms up
+        row = {"way": run.name, "held_bytes": held, "peak_bytes": peak, "recomputed": again, "ms_per_step": ms}
+        rows.append(row | {"loss": float(run.losses[-1]), "bit_equal": not differs, "differences": differs})
     return rows
 
 
@@ -286,8 +266,7 @@ def torch_selective(block: Layer, x: Tensor) -> Any:
     def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
         return op.overloadpacket in flop_registry
 
-    contexts = functools.partial(create_selective_checkpoint_contexts, policy)
-    return checkpoint(block, x, use_reentrant=False, context_fn=contexts)
+    return torch_checkpoint(block, x, context_fn=functools.partial(create_selective_checkpoint_contexts, policy))
 
 
 # For the ways, in their order: all eyes can tell them apart.
@@ -297,19 +276,15 @@ COLOURS = ("black", "#e69f00", "#0072b2", "#009e73", "#56b4e9", "#d55e00", "#cc7
 def draw(options: argparse.Namespace) -> None:
     """Draw live bytes over one step, and below what budgets of `auto()` cost, into the file `options.plot`."""
     run, text = Run("plain", options), batch_of(options, torch.Generator().manual_seed(1))
-
-    def step(way: Way) -> Step:
-        run.model.zero_grad(set_to_none=True)
-        return step_on_cpu(lambda: way(run.model, text), Flops())  # type: ignore[no-untyped-call]
+    steps = {name: run.measured(text, way) for name, way in WAYS.items()}
+    base, torchs = steps["plain"], steps["torch.utils.checkpoint per block"]
 
     def cost(step: Step) -> tuple[float, float]:
-        return max(step.forward + step.backward) / MIB, (step.flops - base.flops) / base.flops_forward
+        return step.memory()[1] / MIB, step.recomputed(base)
 
-    steps = {name: step(way) for name, way in WAYS.items()}
-    base, torchs = steps["plain"], steps["torch.utils.checkpoint per block"]
-    selective = cost(step(lambda model, text: model.loss(text, torch_selective)))
+    selective = cost(run.measured(text, lambda model, text: model.loss(text, torch_selective)))
     budgets = [int(base.forward[-1] * 0.7**i) for i in range(10)]
-    costs = [cost(step(one_scope(plain, auto(budget=budget)))) for budget in budgets]
+    costs = [cost(run.measured(text, one_scope(plain, auto(budget=budget)))) for budget in budgets]
     with checkpoint_scope(policy=auto()) as scope:
         run.model.loss(text, plain)
     cuts = [cut / scope.stats.ops_recorded for cut in scope.stats.cuts]
@@ -343,12 +318,12 @@ def draw(options: argparse.Namespace) -> None:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Aligned columns: words to the left, numbers to the right."""
-    lines = [("way", "held for backward", "peak in a step", "ms/step", "ratio", "loss", "against plain")]
+    lines = [("way", "held for backward", "peak in a step", "recomputed", "ms/step", "ratio", "loss", "against plain")]
     for row in rows:
         held, peak = (f"{row[key] / MIB:.2f} MiB" for key in ("held_bytes", "peak_bytes"))
-        gaps = [f"{part} off by {gap:.1e}" for part, gap in row["differences"].items()]
-        time, ratio, loss = f"{row['ms_per_step']:.1f}", f"{row['ratio']:.2f}", f"{row['loss']:.4f}"
-        lines.append((row["way"], held, peak, time, ratio, loss, ", ".join(gaps) or "bit-equal"))
+        time, ratio = f"{row['ms_per_step']:.1f}", f"{row['ms_per_step'] / rows[0]['ms_per_step']:.2f}"
+        differs = f"other {', '.join(row['differences'])}" if row["differences"] else "bit-equal"
+        lines.append((row["way"], held, peak, f"{row['recomputed']:.2f}", time, ratio, f"{row['loss']:.4f}", differs))
     left, *numbers, _ = (max(map(len, column)) for column in zip(*lines, strict=True))
     return "\n".join(
         "  ".join([first.ljust(left), *map(str.rjust, middle, numbers), last]) for first, *middle, last in lines
@@ -379,8 +354,8 @@ def picture(text: str) -> str:
     """The file of a picture that can be drawn, from the command line."""
     if not text.endswith((".svg", ".png")):
         raise argparse.ArgumentTypeError(f"{text!r} is neither an .svg nor a .png")
-    if not os.path.isdir(os.path.dirname(text) or "."):
-        raise argparse.ArgumentTypeError(f"{text!r}: there is no folder of this name")
+    if not os.access(os.path.dirname(text) or ".", os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text!r}: there is no folder of this name to write to")
     try:
         importlib.import_module("matplotlib")
     except ImportError:
@@ -393,7 +368,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m checkpointing",
         usage=argparse.SUPPRESS,  # so that a wrong value gets one line
-        description="Train a small transformer each way; compare memory, time and, bit for bit, gradients.",
+        description="Train a small transformer each way; compare memory, recompute, time and, bit for bit, gradients.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         allow_abbrev=False,
     )
@@ -438,8 +413,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
         rows = train(options, progress=lambda line: print(line, file=sys.stderr, flush=True))
     if options.json:
-        result = {"options": {**vars(options), "torch": torch.__version__}, "rows": rows}
-        print(json.dumps(result, indent=2, default=str))
+        print(
+            json.dumps({"options": vars(options) | {"torch": torch.__version__}, "rows": rows}, indent=2, default=str)
+        )
     else:
         print(table(rows))
     return int(not all(row["bit_equal"] for row in rows))

@@ -367,7 +367,7 @@ class Recompute:
         """An error, with what is known besides. Nothing that has been recomputed is to be used."""
         self.ready.clear()
         notes = [f"This happened during the recompute of {self.frame.place}."]
-        if type(error) is RuntimeError and (hint := self.frame.source.hint(None, None)):
+        if type(error) in (RuntimeError, errors.MismatchError) and (hint := self.frame.source.hint(None, None)):
             notes.append(hint)
         error.__notes__ = [*getattr(error, "__notes__", ()), *notes]  # as `add_note` does, since Python 3.11
         if isinstance(error, errors.CheckpointError) and self.frame.on_error is not None:

@@ -23,7 +23,7 @@ from typing import Any, Union
 from torch import nn
 from typing_extensions import Self, Unpack
 
-from . import _api
+from . import _api, errors
 
 Picks = Callable[[str, nn.Module], bool]
 Select = Union[type, str, Picks, Sequence["Select"]]  # noqa: UP007
@@ -32,7 +32,7 @@ Select = Union[type, str, Picks, Sequence["Select"]]  # noqa: UP007
 def checkpoint_modules(model: nn.Module, select: Select, /, **options: Unpack[_api.Given]) -> CheckpointedModules:
     """Put a region around the `forward` of every module that `select` picks, in place.
 
-    Names, `state_dict`, `isinstance`, the modules' own hooks (which run outside of the regions), `copy.deepcopy`,
+    Names, `state_dict`, `isinstance`, the modules' own hooks (which run outside of the regions, once), `copy.deepcopy`,
     pickling, FSDP2, DDP and `torch.compile` work as before. Copies, and what is loaded from a pickle (which then needs
     this library), run in regions, too, with parameters of their own; `del module.forward` takes a copy's region off.
 
@@ -84,8 +84,9 @@ def checkpoint_modules(model: nn.Module, select: Select, /, **options: Unpack[_a
                 f"checkpoint_modules: {what} runs in a region already. Call remove() of what the earlier call "
                 "returned, take `checkpointed` off its class or its forward, or select other modules."
             )
-        if not inspect.isroutine(getattr(type(module), "forward", None)):
-            raise TypeError(f"checkpoint_modules can't wrap {what}: its class has no `forward` in Python.")
+        is_static = isinstance(inspect.getattr_static(type(module), "forward", None), staticmethod)
+        if is_static or not inspect.isroutine(getattr(type(module), "forward", None)):
+            raise TypeError(f"checkpoint_modules can't wrap {what}: its class has no method `forward` in Python.")
         _api.refuse_generators("checkpoint_modules", module)
     return CheckpointedModules(picked, chosen)
 
@@ -151,6 +152,8 @@ class CheckpointedModules:
         self._forwards = {}
 
     def __enter__(self) -> Self:
+        if not self._forwards:
+            raise errors.CheckpointError(f"{self} has been removed: call checkpoint_modules once more.")
         return self
 
     def __exit__(self, *error: object) -> None:

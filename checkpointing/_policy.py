@@ -412,8 +412,9 @@ def as_policy(policy: Any) -> Policy | None:
         return policy
     if isinstance(policy, list | tuple | set | frozenset):
         return save_ops(*policy)
-    if not callable(policy):
-        raise TypeError(f"a policy is one of checkpointing's, a list of operators or a function, not {policy!r}")
+    if not callable(policy) or policy in (auto, offload, save_ops, save_tagged):
+        known = "one of checkpointing's, such as `auto()`, a list of operators, or a function"
+        raise TypeError(f"a policy is {known}, not {policy!r}")
     return _asking(policy)
 
 

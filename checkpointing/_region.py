@@ -59,7 +59,6 @@ class _Thread(threading.local):
         self.depth = 0
         self.aside = 0
         self.region: Region | None = None
-        self.record: Any = None  # of the region that is being recomputed, if somebody wants a report of it
 
 
 thread = _Thread()

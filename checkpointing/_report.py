@@ -8,14 +8,12 @@ so that the rest pays nothing for it.
 from __future__ import annotations
 
 import gc
-import math
 import os
 import sys
 import time
 import weakref
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
-from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -24,10 +22,10 @@ from torch import Tensor
 from . import _torch
 from ._ambient import Generators
 from ._auto import AutoTape
-from ._check import maker_of, metadata_of
+from ._check import maker_of
 from ._engine import Frame, Held, Holder, Recompute, is_parameter, named, root_of
 from ._ops import tensors_of
-from ._region import Region, thread
+from ._region import Region
 from ._replay import Replay
 from ._rerun import Buffers, Pin
 from ._tape import Tape
@@ -41,7 +39,10 @@ class TensorReport(NamedTuple):
 
     `kind` is `"saved"`, if autograd would have held it without the region. Anything else is held: an `"input"`;
     `"kept"`, by `keep`, a policy, or a cut of `auto`; `"spared"` by `auto`, where there was room; `"offloaded"`; a
-    `"random state"`; a copy of `"buffers"`.
+    `"random state"`, or the smaller tensor that was drawn from it; a copy of `"buffers"`.
+
+    `nbytes` are those of the storage; tensors without one, such as sparse ones, count 0. `shape` is that of the tensor,
+    and of what is in it, if it is a DTensor or another wrapper.
 
     `operator` made it, or has read it first, if it is an input of a block; for an argument of a function it is which.
     `module` is the one whose `forward` ran then, as in `named_modules()` of the outermost one; `line` is the user's,
@@ -60,18 +61,19 @@ class TensorReport(NamedTuple):
 class RegionReport(NamedTuple):
     """One region, as it is at the moment when it is asked for.
 
-    `saved` is what autograd would have held, without parameters, each storage once, the largest first. (Without
-    `report=True` it is what backward has not used yet; of a rerun, every saved tensor by itself.) `held` is what is
-    held now, without parameters and other leaves that require grad; what a region around brings back isn't.
+    `saved` is what autograd would have held, without parameters, each storage once, the largest first; `held` is what
+    is held now, without parameters and other leaves that require grad; what a region around brings back isn't.
     `recomputes` says how often it was recomputed until now, `operators` how many of them were replayed, `seconds` how
-    long that took on the host, without recomputes of other regions. None stands for what is not known: the first and
-    the last without `report=True`, and operators of a rerun.
+    long that took on the host, with what regions around had to bring back for it.
+
+    Without `report=True` nothing has been noted: `saved` is empty, and what is not known is None: `module`, `seconds`,
+    and of a rerun `bytes_saved` and `recomputes`. (How many operators a rerun repeats is never known.)
     """
 
     name: str
     module: str | None
     line: str
-    bytes_saved: int
+    bytes_saved: int | None
     bytes_held: int
     recomputes: int | None
     operators: int | None
@@ -98,8 +100,9 @@ class Report(NamedTuple):
         for region in self.regions[:_ROWS]:
             times = "" if region.recomputes is None else f"{region.recomputes} x"
             seconds = "" if region.seconds is None else f"{region.seconds:.3f} s"
-            sizes = f"{_size(region.bytes_saved):>10} {_size(region.bytes_held):>10}"
-            lines.append(f"{sizes} {times:>6} {seconds:>9}  {region.name}  {_place(region)}")
+            saved = "" if region.bytes_saved is None else _size(region.bytes_saved)
+            where = _place(None if region.module == region.name else region.module, region.line)
+            lines.append(f"{saved:>10} {_size(region.bytes_held):>10} {times:>6} {seconds:>9}  {region.name}  {where}")
         lines += [f"and {len(self.regions) - _ROWS} more"] if len(self.regions) > _ROWS else []
         for title, tensors in (
             ("held now", _sorted(tensor for region in self.regions for tensor in region.held)),
@@ -110,7 +113,7 @@ class Report(NamedTuple):
                 what = f"{str(tensor.dtype)[6:]}{list(tensor.shape)}"
                 operator = (tensor.operator or "").removeprefix("aten.").removesuffix(".default")
                 lines.append(f"{_size(tensor.nbytes):>10}  {tensor.kind:<12}  {what:<26}  {operator}")
-                lines += [f"{'':12}{_place(tensor)}"] if tensor.line else []
+                lines += [f"{'':12}{_place(tensor.module, tensor.line)}"] if tensor.line else []
         return "\n".join(line.rstrip() if len(line) <= 80 else f"{line[:77]}..." for line in lines)
 
 
@@ -129,9 +132,9 @@ def _size(nbytes: float) -> str:
     return f"{nbytes:.2f} GiB"
 
 
-def _place(what: RegionReport | TensorReport) -> str:
-    file, colon, rest = (what.line or "").partition(":")
-    return ", ".join(filter(None, (what.module, os.path.basename(file) + colon + rest)))
+def _place(module: str | None, line: str) -> str:
+    file, colon, rest = line.partition(":")
+    return ", ".join(filter(None, (module, os.path.basename(file) + colon + rest)))
 
 
 def report(*outputs: Tensor) -> Report:
@@ -149,7 +152,7 @@ def report(*outputs: Tensor) -> Report:
 
     >>> import torch
     >>> from checkpointing import checkpointed, report
-    >>> block = checkpointed(lambda x: x.sin().exp().tanh(), name="block", preserve_rng_state=False)
+    >>> block = checkpointed(lambda x: x.sin().exp().tanh(), report=True, preserve_rng_state=False)
     >>> x = torch.ones(1024, requires_grad=True)
     >>> (region,) = report(block(x * 2).sum()).regions
     >>> region.bytes_saved, region.bytes_held, region.held[0].operator
@@ -202,7 +205,7 @@ class Stats(NamedTuple):
 
 def measure(frame: Frame, tape: Tape, source: Replay) -> Stats:
     """The present numbers of a scope."""
-    tensors = held_by(frame, frame.record or Record(frame, False))
+    tensors = held_by(frame, frame.record or Record(frame))
     held = sum(tensor.nbytes for tensor in tensors if tensor.kind in ("input", "random state"))
     kept = sum(tensor.nbytes for tensor in tensors) - held
     cuts = tuple([tape.counted[cut] for cut in tape.cuts])
@@ -215,34 +218,31 @@ def measure(frame: Frame, tape: Tape, source: Replay) -> Stats:
 class Record:
     """What is noted of a region. It refers to no tensor, so nothing lives longer for it."""
 
-    def __init__(self, frame: Frame, is_noted: bool) -> None:
+    module: str | None = None
+    recomputes: Any = None
+    operators: int | None = None
+    seconds: Any = None
+
+    def __init__(self, frame: Frame) -> None:
         self.frame = weakref.ref(frame)
-        self.name = frame.name
-        self.entered = _module_path() if is_noted else None, described(frame.entered_from)
+        self.name, self.line = frame.name, described(frame.entered_from)
         self.inner: list[Record] = []  # of regions inside
         self.saved: list[TensorReport] = []
-        self.notes: dict[int, Note] = {0: (None, *self.entered) if is_noted else (None, None, None)}  # by value
+        self.notes: dict[int, Note] = {0: (None, None, None)}  # by value
         self.spared: set[int] = set()  # values
-        counts: Any = (0, None, 0.0) if is_noted else (None, None, None)
-        self.recomputes, self.operators, self.seconds = counts
 
     def and_inner(self) -> list[Record]:
         return [self, *(record for inner in self.inner for record in inner.and_inner())]
 
     def watch(self, request: Recompute) -> None:
         """Run a recompute."""
-        node, around = _torch.current_node(), thread.record
+        node, begin = _torch.current_node(), time.perf_counter()
         if node is not None:  # where a report finds it when backward has freed the rest
             node.metadata.setdefault(__name__, {})[self] = None
-        thread.record, begin = self, time.perf_counter()
         try:
             request.run()
         finally:
-            seconds = time.perf_counter() - begin
-            self.seconds += seconds
-            if around is not None:  # it wants what this region brings back
-                around.seconds -= seconds
-            thread.record = around
+            self.seconds += time.perf_counter() - begin
             self.recomputes += 1
             self.operators = getattr(request.frame.source, "replayed", None)
 
@@ -255,7 +255,9 @@ class Reported(Frame):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.record = Record(self, True)
+        self.record = record = Record(self)
+        record.module, record.recomputes, record.seconds = _module_path(), 0, 0.0
+        record.notes[0] = None, record.module, record.line
         self._storages: weakref.WeakSet[Any] = weakref.WeakSet()  # that have been saved
 
     def enter(self, region: Region) -> None:
@@ -304,7 +306,7 @@ class NotingAuto(Noting, AutoTape):
 def _module_path() -> str | None:
     """The module whose `forward` runs, by its name in the outermost one whose `forward` runs."""
     modules = []
-    frame: FrameType | None = sys._getframe(1)
+    frame: Any = sys._getframe(1)
     while frame is not None:
         if frame.f_code is _torch.module_call_code:
             modules.append(frame.f_locals["self"])
@@ -326,39 +328,25 @@ def _tensor(kind: str, tensor: Tensor, *note: str | None) -> TensorReport:
 
 def collect(records: Iterable[Record]) -> Report:
     """The report of these regions, each with what lives of it."""
-    return Report(tuple(sorted(map(_region, records), key=lambda region: -region.bytes_saved)))
+    return Report(tuple(sorted(map(_region, records), key=lambda region: -(region.bytes_saved or region.bytes_held))))
 
 
 def _region(record: Record) -> RegionReport:
     frame = record.frame()
     saved, held = _sorted(record.saved), _sorted(() if frame is None else held_by(frame, record))
-    sizes = [sum(tensor.nbytes for tensor in tensors) for tensors in (saved, held)]
-    if frame is not None and isinstance(frame.source, Replay):
-        sizes[0] = frame.source.tape.saved_bytes  # also of what has been freed
+    would_hold: int | None = sum(tensor.nbytes for tensor in saved)
+    if frame is not None and frame.record is None:
+        would_hold = frame.source.tape.saved_bytes if isinstance(frame.source, Replay) else None
+    sizes = would_hold, sum(tensor.nbytes for tensor in held)
     counts = record.recomputes, record.operators, record.seconds
-    return RegionReport(record.name, *record.entered, sizes[0], sizes[1], *counts, saved, held)
-
-
-def _live(frame: Frame) -> list[Holder]:
-    return [holder for ref in frame.holders if (holder := ref()) is not None]
+    return RegionReport(record.name, record.module, record.line, *sizes, *counts, saved, held)
 
 
 def record_of(frame: Frame) -> Record:
-    """What the region has noted, or what its holders tell."""
-    record: Record = frame.record or Record(frame, False)
-    source = frame.source
-    if isinstance(source, Replay):
-        record.recomputes, record.operators = source.replays, source.replayed
-    if frame.record is None and isinstance(source, Replay):
-        for value in {value: None for holder in _live(frame) for value in values_of(holder.saved)}:
-            if value.geometry is not None and (value.op is not None or not value.is_parameter):
-                operator = None if value.op is None else str(value.op.info.func)
-                what = value.nbytes, tuple(value.geometry[0]), value.geometry[3]
-                record.saved.append(TensorReport("saved", *what, operator, None, None))
-    elif frame.record is None and frame.check is metadata_of:
-        for shape, dtype, _ in [holder.metadata for holder in _live(frame) if holder.saved is None]:
-            what = math.prod(shape) * dtype.itemsize, tuple(shape), dtype
-            record.saved.append(TensorReport("saved", *what, None, None, None))
+    """What the region has noted, or counts anyhow."""
+    record: Record = frame.record or Record(frame)
+    if isinstance(frame.source, Replay):
+        record.recomputes, record.operators = frame.source.replays, frame.source.replayed
     return record
 
 
@@ -381,22 +369,22 @@ def held_by(frame: Frame, record: Record) -> list[TensorReport]:
         else:
             if kind == "input":
                 operator = str(part.name) if isinstance(part.name, _torch.OpOverload) else named(part.name)
+                kind = "random state" if operator == "a random tensor" else kind
             kind = "offloaded" if part.moved else kind
         for tensor in tensors:
-            if not (tensor.is_leaf and tensor.requires_grad):
-                key = _torch.storage_id(tensor) if _torch.has_storage(tensor) else id(tensor)
-                found[key] = _tensor(kind, tensor, operator, module, line)
+            for plain in () if tensor.is_leaf and tensor.requires_grad else _torch.plain_parts(tensor):
+                key = _torch.storage_id(plain) if _torch.has_storage(plain) else id(plain)
+                found[key] = _tensor(kind, plain, operator, module, line)
     return [*found.values()]
 
 
 def _parts(frame: Frame) -> Iterator[tuple[Any, Any]]:
     """Whatever holds tensors in a region (parameters apart), with what of the region refers to it."""
-    stack: list[Any] = [(None, [holder.saved for holder in _live(frame)])]
-    if isinstance(frame.source, Replay):  # while the block runs, it holds more than holders need
-        stack.append((None, frame.source.tape._values))
-        yield from getattr(frame.source.tape, "_spare", {}).items()
-    else:
-        stack.append((None, frame.source))
+    saved = [holder.saved for ref in frame.holders if (holder := ref()) is not None]
+    tape = frame.source.tape if isinstance(frame.source, Replay) else None
+    # While a block runs, it holds more than holders need.
+    stack: list[Any] = [(None, saved), (None, frame.source if tape is None else tape._values)]
+    yield from getattr(tape, "_spare", {}).items()
     seen = set()
     while stack:
         owner, whole = stack.pop()

@@ -388,7 +388,7 @@ def _fill(cells: list[tuple[CellType, Any]]) -> None:
             cell.cell_contents = value
 
 
-def _holds(value: object, metadata: Any, depth: int = 3) -> bool:
+def _holds(value: object, metadata: Any, depth: int = 5) -> bool:
     """Whether an object holds a tensor (of that size) in its attributes, items, or theirs; asked for messages."""
     if isinstance(value, Tensor):
         return metadata is None or (isinstance(metadata, tuple) and value.numel() == math.prod(metadata[0]))

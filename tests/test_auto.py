@@ -34,7 +34,7 @@ def scoped(fn, **options):
 def bytes_of(run):
     """Held between forward and backward, and at the peak; the first run fills caches."""
     run().backward()
-    return job.memory_on_cpu(run)
+    return job.step_on_cpu(run).memory()
 
 
 def units_of(x, n):

@@ -119,7 +119,7 @@ def peak(n, units):
     """In units, of a step with a budget."""
     run = scoped(chain(n)[0], units * UNIT)
     run().backward()
-    return job.memory_on_cpu(run)[1] / UNIT
+    return job.step_on_cpu(run).memory()[1] / UNIT
 
 
 def test_memory_grows_like_the_logarithm_of_depth_with_one_checkpoint():

@@ -73,7 +73,7 @@ def bytes_of(run, depth=DEPTH):
     x = torch.rand(ROWS, WIDTH).requires_grad_()
     for parameter in (x, *blocks.parameters()):
         parameter.grad = torch.zeros_like(parameter)  # gradients are no part of it
-    return job.memory_on_cpu(lambda: run(blocks, x).sum())
+    return job.step_on_cpu(lambda: run(blocks, x).sum()).memory()
 
 
 @pytest.fixture(scope="module")
@@ -123,8 +123,8 @@ def held_by(fn, *shapes):
     """Bytes held between forward and backward, without the sum's 4."""
     inputs = [torch.rand(shape).requires_grad_() for shape in shapes or [(1000,)]]
     run = lambda: fn(*inputs).sum()  # noqa: E731
-    job.memory_on_cpu(run)
-    return job.memory_on_cpu(run)[0] - 4
+    job.step_on_cpu(run)
+    return job.step_on_cpu(run).memory()[0] - 4
 
 
 @pytest.mark.parametrize("door", ["", "c", "r", "s"])

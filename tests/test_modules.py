@@ -19,7 +19,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.optim.swa_utils import AveragedModel
 
-from checkpointing import ChangedError, auto, checkpoint_modules, checkpoint_scope, checkpointed, disabled
+from checkpointing import (
+    ChangedError,
+    CheckpointError,
+    auto,
+    checkpoint_modules,
+    checkpoint_scope,
+    checkpointed,
+    disabled,
+)
 
 
 class Block(nn.Module):
@@ -226,6 +234,8 @@ def test_handles_are_removed_in_any_order_and_more_than_once():
         raise KeyError
     assert state(model) == before
     assert count(loss.backward)["relu"] == 3
+    with pytest.raises(CheckpointError, match=r"CheckpointedModules\('layers.0', .* once more"), handles[0]:
+        pass
 
 
 def test_switches():
@@ -259,6 +269,12 @@ def test_in_a_scope():
 class Generating(nn.Module):
     def forward(self, x):
         yield x
+
+
+class Static(nn.Module):
+    @staticmethod
+    def forward(x):
+        return x
 
 
 @checkpointed
@@ -311,7 +327,8 @@ ERRORS = {
     "a hook over a region": (with_hook_over_a_region, Block, f"ValueError: .*{IN_REGION}"),
     "a decorated class": (lambda: Model(Decorated), Block, r"ValueError: .*layers\.0 \(Decorated\) runs in a region"),
     "a generator": (lambda: nn.Sequential(Block(), Generating()), "*", "TypeError: .* can't wrap the generator"),
-    "a scripted module": (lambda: torch.jit.script(nn.Sequential(nn.ReLU())), "*", "TypeError: .* no `forward` in"),
+    "a scripted module": (lambda: torch.jit.script(nn.Sequential(nn.ReLU())), "*", "TypeError: .* no method `forward`"),
+    "a static forward": (lambda: nn.Sequential(Static()), "*", "TypeError: .* no method `forward` in Python"),
     "an unknown option": (Model, Block, "TypeError: .* no option 'polcy', only backend, enabled,", {"polcy": 1}),
     "a contradiction": (Model, Block, "ValueError: .* needs the tape", {"backend": "rerun", "policy": auto()}),
     "an error in the function": (Model, lambda name, _: {"": False}[name], "KeyError: 'stem'"),

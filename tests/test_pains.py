@@ -18,6 +18,7 @@ import io
 import logging
 import pickle
 import sys
+import types
 import weakref
 
 import pytest
@@ -573,6 +574,20 @@ def test_37_a_cache_is_grown_inside_a_region(door, view):
         assert words in text
     assert text.count("\n") < 16
     assert len(text) < 2000
+
+
+def test_37_what_a_cache_holds_decides_what_is_computed():
+    """T5 and Whisper, without `use_cache=False`: another parameter is met, with the same note."""
+    layer, w = types.SimpleNamespace(keys=None), torch.nn.Parameter(torch.ones(3))
+
+    def attend(x, past):
+        layer.keys = x * w if layer.keys is None else layer.keys
+        return layer.keys.sin() * x
+
+    past = types.SimpleNamespace(cache=types.SimpleNamespace(layers=[layer]))
+    with pytest.raises(MismatchError, match="no parameter where the forward met a parameter") as caught:
+        rerun(attend)(torch.ones(3, requires_grad=True), past=past).sum().backward()
+    assert "kwargs['past'] may have been changed by the region itself" in str(caught.value.__notes__)
 
 
 def test_37_a_function_that_fails_on_its_grown_cache_says_so():

@@ -9,7 +9,7 @@ import torch
 from oracle import bits, count
 from torch.utils.checkpoint import CheckpointPolicy
 
-from checkpointing import CheckpointError, checkpoint_scope, checkpointed, save_ops, save_tagged, tag
+from checkpointing import CheckpointError, auto, checkpoint_scope, checkpointed, save_ops, save_tagged, tag
 
 aten = torch.ops.aten
 MM, SIN, EXP, TANH = aten.mm.default, aten.sin.default, aten.exp.default, aten.tanh.default
@@ -107,6 +107,7 @@ def test_different_policies_differ():
         (lambda: save_ops(MM) | 3, TypeError, "not 3"),
         (lambda: checkpoint_scope(policy=3), TypeError, "not 3"),
         (lambda: checkpoint_scope(policy="mm"), TypeError, "not 'mm'"),
+        (lambda: checkpoint_scope(policy=auto), TypeError, r"such as `auto\(\)`, .* not <function auto"),
         (lambda: checkpoint_scope(policy=[torch.mm]), ValueError, "OpOverloads such as"),
         (lambda: tag(torch.ones(2), 3), TypeError, "a tag is a string"),
         (lambda: checkpointed(len, backend="rerun", policy=save_ops(MM)), ValueError, "tape"),
