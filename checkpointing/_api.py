@@ -350,9 +350,7 @@ class _CheckpointedObject:
 
 
 def refuse_generators(door: str, fn: Any) -> None:
-    code = fn
-    while isinstance(code, functools.partial):
-        code = code.func
+    code = fn.func if isinstance(fn, functools.partial) else fn
     if not inspect.isroutine(code):
         code = code.forward if isinstance(code, nn.Module) else type(code).__call__
     is_async = inspect.iscoroutinefunction(code) or inspect.isasyncgenfunction(code)
@@ -388,8 +386,8 @@ def run_rerun(
 ) -> Any:
     """One region that is called again in backward. `contexts` makes one context for the forward and one for the rerun;
     messages begin with `prefix`."""
-    source, outer = Rerun(fn, args, kwargs, options.preserve_rng_state), thread.region
-    kind = Reported if options.report or options.debug or (outer is not None and outer.record is not None) else Frame
+    source = Rerun(fn, args, kwargs, options.preserve_rng_state)
+    kind = Reported if _is_noted(options) else Frame
     frame = kind(source, name, where, options.early_stop, check_of(options.determinism_check))
     frame.prefix = prefix
     forward = None
@@ -405,6 +403,10 @@ def run_rerun(
     finally:
         frame.leave(source)
         source.outer = None
+
+
+def _is_noted(options: Options) -> bool:
+    return options.report or options.debug or (thread.region is not None and thread.region.record is not None)
 
 
 def _run_replay(fn: Any, args: Any, kwargs: Any, name: str, options: Options) -> Any:
@@ -435,9 +437,7 @@ class _Block:
         recompute: Any = [] if options.debug else None
         placement = None if options.policy is None else options.policy.placement
         given = (_torch.enclosing_hooks(), options.preserve_rng_state, forward, options.policy)
-        outer = thread.region
-        is_noted = options.report or options.debug or (outer is not None and outer.record is not None)
-        tape, auto, frame = (Noting, NotingAuto, Reported) if is_noted else (Tape, AutoTape, Frame)
+        tape, auto, frame = (Noting, NotingAuto, Reported) if _is_noted(options) else (Tape, AutoTape, Frame)
         self._tape = tape(*given) if placement is None else auto(*given, placement)
         self._source = Replay(self._tape, recompute)
         # What is replayed has the recorded metadata by construction.

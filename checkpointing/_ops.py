@@ -47,6 +47,7 @@ class Info:
         self.inplace = bool(self.writes) and all(a is not None and a.is_write for a in aliases)
         # Without filling.
         self.allocates = name == "aten::resize_" or name.startswith(("aten::empty", "aten::new_empty"))
+        self.only_allocates = self.allocates and not self.writes
         self.moves = torch.Tag.inplace_view in tags or base == "_resize_output_"  # changes how its argument lies
         # The first argument only lends its metadata. Without this a dropout mask would drag the matrix product before
         # it into every replay.

@@ -322,7 +322,10 @@ class _Window:
             return (op.index,)
         if op.rng is not None:
             op.rng.enter(self._undo)
-        result = op.info.run(*args, **{name: build(arg) for name, arg in op.kwargs.items()})
+        kwargs = {name: build(arg) for name, arg in op.kwargs.items()} if op.kwargs else op.kwargs
+        result = op.info.run(*args, **kwargs)
+        if not outputs:
+            return ()
         for tensor, id in zip(tensors_of(result), outputs, strict=False):
             if id:
                 made[id] = tensor

@@ -35,21 +35,7 @@ from ._offload import Destination, Mover
 from ._ops import INFOS, Info, generators_of, info_of_region, tensors_of
 from ._region import Region, aside, thread, without_recording
 from ._tree import ATOMS
-from ._values import (
-    KEPT,
-    LENT,
-    UNFILLED,
-    VOLATILE,
-    Geometry,
-    Op,
-    Ref,
-    Saver,
-    Scratch,
-    SpecialOp,
-    Value,
-    Wrapped,
-    geometry_of,
-)
+from ._values import KEPT, LENT, UNFILLED, VOLATILE, Geometry, Op, Ref, Scratch, SpecialOp, Value, Wrapped, geometry_of
 from ._where import stack_of_user
 
 # What to do with a value: False to recompute it, True to keep it, or where it is kept.
@@ -105,7 +91,7 @@ class Tape(TorchDispatchMode, Region):
         self.movers: dict[Destination, Mover] = {}
         kept, saved, inputs = NOWHERE if self.policy is None else self.policy.places
         self._keeper, self._save_at = self._mover(kept), self._mover(saved)
-        self.hooks: Saver = hooks if inputs is None else self._mover(inputs)
+        self.hooks: Any = hooks if inputs is None else self._mover(inputs)
         self._inner = 0  # how many tapes have been entered just inside this one: they ask for themselves
         self._running: Any = None  # the operator that reads now, for messages
         self._values: dict[int, Value] = {}  # by storage: its value now
@@ -270,7 +256,16 @@ class Tape(TorchDispatchMode, Region):
         """What stands for `tensor` as it is now: its value, or a `Ref` to it. Autograd saves it; or, if `reads` is
         given, to which its value is added, an operator reads it."""
         kind: Any = type(tensor)
-        if kind is Tensor or kind is _Parameter:
+        if kind is _Parameter:
+            value = self._values.get(_storage_id(tensor)) if _has_storage(tensor) else None
+            if value is not None and (held := value.held) is not None and held.packed is tensor:
+                if reads is None:
+                    return value
+                if held.name is not None:
+                    reads.append(value)
+                    return value
+            kind = None
+        elif kind is Tensor:
             kind = None
         elif _dispatches(kind):
             return self._opaque(tensor, reads)
@@ -375,12 +370,7 @@ class Tape(TorchDispatchMode, Region):
             self._weak.append(_weak_storage(storage))
         value = values[sid] = Value(id, op, storage.nbytes(), geometry)
         # There is nothing to keep in memory that has only been allocated (DDP's buckets, when it makes them anew).
-        if (
-            op is not None
-            and self._fresh is not None
-            and value.nbytes
-            and not (op.info.allocates and not op.info.writes)
-        ):
+        if self._fresh is not None and op is not None and value.nbytes and not op.info.only_allocates:
             self._fresh.append((sid, value))
         return value
 
