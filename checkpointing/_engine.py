@@ -15,7 +15,7 @@ The rules that tests cite:
 1. The innermost region owns what is saved inside it: autograd asks the innermost hooks only.
 2. A region's inputs are saved by whatever encloses it; parameters are referenced, never copied.
 3. Recompute starts as if no region were active (`thread.depth` and `thread.region`).
-4. A recomputed tensor lives until a node has asked for it, and never past its graph task.
+4. A recomputed tensor lives until the node that asked for it has run, and never past its graph task.
 5. Recompute no more than needed: a rerun stops at the last live holder.
 6. Backward inside a region works: a frame may be opened before its region has ended.
 7. Bit-equal; recompute leaves RNG and buffers alone. 8. Never silently wrong. 9. Nothing outlives its use.
@@ -48,6 +48,7 @@ from ._where import Line, described, line_number, user_line
 # Bound once: these run for every saved tensor.
 _ref = weakref.ref
 _Parameter = nn.Parameter
+_getframe, _backward_code = sys._getframe, _torch.run_backward_code
 
 
 class Source:
@@ -216,6 +217,8 @@ def unpack(holder: Holder) -> Tensor:
         task.ready[holder.slot] = None  # type: ignore[union-attr]
     elif holder.saved is None or (tensor := frame.source.at_hand(holder, frame)) is None:
         tensor = frame.bring_back(holder, key)
+    if (reader := _getframe().f_back) and reader.f_code is not _backward_code:  # None: a thread of the autograd engine
+        _keep_until_done(holder, tensor)
     return tensor
 
 
@@ -227,6 +230,26 @@ def identity(tensor: Tensor) -> Tensor:
 def is_internal(hooks: _torch.Hooks) -> bool:
     """Whether these hooks are those of a region or of a rerun, rather than the user's."""
     return hooks[1] is unpack or hooks[1] is identity
+
+
+def _keep_until_done(holder: Holder, tensor: Tensor) -> None:
+    """Python code reads this tensor, rather than the autograd engine for an operator of its own. The backward of a
+    custom Function may read `ctx.saved_tensors` again: its tensors stay until it has run (rule 4)."""
+    node, frame, slot = _torch.current_node(), holder.frame, holder.slot
+    if not isinstance(node, _torch.PythonNode):
+        return
+    key = _torch.graph_exec_group() or graph_task_id()
+    task = frame.tasks.get(key) or TaskTensors()
+    frame.remember(task, key)
+    task.ready[slot] = tensor
+    weak = _ref(task)  # a backward that fails in this node leaves the hook behind
+
+    def done(*_: Any) -> None:
+        handle.remove()
+        if (task := weak()) is not None:
+            task.ready[slot] = None
+
+    handle = node.register_hook(done)  # type: ignore[attr-defined]
 
 
 class Recompute:
@@ -419,8 +442,7 @@ def named(name: Name, tensor: Tensor | None = None) -> str:
 
 def root_of(tensor: Tensor) -> Tensor:
     """What a tensor is a view of; itself, if of nothing."""
-    base = tensor._base
-    return tensor if base is None else base
+    return tensor if tensor._base is None else tensor._base
 
 
 def is_parameter(root: Tensor) -> bool:

@@ -68,6 +68,13 @@ def saved_by(node: Any) -> list[Any]:
 at_graph_task_end: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
 
 
+# The Python function that all backward calls go through: what the engine asks for comes from right below it, or from a
+# thread of the engine, which has no Python frame at all.
+run_backward_code: CodeType = torch.autograd.graph._engine_run_backward.__code__
+# A custom `autograd.Function`, as a node: its backward may read a saved tensor twice.
+PythonNode: type = _C._FunctionBase
+
+
 # ---- operators, as they are named in dispatch modes and policies
 OpOverload = torch._ops.OpOverload
 OpOverloadPacket = torch._ops.OpOverloadPacket
@@ -495,7 +502,6 @@ def set_function_modes(modes: Sequence[Any]) -> None:
 
 
 _warns_only: Callable[[], bool] = _C._get_deterministic_algorithms_warn_only
-_is_strict: Callable[[], bool] = _C._get_deterministic_algorithms
 
 
 # What decides the precision of float32 products; special ones follow the more general ones before them, unless set.
@@ -538,7 +544,7 @@ def _set_matmul_precision(value: str | list[str]) -> None:
 # region reads it twice, so it has only what matters to this build.
 SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (torch.get_default_dtype, torch.set_default_dtype),
-    (_is_strict, lambda on: _C._set_deterministic_algorithms(on, warn_only=_warns_only())),
+    (_C._get_deterministic_algorithms, lambda on: _C._set_deterministic_algorithms(on, warn_only=_warns_only())),
     (_get_matmul_precision, _set_matmul_precision),
     (_C._get_flash_sdp_enabled, _C._set_sdp_use_flash),
     (_C._get_math_sdp_enabled, _C._set_sdp_use_math),
