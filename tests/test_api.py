@@ -183,6 +183,17 @@ def test_what_cannot_be_a_region_is_refused_at_once(fn, word):
 
 def test_fn_is_positional_only_and_options_are_keyword_only():
     """At both doors; an option that there is none is a `TypeError` that names it."""
+    fn, *options = inspect.signature(checkpointed).parameters.values()
+    assert (fn.kind, fn.default) == (inspect.Parameter.POSITIONAL_ONLY, None)
+    defaults = {
+        **{"backend": None, "enabled": True, "preserve_rng_state": True, "early_stop": True},
+        **{"determinism_check": "metadata", "policy": None, "debug": False, "report": False, "name": None},
+    }
+    assert {option.name: option.default for option in options} == defaults
+    scope = inspect.signature(checkpoint_scope).parameters.values()
+    del defaults["backend"]
+    assert {option.name: option.default for option in scope} == defaults
+    assert all(option.kind is inspect.Parameter.KEYWORD_ONLY for option in [*options, *scope])
     for call in (lambda: checkpointed(fn=torch.sin), lambda: checkpointed(torch.sin, True)):
         with pytest.raises(TypeError):
             call()
