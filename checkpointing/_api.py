@@ -579,9 +579,7 @@ class checkpoint_scope:
 _torch.leave_eager(checkpoint_scope.__enter__, _RECORDS)
 
 # What `help` and editors show.
-_FN, *_SHOWN = [inspect.Parameter("fn", inspect.Parameter.POSITIONAL_ONLY, default=None)] + [
-    inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=value)
-    for name, value in Options._field_defaults.items()
-]
+_FN = inspect.Parameter("fn", inspect.Parameter.POSITIONAL_ONLY, default=None)
+_SHOWN = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in inspect.signature(Options).parameters.values()]
 vars(checkpointed)["__signature__"] = inspect.Signature([_FN, *_SHOWN])
 checkpoint_scope.__signature__ = inspect.Signature(_SHOWN[1:])  # type: ignore[attr-defined]

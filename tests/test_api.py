@@ -186,8 +186,15 @@ def test_fn_is_positional_only_and_options_are_keyword_only():
     fn, *options = inspect.signature(checkpointed).parameters.values()
     assert (fn.kind, fn.default) == (inspect.Parameter.POSITIONAL_ONLY, None)
     defaults = {
-        **{"backend": None, "enabled": True, "preserve_rng_state": True, "early_stop": True},
-        **{"determinism_check": "metadata", "policy": None, "debug": False, "report": False, "name": None},
+        "backend": None,
+        "enabled": True,
+        "preserve_rng_state": True,
+        "early_stop": True,
+        "determinism_check": "metadata",
+        "policy": None,
+        "debug": False,
+        "report": False,
+        "name": None,
     }
     assert {option.name: option.default for option in options} == defaults
     scope = inspect.signature(checkpoint_scope).parameters.values()
