@@ -305,7 +305,8 @@ def auto(*, budget: int | str | None = None, segment: int | str | None = None) -
             checkpoints inside of it while it recomputes it, and again inside of those, so that it needs little more
             than the budget on each level: with the room of one checkpoint, memory grows like the logarithm of depth.
         segment: at most about how many bytes autograd saves between two checkpoints; int or text. None: the number
-            of checkpoints grows like the square root of what the block saves, and so does the memory it needs.
+            of checkpoints grows like the square root of what the block saves, and so does the memory it needs. (With
+            neither of the two there are none where operators save less than 256 bytes each, on average.)
 
     Raises:
         TypeError, ValueError: for what is no number of bytes.

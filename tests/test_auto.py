@@ -1,5 +1,6 @@
 """Checkpoints that place themselves: what memory that leaves, under a budget and without; the same each time."""
 
+import functools
 import gc
 import math
 import re
@@ -455,6 +456,14 @@ def test_a_fixed_segment_size(segment):
     cuts = n / segment
     assert peak / 4000 <= 1.3 * (cuts + segment) + 8
     assert run.scope.stats.replays <= 1.4 * cuts + 2
+
+
+@pytest.mark.parametrize(("options", "size", "is_cut"), [({}, 8, False), ({}, 256, True), ({"segment": 256}, 8, True)])
+def test_values_smaller_than_the_tape_itself_are_cut_only_where_somebody_asks_for_it(options, size, is_cut):
+    """`size` float32 numbers for each operator."""
+    run = scoped(lambda x: functools.reduce(lambda y, _: y.sin(), range(100), x).sum(), **options)
+    run(torch.ones(size, requires_grad=True)).backward()
+    assert bool(run.scope.stats.cuts) is is_cut
 
 
 # ---- beside other policies

@@ -107,6 +107,24 @@ def test_kept(program, name):
     program.check(name)
 
 
+def test_opaque_in_scopes_in_torchs_own_checkpoint():
+    """What is read before it is copied through torch's hooks, which run the function again meanwhile."""
+
+    def function(x):
+        x = x * 2
+        for _ in range(2):
+            with checkpoint_scope():
+                y = x.sin().exp()
+                with opaque():
+                    z = y.cos()
+        return y + z
+
+    x = torch.ones(3, requires_grad=True)
+    (want,) = torch.autograd.grad(function(x).sum(), x)
+    (have,) = torch.autograd.grad(torch.utils.checkpoint.checkpoint(function, x, use_reentrant=False).sum(), x)
+    assert torch.equal(have, want)
+
+
 def test_opaque_outside_of_regions_does_nothing():
     """Gradients pass through."""
     with opaque():
