@@ -98,6 +98,7 @@ class Tape(TorchDispatchMode, Region):
         # Equal ones are one object: there are few, many refer to them, and garbage collection looks at each.
         self._geometries: dict[Any, Any] = {}
         self._weak: list[int] = []
+        self._written: dict[int, int] = {}  # by storage: the version that recorded operators have left, at most
         # By storage: what operators have made, until one makes a view of it: nothing can lie there in another way.
         self._whole: dict[int, Value] = {}
         self._has_zeros = False  # has seen efficient zeros, which have no memory
@@ -130,7 +131,7 @@ class Tape(TorchDispatchMode, Region):
                 mover.settle()
         finally:
             self.outer = None
-            for mine in (self._whole, self._values, self._geometries):
+            for mine in (self._whole, self._values, self._written, self._geometries):
                 mine.clear()
             self._lent.clear()
             while self._weak:
@@ -363,7 +364,8 @@ class Tape(TorchDispatchMode, Region):
 
     def _register(self, tensor: Tensor, op: Op | None, sid: int, geometry: Geometry | None) -> Value:
         """The storage of the tensor, with this id, has a new value."""
-        self.clock = id = self.clock + 1
+        next_id = self.clock + 1
+        self.clock = id = op.index if op is not None and op.index == next_id else next_id  # one int object, mostly
         values, storage = self._values, tensor.untyped_storage()
         if sid not in values:
             # While a weak reference lives, no other storage gets this address.
@@ -554,7 +556,7 @@ class Tape(TorchDispatchMode, Region):
         if self._whole.pop(sid, None) is not None and info.targets == (0,) and not info.moves:  # `out=` resizes
             self._whole[sid] = new
         if _INDUCTOR in _modules:
-            new.version = max(value.version, _torch.version(target) + 1)
+            self._written[sid] = _torch.version(target) + 1
         is_partly = target.nbytes < new.nbytes if info.overwrites else info.allocates and new.nbytes > value.nbytes
         if is_partly and (value.state is UNFILLED or info.allocates):  # the latter is `resize_`
             new.state = UNFILLED
@@ -566,8 +568,9 @@ class Tape(TorchDispatchMode, Region):
             if type(arg) is list or type(arg) is tuple:
                 self._notice_writes(arg)
             elif type(arg) is Tensor and _has_storage(arg):
-                value = self._values.get(_storage_id(arg))
-                if value is not None and value.op is not None and _torch.version(arg) > value.version:
+                sid = _storage_id(arg)
+                value = self._values.get(sid)
+                if value is not None and value.op is not None and _torch.version(arg) > self._written.get(sid, 0):
                     self._now_outside(self._on_storages(arg))
 
     def _refer_to_written(self, arg: Any, reads: list[Value], info: Info, outside: dict[int, Tensor]) -> Any:

@@ -35,7 +35,7 @@ VOLATILE = "from outside and written by the region: others will write it again, 
 class Value:
     """One storage between two writes: `op` made it, or it is `held`."""
 
-    __slots__ = ("geometry", "held", "id", "nbytes", "op", "parts", "saved", "state", "version")
+    __slots__ = ("geometry", "held", "id", "nbytes", "op", "parts", "saved", "state")
 
     def __init__(self, id: int, op: Op | None, nbytes: int, geometry: Geometry | None) -> None:
         self.id = id
@@ -46,7 +46,6 @@ class Value:
         self.parts: dict[Geometry, Held] | None = None  # what enclosing hooks have packed besides
         self.saved = 0  # how many bytes of it autograd has saved
         self.state: str | None = None
-        self.version = 0  # of what recorded operators have made, at most
 
     def hold(self, tensor: Tensor, geometry: Geometry | None, hooks: Saver, reader: Name) -> None:
         """Hold the value, which is from outside, as it is now. `tensor` lies on it like that; None as `reader`: no
