@@ -2,6 +2,9 @@
 
 import contextlib
 import gc
+import getpass
+import os
+import tempfile
 
 import beside
 import pytest
@@ -14,6 +17,10 @@ with contextlib.suppress(ImportError):  # the compiler shows progress where tqdm
     import tqdm
 
     tqdm.tqdm.monitor_interval = 0  # its thread makes objects while tests count them
+
+# Inductor's cache doesn't tell instruction sets apart (as of torch 2.15): code for another one ends the process.
+_cache = f"torchinductor_{getpass.getuser()}_{torch.backends.cpu.get_cpu_capability()}"
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(tempfile.gettempdir(), _cache))
 
 settings.register_profile("ci", derandomize=True, deadline=None, database=None, print_blob=True)
 settings.load_profile("ci")
