@@ -43,6 +43,7 @@ class Info:
         # were decided in the forward.
         views = not self.writes and all(a is not None and not a.is_write for a in aliases)
         self.ignored = base in IGNORED or (schema is not None and views and not self.communicates)
+        self.viewed = next((i for i, argument in enumerate(arguments) if argument.alias_info is not None), 0)
         self.relays = base not in ("detach", "alias")  # its result may lie on the storage in another way
         self.inplace = bool(self.writes) and all(a is not None and a.is_write for a in aliases)
         # Without filling.

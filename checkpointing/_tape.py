@@ -327,7 +327,7 @@ class Tape(TorchDispatchMode, Region):
     def _see_view(self, info: Info, args: Any) -> None:
         """What an operator is about to look at has views from here on."""
         try:
-            self._whole.pop(_storage_id(args[0]), None)
+            self._whole.pop(_storage_id(args[info.viewed]), None)
         except (IndexError, RuntimeError, TypeError):  # no tensor, or none with a storage
             self._whole.clear()
         if info.name == "aten::set_":  # it may lie on any storage now

@@ -60,6 +60,29 @@ def another_thread_in_opaque(x, y):
 
 
 @case
+def views_of_another_thread_in_opaque(x, y):
+    h, views = x @ y.t(), []
+    thread = threading.Thread(target=lambda: views.append(h.t()))
+    with opaque():
+        thread.start()
+        thread.join()
+    return views[0] @ h, h.sin()
+
+
+_library = torch.library.Library("checkpointing_limits", "FRAGMENT")
+_library.define("second_transposed(Tensor y, Tensor(a) x) -> Tensor(a)")
+_library.impl("second_transposed", lambda y, x: x.t(), "CompositeExplicitAutograd")
+
+
+@case
+def a_custom_operator_that_views_its_second_argument(x, y):
+    h = x @ y.t()
+    with torch.no_grad():
+        view = torch.ops.checkpointing_limits.second_transposed(x, h)
+    return (view @ h).sin() * h
+
+
+@case
 def operators_in_opaque(x, y):
     h = x * y
     with opaque():
