@@ -335,3 +335,16 @@ def test_an_operator_that_makes_another_size_in_replay_is_an_error(use):
             y = use(torch.ops.checkpointing_tests.growing(torch.rand(3) * 2) * w) * w
         with pytest.raises(CheckpointError, match=r"grown.*growing.* made 16 bytes .* 20 in the recompute"):
             y.sum().backward()
+
+
+def test_jagged_tensors_made_inside_have_other_ragged_sizes_each_time():
+    """As under torch's own checkpoint: a size that depends on the data is known by the tensor it was read from."""
+
+    def ragged(x):
+        return torch.nested.nested_tensor_from_jagged(x.sin(), offsets=torch.tensor([0, 1, 4])).sin().values()
+
+    x = torch.ones(4, 3, requires_grad=True)
+    with pytest.raises(MismatchError, match="metadata"):
+        checkpointed(ragged)(x).sum().backward()
+    (want,) = torch.autograd.grad(x.sin().sin().sum(), x)
+    assert torch.equal(torch.autograd.grad(checkpointed(ragged, backend="replay")(x).sum(), x)[0], want)
