@@ -152,8 +152,7 @@ class Run:
 
     def differences(self, other: "Run") -> list[str]:
         """What isn't bit for bit as in ``other``."""
-        theirs = other.left()
-        return [part for part, tensors in self.left().items() if not all(map(same_bits, tensors, theirs[part]))]
+        return [part for part, tensors in self.left().items() if not all(map(same_bits, tensors, other.left()[part]))]
 
     def measured(self, text: Tensor, way: Way | None = None) -> "Step":
         """One more step, which nobody times."""
@@ -207,6 +206,7 @@ def step_on_cpu(forward: Callable[[], Tensor]) -> Step:
     """Add up the profiler's memory events: one for each block allocated or freed, in bytes."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it reports its own start and stop on stderr
     flops = Flops()  # type: ignore[no-untyped-call]
+    gc.collect()  # what others have left would be counted when it goes
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled, flops:
         loss, flops_forward = forward(), flops.total
         with record_function("between"):

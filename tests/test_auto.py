@@ -21,6 +21,8 @@ from checkpointing import auto, checkpoint_scope, checkpointed, keep, save_tagge
 sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
 import programs
 
+pytestmark = pytest.mark.usefixtures("frozen")  # memory is measured after collections, which are quick then
+
 
 def scoped(fn, **options):
     """`fn` in a scope with the policy `auto`."""

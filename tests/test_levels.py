@@ -32,6 +32,8 @@ step.register_autograd(
     setup_context=lambda ctx, inputs, output: ctx.save_for_backward(output),
 )
 
+pytestmark = pytest.mark.usefixtures("frozen")  # memory is measured after collections, which are quick then
+
 
 def chain(n):
     """`n` equal steps."""

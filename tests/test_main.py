@@ -10,6 +10,8 @@ import torch
 from checkpointing import __main__ as job
 from checkpointing import checkpointed
 
+pytestmark = pytest.mark.usefixtures("frozen")  # memory is measured after collections, which are quick then
+
 SMALL = ["--steps", "2", "--layers", "3", "--width", "32", "--context", "64", "--batch", "4"]
 
 

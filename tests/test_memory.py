@@ -10,6 +10,8 @@ from torch.utils.checkpoint import checkpoint
 from checkpointing import __main__ as job
 from checkpointing import checkpoint_scope, keep
 
+pytestmark = pytest.mark.usefixtures("frozen")  # memory is measured after collections, which are quick then
+
 DEPTH, WIDTH, ROWS = 12, 32, 64
 ACTIVATION = ROWS * WIDTH * 4  # bytes
 
