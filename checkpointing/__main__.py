@@ -157,7 +157,6 @@ class Run:
     def measured(self, text: Tensor, way: Way | None = None) -> "Step":
         """One more step, which nobody times."""
         self.model.zero_grad(set_to_none=True)
-        gc.collect()
         step = step_on_cpu if self.device.type == "cpu" else step_on_accelerator
         return step(lambda: (way or self.way)(self.model, text))
 
@@ -224,6 +223,7 @@ def step_on_cpu(forward: Callable[[], Tensor]) -> Step:
 
 def step_on_accelerator(forward: Callable[[], Tensor]) -> Step:
     """Ask the allocator of the current device, which rounds each block up."""
+    gc.collect()
     torch.accelerator.reset_peak_memory_stats()
     before = torch.accelerator.memory_allocated()
     with Flops() as flops:  # type: ignore[no-untyped-call]

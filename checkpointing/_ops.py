@@ -43,8 +43,10 @@ class Info:
         # were decided in the forward.
         views = not self.writes and all(a is not None and not a.is_write for a in aliases)
         self.ignored = base in IGNORED or (schema is not None and views and not self.communicates)
-        self.viewed = next((i for i, argument in enumerate(arguments) if argument.alias_info is not None), 0)
-        self.relays = base not in ("detach", "alias")  # its result may lie on the storage in another way
+        # Whether its result may lie in another way than an argument, and which one that is; None: any (`set_`).
+        aliased = [i for i, argument in enumerate(arguments) if argument.alias_info is not None]
+        self.relays = any(a is not None for a in aliases) and base not in ("detach", "alias")
+        self.viewed = aliased[0] if aliased and not self.writes else None
         self.inplace = bool(self.writes) and all(a is not None and a.is_write for a in aliases)
         # Without filling.
         self.allocates = name == "aten::resize_" or name.startswith(("aten::empty", "aten::new_empty"))

@@ -185,7 +185,6 @@ class Tape(TorchDispatchMode, Region):
             value = self._values.get(_storage_id(tensor))
             # There is nothing yet in memory that has only been allocated.
             if value is not None and value.op is not None and not (value.state is UNFILLED and value.nbytes):
-                self._whole.clear()
                 hooks = self.hooks if mover is None or not mover.takes(tensor) else mover
                 value.keep(tensor, hooks)
                 self.kept_bytes += value.nbytes
@@ -259,12 +258,11 @@ class Tape(TorchDispatchMode, Region):
         kind: Any = type(tensor)
         if kind is _Parameter:
             value = self._values.get(_storage_id(tensor)) if _has_storage(tensor) else None
-            if value is not None and (held := value.held) is not None and held.packed is tensor:
-                if reads is None:
-                    return value
-                if held.name is not None:
-                    reads.append(value)
-                    return value
+            held = None if value is None else value.held
+            if held is not None and held.packed is tensor and (reads is None or held.name is not None):
+                if reads is not None:
+                    reads.append(cast(Value, value))
+                return cast(Value, value)
             kind = None
         elif kind is Tensor:
             kind = None
@@ -326,11 +324,10 @@ class Tape(TorchDispatchMode, Region):
 
     def _see_view(self, info: Info, args: Any) -> None:
         """What an operator is about to look at has views from here on."""
-        try:
-            self._whole.pop(_storage_id(args[info.viewed]), None)
-        except (IndexError, RuntimeError, TypeError):  # no tensor, or none with a storage
-            self._whole.clear()
-        if info.name == "aten::set_":  # it may lie on any storage now
+        viewed = None if info.viewed is None else args[info.viewed]
+        if isinstance(viewed, Tensor) and _has_storage(viewed):
+            self._whole.pop(_storage_id(viewed), None)
+        else:
             self._whole.clear()
 
     def _look(self, info: Info) -> None:
@@ -596,9 +593,8 @@ class Tape(TorchDispatchMode, Region):
 
 def _is_outside(value: Value | None, info: Info) -> bool:
     """Whether what is written can't be made again: it was there before, or something unseen has filled it."""
-    if value is None or value.op is None:
-        return value is None or value.state is not KEPT
-    return value.state is UNFILLED and not (info.overwrites or info.allocates)
+    fills = info.overwrites or info.allocates
+    return value is None or value.is_outside or (value.state is UNFILLED and not fills)
 
 
 def _is_cheap_to_hold(value: Value) -> bool:

@@ -8,8 +8,11 @@ a checkpointed function. What a word must equal is the word with nothing but its
     a  a scope that places its own checkpoints: as many as it can;  b  on a small budget
 """
 
+import copy
 import dataclasses
 import functools
+import io
+import pickle
 import threading
 import warnings
 from collections import Counter
@@ -19,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.optim.swa_utils import AveragedModel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from checkpointing import auto, checkpoint_scope, checkpointed
@@ -326,3 +330,19 @@ class Watching(TorchDispatchMode):
     def alive(self, *names: str) -> list[str]:
         """The operators whose results live, in the order in which they ran; only those named, if any are."""
         return [name for name, ref in self.made if not ref.expired() and (not names or name in names)]
+
+
+def saved_and_loaded(model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+# How programs copy models.
+COPIES = {
+    "deepcopy": copy.deepcopy,
+    "AveragedModel": lambda model: AveragedModel(model).module,
+    "torch.save": saved_and_loaded,
+    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
+}

@@ -4,7 +4,6 @@ import copy
 import functools
 import gc
 import inspect
-import io
 import itertools
 import pickle
 import re
@@ -13,11 +12,10 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
-from oracle import bits, count
+from oracle import COPIES, bits, count
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.optim.swa_utils import AveragedModel
 
 from checkpointing import (
     ChangedError,
@@ -147,30 +145,20 @@ def test_shared_modules_once():
     assert step(model) == (want, 3)
 
 
-def saved_and_loaded(model):
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
-COPIES = {
-    "deepcopy": copy.deepcopy,
-    "AveragedModel": lambda model: AveragedModel(model).module,
-    "torch.save": saved_and_loaded,
-    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
+WITH_FORWARDS = {
+    **COPIES,
     "pickled by the forward of a block": lambda model: pickle.loads(pickle.dumps((model.layers[0].forward, model)))[1],
     "with its handle": lambda model: copy.deepcopy((model.layers[1].forward, model))[1],
 }
 
 
-@pytest.mark.parametrize("how", COPIES)
+@pytest.mark.parametrize("how", WITH_FORWARDS)
 @each_option
 def test_copies_run_their_own_parameters_in_regions(how, options):
     """And get the gradients; the original's are left alone, and it still runs its own."""
     model = Model()
     handle = checkpoint_modules(model, "layers.*", **options)
-    twin, plain_twin = COPIES[how](model), Model()
+    twin, plain_twin = WITH_FORWARDS[how](model), Model()
     with torch.no_grad():
         for p in twin.parameters():
             p.mul_(2)

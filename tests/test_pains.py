@@ -12,11 +12,8 @@
 
 import contextlib
 import contextvars
-import copy
 import functools
-import io
 import logging
-import pickle
 import sys
 import types
 import weakref
@@ -24,14 +21,13 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
-from oracle import bits, count
+from oracle import COPIES, bits, count
 from oracle import c as rerun
 from oracle import r as replay
 from oracle import s as scope
 from torch import nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.optim.swa_utils import AveragedModel
 
 from checkpointing import CheckpointError, MismatchError, checkpointed
 from checkpointing.torch_compat import checkpoint
@@ -401,21 +397,6 @@ WRAPPED = {
     "instance in an attribute, replay": lambda: Model(Block, "replay"),
     "forward of the instance": lambda: with_forward("rerun"),
     "forward of the instance, replay": lambda: with_forward("replay"),
-}
-
-
-def saved_and_loaded(model):
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
-COPIES = {
-    "deepcopy": copy.deepcopy,
-    "AveragedModel": lambda model: AveragedModel(model).module,
-    "torch.save": saved_and_loaded,
-    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
 }
 
 
