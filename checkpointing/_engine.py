@@ -28,8 +28,8 @@ failed backward leaves them behind. Here they end with the graph task, whatever 
 from __future__ import annotations
 
 import sys
-import threading
 import weakref
+from _thread import RLock
 from collections.abc import Callable, Container, Iterable
 from functools import partial
 from typing import Any, cast
@@ -130,7 +130,7 @@ class Frame:
         self.holders: list[weakref.ref[Holder]] = []
         self.tasks: dict[Any, TaskTensors] = {}
         # The worker threads of one graph task may open one frame at once: who waits wants what is being computed.
-        self.lock = threading.RLock()
+        self.lock = RLock()
 
     def __str__(self) -> str:
         return self.prefix or self.place
@@ -209,12 +209,10 @@ class Frame:
 
 def unpack(holder: Holder) -> Tensor:
     """Autograd's unpack hook, the same for all regions."""
-    frame = holder.frame
-    key = graph_task_id()
+    frame, key = holder.frame, graph_task_id()
     task = frame.tasks.get(key)
-    tensor = None if task is None else task.ready.get(holder.slot)
-    if tensor is not None:
-        task.ready[holder.slot] = None  # type: ignore[union-attr]
+    if task is not None and (tensor := task.ready.get(holder.slot)) is not None:
+        task.ready[holder.slot] = None
     elif holder.saved is None or (tensor := frame.source.at_hand(holder, frame)) is None:
         tensor = frame.bring_back(holder, key)
     if (reader := _getframe().f_back) and reader.f_code is not _backward_code:  # None: a thread of the autograd engine
@@ -311,7 +309,7 @@ class Recompute:
         if self.frame.early_stop:
             for ref in reversed(holders):
                 holder = ref()
-                if holder is not None and (holder.slot not in ready or holder is self.holder):
+                if holder is self.holder or (holder is not None and holder.slot not in ready):
                     self._last = holder.slot
                     break
 
@@ -321,24 +319,25 @@ class Recompute:
         that backward inside the rerun works (rule 6); detached, because a graph must not own itself.
         """
         self._slot = slot = self._slot + 1
-        frame, tensor = self.frame, given
+        kind, frame, tensor = type(given), self.frame, given
         if given.requires_grad:
-            if type(given) is not _Parameter:
+            if kind is not _Parameter:
                 tensor = given.detach()
         elif self.rewound and (copy := self.copies.pop(id(given), None)) is not None:
             tensor = copy
         elif self.rewound and _torch.has_storage(given) and _torch.storage_id(given) in self.rewound:
             (tensor,) = without_recording(_torch.clones, [given])
-        elif given._version == 0 and type(given) is Tensor:
+        elif kind is Tensor and given._version == 0:
             self._unfilled = node_count()
         if slot < self._count:
             holder = frame.holders[slot]()
             if holder is not None:
-                ready, check, saved = self.ready, frame.check, holder.saved
-                now = None if type(given) is Tensor and given._base is None else parameter_in(given)
+                ready, saved = self.ready, holder.saved
+                now = None if kind is Tensor and given._base is None else parameter_in(given)
                 if now != saved:
                     self._compare_parameters(holder, now)
                 if (slot not in ready or holder is self.holder) and (saved is None or not saved[2]):
+                    check = frame.check
                     if check is not None and (found := check(tensor)) != holder.metadata:
                         self._note_mismatch(holder, found, given)
                     ready[slot] = tensor
@@ -557,7 +556,7 @@ class Held:
                 raise errors.changed(where, named(self.name)) from error
         if live is not None and (version := _torch.version(live)) != self._version:
             raise errors.changed(where, named(self.name, live), self._version, version)
-        return cast(Tensor, tensor)
+        return tensor  # type: ignore[no-any-return]
 
 
 _save_input, _unpack_saved = _torch.save_input, _torch.SavedTensor.unpack

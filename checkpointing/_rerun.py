@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextvars
 import functools
 import math
+import operator
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from types import CellType, CodeType, FunctionType, MethodType
@@ -431,16 +432,17 @@ class Buffers:
             for parameter in parameters.values():
                 if parameter is not None and not parameter.is_cpu:
                     inputs.devices |= {parameter.device}
-            for name, tensor in buffers.items() if buffers else ():
-                self._entries.append((buffers, name, tensor))
-                if tensor is None:
-                    continue
+            if not buffers:
+                continue
+            self._entries.append((buffers, dict(buffers)))
+            # The kernels of normalisation leave no trace that could be guarded.
+            most = 0 if not module.training else math.inf if isinstance(module, _Norm) else _SMALL
+            for name, tensor in buffers.items():
                 is_plain = type(tensor) is Tensor and _has_storage(tensor) and not tensor.is_inference()
-                # The kernels of normalisation leave no trace that could be guarded.
-                if is_plain and module.training and (tensor.nbytes <= _SMALL or isinstance(module, _Norm)):
+                if is_plain and most and tensor.nbytes <= most:
                     small.append(tensor)
-                    continue
-                self._guarded.append((module, name, tensor, _torch.version(tensor)))
+                elif tensor is not None:
+                    self._guarded.append((module, name, tensor, _torch.version(tensor)))
         self._then = _Moment(small)
 
     def __bool__(self) -> bool:
@@ -449,8 +451,7 @@ class Buffers:
     def rewound(self) -> tuple[set[int], dict[int, Tensor]]:
         """The storages that are, and by its id what each tensor on them holds."""
         then = self._then
-        copies = {id(t): copy for t, m, copy in zip(then.tensors, then.memory, then.values, strict=True) if t is m}
-        return set(map(_torch.storage_id, then.tensors)), copies
+        return set(map(_torch.storage_id, then.tensors)), dict(zip(map(id, then.memory), then.values, strict=True))
 
     def enter(self, where: object, undo: Undo) -> None:
         """Go back; `undo` is given the way out."""
@@ -458,25 +459,22 @@ class Buffers:
             if _torch.version(tensor) != version:
                 what = named((type(module).__name__, Field(name)), tensor)
                 raise errors.changed(where, what, version, _torch.version(tensor))
-        undo.append((_set, [(store, name, store.get(name, _GONE)) for store, name, _ in self._entries]))
+        undo.append((_set, [(store, dict(store)) for store, _ in self._entries]))
         undo.append((_Moment.go_back, self._then.again()))
         _set(self._entries)
         self._then.go_back()
 
 
-Entries = list[tuple[dict[str, Any], str, Tensor | None]]  # a module's dict, name, what was there
+Entries = list[tuple[dict[str, Any], dict[str, Any]]]  # a module's dict, what was in it
 
 
 def _set(entries: Entries) -> None:
     """Buffers may have been set to other tensors."""
-    for store, name, tensor in entries:
-        if tensor is _GONE:
-            store.pop(name, None)
-        elif store.get(name, _GONE) is not tensor:
-            store[name] = tensor
-
-
-_GONE: Any = object()
+    for store, then in entries:
+        if store.keys() != then.keys() or not all(map(operator.is_, store.values(), then.values())):
+            store.update(then)
+            for name in store.keys() - then.keys():
+                del store[name]
 
 
 class _Moment:
