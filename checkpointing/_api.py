@@ -285,13 +285,16 @@ def checkpointed(fn: Any = None, /, **options: Unpack[Given]) -> Any:
     Source of the method: Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost"; saved-tensors hooks as in
     `torch.utils.checkpoint.checkpoint(use_reentrant=False)`.
     """
-    chosen = of_function(**options)
+    chosen = options_of("checkpointed", options)
     return functools.partial(_wrap, options=chosen) if fn is None else _wrap(fn, chosen)
 
 
-def of_function(**given: Unpack[Given]) -> Options:
-    """The options of regions around a function, checked."""
-    options = Options(**given).checked()
+def options_of(door: str, given: Any, *backend: Any) -> Options:
+    """What a door was given, checked; some have a backend of their own."""
+    known = Options._fields[len(backend) :]
+    if unknown := [name for name in given if name not in known]:
+        raise TypeError(f"{door} has no option {unknown[0]!r}, only {', '.join(known)}")
+    options = Options(*backend, **given).checked()
     if options.backend == "reentrant":
         _reentrant.warn_once()
     return options
@@ -341,8 +344,7 @@ class _CheckpointedObject:
     """A callable object, run in regions. Copies and pickles as what it holds."""
 
     def __init__(self, fn: Any, options: Options) -> None:
-        self.__wrapped__ = fn
-        self.options = options
+        self.__wrapped__, self.options = fn, options
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         fn, options = self.__wrapped__, self.options
@@ -536,7 +538,7 @@ class checkpoint_scope:
     __slots__ = ("_block", "_entered", "_name", "_options")
 
     def __init__(self, **options: Unpack[GivenToScope]) -> None:
-        self._options = Options("replay", **options).checked() if options else _SCOPE_DEFAULTS
+        self._options = options_of("checkpoint_scope", options, "replay") if options else _SCOPE_DEFAULTS
         self._entered = False
         self._block: Any = None
 

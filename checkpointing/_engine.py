@@ -261,9 +261,6 @@ class Recompute:
     _stopped = False
     ran_to_its_end = False  # set by an in-order source that was not stopped
     rewound: Container[int] = ()  # storages that hold what they did before the forward, until the rerun ends
-    # By the ids of their tensors: what each holds, until the rerun saves it. (Kernels that write a buffer without a
-    # trace save it before.)
-    copies: dict[int, Tensor]
 
     def __init__(self, frame: Frame, task: TaskTensors, holder: Holder) -> None:
         self.frame = frame
@@ -323,8 +320,6 @@ class Recompute:
         if given.requires_grad:
             if kind is not _Parameter:
                 tensor = given.detach()
-        elif self.rewound and (copy := self.copies.pop(id(given), None)) is not None:
-            tensor = copy
         elif self.rewound and _torch.has_storage(given) and _torch.storage_id(given) in self.rewound:
             (tensor,) = without_recording(_torch.clones, [given])
         elif kind is Tensor and given._version == 0:

@@ -66,10 +66,7 @@ def checkpoint_modules(model: nn.Module, select: Select, /, **options: Unpack[_a
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"checkpoint_modules takes a module, not {model!r}")
-    unknown = [name for name in options if name not in _api.Options._fields]
-    if unknown:
-        raise TypeError(f"checkpoint_modules has no option {unknown[0]!r}, only {', '.join(_api.Options._fields)}")
-    chosen = _api.of_function(**options)
+    chosen = _api.options_of("checkpoint_modules", options)
     picks = _as_function(select)
     picked: dict[nn.Module, str] = {}
     for name, module in model.named_modules(remove_duplicate=False):

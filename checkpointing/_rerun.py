@@ -229,7 +229,7 @@ class Rerun(Region, Source, Inputs):
         try:
             context = self.go_back(where, undo)
             if self._buffers is not None:
-                request.rewound, request.copies = self._buffers.rewound()
+                request.rewound = self._buffers.storages()
             if self._pins or self._results or self.policy is not None:
                 thread.region = Repeated(self._pins, self._results, self.policy, where)
             request.begin_in_order()
@@ -434,7 +434,7 @@ class Buffers:
                     inputs.devices |= {parameter.device}
             if not buffers:
                 continue
-            self._entries.append((buffers, dict(buffers)))
+            self._entries.append((module, dict(buffers)))
             # The kernels of normalisation leave no trace that could be guarded.
             most = 0 if not module.training else math.inf if isinstance(module, _Norm) else _SMALL
             for name, tensor in buffers.items():
@@ -448,10 +448,9 @@ class Buffers:
     def __bool__(self) -> bool:
         return bool(self._entries)
 
-    def rewound(self) -> tuple[set[int], dict[int, Tensor]]:
-        """The storages that are, and by its id what each tensor on them holds."""
-        then = self._then
-        return set(map(_torch.storage_id, then.tensors)), dict(zip(map(id, then.memory), then.values, strict=True))
+    def storages(self) -> set[int]:
+        """Those that are rewound."""
+        return set(map(_torch.storage_id, self._then.tensors))
 
     def enter(self, where: object, undo: Undo) -> None:
         """Go back; `undo` is given the way out."""
@@ -459,22 +458,24 @@ class Buffers:
             if _torch.version(tensor) != version:
                 what = named((type(module).__name__, Field(name)), tensor)
                 raise errors.changed(where, what, version, _torch.version(tensor))
-        undo.append((_set, [(store, dict(store)) for store, _ in self._entries]))
+        undo.append((_set, [(module, dict(module._buffers)) for module, _ in self._entries]))
         undo.append((_Moment.go_back, self._then.again()))
         _set(self._entries)
         self._then.go_back()
 
 
-Entries = list[tuple[dict[str, Any], dict[str, Any]]]  # a module's dict, what was in it
+Entries = list[tuple[nn.Module, dict[str, Any]]]  # with the buffers that it had
 
 
 def _set(entries: Entries) -> None:
-    """Buffers may have been set to other tensors."""
-    for store, then in entries:
+    """Buffers may have been set to other tensors. What is not persistent is a cache, with something beside it that says
+    what is in it (the length that rotary embeddings have grown to): it stays as it is."""
+    for module, then in entries:
+        store, caches = module._buffers, module._non_persistent_buffers_set
         if store.keys() != then.keys() or not all(map(operator.is_, store.values(), then.values())):
-            store.update(then)
-            for name in store.keys() - then.keys():
-                del store[name]
+            kept = {name: store[name] for name in caches if name in store}
+            store.clear()
+            store.update({**then, **kept})
 
 
 class _Moment:

@@ -110,8 +110,8 @@ def other_parameter(where: object, slot: int, line: str, was_one: bool, is_one: 
     return MismatchError(
         f"{where}: in slot {slot}, at {line}, the recompute meets {'a' if is_one else 'no'} parameter where the "
         f"forward met {then}. Parameters have been exchanged in between (`torch.func.functional_call` around a region "
-        "does that), so calling the function again would use others. Use backend='replay', which calls nothing again, "
-        "or put the exchange inside the region."
+        "does that), so calling the function again would use others, or frozen or unfrozen (`requires_grad_`). Use "
+        "backend='replay', which calls nothing again, or change them inside the region, or after backward."
     )
 
 

@@ -247,6 +247,23 @@ def test_backward_in_another_grad_mode(door, mode):
     assert run(door) == run(plain)
 
 
+@pytest.mark.parametrize("early_stop", [True, False])
+def test_a_switch_that_a_function_puts_back_without_try_stays_set_where_the_rerun_is_stopped(early_stop):
+    """A limit, of torch's own checkpoint as well."""
+
+    def fn(x):
+        torch.set_default_dtype(torch.float64)
+        y = x.exp()
+        torch.set_default_dtype(torch.float32)
+        return y
+
+    try:
+        checkpointed(fn, early_stop=early_stop)(leaf()).sum().backward()
+        assert torch.get_default_dtype() is (torch.float64 if early_stop else torch.float32)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def test_the_order_of_modes_is_kept_and_they_may_be_used_again():
     """As in the forward; the mode object may be around the backward as well."""
     Scaling.order.clear()

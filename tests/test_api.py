@@ -205,8 +205,10 @@ def test_fn_is_positional_only_and_options_are_keyword_only():
         with pytest.raises(TypeError):
             call()
     for door in (checkpointed, checkpoint_scope):
-        with pytest.raises(TypeError, match="polcy"):
+        with pytest.raises(TypeError, match=f"{door.__name__} has no option 'polcy', only .*enabled"):
             door(polcy=None)
+    with pytest.raises(TypeError, match="checkpoint_scope has no option 'backend', only enabled"):
+        checkpoint_scope(backend="rerun")
     with pytest.raises(TypeError):
         checkpoint_scope(True)
 
