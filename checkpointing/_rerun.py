@@ -458,7 +458,7 @@ class Buffers:
             if _torch.version(tensor) != version:
                 what = named((type(module).__name__, Field(name)), tensor)
                 raise errors.changed(where, what, version, _torch.version(tensor))
-        undo.append((_set, [(module, dict(module._buffers)) for module, _ in self._entries]))
+        undo.append((_set, [(module, dict(_torch.buffers_of_module(module)[0])) for module, _ in self._entries]))
         undo.append((_Moment.go_back, self._then.again()))
         _set(self._entries)
         self._then.go_back()
@@ -471,7 +471,7 @@ def _set(entries: Entries) -> None:
     """Buffers may have been set to other tensors. What is not persistent is a cache, with something beside it that says
     what is in it (the length that rotary embeddings have grown to): it stays as it is."""
     for module, then in entries:
-        store, caches = module._buffers, module._non_persistent_buffers_set
+        store, caches = _torch.buffers_of_module(module)
         if store.keys() != then.keys() or not all(map(operator.is_, store.values(), then.values())):
             kept = {name: store[name] for name in caches if name in store}
             store.clear()

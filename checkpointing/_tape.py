@@ -285,6 +285,8 @@ class Tape(TorchDispatchMode, Region):
         op = value.op
         if op is not None:
             if value.state is UNFILLED and value.nbytes:  # filled by something unseen (a raw kernel, ctypes, NumPy)
+                if reads is not None and isinstance(self.outer, Tape):
+                    self.outer.reference(tensor, [])  # else it would take this for what autograd saves to be filled
                 value = self._from_outside(value, tensor, geometry, reads)
             elif op.index < self._last_cut:
                 self._read_across(value, tensor)
@@ -436,6 +438,9 @@ class Tape(TorchDispatchMode, Region):
                 places = info.targets
                 written = args[0] if places == (0,) else [kwargs.get(p) if type(p) is str else args[p] for p in places]
                 targets = self._on_storages(written)
+                if any((value := self._values.get(sid)) is not None and value.state is UNFILLED for sid in targets):
+                    # What it reads may be another part of that: then it has been filled unseen, and is from outside.
+                    self._refer([arg for i, arg in enumerate(args) if i not in places], [])
                 outside = {sid: targets[sid] for sid in targets if _is_outside(self._values.get(sid), info)}
                 if info.communicates or (info.inplace and len(outside) == len(targets)):
                     return self._run_outside(info, targets, args, kwargs)
@@ -514,7 +519,7 @@ class Tape(TorchDispatchMode, Region):
                 for held in () if value is None else value.all_held:
                     if updates and (held.name is not None or self.is_checked):
                         held.freeze()  # something else has read it, besides the node that saves it
-                    held.name = held.name or self._running
+                    held.name = held.name or (self._running if updates else None)
                 if updates:
                     updated[sid], args[i] = args[i], None
                 elif value is None or value.op is None:

@@ -130,10 +130,9 @@ def shows_users_hooks(mode: Any) -> Iterator[None]:
 
 def is_tracing() -> bool:
     """Whether AOTAutograd, export or `make_fx` is tracing."""
-    return _C._get_dispatch_mode(_PROXY) is not None or _is_exporting()
+    return _C._get_dispatch_mode(_C._TorchDispatchModeKey.PROXY) is not None or _is_exporting()
 
 
-_PROXY = _C._TorchDispatchModeKey.PROXY
 _is_exporting: Callable[[], bool] = torch.compiler.is_exporting  # without a mode there, where export isn't strict
 
 
@@ -146,6 +145,8 @@ is_checkpoint_valid: Callable[[], bool] = torch.autograd._is_checkpoint_valid
 # The dictionaries of a module's children, parameters and buffers: without the names, sets and generators of the public
 # iterators, and without the checks of `setattr`.
 parts_of_module: Callable[[nn.Module], Any] = operator.attrgetter("_modules", "_parameters", "_buffers")
+# Its buffers by name, and which of the names are not persistent.
+buffers_of_module: Callable[[nn.Module], Any] = operator.attrgetter("_buffers", "_non_persistent_buffers_set")
 
 # The Python function in whose frames a module's `forward` runs.
 module_call_code: CodeType = cast(Any, nn.Module._wrapped_call_impl).__code__

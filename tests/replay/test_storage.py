@@ -349,6 +349,30 @@ def empty_filled_by_slices(x, y, w):
 
 
 @case
+def empty_filled_from_other_parts_of_itself(x, y, w):
+    with torch.no_grad():
+        twice, powers = torch.empty(8, 6, dtype=x.dtype), torch.empty(4, 6, dtype=x.dtype)
+        twice[:4] = x
+        twice[4:] = twice[:4]
+        powers[0] = y[0]
+        for i in range(3):
+            torch.mul(powers[i], 2, out=powers[i + 1])
+    return twice[2:6] * x, powers * y
+
+
+@case(whole=True)
+def empty_read_between_writes_in_nested_regions(region, x, y, w):
+    def f(x):
+        h = torch.empty(2, 6, dtype=x.dtype)
+        h[0] = x[0].detach()
+        z = (h[0] * 2) * x
+        h[1] = 5.0
+        return z.sin(), h * x[:2]
+
+    return region(lambda x: region(f, x), x)
+
+
+@case
 def kv_cache(x, y, w):
     cache = torch.zeros(8, 4, 6, dtype=x.dtype)
     out = []

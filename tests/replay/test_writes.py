@@ -98,6 +98,16 @@ def statistics_read_inside(region, x, y, m):
     return region(f, x), region(f, y)
 
 
+@case(whole=True, make=leaves(lambda: nn.BatchNorm1d(6)), doors=("scope", "replay", "auto"))
+def evaluation_before_training(region, x, y, m):
+    def f(x, y):
+        h = m.eval()(x.sin())
+        m.train()(y.detach() * 3)
+        return h
+
+    return region(f, x, y)
+
+
 # ---- outside: each write once
 @case(whole=True, doors=REPLAY)
 def activation_in_place_from_before(region, x, y):
