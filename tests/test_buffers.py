@@ -616,6 +616,35 @@ def test_the_first_buffer_of_a_module_made_inside_a_region_is_written_again():
     assert (calls(before=0), calls(before=1)) == (2, 1)
 
 
+class Initialised(nn.Module):
+    """By the first data that it meets; that it has been, an attribute says."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("scale", torch.ones(4))
+        self.is_new = True
+
+    def forward(self, x):
+        if self.is_new:
+            self.scale.copy_(x.detach().abs().sum(0) + 1)
+            self.is_new = False
+        return (x * self.scale).square()
+
+
+def test_a_buffer_is_rewound_and_an_attribute_beside_it_is_not():
+    """A limit, which one call before lifts."""
+
+    def gradient(door, before):
+        model, x = Initialised(), leaf()
+        for _ in range(before):
+            model(x)
+        door(model)(x).sum().backward()
+        return bits(x.grad)
+
+    assert gradient(checkpointed, before=1) == gradient(plain, before=1)
+    assert gradient(checkpointed, before=0) != gradient(plain, before=0)
+
+
 class Momentum(nn.Module):
     """Updates a frozen parameter in its forward, as momentum encoders do."""
 
