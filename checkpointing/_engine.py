@@ -521,8 +521,9 @@ class Held:
         """Whether fetching it may cost a copy or a recompute."""
         return self._unpack is not None
 
-    def freeze(self) -> None:
-        """The tensor is about to be written by the region itself: hold a copy from here on."""
+    def freeze(self, copied: Callable[[], Tensor] | None = None) -> None:
+        """The tensor is about to be written by the region itself: hold a copy from here on. `copied` makes one, where
+        the tensor is at hand: hooks of others may be slow, or recompute."""
         unpack_ = self._unpack
         if unpack_ is None:
             self.packed = without_recording(_torch.clone_storage, self.packed)
@@ -536,7 +537,9 @@ class Held:
             torch.utils.swap_tensors(self.packed, copy)
         elif unpack_ is not unpack:  # an enclosing region of ours tells versions apart
             pack = cast(_torch.Hooks, self._hooks)[0]
-            self.packed = without_recording(lambda packed: pack(unpack_(packed).clone()), self.packed)
+            self.packed = without_recording(
+                lambda packed: pack(copied() if copied else unpack_(packed).clone()), self.packed
+            )
             self._guard = None
 
     def fetch(self, where: object) -> Tensor:

@@ -301,10 +301,10 @@ def auto(*, budget: int | str | None = None, segment: int | str | None = None) -
         budget: at most how many bytes the block may keep for backward at any moment of the forward; its inputs,
             parameters and states of random generators are not counted. An int, or text such as `"1.5 GiB"` or
             `"200 MB"`. Room that the checkpoints leave is used to keep what is dear to recompute per byte: results of
-            matrix products, convolutions and attention first. Where a stretch between two checkpoints saves more than the
-            budget, backward makes checkpoints inside of it while it recomputes it, and again inside of those, so that
-            it needs little more than the budget on each level: with the room of one checkpoint, memory grows like the
-            logarithm of depth.
+            matrix products, convolutions and attention first. Where a stretch between two checkpoints saves more than
+            the budget, backward makes checkpoints inside of it while it recomputes it, and again inside of those, so
+            that it needs little more than the budget on each level: with the room of one checkpoint, memory grows like
+            the logarithm of depth.
         segment: at most about how many bytes autograd saves between two checkpoints; int or text. None: the number
             of checkpoints grows like the square root of what the block saves, and so does the memory it needs. (With
             neither of the two there are none where operators save less than 256 bytes each, on average.)

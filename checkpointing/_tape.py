@@ -459,7 +459,7 @@ class Tape(TorchDispatchMode, Region):
                 named = dict(zip(kwargs, self._refer(named.values(), reads), strict=True))
             for sid in targets:
                 if (value := self._values.get(sid)) is not None and value.held is not None:
-                    value.freeze()  # what is held of it must not change
+                    value.freeze(targets[sid])  # what is held of it must not change
             run = info.run if not self._has_zeros else _torch.with_zeros(info.run)
             drew = info.may_draw
             if drew and (preserve or info.custom):
@@ -542,8 +542,9 @@ class Tape(TorchDispatchMode, Region):
         """Run what is never repeated: it only writes something from outside, or others would have to take part. These
         write mostly later, while other code runs; what comes in is held when it is first read: by then it has arrived.
         Whoever read the value before gets a copy."""
-        for value in filter(None, map(self._values.get, () if info.gathers else targets)):
-            value.freeze()  # what was gathered is there again, as it was before it had been given back
+        for sid in () if info.gathers else targets:  # what was gathered is as it was before it had been given back
+            if (value := self._values.get(sid)) is not None:
+                value.freeze(targets[sid])
         result = (info.run if not self._has_zeros else _torch.with_zeros(info.run))(*args, **kwargs)
         self._now_outside(targets, info.gathers)
         for sid, tensor in by_storage(result).items():

@@ -398,9 +398,12 @@ def overwrite(pair: tuple[list[Tensor], list[Tensor]]) -> None:
 def clone_storage(tensor: Tensor) -> Tensor:
     """`tensor` on a copy of its whole storage, lying there as before."""
     with torch.no_grad():
-        copy = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-        copy.set_(tensor.untyped_storage().clone())
-        return _lay_as(tensor, copy)
+        return _lay_as(tensor, clone_bytes(tensor))
+
+
+def clone_bytes(tensor: Tensor) -> Tensor:
+    """A copy of the whole storage."""
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage().clone())
 
 
 def _lay_as(tensor: Tensor, base: Tensor) -> Tensor:

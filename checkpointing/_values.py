@@ -62,7 +62,7 @@ class Value:
         if held.name is None and reader is not None:
             held.name = reader
             if self.state is VOLATILE:
-                held.freeze()
+                held.freeze(functools.partial(copied, tensor, geometry))
 
     def holding(self, geometry: Geometry | None) -> Held | None:
         """What is held of which a tensor that lies like this can be made. An alias of the storage will do for all."""
@@ -92,10 +92,11 @@ class Value:
     def is_parameter(self) -> bool:
         return any(held.is_parameter for held in self.all_held)
 
-    def freeze(self) -> None:
-        """It is about to be written: what is held of it must not change."""
-        for held in self.all_held:
-            held.freeze()
+    def freeze(self, live: Tensor | None = None) -> None:
+        """It is about to be written: what is held of it must not change. `live` lies on it."""
+        held = [] if self.held is None else [(None if self.state is KEPT else self.geometry, self.held)]
+        for geometry, each in (*held, *(self.parts or {}).items()):
+            each.freeze(None if live is None else functools.partial(copied, live, geometry))
 
 
 def geometry_of(tensor: Tensor) -> Geometry:
@@ -125,6 +126,12 @@ def are_disjoint(a: Geometry, b: Geometry) -> bool:
         apart = apart or i + size <= j or j + other <= i
         whole = stride
     return apart or start != other_start
+
+
+def copied(live: Tensor, geometry: Geometry | None) -> Tensor:
+    """A copy of what lies like this on the storage of a tensor; None: of all of it."""
+    copy = _torch.clone_bytes(live)
+    return copy if geometry is None else _torch.lay(copy, *geometry)
 
 
 def laid_out(tensor: Tensor, size: Any, stride: Any, offset: Any, dtype: torch.dtype, bits: int) -> Tensor:

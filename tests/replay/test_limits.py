@@ -150,6 +150,27 @@ def test_opaque_in_scopes_in_torchs_own_checkpoint():
     assert torch.equal(have, want)
 
 
+@pytest.mark.parametrize("policy", [None, [torch.ops.aten.mul.Tensor], auto(segment=16)])
+def test_what_a_scope_in_torchs_own_checkpoint_writes_is_copied_past_its_hooks(policy):
+    """Neither what it keeps nor what it has read from outside makes those run the function again at once."""
+    calls = []
+
+    def function(x):
+        calls.append(1)
+        x, outside = x * 2, torch.full((3,), 2.0)
+        with checkpoint_scope(policy=policy):
+            kept = (x * outside).sin() * 3
+            y = torch.relu_(kept) * x
+            return (y + outside.mul_(2)).sin() + y
+
+    x = torch.ones(3, requires_grad=True)
+    (want,) = torch.autograd.grad(function(x).sum(), x)
+    out = torch.utils.checkpoint.checkpoint(function, x, use_reentrant=False)
+    assert len(calls) == 2
+    assert torch.equal(torch.autograd.grad(out.sum(), x)[0], want)
+    assert len(calls) == 3
+
+
 def test_opaque_outside_of_regions_does_nothing():
     """Gradients pass through."""
     with opaque():
