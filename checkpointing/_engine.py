@@ -473,7 +473,7 @@ class Held:
     | a parameter, or a view of one (rule 2) | the tensor, or an alias | its own |
     | an argument of a rerun (`in_graph`) | what autograd saves for an operator, with its graph | its own, by autograd |
     | anything else, no hooks around | an alias | its own |
-    | ... hooks of the user around | what they made of it | that of the tensor, while it lives |
+    | ... hooks of the user around | what they made of it | a tensor's in that, else its own while it lives |
     | ... a region of ours around | a `Holder` there | nobody's: a region tells versions apart |
     | ... a `Mover` | a copy | nobody's |
     """
@@ -508,8 +508,10 @@ class Held:
                 self.packed = pack(alias) if is_ours else without_recording(pack, alias)
         if self._unpack is None:
             self._version = _torch.version(self.packed)
-        elif not is_ours:
-            self._guard, self._version = _ref(tensor), _torch.version(tensor)
+        elif not is_ours:  # what they made may lie on the same memory, and outlive the tensor
+            made = self.packed if type(self.packed) is tuple else (self.packed,)
+            live = next((part for part in made if isinstance(part, Tensor)), tensor)
+            self._guard, self._version = _ref(live), _torch.version(live)
 
     @property
     def moved(self) -> Moved | None:

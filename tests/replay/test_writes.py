@@ -4,9 +4,10 @@ import pytest
 import torch
 from bitwise import DOORS, REPLAY, RERUN, Table, leaves
 from torch import nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 import checkpointing
-from checkpointing import checkpoint_scope
+from checkpointing import ChangedError, checkpoint_scope
 
 case = Table(leaves())
 
@@ -253,21 +254,45 @@ CHANGES = {
 @pytest.mark.parametrize("door", (*REPLAY, *RERUN))
 @pytest.mark.parametrize("what", ["argument", "closure", "leaf"])
 def test_inputs_changed_later(what, door, change):
-    """Never silently wrong: an error that says so."""
+    """Never silently wrong: an error that says so; where hooks around have made a copy, that counts."""
     x, y = torch.randn(4, 6, requires_grad=True), torch.randn(4, 6)
     w = torch.randn(4, 6, requires_grad=True)
-    if what == "argument":
-        out = DOORS[door](lambda x, y: (x * y).sin() * y, x, y)
-    elif what == "closure":
-        if door == "scope in rerun":
-            pytest.skip("what the region's own function calls has a closure of its own: contract, 2")
-        out = DOORS[door](lambda x: (x * y).sin() * y, x)
-    else:
-        out = DOORS[door](lambda x: (x * w).sin(), x)
+
+    def run(door):
+        if what == "argument":
+            return DOORS[door](lambda x, y: (x * y).sin() * y, x, y)
+        return DOORS[door](lambda x: (x * (y if what == "closure" else w)).sin() * 2, x)
+
+    if (what, door) == ("closure", "scope in rerun"):
+        pytest.skip("what the region's own function calls has a closure of its own: contract, 2")
+    (want,) = torch.autograd.grad(run("plain").sum(), x)
+    out = run(door)
     with torch.no_grad():
         CHANGES[change](w if what == "leaf" else y)
+    if door == "in hooks":
+        assert torch.equal(torch.autograd.grad(out.sum(), x)[0], want)
+        return
     with pytest.raises((checkpointing.CheckpointError, RuntimeError), match=r"(chang|modif).*in.?place|different meta"):
         out.sum().backward()
+
+
+@pytest.mark.parametrize("hooks", [save_on_cpu, lambda: saved_tensors_hooks(same, same)])
+@pytest.mark.parametrize("door", [door for door in (*REPLAY, *RERUN) if door != "in hooks"])
+def test_hooks_that_hand_on_what_they_are_given(hooks, door):
+    """It lies on memory that others may write when nobody has the tensor itself any more."""
+    x = torch.ones(3, requires_grad=True)
+    with hooks():
+        h = x * 1
+        h += DOORS[door](lambda h: (h * 2).sin(), h)
+        out = h.sum()
+    del h
+    with pytest.raises(ChangedError):
+        out.backward()
+
+
+def same(tensor):
+    """Hooks that only look."""
+    return tensor
 
 
 def test_values_check_finds_an_unseen_write():
