@@ -42,8 +42,7 @@ class CheckpointFunction(torch.autograd.Function):
     def forward(ctx: Any, function: Callable[..., Any], preserve_rng_state: PreserveRngState, *args: Any) -> Any:
         check_backward_validity(args)
         ctx.source = Rerun(function, args, {}, preserve_rng_state)
-        with torch.no_grad():
-            return function(*args)
+        return function(*args)  # without grad mode, as in all of these
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:

@@ -114,7 +114,8 @@ class Inputs:
             for cell in (value.__closure__ or ()) if depth else ():
                 self.look_at(contents_of(cell), depth - 1)
         elif kind is _partial:
-            self.look_at(value.func, depth - 1)
+            for part in (value.func, *value.args, *value.keywords.values()):
+                self.look_at(part, depth - 1)
         elif not isinstance(value, type):
             self._take(getattr(value, "__dict__", {}).values())
 

@@ -156,6 +156,18 @@ class Grown(nn.Module):
         return (x * self.scale).square()
 
 
+class Lazily(Counter):
+    """Makes a cache when it is first called."""
+
+    length = 0
+
+    def forward(self, x):
+        if len(x) > self.length:
+            self.length = len(x)
+            self.register_buffer("scale", torch.full((4,), float(len(x))), persistent=False)
+        return super().forward(x * self.scale)
+
+
 class Renamed(nn.Module):
     """Buffers in their order, of which one goes."""
 
@@ -221,6 +233,7 @@ MODULES = {
     "written through .data, then saved": lambda: WrittenThenSaved("data"),
     "written by a kernel, then saved": lambda: WrittenThenSaved("kernel"),
     "grown": Grown,
+    "made when it is needed": Lazily,
     "one that goes": Renamed,
     "cached by the tensor": Cached,
     "nested": lambda: nn.Sequential(sequence(nn.BatchNorm1d(4)), Counter()),
@@ -305,6 +318,11 @@ def of_global(module):
     return by_global
 
 
+def of_global_in_parts(module):
+    of_global(module)
+    return lambda x: sum([NORM(part) for part in (x,)])
+
+
 def by_default(module):
     def fn(x, module=module):
         return module(x)
@@ -322,6 +340,11 @@ WAYS = {
     "attribute of the object it is bound to": lambda module: Owner(module).call,
     "global that its code names": of_global,
     "default": by_default,
+    "closure over a partial": lambda module: (lambda part: lambda x: part(x))(functools.partial(module)),
+    "argument of a partial in the closure": lambda module: (lambda part: lambda x: part(x))(
+        functools.partial(lambda m, x: m(x), module)
+    ),
+    "global that a comprehension names": of_global_in_parts,
 }
 
 

@@ -940,3 +940,20 @@ def test_a_graph_dies_with_its_last_reference(no_gc, way, kept):
     x.grad = None
     del y, inside
     assert watching.alive() == []
+
+
+def test_switches_nest():
+    """The inner one ends, and the outer one holds again."""
+    ends = []
+
+    def function(x):
+        y = x.sin().exp()
+        ends.append(1)
+        return y
+
+    with ours.set_checkpoint_early_stop(False):
+        with ours.set_checkpoint_early_stop(True):
+            pass
+        y = ours.checkpoint(function, torch.ones(3, requires_grad=True), use_reentrant=False)
+    y.sum().backward()
+    assert len(ends) == 2

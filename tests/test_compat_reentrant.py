@@ -1,5 +1,7 @@
 """The legacy backend through our own door: bit-equal where it works, and an error that says why where it can't."""
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -158,6 +160,9 @@ def test_gradients_of_chosen_inputs_are_refused(call):
     assert torch.equal(x.grad, x.cos())
 
 
+LINEAR = nn.Linear(3, 3)
+
+
 @pytest.mark.parametrize(
     ("fn", "args"),
     [
@@ -165,8 +170,10 @@ def test_gradients_of_chosen_inputs_are_refused(call):
         (nn.Linear(3, 3).forward, ()),
         (closes_over(nn.Parameter(torch.ones(3))), ()),
         (lambda x, m: m(x), (nn.Linear(3, 3),)),
+        (functools.partial(lambda m, x: m(x), nn.Linear(3, 3)), ()),
+        (lambda x: LINEAR(x), ()),
     ],
-    ids=["module", "method", "closure", "argument"],
+    ids=["module", "method", "closure", "argument", "partial", "global"],
 )
 def test_parameters_that_would_get_no_gradients_are_refused(fn, args):
     """Where no input requires grad, as with a frozen embedding before the first block."""

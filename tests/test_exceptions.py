@@ -358,3 +358,20 @@ def test_a_value_that_the_function_overwrites_later_is_brought_back_as_it_was_or
         with pytest.raises(CheckpointError, match="overwritten later in the function"):
             y.backward()
         assert x.grad is None
+
+
+@pytest.mark.parametrize("error", [RuntimeError, SystemExit, KeyboardInterrupt])
+def test_what_a_function_makes_of_the_stop_signal(error):
+    """An error of its own does not keep backward from what it has; somebody who wants to leave leaves."""
+
+    def fn(x):
+        try:
+            y = x.sin().exp()
+        except BaseException as signal:
+            raise error from signal
+        return y + 1
+
+    x = torch.ones(3, requires_grad=True)
+    y = checkpointed(fn)(x).sum()
+    with pytest.raises(KeyboardInterrupt) if error is KeyboardInterrupt else contextlib.nullcontext():
+        y.backward()

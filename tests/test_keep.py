@@ -324,3 +324,39 @@ def test_keep_under_save_on_cpu(door, write):
         y = door(fn)(base * 2)
     have = [torch.autograd.grad(y, base, retain_graph=retain)[0] for retain in (True, False)]
     assert [*map(bits, have)] == [*map(bits, want * 2)]
+
+
+def transposed(x, keep):
+    h = keep((x * 2).t())
+    a = x.t() * 3
+    b = keep(a * h)
+    return (b * a) * b
+
+
+def in_part(x, keep):
+    h = x.square() * 2
+    keep(h[1:3])
+    return (h * x) * h
+
+
+@pytest.mark.parametrize("program", [transposed, in_part])
+def test_keep_under_hooks_that_change_the_layout(program):
+    """NumPy arrays in C order, say."""
+    x = torch.arange(24.0).view(4, 6).requires_grad_()
+    (want,) = torch.autograd.grad(program(x, lambda t: t).sum(), x)
+    with saved_tensors_hooks(lambda t: t.detach().numpy().copy(order="C"), lambda a: torch.from_numpy(a.copy())):
+        y = scope(program)(x, keep)
+    assert bits(torch.autograd.grad(y.sum(), x)[0]) == bits(want)
+
+
+def test_a_parameter_needs_no_pin():
+    """It is handed back as it is, whatever else is kept."""
+    x, w = leaf(), torch.nn.Parameter(torch.full((), 3.0))
+
+    def fn(x, keep=keep):
+        v = keep(w)
+        y = keep((x * v).square())
+        return (y * v).square()
+
+    want = torch.autograd.grad(fn(x, lambda t: t).sum(), (x, w))
+    assert [*map(bits, torch.autograd.grad(checkpointed(fn)(x).sum(), (x, w)))] == [*map(bits, want)]

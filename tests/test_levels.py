@@ -171,3 +171,57 @@ def test_partial_backwards_in_any_order(order, budget):
 
     want = found(run)
     assert found(scoped(run, budget)) == want
+
+
+def rows(x):
+    """Row by row, on one memory."""
+    h, s = x, torch.zeros_like(x)
+    for i in range(24):
+        h = (h * 1.01).sin()
+        s = s + 0
+        s[i].mul_(2).add_(1)
+        h = h + (s * h.detach()).sin()
+    return h
+
+
+def elements(x):
+    """One number at a time, on memory that is exchanged now and then."""
+    h, c = x, torch.zeros(8, dtype=x.dtype)
+    for i in range(24):
+        h = (h * 1.01).sin()
+        c = c.clone() if i % 6 == 0 else c
+        c[3].add_(1)
+        h = h * (c + h).cos()
+    return h
+
+
+def sums(x):
+    h, s = x, torch.zeros_like(x)
+    for i in range(24):
+        h = (h * 1.01).sin()
+        s = s.clone() if i % 6 == 0 else s
+        s.add_(h.detach())
+        h = h * (s * 0.1).cos()
+    return h
+
+
+def chunks(x):
+    """Parts of one memory, with versions of their own."""
+    a, b = (x @ x.t()).unsafe_chunk(2)
+    y, z = a.sin(), (b.repeat(8, 1) * 3).sin()
+    b.mul_(5)
+    return (y.repeat(8, 1) * z).sum() + (b.sin() * b).sum()
+
+
+@pytest.mark.parametrize("program", [rows, elements, sums, chunks])
+@pytest.mark.parametrize("budget", [None, 3000, 9000, 13000, 25000, 40000, 60000, 100000])
+@pytest.mark.filterwarnings("ignore:.*smallest budget possible")
+def test_writes_in_place_between_cuts_and_levels(program, budget):
+    """What an earlier replay has delivered or stored is not overwritten by a later one."""
+    torch.manual_seed(0)
+    x = torch.randn(64, 8, dtype=torch.float64, requires_grad=True)
+    (want,) = torch.autograd.grad(program(x).sum(), x)
+    with checkpoint_scope(policy=auto(budget=budget)):
+        y = program(x).sum()
+    for retain in (True, False):
+        assert bits(torch.autograd.grad(y, x, retain_graph=retain)[0]) == bits(want)

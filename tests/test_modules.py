@@ -506,3 +506,14 @@ def test_compiled_regions_are_in_the_graph():
     with checkpoint_modules(model, Block):
         assert regions_in_graph(model) == 3
     assert regions_in_graph(model) == 0
+
+
+def test_remove_leaves_what_others_have_put_around():
+    """A wrapper that came later stays, and calls what was there before."""
+    model = nn.Sequential(nn.Linear(2, 2))
+    handle = checkpoint_modules(model, "0")
+    inner = model[0].forward
+    model[0].forward = lambda x: inner(x) * 2
+    handle.remove()
+    x = torch.ones(1, 2)
+    assert torch.equal(model(x), nn.functional.linear(x, model[0].weight, model[0].bias) * 2)

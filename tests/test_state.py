@@ -1,6 +1,7 @@
 """State that recompute must see though no argument shows it, and calls that it must not repeat: random numbers of
 Python and NumPy, `register_state`, `forward_only`, `is_recomputing`."""
 
+import contextvars
 import copy
 import inspect
 import random
@@ -466,3 +467,69 @@ def test_is_recomputing_is_false_in_what_the_forward_calls(door, where):
         seen.clear()
     y.sum().backward()
     assert where != "check" or all(seen)
+
+
+def test_a_list_passed_through_a_forward_only_function_is_the_recomputes_own():
+    """Not a copy: the function goes on writing it."""
+    hand_on = forward_only(lambda values: values)
+
+    def fn(x):
+        values = [x.sin()]
+        hand_on(values).append(values[0] * 2)
+        return (values[-1] * values[0]).exp()
+
+    x = leaf()
+    want = bits(torch.autograd.grad(fn(x).sum(), x)[0])
+    assert bits(torch.autograd.grad(checkpointed(fn)(x).sum(), x)[0]) == want
+
+
+class Box:
+    def __init__(self, value):
+        self.value = value
+
+
+def test_a_registered_state_may_be_kept_in_a_context_variable():
+    """It is restored in the context that the function is called in."""
+    variable = contextvars.ContextVar("scale")
+    variable.set(Box(2.0))
+    x = leaf()
+    (want,) = torch.autograd.grad((x * 2).exp().sin().sum(), x)
+    with register_state(lambda: variable.get().value, lambda value: variable.set(Box(value))):
+        y = checkpointed(lambda x: (x * variable.get().value).exp().sin())(x)
+        variable.get().value = 3.0
+        assert bits(torch.autograd.grad(y.sum(), x)[0]) == bits(want)
+        assert variable.get().value == 3.0
+
+
+@pytest.mark.parametrize("early_stop", [True, False])
+def test_leaves_and_written_tensors_that_a_forward_only_function_returns(early_stop):
+    """A leaf gets its gradient."""
+    weight = torch.nn.Parameter(torch.full((3,), 2.0))
+    pick, make = forward_only(lambda: weight), forward_only(lambda: torch.ones(3).add_(1))
+
+    def fn(x):
+        return (x * pick()).square() * make()
+
+    x = torch.ones(3, requires_grad=True)
+    want = torch.autograd.grad(fn(x).sum(), (x, weight))
+    have = torch.autograd.grad(checkpointed(fn, early_stop=early_stop)(x).sum(), (x, weight))
+    assert [*map(bits, have)] == [*map(bits, want)]
+
+
+@pytest.mark.parametrize("early_stop", [True, False])
+@pytest.mark.parametrize("what", ["keep", "forward_only"])
+def test_a_backward_inside_reruns_ahead_of_the_forward(what, early_stop):
+    """What has not been kept or called yet is made anew."""
+    count = forward_only(lambda: None)
+
+    def fn(x, keep):
+        y = (keep(x * 1.5) if what == "keep" else x * 1.5).exp().sin()
+        (g,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
+        count()
+        z = keep((g * y).exp()) if what == "keep" else (g * y).exp()
+        return (z * y).sin()
+
+    x = leaf()
+    (want,) = torch.autograd.grad(fn(x, lambda t: t).sum(), x)
+    (have,) = torch.autograd.grad(checkpointed(fn, early_stop=early_stop)(x, keep).sum(), x)
+    assert bits(have) == bits(want)

@@ -7,11 +7,11 @@ from contextlib import nullcontext
 import numpy
 import pytest
 import torch
-from bitwise import DOORS, Table, leaves
+from bitwise import DOORS, REPLAY, Table, leaves
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from checkpointing import ChangedError, CheckpointError, auto, checkpoint_scope, opaque
+from checkpointing import ChangedError, CheckpointError, auto, checkpoint_scope, keep, opaque
 
 WHERE = pytest.mark.parametrize("door", ("replay", "scope", "auto"), indirect=True)
 case = Table(leaves())
@@ -31,6 +31,22 @@ def numpy_fills_fresh_memory(x, y):
 
 
 @case
+def numpy_fills_the_rest(x, y):
+    part, larger = torch.empty(4, 6, dtype=torch.float64), y.detach()[:2].exp()
+    part[:2].copy_(x.detach()[:2])
+    part.numpy()[2:] = 7
+    larger.resize_(4, 6).numpy()[2:] = 7
+    return (x * part.sin()).exp(), (x * larger.sin()).exp()
+
+
+@case
+def numpy_fills_what_was_kept_empty(x, y):
+    n = keep(torch.empty(4, 6, dtype=torch.float64))
+    n.numpy()[:] = 7
+    return (x * n.sin()).exp()
+
+
+@case
 def numpy_in_opaque(x, y):
     h = x.sin() * y
     n = torch.zeros(4, 6, dtype=torch.float64)
@@ -38,6 +54,19 @@ def numpy_in_opaque(x, y):
     with opaque():
         n.numpy()[:] = numpy.arange(24.0).reshape(4, 6)
     return (h * n).exp(), before * h, n * y
+
+
+@case(whole=True, doors=REPLAY)
+def numpy_in_opaque_on_what_is_from_outside(region, x, y):
+    n = torch.ones(4, 6, dtype=torch.float64)
+
+    def f(x):
+        before = x * (n + 1)
+        with opaque():
+            n.numpy()[:] = numpy.arange(24.0).reshape(4, 6)
+        return before.sin() * (n * y)
+
+    return region(f, x), region(lambda x: region(f, x).exp(), x)
 
 
 @case
@@ -72,8 +101,20 @@ def views_of_another_thread_in_opaque(x, y):
 
 
 _library = torch.library.Library("checkpointing_limits", "FRAGMENT")
+_library.define("scaled_like(Tensor x) -> Tensor")
+_library.impl("scaled_like", lambda x: x * 2, "CompositeExplicitAutograd")
+_library.define("new_scaled(Tensor x) -> Tensor")
+_library.impl("new_scaled", lambda x: x * 3, "CompositeExplicitAutograd")
 _library.define("second_transposed(Tensor y, Tensor(a) x) -> Tensor(a)")
 _library.impl("second_transposed", lambda y, x: x.t(), "CompositeExplicitAutograd")
+
+
+@case
+def custom_operators_with_names_of_those_that_read_metadata_alone(x, y):
+    with torch.no_grad():
+        h = torch.ops.checkpointing_limits.scaled_like(x.sin())
+        n = torch.ops.checkpointing_limits.new_scaled(y.sin())
+    return (x * h).exp() * (y * n).sin()
 
 
 @case
