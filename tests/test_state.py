@@ -533,3 +533,16 @@ def test_a_backward_inside_reruns_ahead_of_the_forward(what, early_stop):
     (want,) = torch.autograd.grad(fn(x, lambda t: t).sum(), x)
     (have,) = torch.autograd.grad(checkpointed(fn, early_stop=early_stop)(x, keep).sum(), x)
     assert bits(have) == bits(want)
+
+
+def test_a_view_from_a_forward_only_function_in_a_scope_in_a_rerun_is_refused():
+    """A limit: the scope finds a tensor of its own in the forward, and one from outside in the rerun."""
+    turned = forward_only(lambda t: t.detach().t())
+
+    def fn(x):
+        return (x * turned(x.detach().sin())).sin()
+
+    x = leaf().detach().expand(3, -1)[:, :3].clone().requires_grad_()
+    checkpointed(fn)(x).sum().backward()
+    with pytest.raises(MismatchError):
+        checkpointed(scope(fn))(x).sum().backward()

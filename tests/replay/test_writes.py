@@ -116,6 +116,21 @@ def evaluation_before_training(region, x, y, m):
     return region(f, x, y)
 
 
+def test_statistics_of_an_evaluation_before_training_are_those_that_it_read():
+    """A limit of a rerun: plain backward reads what the training has made of them since."""
+
+    def gradient(door, training):
+        def f(x):
+            h = m.eval()(x.sin())
+            return h if not training else h + 0 * m.train()(x.detach() * 3)
+
+        m, x = nn.BatchNorm1d(4), torch.arange(24.0).view(6, 4).requires_grad_()
+        return torch.autograd.grad(DOORS[door](f, x).sum(), x)[0]
+
+    assert torch.equal(gradient("rerun", training=True), gradient("plain", training=False))
+    assert not torch.equal(gradient("plain", training=True), gradient("plain", training=False))
+
+
 # ---- outside: each write once
 @case(whole=True, doors=REPLAY)
 def activation_in_place_from_before(region, x, y):
