@@ -28,8 +28,8 @@ failed backward leaves them behind. Here they end with the graph task, whatever 
 from __future__ import annotations
 
 import sys
+import threading
 import weakref
-from _thread import RLock
 from collections.abc import Callable, Container, Iterable
 from functools import partial
 from typing import Any, cast
@@ -130,7 +130,7 @@ class Frame:
         self.holders: list[weakref.ref[Holder]] = []
         self.tasks: dict[Any, TaskTensors] = {}
         # The worker threads of one graph task may open one frame at once: who waits wants what is being computed.
-        self.lock = RLock()
+        self.lock = threading.RLock()
 
     def __str__(self) -> str:
         return self.prefix or self.place

@@ -516,10 +516,10 @@ class Tape(TorchDispatchMode, Region):
                 sid = _storage_id(args[i])
                 value = self._values.get(sid)
                 updates = training is None or given[training]
-                for held in () if value is None else value.all_held:
-                    if updates and (held.name is not None or self.is_checked):
+                for held in value.all_held if updates and value is not None else ():
+                    if held.name is not None or self.is_checked:
                         held.freeze()  # something else has read it, besides the node that saves it
-                    held.name = held.name or (self._running if updates else None)
+                    held.name = held.name or self._running
                 if updates:
                     updated[sid], args[i] = args[i], None
                 elif value is None or value.op is None:

@@ -141,30 +141,22 @@ class WrittenThenSaved(nn.Module):
         return torch.addcmul(x, x * mean, mean[None].expand_as(x))
 
 
-class Grown(nn.Module):
-    """Rotary embeddings that grow, as those of transformers: a number beside a cache says what is in it."""
+class Grown(Counter):
+    """Rotary embeddings that grow, as those of transformers: a number beside a cache says what is in it. None in it at
+    first: the cache is made when the module is first called."""
 
-    def __init__(self):
+    def __init__(self, length):
         super().__init__()
-        self.length = 2
-        self.register_buffer("scale", torch.full((4,), 2.0), persistent=False)
+        self.length = 0
+        self.grow(length)
+
+    def grow(self, length):
+        if length > self.length:
+            self.length = length
+            self.register_buffer("scale", torch.full((4,), float(length)), persistent=False)
 
     def forward(self, x):
-        if len(x) > self.length:
-            self.length = len(x)
-            self.register_buffer("scale", torch.full((4,), float(len(x))), persistent=False)
-        return (x * self.scale).square()
-
-
-class Lazily(Counter):
-    """Makes a cache when it is first called."""
-
-    length = 0
-
-    def forward(self, x):
-        if len(x) > self.length:
-            self.length = len(x)
-            self.register_buffer("scale", torch.full((4,), float(len(x))), persistent=False)
+        self.grow(len(x))
         return super().forward(x * self.scale)
 
 
@@ -232,8 +224,8 @@ MODULES = {
     "written, then saved": lambda: WrittenThenSaved("lerp_"),
     "written through .data, then saved": lambda: WrittenThenSaved("data"),
     "written by a kernel, then saved": lambda: WrittenThenSaved("kernel"),
-    "grown": Grown,
-    "made when it is needed": Lazily,
+    "grown": lambda: Grown(2),
+    "made when it is needed": lambda: Grown(0),
     "one that goes": Renamed,
     "cached by the tensor": Cached,
     "nested": lambda: nn.Sequential(sequence(nn.BatchNorm1d(4)), Counter()),

@@ -1,11 +1,14 @@
 """How often each operator runs, as exact integers. Time is never measured here."""
 
+import gc
+from types import FunctionType
+
 import pytest
 import torch
 import torch.nn.functional as F
 from oracle import apply, count, r, s
 
-from checkpointing import ChangedError, checkpoint_scope, keep
+from checkpointing import ChangedError, checkpoint_scope, checkpointed, keep
 
 DOOR = pytest.mark.parametrize("door", ["c", "r", "s"])
 REPLAY = pytest.mark.parametrize("door", ["r", "s"])
@@ -111,6 +114,22 @@ def test_two_reads_of_one_node_are_one_recompute(door, early_stop):
     """What has been read stays until the node has run."""
     _, added = extra(lambda x: ReadsTwice.apply(x.sin().exp()), [leaf(3)], door=door, early_stop=early_stop)
     assert {name: added[name] for name in ("sin", "exp")} == {"sin": 1, "exp": 1}
+
+
+def test_no_hooks_stay_on_the_nodes_of_custom_functions():
+    """However often backward runs."""
+
+    def hooks():
+        gc.collect()
+        functions = [value for value in gc.get_objects() if type(value) is FunctionType]
+        return sum(function.__qualname__ == "_keep_until_done.<locals>.done" for function in functions)
+
+    x = torch.ones(3, requires_grad=True)
+    y = checkpointed(lambda x: ReadsTwice.apply(x.exp()) * 2)(x).sum()
+    before = hooks()
+    for _ in range(20):
+        torch.autograd.grad(y, x, retain_graph=True)
+    assert hooks() - before <= 3
 
 
 @DOOR
