@@ -19,7 +19,6 @@ from __future__ import annotations
 import contextvars
 import functools
 import math
-import operator
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from types import CellType, CodeType, FunctionType, MethodType
@@ -30,16 +29,16 @@ from torch import Tensor, nn
 
 from . import _torch, errors
 from ._ambient import Ambient, Generators, Undo, has_rng, undo_all
+from ._buffers import Buffers
 from ._engine import Frame, Held, Holder, Name, Recompute, Source, copy_of, identity, is_parameter, named, root_of
-from ._region import Region, thread, without_recording
-from ._tree import ATOMS, Field, put_together, take_apart
+from ._region import Region, thread
+from ._tree import ATOMS, put_together, take_apart
 
 # Bound once: these run for every call.
 _enclosing_hooks = _torch.enclosing_hooks
 _push_hooks, _pop_hooks = _torch.push_hooks, _torch.pop_hooks
 _is_grad_enabled, _set_grad_enabled = torch.is_grad_enabled, _torch.set_grad_enabled
-_parts_of, _has_storage = _torch.parts_of_module, _torch.has_storage
-_Module, _partial, _Norm = nn.Module, functools.partial, _torch.Normalisation
+_Module, _partial = nn.Module, functools.partial
 
 PreserveRngState = bool | Literal["all"]
 
@@ -159,7 +158,9 @@ class Rerun(Region, Source, Inputs):
         self._has_containers = bool(met)
         self._variables = self.capture(function)
         if self.modules:
-            self._buffers = Buffers(self) or None
+            self._buffers = buffers = Buffers(self.modules)
+            self.devices |= buffers.devices
+            self.generators += tuple(buffers.generators)
         self.ambient = Ambient()
         if preserve_rng_state:
             self._cpu_state = _torch.get_cpu_state()
@@ -399,103 +400,3 @@ def _holds(value: object, metadata: Any, depth: int = 5) -> bool:
     parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
     parts = [*parts, *getattr(value, "__dict__", {}).values()]
     return len(parts) < 1000 and any(_holds(part, metadata, depth - 1) for part in parts)
-
-
-# ---- buffers
-
-_SMALL = 1 << 16  # bytes: up to that a copy before every forward costs little
-
-
-class Buffers:
-    """The buffers of the modules that a region runs, as they were before it.
-
-    Those of modules in training mode are copied, and rewound in place while the function is called
-    again: so they are written once (rule 7), and aliases, views and what is keyed by the tensor stay what they are.
-    Larger ones and those of modules in evaluation mode are guarded by version.
-    """
-
-    __slots__ = ("_entries", "_guarded", "_then")
-
-    def __init__(self, inputs: Inputs) -> None:
-        self._entries: Entries = []
-        self._guarded: list[tuple[nn.Module, str, Tensor, int]] = []
-        small: list[Tensor] = []  # what shares memory is rewound twice, to the same
-        stack: list[Any] = [*inputs.modules]
-        seen = set()
-        while stack:
-            module = stack.pop()
-            if module is None or module in seen:
-                continue
-            seen.add(module)
-            children, parameters, buffers = _parts_of(module)
-            if children:
-                stack += children.values()
-            for parameter in parameters.values():
-                if parameter is not None and not parameter.is_cpu:
-                    inputs.devices |= {parameter.device}
-            if not buffers:
-                continue
-            self._entries.append((module, dict(buffers)))
-            # The kernels of normalisation leave no trace that could be guarded.
-            most = 0 if not module.training else math.inf if isinstance(module, _Norm) else _SMALL
-            for name, tensor in buffers.items():
-                is_plain = type(tensor) is Tensor and _has_storage(tensor) and not tensor.is_inference()
-                if is_plain and most and tensor.nbytes <= most:
-                    small.append(tensor)
-                elif tensor is not None:
-                    self._guarded.append((module, name, tensor, _torch.version(tensor)))
-        self._then = _Moment(small)
-
-    def __bool__(self) -> bool:
-        return bool(self._entries)
-
-    def storages(self) -> set[int]:
-        """Those that are rewound."""
-        return set(map(_torch.storage_id, self._then.tensors))
-
-    def enter(self, where: object, undo: Undo) -> None:
-        """Go back; `undo` is given the way out."""
-        for module, name, tensor, version in self._guarded:
-            if _torch.version(tensor) != version:
-                what = named((type(module).__name__, Field(name)), tensor)
-                raise errors.changed(where, what, version, _torch.version(tensor))
-        undo.append((_set, [(module, dict(_torch.buffers_of_module(module)[0])) for module, _ in self._entries]))
-        undo.append((_Moment.go_back, self._then.again()))
-        _set(self._entries)
-        self._then.go_back()
-
-
-Entries = list[tuple[nn.Module, dict[str, Any]]]  # with the buffers that it had
-
-
-def _set(entries: Entries) -> None:
-    """Buffers may have been set to other tensors. What is not persistent is a cache, with something beside it that says
-    what is in it (the length that rotary embeddings have grown to): it stays as it is."""
-    for module, then in entries:
-        store, caches = _torch.buffers_of_module(module)
-        if store.keys() != then.keys() or not all(map(operator.is_, store.values(), then.values())):
-            kept = {name: store[name] for name in caches if name in store}
-            store.clear()
-            store.update({**then, **kept})
-
-
-class _Moment:
-    """What tensors hold at one moment, and their versions."""
-
-    __slots__ = ("_versions", "memory", "tensors", "values")
-
-    def __init__(self, tensors: list[Tensor], memory: list[Tensor] | None = None) -> None:
-        self.tensors = tensors
-        # Where elements have gaps between them, share their memory or stand for others: all of the storage.
-        self.memory = memory or [t if t.is_contiguous() and not t.is_complex() else _torch.bytes_of(t) for t in tensors]
-        self.values: list[Tensor] = without_recording(_torch.clones, self.memory) if tensors else []
-        self._versions = [tensor._version for tensor in tensors]
-
-    def again(self) -> _Moment:
-        """What they hold now."""
-        return _Moment(self.tensors, self.memory)
-
-    def go_back(self) -> None:
-        if self.tensors:
-            without_recording(_torch.overwrite, (self.memory, self.values))
-            _torch.set_versions(self.tensors, self._versions)

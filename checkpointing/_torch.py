@@ -390,9 +390,17 @@ def clones(tensors: list[Tensor]) -> list[Tensor]:
 
 
 def overwrite(pair: tuple[list[Tensor], list[Tensor]]) -> None:
-    """Give tensors these values."""
+    """Give tensors these values, and their sizes."""
+    tensors, values = pair
     with _C._AutoDispatchBelowADInplaceOrView():  # quicker, too
-        torch._foreach_copy_(*pair)
+        for tensor, value in zip(tensors, values, strict=True):
+            if tensor.shape != value.shape:
+                tensor.resize_(value.shape)
+        if {*map(type, tensors)} == {Tensor}:
+            torch._foreach_copy_(tensors, values)
+        else:  # which not all subclasses have
+            for tensor, value in zip(tensors, values, strict=True):
+                tensor.copy_(value)
 
 
 def clone_storage(tensor: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ LAYERS = [
     *(
         "_auto",
         "_rerun",
+        "_buffers",
         "_replay",
         "_tape",
         "_values",
