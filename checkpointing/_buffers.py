@@ -8,7 +8,6 @@ Rejected: copies in the place of the buffers. Aliases, views and caches keyed by
 
 from __future__ import annotations
 
-import functools
 import math
 import operator
 from collections.abc import Iterable
@@ -16,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from . import _torch, errors
 from ._ambient import Undo
@@ -59,7 +59,7 @@ class Buffers:
                 if parameter is not None and not parameter.is_cpu:
                     self.devices.add(parameter.device)
             # Dropout of one's own, reproducible on its own. No module of torch has one: they need not be searched.
-            if not _is_torchs_own(type(module)):
+            if not type(module).__module__.startswith("torch."):
                 self.generators += [part for part in vars(module).values() if type(part) is torch.Generator]
             if not buffers:
                 continue
@@ -90,13 +90,8 @@ class Buffers:
         self._then.go_back()
 
 
-@functools.cache
-def _is_torchs_own(kind: type) -> bool:
-    return kind.__module__.partition(".")[0] == "torch"
-
-
 def _can_be_rewound(tensor: Tensor | None) -> bool:
-    if tensor is None or isinstance(tensor, nn.parameter.UninitializedTensorMixin):
+    if tensor is None or is_lazy(tensor):
         return False
     return _has_storage(tensor) and not (tensor.is_inference() or tensor.is_nested)
 
@@ -127,7 +122,7 @@ def _set(entries: Entries) -> None:
 class _Moment:
     """What tensors hold at one moment, their sizes and their versions."""
 
-    __slots__ = ("_memory", "_values", "_versions", "tensors")
+    __slots__ = ("_memory", "_versions", "tensors", "values")
 
     def __init__(self, tensors: list[Tensor]) -> None:
         self.tensors = tensors
@@ -136,10 +131,10 @@ class _Moment:
             t if type(t) is not Tensor or (t.is_contiguous() and not t.is_complex()) else _torch.bytes_of(t)
             for t in tensors
         ]
-        self._values: list[Tensor] = without_recording(_torch.clones, self._memory) if tensors else []
+        self.values: list[Tensor] = without_recording(_torch.clones, self._memory) if tensors else []
         self._versions = [tensor._version for tensor in tensors]
 
     def go_back(self) -> None:
         if self.tensors:
-            without_recording(_torch.overwrite, (self._memory, self._values))
+            without_recording(_torch.overwrite, (self._memory, self.values))
             _torch.set_versions(self.tensors, self._versions)

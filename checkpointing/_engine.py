@@ -64,9 +64,9 @@ class Source:
         """Deliver `request.holder`, and on the way whatever else `request.wanted()` names."""
         raise NotImplementedError
 
-    def knows(self, parameters: tuple[Tensor, ...]) -> bool:
-        """Whether one of these belongs to a module that was there before the region."""
-        return True
+    def name_of(self, parameter: Tensor) -> str | None:
+        """What a parameter is called in the modules that were there before the region."""
+        return None
 
     def maker(self, holder: Holder) -> str | None:
         """The operator that made what the holder saved, if that is known; for messages."""
@@ -164,7 +164,7 @@ class Frame:
             holder.saved = None
         else:
             saved = holder.saved = parameter_in(tensor)
-            if saved is not None and saved[2]:
+            if saved is not None and saved[2] and tensor.requires_grad:
                 check = None  # it is compared by identity
         if check is not None:
             holder.metadata = check(tensor)
@@ -183,6 +183,8 @@ class Frame:
             ready, slot = task.ready, holder.slot
             tensor = ready.get(slot)  # another thread may have been quicker
             if tensor is None:
+                if slot in ready and group is not None and self.prefix:  # its functions refuse what torch's refuse
+                    raise errors.overlapping(self)
                 request = Recompute(self, task, holder)
                 if self.record is None and not profiles():
                     request.run()
@@ -331,7 +333,8 @@ class Recompute:
                 now = None if kind is Tensor and given._base is None else parameter_in(given)
                 if now != saved:
                     self._compare_parameters(holder, now)
-                if (slot not in ready or holder is self.holder) and (saved is None or not saved[2]):
+                is_at_hand = saved is not None and saved[2] and saved[3]() is not None
+                if not is_at_hand and (slot not in ready or holder is self.holder):
                     check = frame.check
                     if check is not None and (found := check(tensor)) != holder.metadata:
                         self._note_mismatch(holder, found, given)
@@ -348,13 +351,32 @@ class Recompute:
     _torch.mark_as_torchs_own(pack)
 
     def _compare_parameters(self, holder: Holder, found: Shown | None) -> None:
-        """Where either run saves a parameter or a view of one, the other must save that very one, unwritten; but those
-        that the function makes itself are new each time."""
+        """Where either run saves a parameter that trains, or a view of one, the other must save that very one,
+        unwritten. But those that the function makes itself are new each time, and hooks bring in frozen ones anew."""
         saved: Shown | None = holder.saved
-        if saved is None or found is None or (saved[0] != found[0] and self.frame.source.knows((saved[3], found[3]))):
-            raise errors.other_parameter(self.frame, holder.slot, user_line(), saved is not None, found is not None)
-        if saved[0] == found[0] and saved[1] != found[1]:
-            raise errors.changed(self.frame, named("a parameter", found[3]), saved[1], found[1])
+        if saved is None or found is None:
+            is_same = False
+        elif saved[0] == found[0]:
+            is_same = True
+            if saved[1] != found[1]:
+                raise errors.changed(self.frame, self._described(found), saved[1], found[1])
+        else:
+            is_same = not (self._trains(saved) or self._trains(found))
+        if not is_same:
+            then, now = self._described(saved), self._described(found)
+            raise errors.other_parameter(self.frame, holder.slot, user_line(), then, now)
+
+    def _trains(self, shown: Shown) -> bool:
+        """Whether this is a parameter that trains, of a module that was there before the region."""
+        parameter = shown[3]()
+        return parameter is not None and parameter.requires_grad and self.frame.source.name_of(parameter) is not None
+
+    def _described(self, shown: Shown | None) -> str:
+        parameter = None if shown is None else shown[3]()
+        if parameter is None:
+            return "no parameter" if shown is None else "a parameter that is gone"
+        name = self.frame.source.name_of(parameter)
+        return named(f"the parameter {name}" if name else "a parameter", parameter)
 
     def run(self) -> None:
         """Let the source work, with this thread's regions out of the way (rule 3)."""
@@ -447,15 +469,16 @@ def is_parameter(root: Tensor) -> bool:
 
 def parameter_in(tensor: Tensor) -> Shown | None:
     """What of a parameter a tensor shows, if any."""
-    kind = type(tensor)
-    if kind is _Parameter:
-        return id(tensor), tensor._version, True, tensor
-    root = tensor._base if kind is Tensor else tensor
-    return (id(root), tensor._version, root is tensor, root) if root is not None and is_parameter(root) else None
+    root = tensor._base if type(tensor) is Tensor else tensor
+    if root is None or not is_parameter(root):
+        return None
+    # One that trains lives as long as the graph, which ends in it. Frozen ones may go: they have been brought in.
+    ref = _ref(root)
+    return id(ref), tensor._version, root is tensor, ref
 
 
-# The id of a parameter, its version, whether it is all of it, and itself: last, so that no two tensors are compared.
-Shown = tuple[int, int, bool, Tensor]
+# What tells a parameter apart, its version, whether it is all of it, and itself: last, so that no two are compared.
+Shown = tuple[int, int, bool, weakref.ref[Tensor]]
 
 
 def copy_of(tensor: Tensor, version: int) -> Tensor:

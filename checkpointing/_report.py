@@ -22,12 +22,13 @@ from torch import Tensor
 from . import _torch
 from ._ambient import Generators
 from ._auto import AutoTape
+from ._buffers import Buffers
 from ._check import maker_of
 from ._engine import Frame, Held, Holder, Recompute, is_parameter, named, root_of
 from ._ops import tensors_of
 from ._region import Region
 from ._replay import Replay
-from ._rerun import Buffers, Pin
+from ._rerun import Pin
 from ._tape import Tape
 from ._tree import Container
 from ._values import KEPT, Op, Ref, Scratch, SpecialOp, Value, Wrapped, values_of

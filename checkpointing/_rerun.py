@@ -208,15 +208,17 @@ class Rerun(Region, Source, Inputs):
 
     def at_hand(self, holder: Holder, where: Frame) -> Tensor | None:
         """A parameter, which is referenced (rule 2)."""
-        _, version, is_all, parameter = holder.saved
-        if not is_all:
+        _, version, is_all, ref = holder.saved
+        parameter: Tensor | None = ref()
+        if not is_all or parameter is None:
             return None
         if parameter._version != version:
             raise errors.changed(where, named("a parameter", parameter), version, parameter._version)
-        return parameter  # type: ignore[no-any-return]
+        return parameter
 
-    def knows(self, parameters: tuple[Tensor, ...]) -> bool:
-        return any(known is parameter for m in self.modules for known in m.parameters() for parameter in parameters)
+    def name_of(self, parameter: Tensor) -> str | None:
+        known = [(type(module).__name__, module.named_parameters()) for module in self.modules]
+        return next((f"{kind}.{name}" for kind, named in known for name, p in named if p is parameter), None)
 
     def hint(self, saved: Any, recomputed: Any) -> str:
         """Which arguments the region may have changed itself: objects that are handed over as they are, and hold a

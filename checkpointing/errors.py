@@ -105,13 +105,11 @@ def changed(where: object, what: str, was: int | None = None, now: int | None = 
     )
 
 
-def other_parameter(where: object, slot: int, line: str, was_one: bool, is_one: bool) -> MismatchError:
-    then = "another parameter" if was_one and is_one else "a parameter" if was_one else "no parameter"
+def other_parameter(where: object, slot: int, line: str, then: str, now: str) -> MismatchError:
     return MismatchError(
-        f"{where}: in slot {slot}, at {line}, the recompute meets {'a' if is_one else 'no'} parameter where the "
-        f"forward met {then}. Parameters have been exchanged in between (`torch.func.functional_call` around a region "
-        "does that), so calling the function again would use others, or frozen or unfrozen (`requires_grad_`). Use "
-        "backend='replay', which calls nothing again, or change them inside the region, or after backward."
+        f"{where}: in slot {slot}, at {line}, the recompute saves {now} where the forward saved {then}, so gradients "
+        "would be others. The function must meet the parameters of its forward until backward has run. "
+        "backend='replay' calls nothing again."
     )
 
 
@@ -128,6 +126,14 @@ def given_back(where: object, shape: Sequence[int]) -> CheckpointError:
         f"{where}: a parameter of shape {list(shape)} has no memory at this moment. FSDP2 has given it back, and this "
         "region goes through several modules that it has sharded: put a region into each of them, or leave "
         "reshard_after_forward on."
+    )
+
+
+def overlapping(where: object) -> CheckpointError:
+    return CheckpointError(
+        f"{where}: Unpack is being triggered for a tensor that was already unpacked once. Performing two backward "
+        "calls that overlap (i.e. require the same saved activation in order to compute gradients) is not allowed "
+        "while under the torch.utils.checkpoint.GraphExecGroup context. Use a group for each of them."
     )
 
 
