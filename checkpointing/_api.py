@@ -213,7 +213,8 @@ def _warn_about_transforms() -> None:
     warn(
         "checkpointing: a torch.func transform (grad, vjp, jacrev, vmap, ...) is being taken over a region, or "
         "saved-tensors hooks are disabled for another reason, so regions run as plain code and save no memory. "
-        "Take gradients with torch.autograd around the region, or put the transform inside it. This is said once."
+        "Take gradients with torch.autograd instead. Inside a region vmap, jvp and jacfwd work; grad, vjp and jacrev "
+        "torch refuses there. This is said once."
     )
 
 

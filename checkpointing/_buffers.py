@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
 from . import _torch, errors
 from ._ambient import Undo
@@ -91,7 +90,7 @@ class Buffers:
 
 
 def _can_be_rewound(tensor: Tensor | None) -> bool:
-    if tensor is None or is_lazy(tensor):
+    if tensor is None or _torch.is_lazy(tensor):
         return False
     return _has_storage(tensor) and not (tensor.is_inference() or tensor.is_nested)
 

@@ -72,9 +72,9 @@ class Source:
         """The operator that made what the holder saved, if that is known; for messages."""
         return None
 
-    def hint(self, saved: Any, recomputed: Any) -> str:
-        """What else is known about a mismatch of metadata, or (None) an error of the function; for messages."""
-        return ""
+    def hint(self) -> str:
+        """What helps where a recompute differs from the forward, for messages."""
+        return errors.UNSEEN
 
 
 class Holder:
@@ -341,7 +341,7 @@ class Recompute:
                     ready[slot] = tensor
                     self._versions[slot] = tensor._version
         elif frame.complete and not self._stopped:
-            raise errors.too_many(frame, self._count, user_line())
+            raise errors.too_many(frame, self._count, user_line(), frame.source.hint())
         # An operator that has yet to fill what it has saved must still run.
         if slot >= self._last and (self._unfilled != node_count() or self._stopped):
             self._stopped = True
@@ -364,7 +364,7 @@ class Recompute:
             is_same = not (self._trains(saved) or self._trains(found))
         if not is_same:
             then, now = self._described(saved), self._described(found)
-            raise errors.other_parameter(self.frame, holder.slot, user_line(), then, now)
+            raise errors.other_parameter(self.frame, holder.slot, user_line(), then, now, self.frame.source.hint())
 
     def _trains(self, shown: Shown) -> bool:
         """Whether this is a parameter that trains, of a module that was there before the region."""
@@ -397,6 +397,8 @@ class Recompute:
             # The other case is what user code has made of the stop signal.
             if not (self._stopped and isinstance(error, Exception | SystemExit)):
                 self._explained(error)
+                if self._count >= 0 and errors.is_about_sizes(error):
+                    raise self._explained(errors.other_sizes(self.frame, source.hint())) from error
                 raise
         finally:
             here["region"], here["depth"] = region, depth
@@ -405,10 +407,8 @@ class Recompute:
     def _explained(self, error: Any) -> Any:
         """An error, with what is known besides. Nothing that has been recomputed is to be used."""
         self.ready.clear()
-        notes = [f"This happened during the recompute of {self.frame.place}."]
-        if type(error) in (RuntimeError, errors.MismatchError) and (hint := self.frame.source.hint(None, None)):
-            notes.append(hint)
-        error.__notes__ = [*getattr(error, "__notes__", ()), *notes]  # as `add_note` does, since Python 3.11
+        note = f"This happened during the recompute of {self.frame.place}."
+        error.__notes__ = [*getattr(error, "__notes__", ()), note]  # as `add_note` does, since Python 3.11
         if isinstance(error, errors.CheckpointError) and self.frame.on_error is not None:
             self.frame.on_error(error)
         return error
@@ -416,9 +416,9 @@ class Recompute:
     def _check_outcome(self) -> None:
         frame, ready = self.frame, self.ready
         if self._mismatches:
-            _, expected, found, _ = self._mismatches[0]
+            _, expected, *_ = self._mismatches[0]
             shown = 1 if type(expected) is Evidence else 3  # all that is computed from the first one differs as well
-            hint = frame.source.hint(expected, found)
+            hint = frame.source.hint()
             raise self._explained(errors.different_metadata(frame, _node_name(), self._mismatches, shown, hint))
         for slot, version in self._versions.items():
             tensor = ready[slot]
@@ -431,7 +431,8 @@ class Recompute:
             if frame.early_stop or frame.complete:
                 last = min(self._last, count - 1)
             if self._slot < last:
-                raise self._explained(errors.different_number(frame, last, _node_name(), count, self._slot + 1))
+                counts = count, self._slot + 1
+                raise self._explained(errors.different_number(frame, last, _node_name(), *counts, frame.source.hint()))
 
 
 def _node_name() -> str:

@@ -17,8 +17,8 @@ the region, and what it then exchanges belongs to others (FSDP's shards, ranks t
 from __future__ import annotations
 
 import contextvars
+import dis
 import functools
-import math
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from types import CellType, CodeType, FunctionType, MethodType
@@ -53,7 +53,7 @@ class Inputs:
     _hooks: _torch.Hooks | None = None
 
     def hold(self, value: Any, name: Name) -> Any:
-        """What stands for an argument, or a part of one, until the rerun."""
+        """What stands for an argument, a part of one, or a variable until the rerun."""
         if isinstance(value, Tensor):
             if not value.is_cpu:
                 self.devices |= {value.device}
@@ -85,16 +85,12 @@ class Inputs:
                 self.look_at(default)
         if function.__closure__ is None:
             return None
+        own = _assigned_by(code)
         return [
-            (cell, self._save_variable(contents_of(cell), name))
+            (cell, self.hold(contents_of(cell), f"the variable '{name}'"))
             for name, cell in zip(code.co_freevars, function.__closure__, strict=True)
+            if name not in own
         ]
-
-    def _save_variable(self, value: Any, name: str) -> Any:
-        if isinstance(value, Tensor | torch.Generator):
-            return self.hold(value, f"the variable '{name}'")
-        self.look_at(value)
-        return value
 
     def look_at(self, value: Any, depth: int = 2) -> None:
         """Find the modules of what a function is bound to or closes over: the object itself, those among its own
@@ -220,11 +216,9 @@ class Rerun(Region, Source, Inputs):
         known = [(type(module).__name__, module.named_parameters()) for module in self.modules]
         return next((f"{kind}.{name}" for kind, named in known for name, p in named if p is parameter), None)
 
-    def hint(self, saved: Any, recomputed: Any) -> str:
-        """Which arguments the region may have changed itself: objects that are handed over as they are, and hold a
-        tensor of the size that the recompute has met."""
-        grown = [named(name) for name, value in self.objects if _holds(value, recomputed)]
-        return errors.grown(grown, recomputed is not None) if grown else ""
+    def hint(self) -> str:
+        live = [named(name) for name, value in self.objects if _holds_tensors(value)]
+        return errors.live(live) if live else errors.CALLED_AGAIN
 
     def recompute(self, request: Recompute) -> None:
         where = request.frame
@@ -375,6 +369,20 @@ def detached(tensor: Tensor) -> Tensor:
 
 # ---- variables
 
+_own: dict[int, tuple[CodeType, set[str]]] = {}  # by the id of the code, which hashes slowly
+
+
+def _assigned_by(code: CodeType) -> set[str]:
+    """The variables of enclosing functions that a function, or one defined in it, assigns itself: its own business.
+    (That only code tells: what has changed when the function returns, something that it calls may have set.)"""
+    known = _own.get(id(code))
+    if known is None:
+        instructions = dis.get_instructions(code)
+        names = {step.argval for step in instructions if step.opname in ("STORE_DEREF", "DELETE_DEREF")}
+        names = names.union(*(_assigned_by(const) for const in code.co_consts if type(const) is CodeType))
+        known = _own[id(code)] = code, names.intersection(code.co_freevars)
+    return known[1]
+
 
 def contents_of(cell: CellType) -> Any:
     """What is in a cell; the cell itself while it is empty."""
@@ -393,12 +401,10 @@ def _fill(cells: list[tuple[CellType, Any]]) -> None:
             cell.cell_contents = value
 
 
-def _holds(value: object, metadata: Any, depth: int = 5) -> bool:
-    """Whether an object holds a tensor (of that size) in its attributes, items, or theirs; asked for messages."""
-    if isinstance(value, Tensor):
-        return metadata is None or (isinstance(metadata, tuple) and value.numel() == math.prod(metadata[0]))
-    if depth == 0 or isinstance(value, type | _Module | FunctionType):
-        return False
+def _holds_tensors(value: object, depth: int = 5) -> bool:
+    """Whether an object has a tensor in its attributes, items, or theirs; asked for messages."""
+    if depth == 0 or isinstance(value, Tensor | type | _Module | FunctionType):
+        return isinstance(value, Tensor)
     parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
     parts = [*parts, *getattr(value, "__dict__", {}).values()]
-    return len(parts) < 1000 and any(_holds(part, metadata, depth - 1) for part in parts)
+    return len(parts) < 1000 and any(_holds_tensors(part, depth - 1) for part in parts)

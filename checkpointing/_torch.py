@@ -18,6 +18,7 @@ from typing import Any, cast
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy as is_lazy
 
 _C: Any = torch._C
 _autograd: Any = torch._C._autograd
@@ -278,6 +279,8 @@ def shape_of(tensor: Tensor) -> Any:
     try:
         return tensor.shape
     except RuntimeError:
+        if is_lazy(tensor):
+            return ("?",)
         return tuple(map(tuple, tensor._nested_tensor_size().tolist()))
 
 

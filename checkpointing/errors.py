@@ -29,22 +29,20 @@ class ChangedError(CheckpointError):
 Mismatch = tuple[int, object, object, str]
 
 
-def different_number(where: object, slot: int, op: str, saved: int, recomputed: int) -> MismatchError:
+def different_number(where: object, slot: int, op: str, saved: int, recomputed: int, hint: str) -> MismatchError:
     return MismatchError(
         f"{where}: A different number of tensors was saved during the original forward and recomputation.\n"
         f"Number of tensors saved during forward: {saved}\n"
         f"Number of tensors saved during recomputation: {recomputed}.\n"
-        f"{op} asked for slot {slot}, which the recompute never reached. The function took another path the "
-        f"second time: make it depend on its arguments only, or pin the decision with keep().\n{_TIP}"
+        f"{op} asked for slot {slot}, which the recompute never reached. {hint}\n{_TIP}"
     )
 
 
-def too_many(where: object, saved: int, line: str) -> MismatchError:
+def too_many(where: object, saved: int, line: str, hint: str) -> MismatchError:
     return MismatchError(
         f"{where}: trying to save more tensors during recomputation than during the original forward pass.\n"
         f"Number of tensors saved during forward: {saved}. The first one too many is saved at {line}.\n"
-        "The function took another path the second time: make it depend on its arguments only, or pin the "
-        f"decision with keep().\n{_TIP}"
+        f"{hint}\n{_TIP}"
     )
 
 
@@ -59,26 +57,35 @@ def different_metadata(where: object, op: str, mismatches: Sequence[Mismatch], s
         rows += f"So do {len(mismatches) - shown} more, in slots {[slot for slot, *_ in mismatches[shown:]]}.\n"
     return MismatchError(
         f"{where}: Recomputed values for the following tensors have different metadata than during the forward pass.\n"
-        f"{rows}{op} asked for the recompute. {hint or _SOMETHING_CHANGED}\n{_TIP}"
+        f"{rows}{op} asked for the recompute. {hint}\n{_TIP}"
     )
 
 
-def grown(names: Sequence[str], is_sure: bool) -> str:
+def live(names: Sequence[str]) -> str:
     return (
-        f"{' and '.join(names)} {'was' if is_sure else 'may have been'} changed by the region itself, and is handed to "
-        "the recompute as the forward has left it. For a KV cache pass use_cache=False; or use backend='replay', which "
-        "calls nothing again."
+        f"The recompute finds {' and '.join(names)} as left by the forward, tensors included. If the region adds to "
+        "that (a KV cache), pass use_cache=False, or use backend='replay', which calls nothing again."
     )
 
 
-_SOMETHING_CHANGED = (
-    "Something that the region reads besides its arguments has changed in between, or has been written where no "
-    "operator shows it: such code belongs into `with opaque():`."
+def is_about_sizes(error: BaseException) -> bool:
+    return type(error) is RuntimeError and any(word in str(error) for word in ("size", "Size", "shape"))
+
+
+def other_sizes(where: object, hint: str) -> MismatchError:
+    return MismatchError(f"{where}: the recompute meets tensors of other sizes than the forward did. {hint}")
+
+
+CALLED_AGAIN = (
+    "The recompute calls the function again, and this time it did something else: make it depend on its arguments "
+    "only, pin the decision with keep(), or use backend='replay', which calls nothing again."
 )
+UNSEEN = "Something was written where no operator shows it: such code belongs into `with opaque():`."
 _TIP = (
-    "Where the region runs code of torch.compile, the recompute may have met another graph than the forward: "
-    "torch._dynamo.mark_dynamic() marks dimensions that vary, and torch._C._dynamo.eval_frame._set_lru_cache(False) "
-    "keeps the graphs in their order. debug=True shows the operators of both runs."
+    "Tip: If this error occurs under torch.compile with automatic_dynamic_shapes enabled, the recompute may have run "
+    "another graph than the forward. Use torch._dynamo.mark_dynamic() to explicitly mark varying dimensions as dynamic "
+    "upfront, or Call torch._C._dynamo.eval_frame._set_lru_cache(False) to disable LRU cache reordering. "
+    "To see a more detailed error message, pass `debug=True`: it shows the operators of both runs."
 )
 
 
@@ -105,11 +112,10 @@ def changed(where: object, what: str, was: int | None = None, now: int | None = 
     )
 
 
-def other_parameter(where: object, slot: int, line: str, then: str, now: str) -> MismatchError:
+def other_parameter(where: object, slot: int, line: str, then: str, now: str, hint: str) -> MismatchError:
     return MismatchError(
         f"{where}: in slot {slot}, at {line}, the recompute saves {now} where the forward saved {then}, so gradients "
-        "would be others. The function must meet the parameters of its forward until backward has run. "
-        "backend='replay' calls nothing again."
+        f"would be others. {hint}"
     )
 
 
@@ -124,8 +130,9 @@ def overwritten(where: object) -> CheckpointError:
 def given_back(where: object, shape: Sequence[int]) -> CheckpointError:
     return CheckpointError(
         f"{where}: a parameter of shape {list(shape)} has no memory at this moment. FSDP2 has given it back, and this "
-        "region goes through several modules that it has sharded: put a region into each of them, or leave "
-        "reshard_after_forward on."
+        "region, which found it gathered, does not gather it again. Put a region into each module that is sharded, or "
+        "let FSDP2 reshard after every forward and backward: reshard_after_forward=True, "
+        "set_reshard_after_backward(True)."
     )
 
 
