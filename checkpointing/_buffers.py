@@ -73,7 +73,7 @@ class Buffers:
 
     def storages(self) -> set[int]:
         """Those that are rewound."""
-        return {_torch.storage_id(part) for tensor in self._then.tensors for part in _torch.plain_parts(tensor)}
+        return {storage for tensor in self._then.tensors for storage in _torch.storages_of(tensor)}
 
     def enter(self, where: object, undo: Undo) -> None:
         """Go back; `undo` is given the way out."""

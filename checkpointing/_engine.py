@@ -30,7 +30,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Iterable, Set
 from functools import partial
 from typing import Any, cast
 
@@ -262,7 +262,7 @@ class Recompute:
     _unfilled = -1  # the last node that has saved what its operator may fill only then, as RReLU its noise
     _stopped = False
     ran_to_its_end = False  # set by an in-order source that was not stopped
-    rewound: Container[int] = ()  # storages that hold what they did before the forward, until the rerun ends
+    rewound: Set[int] = frozenset()  # storages that hold what they did before the forward, until the rerun ends
 
     def __init__(self, frame: Frame, task: TaskTensors, holder: Holder) -> None:
         self.frame = frame
@@ -322,7 +322,7 @@ class Recompute:
         if given.requires_grad:
             if kind is not _Parameter:
                 tensor = given.detach()
-        elif self.rewound and _torch.has_storage(given) and _torch.storage_id(given) in self.rewound:
+        elif self.rewound and not self.rewound.isdisjoint(_torch.storages_of(given)):
             (tensor,) = without_recording(_torch.clones, [given])
         elif kind is Tensor and given._version == 0:
             self._unfilled = node_count()

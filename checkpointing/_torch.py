@@ -300,6 +300,12 @@ def plain_parts(tensor: Any) -> list[Tensor]:
     return [leaf for part in parts for leaf in plain_parts(part)] or [tensor]
 
 
+def storages_of(tensor: Tensor) -> list[int]:
+    """The storages that a tensor lies on: several, where it consists of several tensors."""
+    parts = [tensor] if type(tensor) is Tensor else plain_parts(tensor)
+    return [storage_id(part) for part in parts if has_storage(part)]
+
+
 def parts_of(tensor: Any) -> Sequence[Any] | None:
     """What a tensor without plain memory of its own consists of: tensors, and values with `==`. None for plain ones."""
     if hasattr(tensor, "__tensor_flatten__"):

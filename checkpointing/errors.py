@@ -114,8 +114,8 @@ def changed(where: object, what: str, was: int | None = None, now: int | None = 
 
 def other_parameter(where: object, slot: int, line: str, then: str, now: str, hint: str) -> MismatchError:
     return MismatchError(
-        f"{where}: in slot {slot}, at {line}, the recompute saves {now} where the forward saved {then}, so gradients "
-        f"would be others. {hint}"
+        f"{where}: in slot {slot}, at {line}, the recompute saves {now} where the forward saved {then}. One that "
+        f"trains must be the very same. {hint}"
     )
 
 
