@@ -213,8 +213,7 @@ def _warn_about_transforms() -> None:
     warn(
         "checkpointing: a torch.func transform (grad, vjp, jacrev, vmap, ...) is being taken over a region, or "
         "saved-tensors hooks are disabled for another reason, so regions run as plain code and save no memory. "
-        "Take gradients with torch.autograd instead. Inside a region vmap, jvp and jacfwd work; grad, vjp and jacrev "
-        "torch refuses there. This is said once."
+        "Take gradients with torch.autograd.grad; inside a region vmap, jvp and jacfwd work, too. This is said once."
     )
 
 

@@ -82,10 +82,11 @@ CALLED_AGAIN = (
 )
 UNSEEN = "Something was written where no operator shows it: such code belongs into `with opaque():`."
 _TIP = (
-    "Tip: If this error occurs under torch.compile with automatic_dynamic_shapes enabled, the recompute may have run "
-    "another graph than the forward. Use torch._dynamo.mark_dynamic() to explicitly mark varying dimensions as dynamic "
-    "upfront, or Call torch._C._dynamo.eval_frame._set_lru_cache(False) to disable LRU cache reordering. "
-    "To see a more detailed error message, pass `debug=True`: it shows the operators of both runs."
+    "Tip: To see a more detailed error message, either pass `debug=True` to the region, or to all of them by "
+    "set_checkpoint_debug_enabled(True). If this error occurs under torch.compile with automatic_dynamic_shapes "
+    "enabled, the recompute may have run another graph. Use torch._dynamo.mark_dynamic() to explicitly mark varying "
+    "dimensions as dynamic upfront, or: Call torch._C._dynamo.eval_frame._set_lru_cache(False) to disable LRU cache "
+    "reordering."
 )
 
 

@@ -241,6 +241,40 @@ def a_group_of_backwards_shares_a_recompute(m):
     return run(m.GraphExecGroup()), run(contextlib.nullcontext())
 
 
+def overlapping(m, fn=lambda x: x.sin().cos().exp()):
+    """Two backwards of one group that need the same activations."""
+    x = leaf()
+    y = region(m, fn, x)
+    with m.GraphExecGroup():
+        first = torch.autograd.grad(y.sum(), x, retain_graph=True)
+        return first, torch.autograd.grad((y * 2).sum(), x)
+
+
+@case
+def one_group_after_another(m):
+    x = leaf()
+    fn, counts = counting(lambda x: x.sin().cos().exp())
+    y, found = region(m, fn, x), []
+    for _ in range(2):
+        with m.GraphExecGroup():
+            found += torch.autograd.grad(y.sum(), x, retain_graph=True)
+    return found, counts
+
+
+@case
+def a_variable_that_the_function_assigns(m):
+    n = 0
+
+    def fn(x):
+        nonlocal n
+        n += 1
+        return (x * 2).sin()
+
+    x = leaf()
+    region(m, fn, x).sum().backward()
+    return n, x.grad
+
+
 # ---- sequences
 
 
@@ -371,6 +405,8 @@ CASES |= {
     "an unknown check": lambda m: region(m, torch.sin, leaf(), determinism_check="values"),
     "an unknown check without grad mode": lambda m: without_grad(m, determinism_check="x"),
     "a group in a group": nest_groups,
+    "backwards that overlap in a group": overlapping,
+    "... with parameters": lambda m: overlapping(m, nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Tanh())),
     "unknown keywords of a sequence": lambda m: m.checkpoint_sequential(
         [torch.sin], 1, leaf(), use_reentrant=False, foo=1, bar=2
     ),
