@@ -35,17 +35,16 @@ class Buffers:
     those of modules in evaluation mode are guarded by version.
     """
 
-    __slots__ = ("_entries", "_flags", "_guarded", "_then", "devices", "generators")
+    __slots__ = ("_entries", "_flags", "_guarded", "_then")
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self.devices: set[torch.device] = set()  # of their parameters
-        self.generators: list[torch.Generator] = []  # that they hold
+    def __init__(self, inputs: Any) -> None:
+        """Of `inputs.modules`; their devices and generators are added to the others of `inputs`."""
         self._entries: Entries = []
         self._flags: dict[nn.Module, bool] = {}  # whether it was in training mode
         self._guarded: list[tuple[nn.Module, str, Tensor, int]] = []
         small: list[Tensor] = []  # what shares memory is rewound twice, to the same
         flags = self._flags
-        stack: list[Any] = [*modules]
+        stack: list[Any] = [*inputs.modules]
         while stack:
             module = stack.pop()
             if module is None or module in flags:
@@ -56,10 +55,10 @@ class Buffers:
                 stack += children.values()
             for parameter in parameters.values():
                 if parameter is not None and not parameter.is_cpu:
-                    self.devices.add(parameter.device)
+                    inputs.devices |= {parameter.device}
             # Dropout of one's own, reproducible on its own. No module of torch has one: they need not be searched.
             if not type(module).__module__.startswith("torch."):
-                self.generators += [part for part in vars(module).values() if type(part) is torch.Generator]
+                inputs.generators += tuple([v for v in vars(module).values() if type(v) is torch.Generator])
             if not buffers:
                 continue
             self._entries.append((module, dict(buffers)))
@@ -81,8 +80,12 @@ class Buffers:
             if _version(tensor) != version:
                 what = named((type(module).__name__, Field(name)), tensor)
                 raise errors.changed(where, what, version, _version(tensor))
-        undo.append((_set_flags, [(module, module.training) for module in self._flags]))
-        _set_flags(self._flags.items())
+        switched = [(module, then) for module, then in self._flags.items() if module.training is not then]
+        if switched:
+            undo.append((_set_flags, [(module, module.training) for module in self._flags]))
+            _set_flags(switched)
+        if not self._entries:
+            return
         undo.append((_set, [(module, dict(_torch.buffers_of_module(module)[0])) for module, _ in self._entries]))
         undo.append((_Moment.go_back, _Moment(self._then.tensors)))
         _set(self._entries)
@@ -97,8 +100,7 @@ def _can_be_rewound(tensor: Tensor | None) -> bool:
 
 def _set_flags(flags: Iterable[tuple[nn.Module, bool]]) -> None:
     for module, is_training in flags:
-        if module.training != is_training:
-            module.training = is_training
+        module.training = is_training
 
 
 Entries = list[tuple[nn.Module, dict[str, Any]]]  # with the buffers that it had

@@ -353,30 +353,21 @@ class Recompute:
     def _compare_parameters(self, holder: Holder, found: Shown | None) -> None:
         """Where either run saves a parameter that trains, or a view of one, the other must save that very one,
         unwritten. But those that the function makes itself are new each time, and hooks bring in frozen ones anew."""
-        saved: Shown | None = holder.saved
-        if saved is None or found is None:
-            is_same = False
-        elif saved[0] == found[0]:
-            is_same = True
-            if saved[1] != found[1]:
-                raise errors.changed(self.frame, self._described(found), saved[1], found[1])
-        else:
-            is_same = not (self._trains(saved) or self._trains(found))
-        if not is_same:
-            then, now = self._described(saved), self._described(found)
-            raise errors.other_parameter(self.frame, holder.slot, user_line(), then, now, self.frame.source.hint())
+        frame, saved = self.frame, holder.saved
+        (then, must_stay), (now, must_be) = map(self._described, (saved, found))
+        if saved is None or found is None or (saved[0] != found[0] and (must_stay or must_be)):
+            raise errors.other_parameter(frame, holder.slot, user_line(), then, now, frame.source.hint())
+        if saved[0] == found[0] and saved[1] != found[1]:
+            raise errors.changed(frame, now, saved[1], found[1])
 
-    def _trains(self, shown: Shown) -> bool:
-        """Whether this is a parameter that trains, of a module that was there before the region."""
-        parameter = shown[3]()
-        return parameter is not None and parameter.requires_grad and self.frame.source.name_of(parameter) is not None
-
-    def _described(self, shown: Shown | None) -> str:
+    def _described(self, shown: Shown | None) -> tuple[str, bool]:
+        """A parameter in words, and whether it is one that trains, of a module that was there before the region."""
         parameter = None if shown is None else shown[3]()
         if parameter is None:
-            return "no parameter" if shown is None else "a parameter that is gone"
+            return "no parameter" if shown is None else "a parameter that is gone", False
         name = self.frame.source.name_of(parameter)
-        return named(f"the parameter {name}" if name else "a parameter", parameter)
+        text = named(f"the parameter {name}" if name else "a parameter", parameter)
+        return text, parameter.requires_grad and name is not None
 
     def run(self) -> None:
         """Let the source work, with this thread's regions out of the way (rule 3)."""

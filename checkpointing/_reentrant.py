@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import detach_variable
 
 from . import _torch, errors
 from ._ambient import Undo, undo_all
@@ -24,15 +25,6 @@ def check_backward_validity(inputs: Iterable[Any]) -> None:
     """Warn if no tensor in `inputs` requires grad: the gradients will then be None."""
     if not any(isinstance(value, Tensor) and value.requires_grad for value in inputs):
         warn("None of the inputs have requires_grad=True. Gradients will be None")
-
-
-def detach_variable(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The same tuple with its tensors cut off from their graph; whether they require grad stays."""
-    if not isinstance(inputs, tuple):
-        raise RuntimeError(f"Only tuple of tensors is supported. Got Unsupported input type: {type(inputs).__name__}")
-    return tuple(
-        value.detach().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value for value in inputs
-    )
 
 
 class CheckpointFunction(torch.autograd.Function):

@@ -60,7 +60,7 @@ class Inputs:
             return Held(value, self._hooks, name, True)
         if isinstance(value, torch.Generator):
             self.generators += (value,)
-        else:
+        elif type(value) not in ATOMS:
             self.look_at(value)
             self.objects += ((name, value),)
         return value
@@ -154,9 +154,7 @@ class Rerun(Region, Source, Inputs):
         self._has_containers = bool(met)
         self._variables = self.capture(function)
         if self.modules:
-            self._buffers = buffers = Buffers(self.modules)
-            self.devices |= buffers.devices
-            self.generators += tuple(buffers.generators)
+            self._buffers = Buffers(self)
         self.ambient = Ambient()
         if preserve_rng_state:
             self._cpu_state = _torch.get_cpu_state()
