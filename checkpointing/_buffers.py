@@ -87,7 +87,7 @@ class Buffers:
         if not self._entries:
             return
         undo.append((_set, [(module, dict(_torch.buffers_of_module(module)[0])) for module, _ in self._entries]))
-        undo.append((_Moment.go_back, _Moment(self._then.tensors)))
+        undo.append((_Moment.go_back, self._then.again()))
         _set(self._entries)
         self._then.go_back()
 
@@ -125,15 +125,19 @@ class _Moment:
 
     __slots__ = ("_memory", "_versions", "tensors", "values")
 
-    def __init__(self, tensors: list[Tensor]) -> None:
+    def __init__(self, tensors: list[Tensor], memory: list[Tensor] | None = None) -> None:
         self.tensors = tensors
         # Where elements have gaps between them, share their memory or stand for others: all of the storage.
-        self._memory = [
+        self._memory = memory or [
             t if type(t) is not Tensor or (t.is_contiguous() and not t.is_complex()) else _torch.bytes_of(t)
             for t in tensors
         ]
         self.values: list[Tensor] = without_recording(_torch.clones, self._memory) if tensors else []
         self._versions = [tensor._version for tensor in tensors]
+
+    def again(self) -> _Moment:
+        """What they hold now."""
+        return _Moment(self.tensors, self._memory)
 
     def go_back(self) -> None:
         if self.tensors:

@@ -302,8 +302,9 @@ def plain_parts(tensor: Any) -> list[Tensor]:
 
 def storages_of(tensor: Tensor) -> list[int]:
     """The storages that a tensor lies on: several, where it consists of several tensors."""
-    parts = [tensor] if type(tensor) is Tensor else plain_parts(tensor)
-    return [storage_id(part) for part in parts if has_storage(part)]
+    if type(tensor) is Tensor:
+        return [storage_id(tensor)] if has_storage(tensor) else []
+    return [storage_id(part) for part in plain_parts(tensor)]
 
 
 def parts_of(tensor: Any) -> Sequence[Any] | None:
@@ -399,17 +400,16 @@ def clones(tensors: list[Tensor]) -> list[Tensor]:
 
 
 def overwrite(pair: tuple[list[Tensor], list[Tensor]]) -> None:
-    """Give tensors these values, and their sizes."""
+    """Give tensors these values and their sizes."""
     tensors, values = pair
     with _C._AutoDispatchBelowADInplaceOrView():  # quicker, too
+        if {*map(type, tensors)} == {Tensor} and all(map(Tensor.is_same_size, tensors, values)):
+            torch._foreach_copy_(tensors, values)
+            return
         for tensor, value in zip(tensors, values, strict=True):
             if tensor.shape != value.shape:
                 tensor.resize_(value.shape)
-        if {*map(type, tensors)} == {Tensor}:
-            torch._foreach_copy_(tensors, values)
-        else:  # which not all subclasses have
-            for tensor, value in zip(tensors, values, strict=True):
-                tensor.copy_(value)
+            tensor.copy_(value)
 
 
 def clone_storage(tensor: Tensor) -> Tensor:

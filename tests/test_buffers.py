@@ -882,3 +882,47 @@ def test_the_first_call_of_a_lazy_module_with_debug():
     model, x = nn.Sequential(nn.LazyLinear(4), nn.Tanh(), nn.LazyLinear(2)), leaf()
     checkpointed(model, debug=True)(x).sum().backward()
     assert x.grad is not None and model[0].weight.grad is not None
+
+
+@pytest.fixture
+def mesh():
+    """Of this process alone."""
+    if not torch.distributed.is_available():
+        pytest.skip("needs torch.distributed")
+    from torch.distributed.tensor import init_device_mesh
+
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    torch.distributed.destroy_process_group()
+
+
+class Doubles(nn.Module):
+    """Writes its buffer, sets it anew, and saves a view of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("scale", torch.ones(4))
+
+    def forward(self, x):
+        self.scale.add_(1)
+        y = x * self.scale
+        self.scale = self.scale * 2
+        return (y + self.scale[None].expand(6, 4)).tanh() * self.scale[None].expand(6, 4)
+
+
+@pytest.mark.parametrize("make", [lambda: nn.BatchNorm1d(4), Doubles], ids=["BatchNorm1d", "set anew"])
+@pytest.mark.parametrize("door", DOORS)
+def test_buffers_of_a_distributed_module(mesh, make, door):
+    """`distribute_module` makes a DTensor of each: rewound as others are."""
+    from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
+
+    def run(door):
+        torch.manual_seed(0)
+        model = distribute_module(nn.Sequential(nn.Linear(4, 4), make(), nn.Tanh()), mesh)
+        x = distribute_tensor(leaf().detach(), mesh, [Shard(0)]).requires_grad_()
+        for _ in range(2):
+            door(model)(x).square().sum().backward()
+        tensors = [*model.buffers(), x.grad, *(p.grad for p in model.parameters())]
+        return [bits(t.to_local()) for t in tensors]
+
+    assert run(DOORS[door]) == run(plain)
