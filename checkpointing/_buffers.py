@@ -40,7 +40,9 @@ class Buffers:
     def __init__(self, inputs: Any) -> None:
         """Of `inputs.modules`; their devices and generators are added to the others of `inputs`."""
         self._entries: Entries = []
-        self._flags: dict[nn.Module, bool] = {}  # whether it was in training mode
+        self._flags: dict[
+            nn.Module, bool | None
+        ] = {}  # whether it was in training mode; frozen TorchScript has no flag
         self._guarded: list[tuple[nn.Module, str, Tensor, int]] = []
         small: list[Tensor] = []  # what shares memory is rewound twice, to the same
         flags = self._flags
@@ -49,7 +51,7 @@ class Buffers:
             module = stack.pop()
             if module is None or module in flags:
                 continue
-            is_training = flags[module] = module.training
+            is_training = flags[module] = getattr(module, "training", None)
             children, parameters, buffers = _parts_of(module)
             if children:
                 stack += children.values()
@@ -80,10 +82,10 @@ class Buffers:
             if _version(tensor) != version:
                 what = named((type(module).__name__, Field(name)), tensor)
                 raise errors.changed(where, what, version, _version(tensor))
-        switched = [(module, then) for module, then in self._flags.items() if module.training is not then]
-        if switched:
-            undo.append((_set_flags, [(module, module.training) for module in self._flags]))
-            _set_flags(switched)
+        flags = [(module, then) for module, then in self._flags.items() if then is not None]
+        if any(module.training is not then for module, then in flags):
+            undo.append((_set_flags, [(module, module.training) for module, _ in flags]))
+            _set_flags(flags)
         if not self._entries:
             return
         undo.append((_set, [(module, dict(_torch.buffers_of_module(module)[0])) for module, _ in self._entries]))

@@ -367,19 +367,14 @@ def detached(tensor: Tensor) -> Tensor:
 
 # ---- variables
 
-_own: dict[int, tuple[CodeType, set[str]]] = {}  # by the id of the code, which hashes slowly
 
-
-def _assigned_by(code: CodeType) -> set[str]:
+@functools.cache
+def _assigned_by(code: CodeType) -> frozenset[str]:
     """The variables of enclosing functions that a function, or one defined in it, assigns itself: its own business.
-    (That only code tells: what has changed when the function returns, something that it calls may have set.)"""
-    known = _own.get(id(code))
-    if known is None:
-        instructions = dis.get_instructions(code)
-        names = {step.argval for step in instructions if step.opname in ("STORE_DEREF", "DELETE_DEREF")}
-        names = names.union(*(_assigned_by(const) for const in code.co_consts if type(const) is CodeType))
-        known = _own[id(code)] = code, names.intersection(code.co_freevars)
-    return known[1]
+    (Only its code tells: what has changed when it returns, something that it calls may have set.)"""
+    names = {step.argval for step in dis.get_instructions(code) if step.opname in ("STORE_DEREF", "DELETE_DEREF")}
+    names = names.union(*(_assigned_by(const) for const in code.co_consts if type(const) is CodeType))
+    return frozenset(code.co_freevars) & names
 
 
 def contents_of(cell: CellType) -> Any:

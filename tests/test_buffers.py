@@ -224,11 +224,11 @@ class Quantized(nn.Module):
         return F.linear(self.inputs(x), self.weights(self.linear.weight), self.linear.bias).tanh()
 
 
-def scripted(module):
+def scripted(module, by=torch.jit.script):
     torch._C._jit_set_profiling_mode(False)  # which compiles anew, with other bits, what runs the second time
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # deprecated
-        return torch.jit.script(module)
+        return by(module)
 
 
 class ScriptedAnew(nn.Module):
@@ -875,6 +875,16 @@ def test_a_wrapper_whose_view_is_saved_while_it_is_rewound():
         return bits([x.grad.a, x.grad.b, module.mean.a, module.mean.b])
 
     assert run(checkpointed) == run(plain)
+
+
+def test_frozen_torchscript_has_no_training_flag():
+    """And no buffers either: what it computes is all there is."""
+    module, x = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).eval(), leaf()
+    frozen = scripted(module, lambda module: torch.jit.freeze(torch.jit.script(module)))
+    y = checkpointed(lambda x: frozen(x).sin())(x)
+    y.sum().backward()
+    (want,) = torch.autograd.grad(frozen(x).sin().sum(), x)
+    assert torch.allclose(x.grad, want)
 
 
 def test_the_first_call_of_a_lazy_module_with_debug():
