@@ -523,10 +523,17 @@ class Held:
         """Whether fetching it may cost a copy or a recompute."""
         return self._unpack is not None
 
+    @property
+    def is_stale(self) -> bool:
+        """Whether it is referenced, and has been written since."""
+        return self._unpack is None and _torch.version(self.packed) != self._version
+
     def freeze(self, copied: Callable[[], Tensor] | None = None) -> None:
         """The tensor is about to be written by the region itself: hold a copy from here on. `copied` makes one, where
         the tensor is at hand: hooks of others may be slow, or recompute."""
         unpack_ = self._unpack
+        if self.is_stale:
+            return  # too late, as `fetch` will say
         if unpack_ is None:
             self.packed = without_recording(_torch.clone_storage, self.packed)
             self._version, self.is_parameter = _torch.version(self.packed), False

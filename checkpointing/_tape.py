@@ -153,6 +153,10 @@ class Tape(TorchDispatchMode, Region):
         if _INDUCTOR in _modules:
             self._whole.clear()  # compiled code makes views that nobody sees
             self._notice_writes((tensor,))
+        if self._here["depth"] != self._depth:  # in `opaque()`, where versions alone tell what is written
+            for sid in by_storage(tensor):
+                if sid in self._values and self._values[sid].is_stale:
+                    del self._values[sid]
         saved = self.reference(tensor)
         value = saved if type(saved) is Value else cast(Ref, saved).value
         if type(value.op) is SpecialOp and value is saved and self.hooks is None and _is_cheap_to_hold(value):
@@ -221,7 +225,7 @@ class Tape(TorchDispatchMode, Region):
         self.settle()
         self._whole.clear()
         for sid, value in list(self._values.items()):
-            if not value.is_parameter:
+            if value.is_stale or not value.is_parameter:
                 value.freeze()
                 del self._values[sid]
         super().look_away()

@@ -130,9 +130,11 @@ def shows_users_hooks(mode: Any) -> Iterator[None]:
 
 def is_tracing() -> bool:
     """Whether AOTAutograd, export or `make_fx` is tracing."""
-    return _C._get_dispatch_mode(_C._TorchDispatchModeKey.PROXY) is not None or _is_exporting()
+    return bool(_infra_mode(_proxy) or _infra_mode(_functional) or _is_exporting())
 
 
+_infra_mode, _keys = _C._get_dispatch_mode, _C._TorchDispatchModeKey
+_proxy, _functional = _keys.PROXY, _keys.FUNCTIONAL  # AOTAutograd looks at a function with the second one first
 _is_exporting: Callable[[], bool] = torch.compiler.is_exporting  # without a mode there, where export isn't strict
 
 
