@@ -397,15 +397,24 @@ def run_rerun(
     if contexts is not None:
         forward, source.context = contexts(frame)
     frame.enter(source)
+    result = _NO_RESULT
     try:
         if forward is None:
-            return fn(*args, **kwargs)
-        with forward:
-            return fn(*args, **kwargs)
-        raise errors.suppressed()
+            result = fn(*args, **kwargs)
+        else:
+            with forward:
+                result = fn(*args, **kwargs)
     finally:
-        frame.leave(source)
+        in_order = frame.leave(source)
         source.outer = None
+    if not in_order:
+        raise errors.crossed(frame)
+    if result is _NO_RESULT:
+        raise errors.suppressed()
+    return result
+
+
+_NO_RESULT: Any = object()
 
 
 def _is_noted(options: Options) -> bool:
@@ -458,13 +467,20 @@ class _Block:
         self.frame.enter(self._tape)
 
     def __exit__(self, *error: Any) -> None:
-        outer = self._tape.outer
-        self.frame.leave(self._tape)
-        if outer is not None:
-            outer.yield_to_inner(-1)
-        self._tape.__exit__(*error)  # type: ignore[no-untyped-call]
-        complaint = self._tape.close()
-        if complaint and error[0] is None:
+        tape = self._tape
+        outer, in_order = tape.outer, self.frame.leave(tape)
+        if not in_order:
+            _torch.remove_mode(tape)
+        else:
+            if outer is not None:
+                outer.yield_to_inner(-1)
+            tape.__exit__(*error)  # type: ignore[no-untyped-call]
+        complaint = tape.close()
+        if error[0] is not None:
+            return
+        if not in_order:
+            raise errors.crossed(self.frame)
+        if complaint:
             warn(f"{self.frame.place}: {complaint}")
 
     def stats(self) -> Stats:

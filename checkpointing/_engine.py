@@ -147,10 +147,21 @@ class Frame:
         here["region"] = region
         push_hooks(self.pack, unpack)
 
-    def leave(self, region: Region) -> None:
-        pop_hooks()
-        thread.region = region.outer
+    def leave(self, region: Region) -> bool:
+        """Returns whether all regions that were entered later have been left before this one, as they should be."""
         self.complete = True
+        here = thread.__dict__
+        inner = here["region"]
+        if inner is region:
+            pop_hooks()
+            here["region"] = region.outer
+            return True
+        while inner is not None and inner.outer is not region:
+            inner = inner.outer
+        if inner is not None:  # else it was entered in another thread
+            inner.outer = region.outer
+            _torch.remove_hooks(self.pack)
+        return False
 
     def pack(self, tensor: Tensor) -> Holder:
         """Autograd's pack hook; it runs once per saved tensor."""

@@ -18,6 +18,7 @@ from typing import Any, cast
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 _C: Any = torch._C
 _autograd: Any = torch._C._autograd
@@ -38,6 +39,32 @@ innermost_transform: Callable[[], object | None] = _C._functorch.peek_interprete
 
 # The pair that autograd would use now, or None; there is no public way to read it.
 enclosing_hooks: Callable[[], Hooks | None] = functools.partial(_autograd._top_saved_tensors_default_hooks, True)
+
+
+def remove_hooks(pack: Any) -> None:
+    """Pop the hooks with this `pack`, and none that were pushed after them."""
+    above: list[Hooks] = []
+    while (hooks := enclosing_hooks()) is not None and hooks[0] != pack:
+        above.append(hooks)
+        pop_hooks()
+    if hooks is not None:
+        pop_hooks()
+    else:
+        del above[0]  # whoever has popped them by mistake has left his own
+    for hooks in reversed(above):
+        push_hooks(*hooks)
+
+
+def remove_mode(mode: TorchDispatchMode) -> None:
+    """Leave a dispatch mode, and none that was entered after it."""
+    modes = [_C._get_dispatch_stack_at(i) for i in range(_mode_count())]
+    above = modes[modes.index(mode) + 1 :] if mode in modes else []
+    for each in reversed(above):
+        TorchDispatchMode.__exit__(each, None, None, None)
+    if mode in modes:
+        TorchDispatchMode.__exit__(mode, None, None, None)
+    for each in above:
+        TorchDispatchMode.__enter__(each)
 
 
 # ---- the running backward call. -1 outside of one; unique in the process.
@@ -130,9 +157,10 @@ def shows_users_hooks(mode: Any) -> Iterator[None]:
 
 def is_tracing() -> bool:
     """Whether AOTAutograd, export or `make_fx` is tracing."""
-    return bool(_infra_mode(_proxy) or _infra_mode(_functional) or _is_exporting())
+    return bool(_mode_count() and (_infra_mode(_proxy) or _infra_mode(_functional))) or _is_exporting()
 
 
+_mode_count: Callable[[], int] = _C._len_torch_dispatch_stack
 _infra_mode, _keys = _C._get_dispatch_mode, _C._TorchDispatchModeKey
 _proxy, _functional = _keys.PROXY, _keys.FUNCTIONAL  # AOTAutograd looks at a function with the second one first
 _is_exporting: Callable[[], bool] = torch.compiler.is_exporting  # without a mode there, where export isn't strict

@@ -131,6 +131,13 @@ def given_back(where: object, shape: Sequence[int]) -> CheckpointError:
     )
 
 
+def crossed(where: object) -> CheckpointError:
+    return CheckpointError(
+        f"{where}: this region is left while one that was entered later is still open. Regions end in the reverse order "
+        "of their beginnings: let no task `await`, and no generator `yield`, inside a region while others enter theirs."
+    )
+
+
 def suppressed() -> RuntimeError:
     return RuntimeError(
         "torch.utils.checkpoint: the forward context provided by context_fn suppressed an exception raised during the "
