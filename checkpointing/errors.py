@@ -133,8 +133,9 @@ def given_back(where: object, shape: Sequence[int]) -> CheckpointError:
 
 def crossed(where: object) -> CheckpointError:
     return CheckpointError(
-        f"{where}: this region is left while one that was entered later is still open. Regions end in the reverse order "
-        "of their beginnings: let no task `await`, and no generator `yield`, inside a region while others enter theirs."
+        f"{where}: this region is left while one that was entered later is still open. Regions must end in the "
+        "reverse order of their beginnings: no task may `await`, and no generator `yield`, inside a region while others "
+        "enter regions of their own."
     )
 
 

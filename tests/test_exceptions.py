@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from oracle import Counting, apply, bits, count
-
 from torch.utils._python_dispatch import is_in_any_mode_without_ignore_compile_internals
 
 from checkpointing import CheckpointError, auto, checkpoint_scope, checkpointed, disabled, is_recomputing, keep, opaque
