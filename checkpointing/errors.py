@@ -134,8 +134,8 @@ def given_back(where: object, shape: Sequence[int]) -> CheckpointError:
 def crossed(where: object) -> CheckpointError:
     return CheckpointError(
         f"{where}: this region is left while one that was entered later is still open. Regions must end in the "
-        "reverse order of their beginnings: no task may `await`, and no generator `yield`, inside a region while others "
-        "enter regions of their own."
+        "reverse order of their beginnings: no task may `await`, and no generator `yield`, inside a region while "
+        "others enter regions of their own."
     )
 
 

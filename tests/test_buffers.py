@@ -691,3 +691,11 @@ def test_a_buffer_that_is_deleted_before_backward():
     y.sum().backward()
     assert (x.grad == 8).all()
     assert not hasattr(module, "twice")
+
+
+@pytest.mark.parametrize(("count", "times"), [(100, 1), (101, 2)])
+def test_long_lists_are_not_searched_for_modules(count, times):
+    """They may be data: what their modules write is written again. (An `nn.ModuleList` is a module.)"""
+    norms = [nn.BatchNorm1d(3) for _ in range(count)]
+    checkpointed(lambda x: norms[-1](x).sin().exp())(torch.rand(4, 3, requires_grad=True)).sum().backward()
+    assert int(norms[-1].num_batches_tracked) == times
