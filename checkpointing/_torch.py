@@ -42,29 +42,23 @@ enclosing_hooks: Callable[[], Hooks | None] = functools.partial(_autograd._top_s
 
 
 def remove_hooks(pack: Any) -> None:
-    """Pop the hooks with this `pack`, and none that were pushed after them."""
-    above: list[Hooks] = []
-    while (hooks := enclosing_hooks()) is not None and hooks[0] != pack:
-        above.append(hooks)
-        pop_hooks()
-    if hooks is not None:
-        pop_hooks()
-    else:
-        del above[0]  # whoever has popped them by mistake has left his own
-    for hooks in reversed(above):
+    """Pop the hooks with this `pack`, and none that were pushed after them. (Where somebody has popped them by mistake,
+    others go: as many are popped as were pushed.)"""
+    hooks = enclosing_hooks()
+    pop_hooks()
+    if hooks is not None and hooks[0] != pack and enclosing_hooks() is not None:
+        remove_hooks(pack)
         push_hooks(*hooks)
 
 
 def remove_mode(mode: TorchDispatchMode) -> None:
-    """Leave a dispatch mode, and none that was entered after it."""
-    modes = [_C._get_dispatch_stack_at(i) for i in range(_mode_count())]
-    above = modes[modes.index(mode) + 1 :] if mode in modes else []
-    for each in reversed(above):
-        TorchDispatchMode.__exit__(each, None, None, None)
-    if mode in modes:
-        TorchDispatchMode.__exit__(mode, None, None, None)
-    for each in above:
-        TorchDispatchMode.__enter__(each)
+    """Leave a dispatch mode, if it is entered, and none that was entered after it."""
+    if _mode_count():
+        top = _C._get_dispatch_stack_at(_mode_count() - 1)
+        TorchDispatchMode.__exit__(top, None, None, None)
+        if top is not mode:
+            remove_mode(mode)
+            TorchDispatchMode.__enter__(top)
 
 
 # ---- the running backward call. -1 outside of one; unique in the process.
