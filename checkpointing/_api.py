@@ -29,7 +29,7 @@ from ._policy import as_policy
 from ._region import thread
 from ._replay import Replay
 from ._report import Noting, NotingAuto, Report, Reported, Stats, collect, measure, record_of
-from ._rerun import PreserveRngState, Rerun
+from ._rerun import PreserveRngState, Rerun, call_within
 from ._tape import Tape
 from ._where import Line, entered_from, warn
 
@@ -370,7 +370,7 @@ def _run(fn: Any, args: Any, kwargs: Any, name: str, options: Options) -> Any:
         return torch.utils.checkpoint.checkpoint(
             fn, *args, use_reentrant=is_reentrant, preserve_rng_state=keeps_rng, **kwargs
         )
-    if _is_compiling() or is_plain(options.enabled):
+    if is_plain(options.enabled):
         return fn(*args, **kwargs)
     if options.backend == "reentrant":
         return _reentrant.run(fn, name, options.preserve_rng_state, args, kwargs)
@@ -393,28 +393,18 @@ def run_rerun(
     kind = Reported if _is_noted(options) else Frame
     frame = kind(source, name, where, options.early_stop, check_of(options.determinism_check))
     frame.prefix = prefix
-    forward = None
     if contexts is not None:
         forward, source.context = contexts(frame)
+        fn = functools.partial(call_within, forward, fn)
     frame.enter(source)
-    result = _NO_RESULT
     try:
-        if forward is None:
-            result = fn(*args, **kwargs)
-        else:
-            with forward:
-                result = fn(*args, **kwargs)
+        result = fn(*args, **kwargs)
     finally:
         in_order = frame.leave(source)
         source.outer = None
     if not in_order:
         raise errors.crossed(frame)
-    if result is _NO_RESULT:
-        raise errors.suppressed()
     return result
-
-
-_NO_RESULT: Any = object()
 
 
 def _is_noted(options: Options) -> bool:
@@ -469,12 +459,9 @@ class _Block:
     def __exit__(self, *error: Any) -> None:
         tape = self._tape
         outer, in_order = tape.outer, self.frame.leave(tape)
-        if not in_order:
-            _torch.remove_mode(tape)
-        else:
-            if outer is not None:
-                outer.yield_to_inner(-1)
-            tape.__exit__(*error)  # type: ignore[no-untyped-call]
+        if in_order and outer is not None:
+            outer.yield_to_inner(-1)
+        _torch.leave_mode(tape)
         complaint = tape.close()
         if error[0] is not None:
             return

@@ -51,13 +51,13 @@ def remove_hooks(pack: Any) -> None:
         push_hooks(*hooks)
 
 
-def remove_mode(mode: TorchDispatchMode) -> None:
+def leave_mode(mode: TorchDispatchMode) -> None:
     """Leave a dispatch mode, if it is entered, and none that was entered after it."""
     if _mode_count():
         top = _C._get_dispatch_stack_at(_mode_count() - 1)
         TorchDispatchMode.__exit__(top, None, None, None)
         if top is not mode:
-            remove_mode(mode)
+            leave_mode(mode)
             TorchDispatchMode.__enter__(top)
 
 
