@@ -103,7 +103,7 @@ _SCOPE_DEFAULTS = Options("replay")
 # Bound once: these run for every call.
 _is_compiling = torch.compiler.is_dynamo_compiling
 _is_grad_enabled, _hooks_are_enabled = torch.is_grad_enabled, _torch.hooks_are_enabled
-_innermost_transform, _is_tracing = _torch.innermost_transform, _torch.is_tracing
+_innermost_transform, _mode_count, _is_tracing = _torch.innermost_transform, _torch.mode_count, _torch.is_tracing
 
 _run_by_hooks = "_ambient _auto _check _debug _engine _region _replay _report _rerun _tape _torch _where"
 _torch.keep_dynamo_out(*(sys.modules[f"{__package__}.{name}"] for name in _run_by_hooks.split(" ")))
@@ -199,7 +199,7 @@ def forward_only(fn: Callable[P, R], /) -> Callable[P, R]:
 def is_plain(enabled: bool = True) -> bool:
     """Whether to run without a region (rule 10). What is traced is a graph, with the backward in it or not at all: a
     recompute would put the activations of this run into it, and other random numbers."""
-    if not enabled or not _is_grad_enabled() or _disabled.get() or _is_tracing():
+    if not enabled or not _is_grad_enabled() or _disabled.get() or (_mode_count() and _is_tracing()):
         return True
     # A transform taken over a region: `grad` and its kin disable hooks; under `vmap` what a region would save or read
     # are batches, which end with it.
@@ -459,9 +459,12 @@ class _Block:
     def __exit__(self, *error: Any) -> None:
         tape = self._tape
         outer, in_order = tape.outer, self.frame.leave(tape)
-        if in_order and outer is not None:
-            outer.yield_to_inner(-1)
-        _torch.leave_mode(tape)
+        if not in_order:
+            _torch.remove_mode(tape)
+        else:
+            tape.__exit__(*error)  # type: ignore[no-untyped-call]
+            if outer is not None:
+                outer.yield_to_inner(-1)
         complaint = tape.close()
         if error[0] is not None:
             return

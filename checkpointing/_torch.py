@@ -51,13 +51,13 @@ def remove_hooks(pack: Any) -> None:
         push_hooks(*hooks)
 
 
-def leave_mode(mode: TorchDispatchMode) -> None:
+def remove_mode(mode: TorchDispatchMode) -> None:
     """Leave a dispatch mode, if it is entered, and none that was entered after it."""
-    if _mode_count():
-        top = _C._get_dispatch_stack_at(_mode_count() - 1)
+    if mode_count():
+        top = _C._get_dispatch_stack_at(mode_count() - 1)
         TorchDispatchMode.__exit__(top, None, None, None)
         if top is not mode:
-            leave_mode(mode)
+            remove_mode(mode)
             TorchDispatchMode.__enter__(top)
 
 
@@ -151,10 +151,10 @@ def shows_users_hooks(mode: Any) -> Iterator[None]:
 
 def is_tracing() -> bool:
     """Whether AOTAutograd, export or `make_fx` is tracing."""
-    return bool(_mode_count() and (_infra_mode(_proxy) or _infra_mode(_functional))) or _is_exporting()
+    return bool(_infra_mode(_proxy) or _infra_mode(_functional)) or _is_exporting()
 
 
-_mode_count: Callable[[], int] = _C._len_torch_dispatch_stack
+mode_count: Callable[[], int] = _C._len_torch_dispatch_stack
 _infra_mode, _keys = _C._get_dispatch_mode, _C._TorchDispatchModeKey
 _proxy, _functional = _keys.PROXY, _keys.FUNCTIONAL  # AOTAutograd looks at a function with the second one first
 _is_exporting: Callable[[], bool] = torch.compiler.is_exporting  # without a mode there, where export isn't strict
