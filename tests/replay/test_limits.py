@@ -322,6 +322,24 @@ def test_what_is_saved_in_opaque_and_written_after_it(inside, door):
     assert torch.equal(torch.autograd.grad(door(function, x, checkpointed).sum(), x)[0], want)
 
 
+@pytest.mark.parametrize("policy", [None, auto(), auto(segment=1), auto(budget=100), auto(budget=10**6)], ids=str)
+def test_what_is_saved_before_opaque_is_what_it_was(policy):
+    """Also where a policy only holds on to it, as long as there is room."""
+
+    def function(x, before):
+        n = torch.full((4, 6), 2.0)
+        y = x * before(n)
+        with opaque():
+            n.mul_(3)
+        return (y * n).sin()
+
+    x = torch.rand(4, 6, requires_grad=True)
+    (want,) = torch.autograd.grad(function(x, torch.clone).sum(), x)
+    with checkpoint_scope(policy=policy):
+        y = function(x, lambda n: n)
+    assert torch.equal(torch.autograd.grad(y.sum(), x)[0], want)
+
+
 def test_values_around_opaque_are_computed_once():
     """What is read after the block is kept: recompute never crosses it."""
     x = torch.randn(4, 6, requires_grad=True)
