@@ -29,7 +29,7 @@ from ._policy import as_policy
 from ._region import thread
 from ._replay import Replay
 from ._report import Noting, NotingAuto, Report, Reported, Stats, collect, measure, record_of
-from ._rerun import PreserveRngState, Rerun
+from ._rerun import PreserveRngState, Rerun, call_within
 from ._tape import Tape
 from ._where import Line, entered_from, warn
 
@@ -103,7 +103,7 @@ _SCOPE_DEFAULTS = Options("replay")
 # Bound once: these run for every call.
 _is_compiling = torch.compiler.is_dynamo_compiling
 _is_grad_enabled, _hooks_are_enabled = torch.is_grad_enabled, _torch.hooks_are_enabled
-_innermost_transform = _torch.innermost_transform
+_innermost_transform, _mode_count, _is_tracing = _torch.innermost_transform, _torch.mode_count, _torch.is_tracing
 
 _run_by_hooks = "_ambient _auto _buffers _check _debug _engine _region _replay _report _rerun _tape _torch _where"
 _torch.keep_dynamo_out(*(sys.modules[f"{__package__}.{name}"] for name in _run_by_hooks.split(" ")))
@@ -197,8 +197,9 @@ def forward_only(fn: Callable[P, R], /) -> Callable[P, R]:
 
 
 def is_plain(enabled: bool = True) -> bool:
-    """Whether to run without a region (rule 10)."""
-    if not enabled or not _is_grad_enabled() or _disabled.get():
+    """Whether to run without a region (rule 10). What is traced is a graph, with the backward in it or not at all: a
+    recompute would put the activations of this run into it, and other random numbers."""
+    if not enabled or not _is_grad_enabled() or _disabled.get() or (_mode_count() and _is_tracing()):
         return True
     # A transform taken over a region: `grad` and its kin disable hooks; under `vmap` what a region would save or read
     # are batches, which end with it.
@@ -369,7 +370,7 @@ def _run(fn: Any, args: Any, kwargs: Any, name: str, options: Options) -> Any:
         return torch.utils.checkpoint.checkpoint(
             fn, *args, use_reentrant=is_reentrant, preserve_rng_state=keeps_rng, **kwargs
         )
-    if _is_compiling() or is_plain(options.enabled):
+    if is_plain(options.enabled):
         return fn(*args, **kwargs)
     if options.backend == "reentrant":
         return _reentrant.run(fn, name, options.preserve_rng_state, args, kwargs)
@@ -392,19 +393,18 @@ def run_rerun(
     kind = Reported if _is_noted(options) else Frame
     frame = kind(source, name, where, options.early_stop, check_of(options.determinism_check))
     frame.prefix = prefix
-    forward = None
     if contexts is not None:
         forward, source.context = contexts(frame)
+        fn = functools.partial(call_within, forward, fn)
     frame.enter(source)
     try:
-        if forward is None:
-            return fn(*args, **kwargs)
-        with forward:
-            return fn(*args, **kwargs)
-        raise errors.suppressed()
+        result = fn(*args, **kwargs)
     finally:
-        frame.leave(source)
+        in_order = frame.leave(source)
         source.outer = None
+    if not in_order:
+        raise errors.crossed(frame)
+    return result
 
 
 def _is_noted(options: Options) -> bool:
@@ -457,13 +457,20 @@ class _Block:
         self.frame.enter(self._tape)
 
     def __exit__(self, *error: Any) -> None:
-        outer = self._tape.outer
-        self.frame.leave(self._tape)
-        if outer is not None:
-            outer.yield_to_inner(-1)
-        self._tape.__exit__(*error)  # type: ignore[no-untyped-call]
-        complaint = self._tape.close()
-        if complaint and error[0] is None:
+        tape = self._tape
+        outer, in_order = tape.outer, self.frame.leave(tape)
+        if not in_order:
+            _torch.remove_mode(tape)
+        else:
+            tape.__exit__(*error)  # type: ignore[no-untyped-call]
+            if outer is not None:
+                outer.yield_to_inner(-1)
+        complaint = tape.close()
+        if error[0] is not None:
+            return
+        if not in_order:
+            raise errors.crossed(self.frame)
+        if complaint:
             warn(f"{self.frame.place}: {complaint}")
 
     def stats(self) -> Stats:

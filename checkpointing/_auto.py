@@ -154,6 +154,11 @@ class AutoTape(Tape):
                 self._clear_room(value.nbytes)
         super().keep_at(tensor, mover)
 
+    def look_away(self) -> None:
+        for value in list(self._spare):  # it can be made again
+            self._give_up(value)
+        super().look_away()
+
     def close(self) -> str:
         why, least = "", self.kept_bytes + self._held_bytes
         if self._budget is not None and least > self._budget:

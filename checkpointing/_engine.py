@@ -147,10 +147,21 @@ class Frame:
         here["region"] = region
         push_hooks(self.pack, unpack)
 
-    def leave(self, region: Region) -> None:
-        pop_hooks()
-        thread.region = region.outer
+    def leave(self, region: Region) -> bool:
+        """Returns whether all regions that were entered later have been left before this one, as they should be."""
         self.complete = True
+        here = thread.__dict__
+        inner = here["region"]
+        if inner is region:
+            pop_hooks()
+            here["region"] = region.outer
+            return True
+        while inner is not None and inner.outer is not region:
+            inner = inner.outer
+        if inner is not None:  # else it was entered in another thread
+            inner.outer = region.outer
+            _torch.remove_hooks(self.pack)
+        return False
 
     def pack(self, tensor: Tensor) -> Holder:
         """Autograd's pack hook; it runs once per saved tensor."""
@@ -538,10 +549,17 @@ class Held:
         """Whether fetching it may cost a copy or a recompute."""
         return self._unpack is not None
 
+    @property
+    def is_stale(self) -> bool:
+        """Whether it is referenced, and has been written since."""
+        return self._unpack is None and _torch.version(self.packed) != self._version
+
     def freeze(self, copied: Callable[[], Tensor] | None = None) -> None:
         """The tensor is about to be written by the region itself: hold a copy from here on. `copied` makes one, where
         the tensor is at hand: hooks of others may be slow, or recompute."""
         unpack_ = self._unpack
+        if self.is_stale:
+            return  # too late, as `fetch` will say
         if unpack_ is None:
             self.packed = without_recording(_torch.clone_storage, self.packed)
             self._version, self.is_parameter = _torch.version(self.packed), False

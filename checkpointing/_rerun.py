@@ -255,7 +255,7 @@ class Rerun(Region, Source, Inputs):
             if kwargs:
                 kwargs = {k: saved.fetch(where) if type(saved) is Held else saved for k, saved in kwargs.items()}
         if self.context is not None:
-            function = functools.partial(_call_within, self.context, function)
+            function = functools.partial(call_within, self.context, function)
         return function, args, kwargs
 
     def go_back(self, where: object, undo: Undo) -> contextvars.Context:
@@ -278,9 +278,10 @@ class Rerun(Region, Source, Inputs):
         return context
 
 
-def _call_within(context: AbstractContextManager[Any], function: Any, *args: Any, **kwargs: Any) -> None:
+def call_within(context: AbstractContextManager[Any], function: Any, *args: Any, **kwargs: Any) -> Any:
     with context:
-        function(*args, **kwargs)
+        return function(*args, **kwargs)
+    raise errors.suppressed()
 
 
 class Repeated(Region):

@@ -152,7 +152,11 @@ class Tape(TorchDispatchMode, Region):
             return Wrapped(tensor, self.save)
         if _INDUCTOR in _modules:
             self._whole.clear()  # compiled code makes views that nobody sees
-            self._notice_writes((tensor,))
+            self._notice_writes(tensor)
+        if self._here["depth"] != self._depth:  # in `opaque()`, where versions alone tell what is written
+            for sid in by_storage(tensor):
+                if sid in self._values and self._values[sid].is_stale:
+                    del self._values[sid]
         saved = self.reference(tensor)
         value = saved if type(saved) is Value else cast(Ref, saved).value
         if type(value.op) is SpecialOp and value is saved and self.hooks is None and _is_cheap_to_hold(value):
@@ -221,7 +225,7 @@ class Tape(TorchDispatchMode, Region):
         self.settle()
         self._whole.clear()
         for sid, value in list(self._values.items()):
-            if not value.is_parameter:
+            if value.is_stale or not value.is_parameter:
                 value.freeze()
                 del self._values[sid]
         super().look_away()
@@ -403,7 +407,7 @@ class Tape(TorchDispatchMode, Region):
                     return func(*args, **kwargs)  # its kernels, which nobody sees, write what this makes
                 info, args = info_of_region(info, args[0]), (args[0], *args[1])
             self._notice_writes(args)
-            self._notice_writes(kwargs.values())
+            self._notice_writes([*kwargs.values()])
         if self._since >= self._watch:
             self._look(info)
         if self._unsettled:
@@ -565,16 +569,12 @@ class Tape(TorchDispatchMode, Region):
             new.state = UNFILLED
         return value.id, new.id
 
-    def _notice_writes(self, args: Iterable[Any]) -> None:
+    def _notice_writes(self, args: Any) -> None:
         """Compiled code that no operator shows leaves a trace of what it writes in version counters alone."""
-        for arg in args:
-            if type(arg) is list or type(arg) is tuple:
-                self._notice_writes(arg)
-            elif type(arg) is Tensor and _has_storage(arg):
-                sid = _storage_id(arg)
-                value = self._values.get(sid)
-                if value is not None and value.op is not None and _torch.version(arg) > self._written.get(sid, 0):
-                    self._now_outside(self._on_storages(arg))
+        for sid, tensor in by_storage(args).items():
+            value = self._values.get(sid)
+            if value is not None and value.op is not None and _torch.version(tensor) > self._written.get(sid, 0):
+                self._now_outside(self._on_storages(tensor))
 
     def _refer_to_written(self, arg: Any, reads: list[Value], info: Info, outside: dict[int, Tensor]) -> Any:
         if type(arg) is list or type(arg) is tuple:

@@ -19,6 +19,7 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy as is_lazy
+from torch.utils._python_dispatch import TorchDispatchMode
 
 _C: Any = torch._C
 _autograd: Any = torch._C._autograd
@@ -39,6 +40,26 @@ innermost_transform: Callable[[], object | None] = _C._functorch.peek_interprete
 
 # The pair that autograd would use now, or None; there is no public way to read it.
 enclosing_hooks: Callable[[], Hooks | None] = functools.partial(_autograd._top_saved_tensors_default_hooks, True)
+
+
+def remove_hooks(pack: Any) -> None:
+    """Pop the hooks with this `pack`, and none that were pushed after them. (Where somebody has popped them by mistake,
+    others go: as many are popped as were pushed.)"""
+    hooks = enclosing_hooks()
+    pop_hooks()
+    if hooks is not None and hooks[0] != pack and enclosing_hooks() is not None:
+        remove_hooks(pack)
+        push_hooks(*hooks)
+
+
+def remove_mode(mode: TorchDispatchMode) -> None:
+    """Leave a dispatch mode, if it is entered, and none that was entered after it."""
+    if mode_count():
+        top = _C._get_dispatch_stack_at(mode_count() - 1)
+        TorchDispatchMode.__exit__(top, None, None, None)
+        if top is not mode:
+            remove_mode(mode)
+            TorchDispatchMode.__enter__(top)
 
 
 # ---- the running backward call. -1 outside of one; unique in the process.
@@ -131,9 +152,12 @@ def shows_users_hooks(mode: Any) -> Iterator[None]:
 
 def is_tracing() -> bool:
     """Whether AOTAutograd, export or `make_fx` is tracing."""
-    return _C._get_dispatch_mode(_C._TorchDispatchModeKey.PROXY) is not None or _is_exporting()
+    return bool(_infra_mode(_proxy) or _infra_mode(_functional)) or _is_exporting()
 
 
+mode_count: Callable[[], int] = _C._len_torch_dispatch_stack
+_infra_mode, _keys = _C._get_dispatch_mode, _C._TorchDispatchModeKey
+_proxy, _functional = _keys.PROXY, _keys.FUNCTIONAL  # AOTAutograd looks at a function with the second one first
 _is_exporting: Callable[[], bool] = torch.compiler.is_exporting  # without a mode there, where export isn't strict
 
 

@@ -92,6 +92,10 @@ class Value:
     def is_parameter(self) -> bool:
         return any(held.is_parameter for held in self.all_held)
 
+    @property
+    def is_stale(self) -> bool:
+        return any(held.is_stale for held in self.all_held)
+
     def freeze(self, live: Tensor | None = None) -> None:
         """It is about to be written: what is held of it must not change. `live` lies on it."""
         held = [] if self.held is None else [(None if self.state is KEPT else self.geometry, self.held)]

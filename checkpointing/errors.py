@@ -145,6 +145,14 @@ def overlapping(where: object) -> CheckpointError:
     )
 
 
+def crossed(where: object) -> CheckpointError:
+    return CheckpointError(
+        f"{where}: this region is left while one that was entered later is still open. Regions must end in the "
+        "reverse order of their beginnings: no task may `await`, and no generator `yield`, inside a region while "
+        "others enter regions of their own."
+    )
+
+
 def suppressed() -> RuntimeError:
     return RuntimeError(
         "torch.utils.checkpoint: the forward context provided by context_fn suppressed an exception raised during the "

@@ -162,3 +162,14 @@ def test_stats_count_the_state_of_generators():
     assert scope.stats.bytes_held == torch.get_rng_state().nbytes
     y.sum().backward()
     assert scope.stats.bytes_held == 0
+
+
+def test_what_a_backward_inside_brings_back_is_not_held():
+    """Its gradient's graph reads values that the block can make again."""
+    x = torch.rand(1000).requires_grad_()
+    with checkpoint_scope() as scope:
+        h = x.sin().exp().tanh()
+        (g,) = torch.autograd.grad(h.square().sum(), x, create_graph=True)
+        loss = (g * h).sum()
+    assert scope.stats.bytes_held == 0
+    loss.backward()
