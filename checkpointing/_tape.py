@@ -35,7 +35,7 @@ from ._offload import Destination, Mover
 from ._ops import INFOS, Info, generators_of, info_of_region, tensors_of
 from ._region import Region, aside, thread, without_recording
 from ._tree import ATOMS
-from ._values import KEPT, LENT, UNFILLED, VOLATILE, Geometry, Op, Ref, Scratch, SpecialOp, Value, Wrapped, geometry_of
+from ._values import CHEAP, KEPT, LENT, UNFILLED, VOLATILE, Geometry, Op, Ref, Scratch, SpecialOp, Value, Wrapped, geometry_of
 from ._where import stack_of_user
 
 # What to do with a value: False to recompute it, True to keep it, or where it is kept.
@@ -72,6 +72,7 @@ class Tape(TorchDispatchMode, Region):
     limits: Any = None  # for a replay, when the block has ended
     _flops: dict[int, float] | None = None  # by position, if anybody wants to know
     _fresh: list[tuple[int, Value]] | None = None  # what operators have made: storage and value
+    _cheap: list[tuple[int, Value]] = []  # the same of what is as good as held  # noqa: RUF012
 
     def __init__(self, hooks: _torch.Hooks | None, preserve_rng_state: bool | str, log: Any, policy: Any) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -372,7 +373,9 @@ class Tape(TorchDispatchMode, Region):
         value = values[sid] = Value(id, op, storage.nbytes(), geometry)
         # There is nothing to keep in memory that has only been allocated (DDP's buckets, when it makes them anew).
         if self._fresh is not None and op is not None and value.nbytes and not op.info.only_allocates:
-            self._fresh.append((sid, value))
+            if op.info.is_cheap and all(read.is_outside and read.state is None for read in op.reads):
+                value.state = CHEAP
+            (self._fresh if value.state is None else self._cheap).append((sid, value))
         return value
 
     def _now_outside(self, targets: dict[int, Tensor], gathered: bool = False) -> None:
