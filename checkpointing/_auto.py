@@ -350,10 +350,10 @@ class AutoTape(Tape):
                 cut.nbytes += waits - cut.waits
                 self._cut_bytes += waits - cut.waits
                 cut.waits = waits
-        if len(cuts) > 1:
+        if len(cuts) > 2:
             # What still lives of the cut before would have been kept by any cut (the long connections of a net, outputs
             # that are collected in a list): that part says nothing about whether a cut is dear.
-            cut = cuts[-2]
+            cut = cuts[-3]
             living = cut.waits + sum(v.nbytes for v, kept in cut.kept.items() if self._is_alive(kept.sid, v))
             self._lasting = min(1.0, living / cut.alive) if cut.alive else 0.0
         if self._size is None:
