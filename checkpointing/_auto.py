@@ -421,9 +421,8 @@ class AutoTape(Tape):
                 return
             room = self._held_bytes
             if self._size is None:
-                level = self._level - self._cut_bytes
-                room = min(room, level - self._cheap_bytes)
-                if self._cuts and self._since > level:  # perhaps the end: the first window would bring it back at once
+                room = min(room, self._level - self._cut_bytes - self._cheap_bytes)
+                if self._cuts and self._since > self._level:  # perhaps the end, which backward would make again at once
                     room = self._since
             while self._spare_bytes + nbytes > room and self._spare:
                 self._give_up(next(iter(self._spare)))
