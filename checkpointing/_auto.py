@@ -178,12 +178,18 @@ class AutoTape(Tape):
                     value.parts = {geometry_of(tensor): Held(tensor, None, "a kept tensor")}
         finally:  # hooks of what encloses the region may raise
             super().close()
-            for cut in self._cuts:  # to which its values refer
-                cut.kept.clear()
-            self._fresh, self._cheap, self._cuts, self._cheapest, self._flops = [], [], [], [], None
-            for mine in (self._kept, self._spare, self._spare_on, self._sent):
-                mine.clear()
+            self._flops = None
         return why and f"auto(budget={self._budget}): {why}. The smallest budget possible is {least} bytes."
+
+    def _forget(self) -> None:
+        super()._forget()
+        for cut in self._cuts:  # to which its values refer
+            cut.kept.clear()
+        self._fresh, self._cheap, self._cuts, self._cheapest, self._trial = [], [], [], [], None
+        for mine in (self._kept, self._spare, self._spare_on, self._sent):
+            mine.clear()
+        self._last_cut = self._dropped = self._since = self._cut_bytes = self._cheap_bytes = 0
+        self._held_bytes = self._spare_bytes = 0
 
     def keeps_now(self) -> int:
         return self._held_bytes + self._spare_bytes + self.kept_bytes
@@ -422,8 +428,8 @@ class AutoTape(Tape):
             room = self._held_bytes
             if self._size is None:
                 room = min(room, self._level - self._cut_bytes - self._cheap_bytes)
-                if self._cuts and self._since > self._level:  # perhaps the end, which backward would make again at once
-                    room = self._since
+                if self._trial is not None or (self._cuts and self._dropped > self._level):
+                    room = max(room, self._dropped)  # perhaps the end, which backward would make again at once
             while self._spare_bytes + nbytes > room and self._spare:
                 self._give_up(next(iter(self._spare)))
             if nbytes > room:

@@ -65,6 +65,7 @@ class Tape(TorchDispatchMode, Region):
 
     supports_higher_order_operators = True
     is_checked = False  # whether values are compared when they come back
+    opened: Any = None  # by a backward in the block: all holders; () if it has freed them
     # For tapes that make cuts:
     _last_cut = 0  # a value from before this position must be kept when it is read
     _since = 0  # bytes saved since the last settled cut
@@ -132,12 +133,31 @@ class Tape(TorchDispatchMode, Region):
                 mover.settle()
         finally:
             self.outer = None
-            for mine in (self._whole, self._values, self._written, self._geometries):
-                mine.clear()
             self._lent.clear()
-            while self._weak:
-                _torch.free_weak_storage(self._weak.pop())
+            self._forget()
         return ""
+
+    def _forget(self) -> None:
+        """No holder needs what has been recorded; what others read of it from here on comes from outside."""
+        for mine in (self._whole, self._values, self._written, self._geometries):
+            mine.clear()
+        while self._weak:
+            _torch.free_weak_storage(self._weak.pop())
+
+    def _rests(self) -> bool:
+        """After a backward in the block that has freed its graph, what runs without gradients (an optimizer's step, in
+        most cases) need not be recorded, until something else is. In a region of ours each value that is met once more
+        would be a slot, and whether all is freed is a matter of time: there everything stays."""
+        if _graph_task_id() != self._graph_task:
+            return False
+        if self.opened:
+            is_freed = self.hooks is None and not self._lent and not any(ref() for ref in self.opened)
+            self.opened = () if is_freed else None
+            if is_freed:
+                self._forget()
+        if self._values or _is_grad_enabled():
+            self.opened = None
+        return self.opened is not None
 
     def settle(self) -> None:
         """Keep what the last write has made: it has the version now that it should have."""
@@ -396,6 +416,8 @@ class Tape(TorchDispatchMode, Region):
             return info.run(*args, **kwargs)
         if self._here["depth"] != self._depth:  # an operator of a recompute (rule 3)
             self._whole.clear()  # whose result may be a view
+            return func(*args, **kwargs)
+        if self.opened is not None and self._rests():
             return func(*args, **kwargs)
         if self._lent:
             self._see_lent()
