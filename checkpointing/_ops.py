@@ -60,6 +60,7 @@ class Info:
         # Custom operators may draw random numbers without torch's tag: look whether the generators have moved.
         self.custom = space not in ("aten", "prim", "prims")
         self.may_draw = self.custom or torch.Tag.nondeterministic_seeded in tags
+        self.is_cheap = (base == "_to_copy" or torch.Tag.pointwise in tags) and not (self.writes or self.may_draw)
         self.is_plain = not (self.targets or self.metadata_only or self.statistics or self.may_draw)
         INFOS[id(func)] = self  # last, for other threads; by id, as an `OpOverload` is hashed by a Python function
 

@@ -35,7 +35,7 @@ from ._offload import Destination, Mover
 from ._ops import INFOS, Info, generators_of, info_of_region, tensors_of
 from ._region import Region, aside, thread, without_recording
 from ._tree import ATOMS
-from ._values import KEPT, LENT, UNFILLED, VOLATILE, Geometry, Op, Ref, Scratch, SpecialOp, Value, Wrapped, geometry_of
+from ._values import CHEAP, KEPT, LENT, UNFILLED, VOLATILE, Geometry, Op, Ref, Scratch, SpecialOp, Value, Wrapped, geometry_of
 from ._where import stack_of_user
 
 # What to do with a value: False to recompute it, True to keep it, or where it is kept.
@@ -65,6 +65,7 @@ class Tape(TorchDispatchMode, Region):
 
     supports_higher_order_operators = True
     is_checked = False  # whether values are compared when they come back
+    opened: Any = None  # by a backward in the block: all holders; () if it has freed them
     # For tapes that make cuts:
     _last_cut = 0  # a value from before this position must be kept when it is read
     _since = 0  # bytes saved since the last settled cut
@@ -72,6 +73,7 @@ class Tape(TorchDispatchMode, Region):
     limits: Any = None  # for a replay, when the block has ended
     _flops: dict[int, float] | None = None  # by position, if anybody wants to know
     _fresh: list[tuple[int, Value]] | None = None  # what operators have made: storage and value
+    _cheap: list[tuple[int, Value]] = []  # the same of what is as good as held  # noqa: RUF012
 
     def __init__(self, hooks: _torch.Hooks | None, preserve_rng_state: bool | str, log: Any, policy: Any) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -131,12 +133,31 @@ class Tape(TorchDispatchMode, Region):
                 mover.settle()
         finally:
             self.outer = None
-            for mine in (self._whole, self._values, self._written, self._geometries):
-                mine.clear()
             self._lent.clear()
-            while self._weak:
-                _torch.free_weak_storage(self._weak.pop())
+            self._forget()
         return ""
+
+    def _forget(self) -> None:
+        """No holder needs what has been recorded; what others read of it from here on comes from outside."""
+        for mine in (self._whole, self._values, self._written, self._geometries):
+            mine.clear()
+        while self._weak:
+            _torch.free_weak_storage(self._weak.pop())
+
+    def _rests(self) -> bool:
+        """After a backward in the block that has freed its graph, what runs without gradients (an optimizer's step, in
+        most cases) need not be recorded, until something else is. In a region of ours each value that is met once more
+        would be a slot, and whether all is freed is a matter of time: there everything stays."""
+        if _graph_task_id() != self._graph_task:
+            return False
+        if self.opened:
+            is_freed = self.hooks is None and not self._lent and not any(ref() for ref in self.opened)
+            self.opened = () if is_freed else None
+            if is_freed:
+                self._forget()
+        if self._values or _is_grad_enabled():
+            self.opened = None
+        return self.opened is not None
 
     def settle(self) -> None:
         """Keep what the last write has made: it has the version now that it should have."""
@@ -376,7 +397,9 @@ class Tape(TorchDispatchMode, Region):
         value = values[sid] = Value(id, op, storage.nbytes(), geometry)
         # There is nothing to keep in memory that has only been allocated (DDP's buckets, when it makes them anew).
         if self._fresh is not None and op is not None and value.nbytes and not op.info.only_allocates:
-            self._fresh.append((sid, value))
+            if op.info.is_cheap and all(read.is_outside and read.state is None for read in op.reads):
+                value.state = CHEAP
+            (self._fresh if value.state is None else self._cheap).append((sid, value))
         return value
 
     def _now_outside(self, targets: dict[int, Tensor], gathered: bool = False) -> None:
@@ -397,6 +420,8 @@ class Tape(TorchDispatchMode, Region):
             return info.run(*args, **kwargs)
         if self._here["depth"] != self._depth:  # an operator of a recompute (rule 3)
             self._whole.clear()  # whose result may be a view
+            return func(*args, **kwargs)
+        if self.opened is not None and self._rests():
             return func(*args, **kwargs)
         if self._lent:
             self._see_lent()

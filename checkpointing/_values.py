@@ -29,6 +29,7 @@ Saver = _torch.Hooks | Mover | None
 UNFILLED = "allocated, and not yet filled by a recorded operator"
 KEPT = "held, all of the storage, although an operator made it"
 LENT = "the memory of gathered parameters, which are referenced as all are"
+CHEAP = "one cheap operator makes it from something held anyway: as good as held"
 VOLATILE = "from outside and written by the region: others will write it again, so copies are read"
 
 
@@ -83,6 +84,11 @@ class Value:
     @property
     def is_outside(self) -> bool:
         return self.op is None and self.state is not KEPT
+
+    @property
+    def position(self) -> int:
+        """Of the operator that must run in order to make it; -1 for what is there, or as good as there."""
+        return -1 if self.op is None or self.state is CHEAP else self.op.index
 
     @property
     def all_held(self) -> list[Held]:
