@@ -23,6 +23,7 @@ from ._region import without_recording
 from ._tree import Field
 
 _parts_of, _has_storage, _version = _torch.parts_of_module, _torch.has_storage, _torch.version
+_Generator = torch.Generator
 _SMALL = 1 << 16  # bytes: up to that a copy before every forward costs little
 _LEAVES_NO_TRACE = (_torch.Normalisation, torch.jit.ScriptModule)  # its kernels write past the version counter
 
@@ -39,13 +40,10 @@ class Buffers:
 
     def __init__(self, inputs: Any) -> None:
         """Of `inputs.modules`; their devices and generators are added to the others of `inputs`."""
-        self._entries: Entries = []
-        self._flags: dict[
-            nn.Module, bool | None
-        ] = {}  # whether it was in training mode; frozen TorchScript has no flag
-        self._guarded: list[tuple[nn.Module, str, Tensor, int]] = []
+        flags: dict[nn.Module, bool | None] = {}  # None: frozen TorchScript, which has no flag
+        entries: list[Entry] = []
+        guarded: list[tuple[nn.Module, str, Tensor, int]] = []
         small: list[Tensor] = []  # what shares memory is rewound twice, to the same
-        flags = self._flags
         stack: list[Any] = [*inputs.modules]
         while stack:
             module = stack.pop()
@@ -59,18 +57,24 @@ class Buffers:
                 if parameter is not None and not parameter.is_cpu:
                     inputs.devices |= {parameter.device}
             # Dropout of one's own, reproducible on its own. No module of torch has one: they need not be searched.
-            if not type(module).__module__.startswith("torch."):
-                inputs.generators += tuple([v for v in vars(module).values() if type(v) is torch.Generator])
+            if type(module).__module__[:6] != "torch.":
+                inputs.generators += tuple([part for part in vars(module).values() if type(part) is _Generator])
             if not buffers:
                 continue
-            self._entries.append((module, dict(buffers)))
+            entries.append((module, dict(buffers)))
             most = math.inf if isinstance(module, _LEAVES_NO_TRACE) else _SMALL
             for name, tensor in buffers.items():
                 if is_training and _can_be_rewound(tensor) and tensor.nbytes <= most:
                     small.append(tensor)
                 elif tensor is not None:
-                    self._guarded.append((module, name, tensor, _version(tensor)))
-        self._then = _Moment(small)
+                    guarded.append((module, name, tensor, _version(tensor)))
+        self._flags = flags
+        self._entries, self._guarded = entries or (), guarded or ()  # few objects for the garbage collector
+        self._then = _Moment(small) if small else _NOTHING
+
+    def __bool__(self) -> bool:
+        """Whether there is anything to rewind."""
+        return self._then is not _NOTHING
 
     def storages(self) -> set[int]:
         """Those that are rewound."""
@@ -82,10 +86,10 @@ class Buffers:
             if _version(tensor) != version:
                 what = named((type(module).__name__, Field(name)), tensor)
                 raise errors.changed(where, what, version, _version(tensor))
-        flags = [(module, then) for module, then in self._flags.items() if then is not None]
-        if any(module.training is not then for module, then in flags):
-            undo.append((_set_flags, [(module, module.training) for module, _ in flags]))
-            _set_flags(flags)
+        flags = [getattr(module, "training", None) for module in self._flags]
+        if flags != [*self._flags.values()]:
+            undo.append((_set_flags, [*zip(self._flags, flags, strict=True)]))
+            _set_flags(self._flags.items())
         if not self._entries:
             return
         undo.append((_set, [(module, dict(_torch.buffers_of_module(module)[0])) for module, _ in self._entries]))
@@ -100,15 +104,16 @@ def _can_be_rewound(tensor: Tensor | None) -> bool:
     return _has_storage(tensor) and not (tensor.is_inference() or tensor.is_nested)
 
 
-def _set_flags(flags: Iterable[tuple[nn.Module, bool]]) -> None:
+def _set_flags(flags: Iterable[tuple[nn.Module, bool | None]]) -> None:
     for module, is_training in flags:
-        module.training = is_training
+        if is_training is not None:
+            module.training = is_training
 
 
-Entries = list[tuple[nn.Module, dict[str, Any]]]  # with the buffers that it had
+Entry = tuple[nn.Module, dict[str, Any]]  # with the buffers that it had
 
 
-def _set(entries: Entries) -> None:
+def _set(entries: Iterable[Entry]) -> None:
     """Buffers may have been set to other tensors. What is not persistent is a cache, with something beside it that says
     what is in it (the length that rotary embeddings have grown to): it stays as it is."""
     for module, then in entries:
@@ -145,3 +150,6 @@ class _Moment:
         if self.tensors:
             without_recording(_torch.overwrite, (self._memory, self.values))
             _torch.set_versions(self.tensors, self._versions)
+
+
+_NOTHING = _Moment([])

@@ -472,8 +472,9 @@ def is_parameter(root: Tensor) -> bool:
 
 def parameter_in(tensor: Tensor) -> Shown | None:
     """What of a parameter a tensor shows, if any."""
-    root = tensor._base if type(tensor) is Tensor else tensor
-    if root is None or not is_parameter(root):
+    kind = type(tensor)
+    root = tensor._base if kind is Tensor else tensor
+    if root is None or not (kind is _Parameter or is_parameter(root)):
         return None
     # One that trains lives as long as the graph, which ends in it. Frozen ones may go: they have been brought in.
     ref = _ref(root)

@@ -224,7 +224,7 @@ class Rerun(Region, Source, Inputs):
         undo: Undo = []
         try:
             context = self.go_back(where, undo)
-            if self._buffers is not None:
+            if self._buffers:
                 request.rewound = self._buffers.storages()
             if self._pins or self._results or self.policy is not None:
                 thread.region = Repeated(self._pins, self._results, self.policy, where)

@@ -423,13 +423,19 @@ def clones(tensors: list[Tensor]) -> list[Tensor]:
         return [tensor.clone() for tensor in tensors]
 
 
+_is_same_size = Tensor.is_same_size
+
+
 def overwrite(pair: tuple[list[Tensor], list[Tensor]]) -> None:
     """Give tensors these values and their sizes."""
     tensors, values = pair
     with _C._AutoDispatchBelowADInplaceOrView():  # quicker, too
-        if {*map(type, tensors)} == {Tensor} and all(map(Tensor.is_same_size, tensors, values)):
-            torch._foreach_copy_(tensors, values)
-            return
+        try:
+            if all(map(_is_same_size, tensors, values)):
+                torch._foreach_copy_(tensors, values)
+                return
+        except NotImplementedError:  # not all subclasses have these
+            pass
         for tensor, value in zip(tensors, values, strict=True):
             if tensor.shape != value.shape:
                 tensor.resize_(value.shape)
