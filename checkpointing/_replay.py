@@ -95,7 +95,7 @@ class Replay(Source):
     def at_hand(self, holder: Holder, where: Frame) -> Tensor | None:
         """A value that is held, and that hooks have not taken: nothing to compute, nothing to share."""
         if not where.complete:
-            self.tape.opened = where.holders
+            self.tape.note_backward(where.holders)
         saved = holder.saved
         value = saved.value if type(saved) is Ref else saved
         if type(value) is Wrapped or (value.held is None and value.parts is None):
