@@ -187,6 +187,7 @@ class AutoTape(Tape):
         for value, kept in self._kept.items():
             if self._values.get(kept.sid) is value and not self._is_alive(kept.sid, value):
                 del self._values[kept.sid]
+        super()._hand_over()
         for cut in self._cuts:  # to which its values refer
             cut.kept.clear()
         self._fresh, self._cuts, self._cheapest, self._trial = [], [], [], None

@@ -55,6 +55,7 @@ NOWHERE = Places(None, None, None)
 
 _NOTHING: dict[Any, Any] = {}
 _storage_id, _has_storage, _weak_storage = _torch.storage_id, _torch.has_storage, _torch.weak_storage
+_users = _torch.storage_users_by_id
 _modules, _INDUCTOR = sys.modules, "torch._inductor.output_code"  # loaded before anything runs that it has compiled
 _Parameter, _plain_dispatch = nn.Parameter, Tensor.__torch_dispatch__
 _is_grad_enabled, _graph_task_id = torch.is_grad_enabled, _torch.graph_task_id
@@ -66,6 +67,7 @@ class Tape(TorchDispatchMode, Region):
     supports_higher_order_operators = True
     is_checked = False  # whether values are compared when they come back
     _opened: Any = None  # by a backward in the block: all holders; () if it has freed them
+    _adopts = True  # whether what it reads is recorded
     # For tapes that make cuts:
     _last_cut = 0  # a value from before this position must be kept when it is read
     _since = 0  # bytes saved since the last settled cut
@@ -121,7 +123,7 @@ class Tape(TorchDispatchMode, Region):
         """While the block still runs, a backward inside it has brought `value` back on another storage. What reads
         that storage reads the value: holding it once more would be a waste, and a slot that no rerun would have."""
         fits = _has_storage(tensor) and tensor.untyped_storage().nbytes() == value.nbytes
-        if fits and _storage_id(tensor) not in self._values:
+        if fits and self._adopts and _storage_id(tensor) not in self._values:
             self._weak.append(_weak_storage(tensor.untyped_storage()))
             self._values[_storage_id(tensor)] = value
 
@@ -150,10 +152,12 @@ class Tape(TorchDispatchMode, Region):
         if self.hooks is None and _graph_task_id() != self._graph_task:
             if not self._opened:
                 self._hand_over()
-            self._opened = holders
+            self._opened, self._adopts = holders, _is_grad_enabled()  # as it is with `create_graph` alone
 
     def _hand_over(self) -> None:
-        """Let the holders alone own what is kept."""
+        """Let the holders alone own what nobody can read otherwise."""
+        values = self._values
+        self._values = {sid: values[sid] for sid in values if _users(sid)}
 
     def _rests(self, info: Info) -> bool:
         """Whether an operator need not be recorded: in a backward in the block, which writes nothing that was there;
