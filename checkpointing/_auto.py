@@ -194,7 +194,8 @@ class AutoTape(Tape):
         for mine in (self._kept, self._spare, self._spare_on, self._sent):
             mine.clear()
         self._last_cut = self._dropped = self._since = self._cut_bytes = self._cheap_bytes = 0
-        self._held_bytes = self._spare_bytes = 0
+        self._held_bytes = self._spare_bytes = self._level = self._pause = 0
+        self._lasting, self._watch = 0.0, 1
 
     def _forget(self) -> None:
         super()._forget()
@@ -437,8 +438,8 @@ class AutoTape(Tape):
             room = self._held_bytes
             if self._size is None:
                 room = min(room, self._level - self._cut_bytes - self._cheap_bytes)
-                if self._trial is not None or (self._cuts and self._dropped > self._level):
-                    room = max(room, self._dropped)  # perhaps the end, which backward would make again at once
+            if self._trial is not None or (self._cuts and self._dropped > self._level):
+                room = max(room, self._dropped)  # perhaps the end, which backward would make again at once
             while self._spare_bytes + nbytes > room and self._spare:
                 self._give_up(next(iter(self._spare)))
             if nbytes > room:

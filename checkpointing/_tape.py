@@ -155,9 +155,8 @@ class Tape(TorchDispatchMode, Region):
             self._opened, self._adopts = holders, _is_grad_enabled()  # as it is with `create_graph` alone
 
     def _hand_over(self) -> None:
-        """Let the holders alone own what nobody can read otherwise."""
-        values = self._values
-        self._values = {sid: values[sid] for sid in values if _users(sid)}
+        """Let the holders alone own what operators have made: who reads it once more reads it from outside."""
+        self._values = {sid: value for sid, value in self._values.items() if value.op is None and _users(sid)}
 
     def _rests(self, info: Info) -> bool:
         """Whether an operator need not be recorded: in a backward in the block, which writes nothing that was there;
