@@ -35,7 +35,20 @@ from ._offload import Moved, prefetch
 from ._ops import tensors_of
 from ._tape import Tape
 from ._tree import ATOMS
-from ._values import CHEAP, KEPT, Geometry, Op, Ref, Scratch, Value, Wrapped, are_disjoint, geometry_of, laid_out, values_of
+from ._values import (
+    CHEAP,
+    KEPT,
+    Geometry,
+    Op,
+    Ref,
+    Scratch,
+    Value,
+    Wrapped,
+    are_disjoint,
+    geometry_of,
+    laid_out,
+    values_of,
+)
 
 Cuts = list[tuple[int, list[Value]]]  # positions on the tape, each with what was made before and is read after it
 # How a stored value lies on its storage: nothing of it may be overwritten.

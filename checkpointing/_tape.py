@@ -35,7 +35,21 @@ from ._offload import Destination, Mover
 from ._ops import INFOS, Info, generators_of, info_of_region, tensors_of
 from ._region import Region, aside, thread, without_recording
 from ._tree import ATOMS
-from ._values import CHEAP, KEPT, LENT, UNFILLED, VOLATILE, Geometry, Op, Ref, Scratch, SpecialOp, Value, Wrapped, geometry_of
+from ._values import (
+    CHEAP,
+    KEPT,
+    LENT,
+    UNFILLED,
+    VOLATILE,
+    Geometry,
+    Op,
+    Ref,
+    Scratch,
+    SpecialOp,
+    Value,
+    Wrapped,
+    geometry_of,
+)
 from ._where import stack_of_user
 
 # What to do with a value: False to recompute it, True to keep it, or where it is kept.
