@@ -176,25 +176,35 @@ class AutoTape(Tape):
                 held = value.held
                 if held is not None and not held.is_packed:
                     value.keep(held.packed, self.hooks)
-            for value, tensor in self._spare.items():
-                if self._values.get(_storage_id(tensor)) is value:
-                    value.keep(tensor, self.hooks)
-                elif self.hooks is None:  # the rest of its storage has been overwritten
-                    value.parts = {geometry_of(tensor): Held(tensor, None, "a kept tensor")}
+            self._hand_over()
         finally:  # hooks of what encloses the region may raise
             super().close()
             self._flops = None
         return why and f"auto(budget={self._budget}): {why}. The smallest budget possible is {least} bytes."
 
-    def _forget(self) -> None:
-        super()._forget()
+    def _hand_over(self) -> None:
+        for value, tensor in self._spare.items():
+            if self._values.get(_storage_id(tensor)) is value:
+                value.keep(tensor, self.hooks)
+                del self._values[_storage_id(tensor)]
+            elif self.hooks is None:  # the rest of its storage has been overwritten
+                value.parts = {geometry_of(tensor): Held(tensor, None, "a kept tensor")}
+        for value, kept in self._kept.items():
+            if self._values.get(kept.sid) is value and not self._is_alive(kept.sid, value):
+                del self._values[kept.sid]
+        super()._hand_over()
         for cut in self._cuts:  # to which its values refer
             cut.kept.clear()
-        self._fresh, self._cheap, self._cuts, self._cheapest, self._trial = [], [], [], [], None
+        self._fresh, self._cuts, self._cheapest, self._trial = [], [], [], None
         for mine in (self._kept, self._spare, self._spare_on, self._sent):
             mine.clear()
         self._last_cut = self._dropped = self._since = self._cut_bytes = self._cheap_bytes = 0
-        self._held_bytes = self._spare_bytes = 0
+        self._held_bytes = self._spare_bytes = self._level = self._pause = 0
+        self._lasting, self._watch = 0.0, 1
+
+    def _forget(self) -> None:
+        super()._forget()
+        self._fresh, self._cheap = [], []
 
     def keeps_now(self) -> int:
         return self._held_bytes + self._spare_bytes + self.kept_bytes
@@ -433,8 +443,8 @@ class AutoTape(Tape):
             room = self._held_bytes
             if self._size is None:
                 room = min(room, self._level - self._cut_bytes - self._cheap_bytes)
-                if self._trial is not None or (self._cuts and self._dropped > self._level):
-                    room = max(room, self._dropped)  # perhaps the end, which backward would make again at once
+            if self._trial is not None or (self._cuts and self._dropped > self._level):
+                room = max(room, self._dropped)  # perhaps the end, which backward would make again at once
             while self._spare_bytes + nbytes > room and self._spare:
                 self._give_up(next(iter(self._spare)))
             if nbytes > room:

@@ -35,7 +35,20 @@ from ._offload import Moved, prefetch
 from ._ops import tensors_of
 from ._tape import Tape
 from ._tree import ATOMS
-from ._values import CHEAP, KEPT, Geometry, Op, Ref, Scratch, Value, Wrapped, are_disjoint, geometry_of, laid_out, values_of
+from ._values import (
+    CHEAP,
+    KEPT,
+    Geometry,
+    Op,
+    Ref,
+    Scratch,
+    Value,
+    Wrapped,
+    are_disjoint,
+    geometry_of,
+    laid_out,
+    values_of,
+)
 
 Cuts = list[tuple[int, list[Value]]]  # positions on the tape, each with what was made before and is read after it
 # How a stored value lies on its storage: nothing of it may be overwritten.
@@ -95,7 +108,7 @@ class Replay(Source):
     def at_hand(self, holder: Holder, where: Frame) -> Tensor | None:
         """A value that is held, and that hooks have not taken: nothing to compute, nothing to share."""
         if not where.complete:
-            self.tape.opened = where.holders
+            self.tape.note_backward(where.holders)
         saved = holder.saved
         value = saved.value if type(saved) is Ref else saved
         if type(value) is Wrapped or (value.held is None and value.parts is None):

@@ -35,7 +35,21 @@ from ._offload import Destination, Mover
 from ._ops import INFOS, Info, generators_of, info_of_region, tensors_of
 from ._region import Region, aside, thread, without_recording
 from ._tree import ATOMS
-from ._values import CHEAP, KEPT, LENT, UNFILLED, VOLATILE, Geometry, Op, Ref, Scratch, SpecialOp, Value, Wrapped, geometry_of
+from ._values import (
+    CHEAP,
+    KEPT,
+    LENT,
+    UNFILLED,
+    VOLATILE,
+    Geometry,
+    Op,
+    Ref,
+    Scratch,
+    SpecialOp,
+    Value,
+    Wrapped,
+    geometry_of,
+)
 from ._where import stack_of_user
 
 # What to do with a value: False to recompute it, True to keep it, or where it is kept.
@@ -55,6 +69,7 @@ NOWHERE = Places(None, None, None)
 
 _NOTHING: dict[Any, Any] = {}
 _storage_id, _has_storage, _weak_storage = _torch.storage_id, _torch.has_storage, _torch.weak_storage
+_users = _torch.storage_users_by_id
 _modules, _INDUCTOR = sys.modules, "torch._inductor.output_code"  # loaded before anything runs that it has compiled
 _Parameter, _plain_dispatch = nn.Parameter, Tensor.__torch_dispatch__
 _is_grad_enabled, _graph_task_id = torch.is_grad_enabled, _torch.graph_task_id
@@ -65,7 +80,8 @@ class Tape(TorchDispatchMode, Region):
 
     supports_higher_order_operators = True
     is_checked = False  # whether values are compared when they come back
-    opened: Any = None  # by a backward in the block: all holders; () if it has freed them
+    _opened: Any = None  # by a backward in the block: all holders; () if it has freed them
+    _adopts = True  # whether what it reads is recorded
     # For tapes that make cuts:
     _last_cut = 0  # a value from before this position must be kept when it is read
     _since = 0  # bytes saved since the last settled cut
@@ -121,7 +137,7 @@ class Tape(TorchDispatchMode, Region):
         """While the block still runs, a backward inside it has brought `value` back on another storage. What reads
         that storage reads the value: holding it once more would be a waste, and a slot that no rerun would have."""
         fits = _has_storage(tensor) and tensor.untyped_storage().nbytes() == value.nbytes
-        if fits and _storage_id(tensor) not in self._values:
+        if fits and self._adopts and _storage_id(tensor) not in self._values:
             self._weak.append(_weak_storage(tensor.untyped_storage()))
             self._values[_storage_id(tensor)] = value
 
@@ -144,20 +160,32 @@ class Tape(TorchDispatchMode, Region):
         while self._weak:
             _torch.free_weak_storage(self._weak.pop())
 
-    def _rests(self) -> bool:
-        """After a backward in the block that has freed its graph, what runs without gradients (an optimizer's step, in
-        most cases) need not be recorded, until something else is. In a region of ours each value that is met once more
-        would be a slot, and whether all is freed is a matter of time: there everything stays."""
+    def note_backward(self, holders: Any) -> None:
+        """A backward in the block opens one of these. (In hooks each value that is met once more would be a slot, so
+        there all that was recorded stays.)"""
+        if self.hooks is None and _graph_task_id() != self._graph_task:
+            if not self._opened:
+                self._hand_over()
+            self._opened, self._adopts = holders, _is_grad_enabled()  # as it is with `create_graph` alone
+
+    def _hand_over(self) -> None:
+        """Let the holders alone own what operators have made: who reads it once more reads it from outside."""
+        self._values = {sid: value for sid, value in self._values.items() if value.op is None and _users(sid)}
+
+    def _rests(self, info: Info) -> bool:
+        """Whether an operator need not be recorded: in a backward in the block, which writes nothing that was there;
+        and after one that has freed its graph, until gradients are wanted again (mostly, an optimizer's step)."""
         if _graph_task_id() != self._graph_task:
-            return False
-        if self.opened:
-            is_freed = self.hooks is None and not self._lent and not any(ref() for ref in self.opened)
-            self.opened = () if is_freed else None
+            self._whole.clear()  # its result may be a view
+            return not (info.targets or _is_grad_enabled())
+        if self._opened:
+            is_freed = not self._lent and not any(ref() for ref in self._opened)
+            self._opened = () if is_freed else None
             if is_freed:
                 self._forget()
         if self._values or _is_grad_enabled():
-            self.opened = None
-        return self.opened is not None
+            self._opened = None
+        return self._opened is not None
 
     def settle(self) -> None:
         """Keep what the last write has made: it has the version now that it should have."""
@@ -421,7 +449,7 @@ class Tape(TorchDispatchMode, Region):
         if self._here["depth"] != self._depth:  # an operator of a recompute (rule 3)
             self._whole.clear()  # whose result may be a view
             return func(*args, **kwargs)
-        if self.opened is not None and self._rests():
+        if self._opened is not None and self._rests(info):
             return func(*args, **kwargs)
         if self._lent:
             self._see_lent()

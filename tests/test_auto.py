@@ -108,6 +108,64 @@ def test_kept_values_go_while_backward_runs():
     assert kept == sorted(kept, reverse=True)
 
 
+def in_autocast(fn):
+    """`fn` under autocast, whose cache holds casts of the weights until it ends."""
+
+    def run():
+        with torch.autocast("cpu", torch.bfloat16):
+            return fn()
+
+    return run
+
+
+def test_casts_of_weights_are_no_reason_against_a_checkpoint():
+    """They are made again from the weights; autocast may begin before the scope or inside of it."""
+    by_hand = bytes_of(in_autocast(programs.transformer(12, 64, by_hand=True)))[1]
+    forward = programs.transformer(12, 64)
+    for run in (in_autocast(scoped(forward)), scoped(in_autocast(forward))):
+        assert bytes_of(run)[1] <= 1.15 * by_hand
+
+
+def test_what_one_cheap_operator_makes_from_an_input_is_not_kept():
+    """A mask that all layers save, from before the cuts: it is made from the input alone, and no layer runs twice."""
+    lengths, x = torch.rand(100, 100), torch.rand(100, 100, requires_grad=True)
+
+    def run():
+        mask, y = lengths * 2, x
+        for _ in range(30):
+            y = (y * mask).tanh()
+        mask = mask.clone().mul_(0.5)
+        return (y * mask).sum()
+
+    want = bits(torch.autograd.grad(run(), x)[0])
+    with checkpoint_scope(policy=auto()) as scope:
+        loss = run()
+    assert 0 < scope.stats.bytes_kept <= lengths.nbytes * len(scope.stats.cuts)
+    assert count(loss.backward)["tanh"] <= 30
+    assert bits(x.grad) == want
+
+
+def test_the_last_stretch_is_not_made_again():
+    """Logits over a large vocabulary: backward begins with them."""
+    head = torch.rand(64, 20_000, requires_grad=True)
+    x = torch.rand(128, 64, requires_grad=True)
+
+    def run():
+        y = x
+        for _ in range(12):
+            y = torch.cat([y[:, 1:], y[:, :1]], 1).tanh().sin().exp() / 2
+        return torch.log_softmax(y @ head, 1)[:, 0].sum()
+
+    for policy in (auto(), auto(segment=2**18)):
+        with checkpoint_scope(policy=policy) as scope:
+            loss = run()
+        assert scope.stats.cuts
+        ran = count(loss.backward)
+        assert ran["mm"] == 2  # those of backward itself
+        assert "_log_softmax" not in ran
+        assert ran["tanh"] > 0
+
+
 # ---- the same each time
 
 
