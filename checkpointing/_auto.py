@@ -32,7 +32,8 @@ from typing import Any, NamedTuple, cast
 from torch import Tensor
 
 from . import _torch
-from ._engine import Held, is_internal
+from ._engine import is_internal
+from ._held import hold
 from ._offload import Destination, Mover
 from ._ops import Info, tensors_of
 from ._replay import Limits
@@ -172,7 +173,7 @@ class AutoTape(Tape):
                 if self._values.get(_storage_id(tensor)) is value:
                     value.keep(tensor, self.hooks)
                 elif self.hooks is None:  # the rest of its storage has been overwritten
-                    value.parts = {geometry_of(tensor): Held(tensor, None, "a kept tensor")}
+                    value.parts = {geometry_of(tensor): hold(tensor, None, "a kept tensor")}
         finally:  # hooks of what encloses the region may raise
             super().close()
             for cut in self._cuts:  # to which its values refer

@@ -20,6 +20,7 @@ import contextvars
 import functools
 import math
 import operator
+import weakref
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from types import CellType, CodeType, FunctionType, MethodType
@@ -30,9 +31,10 @@ from torch import Tensor, nn
 
 from . import _torch, errors
 from ._ambient import Ambient, Generators, Undo, has_rng, undo_all
-from ._engine import Frame, Held, Holder, Name, Recompute, Source, copy_of, identity, is_parameter, named, root_of
+from ._engine import Frame, Holder, Name, Recompute, Source, identity, is_parameter, named, root_of
+from ._held import Held, check_version, hold, hold_argument, owner_of
 from ._region import Region, thread, without_recording
-from ._tree import ATOMS, Field, put_together, take_apart
+from ._tree import ATOMS, Field, map_tensors, put_together, take_apart
 
 # Bound once: these run for every call.
 _enclosing_hooks = _torch.enclosing_hooks
@@ -52,13 +54,20 @@ class Inputs:
     modules: tuple[nn.Module, ...] = ()
     objects: tuple[tuple[Name, object], ...] = ()  # handed over as they are
     _hooks: _torch.Hooks | None = None
+    _given: tuple[tuple[Tensor, int, Held], ...] = ()  # beside hooks, while the function runs: tensors, their versions
 
     def hold(self, value: Any, name: Name) -> Any:
-        """What stands for an argument, or a part of one, until the rerun."""
+        """What stands for an argument, or a part of one, until the rerun. What hooks take is taken once."""
         if isinstance(value, Tensor):
             if not value.is_cpu:
                 self.devices |= {value.device}
-            return Held(value, self._hooks, name, True)
+            if self._hooks is None:
+                return hold_argument(value, None, name)
+            held = next((held for known, _, held in self._given if known is value), None)
+            if held is None:
+                held = hold_argument(value, self._hooks, name)
+                self._given += ((value, _torch.version(value), held),)
+            return held
         if isinstance(value, torch.Generator):
             self.generators += (value,)
         else:
@@ -132,6 +141,7 @@ class Rerun(Region, Source, Inputs):
     _rng: Generators | None = None
     _pins: tuple[Pin, ...] = ()
     _results: tuple[Any, ...] = ()
+    _written: frozenset[Held] = frozenset()  # what lies on memory that the function has written
 
     def __init__(
         self,
@@ -151,8 +161,8 @@ class Rerun(Region, Source, Inputs):
         self._args: list[Any] = []
         for i, value in enumerate(args):
             name = ("args", i)
-            plain = type(value) is Tensor and value.is_cpu
-            self._args.append(Held(value, hooks, name, True) if plain else take_apart(value, self.hold, name, met))
+            plain = hooks is None and type(value) is Tensor and value.is_cpu
+            self._args.append(hold_argument(value, None, name) if plain else take_apart(value, self.hold, name, met))
         self._kwargs = kwargs
         if kwargs:
             self._kwargs = {k: take_apart(v, self.hold, ("kwargs", k), met) for k, v in kwargs.items()}
@@ -167,6 +177,22 @@ class Rerun(Region, Source, Inputs):
                 devices = filter(has_rng, self.devices)
                 self._rng = Generators(False, devices, self.generators, preserve_rng_state == "all")
 
+    def end(self) -> None:
+        """The function has run. Who may write gets his own: note what has been written of what was given."""
+        self.outer = None
+        given, self._given = self._given, ()
+        written = {
+            _torch.storage_id(tensor)
+            for tensor, version, _ in given
+            if _torch.version(tensor) != version and _has_storage(tensor)
+        }
+        if written:
+            self._written = frozenset(
+                held for tensor, _, held in given if _has_storage(tensor) and _torch.storage_id(tensor) in written
+            )
+            if (owner := owner_of(self._hooks)) is not None:
+                owner.note_written(written)
+
     # ---- as a region
 
     def keep(self, tensor: Tensor) -> Tensor:
@@ -180,21 +206,20 @@ class Rerun(Region, Source, Inputs):
     def once(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         place = len(self._results)  # it may call others
         self._results += (_FAILED,)
-        # What it saves is no slot of the region, since the recompute won't save it.
-        _push_hooks(detached, identity)
-        try:
-            result = function(*args, **kwargs) if self.outer is None else self.outer.once(function, args, kwargs)
-        finally:
-            _pop_hooks()
-        places: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
-        passed = {id(value): Passed(key) for key, value in places.items() if type(value) not in ATOMS}
+        outer = self.outer
+        run = function if outer is None else lambda *args, **kwargs: outer.once(function, args, kwargs)
+        result = _without_slots(run, args, kwargs)
+        passed = {
+            id(value): Passed(place) for place, value in _places(args, kwargs).items() if type(value) not in ATOMS
+        }
+        tensors = _tensors_in((args, kwargs))
 
         def save(part: Any, _: Name) -> Any:
             if id(part) in passed:  # it is the recompute's own
                 return passed[id(part)]
-            return (
-                Pin.of(part, self._hooks, "what a forward_only function returned") if isinstance(part, Tensor) else part
-            )
+            if not isinstance(part, Tensor):
+                return part
+            return View.among(tensors, part) or Pin.of(part, self._hooks, "what a forward_only function returned")
 
         kept = passed.get(id(result)) or take_apart(result, save)
         self._results = (*self._results[:place], kept, *self._results[place + 1 :])
@@ -210,8 +235,7 @@ class Rerun(Region, Source, Inputs):
         _, version, is_all, parameter = holder.saved
         if not is_all:
             return None
-        if parameter._version != version:
-            raise errors.changed(where, named("a parameter", parameter), version, parameter._version)
+        check_version(where, "a parameter", parameter, version)
         return parameter  # type: ignore[no-any-return]
 
     def knows(self, parameters: tuple[Tensor, ...]) -> bool:
@@ -225,13 +249,13 @@ class Rerun(Region, Source, Inputs):
 
     def recompute(self, request: Recompute) -> None:
         where = request.frame
-        function, args, kwargs = self.restored(where)
+        function, args, kwargs, cells = self.restored(where)
         undo: Undo = []
         try:
-            context = self.go_back(where, undo)
+            context = self.go_back(where, cells, undo)
             if self._buffers is not None:
                 request.rewound = self._buffers.storages()
-            if self._pins or self._results or self.policy is not None:
+            if self._pins or self._results or self.policy is not None or not where.complete:
                 thread.region = Repeated(self._pins, self._results, self.policy, where)
             request.begin_in_order()
             _push_hooks(request.pack, identity)
@@ -243,33 +267,33 @@ class Rerun(Region, Source, Inputs):
         finally:
             undo_all(undo)
 
-    def restored(self, where: object) -> tuple[Any, list[Any], dict[str, Any]]:
-        """The function and its arguments."""
-
+    def restored(self, where: object) -> tuple[Any, list[Any], dict[str, Any], Cells]:
+        """The function, its arguments, and the variables that it closes over."""
         function, kwargs = self._function, self._kwargs
+        bring = _bring if self._hooks is None else _Brought(self._written)
         if self._has_containers:
             met: dict[int, Any] = {}
 
             def build(saved: Any) -> Any:
-                return put_together(saved, lambda part: part.fetch(where) if type(part) is Held else part, met)
+                return put_together(saved, lambda part: bring(part, where), met)
 
             args = [build(saved) for saved in self._args]
             kwargs = {k: build(saved) for k, saved in kwargs.items()}
         else:
-            args = [saved.fetch(where) if type(saved) is Held else saved for saved in self._args]
+            args = [bring(saved, where) for saved in self._args]
             if kwargs:
-                kwargs = {k: saved.fetch(where) if type(saved) is Held else saved for k, saved in kwargs.items()}
+                kwargs = {k: bring(saved, where) for k, saved in kwargs.items()}
+        cells = [(cell, bring(saved, where)) for cell, saved in self._variables or ()]
         if self.context is not None:
             function = functools.partial(_call_within, self.context, function)
-        return function, args, kwargs
+        return function, args, kwargs, cells
 
-    def go_back(self, where: object, undo: Undo) -> contextvars.Context:
+    def go_back(self, where: object, cells: Cells, undo: Undo) -> contextvars.Context:
         """Enter the state that the forward was called in; `undo` is given the way out, the last first. Returns the
         context to run in."""
-        if self._variables:
-            then = [(cell, saved.fetch(where) if type(saved) is Held else saved) for cell, saved in self._variables]
-            undo.append((_fill, [(cell, contents_of(cell)) for cell, _ in then]))
-            _fill(then)  # in place: what the function calls may share them
+        if cells:
+            undo.append((_fill, [(cell, contents_of(cell)) for cell, _ in cells]))
+            _fill(cells)  # in place: what the function calls may share them
         undo.append((_set_grad_enabled, _is_grad_enabled()))
         _set_grad_enabled(True)
         if self._buffers is not None:
@@ -281,6 +305,38 @@ class Rerun(Region, Source, Inputs):
         if self._rng is not None:
             undo.append((Generators.leave, self._rng.enter([])))
         return context
+
+
+Cells = list[tuple[CellType, Any]]  # variables that a function closes over, with their contents
+
+
+def _bring(saved: Any, where: object) -> Any:
+    return saved.fetch(where) if isinstance(saved, Held) else saved
+
+
+class _Brought:
+    """The same where hooks are around: one tensor that is two arguments comes back as one, and what the function writes
+    is a copy of its own, since others may read what was brought."""
+
+    def __init__(self, written: frozenset[Held]) -> None:
+        self._written = written
+        self._met: dict[Held, Tensor] = {}
+        self._copies: dict[int, Tensor] = {}  # by storage
+
+    def __call__(self, saved: Any, where: object) -> Any:
+        if not isinstance(saved, Held):
+            return saved
+        if saved not in self._met:
+            tensor = saved.fetch(where)
+            self._met[saved] = self._own(tensor) if saved in self._written else tensor
+        return self._met[saved]
+
+    def _own(self, tensor: Tensor) -> Tensor:
+        copies, storage = self._copies, _torch.storage_id(tensor)
+        if storage not in copies:
+            copies[storage] = without_recording(_torch.clone_storage, tensor)
+        data = without_recording(lambda tensor: _torch.lay_as(tensor, copies[storage]), tensor)
+        return _torch.in_place_of(tensor, data)
 
 
 def _call_within(context: AbstractContextManager[Any], function: Any, *args: Any, **kwargs: Any) -> None:
@@ -302,29 +358,40 @@ class Repeated(Region):
         pin = next(self._pins, None)
         if pin is None:  # backward inside the region, met again by the rerun, may run ahead of the forward
             return tensor
-        region, thread.region = thread.region, None  # hooks of others may call functions again (rule 3)
-        try:
-            value = pin.held.fetch(self._where)
-        finally:
-            thread.region = region
-        if tensor.requires_grad:
-            return _InPlaceOf.apply(tensor, value)  # type: ignore[no-untyped-call, no-any-return]
-        return copy_of(value, pin.version)
+        value = self._outside(pin.held.fetch)
+        ours, theirs = _torch.plain_parts(tensor), _torch.plain_parts(value)
+        if not all(map(_torch.are_alike, ours, theirs)):
+            return pin.restore(value)
+        for pair in zip(ours, theirs, strict=True):
+            if not without_recording(_torch.same_bits, pair):
+                pin.refuse_if_it_is(tensor, self._where)
+                without_recording(_torch.write, pair)
+        return tensor
 
     def once(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = next(self._results, _FAILED)
         if result is _FAILED:
             if not self._where.complete:  # a rerun that a backward inside the region asked for, ahead of the forward
-                return None
+                return _without_slots(function, args, kwargs)
             raise errors.not_recorded(self._where, getattr(function, "__qualname__", repr(function)))
-        places: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+        places, tensors = _places(args, kwargs), _tensors_in((args, kwargs))
 
         def restore(saved: Any) -> Any:
             if type(saved) is Passed:
-                return places[saved.key]
-            return saved.restore(self._where) if type(saved) is Pin else saved
+                return places[saved.place]
+            if type(saved) is View:
+                return saved.of(tensors[saved.place])
+            return saved.restore(self._outside(saved.held.fetch)) if type(saved) is Pin else saved
 
         return put_together(result, restore)
+
+    def _outside(self, fetch: Callable[[object], Tensor]) -> Tensor:
+        """Hooks of others may call functions again (rule 3)."""
+        region, thread.region = thread.region, None
+        try:
+            return fetch(self._where)
+        finally:
+            thread.region = region
 
 
 _FAILED = object()  # a call that raised
@@ -335,34 +402,83 @@ class Pin(NamedTuple):
 
     held: Held
     in_graph: bool
-    version: int
+    live: weakref.ref[Tensor]
 
     @classmethod
     def of(cls, tensor: Tensor, hooks: _torch.Hooks | None, name: Name) -> Pin:
-        return cls(Held(tensor, hooks, name), tensor.requires_grad and not tensor.is_leaf, _torch.version(tensor))
+        return cls(hold(tensor, hooks, name), tensor.requires_grad and not tensor.is_leaf, weakref.ref(tensor))
 
-    def restore(self, where: Frame) -> Tensor:
-        tensor = self.held.fetch(where)
+    def refuse_if_it_is(self, tensor: Tensor, where: Frame) -> None:
+        """What was there before the recompute is the user's, who has changed it since."""
+        if self.live() is tensor:
+            raise errors.changed(where, named(self.held.name, tensor))
+
+    def restore(self, tensor: Tensor) -> Tensor:
+        """What was fetched, for the recompute to write. (Where it is no copy, the forward has not written it.)"""
         if tensor.requires_grad:  # a leaf
             return tensor
-        return copy_of(tensor.requires_grad_() if self.in_graph else tensor, self.version)
+        data = without_recording(_torch.copy, tensor) if self.held.is_packed else _torch.alias(tensor)
+        if not self.in_graph:
+            return data
+        with torch.enable_grad():
+            place = torch.zeros((), dtype=data.dtype, device=data.device, requires_grad=True).clone()
+        return _torch.in_place_of(place, data)
 
 
 class Passed(NamedTuple):
     """Stands for an argument of a `forward_only` function that it has returned."""
 
-    key: int | str
+    place: int | str
 
 
-class _InPlaceOf(torch.autograd.Function):
-    # The kept value with the recomputed tensor's place in the graph.
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, value: Tensor) -> Tensor:
-        return value.clone()  # the function may write it
+class View(NamedTuple):
+    """Stands for a tensor that lies on the memory of a tensor among its arguments."""
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
+    place: int
+    layout: _torch.Layout | None  # with the offset from that one's; None: it is that one
+    in_graph: bool
+    is_leaf: bool
+
+    @classmethod
+    def among(cls, tensors: list[Tensor], tensor: Tensor) -> View | None:
+        is_leaf = tensor.requires_grad and tensor.is_leaf
+        in_graph = tensor.requires_grad and not is_leaf
+        for place, other in enumerate(tensors):
+            if tensor is other:
+                return cls(place, None, in_graph, is_leaf)
+            if _torch.lies_in(tensor, other) and (other.requires_grad or not in_graph):
+                offset = int(tensor.storage_offset() - other.storage_offset())
+                return cls(place, (tensor.shape, tensor.stride(), offset), in_graph, is_leaf)
+        return None
+
+    def of(self, tensor: Tensor) -> Tensor:
+        if self.layout is None:
+            return tensor
+        size, stride, offset = self.layout
+        with torch.enable_grad():
+            base = tensor if self.in_graph else tensor.detach()
+            view = base.as_strided(size, stride, offset + int(tensor.storage_offset()))
+        return view.detach().requires_grad_() if self.is_leaf else view
+
+
+def _places(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[Any, Any]:
+    return {**dict(enumerate(args)), **kwargs}
+
+
+def _tensors_in(value: Any) -> list[Tensor]:
+    """The tensors in a structure, in order."""
+    found: list[Tensor] = []
+    map_tensors(lambda tensor: found.append(tensor) or tensor, value)  # type: ignore[func-returns-value]
+    return found
+
+
+def _without_slots(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call what a recompute does not call: what it saves is no slot of the region."""
+    _push_hooks(detached, identity)
+    try:
+        return function(*args, **kwargs)
+    finally:
+        _pop_hooks()
 
 
 def detached(tensor: Tensor) -> Tensor:

@@ -350,7 +350,8 @@ class Tape(TorchDispatchMode, Region):
             hooks, is_apart = None, value.holding(geometry) is None
         if is_apart:
             value = Value(0, None, value.nbytes, None)
-        value.hold(tensor, geometry, hooks, None if reads is None else self._running)
+        reader, place = (None, None) if reads is None else (self._running, len(reads))
+        value.hold(tensor, geometry, hooks, reader, place)
         return value
 
     def _opaque(self, tensor: Tensor, reads: list[Value] | None) -> Value:

@@ -25,6 +25,7 @@ LAYERS = [
         "_tape",
         "_values",
         "_ops",
+        "_held",
         "_engine",
         "_check",
         "_ambient",
