@@ -284,6 +284,7 @@ class Recompute:
     ran_to_its_end = False  # set by an in-order source that was not stopped
     rewound: Container[int] = ()  # storages that hold what they did before the forward, until the rerun ends
     _inputs: Mapping[int, Input] = {}
+    _copies: _torch.Copies | None = None
     _role: object = None  # of what is packed next: None for what an operator saves
 
     def __init__(self, frame: Frame, task: TaskTensors, holder: Holder) -> None:
@@ -377,9 +378,6 @@ class Recompute:
         """A region inside is about to take this as an input."""
         self._role = role
 
-    def note_written(self, storages: set[int]) -> None:
-        """The forward has noted it."""
-
     def _compare_roles(self, slot: int, tensor: Tensor) -> Tensor:
         """What a region inside takes, that region must have taken in the forward, and no operator saved. Where it was
         then written, what is delivered is a copy."""
@@ -387,7 +385,11 @@ class Recompute:
         taken = self._inputs.get(slot)
         if slot < self._count and role != (taken and taken.role):
             raise errors.other_role(self.frame, slot, user_line(), taken and taken.role, role)
-        return without_recording(_torch.copy, tensor) if taken is not None and taken.is_written else tensor
+        if taken is None or not taken.is_written:
+            return tensor
+        self._copies = copies = self._copies or _torch.Copies()
+        copy: Tensor = without_recording(copies.copy, tensor)
+        return copy
 
     def _compare_parameters(self, holder: Holder, found: Shown | None) -> None:
         """Where either run saves a parameter or a view of one, the other must save that very one, unwritten; but those

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from . import _torch, errors
-from ._engine import Name, identity, is_internal, is_parameter, is_referenced, named, root_of
+from ._engine import Frame, Name, Recompute, identity, is_internal, is_parameter, is_referenced, named, root_of
 from ._offload import Moved, Mover
 from ._region import without_recording
 
@@ -125,8 +125,8 @@ class Packed(Held):
 
     def freeze(self, copied: Callable[[], Tensor] | None = None) -> None:
         pack, unpack = self._hooks
-        copied = copied or (lambda: _torch.copy(unpack(self.packed)))
-        self.packed = without_recording(lambda copied: pack(copied()), copied)
+        copy = without_recording(lambda packed: copied() if copied else _torch.copy(unpack(packed)), self.packed)
+        self.packed, self._layout = without_recording(pack, copy), _torch.layout_of(copy)
         self._live = lambda: None
 
 
@@ -209,7 +209,7 @@ def _is_users(saver: Saver) -> bool:
     return type(saver) is tuple and not is_internal(saver)
 
 
-def owner_of(hooks: _torch.Hooks | None) -> Any:
+def _owner_of(hooks: _torch.Hooks | None) -> Any:
     """The region, or the recompute of one, that hooks belong to; None where these are none of ours."""
     pack = None if hooks is None else hooks[0]
     return getattr(getattr(pack, "func", pack), "__self__", None)
@@ -217,6 +217,11 @@ def owner_of(hooks: _torch.Hooks | None) -> Any:
 
 def announce(hooks: _torch.Hooks, role: object, tensor: Tensor) -> None:
     """What is packed next is no operator's."""
-    owner = owner_of(hooks)
-    if owner is not None:
+    if isinstance(owner := _owner_of(hooks), Frame | Recompute):
         owner.announce(role, tensor)
+
+
+def note_written(hooks: _torch.Hooks | None, storages: set[int]) -> None:
+    """A region inside of these hooks has written what was there before it."""
+    if isinstance(owner := _owner_of(hooks), Frame):
+        owner.note_written(storages)

@@ -21,9 +21,9 @@ import functools
 import math
 import operator
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
-from types import CellType, CodeType, FunctionType, MethodType
+from types import CellType, CodeType, FunctionType, MappingProxyType, MethodType
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from . import _torch, errors
 from ._ambient import Ambient, Generators, Undo, has_rng, undo_all
 from ._engine import Frame, Holder, Name, Recompute, Source, identity, is_parameter, named, root_of
-from ._held import Held, check_version, hold, hold_argument, owner_of
+from ._held import Held, check_version, hold, hold_argument, note_written
 from ._region import Region, thread, without_recording
 from ._tree import ATOMS, Field, map_tensors, put_together, take_apart
 
@@ -54,20 +54,19 @@ class Inputs:
     modules: tuple[nn.Module, ...] = ()
     objects: tuple[tuple[Name, object], ...] = ()  # handed over as they are
     _hooks: _torch.Hooks | None = None
-    _given: tuple[tuple[Tensor, int, Held], ...] = ()  # beside hooks, while the function runs: tensors, their versions
+    # Where hooks are around, while the function runs: the tensors, by id, with their versions and what stands for them.
+    _given: dict[int, tuple[Tensor, int, Held]] | None = None
 
     def hold(self, value: Any, name: Name) -> Any:
-        """What stands for an argument, or a part of one, until the rerun. What hooks take is taken once."""
+        """What stands for an argument, or a part of one, until the rerun: the same for one tensor, whatever hooks make
+        of it the second time."""
         if isinstance(value, Tensor):
             if not value.is_cpu:
                 self.devices |= {value.device}
-            if self._hooks is None:
-                return hold_argument(value, None, name)
-            held = next((held for known, _, held in self._given if known is value), None)
-            if held is None:
-                held = hold_argument(value, self._hooks, name)
-                self._given += ((value, _torch.version(value), held),)
-            return held
+            held = hold_argument(value, self._hooks, name)
+            if self._given is None:
+                return held
+            return self._given.setdefault(id(value), (value, _torch.version(value), held))[2]
         if isinstance(value, torch.Generator):
             self.generators += (value,)
         else:
@@ -141,7 +140,7 @@ class Rerun(Region, Source, Inputs):
     _rng: Generators | None = None
     _pins: tuple[Pin, ...] = ()
     _results: tuple[Any, ...] = ()
-    _written: frozenset[Held] = frozenset()  # what lies on memory that the function has written
+    _written: Mapping[Held, int] = MappingProxyType({})  # what lies on memory that the function has written: on which
 
     def __init__(
         self,
@@ -157,6 +156,8 @@ class Rerun(Region, Source, Inputs):
         while type(function) is _partial:
             args, kwargs, function = (*function.args, *args), {**function.keywords, **kwargs}, function.func
         self._function = function
+        if hooks is not None:
+            self._given = {}
         met: dict[int, Any] = {}  # a container that is two arguments stays one
         self._args: list[Any] = []
         for i, value in enumerate(args):
@@ -180,18 +181,16 @@ class Rerun(Region, Source, Inputs):
     def end(self) -> None:
         """The function has run. Who may write gets his own: note what has been written of what was given."""
         self.outer = None
-        given, self._given = self._given, ()
+        given, self._given = self._given or {}, None
+        lies_on = {held: _torch.storage_id(tensor) for tensor, _, held in given.values() if _has_storage(tensor)}
         written = {
-            _torch.storage_id(tensor)
-            for tensor, version, _ in given
-            if _torch.version(tensor) != version and _has_storage(tensor)
+            lies_on[held]
+            for tensor, version, held in given.values()
+            if held in lies_on and _torch.version(tensor) != version
         }
         if written:
-            self._written = frozenset(
-                held for tensor, _, held in given if _has_storage(tensor) and _torch.storage_id(tensor) in written
-            )
-            if (owner := owner_of(self._hooks)) is not None:
-                owner.note_written(written)
+            self._written = {held: storage for held, storage in lies_on.items() if storage in written}
+            note_written(self._hooks, written)
 
     # ---- as a region
 
@@ -318,25 +317,24 @@ class _Brought:
     """The same where hooks are around: one tensor that is two arguments comes back as one, and what the function writes
     is a copy of its own, since others may read what was brought."""
 
-    def __init__(self, written: frozenset[Held]) -> None:
+    def __init__(self, written: Mapping[Held, int]) -> None:
         self._written = written
         self._met: dict[Held, Tensor] = {}
-        self._copies: dict[int, Tensor] = {}  # by storage
+        self._copies = _torch.Copies()
+        self._storages: dict[int, int] = {}  # by that of the forward
 
     def __call__(self, saved: Any, where: object) -> Any:
         if not isinstance(saved, Held):
             return saved
         if saved not in self._met:
             tensor = saved.fetch(where)
-            self._met[saved] = self._own(tensor) if saved in self._written else tensor
+            if saved in self._written:
+                storage = _torch.storage_id(tensor)
+                if self._storages.setdefault(self._written[saved], storage) != storage:  # hooks tear memory apart
+                    raise errors.changed(where, named(saved.name, tensor))
+                tensor = _torch.in_place_of(tensor, without_recording(self._copies.copy, tensor))
+            self._met[saved] = tensor
         return self._met[saved]
-
-    def _own(self, tensor: Tensor) -> Tensor:
-        copies, storage = self._copies, _torch.storage_id(tensor)
-        if storage not in copies:
-            copies[storage] = without_recording(_torch.clone_storage, tensor)
-        data = without_recording(lambda tensor: _torch.lay_as(tensor, copies[storage]), tensor)
-        return _torch.in_place_of(tensor, data)
 
 
 def _call_within(context: AbstractContextManager[Any], function: Any, *args: Any, **kwargs: Any) -> None:

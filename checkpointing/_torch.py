@@ -440,6 +440,21 @@ def clone_storage(tensor: Tensor) -> Tensor:
         return lay_as(tensor, copy(bytes_of(tensor)))
 
 
+class Copies:
+    """Copies of tensors that share memory with each other where these do."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[int, int], Tensor] = {}  # by storage and version
+
+    def copy(self, tensor: Tensor) -> Tensor:
+        if not has_storage(tensor):
+            return copy(tensor)
+        key = storage_id(tensor), version(tensor)
+        if key not in self._made:
+            self._made[key] = clone_storage(tensor)
+        return lay_as(tensor, self._made[key])
+
+
 def _bits_of(tensor: Tensor) -> int:
     return int(tensor.dtype.is_complex and tensor.is_conj()) + 2 * int(tensor.is_neg())
 
