@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from . import _torch, errors
-from ._engine import Frame, Name, Recompute, identity, is_internal, is_parameter, is_referenced, named, root_of
+from ._engine import Name, Recompute, identity, is_internal, is_parameter, is_referenced, named, root_of, unpack
 from ._offload import Moved, Mover
 from ._region import without_recording
 
@@ -124,8 +124,8 @@ class Packed(Held):
         return tensor if laid_out is tensor else _torch.in_place_of(tensor, laid_out)
 
     def freeze(self, copied: Callable[[], Tensor] | None = None) -> None:
-        pack, unpack = self._hooks
-        copy = without_recording(lambda packed: copied() if copied else _torch.copy(unpack(packed)), self.packed)
+        pack, unpacked = self._hooks
+        copy = without_recording(lambda packed: copied() if copied else _torch.copy(unpacked(packed)), self.packed)
         self.packed, self._layout = without_recording(pack, copy), _torch.layout_of(copy)
         self._live = lambda: None
 
@@ -211,17 +211,18 @@ def _is_users(saver: Saver) -> bool:
 
 def _owner_of(hooks: _torch.Hooks | None) -> Any:
     """The region, or the recompute of one, that hooks belong to; None where these are none of ours."""
-    pack = None if hooks is None else hooks[0]
-    return getattr(getattr(pack, "func", pack), "__self__", None)
+    pack: Any = None if hooks is None or hooks[1] not in (unpack, identity) else hooks[0]
+    return getattr(pack, "__self__", None) or getattr(getattr(pack, "func", None), "__self__", None)
 
 
 def announce(hooks: _torch.Hooks, role: object, tensor: Tensor) -> None:
     """What is packed next is no operator's."""
-    if isinstance(owner := _owner_of(hooks), Frame | Recompute):
+    owner = _owner_of(hooks)
+    if owner is not None:
         owner.announce(role, tensor)
 
 
 def note_written(hooks: _torch.Hooks | None, storages: set[int]) -> None:
     """A region inside of these hooks has written what was there before it."""
-    if isinstance(owner := _owner_of(hooks), Frame):
+    if type(owner := _owner_of(hooks)) is not Recompute and owner is not None:
         owner.note_written(storages)

@@ -44,6 +44,7 @@ _parts_of, _has_storage = _torch.parts_of_module, _torch.has_storage
 _Module, _partial, _Norm = nn.Module, functools.partial, _torch.Normalisation
 
 PreserveRngState = bool | Literal["all"]
+Given = tuple[Tensor, int, Held]  # a tensor, its version, and what stands for it
 
 
 class Inputs:
@@ -54,8 +55,9 @@ class Inputs:
     modules: tuple[nn.Module, ...] = ()
     objects: tuple[tuple[Name, object], ...] = ()  # handed over as they are
     _hooks: _torch.Hooks | None = None
-    # Where hooks are around, while the function runs: the tensors, by id, with their versions and what stands for them.
-    _given: dict[int, tuple[Tensor, int, Held]] | None = None
+    # Where hooks are around, and while the function runs: what it was given, by the id of the tensor.
+    _given: dict[int, Given] | None = None
+    _is_shared = False  # whether one of them was given twice
 
     def hold(self, value: Any, name: Name) -> Any:
         """What stands for an argument, or a part of one, until the rerun: the same for one tensor, whatever hooks make
@@ -66,7 +68,9 @@ class Inputs:
             held = hold_argument(value, self._hooks, name)
             if self._given is None:
                 return held
-            return self._given.setdefault(id(value), (value, _torch.version(value), held))[2]
+            first = self._given.setdefault(id(value), (value, _torch.version(value), held))[2]
+            self._is_shared |= first is not held
+            return first
         if isinstance(value, torch.Generator):
             self.generators += (value,)
         else:
@@ -162,8 +166,13 @@ class Rerun(Region, Source, Inputs):
         self._args: list[Any] = []
         for i, value in enumerate(args):
             name = ("args", i)
-            plain = hooks is None and type(value) is Tensor and value.is_cpu
-            self._args.append(hold_argument(value, None, name) if plain else take_apart(value, self.hold, name, met))
+            if type(value) is not Tensor:
+                held = take_apart(value, self.hold, name, met)
+            elif hooks is None and value.is_cpu:
+                held = hold_argument(value, None, name)  # past one call
+            else:
+                held = self.hold(value, name)
+            self._args.append(held)
         self._kwargs = kwargs
         if kwargs:
             self._kwargs = {k: take_apart(v, self.hold, ("kwargs", k), met) for k, v in kwargs.items()}
@@ -179,18 +188,21 @@ class Rerun(Region, Source, Inputs):
                 self._rng = Generators(False, devices, self.generators, preserve_rng_state == "all")
 
     def end(self) -> None:
-        """The function has run. Who may write gets his own: note what has been written of what was given."""
+        """The function has run."""
         self.outer = None
-        given, self._given = self._given or {}, None
-        lies_on = {held: _torch.storage_id(tensor) for tensor, _, held in given.values() if _has_storage(tensor)}
-        written = {
-            lies_on[held]
-            for tensor, version, held in given.values()
-            if held in lies_on and _torch.version(tensor) != version
-        }
-        if written:
-            self._written = {held: storage for held, storage in lies_on.items() if storage in written}
-            note_written(self._hooks, written)
+        if self._given is not None:
+            self._note_writes([*self._given.values()])
+            self._given = None
+
+    def _note_writes(self, given: list[Given]) -> None:
+        """Who may write gets his own: what lies on memory that the function has written."""
+        changed = [held for tensor, version, held in given if _torch.version(tensor) != version]
+        if not changed:
+            return
+        storages = {held: _torch.storage_id(tensor) for tensor, _, held in given if _has_storage(tensor)}
+        written = {storages[held] for held in changed if held in storages}
+        self._written = {held: storage for held, storage in storages.items() if storage in written}
+        note_written(self._hooks, written)
 
     # ---- as a region
 
@@ -269,7 +281,7 @@ class Rerun(Region, Source, Inputs):
     def restored(self, where: object) -> tuple[Any, list[Any], dict[str, Any], Cells]:
         """The function, its arguments, and the variables that it closes over."""
         function, kwargs = self._function, self._kwargs
-        bring = _bring if self._hooks is None else _Brought(self._written)
+        bring = _Brought(self._written) if self._is_shared or self._written else _bring
         if self._has_containers:
             met: dict[int, Any] = {}
 
