@@ -87,17 +87,6 @@ class Holder:
     saved: Any  # what the source remembers; of a source that remembers nothing: which parameter it shows
 
 
-class Input:
-    """What a region inside takes as an input, rather than an operator for its backward."""
-
-    __slots__ = ("is_written", "role", "storage")
-
-    def __init__(self, role: object, storage: int | None) -> None:
-        self.role = role  # which input it is, of whom
-        self.storage = storage
-        self.is_written = False  # later, by that region or another one
-
-
 class TaskTensors:
     """One frame's recomputed tensors in one graph task. It goes with the frame, or with the graph task, whichever ends
     first: `guard` watches an object that autograd's graph task owns (rule 4)."""
@@ -129,7 +118,10 @@ class Frame:
     complete = False  # backward may run before the region has ended (rule 6)
     on_error: Callable[[errors.CheckpointError], None] | None = None
     prefix: str | None = None  # how messages begin where other code matches on it; torch's functions set it
-    inputs: Mapping[int, Input] = MappingProxyType({})  # by slot: what regions inside have taken
+    inputs: Mapping[int, tuple[object, int]] = MappingProxyType(
+        {}
+    )  # by slot: roles of what regions inside take; memory
+    written: frozenset[int] = frozenset()  # memory that regions inside write, which the recompute must deliver before
 
     def __init__(self, source: Source, name: str, entered_from: Line, early_stop: bool, check: Check) -> None:
         self.source = source
@@ -166,13 +158,8 @@ class Frame:
     def announce(self, role: object, tensor: Tensor) -> None:
         """A region inside is about to take this as an input."""
         if self.save is None:  # otherwise slots are not matched by position
-            inputs = self.__dict__.setdefault("inputs", {})
-            inputs[len(self.holders)] = Input(role, _torch.storage_id(tensor) if _torch.has_storage(tensor) else None)
-
-    def note_written(self, storages: set[int]) -> None:
-        """A region inside has written what it was given there."""
-        for taken in self.inputs.values():
-            taken.is_written |= taken.storage in storages
+            storage = _torch.storage_id(tensor) if _torch.has_storage(tensor) else 0
+            self.__dict__.setdefault("inputs", {})[len(self.holders)] = role, storage
 
     def pack(self, tensor: Tensor) -> Holder:
         """Autograd's pack hook; it runs once per saved tensor."""
@@ -283,8 +270,9 @@ class Recompute:
     _stopped = False
     ran_to_its_end = False  # set by an in-order source that was not stopped
     rewound: Container[int] = ()  # storages that hold what they did before the forward, until the rerun ends
-    _inputs: Mapping[int, Input] = {}
+    _inputs: Mapping[int, tuple[object, int]] = {}
     _copies: _torch.Copies | None = None
+    written: frozenset[int] = frozenset()  # which the forward has noted
     _role: object = None  # of what is packed next: None for what an operator saves
 
     def __init__(self, frame: Frame, task: TaskTensors, holder: Holder) -> None:
@@ -382,10 +370,10 @@ class Recompute:
         """What a region inside takes, that region must have taken in the forward, and no operator saved. Where it was
         then written, what is delivered is a copy."""
         role, self._role = self._role, None
-        taken = self._inputs.get(slot)
-        if slot < self._count and role != (taken and taken.role):
-            raise errors.other_role(self.frame, slot, user_line(), taken and taken.role, role)
-        if taken is None or not taken.is_written:
+        then, storage = self._inputs.get(slot, (None, 0))
+        if slot < self._count and role != then:
+            raise errors.other_role(self.frame, slot, user_line(), then, role)
+        if storage not in self.frame.written:
             return tensor
         self._copies = copies = self._copies or _torch.Copies()
         copy: Tensor = without_recording(copies.copy, tensor)

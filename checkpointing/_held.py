@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from . import _torch, errors
-from ._engine import Name, Recompute, identity, is_internal, is_parameter, is_referenced, named, root_of, unpack
+from ._engine import Name, identity, is_internal, is_parameter, is_referenced, named, root_of, unpack
 from ._offload import Moved, Mover
 from ._region import without_recording
 
@@ -224,5 +224,6 @@ def announce(hooks: _torch.Hooks, role: object, tensor: Tensor) -> None:
 
 def note_written(hooks: _torch.Hooks | None, storages: set[int]) -> None:
     """A region inside of these hooks has written what was there before it."""
-    if type(owner := _owner_of(hooks)) is not Recompute and owner is not None:
-        owner.note_written(storages)
+    owner = _owner_of(hooks)
+    if owner is not None:
+        owner.written |= storages

@@ -176,7 +176,6 @@ class Rerun(Region, Source, Inputs):
         self._kwargs = kwargs
         if kwargs:
             self._kwargs = {k: take_apart(v, self.hold, ("kwargs", k), met) for k, v in kwargs.items()}
-        self._has_containers = bool(met)
         self._variables = self.capture(function)
         if self.modules:
             self._buffers = Buffers(self) or None
@@ -220,17 +219,15 @@ class Rerun(Region, Source, Inputs):
         outer = self.outer
         run = function if outer is None else lambda *args, **kwargs: outer.once(function, args, kwargs)
         result = _without_slots(run, args, kwargs)
-        passed = {
-            id(value): Passed(place) for place, value in _places(args, kwargs).items() if type(value) not in ATOMS
-        }
-        tensors = _tensors_in((args, kwargs))
+        given = _given_to(args, kwargs)
+        passed = {id(value): Passed(place) for place, value in enumerate(given) if type(value) not in ATOMS}
 
         def save(part: Any, _: Name) -> Any:
             if id(part) in passed:  # it is the recompute's own
                 return passed[id(part)]
             if not isinstance(part, Tensor):
                 return part
-            return View.among(tensors, part) or Pin.of(part, self._hooks, "what a forward_only function returned")
+            return View.among(given, part) or Pin.of(part, self._hooks, "what a forward_only function returned")
 
         kept = passed.get(id(result)) or take_apart(result, save)
         self._results = (*self._results[:place], kept, *self._results[place + 1 :])
@@ -280,21 +277,14 @@ class Rerun(Region, Source, Inputs):
 
     def restored(self, where: object) -> tuple[Any, list[Any], dict[str, Any], Cells]:
         """The function, its arguments, and the variables that it closes over."""
-        function, kwargs = self._function, self._kwargs
-        bring = _Brought(self._written) if self._is_shared or self._written else _bring
-        if self._has_containers:
-            met: dict[int, Any] = {}
-
-            def build(saved: Any) -> Any:
-                return put_together(saved, lambda part: bring(part, where), met)
-
-            args = [build(saved) for saved in self._args]
-            kwargs = {k: build(saved) for k, saved in kwargs.items()}
-        else:
-            args = [bring(saved, where) for saved in self._args]
-            if kwargs:
-                kwargs = {k: bring(saved, where) for k, saved in kwargs.items()}
-        cells = [(cell, bring(saved, where)) for cell, saved in self._variables or ()]
+        function = self._function
+        fetch: Callable[[Any], Any] = functools.partial(_fetch, where=where)
+        if self._is_shared or self._written:
+            fetch = _Fetched(where, self._written)
+        met: dict[int, Any] = {}
+        args = [put_together(saved, fetch, met) for saved in self._args]
+        kwargs = {key: put_together(saved, fetch, met) for key, saved in self._kwargs.items()}
+        cells = [(cell, fetch(saved)) for cell, saved in self._variables or ()]
         if self.context is not None:
             function = functools.partial(_call_within, self.context, function)
         return function, args, kwargs, cells
@@ -321,32 +311,30 @@ class Rerun(Region, Source, Inputs):
 Cells = list[tuple[CellType, Any]]  # variables that a function closes over, with their contents
 
 
-def _bring(saved: Any, where: object) -> Any:
+def _fetch(saved: Any, where: object) -> Any:
     return saved.fetch(where) if isinstance(saved, Held) else saved
 
 
-class _Brought:
-    """The same where hooks are around: one tensor that is two arguments comes back as one, and what the function writes
-    is a copy of its own, since others may read what was brought."""
+class _Fetched:
+    """The same, but one tensor that is two arguments comes back as one, and what the function writes is a copy of its
+    own, since others may read what was fetched."""
 
-    def __init__(self, written: Mapping[Held, int]) -> None:
-        self._written = written
+    def __init__(self, where: object, written: Mapping[Held, int]) -> None:
+        self._where, self._written = where, written
         self._met: dict[Held, Tensor] = {}
         self._copies = _torch.Copies()
         self._storages: dict[int, int] = {}  # by that of the forward
 
-    def __call__(self, saved: Any, where: object) -> Any:
-        if not isinstance(saved, Held):
-            return saved
-        if saved not in self._met:
-            tensor = saved.fetch(where)
+    def __call__(self, saved: Any) -> Any:
+        if isinstance(saved, Held) and saved not in self._met:
+            tensor = saved.fetch(self._where)
             if saved in self._written:
                 storage = _torch.storage_id(tensor)
                 if self._storages.setdefault(self._written[saved], storage) != storage:  # hooks tear memory apart
-                    raise errors.changed(where, named(saved.name, tensor))
+                    raise errors.changed(self._where, named(saved.name, tensor))
                 tensor = _torch.in_place_of(tensor, without_recording(self._copies.copy, tensor))
             self._met[saved] = tensor
-        return self._met[saved]
+        return self._met[saved] if isinstance(saved, Held) else saved
 
 
 def _call_within(context: AbstractContextManager[Any], function: Any, *args: Any, **kwargs: Any) -> None:
@@ -384,13 +372,13 @@ class Repeated(Region):
             if not self._where.complete:  # a rerun that a backward inside the region asked for, ahead of the forward
                 return _without_slots(function, args, kwargs)
             raise errors.not_recorded(self._where, getattr(function, "__qualname__", repr(function)))
-        places, tensors = _places(args, kwargs), _tensors_in((args, kwargs))
+        given = _given_to(args, kwargs)
 
         def restore(saved: Any) -> Any:
             if type(saved) is Passed:
-                return places[saved.place]
+                return given[saved.place]
             if type(saved) is View:
-                return saved.of(tensors[saved.place])
+                return saved.of(given[saved.place])
             return saved.restore(self._outside(saved.held.fetch)) if type(saved) is Pin else saved
 
         return put_together(result, restore)
@@ -436,50 +424,40 @@ class Pin(NamedTuple):
 
 
 class Passed(NamedTuple):
-    """Stands for an argument of a `forward_only` function that it has returned."""
+    """Stands for what a `forward_only` function was given, and has returned."""
 
-    place: int | str
+    place: int
 
 
 class View(NamedTuple):
-    """Stands for a tensor that lies on the memory of a tensor among its arguments."""
+    """Stands for a tensor that lies on the memory of one that it was given."""
 
     place: int
-    layout: _torch.Layout | None  # with the offset from that one's; None: it is that one
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int  # from that one's
     in_graph: bool
-    is_leaf: bool
 
     @classmethod
-    def among(cls, tensors: list[Tensor], tensor: Tensor) -> View | None:
-        is_leaf = tensor.requires_grad and tensor.is_leaf
-        in_graph = tensor.requires_grad and not is_leaf
-        for place, other in enumerate(tensors):
-            if tensor is other:
-                return cls(place, None, in_graph, is_leaf)
-            if _torch.lies_in(tensor, other) and (other.requires_grad or not in_graph):
-                offset = int(tensor.storage_offset() - other.storage_offset())
-                return cls(place, (tensor.shape, tensor.stride(), offset), in_graph, is_leaf)
+    def among(cls, given: list[Any], part: Tensor) -> View | None:
+        in_graph = part.requires_grad
+        for place, value in enumerate(given):
+            if isinstance(value, Tensor) and _torch.lies_in(part, value) and (value.requires_grad or not in_graph):
+                offset = int(part.storage_offset() - value.storage_offset())
+                return cls(place, part.shape, part.stride(), offset, in_graph)
         return None
 
     def of(self, tensor: Tensor) -> Tensor:
-        if self.layout is None:
-            return tensor
-        size, stride, offset = self.layout
         with torch.enable_grad():
             base = tensor if self.in_graph else tensor.detach()
-            view = base.as_strided(size, stride, offset + int(tensor.storage_offset()))
-        return view.detach().requires_grad_() if self.is_leaf else view
+            return base.as_strided(self.size, self.stride, self.offset + int(tensor.storage_offset()))
 
 
-def _places(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[Any, Any]:
-    return {**dict(enumerate(args)), **kwargs}
-
-
-def _tensors_in(value: Any) -> list[Tensor]:
-    """The tensors in a structure, in order."""
-    found: list[Tensor] = []
-    map_tensors(lambda tensor: found.append(tensor) or tensor, value)  # type: ignore[func-returns-value]
-    return found
+def _given_to(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """Arguments, and the tensors in them, in order."""
+    given = [*args, *kwargs.values()]
+    map_tensors(lambda tensor: given.append(tensor) or tensor, given[:])  # type: ignore[func-returns-value]
+    return given
 
 
 def _without_slots(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

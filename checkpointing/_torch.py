@@ -385,19 +385,24 @@ def copy(tensor: Tensor, layout: Layout | None = None) -> Tensor:
     layout = layout or layout_of(tensor)
     if layout is None:
         return tensor.clone()
+    size, stride, offset = layout
     with _C._AutoDispatchBelowADInplaceOrView():  # which is quicker, and leaves the version at 0
-        size, stride, offset = layout
         if not offset and tensor.is_contiguous() and tensor.stride() == stride:
             return tensor.clone()
         shift = offset % (_ALIGNMENT // tensor.itemsize)
-        length = 1 + sum(step * (n - 1) for n, step in zip(size, stride, strict=True))
-        memory = torch.empty(shift + (length if tensor.numel() else 0), dtype=tensor.dtype, device=tensor.device)
+        memory = torch.empty(shift + _length(layout), dtype=tensor.dtype, device=tensor.device)
         new = lay(memory, size, stride, shift, tensor.dtype, _bits_of(tensor))
         fill(new, tensor)
         return new
 
 
 _ALIGNMENT = 64  # bytes
+
+
+def _length(layout: Layout) -> int:
+    """From the first element in memory to the last."""
+    size, stride, _ = layout
+    return 0 if 0 in size else 1 + sum(step * (n - 1) for n, step in zip(size, stride, strict=True))
 
 
 def fill(target: Tensor, values: Tensor) -> None:
@@ -465,16 +470,13 @@ def lay_as(tensor: Tensor, base: Tensor) -> Tensor:
 
 
 def lies_in(tensor: Tensor, other: Tensor) -> bool:
-    """Whether all of a tensor lies on the memory between the first and the last element of another one, as its kind."""
-    if layout_of(tensor) is None or layout_of(other) is None or storage_id(tensor) != storage_id(other):
+    """Whether all of a tensor lies on memory of another one of its type."""
+    mine, others = layout_of(tensor), layout_of(other)
+    if mine is None or others is None or storage_id(tensor) != storage_id(other):
         return False
-    (start, end), (first, last) = _span(tensor), _span(other)
-    return first <= start and end <= last and (tensor.dtype, _bits_of(tensor)) == (other.dtype, _bits_of(other))
-
-
-def _span(tensor: Tensor) -> tuple[int, int]:
-    start = int(tensor.storage_offset())
-    return start, start + sum(step * (n - 1) for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    start = mine[2] - others[2]
+    is_of_its_type = (tensor.dtype, _bits_of(tensor)) == (other.dtype, _bits_of(other))
+    return is_of_its_type and 0 <= start <= _length(others) - _length(mine)
 
 
 def are_alike(one: Tensor, other: Tensor) -> bool:
@@ -486,16 +488,8 @@ def are_alike(one: Tensor, other: Tensor) -> bool:
 
 def same_bits(pair: tuple[Tensor, Tensor]) -> bool:
     """Whether two such tensors hold the same, bit for bit."""
-    one, other = pair
-    if one.is_meta or (storage_id(one), layout_of(one)) == (storage_id(other), layout_of(other)):
-        return True
-    if one.dtype.is_complex:
-        one, other = torch.view_as_real(one.resolve_conj()), torch.view_as_real(other.resolve_conj())
-    kind = _INTEGERS[one.itemsize]
-    return torch.equal(one.resolve_neg().view(kind), other.resolve_neg().view(kind))
-
-
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    one, other = (tensor.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8) for tensor in pair)
+    return one.is_meta or torch.equal(one, other)
 
 
 def write(pair: tuple[Tensor, Tensor]) -> None:
