@@ -105,7 +105,7 @@ _is_compiling = torch.compiler.is_dynamo_compiling
 _is_grad_enabled, _hooks_are_enabled = torch.is_grad_enabled, _torch.hooks_are_enabled
 _innermost_transform, _mode_count, _is_tracing = _torch.innermost_transform, _torch.mode_count, _torch.is_tracing
 
-_run_by_hooks = "_ambient _auto _buffers _check _debug _engine _region _replay _report _rerun _tape _torch _where"
+_run_by_hooks = "_ambient _auto _buffers _check _debug _engine _held _region _replay _report _rerun _tape _torch _where"
 _torch.keep_dynamo_out(*(sys.modules[f"{__package__}.{name}"] for name in _run_by_hooks.split(" ")))
 
 _disabled: contextvars.ContextVar[bool] = contextvars.ContextVar("checkpointing.disabled", default=False)
@@ -401,7 +401,7 @@ def run_rerun(
         result = fn(*args, **kwargs)
     finally:
         in_order = frame.leave(source)
-        source.outer = None
+        source.end()
     if not in_order:
         raise errors.crossed(frame)
     return result

@@ -32,7 +32,8 @@ from typing import Any, NamedTuple, cast
 from torch import Tensor
 
 from . import _torch
-from ._engine import Held, is_internal
+from ._engine import is_internal
+from ._held import hold
 from ._offload import Destination, Mover
 from ._ops import Info, tensors_of
 from ._replay import Limits
@@ -188,7 +189,7 @@ class AutoTape(Tape):
                 value.keep(tensor, self.hooks)
                 del self._values[_storage_id(tensor)]
             elif self.hooks is None:  # the rest of its storage has been overwritten
-                value.parts = {geometry_of(tensor): Held(tensor, None, "a kept tensor")}
+                value.parts = {geometry_of(tensor): hold(tensor, None, "a kept tensor")}
         for value, kept in self._kept.items():
             if self._values.get(kept.sid) is value and not self._is_alive(kept.sid, value):
                 del self._values[kept.sid]

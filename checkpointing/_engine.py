@@ -30,16 +30,15 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from functools import partial
-from typing import Any, cast
+from types import MappingProxyType
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from . import _torch, errors
 from ._check import Check, Evidence, maker_of
-from ._offload import Moved, Mover
 from ._region import Region, thread, without_recording
 from ._torch import graph_task_id, node_count, pop_hooks, profiles, push_hooks
 from ._tree import Field
@@ -119,6 +118,10 @@ class Frame:
     complete = False  # backward may run before the region has ended (rule 6)
     on_error: Callable[[errors.CheckpointError], None] | None = None
     prefix: str | None = None  # how messages begin where other code matches on it; torch's functions set it
+    inputs: Mapping[int, tuple[object, int]] = MappingProxyType(
+        {}
+    )  # by slot: roles of what regions inside take; memory
+    written: frozenset[int] = frozenset()  # memory that regions inside write, which the recompute must deliver before
 
     def __init__(self, source: Source, name: str, entered_from: Line, early_stop: bool, check: Check) -> None:
         self.source = source
@@ -162,6 +165,12 @@ class Frame:
             inner.outer = region.outer
             _torch.remove_hooks(self.pack)
         return False
+
+    def announce(self, role: object, tensor: Tensor) -> None:
+        """A region inside is about to take this as an input."""
+        if self.save is None:  # otherwise slots are not matched by position
+            storage = _torch.storage_id(tensor) if _torch.has_storage(tensor) else 0
+            self.__dict__.setdefault("inputs", {})[len(self.holders)] = role, storage
 
     def pack(self, tensor: Tensor) -> Holder:
         """Autograd's pack hook; it runs once per saved tensor."""
@@ -274,6 +283,10 @@ class Recompute:
     _stopped = False
     ran_to_its_end = False  # set by an in-order source that was not stopped
     rewound: Set[int] = frozenset()  # storages that hold what they did before the forward, until the rerun ends
+    _inputs: Mapping[int, tuple[object, int]] = {}
+    _copies: _torch.Copies | None = None
+    written: frozenset[int] = frozenset()  # which the forward has noted
+    _role: object = None  # of what is packed next: None for what an operator saves
 
     def __init__(self, frame: Frame, task: TaskTensors, holder: Holder) -> None:
         self.frame = frame
@@ -315,7 +328,7 @@ class Recompute:
     def begin_in_order(self) -> None:
         """A rerun is about to start: find the last slot that is wanted, where it is to be stopped (rule 5)."""
         holders, ready = self.frame.holders, self.ready
-        self._count = len(holders)
+        self._count, self._inputs = len(holders), self.frame.inputs
         if self.frame.early_stop:
             for ref in reversed(holders):
                 holder = ref()
@@ -330,13 +343,15 @@ class Recompute:
         """
         self._slot = slot = self._slot + 1
         kind, frame, tensor = type(given), self.frame, given
-        if given.requires_grad:
+        if self.rewound and not self.rewound.isdisjoint(_torch.storages_of(given)):
+            tensor = without_recording(_torch.copy, given)
+        elif given.requires_grad:
             if kind is not _Parameter:
                 tensor = given.detach()
-        elif self.rewound and not self.rewound.isdisjoint(_torch.storages_of(given)):
-            (tensor,) = without_recording(_torch.clones, [given])
         elif kind is Tensor and given._version == 0:
             self._unfilled = node_count()
+        if self._inputs or self._role is not None:
+            tensor = self._compare_roles(slot, tensor)
         if slot < self._count:
             holder = frame.holders[slot]()
             if holder is not None:
@@ -360,6 +375,23 @@ class Recompute:
         return tensor
 
     _torch.mark_as_torchs_own(pack)
+
+    def announce(self, role: object, tensor: Tensor) -> None:
+        """A region inside is about to take this as an input."""
+        self._role = role
+
+    def _compare_roles(self, slot: int, tensor: Tensor) -> Tensor:
+        """What a region inside takes, that region must have taken in the forward, and no operator saved. Where it was
+        then written, what is delivered is a copy."""
+        role, self._role = self._role, None
+        then, storage = self._inputs.get(slot, (None, 0))
+        if slot < self._count and role != then:
+            raise errors.other_role(self.frame, slot, user_line(), then, role)
+        if storage not in self.frame.written:
+            return tensor
+        self._copies = copies = self._copies or _torch.Copies()
+        copy: Tensor = without_recording(copies.copy, tensor)
+        return copy
 
     def _compare_parameters(self, holder: Holder, found: Shown | None) -> None:
         """Where either run saves a parameter that trains, or a view of one, the other must save that very one,
@@ -426,7 +458,7 @@ class Recompute:
             tensor = ready[slot]
             if tensor is not None and tensor._version != version:
                 if slot == self.holder.slot:
-                    raise self._explained(errors.overwritten(frame))
+                    raise self._explained(errors.overwritten(frame, slot in self._inputs))
                 del ready[slot]  # perhaps nobody asks for it, as in plain code that works
         if self.ran_to_its_end:  # the last slot that is wanted should have stopped it
             count, last = len(frame.holders), self.holder.slot
@@ -442,7 +474,7 @@ def _node_name() -> str:
     return "a read outside of backward" if node is None else str(node.name())
 
 
-# ---- what recompute starts from
+# ---- names and parameters
 
 # Formatted only when it is needed: (parent, key) stands for `parent[key]`, an operator for what it reads.
 Name = str | tuple[object, object] | object
@@ -470,6 +502,11 @@ def is_parameter(root: Tensor) -> bool:
     return kind is _Parameter or (kind is not Tensor and isinstance(root, _Parameter))
 
 
+def is_referenced(root: Tensor) -> bool:
+    """The same for what is no parameter: a leaf lives as long as its graph, so nothing is gained by saving it."""
+    return is_parameter(root) or (root.requires_grad and root.is_leaf)
+
+
 def parameter_in(tensor: Tensor) -> Shown | None:
     """What of a parameter a tensor shows, if any."""
     kind = type(tensor)
@@ -483,114 +520,3 @@ def parameter_in(tensor: Tensor) -> Shown | None:
 
 # What tells a parameter apart, its version, whether it is all of it, and itself: last, so that no two are compared.
 Shown = tuple[int, int, bool, weakref.ref[Tensor]]
-
-
-def copy_of(tensor: Tensor, version: int) -> Tensor:
-    """A copy that others may write, at the version that the original had: saved versions are compared."""
-    copy = _torch.copy(tensor)
-    _torch.set_version(copy, version)
-    return copy
-
-
-class Held:
-    """A tensor from outside of a region (or kept inside) that its recompute starts from.
-
-    | what it is | what is held | whose version is guarded (rule 8) |
-    |---|---|---|
-    | a parameter, or a view of one (rule 2) | the tensor, or an alias | its own |
-    | an argument of a rerun (`in_graph`) | what autograd saves for an operator, with its graph | its own, by autograd |
-    | anything else, no hooks around | an alias | its own |
-    | ... hooks of the user around | what they made of it | a tensor's in that, else its own while it lives |
-    | ... a region of ours around | a `Holder` there | nobody's: a region tells versions apart |
-    | ... a `Mover` | a copy | nobody's |
-    """
-
-    __slots__ = ("_guard", "_hooks", "_unpack", "_version", "is_parameter", "name", "packed")
-
-    def __init__(self, tensor: Tensor, hooks: _torch.Hooks | Mover | None, name: Name, in_graph: bool = False) -> None:
-        self.name = name
-        self._hooks = hooks
-        self._unpack: Callable[[Any], Tensor] | None = None  # None: what is held, at this version
-        self._version = 0
-        self._guard: Any = None  # where it is packed: the tensor whose version counts
-        if in_graph and hooks is None and type(tensor) is Tensor and tensor._base is None and tensor.requires_grad:
-            self.packed: Any = _save_input(tensor, False)  # fast path of what follows
-            self._unpack, self.is_parameter = _unpack_saved, False
-            return
-        root = root_of(tensor)
-        is_ours = type(hooks) is not tuple or is_internal(hooks)
-        # A leaf lives as long as its graph: there is nothing to gain by saving it elsewhere, but users' hooks may look.
-        self.is_parameter = is_parameter(root) or (is_ours and root.requires_grad and root.is_leaf)
-        if in_graph and self.is_parameter:
-            self.packed = tensor
-        elif in_graph and not tensor.is_inference():
-            self.packed, self._unpack = _save_input(tensor, False), _unpack_saved
-        else:
-            alias = self.packed = tensor if self.is_parameter and root is tensor else _torch.alias(tensor)
-            stays = hooks is None or self.is_parameter or tensor.is_meta or _torch.is_cast_of_parameter(root)
-            if isinstance(hooks, Mover) and not stays and hooks.takes(alias):
-                self.packed, self._unpack = without_recording(hooks.send, alias), Moved.bring
-            elif type(hooks) is tuple and not stays:
-                pack, self._unpack = hooks
-                self.packed = pack(alias) if is_ours else without_recording(pack, alias)
-        if self._unpack is None:
-            self._version = _torch.version(self.packed)
-        elif not is_ours:  # what they made may lie on the same memory, and outlive the tensor
-            made = self.packed if type(self.packed) is tuple else (self.packed,)
-            live = next((part for part in made if isinstance(part, Tensor)), tensor)
-            self._guard, self._version = _ref(live), _torch.version(live)
-
-    @property
-    def moved(self) -> Moved | None:
-        """What it is, if it waits elsewhere."""
-        return self.packed if type(self.packed) is Moved else None
-
-    @property
-    def is_packed(self) -> bool:
-        """Whether fetching it may cost a copy or a recompute."""
-        return self._unpack is not None
-
-    @property
-    def is_stale(self) -> bool:
-        """Whether it is referenced, and has been written since."""
-        return self._unpack is None and _torch.version(self.packed) != self._version
-
-    def freeze(self, copied: Callable[[], Tensor] | None = None) -> None:
-        """The tensor is about to be written by the region itself: hold a copy from here on. `copied` makes one, where
-        the tensor is at hand: hooks of others may be slow, or recompute."""
-        unpack_ = self._unpack
-        if self.is_stale:
-            return  # too late, as `fetch` will say
-        if unpack_ is None:
-            self.packed = without_recording(_torch.clone_storage, self.packed)
-            self._version, self.is_parameter = _torch.version(self.packed), False
-        elif unpack_ is Moved.bring:
-            self.packed.settle()
-        elif unpack_ is identity:
-            # To pack once more would be a slot that the forward did not have: what was delivered becomes the copy.
-            copy = without_recording(_torch.clone_storage, self.packed)
-            _torch.set_version(copy, _torch.version(self.packed))
-            torch.utils.swap_tensors(self.packed, copy)
-        elif unpack_ is not unpack:  # an enclosing region of ours tells versions apart
-            pack = cast(_torch.Hooks, self._hooks)[0]
-            self.packed = without_recording(
-                lambda packed: pack(copied() if copied else unpack_(packed).clone()), self.packed
-            )
-            self._guard = None
-
-    def fetch(self, where: object) -> Tensor:
-        tensor = live = self.packed
-        if self._unpack is not None:
-            live = self._guard and self._guard()
-            try:
-                tensor = self._unpack(tensor)
-            except RuntimeError as error:  # of autograd, about an argument
-                if isinstance(error, errors.CheckpointError) or "modified by an inplace" not in str(error):
-                    raise
-                raise errors.changed(where, named(self.name)) from error
-        if live is not None and (version := _torch.version(live)) != self._version:
-            raise errors.changed(where, named(self.name, live), self._version, version)
-        return tensor  # type: ignore[no-any-return]
-
-
-_save_input, _unpack_saved = _torch.save_input, _torch.SavedTensor.unpack

@@ -34,7 +34,10 @@ class CheckpointFunction(torch.autograd.Function):
     def forward(ctx: Any, function: Callable[..., Any], preserve_rng_state: PreserveRngState, *args: Any) -> Any:
         check_backward_validity(args)
         ctx.source = Rerun(function, args, {}, preserve_rng_state)
-        return function(*args)  # without grad mode, as in all of these
+        try:
+            return function(*args)  # without grad mode, as in all of these
+        finally:
+            ctx.source.end()
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -76,10 +79,10 @@ def _rerun(source: Rerun, count: int) -> tuple[Any, Any]:
     region, thread.region = thread.region, None
     thread.depth += 1
     try:
-        function, args, kwargs = source.restored(where)
+        function, args, kwargs, cells = source.restored(where)
         first = args[: len(args) - count]
         inputs = detach_variable(tuple(args[len(first) :]))
-        outputs = source.go_back(where, undo).run(function, *first, *inputs, **kwargs)
+        outputs = source.go_back(where, cells, undo).run(function, *first, *inputs, **kwargs)
     finally:
         undo_all(undo)
         thread.depth -= 1

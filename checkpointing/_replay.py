@@ -35,20 +35,7 @@ from ._offload import Moved, prefetch
 from ._ops import tensors_of
 from ._tape import Tape
 from ._tree import ATOMS
-from ._values import (
-    CHEAP,
-    KEPT,
-    Geometry,
-    Op,
-    Ref,
-    Scratch,
-    Value,
-    Wrapped,
-    are_disjoint,
-    geometry_of,
-    laid_out,
-    values_of,
-)
+from ._values import CHEAP, KEPT, Geometry, Op, Ref, Scratch, Value, Wrapped, are_disjoint, geometry_of, values_of
 
 Cuts = list[tuple[int, list[Value]]]  # positions on the tape, each with what was made before and is read after it
 # How a stored value lies on its storage: nothing of it may be overwritten.
@@ -282,7 +269,7 @@ class _Window:
         if geometry is None or (geometry is value.geometry and not held.is_packed and value.state is not KEPT):
             return tensor
         if held.is_packed and value.state is not KEPT:
-            return tensor if tensor.stride() == geometry[1] else laid_out(tensor, *geometry)
+            return tensor
         return tensor if geometry_of(tensor) == geometry else _torch.lay(tensor, *geometry)
 
     # ---- running operators again

@@ -24,7 +24,8 @@ from ._ambient import Generators
 from ._auto import AutoTape
 from ._buffers import Buffers
 from ._check import maker_of
-from ._engine import Frame, Held, Holder, Recompute, is_parameter, named, root_of
+from ._engine import Frame, Holder, Recompute, is_referenced, named, root_of
+from ._held import Held
 from ._ops import tensors_of
 from ._region import Region
 from ._replay import Replay
@@ -273,7 +274,7 @@ class Reported(Frame):
         operator = next((str(value.op.info.func) for value in values if value.op is not None), maker_of(tensor))
         where = _module_path(), user_line()
         record.notes.update((value.id, (operator, *where)) for value in values if value.id not in record.notes)
-        if not is_parameter(root) and not (root.is_leaf and root.requires_grad):
+        if not is_referenced(root):
             for part in _torch.plain_parts(tensor):
                 storage = part.untyped_storage() if _torch.has_storage(part) else holder
                 if storage not in self._storages:
@@ -365,7 +366,7 @@ def held_by(frame: Frame, record: Record) -> list[TensorReport]:
             operator = str(owner.info.func) if isinstance(owner, Op) else None
         elif type(part) is Buffers:
             kind, tensors = "buffers", part._then.values
-        elif type(part) is not Held:  # a tensor, which `auto` spares while the block runs
+        elif not isinstance(part, Held):  # a tensor, which `auto` spares while the block runs
             kind = "spared"
         else:
             if kind == "input":
@@ -395,7 +396,7 @@ def _parts(frame: Frame) -> Iterator[tuple[Any, Any]]:
                 seen.add(id(part))
                 if type(part) in _ENTERED:
                     stack.append((owner, part))
-                elif type(part) in (Generators, Buffers) or (type(part) is Held and not part.is_parameter):
+                elif type(part) in (Generators, Buffers) or (isinstance(part, Held) and not part.is_parameter):
                     yield owner, part
 
 
@@ -404,7 +405,7 @@ _ENTERED = {list, tuple, dict, Value, Op, SpecialOp, Ref, Scratch, Wrapped, Cont
 
 def _packed(part: Any) -> Any:
     """What hooks have made of a tensor; the tensor, if there were none."""
-    packed = part.packed if type(part) is Held else part
+    packed = part.packed if isinstance(part, Held) else part
     return packed.data if isinstance(packed, _torch.SavedTensor) else packed
 
 

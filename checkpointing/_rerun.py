@@ -19,9 +19,10 @@ from __future__ import annotations
 import contextvars
 import dis
 import functools
-from collections.abc import Callable, Iterable
+import weakref
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
-from types import CellType, CodeType, FunctionType, MethodType
+from types import CellType, CodeType, FunctionType, MappingProxyType, MethodType
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -30,9 +31,10 @@ from torch import Tensor, nn
 from . import _torch, errors
 from ._ambient import Ambient, Generators, Undo, has_rng, undo_all
 from ._buffers import Buffers
-from ._engine import Frame, Held, Holder, Name, Recompute, Source, copy_of, identity, is_parameter, named, root_of
-from ._region import Region, thread
-from ._tree import ATOMS, put_together, take_apart
+from ._engine import Frame, Holder, Name, Recompute, Source, identity, is_parameter, named, root_of
+from ._held import Held, check_version, hold, hold_argument, note_written
+from ._region import Region, thread, without_recording
+from ._tree import ATOMS, map_tensors, put_together, take_apart
 
 # Bound once: these run for every call.
 _enclosing_hooks = _torch.enclosing_hooks
@@ -41,6 +43,7 @@ _is_grad_enabled, _set_grad_enabled = torch.is_grad_enabled, _torch.set_grad_ena
 _Module, _partial = nn.Module, functools.partial
 
 PreserveRngState = bool | Literal["all"]
+Given = tuple[Tensor, int, Held]  # a tensor, its version, and what stands for it
 
 
 class Inputs:
@@ -51,13 +54,22 @@ class Inputs:
     modules: tuple[nn.Module, ...] = ()
     objects: tuple[tuple[Name, object], ...] = ()  # handed over as they are
     _hooks: _torch.Hooks | None = None
+    # Where hooks are around, and while the function runs: what it was given, by the id of the tensor.
+    _given: dict[int, Given] | None = None
+    _is_shared = False  # whether one of them was given twice
 
     def hold(self, value: Any, name: Name) -> Any:
-        """What stands for an argument, a part of one, or a variable until the rerun."""
+        """What stands for an argument, a part of one, or a variable until the rerun: the same for one tensor, whatever
+        hooks make of it the second time."""
         if isinstance(value, Tensor):
             if not value.is_cpu:
                 self.devices |= {value.device}
-            return Held(value, self._hooks, name, True)
+            held = hold_argument(value, self._hooks, name)
+            if self._given is None:
+                return held
+            first = self._given.setdefault(id(value), (value, _torch.version(value), held))[2]
+            self._is_shared |= first is not held
+            return first
         if isinstance(value, torch.Generator):
             self.generators += (value,)
         elif type(value) not in ATOMS:
@@ -127,6 +139,7 @@ class Rerun(Region, Source, Inputs):
     _rng: Generators | None = None
     _pins: tuple[Pin, ...] = ()
     _results: tuple[Any, ...] = ()
+    _written: Mapping[Held, int] = MappingProxyType({})  # what lies on memory that the function has written: on which
 
     def __init__(
         self,
@@ -142,16 +155,22 @@ class Rerun(Region, Source, Inputs):
         while type(function) is _partial:
             args, kwargs, function = (*function.args, *args), {**function.keywords, **kwargs}, function.func
         self._function = function
+        if hooks is not None:
+            self._given = {}
         met: dict[int, Any] = {}  # a container that is two arguments stays one
         self._args: list[Any] = []
         for i, value in enumerate(args):
             name = ("args", i)
-            plain = type(value) is Tensor and value.is_cpu
-            self._args.append(Held(value, hooks, name, True) if plain else take_apart(value, self.hold, name, met))
+            if type(value) is not Tensor:
+                held = take_apart(value, self.hold, name, met)
+            elif hooks is None and value.is_cpu:
+                held = hold_argument(value, None, name)  # past one call
+            else:
+                held = self.hold(value, name)
+            self._args.append(held)
         self._kwargs = kwargs
         if kwargs:
             self._kwargs = {k: take_apart(v, self.hold, ("kwargs", k), met) for k, v in kwargs.items()}
-        self._has_containers = bool(met)
         self._variables = self.capture(function)
         if self.modules:
             self._buffers = Buffers(self)
@@ -161,6 +180,23 @@ class Rerun(Region, Source, Inputs):
             if self.devices or self.generators or preserve_rng_state == "all":
                 devices = filter(has_rng, self.devices)
                 self._rng = Generators(False, devices, self.generators, preserve_rng_state == "all")
+
+    def end(self) -> None:
+        """The function has run."""
+        self.outer = None
+        if self._given is not None:
+            self._note_writes([*self._given.values()])
+            self._given = None
+
+    def _note_writes(self, given: list[Given]) -> None:
+        """Who may write gets his own: what lies on memory that the function has written."""
+        changed = [held for tensor, version, held in given if _torch.version(tensor) != version]
+        if not changed:
+            return
+        storages = {held: _torch.storage_id(tensor) for tensor, _, held in given if _torch.has_storage(tensor)}
+        written = {storages[held] for held in changed if held in storages}
+        self._written = {held: storage for held, storage in storages.items() if storage in written}
+        note_written(self._hooks, written)
 
     # ---- as a region
 
@@ -175,21 +211,18 @@ class Rerun(Region, Source, Inputs):
     def once(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         place = len(self._results)  # it may call others
         self._results += (_FAILED,)
-        # What it saves is no slot of the region, since the recompute won't save it.
-        _push_hooks(detached, identity)
-        try:
-            result = function(*args, **kwargs) if self.outer is None else self.outer.once(function, args, kwargs)
-        finally:
-            _pop_hooks()
-        places: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
-        passed = {id(value): Passed(key) for key, value in places.items() if type(value) not in ATOMS}
+        outer = self.outer
+        run = function if outer is None else lambda *args, **kwargs: outer.once(function, args, kwargs)
+        result = _without_slots(run, args, kwargs)
+        given = _given_to(args, kwargs)
+        passed = {id(value): Passed(place) for place, value in enumerate(given) if type(value) not in ATOMS}
 
         def save(part: Any, _: Name) -> Any:
             if id(part) in passed:  # it is the recompute's own
                 return passed[id(part)]
-            return (
-                Pin.of(part, self._hooks, "what a forward_only function returned") if isinstance(part, Tensor) else part
-            )
+            if not isinstance(part, Tensor):
+                return part
+            return View.among(given, part) or Pin.of(part, self._hooks, "what a forward_only function returned")
 
         kept = passed.get(id(result)) or take_apart(result, save)
         self._results = (*self._results[:place], kept, *self._results[place + 1 :])
@@ -206,8 +239,7 @@ class Rerun(Region, Source, Inputs):
         parameter: Tensor | None = ref()
         if not is_all or parameter is None:
             return None
-        if parameter._version != version:
-            raise errors.changed(where, named("a parameter", parameter), version, parameter._version)
+        check_version(where, "a parameter", parameter, version)
         return parameter
 
     def name_of(self, parameter: Tensor) -> str | None:
@@ -220,13 +252,13 @@ class Rerun(Region, Source, Inputs):
 
     def recompute(self, request: Recompute) -> None:
         where = request.frame
-        function, args, kwargs = self.restored(where)
+        function, args, kwargs, cells = self.restored(where)
         undo: Undo = []
         try:
-            context = self.go_back(where, undo)
+            context = self.go_back(where, cells, undo)
             if self._buffers:
                 request.rewound = self._buffers.storages()
-            if self._pins or self._results or self.policy is not None:
+            if self._pins or self._results or self.policy is not None or not where.complete:
                 thread.region = Repeated(self._pins, self._results, self.policy, where)
             request.begin_in_order()
             _push_hooks(request.pack, identity)
@@ -238,33 +270,26 @@ class Rerun(Region, Source, Inputs):
         finally:
             undo_all(undo)
 
-    def restored(self, where: object) -> tuple[Any, list[Any], dict[str, Any]]:
-        """The function and its arguments."""
-
-        function, kwargs = self._function, self._kwargs
-        if self._has_containers:
-            met: dict[int, Any] = {}
-
-            def build(saved: Any) -> Any:
-                return put_together(saved, lambda part: part.fetch(where) if type(part) is Held else part, met)
-
-            args = [build(saved) for saved in self._args]
-            kwargs = {k: build(saved) for k, saved in kwargs.items()}
-        else:
-            args = [saved.fetch(where) if type(saved) is Held else saved for saved in self._args]
-            if kwargs:
-                kwargs = {k: saved.fetch(where) if type(saved) is Held else saved for k, saved in kwargs.items()}
+    def restored(self, where: object) -> tuple[Any, list[Any], dict[str, Any], Cells]:
+        """The function, its arguments, and the variables that it closes over."""
+        function = self._function
+        fetch: Callable[[Any], Any] = functools.partial(_fetch, where=where)
+        if self._is_shared or self._written:
+            fetch = _Fetched(where, self._written)
+        met: dict[int, Any] = {}
+        args = [put_together(saved, fetch, met) for saved in self._args]
+        kwargs = {key: put_together(saved, fetch, met) for key, saved in self._kwargs.items()}
+        cells = [(cell, fetch(saved)) for cell, saved in self._variables or ()]
         if self.context is not None:
             function = functools.partial(call_within, self.context, function)
-        return function, args, kwargs
+        return function, args, kwargs, cells
 
-    def go_back(self, where: object, undo: Undo) -> contextvars.Context:
+    def go_back(self, where: object, cells: Cells, undo: Undo) -> contextvars.Context:
         """Enter the state that the forward was called in; `undo` is given the way out, the last first. Returns the
         context to run in."""
-        if self._variables:
-            then = [(cell, saved.fetch(where) if type(saved) is Held else saved) for cell, saved in self._variables]
-            undo.append((_fill, [(cell, contents_of(cell)) for cell, _ in then]))
-            _fill(then)  # in place: what the function calls may share them
+        if cells:
+            undo.append((_fill, [(cell, contents_of(cell)) for cell, _ in cells]))
+            _fill(cells)  # in place: what the function calls may share them
         undo.append((_set_grad_enabled, _is_grad_enabled()))
         _set_grad_enabled(True)
         if self._buffers is not None:
@@ -276,6 +301,35 @@ class Rerun(Region, Source, Inputs):
         if self._rng is not None:
             undo.append((Generators.leave, self._rng.enter([])))
         return context
+
+
+Cells = list[tuple[CellType, Any]]  # variables that a function closes over, with their contents
+
+
+def _fetch(saved: Any, where: object) -> Any:
+    return saved.fetch(where) if isinstance(saved, Held) else saved
+
+
+class _Fetched:
+    """The same, but one tensor that is two arguments comes back as one, and what the function writes is a copy of its
+    own, since others may read what was fetched."""
+
+    def __init__(self, where: object, written: Mapping[Held, int]) -> None:
+        self._where, self._written = where, written
+        self._met: dict[Held, Tensor] = {}
+        self._copies = _torch.Copies()
+        self._storages: dict[int, int] = {}  # by that of the forward
+
+    def __call__(self, saved: Any) -> Any:
+        if isinstance(saved, Held) and saved not in self._met:
+            tensor = saved.fetch(self._where)
+            if saved in self._written:
+                storage = _torch.storage_id(tensor)
+                if self._storages.setdefault(self._written[saved], storage) != storage:  # hooks tear memory apart
+                    raise errors.changed(self._where, named(saved.name, tensor))
+                tensor = _torch.in_place_of(tensor, without_recording(self._copies.copy, tensor))
+            self._met[saved] = tensor
+        return self._met[saved] if isinstance(saved, Held) else saved
 
 
 def call_within(context: AbstractContextManager[Any], function: Any, *args: Any, **kwargs: Any) -> Any:
@@ -298,29 +352,40 @@ class Repeated(Region):
         pin = next(self._pins, None)
         if pin is None:  # backward inside the region, met again by the rerun, may run ahead of the forward
             return tensor
-        region, thread.region = thread.region, None  # hooks of others may call functions again (rule 3)
-        try:
-            value = pin.held.fetch(self._where)
-        finally:
-            thread.region = region
-        if tensor.requires_grad:
-            return _InPlaceOf.apply(tensor, value)  # type: ignore[no-untyped-call, no-any-return]
-        return copy_of(value, pin.version)
+        value = self._outside(pin.held.fetch)
+        ours, theirs = _torch.plain_parts(tensor), _torch.plain_parts(value)
+        if not all(map(_torch.are_alike, ours, theirs)):
+            return pin.restore(value)
+        for pair in zip(ours, theirs, strict=True):
+            if not without_recording(_torch.same_bits, pair):
+                pin.refuse_if_it_is(tensor, self._where)
+                without_recording(_torch.write, pair)
+        return tensor
 
     def once(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = next(self._results, _FAILED)
         if result is _FAILED:
             if not self._where.complete:  # a rerun that a backward inside the region asked for, ahead of the forward
-                return None
+                return _without_slots(function, args, kwargs)
             raise errors.not_recorded(self._where, getattr(function, "__qualname__", repr(function)))
-        places: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+        given = _given_to(args, kwargs)
 
         def restore(saved: Any) -> Any:
             if type(saved) is Passed:
-                return places[saved.key]
-            return saved.restore(self._where) if type(saved) is Pin else saved
+                return given[saved.place]
+            if type(saved) is View:
+                return saved.of(given[saved.place])
+            return saved.restore(self._outside(saved.held.fetch)) if type(saved) is Pin else saved
 
         return put_together(result, restore)
+
+    def _outside(self, fetch: Callable[[object], Tensor]) -> Tensor:
+        """Hooks of others may call functions again (rule 3)."""
+        region, thread.region = thread.region, None
+        try:
+            return fetch(self._where)
+        finally:
+            thread.region = region
 
 
 _FAILED = object()  # a call that raised
@@ -331,34 +396,73 @@ class Pin(NamedTuple):
 
     held: Held
     in_graph: bool
-    version: int
+    live: weakref.ref[Tensor]
 
     @classmethod
     def of(cls, tensor: Tensor, hooks: _torch.Hooks | None, name: Name) -> Pin:
-        return cls(Held(tensor, hooks, name), tensor.requires_grad and not tensor.is_leaf, _torch.version(tensor))
+        return cls(hold(tensor, hooks, name), tensor.requires_grad and not tensor.is_leaf, weakref.ref(tensor))
 
-    def restore(self, where: Frame) -> Tensor:
-        tensor = self.held.fetch(where)
+    def refuse_if_it_is(self, tensor: Tensor, where: Frame) -> None:
+        """What was there before the recompute is the user's, who has changed it since."""
+        if self.live() is tensor:
+            raise errors.changed(where, named(self.held.name, tensor))
+
+    def restore(self, tensor: Tensor) -> Tensor:
+        """What was fetched, for the recompute to write. (Where it is no copy, the forward has not written it.)"""
         if tensor.requires_grad:  # a leaf
             return tensor
-        return copy_of(tensor.requires_grad_() if self.in_graph else tensor, self.version)
+        data = without_recording(_torch.copy, tensor) if self.held.is_packed else _torch.alias(tensor)
+        if not self.in_graph:
+            return data
+        with torch.enable_grad():
+            place = torch.zeros((), dtype=data.dtype, device=data.device, requires_grad=True).clone()
+        return _torch.in_place_of(place, data)
 
 
 class Passed(NamedTuple):
-    """Stands for an argument of a `forward_only` function that it has returned."""
+    """Stands for what a `forward_only` function was given, and has returned."""
 
-    key: int | str
+    place: int
 
 
-class _InPlaceOf(torch.autograd.Function):
-    # The kept value with the recomputed tensor's place in the graph.
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, value: Tensor) -> Tensor:
-        return value.clone()  # the function may write it
+class View(NamedTuple):
+    """Stands for a tensor that lies on the memory of one that it was given."""
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
+    place: int
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int  # from that one's
+    in_graph: bool
+
+    @classmethod
+    def among(cls, given: list[Any], part: Tensor) -> View | None:
+        in_graph = part.requires_grad
+        for place, value in enumerate(given):
+            if isinstance(value, Tensor) and _torch.lies_in(part, value) and (value.requires_grad or not in_graph):
+                offset = int(part.storage_offset() - value.storage_offset())
+                return cls(place, part.shape, part.stride(), offset, in_graph)
+        return None
+
+    def of(self, tensor: Tensor) -> Tensor:
+        with torch.enable_grad():
+            base = tensor if self.in_graph else tensor.detach()
+            return base.as_strided(self.size, self.stride, self.offset + int(tensor.storage_offset()))
+
+
+def _given_to(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """Arguments, and the tensors in them, in order."""
+    given = [*args, *kwargs.values()]
+    map_tensors(lambda tensor: given.append(tensor) or tensor, given[:])  # type: ignore[func-returns-value]
+    return given
+
+
+def _without_slots(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call what a recompute does not call: what it saves is no slot of the region."""
+    _push_hooks(detached, identity)
+    try:
+        return function(*args, **kwargs)
+    finally:
+        _pop_hooks()
 
 
 def detached(tensor: Tensor) -> Tensor:

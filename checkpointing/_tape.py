@@ -31,6 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import _torch
 from ._ambient import read_switches
+from ._held import note_written
 from ._offload import Destination, Mover
 from ._ops import INFOS, Info, generators_of, info_of_region, tensors_of
 from ._region import Region, aside, thread, without_recording
@@ -109,6 +110,7 @@ class Tape(TorchDispatchMode, Region):
         self.movers: dict[Destination, Mover] = {}
         kept, saved, inputs = NOWHERE if self.policy is None else self.policy.places
         self._keeper, self._save_at = self._mover(kept), self._mover(saved)
+        self._around = hooks
         self.hooks: Any = hooks if inputs is None else self._mover(inputs)
         self._inner = 0  # how many tapes have been entered just inside this one: they ask for themselves
         self._running: Any = None  # the operator that reads now, for messages
@@ -403,7 +405,8 @@ class Tape(TorchDispatchMode, Region):
             hooks, is_apart = None, value.holding(geometry) is None
         if is_apart:
             value = Value(0, None, value.nbytes, None)
-        value.hold(tensor, geometry, hooks, None if reads is None else self._running)
+        reader, place = (None, None) if reads is None else (self._running, len(reads))
+        value.hold(tensor, geometry, hooks, reader, place)
         return value
 
     def _opaque(self, tensor: Tensor, reads: list[Value] | None) -> Value:
@@ -432,6 +435,7 @@ class Tape(TorchDispatchMode, Region):
 
     def _now_outside(self, targets: dict[int, Tensor], gathered: bool = False) -> None:
         """These have been written from outside, or so that a replay can't do it again."""
+        note_written(self._around, {*targets})
         for sid, target in targets.items():
             self._register(target, None, sid, None).state = LENT if gathered else VOLATILE
         self._lent += [target.untyped_storage() for target in targets.values() if gathered]

@@ -15,15 +15,13 @@ from torch import Tensor
 
 from . import _torch
 from ._ambient import Generators
-from ._engine import Held, Name
-from ._offload import Mover
+from ._engine import Name
+from ._held import Held, Saver, hold
 from ._ops import Info
 from ._region import without_recording
 
 # Size, stride, offset and dtype of a tensor on its storage, and whether its conj (1) and neg (2) bits are set.
 Geometry = tuple[torch.Size, tuple[int, ...], Any, torch.dtype, int]
-# What saves a value from outside, or a kept one: hooks of what encloses the region, or the way to somewhere else.
-Saver = _torch.Hooks | Mover | None
 
 # What else may be said of a value:
 UNFILLED = "allocated, and not yet filled by a recorded operator"
@@ -48,13 +46,13 @@ class Value:
         self.saved = 0  # how many bytes of it autograd has saved
         self.state: str | None = None
 
-    def hold(self, tensor: Tensor, geometry: Geometry | None, hooks: Saver, reader: Name) -> None:
+    def hold(self, tensor: Tensor, geometry: Geometry | None, hooks: Saver, reader: Name, place: object = None) -> None:
         """Hold the value, which is from outside, as it is now. `tensor` lies on it like that; None as `reader`: no
-        operator reads it, autograd saves it."""
+        operator reads it, autograd saves it. `place`: as which of its arguments."""
         self.op, self.state = None, None if self.state is UNFILLED else self.state
         held = self.holding(geometry)
         if held is None:
-            held = Held(tensor, None if self.state is LENT else hooks, None)
+            held = hold(tensor, None if self.state is LENT else hooks, None, (reader, place))
             held.is_parameter |= self.state is LENT
             if self.held is None:
                 self.held, self.geometry = held, geometry
@@ -79,7 +77,7 @@ class Value:
         if hooks is not None and not covers:
             tensor = without_recording(_torch.bytes_of, tensor)
         self.op, self.parts, self.state = None, None, KEPT
-        self.held = Held(tensor, hooks, "a kept tensor")
+        self.held = hold(tensor, hooks, "a kept tensor")
 
     @property
     def is_outside(self) -> bool:
@@ -140,17 +138,7 @@ def are_disjoint(a: Geometry, b: Geometry) -> bool:
 
 def copied(live: Tensor, geometry: Geometry | None) -> Tensor:
     """A copy of what lies like this on the storage of a tensor; None: of all of it."""
-    copy = _torch.clone_bytes(live)
-    return copy if geometry is None else _torch.lay(copy, *geometry)
-
-
-def laid_out(tensor: Tensor, size: Any, stride: Any, offset: Any, dtype: torch.dtype, bits: int) -> Tensor:
-    """A copy with these strides: hooks may give back another layout."""
-    copy = torch.empty_strided(size, stride, dtype=dtype, device=tensor.device)
-    try:
-        return copy.copy_(tensor)
-    except RuntimeError:  # some elements share their memory, as in an expanded tensor
-        return tensor
+    return _torch.copy(_torch.bytes_of(live) if geometry is None else _torch.lay(live, *geometry))
 
 
 class Ref(NamedTuple):

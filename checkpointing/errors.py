@@ -120,11 +120,24 @@ def other_parameter(where: object, slot: int, line: str, then: str, now: str, hi
     )
 
 
-def overwritten(where: object) -> CheckpointError:
+def other_role(where: object, slot: int, line: str, then: object, now: object) -> MismatchError:
+    saved, recomputed = ["no input of a region inside" if r is None else "such an input" for r in (then, now)]
+    if then is not None and now is not None:
+        recomputed = "another such input"
+    return MismatchError(
+        f"{where}: in slot {slot}, at {line}, the recompute meets {recomputed} where the forward met {saved}. The "
+        "function took another path the second time, or one tensor of the forward is two in the recompute: make it "
+        "depend on its arguments only, or use backend='replay', which calls nothing again."
+    )
+
+
+def overwritten(where: object, is_input: bool) -> CheckpointError:
+    what, why = "needed for backward", "for which plain autograd raises an error, too"
+    if is_input:
+        what, why = "the input of a region inside", "so that region can't be recomputed exactly"
     return CheckpointError(
-        f"{where}: a tensor that is needed for backward is overwritten later in the function by an in-place operator, "
-        "for which plain autograd raises an error, too. Use the operator that is not in-place, or backend='replay', "
-        "which tells the versions of a tensor apart."
+        f"{where}: a tensor that is {what} is overwritten later in the function by an in-place operator, {why}. Use "
+        "the operator that is not in-place, or backend='replay', which tells the versions of a tensor apart."
     )
 
 

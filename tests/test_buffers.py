@@ -936,6 +936,8 @@ def test_buffers_of_a_distributed_module(mesh, make, door):
         return [bits(t.to_local()) for t in tensors]
 
     assert run(DOORS[door]) == run(plain)
+
+
 @pytest.mark.parametrize(("count", "times"), [(100, 1), (101, 2)])
 def test_long_lists_are_not_searched_for_modules(count, times):
     """They may be data: what their modules write is written again. (An `nn.ModuleList` is a module.)"""

@@ -26,6 +26,7 @@ LAYERS = [
         "_tape",
         "_values",
         "_ops",
+        "_held",
         "_engine",
         "_check",
         "_ambient",
