@@ -146,8 +146,9 @@ def forward_only(fn: Callable[P, R], /) -> Callable[P, R]:
     """Don't run a function again in recompute: for metrics, counters and logging in a region.
 
     In recompute a call returns what the call of the forward returned, in the order of calls: arguments that it passed
-    through are the recompute's own, other tensors are held from the forward on, without their graph (gradients of a
-    backward *inside* the region do not flow through them), containers are copied, anything else is the same object.
+    through, and views of them, are the recompute's own, other tensors are held from the forward on, without their graph
+    (gradients of a backward *inside* the region do not flow through them), containers are copied, anything else is the
+    same object.
     Outside of a region, and in replay, which runs no Python code again, `fn` is just called.
 
     Args:

@@ -32,7 +32,6 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Set
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor, nn
@@ -118,9 +117,6 @@ class Frame:
     complete = False  # backward may run before the region has ended (rule 6)
     on_error: Callable[[errors.CheckpointError], None] | None = None
     prefix: str | None = None  # how messages begin where other code matches on it; torch's functions set it
-    inputs: Mapping[int, tuple[object, int]] = MappingProxyType(
-        {}
-    )  # by slot: roles of what regions inside take; memory
     written: frozenset[int] = frozenset()  # memory that regions inside write, which the recompute must deliver before
 
     def __init__(self, source: Source, name: str, entered_from: Line, early_stop: bool, check: Check) -> None:
@@ -131,6 +127,7 @@ class Frame:
         self.early_stop = early_stop
         self.check = check
         self.holders: list[weakref.ref[Holder]] = []
+        self.inputs: dict[int, tuple[object, int]] = {}  # by slot: roles of what regions inside take, and its memory
         self.tasks: dict[Any, TaskTensors] = {}
         # The worker threads of one graph task may open one frame at once: who waits wants what is being computed.
         self.lock = threading.RLock()
@@ -170,7 +167,7 @@ class Frame:
         """A region inside is about to take this as an input."""
         if self.save is None:  # otherwise slots are not matched by position
             storage = _torch.storage_id(tensor) if _torch.has_storage(tensor) else 0
-            self.__dict__.setdefault("inputs", {})[len(self.holders)] = role, storage
+            self.inputs[len(self.holders)] = role, storage
 
     def pack(self, tensor: Tensor) -> Holder:
         """Autograd's pack hook; it runs once per saved tensor."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -95,7 +95,8 @@ class Aliased(Held):
     def freeze(self, copied: Callable[[], Tensor] | None = None) -> None:
         if self.is_stale:
             return  # too late, as `fetch` will say
-        self.__init__(without_recording(_torch.clone_storage, self.packed), self.name)  # type: ignore[misc]
+        self.packed, self.is_parameter = without_recording(_torch.clone_storage, self.packed), False
+        self._version = _torch.version(self.packed)
 
 
 class Saved(Held):
@@ -182,12 +183,10 @@ class Elsewhere(Held):
 def hold(tensor: Tensor, saver: Saver, name: Name, role: object = None) -> Held:
     """Hold a tensor without its graph. `role` says which input of a region it is, the same in each run; None: the name
     does."""
-    root = root_of(tensor)
-    # Users' hooks may look at leaves.
-    if is_parameter(root) or (is_referenced(root) and not _is_users(saver)):
-        return Aliased(tensor if root is tensor else _torch.alias(tensor), name, True)
+    if _is_referenced_beside(tensor, saver):
+        return Aliased(tensor if tensor._base is None else _torch.alias(tensor), name, True)
     alias = _torch.alias(tensor)
-    if saver is None or tensor.is_meta or _torch.is_cast_of_parameter(root):
+    if saver is None or tensor.is_meta or _torch.is_cast_of_parameter(root_of(tensor)):
         return Aliased(alias, name)
     if isinstance(saver, Mover):
         moved = without_recording(saver.send, alias) if saver.takes(alias) else None
@@ -201,24 +200,27 @@ def hold_argument(tensor: Tensor, hooks: _torch.Hooks | None, name: Name) -> Hel
     """Hold a tensor of which a rerun wants the graph, too: as an operator would save it."""
     if hooks is None and type(tensor) is Tensor and tensor._base is None and tensor.requires_grad:
         return Saved(_save_input(tensor, False), name)  # past the following questions
-    root = root_of(tensor)
-    if is_parameter(root) or (is_referenced(root) and not _is_users(hooks)):
+    if _is_referenced_beside(tensor, hooks):
         return Aliased(tensor, name, True)
     if tensor.is_inference():
         return hold(tensor, hooks, name)
-    if hooks is None:
-        return Saved(_save_input(tensor, False), name)
     if _is_users(hooks):
         return Packed(tensor, (hooks[0], _unpack_saved), name, _save_input(tensor, False))
-    announce(hooks, name, tensor)
+    if hooks is not None:
+        announce(hooks, name, tensor)
     return Saved(_save_input(tensor, False), name)
 
 
 _unpack_saved = _torch.SavedTensor.unpack
 
 
-def _is_users(saver: Saver) -> bool:
+def _is_users(saver: Saver) -> TypeGuard[_torch.Hooks]:
     return type(saver) is tuple and not is_internal(saver)
+
+
+def _is_referenced_beside(tensor: Tensor, saver: Saver) -> bool:
+    root = root_of(tensor)
+    return is_parameter(root) if _is_users(saver) else is_referenced(root)  # users' hooks may look at other leaves
 
 
 def _owner_of(hooks: _torch.Hooks | None) -> Any:

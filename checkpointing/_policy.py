@@ -73,8 +73,8 @@ def keep(x: T) -> T:
         x: a tensor (any shape, dtype and device) or any nesting of containers and dataclasses with tensors in it.
 
     Returns:
-        `x` itself in the forward. In a rerun, which calls the function again, an equal structure with the kept
-        values in place of the recomputed ones. Outside of a region, `x`.
+        `x` itself. In a rerun, which calls the function again, the kept values are written into the recomputed tensors
+        where these differ; so keep what the function computes, or a clone of what it finds elsewhere.
 
     What is kept are the storages that the tensors lie on. They are saved by whatever encloses the region, so under
     `torch.autograd.graph.save_on_cpu` they are offloaded. Tensors from outside of the region are held anyway.

@@ -266,9 +266,7 @@ class _Window:
         tensor: Tensor = self._inputs[held] if held.is_packed else held.fetch(self._frame)
         if held.is_parameter and geometry is not None and value.nbytes and not tensor.untyped_storage().nbytes():
             raise errors.given_back(self._frame, tensor.shape)  # kernels would crash
-        if geometry is None or (geometry is value.geometry and not held.is_packed and value.state is not KEPT):
-            return tensor
-        if held.is_packed and value.state is not KEPT:
+        if geometry is None or (value.state is not KEPT and (held.is_packed or geometry is value.geometry)):
             return tensor
         return tensor if geometry_of(tensor) == geometry else _torch.lay(tensor, *geometry)
 

@@ -22,7 +22,7 @@ import functools
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
-from types import CellType, CodeType, FunctionType, MappingProxyType, MethodType
+from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -139,7 +139,7 @@ class Rerun(Region, Source, Inputs):
     _rng: Generators | None = None
     _pins: tuple[Pin, ...] = ()
     _results: tuple[Any, ...] = ()
-    _written: Mapping[Held, int] = MappingProxyType({})  # what lies on memory that the function has written: on which
+    _written: Mapping[Held, int] = {}  # what lies on memory that the function has written: on which
 
     def __init__(
         self,
@@ -215,7 +215,7 @@ class Rerun(Region, Source, Inputs):
         run = function if outer is None else lambda *args, **kwargs: outer.once(function, args, kwargs)
         result = _without_slots(run, args, kwargs)
         given = _given_to(args, kwargs)
-        passed = {id(value): Passed(place) for place, value in enumerate(given) if type(value) not in ATOMS}
+        passed = {id(value): Passed(i) for i, value in enumerate(given) if type(value) not in ATOMS}
 
         def save(part: Any, _: Name) -> Any:
             if id(part) in passed:  # it is the recompute's own

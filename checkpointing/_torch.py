@@ -496,15 +496,15 @@ class Copies:
     """Copies of tensors that share memory with each other where these do."""
 
     def __init__(self) -> None:
-        self._made: dict[tuple[int, int], Tensor] = {}  # by storage and version
+        self._made: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # by storage, which lives as long, and version
 
     def copy(self, tensor: Tensor) -> Tensor:
         if not has_storage(tensor):
             return copy(tensor)
         key = storage_id(tensor), version(tensor)
         if key not in self._made:
-            self._made[key] = clone_storage(tensor)
-        return lay_as(tensor, self._made[key])
+            self._made[key] = tensor, clone_storage(tensor)
+        return lay_as(tensor, self._made[key][1])
 
 
 def _bits_of(tensor: Tensor) -> int:
