@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Iterable
+from itertools import islice
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from ._tree import Field
 
 _parts_of, _has_storage, _version = _torch.parts_of_module, _torch.has_storage, _torch.version
 _Generator = torch.Generator
+_OF_EVERY_MODULE = len(vars(nn.Module()))  # attributes, before its own
 _SMALL = 1 << 16  # bytes: up to that a copy before every forward costs little
 _LEAVES_NO_TRACE = (_torch.Normalisation, torch.jit.ScriptModule)  # its kernels write past the version counter
 
@@ -58,7 +60,8 @@ class Buffers:
                     inputs.devices |= {parameter.device}
             # Dropout of one's own, reproducible on its own. No module of torch has one: they need not be searched.
             if type(module).__module__[:6] != "torch.":
-                inputs.generators += tuple([part for part in vars(module).values() if type(part) is _Generator])
+                own = islice(vars(module).values(), _OF_EVERY_MODULE, None)
+                inputs.generators += tuple([part for part in own if type(part) is _Generator])
             if not buffers:
                 continue
             entries.append((module, dict(buffers)))
@@ -87,7 +90,7 @@ class Buffers:
                 what = named((type(module).__name__, Field(name)), tensor)
                 raise errors.changed(where, what, version, _version(tensor))
         flags = [getattr(module, "training", None) for module in self._flags]
-        if flags != [*self._flags.values()]:
+        if not all(map(operator.is_, flags, self._flags.values())):
             undo.append((_set_flags, [*zip(self._flags, flags, strict=True)]))
             _set_flags(self._flags.items())
         if not self._entries:

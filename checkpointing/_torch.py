@@ -300,11 +300,11 @@ def plain_parts(tensor: Any) -> list[Tensor]:
     return [leaf for part in parts for leaf in plain_parts(part)] or [tensor]
 
 
-def storages_of(tensor: Tensor) -> list[int]:
+def storages_of(tensor: Tensor) -> Sequence[int]:
     """The storages that a tensor lies on: several, where it consists of several tensors."""
     if type(tensor) is Tensor:
-        return [storage_id(tensor)] if has_storage(tensor) else []
-    return [storage_id(part) for part in plain_parts(tensor)]
+        return (storage_id(tensor),) if has_storage(tensor) else ()
+    return [storage_id(part) for part in plain_parts(tensor) if has_storage(part)]
 
 
 def parts_of(tensor: Any) -> Sequence[Any] | None:
