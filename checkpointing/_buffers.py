@@ -67,13 +67,16 @@ class Buffers:
             entries.append((module, dict(buffers)))
             most = math.inf if isinstance(module, _LEAVES_NO_TRACE) else _SMALL
             for name, tensor in buffers.items():
-                if is_training and _can_be_rewound(tensor) and tensor.nbytes <= most:
+                can_be_rewound = (
+                    (type(tensor) is Tensor or _is_whole(tensor)) and _has_storage(tensor) and not tensor.is_inference()
+                )
+                if is_training and can_be_rewound and tensor.nbytes <= most:
                     small.append(tensor)
                 elif tensor is not None:
                     guarded.append((module, name, tensor, _version(tensor)))
         self._flags = flags
         self._entries, self._guarded = entries or (), guarded or ()  # few objects for the garbage collector
-        self._then = _Moment(small) if small else _NOTHING
+        self._then = _Moment.of(small) if small else _NOTHING
 
     def __bool__(self) -> bool:
         """Whether there is anything to rewind."""
@@ -81,7 +84,10 @@ class Buffers:
 
     def storages(self) -> set[int]:
         """Those that are rewound."""
-        return {storage for tensor in self._then.tensors for storage in _torch.storages_of(tensor)}
+        tensors = self._then.tensors
+        if {*map(type, tensors)} != _PLAIN:
+            tensors = [part for tensor in tensors for part in _torch.plain_parts(tensor)]
+        return set(map(_torch.storage_id, tensors))
 
     def enter(self, where: object, undo: Undo) -> None:
         """Go back; `undo` is given the way out."""
@@ -90,21 +96,20 @@ class Buffers:
                 what = named((type(module).__name__, Field(name)), tensor)
                 raise errors.changed(where, what, version, _version(tensor))
         flags = [getattr(module, "training", None) for module in self._flags]
-        if not all(map(operator.is_, flags, self._flags.values())):
+        if flags != [*self._flags.values()]:
             undo.append((_set_flags, [*zip(self._flags, flags, strict=True)]))
             _set_flags(self._flags.items())
         if not self._entries:
             return
         undo.append((_set, [(module, dict(_torch.buffers_of_module(module)[0])) for module, _ in self._entries]))
-        undo.append((_Moment.go_back, self._then.again()))
         _set(self._entries)
-        self._then.go_back()
+        if self:
+            undo.append((_Moment.go_back, self._then.exchange()))
 
 
-def _can_be_rewound(tensor: Tensor | None) -> bool:
-    if tensor is None or _torch.is_lazy(tensor):
-        return False
-    return _has_storage(tensor) and not (tensor.is_inference() or tensor.is_nested)
+def _is_whole(tensor: Tensor | None) -> bool:
+    """Of what is no plain tensor: whether it is one, of a size that numbers tell."""
+    return tensor is not None and not _torch.is_lazy(tensor) and not tensor.is_nested
 
 
 def _set_flags(flags: Iterable[tuple[nn.Module, bool | None]]) -> None:
@@ -130,29 +135,39 @@ def _set(entries: Iterable[Entry]) -> None:
             store[name] = tensor
 
 
+_PLAIN = {Tensor}
+
+
 class _Moment:
     """What tensors hold at one moment, their sizes and their versions."""
 
     __slots__ = ("_memory", "_versions", "tensors", "values")
 
-    def __init__(self, tensors: list[Tensor], memory: list[Tensor] | None = None) -> None:
+    def __init__(self, tensors: list[Tensor], memory: list[Tensor], values: list[Tensor]) -> None:
         self.tensors = tensors
+        self._memory = memory
+        self.values = values
+        self._versions = [tensor._version for tensor in tensors]
+
+    @classmethod
+    def of(cls, tensors: list[Tensor]) -> _Moment:
         # Where elements have gaps between them, share their memory or stand for others: all of the storage.
-        self._memory = memory or [
+        memory = [
             t if type(t) is not Tensor or (t.is_contiguous() and not t.is_complex()) else _torch.bytes_of(t)
             for t in tensors
         ]
-        self.values: list[Tensor] = without_recording(_torch.clones, self._memory) if tensors else []
-        self._versions = [tensor._version for tensor in tensors]
+        return cls(tensors, memory, without_recording(_torch.clones, memory))
 
-    def again(self) -> _Moment:
-        """What they hold now."""
-        return _Moment(self.tensors, self._memory)
+    def exchange(self) -> _Moment:
+        """Go back; returns how it is now."""
+        values = without_recording(_torch.exchange, (self._memory, self.values))
+        now = _Moment(self.tensors, self._memory, values)
+        _torch.set_versions(self.tensors, self._versions)
+        return now
 
     def go_back(self) -> None:
-        if self.tensors:
-            without_recording(_torch.overwrite, (self._memory, self.values))
-            _torch.set_versions(self.tensors, self._versions)
+        without_recording(_torch.overwrite, (self._memory, self.values))
+        _torch.set_versions(self.tensors, self._versions)
 
 
-_NOTHING = _Moment([])
+_NOTHING = _Moment([], [], [])

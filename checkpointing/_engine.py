@@ -322,7 +322,7 @@ class Recompute:
         if given.requires_grad:
             if kind is not _Parameter:
                 tensor = given.detach()
-        elif self.rewound and not self.rewound.isdisjoint(_torch.storages_of(given)):
+        elif self.rewound and _torch.is_on(given, self.rewound):
             (tensor,) = without_recording(_torch.clones, [given])
         elif kind is Tensor and given._version == 0:
             self._unfilled = node_count()
