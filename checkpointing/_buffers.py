@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Iterable
+from itertools import islice
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from ._tree import Field
 
 _parts_of, _has_storage, _version = _torch.parts_of_module, _torch.has_storage, _torch.version
 _Generator = torch.Generator
+_OF_EVERY_MODULE = len(vars(nn.Module()))  # attributes, before its own
 _SMALL = 1 << 16  # bytes: up to that a copy before every forward costs little
 _LEAVES_NO_TRACE = (_torch.Normalisation, torch.jit.ScriptModule)  # its kernels write past the version counter
 
@@ -58,19 +60,23 @@ class Buffers:
                     inputs.devices |= {parameter.device}
             # Dropout of one's own, reproducible on its own. No module of torch has one: they need not be searched.
             if type(module).__module__[:6] != "torch.":
-                inputs.generators += tuple([part for part in vars(module).values() if type(part) is _Generator])
+                own = islice(vars(module).values(), _OF_EVERY_MODULE, None)
+                inputs.generators += tuple([part for part in own if type(part) is _Generator])
             if not buffers:
                 continue
             entries.append((module, dict(buffers)))
             most = math.inf if isinstance(module, _LEAVES_NO_TRACE) else _SMALL
             for name, tensor in buffers.items():
-                if is_training and _can_be_rewound(tensor) and tensor.nbytes <= most:
+                can_be_rewound = (
+                    (type(tensor) is Tensor or _is_whole(tensor)) and _has_storage(tensor) and not tensor.is_inference()
+                )
+                if is_training and can_be_rewound and tensor.nbytes <= most:
                     small.append(tensor)
                 elif tensor is not None:
                     guarded.append((module, name, tensor, _version(tensor)))
         self._flags = flags
         self._entries, self._guarded = entries or (), guarded or ()  # few objects for the garbage collector
-        self._then = _Moment(small) if small else _NOTHING
+        self._then = _Moment.of(small) if small else _NOTHING
 
     def __bool__(self) -> bool:
         """Whether there is anything to rewind."""
@@ -78,7 +84,10 @@ class Buffers:
 
     def storages(self) -> set[int]:
         """Those that are rewound."""
-        return {storage for tensor in self._then.tensors for storage in _torch.storages_of(tensor)}
+        tensors = self._then.tensors
+        if {*map(type, tensors)} != _PLAIN:
+            tensors = [part for tensor in tensors for part in _torch.plain_parts(tensor)]
+        return set(map(_torch.storage_id, tensors))
 
     def enter(self, where: object, undo: Undo) -> None:
         """Go back; `undo` is given the way out."""
@@ -93,15 +102,14 @@ class Buffers:
         if not self._entries:
             return
         undo.append((_set, [(module, dict(_torch.buffers_of_module(module)[0])) for module, _ in self._entries]))
-        undo.append((_Moment.go_back, self._then.again()))
         _set(self._entries)
-        self._then.go_back()
+        if self:
+            undo.append((_Moment.go_back, self._then.exchange()))
 
 
-def _can_be_rewound(tensor: Tensor | None) -> bool:
-    if tensor is None or _torch.is_lazy(tensor):
-        return False
-    return _has_storage(tensor) and not (tensor.is_inference() or tensor.is_nested)
+def _is_whole(tensor: Tensor | None) -> bool:
+    """Of what is no plain tensor: whether it is one, of a size that numbers tell."""
+    return tensor is not None and not _torch.is_lazy(tensor) and not tensor.is_nested
 
 
 def _set_flags(flags: Iterable[tuple[nn.Module, bool | None]]) -> None:
@@ -127,29 +135,39 @@ def _set(entries: Iterable[Entry]) -> None:
             store[name] = tensor
 
 
+_PLAIN = {Tensor}
+
+
 class _Moment:
     """What tensors hold at one moment, their sizes and their versions."""
 
     __slots__ = ("_memory", "_versions", "tensors", "values")
 
-    def __init__(self, tensors: list[Tensor], memory: list[Tensor] | None = None) -> None:
+    def __init__(self, tensors: list[Tensor], memory: list[Tensor], values: list[Tensor]) -> None:
         self.tensors = tensors
+        self._memory = memory
+        self.values = values
+        self._versions = [tensor._version for tensor in tensors]
+
+    @classmethod
+    def of(cls, tensors: list[Tensor]) -> _Moment:
         # Where elements have gaps between them, share their memory or stand for others: all of the storage.
-        self._memory = memory or [
+        memory = [
             t if type(t) is not Tensor or (t.is_contiguous() and not t.is_complex()) else _torch.bytes_of(t)
             for t in tensors
         ]
-        self.values: list[Tensor] = without_recording(_torch.clones, self._memory) if tensors else []
-        self._versions = [tensor._version for tensor in tensors]
+        return cls(tensors, memory, without_recording(_torch.clones, memory))
 
-    def again(self) -> _Moment:
-        """What they hold now."""
-        return _Moment(self.tensors, self._memory)
+    def exchange(self) -> _Moment:
+        """Go back; returns how it is now."""
+        values = without_recording(_torch.exchange, (self._memory, self.values))
+        now = _Moment(self.tensors, self._memory, values)
+        _torch.set_versions(self.tensors, self._versions)
+        return now
 
     def go_back(self) -> None:
-        if self.tensors:
-            without_recording(_torch.overwrite, (self._memory, self.values))
-            _torch.set_versions(self.tensors, self._versions)
+        without_recording(_torch.overwrite, (self._memory, self.values))
+        _torch.set_versions(self.tensors, self._versions)
 
 
-_NOTHING = _Moment([])
+_NOTHING = _Moment([], [], [])

@@ -340,7 +340,7 @@ class Recompute:
         """
         self._slot = slot = self._slot + 1
         kind, frame, tensor = type(given), self.frame, given
-        if self.rewound and not self.rewound.isdisjoint(_torch.storages_of(given)):
+        if self.rewound and _torch.is_on(given, self.rewound):
             tensor = without_recording(_torch.copy, given)
         elif given.requires_grad:
             if kind is not _Parameter:

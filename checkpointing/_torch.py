@@ -10,7 +10,7 @@ import functools
 import operator
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, cast
@@ -324,11 +324,11 @@ def plain_parts(tensor: Any) -> list[Tensor]:
     return [leaf for part in parts for leaf in plain_parts(part)] or [tensor]
 
 
-def storages_of(tensor: Tensor) -> list[int]:
-    """The storages that a tensor lies on: several, where it consists of several tensors."""
+def is_on(tensor: Tensor, storages: Set[int]) -> bool:
+    """Whether it lies on one of these storages, or one of the tensors does that it consists of."""
     if type(tensor) is Tensor:
-        return [storage_id(tensor)] if has_storage(tensor) else []
-    return [storage_id(part) for part in plain_parts(tensor)]
+        return has_storage(tensor) and storage_id(tensor) in storages
+    return any(is_on(part, storages) for part in plain_parts(tensor) if part is not tensor)
 
 
 def parts_of(tensor: Any) -> Sequence[Any] | None:
@@ -484,6 +484,13 @@ def overwrite(pair: tuple[list[Tensor], list[Tensor]]) -> None:
             if tensor.shape != value.shape:
                 tensor.resize_(value.shape)
             tensor.copy_(value)
+
+
+def exchange(pair: tuple[list[Tensor], list[Tensor]]) -> list[Tensor]:
+    """The same; returns the values that they had."""
+    now = clones(pair[0])
+    overwrite(pair)
+    return now
 
 
 def clone_storage(tensor: Tensor) -> Tensor:
