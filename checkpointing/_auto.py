@@ -12,7 +12,11 @@ at the best moment that the segment has had (it is held provisionally), which ma
 level has risen, it gives up the cuts, oldest first, whose two segments now fit into one. Over n equal steps that is
 sqrt(2 n) cuts or less, in segments that become shorter towards the end.
 
-What autograd has saved last is spared while the level allows it, since backward begins there. With a budget, whatever
+What one cheap operator makes from something held anyway (casts of weights, which autocast caches) counts as held: a
+window that needs it makes it anew.
+
+What autograd has saved last is spared while the level allows it, since backward begins there; and what exceeds the
+level after the last cut (the logits of a language model), which would be made again at once. With a budget, whatever
 it saves is spared while there is room. When there is none left, the values go first whose recompute is cheap per byte,
 then cuts: that one whose segments together raise the level least.
 
@@ -194,18 +198,21 @@ class AutoTape(Tape):
             if self._values.get(kept.sid) is value and not self._is_alive(kept.sid, value):
                 del self._values[kept.sid]
         super()._hand_over()
+        self._begin_anew()
+
+    def _forget(self) -> None:
+        super()._forget()
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
         for cut in self._cuts:  # to which its values refer
             cut.kept.clear()
-        self._fresh, self._cuts, self._cheapest, self._trial = [], [], [], None
+        self._fresh, self._cheap, self._cuts, self._cheapest, self._trial = [], [], [], [], None
         for mine in (self._kept, self._spare, self._spare_on, self._sent):
             mine.clear()
         self._last_cut = self._dropped = self._since = self._cut_bytes = self._cheap_bytes = 0
         self._held_bytes = self._spare_bytes = self._level = self._pause = 0
         self._lasting, self._watch = 0.0, 1
-
-    def _forget(self) -> None:
-        super()._forget()
-        self._fresh, self._cheap = [], []
 
     def keeps_now(self) -> int:
         return self._held_bytes + self._spare_bytes + self.kept_bytes
@@ -321,8 +328,7 @@ class AutoTape(Tape):
         room = self._level - settled if self._size is None else self._size
         # As many cuts as there are, all as dear as this one, should not keep much more than a segment drops.
         count = len(self._cuts) + (trial is None)
-        is_late = count > 1 and self._since > 2 * (room + self._level)
-        enough = 1 if self._size is not None or is_late else max(4, count / 2)
+        enough = 1 if self._size is not None else max(4, count / 2)
         is_good = closed >= enough * (alive * (1 - self._lasting))
         if trial is not None:  # later is better, unless more is alive
             is_good &= closed * trial[1] >= trial[0] * alive and (10 * closed >= 11 * trial[0] or alive < trial[1])
@@ -373,8 +379,9 @@ class AutoTape(Tape):
                 self._cut_bytes += waits - cut.waits
                 cut.waits = waits
         if len(cuts) > 2:
-            # What still lives of the cut before would have been kept by any cut (the long connections of a net, outputs
-            # that are collected in a list): that part says nothing about whether a cut is dear.
+            # What still lives of the cut before the last would have been kept by any cut (the long connections of a
+            # net, outputs that are collected in a list): that part says nothing about whether a cut is dear. (Over one
+            # segment also the variable of a loop lives, whose body has not returned.)
             cut = cuts[-3]
             living = cut.waits + sum(v.nbytes for v, kept in cut.kept.items() if self._is_alive(kept.sid, v))
             self._lasting = min(1.0, living / cut.alive) if cut.alive else 0.0

@@ -90,7 +90,7 @@ class Tape(TorchDispatchMode, Region):
     limits: Any = None  # for a replay, when the block has ended
     _flops: dict[int, float] | None = None  # by position, if anybody wants to know
     _fresh: list[tuple[int, Value]] | None = None  # what operators have made: storage and value
-    _cheap: list[tuple[int, Value]] = []  # the same of what is as good as held  # noqa: RUF012
+    _cheap: list[tuple[int, Value]]  # the same of what is as good as held
 
     def __init__(self, hooks: _torch.Hooks | None, preserve_rng_state: bool | str, log: Any, policy: Any) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -179,12 +179,13 @@ class Tape(TorchDispatchMode, Region):
         and after one that has freed its graph, until gradients are wanted again (mostly, an optimizer's step)."""
         if _graph_task_id() != self._graph_task:
             self._whole.clear()  # its result may be a view
-            return not (info.targets or _is_grad_enabled())
+            return not (info.targets or info.custom or _is_grad_enabled())
         if self._opened:
             is_freed = not self._lent and not any(ref() for ref in self._opened)
             self._opened = () if is_freed else None
             if is_freed:
                 self._forget()
+                self.kept_bytes = 0
         if self._values or _is_grad_enabled():
             self._opened = None
         return self._opened is not None
