@@ -93,7 +93,7 @@ class Aliased(Held):
         return _torch.version(self.packed) != self._version
 
     def freeze(self, copied: Callable[[], Tensor] | None = None) -> None:
-        if self.is_stale:
+        if copied is None and self.is_stale:
             return  # too late, as `fetch` will say
         self.packed, self.is_parameter = without_recording(_torch.clone_storage, self.packed), False
         self._version = _torch.version(self.packed)

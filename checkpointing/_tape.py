@@ -519,9 +519,7 @@ class Tape(TorchDispatchMode, Region):
             refs = self._refer(given, reads)  # which lets references pass
             if kwargs:
                 named = dict(zip(kwargs, self._refer(named.values(), reads), strict=True))
-            for sid in targets:
-                if (value := self._values.get(sid)) is not None and value.held is not None:
-                    value.freeze(targets[sid])  # what is held of it must not change
+            self._freeze(targets, info)
             run = info.run if not self._has_zeros else _torch.with_zeros(info.run)
             drew = info.may_draw
             if drew and (preserve or info.custom):
@@ -604,9 +602,8 @@ class Tape(TorchDispatchMode, Region):
         """Run what is never repeated: it only writes something from outside, or others would have to take part. These
         write mostly later, while other code runs; what comes in is held when it is first read: by then it has arrived.
         Whoever read the value before gets a copy."""
-        for sid in () if info.gathers else targets:  # what was gathered is as it was before it had been given back
-            if (value := self._values.get(sid)) is not None:
-                value.freeze(targets[sid])
+        if not info.gathers:  # what was gathered is as it was before it had been given back
+            self._freeze(targets, info)
         result = (info.run if not self._has_zeros else _torch.with_zeros(info.run))(*args, **kwargs)
         self._now_outside(targets, info.gathers)
         for sid, tensor in by_storage(result).items():
@@ -614,9 +611,18 @@ class Tape(TorchDispatchMode, Region):
                 self._register(tensor, None, sid, None)
         return result
 
+    def _freeze(self, targets: dict[int, Tensor], info: Info) -> None:
+        """What is held of these must not change. (Custom operators count versions up before they run.)"""
+        for sid, target in targets.items():
+            value = self._values.get(sid)
+            if value is not None and value.held is not None and (info.custom or not value.is_stale):
+                value.freeze(target)
+
     def _overwrite(self, op: Op, sid: int, target: Tensor) -> tuple[int, int]:
         """`op` has made a new value of this storage."""
         value, info = self._values[sid], op.info
+        if value.state is CHEAP:  # parts of it come back together: who has been given them writes them
+            value.state = None
         new = self._register(target, op, sid, None if info.moves else value.geometry)
         if self._whole.pop(sid, None) is not None and info.targets == (0,) and not info.moves:  # `out=` resizes
             self._whole[sid] = new
