@@ -328,7 +328,8 @@ class AutoTape(Tape):
         room = self._level - settled if self._size is None else self._size
         # As many cuts as there are, all as dear as this one, should not keep much more than a segment drops.
         count = len(self._cuts) + (trial is None)
-        enough = 1 if self._size is not None else max(4, count / 2)
+        is_late = self._is_free and count > 1 and self._since > self._level
+        enough = 1 if self._size is not None or is_late else max(4, count / 2)
         is_good = closed >= enough * (alive * (1 - self._lasting))
         if trial is not None:  # later is better, unless more is alive
             is_good &= closed * trial[1] >= trial[0] * alive and (10 * closed >= 11 * trial[0] or alive < trial[1])
