@@ -281,6 +281,7 @@ class Recompute:
     ran_to_its_end = False  # set by an in-order source that was not stopped
     rewound: Set[int] = frozenset()  # storages that hold what they did before the forward, until the rerun ends
     _inputs: Mapping[int, tuple[object, int]] = {}
+    _is_watched = False
     _copies: _torch.Copies | None = None
     written: frozenset[int] = frozenset()  # which the forward has noted
     _role: object = None  # of what is packed next: None for what an operator saves
@@ -326,6 +327,7 @@ class Recompute:
         """A rerun is about to start: find the last slot that is wanted, where it is to be stopped (rule 5)."""
         holders, ready = self.frame.holders, self.ready
         self._count, self._inputs = len(holders), self.frame.inputs
+        self._is_watched = bool(self.rewound or self._inputs)
         if self.frame.early_stop:
             for ref in reversed(holders):
                 holder = ref()
@@ -340,15 +342,13 @@ class Recompute:
         """
         self._slot = slot = self._slot + 1
         kind, frame, tensor = type(given), self.frame, given
-        if self.rewound and _torch.is_on(given, self.rewound):
-            tensor = without_recording(_torch.copy, given)
-        elif given.requires_grad:
+        if given.requires_grad:
             if kind is not _Parameter:
                 tensor = given.detach()
         elif kind is Tensor and given._version == 0:
             self._unfilled = node_count()
-        if self._inputs or self._role is not None:
-            tensor = self._compare_roles(slot, tensor)
+        if self._is_watched:
+            tensor = self._watch(slot, tensor)
         if slot < self._count:
             holder = frame.holders[slot]()
             if holder is not None:
@@ -375,20 +375,21 @@ class Recompute:
 
     def announce(self, role: object, tensor: Tensor) -> None:
         """A region inside is about to take this as an input."""
-        self._role = role
+        self._role, self._is_watched = role, True
 
-    def _compare_roles(self, slot: int, tensor: Tensor) -> Tensor:
-        """What a region inside takes, that region must have taken in the forward, and no operator saved. Where it was
-        then written, what is delivered is a copy."""
+    def _watch(self, slot: int, tensor: Tensor) -> Tensor:
+        """What a region inside takes, that region must have taken in the forward, and no operator saved. What will be
+        written, by such a region or when the rerun ends, is delivered as a copy."""
         role, self._role = self._role, None
-        then, storage = self._inputs.get(slot, (None, 0))
+        then, _ = self._inputs.get(slot, (None, 0))
         if slot < self._count and role != then:
             raise errors.other_role(self.frame, slot, user_line(), then, role)
-        if storage not in self.frame.written:
+        if self.rewound and _torch.is_on(tensor, self.rewound):
+            return without_recording(_torch.copy, tensor)  # type: ignore[no-any-return]
+        if then is None or self._inputs[slot][1] not in self.frame.written:
             return tensor
         self._copies = copies = self._copies or _torch.Copies()
-        copy: Tensor = without_recording(copies.copy, tensor)
-        return copy
+        return without_recording(copies.copy, tensor)  # type: ignore[no-any-return]
 
     def _compare_parameters(self, holder: Holder, found: Shown | None) -> None:
         """Where either run saves a parameter that trains, or a view of one, the other must save that very one,

@@ -171,6 +171,7 @@ class Rerun(Region, Source, Inputs):
         self._kwargs = kwargs
         if kwargs:
             self._kwargs = {k: take_apart(v, self.hold, ("kwargs", k), met) for k, v in kwargs.items()}
+        self._has_containers = bool(met)
         self._variables = self.capture(function)
         if self.modules:
             self._buffers = Buffers(self)
@@ -272,14 +273,18 @@ class Rerun(Region, Source, Inputs):
 
     def restored(self, where: object) -> tuple[Any, list[Any], dict[str, Any], Cells]:
         """The function, its arguments, and the variables that it closes over."""
-        function = self._function
-        fetch: Callable[[Any], Any] = functools.partial(_fetch, where=where)
-        if self._is_shared or self._written:
+        function, kwargs = self._function, self._kwargs
+        if not (self._has_containers or self._is_shared or self._written):  # mostly
+            args = [saved.fetch(where) if isinstance(saved, Held) else saved for saved in self._args]
+            if kwargs:
+                kwargs = {key: _fetch(saved, where) for key, saved in kwargs.items()}
+            cells = [(cell, _fetch(saved, where)) for cell, saved in self._variables or ()]
+        else:
             fetch = _Fetched(where, self._written)
-        met: dict[int, Any] = {}
-        args = [put_together(saved, fetch, met) for saved in self._args]
-        kwargs = {key: put_together(saved, fetch, met) for key, saved in self._kwargs.items()}
-        cells = [(cell, fetch(saved)) for cell, saved in self._variables or ()]
+            met: dict[int, Any] = {}
+            args = [put_together(saved, fetch, met) for saved in self._args]
+            kwargs = {key: put_together(saved, fetch, met) for key, saved in kwargs.items()}
+            cells = [(cell, fetch(saved)) for cell, saved in self._variables or ()]
         if self.context is not None:
             function = functools.partial(call_within, self.context, function)
         return function, args, kwargs, cells

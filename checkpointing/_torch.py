@@ -408,7 +408,7 @@ Layout = tuple[torch.Size, tuple[int, ...], int]  # size, stride and offset
 def layout_of(tensor: Tensor) -> Layout | None:
     """How a plain tensor lies in memory; None for others."""
     is_strided = tensor.layout is torch.strided and not tensor.is_nested
-    if type(tensor) is not Tensor or not is_strided or tensor.is_quantized:
+    if type(tensor) not in (Tensor, nn.Parameter) or not is_strided or tensor.is_quantized:
         return None
     return tensor.shape, tensor.stride(), int(tensor.storage_offset())
 
