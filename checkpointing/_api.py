@@ -161,8 +161,8 @@ def forward_only(fn: Callable[P, R], /) -> Callable[P, R]:
         TypeError: for generator functions, async functions and classes.
         MismatchError: from backward, when the recompute calls it where the forward did not, or where it raised.
 
-    Two things see no results of the forward and get None: the legacy reentrant backend, and a call inside of a custom
-    operator that replay runs again.
+    Where no region of this library recomputes, there are no results of the forward: the legacy reentrant backend gives
+    None, and torch's own checkpoint and a custom operator that replay runs again call the function again.
 
     >>> import torch
     >>> from checkpointing import checkpointed, forward_only
@@ -190,9 +190,7 @@ def forward_only(fn: Callable[P, R], /) -> Callable[P, R]:
         if _is_compiling():
             return fn(*args, **kwargs)
         region = thread.region
-        if region is None:
-            return None if is_recomputing() else fn(*args, **kwargs)
-        return region.once(fn, args, kwargs)
+        return fn(*args, **kwargs) if region is None else region.once(fn, args, kwargs)
 
     return cast("Callable[P, R]", wrapper)
 

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import detach_variable
 
 from . import _torch, errors
 from ._ambient import Undo, undo_all
-from ._region import thread
+from ._region import Region, thread
 from ._rerun import Inputs, PreserveRngState, Rerun, contents_of
 from ._where import warn
 
@@ -76,7 +76,7 @@ def _rerun(source: Rerun, count: int) -> tuple[Any, Any]:
     """The last `count` arguments (a partial brings others), cut off from their graph; what the function returns."""
     where = "the reentrant backend"
     undo: Undo = []
-    region, thread.region = thread.region, None
+    region, thread.region = thread.region, _NO_RESULTS
     thread.depth += 1
     try:
         function, args, kwargs, cells = source.restored(where)
@@ -88,6 +88,19 @@ def _rerun(source: Rerun, count: int) -> tuple[Any, Any]:
         thread.depth -= 1
         thread.region = region
     return inputs, (outputs,) if isinstance(outputs, Tensor) else outputs
+
+
+class _NoResults(Region):
+    """Keeps nothing, and knows nothing of what `forward_only` functions returned."""
+
+    def keep(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def once(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return None
+
+
+_NO_RESULTS = _NoResults()
 
 
 def run(function: Callable[..., Any], name: str, preserve_rng_state: PreserveRngState, args: Any, kwargs: Any) -> Any:

@@ -511,7 +511,7 @@ class Copies:
         key = storage_id(tensor), version(tensor)
         if key not in self._made:
             self._made[key] = tensor, clone_storage(tensor)
-        return lay_as(tensor, self._made[key][1])
+        return lay_as(tensor, self._made[key][1]).detach()  # no view, which could not be written with a graph
 
 
 def _bits_of(tensor: Tensor) -> int:
