@@ -166,9 +166,10 @@ class Tape(TorchDispatchMode, Region):
         """A backward in the block opens one of these. (In hooks each value that is met once more would be a slot, so
         there all that was recorded stays.)"""
         if self.hooks is None and _graph_task_id() != self._graph_task:
-            if not self._opened:
+            keeps_graph = _is_grad_enabled()  # with `create_graph` alone
+            if not self._opened and not keeps_graph:
                 self._hand_over()
-            self._opened, self._adopts = holders, _is_grad_enabled()  # as it is with `create_graph` alone
+            self._opened, self._adopts = holders, keeps_graph
 
     def _hand_over(self) -> None:
         """Let the holders alone own what operators have made: who reads it once more reads it from outside."""

@@ -358,9 +358,12 @@ class Gives(torch.autograd.Function):
         return ctx.saved_tensors[0]
 
 
-@pytest.mark.parametrize("policy", [None, auto(segment=1), auto(budget=10**6)], ids=str)
-def test_a_value_that_a_backward_inside_has_brought_back_outlives_a_write(policy):
-    """On its own memory it is what it was, when the memory that it had first is written."""
+@pytest.mark.parametrize(
+    ("policy", "is_made_again"), [(None, True), (auto(segment=1), True), (auto(budget=10**6), False)], ids=str
+)
+def test_a_value_that_a_backward_inside_has_brought_back_outlives_a_write(policy, is_made_again):
+    """On its own memory it is what it was, when the memory that it had first is written. One that is kept is on its
+    first memory, as in plain code."""
 
     def function(x, copied):
         h = x.sin()
@@ -371,7 +374,7 @@ def test_a_value_that_a_backward_inside_has_brought_back_outlives_a_write(policy
         return (x * g * (h + 1)).sum()
 
     x = torch.rand(12, requires_grad=True)
-    (want,) = torch.autograd.grad(function(x, True), x)
+    (want,) = torch.autograd.grad(function(x, is_made_again), x)
     with checkpoint_scope(policy=policy):
         y = function(x, False)
     assert torch.equal(torch.autograd.grad(y, x)[0], want)
