@@ -27,10 +27,13 @@ from ._debug import explain, logged
 from ._engine import Frame, unpack
 from ._policy import as_policy
 from ._region import thread
+from ._program import program_of
+from ._record import Run
 from ._replay import Replay
 from ._report import Noting, NotingAuto, Report, Reported, Stats, collect, measure, record_of
 from ._rerun import PreserveRngState, Rerun
 from ._tape import Tape
+from ._windows import Replay as Follow
 from ._where import Line, entered_from, warn
 
 P = ParamSpec("P")
@@ -414,7 +417,7 @@ def _is_noted(options: Options) -> bool:
 def _run_replay(fn: Any, args: Any, kwargs: Any, name: str, options: Options) -> Any:
     if is_plain(options.enabled):
         return fn(*args, **kwargs)
-    with _Block(name, entered_from(sys._getframe(2)), options):
+    with _Block(name, entered_from(sys._getframe(2)), options, fn):
         return fn(*args, **kwargs)
 
 
@@ -434,11 +437,23 @@ class _Block:
 
     __slots__ = ("_source", "_tape", "frame")
 
-    def __init__(self, name: str, where: Line, options: Options) -> None:
+    def __init__(self, name: str, where: Line, options: Options, fn: Any = None) -> None:
         forward: Any = [] if options.debug else None
         recompute: Any = [] if options.debug else None
         placement = None if options.policy is None else options.policy.placement
-        given = (_torch.enclosing_hooks(), options.preserve_rng_state, forward, options.policy)
+        hooks = _torch.enclosing_hooks()
+        if placement is None and not _is_noted(options):
+            owner = where if fn is None else getattr(fn, '__code__', None) or type(fn)
+            site = (owner, options.policy, options.preserve_rng_state, hooks is None)
+            self._tape = Run(program_of(site), hooks, options.preserve_rng_state, forward, options.policy)
+            self._source = Follow(self._tape, recompute)
+            check = None if options.determinism_check == "metadata" else check_of(options.determinism_check)
+            self._tape.is_checked = check is not None
+            self.frame = Frame(self._source, name, where, options.early_stop, check)
+            if options.debug:
+                self.frame.on_error = functools.partial(explain, forward=forward, recompute=recompute)
+            return
+        given = (hooks, options.preserve_rng_state, forward, options.policy)
         tape, auto, frame = (Noting, NotingAuto, Reported) if _is_noted(options) else (Tape, AutoTape, Frame)
         self._tape = tape(*given) if placement is None else auto(*given, placement)
         self._source = Replay(self._tape, recompute)
@@ -463,6 +478,8 @@ class _Block:
             outer.yield_to_inner(-1)
         self._tape.__exit__(*error)  # type: ignore[no-untyped-call]
         complaint = self._tape.close()
+        if isinstance(self._source, Follow):
+            self._source.close(self.frame)
         if complaint and error[0] is None:
             warn(f"{self.frame.place}: {complaint}")
 
@@ -477,7 +494,7 @@ class _Block:
 def _excluded() -> Iterator[None]:
     """A block without recompute inside a recorded region: what autograd saves in it is kept there."""
     hooks, region = _torch.enclosing_hooks(), thread.region
-    if not isinstance(region, Tape) or hooks is None or hooks[1] is not unpack or is_plain():
+    if not isinstance(region, Tape | Run) or hooks is None or hooks[1] is not unpack or is_plain():
         yield  # nothing would go to a tape
         return
     pack = hooks[0]

@@ -80,11 +80,12 @@ class Source:
 class Holder:
     """What autograd stores in place of one saved tensor."""
 
-    __slots__ = ("__weakref__", "frame", "metadata", "saved", "slot")
+    __slots__ = ("__weakref__", "frame", "metadata", "saved", "slot", "stock")
 
     frame: Frame
     slot: int
     metadata: Any  # what the determinism check compares
+    stock: Any  # what a replay starts from; set when the block ends
     saved: Any  # what the source remembers; of a source that remembers nothing: which parameter it shows
 
 
@@ -505,7 +506,7 @@ class Held:
                 self.packed, self._unpack = without_recording(hooks.send, alias), Moved.bring
             elif type(hooks) is tuple and not stays:
                 pack, self._unpack = hooks
-                self.packed = pack(alias) if is_ours else without_recording(pack, alias)
+                self.packed = pack(tensor if self._unpack is unpack else alias) if is_ours else without_recording(pack, alias)
         if self._unpack is None:
             self._version = _torch.version(self.packed)
         elif not is_ours:  # what they made may lie on the same memory, and outlive the tensor

@@ -24,7 +24,7 @@ class Info:
         tags = getattr(func, "tags", ())
         arguments = () if schema is None else schema.arguments
         aliases = [] if schema is None else [r.alias_info for r in schema.returns if "Tensor" in str(r.type)]
-        self.func, self.name = func, name
+        self.func, self.name, self.base = func, name, base
         self.run = _torch.quick_call(func)  # past one Python call, where there is one to pass
         self.writes = tuple(
             argument.name if argument.kwarg_only else i

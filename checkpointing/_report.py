@@ -32,6 +32,8 @@ from ._tape import Tape
 from ._tree import Container
 from ._values import KEPT, Op, Ref, Scratch, SpecialOp, Value, Wrapped, values_of
 from ._where import described, user_line
+from ._record import Packed
+from ._windows import Path, Replay as Follow, is_counted
 
 
 class TensorReport(NamedTuple):
@@ -203,8 +205,36 @@ class Stats(NamedTuple):
     cuts: tuple[int, ...] = ()
 
 
+def measure_run(frame: Frame, source: Follow) -> Stats:
+    """The present numbers of a scope."""
+    run = source.tape
+    path = Path(run) if source.plan is None else source.plan.path
+    steps = path.steps
+    cuts = tuple([sum(map(is_counted, steps[:cut])) for cut in path.cuts])
+    recorded = sum(map(is_counted, steps))
+    stocks = {id(s): s for ref in frame.holders if (h := ref()) is not None and (s := getattr(h, "stock", None))}
+    entries = [(c in path.given, entry) for s in stocks.values() for c, entry in s.held.items()]
+    randoms = {i: state for s in stocks.values() for i, state in s.random.items()}
+    if source.plan is None:
+        entries, randoms = [(c in path.given, entry) for c, entry in run.held.items()], run.random
+    sizes: dict[bool, dict[int, int]] = {True: {}, False: {}}
+    for is_given, entry in entries:
+        part = entry.held if type(entry) is Packed else entry
+        if type(part) is tuple or part.is_parameter:
+            continue
+        for tensor in _tensors_in(_packed(part)):
+            if not (tensor.is_leaf and tensor.requires_grad):
+                key = _torch.storage_id(tensor) if _torch.has_storage(tensor) else id(tensor)
+                sizes[is_given][key] = tensor.untyped_storage().nbytes() if _torch.has_storage(tensor) else 0
+    held = sum(sizes[True].values()) + sum(state.nbytes for state in randoms.values())
+    kept = sum(sizes[False].values())
+    return Stats(recorded, source.replayed, source.replays, run.saved_bytes, held, kept, cuts)
+
+
 def measure(frame: Frame, tape: Tape, source: Replay) -> Stats:
     """The present numbers of a scope."""
+    if isinstance(source, Follow):
+        return measure_run(frame, source)
     tensors = held_by(frame, frame.record or Record(frame))
     held = sum(tensor.nbytes for tensor in tensors if tensor.kind in ("input", "random state"))
     kept = sum(tensor.nbytes for tensor in tensors) - held
