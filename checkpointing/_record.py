@@ -132,7 +132,7 @@ class Run(TorchDispatchMode, Region):
         if self._pending:
             self.settle()
         step = self.step
-        if self.saved != len(step.saves):
+        while self.saved != len(step.saves):
             step = self._branch()
         cells = self.cells
         mark = len(cells)
@@ -268,6 +268,7 @@ class Run(TorchDispatchMode, Region):
         del self.cells[mark:]
         self._looked_at = min(self._looked_at, mark)
         self._shared = {place: cell for place, cell in self._shared.items() if cell < mark}
+        self._made = {place: cell for place, cell in self._made.items() if cell < mark}
 
     # ---- running a step
 
@@ -492,7 +493,7 @@ class Run(TorchDispatchMode, Region):
     def _event(self, event: str, args: tuple[Any, ...] = (), results: tuple[Tensor, ...] = ()) -> Step:
         """Something has happened between two steps."""
         step = self.step
-        if self.saved != len(step.saves):
+        while self.saved != len(step.saves):
             step = self._branch()
         mark = len(self.cells)
         for known in step.next:
@@ -603,7 +604,7 @@ class Run(TorchDispatchMode, Region):
         """Drop what is needed only while the block runs. Returns what to warn of."""
         try:
             self.settle()
-            if self.saved != len(self.step.saves):
+            while self.saved != len(self.step.saves):
                 self._branch()
             for mover in self.movers.values():
                 mover.settle()
