@@ -466,6 +466,11 @@ def copy_of(tensor: Tensor, version: int) -> Tensor:
     return copy
 
 
+def _alias(tensor: Tensor) -> Tensor:
+    """A detached alias, made unseen: a subclass runs operators for it."""
+    return _torch.alias(tensor) if type(tensor) is Tensor else without_recording(_torch.alias, tensor)
+
+
 class Held:
     """A tensor from outside of a region (or kept inside) that its recompute starts from.
 
@@ -500,7 +505,7 @@ class Held:
         elif in_graph and not tensor.is_inference():
             self.packed, self._unpack = _save_input(tensor, False), _unpack_saved
         else:
-            alias = self.packed = tensor if self.is_parameter and root is tensor else _torch.alias(tensor)
+            alias = self.packed = tensor if self.is_parameter and root is tensor else _alias(tensor)
             stays = hooks is None or self.is_parameter or tensor.is_meta or _torch.is_cast_of_parameter(root)
             if isinstance(hooks, Mover) and not stays and hooks.takes(alias):
                 self.packed, self._unpack = without_recording(hooks.send, alias), Moved.bring

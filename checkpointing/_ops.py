@@ -60,6 +60,8 @@ class Info:
         # Custom operators may draw random numbers without torch's tag: look whether the generators have moved.
         self.custom = space not in ("aten", "prim", "prims")
         self.may_draw = self.custom or torch.Tag.nondeterministic_seeded in tags
+        # Others are between torch and its profiler, or other processes: there is nothing to make again.
+        self.has_tensors = schema is None or any("Tensor" in str(a.type) for a in (*arguments, *schema.returns))
         self.is_plain = not (self.targets or self.metadata_only or self.statistics or self.may_draw)
         INFOS[id(func)] = self  # last, for other threads; by id, as an `OpOverload` is hashed by a Python function
 

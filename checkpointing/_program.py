@@ -76,6 +76,15 @@ class Parts:
         self.items = items
 
 
+class Thing:
+    """Any object of this type, handed to an operator that is never replayed: a process group."""
+
+    __slots__ = ("kind",)
+
+    def __init__(self, kind: type) -> None:
+        self.kind = kind
+
+
 class Like:
     """An argument of which an operator reads only the metadata: a replay gives it fresh memory."""
 

@@ -33,7 +33,7 @@ from ._ambient import read_switches
 from ._engine import Held, is_parameter, root_of
 from ._offload import Destination, Mover
 from ._ops import INFOS, Info, generators_of, tensors_of
-from ._program import NOT_WRITTEN, Filling, First, Known, Like, Parts, Program, Slot, Step, Value
+from ._program import NOT_WRITTEN, Filling, First, Known, Like, Parts, Program, Slot, Step, Thing, Value
 from ._region import Region, aside, thread
 from ._where import stack_of_user
 
@@ -91,6 +91,7 @@ class Run(TorchDispatchMode, Region):
         self.held: dict[int, Any] = {}  # by cell: what a recompute may start from
         self.random: dict[int, Any] = {}  # by step: where the generators stood
         self.numbers: dict[int, Any] = {}  # by step: arguments that differ from the program's
+        self.sizes: dict[int, list[int]] = {}  # by step: what a custom operator has made, in bytes
         self.log = log
         self.switches = read_switches()
         self.saved_bytes = self.kept_bytes = 0
@@ -206,7 +207,9 @@ class Run(TorchDispatchMode, Region):
         if kind is Parts:
             items = known.items
             return type(arg) is known.kind and len(arg) == len(items) and all(map(self._matches, items, arg))
-        if type(arg) is not kind or kind is Slot:
+        if kind is Thing:
+            return type(arg) is known.kind
+        if type(arg) is not kind or kind is Slot or kind is torch.ScriptObject:
             return False
         if kind is float or kind is complex:  # the same bits: 0.0 is not -0.0
             return repr(known) == repr(arg)
@@ -314,8 +317,10 @@ class Run(TorchDispatchMode, Region):
     def _has_drawn(self, step: Step, state: Any, result: Any) -> None:
         """Note from where random numbers were drawn, or keep them where that takes less memory."""
         assert step.info is not None
-        if step.info.custom and not state.have_moved():
-            return
+        if step.info.custom:
+            self.sizes[step.index] = sizes_of(result)
+            if not state.have_moved():
+                return
         if self._preserve_rng_state:
             self.random[step.index] = state
         else:
@@ -449,7 +454,7 @@ class Run(TorchDispatchMode, Region):
                 return func(*args, **kwargs)  # their own mode is at work, to find out shapes
             return NotImplemented  # the subclass takes itself apart, and plain tensors come by
         info = INFOS.get(id(func)) or Info(func)
-        if info.name in _PASSED:
+        if info.name in _PASSED or not info.has_tensors:
             return info.run(*args, **kwargs)
         if self.log is not None:
             self.log.append((str(func), stack_of_user()))
@@ -671,6 +676,11 @@ class Wrapped:
         self.size, self.stride = tensor.size(), tensor.stride()
         parts = {name: getattr(tensor, name) for name in names}  # a `DeviceMesh` may be one of them
         self.parts = {name: save(part) if isinstance(part, Tensor) else part for name, part in parts.items()}
+
+
+def sizes_of(result: Any) -> list[int]:
+    """The bytes of each tensor in a result."""
+    return [tensor.untyped_storage().nbytes() for tensor in tensors_of(result) if _has_storage(tensor)]
 
 
 def slots_of(saved: Any) -> Iterable[Slot]:
@@ -943,6 +953,8 @@ class _Recorder:
         def template(place: int | str, arg: Any) -> Any:
             if place in places:
                 return self._map(target, arg)
+            if step.effect and isinstance(arg, torch.ScriptObject):
+                return Thing(type(arg))
             if step.effect or not isinstance(arg, Tensor):
                 return self._map(read_it, arg)
             if place == 0 and info.metadata_only and _has_storage(arg):

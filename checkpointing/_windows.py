@@ -35,7 +35,7 @@ from ._engine import Frame, Held, Holder, Recompute, Source, named
 from ._offload import Moved, prefetch
 from ._ops import tensors_of
 from ._program import NOT_WRITTEN, First, Known, Like, Parts, Slot, Step, Value
-from ._record import BROUGHT_BACK, KEEP, Packed, Run, Wrapped, slots_of, with_saves
+from ._record import BROUGHT_BACK, KEEP, Packed, Run, Wrapped, sizes_of, slots_of, with_saves
 from ._values import laid_out
 
 
@@ -343,7 +343,7 @@ class Plan:
 class Stock:
     """What the window of a group starts from in one run."""
 
-    __slots__ = ("group", "held", "numbers", "random")
+    __slots__ = ("group", "held", "numbers", "random", "sizes")
 
     def __init__(self, group: Group, run: Run, slots: Sequence[int]) -> None:
         window = group.window(slots)
@@ -351,6 +351,7 @@ class Stock:
         self.held = {cell: run.held[cell] for cell in window.sources}
         self.random = {index: run.random[index] for index in window.randoms if index in run.random}
         self.numbers = run.numbers
+        self.sizes = run.sizes
 
 
 class Replay(Source):
@@ -539,6 +540,8 @@ class _Execution:
                 args = [self._look(place) for place in instruction.args]
                 kwargs = {name: self._look(place) for name, place in instruction.kwargs.items()}
                 result = instruction.run(*args, **kwargs)
+            if instruction.is_random:
+                self._check_sizes(instruction, result)
             results = instruction.results
             if type(result) is Tensor:
                 table[results[0]] = result
@@ -562,6 +565,13 @@ class _Execution:
                     self.table[place] = copies[storage]
                 else:
                     self.table[place] = _torch._lay_as(tensor, copies[storage])
+
+    def _check_sizes(self, instruction: Instruction, result: Any) -> None:
+        """A custom operator may depend on something besides its arguments."""
+        was = self.stock.sizes.get(instruction.index)
+        if was is not None and was != (now := sizes_of(result)):
+            name = str(instruction.step.func)
+            raise errors.another_size(self.request.frame, name, sum(was), sum(now))
 
     def _look(self, place: Any) -> Any:
         if type(place) is int:
