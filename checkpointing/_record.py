@@ -30,6 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import _torch
 from ._ambient import read_switches
+from ._compiled import INDUCTOR, WRITTEN_UNSEEN, see_compiled_code
 from ._engine import Held, is_parameter, root_of
 from ._offload import Destination, Mover
 from ._ops import INFOS, Info, generators_of, tensors_of
@@ -63,7 +64,9 @@ MADE = "made by recorded operators"
 UNFILLED = "allocated, and not yet filled by a recorded operator"
 OUTSIDE = "from outside, or written from there"
 
-ON_MADE_MEMORY = -2  # in place of the cell that an unknown tensor shares its memory with
+# In place of the cell that an unknown tensor shares its memory with:
+ON_MADE_MEMORY = -2
+NO_MEMORY = -3  # efficient zeros, for which operators run in another way
 
 _Parameter = nn.Parameter
 _plain_dispatch = Tensor.__torch_dispatch__
@@ -72,6 +75,7 @@ _storage_id, _has_storage = _torch.storage_id, _torch.has_storage
 _EXACT = frozenset({int, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format})
 _NUMBERS = frozenset({int, float, complex, list, tuple, torch.Size})
 _NOTHING: dict[str, Any] = {}
+_modules = sys.modules
 
 
 class Run(TorchDispatchMode, Region):
@@ -79,6 +83,7 @@ class Run(TorchDispatchMode, Region):
 
     supports_higher_order_operators = True
     is_checked = False  # whether values are compared when they come back
+    sees_compiled_code = False
 
     def __init__(
         self, program: Program, hooks: _torch.Hooks | None, preserve_rng_state: bool | str, log: Any, policy: Any
@@ -114,6 +119,8 @@ class Run(TorchDispatchMode, Region):
         self._made: dict[int, int] = {}  # by storage: a cell there; of so many cells:
         self._looked_at = 0
         self._joins = False  # whether what is saved is another part of the tensor before
+        if INDUCTOR in _modules:
+            see_compiled_code(self)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -242,13 +249,23 @@ class Run(TorchDispatchMode, Region):
         if not _has_storage(tensor):
             return cell
         shared = self._shared_with(tensor, cell)
-        if shared == cell and type(tensor) is not _Parameter and self._is_made(_storage_id(tensor)):
-            return ON_MADE_MEMORY
+        if shared == cell and type(tensor) is not _Parameter:
+            if self._is_made(_storage_id(tensor)):
+                return ON_MADE_MEMORY
+            if _torch.is_zeros(tensor):
+                return NO_MEMORY
         return shared
 
     def _shared_with(self, tensor: Tensor, cell: int) -> int:
         shared = self._shared.get(_storage_id(tensor), cell)
         return shared if shared >= len(self.cells) or self.cells[shared]() is not None else cell
+
+    def has_made(self, tensor: Tensor) -> bool:
+        """Whether a tensor uses memory that recorded operators have made."""
+        place = _storage_id(tensor)
+        outside = self._shared.get(place)
+        is_outside = outside is not None and self.cells[outside]() is not None
+        return not is_outside and self._is_made(place)
 
     def _is_made(self, place: int) -> bool:
         """Whether a storage belongs to something that this run has made."""
@@ -453,7 +470,10 @@ class Run(TorchDispatchMode, Region):
             if any(issubclass(t, _torch.FakeTensor) for t in types):
                 return func(*args, **kwargs)  # their own mode is at work, to find out shapes
             return NotImplemented  # the subclass takes itself apart, and plain tensors come by
-        info = INFOS.get(id(func)) or Info(func)
+        if INDUCTOR in _modules and not self.sees_compiled_code:
+            see_compiled_code(self)
+            return self.__torch_dispatch__(func, types, args, kwargs)
+        info = self.info_of(func, args)
         if info.name in _PASSED or not info.has_tensors:
             return info.run(*args, **kwargs)
         if self.log is not None:
@@ -469,6 +489,9 @@ class Run(TorchDispatchMode, Region):
         recorder.has_run(step, tensors_of(result))
         self.program.add(step)
         return result
+
+    def info_of(self, func: Any, args: Any) -> Info:
+        return INFOS.get(id(func)) or Info(func)
 
     def _with_own_numbers(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Step | None:
         """A known next step that differs in numbers alone: the run has its own."""
@@ -830,7 +853,7 @@ class _Recorder:
             shares = self._run.shares(tensor, cell)
             if shares == ON_MADE_MEMORY:
                 memory = self._memory_at(tensor) or cell
-            elif shares != cell:
+            elif shares != cell and shares != NO_MEMORY:
                 memory = self.memory_of[shares]
         first = First(cell, was, shares, memory)
         first.is_parameter = is_parameter(root_of(tensor))
@@ -1074,6 +1097,10 @@ class _Recorder:
             (slot,) = args
             self._reads.append(slot.value)
             step.effect = self._value(slot.cell) != slot.value
+        elif event is WRITTEN_UNSEEN:
+            step.args = [self._name(*args)]
+            memory = self.memory_of[step.args[0].cell]
+            step.effect, step.writes, step.states = True, (memory,), ((memory, OUTSIDE),)
         else:
             step.effect = True
             if event is UNSEEN:
