@@ -42,7 +42,7 @@ class Known:
 class First:
     """An argument that is not known yet, or not as it is now: it takes a new cell."""
 
-    __slots__ = ("cell", "copies", "hides", "holds", "is_parameter", "memory", "name", "shares", "was")
+    __slots__ = ("cell", "copies", "hides", "holds", "is_lent", "is_parameter", "memory", "name", "shares", "was")
 
     def __init__(self, cell: int, was: int | None, shares: int, memory: int) -> None:
         self.cell = cell
@@ -52,6 +52,7 @@ class First:
         self.holds = False  # whether a recompute starts from it
         self.copies = False  # whether that must be a copy, because the memory will be written again
         self.is_parameter = False
+        self.is_lent = False  # a gathered parameter
         self.hides = False  # whether it must not be saved by what encloses the block
         self.name: Any = None  # the operator that read it; None: autograd has saved it
 

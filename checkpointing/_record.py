@@ -32,6 +32,7 @@ from . import _torch
 from ._ambient import read_switches
 from ._compiled import INDUCTOR, WRITTEN_UNSEEN, see_compiled_code
 from ._engine import Held, is_parameter, root_of
+from ._gathered import lend
 from ._offload import Destination, Mover
 from ._ops import INFOS, Info, generators_of, tensors_of
 from ._program import NOT_WRITTEN, Filling, First, Known, Like, Parts, Program, Slot, Step, Thing, Value
@@ -83,7 +84,7 @@ class Run(TorchDispatchMode, Region):
 
     supports_higher_order_operators = True
     is_checked = False  # whether values are compared when they come back
-    sees_compiled_code = False
+    sees_compiled_code = sees_gathering = False
 
     def __init__(
         self, program: Program, hooks: _torch.Hooks | None, preserve_rng_state: bool | str, log: Any, policy: Any
@@ -260,12 +261,14 @@ class Run(TorchDispatchMode, Region):
         shared = self._shared.get(_storage_id(tensor), cell)
         return shared if shared >= len(self.cells) or self.cells[shared]() is not None else cell
 
+    def is_from_outside(self, tensor: Tensor) -> bool:
+        """Whether a tensor uses memory that the run has met."""
+        cell = self._shared.get(_storage_id(tensor))
+        return cell is not None and self.cells[cell]() is not None
+
     def has_made(self, tensor: Tensor) -> bool:
         """Whether a tensor uses memory that recorded operators have made."""
-        place = _storage_id(tensor)
-        outside = self._shared.get(place)
-        is_outside = outside is not None and self.cells[outside]() is not None
-        return not is_outside and self._is_made(place)
+        return not self.is_from_outside(tensor) and self._is_made(_storage_id(tensor))
 
     def _is_made(self, place: int) -> bool:
         """Whether a storage belongs to something that this run has made."""
@@ -327,6 +330,8 @@ class Run(TorchDispatchMode, Region):
         self.path.append(step)
         if step.draws:
             self._has_drawn(step, state, result)
+        if step.effect and step.info.gathers:  # type: ignore[union-attr]
+            lend(self, tensors_of((kwargs or _NOTHING).get("out")))
         if self._ask is not None:
             self._decide(step, args, kwargs, result)
         return result
@@ -357,11 +362,12 @@ class Run(TorchDispatchMode, Region):
             self.held[first.cell] = tensor, tensor._version
             return
         hooks = self.hooks
-        if first.hides or self._here["depth"] != self._depth or _graph_task_id() != self._graph_task:
+        if first.hides or first.is_lent or self._here["depth"] != self._depth or _graph_task_id() != self._graph_task:
             # Autograd saves it before it is filled; or nobody sees whether that is so (`opaque()`); or a backward
             # inside the block runs, which a rerun of the enclosing region may meet at another time.
             hooks = None
         self.held[first.cell] = held = Held(tensor, hooks, first.name)
+        held.is_parameter |= first.is_lent
         if first.copies:
             held.freeze()
         elif held.is_packed:
@@ -744,6 +750,7 @@ class _Recorder:
         self._held_on: dict[int, list[int]] = defaultdict(list)  # by memory: what to copy before it is written
         self._cells_on: dict[int, list[int]] = defaultdict(list)  # by memory
         self._parameters: set[int] = set()  # memories
+        self._lent: set[int] = set()  # memories of gathered parameters
         self._saved: set[int] = set()  # memories that autograd has saved
         self._names: dict[int, int] = {}  # by id of a tensor: its cell
         self._places: dict[int, int] = {}  # by storage: its memory
@@ -776,6 +783,8 @@ class _Recorder:
     def _add_results(self, step: Step) -> None:
         """Learn what a step has changed."""
         self._state.update(step.states)
+        if step.info is not None and step.info.gathers:
+            self._lent.update([memory for memory, _ in step.states])
         for memory in step.writes:
             self._written[memory] = step.index
             self._held_on.pop(memory, None)
@@ -856,7 +865,8 @@ class _Recorder:
             elif shares != cell and shares != NO_MEMORY:
                 memory = self.memory_of[shares]
         first = First(cell, was, shares, memory)
-        first.is_parameter = is_parameter(root_of(tensor))
+        first.is_lent = memory in self._lent
+        first.is_parameter = first.is_lent or is_parameter(root_of(tensor))
         for name, value in more.items():
             setattr(first, name, value)
         self._add_first(first, len(self._run.path) + (0.5 if more.get("name", 0) is None else 0))
@@ -1028,6 +1038,9 @@ class _Recorder:
             if not is_outside:
                 self._reads.append(self._value(template.cell))
         memory = self.memory_of[template.cell]
+        if info.gathers:
+            step.states += ((memory, OUTSIDE),)  # as it was before it had been given back, if it was there before
+            return template
         state = self._state[memory]
         if not is_outside and not step.effect and state is UNFILLED:
             covers = tensor.nbytes >= tensor.untyped_storage().nbytes()
@@ -1043,8 +1056,7 @@ class _Recorder:
             step.states += ((memory, OUTSIDE),)
         if memory not in step.writes:
             step.writes += (memory,)
-            if not info.gathers:
-                step.freezes += tuple(self._held_on[memory])
+            step.freezes += tuple(self._held_on[memory])
         return template
 
     def _statistics(self, step: Step, tensor: Tensor, updates: bool) -> Any:

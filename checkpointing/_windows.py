@@ -32,6 +32,7 @@ from torch import Tensor
 from . import _torch, errors
 from ._ambient import Undo, enter_switches, undo_all
 from ._engine import Frame, Held, Holder, Recompute, Source, named
+from ._gathered import check_there
 from ._offload import Moved, prefetch
 from ._ops import tensors_of
 from ._program import NOT_WRITTEN, First, Known, Like, Parts, Slot, Step, Value
@@ -429,9 +430,14 @@ class Replay(Source):
             parameter, version = held
             if parameter._version != version:
                 raise errors.changed(where, named("a parameter", parameter), version, parameter._version)
+            if not parameter.data_ptr():
+                check_there(where, parameter)
             return parameter  # type: ignore[no-any-return]
         if type(held) is Held:
-            return held.fetch(where)
+            tensor = held.fetch(where)
+            if held.is_parameter:
+                check_there(where, tensor)
+            return tensor
         assert inputs is not None  # what is packed goes through a recompute
         tensor = inputs.get(held)
         if tensor is None:
