@@ -370,7 +370,7 @@ class Run(TorchDispatchMode, Region):
         held.is_parameter |= first.is_lent
         if first.copies:
             held.freeze()
-        elif held.is_packed:
+        if held.is_packed:
             self.held[first.cell] = Packed(held, tensor)
 
     def _freeze(self, cell: int) -> None:
