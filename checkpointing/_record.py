@@ -358,6 +358,8 @@ class Run(TorchDispatchMode, Region):
     def _hold(self, first: First) -> None:
         """From here on a recompute can start from what is in this cell now."""
         tensor = self.cells[first.cell]()
+        if first.is_lent:
+            lend(self, [tensor])
         if type(tensor) is _Parameter and not first.copies:
             self.held[first.cell] = tensor, tensor._version
             return
@@ -865,8 +867,11 @@ class _Recorder:
             elif shares != cell and shares != NO_MEMORY:
                 memory = self.memory_of[shares]
         first = First(cell, was, shares, memory)
-        first.is_lent = memory in self._lent
-        first.is_parameter = first.is_lent or is_parameter(root_of(tensor))
+        first.is_parameter = is_parameter(root_of(tensor))
+        if memory in self._lent:
+            first.is_lent = first.is_parameter = True
+        elif first.is_parameter and shares == cell and self._memory_at(tensor) is not None:
+            first.is_lent = True  # on memory that the block has made: gathered from one process
         for name, value in more.items():
             setattr(first, name, value)
         self._add_first(first, len(self._run.path) + (0.5 if more.get("name", 0) is None else 0))
