@@ -126,6 +126,7 @@ class Step:
         "is_quick_draw",
         "is_special",
         "is_view",
+        "keeps",
         "kwargs",
         "likes",
         "memories",
@@ -165,6 +166,7 @@ class Step:
         self.is_view = False
         self.draws = False  # random numbers, perhaps
         self.is_quick_draw = False  # from the generator of the device of the first argument
+        self.keeps: tuple[tuple[Value, int], ...] = ()  # values there after it that plans keep, and their bytes
         self.is_special = False  # anything but an operator that reads tensors and returns new ones
         # What recording knows after it, beside what it knew before:
         self.memories: tuple[tuple[int, int], ...] = ()  # the memory of each new cell
