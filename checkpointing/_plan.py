@@ -87,6 +87,8 @@ class Model:
                 self.values[memory].add(slot.value)
                 self.last_read[memory] = max(self.last_read[memory], position)
         self.crossing = self._crossing()
+        self.held_elsewhere = {m for m in self.alive if m in self.maker and m not in self._cheap}
+        self.forward, self.backward = self._needed()
 
     def _add(self, step: Step, last_use: dict[int, int]) -> None:
         """Learn what a step does to memory."""
@@ -160,11 +162,24 @@ class Model:
         """Bytes that it costs to hold a memory."""
         return 0 if memory in self.alive else self.nbytes[memory]
 
-    def gradients(self, index: int) -> int:
-        """Bytes that the backward of a step works with, beside what was saved."""
-        made = set(self.made[index])
-        arguments = sum(self.nbytes[m] for m in self.reads[index] if self.last_read[m] <= index and m not in made)
-        return self.crossing[index + 1] + arguments + self.weights[index]
+    def _needed(self) -> tuple[list[int], list[int]]:
+        """By step: bytes that its forward works with, and its backward, beside what is kept or was saved."""
+        forward, backward, elsewhere = [], [], 0
+        for index, memories in enumerate(self.made):
+            made = set(memories)
+            arguments = sum(self.nbytes[m] for m in self.reads[index] if self.last_read[m] <= index and m not in made)
+            elsewhere += sum(self.nbytes[m] for m in made if m in self.held_elsewhere and self.maker[m] == index)
+            forward.append(self.path.steps[index].live - elsewhere)
+            backward.append(self.crossing[index + 1] + arguments + self.weights[index])
+        return forward, backward
+
+
+class Segment(NamedTuple):
+    """What lies between two cuts."""
+
+    across: frozenset[int]  # memories that its window reads from before
+    backward: int  # bytes that it needs at once, beside what is kept
+    forward: int
 
 
 class Stretch:
@@ -215,14 +230,13 @@ class Stretch:
             found.append(total)
         return found
 
-    def walk(self, end: int, starts: set[int]) -> dict[int, tuple[frozenset[int], int]]:
-        """For segments that end here, by where they start: the memories that they read from before, and the bytes that
-        they need at once."""
+    def walk(self, end: int, starts: set[int]) -> dict[int, Segment]:
+        """Segments that end here, by where they start."""
         model = self.model
         reading: set[int] = set()  # memories whose makers are still to come
         saved: set[int] = set()
-        found: dict[int, tuple[frozenset[int], int]] = {}
-        need = 0
+        found: dict[int, Segment] = {}
+        need = forward = 0
         for index in range(end - 1, self.first - 1, -1):
             more = 0
             for memory in self.wanted.get(index, ()):
@@ -234,7 +248,8 @@ class Stretch:
                         more += model.nbytes[memory]
             made = model.made[index]
             if made:
-                need = max(need, model.gradients(index))
+                need = max(need, model.backward[index])
+            forward = max(forward, model.forward[index])
             if not reading.isdisjoint(made):
                 for memory in made:
                     if model.maker[memory] == index and memory in reading:
@@ -245,7 +260,7 @@ class Stretch:
                         reading.add(memory)
             need += more
             if index in starts:
-                found[index] = frozenset(reading), need
+                found[index] = Segment(frozenset(reading), need, forward)
         return found
 
     def keepable(self, memories: Iterable[int], position: int) -> set[int]:
@@ -262,7 +277,7 @@ class _Table(NamedTuple):
     """All segments between candidates."""
 
     positions: list[int]
-    pairs: dict[tuple[int, int], tuple[frozenset[int], int]]
+    pairs: dict[tuple[int, int], Segment]
 
 
 def _table(stretch: Stretch) -> _Table:
@@ -288,12 +303,13 @@ def _cut(stretch: Stretch, table: _Table, peak: int, budget: int | None) -> list
             if start not in held:
                 continue
             kept, nbytes = held[start]
-            across, need = pairs[start, end]
-            if nbytes + need > room:
+            across, need, forward = pairs[start, end]
+            if nbytes + need > room or nbytes + forward > peak:
                 continue
             total = nbytes + sum([stretch.price(memory, start) for memory in across - kept])
             is_better = end not in held or total < held[end][1]
-            if is_better and total + need <= room and (budget is None or total <= budget):
+            fits = total + need <= room and total + forward <= peak
+            if is_better and fits and (budget is None or total <= budget):
                 held[end] = kept | across, total
                 before[end] = start
     end = positions[-1]
@@ -309,7 +325,7 @@ def _cut(stretch: Stretch, table: _Table, peak: int, budget: int | None) -> list
 def _least_peak(stretch: Stretch, table: _Table, budget: int | None) -> tuple[int, list[int]]:
     """The least peak that cuts can have, and those cuts."""
     first, last = table.positions[0], table.positions[-1]
-    low, high = 0, table.pairs[first, last][1] + stretch.model.new_gradients[last]
+    low, high = 0, max(table.pairs[first, last][1:])
     high = max(high, stretch.model.new_gradients[first])
     best = _cut(stretch, table, high, budget)
     while best is None:  # the gradients of what comes later are the peak
@@ -332,19 +348,24 @@ def choose(stretch: Stretch, budget: int | None = None) -> Choice:
         return Choice((), (), 0, 0, None)
     peak, cuts = _least_peak(stretch, table, budget)
     peak += peak // _SLACK
-    cuts = _cut(stretch, table, peak, budget) or cuts
-    last = table.positions[-1]
+    first, last = table.positions[0], table.positions[-1]
+    gradients = stretch.model.new_gradients[first]
+    tries = [cuts, *(_cut(stretch, table, peak - part, budget) for part in (0, gradients // 2, gradients))]
+    fillings = [
+        _Filling(stretch, [first, *cuts, last], table, peak, budget)
+        for cuts in dict.fromkeys(tuple(cuts) for cuts in tries if cuts is not None)
+    ]
+    filling = min(fillings, key=lambda filling: filling.left)
+    cuts = filling.starts[1:]
     costs = [
         sum(stretch.price(memory, start) for memory in across)
-        for (start, end), (across, _) in table.pairs.items()
-        if end == last and start > table.positions[0]
+        for (start, end), (across, *_) in table.pairs.items()
+        if end == last and start > first
     ]
-    filling = _Filling(stretch, [table.positions[0], *cuts, last], table, peak, budget)
-    filling.fill()
     kept = sorted(filling.kept)
     model = stretch.model
     nbytes = sum(model.cost(memory) for memory in kept)
-    simulated = max(filling.peaks) + sum(model.nbytes[memory] for memory in model.alive if memory in model.maker)
+    simulated = max(filling.peaks + filling.forward) + sum(model.nbytes[memory] for memory in model.held_elsewhere)
     return Choice(_values(model, kept), tuple(cuts), nbytes, simulated, min(costs, default=None), filling.recomputes)
 
 
@@ -369,21 +390,30 @@ class _Filling:
         self.stretch, self.model, self.budget = stretch, stretch.model, budget
         self.starts, self.peak = ends[:-1], peak
         self.kept: set[int] = set()
-        self.peaks: list[int] = []
+        self.peaks: list[int] = []  # of backward, by segment
+        self.forward: list[int] = []
         self.nbytes = 0
         for start, end in pairwise(ends):
-            across, need = table.pairs[start, end]
+            across, need, forward = table.pairs[start, end]
             new = stretch.keepable(across, start) - self.kept
             self.kept |= new
             self.nbytes += sum(self.model.cost(memory) for memory in new)
             self.peaks.append(self.nbytes + need + self.model.new_gradients[end])
+            self.forward.append(self.nbytes + forward)
         self.saved = {memory for position in stretch.wanted.values() for memory in position}
         self.steps: set[int] = set()  # that are run again
-        self.readers: dict[int, set[int]] = defaultdict(set)  # by memory: of those steps
-        for start, end in pairwise(ends):
-            self._find_steps(start, end)
+        self.readers: dict[int, set[int]] = {}  # by memory: of those steps
+        self._find_steps(ends)
+        self.fill()
+        self._find_steps(ends)
+        self.left = sum(self.model.work[index] for index in self.steps)
 
-    def _find_steps(self, start: int, end: int) -> None:
+    def _find_steps(self, ends: list[int]) -> None:
+        self.steps, self.readers = set(), defaultdict(set)
+        for start, end in pairwise(ends):
+            self._find_steps_between(start, end)
+
+    def _find_steps_between(self, start: int, end: int) -> None:
         model, stretch = self.model, self.stretch
         reading: set[int] = set()
         for index in range(end - 1, start - 1, -1):
@@ -450,15 +480,17 @@ class _Filling:
         segment = bisect_right(self.starts, index) - 1
         nbytes = sum(model.cost(memory) for memory in made)
         unsaved = sum(model.cost(memory) for memory in made if memory not in self.saved)
+        later = max(self.forward[segment:] + self.peaks[segment + 1 :])
         if self.budget is not None:
             if self.nbytes + nbytes > self.budget:
                 return
-        elif self.peaks[segment] + unsaved > self.peak or max(self.peaks[segment + 1 :], default=0) + nbytes > self.peak:
+        elif max(self.peaks[segment] + unsaved, later + nbytes) > self.peak:
             return
         self.nbytes += nbytes
         self.kept.update(made)
         self.peaks[segment] += unsaved
         self.peaks[segment + 1 :] = [each + nbytes for each in self.peaks[segment + 1 :]]
+        self.forward[segment:] = [each + nbytes for each in self.forward[segment:]]
 
 
 _PER_BYTE = 10  # floating-point operations in the time in which a byte is written

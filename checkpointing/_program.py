@@ -129,6 +129,7 @@ class Step:
         "keeps",
         "kwargs",
         "likes",
+        "live",
         "memories",
         "named",
         "next",
@@ -171,6 +172,7 @@ class Step:
         # What recording knows after it, beside what it knew before:
         self.memories: tuple[tuple[int, int], ...] = ()  # the memory of each new cell
         self.sizes: tuple[tuple[int, int], ...] = ()  # of memories that it made, in bytes; those of the recorded run
+        self.live = 0  # bytes that somebody held after it, in the recorded run
         self.flops = 0.0  # floating-point operations, as far as torch counts them
         self.states: tuple[tuple[int, str], ...] = ()  # of memories that have another one now
         self.saves: list[Slot] = []  # what autograd saved after it, before the next one

@@ -474,6 +474,7 @@ class Run(TorchDispatchMode, Region):
         formula = None if self.placement is None else _torch.flop_formula(func)
         if formula is not None:
             step.flops = formula(args, kwargs, result)
+        step.live = 0 if self.placement is None else recorder.live_bytes()
         self.program.add(step)
         return result
 
@@ -751,6 +752,7 @@ class _Recorder:
         self._saved: set[int] = set()  # memories that autograd has saved
         self._names: dict[int, int] = {}  # by id of a tensor: its cell
         self._places: dict[int, int] = {}  # by storage: its memory
+        self._sizes: dict[int, int] = {}  # by memory that may still live: bytes
         for step, saves in with_saves(run):
             for first in step.firsts:
                 self._add_first(first, step.index)
@@ -780,6 +782,7 @@ class _Recorder:
     def _add_results(self, step: Step) -> None:
         """Learn what a step has changed."""
         self._state.update(step.states)
+        self._sizes.update(step.sizes)
         for memory in step.writes:
             self._written[memory] = step.index
             self._held_on.pop(memory, None)
@@ -1083,6 +1086,13 @@ class _Recorder:
             cell += 1
         self._add_results(step)
         self.met = []
+
+    def live_bytes(self) -> int:
+        """Bytes of what recorded operators have made and somebody still holds."""
+        for memory in [*self._sizes]:
+            if all(self._tensor_in(cell) is None for cell in self._cells_on[memory]):
+                del self._sizes[memory]
+        return sum(self._sizes.values())
 
     def event(self, event: str, args: tuple[Any, ...]) -> Step:
         """What else has happened."""
