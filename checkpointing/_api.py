@@ -22,9 +22,10 @@ from typing_extensions import Unpack
 
 from . import _reentrant, _torch, errors
 from ._auto import AutoTape
+from ._auto import Placement as OldPlacement
 from ._check import CHECKS, DeterminismCheck, check_of
 from ._debug import explain, logged
-from ._engine import Frame, unpack
+from ._engine import Frame, is_internal, unpack
 from ._policy import as_policy
 from ._region import thread
 from ._program import program_of
@@ -442,10 +443,13 @@ class _Block:
         recompute: Any = [] if options.debug else None
         placement = None if options.policy is None else options.policy.placement
         hooks = _torch.enclosing_hooks()
-        if placement is None and not _is_noted(options):
+        if not _is_noted(options):
             owner = where if fn is None else getattr(fn, '__code__', None) or type(fn)
             site = (owner, options.policy, options.preserve_rng_state, hooks is None)
             self._tape = Run(program_of(site), hooks, options.preserve_rng_state, forward, options.policy)
+            if placement is not None:
+                self._tape.placement = placement
+                self._tape.holds_planned = hooks is None or not is_internal(hooks)
             self._source = Follow(self._tape, recompute)
             check = None if options.determinism_check == "metadata" else check_of(options.determinism_check)
             self._tape.is_checked = check is not None
@@ -455,7 +459,7 @@ class _Block:
             return
         given = (hooks, options.preserve_rng_state, forward, options.policy)
         tape, auto, frame = (Noting, NotingAuto, Reported) if _is_noted(options) else (Tape, AutoTape, Frame)
-        self._tape = tape(*given) if placement is None else auto(*given, placement)
+        self._tape = tape(*given) if placement is None else auto(*given, OldPlacement(placement.budget, None, placement.place))
         self._source = Replay(self._tape, recompute)
         # What is replayed has the recorded metadata by construction.
         check = None if options.determinism_check == "metadata" else check_of(options.determinism_check)
@@ -480,6 +484,7 @@ class _Block:
         complaint = self._tape.close()
         if isinstance(self._source, Follow):
             self._source.close(self.frame)
+            complaint = complaint or self._source.complaint
         if complaint and error[0] is None:
             warn(f"{self.frame.place}: {complaint}")
 

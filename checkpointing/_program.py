@@ -136,8 +136,10 @@ class Step:
         "is_quick_draw",
         "is_special",
         "is_view",
+        "keeps",
         "kwargs",
         "likes",
+        "live",
         "memories",
         "named",
         "next",
@@ -175,10 +177,12 @@ class Step:
         self.is_view = False
         self.draws = False  # random numbers, perhaps
         self.is_quick_draw = False  # from the generator of the device of the first argument
+        self.keeps: tuple[tuple[Value, int], ...] = ()  # values there after it that plans keep, and their bytes
         self.is_special = False  # anything but an operator that reads tensors and returns new ones
         # What recording knows after it, beside what it knew before:
         self.memories: tuple[tuple[int, int], ...] = ()  # the memory of each new cell
         self.sizes: tuple[tuple[int, int], ...] = ()  # of memories that it made, in bytes; those of the recorded run
+        self.live = 0  # bytes that somebody held after it, in the recorded run
         self.flops = 0.0  # floating-point operations, as far as torch counts them
         self.states: tuple[tuple[int, str], ...] = ()  # of memories that have another one now
         self.saves: list[Slot] = []  # what autograd saved after it, before the next one

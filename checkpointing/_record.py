@@ -21,7 +21,7 @@ from __future__ import annotations
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import ref
 
 import torch
@@ -38,6 +38,9 @@ from ._ops import INFOS, Info, generators_of, tensors_of
 from ._program import NOT_WRITTEN, Filling, First, Known, Like, Parts, Program, Slot, Step, Thing, Value
 from ._region import Region, aside, thread
 from ._where import stack_of_user
+
+if TYPE_CHECKING:
+    from ._plan import Placement
 
 # What to do with a value: False to recompute it, True to keep it, or where it is kept.
 Answer = bool | Destination
@@ -58,6 +61,7 @@ KEEP = "keep"
 BROUGHT_BACK = "brought back"  # a backward inside the block has made this tensor again
 UNSEEN = "unseen"  # anything alive may have been written
 FEWER_SAVES = "fewer saves"  # what autograd saves after the step before differs from here on
+PLANNED = "planned"
 FORGOTTEN = "forgotten"  # a tensor has another memory now
 
 # What is known of a memory:
@@ -94,7 +98,7 @@ class Run(TorchDispatchMode, Region):
         self.root = self.step = program.root
         self.path: list[Step] = []
         self.cells: list[Callable[[], Any]] = []
-        self.held: dict[int, Any] = {}  # by cell: what a recompute may start from
+        self.held: dict[Any, Any] = {}  # by cell, or by value if a plan keeps it: what a recompute may start from
         self.random: dict[int, Any] = {}  # by step: where the generators stood
         self.numbers: dict[int, Any] = {}  # by step: arguments that differ from the program's
         self.sizes: dict[int, list[int]] = {}  # by step: what a custom operator has made, in bytes
@@ -114,7 +118,11 @@ class Run(TorchDispatchMode, Region):
         self.hooks: Any = hooks if inputs is None else self._mover(inputs)
         self._inner = 0  # how many runs have been entered just inside this one: they ask for themselves
         self.saved = 0  # how many tensors autograd has saved since the last step
-        self._pending: list[tuple[Answer, Tensor]] = []  # written just now, and to be kept
+        self._pending: list[tuple[Any, Any]] = []  # written just now, and to be kept
+        self.placement: Placement | None = None  # what `auto()` is asked for
+        self.holds_planned = False  # whether what a plan keeps is held from the forward on
+        self.planned_bytes = 0
+        self.alive: frozenset[int] = frozenset()  # cells that somebody else holds when the block has ended
         self._recorder: _Recorder | None = None  # while something is recorded
         self._shared: dict[int, int] = {}  # by storage: the first cell from outside there
         self._made: dict[int, int] = {}  # by storage: a cell there; of so many cells:
@@ -328,6 +336,8 @@ class Run(TorchDispatchMode, Region):
         self.step = step
         self.saved = 0
         self.path.append(step)
+        if step.keeps and self.holds_planned:
+            self._keep_planned(step)
         if step.draws:
             self._has_drawn(step, state, result)
         if step.effect and step.info.gathers:  # type: ignore[union-attr]
@@ -495,6 +505,10 @@ class Run(TorchDispatchMode, Region):
         self.cells += [ref(tensor) for tensor in recorder.met]
         result = self._run(step, args, kwargs, mark)
         recorder.has_run(step, tensors_of(result))
+        formula = None if self.placement is None else _torch.flop_formula(func)
+        if formula is not None:
+            step.flops = formula(args, kwargs, result)
+        step.live = 0 if self.placement is None else recorder.live_bytes()
         self.program.add(step)
         return result
 
@@ -589,7 +603,30 @@ class Run(TorchDispatchMode, Region):
         """Keep what the last operator has written: it has the version now that it should have."""
         while self._pending:
             answer, tensor = self._pending.pop(0)
-            self._obey(answer, tensor)
+            if answer is PLANNED:
+                self._hold_planned(*tensor)
+            else:
+                self._obey(answer, tensor)
+
+    def _keep_planned(self, step: Step) -> None:
+        """Hold what plans keep after this step."""
+        for each in step.keeps:
+            if step.writes:  # when the operator has returned, which has still to count versions up
+                self._pending.append((PLANNED, each))
+            else:
+                self._hold_planned(*each)
+
+    def _hold_planned(self, value: Value, nbytes: int) -> None:
+        tensor = self.cells[value[0]]()
+        assert self.placement is not None
+        budget, place = self.placement
+        if tensor is None or (budget is not None and self.planned_bytes + self.kept_bytes + nbytes > budget):
+            return
+        mover = None if place is None else self._mover(place)
+        hooks = self.hooks if mover is None or not mover.takes(tensor) else mover
+        held = Held(tensor, hooks, "a kept tensor")
+        self.held[value] = Packed(held, tensor) if held.is_packed else held
+        self.planned_bytes += nbytes
 
     def tag(self, tensor: Tensor, name: str) -> Tensor:
         """The value has a name, which the innermost policy may want to keep it by."""
@@ -647,6 +684,8 @@ class Run(TorchDispatchMode, Region):
         finally:
             self.outer = None
             self._recorder = None
+            if self.placement is not None:
+                self.alive = frozenset([cell for cell, tensor in enumerate(self.cells) if tensor() is not None])
             self.cells = []
         return ""
 
@@ -756,6 +795,7 @@ class _Recorder:
         self._saved: set[int] = set()  # memories that autograd has saved
         self._names: dict[int, int] = {}  # by id of a tensor: its cell
         self._places: dict[int, int] = {}  # by storage: its memory
+        self._sizes: dict[int, int] = {}  # by memory that may still live: bytes
         for step, saves in with_saves(run):
             for first in step.firsts:
                 self._add_first(first, step.index)
@@ -787,6 +827,7 @@ class _Recorder:
         self._state.update(step.states)
         if step.info is not None and step.info.gathers:
             self._lent.update([memory for memory, _ in step.states])
+        self._sizes.update(step.sizes)
         for memory in step.writes:
             self._written[memory] = step.index
             self._held_on.pop(memory, None)
@@ -1098,6 +1139,13 @@ class _Recorder:
             cell += 1
         self._add_results(step)
         self.met = []
+
+    def live_bytes(self) -> int:
+        """Bytes of what recorded operators have made and somebody still holds."""
+        for memory in [*self._sizes]:
+            if all(self._tensor_in(cell) is None for cell in self._cells_on[memory]):
+                del self._sizes[memory]
+        return sum(self._sizes.values())
 
     def event(self, event: str, args: tuple[Any, ...]) -> Step:
         """What else has happened."""

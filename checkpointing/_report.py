@@ -194,6 +194,8 @@ class Stats(NamedTuple):
     autograd would have held for backward: every saved storage once, without parameters. `bytes_held` is held now in
     order to recompute (inputs of the block and states of random generators), `bytes_kept` because it was kept. `cuts`
     are positions among the recorded operators: recompute never crosses one, since what is needed there is kept.
+    `peak_predicted` is how much memory a policy `auto()` expects forward and backward of the block to need at most, with
+    gradients that do not exist yet; 0 without one, and while the block runs.
     """
 
     ops_recorded: int = 0
@@ -203,6 +205,7 @@ class Stats(NamedTuple):
     bytes_held: int = 0
     bytes_kept: int = 0
     cuts: tuple[int, ...] = ()
+    peak_predicted: int = 0
 
 
 def measure_run(frame: Frame, source: Follow) -> Stats:
@@ -228,7 +231,7 @@ def measure_run(frame: Frame, source: Follow) -> Stats:
                 sizes[is_given][key] = tensor.untyped_storage().nbytes() if _torch.has_storage(tensor) else 0
     held = sum(sizes[True].values()) + sum(state.nbytes for state in randoms.values())
     kept = sum(sizes[False].values())
-    return Stats(recorded, source.replayed, source.replays, run.saved_bytes, held, kept, cuts)
+    return Stats(recorded, source.replayed, source.replays, run.saved_bytes, held, kept, cuts, 0 if source.plan is None else source.plan.peak)
 
 
 def measure(frame: Frame, tape: Tape, source: Replay) -> Stats:

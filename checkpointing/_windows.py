@@ -23,7 +23,9 @@ from __future__ import annotations
 import weakref
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from copy import copy
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -36,6 +38,7 @@ from ._gathered import check_there
 from ._offload import Moved, prefetch
 from ._ops import tensors_of
 from ._program import NOT_WRITTEN, First, Known, Like, Parts, Slot, Step, Value
+from ._plan import Choice, Model, Stretch, choose
 from ._record import BROUGHT_BACK, KEEP, Packed, Run, Wrapped, sizes_of, slots_of, with_saves
 from ._values import laid_out
 
@@ -47,7 +50,7 @@ class Path:
         self.steps = [*run.path]
         self.slots: list[Slot] = []
         self.saved_after: list[int] = []  # by slot: a step
-        self.kept: dict[Value, int] = {}
+        self.kept: dict[Value, Any] = {}  # under which key a run holds it
         self.cuts: list[int] = []  # steps at which something was kept
         self.memory_of: dict[int, int] = {}
         self._maker: dict[int, int] = {}
@@ -79,8 +82,16 @@ class Path:
             if first.is_parameter:
                 self.parameters.add(first.cell)
 
-    def source_of(self, value: Value) -> int | None:
-        """The cell in which a run holds a value; None if it has to be computed."""
+    def placed(self, values: Iterable[Value], cuts: Iterable[int]) -> Path:
+        """The same, of a run that keeps these values, too, and has segments that begin at these steps."""
+        path = copy(self)
+        path.kept = {**dict.fromkeys(values), **self.kept}
+        path.kept.update((value, value) for value, source in path.kept.items() if source is None)
+        path.cuts = sorted([*self.cuts, *cuts])
+        return path
+
+    def source_of(self, value: Value) -> Any:
+        """Under which key a run holds a value; None if it has to be computed."""
         if value[0] in self.given:
             return value[0]
         return self.kept.get(value)
@@ -88,13 +99,18 @@ class Path:
     def makers(self, value: Value) -> tuple[int, ...]:
         """The steps after which a value is there: the one that made the tensor, and the last one that wrote to it."""
         cell, version = value
-        return (self._maker[cell],) if version == NOT_WRITTEN else (self._maker[cell], version)
+        maker = self._maker[cell]
+        return (maker,) if version <= maker else (maker, version)
 
-    def slice_of(self, values: Iterable[Value], without: frozenset[int] = frozenset()) -> tuple[list[int], dict[int, int]]:
+    def there_after(self, source: Any) -> int:
+        """The step after which a run holds what it keeps."""
+        return self._maker[source] if type(source) is int else max(self.makers(source))
+
+    def slice_of(self, values: Iterable[Value], without: frozenset[Any] = frozenset()) -> tuple[list[int], dict[int, Any]]:
         """The steps that make these values, in order, and what they start from: by cell, the cell that is held. Kept
         cells in `without` are not used."""
         found: set[int] = set()
-        starts: dict[int, int] = {}
+        starts: dict[int, Any] = {}
         stack = [*values]
         while stack:
             value = stack.pop()
@@ -114,7 +130,7 @@ class Path:
         banned = {
             kept
             for cell, kept in starts.items()
-            if kept != cell and made_at.get(self.memory_of[cell], self._maker[kept]) < self._maker[kept]
+            if kept != cell and made_at.get(self.memory_of[cell], self.there_after(kept)) < self.there_after(kept)
         }
         if banned:
             return self.slice_of(values, without | banned)
@@ -122,31 +138,39 @@ class Path:
 
     def newest(self, value: Value) -> int:
         """The last operator that made something of a value; -1 if it is held."""
+        return self._origin(value)[0]
+
+    def _origin(self, value: Value) -> tuple[int, Any]:
+        """The same, and in which case what is held there, of which the value may be a view."""
         newest = -1
-        while self.source_of(value) is None:
+        while (source := self.source_of(value)) is None:
             maker, *writer = self.makers(value)
             newest = max(newest, *writer) if writer else newest
             step = self.steps[maker]
             if not step.is_view or not step.reads:
-                return max(newest, maker)
+                return max(newest, maker), None
             value = step.reads[0]
-        return newest
+        return newest, source
 
-    def groups(self) -> list[list[int]]:
-        """Slots whose windows are one: those of a segment that share operators."""
+    def groups(self, slots: Iterable[int] | None = None) -> list[list[int]]:
+        """Slots whose windows are one: those of a segment that share operators. Of all or of these."""
         bundles: list[list[int]] = []  # the slots of one holder
-        for number, slot in enumerate(self.slots):
-            if slot.joins:
+        for number in range(len(self.slots)) if slots is None else slots:
+            if self.slots[number].joins:
                 bundles[-1].append(number)
             else:
                 bundles.append([number])
         segments: dict[int, list[list[int]]] = defaultdict(list)
+        at_hand: dict[Any, list[int]] = defaultdict(list)  # by what is kept: it, and views of it
         for bundle in bundles:
-            newest = max([self.newest(self.slots[slot].value) for slot in bundle], default=-1)
+            newest, source = max([self._origin(self.slots[slot].value) for slot in bundle], key=itemgetter(0))
+            if newest < 0 and type(source) is tuple and len(bundle) == 1:
+                at_hand[source] += bundle
+                continue
             # Views of what is held go with what was saved beside them.
             position = newest if newest >= 0 else self.saved_after[bundle[0]]
             segments[bisect_right(self.cuts, position)].append(bundle)
-        return [group for segment in segments.values() for group in self._connected(segment)]
+        return [*at_hand.values(), *(group for segment in segments.values() for group in self._connected(segment))]
 
     def _connected(self, bundles: list[list[int]]) -> list[list[int]]:
         """The slots of these bundles, in groups whose slices share operators; that two share a view is no reason."""
@@ -211,10 +235,11 @@ class Instruction:
 class Window:
     """The instructions that make some slots, over a table of tensors and constants."""
 
-    def __init__(self, path: Path, slots: Iterable[int]) -> None:
+    def __init__(self, path: Path, slots: Iterable[int], targets: Sequence[Slot] | None = None) -> None:
         self.path = path
         self.slots = [*slots]
-        values = [path.slots[slot].value for slot in self.slots]
+        self._targets = path.slots if targets is None else targets  # what the slots are numbers in
+        values = [self._targets[slot].value for slot in self.slots]
         self.order, starts = path.slice_of(values)
         steps = [path.steps[index] for index in self.order]
         self.counted = sum(not step.is_view and step.event is None for step in steps)
@@ -228,7 +253,7 @@ class Window:
             for cell, _ in step.memories:
                 self._place(cell)
         self.instructions = [self._instruction(step) for step in steps]
-        self.at_once = [self._wanted(slot) for slot in self.slots if self._ready_after(path.slots[slot], starts) < 0]
+        self.at_once = [self._wanted(n) for n in self.slots if self._ready_after(self._targets[n], starts) < 0]
         self._find_wanted(starts)
         self._find_last_uses()
 
@@ -270,7 +295,7 @@ class Window:
         memories = {self.path.memory_of[step.reads[0][0]], self.path.memory_of[step.first_cell]}
         return torch.clone if memories & self.written.keys() else _same
 
-    def _ready_after(self, slot: Slot, starts: dict[int, int]) -> int:
+    def _ready_after(self, slot: Slot, starts: dict[int, Any]) -> int:
         """The step after which a slot can be delivered; -1 if it is held."""
         if slot.cell in starts and self.path.source_of(slot.value) == starts[slot.cell]:
             return -1
@@ -278,14 +303,14 @@ class Window:
 
     def _wanted(self, number: int) -> tuple[int, int, bool]:
         """A slot, its place, and whether it must be copied because a later step writes to its memory."""
-        slot = self.path.slots[number]
+        slot = self._targets[number]
         is_written = self.written.get(self.path.memory_of[slot.cell], NOT_WRITTEN) > slot.version
         return number, self.place_of[slot.cell], is_written
 
     def _find_wanted(self, starts: dict[int, int]) -> None:
         at = {instruction.index: instruction for instruction in self.instructions}
         for number in self.slots:
-            index = self._ready_after(self.path.slots[number], starts)
+            index = self._ready_after(self._targets[number], starts)
             if index >= 0:
                 at[index].wanted.append(self._wanted(number))
 
@@ -313,21 +338,46 @@ def _same(tensor: Tensor) -> Tensor:
 
 
 class Group:
-    """Slots of one path that a window brings back together."""
+    """Slots of one path that a window brings back together; or, with `parts`, in pieces: a replay from what the group
+    starts from makes what the parts start from."""
 
     def __init__(self, path: Path, slots: list[int]) -> None:
         self.path = path
         self.slots = slots
-        self._windows: dict[tuple[int, ...], Window] = {}
+        self.parts: list[Group] = []
+        self.at_hand: Any = None  # under which key what the only slot shows is held
+        self._windows: dict[Any, Window] = {}
+        if len(slots) == 1:
+            source = path.source_of(path.slots[slots[0]].value)
+            self.at_hand = source if type(source) is tuple and source == path.slots[slots[0]].value else None
 
     def window(self, slots: Sequence[int]) -> Window:
-        key = tuple(slots)
+        return self._found(tuple(slots), lambda: Window(self.path, slots))
+
+    def _found(self, key: Any, make: Callable[[], Window]) -> Window:
         found = self._windows.get(key)
         if found is None:
             if len(self._windows) >= _MOST_WINDOWS:
                 self._windows.clear()
-            found = self._windows[key] = Window(self.path, key)
+            found = self._windows[key] = make()
         return found
+
+    def split(self, choice: Choice) -> None:
+        """Bring back what it has in pieces."""
+        path = self.path.placed(choice.values, choice.cuts)
+        self.parts = [Group(path, slots) for slots in path.groups(self.slots)]
+
+    def filling(self, parts: Iterable[Group], slots: set[int]) -> tuple[list[Value], Window]:
+        """What the windows of parts start from and the group does not, and the window that makes it."""
+        sources = [source for part in parts for source in part.sources([n for n in part.slots if n in slots])]
+        values = [value for value in dict.fromkeys(sources) if type(value) is tuple and value not in self.path.kept]
+        values.sort(key=self.path.there_after)
+        targets = [Slot(*value, None) for value in values]
+        return values, self._found(("fills", *values), lambda: Window(self.path, range(len(targets)), targets))
+
+    def sources(self, slots: Sequence[int]) -> set[Any]:
+        """What a window for these slots starts from; with parts, those of the whole group."""
+        return self.window(slots).sources
 
 
 _MOST_WINDOWS = 4
@@ -339,6 +389,90 @@ class Plan:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.groups = [Group(path, slots) for slots in path.groups()]
+        self.whole: Group | None = None  # all slots, where nothing that `auto()` chose has been held
+        self.peak = 0  # simulated
+        self.key: Any = None
+        self.kept: tuple[Value, ...] = ()  # what a run should hold
+        self.complaint = ""
+
+    def suits(self, run: Run) -> bool:
+        return run.placement is None or self.key == _gradients_to_come(self.path, run)[0]
+
+    def groups_for(self, run: Run) -> list[Group]:
+        """What to give a run's holders: by what it holds."""
+        if self.whole is None or run.held.keys() >= set(self.kept):
+            return self.groups
+        return [self.whole]
+
+
+def _gradients_to_come(path: Path, run: Run) -> tuple[int, dict[int, int], dict[int, int]]:
+    """Bytes of gradients that do not exist yet; the same by memory; and those of all parameters."""
+    parameters: dict[int, int] = {}
+    missing: dict[int, int] = {}
+    for cell, held in run.held.items():
+        if type(held) is tuple:
+            memory, parameter = path.memory_of[cell], held[0]
+            parameters[memory] = parameter.nbytes
+            if parameter.requires_grad and parameter.grad is None:
+                missing[memory] = parameter.nbytes
+    return sum(missing.values()), missing, parameters
+
+
+def plan_of(run: Run) -> Plan:
+    """The plan for what a run has done."""
+    path = Path(run)
+    if run.placement is None or not path.slots:
+        return Plan(path)
+    key, missing, parameters = _gradients_to_come(path, run)
+    alive = {path.memory_of[cell] for cell in run.alive} - {path.memory_of[cell] for cell in path.given}
+    model = Model(path, alive, parameters, missing)
+    budget = run.placement.budget
+    stretch = Stretch(model, range(len(path.slots)))
+    kept_by_user = run.kept_bytes
+    choice = choose(stretch, None if budget is None else max(0, budget - kept_by_user))
+    if choice.values or choice.cuts:
+        plan = Plan(path.placed(choice.values, choice.cuts))
+        plan.kept = choice.values
+        plan.whole = Group(path, [*range(len(path.slots))])
+        plan.whole.parts = plan.groups
+    else:
+        plan = Plan(path)
+    plan.key, plan.peak = key, choice.peak + kept_by_user
+    plan.complaint = _complaint(run, choice)
+    return plan
+
+
+def _complaint(run: Run, choice: Choice) -> str:
+    """What to say of a budget that is too small."""
+    assert run.placement is not None
+    budget, least, why = run.placement.budget, run.kept_bytes, ""
+    if budget is None:
+        return ""
+    if least > budget:
+        why = "what `keep` and other policies keep in this block, or FSDP2 between modules, takes more than that"
+    elif choice.least is not None and not choice.cuts and choice.recomputes:
+        why = "no room for a single checkpoint, so backward recomputes all of the block at once"
+        least += choice.least
+    return why and f"auto(budget={budget}): {why}. The smallest budget possible is {least} bytes."
+
+
+def attach(plan: Plan, old: Plan | None) -> None:
+    """From here on runs hold what the plan keeps, as soon as it is there."""
+    path, before = plan.path, set() if old is None else set(old.kept)
+    sizes = {memory: nbytes for step in path.steps for memory, nbytes in step.sizes}
+    new: dict[int, list[tuple[Value, int]]] = defaultdict(list)
+    counted: set[int] = set()
+    for value in plan.kept:
+        memory = path.memory_of[value[0]]
+        new[path.there_after(value)].append((value, 0 if memory in counted else sizes[memory]))
+        counted.add(memory)
+    for step in path.steps:
+        mine = new.get(step.index, [])
+        if mine or (before and step.keeps):
+            taken = {value for value, _ in mine}
+            others = [each for each in step.keeps if each[0] not in taken and each[0] not in before]
+            step.keeps = (*others, *mine)
+            step.is_special = step.is_special or bool(step.keeps)
 
 
 class Stock:
@@ -346,10 +480,12 @@ class Stock:
 
     __slots__ = ("group", "held", "numbers", "random", "sizes")
 
-    def __init__(self, group: Group, run: Run, slots: Sequence[int]) -> None:
+    def __init__(
+        self, group: Group, held: dict[Any, Any], run: Run | Stock, slots: Sequence[int]
+    ) -> None:
         window = group.window(slots)
         self.group = group
-        self.held = {cell: run.held[cell] for cell in window.sources}
+        self.held = {source: held[source] for source in window.sources}
         self.random = {index: run.random[index] for index in window.randoms if index in run.random}
         self.numbers = run.numbers
         self.sizes = run.sizes
@@ -365,6 +501,7 @@ class Replay(Source):
         self.replays = 0
         self.replayed = 0
         self.plan: Plan | None = None  # when the block has ended
+        self.complaint = ""
         self._stocks: dict[int, Stock] = {}  # while the block runs: by slot
         self._order: list[weakref.ref[Moved]] | None = None
 
@@ -374,16 +511,18 @@ class Replay(Source):
         """The block has ended: what its windows need goes to the holders."""
         run = self.tape
         plan = run.step.plan
-        if plan is None:
-            plan = run.step.plan = Plan(Path(run))
+        if plan is None or not plan.suits(run):
+            plan, old = plan_of(run), plan
+            run.step.plan = plan
+            attach(plan, old)
         holders, owners = [ref() for ref in frame.holders], plan.path.owners
-        for group in plan.groups:
+        for group in plan.groups_for(run):
             alive = [slot for slot in group.slots if holders[owners[slot]] is not None]
             if alive:
-                stock = Stock(group, run, alive)
+                stock = Stock(group, run.held, run, alive)
                 for slot in alive:
                     holders[owners[slot]].stock = stock  # type: ignore[union-attr]
-        self.plan = plan
+        self.plan, self.complaint = plan, plan.complaint
         self._stocks = {}
         run.held, run.random, run.path = {}, {}, []
 
@@ -397,7 +536,7 @@ class Replay(Source):
             run = self.tape
             plan = Plan(Path(run))
             for group in plan.groups:
-                stock = Stock(group, run, group.slots)
+                stock = Stock(group, run.held, run, group.slots)
                 self._stocks.update((plan.path.owners[slot], stock) for slot in group.slots)
         return self._stocks[slot]
 
@@ -414,9 +553,12 @@ class Replay(Source):
         slot = holder.saved
         if type(slot) is not Slot or where.check is not None or not where.early_stop:
             return None
-        if not slot.is_held:
+        if slot.is_held:
+            held = self._stock_of(holder, where).held[slot.cell]
+        elif where.complete and holder.stock.group.at_hand is not None:
+            held = holder.stock.held[holder.stock.group.at_hand]
+        else:
             return None
-        held = self._stock_of(holder, where).held[slot.cell]
         if type(held) is Packed:
             return None
         try:
@@ -426,6 +568,8 @@ class Replay(Source):
 
     def _fetch(self, held: Any, where: Frame, inputs: dict[Any, Tensor] | None) -> Tensor:
         """What a run holds in a cell."""
+        if type(held) is Tensor:  # an earlier replay has made it
+            return held
         if type(held) is tuple:
             parameter, version = held
             if parameter._version != version:
@@ -471,17 +615,55 @@ class Replay(Source):
         before = self.replayed
         try:
             enter_switches(run.switches, undo)
-            if frame.early_stop:
-                self._replay(self._stock_of(request.holder, frame), request, inputs, undo)
-            else:
-                stocks = {id(stock): stock for holder in request.wanted() for stock in [self._stock_of(holder, frame)]}
-                for stock in stocks.values():
-                    self._replay(stock, request, inputs, undo)
+            for holder in [request.holder] if frame.early_stop else request.wanted():
+                if holder is request.holder or holder.slot not in request.ready:
+                    self._replay(self._part_of(holder, request, inputs, undo), request, inputs, undo)
         finally:
             undo_all(undo)
         self.replays += self.replayed > before
         if inputs and request.is_last:
             inputs.clear()
+
+    def _part_of(self, holder: Holder, request: Recompute, inputs: dict[Any, Any], undo: Undo) -> Stock:
+        """What the window of a holder starts from. Where the run has not held it, it is made now, for all parts at
+        once, and stays until the windows of the parts have run, or the graph task ends."""
+        stock, owners = self._stock_of(holder, request.frame), None
+        while stock.group.parts:
+            owners = stock.group.path.owners
+            parts = inputs.get(stock)
+            if parts is None or holder.slot not in parts:
+                parts = inputs[stock] = self._fill(stock, request, inputs, undo)
+            stock, outer = parts[holder.slot], stock
+            if not stock.group.parts:
+                for slot in stock.group.slots:
+                    parts.pop(owners[slot], None)
+                if not parts:
+                    del inputs[outer]
+        return stock
+
+    def _fill(self, stock: Stock, request: Recompute, inputs: dict[Any, Any], undo: Undo) -> dict[int, Stock]:
+        """What the parts of a group start from, by holder."""
+        frame, group = request.frame, stock.group
+        owners = group.path.owners
+        refs = [frame.holders[slot] for slot in dict.fromkeys([owners[slot] for slot in group.slots])]
+        wanted = {holder.slot for holder in request.wanted(refs)}
+        slots = {slot for slot in group.slots if owners[slot] in wanted}
+        values, window = group.filling(group.parts, slots)
+        table = window.table.copy()
+        for place, source, _ in window.starts:
+            table[place] = self._fetch(stock.held[source], frame, inputs)
+        with _torch.below_autograd():
+            execution = _Filling(self, request, stock, window, table, {}, undo)
+            execution.run()
+        self.replayed += window.counted
+        held = {**stock.held, **{value: execution.found[number] for number, value in enumerate(values)}}
+        found = {}
+        for part in group.parts:
+            mine = [slot for slot in part.slots if slot in slots]
+            if mine:
+                part_stock = Stock(part, held, stock, mine)
+                found.update((owners[slot], part_stock) for slot in mine)
+        return found
 
     def _replay(self, stock: Stock, request: Recompute, inputs: dict[Any, Tensor], undo: Undo) -> None:
         frame, group = request.frame, stock.group
@@ -615,6 +797,18 @@ class _Execution:
         elif not self.request.frame.complete:
             self.source.tape.adopt(tensor, saved)
         self.request.deliver(holder, tensor)
+
+
+class _Filling(_Execution):
+    """One replay that makes what other windows start from."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.found: dict[int, Tensor] = {}
+
+    def _deliver(self, wanted: tuple[int, int, bool]) -> None:
+        number, place, is_written = wanted
+        self.found[number] = _torch.copy(self.table[place]) if is_written else self.table[place]
 
 
 def _wrap(saved: Wrapped, parts: Any) -> Tensor:
