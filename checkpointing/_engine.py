@@ -32,7 +32,7 @@ import threading
 import weakref
 from collections.abc import Callable, Container, Iterable
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -49,6 +49,15 @@ from ._where import Line, described, line_number, user_line
 _ref = weakref.ref
 _Parameter = nn.Parameter
 _getframe, _backward_code = sys._getframe, _torch.run_backward_code
+
+
+class Holding(NamedTuple):
+    """Something that a recompute starts from, for reports."""
+
+    kind: str
+    part: Held | Tensor
+    operator: str | None  # that has made it, or read it first; or which argument it is
+    note: tuple[str | None, ...] | None = None  # the module that ran then, and the user's line
 
 
 class Source:
@@ -70,6 +79,14 @@ class Source:
 
     def maker(self, holder: Holder) -> str | None:
         """The operator that made what the holder saved, if that is known; for messages."""
+        return None
+
+    def holdings(self, frame: Frame) -> Iterable[Holding]:
+        """All that is held now for the holders that live, without parameters."""
+        return ()
+
+    def operator_of(self, holder: Holder) -> str | None:
+        """The operator that made what the holder saves, while the region runs."""
         return None
 
     def hint(self, saved: Any, recomputed: Any) -> str:

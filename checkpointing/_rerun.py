@@ -30,9 +30,9 @@ from torch import Tensor, nn
 
 from . import _torch, errors
 from ._ambient import Ambient, Generators, Undo, has_rng, undo_all
-from ._engine import Frame, Held, Holder, Name, Recompute, Source, copy_of, identity, is_parameter, named, root_of
+from ._engine import Frame, Held, Holder, Holding, Name, Recompute, Source, copy_of, identity, is_parameter, named, root_of
 from ._region import Region, thread, without_recording
-from ._tree import ATOMS, Field, put_together, take_apart
+from ._tree import ATOMS, Field, leaves_of, put_together, take_apart
 
 # Bound once: these run for every call.
 _enclosing_hooks = _torch.enclosing_hooks
@@ -213,6 +213,19 @@ class Rerun(Region, Source, Inputs):
         if parameter._version != version:
             raise errors.changed(where, named("a parameter", parameter), version, parameter._version)
         return parameter  # type: ignore[no-any-return]
+
+    def holdings(self, frame: Frame) -> Iterable[Holding]:
+        variables = [saved for _, saved in self._variables or ()]
+        for held in [leaf for saved in (*self._args, *self._kwargs.values(), *variables) for leaf in leaves_of(saved)]:
+            if type(held) is Held and not held.is_parameter:
+                yield Holding("input", held, named(held.name))
+        for pin in [*self._pins, *[leaf for result in self._results for leaf in leaves_of(result)]]:
+            if type(pin) is Pin and not pin.held.is_parameter:
+                yield Holding("kept", pin.held, named(pin.held.name))
+        for state in () if self._rng is None else self._rng.states:
+            yield Holding("random state", state, None)
+        for copy in () if self._buffers is None else self._buffers.copies():
+            yield Holding("buffers", copy, None)
 
     def knows(self, parameters: tuple[Tensor, ...]) -> bool:
         return any(known is parameter for m in self.modules for known in m.parameters() for parameter in parameters)
@@ -452,6 +465,9 @@ class Buffers:
     def storages(self) -> set[int]:
         """Those that are rewound."""
         return set(map(_torch.storage_id, self._then.tensors))
+
+    def copies(self) -> list[Tensor]:
+        return self._then.values
 
     def enter(self, where: object, undo: Undo) -> None:
         """Go back; `undo` is given the way out."""
