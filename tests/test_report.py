@@ -140,7 +140,7 @@ def test_held_tensors_are_told_apart_and_sorted():
     assert kinds(scope.report().regions[0]) == {"input": N, "offloaded": N}
     for _ in range(2):
         with checkpoint_scope(policy=auto(budget=10 * N), report=True) as scope:
-            w = chain(x)
+            w = chain(chain(chain(x)))
     assert kinds(scope.report().regions[0])["kept"] >= N
     norm = nn.BatchNorm1d(4)
     v = checkpointed(lambda x: norm(x).exp(), preserve_rng_state=False)(x.view(-1, 4))
