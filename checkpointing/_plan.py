@@ -186,7 +186,11 @@ class Stretch:
     """A part of a path whose slots one window would bring back, and that is to be cut."""
 
     def __init__(
-        self, model: Model, slots: Iterable[int], held: frozenset[int] = frozenset(), ends: tuple[int, int] | None = None
+        self,
+        model: Model,
+        slots: Iterable[int],
+        held: frozenset[int] = frozenset(),
+        ends: tuple[int, int] | None = None,
     ) -> None:
         self.model = model
         self.held = held  # memories
@@ -384,9 +388,7 @@ def _values(model: Model, kept: Iterable[int]) -> tuple[Value, ...]:
 class _Filling:
     """Keeps what saves most recompute per byte, as long as there is room."""
 
-    def __init__(
-        self, stretch: Stretch, ends: list[int], table: _Table, peak: int, budget: int | None
-    ) -> None:
+    def __init__(self, stretch: Stretch, ends: list[int], table: _Table, peak: int, budget: int | None) -> None:
         self.stretch, self.model, self.budget = stretch, stretch.model, budget
         self.starts, self.peak = ends[:-1], peak
         self.kept: set[int] = set()

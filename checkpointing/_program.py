@@ -99,10 +99,11 @@ class Like:
 class Slot:
     """A tensor that autograd saved at this place of the program."""
 
-    __slots__ = ("cell", "counts", "first", "is_held", "joins", "version")
+    __slots__ = ("cell", "counts", "first", "is_held", "is_read", "joins", "version")
 
     def __init__(self, cell: int, version: int, first: First | None) -> None:
         self.is_held = False  # whether a recompute starts from it, so that there is nothing to compute
+        self.is_read = False  # whether a region inside takes it, rather than an operator
         self.joins = False  # whether it is another part of the tensor that the slot before belongs to
         self.counts = False  # whether autograd saved something of this memory for the first time
         self.cell = cell

@@ -31,8 +31,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from . import _torch
 from ._ambient import read_switches
 from ._compiled import INDUCTOR, WRITTEN_UNSEEN, see_compiled_code
-from ._engine import Held, is_parameter, root_of
+from ._engine import is_parameter, root_of
 from ._gathered import lend
+from ._held import Aliased, Held, hold
 from ._offload import Destination, Mover
 from ._ops import INFOS, Info, generators_of, tensors_of
 from ._program import NOT_WRITTEN, Filling, First, Known, Like, Parts, Program, Slot, Step, Thing, Value
@@ -127,6 +128,8 @@ class Run(TorchDispatchMode, Region):
         self._shared: dict[int, int] = {}  # by storage: the first cell from outside there
         self._made: dict[int, int] = {}  # by storage: a cell there; of so many cells:
         self._looked_at = 0
+        self._announced: Tensor | None = None
+        self.is_read = False  # whether what is saved is read by a region inside
         self._joins = False  # whether what is saved is another part of the tensor before
         if INDUCTOR in _modules:
             see_compiled_code(self)
@@ -378,28 +381,32 @@ class Run(TorchDispatchMode, Region):
             # Autograd saves it before it is filled; or nobody sees whether that is so (`opaque()`); or a backward
             # inside the block runs, which a rerun of the enclosing region may meet at another time.
             hooks = None
-        self.held[first.cell] = held = Held(tensor, hooks, first.name)
+        self.held[first.cell] = held = hold(tensor, hooks, first.name, "an input")
         held.is_parameter |= first.is_lent
         if first.copies:
             held.freeze()
-        if held.is_packed:
-            self.held[first.cell] = Packed(held, tensor)
 
     def _freeze(self, cell: int) -> None:
         """What is held there is about to be written: hold a copy."""
         held = self.held.get(cell)
         if type(held) is tuple:
-            held = self.held[cell] = Held(held[0], None, "a parameter")
-        if type(held) is Packed:
-            held = held.held
+            parameter, version = held
+            held = self.held[cell] = Aliased(parameter, "a parameter", version=version)
         if held is not None:
             tensor = self.cells[cell]()
-            held.freeze(None if tensor is None else lambda: tensor.detach().clone())
+            held.freeze(None if tensor is None else lambda: _torch.copy(tensor))
 
     # ---- what autograd saves
 
+    def announce(self, tensor: Tensor) -> None:
+        """A region inside is about to take this as an input: what is saved next is an alias."""
+        self._announced = tensor
+
     def save(self, tensor: Tensor) -> Any:
         """What a holder needs to bring `tensor` back."""
+        if self._announced is not None:
+            tensor, self._announced = self._announced, None
+            return self._save_input(tensor)
         if self._pending:
             self.settle()
         if type(tensor) is not Tensor and hasattr(tensor, "__tensor_flatten__"):
@@ -409,7 +416,7 @@ class Run(TorchDispatchMode, Region):
             slot = saves[place]
             first = slot.first
             is_same = self.cells[slot.cell]() is tensor if first is None else self._meets(first, tensor)
-            if is_same and slot.joins is not self._joins:
+            if is_same and (slot.joins is not self._joins or slot.is_read is not self.is_read):
                 self._go_back_to(slot.cell if first is not None else len(self.cells))
             elif is_same:
                 if first is not None or slot.counts or self._save_at is not None:
@@ -417,6 +424,14 @@ class Run(TorchDispatchMode, Region):
                 self.saved = place + 1
                 return slot
         return self._save_something_new(tensor)
+
+    def _save_input(self, tensor: Tensor) -> Any:
+        """The same for what a region inside reads, while autograd saves also what is to be filled yet."""
+        self.is_read = True
+        try:
+            return self.save(tensor)
+        finally:
+            self.is_read = False
 
     def _save_parts(self, tensor: Any) -> Wrapped:
         """A wrapper subclass is saved part by part."""
@@ -439,7 +454,7 @@ class Run(TorchDispatchMode, Region):
             return self.save(tensor)
         recorder = self._record()
         slot = recorder.slot(tensor)
-        slot.joins = self._joins
+        slot.joins, slot.is_read = self._joins, self.is_read
         self.cells += [ref(tensor)] * (slot.first is not None)
         step.saves.append(slot)
         return self._save_in(slot, tensor)
@@ -582,8 +597,7 @@ class Run(TorchDispatchMode, Region):
         step = self._event(KEEP, (tensor,), (tensor,))
         if not step.effect:
             hooks = self.hooks if mover is None or not mover.takes(tensor) else mover
-            held = Held(tensor, hooks, "a kept tensor")
-            self.held[step.first_cell] = Packed(held, tensor) if held.is_packed else held
+            self.held[step.first_cell] = hold(tensor, hooks, "a kept tensor")
             self.kept_bytes += tensor.untyped_storage().nbytes()
 
     def adopt(self, tensor: Tensor, slot: Slot) -> None:
@@ -624,8 +638,7 @@ class Run(TorchDispatchMode, Region):
             return
         mover = None if place is None else self._mover(place)
         hooks = self.hooks if mover is None or not mover.takes(tensor) else mover
-        held = Held(tensor, hooks, "a kept tensor")
-        self.held[value] = Packed(held, tensor) if held.is_packed else held
+        self.held[value] = hold(tensor, hooks, "a kept tensor")
         self.planned_bytes += nbytes
 
     def tag(self, tensor: Tensor, name: str) -> Tensor:
@@ -724,17 +737,6 @@ class _CpuState:
         if all(function is not _torch.set_cpu_state for function, _ in undo):
             undo.append((_torch.set_cpu_state, _torch.get_cpu_state()))
         _torch.set_cpu_state(self.state)
-
-
-class Packed:
-    """What hooks have made of a tensor, and how that was laid out: they may give back another layout."""
-
-    __slots__ = ("dtype", "held", "size", "stride")
-
-    def __init__(self, held: Held, tensor: Tensor) -> None:
-        self.held = held
-        is_plain = tensor.layout is torch.strided and not tensor.is_nested
-        self.size, self.stride, self.dtype = (tensor.shape, tensor.stride(), tensor.dtype) if is_plain else (None,) * 3
 
 
 class Wrapped:
@@ -935,7 +937,7 @@ class _Recorder:
             if not needs_copy or cell in self._copied:
                 self._reads.append(self._value(cell))
                 held = self._run.held.get(cell)
-                if type(held) is Held and held.name is None:  # it was saved first
+                if isinstance(held, Held) and held.name is None:  # it was saved first
                     held.name = reader
                 return Known(cell)
         memory = None if cell is None else self.memory_of[cell]
@@ -1182,7 +1184,9 @@ class _Recorder:
             slot = Slot(*self._value(cell), None)
         else:
             # Autograd saves it before the operator runs that fills it: there is nothing in it yet.
-            hides = cell is not None and self._state[self.memory_of[cell]] is UNFILLED
+            hides = cell is not None and self._state[self.memory_of[cell]] is UNFILLED and not self._run.is_read
+            if cell is not None and self._run.is_read:  # then something unseen has filled it
+                self._state[self.memory_of[cell]] = OUTSIDE
             first = self._first(tensor, cell, holds=True, hides=hides, name=None)
             slot = Slot(first.cell, NOT_WRITTEN, first)
         memory = self.memory_of[slot.cell]

@@ -22,18 +22,20 @@ from torch import Tensor
 from . import _torch
 from ._ambient import Generators
 from ._auto import AutoTape
+from ._buffers import Buffers
 from ._check import maker_of
-from ._engine import Frame, Held, Holder, Recompute, is_parameter, named, root_of
+from ._engine import Frame, Holder, Recompute, is_referenced, named, root_of
+from ._held import Held
 from ._ops import tensors_of
 from ._region import Region
 from ._replay import Replay
-from ._rerun import Buffers, Pin
+from ._rerun import Pin
 from ._tape import Tape
 from ._tree import Container
 from ._values import KEPT, Op, Ref, Scratch, SpecialOp, Value, Wrapped, values_of
 from ._where import described, user_line
-from ._record import Packed
-from ._windows import Path, Replay as Follow, is_counted
+from ._windows import Path, is_counted
+from ._windows import Replay as Follow
 
 
 class TensorReport(NamedTuple):
@@ -222,7 +224,7 @@ def measure_run(frame: Frame, source: Follow) -> Stats:
         entries, randoms = [(c in path.given, entry) for c, entry in run.held.items()], run.random
     sizes: dict[bool, dict[int, int]] = {True: {}, False: {}}
     for is_given, entry in entries:
-        part = entry.held if type(entry) is Packed else entry
+        part = entry
         if type(part) is tuple or part.is_parameter:
             continue
         for tensor in _tensors_in(_packed(part)):
@@ -231,7 +233,16 @@ def measure_run(frame: Frame, source: Follow) -> Stats:
                 sizes[is_given][key] = tensor.untyped_storage().nbytes() if _torch.has_storage(tensor) else 0
     held = sum(sizes[True].values()) + sum(state.nbytes for state in randoms.values())
     kept = sum(sizes[False].values())
-    return Stats(recorded, source.replayed, source.replays, run.saved_bytes, held, kept, cuts, 0 if source.plan is None else source.plan.peak)
+    return Stats(
+        recorded,
+        source.replayed,
+        source.replays,
+        run.saved_bytes,
+        held,
+        kept,
+        cuts,
+        0 if source.plan is None else source.plan.peak,
+    )
 
 
 def measure(frame: Frame, tape: Tape, source: Replay) -> Stats:
@@ -305,7 +316,7 @@ class Reported(Frame):
         operator = next((str(value.op.info.func) for value in values if value.op is not None), maker_of(tensor))
         where = _module_path(), user_line()
         record.notes.update((value.id, (operator, *where)) for value in values if value.id not in record.notes)
-        if not is_parameter(root) and not (root.is_leaf and root.requires_grad):
+        if not is_referenced(root):
             for part in _torch.plain_parts(tensor):
                 storage = part.untyped_storage() if _torch.has_storage(part) else holder
                 if storage not in self._storages:
@@ -397,7 +408,7 @@ def held_by(frame: Frame, record: Record) -> list[TensorReport]:
             operator = str(owner.info.func) if isinstance(owner, Op) else None
         elif type(part) is Buffers:
             kind, tensors = "buffers", part._then.values
-        elif type(part) is not Held:  # a tensor, which `auto` spares while the block runs
+        elif not isinstance(part, Held):  # a tensor, which `auto` spares while the block runs
             kind = "spared"
         else:
             if kind == "input":
@@ -427,7 +438,7 @@ def _parts(frame: Frame) -> Iterator[tuple[Any, Any]]:
                 seen.add(id(part))
                 if type(part) in _ENTERED:
                     stack.append((owner, part))
-                elif type(part) in (Generators, Buffers) or (type(part) is Held and not part.is_parameter):
+                elif type(part) in (Generators, Buffers) or (isinstance(part, Held) and not part.is_parameter):
                     yield owner, part
 
 
@@ -436,7 +447,7 @@ _ENTERED = {list, tuple, dict, Value, Op, SpecialOp, Ref, Scratch, Wrapped, Cont
 
 def _packed(part: Any) -> Any:
     """What hooks have made of a tensor; the tensor, if there were none."""
-    packed = part.packed if type(part) is Held else part
+    packed = part.packed if isinstance(part, Held) else part
     return packed.data if isinstance(packed, _torch.SavedTensor) else packed
 
 

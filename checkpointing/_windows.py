@@ -33,14 +33,14 @@ from torch import Tensor
 
 from . import _torch, errors
 from ._ambient import Undo, enter_switches, undo_all
-from ._engine import Frame, Held, Holder, Recompute, Source, named
+from ._engine import Frame, Holder, Recompute, Source
 from ._gathered import check_there
+from ._held import Held, check_version
 from ._offload import Moved, prefetch
 from ._ops import tensors_of
-from ._program import NOT_WRITTEN, First, Known, Like, Parts, Slot, Step, Value
 from ._plan import Choice, Model, Stretch, choose
-from ._record import BROUGHT_BACK, KEEP, Packed, Run, Wrapped, sizes_of, slots_of, with_saves
-from ._values import laid_out
+from ._program import NOT_WRITTEN, First, Known, Like, Parts, Slot, Step, Value
+from ._record import BROUGHT_BACK, KEEP, Run, Wrapped, sizes_of, slots_of, with_saves
 
 
 class Path:
@@ -106,7 +106,9 @@ class Path:
         """The step after which a run holds what it keeps."""
         return self._maker[source] if type(source) is int else max(self.makers(source))
 
-    def slice_of(self, values: Iterable[Value], without: frozenset[Any] = frozenset()) -> tuple[list[int], dict[int, Any]]:
+    def slice_of(
+        self, values: Iterable[Value], without: frozenset[Any] = frozenset()
+    ) -> tuple[list[int], dict[int, Any]]:
         """The steps that make these values, in order, and what they start from: by cell, the cell that is held. Kept
         cells in `without` are not used."""
         found: set[int] = set()
@@ -229,7 +231,19 @@ class Path:
 class Instruction:
     """One step of a window: where on the table its arguments are, and where its results go."""
 
-    __slots__ = ("args", "dead", "grad_mode", "index", "is_flat", "is_random", "kwargs", "results", "run", "step", "wanted")
+    __slots__ = (
+        "args",
+        "dead",
+        "grad_mode",
+        "index",
+        "is_flat",
+        "is_random",
+        "kwargs",
+        "results",
+        "run",
+        "step",
+        "wanted",
+    )
 
 
 class Window:
@@ -480,9 +494,7 @@ class Stock:
 
     __slots__ = ("group", "held", "numbers", "random", "sizes")
 
-    def __init__(
-        self, group: Group, held: dict[Any, Any], run: Run | Stock, slots: Sequence[int]
-    ) -> None:
+    def __init__(self, group: Group, held: dict[Any, Any], run: Run | Stock, slots: Sequence[int]) -> None:
         window = group.window(slots)
         self.group = group
         self.held = {source: held[source] for source in window.sources}
@@ -542,6 +554,9 @@ class Replay(Source):
 
     # ---- as a source
 
+    def announce(self, tensor: Tensor) -> None:
+        self.tape.announce(tensor)
+
     def maker(self, holder: Holder) -> str | None:
         """The operator that made what the holder saved."""
         path = holder.stock.group.path
@@ -559,7 +574,7 @@ class Replay(Source):
             held = holder.stock.held[holder.stock.group.at_hand]
         else:
             return None
-        if type(held) is Packed:
+        if isinstance(held, Held) and held.is_packed:
             return None
         try:
             return self._fetch(held, where, None)
@@ -572,23 +587,16 @@ class Replay(Source):
             return held
         if type(held) is tuple:
             parameter, version = held
-            if parameter._version != version:
-                raise errors.changed(where, named("a parameter", parameter), version, parameter._version)
+            check_version(where, "a parameter", parameter, version)
             if not parameter.data_ptr():
                 check_there(where, parameter)
             return parameter  # type: ignore[no-any-return]
-        if type(held) is Held:
+        tensor = None if inputs is None else inputs.get(held)
+        if tensor is None:
             tensor = held.fetch(where)
             if held.is_parameter:
                 check_there(where, tensor)
-            return tensor
-        assert inputs is not None  # what is packed goes through a recompute
-        tensor = inputs.get(held)
-        if tensor is None:
-            tensor = held.held.fetch(where)
-            if held.stride is not None and tensor.stride() != held.stride:
-                tensor = laid_out(tensor, held.size, held.stride, 0, held.dtype, 0)
-            if held.held.moved is None:  # it can be fetched again
+            if held.is_packed and held.moved is None and inputs is not None:  # else it can be fetched again
                 inputs[held] = tensor
         return tensor
 
@@ -684,7 +692,7 @@ class Replay(Source):
 
 def _moved_in(stock: Stock) -> list[Moved]:
     """What of a stock waits elsewhere."""
-    packed = [held.held.moved for held in stock.held.values() if type(held) is Packed]
+    packed = [held.moved for held in stock.held.values() if isinstance(held, Held)]
     return [moved for moved in packed if moved is not None]
 
 
@@ -752,7 +760,7 @@ class _Execution:
                     copies[storage] = _torch.clone_storage(tensor)
                     self.table[place] = copies[storage]
                 else:
-                    self.table[place] = _torch._lay_as(tensor, copies[storage])
+                    self.table[place] = _torch.lay_as(tensor, copies[storage])
 
     def _check_sizes(self, instruction: Instruction, result: Any) -> None:
         """A custom operator may depend on something besides its arguments."""
