@@ -178,7 +178,7 @@ class Step:
         self.is_view = False
         self.draws = False  # random numbers, perhaps
         self.is_quick_draw = False  # from the generator of the device of the first argument
-        self.keeps: tuple[tuple[Value, int], ...] = ()  # values there after it that plans keep, and their bytes
+        self.keeps: tuple[tuple[Value, bool], ...] = ()  # values there after it that plans keep; whether their bytes count
         self.is_special = False  # anything but an operator that reads tensors and returns new ones
         # What recording knows after it, beside what it knew before:
         self.memories: tuple[tuple[int, int], ...] = ()  # the memory of each new cell
@@ -197,6 +197,7 @@ class Program:
     def __init__(self) -> None:
         self.root = Step(None, None)
         self.size = 0
+        self.expected: frozenset[Value] = frozenset()  # what the last run should have held for its plan
 
     def add(self, step: Step) -> Step:
         """A step that came after its parent for the first time. A tree that has grown too large is left to the runs

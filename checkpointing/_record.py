@@ -123,6 +123,7 @@ class Run(TorchDispatchMode, Region):
         self.placement: Placement | None = None  # what `auto()` is asked for
         self.holds_planned = False  # whether what a plan keeps is held from the forward on
         self.planned_bytes = 0
+        self._planned: dict[Value, int] = {}  # bytes of what is held for a plan
         self.alive: frozenset[int] = frozenset()  # cells that somebody else holds when the block has ended
         self._recorder: _Recorder | None = None  # while something is recorded
         self._shared: dict[int, int] = {}  # by storage: the first cell from outside there
@@ -630,12 +631,21 @@ class Run(TorchDispatchMode, Region):
             else:
                 self._hold_planned(*each)
 
-    def _hold_planned(self, value: Value, nbytes: int) -> None:
+    def _hold_planned(self, value: Value, counts: bool) -> None:
         tensor = self.cells[value[0]]()
+        if tensor is None:
+            return
         assert self.placement is not None
         budget, place = self.placement
-        if tensor is None or (budget is not None and self.planned_bytes + self.kept_bytes + nbytes > budget):
-            return
+        nbytes = tensor.untyped_storage().nbytes() if counts else 0
+        if budget is not None and self.planned_bytes + self.kept_bytes + nbytes > budget:
+            expected = self.program.expected
+            for other in [key for key in self.held if type(key) is tuple and key not in expected]:
+                self.planned_bytes -= self._planned.pop(other)
+                del self.held[other]
+            if value not in expected or self.planned_bytes + self.kept_bytes + nbytes > budget:
+                return
+        self._planned[value] = nbytes
         mover = None if place is None else self._mover(place)
         hooks = self.hooks if mover is None or not mover.takes(tensor) else mover
         self.held[value] = hold(tensor, hooks, "a kept tensor")

@@ -185,7 +185,7 @@ SMALL = {
 
 
 @pytest.mark.parametrize("name", SMALL)
-@pytest.mark.parametrize("options", [{}, {"budget": 200_000}, {"segment": 100_000}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"budget": 200_000}, {"budget": 20_000}], ids=str)
 def test_the_same_program_makes_the_same_cuts(name, options):
     """In every step, and whenever the garbage collector runs."""
     run = scoped(SMALL[name](), **options)
@@ -222,7 +222,7 @@ def test_the_same_cuts_in_another_process():
 
 # ---- bit for bit
 
-KINDS = [{}, {"segment": 4000}, {"segment": 1}, {"budget": 20_000}, {"budget": 2100}, {"budget": 9000, "segment": 2000}]
+KINDS = [{}, {"budget": 9000}, {"budget": 1}, {"budget": 20_000}, {"budget": 2100}]
 
 
 def gradients(build, wrap, order=2):
@@ -471,7 +471,7 @@ def test_what_is_dear_per_byte_is_kept_before_what_is_cheap():
 def test_checkpoints_make_way_for_what_the_user_keeps():
     """Also the last one of them, where what is kept on request leaves no room."""
     x = torch.rand(1000).requires_grad_()
-    with checkpoint_scope(policy=auto(budget=8_000, segment=4_000)) as scope, Meter(scope) as meter:
+    with checkpoint_scope(policy=auto(budget=8_000)) as scope, Meter(scope) as meter:
         y = x * 1
         for _ in range(6):
             y = y.tanh()
@@ -486,16 +486,15 @@ def test_budgets_may_be_text():
     """In powers of ten or of two."""
     for text, number in (("1.5 GiB", 3 * 2**29), ("200 MB", 200 * 10**6), ("3kb", 3000), ("7", 7), ("1e3", 1000)):
         assert auto(budget=text) == auto(budget=number)
-        assert auto(segment=text) == auto(segment=number)
     assert repr(auto(budget="2 KiB")) == "auto(budget=2048)"
     assert repr(auto()) == "auto()"
-    assert hash(auto(segment=5)) == hash(auto(segment=5)) != hash(auto(segment=6))
+    assert hash(auto(budget=5)) == hash(auto(budget=5)) != hash(auto(budget=6))
 
 
 @pytest.mark.parametrize(
     ("error", "options"),
     [(ValueError, {"budget": given}) for given in (-1, "much", "-1 GB", "1 XB")]
-    + [(TypeError, {"budget": 1.5}), (TypeError, {"budget": True}), (ValueError, {"segment": 0})],
+    + [(TypeError, {"budget": 1.5}), (TypeError, {"budget": True})],
     ids=str,
 )
 def test_what_is_no_number_of_bytes(error, options):
@@ -558,7 +557,7 @@ def test_auto_and_other_policies():
 # ---- lifetimes
 
 
-@pytest.mark.parametrize("options", [{}, {"budget": 1200}, {"segment": 500}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"budget": 1200}, {"budget": 500}], ids=str)
 def test_nothing_outlives_its_use(options, no_gc):
     """Without the garbage collector: after backward, without one, after an exception, after two."""
     warnings.simplefilter("ignore")

@@ -108,7 +108,7 @@ def test_after_backward_nothing_is_held_and_the_record_is_still_there(backend):
 
 def test_a_scope_reports_itself_at_any_time():
     """Before the block, in it, between and after backward; the same sums as in its stats."""
-    scope = checkpoint_scope(policy=auto(segment=N), report=True)
+    scope = checkpoint_scope(policy=auto(budget=N), report=True)
     assert scope.report() == Report(())
     with scope:
         x = leaf() * 1

@@ -202,7 +202,7 @@ def test_opaque_in_scopes_in_torchs_own_checkpoint():
     assert torch.equal(have, want)
 
 
-@pytest.mark.parametrize("policy", [None, [torch.ops.aten.mul.Tensor], auto(segment=16)])
+@pytest.mark.parametrize("policy", [None, [torch.ops.aten.mul.Tensor], auto(budget=16)])
 def test_what_a_scope_in_torchs_own_checkpoint_writes_is_copied_past_its_hooks(policy):
     """Neither what it keeps nor what it has read from outside makes those run the function again at once."""
     calls = []
