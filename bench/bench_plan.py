@@ -12,7 +12,6 @@ import time
 import warnings
 from pathlib import Path
 
-import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint

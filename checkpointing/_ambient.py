@@ -15,7 +15,6 @@ import contextvars
 import importlib
 import operator
 import random
-import threading
 import weakref
 from collections.abc import Callable, Iterable
 from copy import copy
@@ -124,8 +123,7 @@ class StateHandle:
 
     def remove(self) -> None:
         """Take no more snapshots. Regions that have one still restore it. Removing twice does nothing."""
-        with _registry.lock:
-            _registry.states = tuple(handle for handle in _registry.states if handle is not self)
+        _registered.pop(self, None)
 
     def __enter__(self) -> StateHandle:
         return self
@@ -142,13 +140,7 @@ class StateHandle:
             self._restore(state)
 
 
-class _Registry:
-    # The tuple is replaced, never changed: whoever reads it needs no lock.
-    states: tuple[StateHandle, ...] = ()
-    lock = threading.Lock()
-
-
-_registry = _Registry()
+_registered: dict[StateHandle, None] = {}  # in their order; what is done with it takes one step, and no lock
 
 
 def register_state(snapshot: Callable[[], S], restore: Callable[[S], object]) -> StateHandle:
@@ -187,8 +179,7 @@ def register_state(snapshot: Callable[[], S], restore: Callable[[S], object]) ->
         if not callable(function):
             raise TypeError(f"register_state takes two functions, not {function!r}")
     handle = StateHandle(snapshot, restore)
-    with _registry.lock:
-        _registry.states += (handle,)
+    _registered[handle] = None
     return handle
 
 
@@ -211,7 +202,7 @@ class Ambient:
         self._switches = read_switches()
         self._modes = _torch.function_modes() if _function_mode_count() else None
         self._autocast = _read_autocast() if _autocast_is_on() else None
-        self._states = [handle.capture() for handle in _registry.states] if _registry.states else ()
+        self._states = [handle.capture() for handle in [*_registered]] if _registered else ()
 
     def enter(self, undo: Undo) -> contextvars.Context:
         """Put back what differs; `undo` is given the way out, the last first. Returns the context to run in: a copy,

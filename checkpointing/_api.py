@@ -25,13 +25,13 @@ from ._check import CHECKS, DeterminismCheck, check_of
 from ._debug import explain, logged
 from ._engine import Frame, is_internal, unpack
 from ._policy import as_policy
-from ._region import thread
 from ._program import program_of
 from ._record import Run
+from ._region import thread
 from ._report import Report, Reported, Stats, collect, measure, note, record_of
-from ._rerun import PreserveRngState, Rerun
-from ._windows import Replay as Follow
+from ._rerun import PreserveRngState, Rerun, call_within
 from ._where import Line, entered_from, stack_of_user, warn
+from ._windows import Replay as Follow
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -103,9 +103,10 @@ _SCOPE_DEFAULTS = Options("replay")
 # Bound once: these run for every call.
 _is_compiling = torch.compiler.is_dynamo_compiling
 _is_grad_enabled, _hooks_are_enabled = torch.is_grad_enabled, _torch.hooks_are_enabled
-_innermost_transform = _torch.innermost_transform
+_innermost_transform, _mode_count, _is_tracing = _torch.innermost_transform, _torch.mode_count, _torch.is_tracing
 
-_run_by_hooks = "_ambient _check _compiled _debug _engine _gathered _record _region _report _rerun _torch _where _windows"
+_run_by_hooks = "_ambient _buffers _check _compiled _debug _engine _gathered _held _record _region _report _rerun _torch _where"
+_run_by_hooks += " _windows"
 _torch.keep_dynamo_out(*(sys.modules[f"{__package__}.{name}"] for name in _run_by_hooks.split(" ")))
 
 _disabled: contextvars.ContextVar[bool] = contextvars.ContextVar("checkpointing.disabled", default=False)
@@ -197,8 +198,9 @@ def forward_only(fn: Callable[P, R], /) -> Callable[P, R]:
 
 
 def is_plain(enabled: bool = True) -> bool:
-    """Whether to run without a region (rule 10)."""
-    if not enabled or not _is_grad_enabled() or _disabled.get():
+    """Whether to run without a region (rule 10). What is traced is a graph, with the backward in it or not at all: a
+    recompute would put the activations of this run into it, and other random numbers."""
+    if not enabled or not _is_grad_enabled() or _disabled.get() or (_mode_count() and _is_tracing()):
         return True
     # A transform taken over a region: `grad` and its kin disable hooks; under `vmap` what a region would save or read
     # are batches, which end with it.
@@ -213,7 +215,7 @@ def _warn_about_transforms() -> None:
     warn(
         "checkpointing: a torch.func transform (grad, vjp, jacrev, vmap, ...) is being taken over a region, or "
         "saved-tensors hooks are disabled for another reason, so regions run as plain code and save no memory. "
-        "Take gradients with torch.autograd around the region, or put the transform inside it. This is said once."
+        "Take gradients with torch.autograd.grad; inside a region vmap, jvp and jacfwd work, too. This is said once."
     )
 
 
@@ -369,7 +371,7 @@ def _run(fn: Any, args: Any, kwargs: Any, name: str, options: Options) -> Any:
         return torch.utils.checkpoint.checkpoint(
             fn, *args, use_reentrant=is_reentrant, preserve_rng_state=keeps_rng, **kwargs
         )
-    if _is_compiling() or is_plain(options.enabled):
+    if is_plain(options.enabled):
         return fn(*args, **kwargs)
     if options.backend == "reentrant":
         return _reentrant.run(fn, name, options.preserve_rng_state, args, kwargs)
@@ -392,19 +394,18 @@ def run_rerun(
     kind = Reported if _is_noted(options) else Frame
     frame = kind(source, name, where, options.early_stop, check_of(options.determinism_check))
     frame.prefix = prefix
-    forward = None
     if contexts is not None:
         forward, source.context = contexts(frame)
+        fn = functools.partial(call_within, forward, fn)
     frame.enter(source)
     try:
-        if forward is None:
-            return fn(*args, **kwargs)
-        with forward:
-            return fn(*args, **kwargs)
-        raise errors.suppressed()
+        result = fn(*args, **kwargs)
     finally:
-        frame.leave(source)
-        source.outer = None
+        in_order = frame.leave(source)
+        source.end()
+    if not in_order:
+        raise errors.crossed(frame)
+    return result
 
 
 def _is_noted(options: Options) -> bool:
@@ -463,15 +464,22 @@ class _Block:
         self.frame.enter(self._tape)
 
     def __exit__(self, *error: Any) -> None:
-        outer = self._tape.outer
-        self.frame.leave(self._tape)
-        if outer is not None:
-            outer.yield_to_inner(-1)
-        self._tape.__exit__(*error)  # type: ignore[no-untyped-call]
-        complaint = self._tape.close()
+        tape = self._tape
+        outer, in_order = tape.outer, self.frame.leave(tape)
+        if not in_order:
+            _torch.remove_mode(tape)
+        else:
+            tape.__exit__(*error)  # type: ignore[no-untyped-call]
+            if outer is not None:
+                outer.yield_to_inner(-1)
+        complaint = tape.close()
         self._source.close(self.frame)
         complaint = complaint or self._source.complaint
-        if complaint and error[0] is None:
+        if error[0] is not None:
+            return
+        if not in_order:
+            raise errors.crossed(self.frame)
+        if complaint:
             warn(f"{self.frame.place}: {complaint}")
 
     def stats(self) -> Stats:

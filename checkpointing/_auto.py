@@ -32,12 +32,13 @@ from typing import Any, NamedTuple, cast
 from torch import Tensor
 
 from . import _torch
-from ._engine import Held, is_internal
+from ._engine import is_internal
+from ._held import hold
 from ._offload import Destination, Mover
 from ._ops import Info, tensors_of
 from ._replay import Limits
 from ._tape import Tape, by_storage
-from ._values import Op, Value, are_disjoint, geometry_of
+from ._values import CHEAP, Op, Value, are_disjoint, geometry_of
 
 _users = _torch.storage_users_by_id
 _storage_id, _has_storage, _STORAGE_OBJECT = _torch.storage_id, _torch.has_storage, _torch.STORAGE_OBJECT
@@ -90,6 +91,8 @@ class AutoTape(Tape):
         self._packs_late = hooks is not None and is_internal(hooks)
         self._saves = 0  # how many values autograd has saved
         self._fresh: list[tuple[int, Value]] = []  # made since the last settled cut, as far as they live
+        self._cheap: list[tuple[int, Value]] = []  # as good as held, as far as they live: casts that autocast caches
+        self._cheap_bytes = 0
 
         self._cuts: list[Cut] = []  # the last one provisionally, if `_trial` is not None
         self._trial: tuple[int, int] | None = None  # of the provisional cut: bytes dropped before it, bytes alive
@@ -120,7 +123,7 @@ class AutoTape(Tape):
             kept = self._kept.get(value)
             if kept is not None:
                 kept.was_read = self.clock + 1
-        elif op.index < self._last_cut and value.nbytes:
+        elif op.index < self._last_cut and value.nbytes and value.state is not CHEAP:
             if self._budget is not None:
                 self._give_up(value)
                 self._clear_room(value.nbytes)
@@ -133,7 +136,8 @@ class AutoTape(Tape):
         op = value.op
         self._saves += is_new and (op is not None or value in self._kept)
         if op is not None:
-            self._drop(op.index, nbytes)
+            if value.state is not CHEAP:
+                self._drop(op.index, nbytes)
             if is_new:
                 self._spare_it(value, op, tensor)
 
@@ -154,6 +158,11 @@ class AutoTape(Tape):
                 self._clear_room(value.nbytes)
         super().keep_at(tensor, mover)
 
+    def look_away(self) -> None:
+        for value in list(self._spare):  # it can be made again
+            self._give_up(value)
+        super().look_away()
+
     def close(self) -> str:
         why, least = "", self.kept_bytes + self._held_bytes
         if self._budget is not None and least > self._budget:
@@ -168,19 +177,35 @@ class AutoTape(Tape):
                 held = value.held
                 if held is not None and not held.is_packed:
                     value.keep(held.packed, self.hooks)
-            for value, tensor in self._spare.items():
-                if self._values.get(_storage_id(tensor)) is value:
-                    value.keep(tensor, self.hooks)
-                elif self.hooks is None:  # the rest of its storage has been overwritten
-                    value.parts = {geometry_of(tensor): Held(tensor, None, "a kept tensor")}
+            self._hand_over()
         finally:  # hooks of what encloses the region may raise
             super().close()
-            for cut in self._cuts:  # to which its values refer
-                cut.kept.clear()
-            self._fresh, self._cuts, self._cheapest, self._flops = [], [], [], None
-            for mine in (self._kept, self._spare, self._spare_on, self._sent):
-                mine.clear()
+            self._flops = None
         return why and f"auto(budget={self._budget}): {why}. The smallest budget possible is {least} bytes."
+
+    def _hand_over(self) -> None:
+        for value, tensor in self._spare.items():
+            if self._values.get(_storage_id(tensor)) is value:
+                value.keep(tensor, self.hooks)
+                del self._values[_storage_id(tensor)]
+            elif self.hooks is None:  # the rest of its storage has been overwritten
+                value.parts = {geometry_of(tensor): hold(tensor, None, "a kept tensor")}
+        for value, kept in self._kept.items():
+            if self._values.get(kept.sid) is value and not self._is_alive(kept.sid, value):
+                del self._values[kept.sid]
+        super()._hand_over()
+        for cut in self._cuts:  # to which its values refer
+            cut.kept.clear()
+        self._fresh, self._cuts, self._cheapest, self._trial = [], [], [], None
+        for mine in (self._kept, self._spare, self._spare_on, self._sent):
+            mine.clear()
+        self._last_cut = self._dropped = self._since = self._cut_bytes = self._cheap_bytes = 0
+        self._held_bytes = self._spare_bytes = self._level = self._pause = 0
+        self._lasting, self._watch = 0.0, 1
+
+    def _forget(self) -> None:
+        super()._forget()
+        self._fresh, self._cheap = [], []
 
     def keeps_now(self) -> int:
         return self._held_bytes + self._spare_bytes + self.kept_bytes
@@ -338,6 +363,8 @@ class AutoTape(Tape):
         last.waiting = [(sid, v) for sid, v in self._fresh if v.op is not None and v.op.index < position]
         makers = [self._kept.get(value, value).op for _, value in self._fresh]  # but of what is kept for good
         self._fresh = [entry for entry, op in zip(self._fresh, makers, strict=True) if op and op.index >= position]
+        self._cheap = [entry for entry in self._cheap if self._is_alive(*entry)]
+        self._cheap_bytes = sum(value.nbytes for _, value in self._cheap)
         for cut in cuts:
             if cut.waiting:
                 cut.waiting = [(sid, v) for sid, v in cut.waiting if v.op is not None and self._is_alive(sid, v)]
@@ -345,10 +372,10 @@ class AutoTape(Tape):
                 cut.nbytes += waits - cut.waits
                 self._cut_bytes += waits - cut.waits
                 cut.waits = waits
-        if len(cuts) > 1:
+        if len(cuts) > 2:
             # What still lives of the cut before would have been kept by any cut (the long connections of a net, outputs
             # that are collected in a list): that part says nothing about whether a cut is dear.
-            cut = cuts[-2]
+            cut = cuts[-3]
             living = cut.waits + sum(v.nbytes for v, kept in cut.kept.items() if self._is_alive(kept.sid, v))
             self._lasting = min(1.0, living / cut.alive) if cut.alive else 0.0
         if self._size is None:
@@ -412,11 +439,13 @@ class AutoTape(Tape):
         sid = _storage_id(tensor)
         nbytes = 0 if sid in self._spare_on else value.nbytes
         if budget is None:
-            if self.hooks is not None:
+            if self.hooks is not None or value.state is CHEAP:
                 return
             room = self._held_bytes
             if self._size is None:
-                room = min(room, self._level - self._cut_bytes)
+                room = min(room, self._level - self._cut_bytes - self._cheap_bytes)
+            if self._trial is not None or (self._cuts and self._dropped > self._level):
+                room = max(room, self._dropped)  # perhaps the end, which backward would make again at once
             while self._spare_bytes + nbytes > room and self._spare:
                 self._give_up(next(iter(self._spare)))
             if nbytes > room:

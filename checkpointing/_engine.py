@@ -30,16 +30,15 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Iterable, Mapping, Set
 from functools import partial
-from typing import Any, NamedTuple, cast
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from . import _torch, errors
 from ._check import Check, Evidence, maker_of
-from ._offload import Moved, Mover
 from ._region import Region, thread, without_recording
 from ._torch import graph_task_id, node_count, pop_hooks, profiles, push_hooks
 from ._tree import Field
@@ -55,7 +54,7 @@ class Holding(NamedTuple):
     """Something that a recompute starts from, for reports."""
 
     kind: str
-    part: Held | Tensor
+    part: Any  # a `Held` or a tensor
     operator: str | None  # that has made it, or read it first; or which argument it is
     note: tuple[str | None, ...] | None = None  # the module that ran then, and the user's line
 
@@ -73,9 +72,12 @@ class Source:
         """Deliver `request.holder`, and on the way whatever else `request.wanted()` names."""
         raise NotImplementedError
 
-    def knows(self, parameters: tuple[Tensor, ...]) -> bool:
-        """Whether one of these belongs to a module that was there before the region."""
-        return True
+    def name_of(self, parameter: Tensor) -> str | None:
+        """What a parameter is called in the modules that were there before the region."""
+        return None
+
+    def announce(self, tensor: Tensor) -> None:
+        """A region inside is about to take this as an input, and to save an alias of it."""
 
     def maker(self, holder: Holder) -> str | None:
         """The operator that made what the holder saved, if that is known; for messages."""
@@ -89,9 +91,9 @@ class Source:
         """The operator that made what the holder saves, while the region runs."""
         return None
 
-    def hint(self, saved: Any, recomputed: Any) -> str:
-        """What else is known about a mismatch of metadata, or (None) an error of the function; for messages."""
-        return ""
+    def hint(self) -> str:
+        """What helps where a recompute differs from the forward, for messages."""
+        return errors.UNSEEN
 
 
 class Holder:
@@ -137,6 +139,10 @@ class Frame:
     complete = False  # backward may run before the region has ended (rule 6)
     on_error: Callable[[errors.CheckpointError], None] | None = None
     prefix: str | None = None  # how messages begin where other code matches on it; torch's functions set it
+    inputs: Mapping[int, tuple[object, int]] = MappingProxyType(
+        {}
+    )  # by slot: roles of what regions inside take; memory
+    written: frozenset[int] = frozenset()  # memory that regions inside write, which the recompute must deliver before
 
     def __init__(self, source: Source, name: str, entered_from: Line, early_stop: bool, check: Check) -> None:
         self.source = source
@@ -165,10 +171,29 @@ class Frame:
         here["region"] = region
         push_hooks(self.pack, unpack)
 
-    def leave(self, region: Region) -> None:
-        pop_hooks()
-        thread.region = region.outer
+    def leave(self, region: Region) -> bool:
+        """Returns whether all regions that were entered later have been left before this one, as they should be."""
         self.complete = True
+        here = thread.__dict__
+        inner = here["region"]
+        if inner is region:
+            pop_hooks()
+            here["region"] = region.outer
+            return True
+        while inner is not None and inner.outer is not region:
+            inner = inner.outer
+        if inner is not None:  # else it was entered in another thread
+            inner.outer = region.outer
+            _torch.remove_hooks(self.pack)
+        return False
+
+    def announce(self, role: object, tensor: Tensor) -> None:
+        """A region inside is about to take this as an input."""
+        if self.save is not None:  # slots are not matched by position
+            self.source.announce(tensor)
+        else:
+            storage = _torch.storage_id(tensor) if _torch.has_storage(tensor) else 0
+            self.__dict__.setdefault("inputs", {})[len(self.holders)] = role, storage
 
     def pack(self, tensor: Tensor) -> Holder:
         """Autograd's pack hook; it runs once per saved tensor."""
@@ -182,7 +207,7 @@ class Frame:
             holder.saved = None
         else:
             saved = holder.saved = parameter_in(tensor)
-            if saved is not None and saved[2]:
+            if saved is not None and saved[2] and tensor.requires_grad:
                 check = None  # it is compared by identity
         if check is not None:
             holder.metadata = check(tensor)
@@ -201,6 +226,8 @@ class Frame:
             ready, slot = task.ready, holder.slot
             tensor = ready.get(slot)  # another thread may have been quicker
             if tensor is None:
+                if slot in ready and group is not None and self.prefix:  # its functions refuse what torch's refuse
+                    raise errors.overlapping(self)
                 request = Recompute(self, task, holder)
                 if self.record is None and not profiles():
                     request.run()
@@ -278,7 +305,11 @@ class Recompute:
     _unfilled = -1  # the last node that has saved what its operator may fill only then, as RReLU its noise
     _stopped = False
     ran_to_its_end = False  # set by an in-order source that was not stopped
-    rewound: Container[int] = ()  # storages that hold what they did before the forward, until the rerun ends
+    rewound: Set[int] = frozenset()  # storages that hold what they did before the forward, until the rerun ends
+    _inputs: Mapping[int, tuple[object, int]] = {}
+    _copies: _torch.Copies | None = None
+    written: frozenset[int] = frozenset()  # which the forward has noted
+    _role: object = None  # of what is packed next: None for what an operator saves
 
     def __init__(self, frame: Frame, task: TaskTensors, holder: Holder) -> None:
         self.frame = frame
@@ -320,7 +351,7 @@ class Recompute:
     def begin_in_order(self) -> None:
         """A rerun is about to start: find the last slot that is wanted, where it is to be stopped (rule 5)."""
         holders, ready = self.frame.holders, self.ready
-        self._count = len(holders)
+        self._count, self._inputs = len(holders), self.frame.inputs
         if self.frame.early_stop:
             for ref in reversed(holders):
                 holder = ref()
@@ -335,13 +366,15 @@ class Recompute:
         """
         self._slot = slot = self._slot + 1
         kind, frame, tensor = type(given), self.frame, given
-        if given.requires_grad:
+        if self.rewound and not self.rewound.isdisjoint(_torch.storages_of(given)):
+            tensor = without_recording(_torch.copy, given)
+        elif given.requires_grad:
             if kind is not _Parameter:
                 tensor = given.detach()
-        elif self.rewound and _torch.has_storage(given) and _torch.storage_id(given) in self.rewound:
-            (tensor,) = without_recording(_torch.clones, [given])
         elif kind is Tensor and given._version == 0:
             self._unfilled = node_count()
+        if self._inputs or self._role is not None:
+            tensor = self._compare_roles(slot, tensor)
         if slot < self._count:
             holder = frame.holders[slot]()
             if holder is not None:
@@ -349,14 +382,15 @@ class Recompute:
                 now = None if kind is Tensor and given._base is None else parameter_in(given)
                 if now != saved:
                     self._compare_parameters(holder, now)
-                if (slot not in ready or holder is self.holder) and (saved is None or not saved[2]):
+                is_at_hand = saved is not None and saved[2] and saved[3]() is not None
+                if not is_at_hand and (slot not in ready or holder is self.holder):
                     check = frame.check
                     if check is not None and (found := check(tensor)) != holder.metadata:
                         self._note_mismatch(holder, found, given)
                     ready[slot] = tensor
                     self._versions[slot] = tensor._version
         elif frame.complete and not self._stopped:
-            raise errors.too_many(frame, self._count, user_line())
+            raise errors.too_many(frame, self._count, user_line(), frame.source.hint())
         # An operator that has yet to fill what it has saved must still run.
         if slot >= self._last and (self._unfilled != node_count() or self._stopped):
             self._stopped = True
@@ -365,14 +399,48 @@ class Recompute:
 
     _torch.mark_as_torchs_own(pack)
 
+    def announce(self, role: object, tensor: Tensor) -> None:
+        """A region inside is about to take this as an input."""
+        self._role = role
+
+    def replace(self, delivered: Tensor, copy: Tensor) -> None:
+        """What was delivered is about to be written by the function: deliver a copy."""
+        for slot, tensor in self.ready.items():
+            if tensor is delivered:
+                self.ready[slot] = copy
+                self._versions[slot] = copy._version
+
+    def _compare_roles(self, slot: int, tensor: Tensor) -> Tensor:
+        """What a region inside takes, that region must have taken in the forward, and no operator saved. Where it was
+        then written, what is delivered is a copy."""
+        role, self._role = self._role, None
+        then, storage = self._inputs.get(slot, (None, 0))
+        if slot < self._count and role != then:
+            raise errors.other_role(self.frame, slot, user_line(), then, role)
+        if storage not in self.frame.written:
+            return tensor
+        self._copies = copies = self._copies or _torch.Copies()
+        copy: Tensor = without_recording(copies.copy, tensor)
+        return copy
+
     def _compare_parameters(self, holder: Holder, found: Shown | None) -> None:
-        """Where either run saves a parameter or a view of one, the other must save that very one, unwritten; but those
-        that the function makes itself are new each time."""
-        saved: Shown | None = holder.saved
-        if saved is None or found is None or (saved[0] != found[0] and self.frame.source.knows((saved[3], found[3]))):
-            raise errors.other_parameter(self.frame, holder.slot, user_line(), saved is not None, found is not None)
+        """Where either run saves a parameter that trains, or a view of one, the other must save that very one,
+        unwritten. But those that the function makes itself are new each time, and hooks bring in frozen ones anew."""
+        frame, saved = self.frame, holder.saved
+        (then, must_stay), (now, must_be) = map(self._described, (saved, found))
+        if saved is None or found is None or (saved[0] != found[0] and (must_stay or must_be)):
+            raise errors.other_parameter(frame, holder.slot, user_line(), then, now, frame.source.hint())
         if saved[0] == found[0] and saved[1] != found[1]:
-            raise errors.changed(self.frame, named("a parameter", found[3]), saved[1], found[1])
+            raise errors.changed(frame, now, saved[1], found[1])
+
+    def _described(self, shown: Shown | None) -> tuple[str, bool]:
+        """A parameter in words, and whether it is one that trains, of a module that was there before the region."""
+        parameter = None if shown is None else shown[3]()
+        if parameter is None:
+            return "no parameter" if shown is None else "a parameter that is gone", False
+        name = self.frame.source.name_of(parameter)
+        text = named(f"the parameter {name}" if name else "a parameter", parameter)
+        return text, parameter.requires_grad and name is not None
 
     def run(self) -> None:
         """Let the source work, with this thread's regions out of the way (rule 3)."""
@@ -393,6 +461,8 @@ class Recompute:
             # The other case is what user code has made of the stop signal.
             if not (self._stopped and isinstance(error, Exception | SystemExit)):
                 self._explained(error)
+                if self._count >= 0 and errors.is_about_sizes(error):
+                    raise self._explained(errors.other_sizes(self.frame, source.hint())) from error
                 raise
         finally:
             here["region"], here["depth"] = region, depth
@@ -401,10 +471,8 @@ class Recompute:
     def _explained(self, error: Any) -> Any:
         """An error, with what is known besides. Nothing that has been recomputed is to be used."""
         self.ready.clear()
-        notes = [f"This happened during the recompute of {self.frame.place}."]
-        if type(error) in (RuntimeError, errors.MismatchError) and (hint := self.frame.source.hint(None, None)):
-            notes.append(hint)
-        error.__notes__ = [*getattr(error, "__notes__", ()), *notes]  # as `add_note` does, since Python 3.11
+        note = f"This happened during the recompute of {self.frame.place}."
+        error.__notes__ = [*getattr(error, "__notes__", ()), note]  # as `add_note` does, since Python 3.11
         if isinstance(error, errors.CheckpointError) and self.frame.on_error is not None:
             self.frame.on_error(error)
         return error
@@ -412,22 +480,23 @@ class Recompute:
     def _check_outcome(self) -> None:
         frame, ready = self.frame, self.ready
         if self._mismatches:
-            _, expected, found, _ = self._mismatches[0]
+            _, expected, *_ = self._mismatches[0]
             shown = 1 if type(expected) is Evidence else 3  # all that is computed from the first one differs as well
-            hint = frame.source.hint(expected, found)
+            hint = frame.source.hint()
             raise self._explained(errors.different_metadata(frame, _node_name(), self._mismatches, shown, hint))
         for slot, version in self._versions.items():
             tensor = ready[slot]
             if tensor is not None and tensor._version != version:
                 if slot == self.holder.slot:
-                    raise self._explained(errors.overwritten(frame))
+                    raise self._explained(errors.overwritten(frame, slot in self._inputs))
                 del ready[slot]  # perhaps nobody asks for it, as in plain code that works
         if self.ran_to_its_end:  # the last slot that is wanted should have stopped it
             count, last = len(frame.holders), self.holder.slot
             if frame.early_stop or frame.complete:
                 last = min(self._last, count - 1)
             if self._slot < last:
-                raise self._explained(errors.different_number(frame, last, _node_name(), count, self._slot + 1))
+                counts = count, self._slot + 1
+                raise self._explained(errors.different_number(frame, last, _node_name(), *counts, frame.source.hint()))
 
 
 def _node_name() -> str:
@@ -435,7 +504,7 @@ def _node_name() -> str:
     return "a read outside of backward" if node is None else str(node.name())
 
 
-# ---- what recompute starts from
+# ---- names and parameters
 
 # Formatted only when it is needed: (parent, key) stands for `parent[key]`, an operator for what it reads.
 Name = str | tuple[object, object] | object
@@ -463,123 +532,21 @@ def is_parameter(root: Tensor) -> bool:
     return kind is _Parameter or (kind is not Tensor and isinstance(root, _Parameter))
 
 
+def is_referenced(root: Tensor) -> bool:
+    """The same for what is no parameter: a leaf lives as long as its graph, so nothing is gained by saving it."""
+    return is_parameter(root) or (root.requires_grad and root.is_leaf)
+
+
 def parameter_in(tensor: Tensor) -> Shown | None:
     """What of a parameter a tensor shows, if any."""
     kind = type(tensor)
-    if kind is _Parameter:
-        return id(tensor), tensor._version, True, tensor
     root = tensor._base if kind is Tensor else tensor
-    return (id(root), tensor._version, root is tensor, root) if root is not None and is_parameter(root) else None
+    if root is None or not (kind is _Parameter or is_parameter(root)):
+        return None
+    # One that trains lives as long as the graph, which ends in it. Frozen ones may go: they have been brought in.
+    ref = _ref(root)
+    return id(ref), tensor._version, root is tensor, ref
 
 
-# The id of a parameter, its version, whether it is all of it, and itself: last, so that no two tensors are compared.
-Shown = tuple[int, int, bool, Tensor]
-
-
-def copy_of(tensor: Tensor, version: int) -> Tensor:
-    """A copy that others may write, at the version that the original had: saved versions are compared."""
-    copy = _torch.copy(tensor)
-    _torch.set_version(copy, version)
-    return copy
-
-
-def _alias(tensor: Tensor) -> Tensor:
-    """A detached alias, made unseen: a subclass runs operators for it."""
-    return _torch.alias(tensor) if type(tensor) is Tensor else without_recording(_torch.alias, tensor)
-
-
-class Held:
-    """A tensor from outside of a region (or kept inside) that its recompute starts from.
-
-    | what it is | what is held | whose version is guarded (rule 8) |
-    |---|---|---|
-    | a parameter, or a view of one (rule 2) | the tensor, or an alias | its own |
-    | an argument of a rerun (`in_graph`) | what autograd saves for an operator, with its graph | its own, by autograd |
-    | anything else, no hooks around | an alias | its own |
-    | ... hooks of the user around | what they made of it | a tensor's in that, else its own while it lives |
-    | ... a region of ours around | a `Holder` there | nobody's: a region tells versions apart |
-    | ... a `Mover` | a copy | nobody's |
-    """
-
-    __slots__ = ("_guard", "_hooks", "_unpack", "_version", "is_parameter", "name", "packed")
-
-    def __init__(self, tensor: Tensor, hooks: _torch.Hooks | Mover | None, name: Name, in_graph: bool = False) -> None:
-        self.name = name
-        self._hooks = hooks
-        self._unpack: Callable[[Any], Tensor] | None = None  # None: what is held, at this version
-        self._version = 0
-        self._guard: Any = None  # where it is packed: the tensor whose version counts
-        if in_graph and hooks is None and type(tensor) is Tensor and tensor._base is None and tensor.requires_grad:
-            self.packed: Any = _save_input(tensor, False)  # fast path of what follows
-            self._unpack, self.is_parameter = _unpack_saved, False
-            return
-        root = root_of(tensor)
-        is_ours = type(hooks) is not tuple or is_internal(hooks)
-        # A leaf lives as long as its graph: there is nothing to gain by saving it elsewhere, but users' hooks may look.
-        self.is_parameter = is_parameter(root) or (is_ours and root.requires_grad and root.is_leaf)
-        if in_graph and self.is_parameter:
-            self.packed = tensor
-        elif in_graph and not tensor.is_inference():
-            self.packed, self._unpack = _save_input(tensor, False), _unpack_saved
-        else:
-            alias = self.packed = tensor if self.is_parameter and root is tensor else _alias(tensor)
-            stays = hooks is None or self.is_parameter or tensor.is_meta or _torch.is_cast_of_parameter(root)
-            if isinstance(hooks, Mover) and not stays and hooks.takes(alias):
-                self.packed, self._unpack = without_recording(hooks.send, alias), Moved.bring
-            elif type(hooks) is tuple and not stays:
-                pack, self._unpack = hooks
-                self.packed = pack(tensor if self._unpack is unpack else alias) if is_ours else without_recording(pack, alias)
-        if self._unpack is None:
-            self._version = _torch.version(self.packed)
-        elif not is_ours:  # what they made may lie on the same memory, and outlive the tensor
-            made = self.packed if type(self.packed) is tuple else (self.packed,)
-            live = next((part for part in made if isinstance(part, Tensor)), tensor)
-            self._guard, self._version = _ref(live), _torch.version(live)
-
-    @property
-    def moved(self) -> Moved | None:
-        """What it is, if it waits elsewhere."""
-        return self.packed if type(self.packed) is Moved else None
-
-    @property
-    def is_packed(self) -> bool:
-        """Whether fetching it may cost a copy or a recompute."""
-        return self._unpack is not None
-
-    def freeze(self, copied: Callable[[], Tensor] | None = None) -> None:
-        """The tensor is about to be written by the region itself: hold a copy from here on. `copied` makes one, where
-        the tensor is at hand: hooks of others may be slow, or recompute."""
-        unpack_ = self._unpack
-        if unpack_ is None:
-            self.packed = without_recording(_torch.clone_storage, self.packed)
-            self._version, self.is_parameter = _torch.version(self.packed), False
-        elif unpack_ is Moved.bring:
-            self.packed.settle()
-        elif unpack_ is identity:
-            # To pack once more would be a slot that the forward did not have: what was delivered becomes the copy.
-            copy = without_recording(_torch.clone_storage, self.packed)
-            _torch.set_version(copy, _torch.version(self.packed))
-            torch.utils.swap_tensors(self.packed, copy)
-        elif unpack_ is not unpack:  # an enclosing region of ours tells versions apart
-            pack = cast(_torch.Hooks, self._hooks)[0]
-            self.packed = without_recording(
-                lambda packed: pack(copied() if copied else unpack_(packed).clone()), self.packed
-            )
-            self._guard = None
-
-    def fetch(self, where: object) -> Tensor:
-        tensor = live = self.packed
-        if self._unpack is not None:
-            live = self._guard and self._guard()
-            try:
-                tensor = self._unpack(tensor)
-            except RuntimeError as error:  # of autograd, about an argument
-                if isinstance(error, errors.CheckpointError) or "modified by an inplace" not in str(error):
-                    raise
-                raise errors.changed(where, named(self.name)) from error
-        if live is not None and (version := _torch.version(live)) != self._version:
-            raise errors.changed(where, named(self.name, live), self._version, version)
-        return tensor  # type: ignore[no-any-return]
-
-
-_save_input, _unpack_saved = _torch.save_input, _torch.SavedTensor.unpack
+# What tells a parameter apart, its version, whether it is all of it, and itself: last, so that no two are compared.
+Shown = tuple[int, int, bool, weakref.ref[Tensor]]

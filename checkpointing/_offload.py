@@ -49,21 +49,22 @@ class Mover:
 
     def send(self, tensor: Tensor) -> Moved:
         """Copy it; it can be written, and its memory used anew, as soon as that is in order on its device."""
-        there, home = self.destination.device, tensor.device
+        there, home, layout = self.destination.device, tensor.device, _torch.layout_of(tensor)
         streams = _torch.streams_of(home)
+        values = _torch.one_each(tensor)
         if streams is None:
-            return Moved(torch.empty_like(tensor, device=there).copy_(tensor), home, None, None)
-        away = torch.empty_like(tensor, device=there, pin_memory=self.destination.pin_memory and there.type == "cpu")
+            return Moved(torch.empty_like(values, device=there).copy_(values), home, layout, None, None)
+        away = torch.empty_like(values, device=there, pin_memory=self.destination.pin_memory and there.type == "cpu")
         here = streams.current_stream(home)
         side = _side_stream(streams, home, "out")
         side.wait_stream(here)
         with streams.stream(side):
-            _copy(away, tensor)
+            _copy(away, values)
             done = side.record_event()
         while len(self._leaving) >= _AT_ONCE:
             self._let_go()
         self._leaving.append((tensor, done, here))
-        return Moved(away, home, streams, done)
+        return Moved(away, home, layout, streams, done)
 
     def _let_go(self) -> None:
         _, done, here = self._leaving[0]
@@ -87,11 +88,12 @@ _AHEAD = 2  # how many are on their way back before they are asked for
 class Moved:
     """A tensor that waits elsewhere."""
 
-    __slots__ = ("__weakref__", "_away", "_coming", "_home", "_sent", "_streams", "last_reader", "rank")
+    __slots__ = ("__weakref__", "_away", "_coming", "_home", "_layout", "_sent", "_streams", "last_reader", "rank")
 
-    def __init__(self, away: Tensor, home: torch.device, streams: Any, sent: Any) -> None:
+    def __init__(self, away: Tensor, home: torch.device, layout: Any, streams: Any, sent: Any) -> None:
         self._away = away
         self._home = home
+        self._layout = layout  # as which it comes back
         self._streams = streams
         self._sent = sent
         self._coming: _Coming | None = None
@@ -114,11 +116,11 @@ class Moved:
 
     def bring(self) -> Tensor:
         if self._streams is None:
-            return self._away if self._away.device == self._home else self._away.to(self._home)
+            return _torch.laid_out(self._away.to(self._home), self._layout)
         self.prefetch()
         coming, self._coming = self._coming, None
         assert coming is not None  # `prefetch` made it
-        return coming.wait()
+        return _torch.laid_out(coming.wait(), self._layout)
 
 
 class _Coming:

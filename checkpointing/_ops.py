@@ -62,6 +62,7 @@ class Info:
         self.may_draw = self.custom or torch.Tag.nondeterministic_seeded in tags
         # Others are between torch and its profiler, or other processes: there is nothing to make again.
         self.has_tensors = schema is None or any("Tensor" in str(a.type) for a in (*arguments, *schema.returns))
+        self.is_cheap = (base == "_to_copy" or torch.Tag.pointwise in tags) and not (self.writes or self.may_draw)
         self.is_plain = not (self.targets or self.metadata_only or self.statistics or self.may_draw)
         INFOS[id(func)] = self  # last, for other threads; by id, as an `OpOverload` is hashed by a Python function
 

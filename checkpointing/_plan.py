@@ -55,9 +55,15 @@ class Model:
     """The memories of a path: who makes, reads and writes them, and what they cost."""
 
     def __init__(
-        self, path: Path, alive: Iterable[int], parameters: Mapping[int, int], missing: Mapping[int, int]
+        self,
+        path: Path,
+        alive: Iterable[int],
+        parameters: Mapping[int, int],
+        missing: Mapping[int, int],
+        scale: float = 1.0,
     ) -> None:
         self.path = path
+        self._scale = scale  # how much larger the run is than the one that was recorded
         self._parameters = parameters  # bytes, by memory
         self._missing = missing  # the same, of those whose gradients do not exist yet
         self.alive = frozenset(alive)
@@ -110,7 +116,7 @@ class Model:
             self.last_read[memory] = index
         for memory, nbytes in step.sizes:
             self.maker[memory] = self.last_read[memory] = index
-            self.nbytes[memory] = nbytes
+            self.nbytes[memory] = int(nbytes * self._scale)
             self.final[memory] = index + 1 if step.event is None else self.count + 1
             self.made[index].append(memory)
         for memory in step.writes:
@@ -118,7 +124,7 @@ class Model:
                 self.final[memory] = max(self.final[memory], index + 1)
                 self.made[index] += [memory] * (memory not in self.made[index])
         written = sum(self.nbytes[memory] for memory in self.made[index])
-        self.work[index] = step.flops + _PER_BYTE * written
+        self.work[index] = step.flops * self._scale + _PER_BYTE * written
         from_outside = {memory_of[cell] for cell in cells} - self.maker.keys()
         self.weights[index] = sum(self._parameters.get(memory, 0) for memory in from_outside)
         self._note_cheap(step, written)
@@ -169,7 +175,7 @@ class Model:
             made = set(memories)
             arguments = sum(self.nbytes[m] for m in self.reads[index] if self.last_read[m] <= index and m not in made)
             elsewhere += sum(self.nbytes[m] for m in made if m in self.held_elsewhere and self.maker[m] == index)
-            forward.append(self.path.steps[index].live - elsewhere)
+            forward.append(int(self.path.steps[index].live * self._scale) - elsewhere)
             backward.append(self.crossing[index + 1] + arguments + self.weights[index])
         return forward, backward
 
@@ -186,11 +192,16 @@ class Stretch:
     """A part of a path whose slots one window would bring back, and that is to be cut."""
 
     def __init__(
-        self, model: Model, slots: Iterable[int], held: frozenset[int] = frozenset(), ends: tuple[int, int] | None = None
+        self,
+        model: Model,
+        slots: Iterable[int],
+        held: frozenset[int] = frozenset(),
+        ends: tuple[int, int] | None = None,
     ) -> None:
         self.model = model
         self.held = held  # memories
         self.first, self.last = ends or (0, model.count)
+        self.forward = model.forward if ends is None else [0] * model.count  # a replay is no forward
         self.wanted: dict[int, list[int]] = defaultdict(list)  # by position: memories that autograd has saved
         for number in slots:
             position, memory = model.saves[number]
@@ -249,19 +260,26 @@ class Stretch:
             made = model.made[index]
             if made:
                 need = max(need, model.backward[index])
-            forward = max(forward, model.forward[index])
+            forward = max(forward, self.forward[index])
             if not reading.isdisjoint(made):
                 for memory in made:
                     if model.maker[memory] == index and memory in reading:
                         reading.discard(memory)
                         more += model.cost(memory) if memory in saved else 0
                 for memory in model.reads[index]:
-                    if memory not in self.held and not model.is_cheap(memory) and model.maker[memory] < index:
+                    is_held = memory in self.held or model.maker[memory] < self.first
+                    if not is_held and not model.is_cheap(memory) and model.maker[memory] < index:
                         reading.add(memory)
             need += more
             if index in starts:
                 found[index] = Segment(frozenset(reading), need, forward)
         return found
+
+    @property
+    def delivered(self) -> int:
+        """Bytes that a window for all slots delivers."""
+        saved = {memory for memories in self.wanted.values() for memory in memories}
+        return sum(self.model.cost(memory) for memory in saved if not self.model.is_cheap(memory))
 
     def keepable(self, memories: Iterable[int], position: int) -> set[int]:
         """Those that are what they will be at a position."""
@@ -366,7 +384,7 @@ def choose(stretch: Stretch, budget: int | None = None) -> Choice:
     model = stretch.model
     nbytes = sum(model.cost(memory) for memory in kept)
     simulated = max(filling.peaks + filling.forward) + sum(model.nbytes[memory] for memory in model.held_elsewhere)
-    return Choice(_values(model, kept), tuple(cuts), nbytes, simulated, min(costs, default=None), filling.recomputes)
+    return Choice(_values(model, kept), tuple(cuts), nbytes, simulated, min(filter(None, costs), default=None), filling.recomputes)
 
 
 def _values(model: Model, kept: Iterable[int]) -> tuple[Value, ...]:
@@ -384,9 +402,7 @@ def _values(model: Model, kept: Iterable[int]) -> tuple[Value, ...]:
 class _Filling:
     """Keeps what saves most recompute per byte, as long as there is room."""
 
-    def __init__(
-        self, stretch: Stretch, ends: list[int], table: _Table, peak: int, budget: int | None
-    ) -> None:
+    def __init__(self, stretch: Stretch, ends: list[int], table: _Table, peak: int, budget: int | None) -> None:
         self.stretch, self.model, self.budget = stretch, stretch.model, budget
         self.starts, self.peak = ends[:-1], peak
         self.kept: set[int] = set()
@@ -425,7 +441,7 @@ class _Filling:
             reading -= {memory for memory in model.made[index] if model.maker[memory] == index}
             for memory in model.reads[index]:
                 self.readers[memory].add(index)
-                if memory not in self.kept and memory not in stretch.held:
+                if memory not in self.kept and memory not in stretch.held and model.maker[memory] >= stretch.first:
                     reading.add(memory)
 
     def fill(self) -> None:

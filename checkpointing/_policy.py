@@ -35,8 +35,9 @@ def opaque() -> Iterator[None]:
 
     What is read after the block is kept, and never computed again across it. What was read before it, and is no
     parameter, is copied, so that recompute finds it as it was (where plain code has saved the tensor itself, its
-    backward finds what was written later). Operators in the block are not recorded: they run once. Outside of a scope
-    or a replay function it does nothing.
+    backward finds what was written later). Operators in the block are not recorded: they run once. What autograd saves
+    in the block and an operator writes there later is a `ChangedError` in backward. Outside of a scope or a replay
+    function it does nothing.
 
     Without it, only memory that torch has allocated and not yet written may be filled unseen. Later writes are found
     by `determinism_check="values"`, which names what to put into such a block.

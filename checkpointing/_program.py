@@ -99,10 +99,11 @@ class Like:
 class Slot:
     """A tensor that autograd saved at this place of the program."""
 
-    __slots__ = ("cell", "counts", "first", "is_held", "joins", "version")
+    __slots__ = ("cell", "counts", "first", "is_held", "is_read", "joins", "version")
 
     def __init__(self, cell: int, version: int, first: First | None) -> None:
         self.is_held = False  # whether a recompute starts from it, so that there is nothing to compute
+        self.is_read = False  # whether a region inside takes it, rather than an operator
         self.joins = False  # whether it is another part of the tensor that the slot before belongs to
         self.counts = False  # whether autograd saved something of this memory for the first time
         self.cell = cell
@@ -178,7 +179,7 @@ class Step:
         self.is_view = False
         self.draws = False  # random numbers, perhaps
         self.is_quick_draw = False  # from the generator of the device of the first argument
-        self.keeps: tuple[tuple[Value, int], ...] = ()  # values there after it that plans keep, and their bytes
+        self.keeps: tuple[tuple[Value, bool], ...] = ()  # values there after it that plans keep; whether their bytes count
         self.is_special = False  # anything but an operator that reads tensors and returns new ones
         # What recording knows after it, beside what it knew before:
         self.memories: tuple[tuple[int, int], ...] = ()  # the memory of each new cell
@@ -198,6 +199,7 @@ class Program:
     def __init__(self) -> None:
         self.root = Step(None, None)
         self.size = 0
+        self.expected: frozenset[Value] = frozenset()  # what the last run should have held for its plan
 
     def add(self, step: Step) -> Step:
         """A step that came after its parent for the first time. A tree that has grown too large is left to the runs

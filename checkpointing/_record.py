@@ -31,8 +31,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from . import _torch
 from ._ambient import read_switches
 from ._compiled import INDUCTOR, WRITTEN_UNSEEN, see_compiled_code
-from ._engine import Held, is_parameter, root_of
+from ._engine import is_parameter, root_of
 from ._gathered import lend
+from ._held import Aliased, Held, hold
 from ._offload import Destination, Mover
 from ._ops import INFOS, Info, generators_of, tensors_of
 from ._program import NOT_WRITTEN, Filling, First, Known, Like, Parts, Program, Slot, Step, Thing, Value
@@ -121,11 +122,14 @@ class Run(TorchDispatchMode, Region):
         self.placement: Placement | None = None  # what `auto()` is asked for
         self.holds_planned = False  # whether what a plan keeps is held from the forward on
         self.planned_bytes = 0
+        self._planned: dict[Value, int] = {}  # bytes of what is held for a plan
         self.alive: frozenset[int] = frozenset()  # cells that somebody else holds when the block has ended
         self._recorder: _Recorder | None = None  # while something is recorded
         self._shared: dict[int, int] = {}  # by storage: the first cell from outside there
         self._made: dict[int, int] = {}  # by storage: a cell there; of so many cells:
         self._looked_at = 0
+        self._announced: Tensor | None = None
+        self.is_read = False  # whether what is saved is read by a region inside
         self._joins = False  # whether what is saved is another part of the tensor before
         if INDUCTOR in _modules:
             see_compiled_code(self)
@@ -377,28 +381,32 @@ class Run(TorchDispatchMode, Region):
             # Autograd saves it before it is filled; or nobody sees whether that is so (`opaque()`); or a backward
             # inside the block runs, which a rerun of the enclosing region may meet at another time.
             hooks = None
-        self.held[first.cell] = held = Held(tensor, hooks, first.name)
+        self.held[first.cell] = held = hold(tensor, hooks, first.name, "an input")
         held.is_parameter |= first.is_lent
         if first.copies:
             held.freeze()
-        if held.is_packed:
-            self.held[first.cell] = Packed(held, tensor)
 
     def _freeze(self, cell: int) -> None:
         """What is held there is about to be written: hold a copy."""
         held = self.held.get(cell)
         if type(held) is tuple:
-            held = self.held[cell] = Held(held[0], None, "a parameter")
-        if type(held) is Packed:
-            held = held.held
+            parameter, version = held
+            held = self.held[cell] = Aliased(parameter, "a parameter", version=version)
         if held is not None:
             tensor = self.cells[cell]()
-            held.freeze(None if tensor is None else lambda: tensor.detach().clone())
+            held.freeze(None if tensor is None else lambda: _torch.copy(tensor))
 
     # ---- what autograd saves
 
+    def announce(self, tensor: Tensor) -> None:
+        """A region inside is about to take this as an input: what is saved next is an alias."""
+        self._announced = tensor
+
     def save(self, tensor: Tensor) -> Any:
         """What a holder needs to bring `tensor` back."""
+        if self._announced is not None:
+            tensor, self._announced = self._announced, None
+            return self._save_input(tensor)
         if self._pending:
             self.settle()
         if type(tensor) is not Tensor and hasattr(tensor, "__tensor_flatten__"):
@@ -408,7 +416,7 @@ class Run(TorchDispatchMode, Region):
             slot = saves[place]
             first = slot.first
             is_same = self.cells[slot.cell]() is tensor if first is None else self._meets(first, tensor)
-            if is_same and slot.joins is not self._joins:
+            if is_same and (slot.joins is not self._joins or slot.is_read is not self.is_read):
                 self._go_back_to(slot.cell if first is not None else len(self.cells))
             elif is_same:
                 if first is not None or slot.counts or self._save_at is not None:
@@ -416,6 +424,14 @@ class Run(TorchDispatchMode, Region):
                 self.saved = place + 1
                 return slot
         return self._save_something_new(tensor)
+
+    def _save_input(self, tensor: Tensor) -> Any:
+        """The same for what a region inside reads, while autograd saves also what is to be filled yet."""
+        self.is_read = True
+        try:
+            return self.save(tensor)
+        finally:
+            self.is_read = False
 
     def _save_parts(self, tensor: Any) -> Wrapped:
         """A wrapper subclass is saved part by part."""
@@ -438,7 +454,7 @@ class Run(TorchDispatchMode, Region):
             return self.save(tensor)
         recorder = self._record()
         slot = recorder.slot(tensor)
-        slot.joins = self._joins
+        slot.joins, slot.is_read = self._joins, self.is_read
         self.cells += [ref(tensor)] * (slot.first is not None)
         step.saves.append(slot)
         return self._save_in(slot, tensor)
@@ -581,8 +597,7 @@ class Run(TorchDispatchMode, Region):
         step = self._event(KEEP, (tensor,), (tensor,))
         if not step.effect:
             hooks = self.hooks if mover is None or not mover.takes(tensor) else mover
-            held = Held(tensor, hooks, "a kept tensor")
-            self.held[step.first_cell] = Packed(held, tensor) if held.is_packed else held
+            self.held[step.first_cell] = hold(tensor, hooks, "a kept tensor")
             self.kept_bytes += tensor.untyped_storage().nbytes()
 
     def adopt(self, tensor: Tensor, slot: Slot) -> None:
@@ -615,16 +630,24 @@ class Run(TorchDispatchMode, Region):
             else:
                 self._hold_planned(*each)
 
-    def _hold_planned(self, value: Value, nbytes: int) -> None:
+    def _hold_planned(self, value: Value, counts: bool) -> None:
         tensor = self.cells[value[0]]()
+        if tensor is None:
+            return
         assert self.placement is not None
         budget, place = self.placement
-        if tensor is None or (budget is not None and self.planned_bytes + self.kept_bytes + nbytes > budget):
-            return
+        nbytes = tensor.untyped_storage().nbytes() if counts else 0
+        if budget is not None and self.planned_bytes + self.kept_bytes + nbytes > budget:
+            expected = self.program.expected
+            for other in [key for key in self.held if type(key) is tuple and key not in expected]:
+                self.planned_bytes -= self._planned.pop(other)
+                del self.held[other]
+            if value not in expected or self.planned_bytes + self.kept_bytes + nbytes > budget:
+                return
+        self._planned[value] = nbytes
         mover = None if place is None else self._mover(place)
         hooks = self.hooks if mover is None or not mover.takes(tensor) else mover
-        held = Held(tensor, hooks, "a kept tensor")
-        self.held[value] = Packed(held, tensor) if held.is_packed else held
+        self.held[value] = hold(tensor, hooks, "a kept tensor")
         self.planned_bytes += nbytes
 
     def tag(self, tensor: Tensor, name: str) -> Tensor:
@@ -727,17 +750,6 @@ class _CpuState:
         if all(function is not _torch.set_cpu_state for function, _ in undo):
             undo.append((_torch.set_cpu_state, _torch.get_cpu_state()))
         _torch.set_cpu_state(self.state)
-
-
-class Packed:
-    """What hooks have made of a tensor, and how that was laid out: they may give back another layout."""
-
-    __slots__ = ("dtype", "held", "size", "stride")
-
-    def __init__(self, held: Held, tensor: Tensor) -> None:
-        self.held = held
-        is_plain = tensor.layout is torch.strided and not tensor.is_nested
-        self.size, self.stride, self.dtype = (tensor.shape, tensor.stride(), tensor.dtype) if is_plain else (None,) * 3
 
 
 class Wrapped:
@@ -938,7 +950,7 @@ class _Recorder:
             if not needs_copy or cell in self._copied:
                 self._reads.append(self._value(cell))
                 held = self._run.held.get(cell)
-                if type(held) is Held and held.name is None:  # it was saved first
+                if isinstance(held, Held) and held.name is None:  # it was saved first
                     held.name = reader
                 return Known(cell)
         memory = None if cell is None else self.memory_of[cell]
@@ -1185,7 +1197,9 @@ class _Recorder:
             slot = Slot(*self._value(cell), None)
         else:
             # Autograd saves it before the operator runs that fills it: there is nothing in it yet.
-            hides = cell is not None and self._state[self.memory_of[cell]] is UNFILLED
+            hides = cell is not None and self._state[self.memory_of[cell]] is UNFILLED and not self._run.is_read
+            if cell is not None and self._run.is_read:  # then something unseen has filled it
+                self._state[self.memory_of[cell]] = OUTSIDE
             first = self._first(tensor, cell, holds=True, hides=hides, name=None)
             slot = Slot(first.cell, NOT_WRITTEN, first)
         memory = self.memory_of[slot.cell]

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import detach_variable
 
 from . import _torch, errors
 from ._ambient import Undo, undo_all
@@ -26,15 +27,6 @@ def check_backward_validity(inputs: Iterable[Any]) -> None:
         warn("None of the inputs have requires_grad=True. Gradients will be None")
 
 
-def detach_variable(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The same tuple with its tensors cut off from their graph; whether they require grad stays."""
-    if not isinstance(inputs, tuple):
-        raise RuntimeError(f"Only tuple of tensors is supported. Got Unsupported input type: {type(inputs).__name__}")
-    return tuple(
-        value.detach().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value for value in inputs
-    )
-
-
 class CheckpointFunction(torch.autograd.Function):
     """`CheckpointFunction.apply(function, preserve_rng_state, *args)` is `function(*args)`, differentiable once."""
 
@@ -42,7 +34,10 @@ class CheckpointFunction(torch.autograd.Function):
     def forward(ctx: Any, function: Callable[..., Any], preserve_rng_state: PreserveRngState, *args: Any) -> Any:
         check_backward_validity(args)
         ctx.source = Rerun(function, args, {}, preserve_rng_state)
-        return function(*args)  # without grad mode, as in all of these
+        try:
+            return function(*args)  # without grad mode, as in all of these
+        finally:
+            ctx.source.end()
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -84,10 +79,10 @@ def _rerun(source: Rerun, count: int) -> tuple[Any, Any]:
     region, thread.region = thread.region, None
     thread.depth += 1
     try:
-        function, args, kwargs = source.restored(where)
+        function, args, kwargs, cells = source.restored(where)
         first = args[: len(args) - count]
         inputs = detach_variable(tuple(args[len(first) :]))
-        outputs = source.go_back(where, undo).run(function, *first, *inputs, **kwargs)
+        outputs = source.go_back(where, cells, undo).run(function, *first, *inputs, **kwargs)
     finally:
         undo_all(undo)
         thread.depth -= 1

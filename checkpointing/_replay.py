@@ -35,7 +35,7 @@ from ._offload import Moved, prefetch
 from ._ops import tensors_of
 from ._tape import Tape
 from ._tree import ATOMS
-from ._values import KEPT, Geometry, Op, Ref, Scratch, Value, Wrapped, are_disjoint, geometry_of, laid_out, values_of
+from ._values import CHEAP, KEPT, Geometry, Op, Ref, Scratch, Value, Wrapped, are_disjoint, geometry_of, values_of
 
 Cuts = list[tuple[int, list[Value]]]  # positions on the tape, each with what was made before and is read after it
 # How a stored value lies on its storage: nothing of it may be overwritten.
@@ -123,6 +123,8 @@ class Replay(Source):
 
     def at_hand(self, holder: Holder, where: Frame) -> Tensor | None:
         """A value that is held, and that hooks have not taken: nothing to compute, nothing to share."""
+        if not where.complete:
+            self.tape.note_backward(where.holders)
         saved = holder.saved
         value = saved.value if type(saved) is Ref else saved
         if type(value) is Wrapped or (value.held is None and value.parts is None):
@@ -232,7 +234,7 @@ class _Window:
         ]
         plan.update((slot, slots) for slots, _, _ in groups for slot in slots)
         wanted, ops = next((group, ops) for slots, group, ops in groups if opened.slot in slots)
-        return wanted, sorted(ops, key=_position)
+        return wanted, sorted({*ops}, key=_position)
 
     def _candidates(self, segment: int) -> list[Holder]:
         """The holders of a segment that may still be opened."""
@@ -296,7 +298,7 @@ class _Window:
         if geometry is None or (geometry is value.geometry and not held.is_packed and value.state is not KEPT):
             return tensor
         if held.is_packed and value.state is not KEPT:
-            return tensor if tensor.stride() == geometry[1] else laid_out(tensor, *geometry)
+            return tensor
         return tensor if geometry_of(tensor) == geometry else _torch.lay(tensor, *geometry)
 
     # ---- running operators again
@@ -497,10 +499,7 @@ _position = operator.attrgetter("index")
 
 def newest(holder: Holder) -> int:
     """The position of the last operator that made something of what a holder saved."""
-    saved = holder.saved
-    if type(saved) is Value:
-        return -1 if saved.op is None else saved.op.index
-    return max([value.op.index for value in values_of(saved) if value.op is not None], default=-1)
+    return max([value.position for value in values_of(holder.saved)], default=-1)
 
 
 def place_cuts(ops: list[Op], holders: list[Holder], stored: Container[int], limits: Limits) -> Cuts:
@@ -517,7 +516,7 @@ def place_cuts(ops: list[Op], holders: list[Holder], stored: Container[int], lim
     total = delivered[-1]
     if 2 * total <= 3 * limits.piece:
         return []
-    last = {v: k for k, op in enumerate(ops) for v in op.reads if v.op in at and v.id not in stored}
+    last = {v: k for k, op in enumerate(ops) for v in op.reads if v.position >= 0 and v.op in at and v.id not in stored}
     change = [0] * (len(ops) + 1)
     for value, k in last.items():
         change[at[cast(Op, value.op)] + 1] += value.nbytes
@@ -549,8 +548,12 @@ def connected(holders: list[Holder]) -> Iterable[tuple[list[Holder], list[Op]]]:
         mine = groups.get(cast(Op, stack[-1].op)) or ([], [])
         mine[0].append(holder)
         while stack:
-            op = stack.pop().op
+            value = stack.pop()
+            op = value.op
             if op is None:
+                continue
+            if value.state is CHEAP:  # whoever needs it makes it
+                mine[1].append(op)
                 continue
             theirs = groups.get(op)
             if theirs is None:

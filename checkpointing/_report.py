@@ -19,7 +19,8 @@ from torch import Tensor
 
 from . import _torch
 from ._check import maker_of
-from ._engine import Frame, Held, Holder, Holding, Recompute, is_parameter, named, root_of
+from ._engine import Frame, Holder, Recompute, is_referenced, root_of
+from ._held import Held
 from ._offload import Moved
 from ._region import Region
 from ._tree import map_tensors
@@ -258,7 +259,7 @@ class Reported(Frame):
 
     def pack(self, tensor: Tensor) -> Holder:
         holder, root = super().pack(tensor), root_of(tensor)
-        if is_parameter(root) or (root.is_leaf and root.requires_grad):
+        if is_referenced(root):
             return holder
         operator = self.source.operator_of(holder) or maker_of(tensor)
         for part in _torch.plain_parts(tensor):
@@ -333,14 +334,14 @@ def held_by(frame: Frame, record: Record) -> list[TensorReport]:
                 continue
             for plain in _torch.plain_parts(tensor):
                 key = _torch.storage_id(plain) if _torch.has_storage(plain) else id(plain)
-                shown = "offloaded" if type(part) is Held and part.moved else kind
+                shown = "offloaded" if isinstance(part, Held) and part.moved else kind
                 found[key] = _tensor(shown, plain, operator, *note)
     return [*found.values()]
 
 
 def _packed(part: Held | Tensor) -> Any:
     """What hooks have made of a tensor; the tensor, if there were none."""
-    packed = part.packed if type(part) is Held else part
+    packed = part.packed if isinstance(part, Held) else part
     return packed.data if isinstance(packed, _torch.SavedTensor) else packed
 
 

@@ -17,12 +17,12 @@ the region, and what it then exchanges belongs to others (FSDP's shards, ranks t
 from __future__ import annotations
 
 import contextvars
+import dis
 import functools
-import math
-import operator
-from collections.abc import Callable, Iterable
+import weakref
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
-from types import CellType, CodeType, FunctionType, MethodType
+from types import CellType, CodeType, FunctionType, MappingProxyType, MethodType
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -30,18 +30,20 @@ from torch import Tensor, nn
 
 from . import _torch, errors
 from ._ambient import Ambient, Generators, Undo, has_rng, undo_all
-from ._engine import Frame, Held, Holder, Holding, Name, Recompute, Source, copy_of, identity, is_parameter, named, root_of
+from ._buffers import Buffers
+from ._engine import Frame, Holder, Holding, Name, Recompute, Source, identity, is_parameter, named, root_of
+from ._held import Held, check_version, hold, hold_argument, note_written
 from ._region import Region, thread, without_recording
-from ._tree import ATOMS, Field, leaves_of, put_together, take_apart
+from ._tree import ATOMS, leaves_of, map_tensors, put_together, take_apart
 
 # Bound once: these run for every call.
 _enclosing_hooks = _torch.enclosing_hooks
 _push_hooks, _pop_hooks = _torch.push_hooks, _torch.pop_hooks
 _is_grad_enabled, _set_grad_enabled = torch.is_grad_enabled, _torch.set_grad_enabled
-_parts_of, _has_storage = _torch.parts_of_module, _torch.has_storage
-_Module, _partial, _Norm = nn.Module, functools.partial, _torch.Normalisation
+_Module, _partial = nn.Module, functools.partial
 
 PreserveRngState = bool | Literal["all"]
+Given = tuple[Tensor, int, Held]  # a tensor, its version, and what stands for it
 
 
 class Inputs:
@@ -52,16 +54,25 @@ class Inputs:
     modules: tuple[nn.Module, ...] = ()
     objects: tuple[tuple[Name, object], ...] = ()  # handed over as they are
     _hooks: _torch.Hooks | None = None
+    # Where hooks are around, and while the function runs: what it was given, by the id of the tensor.
+    _given: dict[int, Given] | None = None
+    _is_shared = False  # whether one of them was given twice
 
     def hold(self, value: Any, name: Name) -> Any:
-        """What stands for an argument, or a part of one, until the rerun."""
+        """What stands for an argument, a part of one, or a variable until the rerun: the same for one tensor, whatever
+        hooks make of it the second time."""
         if isinstance(value, Tensor):
             if not value.is_cpu:
                 self.devices |= {value.device}
-            return Held(value, self._hooks, name, True)
+            held = hold_argument(value, self._hooks, name)
+            if self._given is None:
+                return held
+            first = self._given.setdefault(id(value), (value, _torch.version(value), held))[2]
+            self._is_shared |= first is not held
+            return first
         if isinstance(value, torch.Generator):
             self.generators += (value,)
-        else:
+        elif type(value) not in ATOMS:
             self.look_at(value)
             self.objects += ((name, value),)
         return value
@@ -86,16 +97,12 @@ class Inputs:
                 self.look_at(default)
         if function.__closure__ is None:
             return None
+        own = _assigned_by(code)
         return [
-            (cell, self._save_variable(contents_of(cell), name))
+            (cell, self.hold(contents_of(cell), f"the variable '{name}'"))
             for name, cell in zip(code.co_freevars, function.__closure__, strict=True)
+            if name not in own
         ]
-
-    def _save_variable(self, value: Any, name: str) -> Any:
-        if isinstance(value, Tensor | torch.Generator):
-            return self.hold(value, f"the variable '{name}'")
-        self.look_at(value)
-        return value
 
     def look_at(self, value: Any, depth: int = 2) -> None:
         """Find the modules of what a function is bound to or closes over: the object itself, those among its own
@@ -132,6 +139,7 @@ class Rerun(Region, Source, Inputs):
     _rng: Generators | None = None
     _pins: tuple[Pin, ...] = ()
     _results: tuple[Any, ...] = ()
+    _written: Mapping[Held, int] = MappingProxyType({})  # what lies on memory that the function has written: on which
 
     def __init__(
         self,
@@ -147,25 +155,48 @@ class Rerun(Region, Source, Inputs):
         while type(function) is _partial:
             args, kwargs, function = (*function.args, *args), {**function.keywords, **kwargs}, function.func
         self._function = function
+        if hooks is not None:
+            self._given = {}
         met: dict[int, Any] = {}  # a container that is two arguments stays one
         self._args: list[Any] = []
         for i, value in enumerate(args):
             name = ("args", i)
-            plain = type(value) is Tensor and value.is_cpu
-            self._args.append(Held(value, hooks, name, True) if plain else take_apart(value, self.hold, name, met))
+            if type(value) is not Tensor:
+                held = take_apart(value, self.hold, name, met)
+            elif hooks is None and value.is_cpu:
+                held = hold_argument(value, None, name)  # past one call
+            else:
+                held = self.hold(value, name)
+            self._args.append(held)
         self._kwargs = kwargs
         if kwargs:
             self._kwargs = {k: take_apart(v, self.hold, ("kwargs", k), met) for k, v in kwargs.items()}
-        self._has_containers = bool(met)
         self._variables = self.capture(function)
         if self.modules:
-            self._buffers = Buffers(self) or None
+            self._buffers = Buffers(self)
         self.ambient = Ambient()
         if preserve_rng_state:
             self._cpu_state = _torch.get_cpu_state()
             if self.devices or self.generators or preserve_rng_state == "all":
                 devices = filter(has_rng, self.devices)
                 self._rng = Generators(False, devices, self.generators, preserve_rng_state == "all")
+
+    def end(self) -> None:
+        """The function has run."""
+        self.outer = None
+        if self._given is not None:
+            self._note_writes([*self._given.values()])
+            self._given = None
+
+    def _note_writes(self, given: list[Given]) -> None:
+        """Who may write gets his own: what lies on memory that the function has written."""
+        changed = [held for tensor, version, held in given if _torch.version(tensor) != version]
+        if not changed:
+            return
+        storages = {held: _torch.storage_id(tensor) for tensor, _, held in given if _torch.has_storage(tensor)}
+        written = {storages[held] for held in changed if held in storages}
+        self._written = {held: storage for held, storage in storages.items() if storage in written}
+        note_written(self._hooks, written)
 
     # ---- as a region
 
@@ -180,21 +211,18 @@ class Rerun(Region, Source, Inputs):
     def once(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         place = len(self._results)  # it may call others
         self._results += (_FAILED,)
-        # What it saves is no slot of the region, since the recompute won't save it.
-        _push_hooks(detached, identity)
-        try:
-            result = function(*args, **kwargs) if self.outer is None else self.outer.once(function, args, kwargs)
-        finally:
-            _pop_hooks()
-        places: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
-        passed = {id(value): Passed(key) for key, value in places.items() if type(value) not in ATOMS}
+        outer = self.outer
+        run = function if outer is None else lambda *args, **kwargs: outer.once(function, args, kwargs)
+        result = _without_slots(run, args, kwargs)
+        given = _given_to(args, kwargs)
+        passed = {id(value): Passed(place) for place, value in enumerate(given) if type(value) not in ATOMS}
 
         def save(part: Any, _: Name) -> Any:
             if id(part) in passed:  # it is the recompute's own
                 return passed[id(part)]
-            return (
-                Pin.of(part, self._hooks, "what a forward_only function returned") if isinstance(part, Tensor) else part
-            )
+            if not isinstance(part, Tensor):
+                return part
+            return View.among(given, part) or Pin.of(part, self._hooks, "what a forward_only function returned")
 
         kept = passed.get(id(result)) or take_apart(result, save)
         self._results = (*self._results[:place], kept, *self._results[place + 1 :])
@@ -207,17 +235,17 @@ class Rerun(Region, Source, Inputs):
 
     def at_hand(self, holder: Holder, where: Frame) -> Tensor | None:
         """A parameter, which is referenced (rule 2)."""
-        _, version, is_all, parameter = holder.saved
-        if not is_all:
+        _, version, is_all, ref = holder.saved
+        parameter: Tensor | None = ref()
+        if not is_all or parameter is None:
             return None
-        if parameter._version != version:
-            raise errors.changed(where, named("a parameter", parameter), version, parameter._version)
-        return parameter  # type: ignore[no-any-return]
+        check_version(where, "a parameter", parameter, version)
+        return parameter
 
     def holdings(self, frame: Frame) -> Iterable[Holding]:
         variables = [saved for _, saved in self._variables or ()]
         for held in [leaf for saved in (*self._args, *self._kwargs.values(), *variables) for leaf in leaves_of(saved)]:
-            if type(held) is Held and not held.is_parameter:
+            if isinstance(held, Held) and not held.is_parameter:
                 yield Holding("input", held, named(held.name))
         for pin in [*self._pins, *[leaf for result in self._results for leaf in leaves_of(result)]]:
             if type(pin) is Pin and not pin.held.is_parameter:
@@ -227,24 +255,23 @@ class Rerun(Region, Source, Inputs):
         for copy in () if self._buffers is None else self._buffers.copies():
             yield Holding("buffers", copy, None)
 
-    def knows(self, parameters: tuple[Tensor, ...]) -> bool:
-        return any(known is parameter for m in self.modules for known in m.parameters() for parameter in parameters)
+    def name_of(self, parameter: Tensor) -> str | None:
+        known = [(type(module).__name__, module.named_parameters()) for module in self.modules]
+        return next((f"{kind}.{name}" for kind, named in known for name, p in named if p is parameter), None)
 
-    def hint(self, saved: Any, recomputed: Any) -> str:
-        """Which arguments the region may have changed itself: objects that are handed over as they are, and hold a
-        tensor of the size that the recompute has met."""
-        grown = [named(name) for name, value in self.objects if _holds(value, recomputed)]
-        return errors.grown(grown, recomputed is not None) if grown else ""
+    def hint(self) -> str:
+        live = [named(name) for name, value in self.objects if _holds_tensors(value)]
+        return errors.live(live) if live else errors.CALLED_AGAIN
 
     def recompute(self, request: Recompute) -> None:
         where = request.frame
-        function, args, kwargs = self.restored(where)
+        function, args, kwargs, cells = self.restored(where)
         undo: Undo = []
         try:
-            context = self.go_back(where, undo)
-            if self._buffers is not None:
+            context = self.go_back(where, cells, undo)
+            if self._buffers:
                 request.rewound = self._buffers.storages()
-            if self._pins or self._results or self.policy is not None:
+            if self._pins or self._results or self.policy is not None or not where.complete:
                 thread.region = Repeated(self._pins, self._results, self.policy, where)
             request.begin_in_order()
             _push_hooks(request.pack, identity)
@@ -256,33 +283,26 @@ class Rerun(Region, Source, Inputs):
         finally:
             undo_all(undo)
 
-    def restored(self, where: object) -> tuple[Any, list[Any], dict[str, Any]]:
-        """The function and its arguments."""
-
-        function, kwargs = self._function, self._kwargs
-        if self._has_containers:
-            met: dict[int, Any] = {}
-
-            def build(saved: Any) -> Any:
-                return put_together(saved, lambda part: part.fetch(where) if type(part) is Held else part, met)
-
-            args = [build(saved) for saved in self._args]
-            kwargs = {k: build(saved) for k, saved in kwargs.items()}
-        else:
-            args = [saved.fetch(where) if type(saved) is Held else saved for saved in self._args]
-            if kwargs:
-                kwargs = {k: saved.fetch(where) if type(saved) is Held else saved for k, saved in kwargs.items()}
+    def restored(self, where: object) -> tuple[Any, list[Any], dict[str, Any], Cells]:
+        """The function, its arguments, and the variables that it closes over."""
+        function = self._function
+        fetch: Callable[[Any], Any] = functools.partial(_fetch, where=where)
+        if self._is_shared or self._written:
+            fetch = _Fetched(where, self._written)
+        met: dict[int, Any] = {}
+        args = [put_together(saved, fetch, met) for saved in self._args]
+        kwargs = {key: put_together(saved, fetch, met) for key, saved in self._kwargs.items()}
+        cells = [(cell, fetch(saved)) for cell, saved in self._variables or ()]
         if self.context is not None:
-            function = functools.partial(_call_within, self.context, function)
-        return function, args, kwargs
+            function = functools.partial(call_within, self.context, function)
+        return function, args, kwargs, cells
 
-    def go_back(self, where: object, undo: Undo) -> contextvars.Context:
+    def go_back(self, where: object, cells: Cells, undo: Undo) -> contextvars.Context:
         """Enter the state that the forward was called in; `undo` is given the way out, the last first. Returns the
         context to run in."""
-        if self._variables:
-            then = [(cell, saved.fetch(where) if type(saved) is Held else saved) for cell, saved in self._variables]
-            undo.append((_fill, [(cell, contents_of(cell)) for cell, _ in then]))
-            _fill(then)  # in place: what the function calls may share them
+        if cells:
+            undo.append((_fill, [(cell, contents_of(cell)) for cell, _ in cells]))
+            _fill(cells)  # in place: what the function calls may share them
         undo.append((_set_grad_enabled, _is_grad_enabled()))
         _set_grad_enabled(True)
         if self._buffers is not None:
@@ -296,9 +316,39 @@ class Rerun(Region, Source, Inputs):
         return context
 
 
-def _call_within(context: AbstractContextManager[Any], function: Any, *args: Any, **kwargs: Any) -> None:
+Cells = list[tuple[CellType, Any]]  # variables that a function closes over, with their contents
+
+
+def _fetch(saved: Any, where: object) -> Any:
+    return saved.fetch(where) if isinstance(saved, Held) else saved
+
+
+class _Fetched:
+    """The same, but one tensor that is two arguments comes back as one, and what the function writes is a copy of its
+    own, since others may read what was fetched."""
+
+    def __init__(self, where: object, written: Mapping[Held, int]) -> None:
+        self._where, self._written = where, written
+        self._met: dict[Held, Tensor] = {}
+        self._copies = _torch.Copies()
+        self._storages: dict[int, int] = {}  # by that of the forward
+
+    def __call__(self, saved: Any) -> Any:
+        if isinstance(saved, Held) and saved not in self._met:
+            tensor = saved.fetch(self._where)
+            if saved in self._written:
+                storage = _torch.storage_id(tensor)
+                if self._storages.setdefault(self._written[saved], storage) != storage:  # hooks tear memory apart
+                    raise errors.changed(self._where, named(saved.name, tensor))
+                tensor = _torch.in_place_of(tensor, without_recording(self._copies.copy, tensor))
+            self._met[saved] = tensor
+        return self._met[saved] if isinstance(saved, Held) else saved
+
+
+def call_within(context: AbstractContextManager[Any], function: Any, *args: Any, **kwargs: Any) -> Any:
     with context:
-        function(*args, **kwargs)
+        return function(*args, **kwargs)
+    raise errors.suppressed()
 
 
 class Repeated(Region):
@@ -315,29 +365,40 @@ class Repeated(Region):
         pin = next(self._pins, None)
         if pin is None:  # backward inside the region, met again by the rerun, may run ahead of the forward
             return tensor
-        region, thread.region = thread.region, None  # hooks of others may call functions again (rule 3)
-        try:
-            value = pin.held.fetch(self._where)
-        finally:
-            thread.region = region
-        if tensor.requires_grad:
-            return _InPlaceOf.apply(tensor, value)  # type: ignore[no-untyped-call, no-any-return]
-        return copy_of(value, pin.version)
+        value = self._outside(pin.held.fetch)
+        ours, theirs = _torch.plain_parts(tensor), _torch.plain_parts(value)
+        if not all(map(_torch.are_alike, ours, theirs)):
+            return pin.restore(value)
+        for pair in zip(ours, theirs, strict=True):
+            if not without_recording(_torch.same_bits, pair):
+                pin.refuse_if_it_is(tensor, self._where)
+                without_recording(_torch.write, pair)
+        return tensor
 
     def once(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = next(self._results, _FAILED)
         if result is _FAILED:
             if not self._where.complete:  # a rerun that a backward inside the region asked for, ahead of the forward
-                return None
+                return _without_slots(function, args, kwargs)
             raise errors.not_recorded(self._where, getattr(function, "__qualname__", repr(function)))
-        places: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+        given = _given_to(args, kwargs)
 
         def restore(saved: Any) -> Any:
             if type(saved) is Passed:
-                return places[saved.key]
-            return saved.restore(self._where) if type(saved) is Pin else saved
+                return given[saved.place]
+            if type(saved) is View:
+                return saved.of(given[saved.place])
+            return saved.restore(self._outside(saved.held.fetch)) if type(saved) is Pin else saved
 
         return put_together(result, restore)
+
+    def _outside(self, fetch: Callable[[object], Tensor]) -> Tensor:
+        """Hooks of others may call functions again (rule 3)."""
+        region, thread.region = thread.region, None
+        try:
+            return fetch(self._where)
+        finally:
+            thread.region = region
 
 
 _FAILED = object()  # a call that raised
@@ -348,34 +409,73 @@ class Pin(NamedTuple):
 
     held: Held
     in_graph: bool
-    version: int
+    live: weakref.ref[Tensor]
 
     @classmethod
     def of(cls, tensor: Tensor, hooks: _torch.Hooks | None, name: Name) -> Pin:
-        return cls(Held(tensor, hooks, name), tensor.requires_grad and not tensor.is_leaf, _torch.version(tensor))
+        return cls(hold(tensor, hooks, name), tensor.requires_grad and not tensor.is_leaf, weakref.ref(tensor))
 
-    def restore(self, where: Frame) -> Tensor:
-        tensor = self.held.fetch(where)
+    def refuse_if_it_is(self, tensor: Tensor, where: Frame) -> None:
+        """What was there before the recompute is the user's, who has changed it since."""
+        if self.live() is tensor:
+            raise errors.changed(where, named(self.held.name, tensor))
+
+    def restore(self, tensor: Tensor) -> Tensor:
+        """What was fetched, for the recompute to write. (Where it is no copy, the forward has not written it.)"""
         if tensor.requires_grad:  # a leaf
             return tensor
-        return copy_of(tensor.requires_grad_() if self.in_graph else tensor, self.version)
+        data = without_recording(_torch.copy, tensor) if self.held.is_packed else _torch.alias(tensor)
+        if not self.in_graph:
+            return data
+        with torch.enable_grad():
+            place = torch.zeros((), dtype=data.dtype, device=data.device, requires_grad=True).clone()
+        return _torch.in_place_of(place, data)
 
 
 class Passed(NamedTuple):
-    """Stands for an argument of a `forward_only` function that it has returned."""
+    """Stands for what a `forward_only` function was given, and has returned."""
 
-    key: int | str
+    place: int
 
 
-class _InPlaceOf(torch.autograd.Function):
-    # The kept value with the recomputed tensor's place in the graph.
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, value: Tensor) -> Tensor:
-        return value.clone()  # the function may write it
+class View(NamedTuple):
+    """Stands for a tensor that lies on the memory of one that it was given."""
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
+    place: int
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int  # from that one's
+    in_graph: bool
+
+    @classmethod
+    def among(cls, given: list[Any], part: Tensor) -> View | None:
+        in_graph = part.requires_grad
+        for place, value in enumerate(given):
+            if isinstance(value, Tensor) and _torch.lies_in(part, value) and (value.requires_grad or not in_graph):
+                offset = int(part.storage_offset() - value.storage_offset())
+                return cls(place, part.shape, part.stride(), offset, in_graph)
+        return None
+
+    def of(self, tensor: Tensor) -> Tensor:
+        with torch.enable_grad():
+            base = tensor if self.in_graph else tensor.detach()
+            return base.as_strided(self.size, self.stride, self.offset + int(tensor.storage_offset()))
+
+
+def _given_to(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """Arguments, and the tensors in them, in order."""
+    given = [*args, *kwargs.values()]
+    map_tensors(lambda tensor: given.append(tensor) or tensor, given[:])  # type: ignore[func-returns-value]
+    return given
+
+
+def _without_slots(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call what a recompute does not call: what it saves is no slot of the region."""
+    _push_hooks(detached, identity)
+    try:
+        return function(*args, **kwargs)
+    finally:
+        _pop_hooks()
 
 
 def detached(tensor: Tensor) -> Tensor:
@@ -384,6 +484,15 @@ def detached(tensor: Tensor) -> Tensor:
 
 
 # ---- variables
+
+
+@functools.cache
+def _assigned_by(code: CodeType) -> frozenset[str]:
+    """The variables of enclosing functions that a function, or one defined in it, assigns itself: its own business.
+    (Only its code tells: what has changed when it returns, something that it calls may have set.)"""
+    names = {step.argval for step in dis.get_instructions(code) if step.opname in ("STORE_DEREF", "DELETE_DEREF")}
+    names = names.union(*(_assigned_by(const) for const in code.co_consts if type(const) is CodeType))
+    return frozenset(code.co_freevars) & names
 
 
 def contents_of(cell: CellType) -> Any:
@@ -403,115 +512,10 @@ def _fill(cells: list[tuple[CellType, Any]]) -> None:
             cell.cell_contents = value
 
 
-def _holds(value: object, metadata: Any, depth: int = 5) -> bool:
-    """Whether an object holds a tensor (of that size) in its attributes, items, or theirs; asked for messages."""
-    if isinstance(value, Tensor):
-        return metadata is None or (isinstance(metadata, tuple) and value.numel() == math.prod(metadata[0]))
-    if depth == 0 or isinstance(value, type | _Module | FunctionType):
-        return False
+def _holds_tensors(value: object, depth: int = 5) -> bool:
+    """Whether an object has a tensor in its attributes, items, or theirs; asked for messages."""
+    if depth == 0 or isinstance(value, Tensor | type | _Module | FunctionType):
+        return isinstance(value, Tensor)
     parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
     parts = [*parts, *getattr(value, "__dict__", {}).values()]
-    return len(parts) < 1000 and any(_holds(part, metadata, depth - 1) for part in parts)
-
-
-# ---- buffers
-
-_SMALL = 1 << 16  # bytes: up to that a copy before every forward costs little
-
-
-class Buffers:
-    """The buffers of the modules that a region runs, as they were before it.
-
-    Those of modules in training mode are copied, and rewound in place while the function is called
-    again: so they are written once (rule 7), and aliases, views and what is keyed by the tensor stay what they are.
-    Larger ones and those of modules in evaluation mode are guarded by version.
-    """
-
-    __slots__ = ("_entries", "_guarded", "_then")
-
-    def __init__(self, inputs: Inputs) -> None:
-        self._entries: Entries = []
-        self._guarded: list[tuple[nn.Module, str, Tensor, int]] = []
-        small: list[Tensor] = []  # what shares memory is rewound twice, to the same
-        stack: list[Any] = [*inputs.modules]
-        seen = set()
-        while stack:
-            module = stack.pop()
-            if module is None or module in seen:
-                continue
-            seen.add(module)
-            children, parameters, buffers = _parts_of(module)
-            if children:
-                stack += children.values()
-            for parameter in parameters.values():
-                if parameter is not None and not parameter.is_cpu:
-                    inputs.devices |= {parameter.device}
-            if not buffers:
-                continue
-            self._entries.append((module, dict(buffers)))
-            # The kernels of normalisation leave no trace that could be guarded.
-            most = 0 if not module.training else math.inf if isinstance(module, _Norm) else _SMALL
-            for name, tensor in buffers.items():
-                is_plain = type(tensor) is Tensor and _has_storage(tensor) and not tensor.is_inference()
-                if is_plain and most and tensor.nbytes <= most:
-                    small.append(tensor)
-                elif tensor is not None:
-                    self._guarded.append((module, name, tensor, _torch.version(tensor)))
-        self._then = _Moment(small)
-
-    def __bool__(self) -> bool:
-        return bool(self._entries)
-
-    def storages(self) -> set[int]:
-        """Those that are rewound."""
-        return set(map(_torch.storage_id, self._then.tensors))
-
-    def copies(self) -> list[Tensor]:
-        return self._then.values
-
-    def enter(self, where: object, undo: Undo) -> None:
-        """Go back; `undo` is given the way out."""
-        for module, name, tensor, version in self._guarded:
-            if _torch.version(tensor) != version:
-                what = named((type(module).__name__, Field(name)), tensor)
-                raise errors.changed(where, what, version, _torch.version(tensor))
-        undo.append((_set, [(module, dict(_torch.buffers_of_module(module)[0])) for module, _ in self._entries]))
-        undo.append((_Moment.go_back, self._then.again()))
-        _set(self._entries)
-        self._then.go_back()
-
-
-Entries = list[tuple[nn.Module, dict[str, Any]]]  # with the buffers that it had
-
-
-def _set(entries: Entries) -> None:
-    """Buffers may have been set to other tensors. What is not persistent is a cache, with something beside it that says
-    what is in it (the length that rotary embeddings have grown to): it stays as it is."""
-    for module, then in entries:
-        store, caches = _torch.buffers_of_module(module)
-        if store.keys() != then.keys() or not all(map(operator.is_, store.values(), then.values())):
-            kept = {name: store[name] for name in caches if name in store}
-            store.clear()
-            store.update({**then, **kept})
-
-
-class _Moment:
-    """What tensors hold at one moment, and their versions."""
-
-    __slots__ = ("_versions", "memory", "tensors", "values")
-
-    def __init__(self, tensors: list[Tensor], memory: list[Tensor] | None = None) -> None:
-        self.tensors = tensors
-        # Where elements have gaps between them, share their memory or stand for others: all of the storage.
-        self.memory = memory or [t if t.is_contiguous() and not t.is_complex() else _torch.bytes_of(t) for t in tensors]
-        self.values: list[Tensor] = without_recording(_torch.clones, self.memory) if tensors else []
-        self._versions = [tensor._version for tensor in tensors]
-
-    def again(self) -> _Moment:
-        """What they hold now."""
-        return _Moment(self.tensors, self.memory)
-
-    def go_back(self) -> None:
-        if self.tensors:
-            without_recording(_torch.overwrite, (self.memory, self.values))
-            _torch.set_versions(self.tensors, self._versions)
+    return len(parts) < 1000 and any(_holds_tensors(part, depth - 1) for part in parts)

@@ -31,11 +31,26 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import _torch
 from ._ambient import read_switches
+from ._held import note_written
 from ._offload import Destination, Mover
 from ._ops import INFOS, Info, generators_of, info_of_region, tensors_of
 from ._region import Region, aside, thread, without_recording
 from ._tree import ATOMS
-from ._values import KEPT, LENT, UNFILLED, VOLATILE, Geometry, Op, Ref, Scratch, SpecialOp, Value, Wrapped, geometry_of
+from ._values import (
+    CHEAP,
+    KEPT,
+    LENT,
+    UNFILLED,
+    VOLATILE,
+    Geometry,
+    Op,
+    Ref,
+    Scratch,
+    SpecialOp,
+    Value,
+    Wrapped,
+    geometry_of,
+)
 from ._where import stack_of_user
 
 # What to do with a value: False to recompute it, True to keep it, or where it is kept.
@@ -55,6 +70,7 @@ NOWHERE = Places(None, None, None)
 
 _NOTHING: dict[Any, Any] = {}
 _storage_id, _has_storage, _weak_storage = _torch.storage_id, _torch.has_storage, _torch.weak_storage
+_users = _torch.storage_users_by_id
 _modules, _INDUCTOR = sys.modules, "torch._inductor.output_code"  # loaded before anything runs that it has compiled
 _Parameter, _plain_dispatch = nn.Parameter, Tensor.__torch_dispatch__
 _is_grad_enabled, _graph_task_id = torch.is_grad_enabled, _torch.graph_task_id
@@ -65,6 +81,8 @@ class Tape(TorchDispatchMode, Region):
 
     supports_higher_order_operators = True
     is_checked = False  # whether values are compared when they come back
+    _opened: Any = None  # by a backward in the block: all holders; () if it has freed them
+    _adopts = True  # whether what it reads is recorded
     # For tapes that make cuts:
     _last_cut = 0  # a value from before this position must be kept when it is read
     _since = 0  # bytes saved since the last settled cut
@@ -72,6 +90,7 @@ class Tape(TorchDispatchMode, Region):
     limits: Any = None  # for a replay, when the block has ended
     _flops: dict[int, float] | None = None  # by position, if anybody wants to know
     _fresh: list[tuple[int, Value]] | None = None  # what operators have made: storage and value
+    _cheap: list[tuple[int, Value]] = []  # the same of what is as good as held  # noqa: RUF012
 
     def __init__(self, hooks: _torch.Hooks | None, preserve_rng_state: bool | str, log: Any, policy: Any) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -91,6 +110,7 @@ class Tape(TorchDispatchMode, Region):
         self.movers: dict[Destination, Mover] = {}
         kept, saved, inputs = NOWHERE if self.policy is None else self.policy.places
         self._keeper, self._save_at = self._mover(kept), self._mover(saved)
+        self._around = hooks
         self.hooks: Any = hooks if inputs is None else self._mover(inputs)
         self._inner = 0  # how many tapes have been entered just inside this one: they ask for themselves
         self._running: Any = None  # the operator that reads now, for messages
@@ -119,7 +139,7 @@ class Tape(TorchDispatchMode, Region):
         """While the block still runs, a backward inside it has brought `value` back on another storage. What reads
         that storage reads the value: holding it once more would be a waste, and a slot that no rerun would have."""
         fits = _has_storage(tensor) and tensor.untyped_storage().nbytes() == value.nbytes
-        if fits and _storage_id(tensor) not in self._values:
+        if fits and self._adopts and _storage_id(tensor) not in self._values:
             self._weak.append(_weak_storage(tensor.untyped_storage()))
             self._values[_storage_id(tensor)] = value
 
@@ -131,12 +151,43 @@ class Tape(TorchDispatchMode, Region):
                 mover.settle()
         finally:
             self.outer = None
-            for mine in (self._whole, self._values, self._written, self._geometries):
-                mine.clear()
             self._lent.clear()
-            while self._weak:
-                _torch.free_weak_storage(self._weak.pop())
+            self._forget()
         return ""
+
+    def _forget(self) -> None:
+        """No holder needs what has been recorded; what others read of it from here on comes from outside."""
+        for mine in (self._whole, self._values, self._written, self._geometries):
+            mine.clear()
+        while self._weak:
+            _torch.free_weak_storage(self._weak.pop())
+
+    def note_backward(self, holders: Any) -> None:
+        """A backward in the block opens one of these. (In hooks each value that is met once more would be a slot, so
+        there all that was recorded stays.)"""
+        if self.hooks is None and _graph_task_id() != self._graph_task:
+            if not self._opened:
+                self._hand_over()
+            self._opened, self._adopts = holders, _is_grad_enabled()  # as it is with `create_graph` alone
+
+    def _hand_over(self) -> None:
+        """Let the holders alone own what operators have made: who reads it once more reads it from outside."""
+        self._values = {sid: value for sid, value in self._values.items() if value.op is None and _users(sid)}
+
+    def _rests(self, info: Info) -> bool:
+        """Whether an operator need not be recorded: in a backward in the block, which writes nothing that was there;
+        and after one that has freed its graph, until gradients are wanted again (mostly, an optimizer's step)."""
+        if _graph_task_id() != self._graph_task:
+            self._whole.clear()  # its result may be a view
+            return not (info.targets or _is_grad_enabled())
+        if self._opened:
+            is_freed = not self._lent and not any(ref() for ref in self._opened)
+            self._opened = () if is_freed else None
+            if is_freed:
+                self._forget()
+        if self._values or _is_grad_enabled():
+            self._opened = None
+        return self._opened is not None
 
     def settle(self) -> None:
         """Keep what the last write has made: it has the version now that it should have."""
@@ -152,7 +203,11 @@ class Tape(TorchDispatchMode, Region):
             return Wrapped(tensor, self.save)
         if _INDUCTOR in _modules:
             self._whole.clear()  # compiled code makes views that nobody sees
-            self._notice_writes((tensor,))
+            self._notice_writes(tensor)
+        if self._here["depth"] != self._depth:  # in `opaque()`, where versions alone tell what is written
+            for sid in by_storage(tensor):
+                if sid in self._values and self._values[sid].is_stale:
+                    del self._values[sid]
         saved = self.reference(tensor)
         value = saved if type(saved) is Value else cast(Ref, saved).value
         if type(value.op) is SpecialOp and value is saved and self.hooks is None and _is_cheap_to_hold(value):
@@ -221,7 +276,7 @@ class Tape(TorchDispatchMode, Region):
         self.settle()
         self._whole.clear()
         for sid, value in list(self._values.items()):
-            if not value.is_parameter:
+            if value.is_stale or not value.is_parameter:
                 value.freeze()
                 del self._values[sid]
         super().look_away()
@@ -350,7 +405,8 @@ class Tape(TorchDispatchMode, Region):
             hooks, is_apart = None, value.holding(geometry) is None
         if is_apart:
             value = Value(0, None, value.nbytes, None)
-        value.hold(tensor, geometry, hooks, None if reads is None else self._running)
+        reader, place = (None, None) if reads is None else (self._running, len(reads))
+        value.hold(tensor, geometry, hooks, reader, place)
         return value
 
     def _opaque(self, tensor: Tensor, reads: list[Value] | None) -> Value:
@@ -372,11 +428,14 @@ class Tape(TorchDispatchMode, Region):
         value = values[sid] = Value(id, op, storage.nbytes(), geometry)
         # There is nothing to keep in memory that has only been allocated (DDP's buckets, when it makes them anew).
         if self._fresh is not None and op is not None and value.nbytes and not op.info.only_allocates:
-            self._fresh.append((sid, value))
+            if op.info.is_cheap and all(read.is_outside and read.state is None for read in op.reads):
+                value.state = CHEAP
+            (self._fresh if value.state is None else self._cheap).append((sid, value))
         return value
 
     def _now_outside(self, targets: dict[int, Tensor], gathered: bool = False) -> None:
         """These have been written from outside, or so that a replay can't do it again."""
+        note_written(self._around, {*targets})
         for sid, target in targets.items():
             self._register(target, None, sid, None).state = LENT if gathered else VOLATILE
         self._lent += [target.untyped_storage() for target in targets.values() if gathered]
@@ -394,6 +453,8 @@ class Tape(TorchDispatchMode, Region):
         if self._here["depth"] != self._depth:  # an operator of a recompute (rule 3)
             self._whole.clear()  # whose result may be a view
             return func(*args, **kwargs)
+        if self._opened is not None and self._rests(info):
+            return func(*args, **kwargs)
         if self._lent:
             self._see_lent()
         if _INDUCTOR in _modules:
@@ -403,7 +464,7 @@ class Tape(TorchDispatchMode, Region):
                     return func(*args, **kwargs)  # its kernels, which nobody sees, write what this makes
                 info, args = info_of_region(info, args[0]), (args[0], *args[1])
             self._notice_writes(args)
-            self._notice_writes(kwargs.values())
+            self._notice_writes([*kwargs.values()])
         if self._since >= self._watch:
             self._look(info)
         if self._unsettled:
@@ -565,16 +626,12 @@ class Tape(TorchDispatchMode, Region):
             new.state = UNFILLED
         return value.id, new.id
 
-    def _notice_writes(self, args: Iterable[Any]) -> None:
+    def _notice_writes(self, args: Any) -> None:
         """Compiled code that no operator shows leaves a trace of what it writes in version counters alone."""
-        for arg in args:
-            if type(arg) is list or type(arg) is tuple:
-                self._notice_writes(arg)
-            elif type(arg) is Tensor and _has_storage(arg):
-                sid = _storage_id(arg)
-                value = self._values.get(sid)
-                if value is not None and value.op is not None and _torch.version(arg) > self._written.get(sid, 0):
-                    self._now_outside(self._on_storages(arg))
+        for sid, tensor in by_storage(args).items():
+            value = self._values.get(sid)
+            if value is not None and value.op is not None and _torch.version(tensor) > self._written.get(sid, 0):
+                self._now_outside(self._on_storages(tensor))
 
     def _refer_to_written(self, arg: Any, reads: list[Value], info: Info, outside: dict[int, Tensor]) -> Any:
         if type(arg) is list or type(arg) is tuple:

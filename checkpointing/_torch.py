@@ -18,6 +18,8 @@ from typing import Any, cast
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy as is_lazy
+from torch.utils._python_dispatch import TorchDispatchMode
 
 _C: Any = torch._C
 _autograd: Any = torch._C._autograd
@@ -38,6 +40,26 @@ innermost_transform: Callable[[], object | None] = _C._functorch.peek_interprete
 
 # The pair that autograd would use now, or None; there is no public way to read it.
 enclosing_hooks: Callable[[], Hooks | None] = functools.partial(_autograd._top_saved_tensors_default_hooks, True)
+
+
+def remove_hooks(pack: Any) -> None:
+    """Pop the hooks with this `pack`, and none that were pushed after them. (Where somebody has popped them by mistake,
+    others go: as many are popped as were pushed.)"""
+    hooks = enclosing_hooks()
+    pop_hooks()
+    if hooks is not None and hooks[0] != pack and enclosing_hooks() is not None:
+        remove_hooks(pack)
+        push_hooks(*hooks)
+
+
+def remove_mode(mode: TorchDispatchMode) -> None:
+    """Leave a dispatch mode, if it is entered, and none that was entered after it."""
+    if mode_count():
+        top = _C._get_dispatch_stack_at(mode_count() - 1)
+        TorchDispatchMode.__exit__(top, None, None, None)
+        if top is not mode:
+            remove_mode(mode)
+            TorchDispatchMode.__enter__(top)
 
 
 # ---- the running backward call. -1 outside of one; unique in the process.
@@ -130,9 +152,12 @@ def shows_users_hooks(mode: Any) -> Iterator[None]:
 
 def is_tracing() -> bool:
     """Whether AOTAutograd, export or `make_fx` is tracing."""
-    return _C._get_dispatch_mode(_C._TorchDispatchModeKey.PROXY) is not None or _is_exporting()
+    return bool(_infra_mode(_proxy) or _infra_mode(_functional)) or _is_exporting()
 
 
+mode_count: Callable[[], int] = _C._len_torch_dispatch_stack
+_infra_mode, _keys = _C._get_dispatch_mode, _C._TorchDispatchModeKey
+_proxy, _functional = _keys.PROXY, _keys.FUNCTIONAL  # AOTAutograd looks at a function with the second one first
 _is_exporting: Callable[[], bool] = torch.compiler.is_exporting  # without a mode there, where export isn't strict
 
 
@@ -255,7 +280,7 @@ def alias(tensor: Tensor) -> Tensor:
         with torch.inference_mode(False), torch.no_grad():
             plain = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
             plain.set_(tensor.untyped_storage())
-            return _lay_as(tensor, plain)
+            return lay_as(tensor, plain)
     if type(tensor) is not Tensor and type(tensor) is not nn.Parameter:
         with _C._SetExcludeDispatchKeyGuard(_adinplace_key, False):
             return tensor.detach()
@@ -279,6 +304,8 @@ def shape_of(tensor: Tensor) -> Any:
     try:
         return tensor.shape
     except RuntimeError:
+        if is_lazy(tensor):
+            return ("?",)
         return tuple(map(tuple, tensor._nested_tensor_size().tolist()))
 
 
@@ -296,6 +323,13 @@ def plain_parts(tensor: Any) -> list[Tensor]:
     names = tensor.__tensor_flatten__()[0] if hasattr(tensor, "__tensor_flatten__") else ()
     parts = [part for name in names if isinstance(part := getattr(tensor, name), Tensor)]  # a `DeviceMesh` is no tensor
     return [leaf for part in parts for leaf in plain_parts(part)] or [tensor]
+
+
+def storages_of(tensor: Tensor) -> list[int]:
+    """The storages that a tensor lies on: several, where it consists of several tensors."""
+    if type(tensor) is Tensor:
+        return [storage_id(tensor)] if has_storage(tensor) else []
+    return [storage_id(part) for part in plain_parts(tensor)]
 
 
 def parts_of(tensor: Any) -> Sequence[Any] | None:
@@ -369,14 +403,59 @@ def lay(base: Tensor, size: Any, stride: Any, offset: int, dtype: torch.dtype, b
     return torch._neg_view(tensor) if bits & 2 else tensor
 
 
-def copy(tensor: Tensor) -> Tensor:
-    """A copy that lies in memory as `tensor` does, gaps included, since kernels look at strides."""
-    new = tensor.clone()
-    if tensor.layout is torch.strided and new.stride() != tensor.stride():
-        new = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-        new.copy_(tensor)
-        set_version(new, 0)
-    return new
+Layout = tuple[torch.Size, tuple[int, ...], int]  # size, stride and offset
+
+
+def layout_of(tensor: Tensor) -> Layout | None:
+    """How a plain tensor lies in memory; None for others."""
+    is_strided = tensor.layout is torch.strided and not tensor.is_nested
+    if type(tensor) is not Tensor or not is_strided or tensor.is_quantized:
+        return None
+    return tensor.shape, tensor.stride(), int(tensor.storage_offset())
+
+
+def copy(tensor: Tensor, layout: Layout | None = None) -> Tensor:
+    """A copy that lies in memory as `tensor` does, or like this: with the gaps between its elements, with elements that
+    share their memory, and aligned alike, since all of that decides in which order kernels add."""
+    layout = layout or layout_of(tensor)
+    if layout is None:
+        return tensor.clone()
+    size, stride, offset = layout
+    with _C._AutoDispatchBelowADInplaceOrView():  # which is quicker, and leaves the version at 0
+        if not offset and tensor.is_contiguous() and tensor.stride() == stride:
+            return tensor.clone()
+        shift = offset % (_ALIGNMENT // tensor.itemsize)
+        memory = torch.empty(shift + _length(layout), dtype=tensor.dtype, device=tensor.device)
+        new = lay(memory, size, stride, shift, tensor.dtype, _bits_of(tensor))
+        fill(new, tensor)
+        return new
+
+
+_ALIGNMENT = 64  # bytes
+
+
+def _length(layout: Layout) -> int:
+    """From the first element in memory to the last."""
+    size, stride, _ = layout
+    return 0 if 0 in size else 1 + sum(step * (n - 1) for n, step in zip(size, stride, strict=True))
+
+
+def fill(target: Tensor, values: Tensor) -> None:
+    """Write these values, once where elements share their memory."""
+    one_each(target).copy_(one_each(values, target))
+
+
+def one_each(tensor: Tensor, like: Tensor | None = None) -> Tensor:
+    """Without the repetition in expanded dimensions."""
+    for dim, step in enumerate((tensor if like is None else like).stride()):
+        if step == 0:
+            tensor = tensor.narrow(dim, 0, min(1, tensor.shape[dim]))
+    return tensor
+
+
+def laid_out(tensor: Tensor, layout: Layout | None) -> Tensor:
+    """The tensor, if it has these strides; else a copy that has."""
+    return tensor if layout is None or tensor.stride() == layout[1] else copy(tensor, layout)
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
@@ -385,31 +464,97 @@ def bytes_of(tensor: Tensor) -> Tensor:
 
 
 def clones(tensors: list[Tensor]) -> list[Tensor]:
-    """Copies, made past autograd, which is quicker."""
-    with _C._AutoDispatchBelowADInplaceOrView():
-        return [tensor.clone() for tensor in tensors]
+    """Copies of several."""
+    return [copy(tensor) for tensor in tensors]
+
+
+_is_same_size = Tensor.is_same_size
 
 
 def overwrite(pair: tuple[list[Tensor], list[Tensor]]) -> None:
-    """Give tensors these values."""
+    """Give tensors these values and their sizes."""
+    tensors, values = pair
     with _C._AutoDispatchBelowADInplaceOrView():  # quicker, too
-        torch._foreach_copy_(*pair)
+        try:
+            if all(map(_is_same_size, tensors, values)):
+                torch._foreach_copy_(tensors, values)
+                return
+        except NotImplementedError:  # not all subclasses have these
+            pass
+        for tensor, value in zip(tensors, values, strict=True):
+            if tensor.shape != value.shape:
+                tensor.resize_(value.shape)
+            tensor.copy_(value)
 
 
 def clone_storage(tensor: Tensor) -> Tensor:
     """`tensor` on a copy of its whole storage, lying there as before."""
     with torch.no_grad():
-        return _lay_as(tensor, clone_bytes(tensor))
+        return lay_as(tensor, copy(bytes_of(tensor)))
 
 
-def clone_bytes(tensor: Tensor) -> Tensor:
-    """A copy of the whole storage."""
-    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage().clone())
+class Copies:
+    """Copies of tensors that share memory with each other where these do."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[int, int], Tensor] = {}  # by storage and version
+
+    def copy(self, tensor: Tensor) -> Tensor:
+        if not has_storage(tensor):
+            return copy(tensor)
+        key = storage_id(tensor), version(tensor)
+        if key not in self._made:
+            self._made[key] = clone_storage(tensor)
+        return lay_as(tensor, self._made[key])
 
 
-def _lay_as(tensor: Tensor, base: Tensor) -> Tensor:
-    bits = int(tensor.dtype.is_complex and tensor.is_conj()) + 2 * int(tensor.is_neg())
-    return lay(base, tensor.shape, tensor.stride(), int(tensor.storage_offset()), tensor.dtype, bits)
+def _bits_of(tensor: Tensor) -> int:
+    return int(tensor.dtype.is_complex and tensor.is_conj()) + 2 * int(tensor.is_neg())
+
+
+def lay_as(tensor: Tensor, base: Tensor) -> Tensor:
+    """What lies on the storage of `base` as `tensor` does on its own."""
+    return lay(base, tensor.shape, tensor.stride(), int(tensor.storage_offset()), tensor.dtype, _bits_of(tensor))
+
+
+def lies_in(tensor: Tensor, other: Tensor) -> bool:
+    """Whether all of a tensor lies on memory of another one of its type."""
+    mine, others = layout_of(tensor), layout_of(other)
+    if mine is None or others is None or storage_id(tensor) != storage_id(other):
+        return False
+    start = mine[2] - others[2]
+    is_of_its_type = (tensor.dtype, _bits_of(tensor)) == (other.dtype, _bits_of(other))
+    return is_of_its_type and 0 <= start <= _length(others) - _length(mine)
+
+
+def are_alike(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are plain, and of one size, type and device."""
+    if layout_of(one) is None or layout_of(other) is None:
+        return False
+    return (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
+
+
+def same_bits(pair: tuple[Tensor, Tensor]) -> bool:
+    """Whether two such tensors hold the same, bit for bit."""
+    one, other = (tensor.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8) for tensor in pair)
+    return one.is_meta or torch.equal(one, other)
+
+
+def write(pair: tuple[Tensor, Tensor]) -> None:
+    """Give a tensor these values; its version stays."""
+    with _C._AutoDispatchBelowADInplaceOrView():
+        fill(*pair)
+
+
+def in_place_of(tensor: Tensor, data: Tensor) -> Tensor:
+    """`data` with the place that a tensor has in autograd's graph."""
+    if not tensor.requires_grad:
+        return data
+    push_hooks(lambda _: data, lambda data: data)
+    try:
+        return cast(Tensor, save_input(tensor, False).unpack())
+    finally:
+        pop_hooks()
 
 
 # ---- batched backward. `torch.autograd.grad(..., is_grads_batched=True)` runs the unpack hooks inside of torch's older

@@ -15,20 +15,19 @@ from torch import Tensor
 
 from . import _torch
 from ._ambient import Generators
-from ._engine import Held, Name
-from ._offload import Mover
+from ._engine import Name
+from ._held import Held, Saver, hold
 from ._ops import Info
 from ._region import without_recording
 
 # Size, stride, offset and dtype of a tensor on its storage, and whether its conj (1) and neg (2) bits are set.
 Geometry = tuple[torch.Size, tuple[int, ...], Any, torch.dtype, int]
-# What saves a value from outside, or a kept one: hooks of what encloses the region, or the way to somewhere else.
-Saver = _torch.Hooks | Mover | None
 
 # What else may be said of a value:
 UNFILLED = "allocated, and not yet filled by a recorded operator"
 KEPT = "held, all of the storage, although an operator made it"
 LENT = "the memory of gathered parameters, which are referenced as all are"
+CHEAP = "one cheap operator makes it from something held anyway: as good as held"
 VOLATILE = "from outside and written by the region: others will write it again, so copies are read"
 
 
@@ -47,13 +46,13 @@ class Value:
         self.saved = 0  # how many bytes of it autograd has saved
         self.state: str | None = None
 
-    def hold(self, tensor: Tensor, geometry: Geometry | None, hooks: Saver, reader: Name) -> None:
+    def hold(self, tensor: Tensor, geometry: Geometry | None, hooks: Saver, reader: Name, place: object = None) -> None:
         """Hold the value, which is from outside, as it is now. `tensor` lies on it like that; None as `reader`: no
-        operator reads it, autograd saves it."""
+        operator reads it, autograd saves it. `place`: as which of its arguments."""
         self.op, self.state = None, None if self.state is UNFILLED else self.state
         held = self.holding(geometry)
         if held is None:
-            held = Held(tensor, None if self.state is LENT else hooks, None)
+            held = hold(tensor, None if self.state is LENT else hooks, None, (reader, place))
             held.is_parameter |= self.state is LENT
             if self.held is None:
                 self.held, self.geometry = held, geometry
@@ -78,11 +77,16 @@ class Value:
         if hooks is not None and not covers:
             tensor = without_recording(_torch.bytes_of, tensor)
         self.op, self.parts, self.state = None, None, KEPT
-        self.held = Held(tensor, hooks, "a kept tensor")
+        self.held = hold(tensor, hooks, "a kept tensor")
 
     @property
     def is_outside(self) -> bool:
         return self.op is None and self.state is not KEPT
+
+    @property
+    def position(self) -> int:
+        """Of the operator that must run in order to make it; -1 for what is there, or as good as there."""
+        return -1 if self.op is None or self.state is CHEAP else self.op.index
 
     @property
     def all_held(self) -> list[Held]:
@@ -91,6 +95,10 @@ class Value:
     @property
     def is_parameter(self) -> bool:
         return any(held.is_parameter for held in self.all_held)
+
+    @property
+    def is_stale(self) -> bool:
+        return any(held.is_stale for held in self.all_held)
 
     def freeze(self, live: Tensor | None = None) -> None:
         """It is about to be written: what is held of it must not change. `live` lies on it."""
@@ -130,17 +138,7 @@ def are_disjoint(a: Geometry, b: Geometry) -> bool:
 
 def copied(live: Tensor, geometry: Geometry | None) -> Tensor:
     """A copy of what lies like this on the storage of a tensor; None: of all of it."""
-    copy = _torch.clone_bytes(live)
-    return copy if geometry is None else _torch.lay(copy, *geometry)
-
-
-def laid_out(tensor: Tensor, size: Any, stride: Any, offset: Any, dtype: torch.dtype, bits: int) -> Tensor:
-    """A copy with these strides: hooks may give back another layout."""
-    copy = torch.empty_strided(size, stride, dtype=dtype, device=tensor.device)
-    try:
-        return copy.copy_(tensor)
-    except RuntimeError:  # some elements share their memory, as in an expanded tensor
-        return tensor
+    return _torch.copy(_torch.bytes_of(live) if geometry is None else _torch.lay(live, *geometry))
 
 
 class Ref(NamedTuple):

@@ -34,14 +34,14 @@ from torch import Tensor
 
 from . import _torch, errors
 from ._ambient import Undo, enter_switches, undo_all
-from ._engine import Frame, Held, Holder, Holding, Recompute, Source, named
+from ._engine import Frame, Holder, Holding, Recompute, Source
 from ._gathered import check_there
+from ._held import Held, check_version
 from ._offload import Moved, prefetch
 from ._ops import tensors_of
-from ._program import NOT_WRITTEN, First, Known, Like, Parts, Slot, Step, Value
 from ._plan import Choice, Model, Stretch, choose
-from ._record import BROUGHT_BACK, KEEP, Packed, Run, Wrapped, sizes_of, slots_of, with_saves
-from ._values import laid_out
+from ._program import NOT_WRITTEN, First, Known, Like, Parts, Slot, Step, Value
+from ._record import BROUGHT_BACK, KEEP, Run, Wrapped, sizes_of, slots_of, with_saves
 
 
 class Path:
@@ -107,7 +107,9 @@ class Path:
         """The step after which a run holds what it keeps."""
         return self._maker[source] if type(source) is int else max(self.makers(source))
 
-    def slice_of(self, values: Iterable[Value], without: frozenset[Any] = frozenset()) -> tuple[list[int], dict[int, Any]]:
+    def slice_of(
+        self, values: Iterable[Value], without: frozenset[Any] = frozenset()
+    ) -> tuple[list[int], dict[int, Any]]:
         """The steps that make these values, in order, and what they start from: by cell, the cell that is held. Kept
         cells in `without` are not used."""
         found: set[int] = set()
@@ -262,7 +264,19 @@ class Origins:
 class Instruction:
     """One step of a window: where on the table its arguments are, and where its results go."""
 
-    __slots__ = ("args", "dead", "grad_mode", "index", "is_flat", "is_random", "kwargs", "results", "run", "step", "wanted")
+    __slots__ = (
+        "args",
+        "dead",
+        "grad_mode",
+        "index",
+        "is_flat",
+        "is_random",
+        "kwargs",
+        "results",
+        "run",
+        "step",
+        "wanted",
+    )
 
 
 class Window:
@@ -425,21 +439,27 @@ class Plan:
         self.whole: Group | None = None  # all slots, where nothing that `auto()` chose has been held
         self.peak = 0  # simulated
         self.key: Any = None
-        self.kept: tuple[Value, ...] = ()  # what a run should hold
+        self.saved_bytes = 0  # of the run whose bytes the steps have
+        self.kept: frozenset[Value] = frozenset()  # what a run should hold
         self.complaint = ""
 
     def suits(self, run: Run) -> bool:
-        return run.placement is None or self.key == _gradients_to_come(self.path, run)[0]
+        return run.placement is None or self.key == _key_of(run, _gradients_to_come(self.path, run)[0])
 
     def groups_for(self, run: Run) -> list[Group]:
         """What to give a run's holders: by what it holds."""
-        if self.whole is None or run.held.keys() >= set(self.kept):
+        if self.whole is None or run.held.keys() >= self.kept:
             return self.groups
         return [self.whole]
 
 
-def _gradients_to_come(path: Path, run: Run) -> tuple[int, dict[int, int], dict[int, int]]:
-    """Bytes of gradients that do not exist yet; the same by memory; and those of all parameters."""
+def _key_of(run: Run, missing: dict[int, int]) -> tuple[int, int]:
+    """What a plan goes by, beside the path: bytes of gradients that do not exist yet, and how large the run is."""
+    return sum(missing.values()), run.saved_bytes.bit_length()
+
+
+def _gradients_to_come(path: Path, run: Run) -> tuple[dict[int, int], dict[int, int]]:
+    """Bytes of gradients that do not exist yet, by memory; and those of all parameters."""
     parameters: dict[int, int] = {}
     missing: dict[int, int] = {}
     for cell, held in run.held.items():
@@ -448,31 +468,54 @@ def _gradients_to_come(path: Path, run: Run) -> tuple[int, dict[int, int], dict[
             parameters[memory] = parameter.nbytes
             if parameter.requires_grad and parameter.grad is None:
                 missing[memory] = parameter.nbytes
-    return sum(missing.values()), missing, parameters
+    return missing, parameters
 
 
-def plan_of(run: Run) -> Plan:
-    """The plan for what a run has done."""
+def plan_of(run: Run, old: Plan | None = None) -> Plan:
+    """The plan for what a run has done; `old` was for one of another size."""
     path = Path(run)
     if run.placement is None or not path.slots:
         return Plan(path)
-    key, missing, parameters = _gradients_to_come(path, run)
+    missing, parameters = _gradients_to_come(path, run)
+    saved_bytes = run.saved_bytes if old is None else old.saved_bytes
     alive = {path.memory_of[cell] for cell in run.alive} - {path.memory_of[cell] for cell in path.given}
-    model = Model(path, alive, parameters, missing)
+    model = Model(path, alive, parameters, missing, run.saved_bytes / max(1, saved_bytes))
     budget = run.placement.budget
     stretch = Stretch(model, range(len(path.slots)))
     kept_by_user = run.kept_bytes
     choice = choose(stretch, None if budget is None else max(0, budget - kept_by_user))
     if choice.values or choice.cuts:
         plan = Plan(path.placed(choice.values, choice.cuts))
-        plan.kept = choice.values
+        plan.kept = frozenset(choice.values)
         plan.whole = Group(path, [*range(len(path.slots))])
         plan.whole.parts = plan.groups
+        if budget is not None:
+            held = frozenset(path.memory_of[cell] for cell, _ in plan.path.kept)
+            for group in plan.groups:
+                _split(group, model, held, max(budget, 1))
     else:
         plan = Plan(path)
-    plan.key, plan.peak = key, choice.peak + kept_by_user
+    plan.key, plan.saved_bytes = _key_of(run, missing), saved_bytes
+    plan.peak = choice.peak + kept_by_user
     plan.complaint = _complaint(run, choice)
     return plan
+
+
+def _split(group: Group, model: Model, held: frozenset[int], budget: int) -> None:
+    """Where a window would deliver more than the budget, a first replay makes what smaller windows start from."""
+    order = group.window(group.slots).order
+    if not order:
+        return
+    stretch = Stretch(model, group.slots, held, (order[0], order[-1] + 1))
+    if stretch.delivered <= budget:
+        return
+    choice = choose(stretch, budget)
+    if choice.values:
+        group.split(choice)
+        if max(len(part.slots) for part in group.parts) == len(group.slots):
+            group.parts = []
+        for part in group.parts:
+            _split(part, model, held | {model.path.memory_of[cell] for cell, _ in choice.values}, budget)
 
 
 def _complaint(run: Run, choice: Choice) -> str:
@@ -483,7 +526,7 @@ def _complaint(run: Run, choice: Choice) -> str:
         return ""
     if least > budget:
         why = "what `keep` and other policies keep in this block, or FSDP2 between modules, takes more than that"
-    elif choice.least is not None and not choice.cuts and choice.recomputes:
+    elif choice.recomputes and choice.least is not None and budget < least + choice.least:
         why = "no room for a single checkpoint, so backward recomputes all of the block at once"
         least += choice.least
     return why and f"auto(budget={budget}): {why}. The smallest budget possible is {least} bytes."
@@ -491,13 +534,12 @@ def _complaint(run: Run, choice: Choice) -> str:
 
 def attach(plan: Plan, old: Plan | None) -> None:
     """From here on runs hold what the plan keeps, as soon as it is there."""
-    path, before = plan.path, set() if old is None else set(old.kept)
-    sizes = {memory: nbytes for step in path.steps for memory, nbytes in step.sizes}
-    new: dict[int, list[tuple[Value, int]]] = defaultdict(list)
+    path, before = plan.path, frozenset() if old is None else old.kept
+    new: dict[int, list[tuple[Value, bool]]] = defaultdict(list)
     counted: set[int] = set()
-    for value in plan.kept:
+    for value in sorted(plan.kept):
         memory = path.memory_of[value[0]]
-        new[path.there_after(value)].append((value, 0 if memory in counted else sizes[memory]))
+        new[path.there_after(value)].append((value, memory not in counted))
         counted.add(memory)
     for step in path.steps:
         mine = new.get(step.index, [])
@@ -513,9 +555,7 @@ class Stock:
 
     __slots__ = ("group", "held", "numbers", "random", "sizes")
 
-    def __init__(
-        self, group: Group, held: dict[Any, Any], run: Run | Stock, slots: Sequence[int]
-    ) -> None:
+    def __init__(self, group: Group, held: dict[Any, Any], run: Run | Stock, slots: Sequence[int]) -> None:
         window = group.window(slots)
         self.group = group
         self.held = {source: held[source] for source in window.sources}
@@ -546,9 +586,10 @@ class Replay(Source):
         run = self.tape
         plan = run.step.plan
         if plan is None or not plan.suits(run):
-            plan, old = plan_of(run), plan
+            plan, old = plan_of(run, plan), plan
             run.step.plan = plan
             attach(plan, old)
+        run.program.expected = plan.kept
         holders, owners = [ref() for ref in frame.holders], plan.path.owners
         for group in plan.groups_for(run):
             alive = [slot for slot in group.slots if holders[owners[slot]] is not None]
@@ -577,6 +618,9 @@ class Replay(Source):
 
     # ---- as a source
 
+    def announce(self, tensor: Tensor) -> None:
+        self.tape.announce(tensor)
+
     def maker(self, holder: Holder) -> str | None:
         """The operator that made what the holder saved."""
         path = holder.stock.group.path
@@ -594,13 +638,12 @@ class Replay(Source):
         path = self.path()
         origins = Origins(path.steps)
         for cell, entry in held.items():
-            part = entry.held if type(entry) is Packed else entry
-            if type(part) is tuple or part.is_parameter:
+            if type(entry) is tuple or entry.is_parameter:
                 continue
             kind, step = "kept", origins.maker((cell, NOT_WRITTEN))
             if cell in path.given:
                 kind, step = "input", origins.reader(cell)
-            yield Holding(kind, part, None if step is None else str(step.func), step and step.note)
+            yield Holding(kind, entry, None if step is None else str(step.func), step and step.note)
         for index, state in random.items():
             for tensor in state.states:
                 yield Holding("random state", tensor, str(path.steps[index].func), path.steps[index].note)
@@ -631,7 +674,7 @@ class Replay(Source):
             held = holder.stock.held[holder.stock.group.at_hand]
         else:
             return None
-        if type(held) is Packed:
+        if isinstance(held, Held) and held.is_packed:
             return None
         try:
             return self._fetch(held, where, None)
@@ -644,23 +687,16 @@ class Replay(Source):
             return held
         if type(held) is tuple:
             parameter, version = held
-            if parameter._version != version:
-                raise errors.changed(where, named("a parameter", parameter), version, parameter._version)
+            check_version(where, "a parameter", parameter, version)
             if not parameter.data_ptr():
                 check_there(where, parameter)
             return parameter  # type: ignore[no-any-return]
-        if type(held) is Held:
+        tensor = None if inputs is None else inputs.get(held)
+        if tensor is None:
             tensor = held.fetch(where)
             if held.is_parameter:
                 check_there(where, tensor)
-            return tensor
-        assert inputs is not None  # what is packed goes through a recompute
-        tensor = inputs.get(held)
-        if tensor is None:
-            tensor = held.held.fetch(where)
-            if held.stride is not None and tensor.stride() != held.stride:
-                tensor = laid_out(tensor, held.size, held.stride, 0, held.dtype, 0)
-            if held.held.moved is None:  # it can be fetched again
+            if held.is_packed and held.moved is None and inputs is not None:  # else it can be fetched again
                 inputs[held] = tensor
         return tensor
 
@@ -699,18 +735,20 @@ class Replay(Source):
     def _part_of(self, holder: Holder, request: Recompute, inputs: dict[Any, Any], undo: Undo) -> Stock:
         """What the window of a holder starts from. Where the run has not held it, it is made now, for all parts at
         once, and stays until the windows of the parts have run, or the graph task ends."""
-        stock, owners = self._stock_of(holder, request.frame), None
+        stock = self._stock_of(holder, request.frame)
+        passed = []
         while stock.group.parts:
-            owners = stock.group.path.owners
             parts = inputs.get(stock)
             if parts is None or holder.slot not in parts:
                 parts = inputs[stock] = self._fill(stock, request, inputs, undo)
-            stock, outer = parts[holder.slot], stock
-            if not stock.group.parts:
-                for slot in stock.group.slots:
-                    parts.pop(owners[slot], None)
-                if not parts:
-                    del inputs[outer]
+            passed.append(stock)
+            stock = parts[holder.slot]
+        owners = stock.group.path.owners
+        for outer in passed:
+            for slot in stock.group.slots:
+                inputs[outer].pop(owners[slot], None)
+            if not inputs[outer]:
+                del inputs[outer]
         return stock
 
     def _fill(self, stock: Stock, request: Recompute, inputs: dict[Any, Any], undo: Undo) -> dict[int, Stock]:
@@ -756,7 +794,7 @@ class Replay(Source):
 
 def _moved_in(stock: Stock) -> list[Moved]:
     """What of a stock waits elsewhere."""
-    packed = [held.held.moved for held in stock.held.values() if type(held) is Packed]
+    packed = [held.moved for held in stock.held.values() if isinstance(held, Held)]
     return [moved for moved in packed if moved is not None]
 
 
@@ -824,7 +862,7 @@ class _Execution:
                     copies[storage] = _torch.clone_storage(tensor)
                     self.table[place] = copies[storage]
                 else:
-                    self.table[place] = _torch._lay_as(tensor, copies[storage])
+                    self.table[place] = _torch.lay_as(tensor, copies[storage])
 
     def _check_sizes(self, instruction: Instruction, result: Any) -> None:
         """A custom operator may depend on something besides its arguments."""

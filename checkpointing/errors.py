@@ -29,22 +29,20 @@ class ChangedError(CheckpointError):
 Mismatch = tuple[int, object, object, str]
 
 
-def different_number(where: object, slot: int, op: str, saved: int, recomputed: int) -> MismatchError:
+def different_number(where: object, slot: int, op: str, saved: int, recomputed: int, hint: str) -> MismatchError:
     return MismatchError(
         f"{where}: A different number of tensors was saved during the original forward and recomputation.\n"
         f"Number of tensors saved during forward: {saved}\n"
         f"Number of tensors saved during recomputation: {recomputed}.\n"
-        f"{op} asked for slot {slot}, which the recompute never reached. The function took another path the "
-        f"second time: make it depend on its arguments only, or pin the decision with keep().\n{_TIP}"
+        f"{op} asked for slot {slot}, which the recompute never reached. {hint}\n{_TIP}"
     )
 
 
-def too_many(where: object, saved: int, line: str) -> MismatchError:
+def too_many(where: object, saved: int, line: str, hint: str) -> MismatchError:
     return MismatchError(
         f"{where}: trying to save more tensors during recomputation than during the original forward pass.\n"
         f"Number of tensors saved during forward: {saved}. The first one too many is saved at {line}.\n"
-        "The function took another path the second time: make it depend on its arguments only, or pin the "
-        f"decision with keep().\n{_TIP}"
+        f"{hint}\n{_TIP}"
     )
 
 
@@ -59,26 +57,36 @@ def different_metadata(where: object, op: str, mismatches: Sequence[Mismatch], s
         rows += f"So do {len(mismatches) - shown} more, in slots {[slot for slot, *_ in mismatches[shown:]]}.\n"
     return MismatchError(
         f"{where}: Recomputed values for the following tensors have different metadata than during the forward pass.\n"
-        f"{rows}{op} asked for the recompute. {hint or _SOMETHING_CHANGED}\n{_TIP}"
+        f"{rows}{op} asked for the recompute. {hint}\n{_TIP}"
     )
 
 
-def grown(names: Sequence[str], is_sure: bool) -> str:
+def live(names: Sequence[str]) -> str:
     return (
-        f"{' and '.join(names)} {'was' if is_sure else 'may have been'} changed by the region itself, and is handed to "
-        "the recompute as the forward has left it. For a KV cache pass use_cache=False; or use backend='replay', which "
-        "calls nothing again."
+        f"The recompute finds {' and '.join(names)} as left by the forward, tensors included. If the region adds to "
+        "that (a KV cache), pass use_cache=False, or use backend='replay', which calls nothing again."
     )
 
 
-_SOMETHING_CHANGED = (
-    "Something that the region reads besides its arguments has changed in between, or has been written where no "
-    "operator shows it: such code belongs into `with opaque():`."
+def is_about_sizes(error: BaseException) -> bool:
+    return type(error) is RuntimeError and any(word in str(error) for word in ("size", "Size", "shape"))
+
+
+def other_sizes(where: object, hint: str) -> MismatchError:
+    return MismatchError(f"{where}: the recompute meets tensors of other sizes than the forward did. {hint}")
+
+
+CALLED_AGAIN = (
+    "The recompute calls the function again, and this time it did something else: make it depend on its arguments "
+    "only, pin the decision with keep(), or use backend='replay', which calls nothing again."
 )
+UNSEEN = "Something was written where no operator shows it: such code belongs into `with opaque():`."
 _TIP = (
-    "Where the region runs code of torch.compile, the recompute may have met another graph than the forward: "
-    "torch._dynamo.mark_dynamic() marks dimensions that vary, and torch._C._dynamo.eval_frame._set_lru_cache(False) "
-    "keeps the graphs in their order. debug=True shows the operators of both runs."
+    "Tip: To see a more detailed error message, either pass `debug=True` to the region, or to all of them by "
+    "set_checkpoint_debug_enabled(True). If this error occurs under torch.compile with automatic_dynamic_shapes "
+    "enabled, the recompute may have run another graph. Use torch._dynamo.mark_dynamic() to explicitly mark varying "
+    "dimensions as dynamic upfront, or: Call torch._C._dynamo.eval_frame._set_lru_cache(False) to disable LRU cache "
+    "reordering."
 )
 
 
@@ -105,29 +113,56 @@ def changed(where: object, what: str, was: int | None = None, now: int | None = 
     )
 
 
-def other_parameter(where: object, slot: int, line: str, was_one: bool, is_one: bool) -> MismatchError:
-    then = "another parameter" if was_one and is_one else "a parameter" if was_one else "no parameter"
+def other_parameter(where: object, slot: int, line: str, then: str, now: str, hint: str) -> MismatchError:
     return MismatchError(
-        f"{where}: in slot {slot}, at {line}, the recompute meets {'a' if is_one else 'no'} parameter where the "
-        f"forward met {then}. Parameters have been exchanged in between (`torch.func.functional_call` around a region "
-        "does that), so calling the function again would use others, or frozen or unfrozen (`requires_grad_`). Use "
-        "backend='replay', which calls nothing again, or change them inside the region, or after backward."
+        f"{where}: in slot {slot}, at {line}, the recompute saves {now} where the forward saved {then}. One that "
+        f"trains must be the very same. {hint}"
     )
 
 
-def overwritten(where: object) -> CheckpointError:
+def other_role(where: object, slot: int, line: str, then: object, now: object) -> MismatchError:
+    saved, recomputed = ["no input of a region inside" if r is None else "such an input" for r in (then, now)]
+    if then is not None and now is not None:
+        recomputed = "another such input"
+    return MismatchError(
+        f"{where}: in slot {slot}, at {line}, the recompute meets {recomputed} where the forward met {saved}. The "
+        "function took another path the second time, or one tensor of the forward is two in the recompute: make it "
+        "depend on its arguments only, or use backend='replay', which calls nothing again."
+    )
+
+
+def overwritten(where: object, is_input: bool) -> CheckpointError:
+    what, why = "needed for backward", "for which plain autograd raises an error, too"
+    if is_input:
+        what, why = "the input of a region inside", "so that region can't be recomputed exactly"
     return CheckpointError(
-        f"{where}: a tensor that is needed for backward is overwritten later in the function by an in-place operator, "
-        "for which plain autograd raises an error, too. Use the operator that is not in-place, or backend='replay', "
-        "which tells the versions of a tensor apart."
+        f"{where}: a tensor that is {what} is overwritten later in the function by an in-place operator, {why}. Use "
+        "the operator that is not in-place, or backend='replay', which tells the versions of a tensor apart."
     )
 
 
 def given_back(where: object, shape: Sequence[int]) -> CheckpointError:
     return CheckpointError(
         f"{where}: a parameter of shape {list(shape)} has no memory at this moment. FSDP2 has given it back, and this "
-        "region goes through several modules that it has sharded: put a region into each of them, or leave "
-        "reshard_after_forward on."
+        "region, which found it gathered, does not gather it again. Put a region into each module that is sharded, or "
+        "let FSDP2 reshard after every forward and backward: reshard_after_forward=True, "
+        "set_reshard_after_backward(True)."
+    )
+
+
+def overlapping(where: object) -> CheckpointError:
+    return CheckpointError(
+        f"{where}: Unpack is being triggered for a tensor that was already unpacked once. Performing two backward "
+        "calls that overlap (i.e. require the same saved activation in order to compute gradients) is not allowed "
+        "while under the torch.utils.checkpoint.GraphExecGroup context. Use a group for each of them."
+    )
+
+
+def crossed(where: object) -> CheckpointError:
+    return CheckpointError(
+        f"{where}: this region is left while one that was entered later is still open. Regions must end in the "
+        "reverse order of their beginnings: no task may `await`, and no generator `yield`, inside a region while "
+        "others enter regions of their own."
     )
 
 

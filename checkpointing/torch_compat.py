@@ -28,6 +28,7 @@ from torch.utils.checkpoint import DefaultDeviceType as DefaultDeviceType
 from torch.utils.checkpoint import GraphExecGroup as GraphExecGroup
 from torch.utils.checkpoint import SelectiveCheckpointContext as SelectiveCheckpointContext
 from torch.utils.checkpoint import create_selective_checkpoint_contexts as create_selective_checkpoint_contexts
+from torch.utils.checkpoint import detach_variable as detach_variable
 from torch.utils.checkpoint import get_device_states as get_device_states
 from torch.utils.checkpoint import noop_context_fn as noop_context_fn
 from torch.utils.checkpoint import set_device_states as set_device_states
@@ -39,7 +40,6 @@ from ._api import is_plain, run_rerun
 from ._debug import logged
 from ._reentrant import CheckpointFunction as CheckpointFunction
 from ._reentrant import check_backward_validity as check_backward_validity
-from ._reentrant import detach_variable as detach_variable
 from ._where import entered_from, warn
 from .errors import CheckpointError as CheckpointError
 

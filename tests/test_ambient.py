@@ -442,3 +442,21 @@ def test_collections_in_context_variables_of_any_kind():
 
     contextvars.copy_context().run(lambda: (variable.set(held), checkpointed(fn)(x).sum().backward()))
     assert held["pair"].items == [1]
+
+
+def test_casts_of_a_rerun_are_not_cached_for_others():
+    """A backward in another autocast leaves nothing behind that code after it would take for casts of its weights."""
+    linear, x = nn.Linear(8, 8), torch.rand(2, 8, requires_grad=True)
+
+    def autocast():
+        return torch.autocast("cpu", torch.bfloat16)
+
+    with autocast():
+        y = checkpointed(lambda x: linear(x).sin())(x).sum()
+    with autocast():
+        y.backward()
+        with torch.no_grad():
+            linear.weight.mul_(2)
+        have = linear(x)
+    with autocast():
+        assert bits(have) == bits(linear(x))

@@ -3,6 +3,7 @@ and those of modules in evaluation mode are guarded."""
 
 import functools
 import threading
+import warnings
 
 import pytest
 import torch
@@ -191,6 +192,72 @@ class Cached(nn.Module):
         return (x * self.derived(self.scale)).square()
 
 
+class Resized(nn.Module):
+    """As an observer: the first data says how large the buffer is, or later ones do."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.register_buffer("least", torch.full((size,), 1.0))
+        self.register_buffer("calls", torch.zeros(1))
+
+    def forward(self, x):
+        now = x.detach().amin(0)
+        if self.calls == 0:
+            self.least.resize_(now.shape).copy_(now)
+        self.least.copy_(torch.minimum(self.least * 0.5, now))
+        self.calls += 1
+        return (x * self.least.clone()).square()
+
+
+class Quantized(nn.Module):
+    """Quantisation-aware training, per channel: observers resize their buffers, fused ones in a kernel."""
+
+    def __init__(self):
+        super().__init__()
+        q = torch.ao.quantization
+        per_channel = {"quant_min": -8, "quant_max": 7, "dtype": torch.qint8, "qscheme": torch.per_channel_symmetric}
+        self.inputs = q.FakeQuantize(q.MovingAveragePerChannelMinMaxObserver, **per_channel, ch_axis=1)
+        self.weights = q.default_fused_per_channel_wt_fake_quant()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return F.linear(self.inputs(x), self.weights(self.linear.weight), self.linear.bias).tanh()
+
+
+def scripted(module, by=torch.jit.script):
+    torch._C._jit_set_profiling_mode(False)  # which compiles anew, with other bits, what runs the second time
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # deprecated
+        return by(module)
+
+
+class ScriptedAnew(nn.Module):
+    """Assigns its buffer, in TorchScript."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.ones(()))
+        self.register_buffer("sum", torch.zeros(4))
+
+    def forward(self, x):
+        self.calls = self.calls + 1
+        self.sum.add_(x.detach().sum(0))
+        return (x * self.calls + self.sum.clone()).tanh()
+
+
+class Seeded(nn.Module):
+    """Dropout with a generator of its own, and a module that has another."""
+
+    def __init__(self, inner=None):
+        super().__init__()
+        self.rng = torch.Generator().manual_seed(3)
+        self.inner = inner
+
+    def forward(self, x):
+        x = x * torch.rand(x.shape, generator=self.rng)
+        return x.square() if self.inner is None else self.inner(x).square()
+
+
 def sequence(*modules):
     """With something to recompute on both sides."""
     return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), *modules, nn.Tanh())
@@ -228,6 +295,13 @@ MODULES = {
     "made when it is needed": lambda: Grown(0),
     "one that goes": Renamed,
     "cached by the tensor": Cached,
+    "resized from none": lambda: Resized(0),
+    "resized from one": lambda: Resized(1),
+    "resized from more": lambda: Resized(9),
+    "quantisation-aware": Quantized,
+    "scripted": lambda: nn.Sequential(nn.Linear(4, 4), scripted(ScriptedAnew()), nn.Tanh()),
+    "all of it scripted": lambda: scripted(nn.Sequential(nn.Linear(4, 4), ScriptedAnew())),
+    "a generator of its own": lambda: sequence(Seeded(Seeded())),
     "nested": lambda: nn.Sequential(sequence(nn.BatchNorm1d(4)), Counter()),
 }
 MODULE = pytest.mark.parametrize("module", MODULES)
@@ -240,10 +314,11 @@ def made(name):
 
 
 def left(model, *tensors):
-    """What a program leaves behind, in bits; of buffers their order and versions as well."""
+    """What a program leaves behind, in bits; of buffers their order and versions as well, of modules their flags."""
     state = {name: (bits(t), t._version) for name, t in model.state_dict(keep_vars=True).items()}
     grads = [None if p.grad is None else bits(p.grad) for p in model.parameters()]
-    return list(state), state, grads, [bits(t) for t in tensors]
+    streams = [bits(m.rng.get_state()) for m in model.modules() if isinstance(m, Seeded)]
+    return list(state), state, grads, streams, [m.training for m in model.modules()], [bits(t) for t in tensors]
 
 
 def train(model, fn, steps=3):
@@ -691,3 +766,181 @@ def test_a_buffer_that_is_deleted_before_backward():
     y.sum().backward()
     assert (x.grad == 8).all()
     assert not hasattr(module, "twice")
+
+
+# ---- training flags
+
+
+def regular():
+    """With modules that behave otherwise in evaluation."""
+    torch.manual_seed(1)
+    inner = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.BatchNorm1d(4))
+    return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), inner)
+
+
+SWITCHES = {
+    "to evaluation": (lambda m: None, lambda m: m.eval()),
+    "to training": (lambda m: m.eval(), lambda m: m.train()),
+    "one of them": (lambda m: m[3].eval(), lambda m: (m[3].train(), m[1].eval())),
+    "validation": (lambda m: None, lambda m: (m.eval(), m(leaf().detach()), m.train())),
+    "validation, and still there": (lambda m: None, lambda m: (m.eval(), m(leaf().detach()))),
+}
+
+
+@pytest.mark.parametrize("switch", SWITCHES)
+@DOOR
+def test_a_rerun_finds_the_training_flags_of_the_forward(switch, door):
+    """Whatever they are when backward runs, they are afterwards."""
+    before, between = SWITCHES[switch]
+
+    def run(door):
+        torch.manual_seed(0)
+        model, x = regular(), leaf()
+        before(model)
+        y = door(model)(x)
+        between(model)
+        y.square().sum().backward()
+        return left(model, y, x.grad)
+
+    assert run(DOORS[door]) == run(plain)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_training_flags_of_modules_wherever_they_are_looked_for(way):
+    """The same places as for buffers."""
+
+    def run(door):
+        torch.manual_seed(0)
+        model, x = regular(), leaf()
+        y = door(WAYS[way](model))(x)
+        model.eval()
+        y.square().sum().backward()
+        return left(model, y, x.grad)
+
+    assert run(checkpointed) == run(plain)
+
+
+def test_training_flags_are_put_back_after_an_error():
+    """And those that the rerun itself sets are dropped, too."""
+    model, x = regular(), leaf()
+
+    def fn(x):
+        model[2].eval()
+        if is_recomputing():
+            raise ValueError
+        return model(x)
+
+    y = checkpointed(fn)(x)
+    model.eval()
+    model[2].train()
+    want = [m.training for m in model.modules()]
+    with pytest.raises(ValueError):
+        y.sum().backward()
+    assert [m.training for m in model.modules()] == want
+
+
+# ---- tensors of other types
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_a_memory_estimate_with_fake_tensors(door):
+    """Nothing is computed; shapes come out, and buffers are written once."""
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+    with FakeTensorMode():
+        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh())
+        x = torch.randn(6, 4, requires_grad=True)
+        for _ in range(2):
+            DOORS[door](model)(x).square().sum().backward()
+    assert x.grad.shape == x.shape
+    assert type(model[1].running_mean) is FakeTensor
+    assert model[1].num_batches_tracked._version == 3  # one of which made it
+
+
+def test_a_wrapper_whose_view_is_saved_while_it_is_rewound():
+    """What lies on a rewound buffer is known by the tensors that it consists of."""
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    def run(door):
+        module, x = nn.Module(), TwoTensor(leaf().detach(), leaf().detach() * 2).requires_grad_()
+        module.register_buffer("mean", TwoTensor(torch.ones(4), torch.ones(4)))
+
+        def forward(x):
+            module.mean.add_(1)
+            return (x * module.mean).sin() * module.mean[None].expand(6, 4)
+
+        module.forward = forward
+        for _ in range(2):
+            door(module)(x).sum().backward()
+        return bits([x.grad.a, x.grad.b, module.mean.a, module.mean.b])
+
+    assert run(checkpointed) == run(plain)
+
+
+def test_frozen_torchscript_has_no_training_flag():
+    """And no buffers either: what it computes is all there is."""
+    module, x = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).eval(), leaf()
+    frozen = scripted(module, lambda module: torch.jit.freeze(torch.jit.script(module)))
+    y = checkpointed(lambda x: frozen(x).sin())(x)
+    y.sum().backward()
+    (want,) = torch.autograd.grad(frozen(x).sin().sum(), x)
+    assert torch.allclose(x.grad, want)
+
+
+def test_the_first_call_of_a_lazy_module_with_debug():
+    """Its parameters have no shapes yet."""
+    model, x = nn.Sequential(nn.LazyLinear(4), nn.Tanh(), nn.LazyLinear(2)), leaf()
+    checkpointed(model, debug=True)(x).sum().backward()
+    assert x.grad is not None and model[0].weight.grad is not None
+
+
+@pytest.fixture
+def mesh():
+    """Of this process alone."""
+    if not torch.distributed.is_available():
+        pytest.skip("needs torch.distributed")
+    from torch.distributed.tensor import init_device_mesh
+
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    torch.distributed.destroy_process_group()
+
+
+class Doubles(nn.Module):
+    """Writes its buffer, sets it anew, and saves a view of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("scale", torch.ones(4))
+
+    def forward(self, x):
+        self.scale.add_(1)
+        y = x * self.scale
+        self.scale = self.scale * 2
+        return (y + self.scale[None].expand(6, 4)).tanh() * self.scale[None].expand(6, 4)
+
+
+@pytest.mark.parametrize("make", [lambda: nn.BatchNorm1d(4), Doubles], ids=["BatchNorm1d", "set anew"])
+@pytest.mark.parametrize("door", DOORS)
+def test_buffers_of_a_distributed_module(mesh, make, door):
+    """`distribute_module` makes a DTensor of each: rewound as others are."""
+    from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
+
+    def run(door):
+        torch.manual_seed(0)
+        model = distribute_module(nn.Sequential(nn.Linear(4, 4), make(), nn.Tanh()), mesh)
+        x = distribute_tensor(leaf().detach(), mesh, [Shard(0)]).requires_grad_()
+        for _ in range(2):
+            door(model)(x).square().sum().backward()
+        tensors = [*model.buffers(), x.grad, *(p.grad for p in model.parameters())]
+        return [bits(t.to_local()) for t in tensors]
+
+    assert run(DOORS[door]) == run(plain)
+
+
+@pytest.mark.parametrize(("count", "times"), [(100, 1), (101, 2)])
+def test_long_lists_are_not_searched_for_modules(count, times):
+    """They may be data: what their modules write is written again. (An `nn.ModuleList` is a module.)"""
+    norms = [nn.BatchNorm1d(3) for _ in range(count)]
+    checkpointed(lambda x: norms[-1](x).sin().exp())(torch.rand(4, 3, requires_grad=True)).sum().backward()
+    assert int(norms[-1].num_batches_tracked) == times

@@ -241,6 +241,40 @@ def a_group_of_backwards_shares_a_recompute(m):
     return run(m.GraphExecGroup()), run(contextlib.nullcontext())
 
 
+def overlapping(m, fn=lambda x: x.sin().cos().exp()):
+    """Two backwards of one group that need the same activations."""
+    x = leaf()
+    y = region(m, fn, x)
+    with m.GraphExecGroup():
+        first = torch.autograd.grad(y.sum(), x, retain_graph=True)
+        return first, torch.autograd.grad((y * 2).sum(), x)
+
+
+@case
+def one_group_after_another(m):
+    x = leaf()
+    fn, counts = counting(lambda x: x.sin().cos().exp())
+    y, found = region(m, fn, x), []
+    for _ in range(2):
+        with m.GraphExecGroup():
+            found += torch.autograd.grad(y.sum(), x, retain_graph=True)
+    return found, counts
+
+
+@case
+def a_variable_that_the_function_assigns(m):
+    n = 0
+
+    def fn(x):
+        nonlocal n
+        n += 1
+        return (x * 2).sin()
+
+    x = leaf()
+    region(m, fn, x).sum().backward()
+    return n, x.grad
+
+
 # ---- sequences
 
 
@@ -371,6 +405,8 @@ CASES |= {
     "an unknown check": lambda m: region(m, torch.sin, leaf(), determinism_check="values"),
     "an unknown check without grad mode": lambda m: without_grad(m, determinism_check="x"),
     "a group in a group": nest_groups,
+    "backwards that overlap in a group": overlapping,
+    "... with parameters": lambda m: overlapping(m, nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Tanh())),
     "unknown keywords of a sequence": lambda m: m.checkpoint_sequential(
         [torch.sin], 1, leaf(), use_reentrant=False, foo=1, bar=2
     ),
@@ -816,7 +852,7 @@ def test_every_public_name_of_torch_is_there():
     """As of 2.15 and of the installed torch; data, enums and contexts are torch's own objects."""
     assert set(ours.__all__) == NAMES_OF_2_15 >= set(theirs.__all__)
     own = {"checkpoint", "checkpoint_sequential", "CheckpointError", "CheckpointFunction", "check_backward_validity"}
-    own |= {"detach_variable", "set_checkpoint_early_stop", "set_checkpoint_debug_enabled"}
+    own |= {"set_checkpoint_early_stop", "set_checkpoint_debug_enabled"}
     assert {name for name in NAMES_OF_2_15 if getattr(ours, name) is not getattr(theirs, name)} == own
     assert issubclass(ours.CheckpointError, theirs.CheckpointError)
 

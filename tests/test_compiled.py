@@ -5,9 +5,10 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from oracle import c, r, s
 from torch import nn
 
-from checkpointing import auto, checkpoint_scope, checkpointed
+from checkpointing import auto, checkpoint_scope, checkpointed, keep, offload
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what the compiler says is not ours
 
@@ -207,3 +208,85 @@ def test_what_a_scope_in_compiled_code_calls_is_compiled(compiler):
     for function in (compiler(program), program):
         assert torch.equal(torch.autograd.grad(function(x).sum(), x)[0], torch.full((2,), 2 * torch.tensor(2.0).cos()))
     assert (compiler.graphs, compiler.calls) == (1, 1)
+
+
+# ---- graphs that are traced
+
+TRACED = {
+    "scope": s,
+    "auto": lambda fn: s(fn, policy=auto(segment=1)),
+    "replay": r,
+    "rerun": c,
+    "a scope in a rerun": lambda fn: c(s(fn)),
+    "a rerun in a scope": lambda fn: s(c(fn)),
+    "disabled in a scope": lambda fn: s(s(fn, enabled=False)),
+    "offload": lambda fn: s(fn, policy=offload(min_bytes=0)),
+    "reported": lambda fn: s(fn, report=True),
+    "reentrant": lambda fn: checkpointed(fn, backend="reentrant"),
+}
+
+
+def kept_and_dropped(x, w):
+    """Another mask in the recompute would be seen, and so would what is kept."""
+    h = keep((x @ w).sin()) * torch.full((4, 4), 2.0)
+    return torch.relu_(nn.functional.dropout(h.exp(), 0.5)) @ w
+
+
+def slopes(function):
+    """Forward and backward, as one function."""
+
+    def run(x, w):
+        x, w = x.detach().requires_grad_(), w.detach().requires_grad_()
+        out = function(x, w)
+        return (out, *torch.autograd.grad(out.square().sum(), (x, w)))
+
+    return run
+
+
+def assert_right_for_others(graph):
+    """What a graph has been traced with is not in it."""
+    torch.manual_seed(1)
+    others = torch.randn(4, 4), torch.randn(4, 4)
+    want = slopes(kept_and_dropped)(*others)
+    torch.manual_seed(1)
+    others = torch.randn(4, 4), torch.randn(4, 4)
+    assert all(map(torch.equal, graph(*others), want))
+
+
+@pytest.mark.parametrize("tracing_mode", ["real", "fake", "symbolic"])
+@pytest.mark.parametrize("door", TRACED)
+def test_traced_by_make_fx(door, tracing_mode):
+    """The graph is that of plain code, and holds no activation of the traced run."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    def traced(function):
+        return make_fx(slopes(function), tracing_mode=tracing_mode)(torch.randn(4, 4), torch.randn(4, 4))
+
+    have, want = traced(TRACED[door](kept_and_dropped)), traced(kept_and_dropped)
+    assert [str(node.target) for node in have.graph.nodes] == [str(node.target) for node in want.graph.nodes]
+    assert_right_for_others(have)
+    x = torch.ones(3, requires_grad=True)
+    with checkpoint_scope() as scope:  # which works as ever after that
+        x.sin().exp()
+    assert scope.stats.ops_recorded == 2
+
+
+@pytest.mark.parametrize("door", TRACED)
+def test_traced_by_aot_function(door):
+    """Which looks at a function before it traces it."""
+    from functorch.compile import aot_function, nop
+
+    assert_right_for_others(slopes(aot_function(TRACED[door](kept_and_dropped), nop)))
+
+
+@pytest.mark.parametrize("door", TRACED)
+def test_exported(door):
+    """Regions leave no trace in inference programs."""
+
+    class Model(nn.Module):
+        def forward(self, x, w):
+            return TRACED[door](lambda x, w: keep((x @ w).sin()).cos())(x, w)
+
+    program = torch.export.export(Model(), (torch.randn(4, 4), torch.randn(4, 4)), strict=False)
+    operators = [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
+    assert operators == ["aten.matmul.default", "aten.sin.default", "aten.cos.default"]

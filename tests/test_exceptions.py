@@ -1,6 +1,8 @@
 """An exception anywhere leaves no hook, mode, random state or grad mode behind and says where it happened."""
 
+import asyncio
 import contextlib
+import itertools
 import linecache
 import re
 
@@ -8,8 +10,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from oracle import Counting, apply, bits, count
+from torch.utils._python_dispatch import is_in_any_mode_without_ignore_compile_internals
 
-from checkpointing import CheckpointError, checkpoint_scope, checkpointed, disabled, is_recomputing, keep
+from checkpointing import CheckpointError, auto, checkpoint_scope, checkpointed, disabled, is_recomputing, keep, opaque
+from checkpointing._region import thread
 
 WORD = pytest.mark.parametrize("word", ["c", "r", "s", "cc", "cs", "sc", "ss"])
 RERUN = pytest.mark.parametrize("word", ["c", "cc", "sc"])
@@ -34,6 +38,8 @@ def state():
         "autocast": torch.is_autocast_enabled("cpu"),
         "default dtype": torch.get_default_dtype(),
         "recomputing": is_recomputing(),
+        "region": thread.region,
+        "in a mode": is_in_any_mode_without_ignore_compile_internals(),
     }
 
 
@@ -375,3 +381,132 @@ def test_what_a_function_makes_of_the_stop_signal(error):
     y = checkpointed(fn)(x).sum()
     with pytest.raises(KeyboardInterrupt) if error is KeyboardInterrupt else contextlib.nullcontext():
         y.backward()
+
+
+# ---- regions that end in another order than they should
+
+SCOPES = {
+    "plain": contextlib.nullcontext,
+    "scope": checkpoint_scope,
+    "auto": lambda: checkpoint_scope(policy=auto(segment=1)),
+    "reported": lambda: checkpoint_scope(report=True),
+    "hooks": lambda: torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t),
+    "mode": Counting,
+}
+
+
+def task(x, kind, inner=None):
+    """A little of a model in a scope, which waits again and again."""
+    y = x
+    with SCOPES[kind]():
+        for _ in range(3):
+            yield
+            y = torch.relu_(y.sin() * x).exp()
+            if inner is not None:
+                y = yield from inner(y)
+    return y.tanh()
+
+
+def in_turns(tasks, order):
+    """Let these go on in this order, then each to its end; what they return, or raise."""
+    outcomes = {}
+
+    def go_on(i):
+        try:
+            next(tasks[i])
+        except StopIteration as stop:
+            outcomes[i] = stop.value
+        except CheckpointError as error:
+            outcomes[i] = error
+
+    for i in [*order, *list(range(len(tasks))) * 20]:
+        if i not in outcomes:
+            go_on(i)
+    return [outcomes[i] for i in range(len(tasks))]
+
+
+@pytest.mark.parametrize("kinds", [*itertools.product(["scope", "auto", "reported"], repeat=2), ("scope",) * 3])
+def test_scopes_of_several_tasks(kinds):
+    """Who leaves while a later one is inside is told so; nothing is left behind, and the others are right."""
+    x = leaf(3)
+    (want,) = in_turns([task(x, "plain")], [])
+    (want,) = torch.autograd.grad(want.sum(), x)
+    crossed = 0
+    for order in itertools.product(range(len(kinds)), repeat=4):
+        with unchanged():
+            results = in_turns([task(x, kind) for kind in kinds], order)
+        for result in results:
+            if isinstance(result, CheckpointError):
+                crossed += 1
+                assert "entered later is still open" in str(result) and __file__ in str(result)
+            else:
+                assert bits(torch.autograd.grad(result.sum(), x)[0]) == bits(want)
+    assert crossed >= 2 ** len(kinds)
+
+
+@pytest.mark.parametrize("other", ["hooks", "mode"])
+def test_hooks_and_modes_of_others_survive(other):
+    """What another task has entered in between stays where it is."""
+    x, entered = leaf(3), SCOPES[other]()
+    first, second = task(x, "scope"), task(x, "scope")
+    with unchanged():
+        next(first)
+        with entered:
+            inside = state()
+            next(second)
+            in_turns([first], [])
+            in_turns([second], [])
+            assert torch._C._len_torch_dispatch_stack() == inside["dispatch modes"] - 1
+            assert (state()["hooks"] is None) == (other == "mode")
+
+
+def test_a_region_that_waits_inside_a_scope_of_a_task():
+    """`opaque` and disabled scopes there pass by."""
+
+    def inner(y):
+        with opaque(), checkpoint_scope(enabled=False):
+            yield
+            return y.cos()
+
+    x = leaf(3)
+    with unchanged():
+        results = in_turns([task(x, "scope", inner) for _ in range(3)], [0, 1, 2, 0, 2, 1])
+    assert sum(isinstance(result, CheckpointError) for result in results) == 2
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_function_that_leaves_a_scope_open(fails):
+    """A generator waits in it; an exception of the function is not replaced."""
+    waiting = []
+
+    def function(x):
+        waiting.append(task(x, "scope"))
+        next(waiting[0])
+        if fails:
+            raise ValueError("on purpose")
+        return x.sin()
+
+    for door in (checkpointed, checkpointed(backend="replay")):
+        with unchanged():
+            with pytest.raises(ValueError if fails else CheckpointError, match="on purpose" if fails else "still open"):
+                door(function)(torch.ones(3, requires_grad=True))
+            waiting.pop().close()
+
+
+def test_scopes_of_asyncio_tasks():
+    """`gather` raises that one error; the others are cancelled, or finish."""
+
+    async def step(seconds):
+        with checkpoint_scope():
+            y = leaf(3).sin()
+            await asyncio.sleep(seconds)
+            y = y.exp()
+        y.sum().backward()
+
+    async def steps(**options):
+        return await asyncio.gather(*(step(0.001 * i) for i in range(3)), **options)
+
+    with unchanged(rng=False):
+        with pytest.raises(CheckpointError, match="await"):
+            asyncio.run(steps())
+        assert [type(r) for r in asyncio.run(steps(return_exceptions=True))] == [CheckpointError] * 2 + [type(None)]

@@ -21,10 +21,12 @@ LAYERS = [
     *(
         "_auto",
         "_rerun",
+        "_buffers",
         "_replay",
         "_tape",
         "_values",
         "_ops",
+        "_held",
         "_engine",
         "_check",
         "_ambient",

@@ -1,14 +1,16 @@
 """Bytes, each one counted: what is held for backward, what a step needs at its peak, what a scope reports."""
 
+import contextlib
+
 import pytest
 import torch
 import torch.nn.functional as F
-from oracle import apply
+from oracle import apply, bits
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from checkpointing import __main__ as job
-from checkpointing import checkpoint_scope, keep
+from checkpointing import auto, checkpoint_scope, keep
 
 pytestmark = pytest.mark.usefixtures("frozen")  # memory is measured after collections, which are quick then
 
@@ -116,6 +118,47 @@ def test_nested_scopes_hold_less_than_flat_ones():
     assert bytes_of(nested)[0] < bytes_of(per_block("s"))[0]
 
 
+# ---- whole training steps in one block
+
+
+@pytest.mark.parametrize("policy", [None, auto()], ids=["scope", "auto"])
+@pytest.mark.parametrize("clipped", [False, True])
+def test_training_steps_in_one_scope_need_what_forwards_in_scopes_do(policy, clipped):
+    """Forward, backward, optimizer's step: when a backward in the block has freed its graph, nothing of it is held.
+    So the peak does not grow with the number of steps."""
+
+    def trained(steps, around_all):
+        torch.manual_seed(0)
+        blocks = nn.ModuleList(Block() for _ in range(6))
+        optimizer = torch.optim.AdamW(blocks.parameters())
+        x, losses = torch.rand(4 * ROWS, WIDTH), []
+
+        def scope(wanted):
+            return checkpoint_scope(policy=policy) if wanted else contextlib.nullcontext()
+
+        def run(steps=steps):
+            with scope(around_all):
+                for _ in range(steps):
+                    with scope(not around_all):
+                        loss = plain(blocks, x).sum()
+                    loss.backward()
+                    if clipped:
+                        nn.utils.clip_grad_norm_(blocks.parameters(), 1.0)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    losses.append(loss.detach())
+            return torch.ones(1, requires_grad=True).sum()
+
+        run(1)  # the optimizer's state
+        return job.step_on_cpu(run).memory()[1], bits([*losses, *blocks.parameters()])
+
+    peak, want = trained(4, False)
+    peak_in_one, have = trained(4, True)
+    assert have == want
+    assert peak_in_one <= 1.1 * peak
+    assert trained(8, True)[0] <= 1.01 * peak_in_one
+
+
 # ---- bytes of one region, by hand
 
 N = 1000 * 4  # bytes of one tensor below
@@ -162,3 +205,14 @@ def test_stats_count_the_state_of_generators():
     assert scope.stats.bytes_held == torch.get_rng_state().nbytes
     y.sum().backward()
     assert scope.stats.bytes_held == 0
+
+
+def test_what_a_backward_inside_brings_back_is_not_held():
+    """Its gradient's graph reads values that the block can make again."""
+    x = torch.rand(1000).requires_grad_()
+    with checkpoint_scope() as scope:
+        h = x.sin().exp().tanh()
+        (g,) = torch.autograd.grad(h.square().sum(), x, create_graph=True)
+        loss = (g * h).sum()
+    assert scope.stats.bytes_held == 0
+    loss.backward()

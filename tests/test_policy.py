@@ -359,3 +359,20 @@ def test_a_disabled_scope_elsewhere_is_a_plain_block():
     assert len(packed) == 2
     assert entered.stats.bytes_kept == 0
     assert count(y.sum().backward).get("exp", 0) == 0
+
+
+def test_a_backward_inside_is_not_asked_about():
+    """Only the block's own operators are: which those of a backward are depends on regions that it meets."""
+    asked = []
+
+    def policy(ctx, op, *args, **kwargs):
+        asked.append(op.overloadpacket.__name__)
+        return op is torch.ops.aten.cos.default
+
+    x = torch.rand(3, requires_grad=True)
+    with checkpoint_scope(policy=policy) as scope:
+        h = x.sin()
+        (g,) = torch.autograd.grad(h.sum(), x, create_graph=True)
+        (g * h).exp()
+    assert "cos" not in asked and asked[-2:] == ["mul", "exp"]
+    assert scope.stats.bytes_kept == 0

@@ -14,6 +14,7 @@ from oracle import s as scope
 from torch import nn
 
 from checkpointing import checkpoint_scope, checkpointed
+from checkpointing._ambient import Generators
 
 HERE = Path(__file__).parent
 
@@ -239,3 +240,12 @@ def outcomes(request):
 def test_on_an_accelerator(outcomes, case):
     """Beside the CPU, a device with a stream of its own."""
     assert outcomes[case] is None, f"\n{outcomes[case]}"
+
+
+def test_a_replay_notes_once_where_a_generator_stands():
+    """However many operators draw from it: there is one state to put back."""
+    now = Generators(True).enter([])
+    torch.rand(3)
+    assert Generators(True).enter(now) is now
+    assert len(now) == 1
+    Generators.leave(now)

@@ -2,14 +2,16 @@
 
 import sys
 import threading
+import time
 
 import pytest
 import torch
 import torch.nn.functional as F
 from beside import Program
 from oracle import apply, bits, count
+from torch import nn
 
-from checkpointing import checkpointed, keep
+from checkpointing import checkpointed, is_recomputing, keep
 
 WORD = pytest.mark.parametrize("word", ["c", "r", "s", "cs", "sc"])
 DOOR = pytest.mark.parametrize("door", ["c", "r", "s"])
@@ -178,3 +180,24 @@ hurried = Program("-c", HURRIED)
 def test_garbage_collection_while_the_generator_is_read_is_no_deadlock():
     """Torch holds the generator's mutex there, and another thread would wait for it with the GIL in its hands."""
     assert hurried.output == ""
+
+
+def test_recomputes_of_one_region_take_turns():
+    """Two threads that want different tensors of it: else one would find the buffers as the other has rewound them."""
+    norm, inside, most = nn.BatchNorm1d(4), [], []
+
+    @checkpointed(early_stop=False)
+    def fn(x):
+        inside.append(None)
+        most.append(len(inside))
+        time.sleep(0.02 * is_recomputing())
+        y = norm(x).sin(), x.mul(2).cos()
+        inside.pop()
+        return y
+
+    x = leaf(3, 4)
+    first, second = fn(x)
+    buffers = bits(dict(norm.named_buffers()))
+    at_once(*[lambda y=y: torch.autograd.grad(y.sum(), x, retain_graph=True) for y in (first, second)])
+    assert most == [1, 1, 1]
+    assert bits(dict(norm.named_buffers())) == buffers

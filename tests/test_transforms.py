@@ -109,9 +109,26 @@ def test_the_warning_is_given_once_and_points_at_user_code(door):
     assert done.returncode == 0 and done.stderr.count("UserWarning") == 1
     assert f"<string>:{line}: UserWarning" in done.stderr
     assert "torch.func" in done.stderr and "plain" in done.stderr
+    assert "inside a region vmap, jvp and jacfwd work" in done.stderr
 
 
 # ---- inside a region
+
+REFUSED = {
+    "grad": lambda x: torch.func.grad(lambda x: x.sin().sum())(x),
+    "vjp": lambda x: torch.func.vjp(torch.sin, x)[1](x)[0],
+    "jacrev": lambda x: torch.func.jacrev(torch.sin)(x),
+    "hessian": lambda x: torch.func.hessian(lambda x: x.sin().sum())(x),
+}
+
+
+@pytest.mark.parametrize("backend", ["rerun", "replay"])
+@pytest.mark.parametrize("name", REFUSED)
+def test_transforms_that_torch_refuses_inside_a_region(name, backend):
+    """Both ways to recompute; README says so, and the warning does not advise it."""
+    with pytest.raises(RuntimeError, match="saved tensor hooks"):
+        checkpointed(REFUSED[name], backend=backend)(torch.ones(3, requires_grad=True))
+
 
 INSIDE = {
     "vmap": lambda x, w: torch.func.vmap(lambda row: (row * w).sin().exp())(x),

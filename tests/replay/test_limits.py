@@ -2,7 +2,7 @@
 
 import ctypes
 import threading
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 
 import numpy
 import pytest
@@ -11,7 +11,7 @@ from bitwise import DOORS, REPLAY, Table, leaves
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from checkpointing import ChangedError, CheckpointError, auto, checkpoint_scope, keep, opaque
+from checkpointing import ChangedError, CheckpointError, auto, checkpoint_scope, checkpointed, keep, opaque
 
 WHERE = pytest.mark.parametrize("door", ("replay", "scope", "auto"), indirect=True)
 case = Table(leaves())
@@ -167,6 +167,17 @@ def backward_in_opaque(x, y):
     return h * n * g.exp()
 
 
+@case
+def written_in_opaque_before_it_is_saved_again(x, y):
+    n, p = torch.ones(4, 6, dtype=torch.float64), nn.Parameter(y.detach().clone(), requires_grad=False)
+    with opaque():
+        for tensor in (n, p, n[1:]):
+            (x[:1] * tensor[:1]).sum()  # nobody wants its gradient
+            tensor.mul_(3)
+        h = x * n * p
+    return h, x * p
+
+
 @pytest.mark.parametrize(("program", "name"), case.pairs())
 def test_kept(program, name):
     """Bit for bit, through every door."""
@@ -191,7 +202,7 @@ def test_opaque_in_scopes_in_torchs_own_checkpoint():
     assert torch.equal(have, want)
 
 
-@pytest.mark.parametrize("policy", [None, [torch.ops.aten.mul.Tensor], auto(segment=16)])
+@pytest.mark.parametrize("policy", [None, [torch.ops.aten.mul.Tensor], auto(budget=16)])
 def test_what_a_scope_in_torchs_own_checkpoint_writes_is_copied_past_its_hooks(policy):
     """Neither what it keeps nor what it has read from outside makes those run the function again at once."""
     calls = []
@@ -217,6 +228,116 @@ def test_opaque_outside_of_regions_does_nothing():
     with opaque():
         x = torch.ones(2, requires_grad=True) * 2
     x.sum().backward()
+
+
+def _by_an_operator(h, w):
+    y = h.sin() * w
+    h.mul_(3)
+    return y
+
+
+def _its_result(h, w):
+    y = h.exp()
+    z = y * w
+    y.add_(3)
+    return z
+
+
+def _by_a_view(h, w):
+    y = h[0].sin() * w
+    h.mul_(3)
+    return y
+
+
+def _by_a_rerun(h, w):
+    y = checkpointed(lambda h: (h + 1).exp() * w)(h)
+    h.mul_(3)
+    return y
+
+
+def _by_the_closure_of_a_rerun(h, w):
+    y = checkpointed(lambda w: (h + 1).exp() * w)(w)
+    h.mul_(3)
+    return y
+
+
+def _by_a_scope(h, w):
+    with checkpoint_scope():
+        y = (h + 1).exp() * w
+    h.mul_(3)
+    return y
+
+
+def _before_an_exception(h, w):
+    with suppress(ValueError), opaque():
+        y = h.sin() * w
+        h.mul_(3)
+        raise ValueError
+    return y
+
+
+SAVERS = [
+    _by_an_operator,
+    _its_result,
+    _by_a_view,
+    _by_a_rerun,
+    _by_the_closure_of_a_rerun,
+    _by_a_scope,
+    _before_an_exception,
+]
+
+
+@WHERE
+@pytest.mark.parametrize("saved", SAVERS)
+def test_what_is_saved_in_opaque_and_written_there_later(saved, door):
+    """An error in backward, never what is there by then. (Plain code works where only a region has saved it.)"""
+
+    def function(x, w):
+        with opaque():
+            return saved(x * 2, w)
+
+    x, w = torch.rand(4, 6, requires_grad=True), torch.rand(4, 6, requires_grad=True)
+    y = door(function, x, w)
+    with pytest.raises(ChangedError, match="changed in place"):
+        y.sum().backward()
+    assert x.grad is None
+
+
+@WHERE
+@pytest.mark.parametrize("inside", [False, True])
+def test_what_is_saved_in_opaque_and_written_after_it(inside, door):
+    """Or in a block inside: backward gets what was saved."""
+
+    def function(x, region):
+        with opaque():
+            h = x * 2
+            y = region(lambda h: (h + 1).exp())(h)
+            if inside:
+                with opaque():
+                    h.mul_(3)
+        return y * h.mul_(3)
+
+    x = torch.rand(4, 6, requires_grad=True)
+    (want,) = torch.autograd.grad(function(x, lambda f: f).sum(), x)
+    assert torch.equal(torch.autograd.grad(door(function, x, checkpointed).sum(), x)[0], want)
+
+
+@pytest.mark.parametrize("policy", [None, auto(), auto(segment=1), auto(budget=100), auto(budget=10**6)], ids=str)
+def test_what_is_saved_before_opaque_is_what_it_was(policy):
+    """Also where a policy only holds on to it, as long as there is room."""
+
+    def function(x, before):
+        n = torch.full((4, 6), 2.0)
+        y = x * before(n)
+        with opaque():
+            n.mul_(3)
+        return (y * n).sin()
+
+    x = torch.rand(4, 6, requires_grad=True)
+    (want,) = torch.autograd.grad(function(x, torch.clone).sum(), x)
+    with checkpoint_scope(policy=policy):
+        y = function(x, lambda n: n)
+    assert torch.equal(torch.autograd.grad(y.sum(), x)[0], want)
 
 
 def test_values_around_opaque_are_computed_once():

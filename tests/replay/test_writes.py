@@ -7,7 +7,7 @@ from torch import nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 import checkpointing
-from checkpointing import ChangedError, checkpoint_scope
+from checkpointing import ChangedError, auto, checkpoint_scope
 
 case = Table(leaves())
 
@@ -326,3 +326,52 @@ def test_values_check_finds_an_unseen_write():
         out = x * h
     with pytest.raises(checkpointing.CheckpointError):
         out.sum().backward()
+
+
+@pytest.mark.parametrize("policy", [None, auto(segment=1), auto(budget=10**6)], ids=str)
+def test_windows_of_one_storage_that_overlap(policy):
+    """One has been delivered before the next one is written: that they begin at other rows does not tell them apart."""
+
+    def function(x, before):
+        h = x.sin()
+        y = before(h).unfold(0, 6, 3)[:2].sin()
+        h.unfold(0, 6, 3)[2:3].mul_(3)
+        return y.sum() + (h * x).sum()
+
+    x = torch.rand(12, requires_grad=True)
+    (want,) = torch.autograd.grad(function(x, torch.clone), x)
+    with checkpoint_scope(policy=policy):
+        y = function(x, lambda h: h)
+    assert torch.equal(torch.autograd.grad(y, x)[0], want)
+
+
+class Gives(torch.autograd.Function):
+    """Its gradient is the very tensor that it has saved."""
+
+    @staticmethod
+    def forward(ctx, h):
+        ctx.save_for_backward(h)
+        return h.sum()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return ctx.saved_tensors[0]
+
+
+@pytest.mark.parametrize("policy", [None, auto(segment=1), auto(budget=10**6)], ids=str)
+def test_a_value_that_a_backward_inside_has_brought_back_outlives_a_write(policy):
+    """On its own memory it is what it was, when the memory that it had first is written."""
+
+    def function(x, copied):
+        h = x.sin()
+        again = h.detach().requires_grad_()
+        (g,) = torch.autograd.grad(Gives.apply(again), again)
+        g = g.clone() if copied else g
+        h.mul_(3)
+        return (x * g * (h + 1)).sum()
+
+    x = torch.rand(12, requires_grad=True)
+    (want,) = torch.autograd.grad(function(x, True), x)
+    with checkpoint_scope(policy=policy):
+        y = function(x, False)
+    assert torch.equal(torch.autograd.grad(y, x)[0], want)

@@ -121,6 +121,39 @@ def test_transformers_with_a_cache(make):
     assert_same(make, plain, in_place)
 
 
+@pytest.mark.parametrize("make", [gpt2, llama])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("given", ["argument", "variable", "module"])
+def test_transformers_with_a_cache_that_the_region_fills(make, attention, given):
+    """A rerun finds it filled; the error says what helps, which does."""
+    transformers = pytest.importorskip("transformers")
+
+    def loss_of(model, region, **options):
+        cache, inputs = transformers.DynamicCache(config=model.config), batch()
+        if given == "argument":
+            return region(lambda inputs, past: model(**inputs, past_key_values=past, **options).loss)(
+                inputs, past=cache
+            )
+        if given == "variable":
+            return region(lambda inputs: model(**inputs, past_key_values=cache, **options).loss)(inputs)
+        inner = model.transformer if make is gpt2 else model.model
+        hidden = region(inner)(inputs["input_ids"], past_key_values=cache, **options).last_hidden_state
+        return model.lm_head(hidden).square().mean()
+
+    def gradients(region, **options):
+        torch.manual_seed(0)
+        model = make().eval()
+        model.set_attn_implementation(attention)
+        loss_of(model, region, **options).backward()
+        return bits([p.grad for p in model.parameters()])
+
+    with pytest.raises(checkpointing.CheckpointError, match="use_cache=False") as caught:
+        gradients(checkpointing.checkpointed, use_cache=True)
+    assert "backend='replay'" in str(caught.value) and "opaque" not in str(caught.value)
+    want = gradients(lambda fn: fn, use_cache=True)
+    assert gradients(functools.partial(checkpointing.checkpointed, backend="replay"), use_cache=True) == want
+
+
 @pytest.mark.parametrize("how", ["compute_loss", "modules", "function"])
 def test_trainer(how, tmp_path):
     """Hugging Face's `Trainer`, two steps."""
@@ -190,6 +223,35 @@ def test_accelerate_hooks():
         hooks.add_hook_to_module(model.transformer.h[1], hooks.ModelHook())
 
     assert_same(gpt2, two_steps, hooked)
+
+
+@pytest.mark.parametrize("how", ["cpu_offload", "dispatch_model"])
+@pytest.mark.parametrize("prepare", ["modules first", "modules after", "function"])
+def test_accelerate_brings_frozen_weights_in_anew(how, prepare, tmp_path):
+    """From memory or from a file, at every call: in a rerun once more."""
+    accelerate = pytest.importorskip("accelerate")
+
+    def gradient(regions):
+        torch.manual_seed(0)
+        model = llama().requires_grad_(False)
+        if regions and prepare == "modules first":
+            in_place(model)
+        if how == "cpu_offload":
+            accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+        else:
+            places = dict.fromkeys(("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head"), "cpu")
+            places |= {"model.layers.0": "cpu", "model.layers.1": "disk", "model.layers.2": "disk"}
+            accelerate.dispatch_model(model, places, main_device="cpu", offload_dir=tmp_path, force_hooks=True)
+        if regions and prepare != "modules first":
+            (in_place if prepare == "modules after" else give_function)(model)
+        x = torch.randn(2, 8, 16, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        with Counting() as counting:
+            model(inputs_embeds=x, use_cache=False).logits.square().mean().backward()
+        return bits(x.grad), counting.ran["silu"]
+
+    (want, once), (have, twice) = gradient(False), gradient(True)
+    assert have == want
+    assert twice == 2 * once
 
 
 def lora(make, **options):

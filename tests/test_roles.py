@@ -1,0 +1,451 @@
+"""Regions in regions beside `keep`, `forward_only`, hooks that copy, and writes: slots come back as what they were."""
+
+import contextlib
+import itertools
+
+import pytest
+import torch
+from oracle import bits
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+
+from checkpointing import CheckpointError, auto, checkpoint_scope, checkpointed, forward_only, keep, offload
+from checkpointing.torch_compat import checkpoint
+
+
+def leaf(*shape):
+    """A tensor that wants a gradient."""
+    return torch.rand(*shape or (4, 4)).requires_grad_()
+
+
+def scope(**options):
+    def door(function):
+        def call(*args):
+            with checkpoint_scope(**options):
+                return function(*args)
+
+        return call
+
+    return door
+
+
+def in_torch_compat(function):
+    return lambda *args: checkpoint(function, *args, use_reentrant=False)
+
+
+RERUNS = {"rerun": checkpointed, "all of it": checkpointed(early_stop=False), "compat": in_torch_compat}
+REGIONS = {
+    **RERUNS,
+    "replay": checkpointed(backend="replay"),
+    "scope": scope(),
+    "auto": scope(policy=auto(segment=1)),
+    "offload": scope(policy=offload(inputs=True, min_bytes=0)),
+    "offload auto": scope(policy=offload(auto(segment=1), inputs=True, min_bytes=0)),
+}
+HOOKS = {
+    "no hooks": contextlib.nullcontext,
+    "save_on_cpu": save_on_cpu,
+    "stored copies": lambda: saved_tensors_hooks(lambda t: t.detach().clone(), lambda t: t),
+    "new copies": lambda: saved_tensors_hooks(lambda t: t.detach().clone(), lambda t: t.clone()),
+}
+
+
+def gradients(function, make, hooks=contextlib.nullcontext):
+    """Two backwards through one graph, and a second derivative."""
+    torch.manual_seed(1)
+    leaves = make()
+    with hooks():
+        loss = function(*leaves).sin().sum()
+    first = torch.autograd.grad(loss, leaves, retain_graph=True, allow_unused=True)
+    second = torch.autograd.grad(loss, leaves, create_graph=True, allow_unused=True)
+    weighed = sum((g.square().sum() for g in second if g is not None and g.requires_grad), start=loss * 0)
+    third = torch.autograd.grad(weighed, leaves, allow_unused=True)
+    return [bits(t) for t in (loss, *first, *second, *third) if t is not None]
+
+
+def assert_as_plain(plain, function, make, hooks=contextlib.nullcontext):
+    assert gradients(function, make, hooks) == gradients(plain, make)
+
+
+def assert_right_or_refused(plain, function, make, hooks=contextlib.nullcontext):
+    """Whether it worked."""
+    want = gradients(plain, make)
+    try:
+        have = gradients(function, make, hooks)
+    except CheckpointError:
+        return False
+    assert have == want
+    return True
+
+
+OUTER = pytest.mark.parametrize("outer", REGIONS.values(), ids=REGIONS)
+OUTER_RERUN = pytest.mark.parametrize("outer", RERUNS.values(), ids=RERUNS)
+INNER = pytest.mark.parametrize("inner", REGIONS.values(), ids=REGIONS)
+AROUND = pytest.mark.parametrize("hooks", HOOKS.values(), ids=HOOKS)
+
+
+# ---- keep and forward_only beside inner regions
+
+
+@forward_only
+def transposed(t):
+    return t.t()
+
+
+@forward_only
+def in_pieces(pair):
+    return [pair["a"][1:3].t(), pair["a"], {"b": pair["a"][:, ::2]}]
+
+
+def kept_leaf(region):
+    def function(x, w):
+        k = keep(x)
+        return region(lambda a, b, c: (a * b).exp() * (c.sin() * b))(x, w * 1.5, k) * k
+
+    return function
+
+
+def kept_and_read_again(region):
+    def function(x, w):
+        h = x * w
+        k = keep(h)
+        m = h.sin()
+        return region(lambda a: (a * h).cos() * k.exp() + (a * m).tanh())(k) + h
+
+    return function
+
+
+def kept_view(region):
+    def function(x, w):
+        h = (x @ w).tanh()
+        k = keep(h.t())
+        return region(lambda a, b: (a * b).exp() + (a @ b).sin())(h, k)
+
+    return function
+
+
+def kept_without_grad(region):
+    def function(x, w):
+        h = x * w
+        with torch.no_grad():
+            k = keep(h)
+        return region(lambda a: (a * k).exp() * h.cos())(h)
+
+    return function
+
+
+def view_from_forward_only(region):
+    def function(x, w):
+        k = transposed(x)
+        return region(lambda a, b: (a * x).exp() * (a @ b).sin())(k, w * 2)
+
+    return function
+
+
+def views_from_forward_only(region):
+    def function(x, w):
+        h = (x * w).tanh()
+        piece, same, rest = in_pieces({"a": h})
+        return region(lambda a, b: (a * b).exp() @ (piece.t() * 2)[:, :1].repeat(2, 1) + rest["b"].sum())(h, same)
+
+    return function
+
+
+PROGRAMS = [
+    kept_leaf,
+    kept_and_read_again,
+    kept_view,
+    kept_without_grad,
+    view_from_forward_only,
+    views_from_forward_only,
+]
+
+
+@AROUND
+@INNER
+@OUTER
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_kept_values_and_inner_regions(program, outer, inner, hooks):
+    """The inner region of the recompute meets the tensors that it met in the forward."""
+
+    def as_plain(function):
+        return function
+
+    def make():
+        return leaf(4, 4), leaf(4, 4)
+
+    plain = program(as_plain)
+    views_apart = hooks is not contextlib.nullcontext
+    if views_apart and program is kept_view:
+        assert_right_or_refused(plain, outer(program(inner)), make, hooks)
+    else:
+        assert_as_plain(plain, outer(program(inner)), make, hooks)
+
+
+# ---- one tensor held twice
+
+
+def used_twice(region):
+    def block(a, b, w):
+        return region(lambda w: (a * w).exp() * b + (b * w).sin())(w)
+
+    return block
+
+
+@AROUND
+@INNER
+@OUTER
+def test_one_tensor_that_is_two_arguments(outer, inner, hooks):
+    """It comes back as one, whatever hooks make of it: also in containers, by keyword, and closed over."""
+
+    def program(door, region):
+        def function(x, w):
+            h = x * 1.25
+
+            def block(a, pair, w):
+                last = h
+
+                def part(w):
+                    return (a * w).exp() * pair[0] + (last * w).sin() * (a + pair[1])
+
+                return region(part)(w)
+
+            return door(block)(h, [h, h], w)
+
+        return function
+
+    make = lambda: (leaf(4, 4), leaf(4, 4))  # noqa: E731
+    plain = program(lambda f: f, lambda f: f)
+    assert_as_plain(plain, program(outer, inner), make, hooks)
+    assert_as_plain(plain, scope(policy=offload(inputs=True, min_bytes=0))(program(outer, inner)), make, hooks)
+
+
+# ---- who writes
+
+
+def reads_and_writes(region, write):
+    """Two regions read `a`; the later one writes it at its start."""
+
+    def function(x, w):
+        a = x * 1.5
+        y = region(lambda a, w: (a + 1).exp() * w)(a, w)
+        return y + write(region, a, w).cos()
+
+    return function
+
+
+def as_argument(region, a, w):
+    def block(a, w):
+        a.mul_(2).relu_()
+        return (a + 1).sin() * w
+
+    return region(block)(a, w)
+
+
+def by_closure(region, a, w):
+    def block(w):
+        a.mul_(0.5)
+        return (a + 1).sin() * w
+
+    return region(block)(w)
+
+
+def through_a_view(region, a, w):
+    def block(a, row, w):
+        row.mul_(3)
+        return (a + 1).sin() * w
+
+    return region(block)(a, a[1], w)
+
+
+def without_grad(region, a, w):
+    def block(a, w):
+        with torch.no_grad():
+            a.mul_(3)
+        return (a + 1).sin() * w
+
+    return region(block)(a, w)
+
+
+def further_inside(region, a, w):
+    def block(a, w):
+        return region(lambda w: as_argument(region, a, w) * 2)(w)
+
+    return region(block)(a, w)
+
+
+@AROUND
+@pytest.mark.parametrize("inner", RERUNS.values(), ids=RERUNS)
+@OUTER
+@pytest.mark.parametrize("write", [as_argument, by_closure, through_a_view, without_grad, further_inside])
+def test_a_region_that_writes_what_another_one_reads(write, outer, inner, hooks):
+    """In the forward and in each recompute, which writes what is its own."""
+    make = lambda: (leaf(4, 4), leaf(4, 4))  # noqa: E731
+    plain = reads_and_writes(lambda f: f, write)
+    works = assert_right_or_refused(plain, outer(reads_and_writes(inner, write)), make, hooks)
+    assert works or (write is through_a_view and hooks is not contextlib.nullcontext)
+
+
+@INNER
+@OUTER
+@pytest.mark.parametrize("write", [as_argument, by_closure, through_a_view, without_grad, further_inside])
+def test_regions_of_two_kinds(write, outer, inner):
+    """One reads, another one writes."""
+    make = lambda: (leaf(4, 4), leaf(4, 4))  # noqa: E731
+    for reader in (checkpointed, scope()):
+
+        def program(reader, writer):
+            def function(x, w):
+                a = x * 1.5
+                y = reader(lambda a, w: (a + 1).exp() * w)(a, w)
+                return y + write(writer, a, w).cos()
+
+            return function
+
+        plain = program(lambda f: f, lambda f: f)
+        assert_as_plain(plain, outer(program(reader, inner)), make)
+
+
+@AROUND
+@pytest.mark.parametrize("door", RERUNS.values(), ids=RERUNS)
+@pytest.mark.parametrize("write", [as_argument, by_closure, without_grad])
+def test_a_region_that_writes_what_is_from_outside_of_all(write, door, hooks):
+    """Refused, or right where hooks have made copies; the second time, too."""
+    make = lambda: (leaf(4, 4), leaf(4, 4))  # noqa: E731
+    plain = lambda x, w: write(lambda f: f, x * 1.5, w)  # noqa: E731
+    works = assert_right_or_refused(plain, lambda x, w: write(door, x * 1.5, w), make, hooks)
+    assert not (works and hooks in (contextlib.nullcontext, save_on_cpu))
+    with pytest.raises(CheckpointError, match="backend='replay'"):
+        gradients(lambda x, w: write(door, x * 1.5, w), make)
+
+
+# ---- layouts
+
+LAYOUTS = {
+    "gaps": lambda t: t[:, :97],
+    "steps": lambda t: t[:, ::2],
+    "transposed gaps": lambda t: t[:, 1:98].t(),
+    "windows": lambda t: t.unfold(1, 5, 3),
+    "expanded": lambda t: t[:, None, :50].expand(-1, 3, -1),
+    "expanded gaps": lambda t: t[:, None, 3:99:3].expand(2, -1, 4, -1),
+    "odd offset": lambda t: t.view(-1)[1:-6],
+    "one row": lambda t: t[1],
+}
+
+
+@AROUND
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_layouts_stay(layout, hooks):
+    """Strides decide in which order kernels add."""
+    seen = []
+
+    def reduce(t):
+        seen.append(t.stride())
+        return t.sum(-1).exp().mean() * t.mean()
+
+    def make():
+        return (leaf(100, 100),)
+
+    def inside(x, kept, door):
+        return door(lambda: reduce(kept(layout((x * 2).exp()))))()
+
+    def given(x, kept, door):
+        return door(lambda t: reduce(kept(t)))(layout((x * 2).exp()))
+
+    for kept in (keep, lambda t: t, forward_only(lambda t: t), forward_only(lambda t: t + 0)):
+        seen.clear()
+        want = gradients(lambda x, kept=kept: inside(x, kept, lambda f: f), make)
+        strides = {*seen}
+        for program, door in itertools.product((inside, given), REGIONS.values()):
+            seen.clear()
+            assert gradients(lambda x, p=program, k=kept, d=door: p(x, k, d), make, hooks) == want
+            assert {*seen} == strides
+
+
+@pytest.mark.parametrize("door", REGIONS.values(), ids=REGIONS)
+@pytest.mark.parametrize("wrap", [keep, forward_only(lambda t: t.clone().expand(3, -1, -1)), forward_only(lambda t: t)])
+def test_expanded_masks(wrap, door):
+    """Of a mask, as attention takes it."""
+
+    def function(x):
+        mask = wrap(torch.ones(4, 4).tril().expand(3, 4, 4) if wrap is keep else torch.ones(4, 4).tril())
+        return (x * mask).exp().sin()
+
+    assert_as_plain(function, door(function), lambda: (leaf(3, 4, 4),))
+
+
+def test_kept_values_are_written_where_they_are_read():
+    """Where the recompute computes something else, it gets what was kept: in the memory of what it has computed."""
+    counter, same = itertools.count(1), []
+
+    @checkpointed
+    def function(x):
+        scale = torch.tensor([float(next(counter))])
+        wide = scale.expand(4)
+        kept = keep(wide)
+        same.append(kept is wide)
+        return (x * kept).exp() * scale
+
+    x = leaf(4)
+    function(x).sum().backward()
+    assert same == [True, True]
+    assert bits(x.grad) == bits(torch.autograd.grad((x * 1.0).exp().sum(), x)[0])
+
+
+def test_what_is_the_users_is_put_back():
+    """A kept tensor that is from outside, and has changed since, is only lent to the recompute."""
+    state = torch.ones(4)
+
+    @checkpointed
+    def function(x):
+        return (x * keep(state)).exp() * state
+
+    x = leaf(4)
+    y = function(x)
+    state.copy_(torch.full((4,), 5.0))
+    with contextlib.suppress(CheckpointError):
+        y.sum().backward()
+        assert bits(x.grad) == bits(torch.autograd.grad(x.exp().sum(), x)[0])
+    assert state.tolist() == [5.0] * 4
+
+
+# ---- ahead of the forward
+
+
+@pytest.mark.parametrize("early_stop", [True, False])
+def test_a_backward_inside_meets_forward_only_calls(early_stop):
+    """The recompute is ahead of the forward: it calls the function, rather than handing None to the caller."""
+    seen = []
+
+    @forward_only
+    def note(t):
+        seen.append(t.shape)
+        return t * 2
+
+    def function(x):
+        y = x.exp().sin()
+        (g,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        scaled = note(y)
+        return scaled * g
+
+    assert_as_plain(function, checkpointed(function, early_stop=early_stop), lambda: (leaf(4),))
+
+
+# ---- shifts
+
+
+def test_slots_that_have_shifted_are_a_mismatch():
+    """Though count and metadata agree: one is saved by an operator, another one is taken by an inner region."""
+    flip = iter([True, False, False])
+
+    @checkpointed
+    def function(x, w):
+        first = next(flip)
+        inner = checkpointed(lambda t: (t * 2).exp() * 3)
+        if first:
+            return inner(x * 2) + w.sin()
+        a = (w * 1.0).sin()
+        return a + inner(x * 2)
+
+    y = function(leaf(4), leaf(4))
+    with pytest.raises(CheckpointError):
+        y.sum().backward()
