@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable
 from copy import copy
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -25,10 +25,7 @@ from torch import Tensor
 from . import _torch
 from ._ops import COMMUNICATION, Info, tensors_of
 
-if TYPE_CHECKING:
-    from ._record import Run
-else:
-    Run = object
+_Run: Any = object  # a run, by the time that an instance is made
 
 INDUCTOR = "torch._inductor.output_code"  # the module that is loaded before anything that it has compiled runs
 WRITTEN_UNSEEN = "written by compiled code"  # an event
@@ -37,7 +34,7 @@ _SHOWN = "inductor_compiled_code"
 _REGIONS: WeakKeyDictionary[Any, Info] = WeakKeyDictionary()
 
 
-class BesideCompiledCode(Run):
+class BesideCompiledCode(_Run):  # type: ignore[misc]
     """A run in a process that may run compiled code: a class that is put before that of the run."""
 
     sees_compiled_code = True

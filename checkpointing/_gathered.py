@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import ref
 
 import torch
@@ -19,13 +19,10 @@ from torch import Tensor
 
 from . import _torch, errors
 
-if TYPE_CHECKING:
-    from ._record import Run
-else:
-    Run = object
+_Run: Any = object  # a run, by the time that an instance is made
 
 
-class BesideGathering(Run):
+class BesideGathering(_Run):  # type: ignore[misc]
     """A run that has met FSDP2: a class that is put before that of the run."""
 
     sees_gathering = True

@@ -477,6 +477,10 @@ def plan_of(run: Run, old: Plan | None = None) -> Plan:
     if run.placement is None or not path.slots:
         return Plan(path)
     missing, parameters = _gradients_to_come(path, run)
+    if run.sees_gathering and path.cuts:  # where parameters are given back; no window may cross that
+        plan = Plan(path)
+        plan.key = _key_of(run, missing)
+        return plan
     saved_bytes = run.saved_bytes if old is None else old.saved_bytes
     alive = {path.memory_of[cell] for cell in run.alive} - {path.memory_of[cell] for cell in path.given}
     model = Model(path, alive, parameters, missing, run.saved_bytes / max(1, saved_bytes))
