@@ -742,6 +742,7 @@ class _Execution:
     ) -> None:
         self.source, self.request, self.stock, self.window = source, request, stock, window
         self.table, self.holders, self.undo = table, holders, undo
+        self.copies: dict[tuple[int, int], Tensor] = {}  # by storage and version
         self.parts: dict[int, dict[int, Tensor]] = defaultdict(dict)
 
     def run(self) -> None:
@@ -820,11 +821,20 @@ class _Execution:
             return template.kind([self._build(item) for item in template.items])
         return template.make() if type(template) is Like else template
 
+    def _copy_of(self, tensor: Tensor, slot: Slot) -> Tensor:
+        """A copy of what a later step will write to; a region inside may take several tensors that share memory."""
+        if not slot.is_read:
+            return _torch.copy(tensor)
+        key = _torch.storage_id(tensor), slot.version
+        if key not in self.copies:
+            self.copies[key] = _torch.clone_storage(tensor)
+        return _torch.lay_as(tensor, self.copies[key])
+
     def _deliver(self, wanted: tuple[int, int, bool]) -> None:
         number, place, is_written = wanted
         tensor = self.table[place]
         if is_written:
-            tensor = _torch.copy(tensor)
+            tensor = self._copy_of(tensor, self.window.path.slots[number])
         holder = self.holders[self.window.path.owners[number]]
         saved = holder.saved
         if type(saved) is Wrapped:
@@ -844,6 +854,15 @@ class _Filling(_Execution):
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
         self.found: dict[int, Tensor] = {}
+
+    def _copy_of(self, tensor: Tensor, slot: Slot) -> Tensor:
+        """A copy of what a later step will write to; a region inside may take several tensors that share memory."""
+        if not slot.is_read:
+            return _torch.copy(tensor)
+        key = _torch.storage_id(tensor), slot.version
+        if key not in self.copies:
+            self.copies[key] = _torch.clone_storage(tensor)
+        return _torch.lay_as(tensor, self.copies[key])
 
     def _deliver(self, wanted: tuple[int, int, bool]) -> None:
         number, place, is_written = wanted

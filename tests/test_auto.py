@@ -156,7 +156,7 @@ def test_the_last_stretch_is_not_made_again():
             y = torch.cat([y[:, 1:], y[:, :1]], 1).tanh().sin().exp() / 2
         return torch.log_softmax(y @ head, 1)[:, 0].sum()
 
-    for policy in (auto(), auto(segment=2**18)):
+    for policy in (auto(), auto(budget=2**18)):
         with checkpoint_scope(policy=policy) as scope:
             loss = run()
         assert scope.stats.cuts
