@@ -80,6 +80,9 @@ class Buffers:
         """Those that are rewound."""
         return {storage for tensor in self._then.tensors for storage in _torch.storages_of(tensor)}
 
+    def copies(self) -> list[Tensor]:
+        return self._then.values
+
     def enter(self, where: object, undo: Undo) -> None:
         """Go back; `undo` is given the way out."""
         for module, name, tensor, version in self._guarded:

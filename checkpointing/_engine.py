@@ -33,7 +33,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Set
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -48,6 +48,15 @@ from ._where import Line, described, line_number, user_line
 _ref = weakref.ref
 _Parameter = nn.Parameter
 _getframe, _backward_code = sys._getframe, _torch.run_backward_code
+
+
+class Holding(NamedTuple):
+    """Something that a recompute starts from, for reports."""
+
+    kind: str
+    part: Any  # a `Held` or a tensor
+    operator: str | None  # that has made it, or read it first; or which argument it is
+    note: tuple[str | None, ...] | None = None  # the module that ran then, and the user's line
 
 
 class Source:
@@ -72,6 +81,14 @@ class Source:
 
     def maker(self, holder: Holder) -> str | None:
         """The operator that made what the holder saved, if that is known; for messages."""
+        return None
+
+    def holdings(self, frame: Frame) -> Iterable[Holding]:
+        """All that is held now for the holders that live, without parameters."""
+        return ()
+
+    def operator_of(self, holder: Holder) -> str | None:
+        """The operator that made what the holder saves, while the region runs."""
         return None
 
     def hint(self) -> str:

@@ -145,7 +145,8 @@ class Model:
         """Where backward wants a slot: the position of the step that saves it, and the memory."""
         slot, after = self.path.slots[number], self.path.saved_after[number]
         memory = self.path.memory_of[slot.cell]
-        is_input = memory in self.maker and max(self.path.makers(slot.value)) < after
+        is_made = memory in self.maker and slot.cell not in self.path.given
+        is_input = is_made and max(self.path.makers(slot.value)) < after
         return min(max(after, 0) + is_input, self.count - 1), memory
 
     def _crossing(self) -> list[int]:

@@ -144,6 +144,7 @@ class Step:
         "memories",
         "named",
         "next",
+        "note",
         "parent",
         "plan",
         "reads",
@@ -190,6 +191,7 @@ class Step:
         self.states: tuple[tuple[int, str], ...] = ()  # of memories that have another one now
         self.saves: list[Slot] = []  # what autograd saved after it, before the next one
         self.next: list[Step] = []
+        self.note: Any = None  # where the user's code called it, if somebody wants to know
         self.plan: Any = None
 
 

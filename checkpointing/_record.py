@@ -38,7 +38,6 @@ from ._offload import Destination, Mover
 from ._ops import INFOS, Info, generators_of, tensors_of
 from ._program import NOT_WRITTEN, Filling, First, Known, Like, Parts, Program, Slot, Step, Thing, Value
 from ._region import Region, aside, thread
-from ._where import stack_of_user
 
 if TYPE_CHECKING:
     from ._plan import Placement
@@ -92,7 +91,7 @@ class Run(TorchDispatchMode, Region):
     sees_compiled_code = sees_gathering = False
 
     def __init__(
-        self, program: Program, hooks: _torch.Hooks | None, preserve_rng_state: bool | str, log: Any, policy: Any
+        self, program: Program, hooks: _torch.Hooks | None, preserve_rng_state: bool | str, policy: Any
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.program = program
@@ -103,7 +102,7 @@ class Run(TorchDispatchMode, Region):
         self.random: dict[int, Any] = {}  # by step: where the generators stood
         self.numbers: dict[int, Any] = {}  # by step: arguments that differ from the program's
         self.sizes: dict[int, list[int]] = {}  # by step: what a custom operator has made, in bytes
-        self.log = log
+        self.note: Callable[[], Any] | None = None  # what to note of each operator that is recorded
         self.switches = read_switches()
         self.saved_bytes = self.kept_bytes = 0
         self._here = here = thread.__dict__
@@ -514,8 +513,6 @@ class Run(TorchDispatchMode, Region):
         info = self.info_of(func, args)
         if info.name in _PASSED or not info.has_tensors:
             return info.run(*args, **kwargs)
-        if self.log is not None:
-            self.log.append((str(func), stack_of_user()))
         mark = len(self.cells)
         step = self._with_own_numbers(func, args, kwargs)
         if step is not None:
@@ -523,6 +520,8 @@ class Run(TorchDispatchMode, Region):
         recorder = self._record()
         step = recorder.step(info, func, args, kwargs)
         self.cells += [ref(tensor) for tensor in recorder.met]
+        if self.note is not None:
+            step.note = self.note()
         result = self._run(step, args, kwargs, mark)
         recorder.has_run(step, tensors_of(result))
         formula = None if self.placement is None else _torch.flop_formula(func)
@@ -742,6 +741,10 @@ class _CpuState:
 
     def __init__(self) -> None:
         self.state = _torch.get_cpu_state()
+
+    @property
+    def states(self) -> list[Tensor]:
+        return [self.state]
 
     @property
     def nbytes(self) -> int:

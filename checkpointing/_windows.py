@@ -25,6 +25,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy
+from itertools import accumulate
 from operator import itemgetter
 from typing import Any
 
@@ -33,7 +34,7 @@ from torch import Tensor
 
 from . import _torch, errors
 from ._ambient import Undo, enter_switches, undo_all
-from ._engine import Frame, Holder, Recompute, Source
+from ._engine import Frame, Holder, Holding, Recompute, Source
 from ._gathered import check_there
 from ._held import Held, check_version
 from ._offload import Moved, prefetch
@@ -226,6 +227,38 @@ class Path:
             others = others or [[]]
             others[0] = others[0] + views
         return [sorted(slots) for slots in others]
+
+
+class Origins:
+    """Where the values of a block come from, for reports."""
+
+    def __init__(self, steps: list[Step]) -> None:
+        self._steps = steps  # it may grow
+        self._seen = 0
+        self._maker: dict[int, Step] = {}
+        self._reader: dict[int, Step] = {}
+
+    def _learn(self) -> None:
+        for step in self._steps[self._seen :]:
+            self._maker.update((cell, step) for cell, _ in step.memories)
+            for cell, _ in step.reads:
+                self._reader.setdefault(cell, step)
+        self._seen = len(self._steps)
+
+    def maker(self, value: Value) -> Step | None:
+        """The operator that made a value; None if it is from outside."""
+        self._learn()
+        while True:
+            cell, version = value
+            step = self._maker.get(cell) if version == NOT_WRITTEN else self._steps[version]
+            if step is None or not step.reads or not (step.is_view or step.event):
+                return step
+            value = step.reads[0]
+
+    def reader(self, cell: int) -> Step | None:
+        """The operator that read it first."""
+        self._learn()
+        return self._reader.get(cell)
 
 
 class Instruction:
@@ -543,6 +576,7 @@ class Replay(Source):
         self.plan: Plan | None = None  # when the block has ended
         self.complaint = ""
         self._stocks: dict[int, Stock] = {}  # while the block runs: by slot
+        self._origins: Origins | None = None  # while it runs, for reports
         self._order: list[weakref.ref[Moved]] | None = None
 
     # ---- what the holders get
@@ -565,6 +599,7 @@ class Replay(Source):
                     holders[owners[slot]].stock = stock  # type: ignore[union-attr]
         self.plan, self.complaint = plan, plan.complaint
         self._stocks = {}
+        self._origins = None
         run.held, run.random, run.path = {}, {}, []
 
     def _stock_of(self, holder: Holder, frame: Frame) -> Stock:
@@ -591,6 +626,42 @@ class Replay(Source):
         path = holder.stock.group.path
         made = max([path.newest(slot.value) for slot in slots_of(holder.saved)], default=-1)
         return None if made < 0 else str(path.steps[made].func)
+
+    def holdings(self, frame: Frame) -> Iterable[Holding]:
+        run = self.tape
+        held, random = run.held, run.random  # while the block runs
+        if self.plan is not None:
+            holders = [holder for ref in frame.holders if (holder := ref()) is not None]
+            stocks = {id(holder.stock): holder.stock for holder in holders if hasattr(holder, "stock")}.values()
+            held = {cell: entry for stock in stocks for cell, entry in stock.held.items()}
+            random = {index: state for stock in stocks for index, state in stock.random.items()}
+        path = self.path()
+        origins = Origins(path.steps)
+        for cell, entry in held.items():
+            if type(entry) is tuple or entry.is_parameter:
+                continue
+            kind, step = "kept", origins.maker((cell, NOT_WRITTEN))
+            if cell in path.given:
+                kind, step = "input", origins.reader(cell)
+            yield Holding(kind, entry, None if step is None else str(step.func), step and step.note)
+        for index, state in random.items():
+            for tensor in state.states:
+                yield Holding("random state", tensor, str(path.steps[index].func), path.steps[index].note)
+
+    def operator_of(self, holder: Holder) -> str | None:
+        if self._origins is None:
+            self._origins = Origins(self.tape.path)
+        steps = [self._origins.maker(slot.value) for slot in slots_of(holder.saved)]
+        return next((str(step.func) for step in steps if step is not None), None)
+
+    def counts(self) -> tuple[int, tuple[int, ...]]:
+        """How many operators were recorded, and where among them the cuts are."""
+        path = self.path()
+        before = [*accumulate([is_counted(step) for step in path.steps], initial=0)]
+        return before[-1], tuple([before[cut] for cut in path.cuts])
+
+    def path(self) -> Path:
+        return Path(self.tape) if self.plan is None else self.plan.path
 
     def at_hand(self, holder: Holder, where: Frame) -> Tensor | None:
         """A value that is held, and that hooks have not taken: nothing to compute, nothing to share."""
