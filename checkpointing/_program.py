@@ -152,6 +152,7 @@ class Step:
         "saves",
         "sizes",
         "states",
+        "targets",
         "writes",
     )
 
@@ -171,6 +172,7 @@ class Step:
         self.first_cell = 0  # of its results
         self.reads: tuple[Value, ...] = ()
         self.writes: tuple[int, ...] = ()  # memories that a replay writes, too
+        self.targets: tuple[int, ...] = ()  # cells on memory from outside that it writes
         self.freezes: tuple[int, ...] = ()  # held cells on memory that it is about to write
         self.firsts: tuple[First, ...] = ()  # in the order of their cells
         self.holds: tuple[First, ...] = ()  # those that the run holds

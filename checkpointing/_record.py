@@ -33,7 +33,7 @@ from ._ambient import read_switches
 from ._compiled import INDUCTOR, WRITTEN_UNSEEN, see_compiled_code
 from ._engine import is_parameter, root_of
 from ._gathered import lend
-from ._held import Aliased, Held, hold
+from ._held import Aliased, Held, hold, note_written
 from ._offload import Destination, Mover
 from ._ops import INFOS, Info, generators_of, tensors_of
 from ._program import NOT_WRITTEN, Filling, First, Known, Like, Parts, Program, Slot, Step, Thing, Value
@@ -116,6 +116,7 @@ class Run(TorchDispatchMode, Region):
         kept, saved, inputs = NOWHERE if self.policy is None else self.policy.places
         self._keeper, self._save_at = self._mover(kept), self._mover(saved)
         self.hooks: Any = hooks if inputs is None else self._mover(inputs)
+        self._around = hooks
         self._inner = 0  # how many runs have been entered just inside this one: they ask for themselves
         self.saved = 0  # how many tensors autograd has saved since the last step
         self._pending: list[tuple[Any, Any]] = []  # written just now, and to be kept
@@ -321,6 +322,9 @@ class Run(TorchDispatchMode, Region):
             self._hold(first)
         for cell in step.freezes:
             self._freeze(cell)
+        if step.targets and self._around is not None:
+            targets = [self.cells[cell]() for cell in step.targets]
+            note_written(self._around, {_storage_id(tensor) for tensor in targets if _has_storage(tensor)})
         if step.likes:
             self._note_metadata(step, args)
         state = None
@@ -1098,6 +1102,8 @@ class _Recorder:
             template = self._name(tensor)
             if not is_outside:
                 self._reads.append(self._value(template.cell))
+        if is_outside:
+            step.targets += (template.cell,)
         memory = self.memory_of[template.cell]
         if info.gathers:
             step.states += ((memory, OUTSIDE),)  # as it was before it had been given back, if it was there before

@@ -414,17 +414,32 @@ class Group:
         path = self.path.placed(choice.values, choice.cuts)
         self.parts = [Group(path, slots) for slots in path.groups(self.slots)]
 
-    def filling(self, parts: Iterable[Group], slots: set[int]) -> tuple[list[Value], Window]:
-        """What the windows of parts start from and the group does not, and the window that makes it."""
-        sources = [source for part in parts for source in part.sources([n for n in part.slots if n in slots])]
-        values = [value for value in dict.fromkeys(sources) if type(value) is tuple and value not in self.path.kept]
-        values.sort(key=self.path.there_after)
+    def needs(self, slots: Iterable[int]) -> tuple[set[Any], set[int]]:
+        """Under which keys what it needs for these slots is held, and the steps that draw random numbers."""
+        slots = [*slots]
+        if not self.parts:
+            window = self.window(slots)
+            return window.sources, {*window.randoms}
+        sources: set[Any] = set()
+        randoms: set[int] = set()
+        for more, drawn in [part.needs(mine) for part, mine in self.parts_of(slots)]:
+            sources |= more
+            randoms |= drawn
+        values, window = self.filling(sources)
+        return sources.difference(values) | window.sources, randoms.union(window.randoms)
+
+    def parts_of(self, slots: Iterable[int]) -> list[tuple[Group, list[int]]]:
+        """The parts that have some of these slots, and which."""
+        wanted = {*slots}
+        found = [(part, [slot for slot in part.slots if slot in wanted]) for part in self.parts]
+        return [(part, mine) for part, mine in found if mine]
+
+    def filling(self, sources: Iterable[Any]) -> tuple[list[Value], Window]:
+        """Which of the things that its parts start from are not held, and the window that makes them."""
+        values = [source for source in sources if type(source) is tuple and source not in self.path.kept]
+        values.sort(key=lambda value: (self.path.there_after(value), value))
         targets = [Slot(*value, None) for value in values]
         return values, self._found(("fills", *values), lambda: Window(self.path, range(len(targets)), targets))
-
-    def sources(self, slots: Sequence[int]) -> set[Any]:
-        """What a window for these slots starts from; with parts, those of the whole group."""
-        return self.window(slots).sources
 
 
 _MOST_WINDOWS = 4
@@ -560,10 +575,10 @@ class Stock:
     __slots__ = ("group", "held", "numbers", "random", "sizes")
 
     def __init__(self, group: Group, held: dict[Any, Any], run: Run | Stock, slots: Sequence[int]) -> None:
-        window = group.window(slots)
+        sources, randoms = group.needs(slots)
         self.group = group
-        self.held = {source: held[source] for source in window.sources}
-        self.random = {index: run.random[index] for index in window.randoms if index in run.random}
+        self.held = {source: held[source] for source in sources}
+        self.random = {index: run.random[index] for index in randoms if index in run.random}
         self.numbers = run.numbers
         self.sizes = run.sizes
 
@@ -761,8 +776,8 @@ class Replay(Source):
         owners = group.path.owners
         refs = [frame.holders[slot] for slot in dict.fromkeys([owners[slot] for slot in group.slots])]
         wanted = {holder.slot for holder in request.wanted(refs)}
-        slots = {slot for slot in group.slots if owners[slot] in wanted}
-        values, window = group.filling(group.parts, slots)
+        parts = group.parts_of([slot for slot in group.slots if owners[slot] in wanted])
+        values, window = group.filling({source for part, mine in parts for source in part.needs(mine)[0]})
         table = window.table.copy()
         for place, source, _ in window.starts:
             table[place] = self._fetch(stock.held[source], frame, inputs)
@@ -772,11 +787,9 @@ class Replay(Source):
         self.replayed += window.counted
         held = {**stock.held, **{value: execution.found[number] for number, value in enumerate(values)}}
         found = {}
-        for part in group.parts:
-            mine = [slot for slot in part.slots if slot in slots]
-            if mine:
-                part_stock = Stock(part, held, stock, mine)
-                found.update((owners[slot], part_stock) for slot in mine)
+        for part, mine in parts:
+            part_stock = Stock(part, held, stock, mine)
+            found.update((owners[slot], part_stock) for slot in mine)
         return found
 
     def _replay(self, stock: Stock, request: Recompute, inputs: dict[Any, Tensor], undo: Undo) -> None:
@@ -817,6 +830,7 @@ class _Execution:
     ) -> None:
         self.source, self.request, self.stock, self.window = source, request, stock, window
         self.table, self.holders, self.undo = table, holders, undo
+        self.copies: dict[tuple[int, int], Tensor] = {}  # by storage and version
         self.parts: dict[int, dict[int, Tensor]] = defaultdict(dict)
 
     def run(self) -> None:
@@ -895,11 +909,20 @@ class _Execution:
             return template.kind([self._build(item) for item in template.items])
         return template.make() if type(template) is Like else template
 
+    def _copy_of(self, tensor: Tensor, slot: Slot) -> Tensor:
+        """A copy of what a later step will write to; a region inside may take several tensors that share memory."""
+        if not slot.is_read:
+            return _torch.copy(tensor)
+        key = _torch.storage_id(tensor), slot.version
+        if key not in self.copies:
+            self.copies[key] = _torch.clone_storage(tensor)
+        return _torch.lay_as(tensor, self.copies[key])
+
     def _deliver(self, wanted: tuple[int, int, bool]) -> None:
         number, place, is_written = wanted
         tensor = self.table[place]
         if is_written:
-            tensor = _torch.copy(tensor)
+            tensor = self._copy_of(tensor, self.window.path.slots[number])
         holder = self.holders[self.window.path.owners[number]]
         saved = holder.saved
         if type(saved) is Wrapped:
@@ -919,6 +942,15 @@ class _Filling(_Execution):
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
         self.found: dict[int, Tensor] = {}
+
+    def _copy_of(self, tensor: Tensor, slot: Slot) -> Tensor:
+        """A copy of what a later step will write to; a region inside may take several tensors that share memory."""
+        if not slot.is_read:
+            return _torch.copy(tensor)
+        key = _torch.storage_id(tensor), slot.version
+        if key not in self.copies:
+            self.copies[key] = _torch.clone_storage(tensor)
+        return _torch.lay_as(tensor, self.copies[key])
 
     def _deliver(self, wanted: tuple[int, int, bool]) -> None:
         number, place, is_written = wanted

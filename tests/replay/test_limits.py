@@ -322,7 +322,7 @@ def test_what_is_saved_in_opaque_and_written_after_it(inside, door):
     assert torch.equal(torch.autograd.grad(door(function, x, checkpointed).sum(), x)[0], want)
 
 
-@pytest.mark.parametrize("policy", [None, auto(), auto(segment=1), auto(budget=100), auto(budget=10**6)], ids=str)
+@pytest.mark.parametrize("policy", [None, auto(), auto(), auto(budget=100), auto(budget=10**6)], ids=str)
 def test_what_is_saved_before_opaque_is_what_it_was(policy):
     """Also where a policy only holds on to it, as long as there is room."""
 
