@@ -167,7 +167,7 @@ class Model:
 
     def cost(self, memory: int) -> int:
         """Bytes that it costs to hold a memory."""
-        return 0 if memory in self.alive else self.nbytes[memory]
+        return 0 if memory in self.held_elsewhere else self.nbytes[memory]
 
     def _needed(self) -> tuple[list[int], list[int]]:
         """By step: bytes that its forward works with, and its backward, beside what is kept or was saved."""
@@ -470,8 +470,10 @@ class _Filling:
     def _results(self, index: int) -> list[int]:
         """What to keep in order not to run a step again; nothing, if that is not possible."""
         model = self.model
-        made = [m for m in model.made[index] if m not in self.kept and (m in self.saved or m in self.readers)]
-        is_final = all(model.final[memory] == index + 1 and not model.is_cheap(memory) for memory in made)
+        cheap = {m for m in model.made[index] if model.is_cheap(m)}  # kept only if autograd has saved it
+        made = [m for m in model.made[index] if m in self.saved or (m in self.readers and m not in cheap)]
+        made = [m for m in made if m not in self.kept and m not in self.stretch.held]
+        is_final = all(model.final[memory] == index + 1 for memory in made)
         return made if is_final else []
 
     def _worth(self, index: int) -> float:

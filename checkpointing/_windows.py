@@ -500,7 +500,8 @@ def plan_of(run: Run, old: Plan | None = None) -> Plan:
     alive = {path.memory_of[cell] for cell in run.alive} - {path.memory_of[cell] for cell in path.given}
     model = Model(path, alive, parameters, missing, run.saved_bytes / max(1, saved_bytes))
     budget = run.placement.budget
-    stretch = Stretch(model, range(len(path.slots)))
+    by_user = frozenset([path.memory_of[cell] for cell, _ in path.kept])
+    stretch = Stretch(model, range(len(path.slots)), by_user)
     kept_by_user = run.kept_bytes
     choice = choose(stretch, None if budget is None else max(0, budget - kept_by_user))
     if choice.values or choice.cuts:
