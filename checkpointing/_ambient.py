@@ -56,8 +56,12 @@ class Generators:
         self._streams = [(setter, getter, getter()) for setter, getter in streams]
 
     @property
+    def states(self) -> list[Tensor]:
+        return [state for _, _, state in self._streams if isinstance(state, Tensor)]
+
+    @property
     def nbytes(self) -> int:
-        return sum(state.nbytes for _, _, state in self._streams if isinstance(state, Tensor))
+        return sum(state.nbytes for state in self.states)
 
     def have_moved(self) -> bool:
         """Whether somebody has drawn from one of them since; of those that are no torch's nobody asks."""

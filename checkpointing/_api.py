@@ -21,17 +21,17 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from . import _reentrant, _torch, errors
-from ._auto import AutoTape
 from ._check import CHECKS, DeterminismCheck, check_of
 from ._debug import explain, logged
-from ._engine import Frame, unpack
+from ._engine import Frame, is_internal, unpack
 from ._policy import as_policy
+from ._program import program_of
+from ._record import Run
 from ._region import thread
-from ._replay import Replay
-from ._report import Noting, NotingAuto, Report, Reported, Stats, collect, measure, record_of
+from ._report import Report, Reported, Stats, collect, measure, note, record_of
 from ._rerun import PreserveRngState, Rerun, call_within
-from ._tape import Tape
-from ._where import Line, entered_from, warn
+from ._where import Line, entered_from, stack_of_user, warn
+from ._windows import Replay as Follow
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -105,7 +105,8 @@ _is_compiling = torch.compiler.is_dynamo_compiling
 _is_grad_enabled, _hooks_are_enabled = torch.is_grad_enabled, _torch.hooks_are_enabled
 _innermost_transform, _mode_count, _is_tracing = _torch.innermost_transform, _torch.mode_count, _torch.is_tracing
 
-_run_by_hooks = "_ambient _auto _buffers _check _debug _engine _held _region _replay _report _rerun _tape _torch _where"
+_run_by_hooks = "_ambient _buffers _check _compiled _debug _engine _gathered _held _record _region _report _rerun _torch _where"
+_run_by_hooks += " _windows"
 _torch.keep_dynamo_out(*(sys.modules[f"{__package__}.{name}"] for name in _run_by_hooks.split(" ")))
 
 _disabled: contextvars.ContextVar[bool] = contextvars.ContextVar("checkpointing.disabled", default=False)
@@ -413,7 +414,7 @@ def _is_noted(options: Options) -> bool:
 def _run_replay(fn: Any, args: Any, kwargs: Any, name: str, options: Options) -> Any:
     if is_plain(options.enabled):
         return fn(*args, **kwargs)
-    with _Block(name, entered_from(sys._getframe(2)), options):
+    with _Block(name, entered_from(sys._getframe(2)), options, fn):
         return fn(*args, **kwargs)
 
 
@@ -433,20 +434,26 @@ class _Block:
 
     __slots__ = ("_source", "_tape", "frame")
 
-    def __init__(self, name: str, where: Line, options: Options) -> None:
-        forward: Any = [] if options.debug else None
-        recompute: Any = [] if options.debug else None
+    def __init__(self, name: str, where: Line, options: Options, fn: Any = None) -> None:
         placement = None if options.policy is None else options.policy.placement
-        given = (_torch.enclosing_hooks(), options.preserve_rng_state, forward, options.policy)
-        tape, auto, frame = (Noting, NotingAuto, Reported) if _is_noted(options) else (Tape, AutoTape, Frame)
-        self._tape = tape(*given) if placement is None else auto(*given, placement)
-        self._source = Replay(self._tape, recompute)
+        hooks = _torch.enclosing_hooks()
+        is_noted = _is_noted(options)
+        owner = where if fn is None else getattr(fn, "__code__", None) or type(fn)
+        site = (owner, options.policy, options.preserve_rng_state, hooks is None, is_noted, options.debug)
+        self._tape = Run(program_of(site), hooks, options.preserve_rng_state, options.policy)
+        if placement is not None:
+            self._tape.placement = placement
+            self._tape.holds_planned = hooks is None or not is_internal(hooks)
+        log: Any = [] if options.debug else None
+        self._source = Follow(self._tape, log)
         # What is replayed has the recorded metadata by construction.
         check = None if options.determinism_check == "metadata" else check_of(options.determinism_check)
         self._tape.is_checked = check is not None
-        self.frame = frame(self._source, name, where, options.early_stop, check)
+        self.frame = (Reported if is_noted else Frame)(self._source, name, where, options.early_stop, check)
+        if is_noted:
+            self._tape.note = _note_with_stack if options.debug else note
         if options.debug:
-            self.frame.on_error = functools.partial(explain, forward=forward, recompute=recompute)
+            self.frame.on_error = functools.partial(_explain, self._source, log)
 
     def __enter__(self) -> None:
         outer = thread.region
@@ -465,6 +472,8 @@ class _Block:
             if outer is not None:
                 outer.yield_to_inner(-1)
         complaint = tape.close()
+        self._source.close(self.frame)
+        complaint = complaint or self._source.complaint
         if error[0] is not None:
             return
         if not in_order:
@@ -473,17 +482,26 @@ class _Block:
             warn(f"{self.frame.place}: {complaint}")
 
     def stats(self) -> Stats:
-        return measure(self.frame, self._tape, self._source)
+        return measure(self.frame)
 
     def report(self) -> Report:
         return collect(record_of(self.frame).and_inner())
+
+
+def _explain(source: Follow, recompute: list[tuple[str, str]], error: errors.CheckpointError) -> None:
+    forward = [(str(step.func), step.note[-1]) for step in source.path().steps if step.func is not None]
+    explain(error, forward, recompute)
+
+
+def _note_with_stack() -> tuple[str | None, ...]:
+    return *note(), stack_of_user()
 
 
 @contextmanager
 def _excluded() -> Iterator[None]:
     """A block without recompute inside a recorded region: what autograd saves in it is kept there."""
     hooks, region = _torch.enclosing_hooks(), thread.region
-    if not isinstance(region, Tape) or hooks is None or hooks[1] is not unpack or is_plain():
+    if not isinstance(region, Run) or hooks is None or hooks[1] is not unpack or is_plain():
         yield  # nothing would go to a tape
         return
     pack = hooks[0]

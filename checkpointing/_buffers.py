@@ -89,6 +89,9 @@ class Buffers:
             tensors = [part for tensor in tensors for part in _torch.plain_parts(tensor)]
         return set(map(_torch.storage_id, tensors))
 
+    def copies(self) -> list[Tensor]:
+        return self._then.values
+
     def enter(self, where: object, undo: Undo) -> None:
         """Go back; `undo` is given the way out."""
         for module, name, tensor, version in self._guarded:

@@ -33,7 +33,7 @@ def values_of(tensor: Tensor) -> Any:
     backward not all is ever written: there are no values in it to compare."""
     if tensor.dtype is torch.uint8 and tensor.dim() == 1 and not tensor.requires_grad:
         return metadata_of(tensor)
-    return Evidence(tensor, f"checksum {without_recording(checksum, tensor.detach()):016x}")
+    return Evidence(tensor, f"checksum {without_recording(checksum, tensor):016x}")
 
 
 def check_of(option: DeterminismCheck) -> Check:
@@ -46,7 +46,7 @@ CHECKS: dict[str, Check] = {"metadata": metadata_of, "values": values_of, "none"
 
 def _by_function(function: Callable[[Tensor], Any]) -> Check:
     def check(tensor: Tensor) -> Evidence:
-        found = without_recording(function, tensor.detach())
+        found = without_recording(lambda tensor: function(tensor.detach()), tensor)
         return Evidence(tensor, found.tolist() if isinstance(found, Tensor) else found)
 
     return check

@@ -32,7 +32,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Set
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -47,6 +47,15 @@ from ._where import Line, described, line_number, user_line
 _ref = weakref.ref
 _Parameter = nn.Parameter
 _getframe, _backward_code = sys._getframe, _torch.run_backward_code
+
+
+class Holding(NamedTuple):
+    """Something that a recompute starts from, for reports."""
+
+    kind: str
+    part: Any  # a `Held` or a tensor
+    operator: str | None  # that has made it, or read it first; or which argument it is
+    note: tuple[str | None, ...] | None = None  # the module that ran then, and the user's line
 
 
 class Source:
@@ -66,8 +75,19 @@ class Source:
         """What a parameter is called in the modules that were there before the region."""
         return None
 
+    def announce(self, tensor: Tensor) -> None:
+        """A region inside is about to take this as an input, and to save an alias of it."""
+
     def maker(self, holder: Holder) -> str | None:
         """The operator that made what the holder saved, if that is known; for messages."""
+        return None
+
+    def holdings(self, frame: Frame) -> Iterable[Holding]:
+        """All that is held now for the holders that live, without parameters."""
+        return ()
+
+    def operator_of(self, holder: Holder) -> str | None:
+        """The operator that made what the holder saves, while the region runs."""
         return None
 
     def hint(self) -> str:
@@ -78,11 +98,12 @@ class Source:
 class Holder:
     """What autograd stores in place of one saved tensor."""
 
-    __slots__ = ("__weakref__", "frame", "metadata", "saved", "slot")
+    __slots__ = ("__weakref__", "frame", "metadata", "saved", "slot", "stock")
 
     frame: Frame
     slot: int
     metadata: Any  # what the determinism check compares
+    stock: Any  # what a replay starts from; set when the block ends
     saved: Any  # what the source remembers; of a source that remembers nothing: which parameter it shows
 
 
@@ -165,7 +186,9 @@ class Frame:
 
     def announce(self, role: object, tensor: Tensor) -> None:
         """A region inside is about to take this as an input."""
-        if self.save is None:  # otherwise slots are not matched by position
+        if self.save is not None:  # slots are not matched by position
+            self.source.announce(tensor)
+        else:
             storage = _torch.storage_id(tensor) if _torch.has_storage(tensor) else 0
             self.inputs[len(self.holders)] = role, storage
 
@@ -376,6 +399,13 @@ class Recompute:
     def announce(self, role: object, tensor: Tensor) -> None:
         """A region inside is about to take this as an input."""
         self._role, self._is_watched = role, True
+
+    def replace(self, delivered: Tensor, copy: Tensor) -> None:
+        """What was delivered is about to be written by the function: deliver a copy."""
+        for slot, tensor in self.ready.items():
+            if tensor is delivered:
+                self.ready[slot] = copy
+                self._versions[slot] = copy._version
 
     def _watch(self, slot: int, tensor: Tensor) -> Tensor:
         """What a region inside takes, that region must have taken in the forward, and no operator saved. What will be

@@ -18,7 +18,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeGuard
 
-import torch
 from torch import Tensor
 
 from . import _torch, errors
@@ -78,10 +77,10 @@ class Aliased(Held):
 
     is_packed = False
 
-    def __init__(self, packed: Tensor, name: Name, is_parameter: bool = False) -> None:
+    def __init__(self, packed: Tensor, name: Name, is_parameter: bool = False, version: int | None = None) -> None:
         super().__init__(packed, name)
         self.is_parameter = is_parameter
-        self._version = _torch.version(packed)
+        self._version = _torch.version(packed) if version is None else version
 
     def fetch(self, where: object) -> Tensor:
         check_version(where, self.name, self.packed, self._version)
@@ -146,12 +145,14 @@ class Packed(Held):
 class InSlot(Held):
     """A slot of the region around: its holder, or in a recompute of it what was delivered there."""
 
-    __slots__ = ("_unpack",)
+    __slots__ = ("_owner", "_unpack")
 
-    def __init__(self, tensor: Tensor, hooks: _torch.Hooks, name: Name, role: object) -> None:
+    def __init__(self, alias: Tensor, hooks: _torch.Hooks, name: Name, role: object, tensor: Tensor) -> None:
         announce(hooks, role, tensor)
         pack, self._unpack = hooks
-        super().__init__(pack(tensor), name)
+        owner = _owner_of(hooks)
+        self._owner: Any = None if owner is None else weakref.ref(owner)
+        super().__init__(pack(alias), name)
 
     def fetch(self, where: object) -> Tensor:
         return self._unpack(self.packed)
@@ -161,7 +162,10 @@ class InSlot(Held):
             # To pack once more would be a slot that the forward did not have: what was delivered becomes the copy.
             copy = without_recording(_torch.clone_storage, self.packed)
             _torch.set_version(copy, _torch.version(self.packed))
-            torch.utils.swap_tensors(self.packed, copy)
+            recompute = self._owner and self._owner()
+            if recompute is not None:
+                recompute.replace(self.packed, copy)
+            self.packed = copy
 
 
 class Elsewhere(Held):
@@ -185,7 +189,8 @@ def hold(tensor: Tensor, saver: Saver, name: Name, role: object = None) -> Held:
     does."""
     if _is_referenced_beside(tensor, saver):
         return Aliased(tensor if tensor._base is None else _torch.alias(tensor), name, True)
-    alias = _torch.alias(tensor)
+    # A subclass runs operators for it, which nobody must see.
+    alias = _torch.alias(tensor) if type(tensor) is Tensor else without_recording(_torch.alias, tensor)
     if saver is None or tensor.is_meta or _torch.is_cast_of_parameter(root_of(tensor)):
         return Aliased(alias, name)
     if isinstance(saver, Mover):
@@ -193,7 +198,7 @@ def hold(tensor: Tensor, saver: Saver, name: Name, role: object = None) -> Held:
         return Aliased(alias, name) if moved is None else Elsewhere(moved, name)
     if _is_users(saver):
         return Packed(alias, saver, name, without_recording(saver[0], alias))
-    return InSlot(alias, saver, name, role or name)
+    return InSlot(alias, saver, name, role or name, tensor)
 
 
 def hold_argument(tensor: Tensor, hooks: _torch.Hooks | None, name: Name) -> Held:

@@ -100,6 +100,10 @@ class Moved:
         self.rank = -1  # where it comes in the order in which backward is likely to want such tensors
         self.last_reader: Any = None  # a weak reference to the holder that is likely to be the last to want it
 
+    @property
+    def away(self) -> Tensor:
+        return self._away
+
     def settle(self) -> None:
         """The original is about to be written."""
         if self._sent is not None:

@@ -24,7 +24,7 @@ class Info:
         tags = getattr(func, "tags", ())
         arguments = () if schema is None else schema.arguments
         aliases = [] if schema is None else [r.alias_info for r in schema.returns if "Tensor" in str(r.type)]
-        self.func, self.name = func, name
+        self.func, self.name, self.base = func, name, base
         self.run = _torch.quick_call(func)  # past one Python call, where there is one to pass
         self.writes = tuple(
             argument.name if argument.kwarg_only else i
@@ -60,6 +60,8 @@ class Info:
         # Custom operators may draw random numbers without torch's tag: look whether the generators have moved.
         self.custom = space not in ("aten", "prim", "prims")
         self.may_draw = self.custom or torch.Tag.nondeterministic_seeded in tags
+        # Others are between torch and its profiler, or other processes: there is nothing to make again.
+        self.has_tensors = schema is None or any("Tensor" in str(a.type) for a in (*arguments, *schema.returns))
         self.is_cheap = (base == "_to_copy" or torch.Tag.pointwise in tags) and not (self.writes or self.may_draw)
         self.is_plain = not (self.targets or self.metadata_only or self.statistics or self.may_draw)
         INFOS[id(func)] = self  # last, for other threads; by id, as an `OpOverload` is hashed by a Python function

@@ -19,8 +19,8 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
 from . import _torch, errors
-from ._auto import Placement
 from ._offload import Destination
+from ._plan import Placement
 from ._region import aside, thread
 from ._tape import NOWHERE, Answer, Places
 from ._tree import map_tensors
@@ -196,9 +196,9 @@ def _asking(function: Callable[..., Any]) -> Policy:
     return Policy((_asking, function), f"<policy {getattr(function, '__qualname__', function)}>", on_op=ask)
 
 
-def _auto(budget: int | None, segment: int | None) -> Policy:
-    given = [f"{name}={value}" for name, value in (("budget", budget), ("segment", segment)) if value is not None]
-    return Policy((_auto, budget, segment), f"auto({', '.join(given)})", placement=Placement(budget, segment))
+def _auto(budget: int | None) -> Policy:
+    given = "" if budget is None else f"budget={budget}"
+    return Policy((_auto, budget), f"auto({given})", placement=Placement(budget))
 
 
 def _either(first: Policy | None, second: Policy | None) -> Policy:
@@ -291,7 +291,7 @@ def save_tagged(*names: str) -> Policy:
     return _save_tagged(frozenset(names))
 
 
-def auto(*, budget: int | str | None = None, segment: int | str | None = None) -> Policy:
+def auto(*, budget: int | str | None = None) -> Policy:
     """A policy: checkpoints that place themselves, while the block runs, at moments when little is alive.
 
     Nothing has to be marked, profiled or known beforehand; modules, loops, functions and inner regions are seen
@@ -330,10 +330,7 @@ def auto(*, budget: int | str | None = None, segment: int | str | None = None) -
     Source of the method: Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost"; online as in Kirisame et
     al. 2021, "Dynamic Tensor Rematerialization".
     """
-    return _auto(
-        None if budget is None else _bytes("budget", budget, 0),
-        None if segment is None else _bytes("segment", segment, 1),
-    )
+    return _auto(None if budget is None else _bytes("budget", budget, 0))
 
 
 _MIN_BYTES = 1024

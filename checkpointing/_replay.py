@@ -30,7 +30,7 @@ from torch import Tensor
 
 from . import _torch, errors
 from ._ambient import Undo, enter_switches, undo_all
-from ._engine import Frame, Holder, Recompute, Source
+from ._engine import Frame, Holder, Holding, Recompute, Source, named
 from ._offload import Moved, prefetch
 from ._ops import tensors_of
 from ._tape import Tape
@@ -60,6 +60,35 @@ class Replay(Source):
         self.replayed = 0
         self._segments: dict[int, list[weakref.ref[Holder]]] | None = None
         self._order: list[weakref.ref[Moved]] | None = None
+
+    def counts(self) -> tuple[int, tuple[int, ...]]:
+        """How many operators were recorded, and where among them the cuts are."""
+        return self.tape.recorded, tuple([self.tape.counted[cut] for cut in self.tape.cuts])
+
+    def operator_of(self, holder: Holder) -> str | None:
+        return self.maker(holder)
+
+    def holdings(self, frame: Frame) -> Iterable[Holding]:
+        holders = [holder for ref in frame.holders if (holder := ref()) is not None]
+        stack = [*self.tape._values.values(), *(value for holder in holders for value in values_of(holder.saved))]
+        spare: dict[Value, Tensor] = getattr(self.tape, "_spare", {})
+        spared = {value.id for value in spare} | getattr(self.tape, "spared", set())
+        yield from [Holding("spared", tensor, None, value.id) for value, tensor in spare.items()]
+        seen: set[Value] = set()
+        while stack:
+            value = stack.pop()
+            if value in seen:
+                continue
+            seen.add(value)
+            kind = "spared" if value.id in spared else "kept" if value.state is KEPT else "input"
+            for held in value.all_held:
+                if not held.is_parameter:
+                    shown = "random state" if held.name == "a random tensor" else kind
+                    yield Holding(shown, held, named(held.name), value.id)
+            if value.op is not None:
+                stack += value.op.reads
+                for state in () if value.op.rng is None else value.op.rng.states:
+                    yield Holding("random state", state, str(value.op.info.func))
 
     def maker(self, holder: Holder) -> str | None:
         """The operator that made what the holder saved."""

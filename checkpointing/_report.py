@@ -1,18 +1,16 @@
-"""What a region kept, dropped and replayed: data first, then text.
+"""Reports: what a region saved, what it holds for backward, and what was recomputed. Data first, then text.
 
-What regions hold is found when somebody asks, by looking at what they refer to. Only regions with `report=True` note
-anything while they run, in a `Record` that refers to no tensor; they are made of other classes (`Reported`, `Noting`),
-so that the rest pays nothing for it.
+A region's source tells what it holds when somebody asks (`Source.holdings`). Only regions with `report=True` note
+anything while they run, in a `Record` that refers to no tensor, so that the rest pays nothing for it.
 """
 
 from __future__ import annotations
 
-import gc
 import os
 import sys
 import time
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -20,19 +18,12 @@ import torch
 from torch import Tensor
 
 from . import _torch
-from ._ambient import Generators
-from ._auto import AutoTape
-from ._buffers import Buffers
 from ._check import maker_of
-from ._engine import Frame, Holder, Recompute, is_referenced, named, root_of
+from ._engine import Frame, Holder, Recompute, is_referenced, root_of
 from ._held import Held
-from ._ops import tensors_of
+from ._offload import Moved
 from ._region import Region
-from ._replay import Replay
-from ._rerun import Pin
-from ._tape import Tape
-from ._tree import Container
-from ._values import KEPT, Op, Ref, Scratch, SpecialOp, Value, Wrapped, values_of
+from ._tree import map_tensors
 from ._where import described, user_line
 
 
@@ -40,8 +31,7 @@ class TensorReport(NamedTuple):
     """One storage, with a tensor that lies on it.
 
     `kind` is `"saved"`, if autograd would have held it without the region. Anything else is held: an `"input"`;
-    `"kept"`, by `keep`, a policy, or a cut of `auto`; `"spared"` by `auto`, where there was room; `"offloaded"`; a
-    `"random state"`, or the smaller tensor that was drawn from it; a copy of `"buffers"`.
+    `"kept"`, by `keep` or a policy; `"offloaded"`; a `"random state"`; a copy of `"buffers"`.
 
     `nbytes` are those of the storage; tensors without one, such as sparse ones, count 0. `shape` is that of the tensor,
     and of what is in it, if it is a DTensor or another wrapper.
@@ -168,13 +158,14 @@ def report(*outputs: Tensor) -> Report:
     stack = [*nodes]
     while stack:
         node = stack.pop()
-        if node is not None:
-            for packed in _torch.saved_by(node):
-                _find(packed, found)
-            found.update((record.frame() or record, record) for record in node.metadata.get(__name__, ()))
-            fresh = [other for other, _ in node.next_functions if other not in nodes]
-            nodes.update(dict.fromkeys(fresh))
-            stack += fresh
+        if node is None:
+            continue
+        for packed in _torch.saved_by(node):
+            _find(packed, found)
+        found.update((record.frame() or record, record) for record in node.metadata.get(__name__, ()))
+        fresh = [other for other, _ in node.next_functions if other not in nodes]
+        nodes.update(dict.fromkeys(fresh))
+        stack += fresh
     return collect(found.values())
 
 
@@ -182,8 +173,8 @@ def _find(packed: Any, found: dict[Any, Record]) -> None:
     """Add the region whose holder this is, and those around it, which hold its inputs."""
     if type(packed) is Holder and packed.frame not in found:
         found[packed.frame] = record_of(packed.frame)
-        for _, part in _parts(packed.frame):
-            _find(_packed(part), found)
+        for holding in packed.frame.source.holdings(packed.frame):
+            _find(_packed(holding.part), found)
 
 
 class Stats(NamedTuple):
@@ -194,6 +185,8 @@ class Stats(NamedTuple):
     autograd would have held for backward: every saved storage once, without parameters. `bytes_held` is held now in
     order to recompute (inputs of the block and states of random generators), `bytes_kept` because it was kept. `cuts`
     are positions among the recorded operators: recompute never crosses one, since what is needed there is kept.
+    `peak_predicted` is how much memory a policy `auto()` expects forward and backward of the block to need at most, with
+    gradients that do not exist yet; 0 without one, and while the block runs.
     """
 
     ops_recorded: int = 0
@@ -203,19 +196,21 @@ class Stats(NamedTuple):
     bytes_held: int = 0
     bytes_kept: int = 0
     cuts: tuple[int, ...] = ()
+    peak_predicted: int = 0
 
 
-def measure(frame: Frame, tape: Tape, source: Replay) -> Stats:
+def measure(frame: Frame) -> Stats:
     """The present numbers of a scope."""
-    tensors = held_by(frame, frame.record or Record(frame))
+    source: Any = frame.source
+    tensors = held_by(frame, record_of(frame))
     held = sum(tensor.nbytes for tensor in tensors if tensor.kind in ("input", "random state"))
     kept = sum(tensor.nbytes for tensor in tensors) - held
-    cuts = tuple([tape.counted[cut] for cut in tape.cuts])
-    return Stats(tape.recorded, source.replayed, source.replays, tape.saved_bytes, held, kept, cuts)
+    recorded, cuts = source.counts()
+    peak = 0 if source.plan is None else source.plan.peak
+    return Stats(recorded, source.replayed, source.replays, source.tape.saved_bytes, held, kept, cuts, peak)
 
 
 # ---- what regions with `report=True` note
-
 
 class Record:
     """What is noted of a region. It refers to no tensor, so nothing lives longer for it."""
@@ -230,8 +225,6 @@ class Record:
         self.name, self.line = frame.name, described(frame.entered_from)
         self.inner: list[Record] = []  # of regions inside
         self.saved: list[TensorReport] = []
-        self.notes: dict[int, Note] = {0: (None, None, None)}  # by value
-        self.spared: set[int] = set()  # values
 
     def and_inner(self) -> list[Record]:
         return [self, *(record for inner in self.inner for record in inner.and_inner())]
@@ -249,17 +242,13 @@ class Record:
             self.operators = getattr(request.frame.source, "replayed", None)
 
 
-Note = tuple[str | None, str | None, str | None]  # the operator that made a value, the module and the user's line
-
-
 class Reported(Frame):
     """A region that notes what is saved in it."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.record = record = Record(self)
-        record.module, record.recomputes, record.seconds = _module_path(), 0, 0.0
-        record.notes[0] = None, record.module, record.line
+        record.module, record.recomputes, record.seconds = module_path(), 0, 0.0
         self._storages: weakref.WeakSet[Any] = weakref.WeakSet()  # that have been saved
 
     def enter(self, region: Region) -> None:
@@ -269,43 +258,26 @@ class Reported(Frame):
             region.outer.record.inner.append(self.record)
 
     def pack(self, tensor: Tensor) -> Holder:
-        holder, root, record = super().pack(tensor), root_of(tensor), self.record
-        values = values_of(holder.saved)
-        operator = next((str(value.op.info.func) for value in values if value.op is not None), maker_of(tensor))
-        where = _module_path(), user_line()
-        record.notes.update((value.id, (operator, *where)) for value in values if value.id not in record.notes)
-        if not is_referenced(root):
-            for part in _torch.plain_parts(tensor):
-                storage = part.untyped_storage() if _torch.has_storage(part) else holder
-                if storage not in self._storages:
-                    self._storages.add(storage)
-                    record.saved.append(_tensor("saved", part, operator, *where))
+        holder, root = super().pack(tensor), root_of(tensor)
+        if is_referenced(root):
+            return holder
+        operator = self.source.operator_of(holder) or maker_of(tensor)
+        for part in _torch.plain_parts(tensor):
+            storage = part.untyped_storage() if _torch.has_storage(part) else holder
+            if storage not in self._storages:
+                self._storages.add(storage)
+                self.record.saved.append(_tensor("saved", part, operator, *note()))
         return holder
 
     _torch.mark_as_torchs_own(pack)
 
 
-class Noting(Tape):
-    """A tape that notes where each value was made."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = super().__torch_dispatch__(func, types, args, kwargs)
-        for tensor in filter(_torch.has_storage, tensors_of(result)):
-            value = self._values.get(_torch.storage_id(tensor))
-            if value is not None and value.op is not None and value.id not in self.record.notes:
-                self.record.notes[value.id] = str(func), _module_path(), user_line()
-        return result
-
-    def close(self) -> str:
-        self.record.spared = {value.id for value in getattr(self, "_spare", ())}
-        return super().close()
+def note() -> tuple[str | None, str | None]:
+    """Where an operator runs: the module, and the user's line."""
+    return module_path(), user_line()
 
 
-class NotingAuto(Noting, AutoTape):
-    """The same for one that makes cuts."""
-
-
-def _module_path() -> str | None:
+def module_path() -> str | None:
     """The module whose `forward` runs, by its name in the outermost one whose `forward` runs."""
     modules = []
     frame: Any = sys._getframe(1)
@@ -338,7 +310,7 @@ def _region(record: Record) -> RegionReport:
     saved, held = _sorted(record.saved), _sorted(() if frame is None else held_by(frame, record))
     would_hold: int | None = sum(tensor.nbytes for tensor in saved)
     if frame is not None and frame.record is None:
-        would_hold = frame.source.tape.saved_bytes if isinstance(frame.source, Replay) else None
+        would_hold = getattr(getattr(frame.source, "tape", None), "saved_bytes", None)
     sizes = would_hold, sum(tensor.nbytes for tensor in held)
     counts = record.recomputes, record.operators, record.seconds
     return RegionReport(record.name, record.module, record.line, *sizes, *counts, saved, held)
@@ -347,69 +319,34 @@ def _region(record: Record) -> RegionReport:
 def record_of(frame: Frame) -> Record:
     """What the region has noted, or counts anyhow."""
     record: Record = frame.record or Record(frame)
-    if isinstance(frame.source, Replay):
-        record.recomputes, record.operators = frame.source.replays, frame.source.replayed
+    record.recomputes = getattr(frame.source, "replays", record.recomputes)
+    record.operators = getattr(frame.source, "replayed", record.operators)
     return record
 
 
 def held_by(frame: Frame, record: Record) -> list[TensorReport]:
     """What a region holds, each storage once."""
     found: dict[int, TensorReport] = {}
-    for owner, part in _parts(frame):
-        kind, tensors = "kept" if type(owner) is Pin else "input", _tensors_in(_packed(part))
-        operator, module, line = record.notes[0]
-        if type(owner) is Value:
-            operator, module, line = record.notes.get(owner.id, record.notes[0])
-            kind = "spared" if owner.id in record.spared else "kept" if owner.state is KEPT or owner.op else kind
-        if type(part) is Generators:
-            kind, tensors = "random state", [state for *_, state in part._streams if isinstance(state, Tensor)]
-            operator = str(owner.info.func) if isinstance(owner, Op) else None
-        elif type(part) is Buffers:
-            kind, tensors = "buffers", part._then.values
-        elif not isinstance(part, Held):  # a tensor, which `auto` spares while the block runs
-            kind = "spared"
-        else:
-            if kind == "input":
-                operator = str(part.name) if isinstance(part.name, _torch.OpOverload) else named(part.name)
-                kind = "random state" if operator == "a random tensor" else kind
-            kind = "offloaded" if part.moved else kind
-        for tensor in tensors:
-            for plain in () if tensor.is_leaf and tensor.requires_grad else _torch.plain_parts(tensor):
+    for kind, part, operator, noted in frame.source.holdings(frame):
+        note = noted[:2] if noted else (record.module, record.line if frame.record else None)
+        for tensor in _tensors_in(_packed(part)):
+            if tensor.is_leaf and tensor.requires_grad:
+                continue
+            for plain in _torch.plain_parts(tensor):
                 key = _torch.storage_id(plain) if _torch.has_storage(plain) else id(plain)
-                found[key] = _tensor(kind, plain, operator, module, line)
+                shown = "offloaded" if isinstance(part, Held) and part.moved else kind
+                found[key] = _tensor(shown, plain, operator, *note)
     return [*found.values()]
 
 
-def _parts(frame: Frame) -> Iterator[tuple[Any, Any]]:
-    """Whatever holds tensors in a region (parameters apart), with what of the region refers to it."""
-    saved = [holder.saved for ref in frame.holders if (holder := ref()) is not None]
-    tape = frame.source.tape if isinstance(frame.source, Replay) else None
-    # While a block runs, it holds more than holders need.
-    stack: list[Any] = [(None, saved), (None, frame.source if tape is None else tape._values)]
-    yield from getattr(tape, "_spare", {}).items()
-    seen = set()
-    while stack:
-        owner, whole = stack.pop()
-        owner = whole if isinstance(whole, (Value, Op, Pin)) else owner
-        for part in gc.get_referents(whole):
-            if id(part) not in seen:
-                seen.add(id(part))
-                if type(part) in _ENTERED:
-                    stack.append((owner, part))
-                elif type(part) in (Generators, Buffers) or (isinstance(part, Held) and not part.is_parameter):
-                    yield owner, part
-
-
-_ENTERED = {list, tuple, dict, Value, Op, SpecialOp, Ref, Scratch, Wrapped, Container, Pin}
-
-
-def _packed(part: Any) -> Any:
+def _packed(part: Held | Tensor) -> Any:
     """What hooks have made of a tensor; the tensor, if there were none."""
     packed = part.packed if isinstance(part, Held) else part
     return packed.data if isinstance(packed, _torch.SavedTensor) else packed
 
 
 def _tensors_in(packed: Any) -> list[Tensor]:
-    # Users' hooks give back anything with the tensor in it. A region around holds what its `Holder` stands for.
-    parts = [packed] if isinstance(packed, Tensor) else [] if type(packed) is Holder else gc.get_referents(packed)
-    return [part for part in parts if isinstance(part, Tensor)][:1]
+    """The tensor in what hooks have made of it: mostly a tuple. A region around holds what its `Holder` stands for."""
+    found: list[Tensor] = []
+    map_tensors(lambda tensor: found.append(tensor) or tensor, packed.away if type(packed) is Moved else packed)
+    return found[:1]

@@ -31,10 +31,10 @@ from torch import Tensor, nn
 from . import _torch, errors
 from ._ambient import Ambient, Generators, Undo, has_rng, undo_all
 from ._buffers import Buffers
-from ._engine import Frame, Holder, Name, Recompute, Source, identity, is_parameter, named, root_of
+from ._engine import Frame, Holder, Holding, Name, Recompute, Source, identity, is_parameter, named, root_of
 from ._held import Held, check_version, hold, hold_argument, note_written
 from ._region import Region, thread, without_recording
-from ._tree import ATOMS, map_tensors, put_together, take_apart
+from ._tree import ATOMS, leaves_of, map_tensors, put_together, take_apart
 
 # Bound once: these run for every call.
 _enclosing_hooks = _torch.enclosing_hooks
@@ -242,6 +242,19 @@ class Rerun(Region, Source, Inputs):
             return None
         check_version(where, "a parameter", parameter, version)
         return parameter
+
+    def holdings(self, frame: Frame) -> Iterable[Holding]:
+        variables = [saved for _, saved in self._variables or ()]
+        for held in [leaf for saved in (*self._args, *self._kwargs.values(), *variables) for leaf in leaves_of(saved)]:
+            if isinstance(held, Held) and not held.is_parameter:
+                yield Holding("input", held, named(held.name))
+        for pin in [*self._pins, *[leaf for result in self._results for leaf in leaves_of(result)]]:
+            if type(pin) is Pin and not pin.held.is_parameter:
+                yield Holding("kept", pin.held, named(pin.held.name))
+        for state in () if self._rng is None else self._rng.states:
+            yield Holding("random state", state, None)
+        for copy in () if self._buffers is None else self._buffers.copies():
+            yield Holding("buffers", copy, None)
 
     def name_of(self, parameter: Tensor) -> str | None:
         known = [(type(module).__name__, module.named_parameters()) for module in self.modules]

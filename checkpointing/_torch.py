@@ -281,12 +281,13 @@ def alias(tensor: Tensor) -> Tensor:
             plain = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
             plain.set_(tensor.untyped_storage())
             return lay_as(tensor, plain)
-    if _is_excluded(_adinplace_key):
+    if type(tensor) is not Tensor and type(tensor) is not nn.Parameter:
         with _C._SetExcludeDispatchKeyGuard(_adinplace_key, False):
             return tensor.detach()
-    if type(tensor) is not Tensor:
-        return tensor.detach()
-    with _C._DisableTorchDispatch():  # no mode need see it, least of all our own: it takes long
+    with _C._DisableTorchDispatch():  # no mode may see it, least of all our own
+        if _is_excluded(_adinplace_key):
+            with _C._SetExcludeDispatchKeyGuard(_adinplace_key, False):
+                return tensor.detach()
         return tensor.detach()
 
 

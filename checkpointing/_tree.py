@@ -94,6 +94,13 @@ def put_together(saved: Any, leaf: Callable[[Any], Any], met: dict[int, Any] | N
     return met[id(saved)]
 
 
+def leaves_of(saved: Any) -> list[Any]:
+    """What `take_apart` has put in place of whatever is no container."""
+    if type(saved) is not Container:
+        return [saved]
+    return [leaf for part in saved.parts.values() for leaf in leaves_of(part)]
+
+
 def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
     """`value` with `function` of its tensors in their places; `value` itself where nothing has changed."""
     is_tensor = isinstance(value, Tensor)

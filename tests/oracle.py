@@ -65,7 +65,7 @@ def g(fn: Function, early_stop: bool = True) -> Function:
 
 def a(fn: Function, early_stop: bool = True) -> Function:
     """In a scope with a cut wherever there can be one."""
-    return s(fn, early_stop, policy=auto(segment=1))
+    return s(fn, early_stop, policy=auto())
 
 
 def b(fn: Function, early_stop: bool = True) -> Function:

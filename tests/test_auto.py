@@ -1,6 +1,5 @@
 """Checkpoints that place themselves: what memory that leaves, under a budget and without; the same each time."""
 
-import functools
 import gc
 import math
 import re
@@ -58,12 +57,22 @@ def units(n):
 
 
 def test_twelve_blocks_need_no_more_than_checkpoints_by_hand():
-    """One scope around everything finds the block boundaries: at most 1.15 of torch's checkpoint per block."""
+    """One scope around everything needs less than torch's checkpoint per block."""
     by_hand = bytes_of(programs.transformer(12, 64, by_hand=True))
     run = scoped(programs.transformer(12, 64))
     have = bytes_of(run)
-    assert have[1] <= 1.15 * by_hand[1]
-    assert run.scope.stats.replays == 12
+    assert have[1] <= by_hand[1]
+    assert abs(run.scope.stats.peak_predicted / have[1] - 1) <= 0.05
+
+
+def test_the_first_step_has_the_planned_peak():
+    """Nothing is kept while the program is not known: the first backward begins with one more forward."""
+    forward = programs.transformer(12, 64)
+    forward().backward()
+    run = scoped(forward)
+    first = job.step_on_cpu(run).memory()[1]
+    assert run.scope.stats.replays >= 2
+    assert first <= 1.1 * bytes_of(run)[1]
 
 
 @pytest.mark.parametrize(
@@ -96,6 +105,7 @@ def test_kept_values_go_while_backward_runs():
     """What a cut keeps is freed when the segments after it are through."""
     x = torch.rand(100).requires_grad_()
     run = scoped(lambda x: units_of(x, 200))
+    run(x).backward()
     kept = []
     y = run(x)
     node = y.grad_fn
@@ -156,7 +166,7 @@ def test_the_last_stretch_is_not_made_again():
             y = torch.cat([y[:, 1:], y[:, :1]], 1).tanh().sin().exp() / 2
         return torch.log_softmax(y @ head, 1)[:, 0].sum()
 
-    for policy in (auto(), auto(segment=2**18)):
+    for policy in (auto(), auto(budget=2**18)):
         with checkpoint_scope(policy=policy) as scope:
             loss = run()
         assert scope.stats.cuts
@@ -185,11 +195,12 @@ SMALL = {
 
 
 @pytest.mark.parametrize("name", SMALL)
-@pytest.mark.parametrize("options", [{}, {"budget": 200_000}, {"segment": 100_000}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"budget": 200_000}, {"budget": 20_000}], ids=str)
 def test_the_same_program_makes_the_same_cuts(name, options):
     """In every step, and whenever the garbage collector runs."""
     run = scoped(SMALL[name](), **options)
     warnings.simplefilter("ignore")
+    run().backward()
     first = cuts_of(run)
     threshold = gc.get_threshold()
     for other in (0, 1):  # never, and all the time
@@ -222,7 +233,7 @@ def test_the_same_cuts_in_another_process():
 
 # ---- bit for bit
 
-KINDS = [{}, {"segment": 4000}, {"segment": 1}, {"budget": 20_000}, {"budget": 2100}, {"budget": 9000, "segment": 2000}]
+KINDS = [{}, {"budget": 9000}, {"budget": 1}, {"budget": 20_000}, {"budget": 2100}]
 
 
 def gradients(build, wrap, order=2):
@@ -374,9 +385,10 @@ class Meter(TorchDispatchMode):
 
 def metered(forward, **options):
     """Bytes kept at each moment of the forward, and the scope after the backward."""
-    with checkpoint_scope(policy=auto(**options)) as scope, Meter(scope) as meter:
-        loss = forward()
-    after = scope.stats
+    for _ in range(2):  # from the second time on the program is known
+        with checkpoint_scope(policy=auto(**options)) as scope, Meter(scope) as meter:
+            loss = forward()
+        after = scope.stats
     ran = count(loss.backward)
     return meter.seen, after, scope.stats, ran
 
@@ -440,8 +452,10 @@ def test_the_warning_is_at_the_users_line_and_names_the_scope():
 
 def test_no_warning_where_everything_fits():
     """A budget is not a demand; nor is a block that ends in an exception."""
-    with checkpoint_scope(policy=auto(budget=10**9)):
-        y = units(50)()
+    forward = units(50)
+    for _ in range(2):
+        with checkpoint_scope(policy=auto(budget=10**9)):
+            y = forward()
     assert count(y.backward).get("tanh", 0) == 0
     with pytest.raises(ZeroDivisionError), checkpoint_scope(policy=auto(budget=10)):
         units(50)()
@@ -460,8 +474,9 @@ def test_what_is_dear_per_byte_is_kept_before_what_is_cheap():
         return y.sum()
 
     size = 32 * 64 * 4
-    with checkpoint_scope(policy=auto(budget=16 * size)) as scope:
-        y = run()
+    for _ in range(2):
+        with checkpoint_scope(policy=auto(budget=16 * size)) as scope:
+            y = run()
     ran = count(y.backward)
     assert scope.stats.replays > 0
     assert ran.get("mm", 0) == 10  # those of backward itself
@@ -471,59 +486,36 @@ def test_what_is_dear_per_byte_is_kept_before_what_is_cheap():
 def test_checkpoints_make_way_for_what_the_user_keeps():
     """Also the last one of them, where what is kept on request leaves no room."""
     x = torch.rand(1000).requires_grad_()
-    with checkpoint_scope(policy=auto(budget=8_000, segment=4_000)) as scope, Meter(scope) as meter:
-        y = x * 1
-        for _ in range(6):
-            y = y.tanh()
-        assert meter.seen[-1] > 0
-        for _ in range(2):
-            y = keep(y.sin())
-        y = y.sin()
-    assert max([*meter.seen, scope.stats.bytes_kept]) <= 8_000
+    for _ in range(2):
+        with checkpoint_scope(policy=auto(budget=8_000)) as scope, Meter(scope) as meter:
+            y = x * 1
+            for _ in range(6):
+                y = y.tanh()
+            for _ in range(2):
+                y = keep(y.sin())
+            y = y.sin()
+        assert max([*meter.seen, scope.stats.bytes_kept]) <= 8_000
 
 
 def test_budgets_may_be_text():
     """In powers of ten or of two."""
     for text, number in (("1.5 GiB", 3 * 2**29), ("200 MB", 200 * 10**6), ("3kb", 3000), ("7", 7), ("1e3", 1000)):
         assert auto(budget=text) == auto(budget=number)
-        assert auto(segment=text) == auto(segment=number)
     assert repr(auto(budget="2 KiB")) == "auto(budget=2048)"
     assert repr(auto()) == "auto()"
-    assert hash(auto(segment=5)) == hash(auto(segment=5)) != hash(auto(segment=6))
+    assert hash(auto(budget=5)) == hash(auto(budget=5)) != hash(auto(budget=6))
 
 
 @pytest.mark.parametrize(
     ("error", "options"),
     [(ValueError, {"budget": given}) for given in (-1, "much", "-1 GB", "1 XB")]
-    + [(TypeError, {"budget": 1.5}), (TypeError, {"budget": True}), (ValueError, {"segment": 0})],
+    + [(TypeError, {"budget": 1.5}), (TypeError, {"budget": True})],
     ids=str,
 )
 def test_what_is_no_number_of_bytes(error, options):
     """Said at once."""
     with pytest.raises(error, match=next(iter(options))):
         auto(**options)
-
-
-# ---- segments
-
-
-@pytest.mark.parametrize("segment", [1, 32, 1000])
-def test_a_fixed_segment_size(segment):
-    """The largest window is about as large; the number of cuts follows."""
-    n = 256
-    run = scoped(units(n), segment=4000 * segment)
-    _, peak = bytes_of(run)
-    cuts = n / segment
-    assert peak / 4000 <= 1.3 * (cuts + segment) + 8
-    assert run.scope.stats.replays <= 1.4 * cuts + 2
-
-
-@pytest.mark.parametrize(("options", "size", "is_cut"), [({}, 8, False), ({}, 256, True), ({"segment": 256}, 8, True)])
-def test_values_smaller_than_the_tape_itself_are_cut_only_where_somebody_asks_for_it(options, size, is_cut):
-    """`size` float32 numbers for each operator."""
-    run = scoped(lambda x: functools.reduce(lambda y, _: y.sin(), range(100), x).sum(), **options)
-    run(torch.ones(size, requires_grad=True)).backward()
-    assert bool(run.scope.stats.cuts) is is_cut
 
 
 # ---- beside other policies
@@ -558,7 +550,7 @@ def test_auto_and_other_policies():
 # ---- lifetimes
 
 
-@pytest.mark.parametrize("options", [{}, {"budget": 1200}, {"segment": 500}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"budget": 1200}, {"budget": 500}], ids=str)
 def test_nothing_outlives_its_use(options, no_gc):
     """Without the garbage collector: after backward, without one, after an exception, after two."""
     warnings.simplefilter("ignore")

@@ -214,7 +214,7 @@ def test_what_a_scope_in_compiled_code_calls_is_compiled(compiler):
 
 TRACED = {
     "scope": s,
-    "auto": lambda fn: s(fn, policy=auto(segment=1)),
+    "auto": lambda fn: s(fn, policy=auto()),
     "replay": r,
     "rerun": c,
     "a scope in a rerun": lambda fn: c(s(fn)),

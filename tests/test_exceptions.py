@@ -388,7 +388,7 @@ def test_what_a_function_makes_of_the_stop_signal(error):
 SCOPES = {
     "plain": contextlib.nullcontext,
     "scope": checkpoint_scope,
-    "auto": lambda: checkpoint_scope(policy=auto(segment=1)),
+    "auto": lambda: checkpoint_scope(policy=auto()),
     "reported": lambda: checkpoint_scope(report=True),
     "hooks": lambda: torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t),
     "mode": Counting,

@@ -148,7 +148,7 @@ BACKWARD = table("""
 """)
 POLICIES = table("""
     policy=auto()
-    policy=auto(segment=1)
+    policy=auto()
     policy=auto(budget=300)
     policy=auto(budget=10000)
     policy=save_ops(aten.mul.Tensor, aten.mm.default)
@@ -157,7 +157,7 @@ POLICIES = table("""
     policy=offload(min_bytes=0)
     policy=offload(min_bytes=0, inputs=True)
     policy=offload(save_ops(aten.mul.Tensor), min_bytes=0)
-    policy=offload(auto(segment=1), min_bytes=0, inputs=True)
+    policy=offload(auto(), min_bytes=0, inputs=True)
     policy=offload(save_tagged('t'), min_bytes=0) | save_ops(aten.sin.default)
 """)
 OPTIONS = ["", "", "", "early_stop=False", "determinism_check='values'", "report=True"]

@@ -35,7 +35,7 @@ POLICIES = {
     "tags": offload(save_tagged("a"), min_bytes=0),
     "auto": offload(auto(), min_bytes=0),
     "budget": offload(auto(budget=2000), min_bytes=0),
-    "beside others": offload(auto(segment=1), min_bytes=500, inputs=True) | save_ops(ADDMM) | save_tagged("a"),
+    "beside others": offload(auto(), min_bytes=500, inputs=True) | save_ops(ADDMM) | save_tagged("a"),
 }
 
 
@@ -139,7 +139,7 @@ def test_gradients_are_bit_equal(door, policy, right):
 def test_the_original_memory_is_free_after_the_copy(sent):
     """The copy has its own storage, and what was kept here is referred to by nobody."""
     x = torch.rand(1000).requires_grad_()
-    for policy in (offload(), offload([SIN]), offload(auto(segment=1))):
+    for policy in (offload(), offload([SIN]), offload(auto())):
         sent.clear()
         with checkpoint_scope(policy=policy) as scope:
             y = x.exp().sin().tanh().sin().exp().sin().tanh().sin()
@@ -257,7 +257,7 @@ def test_nothing_outlives_its_use(no_gc):
     """After backward, without one, after an exception."""
     x = torch.rand(1000).requires_grad_()
     with Watching() as watching:
-        for policy in (offload(), offload([TANH], inputs=True), offload(auto(segment=1))):
+        for policy in (offload(), offload([TANH], inputs=True), offload(auto())):
             y = scoped(branches, policy)(x)
             sum(y).backward()
             x.grad = None
@@ -367,7 +367,7 @@ def test_partial_backwards_in_any_order(order, streams):
     """Some twice; what is fetched ahead and never asked for gives its memory back in order."""
     x = torch.rand(500).requires_grad_()
     want = [bits(torch.autograd.grad(y, x, retain_graph=True)[0]) for y in branches(x)]
-    for policy in (offload(), offload([SIN]), offload(auto(segment=1))):
+    for policy in (offload(), offload([SIN]), offload(auto())):
         ys = scoped(branches, policy)(x)
         have = [bits(torch.autograd.grad(ys[i], x, retain_graph=True)[0]) for i in order]
         assert have == [want[i] for i in order]
@@ -385,7 +385,7 @@ def test_backward_inside_the_block(streams):
         return (g.tanh() * y).sum()
 
     want = torch.autograd.grad(run(x), x)[0]
-    for policy in (offload(), offload([SIN], inputs=True), offload(auto(segment=1))):
+    for policy in (offload(), offload([SIN], inputs=True), offload(auto())):
         assert bits(torch.autograd.grad(scoped(run, policy)(x), x)[0]) == bits(want)
     assert streams.lost == 0
 

@@ -46,9 +46,9 @@ REGIONS = {
     **RERUNS,
     "replay": checkpointed(backend="replay"),
     "scope": scope(),
-    "auto": scope(policy=auto(segment=1)),
+    "auto": scope(policy=auto()),
     "offload": scope(policy=offload(inputs=True, min_bytes=0)),
-    "offload auto": scope(policy=offload(auto(segment=1), inputs=True, min_bytes=0)),
+    "offload auto": scope(policy=offload(auto(), inputs=True, min_bytes=0)),
 }
 HOOKS = {
     "no hooks": contextlib.nullcontext,

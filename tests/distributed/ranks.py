@@ -392,7 +392,7 @@ def train(name, program):
                 p.grad = None
     found.update((key, local(value).clone()) for key, value in model.state_dict().items())
     found["the random state"] = torch.get_rng_state()
-    return found, count, [(it._block._tape.cuts, then, it.stats) for it, then in SCOPES]
+    return found, count, [(it.stats.cuts, then, it.stats) for it, then in SCOPES]
 
 
 def main(rank, world, folder, only=""):

@@ -328,7 +328,7 @@ def test_values_check_finds_an_unseen_write():
         out.sum().backward()
 
 
-@pytest.mark.parametrize("policy", [None, auto(segment=1), auto(budget=10**6)], ids=str)
+@pytest.mark.parametrize("policy", [None, auto(), auto(budget=10**6)], ids=str)
 def test_windows_of_one_storage_that_overlap(policy):
     """One has been delivered before the next one is written: that they begin at other rows does not tell them apart."""
 
@@ -359,7 +359,7 @@ class Gives(torch.autograd.Function):
 
 
 @pytest.mark.parametrize(
-    ("policy", "is_made_again"), [(None, True), (auto(segment=1), True), (auto(budget=10**6), False)], ids=str
+    ("policy", "is_made_again"), [(None, True), (auto(), True), (auto(budget=10**6), False)], ids=str
 )
 def test_a_value_that_a_backward_inside_has_brought_back_outlives_a_write(policy, is_made_again):
     """On its own memory it is what it was, when the memory that it had first is written. One that is kept is on its

@@ -1,0 +1,213 @@
+"""What `auto()` plans, on the rows of issue [plan]: peak of a step over torch's checkpoint per block, and recompute.
+
+Gradients are allocated before, unless a row says otherwise; every allocation counts, told by the profiler on the CPU.
+`python -m pytest bench/bench_plan.py` checks small versions; `python bench/bench_plan.py [NAMES]` prints all rows.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from checkpointing import auto, checkpoint_scope
+from checkpointing.__main__ import step_on_cpu
+
+sys.path.insert(0, str(Path(__file__).parent))
+import programs
+
+MIB = 2**20
+torch_checkpoint = functools.partial(checkpoint, use_reentrant=False)
+
+
+def with_gradients(model):
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    return model
+
+
+def hugging_face(kind, layers=12, width=128, vocabulary=64, tokens=(4, 256), bf16=False, heads=4):
+    """A language model of Hugging Face, plain and with each layer in torch's checkpoint."""
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    torch.manual_seed(0)
+    if kind == "gpt2":
+        config = transformers.GPT2Config(vocab_size=vocabulary, n_embd=width, n_layer=layers, n_head=heads)
+        model = transformers.GPT2LMHeadModel(config)
+        blocks = model.transformer.h
+    else:
+        sizes = {"hidden_size": width, "intermediate_size": width * 43 // 16, "num_attention_heads": heads}
+        config = transformers.LlamaConfig(vocab_size=vocabulary, num_hidden_layers=layers, **sizes)
+        model = transformers.LlamaForCausalLM(config)
+        blocks = model.model.layers
+    with_gradients(model)
+    ids = torch.randint(0, vocabulary, tokens)
+    calls = [block.forward for block in blocks]
+
+    def forward(by_hand):
+        for block, call in zip(blocks, calls, strict=True):
+            block.forward = functools.partial(torch_checkpoint, call) if by_hand else call
+        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+            return model(input_ids=ids, labels=ids, use_cache=False).loss
+
+    return functools.partial(forward, False), functools.partial(forward, True)
+
+
+class Attention(nn.Module):
+    def __init__(self, width=64):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).chunk(3, -1)
+        attention = torch.softmax(q @ k.transpose(-1, -2) / 8, -1)
+        x = x + self.out(attention @ v)
+        return x + self.mlp(x), attention
+
+
+def attention(maps=False, bf16=False):
+    """Eight blocks; the maps may be collected by the caller until backward."""
+    torch.manual_seed(0)
+    blocks, x = with_gradients(nn.ModuleList(Attention() for _ in range(8))), torch.randn(8, 192, 64)
+
+    def forward(by_hand, collected):
+        y = x
+        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+            for block in blocks:
+                y, seen = torch_checkpoint(block, y) if by_hand else block(y)
+                if maps:
+                    collected.append(seen.detach())
+            return y.float().square().mean()
+
+    kept: list = []
+    ways = [functools.partial(forward, by_hand, kept) for by_hand in (False, True)]
+    return (*ways, kept.clear)
+
+
+def lstms(width=128, steps=60, batch=32):
+    torch.manual_seed(0)
+    cells = with_gradients(nn.ModuleList(nn.LSTMCell(width, width) for _ in range(3)))
+    xs = torch.randn(steps, batch, width)
+
+    def forward():
+        state = [(torch.zeros(batch, width), torch.zeros(batch, width)) for _ in cells]
+        for x in xs:
+            for i, cell in enumerate(cells):
+                state[i] = cell(x, state[i])
+                x = state[i][0]
+        return x.square().mean()
+
+    return forward, forward
+
+
+def transformer(fresh=False, **sizes):
+    """`fresh`: gradients are None before the step."""
+    forward, by_hand = programs.transformer(**sizes), programs.transformer(**sizes, by_hand=True)
+    if not fresh:
+        return forward, by_hand
+
+    def clear():
+        for call in (forward, by_hand):
+            for cell in call.__closure__:
+                if isinstance(cell.cell_contents, nn.ModuleList):
+                    cell.cell_contents.zero_grad(set_to_none=True)
+
+    return forward, by_hand, clear
+
+
+ROWS = {
+    "GPT-2, width 128": (lambda: hugging_face("gpt2"), 0.88, None),
+    "GPT-2, width 128, bf16": (lambda: hugging_face("gpt2", bf16=True), 0.95, None),
+    "GPT-2, 24 layers, bf16": (lambda: hugging_face("gpt2", layers=24, bf16=True), 0.95, None),
+    "Llama, width 128": (lambda: hugging_face("llama"), 0.92, None),
+    "Llama, width 128, bf16": (lambda: hugging_face("llama", bf16=True), 0.95, None),
+    "attention": (lambda: attention(), 0.95, None),
+    "attention, bf16": (lambda: attention(bf16=True), 0.95, None),
+    "attention, maps": (lambda: attention(maps=True), 1.0, None),
+    "attention, maps, bf16": (lambda: attention(maps=True, bf16=True), 1.0, None),
+    "transformer": (lambda: transformer(), 1.0, 0.61),
+    "transformer, no gradients": (lambda: transformer(fresh=True), 1.0, 0.40),
+    "GPT-2, 124 million": (
+        lambda: hugging_face("gpt2", width=768, heads=12, vocabulary=50257, tokens=(2, 256)),
+        1.0,
+        None,
+    ),
+    "GPT-2, 124 million, bf16": (
+        lambda: hugging_face("gpt2", width=768, heads=12, vocabulary=50257, tokens=(2, 256), bf16=True),
+        1.0,
+        None,
+    ),
+}
+
+
+def scoped(forward, **options):
+    def run():
+        with warnings.catch_warnings(), checkpoint_scope(policy=auto(**options)) as run.scope:
+            warnings.simplefilter("ignore")
+            return forward()
+
+    return run
+
+
+def measured(row, **options):
+    """Peaks and recompute of a step: plain, torch's, and ours: the first step and a later one."""
+    forward, by_hand, *clear = row()
+    run = scoped(forward, **options)
+
+    def step(call):
+        for each in clear:
+            each()
+        return step_on_cpu(call)
+
+    step(forward)
+    first = step(run)
+    for _ in range(2):
+        step(run)
+    return {"plain": step(forward), "torch": step(by_hand), "first": first, "auto": step(run)}, run
+
+
+def show(name):
+    row, peak, again = ROWS[name]
+    steps, run = measured(row)
+    peaks = {way: step.memory()[1] / MIB for way, step in steps.items()}
+    found = peaks["auto"] / peaks["torch"]
+    recomputed = {way: step.recomputed(steps["plain"]) for way, step in steps.items()}
+    where = ("backward", "forward")[max(steps["auto"].forward) > max(steps["auto"].backward)]
+    predicted = run.scope.stats.peak_predicted / MIB
+    print(
+        f"{name:28s} peak {found:.3f} <= {peak} {'met' if found <= peak else 'MISSED'}; recomputed "
+        f"{recomputed['auto']:.2f}, torch {recomputed['torch']:.2f}"
+        + (f" <= {again} {'met' if recomputed['auto'] <= again else 'MISSED'}" if again else "")
+        + "; MiB "
+        + ", ".join(f"{way} {size:.1f}" for way, size in peaks.items())
+        + f"; in {where}, predicted {predicted:.1f}; cuts {len(run.scope.stats.cuts)}",
+        flush=True,
+    )
+
+
+def show_budgets():
+    row = lambda: lstms()
+    base = measured(row)[0]["auto"].memory()[1]
+    for budget in (16, 8, 4, 2):
+        steps, run = measured(row, budget=budget * MIB)
+        print(
+            f"LSTMs, budget {budget} MiB: peak {steps['auto'].memory()[1] / base:.2f} of no budget "
+            f"(first {steps['first'].memory()[1] / base:.2f}), recomputed {steps['auto'].recomputed(steps['plain']):.2f}"
+        )
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    for name in [n for n in ROWS if not sys.argv[1:] or any(part in n for part in sys.argv[1:])]:
+        start = time.perf_counter()
+        show(name)
+    if not sys.argv[1:] or "budgets" in sys.argv[1:]:
+        show_budgets()

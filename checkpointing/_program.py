@@ -1,0 +1,234 @@
+"""Programs: which operators a block ran, without any tensor.
+
+A program is a tree of *steps*, one per operator call, views included. A path through the tree is one way in which
+the block has run. A run of the block follows a path by comparing each operator call with the steps that came next
+before; only calls that are new are recorded. So the structure of a block is found once, and every later run pays no
+more than the comparison.
+
+Tensors are named by *cells*: every tensor that a run meets, or that an operator returns, takes the next free cell of
+its path. Steps refer to cells, and a run knows which tensor lies in each of its cells. What a tensor holds changes
+when an operator writes to its memory, so a *value* is a cell together with the last step that wrote to that memory.
+
+Invariant: a step depends on nothing but its path. Programs are shared by all runs through one call site, in every
+thread, and hold no tensor.
+
+Rejected: naming tensors by storage and geometry, as a recording must where it cannot compare objects. It has to be
+found out anew for every operator of every run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._ops import Info
+
+Value = tuple[int, int]  # a cell, and the last step that wrote to its memory; NOT_WRITTEN if none has
+NOT_WRITTEN = -1
+
+
+class Known:
+    """An argument that the run has met: the tensor in a cell."""
+
+    __slots__ = ("cell",)
+
+    def __init__(self, cell: int) -> None:
+        self.cell = cell
+
+
+class First:
+    """An argument that is not known yet, or not as it is now: it takes a new cell."""
+
+    __slots__ = ("cell", "copies", "hides", "holds", "is_lent", "is_parameter", "memory", "name", "shares", "was")
+
+    def __init__(self, cell: int, was: int | None, shares: int, memory: int) -> None:
+        self.cell = cell
+        self.memory = memory
+        self.was = was  # the cell that it was known by, before something wrote to it
+        self.shares = shares  # the first such cell on the same memory; its own, if there is none
+        self.holds = False  # whether a recompute starts from it
+        self.copies = False  # whether that must be a copy, because the memory will be written again
+        self.is_parameter = False
+        self.is_lent = False  # a gathered parameter
+        self.hides = False  # whether it must not be saved by what encloses the block
+        self.name: Any = None  # the operator that read it; None: autograd has saved it
+
+
+class Filling(Known):
+    """A view of memory that has only been allocated: the operator writes all of the memory, or a part."""
+
+    __slots__ = ("covers",)
+
+    def __init__(self, cell: int, covers: bool) -> None:
+        super().__init__(cell)
+        self.covers = covers
+
+
+class Parts:
+    """A list or tuple with tensors in it."""
+
+    __slots__ = ("items", "kind")
+
+    def __init__(self, kind: type, items: list[Any]) -> None:
+        self.kind = kind
+        self.items = items
+
+
+class Thing:
+    """Any object of this type, handed to an operator that is never replayed: a process group."""
+
+    __slots__ = ("kind",)
+
+    def __init__(self, kind: type) -> None:
+        self.kind = kind
+
+
+class Like:
+    """An argument of which an operator reads only the metadata: a replay gives it fresh memory."""
+
+    __slots__ = ("make",)
+
+    def __init__(self, tensor: Tensor) -> None:
+        size, stride, dtype, device = tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+        self.make = lambda: torch.empty_strided(size, stride, dtype=dtype, device=device)
+
+
+class Slot:
+    """A tensor that autograd saved at this place of the program."""
+
+    __slots__ = ("cell", "counts", "first", "is_held", "is_read", "joins", "version")
+
+    def __init__(self, cell: int, version: int, first: First | None) -> None:
+        self.is_held = False  # whether a recompute starts from it, so that there is nothing to compute
+        self.is_read = False  # whether a region inside takes it, rather than an operator
+        self.joins = False  # whether it is another part of the tensor that the slot before belongs to
+        self.counts = False  # whether autograd saved something of this memory for the first time
+        self.cell = cell
+        self.version = version
+        self.first = first
+
+    @property
+    def value(self) -> Value:
+        return self.cell, self.version
+
+
+class Step:
+    """One operator call, or an event between two of them (`keep`, `opaque`), at one place of a program."""
+
+    __slots__ = (
+        "args",
+        "count",
+        "draws",
+        "effect",
+        "event",
+        "first_cell",
+        "firsts",
+        "flops",
+        "freezes",
+        "func",
+        "grad_mode",
+        "holds",
+        "index",
+        "info",
+        "inputs",
+        "is_quick_draw",
+        "is_special",
+        "is_view",
+        "keeps",
+        "kwargs",
+        "likes",
+        "live",
+        "memories",
+        "named",
+        "next",
+        "note",
+        "parent",
+        "plan",
+        "reads",
+        "run",
+        "saves",
+        "sizes",
+        "states",
+        "targets",
+        "writes",
+    )
+
+    def __init__(self, parent: Step | None, func: Any, args: Any = (), kwargs: Any = None) -> None:
+        self.parent = parent
+        self.index = -1 if parent is None else parent.index + 1
+        self.func = func
+        self.info: Info | None = None
+        self.run: Callable[..., Any] = func
+        self.args = args  # templates, as a run meets them
+        self.kwargs = kwargs
+        self.inputs = args  # templates, as a replay passes them
+        self.named = kwargs
+        self.event: str | None = None
+        self.count: int | None = None  # of its results; not known before it has run
+        self.grad_mode = True  # kernels may look at it
+        self.first_cell = 0  # of its results
+        self.reads: tuple[Value, ...] = ()
+        self.writes: tuple[int, ...] = ()  # memories that a replay writes, too
+        self.targets: tuple[int, ...] = ()  # cells on memory from outside that it writes
+        self.freezes: tuple[int, ...] = ()  # held cells on memory that it is about to write
+        self.firsts: tuple[First, ...] = ()  # in the order of their cells
+        self.holds: tuple[First, ...] = ()  # those that the run holds
+        self.likes: tuple[Any, ...] = ()  # places of the arguments that are read for their metadata
+        self.effect = False  # it is never replayed
+        self.is_view = False
+        self.draws = False  # random numbers, perhaps
+        self.is_quick_draw = False  # from the generator of the device of the first argument
+        self.keeps: tuple[tuple[Value, bool], ...] = ()  # values there after it that plans keep; whether their bytes count
+        self.is_special = False  # anything but an operator that reads tensors and returns new ones
+        # What recording knows after it, beside what it knew before:
+        self.memories: tuple[tuple[int, int], ...] = ()  # the memory of each new cell
+        self.sizes: tuple[tuple[int, int], ...] = ()  # of memories that it made, in bytes; those of the recorded run
+        self.live = 0  # bytes that somebody held after it, in the recorded run
+        self.flops = 0.0  # floating-point operations, as far as torch counts them
+        self.states: tuple[tuple[int, str], ...] = ()  # of memories that have another one now
+        self.saves: list[Slot] = []  # what autograd saved after it, before the next one
+        self.next: list[Step] = []
+        self.note: Any = None  # where the user's code called it, if somebody wants to know
+        self.plan: Any = None
+
+
+class Program:
+    """The tree of one call site."""
+
+    def __init__(self) -> None:
+        self.root = Step(None, None)
+        self.size = 0
+        self.expected: frozenset[Value] = frozenset()  # what the last run should have held for its plan
+
+    def add(self, step: Step) -> Step:
+        """A step that came after its parent for the first time. A tree that has grown too large is left to the runs
+        that are in it, and recorded anew."""
+        assert step.parent is not None
+        step.parent.next.append(step)
+        self.size += 1
+        if self.size > MOST_STEPS:
+            self.__init__()  # type: ignore[misc]
+        return step
+
+
+MOST_STEPS = 20_000  # of one call site
+MOST_SITES = 256
+_programs: dict[Any, Program] = {}
+
+
+def program_of(site: Any) -> Program:
+    """The program of a call site: anything that hashes, and lives as long as it is a key here."""
+    found = _programs.get(site)
+    if found is None:
+        while len(_programs) >= MOST_SITES:
+            _programs.pop(next(iter(_programs)), None)
+        found = _programs.setdefault(site, Program())
+    return found
+
+
+def clear_programs() -> None:
+    """Forget what blocks did: they are recorded again."""
+    _programs.clear()
