@@ -28,10 +28,10 @@ from ._policy import as_policy
 from ._program import program_of
 from ._record import Run
 from ._region import thread
+from ._replay import Replay as Follow
 from ._report import Report, Reported, Stats, collect, measure, note, record_of
 from ._rerun import PreserveRngState, Rerun, call_within
 from ._where import Line, entered_from, stack_of_user, warn
-from ._windows import Replay as Follow
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -105,8 +105,8 @@ _is_compiling = torch.compiler.is_dynamo_compiling
 _is_grad_enabled, _hooks_are_enabled = torch.is_grad_enabled, _torch.hooks_are_enabled
 _innermost_transform, _mode_count, _is_tracing = _torch.innermost_transform, _torch.mode_count, _torch.is_tracing
 
-_run_by_hooks = "_ambient _buffers _check _compiled _debug _engine _gathered _held _record _region _report _rerun _torch _where"
-_run_by_hooks += " _windows"
+_run_by_hooks = "_ambient _buffers _check _compiled _debug _engine _gathered _held _record _region _replay _report"
+_run_by_hooks += " _rerun _torch _where"
 _torch.keep_dynamo_out(*(sys.modules[f"{__package__}.{name}"] for name in _run_by_hooks.split(" ")))
 
 _disabled: contextvars.ContextVar[bool] = contextvars.ContextVar("checkpointing.disabled", default=False)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from copy import copy
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -43,15 +41,9 @@ class Info:
         # were decided in the forward.
         views = not self.writes and all(a is not None and not a.is_write for a in aliases)
         self.ignored = base in IGNORED or (schema is not None and views and not self.communicates)
-        # Whether its result may lie in another way than an argument, and which one that is; None: any (`set_`).
-        aliased = [i for i, argument in enumerate(arguments) if argument.alias_info is not None]
-        self.relays = any(a is not None for a in aliases) and base not in ("detach", "alias")
-        self.viewed = aliased[0] if aliased and not self.writes else None
         self.inplace = bool(self.writes) and all(a is not None and a.is_write for a in aliases)
         # Without filling.
         self.allocates = name == "aten::resize_" or name.startswith(("aten::empty", "aten::new_empty"))
-        self.only_allocates = self.allocates and not self.writes
-        self.moves = torch.Tag.inplace_view in tags or base == "_resize_output_"  # changes how its argument lies
         # The first argument only lends its metadata. Without this a dropout mask would drag the matrix product before
         # it into every replay.
         is_like = space == "aten" and (base.endswith("_like") or base.startswith("new_"))
@@ -62,8 +54,6 @@ class Info:
         self.may_draw = self.custom or torch.Tag.nondeterministic_seeded in tags
         # Others are between torch and its profiler, or other processes: there is nothing to make again.
         self.has_tensors = schema is None or any("Tensor" in str(a.type) for a in (*arguments, *schema.returns))
-        self.is_cheap = (base == "_to_copy" or torch.Tag.pointwise in tags) and not (self.writes or self.may_draw)
-        self.is_plain = not (self.targets or self.metadata_only or self.statistics or self.may_draw)
         INFOS[id(func)] = self  # last, for other threads; by id, as an `OpOverload` is hashed by a Python function
 
 
@@ -84,48 +74,6 @@ STATISTICS: dict[str, tuple[tuple[int, ...], int | None]] = {
 COMMUNICATION = frozenset({"c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd", "fsdp"})
 
 INFOS: dict[int, Info] = {}  # which refer to the operators, so that ids stay valid
-_REGIONS: WeakKeyDictionary[Any, Info] = WeakKeyDictionary()  # of compiled code
-
-
-def info_of_region(info: Info, region: Any) -> Info:
-    """What recording needs to know of compiled code that is shown as one operator: called with its inputs one by one,
-    it is like any other."""
-    found = _REGIONS.get(region)
-    if found is None:
-        found = _REGIONS[region] = copy(info)
-        written, spaces = effects_of_region(region)
-        found.run, found.overwrites = run_region, False
-        found.targets = found.writes = tuple(1 + i for i in written)
-        found.communicates = not COMMUNICATION.isdisjoint(spaces)
-    return found
-
-
-def run_region(region: Any, *inputs: Any, **kwargs: Any) -> Any:
-    """A compiled region that torch shows as one operator, if `torch._inductor.config.wrap_inductor_compiled_regions`
-    was set when it was compiled (since 2.12). It empties the list that it is given."""
-    return torch.ops.higher_order.inductor_compiled_code(region, list(inputs), **kwargs)
-
-
-def effects_of_region(region: Any) -> tuple[set[int], set[str]]:
-    """Which inputs a compiled region writes in place, and the name spaces of its operators. What it returns are no
-    views of inputs: torch makes these outside of it."""
-    nodes = region.original_gm.graph.nodes
-    inputs = [node for node in nodes if node.op == "placeholder"]
-    written, spaces = set(), set()
-    for node in nodes:
-        targets = node.all_input_nodes if "mutation" in str(node.target) else []  # user's Triton kernels
-        if isinstance(node.target, _torch.OpOverload):
-            spaces.add(node.target.namespace)
-            arguments = node.target._schema.arguments
-            given = {**dict(zip((a.name for a in arguments), node.args, strict=False)), **node.kwargs}
-            writes = [given[a.name] for a in arguments if a.name in given and a.alias_info and a.alias_info.is_write]
-            targets = [target for each in writes for target in (each if isinstance(each, list) else [each])]
-        for target in targets:
-            while target.op == "call_function" and target.all_input_nodes:  # a view of an input, maybe
-                target = target.all_input_nodes[0]
-            if target in inputs:
-                written.add(inputs.index(target))
-    return written, spaces
 
 
 def tensors_of(value: Any) -> list[Tensor]:

@@ -30,7 +30,7 @@ from ._program import NOT_WRITTEN, Step, Value
 from ._record import KEEP, UNSEEN
 
 if TYPE_CHECKING:
-    from ._windows import Path
+    from ._replay import Path
 
 
 class Placement(NamedTuple):
@@ -385,7 +385,9 @@ def choose(stretch: Stretch, budget: int | None = None) -> Choice:
     model = stretch.model
     nbytes = sum(model.cost(memory) for memory in kept)
     simulated = max(filling.peaks + filling.forward) + sum(model.nbytes[memory] for memory in model.held_elsewhere)
-    return Choice(_values(model, kept), tuple(cuts), nbytes, simulated, min(filter(None, costs), default=None), filling.recomputes)
+    return Choice(
+        _values(model, kept), tuple(cuts), nbytes, simulated, min(filter(None, costs), default=None), filling.recomputes
+    )
 
 
 def _values(model: Model, kept: Iterable[int]) -> tuple[Value, ...]:

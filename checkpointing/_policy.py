@@ -21,8 +21,8 @@ from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 from . import _torch, errors
 from ._offload import Destination
 from ._plan import Placement
+from ._record import NOWHERE, Answer, Places
 from ._region import aside, thread
-from ._tape import NOWHERE, Answer, Places
 from ._tree import map_tensors
 
 T = TypeVar("T")

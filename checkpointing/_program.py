@@ -181,7 +181,9 @@ class Step:
         self.is_view = False
         self.draws = False  # random numbers, perhaps
         self.is_quick_draw = False  # from the generator of the device of the first argument
-        self.keeps: tuple[tuple[Value, bool], ...] = ()  # values there after it that plans keep; whether their bytes count
+        self.keeps: tuple[
+            tuple[Value, bool], ...
+        ] = ()  # values there after it that plans keep; whether their bytes count
         self.is_special = False  # anything but an operator that reads tensors and returns new ones
         # What recording knows after it, beside what it knew before:
         self.memories: tuple[tuple[int, int], ...] = ()  # the memory of each new cell

@@ -212,6 +212,7 @@ def measure(frame: Frame) -> Stats:
 
 # ---- what regions with `report=True` note
 
+
 class Record:
     """What is noted of a region. It refers to no tensor, so nothing lives longer for it."""
 
