@@ -106,7 +106,7 @@ _is_grad_enabled, _hooks_are_enabled = torch.is_grad_enabled, _torch.hooks_are_e
 _innermost_transform, _mode_count, _is_tracing = _torch.innermost_transform, _torch.mode_count, _torch.is_tracing
 
 _run_by_hooks = "_ambient _buffers _check _compiled _debug _engine _gathered _held _record _region _replay _report"
-_run_by_hooks += " _rerun _torch _where"
+_run_by_hooks += " _rerun _torch _where _windows"
 _torch.keep_dynamo_out(*(sys.modules[f"{__package__}.{name}"] for name in _run_by_hooks.split(" ")))
 
 _disabled: contextvars.ContextVar[bool] = contextvars.ContextVar("checkpointing.disabled", default=False)

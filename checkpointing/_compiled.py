@@ -84,13 +84,13 @@ class BesideCompiledCode(_Run):  # type: ignore[misc]
 
 
 @functools.cache
-def _beside_compiled_code(kind: type) -> type:
+def _beside_compiled_code(kind: Any) -> Any:
     return type(kind.__name__, (BesideCompiledCode, kind), {})
 
 
 def see_compiled_code(run: Any) -> None:
     """From here on the run looks at what compiled code does."""
-    run.__class__ = _beside_compiled_code(type(run))
+    run.__class__ = _beside_compiled_code(run.__class__)
     run._versions = {}
 
 

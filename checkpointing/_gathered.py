@@ -38,7 +38,7 @@ class BesideGathering(_Run):  # type: ignore[misc]
 
     def close(self) -> str:
         self._lent = []
-        return super().close()
+        return super().close()  # type: ignore[no-any-return]
 
     def _look_for_memory_given_back(self) -> None:
         there = [storage for storage in self._lent if storage.nbytes()]
@@ -62,14 +62,14 @@ class BesideGathering(_Run):  # type: ignore[misc]
 
 
 @functools.cache
-def _beside_gathering(kind: type) -> type:
+def _beside_gathering(kind: Any) -> Any:
     return type(kind.__name__, (BesideGathering, kind), {})
 
 
 def lend(run: Any, tensors: Iterable[Tensor]) -> None:
     """FSDP2 has put parameters into the memory of these tensors, until it gives that back."""
     if not run.sees_gathering:
-        run.__class__ = _beside_gathering(type(run))
+        run.__class__ = _beside_gathering(run.__class__)
         run._lent, run._alive, run._cut_at, run._kept = [], [], 0, {}
     run._lent += [tensor.untyped_storage() for tensor in tensors]
 

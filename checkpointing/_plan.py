@@ -23,21 +23,11 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
-from ._offload import Destination
 from ._program import NOT_WRITTEN, Step, Value
-from ._record import KEEP, UNSEEN
-
-if TYPE_CHECKING:
-    from ._replay import Path
-
-
-class Placement(NamedTuple):
-    """What the user asks of a plan."""
-
-    budget: int | None  # bytes that may be kept
-    place: Destination | None = None  # where they are kept
+from ._record import KEEP, UNSEEN, Run
+from ._windows import Group, Path
 
 
 class Choice(NamedTuple):
@@ -371,7 +361,7 @@ def choose(stretch: Stretch, budget: int | None = None) -> Choice:
     gradients = stretch.model.new_gradients[first]
     tries = [cuts, *(_cut(stretch, table, peak - part, budget) for part in (0, gradients // 2, gradients))]
     fillings = [
-        _Filling(stretch, [first, *cuts, last], table, peak, budget)
+        _Fill(stretch, [first, *cuts, last], table, peak, budget)
         for cuts in dict.fromkeys(tuple(cuts) for cuts in tries if cuts is not None)
     ]
     filling = min(fillings, key=lambda filling: filling.left)
@@ -402,7 +392,7 @@ def _values(model: Model, kept: Iterable[int]) -> tuple[Value, ...]:
     return tuple(found)
 
 
-class _Filling:
+class _Fill:
     """Keeps what saves most recompute per byte, as long as there is room."""
 
     def __init__(self, stretch: Stretch, ends: list[int], table: _Table, peak: int, budget: int | None) -> None:
@@ -519,3 +509,128 @@ _CHEAP = 4  # as many bytes are written at most, for each byte of a value that i
 _MOST_CANDIDATES = 64
 _SLACK = 32  # which part of the least peak may be given away for less recompute
 _FAR = 64  # steps, when the worth of one is found
+
+
+class Plan:
+    """How to bring back what was saved on one path."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.groups = [Group(path, slots) for slots in path.groups()]
+        self.whole: Group | None = None  # all slots, where nothing that `auto()` chose has been held
+        self.peak = 0  # simulated
+        self.key: Any = None
+        self.saved_bytes = 0  # of the run whose bytes the steps have
+        self.kept: frozenset[Value] = frozenset()  # what a run should hold
+        self.complaint = ""
+
+    def suits(self, run: Run) -> bool:
+        return run.placement is None or self.key == _key_of(run, _gradients_to_come(self.path, run)[0])
+
+    def groups_for(self, run: Run) -> list[Group]:
+        """What to give a run's holders: by what it holds."""
+        if self.whole is None or run.held.keys() >= self.kept:
+            return self.groups
+        return [self.whole]
+
+
+def _key_of(run: Run, missing: dict[int, int]) -> tuple[int, int]:
+    """What a plan goes by, beside the path: bytes of gradients that do not exist yet, and how large the run is."""
+    return sum(missing.values()), run.saved_bytes.bit_length()
+
+
+def _gradients_to_come(path: Path, run: Run) -> tuple[dict[int, int], dict[int, int]]:
+    """Bytes of gradients that do not exist yet, by memory; and those of all parameters."""
+    parameters: dict[int, int] = {}
+    missing: dict[int, int] = {}
+    for cell, held in run.held.items():
+        if type(held) is tuple:
+            memory, parameter = path.memory_of[cell], held[0]
+            parameters[memory] = parameter.nbytes
+            if parameter.requires_grad and parameter.grad is None:
+                missing[memory] = parameter.nbytes
+    return missing, parameters
+
+
+def plan_of(run: Run, old: Plan | None = None) -> Plan:
+    """The plan for what a run has done; `old` was for one of another size."""
+    path = Path(run)
+    if run.placement is None or not path.slots:
+        return Plan(path)
+    missing, parameters = _gradients_to_come(path, run)
+    if run.sees_gathering and path.cuts:  # where parameters are given back; no window may cross that
+        plan = Plan(path)
+        plan.key = _key_of(run, missing)
+        return plan
+    saved_bytes = run.saved_bytes if old is None else old.saved_bytes
+    alive = {path.memory_of[cell] for cell in run.alive} - {path.memory_of[cell] for cell in path.given}
+    model = Model(path, alive, parameters, missing, run.saved_bytes / max(1, saved_bytes))
+    budget = run.placement.budget
+    by_user = frozenset([path.memory_of[cell] for cell, _ in path.kept])
+    stretch = Stretch(model, range(len(path.slots)), by_user)
+    kept_by_user = run.kept_bytes
+    choice = choose(stretch, None if budget is None else max(0, budget - kept_by_user))
+    if choice.values or choice.cuts:
+        plan = Plan(path.placed(choice.values, choice.cuts))
+        plan.kept = frozenset(choice.values)
+        plan.whole = Group(path, [*range(len(path.slots))])
+        plan.whole.parts = plan.groups
+        if budget is not None:
+            held = frozenset(path.memory_of[cell] for cell, _ in plan.path.kept)
+            for group in plan.groups:
+                _split(group, model, held, max(budget, 1))
+    else:
+        plan = Plan(path)
+    plan.key, plan.saved_bytes = _key_of(run, missing), saved_bytes
+    plan.peak = choice.peak + kept_by_user
+    plan.complaint = _complaint(run, choice)
+    return plan
+
+
+def _split(group: Group, model: Model, held: frozenset[int], budget: int) -> None:
+    """Where a window would deliver more than the budget, a first replay makes what smaller windows start from."""
+    order = group.window(group.slots).order
+    if not order:
+        return
+    stretch = Stretch(model, group.slots, held, (order[0], order[-1] + 1))
+    if stretch.delivered <= budget:
+        return
+    choice = choose(stretch, budget)
+    if choice.values:
+        group.split(choice.values, choice.cuts)
+        if max(len(part.slots) for part in group.parts) == len(group.slots):
+            group.parts = []
+        for part in group.parts:
+            _split(part, model, held | {model.path.memory_of[cell] for cell, _ in choice.values}, budget)
+
+
+def _complaint(run: Run, choice: Choice) -> str:
+    """What to say of a budget that is too small."""
+    assert run.placement is not None
+    budget, least, why = run.placement.budget, run.kept_bytes, ""
+    if budget is None:
+        return ""
+    if least > budget:
+        why = "what `keep` and other policies keep in this block, or FSDP2 between modules, takes more than that"
+    elif choice.recomputes and choice.least is not None and budget < least + choice.least:
+        why = "no room for a single checkpoint, so backward recomputes all of the block at once"
+        least += choice.least
+    return why and f"auto(budget={budget}): {why}. The smallest budget possible is {least} bytes."
+
+
+def attach(plan: Plan, old: Plan | None) -> None:
+    """From here on runs hold what the plan keeps, as soon as it is there."""
+    path, before = plan.path, frozenset() if old is None else old.kept
+    new: dict[int, list[tuple[Value, bool]]] = defaultdict(list)
+    counted: set[int] = set()
+    for value in sorted(plan.kept):
+        memory = path.memory_of[value[0]]
+        new[path.there_after(value)].append((value, memory not in counted))
+        counted.add(memory)
+    for step in path.steps:
+        mine = new.get(step.index, [])
+        if mine or (before and step.keeps):
+            taken = {value for value, _ in mine}
+            others = [each for each in step.keeps if each[0] not in taken and each[0] not in before]
+            step.keeps = (*others, *mine)
+            step.is_special = step.is_special or bool(step.keeps)

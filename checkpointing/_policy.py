@@ -20,8 +20,7 @@ from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
 from . import _torch, errors
 from ._offload import Destination
-from ._plan import Placement
-from ._record import NOWHERE, Answer, Places
+from ._record import NOWHERE, Answer, Placement, Places
 from ._region import aside, thread
 from ._tree import map_tensors
 

@@ -93,7 +93,7 @@ class Like:
 
     def __init__(self, tensor: Tensor) -> None:
         size, stride, dtype, device = tensor.shape, tensor.stride(), tensor.dtype, tensor.device
-        self.make = lambda: torch.empty_strided(size, stride, dtype=dtype, device=device)
+        self.make: Callable[[], Tensor] = lambda: torch.empty_strided(size, stride, dtype=dtype, device=device)
 
 
 class Slot:
@@ -158,7 +158,7 @@ class Step:
 
     def __init__(self, parent: Step | None, func: Any, args: Any = (), kwargs: Any = None) -> None:
         self.parent = parent
-        self.index = -1 if parent is None else parent.index + 1
+        self.index: int = -1 if parent is None else parent.index + 1
         self.func = func
         self.info: Info | None = None
         self.run: Callable[..., Any] = func

@@ -21,7 +21,7 @@ from __future__ import annotations
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
@@ -39,9 +39,6 @@ from ._ops import INFOS, Info, generators_of, tensors_of
 from ._program import NOT_WRITTEN, Filling, First, Known, Like, Parts, Program, Slot, Step, Thing, Value
 from ._region import Region, aside, thread
 
-if TYPE_CHECKING:
-    from ._plan import Placement
-
 # What to do with a value: False to recompute it, True to keep it, or where it is kept.
 Answer = bool | Destination
 
@@ -52,6 +49,13 @@ class Places(NamedTuple):
     kept: Destination | None  # what `keep` is given
     saved: Destination | None  # all that autograd saves, which is then kept
     inputs: Destination | None
+
+
+class Placement(NamedTuple):
+    """What the user asks of a plan."""
+
+    budget: int | None  # bytes that may be kept
+    place: Destination | None = None  # where they are kept
 
 
 NOWHERE = Places(None, None, None)
@@ -327,7 +331,7 @@ class Run(TorchDispatchMode, Region):
             note_written(self._around, {_storage_id(tensor) for tensor in targets if _has_storage(tensor)})
         if step.likes:
             self._note_metadata(step, args)
-        state = None
+        state: Any = None
         if step.draws:
             info = step.info
             assert info is not None
@@ -796,7 +800,7 @@ class _Recorder:
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self.met: list[Tensor] = []  # tensors that the step being recorded meets for the first time
+        self._start()
         self.memory_of: list[int] = []  # by cell
         self._born: list[float] = []  # by cell: after which step; the halves are what was saved after a step
         self._state: dict[int, str] = {}  # by memory
@@ -957,8 +961,8 @@ class _Recorder:
                 if isinstance(held, Held) and held.name is None:  # it was saved first
                     held.name = reader
                 return Known(cell)
-        memory = None if cell is None else self.memory_of[cell]
-        first = self._first(tensor, cell, holds=True, copies=copies or memory in self._again, name=reader)
+        copies = copies or (cell is not None and self.memory_of[cell] in self._again)
+        first = self._first(tensor, cell, holds=True, copies=copies, name=reader)
         self._reads.append((first.cell, NOT_WRITTEN))
         return first
 
@@ -986,9 +990,14 @@ class _Recorder:
 
     # ---- steps
 
+    def _start(self) -> None:
+        self.met: list[Tensor] = []
+        self._reads: list[Value] = []
+        self._firsts: list[First] = []
+
     def _begin(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Step:
         run = self._run
-        self.met, self._reads, self._firsts = [], [], []
+        self._start()
         return Step(run.step, func, args, kwargs or None)
 
     def _end(self, step: Step) -> Step:
@@ -1022,7 +1031,7 @@ class _Recorder:
 
         step.args = step.inputs = [self._map(base, arg) for arg in args]
         step.kwargs = step.named = {name: self._map(base, arg) for name, arg in kwargs.items()} or None
-        step.effect = not all(bases) or step.info.base == "set_"
+        step.effect = not all(bases) or step.info.base == "set_"  # type: ignore[union-attr]
 
     def _step_of_operator(self, step: Step, info: Info, args: Any, kwargs: dict[str, Any]) -> None:
         func, places = step.func, info.targets
@@ -1197,7 +1206,7 @@ class _Recorder:
 
     def slot(self, tensor: Tensor) -> Slot:
         """What autograd saves now."""
-        self.met, self._reads, self._firsts = [], [], []
+        self._start()
         cell = self._find(tensor)
         if cell is not None and self._is_there(cell):
             slot = Slot(*self._value(cell), None)

@@ -349,5 +349,10 @@ def _packed(part: Held | Tensor) -> Any:
 def _tensors_in(packed: Any) -> list[Tensor]:
     """The tensor in what hooks have made of it: mostly a tuple. A region around holds what its `Holder` stands for."""
     found: list[Tensor] = []
-    map_tensors(lambda tensor: found.append(tensor) or tensor, packed.away if type(packed) is Moved else packed)
+
+    def note(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_tensors(note, packed.away if type(packed) is Moved else packed)
     return found[:1]
