@@ -439,7 +439,7 @@ class _Block:
         hooks = _torch.enclosing_hooks()
         is_noted = _is_noted(options)
         owner = where if fn is None else getattr(fn, "__code__", None) or type(fn)
-        site = (owner, options.policy, options.preserve_rng_state, hooks is None, is_noted, options.debug)
+        site = (owner, placement, options.preserve_rng_state, hooks is None, is_noted, options.debug)
         self._tape = Run(program_of(site), hooks, options.preserve_rng_state, options.policy)
         if placement is not None:
             self._tape.placement = placement

@@ -92,8 +92,6 @@ class Aliased(Held):
         return _torch.version(self.packed) != self._version
 
     def freeze(self, copied: Callable[[], Tensor] | None = None) -> None:
-        if copied is None and self.is_stale:
-            return  # too late, as `fetch` will say
         self.packed, self.is_parameter = without_recording(_torch.clone_storage, self.packed), False
         self._version = _torch.version(self.packed)
 
@@ -188,9 +186,8 @@ def hold(tensor: Tensor, saver: Saver, name: Name, role: object = None) -> Held:
     """Hold a tensor without its graph. `role` says which input of a region it is, the same in each run; None: the name
     does."""
     if _is_referenced_beside(tensor, saver):
-        return Aliased(tensor if tensor._base is None else _torch.alias(tensor), name, True)
-    # A subclass runs operators for it, which nobody must see.
-    alias = _torch.alias(tensor) if type(tensor) is Tensor else without_recording(_torch.alias, tensor)
+        return Aliased(tensor if tensor._base is None else _alias(tensor), name, True)
+    alias = _alias(tensor)
     if saver is None or tensor.is_meta or _torch.is_cast_of_parameter(root_of(tensor)):
         return Aliased(alias, name)
     if isinstance(saver, Mover):
@@ -198,7 +195,16 @@ def hold(tensor: Tensor, saver: Saver, name: Name, role: object = None) -> Held:
         return Aliased(alias, name) if moved is None else Elsewhere(moved, name)
     if _is_users(saver):
         return Packed(alias, saver, name, without_recording(saver[0], alias))
+    if getattr(_owner_of(saver), "complete", False):  # a block around that has ended before this one
+        return Aliased(alias, name)
     return InSlot(alias, saver, name, role or name, tensor)
+
+
+def _alias(tensor: Tensor) -> Tensor:
+    """An alias without graph. A subclass runs operators for it, which nobody must see."""
+    if type(tensor) is Tensor:
+        return _torch.alias(tensor)
+    return without_recording(_torch.alias, tensor)  # type: ignore[no-any-return]
 
 
 def hold_argument(tensor: Tensor, hooks: _torch.Hooks | None, name: Name) -> Held:

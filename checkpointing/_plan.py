@@ -95,12 +95,12 @@ class Model:
             memory = memory_of[cell]
             if memory in self._missing:
                 last_use[memory] = index
-            if memory in self.maker:
+            if memory in self.maker and cell not in self.path.given:
                 self.values[memory].add((cell, version))
         if step.effect or step.is_view or step.event is KEEP:
             self.final.update((memory, self.count + 1) for memory in step.writes if memory in self.maker)
             return
-        cells = {cell for cell, _ in step.reads}
+        cells = {cell for cell, _ in step.reads if cell not in self.path.given}
         self.reads[index] = reads = sorted({memory_of[cell] for cell in cells} & self.maker.keys())
         for memory in reads:
             self.last_read[memory] = index

@@ -18,8 +18,10 @@ found out anew for every operator of every run.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -192,7 +194,7 @@ class Step:
         self.flops = 0.0  # floating-point operations, as far as torch counts them
         self.states: tuple[tuple[int, str], ...] = ()  # of memories that have another one now
         self.saves: list[Slot] = []  # what autograd saved after it, before the next one
-        self.next: list[Step] = []
+        self.next: tuple[Step, ...] = ()  # with the first one, `saves` is complete
         self.note: Any = None  # where the user's code called it, if somebody wants to know
         self.plan: Any = None
 
@@ -204,18 +206,29 @@ class Program:
         self.root = Step(None, None)
         self.size = 0
         self.expected: frozenset[Value] = frozenset()  # what the last run should have held for its plan
+        self.writer: Any = None  # a weak reference to the run that may change the tree
+
+    def is_written_by(self, run: Any) -> bool:
+        """Whether this run may change the tree: until it is over, no other run may."""
+        with _lock:
+            writer = self.writer and self.writer()
+            if writer is None or writer.is_over:
+                self.writer = ref(run)
+                return True
+            return writer is run
 
     def add(self, step: Step) -> Step:
         """A step that came after its parent for the first time. A tree that has grown too large is left to the runs
         that are in it, and recorded anew."""
         assert step.parent is not None
-        step.parent.next.append(step)
+        step.parent.next = (*step.parent.next, step)
         self.size += 1
         if self.size > MOST_STEPS:
             self.__init__()  # type: ignore[misc]
         return step
 
 
+_lock = threading.Lock()
 MOST_STEPS = 20_000  # of one call site
 MOST_SITES = 256
 _programs: dict[Any, Program] = {}

@@ -66,7 +66,6 @@ BROUGHT_BACK = "brought back"  # a backward inside the block has made this tenso
 UNSEEN = "unseen"  # anything alive may have been written
 FEWER_SAVES = "fewer saves"  # what autograd saves after the step before differs from here on
 PLANNED = "planned"
-FORGOTTEN = "forgotten"  # a tensor has another memory now
 
 # What is known of a memory:
 MADE = "made by recorded operators"
@@ -76,6 +75,8 @@ OUTSIDE = "from outside, or written from there"
 # In place of the cell that an unknown tensor shares its memory with:
 ON_MADE_MEMORY = -2
 NO_MEMORY = -3  # efficient zeros, for which operators run in another way
+
+RESTING = -1  # no depth of recomputes
 
 _Parameter = nn.Parameter
 _plain_dispatch = Tensor.__torch_dispatch__
@@ -91,6 +92,8 @@ class Run(TorchDispatchMode, Region):
     """One execution of a block."""
 
     supports_higher_order_operators = True
+    is_over = False
+    is_alone = False  # whether its program is its own
     is_checked = False  # whether values are compared when they come back
     sees_compiled_code = sees_gathering = False
 
@@ -99,16 +102,9 @@ class Run(TorchDispatchMode, Region):
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.program = program
-        self.root = self.step = program.root
-        self.path: list[Step] = []
-        self.cells: list[Callable[[], Any]] = []
-        self.held: dict[Any, Any] = {}  # by cell, or by value if a plan keeps it: what a recompute may start from
-        self.random: dict[int, Any] = {}  # by step: where the generators stood
-        self.numbers: dict[int, Any] = {}  # by step: arguments that differ from the program's
-        self.sizes: dict[int, list[int]] = {}  # by step: what a custom operator has made, in bytes
+        self._begin()
         self.note: Callable[[], Any] | None = None  # what to note of each operator that is recorded
         self.switches = read_switches()
-        self.saved_bytes = self.kept_bytes = 0
         self._here = here = thread.__dict__
         self._depth = here["depth"]
         self._graph_task = _graph_task_id()  # of the rerun that this is part of, if of one
@@ -122,22 +118,34 @@ class Run(TorchDispatchMode, Region):
         self.hooks: Any = hooks if inputs is None else self._mover(inputs)
         self._around = hooks
         self._inner = 0  # how many runs have been entered just inside this one: they ask for themselves
-        self.saved = 0  # how many tensors autograd has saved since the last step
-        self._pending: list[tuple[Any, Any]] = []  # written just now, and to be kept
         self.placement: Placement | None = None  # what `auto()` is asked for
         self.holds_planned = False  # whether what a plan keeps is held from the forward on
-        self.planned_bytes = 0
-        self._planned: dict[Value, int] = {}  # bytes of what is held for a plan
+        self.first_holder = 0  # of the block's, which this has made
         self.alive: frozenset[int] = frozenset()  # cells that somebody else holds when the block has ended
-        self._recorder: _Recorder | None = None  # while something is recorded
-        self._shared: dict[int, int] = {}  # by storage: the first cell from outside there
-        self._made: dict[int, int] = {}  # by storage: a cell there; of so many cells:
-        self._looked_at = 0
         self._announced: Tensor | None = None
         self.is_read = False  # whether what is saved is read by a region inside
         self._joins = False  # whether what is saved is another part of the tensor before
         if INDUCTOR in _modules:
             see_compiled_code(self)
+
+    def _begin(self) -> None:
+        """At the root of the program: nothing is known of any tensor."""
+        self.root = self.step = self.program.root
+        self.path: list[Step] = []
+        self.cells: list[Callable[[], Any]] = []
+        self.held: dict[Any, Any] = {}  # by cell, or by value if a plan keeps it: what a recompute may start from
+        self.random: dict[int, Any] = {}  # by step: where the generators stood
+        self.numbers: dict[int, Any] = {}  # by step: arguments that differ from the program's
+        self.sizes: dict[int, list[int]] = {}  # by step: what a custom operator has made, in bytes
+        self.stocks: dict[int, Any] = {}  # by slot: what a backward inside the block starts from
+        self.saved = 0  # how many tensors autograd has saved since the last step
+        self.saved_bytes = self.kept_bytes = self.planned_bytes = 0
+        self._planned: dict[Value, int] = {}  # bytes of what is held for a plan
+        self._pending: list[tuple[Any, Any]] = []  # written just now, and to be kept
+        self._recorder: _Recorder | None = None  # while something is recorded
+        self._shared: dict[int, int] = {}  # by storage: the first cell from outside there
+        self._made: dict[int, int] = {}  # by storage: a cell there; of so many cells:
+        self._looked_at = 0
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -152,18 +160,20 @@ class Run(TorchDispatchMode, Region):
     # ---- following
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self._here["depth"] != self._depth:  # an operator of a recompute (rule 3)
+        if self._here["depth"] != self._depth and not self._wakes_up(func, args):  # an operator of a recompute (rule 3)
             return func(*args, **(kwargs or _NOTHING))
+        if types and any(_dispatches(kind) for kind in types):
+            return _leave_to_subclass(func, types, args, kwargs)
         if self._pending:
             self.settle()
-        step = self.step
-        while self.saved != len(step.saves):
-            step = self._branch()
+        following = self.step.next  # of another thread, which may record: read before the saves
+        while self.saved != len(self.step.saves):
+            following = self._branch().next
         cells = self.cells
         mark = len(cells)
         if not types:
             grad_mode = _is_grad_enabled()
-            for step in step.next:
+            for step in following:
                 if step.func is not func or step.grad_mode is not grad_mode or len(step.args) != len(args):
                     continue
                 for known, arg in zip(step.args, args):  # noqa: B905  the usual cases, past one call
@@ -249,7 +259,7 @@ class Run(TorchDispatchMode, Region):
         if first.was is not None:
             if cells[first.was]() is not tensor:
                 return False
-        elif self.shares(tensor, first.cell) != first.shares:
+        elif self.shares(tensor, first.cell) != first.shares or (not first.is_lent and is_parameter(root_of(tensor)) is not first.is_parameter):
             return False
         else:
             self.take_first(tensor, first.cell)
@@ -275,7 +285,8 @@ class Run(TorchDispatchMode, Region):
 
     def _shared_with(self, tensor: Tensor, cell: int) -> int:
         shared = self._shared.get(_storage_id(tensor), cell)
-        return shared if shared >= len(self.cells) or self.cells[shared]() is not None else cell
+        is_there = shared >= len(self.cells) or self.cells[shared]() is not None or shared in self.held
+        return shared if is_there else cell
 
     def is_from_outside(self, tensor: Tensor) -> bool:
         """Whether a tensor uses memory that the run has met."""
@@ -309,6 +320,32 @@ class Run(TorchDispatchMode, Region):
         self._shared = {place: cell for place, cell in self._shared.items() if cell < mark}
         self._made = {place: cell for place, cell in self._made.items() if cell < mark}
 
+    # ---- a backward inside the block
+
+    @property
+    def may_begin_anew(self) -> bool:
+        """Whether a backward inside the block, which is running, needs nothing more of what the run knows. In hooks,
+        each value that is met once more would be a slot, which a rerun must make at the same place."""
+        keeps_graph = _is_grad_enabled()  # with `create_graph` alone
+        return self.hooks is None and not keeps_graph and _graph_task_id() != self._graph_task
+
+    def begin_anew(self, holders: list[Any]) -> None:
+        """Holders have what they need, so the rest of the block is like another run, as in a loop of training steps.
+        Until gradients are wanted again (backward itself and an optimizer's step want none), nothing is recorded."""
+        self._begin()
+        self._holders, self.first_holder = holders, len(holders)
+        self._awake, self._depth = self._here["depth"], RESTING
+
+    def _wakes_up(self, func: Any, args: Any) -> bool:
+        rests = self._depth == RESTING and self._here["depth"] == self._awake
+        if not rests or not _is_grad_enabled() or not self.info_of(func, args).has_tensors:
+            return False
+        self._depth = self._awake
+        if not any(ref() is not None for ref in self._holders):
+            self._holders.clear()
+            self.first_holder = 0
+        return True
+
     # ---- running a step
 
     def _run(self, step: Step, args: Any, kwargs: Any, mark: int) -> Any:
@@ -325,7 +362,7 @@ class Run(TorchDispatchMode, Region):
         for first in step.holds:
             self._hold(first)
         for cell in step.freezes:
-            self._freeze(cell)
+            self._freeze(cell, step)
         if step.targets and self._around is not None:
             targets = [self.cells[cell]() for cell in step.targets]
             note_written(self._around, {_storage_id(tensor) for tensor in targets if _has_storage(tensor)})
@@ -392,15 +429,16 @@ class Run(TorchDispatchMode, Region):
         self.held[first.cell] = held = hold(tensor, hooks, first.name, "an input")
         held.is_parameter |= first.is_lent
         if first.copies:
-            held.freeze()
+            held.freeze(lambda: _torch.copy(tensor))
 
-    def _freeze(self, cell: int) -> None:
+    def _freeze(self, cell: int, step: Step) -> None:
         """What is held there is about to be written: hold a copy."""
         held = self.held.get(cell)
         if type(held) is tuple:
             parameter, version = held
             held = self.held[cell] = Aliased(parameter, "a parameter", version=version)
-        if held is not None:
+        # Custom operators count versions up before they run.
+        if held is not None and (not held.is_stale or (step.info is not None and step.info.custom)):
             tensor = self.cells[cell]()
             held.freeze(None if tensor is None else lambda: _torch.copy(tensor))
 
@@ -456,6 +494,7 @@ class Run(TorchDispatchMode, Region):
             self._joins = is_part
 
     def _save_something_new(self, tensor: Tensor) -> Any:
+        self.own_program()
         step = self.step
         if step.next or step.plan is not None or self.saved != len(step.saves):
             self._branch()
@@ -490,27 +529,48 @@ class Run(TorchDispatchMode, Region):
             if known.event is FEWER_SAVES and known.args == (self.saved,):
                 break
         else:
-            known = Step(step, None, (self.saved,))
-            known.event, known.effect = FEWER_SAVES, True
-            self.program.add(known)
+            if not self.own_program():
+                return self.step
+            known = self.program.add(self._fewer_saves())
         self.step = known
         self.saved = 0
         self.path.append(known)
         return known
 
+    def finish_step(self) -> None:
+        """Nothing more is saved after the last step."""
+        if self.step.plan is None:
+            self.own_program()
+        while self.saved != len(self.step.saves):
+            self._branch()
+
+    def _fewer_saves(self) -> Step:
+        step = Step(self.step, None, (self.saved,))
+        step.event, step.effect = FEWER_SAVES, True
+        return step
+
     # ---- recording
 
+    def own_program(self) -> bool:
+        """Before the program changes. While a run in another thread changes it, this one goes on in one of its own, which
+        nobody follows. Returns whether nothing had to be done for that."""
+        if self.program.is_written_by(self):
+            return True
+        self.program, self.is_alone = Program(), True
+        self.program.writer = ref(self)
+        step = self._fewer_saves()  # which the step before does not know
+        self.step, self.saved = step, 0
+        self.path.append(step)
+        return False
+
     def _record(self) -> _Recorder:
+        self.own_program()
         recorder = self._recorder
         if recorder is None or len(recorder.memory_of) != len(self.cells):  # it has followed in between
             recorder = self._recorder = _Recorder(self)
         return recorder
 
     def _do_something_new(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        if types and any(_dispatches(t) for t in types):
-            if any(issubclass(t, _torch.FakeTensor) for t in types):
-                return func(*args, **kwargs)  # their own mode is at work, to find out shapes
-            return NotImplemented  # the subclass takes itself apart, and plain tensors come by
         if INDUCTOR in _modules and not self.sees_compiled_code:
             see_compiled_code(self)
             return self.__torch_dispatch__(func, types, args, kwargs)
@@ -565,11 +625,11 @@ class Run(TorchDispatchMode, Region):
 
     def _event(self, event: str, args: tuple[Any, ...] = (), results: tuple[Tensor, ...] = ()) -> Step:
         """Something has happened between two steps."""
-        step = self.step
-        while self.saved != len(step.saves):
-            step = self._branch()
+        following = self.step.next
+        while self.saved != len(self.step.saves):
+            following = self._branch().next
         mark = len(self.cells)
-        for known in step.next:
+        for known in following:
             if known.event is event:
                 if all(map(self._matches, known.args, args)):
                     self.cells += map(ref, results)
@@ -583,7 +643,7 @@ class Run(TorchDispatchMode, Region):
             self.cells += map(ref, results)
             self.program.add(known)
         for cell in known.freezes:
-            self._freeze(cell)
+            self._freeze(cell, known)
         self.step = known
         self.saved = 0
         self.path.append(known)
@@ -644,7 +704,7 @@ class Run(TorchDispatchMode, Region):
             return
         assert self.placement is not None
         budget, place = self.placement
-        nbytes = tensor.untyped_storage().nbytes() if counts else 0
+        nbytes = tensor.untyped_storage().nbytes() if counts and _has_storage(tensor) else 0
         if budget is not None and self.planned_bytes + self.kept_bytes + nbytes > budget:
             expected = self.program.expected
             for other in [key for key in self.held if type(key) is tuple and key not in expected]:
@@ -707,8 +767,6 @@ class Run(TorchDispatchMode, Region):
         """Drop what is needed only while the block runs. Returns what to warn of."""
         try:
             self.settle()
-            while self.saved != len(self.step.saves):
-                self._branch()
             for mover in self.movers.values():
                 mover.settle()
         finally:
@@ -736,6 +794,12 @@ def _are_numbers(known: Any, arg: Any) -> bool:
 def _dispatches(kind: type[Tensor]) -> bool:
     """Whether a subclass of Tensor has a `__torch_dispatch__` of its own. (A `DeviceMesh` comes by, too: no tensor.)"""
     return getattr(kind, "__torch_dispatch__", _plain_dispatch) is not _plain_dispatch
+
+
+def _leave_to_subclass(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    if any(issubclass(kind, _torch.FakeTensor) for kind in types):
+        return func(*args, **(kwargs or _NOTHING))  # their own mode is at work, to find out shapes
+    return NotImplemented  # the subclass takes itself apart, and plain tensors come by
 
 
 class _CpuState:
@@ -897,7 +961,10 @@ class _Recorder:
     def _find(self, tensor: Tensor) -> int | None:
         """The cell of a tensor; None if it is not known."""
         cell = self._names.get(id(tensor))
-        return cell if cell is not None and self._tensor_in(cell) is tensor else None
+        if cell is None or self._tensor_in(cell) is not tensor:
+            return None
+        is_moved = _has_storage(tensor) and self._places.get(_storage_id(tensor)) != self.memory_of[cell]
+        return None if is_moved else cell  # `tensor.data = ...` has given it other memory
 
     def _memory_at(self, tensor: Tensor) -> int | None:
         """The known memory that a tensor uses, as far as something there is alive."""
@@ -1161,7 +1228,7 @@ class _Recorder:
             if step.event is BROUGHT_BACK or memory is None:
                 memory = cell
                 state = MADE if _has_storage(tensor) and not step.effect else OUTSIDE
-                if info is not None and info.allocates and state is MADE and tensor.untyped_storage().nbytes():
+                if info is not None and info.allocates and state is MADE:
                     state = UNFILLED
                 step.states += ((memory, state),)
                 step.sizes += ((memory, tensor.untyped_storage().nbytes() if _has_storage(tensor) else 0),)

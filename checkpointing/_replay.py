@@ -34,15 +34,21 @@ from ._windows import Group, Instruction, Origins, Path, Window
 class Stock:
     """What the window of a group starts from in one run."""
 
-    __slots__ = ("group", "held", "numbers", "random", "sizes")
+    __slots__ = ("first_holder", "group", "held", "numbers", "random", "sizes")
 
     def __init__(self, group: Group, held: dict[Any, Any], run: Run | Stock, slots: Sequence[int]) -> None:
         sources, randoms = group.needs(slots)
         self.group = group
         self.held = {source: held[source] for source in sources}
         self.random: dict[int, Any] = {index: run.random[index] for index in randoms if index in run.random}
+        self.first_holder: int = run.first_holder
         self.numbers: dict[int, Any] = run.numbers
         self.sizes: dict[int, list[int]] = run.sizes
+
+
+    def owner(self, slot: int) -> int:
+        """Which holder of the frame has a slot."""
+        return self.first_holder + self.group.path.owners[slot]
 
 
 class Replay(Source):
@@ -54,9 +60,9 @@ class Replay(Source):
         self.log = log
         self.replays = 0
         self.replayed = 0
+        self._counted = 0  # operators, before the block began anew
         self.plan: Plan | None = None  # when the block has ended
         self.complaint = ""
-        self._stocks: dict[int, Stock] = {}  # while the block runs: by slot
         self._origins: Origins | None = None  # while it runs, for reports
         self._order: list[weakref.ref[Moved]] | None = None
 
@@ -65,37 +71,55 @@ class Replay(Source):
     def close(self, frame: Frame) -> None:
         """The block has ended: what its windows need goes to the holders."""
         run = self.tape
-        plan = run.step.plan
-        if plan is None or not plan.suits(run):
-            plan, old = plan_of(run, plan), plan
-            run.step.plan = plan
-            attach(plan, old)
-        run.program.expected = plan.kept
-        holders, owners = [ref() for ref in frame.holders], plan.path.owners
+        plan = self._hand_over(frame)
+        self.plan, self.complaint = plan, plan.complaint
+        self._origins = None
+        run.held, run.random, run.path, run.stocks = {}, {}, [], {}
+        run.is_over = True
+
+    def _hand_over(self, frame: Frame) -> Plan:
+        """What windows need goes to the holders, which own it from here on."""
+        run = self.tape
+        plan = self._find_plan()
+        holders = [ref() for ref in frame.holders[run.first_holder :]]
+        owners = plan.path.owners
         for group in plan.groups_for(run):
             alive = [slot for slot in group.slots if holders[owners[slot]] is not None]
-            if alive:
-                stock = Stock(group, run.held, run, alive)
-                for slot in alive:
-                    holders[owners[slot]].stock = stock
-        self.plan, self.complaint = plan, plan.complaint
-        self._stocks = {}
-        self._origins = None
-        run.held, run.random, run.path = {}, {}, []
+            stock = Stock(group, run.held, run, alive) if alive else None
+            for slot in alive:
+                holders[owners[slot]].stock = stock  # type: ignore[union-attr]
+        return plan
+
+    def _find_plan(self) -> Plan:
+        """The plan for what the run has done so far."""
+        run = self.tape
+        run.finish_step()
+        old = run.step.plan
+        if old is not None and old.suits(run):
+            plan = old
+        else:
+            plan = run.step.plan = plan_of(run, old)
+            if not run.is_alone:
+                attach(plan, old)
+        run.program.expected = plan.kept
+        return plan  # type: ignore[no-any-return]
 
     def _stock_of(self, holder: Holder, frame: Frame) -> Stock:
         try:
             return holder.stock  # type: ignore[no-any-return]
         except AttributeError:
             pass
-        slot = holder.slot
-        if slot not in self._stocks:  # a backward inside the block
-            run = self.tape
-            plan = Plan(Path(run))
-            for group in plan.groups:
+        slot, run = holder.slot, self.tape
+        if run.may_begin_anew:
+            self._counted += _count(self._hand_over(frame).path.steps)
+            run.begin_anew(frame.holders)
+            return holder.stock  # type: ignore[no-any-return]
+        if slot not in run.stocks:  # a backward inside the block
+            plan = self._find_plan()
+            for group in plan.groups_for(run):
                 stock = Stock(group, run.held, run, group.slots)
-                self._stocks.update((plan.path.owners[slot], stock) for slot in group.slots)
-        return self._stocks[slot]
+                run.stocks.update((stock.owner(slot), stock) for slot in group.slots)
+        return run.stocks[slot]  # type: ignore[no-any-return]
 
     # ---- as a source
 
@@ -139,7 +163,7 @@ class Replay(Source):
         """How many operators were recorded, and where among them the cuts are."""
         path = self.path()
         before = [*accumulate([is_counted(step) for step in path.steps], initial=0)]
-        return before[-1], tuple([before[cut] for cut in path.cuts])
+        return self._counted + before[-1], tuple([before[cut] for cut in path.cuts])
 
     def path(self) -> Path:
         return Path(self.tape) if self.plan is None else self.plan.path
@@ -149,12 +173,11 @@ class Replay(Source):
         slot = holder.saved
         if type(slot) is not Slot or where.check is not None or not where.early_stop:
             return None
-        if slot.is_held:
-            held = self._stock_of(holder, where).held[slot.cell]
-        elif where.complete and holder.stock.group.at_hand is not None:
-            held = holder.stock.held[holder.stock.group.at_hand]
-        else:
+        stock = self._stock_of(holder, where)
+        source = slot.cell if slot.is_held else stock.group.at_hand
+        if source is None:
             return None
+        held = stock.held[source]
         if isinstance(held, Held) and held.is_packed:
             return None
         try:
@@ -204,8 +227,9 @@ class Replay(Source):
         before = self.replayed
         try:
             enter_switches(run.switches, undo)
-            for holder in [request.holder] if frame.early_stop else request.wanted():
-                if holder is request.holder or holder.slot not in request.ready:
+            self._replay(self._part_of(request.holder, request, inputs, undo), request, inputs, undo)
+            for holder in () if frame.early_stop else request.wanted():
+                if holder.slot not in request.ready:
                     self._replay(self._part_of(holder, request, inputs, undo), request, inputs, undo)
         finally:
             undo_all(undo)
@@ -224,10 +248,9 @@ class Replay(Source):
                 parts = inputs[stock] = self._fill(stock, request, inputs, undo)
             passed.append(stock)
             stock = parts[holder.slot]
-        owners = stock.group.path.owners
         for outer in passed:
             for slot in stock.group.slots:
-                inputs[outer].pop(owners[slot], None)
+                inputs[outer].pop(stock.owner(slot), None)
             if not inputs[outer]:
                 del inputs[outer]
         return stock
@@ -235,10 +258,9 @@ class Replay(Source):
     def _fill(self, stock: Stock, request: Recompute, inputs: dict[Any, Any], undo: Undo) -> dict[int, Stock]:
         """What the parts of a group start from, by holder."""
         frame, group = request.frame, stock.group
-        owners = group.path.owners
-        refs = [frame.holders[slot] for slot in dict.fromkeys([owners[slot] for slot in group.slots])]
+        refs = [frame.holders[number] for number in dict.fromkeys(map(stock.owner, group.slots))]
         wanted = {holder.slot for holder in request.wanted(refs)}
-        parts = group.parts_of([slot for slot in group.slots if owners[slot] in wanted])
+        parts = group.parts_of([slot for slot in group.slots if stock.owner(slot) in wanted])
         values, window = group.filling({source for part, mine in parts for source in part.needs(mine)[0]})
         table = window.table.copy()
         for place, source, _ in window.starts:
@@ -251,15 +273,14 @@ class Replay(Source):
         found: dict[int, Stock] = {}
         for part, mine in parts:
             part_stock = Stock(part, held, stock, mine)
-            found.update((owners[slot], part_stock) for slot in mine)
+            found.update((stock.owner(slot), part_stock) for slot in mine)
         return found
 
     def _replay(self, stock: Stock, request: Recompute, inputs: dict[Any, Tensor], undo: Undo) -> None:
         frame, group = request.frame, stock.group
-        owners = group.path.owners
-        refs = [frame.holders[slot] for slot in dict.fromkeys([owners[slot] for slot in group.slots])]
+        refs = [frame.holders[number] for number in dict.fromkeys(map(stock.owner, group.slots))]
         holders = {holder.slot: holder for holder in request.wanted(refs)}
-        window = group.window([slot for slot in group.slots if owners[slot] in holders])
+        window = group.window([slot for slot in group.slots if stock.owner(slot) in holders])
         # Before autograd is switched off: an enclosing region may have to rerun for them.
         table = window.table.copy()
         for place, source, _ in window.starts:
@@ -385,7 +406,7 @@ class _Execution:
         tensor = self.table[place]
         if is_written:
             tensor = self._copy_of(tensor, self.window.path.slots[number])
-        holder = self.holders[self.window.path.owners[number]]
+        holder = self.holders[self.stock.owner(number)]
         saved = holder.saved
         if type(saved) is Wrapped:
             parts = self.parts[holder.slot]
@@ -393,7 +414,7 @@ class _Execution:
             if len(parts) < len([*slots_of(saved)]):
                 return
             tensor = _wrap(saved, iter([parts[number] for number in sorted(parts)]))
-        elif not self.request.frame.complete:
+        elif not hasattr(holder, "stock"):
             self.source.tape.adopt(tensor, saved)
         self.request.deliver(holder, tensor)
 
@@ -430,3 +451,7 @@ def _wrap(saved: Wrapped, parts: Any) -> Tensor:
 def is_counted(step: Step) -> bool:
     """Whether a step counts as a recorded operator: no view, and repeated by a replay."""
     return step.event is None and not step.is_view and not step.effect
+
+
+def _count(steps: Iterable[Step]) -> int:
+    return sum(map(is_counted, steps))

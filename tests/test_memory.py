@@ -149,7 +149,7 @@ def test_training_steps_in_one_scope_need_what_forwards_in_scopes_do(policy, cli
                     losses.append(loss.detach())
             return torch.ones(1, requires_grad=True).sum()
 
-        run(1)  # the optimizer's state
+        run(2)  # the state of the optimizer, and what the block does
         return job.step_on_cpu(run).memory()[1], bits([*losses, *blocks.parameters()])
 
     peak, want = trained(4, False)
