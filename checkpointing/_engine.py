@@ -198,6 +198,7 @@ class Frame:
         holder.frame = self
         holders, check, save = self.holders, self.check, self.save
         holder.slot = len(holders)
+        holders.append(_ref(holder))  # if a hook of the user fails below, the place is taken
         if save is not None:
             holder.saved = save(tensor)
         elif type(tensor) is Tensor and tensor._base is None:
@@ -208,7 +209,6 @@ class Frame:
                 check = None  # it is compared by identity
         if check is not None:
             holder.metadata = check(tensor)
-        holders.append(_ref(holder))
         return holder
 
     _torch.mark_as_torchs_own(pack)

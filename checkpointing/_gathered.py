@@ -76,5 +76,6 @@ def lend(run: Any, tensors: Iterable[Tensor]) -> None:
 
 def check_there(where: object, parameter: Tensor) -> None:
     """Kernels would crash on a parameter whose memory has been given back."""
-    if parameter.numel() and not parameter.is_meta and not parameter.untyped_storage().nbytes():
+    is_computable = _torch.has_storage(parameter) and parameter.numel() and not parameter.is_meta
+    if is_computable and not parameter.untyped_storage().nbytes():
         raise errors.given_back(where, parameter.shape)

@@ -259,7 +259,9 @@ class Run(TorchDispatchMode, Region):
         if first.was is not None:
             if cells[first.was]() is not tensor:
                 return False
-        elif self.shares(tensor, first.cell) != first.shares or (not first.is_lent and is_parameter(root_of(tensor)) is not first.is_parameter):
+        elif self.shares(tensor, first.cell) != first.shares or (
+            not first.is_lent and is_parameter(root_of(tensor)) is not first.is_parameter
+        ):
             return False
         else:
             self.take_first(tensor, first.cell)
@@ -426,10 +428,19 @@ class Run(TorchDispatchMode, Region):
             # Autograd saves it before it is filled; or nobody sees whether that is so (`opaque()`); or a backward
             # inside the block runs, which a rerun of the enclosing region may meet at another time.
             hooks = None
-        self.held[first.cell] = held = hold(tensor, hooks, first.name, "an input")
+        held = self._hold_as(first.cell, tensor, hooks, first.name, "an input")
         held.is_parameter |= first.is_lent
         if first.copies:
             held.freeze(lambda: _torch.copy(tensor))
+
+    def _hold_as(self, key: Any, tensor: Tensor, hooks: Any, name: Any, role: object = None) -> Held:
+        try:
+            held = hold(tensor, hooks, name, role)
+        except BaseException:  # of a hook of the user: the block may go on
+            self.held[key] = hold(tensor, None, name, role)
+            raise
+        self.held[key] = held
+        return held
 
     def _freeze(self, cell: int, step: Step) -> None:
         """What is held there is about to be written: hold a copy."""
@@ -508,14 +519,9 @@ class Run(TorchDispatchMode, Region):
 
     def _save_in(self, slot: Slot, tensor: Tensor) -> Slot:
         first = slot.first
-        if first is not None and first.holds:
-            try:
-                self._hold(first)
-            except BaseException:  # of an enclosing hook
-                self._go_back_to(first.cell)
-                self._recorder = None
-                raise
         self.saved += 1
+        if first is not None and first.holds:
+            self._hold(first)
         if slot.counts:
             self.saved_bytes += tensor.untyped_storage().nbytes() if _has_storage(tensor) else 0
         if self._save_at is not None:
@@ -665,7 +671,7 @@ class Run(TorchDispatchMode, Region):
         step = self._event(KEEP, (tensor,), (tensor,))
         if not step.effect:
             hooks = self.hooks if mover is None or not mover.takes(tensor) else mover
-            self.held[step.first_cell] = hold(tensor, hooks, "a kept tensor")
+            self._hold_as(step.first_cell, tensor, hooks, "a kept tensor")
             self.kept_bytes += tensor.untyped_storage().nbytes()
 
     def adopt(self, tensor: Tensor, slot: Slot) -> None:
@@ -715,7 +721,7 @@ class Run(TorchDispatchMode, Region):
         self._planned[value] = nbytes
         mover = None if place is None else self._mover(place)
         hooks = self.hooks if mover is None or not mover.takes(tensor) else mover
-        self.held[value] = hold(tensor, hooks, "a kept tensor")
+        self._hold_as(value, tensor, hooks, "a kept tensor")
         self.planned_bytes += nbytes
 
     def tag(self, tensor: Tensor, name: str) -> Tensor:
@@ -1024,9 +1030,6 @@ class _Recorder:
             needs_copy = self._state[memory] is OUTSIDE and (copies or memory in self._again)
             if not needs_copy or cell in self._copied:
                 self._reads.append(self._value(cell))
-                held = self._run.held.get(cell)
-                if isinstance(held, Held) and held.name is None:  # it was saved first
-                    held.name = reader
                 return Known(cell)
         copies = copies or (cell is not None and self.memory_of[cell] in self._again)
         first = self._first(tensor, cell, holds=True, copies=copies, name=reader)

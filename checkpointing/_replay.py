@@ -45,7 +45,6 @@ class Stock:
         self.numbers: dict[int, Any] = run.numbers
         self.sizes: dict[int, list[int]] = run.sizes
 
-
     def owner(self, slot: int) -> int:
         """Which holder of the frame has a slot."""
         return self.first_holder + self.group.path.owners[slot]

@@ -358,9 +358,7 @@ class Gives(torch.autograd.Function):
         return ctx.saved_tensors[0]
 
 
-@pytest.mark.parametrize(
-    ("policy", "is_made_again"), [(None, True), (auto(), True)], ids=str
-)
+@pytest.mark.parametrize(("policy", "is_made_again"), [(None, True), (auto(), True)], ids=str)
 def test_a_value_that_a_backward_inside_has_brought_back_outlives_a_write(policy, is_made_again):
     """On its own memory it is what it was, when the memory that it had first is written. One that is kept is on its
     first memory, as in plain code."""
