@@ -37,7 +37,7 @@ from ._held import Aliased, Held, hold, note_written
 from ._offload import Destination, Mover
 from ._ops import INFOS, Info, generators_of, tensors_of
 from ._program import NOT_WRITTEN, Filling, First, Known, Like, Parts, Program, Slot, Step, Thing, Value
-from ._region import Region, aside, thread
+from ._region import Region, aside, thread, without_recording
 
 # What to do with a value: False to recompute it, True to keep it, or where it is kept.
 Answer = bool | Destination
@@ -127,7 +127,6 @@ class Run(TorchDispatchMode, Region):
         self.placement: Placement | None = None  # what `auto()` is asked for
         self.holds_planned = False  # whether what a plan keeps is held from the forward on
         self.planned_bytes = 0
-        self._planned: dict[Value, int] = {}  # bytes of what is held for a plan
         self.alive: frozenset[int] = frozenset()  # cells that somebody else holds when the block has ended
         self._recorder: _Recorder | None = None  # while something is recorded
         self._shared: dict[int, int] = {}  # by storage: the first cell from outside there
@@ -531,7 +530,8 @@ class Run(TorchDispatchMode, Region):
         formula = None if self.placement is None else _torch.flop_formula(func)
         if formula is not None:
             step.flops = formula(args, kwargs, result)
-        step.live = 0 if self.placement is None else recorder.live_bytes()
+        if self.placement is not None:
+            step.gone = recorder.gone()
         self.program.add(step)
         return result
 
@@ -631,28 +631,32 @@ class Run(TorchDispatchMode, Region):
                 self._obey(answer, tensor)
 
     def _keep_planned(self, step: Step) -> None:
-        """Hold what plans keep after this step."""
+        """Hold what plans keep after this step: that of the last run, until this one goes another way."""
+        plan = self.program.expected
+        is_expected = plan is not None and plan.path.steps[step.index : step.index + 1] == [step]
         for each in step.keeps:
+            if is_expected and each[0] not in plan.kept:
+                continue
             if step.writes:  # when the operator has returned, which has still to count versions up
                 self._pending.append((PLANNED, each))
             else:
                 self._hold_planned(*each)
 
-    def _hold_planned(self, value: Value, counts: bool) -> None:
+    def _hold_planned(self, value: Value, counts: bool, copies: bool) -> None:
         tensor = self.cells[value[0]]()
         if tensor is None:
             return
         assert self.placement is not None
         budget, place = self.placement
-        nbytes = tensor.untyped_storage().nbytes() if counts else 0
+        nbytes = 0
+        if copies:
+            nbytes = tensor.nbytes
+        elif counts:
+            nbytes = tensor.untyped_storage().nbytes()
         if budget is not None and self.planned_bytes + self.kept_bytes + nbytes > budget:
-            expected = self.program.expected
-            for other in [key for key in self.held if type(key) is tuple and key not in expected]:
-                self.planned_bytes -= self._planned.pop(other)
-                del self.held[other]
-            if value not in expected or self.planned_bytes + self.kept_bytes + nbytes > budget:
-                return
-        self._planned[value] = nbytes
+            return
+        if copies:
+            tensor = without_recording(_torch.copy, tensor)
         mover = None if place is None else self._mover(place)
         hooks = self.hooks if mover is None or not mover.takes(tensor) else mover
         self.held[value] = hold(tensor, hooks, "a kept tensor")
@@ -851,6 +855,8 @@ class _Recorder:
         if step.info is not None and step.info.gathers:
             self._lent.update([memory for memory, _ in step.states])
         self._sizes.update(step.sizes)
+        for memory in step.gone:
+            self._sizes.pop(memory, None)
         for memory in step.writes:
             self._written[memory] = step.index
             self._held_on.pop(memory, None)
@@ -932,6 +938,7 @@ class _Recorder:
                 memory = self.memory_of[shares]
         first = First(cell, was, shares, memory)
         first.is_parameter = is_parameter(root_of(tensor))
+        first.requires_grad = tensor.requires_grad
         if memory in self._lent:
             first.is_lent = first.is_parameter = True
         elif first.is_parameter and shares == cell and self._memory_at(tensor) is not None:
@@ -1170,12 +1177,12 @@ class _Recorder:
         self._add_results(step)
         self.met = []
 
-    def live_bytes(self) -> int:
-        """Bytes of what recorded operators have made and somebody still holds."""
-        for memory in [*self._sizes]:
-            if all(self._tensor_in(cell) is None for cell in self._cells_on[memory]):
-                del self._sizes[memory]
-        return sum(self._sizes.values())
+    def gone(self) -> tuple[int, ...]:
+        """Memories of recorded operators that nobody holds any more."""
+        gone = [m for m in self._sizes if all(self._tensor_in(cell) is None for cell in self._cells_on[m])]
+        for memory in gone:
+            del self._sizes[memory]
+        return tuple(gone)
 
     def event(self, event: str, args: tuple[Any, ...]) -> Step:
         """What else has happened."""
@@ -1219,6 +1226,7 @@ class _Recorder:
             slot = Slot(first.cell, NOT_WRITTEN, first)
         memory = self.memory_of[slot.cell]
         slot.is_held = slot.cell in self._starts
+        slot.nbytes = tensor.nbytes if _has_storage(tensor) else 0
         if memory not in self._saved and memory not in self._parameters:
             self._saved.add(memory)
             slot.counts = True

@@ -70,7 +70,7 @@ class Replay(Source):
             plan, old = plan_of(run, plan), plan
             run.step.plan = plan
             attach(plan, old)
-        run.program.expected = plan.kept
+        run.program.expected = plan
         holders, owners = [ref() for ref in frame.holders], plan.path.owners
         for group in plan.groups_for(run):
             alive = [slot for slot in group.slots if holders[owners[slot]] is not None]

@@ -41,6 +41,7 @@ class Path:
         self._maker: dict[int, int] = {}
         self.given: set[int] = set()
         self.parameters: set[int] = set()
+        self.differentiable: set[int] = set()  # memories from outside
         for step, saves in with_saves(run):
             for first in step.firsts:
                 self._add_first(first)
@@ -62,6 +63,8 @@ class Path:
 
     def _add_first(self, first: First) -> None:
         self.memory_of[first.cell] = first.memory
+        if first.requires_grad:
+            self.differentiable.add(first.memory)
         if first.holds:
             self.given.add(first.cell)
             if first.is_parameter:
