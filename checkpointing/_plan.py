@@ -51,19 +51,20 @@ class Memory:
         self.copies = False  # whether to hold copies of what autograd has saved, since it is written again
         self.stands_for: list[Value] = []  # what to hold
 
-    def _is_final(self, value: Value) -> bool:
-        return value[1] == self.final - 1 or self.final == self.maker + 1
-
-    def settle(self, is_elsewhere: bool) -> None:
+    def settle(self, steps: list[Step], is_elsewhere: bool) -> None:
         """All that happens to it is known."""
-        early = {value: nbytes for value, nbytes in self.saved.items() if not self._is_final(value)}
+
+        def is_final(value: Value) -> bool:
+            return all(value[0] in steps[index].spares for index in self.writers[1:] if index > value[1])
+
+        early = {value: nbytes for value, nbytes in self.saved.items() if not is_final(value)}
         self.copies = bool(early)
         self.delivered += sum(early.values())  # a window copies what it will write again
         self.stands_for = [(self.number, NOT_WRITTEN)]
         if early:
             self.stands_for, self.cost = sorted(self.saved), sum(self.saved.values())
         elif self.final > self.maker + 1:
-            self.stands_for = sorted(filter(self._is_final, self.values))
+            self.stands_for = sorted(filter(is_final, self.values))
         if not self.nbytes or (early and not self.values <= self.saved.keys()):
             self.final = self.never
         if is_elsewhere:
@@ -94,13 +95,13 @@ class Model:
             self._add(step)
         self.saves = [self._place_of(number) for number in range(len(path.slots))]
         for slot, (position, number) in zip(path.slots, self.saves, strict=True):
-            memory = self.memories.get(number)
-            if memory is not None:
+            if slot.cell not in path.given and number in self.memories:
+                memory = self.memories[number]
                 memory.values.add(slot.value)
                 memory.saved[slot.value] = int(slot.nbytes * facts.scale)
                 memory.last_use = max(memory.last_use, position)
         for memory in self.memories.values():
-            memory.settle(memory.number in facts.alive and memory.effort is None)
+            memory.settle(path.steps, memory.number in facts.alive and memory.effort is None)
         self.live = self.sums((m.maker, m.dies - 1, m.nbytes) for m in self.memories.values())
         self.besides, gradients = self._gradients()
         self.backward = [self._needed_by(index, gradients) for index in range(self.count)]
@@ -118,12 +119,13 @@ class Model:
                 memories[number].final = self.count + 1
             return
         read = {memory_of[cell] for cell, _ in step.reads}
-        self.reads[index] = reads = sorted(read & memories.keys())
+        made = {memory_of[cell] for cell, _ in step.reads if cell not in self.path.given} & memories.keys()
+        self.reads[index] = reads = sorted(made)
         self._weights[index] = sorted(read & self.facts.parameters.keys())
         own = {*step.writes, *(number for _, number in step.memories)}  # it writes there, or splits it
         for value in step.reads:
             number = memory_of[value[0]]
-            if number in memories and number not in own:
+            if number in made - own:
                 memories[number].values.add(value)
         for number in reads:
             memories[number].last_read = memories[number].last_use = index
@@ -141,7 +143,7 @@ class Model:
 
     def _note_worth(self, step: Step, read: set[int]) -> None:
         """What a step costs, whether what it makes is quickly made from inputs, and whether it has a gradient."""
-        memories, reads = self.memories, [self.memories[number] for number in self.reads[step.index]]
+        reads = [self.memories[number] for number in self.reads[step.index]]
         made = [self.memories[number] for number in self.made[step.index]]
         written = sum(memory.nbytes for memory in made)
         flops = step.flops * self.facts.scale
@@ -250,7 +252,8 @@ class _Walk:
             more += sum(memories[number].delivered for number in done if memories[number].effort is None)
             new = [number for number in model.reads[index] if memories[number].maker < index]
             self.reading.update([n for n in new if n not in self._kept and self._stretch.must_make(n)])
-        more += sum(memories[number].cost for number in self._kept.intersection(made) if memories[number].maker == index)
+        kept = [memories[number] for number in self._kept.intersection(made)]
+        more += sum(memory.cost for memory in kept if memory.maker == index)
         self.need += more
 
     @property
@@ -283,7 +286,8 @@ class Stretch:
         self.wanted: dict[int, list[int]] = defaultdict(list)  # by position: memories that autograd has saved
         for number in slots:
             position, memory = model.saves[number]
-            if memory in model.memories and memory not in held:
+            is_made = memory in model.memories and model.path.slots[number].cell not in model.path.given
+            if is_made and memory not in held:
                 self.wanted[min(max(position, self.first), self.last - 1)].append(memory)
         self.saved = {memory for memories in self.wanted.values() for memory in memories}
         self.positions = self._candidates()

@@ -165,6 +165,7 @@ class Step:
         "run",
         "saves",
         "sizes",
+        "spares",
         "states",
         "targets",
         "writes",
@@ -186,6 +187,7 @@ class Step:
         self.first_cell = 0  # of its results
         self.reads: tuple[Value, ...] = ()
         self.writes: tuple[int, ...] = ()  # memories that a replay writes, too
+        self.spares: frozenset[int] = frozenset()  # cells on these memories that it does not write to
         self.targets: tuple[int, ...] = ()  # cells on memory from outside that it writes
         self.freezes: tuple[int, ...] = ()  # held cells on memory that it is about to write
         self.firsts: tuple[First, ...] = ()  # in the order of their cells

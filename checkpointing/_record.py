@@ -809,6 +809,8 @@ class _Recorder:
         self._born: list[float] = []  # by cell: after which step; the halves are what was saved after a step
         self._state: dict[int, str] = {}  # by memory
         self._written: dict[int, int] = {}  # by memory: the last step that wrote to it
+        self._writers: dict[int, list[Step]] = defaultdict(list)  # by memory
+        self._layouts: list[Any] = []  # by cell: its type, and how it lies in memory
         self._again: set[int] = set()  # memory from outside that the block writes
         self._lost: set[int] = set()  # cells that steps have filled which are not replayed
         self._held: set[int] = set()  # cells that are held, and views of them
@@ -859,6 +861,7 @@ class _Recorder:
             self._sizes.pop(memory, None)
         for memory in step.writes:
             self._written[memory] = step.index
+            self._writers[memory].append(step)
             self._held_on.pop(memory, None)
             if self._state[memory] is OUTSIDE:
                 self._again.add(memory)
@@ -876,6 +879,7 @@ class _Recorder:
                 if memory not in self._parameters:
                     self._state[memory] = OUTSIDE
                     self._written[memory] = step.index
+                    self._writers[memory].append(step)
                     self._held_on.pop(memory, None)
 
     def _add_slot(self, slot: Slot, index: int) -> None:
@@ -889,6 +893,7 @@ class _Recorder:
         self._born.append(born)
         self._cells_on[memory].append(cell)
         tensor = self._tensor_in(cell)
+        self._layouts.append((None, None) if tensor is None else (tensor.dtype, _torch.layout_of(tensor)))
         if tensor is not None and is_name:
             self._names[id(tensor)] = cell
             if _has_storage(tensor):
@@ -913,7 +918,15 @@ class _Recorder:
         return memory
 
     def _value(self, cell: int) -> Value:
-        return cell, self._written.get(self.memory_of[cell], NOT_WRITTEN)
+        """What is in a cell: as the last step left it that wrote there, rather than to another part of its memory."""
+        writers = self._writers[self.memory_of[cell]]
+        return cell, next((step.index for step in reversed(writers) if cell not in step.spares), NOT_WRITTEN)
+
+    def _spared(self, cell: int) -> frozenset[int]:
+        """The cells on its memory that a write to this one leaves alone."""
+        (kind, layout), others = self._layouts[cell], self._cells_on[self.memory_of[cell]]
+        layouts = {other: self._layouts[other] for other in others}
+        return frozenset([n for n, (its, lies) in layouts.items() if its is kind and _torch.lie_apart(layout, lies)])
 
     def _is_there(self, cell: int) -> bool:
         """Whether a replay can come by what is in a cell now."""
@@ -1116,8 +1129,8 @@ class _Recorder:
             template: Any = self._read_tensor(tensor, step.func, copies=True)
         else:
             template = self._name(tensor)
-            if not is_outside:
-                self._reads.append(self._value(template.cell))
+            if not is_outside:  # after whoever wrote to its memory before, also to another part
+                self._reads.append((template.cell, self._written.get(self.memory_of[template.cell], NOT_WRITTEN)))
         if is_outside:
             step.targets += (template.cell,)
         memory = self.memory_of[template.cell]
@@ -1137,6 +1150,8 @@ class _Recorder:
             step.states += ((memory, UNFILLED),)
         elif step.effect and state is not OUTSIDE:
             step.states += ((memory, OUTSIDE),)
+        if len(info.targets) == 1:
+            step.spares = self._spared(template.cell)
         if memory not in step.writes:
             step.writes += (memory,)
             step.freezes += tuple(self._held_on[memory])
