@@ -109,7 +109,7 @@ class Model:
     def _add(self, step: Step) -> None:
         """Learn what a step does to memory."""
         index, memory_of, memories = step.index, self.path.memory_of, self.memories
-        for number in step.gone:
+        for number in memories.keys() & step.gone:
             memories[number].dies = index
         if step.event is UNSEEN:
             for memory in memories.values():
@@ -557,6 +557,8 @@ class Plan:
         """What to give a run's holders: by what it holds."""
         if self.whole is None or run.held.keys() >= self.kept:
             return self.groups
+        if run.is_checked:  # whatever is computed is to be compared
+            return Plan(self.whole.path).groups
         return [self.whole]
 
 

@@ -524,6 +524,11 @@ def lay_as(tensor: Tensor, base: Tensor) -> Tensor:
     return lay(base, tensor.shape, tensor.stride(), int(tensor.storage_offset()), tensor.dtype, _bits_of(tensor))
 
 
+def are_of_checkpoint(hooks: Hooks) -> bool:
+    """Whether these hooks are those of torch's checkpoint, or of its recompute, which count what is saved."""
+    return getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint"
+
+
 def lie_apart(one: Layout | None, other: Layout | None) -> bool:
     """Whether two tensors of one type and on one storage share no element: ranges, or columns of one matrix."""
     if one is None or other is None:
