@@ -281,8 +281,9 @@ class Stretch:
     ) -> None:
         self.model = model
         self.held = held  # memories
+        self.is_all = ends is None
         self.first, self.last = ends or (0, model.count)
-        self.live = model.live if ends is None else [0] * model.count  # a replay is no forward
+        self.live = model.live if self.is_all else [0] * model.count  # a replay is no forward
         self.wanted: dict[int, list[int]] = defaultdict(list)  # by position: memories that autograd has saved
         for number in slots:
             position, memory = model.saves[number]
@@ -408,14 +409,15 @@ class Choice(NamedTuple):
 
 def choose(stretch: Stretch, budget: int | None = None) -> Choice:
     """What to keep of a stretch."""
-    if len(stretch.positions) < 2 or not stretch.saved:
+    if not stretch.saved:
         return Choice(peak=max(stretch.live, default=0))
     table = _Cuts(stretch, budget)
     peak, cuts = table.least_peak()
-    peak += int(peak * _SLACK)
+    peak += int(peak * (_SLACK if stretch.is_all else _SLACK_OF_PARTS))
     new = stretch.model.besides[stretch.first] - stretch.model.besides[stretch.last]
-    tries = [cuts, *(table.under(peak - part) for part in (0, new // 2, new))]
-    fillings = [_Fill(table, cuts, peak) for cuts in dict.fromkeys(tuple(cuts) for cuts in tries if cuts is not None)]
+    tries = [table.under(peak - part) for part in (0, new // 2, new)]
+    tries.insert(0 if stretch.is_all else len(tries), cuts)
+    fillings = [_Fill(table, each, peak) for each in dict.fromkeys(tuple(t) for t in tries if t is not None)]
     best = min(fillings, key=lambda filling: filling.left)
     recomputes = any(stretch.model.memories[n].effort is None for n in stretch.saved - best.kept)
     least = table.least_budget() if recomputes and budget is not None else None
@@ -471,16 +473,16 @@ class _Fill:
         return free
 
     def _fill(self) -> None:
-        """Take the steps whose results save most."""
-        queue = [(-self._worth(index), index) for index in sorted(self.again)]
+        """Take the steps whose results save most; of equal ones the last, which is held for the shortest time."""
+        queue = [(-self._worth(index), -index) for index in sorted(self.again)]
         heapq.heapify(queue)
         while queue:
             before, index = heapq.heappop(queue)
-            worth = self._worth(index)
+            worth = self._worth(-index)
             if queue and -worth > max(before, queue[0][0]):
                 heapq.heappush(queue, (-worth, index))
             elif worth > 0:
-                self._take(self._results(index), index)
+                self._take(self._results(-index), -index)
 
     def _results(self, index: int) -> list[int]:
         """What to keep in order not to run a step again; nothing, if that is not possible."""
@@ -533,6 +535,7 @@ _CHEAP = 4  # as many bytes are written at most, for each byte of a value that i
 _MOST_CANDIDATES = 64
 _MOST_ROUNDS = 4
 _SLACK = 1 / 32  # how much more than the least peak is spent on less recompute
+_SLACK_OF_PARTS = 1 / 8  # the same, within a window: what it keeps first is made by a replay, which should be short
 _FAR = 64  # steps, when the worth of one is found
 
 
