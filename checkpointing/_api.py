@@ -443,7 +443,9 @@ class _Block:
         self._tape = Run(program_of(site), hooks, options.preserve_rng_state, options.policy)
         if placement is not None:
             self._tape.placement = placement
-            self._tape.holds_planned = hooks is None or not is_internal(hooks)
+            # A rerun around, ours or torch's, would meet more slots than the forward had, once there is a plan.
+            is_rerun = hooks is not None and (is_internal(hooks) or _torch.are_of_checkpoint(hooks))
+            self._tape.holds_planned = not is_rerun
         log: Any = [] if options.debug else None
         self._source = Follow(self._tape, log)
         # What is replayed has the recorded metadata by construction.

@@ -3,9 +3,9 @@
 Backward opens the segments of a block from the last one to the first. When it opens one, everything kept for that
 segment and for those before it is held, the window of the segment delivers what autograd saved there, and gradients
 need room to work; what was kept for later segments is gone, and the gradients of parameters used there exist. A plan
-chooses cuts and values to keep such that the largest of these sums, the simulated peak, is least. Then it keeps what
-saves most recompute per byte, as far as the peak allows. So the last segment, where backward begins, is kept as it is,
-and gradients that do not exist yet are room.
+chooses cuts such that the largest of these sums, the simulated peak, is least. Then it keeps what saves most
+recompute per byte, as far as a peak allows that is a little larger (`_SLACK`). So the last segment, where backward
+begins, is kept as it is, and gradients that do not exist yet are room.
 
 The model looks at memories, not at tensors: views cost nothing, and a segment that reads a value from before its
 beginning keeps the memory of that value. Values that are cheap to make from inputs, such as casts of weights and
@@ -22,7 +22,7 @@ import heapq
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 from ._program import NOT_WRITTEN, Step, Value
@@ -30,153 +30,243 @@ from ._record import KEEP, UNSEEN, Run
 from ._windows import Group, Path
 
 
-class Choice(NamedTuple):
-    """What a plan keeps."""
+class Memory:
+    """What a plan knows of a memory that the block has made."""
 
-    values: tuple[Value, ...]
-    cuts: tuple[int, ...]  # the first step of each segment but the first
-    nbytes: int
-    peak: int
-    least: int | None  # the smallest budget with room for a cut
-    recomputes: bool = False  # whether anything is computed again
+    def __init__(self, number: int, maker: int, nbytes: int, never: int) -> None:
+        self.number = number  # also the first cell on it
+        self.maker = maker
+        self.nbytes = nbytes
+        self.writers = [maker]  # steps
+        self.final = maker + 1  # the first position at which it is what it will be
+        self.never = never  # a position after all others
+        self.last_read = maker  # by a step
+        self.last_use = maker  # by a step or a slot
+        self.dies = never  # the step after which nobody outside holds it
+        self.values: set[Value] = set()  # that others read than those who write to it
+        self.saved: dict[Value, int] = {}  # that autograd has saved: bytes
+        self.has_gradient = False
+        self.effort: int | None = None  # bytes written to make it from inputs, if that is cheap
+        self.cost = self.delivered = nbytes  # to hold it, and what a window makes of it
+        self.copies = False  # whether to hold copies of what autograd has saved, since it is written again
+        self.stands_for: list[Value] = []  # what to hold
+
+    def settle(self, steps: list[Step], is_elsewhere: bool) -> None:
+        """All that happens to it is known."""
+
+        def is_final(value: Value) -> bool:
+            return all(value[0] in steps[index].spares for index in self.writers[1:] if index > value[1])
+
+        early = {value: nbytes for value, nbytes in self.saved.items() if not is_final(value)}
+        self.copies = bool(early)
+        self.delivered += sum(early.values())  # a window copies what it will write again
+        self.stands_for = [(self.number, NOT_WRITTEN)]
+        if early:
+            self.stands_for, self.cost = sorted(self.saved), sum(self.saved.values())
+        elif self.final > self.maker + 1:
+            self.stands_for = sorted(filter(is_final, self.values))
+        if not self.nbytes or (early and not self.values <= self.saved.keys()):
+            self.final = self.never
+        if is_elsewhere:
+            self.cost = self.delivered = 0
+
+
+class Facts(NamedTuple):
+    """What a plan goes by, beside the path."""
+
+    alive: frozenset[int] = frozenset()  # memories that somebody else holds anyway
+    parameters: Mapping[int, int] = {}  # bytes of those that get gradients, by memory
+    missing: Mapping[int, int] = {}  # the same, of those whose gradients do not exist yet
+    scale: float = 1.0  # how much larger the run is than the one that was recorded
 
 
 class Model:
     """The memories of a path: who makes, reads and writes them, and what they cost."""
 
-    def __init__(
-        self,
-        path: Path,
-        alive: Iterable[int],
-        parameters: Mapping[int, int],
-        missing: Mapping[int, int],
-        scale: float = 1.0,
-    ) -> None:
-        self.path = path
-        self._scale = scale  # how much larger the run is than the one that was recorded
-        self._parameters = parameters  # bytes, by memory
-        self._missing = missing  # the same, of those whose gradients do not exist yet
-        self.alive = frozenset(alive)
-        steps = path.steps
-        self.count = len(steps)
-        self.made: list[list[int]] = [[] for _ in steps]  # memories, by step; those that it writes, too
-        self.reads: list[list[int]] = [[] for _ in steps]
-        self.work = [0.0] * len(steps)  # of each step, in floating-point operations
-        self.weights = [0] * len(steps)  # bytes of the parameters that a step reads
-        self.nbytes: dict[int, int] = {}
-        self.maker: dict[int, int] = {}
-        self.final: dict[int, int] = {}  # by memory: the first position at which it is what it will be
-        self.last_read: dict[int, int] = {}
-        self.values: dict[int, set[Value]] = defaultdict(set)  # by memory: what is read there
-        self._cheap: dict[int, int] = {}  # by memory: bytes written to make it from inputs
-        last_use: dict[int, int] = {}  # by parameter without a gradient
-        for step in steps:
-            self._add(step, last_use)
-        self.new_gradients = [0] * (self.count + 1)  # bytes that exist when backward has come down to a position
-        for memory, index in last_use.items():
-            self.new_gradients[index] += self._missing[memory]
-        for index in range(self.count - 1, -1, -1):
-            self.new_gradients[index] += self.new_gradients[index + 1]
+    def __init__(self, path: Path, facts: Facts) -> None:
+        self.path, self.facts = path, facts
+        self.count = len(path.steps)
+        self.memories: dict[int, Memory] = {}
+        self.made: list[list[int]] = [[] for _ in path.steps]  # memories, by step; those that it writes, too
+        self.reads: list[list[int]] = [[] for _ in path.steps]
+        self.work = [0.0] * self.count  # of each step, in floating-point operations
+        self._weights: list[list[int]] = [[] for _ in path.steps]  # parameters that a step reads
+        for step in path.steps:
+            self._add(step)
         self.saves = [self._place_of(number) for number in range(len(path.slots))]
-        for slot, (position, memory) in zip(path.slots, self.saves, strict=True):
-            if memory in self.maker:
-                self.values[memory].add(slot.value)
-                self.last_read[memory] = max(self.last_read[memory], position)
-        self.crossing = self._crossing()
-        self.held_elsewhere = {m for m in self.alive if m in self.maker and m not in self._cheap}
-        self.forward, self.backward = self._needed()
+        for slot, (position, number) in zip(path.slots, self.saves, strict=True):
+            if slot.cell not in path.given and number in self.memories:
+                memory = self.memories[number]
+                memory.values.add(slot.value)
+                memory.saved[slot.value] = int(slot.nbytes * facts.scale)
+                memory.last_use = max(memory.last_use, position)
+        for memory in self.memories.values():
+            memory.settle(path.steps, memory.number in facts.alive and memory.effort is None)
+        self.live = self.sums((m.maker, m.dies - 1, m.nbytes) for m in self.memories.values())
+        self.besides, gradients = self._gradients()
+        self.backward = [self._needed_by(index, gradients) for index in range(self.count)]
 
-    def _add(self, step: Step, last_use: dict[int, int]) -> None:
+    def _add(self, step: Step) -> None:
         """Learn what a step does to memory."""
-        index, memory_of = step.index, self.path.memory_of
+        index, memory_of, memories = step.index, self.path.memory_of, self.memories
+        for number in memories.keys() & step.gone:
+            memories[number].dies = index
         if step.event is UNSEEN:
-            self.final = dict.fromkeys(self.final, self.count + 1)
-        for cell, version in step.reads:
-            memory = memory_of[cell]
-            if memory in self._missing:
-                last_use[memory] = index
-            if memory in self.maker and cell not in self.path.given:
-                self.values[memory].add((cell, version))
+            for memory in memories.values():
+                memory.final = memory.never
         if step.effect or step.is_view or step.event is KEEP:
-            self.final.update((memory, self.count + 1) for memory in step.writes if memory in self.maker)
+            for number in memories.keys() & step.writes:
+                memories[number].final = self.count + 1
             return
-        cells = {cell for cell, _ in step.reads if cell not in self.path.given}
-        self.reads[index] = reads = sorted({memory_of[cell] for cell in cells} & self.maker.keys())
-        for memory in reads:
-            self.last_read[memory] = index
-        for memory, nbytes in step.sizes:
-            self.maker[memory] = self.last_read[memory] = index
-            self.nbytes[memory] = int(nbytes * self._scale)
-            self.final[memory] = index + 1 if step.event is None else self.count + 1
-            self.made[index].append(memory)
-        for memory in step.writes:
-            if memory in self.maker:
-                self.final[memory] = max(self.final[memory], index + 1)
-                self.made[index] += [memory] * (memory not in self.made[index])
-        written = sum(self.nbytes[memory] for memory in self.made[index])
-        self.work[index] = step.flops * self._scale + _PER_BYTE * written
-        from_outside = {memory_of[cell] for cell in cells} - self.maker.keys()
-        self.weights[index] = sum(self._parameters.get(memory, 0) for memory in from_outside)
-        self._note_cheap(step, written)
+        read = {memory_of[cell] for cell, _ in step.reads}
+        made = {memory_of[cell] for cell, _ in step.reads if cell not in self.path.given} & memories.keys()
+        self.reads[index] = reads = sorted(made)
+        self._weights[index] = sorted(read & self.facts.parameters.keys())
+        own = {*step.writes, *(number for _, number in step.memories)}  # it writes there, or splits it
+        for value in step.reads:
+            number = memory_of[value[0]]
+            if number in made - own:
+                memories[number].values.add(value)
+        for number in reads:
+            memories[number].last_read = memories[number].last_use = index
+        for number, nbytes in step.sizes:
+            memories[number] = memory = Memory(number, index, int(nbytes * self.facts.scale), self.count + 1)
+            if step.event is not None or not (step.reads or step.likes):
+                memory.final = memory.never  # torch makes something else of `zeros()` if somebody holds the result
+            self.made[index].append(number)
+        for number in memories.keys() & step.writes:
+            memory = memories[number]
+            memory.final = max(memory.final, index + 1)
+            memory.writers += [index] * (memory.maker != index)
+            self.made[index] += [number] * (memory.maker != index)
+        self._note_worth(step, read)
 
-    def _note_cheap(self, step: Step, written: int) -> None:
-        """Whether what a step makes is quickly made from inputs."""
-        reads, made = self.reads[step.index], self.made[step.index]
-        is_cheap = not step.draws and all(memory in self._cheap for memory in reads)
-        cost = written + sum(self._cheap.get(memory, 0) for memory in reads)
-        is_cheap &= cost <= _CHEAP * written and step.flops <= _PER_BYTE * written
+    def _note_worth(self, step: Step, read: set[int]) -> None:
+        """What a step costs, whether what it makes is quickly made from inputs, and whether it has a gradient."""
+        reads = [self.memories[number] for number in self.reads[step.index]]
+        made = [self.memories[number] for number in self.made[step.index]]
+        written = sum(memory.nbytes for memory in made)
+        flops = step.flops * self.facts.scale
+        self.work[step.index] = flops + _PER_BYTE * written
+        efforts = [memory.effort for memory in reads]
+        effort = None if None in efforts or step.draws else written + sum(filter(None, efforts))
+        if effort is not None and (effort > _CHEAP * written or flops > _PER_BYTE * written):
+            effort = None
+        has_gradient = step.grad_mode and any(memory.has_gradient for memory in reads)
+        has_gradient |= step.grad_mode and not read.isdisjoint(self.path.differentiable)
         for memory in made:
-            if is_cheap:
-                self._cheap[memory] = cost
-            else:
-                self._cheap.pop(memory, None)
+            memory.effort = effort
+            memory.has_gradient = has_gradient
 
     def _place_of(self, number: int) -> tuple[int, int]:
         """Where backward wants a slot: the position of the step that saves it, and the memory."""
         slot, after = self.path.slots[number], self.path.saved_after[number]
         memory = self.path.memory_of[slot.cell]
-        is_made = memory in self.maker and slot.cell not in self.path.given
+        is_made = memory in self.memories and slot.cell not in self.path.given
         is_input = is_made and max(self.path.makers(slot.value)) < after
         return min(max(after, 0) + is_input, self.count - 1), memory
 
-    def _crossing(self) -> list[int]:
-        """By position: bytes made before it and read from there on; about those of gradients at that time."""
-        change = [0] * (self.count + 2)
-        for memory, index in self.maker.items():
-            if memory not in self._cheap:
-                change[index + 1] += self.nbytes[memory]
-                change[self.last_read[memory] + 1] -= self.nbytes[memory]
-        found, total = [], 0
-        for each in change[: self.count + 1]:
-            total += each
-            found.append(total)
-        return found
+    def sums(self, spans: Iterable[tuple[int, int, int]]) -> list[int]:
+        """By position: the bytes that are there. Each is there from one position to another."""
+        change = [0] * (self.count + 3)
+        for first, last, nbytes in spans:
+            change[first] += nbytes
+            change[max(first, min(last, self.count)) + 1] -= nbytes
+        return [*accumulate(change)]
 
-    def is_cheap(self, memory: int) -> bool:
-        return memory in self._cheap
+    def values(self, kept: Iterable[int]) -> list[Value]:
+        """What to hold of these memories."""
+        return [value for number in kept for value in self.memories[number].stands_for]
 
-    def cost(self, memory: int) -> int:
-        """Bytes that it costs to hold a memory."""
-        return 0 if memory in self.held_elsewhere else self.nbytes[memory]
+    def crossing(self, held: frozenset[int]) -> list[int]:
+        """By position: bytes made before it and used from there on."""
+        memories = [m for m in self.memories.values() if m.effort is None and m.number not in held]
+        return self.sums((m.maker + 1, m.last_use, m.cost) for m in memories)
 
-    def _needed(self) -> tuple[list[int], list[int]]:
-        """By step: bytes that its forward works with, and its backward, beside what is kept or was saved."""
-        forward, backward, elsewhere = [], [], 0
-        for index, memories in enumerate(self.made):
-            made = set(memories)
-            arguments = sum(self.nbytes[m] for m in self.reads[index] if self.last_read[m] <= index and m not in made)
-            elsewhere += sum(self.nbytes[m] for m in made if m in self.held_elsewhere and self.maker[m] == index)
-            forward.append(int(self.path.steps[index].live * self._scale) - elsewhere)
-            backward.append(self.crossing[index + 1] + arguments + self.weights[index])
-        return forward, backward
+    def _gradients(self) -> tuple[list[int], list[int]]:
+        """By position to which backward has come: bytes that are there besides what the block keeps (gradients that
+        did not exist before, what somebody else holds), and bytes of gradients on their way."""
+        uses: dict[int, list[int]] = defaultdict(list)
+        for index, parameters in enumerate(self._weights):
+            for number in parameters:
+                uses[number].append(index)
+        there = [(0, uses[number][-1], nbytes) for number, nbytes in self.facts.missing.items() if number in uses]
+        elsewhere = [m for m in self.memories.values() if not m.cost]
+        there += [(0, self.count, memory.nbytes) for memory in elsewhere]
+        pending = [(m.maker + 1, m.last_read, m.nbytes) for m in self.memories.values() if m.has_gradient]
+        # The sum over all uses of a parameter waits for the first one.
+        pending += [
+            (at[0] + 1, at[-1], self.facts.parameters[number])
+            for number, at in uses.items()
+            if len(at) > 1 and number not in self.facts.missing
+        ]
+        return self.sums(there), self.sums(pending)
+
+    def _needed_by(self, index: int, gradients: list[int]) -> int:
+        """Bytes that the backward of a step works with, beside what is kept or was saved."""
+        made, need = self.made[index], gradients[index + 1]
+        if any(self.memories[number].has_gradient for number in made):
+            arguments = [self.memories[number] for number in self.reads[index] if number not in made]
+            need += sum(m.nbytes for m in arguments if m.has_gradient and m.last_read <= index)
+            need += sum(self.facts.parameters[number] for number in self._weights[index])
+        return need
 
 
 class Segment(NamedTuple):
     """What lies between two cuts."""
 
     across: frozenset[int]  # memories that its window reads from before
-    backward: int  # bytes that it needs at once, beside what is kept
+    need: int  # bytes that its backward needs at once, beside what is kept
     forward: int
+
+
+class _Walk:
+    """Goes down through a segment: what its window runs, and what it needs."""
+
+    def __init__(self, stretch: Stretch, kept: set[int]) -> None:
+        self._stretch, self._kept = stretch, kept
+        self.again: list[int] = []  # steps that run again
+        self.reading: set[int] = set()  # memories that they read, whose makers are still to come
+        self.need = 0
+        self._delivered: set[int] = set()
+        self._forward = self._at = 0
+
+    def down(self, index: int) -> None:
+        model, memories, more = self._stretch.model, self._stretch.model.memories, 0
+        for number in self._stretch.wanted.get(index, ()):
+            if number not in self._kept and number not in self._delivered:
+                self._delivered.add(number)
+                self.reading.add(number)
+                if memories[number].effort is not None:
+                    more += memories[number].delivered
+        made = model.made[index]
+        if made:
+            self.need = max(self.need, model.backward[index])
+        if self._stretch.live[index] > self._forward:
+            self._forward, self._at = self._stretch.live[index], index
+        if not self.reading.isdisjoint(made):
+            self.again.append(index)
+            done = {number for number in made if memories[number].maker == index} & self.reading
+            self.reading -= done
+            done &= self._delivered
+            more += sum(memories[number].delivered for number in done if memories[number].effort is None)
+            new = [number for number in model.reads[index] if memories[number].maker < index]
+            self.reading.update([n for n in new if n not in self._kept and self._stretch.must_make(n)])
+        kept = [memories[number] for number in self._kept.intersection(made)]
+        more += sum(memory.cost for memory in kept if memory.maker == index)
+        self.need += more
+
+    @property
+    def across(self) -> frozenset[int]:
+        """What crosses a cut here."""
+        memories = self._stretch.model.memories
+        return frozenset([number for number in self.reading if memories[number].effort is None])
+
+    def segment(self) -> Segment:
+        """What it has come by until here."""
+        memories = self._stretch.model.memories
+        counted_twice = sum(memories[n].nbytes for n in self.across if memories[n].dies > self._at)
+        return Segment(self.across, self.need, max(0, self._forward - counted_twice))
 
 
 class Stretch:
@@ -191,323 +281,261 @@ class Stretch:
     ) -> None:
         self.model = model
         self.held = held  # memories
+        self.is_all = ends is None
         self.first, self.last = ends or (0, model.count)
-        self.forward = model.forward if ends is None else [0] * model.count  # a replay is no forward
+        self.live = model.live if self.is_all else [0] * model.count  # a replay is no forward
         self.wanted: dict[int, list[int]] = defaultdict(list)  # by position: memories that autograd has saved
         for number in slots:
             position, memory = model.saves[number]
-            if memory in model.maker and memory not in held:
+            is_made = memory in model.memories and model.path.slots[number].cell not in model.path.given
+            if is_made and memory not in held:
                 self.wanted[min(max(position, self.first), self.last - 1)].append(memory)
-
-    def candidates(self) -> list[int]:
-        """Positions that little crosses."""
-        crossing, first, last = self.model.crossing, self.first, self.last
-        if self.model.alive or self.held:
-            crossing = self._crossing()
-        minima = [
-            p
-            for p in range(first + 1, last)
-            if crossing[p] <= crossing[p - 1] and crossing[p] <= crossing[p + 1] and self.model.made[p - 1]
-        ]
-        if len(minima) > _MOST_CANDIDATES:
-            size = (last - first) / _MOST_CANDIDATES
-            best: dict[int, int] = {}
-            for p in minima:
-                part = int((p - first) / size)
-                if part not in best or crossing[p] < crossing[best[part]]:
-                    best[part] = p
-            minima = [*best.values()]
-        return [first, *minima, last]
-
-    def _crossing(self) -> list[int]:
-        model = self.model
-        change = [0] * (model.count + 2)
-        for memory, index in model.maker.items():
-            if not model.is_cheap(memory) and memory not in self.held:
-                change[index + 1] += model.cost(memory)
-                change[model.last_read[memory] + 1] -= model.cost(memory)
-        found, total = [], 0
-        for each in change[: model.count + 1]:
-            total += each
-            found.append(total)
-        return found
-
-    def walk(self, end: int, starts: set[int]) -> dict[int, Segment]:
-        """Segments that end here, by where they start."""
-        model = self.model
-        reading: set[int] = set()  # memories whose makers are still to come
-        saved: set[int] = set()
-        found: dict[int, Segment] = {}
-        need = forward = 0
-        for index in range(end - 1, self.first - 1, -1):
-            more = 0
-            for memory in self.wanted.get(index, ()):
-                if memory not in saved:
-                    saved.add(memory)
-                    if not model.is_cheap(memory):
-                        reading.add(memory)
-                    else:
-                        more += model.nbytes[memory]
-            made = model.made[index]
-            if made:
-                need = max(need, model.backward[index])
-            forward = max(forward, self.forward[index])
-            if not reading.isdisjoint(made):
-                for memory in made:
-                    if model.maker[memory] == index and memory in reading:
-                        reading.discard(memory)
-                        more += model.cost(memory) if memory in saved else 0
-                for memory in model.reads[index]:
-                    is_held = memory in self.held or model.maker[memory] < self.first
-                    if not is_held and not model.is_cheap(memory) and model.maker[memory] < index:
-                        reading.add(memory)
-            need += more
-            if index in starts:
-                found[index] = Segment(frozenset(reading), need, forward)
-        return found
+        self.saved = {memory for memories in self.wanted.values() for memory in memories}
+        self.positions = self._candidates()
 
     @property
     def delivered(self) -> int:
         """Bytes that a window for all slots delivers."""
-        saved = {memory for memories in self.wanted.values() for memory in memories}
-        return sum(self.model.cost(memory) for memory in saved if not self.model.is_cheap(memory))
+        memories = [self.model.memories[number] for number in self.saved]
+        return sum(memory.delivered for memory in memories if memory.effort is None)
 
-    def keepable(self, memories: Iterable[int], position: int) -> set[int]:
-        """Those that are what they will be at a position."""
-        return {memory for memory in memories if self.model.final[memory] <= position}
+    def must_make(self, number: int) -> bool:
+        """Whether a window that reads this memory must have made it."""
+        memory = self.model.memories[number]
+        return memory.effort is None and memory.maker >= self.first and number not in self.held
 
-    def price(self, memory: int, position: int) -> int:
+    def _candidates(self) -> list[int]:
+        """Positions that little crosses, and the ends."""
+        crossing, first, last = self.model.crossing(self.held), self.first, self.last
+        best: dict[int, int] = {}
+        minima = [
+            p
+            for p in range(first + 1, last)
+            if crossing[p] <= min(crossing[p - 1], crossing[p + 1]) and self.model.made[p - 1]
+        ]
+        size = 1.0 if len(minima) <= _MOST_CANDIDATES else (last - first) / _MOST_CANDIDATES
+        for p in minima:
+            part = int((p - first) / size)
+            if part not in best or crossing[p] < crossing[best[part]]:
+                best[part] = p
+        return [first, *best.values(), last]
+
+    def segments(self, end: int, most: float) -> Iterable[tuple[int, Segment]]:
+        """Segments that end here and need no more than this, by where they start; the last stretch in any case."""
+        starts, walk = {*self.positions}, _Walk(self, set())
+        for index in range(end - 1, self.first - 1, -1):
+            walk.down(index)
+            if walk.need > most:
+                return
+            if index in starts:
+                yield index, walk.segment()
+
+    def price(self, number: int, position: int) -> int:
         """What it costs that a memory crosses a cut."""
-        cost = self.model.cost(memory)
-        return cost if self.model.final[memory] <= position else 2 * cost
+        memory = self.model.memories[number]
+        return memory.cost if memory.final <= position else 2 * memory.cost
 
 
-class _Table(NamedTuple):
-    """All segments between candidates."""
+class _Cuts:
+    """Where a stretch may be cut."""
 
-    positions: list[int]
-    pairs: dict[tuple[int, int], Segment]
+    def __init__(self, stretch: Stretch, budget: int | None) -> None:
+        self.stretch, self.budget = stretch, budget
+        self.segments: dict[tuple[int, int], Segment] = {}
+
+    def least_peak(self) -> tuple[int, list[int]]:
+        """The least peak that cuts can have, and those cuts."""
+        model, low = self.stretch.model, 0
+        high = max(1024, max(model.backward) + max(model.besides), max(self.stretch.live))
+        while (best := self._widened(high)) is None:
+            low, high = high, 2 * high
+        while high - low > max(64, high // 256):
+            middle = (low + high) // 2
+            cuts = self.under(middle)
+            if cuts is None:
+                low = middle
+            else:
+                high, best = middle, cuts
+        return high, best
+
+    def _widened(self, peak: int) -> list[int] | None:
+        for end in self.stretch.positions[1:]:
+            for start, segment in self.stretch.segments(end, peak):
+                self.segments[start, end] = segment
+        return self.under(peak)
+
+    def under(self, peak: int) -> list[int] | None:
+        """The cuts under which no segment needs more than `peak`, and the least is held; None, if there are none."""
+        positions = self.stretch.positions
+        held: dict[int, tuple[frozenset[int], int]] = {positions[0]: (frozenset(), 0)}  # up to a position
+        before: dict[int, int] = {}
+        for at, end in enumerate(positions[1:], 1):
+            room = peak - self.stretch.model.besides[end]
+            for start in positions[:at]:
+                segment = self.segments.get((start, end))
+                if segment is None or start not in held:
+                    continue
+                kept, total = held[start]
+                total += sum([self.stretch.price(number, start) for number in segment.across - kept])
+                fits = total + segment.need <= room and total + segment.forward <= peak
+                is_better = end not in held or total < held[end][1]
+                if fits and is_better and (self.budget is None or total <= self.budget):
+                    held[end] = kept | segment.across, total
+                    before[end] = start
+        end = positions[-1]
+        if end not in held:
+            return None
+        cuts = [end]
+        while cuts[-1] != positions[0]:
+            cuts.append(before[cuts[-1]])
+        return cuts[-2:0:-1]
+
+    def least_budget(self) -> int | None:
+        """The smallest one with room for a cut."""
+        stretch = self.stretch
+        last = [s for start, s in stretch.segments(stretch.last, float("inf")) if start > stretch.first]
+        costs = [sum(stretch.model.memories[number].cost for number in segment.across) for segment in last]
+        return min(filter(None, costs), default=None)
 
 
-def _table(stretch: Stretch) -> _Table:
-    positions = stretch.candidates()
-    starts = set(positions)
-    pairs = {}
-    for end in positions[1:]:
-        for start, segment in stretch.walk(end, starts).items():
-            if start < end:
-                pairs[start, end] = segment
-    return _Table(positions, pairs)
+class Choice(NamedTuple):
+    """What a plan keeps."""
 
-
-def _cut(stretch: Stretch, table: _Table, peak: int, budget: int | None) -> list[int] | None:
-    """The cuts under which no segment needs more than `peak`, and the least is held; None, if there are none."""
-    positions, pairs = table
-    gradients = stretch.model.new_gradients
-    held: dict[int, tuple[frozenset[int], int]] = {positions[0]: (frozenset(), 0)}  # up to a position
-    before: dict[int, int] = {}
-    for at, end in enumerate(positions[1:], 1):
-        room = peak - gradients[end]
-        for start in positions[:at]:
-            if start not in held:
-                continue
-            kept, nbytes = held[start]
-            across, need, forward = pairs[start, end]
-            if nbytes + need > room or nbytes + forward > peak:
-                continue
-            total = nbytes + sum([stretch.price(memory, start) for memory in across - kept])
-            is_better = end not in held or total < held[end][1]
-            fits = total + need <= room and total + forward <= peak
-            if is_better and fits and (budget is None or total <= budget):
-                held[end] = kept | across, total
-                before[end] = start
-    end = positions[-1]
-    if end not in held:
-        return None
-    cuts = []
-    while before[end] != positions[0]:
-        end = before[end]
-        cuts.append(end)
-    return cuts[::-1]
-
-
-def _least_peak(stretch: Stretch, table: _Table, budget: int | None) -> tuple[int, list[int]]:
-    """The least peak that cuts can have, and those cuts."""
-    first, last = table.positions[0], table.positions[-1]
-    low, high = 0, max(table.pairs[first, last][1:])
-    high = max(high, stretch.model.new_gradients[first])
-    best = _cut(stretch, table, high, budget)
-    while best is None:  # the gradients of what comes later are the peak
-        low, high = high, 2 * high + 1
-        best = _cut(stretch, table, high, budget)
-    while high - low > max(64, high // 256):
-        middle = (low + high) // 2
-        cuts = _cut(stretch, table, middle, budget)
-        if cuts is None:
-            low = middle
-        else:
-            high, best = middle, cuts
-    return high, best
+    kept: tuple[int, ...] = ()  # memories
+    cuts: tuple[int, ...] = ()  # the first step of each segment but the first
+    peak: int = 0
+    least: int | None = None  # the smallest budget with room for a cut, if anything is computed again
 
 
 def choose(stretch: Stretch, budget: int | None = None) -> Choice:
     """What to keep of a stretch."""
-    table = _table(stretch)
-    if len(table.positions) < 2 or not table.pairs:
-        return Choice((), (), 0, 0, None)
-    peak, cuts = _least_peak(stretch, table, budget)
-    peak += peak // _SLACK
-    first, last = table.positions[0], table.positions[-1]
-    gradients = stretch.model.new_gradients[first]
-    tries = [cuts, *(_cut(stretch, table, peak - part, budget) for part in (0, gradients // 2, gradients))]
-    fillings = [
-        _Fill(stretch, [first, *cuts, last], table, peak, budget)
-        for cuts in dict.fromkeys(tuple(cuts) for cuts in tries if cuts is not None)
-    ]
-    filling = min(fillings, key=lambda filling: filling.left)
-    cuts = filling.starts[1:]
-    costs = [
-        sum(stretch.price(memory, start) for memory in across)
-        for (start, end), (across, *_) in table.pairs.items()
-        if end == last and start > first
-    ]
-    kept = sorted(filling.kept)
-    model = stretch.model
-    nbytes = sum(model.cost(memory) for memory in kept)
-    simulated = max(filling.peaks + filling.forward) + sum(model.nbytes[memory] for memory in model.held_elsewhere)
-    return Choice(
-        _values(model, kept), tuple(cuts), nbytes, simulated, min(filter(None, costs), default=None), filling.recomputes
-    )
-
-
-def _values(model: Model, kept: Iterable[int]) -> tuple[Value, ...]:
-    """The values that stand for these memories."""
-    found: list[Value] = []
-    for memory in kept:
-        version = model.final[memory] - 1
-        if version == model.maker[memory]:
-            found.append((memory, NOT_WRITTEN))
-        else:
-            found += sorted(value for value in model.values[memory] if value[1] == version)
-    return tuple(found)
+    if not stretch.saved:
+        return Choice(peak=max(stretch.live, default=0))
+    table = _Cuts(stretch, budget)
+    peak, cuts = table.least_peak()
+    peak += int(peak * (_SLACK if stretch.is_all else _SLACK_OF_PARTS))
+    new = stretch.model.besides[stretch.first] - stretch.model.besides[stretch.last]
+    tries = [table.under(peak - part) for part in (0, new // 2, new)]
+    tries.insert(0 if stretch.is_all else len(tries), cuts)
+    fillings = [_Fill(table, each, peak) for each in dict.fromkeys(tuple(t) for t in tries if t is not None)]
+    best = min(fillings, key=lambda filling: filling.left)
+    recomputes = any(stretch.model.memories[n].effort is None for n in stretch.saved - best.kept)
+    least = table.least_budget() if recomputes and budget is not None else None
+    return Choice(tuple(sorted(best.kept)), tuple(best.ends[1:-1]), max(best.peaks + best.forward), least)
 
 
 class _Fill:
     """Keeps what saves most recompute per byte, as long as there is room."""
 
-    def __init__(self, stretch: Stretch, ends: list[int], table: _Table, peak: int, budget: int | None) -> None:
-        self.stretch, self.model, self.budget = stretch, stretch.model, budget
-        self.starts, self.peak = ends[:-1], peak
+    def __init__(self, table: _Cuts, cuts: tuple[int, ...], peak: int) -> None:
+        self.stretch, self.budget, self.peak = table.stretch, table.budget, peak
+        self.memories = self.stretch.model.memories
+        self.positions = {*self.stretch.positions}
+        self.ends = [self.stretch.first, *cuts, self.stretch.last]
         self.kept: set[int] = set()
+        for start, end in pairwise(self.ends):
+            across = table.segments[start, end].across
+            self.kept |= {number for number in across if self.memories[number].final <= start}
+        self.again: set[int] = set()  # steps that run again
+        self.readers: dict[int, set[int]] = {}  # by memory: of those steps
         self.peaks: list[int] = []  # of backward, by segment
         self.forward: list[int] = []
-        self.nbytes = 0
-        for start, end in pairwise(ends):
-            across, need, forward = table.pairs[start, end]
-            new = stretch.keepable(across, start) - self.kept
-            self.kept |= new
-            self.nbytes += sum(self.model.cost(memory) for memory in new)
-            self.peaks.append(self.nbytes + need + self.model.new_gradients[end])
-            self.forward.append(self.nbytes + forward)
-        self.saved = {memory for position in stretch.wanted.values() for memory in position}
-        self.steps: set[int] = set()  # that are run again
-        self.readers: dict[int, set[int]] = {}  # by memory: of those steps
-        self._find_steps(ends)
-        self.fill()
-        self._find_steps(ends)
-        self.left = sum(self.model.work[index] for index in self.steps)
+        for _ in range(_MOST_ROUNDS):
+            before, ends = {*self.kept}, self.ends
+            self.ends = sorted({*ends, *self._look()})
+            self.kept -= {number for number in self.kept - self.stretch.saved if number not in self.readers}
+            self._look()
+            self._fill()
+            if (before, ends) == (self.kept, self.ends):
+                break
+        self._look()
+        self.left = sum(self.stretch.model.work[index] for index in self.again)
 
-    def _find_steps(self, ends: list[int]) -> None:
-        self.steps, self.readers = set(), defaultdict(set)
-        for start, end in pairwise(ends):
-            self._find_steps_between(start, end)
+    def _look(self) -> set[int]:
+        """Find what runs again and the peaks. Returns where cuts are free, since all that crosses there is kept."""
+        model, free = self.stretch.model, set()
+        self.again, self.readers, self.peaks, self.forward = set(), defaultdict(set), [], []
+        kept = [self.memories[number] for number in self.kept]
+        held = model.sums((memory.maker + 1, model.count, memory.cost) for memory in kept)
+        dead = model.sums((memory.dies, model.count, memory.cost) for memory in kept)
+        for start, end in pairwise(self.ends):
+            walk = _Walk(self.stretch, self.kept)
+            for index in range(end - 1, start - 1, -1):
+                walk.down(index)
+                if index in self.positions and start < index < end - 1 and not walk.across:
+                    free.add(index)
+            self.again.update(walk.again)
+            self.peaks.append(held[start] + walk.need + model.besides[end])
+            self.forward.append(max(self.stretch.live[i] + dead[i] for i in range(start, end)))
+        for index in self.again:
+            for number in model.reads[index]:
+                self.readers[number].add(index)
+        return free
 
-    def _find_steps_between(self, start: int, end: int) -> None:
-        model, stretch = self.model, self.stretch
-        reading: set[int] = set()
-        for index in range(end - 1, start - 1, -1):
-            wanted = {memory for memory in stretch.wanted.get(index, ()) if memory not in self.kept}
-            reading |= wanted
-            if reading.isdisjoint(model.made[index]):
-                continue
-            self.steps.add(index)
-            reading -= {memory for memory in model.made[index] if model.maker[memory] == index}
-            for memory in model.reads[index]:
-                self.readers[memory].add(index)
-                if memory not in self.kept and memory not in stretch.held and model.maker[memory] >= stretch.first:
-                    reading.add(memory)
-
-    def fill(self) -> None:
-        """Take the steps whose results save most."""
-        queue = []
-        for index in sorted(self.steps):
-            if self._results(index):
-                queue.append((-self._worth(index), index))
+    def _fill(self) -> None:
+        """Take the steps whose results save most; of equal ones the last, which is held for the shortest time."""
+        queue = [(-self._worth(index), -index) for index in sorted(self.again)]
         heapq.heapify(queue)
         while queue:
             before, index = heapq.heappop(queue)
-            worth = self._worth(index)
-            if worth <= 0:
-                continue
-            if queue and -worth > queue[0][0] and -worth > before:
+            worth = self._worth(-index)
+            if queue and -worth > max(before, queue[0][0]):
                 heapq.heappush(queue, (-worth, index))
-            else:
-                self._take(index)
-
-    @property
-    def recomputes(self) -> bool:
-        """Whether anything that autograd saved is not kept."""
-        return any(memory not in self.kept and not self.model.is_cheap(memory) for memory in self.saved)
+            elif worth > 0:
+                self._take(self._results(-index), -index)
 
     def _results(self, index: int) -> list[int]:
         """What to keep in order not to run a step again; nothing, if that is not possible."""
-        model = self.model
-        cheap = {m for m in model.made[index] if model.is_cheap(m)}  # kept only if autograd has saved it
-        made = [m for m in model.made[index] if m in self.saved or (m in self.readers and m not in cheap)]
-        made = [m for m in made if m not in self.kept and m not in self.stretch.held]
-        is_final = all(model.final[memory] == index + 1 for memory in made)
-        return made if is_final else []
+        made = []
+        for number in self.stretch.model.made[index]:
+            memory = self.memories[number]
+            is_read = number in self.readers and memory.effort is None  # cheap ones only if autograd has saved them
+            is_wanted = is_read or number in self.stretch.saved
+            if is_wanted and number not in self.kept and number not in self.stretch.held:
+                made.append(number)
+        return made if all(self.memories[number].final == index + 1 for number in made) else []
 
     def _worth(self, index: int) -> float:
         """Operations saved per byte."""
-        made = self._results(index)
+        made, model = self._results(index), self.stretch.model
         if not made:
             return 0.0
-        model, total, gone, stack = self.model, 0.0, {index}, [index]
-        while stack:
-            index = stack.pop()
-            total += model.work[index]
-            for memory in model.reads[index]:
-                maker = model.maker[memory]
-                is_free = memory not in self.kept and memory not in self.stretch.held and maker in self.steps
-                is_unread = memory in made or (memory not in self.saved and self.readers[memory] <= gone)
-                if is_free and is_unread and maker not in gone and len(gone) < _FAR:
-                    gone.add(maker)
-                    stack.append(maker)
-        return total / max(1, sum(model.cost(memory) for memory in made))
+        gone, stack = {index}, [index]
+        while stack and len(gone) < _FAR:
+            for number in model.reads[stack.pop()]:
+                is_unread = number not in self.stretch.saved and self.readers[number] <= gone
+                if number not in self.kept and (is_unread or number in made):
+                    new = self.again.intersection(self.memories[number].writers) - gone
+                    gone |= new
+                    stack += sorted(new)
+        work = sum(model.work[step] for step in sorted(gone))
+        return work / max(1, sum(self.memories[number].cost for number in made))
 
-    def _take(self, index: int) -> None:
-        model, made = self.model, self._results(index)
-        segment = bisect_right(self.starts, index) - 1
-        nbytes = sum(model.cost(memory) for memory in made)
-        unsaved = sum(model.cost(memory) for memory in made if memory not in self.saved)
-        later = max(self.forward[segment:] + self.peaks[segment + 1 :])
+    def _take(self, made: list[int], index: int) -> None:
+        """Keep these, if there is room."""
+        memories = [self.memories[number] for number in made]
+        nbytes = sum(memory.cost for memory in memories)
+        more = sum(memory.cost - memory.delivered * (memory.number in self.stretch.saved) for memory in memories)
+        here = bisect_right(self.ends, index) - 1
+        after = bisect_right(self.ends, min(memory.dies for memory in memories)) - 1
+        later = [peak + nbytes for peak in self.forward[after:] + self.peaks[here + 1 :]]
         if self.budget is not None:
-            if self.nbytes + nbytes > self.budget:
+            if sum(self.memories[number].cost for number in self.kept) + nbytes > self.budget:
                 return
-        elif max(self.peaks[segment] + unsaved, later + nbytes) > self.peak:
+        elif max([self.peaks[here] + more, *later]) > self.peak:
             return
-        self.nbytes += nbytes
         self.kept.update(made)
-        self.peaks[segment] += unsaved
-        self.peaks[segment + 1 :] = [each + nbytes for each in self.peaks[segment + 1 :]]
-        self.forward[segment:] = [each + nbytes for each in self.forward[segment:]]
+        self.peaks[here] += more
+        self.peaks[here + 1 :] = [peak + nbytes for peak in self.peaks[here + 1 :]]
+        self.forward[after:] = [peak + nbytes for peak in self.forward[after:]]
 
 
 _PER_BYTE = 10  # floating-point operations in the time in which a byte is written
 _CHEAP = 4  # as many bytes are written at most, for each byte of a value that is made again in each window
 _MOST_CANDIDATES = 64
-_SLACK = 32  # which part of the least peak may be given away for less recompute
+_MOST_ROUNDS = 4
+_SLACK = 1 / 32  # how much more than the least peak is spent on less recompute
+_SLACK_OF_PARTS = 1 / 8  # the same, within a window: what it keeps first is made by a replay, which should be short
 _FAR = 64  # steps, when the worth of one is found
 
 
@@ -522,34 +550,37 @@ class Plan:
         self.key: Any = None
         self.saved_bytes = 0  # of the run whose bytes the steps have
         self.kept: frozenset[Value] = frozenset()  # what a run should hold
+        self.copied: frozenset[Value] = frozenset()  # of that: as copies, because something writes there again
         self.complaint = ""
 
     def suits(self, run: Run) -> bool:
-        return run.placement is None or self.key == _key_of(run, _gradients_to_come(self.path, run)[0])
+        return run.placement is None or self.key == _key_of(run, _gradients(self.path, run)[1])
 
     def groups_for(self, run: Run) -> list[Group]:
         """What to give a run's holders: by what it holds."""
         if self.whole is None or run.held.keys() >= self.kept:
             return self.groups
+        if run.is_checked:  # whatever is computed is to be compared
+            return Plan(self.whole.path).groups
         return [self.whole]
 
 
-def _key_of(run: Run, missing: dict[int, int]) -> tuple[int, int]:
+def _key_of(run: Run, missing: Mapping[int, int]) -> tuple[int, int]:
     """What a plan goes by, beside the path: bytes of gradients that do not exist yet, and how large the run is."""
     return sum(missing.values()), run.saved_bytes.bit_length()
 
 
-def _gradients_to_come(path: Path, run: Run) -> tuple[dict[int, int], dict[int, int]]:
-    """Bytes of gradients that do not exist yet, by memory; and those of all parameters."""
+def _gradients(path: Path, run: Run) -> tuple[dict[int, int], dict[int, int]]:
+    """Bytes of gradients that do not exist yet, by memory; and those of all parameters that get some."""
     parameters: dict[int, int] = {}
     missing: dict[int, int] = {}
     for cell, held in run.held.items():
-        if type(held) is tuple:
-            memory, parameter = path.memory_of[cell], held[0]
-            parameters[memory] = parameter.nbytes
-            if parameter.requires_grad and parameter.grad is None:
-                missing[memory] = parameter.nbytes
-    return missing, parameters
+        if type(held) is tuple and held[0].requires_grad:
+            parameter = held[0]
+            parameters[path.memory_of[cell]] = parameter.nbytes
+            if parameter.grad is None:
+                missing[path.memory_of[cell]] = parameter.nbytes
+    return parameters, missing
 
 
 def plan_of(run: Run, old: Plan | None = None) -> Plan:
@@ -557,34 +588,38 @@ def plan_of(run: Run, old: Plan | None = None) -> Plan:
     path = Path(run)
     if run.placement is None or not path.slots:
         return Plan(path)
-    missing, parameters = _gradients_to_come(path, run)
-    if run.sees_gathering and path.cuts:  # where parameters are given back; no window may cross that
-        plan = Plan(path)
-        plan.key = _key_of(run, missing)
-        return plan
+    parameters, missing = _gradients(path, run)
     saved_bytes = run.saved_bytes if old is None else old.saved_bytes
-    alive = {path.memory_of[cell] for cell in run.alive} - {path.memory_of[cell] for cell in path.given}
-    model = Model(path, alive, parameters, missing, run.saved_bytes / max(1, saved_bytes))
-    budget = run.placement.budget
-    by_user = frozenset([path.memory_of[cell] for cell, _ in path.kept])
-    stretch = Stretch(model, range(len(path.slots)), by_user)
-    kept_by_user = run.kept_bytes
-    choice = choose(stretch, None if budget is None else max(0, budget - kept_by_user))
-    if choice.values or choice.cuts:
-        plan = Plan(path.placed(choice.values, choice.cuts))
-        plan.kept = frozenset(choice.values)
-        plan.whole = Group(path, [*range(len(path.slots))])
-        plan.whole.parts = plan.groups
-        if budget is not None:
-            held = frozenset(path.memory_of[cell] for cell, _ in plan.path.kept)
-            for group in plan.groups:
-                _split(group, model, held, max(budget, 1))
-    else:
-        plan = Plan(path)
+    plan, choice = Plan(path), Choice()
+    if not (run.sees_gathering and path.cuts):  # where parameters are given back; no window may cross that
+        alive = {path.memory_of[cell] for cell in run.alive} - {path.memory_of[cell] for cell in path.given}
+        facts = Facts(frozenset(alive), parameters, missing, run.saved_bytes / max(1, saved_bytes))
+        plan, choice = _planned(path, Model(path, facts), run)
     plan.key, plan.saved_bytes = _key_of(run, missing), saved_bytes
-    plan.peak = choice.peak + kept_by_user
+    plan.peak = choice.peak + run.kept_bytes
     plan.complaint = _complaint(run, choice)
     return plan
+
+
+def _planned(path: Path, model: Model, run: Run) -> tuple[Plan, Choice]:
+    """The plan with the least peak, and what it keeps."""
+    assert run.placement is not None
+    budget, slots = run.placement.budget, range(len(path.slots))
+    by_user = frozenset([path.memory_of[cell] for cell, _ in path.kept])
+    rest = None if budget is None else max(0, budget - run.kept_bytes)
+    choice = choose(Stretch(model, slots, by_user), rest)
+    if not choice.kept and not choice.cuts:
+        return Plan(path), choice
+    values = model.values(choice.kept)
+    plan = Plan(path.placed(values, choice.cuts))
+    plan.kept = frozenset(values)
+    plan.copied = frozenset(model.values([n for n in choice.kept if model.memories[n].copies]))
+    plan.whole = Group(path, [*slots])
+    plan.whole.parts = plan.groups
+    if budget is not None:
+        for group in plan.groups:
+            _split(group, model, by_user.union(choice.kept), max(budget, 1))
+    return plan, choice
 
 
 def _split(group: Group, model: Model, held: frozenset[int], budget: int) -> None:
@@ -596,41 +631,42 @@ def _split(group: Group, model: Model, held: frozenset[int], budget: int) -> Non
     if stretch.delivered <= budget:
         return
     choice = choose(stretch, budget)
-    if choice.values:
-        group.split(choice.values, choice.cuts)
+    if choice.kept:
+        group.split(model.values(choice.kept), choice.cuts)
         if max(len(part.slots) for part in group.parts) == len(group.slots):
             group.parts = []
         for part in group.parts:
-            _split(part, model, held | {model.path.memory_of[cell] for cell, _ in choice.values}, budget)
+            _split(part, model, held.union(choice.kept), budget)
 
 
 def _complaint(run: Run, choice: Choice) -> str:
     """What to say of a budget that is too small."""
     assert run.placement is not None
-    budget, least, why = run.placement.budget, run.kept_bytes, ""
+    budget, least = run.placement.budget, run.kept_bytes
     if budget is None:
         return ""
     if least > budget:
         why = "what `keep` and other policies keep in this block, or FSDP2 between modules, takes more than that"
-    elif choice.recomputes and choice.least is not None and budget < least + choice.least:
+    elif not least and choice.least is not None and budget < choice.least:
         why = "no room for a single checkpoint, so backward recomputes all of the block at once"
-        least += choice.least
-    return why and f"auto(budget={budget}): {why}. The smallest budget possible is {least} bytes."
+        least = choice.least
+    else:
+        return ""
+    return f"auto(budget={budget}): {why}. The smallest budget possible is {least} bytes."
 
 
 def attach(plan: Plan, old: Plan | None) -> None:
     """From here on runs hold what the plan keeps, as soon as it is there."""
     path, before = plan.path, frozenset() if old is None else old.kept
-    new: dict[int, list[tuple[Value, bool]]] = defaultdict(list)
+    new: dict[int, list[tuple[Value, bool, bool]]] = defaultdict(list)
     counted: set[int] = set()
     for value in sorted(plan.kept):
         memory = path.memory_of[value[0]]
-        new[path.there_after(value)].append((value, memory not in counted))
+        new[path.there_after(value)].append((value, memory not in counted, value in plan.copied))
         counted.add(memory)
     for step in path.steps:
         mine = new.get(step.index, [])
         if mine or (before and step.keeps):
-            taken = {value for value, _ in mine}
-            others = [each for each in step.keeps if each[0] not in taken and each[0] not in before]
-            step.keeps = (*others, *mine)
+            taken = before.union([value for value, *_ in mine])
+            step.keeps = (*(each for each in step.keeps if each[0] not in taken), *mine)
             step.is_special = step.is_special or bool(step.keeps)

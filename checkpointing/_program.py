@@ -44,7 +44,19 @@ class Known:
 class First:
     """An argument that is not known yet, or not as it is now: it takes a new cell."""
 
-    __slots__ = ("cell", "copies", "hides", "holds", "is_lent", "is_parameter", "memory", "name", "shares", "was")
+    __slots__ = (
+        "cell",
+        "copies",
+        "hides",
+        "holds",
+        "is_lent",
+        "is_parameter",
+        "memory",
+        "name",
+        "requires_grad",
+        "shares",
+        "was",
+    )
 
     def __init__(self, cell: int, was: int | None, shares: int, memory: int) -> None:
         self.cell = cell
@@ -55,6 +67,7 @@ class First:
         self.copies = False  # whether that must be a copy, because the memory will be written again
         self.is_parameter = False
         self.is_lent = False  # a gathered parameter
+        self.requires_grad = False
         self.hides = False  # whether it must not be saved by what encloses the block
         self.name: Any = None  # the operator that read it; None: autograd has saved it
 
@@ -101,13 +114,14 @@ class Like:
 class Slot:
     """A tensor that autograd saved at this place of the program."""
 
-    __slots__ = ("cell", "counts", "first", "is_held", "is_read", "joins", "version")
+    __slots__ = ("cell", "counts", "first", "is_held", "is_read", "joins", "nbytes", "version")
 
     def __init__(self, cell: int, version: int, first: First | None) -> None:
         self.is_held = False  # whether a recompute starts from it, so that there is nothing to compute
         self.is_read = False  # whether a region inside takes it, rather than an operator
         self.joins = False  # whether it is another part of the tensor that the slot before belongs to
         self.counts = False  # whether autograd saved something of this memory for the first time
+        self.nbytes = 0  # of the tensor
         self.cell = cell
         self.version = version
         self.first = first
@@ -131,6 +145,7 @@ class Step:
         "flops",
         "freezes",
         "func",
+        "gone",
         "grad_mode",
         "holds",
         "index",
@@ -142,7 +157,6 @@ class Step:
         "keeps",
         "kwargs",
         "likes",
-        "live",
         "memories",
         "named",
         "next",
@@ -153,6 +167,7 @@ class Step:
         "run",
         "saves",
         "sizes",
+        "spares",
         "states",
         "targets",
         "writes",
@@ -174,6 +189,7 @@ class Step:
         self.first_cell = 0  # of its results
         self.reads: tuple[Value, ...] = ()
         self.writes: tuple[int, ...] = ()  # memories that a replay writes, too
+        self.spares: frozenset[int] = frozenset()  # cells on these memories that it does not write to
         self.targets: tuple[int, ...] = ()  # cells on memory from outside that it writes
         self.freezes: tuple[int, ...] = ()  # held cells on memory that it is about to write
         self.firsts: tuple[First, ...] = ()  # in the order of their cells
@@ -183,14 +199,13 @@ class Step:
         self.is_view = False
         self.draws = False  # random numbers, perhaps
         self.is_quick_draw = False  # from the generator of the device of the first argument
-        self.keeps: tuple[
-            tuple[Value, bool], ...
-        ] = ()  # values there after it that plans keep; whether their bytes count
+        # Values there after it that plans keep; whether their bytes count, and whether they are copied.
+        self.keeps: tuple[tuple[Value, bool, bool], ...] = ()
         self.is_special = False  # anything but an operator that reads tensors and returns new ones
         # What recording knows after it, beside what it knew before:
         self.memories: tuple[tuple[int, int], ...] = ()  # the memory of each new cell
         self.sizes: tuple[tuple[int, int], ...] = ()  # of memories that it made, in bytes; those of the recorded run
-        self.live = 0  # bytes that somebody held after it, in the recorded run
+        self.gone: tuple[int, ...] = ()  # memories that nobody held any more when it had run, in the recorded run
         self.flops = 0.0  # floating-point operations, as far as torch counts them
         self.states: tuple[tuple[int, str], ...] = ()  # of memories that have another one now
         self.saves: list[Slot] = []  # what autograd saved after it, before the next one
@@ -205,7 +220,7 @@ class Program:
     def __init__(self) -> None:
         self.root = Step(None, None)
         self.size = 0
-        self.expected: frozenset[Value] = frozenset()  # what the last run should have held for its plan
+        self.expected: Any = None  # the plan of the last run
         self.writer: Any = None  # a weak reference to the run that may change the tree
 
     def is_written_by(self, run: Any) -> bool:

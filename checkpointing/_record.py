@@ -37,7 +37,7 @@ from ._held import Aliased, Held, hold, note_written
 from ._offload import Destination, Mover
 from ._ops import INFOS, Info, generators_of, tensors_of
 from ._program import NOT_WRITTEN, Filling, First, Known, Like, Parts, Program, Slot, Step, Thing, Value
-from ._region import Region, aside, thread
+from ._region import Region, aside, thread, without_recording
 
 # What to do with a value: False to recompute it, True to keep it, or where it is kept.
 Answer = bool | Destination
@@ -140,7 +140,6 @@ class Run(TorchDispatchMode, Region):
         self.stocks: dict[int, Any] = {}  # by slot: what a backward inside the block starts from
         self.saved = 0  # how many tensors autograd has saved since the last step
         self.saved_bytes = self.kept_bytes = self.planned_bytes = 0
-        self._planned: dict[Value, int] = {}  # bytes of what is held for a plan
         self._pending: list[tuple[Any, Any]] = []  # written just now, and to be kept
         self._recorder: _Recorder | None = None  # while something is recorded
         self._shared: dict[int, int] = {}  # by storage: the first cell from outside there
@@ -597,7 +596,8 @@ class Run(TorchDispatchMode, Region):
         formula = None if self.placement is None else _torch.flop_formula(func)
         if formula is not None:
             step.flops = formula(args, kwargs, result)
-        step.live = 0 if self.placement is None else recorder.live_bytes()
+        if self.placement is not None:
+            step.gone = recorder.gone()
         self.program.add(step)
         return result
 
@@ -697,28 +697,32 @@ class Run(TorchDispatchMode, Region):
                 self._obey(answer, tensor)
 
     def _keep_planned(self, step: Step) -> None:
-        """Hold what plans keep after this step."""
+        """Hold what plans keep after this step: that of the last run, until this one goes another way."""
+        plan = self.program.expected
+        is_expected = plan is not None and plan.path.steps[step.index : step.index + 1] == [step]
         for each in step.keeps:
+            if is_expected and each[0] not in plan.kept:
+                continue
             if step.writes:  # when the operator has returned, which has still to count versions up
                 self._pending.append((PLANNED, each))
             else:
                 self._hold_planned(*each)
 
-    def _hold_planned(self, value: Value, counts: bool) -> None:
+    def _hold_planned(self, value: Value, counts: bool, copies: bool) -> None:
         tensor = self.cells[value[0]]()
         if tensor is None:
             return
         assert self.placement is not None
         budget, place = self.placement
-        nbytes = tensor.untyped_storage().nbytes() if counts and _has_storage(tensor) else 0
+        nbytes = 0
+        if copies:
+            nbytes = tensor.nbytes
+        elif counts and _has_storage(tensor):
+            nbytes = tensor.untyped_storage().nbytes()
         if budget is not None and self.planned_bytes + self.kept_bytes + nbytes > budget:
-            expected = self.program.expected
-            for other in [key for key in self.held if type(key) is tuple and key not in expected]:
-                self.planned_bytes -= self._planned.pop(other)
-                del self.held[other]
-            if value not in expected or self.planned_bytes + self.kept_bytes + nbytes > budget:
-                return
-        self._planned[value] = nbytes
+            return
+        if copies:
+            tensor = without_recording(_torch.copy, tensor)
         mover = None if place is None else self._mover(place)
         hooks = self.hooks if mover is None or not mover.takes(tensor) else mover
         self._hold_as(value, tensor, hooks, "a kept tensor")
@@ -875,6 +879,8 @@ class _Recorder:
         self._born: list[float] = []  # by cell: after which step; the halves are what was saved after a step
         self._state: dict[int, str] = {}  # by memory
         self._written: dict[int, int] = {}  # by memory: the last step that wrote to it
+        self._writers: dict[int, list[Step]] = defaultdict(list)  # by memory
+        self._layouts: list[Any] = []  # by cell: its type, and how it lies in memory
         self._again: set[int] = set()  # memory from outside that the block writes
         self._lost: set[int] = set()  # cells that steps have filled which are not replayed
         self._held: set[int] = set()  # cells that are held, and views of them
@@ -921,8 +927,11 @@ class _Recorder:
         if step.info is not None and step.info.gathers:
             self._lent.update([memory for memory, _ in step.states])
         self._sizes.update(step.sizes)
+        for memory in step.gone:
+            self._sizes.pop(memory, None)
         for memory in step.writes:
             self._written[memory] = step.index
+            self._writers[memory].append(step)
             self._held_on.pop(memory, None)
             if self._state[memory] is OUTSIDE:
                 self._again.add(memory)
@@ -940,6 +949,7 @@ class _Recorder:
                 if memory not in self._parameters:
                     self._state[memory] = OUTSIDE
                     self._written[memory] = step.index
+                    self._writers[memory].append(step)
                     self._held_on.pop(memory, None)
 
     def _add_slot(self, slot: Slot, index: int) -> None:
@@ -953,6 +963,7 @@ class _Recorder:
         self._born.append(born)
         self._cells_on[memory].append(cell)
         tensor = self._tensor_in(cell)
+        self._layouts.append((None, None) if tensor is None else (tensor.dtype, _torch.layout_of(tensor)))
         if tensor is not None and is_name:
             self._names[id(tensor)] = cell
             if _has_storage(tensor):
@@ -980,7 +991,15 @@ class _Recorder:
         return memory
 
     def _value(self, cell: int) -> Value:
-        return cell, self._written.get(self.memory_of[cell], NOT_WRITTEN)
+        """What is in a cell: as the last step left it that wrote there, rather than to another part of its memory."""
+        writers = self._writers[self.memory_of[cell]]
+        return cell, next((step.index for step in reversed(writers) if cell not in step.spares), NOT_WRITTEN)
+
+    def _spared(self, cell: int) -> frozenset[int]:
+        """The cells on its memory that a write to this one leaves alone."""
+        (kind, layout), others = self._layouts[cell], self._cells_on[self.memory_of[cell]]
+        layouts = {other: self._layouts[other] for other in others}
+        return frozenset([n for n, (its, lies) in layouts.items() if its is kind and _torch.lie_apart(layout, lies)])
 
     def _is_there(self, cell: int) -> bool:
         """Whether a replay can come by what is in a cell now."""
@@ -1005,6 +1024,7 @@ class _Recorder:
                 memory = self.memory_of[shares]
         first = First(cell, was, shares, memory)
         first.is_parameter = is_parameter(root_of(tensor))
+        first.requires_grad = tensor.requires_grad
         if memory in self._lent:
             first.is_lent = first.is_parameter = True
         elif first.is_parameter and shares == cell and self._memory_at(tensor) is not None:
@@ -1179,8 +1199,8 @@ class _Recorder:
             template: Any = self._read_tensor(tensor, step.func, copies=True)
         else:
             template = self._name(tensor)
-            if not is_outside:
-                self._reads.append(self._value(template.cell))
+            if not is_outside:  # after whoever wrote to its memory before, also to another part
+                self._reads.append((template.cell, self._written.get(self.memory_of[template.cell], NOT_WRITTEN)))
         if is_outside:
             step.targets += (template.cell,)
         memory = self.memory_of[template.cell]
@@ -1200,6 +1220,8 @@ class _Recorder:
             step.states += ((memory, UNFILLED),)
         elif step.effect and state is not OUTSIDE:
             step.states += ((memory, OUTSIDE),)
+        if len(info.targets) == 1:
+            step.spares = self._spared(template.cell)
         if memory not in step.writes:
             step.writes += (memory,)
             step.freezes += tuple(self._held_on[memory])
@@ -1240,12 +1262,12 @@ class _Recorder:
         self._add_results(step)
         self.met = []
 
-    def live_bytes(self) -> int:
-        """Bytes of what recorded operators have made and somebody still holds."""
-        for memory in [*self._sizes]:
-            if all(self._tensor_in(cell) is None for cell in self._cells_on[memory]):
-                del self._sizes[memory]
-        return sum(self._sizes.values())
+    def gone(self) -> tuple[int, ...]:
+        """Memories of recorded operators that nobody holds any more."""
+        gone = [m for m in self._sizes if all(self._tensor_in(cell) is None for cell in self._cells_on[m])]
+        for memory in gone:
+            del self._sizes[memory]
+        return tuple(gone)
 
     def event(self, event: str, args: tuple[Any, ...]) -> Step:
         """What else has happened."""
@@ -1289,6 +1311,7 @@ class _Recorder:
             slot = Slot(first.cell, NOT_WRITTEN, first)
         memory = self.memory_of[slot.cell]
         slot.is_held = slot.cell in self._starts
+        slot.nbytes = tensor.nbytes if _has_storage(tensor) else 0
         if memory not in self._saved and memory not in self._parameters:
             self._saved.add(memory)
             slot.counts = True

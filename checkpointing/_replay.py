@@ -100,7 +100,7 @@ class Replay(Source):
             plan = run.step.plan = plan_of(run, old)
             if not run.is_alone:
                 attach(plan, old)
-        run.program.expected = plan.kept
+        run.program.expected = plan
         return plan  # type: ignore[no-any-return]
 
     def _stock_of(self, holder: Holder, frame: Frame) -> Stock:

@@ -524,6 +524,30 @@ def lay_as(tensor: Tensor, base: Tensor) -> Tensor:
     return lay(base, tensor.shape, tensor.stride(), int(tensor.storage_offset()), tensor.dtype, _bits_of(tensor))
 
 
+def are_of_checkpoint(hooks: Hooks) -> bool:
+    """Whether these hooks are those of torch's checkpoint, or of its recompute, which count what is saved."""
+    return getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint"
+
+
+def lie_apart(one: Layout | None, other: Layout | None) -> bool:
+    """Whether two tensors of one type and on one storage share no element: ranges, or columns of one matrix."""
+    if one is None or other is None:
+        return False
+    (first, second) = sorted([one, other], key=lambda layout: layout[2])
+    if first[2] + _length(first) <= second[2]:
+        return True
+    row = max(one[1], default=0)
+    if one[1] != other[1] or not row:
+        return False
+    spans = []
+    for size, stride, offset in (first, second):
+        columns = [(n, step) for n, step in zip(size, stride, strict=True) if step < row]
+        length = 1 + sum(step * (n - 1) for n, step in columns)
+        spans.append((offset % row, offset % row + length))
+    (start, end), (other_start, other_end) = sorted(spans)
+    return end <= other_start and other_end <= row
+
+
 def lies_in(tensor: Tensor, other: Tensor) -> bool:
     """Whether all of a tensor lies on memory of another one of its type."""
     mine, others = layout_of(tensor), layout_of(other)

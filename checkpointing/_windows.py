@@ -41,6 +41,7 @@ class Path:
         self._maker: dict[int, int] = {}
         self.given: set[int] = set()
         self.parameters: set[int] = set()
+        self.differentiable: set[int] = set()  # memories from outside
         for step, saves in with_saves(run):
             for first in step.firsts:
                 self._add_first(first)
@@ -62,6 +63,8 @@ class Path:
 
     def _add_first(self, first: First) -> None:
         self.memory_of[first.cell] = first.memory
+        if first.requires_grad:
+            self.differentiable.add(first.memory)
         if first.holds:
             self.given.add(first.cell)
             if first.is_parameter:
@@ -272,7 +275,10 @@ class Window:
         self.order, starts = path.slice_of(values)
         steps = [path.steps[index] for index in self.order]
         self.counted = sum(not step.is_view and step.event is None for step in steps)
-        self.written = {memory: step.index for step in steps for memory in step.writes}  # by memory: the last write
+        self.written: dict[int, list[Step]] = defaultdict(list)  # by memory
+        for step in steps:
+            for memory in step.writes:
+                self.written[memory].append(step)
         self.table: list[Any] = []
         self.place_of: dict[int, int] = {}  # by cell
         self.starts = [(self._place(cell), source, path.memory_of[cell]) for cell, source in starts.items()]
@@ -333,8 +339,8 @@ class Window:
     def _wanted(self, number: int) -> tuple[int, int, bool]:
         """A slot, its place, and whether it must be copied because a later step writes to its memory."""
         slot = self._targets[number]
-        is_written = self.written.get(self.path.memory_of[slot.cell], NOT_WRITTEN) > slot.version
-        return number, self.place_of[slot.cell], is_written
+        later = [step for step in self.written.get(self.path.memory_of[slot.cell], ()) if step.index > slot.version]
+        return number, self.place_of[slot.cell], any(slot.cell not in step.spares for step in later)
 
     def _find_wanted(self, starts: dict[int, int]) -> None:
         at = {instruction.index: instruction for instruction in self.instructions}

@@ -148,8 +148,9 @@ def test_what_one_cheap_operator_makes_from_an_input_is_not_kept():
         return (y * mask).sum()
 
     want = bits(torch.autograd.grad(run(), x)[0])
-    with checkpoint_scope(policy=auto()) as scope:
-        loss = run()
+    for _ in range(2):  # from the second time on the program is known
+        with checkpoint_scope(policy=auto()) as scope:
+            loss = run()
     assert 0 < scope.stats.bytes_kept <= lengths.nbytes * len(scope.stats.cuts)
     assert count(loss.backward)["tanh"] <= 30
     assert bits(x.grad) == want
@@ -167,8 +168,9 @@ def test_the_last_stretch_is_not_made_again():
         return torch.log_softmax(y @ head, 1)[:, 0].sum()
 
     for policy in (auto(), auto(budget=2**18)):
-        with checkpoint_scope(policy=policy) as scope:
-            loss = run()
+        for _ in range(2):  # from the second time on the program is known
+            with checkpoint_scope(policy=policy) as scope:
+                loss = run()
         assert scope.stats.cuts
         ran = count(loss.backward)
         assert ran["mm"] == 2  # those of backward itself
@@ -421,7 +423,7 @@ def test_a_budget_is_never_exceeded(name):
         products.append(sum(n for op, n in ran.items() if op in ("addmm", "mm", "convolution", "bmm")))
     for less, more in zip(products[1:], products, strict=False):  # the dear ones are repeated less and less
         assert less <= more + 1
-    assert end.ops_replayed <= 1  # with the budget that plain needs, nothing is, but for what only cuts keep
+    assert end.ops_replayed <= 2  # with the budget that plain needs, nothing is, but for the zeros of a first state
 
 
 def test_what_is_kept_by_hand_may_exceed_the_budget_but_not_silently():
