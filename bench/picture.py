@@ -51,8 +51,8 @@ def draw(file: str, arguments: Sequence[str] = ()) -> None:
 
     def measured(way: job.Way) -> job.Step:
         run = job.Run(way, options)
-        _, step = [run.measured(text) for _ in range(2)]  # `auto()` makes its plan in the first step
-        return step
+        steps = [run.measured(text) for _ in range(2)]
+        return steps[-1]  # `auto()` makes its plan in the first one
 
     def cost(step: job.Step) -> tuple[float, float]:
         return step.memory()[1] / job.MIB, step.recomputed(plain)
