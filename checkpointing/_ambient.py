@@ -1,34 +1,36 @@
-"""State outside the arguments that a rerun needs: captured at forward, entered at recompute where it differs.
+"""State outside the arguments that a rerun needs: captured in the forward, entered in the
+recompute.
 
-Capture is a handful of getters, because every region pays for it; restoring may take longer, because it happens only
-where something has changed in between (rule 7). Random number generators are forked: the rerun draws the numbers
-that the forward drew, and the stream goes on afterwards where it was.
+Every region pays for the capture, so it is a handful of getters. The recompute enters only the
+state that differs from the present one, and puts that back at its end (rule 7). A random generator
+is forked: the rerun draws the numbers of the forward, and the stream then goes on where it was.
 
-What no one can see from here (a tracker of random states, scales of FP8 casts) its owner registers: `register_state`.
+The owner of other state (a tracker of random states, the scales of FP8 casts) registers it with
+`register_state`.
 
-Rejected: entering `autocast`, `fork_rng`, ... context managers unconditionally (torch): most of a region's overhead.
+Rejected: entering `autocast`, `fork_rng` and other context managers in every recompute, as torch
+does. They would be most of a region's overhead.
 """
 
 from __future__ import annotations
 
 import contextvars
 import importlib
-import operator
 import random
 import weakref
 from collections.abc import Callable, Iterable
-from copy import copy
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from . import _torch
+from ._tree import put_together, take_apart
 
 S = TypeVar("S")
 
-
-Undo = list[tuple[Callable[[Any], object], Any]]  # functions that put something back, with what they put back
+Undo = list[tuple[Callable[[Any], object], Any]]  # functions that put a state back, with the state
+_Stream = tuple[Callable[[Any], Any], Callable[[], Any]]  # setter and getter
 
 
 class Generators:
@@ -43,16 +45,14 @@ class Generators:
         generators: Iterable[torch.Generator] = (),
         python: bool = False,
     ) -> None:
-        """The CPU's default generator if `cpu`, those of `devices`, and `generators` themselves; with `python` those
-        that are no torch's: of the `random` module and of NumPy."""
+        """The default generators of the CPU (if `cpu`) and of `devices`, and `generators`. With
+        `python` also those of the `random` module and of NumPy."""
         streams: list[_Stream] = [(_torch.set_cpu_state, _torch.get_cpu_state)] if cpu else []
-        for device in devices:
-            streams.append(_device_stream(device))
-        for generator in generators:
-            streams.append((generator.set_state, generator.get_state))
-        self._python = python
+        streams += [_device_stream(device) for device in devices]
+        streams += [(generator.set_state, generator.get_state) for generator in generators]
         if python:
             streams += _python_streams()
+        self._python = python
         self._streams = [(setter, getter, getter()) for setter, getter in streams]
 
     @property
@@ -64,12 +64,15 @@ class Generators:
         return sum(state.nbytes for state in self.states)
 
     def have_moved(self) -> bool:
-        """Whether somebody has drawn from one of them since; of those that are no torch's nobody asks."""
-        return self._python or any(not torch.equal(state, getter()) for _, getter, state in self._streams)
+        """Whether one of them has been used since; with Python's and NumPy's among them always
+        True."""
+        return self._python or any(
+            not torch.equal(state, getter()) for _, getter, state in self._streams
+        )
 
     def enter(self, now: Undo) -> Undo:
-        """Go back to this moment. What `leave` needs to put the present states back is added to `now`, unless it is
-        there from before."""
+        """Go back to this moment. Adds to `now` the present states, for `leave`; a generator that
+        is in it already keeps its older state."""
         known = [setter for setter, _ in now]
         now += [(setter, getter()) for setter, getter, _ in self._streams if setter not in known]
         for setter, _, state in self._streams:
@@ -80,9 +83,6 @@ class Generators:
     def leave(now: Undo) -> None:
         for setter, state in reversed(now):
             setter(state)
-
-
-_Stream = tuple[Callable[[Any], Any], Callable[[], Any]]  # setter and getter
 
 
 def _python_streams() -> list[_Stream]:
@@ -113,7 +113,8 @@ def has_rng(device: torch.device) -> bool:
 
 
 class StateHandle:
-    """What `register_state` returns: `remove()` ends the registration, and so does leaving it as a context manager."""
+    """A registration by `register_state`. `remove()` ends it, and so does the end of its `with`
+    block."""
 
     __slots__ = ("_restore", "_snapshot")
 
@@ -122,7 +123,8 @@ class StateHandle:
         self._restore = restore
 
     def remove(self) -> None:
-        """Take no more snapshots. Regions that have one still restore it. Removing twice does nothing."""
+        """Take no more snapshots. Regions that have one still restore it. Removing twice does
+        nothing."""
         _registered.pop(self, None)
 
     def __enter__(self) -> StateHandle:
@@ -140,28 +142,28 @@ class StateHandle:
             self._restore(state)
 
 
-_registered: dict[StateHandle, None] = {}  # in their order; what is done with it takes one step, and no lock
+_registered: dict[StateHandle, None] = {}  # in their order; each access is atomic and needs no lock
 
 
 def register_state(snapshot: Callable[[], S], restore: Callable[[S], object]) -> StateHandle:
-    """Let recompute see state of yours that no argument shows: a tracker of random states, scales of FP8 casts, ...
+    """Give recomputes a state that is not an argument, such as the scales of FP8 casts.
 
-    From now on, in every thread: when a region that recomputes by calling its function again (rerun, reentrant) is
-    entered, `snapshot()` is called, and before each of its recomputes `restore(state)` with what it returned. After the
-    recompute the state of now, of which `snapshot()` is asked just before, is restored in the same way, also when the
-    recompute fails. Replay runs no Python again: it needs none of this.
+    From now on, in every thread, a region that calls its function again (rerun, reentrant) calls
+    `snapshot()` when it is entered, and `restore(state)` with the result before each recompute.
+    After the recompute, even a failed one, the present state is restored in the same way. Replay
+    runs no Python again and needs no such state.
 
     Args:
-        snapshot: returns the present state; a copy, not something that changes later. Called with grad mode off.
-        restore: puts a state back that `snapshot` has returned. It may be called with one state several times, and
-            must not change it. Called with grad mode off, in the thread in which backward runs.
+        snapshot: returns a copy of the present state. Called with grad mode off.
+        restore: puts back a state from `snapshot`, possibly several times, and must not change it.
+            Called with grad mode off, in the thread in which backward runs.
 
     Returns:
-        A handle whose `remove()` ends it, like those of torch's hooks; also a context manager that removes it at its
-        end. Regions that were entered before keep their snapshot and still restore it.
+        A handle whose `remove()` ends the registration, also usable as a context manager. Regions
+        that were entered before keep their snapshot and still restore it.
 
     Raises:
-        TypeError: if one of the two can't be called.
+        TypeError: if one of the two is not callable.
 
     >>> import torch
     >>> from checkpointing import checkpointed, register_state
@@ -189,35 +191,36 @@ _autocast_is_on = _torch.autocast_is_on_somewhere
 
 
 class Ambient:
-    """Everything but random state: autocast, function modes, switches, context variables, state of the user's."""
+    """All state but the random one: autocast, function modes, switches, context variables, and the
+    registered states."""
 
     __slots__ = ("_autocast", "_collections", "_context", "_modes", "_states", "_switches")
 
     def __init__(self) -> None:
         self._context = context = contextvars.copy_context()
-        # What code collects in them is collected once: a recompute gets copies.
-        self._collections = [v for v, value in context.items() if issubclass(type(value), _COLLECTIONS)]
-        for variable in self._collections:
-            context.run(variable.set, copied(context[variable]))
+        # The function may collect something in them, once: each recompute gets copies.
+        collections = [v for v, value in context.items() if isinstance(value, _COLLECTIONS)]
+        self._collections = [(v, take_apart(context[v], _saved)) for v in collections]
+        for variable in collections:
+            context.run(variable.set, None)  # its tensors are not kept alive for a recompute
         self._switches = read_switches()
         self._modes = _torch.function_modes() if _function_mode_count() else None
         self._autocast = _read_autocast() if _autocast_is_on() else None
         self._states = [handle.capture() for handle in [*_registered]] if _registered else ()
 
     def enter(self, undo: Undo) -> contextvars.Context:
-        """Put back what differs; `undo` is given the way out, the last first. Returns the context to run in: a copy,
-        because one can't be entered twice, and recomputes nest."""
+        """Enter the states that differ; `undo` gets the way back. Returns the context to run in: a
+        copy, because recomputes nest and a context can't be entered twice."""
         context = self._context.copy()
-        if self._collections:
-            for variable in self._collections:
-                context.run(variable.set, copied(context[variable]))
+        for variable, saved in self._collections:
+            context.run(variable.set, put_together(saved, _restored))
         if read_switches() != self._switches:
             enter_switches(self._switches, undo)
         if self._modes is not None or _function_mode_count():
             modes = _torch.function_modes()
             undo.append((_torch.set_function_modes, modes))
             _torch.set_function_modes(self._modes or [])
-        if _is_inference():  # around the backward; a region is never entered in it
+        if _is_inference():  # backward runs in it; a region is never entered in it
             mode = torch.inference_mode(False)
             mode.__enter__()
             undo.append((lambda mode: mode.__exit__(None, None, None), mode))
@@ -225,8 +228,9 @@ class Ambient:
         if is_on or self._autocast is not None:
             undo.append((_write_autocast, _read_autocast()))
             _write_autocast(self._autocast)
-            # Casts of weights are cached. The rerun neither sees casts made elsewhere nor leaves its own behind, ...
-            if is_on:  # ... nor drops those that the code around the backward will want again.
+            # autocast caches casts of weights. The rerun must neither use casts made elsewhere nor
+            # leave its own behind. With autocast on around the backward, those there must stay.
+            if is_on:
                 torch.set_autocast_cache_enabled(False)
             else:
                 torch.clear_autocast_cache()
@@ -241,34 +245,24 @@ _COLLECTIONS = (list, dict, set, tuple)
 
 
 class _Weak(weakref.ref[Tensor]):
-    """Stands for a tensor in a copy."""
+    """Stands for a tensor that earlier layers have collected; a recompute finds it or None."""
 
 
-def copied(value: Any, met: dict[int, Any] | None = None) -> Any:
-    """Lists, dicts and sets as copies, at any depth. Tensors of a graph in lists and dicts, such as those that earlier
-    layers have left there, are not kept alive for a recompute: a copy holds them weakly, a copy of that has them or
-    None."""
-    met = {} if met is None else met
-    if id(value) in met:
-        return met[id(value)]
-    if isinstance(value, tuple):
-        parts = [copied(part, met) if isinstance(part, _COLLECTIONS) else part for part in value]
-        same = all(map(operator.is_, parts, value))
-        return value if same else tuple.__new__(type(value), parts)
-    new = met[id(value)] = copy(value)
-    if isinstance(new, list | dict):
-        for key, part in new.items() if isinstance(new, dict) else enumerate(new):
-            if isinstance(part, _COLLECTIONS):
-                new[key] = copied(part, met)
-            elif type(part) is _Weak:
-                new[key] = part()
-            elif isinstance(part, Tensor) and part.grad_fn is not None:
-                new[key] = _Weak(part)
-    return new
+def _saved(part: Any, _: object) -> Any:
+    if isinstance(part, Tensor) and part.grad_fn is not None:
+        return _Weak(part)
+    return {*part} if type(part) is set else part
+
+
+def _restored(part: Any) -> Any:
+    if type(part) is _Weak:
+        return part()
+    return {*part} if type(part) is set else part
 
 
 def undo_all(undo: Undo) -> None:
-    """Call these functions with their arguments, the last first; one that fails does not keep the others from it."""
+    """Call these functions with their states, the last first. After one that fails, the others
+    follow."""
     try:
         while undo:
             function, argument = undo.pop()
@@ -290,7 +284,7 @@ def read_switches() -> list[Any]:
 
 
 def enter_switches(values: list[Any], undo: Undo) -> None:
-    """Write them where they differ; `undo` is given the way back."""
+    """Write the switches that differ; `undo` gets the way back."""
     present = read_switches()
     if present != values:
         undo += [(_torch.set_precisions, _torch.precisions()), (_write_switches, present)]
@@ -305,7 +299,8 @@ def _write_switches(values: list[Any]) -> None:
 
 def _read_autocast() -> tuple[bool, _Autocast]:
     return torch.is_autocast_cache_enabled(), [
-        (t, torch.is_autocast_enabled(t), torch.get_autocast_dtype(t)) for t in _torch.autocast_device_types()
+        (t, torch.is_autocast_enabled(t), torch.get_autocast_dtype(t))
+        for t in _torch.autocast_device_types()
     ]
 
 

@@ -29,7 +29,7 @@ from ._program import program_of
 from ._record import Run
 from ._region import thread
 from ._replay import Replay as Follow
-from ._report import Report, Reported, Stats, collect, measure, note, record_of
+from ._report import Report, Reported, Stats, measure, note, report_of
 from ._rerun import PreserveRngState, Rerun, call_within
 from ._where import Line, entered_from, stack_of_user, warn
 
@@ -487,7 +487,7 @@ class _Block:
         return measure(self.frame)
 
     def report(self) -> Report:
-        return collect(record_of(self.frame).and_inner())
+        return report_of([self.frame])
 
 
 def _explain(source: Follow, recompute: list[tuple[str, str]], error: errors.CheckpointError) -> None:

@@ -134,7 +134,7 @@ class _Stop(BaseException):
 class Frame:
     """One region: its holders, its source, and what has been recomputed for which graph task."""
 
-    record: Any = None  # if somebody wants a report: what is told of it, and runs its recomputes
+    record: list[Any] | None = None  # if somebody wants a report: the tensors that are saved
     complete = False  # backward may run before the region has ended (rule 6)
     on_error: Callable[[errors.CheckpointError], None] | None = None
     prefix: str | None = None  # how messages begin where other code matches on it; torch's functions set it
@@ -226,11 +226,11 @@ class Frame:
                 if slot in ready and group is not None and self.prefix:  # its functions refuse what torch's refuse
                     raise errors.overlapping(self)
                 request = Recompute(self, task, holder)
-                if self.record is None and not profiles():
+                if not profiles():
                     request.run()
                 else:
                     with _torch.profiled_range(f"recompute:{self.name}"):
-                        (Recompute.run if self.record is None else self.record.watch)(request)
+                        request.run()
                 tensor = ready[slot]
                 assert tensor is not None  # `run` raises if it can't deliver
                 if len(ready) > 1 or task.memory is not None or group is not None:

@@ -428,15 +428,14 @@ def test_a_recompute_has_the_precisions_of_the_forward_and_leaves_every_one_as_i
 
 
 def test_collections_in_context_variables_of_any_kind():
-    """Cycles, named tuples and weak references of the user's are in the copy what they are."""
+    """Named tuples and weak references of the user's are in the copy what they are."""
     Pair = collections.namedtuple("Pair", "items layer")
     layer, x = torch.nn.Linear(2, 2), torch.ones(2, requires_grad=True)
     held = {"pair": Pair([], weakref.ref(layer))}
-    held["self"] = held
     variable = contextvars.ContextVar("held", default=None)
 
     def fn(x):
-        found = variable.get()["self"]
+        found = variable.get()
         found["pair"].items.append(1)
         return found["pair"].layer()(x).square() * len(found["pair"].items)
 

@@ -1,7 +1,6 @@
 """Reports: what autograd would have held, what is held, what was replayed, by region and by tensor."""
 
 import gc
-import json
 import sys
 import weakref
 
@@ -85,25 +84,19 @@ def test_a_loss_tells_of_each_region_what_it_saves_and_holds(backend, noted):
         assert [(t.kind, t.nbytes, t.shape, t.dtype) for t in region.held] == [("input", N, (1024,), torch.float32)]
         assert [t.kind for t in region.saved] == ["saved"] * 3 * noted
         assert "test_report.py:" in region.line
-        assert (region.recomputes, region.seconds) == (
-            (0, 0.0) if noted else (0 if backend == "replay" else None, None)
-        )
+        assert region.replays == (0 if backend == "replay" else None)
     assert first.held[0].operator == ("args[0]" if backend == "rerun" else "aten.sin.default")
 
 
 @DOORS
-def test_after_backward_nothing_is_held_and_the_record_is_still_there(backend):
-    """What was recomputed, how often, how long; the graph has freed the rest. Without report=True nothing is left."""
-    for noted in (True, False):
-        loss = checkpointed(chain, backend=backend, report=noted)(leaf() * 2).sum()
-        loss.backward(retain_graph=True)
-        loss.backward()
-        regions = report(loss).regions
-        assert len(regions) == noted
-        for region in regions:
-            assert (region.bytes_saved, region.bytes_held, region.recomputes) == (3 * N, 0, 2)
-            assert region.operators == (None if backend == "rerun" else 6)
-            assert region.seconds > 0
+def test_backward_frees_the_regions_of_a_graph(backend):
+    """A report of the loss finds them as long as the graph is retained."""
+    loss = checkpointed(chain, backend=backend, report=True)(leaf() * 2).sum()
+    loss.backward(retain_graph=True)
+    (region,) = report(loss).regions
+    assert (region.bytes_saved, region.replays) == (3 * N, 1 if backend == "replay" else None)
+    loss.backward()
+    assert report(loss) == Report(())
 
 
 def test_a_scope_reports_itself_at_any_time():
@@ -124,7 +117,7 @@ def test_a_scope_reports_itself_at_any_time():
     x.sum().backward()
     (after,) = scope.report().regions
     assert (after.bytes_saved, after.bytes_held) == (between.bytes_saved, 0)
-    assert after.operators == scope.stats.ops_replayed
+    assert after.replays == scope.stats.replays > 0
 
 
 def test_held_tensors_are_told_apart_and_sorted():
@@ -166,8 +159,7 @@ def test_notes_name_operator_module_and_line():
 
 @pytest.mark.parametrize("noted", [True, False])
 def test_a_report_finds_regions_around_and_inside(noted):
-    """From the loss both ways; from the scope only with notes, which regions inside then make, too. What an outer
-    region brings back isn't held inside."""
+    """What an outer region brings back isn't held inside. Regions in one with notes make notes, too."""
     inner = checkpointed(chain, name="inner", preserve_rng_state=False)
     with checkpoint_scope(name="outer", report=noted) as scope:
         y = inner(inner(leaf() * 2) + 1).sum()
@@ -177,41 +169,25 @@ def test_a_report_finds_regions_around_and_inside(noted):
     assert {name: len(found) for name, found in regions.items()} == {"inner": 2, "outer": 1}
     assert [region.held for region in regions["inner"]] == [(), ()]
     assert regions["outer"][0].bytes_saved == 2 * N
-    assert [region.name for region in scope.report().regions] == (["inner", "inner", "outer"] if noted else ["outer"])
-    y.backward()
-    if noted:
-        assert [region.recomputes for region in scope.report().regions] == [1, 1, 1]
-        assert {region.name for region in report(y).regions} == {"inner", "outer"}
+    assert [region.bytes_saved for region in regions["inner"]] == [3 * N if noted else None] * 2
+    assert [region.name for region in scope.report().regions] == ["outer"]
 
 
-def test_seconds_are_those_of_a_whole_recompute(monkeypatch):
-    """Also of the outer region, which is recomputed while the inner one is."""
-    clock = iter(range(100))
-    monkeypatch.setattr("time.perf_counter", lambda: float(next(clock)))
-    with checkpoint_scope(name="outer", report=True):
-        y = checkpointed(chain, name="inner")(leaf() * 2).sum()
-    y.backward()
-    assert {region.name: region.seconds for region in report(y).regions} == {"inner": 3.0, "outer": 1.0}
+# ---- text
 
 
-# ---- text and JSON
-
-
-def test_the_text_has_80_columns_and_the_dict_is_json():
-    """Sizes in KiB, MiB, GiB; long lines are cut; at most ten rows of each."""
+def test_the_text_has_80_columns():
+    """Sizes in KiB, MiB, GiB; long lines are cut; the first twenty of each table, with the lines of those noted."""
     block = checkpointed(chain, report=True, name="a_region_with_a_name_that_is_rather_long_for_a_line_of_80_columns")
     y = leaf() * 2
-    for _ in range(12):
+    for _ in range(22):
         y = block(y)
     found = report(y)
     lines = str(found).splitlines()
-    assert max(map(len, lines)) <= 80
+    assert max(map(len, lines)) == 80
     assert lines[1].split()[:2] == ["12.00", "KiB"]
-    assert "and 2 more" in lines
-    assert "autograd would hold, the largest of 36:" in lines
-    plain = json.loads(json.dumps(found.to_dict()))
-    assert plain["regions"][0]["saved"][0]["dtype"] == "torch.float32"
-    assert plain["regions"][0]["bytes_saved"] == 3 * N
+    assert lines[22] == "the largest of 88 tensors in 22 regions:"
+    assert len(lines) == 23 + 20 + sum("return x.sin().exp().tanh()" in line for line in lines)
     assert "5.00 GiB" in str(found._replace(regions=(found.regions[0]._replace(bytes_saved=5 * 2**30),)))
 
 
@@ -222,17 +198,16 @@ def test_wrappers_are_told_by_what_is_in_them(backend):
     w = torch.ones(8, 8, requires_grad=True)
     (region,) = report(checkpointed(lambda x: (x @ w).sin().values().sum(), backend=backend, report=True)(x)).regions
     assert [(t.nbytes, t.shape) for t in region.held][:2] == [(5 * 8 * 4, (5, 8)), (3 * 8, (3,))]
-    json.dumps(Report((region,)).to_dict())
 
 
 @pytest.mark.parametrize("n", [8, 8192])
 def test_what_was_drawn_is_held_for_the_state_where_it_is_smaller(n):
-    """It counts as that; and a region that is named after its module names it once."""
+    """It counts as that; and the region is named after its module."""
     model = nn.Sequential(nn.Sequential(nn.Linear(8, n), nn.Dropout(0.5)))
     checkpoint_modules(model, "0", backend="replay", report=True)
     found = report(model(torch.ones(1, 8)).sum())
     assert kinds(found.regions[0]) == {"input": 4 * 8, "random state": min(4 * n, torch.get_rng_state().nbytes)}
-    assert str(found).splitlines()[1].split("0.000 s  ")[1].startswith("0  test_report.py:")
+    assert "  0  test_report.py:" in str(found).splitlines()[1]
 
 
 def test_bad_input_and_plain_code():
