@@ -306,7 +306,7 @@ WRITES = {
 def test_what_the_function_writes_itself_is_refused_by_rerun(door, write, how):
     """With the remedy in the message; the remedy is right."""
     if write == "statistics" and door is rerun:
-        pytest.skip("batch_norm's kernels write running statistics without a trace: a limit, in the README")
+        pytest.skip("batch_norm's kernels write running statistics without a trace: a limit, in LIMITS.md")
 
     def step(door):
         x, d, c = leaf(4, 3), data(3), torch.ones(3)
