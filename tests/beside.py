@@ -30,7 +30,7 @@ class Program:
         self.wanted_by = sys._getframe(1).f_globals["__name__"]
         self.file = Path(_folder.name) / f"{len(_programs)}.json"
         path = os.pathsep.join([str(Path(__file__).parent.parent), *(p for p in sys.path if p)])
-        env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **env}
+        env = {**os.environ, "PYTHONPATH": path, "PYTHONWARNINGS": "", "OMP_NUM_THREADS": "1", **env}
         self.run = {"args": [sys.executable, *words], "env": env, "cwd": cwd and str(cwd), "file": str(self.file)}
         _programs.append(self)
 

@@ -80,6 +80,20 @@ def b(fn: Function, early_stop: bool = True) -> Function:
     return scoped
 
 
+def plain(fn: Function, **options: Any) -> Function:
+    """No region."""
+    return fn
+
+
+DOORS: dict[str, Callable[..., Function]] = {  # functions that take one, and the options of a region
+    "rerun": c,
+    "replay": r,
+    "scope": s,
+    "rerun in rerun": lambda fn, **options: c(c(fn, **options), **options),
+    "scope in rerun": lambda fn, **options: c(s(fn, **options), **options),
+    "rerun in scope": lambda fn, **options: s(c(fn, **options), **options),
+}
+
 LETTERS: dict[str, Callable[..., Function]] = {"a": a, "b": b, "c": c, "r": r, "s": s, "g": g}
 
 
@@ -90,9 +104,23 @@ def apply(word: str, fn: Function, early_stop: bool = True) -> Function:
     return fn
 
 
-def plain(word: str) -> str:
+def plain_word(word: str) -> str:
     """The word that `word` must equal."""
     return "g" * word.count("g")
+
+
+# ---- tensors
+
+
+def leaf(*shape: int) -> Tensor:
+    """A tensor that wants a gradient."""
+    return torch.rand(*shape or (4, 4)).requires_grad_()
+
+
+def whole(*shape: int) -> Tensor:
+    """Small integers that want a gradient, the same each time."""
+    numbers = torch.arange(1.0, torch.Size(shape or (4,)).numel() + 1) % 5 - 2
+    return numbers.view(shape or (4,)).clone().requires_grad_()
 
 
 # ---- structures
@@ -179,7 +207,7 @@ def assert_same(program: Program, *words: str, early_stop: bool = True, computed
     With `computed` the arguments are not leaves, but results of an operator.
     """
     for word in words:
-        want = _observe_plain(program, plain(word), computed, order)
+        want = _observe_plain(program, plain_word(word), computed, order)
         have = observe(program, word, early_stop, computed, order)
         assert have.keys() == want.keys(), word
         for what in want:

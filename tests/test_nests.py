@@ -957,7 +957,7 @@ def many(seeds: range, show: Callable[[str], None], refused: bool = False) -> Co
     return counts
 
 
-LIMITS = {33: "torch's own checkpoint, with a scope in it, in a region, that takes a parameter as an argument (README)"}
+LIMITS = {33: "torch's own checkpoint, with a scope in it, in a region, that takes a parameter as an argument"}
 CI = [seed for seed in range(200) if seed not in LIMITS]
 
 

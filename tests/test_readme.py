@@ -32,12 +32,3 @@ def test_the_first_two_commands():
     """Install and compare; install and test."""
     assert COMMANDS[0] == "pip install . && python -m checkpointing\n"
     assert COMMANDS[1] == "pip install '.[test]' && python -m pytest\n"
-
-
-def test_the_scope_is_called_lexical():
-    """One sentence says what a scope does with what leaves it."""
-    sentence = (
-        "A scope is lexical: tensors that ops inside the block save are dropped and brought back; "
-        "what leaves the block and is saved by an op outside is saved by that op."
-    )
-    assert sentence in " ".join(README.split())

@@ -39,13 +39,14 @@ def observe(make, train, prepare=None):
     return left, counting.ran[ACTIVATION[make]]
 
 
-def assert_same(make, train, prepare=None, train_in_regions=None, outside=0):
+def assert_same(make, train, prepare=None, train_in_regions=None, outside=0, places=False):
     """The same bits with `prepare(model)`, or another way to train; and the blocks have run twice. (`outside` of
-    them their activation function runs so often.)"""
+    them their activation function runs so often; `places`: what runs again is decided by a policy.)"""
     want, once = observe(make, train)
     have, twice = observe(make, train_in_regions or train, prepare)
     assert have == want
-    assert (once > outside, twice) == (True, 2 * once - outside)
+    assert once > outside
+    assert once < twice if places else twice == 2 * once - outside
 
 
 # ---- transformers
@@ -425,7 +426,7 @@ def test_readme(lines, monkeypatch):
         return here.get("loss")
 
     if make is any:
-        assert_same(llama, two_steps, train_in_regions=functools.partial(two_steps, loss_of=run))
+        assert_same(llama, two_steps, train_in_regions=functools.partial(two_steps, loss_of=run), places=True)
     elif make in (llama, LORA[llama]):
         assert_same(make, two_steps, run)
     else:

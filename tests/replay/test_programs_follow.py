@@ -1,0 +1,607 @@
+"""Blocks that change from step to step: each step leaves the bits of plain code, whatever the last step did.
+
+A case is step `n` of a training loop, `case(n, region, m)`, with `region(function, *args)` where a region may stand;
+`m` makes leaves and keeps what lives from one step to the next. It returns tensors.
+"""
+
+import gc
+import random
+import sys
+import threading
+import warnings
+import weakref
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.utils.checkpoint
+from bitwise import DOORS, differences
+from oracle import bits, r, s, tensors, weigh
+from torch import nn
+from torch.func import functional_call
+from torch.nn import functional as F
+from torch.testing._internal.two_tensor import TwoTensor
+
+from checkpointing import _program as programs
+from checkpointing import (
+    auto,
+    checkpoint_scope,
+    forward_only,
+    keep,
+    offload,
+    opaque,
+    save_ops,
+    save_tagged,
+    tag,
+)
+
+STEPS = (0, 0, 1, 0, 2, 3, 1, 3, 4, 4, 0, 5, 2)
+FOLLOWED = ("scope", "replay", "auto", "scope in rerun")
+# A rerun refuses these: they exchange parameters, or write what was there before.
+NOT_IN_RERUN = {"parameters_exchanged", "parameter_or_not", "written_aliases", "views_that_die", "whole_step"}
+# The next step writes what the backward of this one reads.
+NOT_LATE = {"freezing", "train_and_eval", "last_results", "other_modules", "whole_step"}
+POLICIES = (None, auto(), save_ops(torch.ops.aten.mm.default), save_tagged("a"), auto(budget="2 KiB"), offload(auto()))
+MODULES = (
+    lambda: nn.Linear(8, 8),
+    lambda: nn.Conv1d(6, 6, 3, padding=1),
+    lambda: nn.TransformerEncoderLayer(8, 2, 16, batch_first=True),
+    lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8)),
+    lambda: nn.Sequential(nn.BatchNorm1d(6), nn.PReLU(), nn.Dropout1d(0.3)),
+    lambda: nn.utils.parametrizations.weight_norm(nn.Linear(8, 8, bias=False)),
+)
+INNER = (
+    *(DOORS[door] for door in ("plain", "scope", "rerun", "replay")),
+    lambda f, *a: torch.utils.checkpoint.checkpoint(f, *a, use_reentrant=False),
+    DOORS["auto"],
+)
+
+
+class Memory(SimpleNamespace):
+    """What a loop keeps, and the leaves of the step."""
+
+    def leaf(self, *shape, dtype=torch.float64, wants=True):
+        tensor = torch.ones(shape, dtype=dtype) if dtype is torch.int64 else torch.randn(shape, dtype=dtype)
+        self.leaves.append(tensor.requires_grad_(wants and dtype is not torch.int64))
+        return tensor
+
+    def once(self, name, make):
+        """The same object in every step."""
+        if not hasattr(self, name):
+            made = make()
+            setattr(self, name, made.double() if isinstance(made, nn.Module) else made)
+        made = getattr(self, name)
+        self.modules += [made] if isinstance(made, nn.Module) else []
+        return made
+
+
+class Scale(torch.autograd.Function):
+    """Saves, marks and returns other things at other times."""
+
+    @staticmethod
+    def forward(ctx, x, y, n):
+        out = x.mul_(2) if n == 1 else x * y
+        ctx.mark_dirty(x) if n == 1 else None
+        ctx.save_for_backward(*((y,), (out,), (x, y), (out, y, x), (), (y, y))[n])
+        return (out, y.exp()) if n % 2 else out
+
+    @staticmethod
+    def backward(ctx, g, *more):
+        return g * sum((t.sin() for t in ctx.saved_tensors), torch.ones(())), None, None
+
+
+class Cases:
+    """Each a function of the step number."""
+
+    # ---- sizes and numbers
+    def sizes(n, region, m):
+        return region(lambda x, w: (x @ w).sin().cumsum(0)[: n + 1].exp() @ w, m.leaf(3 + 2 * n, 16), m.leaf(16, 16))
+
+    def numbers(n, region, m):
+        number = (1, 1.0, True, 0.0, -0.0, float("nan"))[n]
+
+        def f(x, k):
+            y = x * number + (k * number).sum() + torch.copysign(x, torch.full_like(x, number))
+            z = torch.full((8, 8), number), k * number, torch.add(x, x.sin(), alpha=float(number)).exp()
+            return (y / 3).sin() * z[0], z[1:]
+
+        return region(f, m.leaf(8, 8), m.leaf(4, dtype=torch.int64))
+
+    def numbers_in_lists(n, region, m):
+        number = (2, 2.0, True, 0.0, -0.0, 3)[n]
+
+        def f(x, k):
+            scaled = torch._foreach_mul([k, k + 1], [number, 2])
+            zeros = torch._foreach_mul([x, x.sin()], [float(number), -1.0])
+            signed = torch.copysign(x, zeros[0]).exp()
+            return scaled[0].sin() * x, signed, zeros[1].cos(), F.pad(x, [n, 0], value=number)
+
+        return region(f, m.leaf(8, 8), m.leaf(8, dtype=torch.int64))
+
+    def keywords(n, region, m):
+        more = ({}, {"alpha": 2}, {"alpha": 2.0}, {"alpha": 3}, {}, {"alpha": -0.0})[n]
+        bounds = ({"min": 0}, {"max": 0}, {"min": -1, "max": 1}, {"min": 0.0}, {"max": -0.0}, {"min": 0})[n]
+        return region(lambda x: torch.add(x, x.exp(), **more).clamp(**bounds).sin().exp(), m.leaf(8, 8))
+
+    def optional_arguments(n, region, m):
+        x, w, b = m.leaf(2, 3, 8, 8), m.leaf(4, 3, 3, 3), m.leaf(4)
+        return region(lambda x: F.conv2d(x, w, b if n % 2 else None, 1 + n // 4, n % 3).sin().exp(), x)
+
+    def lists_of_other_lengths(n, region, m):
+        def f(x):
+            parts = x.sin().split(1 + n, 0)
+            return sum((p.exp() @ p.t()).sum() for p in parts), torch.cat(x.exp().chunk(1 + n % 3), 1).cos()
+
+        return region(f, m.leaf(12, 8))
+
+    def sizes_that_depend_on_data(n, region, m):
+        return region(lambda x: (x[x > n / 2 - 1].sin().exp(), x.detach().gt(0).nonzero() * x.sum()), m.leaf(9, 9))
+
+    # ---- control flow
+    def branches(n, region, m):
+        def f(x, w):
+            y = (x @ w).sin() if n % 2 else (x @ w).cos().tanh()
+            return (y if n % 3 else y * y.exp()) @ w
+
+        return region(f, m.leaf(8, 16), m.leaf(16, 16))
+
+    def loops_and_stochastic_depth(n, region, m):
+        def f(x, w):
+            for i in range(1 + 2 * n):
+                if n < 4 or torch.rand(()).item() < 0.5:
+                    x = F.dropout((x @ w / 4).tanh() * (i + 1), 0.1 * (i + n) / 20) + x
+            return x
+
+        return region(f, m.leaf(8, 16), m.leaf(16, 16))
+
+    def routing(n, region, m):
+        experts = m.once("experts", lambda: nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in "1234"))
+
+        def f(x):
+            score, chosen = (x[:, :4] * (n + 1)).softmax(-1).topk(2)
+            out = torch.zeros_like(x)
+            for i, expert in enumerate(experts):
+                rows, which = (chosen == i).nonzero(as_tuple=True)
+                if len(rows):
+                    out = out.index_add(0, rows, expert(x[rows]) * score[rows, which, None])
+            return out
+
+        return region(f, m.leaf(6, 8))
+
+    def recurrent_nets(n, region, m):
+        net = m.once("net", lambda: nn.GRU(8, 8, num_layers=2, batch_first=True))
+        pack, lengths = nn.utils.rnn.pack_padded_sequence, torch.tensor([5, 1 + n % 3, 2])
+
+        def f(x):
+            out, h = net(pack(x, lengths, batch_first=True, enforce_sorted=False) if n % 2 else x)
+            return out.data.sin().exp(), h
+
+        return region(f, m.leaf(3, 5, 8))
+
+    # ---- modules, parameters and modes
+    def freezing(n, region, m):
+        net = m.once("net", lambda: nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.LayerNorm(8)))
+        for i, p in enumerate(net.parameters()):
+            p.requires_grad_((i + n) % 3 != 0)
+        return region(lambda x: net(x).sin().exp() * x, m.leaf(6, 8, wants=n != 1))
+
+    def train_and_eval(n, region, m):
+        make = nn.Conv1d(3, 4, 3), nn.BatchNorm1d(4), nn.Dropout(0.3), nn.ReLU(inplace=True)
+        net = m.once("net", lambda: nn.Sequential(*make)).train(n % 2 == 0)
+        net[1].momentum, net[2].p = None if n == 4 else 0.1 * (n + 1), n / 5
+        return region(lambda x: net(x * 2).sin().exp(), m.leaf(2, 3, 9))
+
+    def autocast(n, region, m):
+        net = m.once("net", lambda: nn.Linear(16, 16)).float()
+
+        def f(x):
+            with torch.autocast("cpu", (torch.float16, torch.bfloat16)[n % 3 > 0], n % 2 == 0, cache_enabled=n < 3):
+                return net(net(x).sin()).exp()
+
+        return region(f, m.leaf(4, 16, dtype=torch.float32))
+
+    def grad_mode(n, region, m):
+        def f(x, w):
+            with torch.set_grad_enabled(n % 2 == 0):
+                y = (x @ w).sin()
+            with torch.set_grad_enabled(n != 3):
+                z = torch.inference_mode(n == 4)(lambda: w.detach().exp())()
+            return (x @ w * (y.detach() if n == 5 else y)).exp() * z.clone()
+
+        return region(f, m.leaf(8, 8), m.leaf(8, 8))
+
+    def switches(n, region, m):
+        before = torch.get_default_dtype()
+        torch.set_default_dtype((torch.float32, torch.float64, torch.bfloat16)[n % 3])
+        try:
+            return region(lambda x: (x * torch.ones(8)).exp() * torch.rand(8) * torch.tensor([0.1]), m.leaf(8, 8))
+        finally:
+            torch.set_default_dtype(before)
+
+    def parameters_exchanged(n, region, m):
+        net = m.once("net", lambda: nn.Linear(8, 8))
+        if n % 2:
+            net.weight = nn.Parameter(torch.randn(8, 8, dtype=torch.float64))
+        other = {"weight": m.leaf(8, 8), "bias": m.leaf(8)} if n > 2 else {}
+        return region(lambda x: functional_call(net, other, functional_call(net, other, x).sin()).exp(), m.leaf(4, 8))
+
+    def tied_and_untied(n, region, m):
+        inside = m.once("inside", lambda: nn.Embedding(12, 8))
+        out = m.once("out", lambda: nn.Linear(8, 12))
+        weight = inside.weight if n % 2 else out.weight
+        return region(lambda i: F.log_softmax(F.linear(inside(i).sin().exp(), weight), -1), torch.arange(5) + n)
+
+    def parameter_or_not(n, region, m):
+        def f(x, weight):
+            before = (x @ (weight.t() * 2)).sin() * weight.cos()
+            with opaque():
+                if not weight.requires_grad:
+                    weight.numpy()[:] += 1
+            return before.exp() @ weight.t().clone()[:, 1:], weight.sin()
+
+        def weight():
+            made = nn.Parameter(y.detach().clone()) if n % 2 else y.detach().clone() if n % 3 else y * 2
+            m.leaves += [made] * made.is_leaf
+            return made
+
+        x, y = m.leaf(8, 8), m.leaf(8, 8)
+        return region(f, x, weight()), region(lambda x, weight: region(f, x, weight)[0].sin(), x, weight())
+
+    # ---- which tensor is which
+    def one_tensor_or_two(n, region, m):
+        x, y = m.leaf(8, 8) * 2, m.leaf(8, 8).exp()
+        return region(lambda x, y: ((x @ y).sin() @ x).exp() * y, x, x if n % 2 else y)
+
+    def written_aliases(n, region, m):
+        x, base = m.leaf(4, 8), torch.randn(6, 8, dtype=torch.float64)
+        a, others = base[:4], (base[:4], base[1:5], base[2:].clone(), base[2:].detach(), base[:4].clone())
+        b = (*others, base.t()[:, :4].t())[n]
+
+        def f(x):
+            first, second = x * a.sin(), x.exp() * b.cos()
+            a.mul_(2) if n % 2 else b.add_(1)
+            return (first * second * b.tanh()).sin() * a.exp(), x * b.clone().cos()
+
+        return region(f, x)
+
+    def views_and_their_bases(n, region, m):
+        def f(x):
+            y = x.sin()
+            part = (y[1:], y[:5], y.t(), y.view(-1)[8:], y.clone()[1:], y[0])[n]
+            part.mul_(2) if n % 2 else None
+            return (y * 3).exp(), part.cos()
+
+        return region(f, m.leaf(8, 8))
+
+    def views_that_die(n, region, m):
+        base = torch.randn(6, 8, dtype=torch.float64)
+        views = [(base[:4], base[2:], base.clone()[:4], base.t()[:, :4].t(), base[1:5], base[:4])[n]]
+
+        def f(x):
+            y = x * views.pop().sin()
+            (base.mul_(2) if n % 2 else base[1:].add_(1)) if n != 4 else None
+            return (y * base[2:].cos()).exp()
+
+        return region(f, m.leaf(4, 8))
+
+    def strides_and_dtypes(n, region, m):
+        kind = (torch.float64, torch.float32, torch.complex64, torch.float64, torch.bfloat16, torch.float16)[n]
+        x, y = m.leaf(8, 8, dtype=kind), m.leaf(8, 8, dtype=torch.int64 if n == 3 else kind)
+        x = (x.t(), x[::2, ::2], x.conj(), x.expand(2, 8, 8), x.contiguous(), x.unfold(0, 2, 1)[..., 0])[n]
+        return region(lambda x, y: ((x * y[: x.shape[-2], : x.shape[-1]]).sin().sum(-1) * 2, x.abs().exp()), x, y)
+
+    def subclasses_and_layouts(n, region, m):
+        def f(x, w):
+            if n % 4 == 2:
+                return torch.sparse.mm(x.to_sparse(), w).sin().exp()
+            if n % 4 == 3:
+                z = torch.complex(x, w)
+                return ((z.conj() if n == 3 else z) @ z.mT.conj()).abs().sin(), z.imag.exp()
+            a, b = (TwoTensor(x, x * 2), TwoTensor(w, w * 2)) if n % 4 else (x, w)
+            y = (a * 2 @ b).sin().exp()
+            return (y.a * y.b if n % 4 else y * y) @ w
+
+        return region(f, m.leaf(8, 8), m.leaf(8, 8))
+
+    def memory_filled_unseen(n, region, m):
+        def f(x):
+            rest = torch.empty(0 if n in (0, 3) else 4 + n, 8, dtype=torch.float64)
+            rest[: n % 3].copy_(x.detach()[: n % 3]) if n else rest
+            rest.numpy()[n % 3 :] = n + 1
+            return (x[: len(rest)] * rest.sin()).exp() * rest
+
+        return region(f, m.leaf(9, 8))
+
+    def resized_and_given_as_out(n, region, m):
+        def f(x):
+            out = x.detach()[:2].exp()
+            out.resize_(1 + n, 8)
+            out.numpy()[2:] = n
+            other = (torch.empty(0), torch.empty(9, 8), torch.zeros(18, 8)[:9], torch.ones(8, 9).t())[n % 4].double()
+            torch.exp(x.detach(), out=other)
+            return (x[: 1 + n] * out.sin()).exp() * other[: 1 + n].cos()
+
+        return region(f, m.leaf(9, 8))
+
+    def exchanged_memory(n, region, m):
+        def f(x):
+            y = x.detach().sin()
+            z = (y.data if n % 3 else y).view(-1)
+            return (x.view(-1) * z).exp() * z * other.view(-1)
+
+        x, other = m.leaf(8, 8), torch.randn(8, 8, dtype=torch.float64)
+        if n % 2:
+            other.data = x.data
+        return region(f, x)
+
+    def ids_used_again(n, region, m):
+        def f(x):
+            total = x
+            for i in range(8):
+                noise = torch.rand(8, 8, dtype=torch.float64) if (i * n) % 3 else x.detach() + i
+                total = (total * noise).sin() + (noise.exp() if i % 2 else noise)
+                del noise
+            return total
+
+        return region(f, m.leaf(8, 8))
+
+    def last_results(n, region, m):
+        def f(x, state):
+            state = (x @ state + x).tanh()
+            return state, state.exp().sin()
+
+        state, out = region(f, m.leaf(8, 8), getattr(m, "state", torch.zeros(8, 8, dtype=torch.float64)))
+        m.state = state.detach().requires_grad_(n % 2 == 0)
+        return state, out
+
+    def graphs_through_several_steps(n, region, m):
+        x, inside = m.leaf(8, 8), []
+
+        def f(state, *more):
+            inside.append((state @ x / 3).tanh().exp() * (1 if len(inside) % 2 else 1.0))
+            return inside[-1] + sum(t.exp() for t in more), inside[-1][1:]
+
+        state, part = region(f, x.sin())
+        for i in range(n):
+            state, part = region(f, state, *[part[:1], inside[-1].detach()][: i % 3])
+        return state, part.sin(), inside[0].cos()
+
+    # ---- what else happens
+    def exceptions(n, region, m):
+        def f(x, w):
+            y = (x @ w).sin()
+            if n == 1:
+                raise KeyError
+            try:
+                y = (y @ w[: 8 - n // 4]).exp()
+            except RuntimeError:
+                y = y.cos()
+            return (y.view(7) if n == 2 else torch.addmm(x, w, y[:3]) if n == 3 else y * y) @ w
+
+        try:
+            return region(f, m.leaf(8, 8), m.leaf(8, 8))
+        except (KeyError, RuntimeError):
+            return region(lambda x: x.exp().sin(), m.leaf(8, 8))
+
+    def hooks_that_come_and_go(n, region, m):
+        x, w = m.leaf(8, 8), m.leaf(8, 8)
+        if n % 2:
+            with torch.autograd.graph.save_on_cpu():
+                return region(lambda x: (x.exp() @ w).sin() @ w.t(), x * 2)
+        return region(lambda x: (x.exp() @ w).sin() @ w.t(), x * 2)
+
+    def inner_regions(n, region, m):
+        def f(x, w):
+            y = INNER[n](lambda x: (x @ w).sin().exp(), x)
+            z = INNER[(n * 2) % 5](lambda y, z: y * F.dropout(z, 0.3).exp(), y, x)
+            return (z @ w).sin() * y
+
+        return region(f, m.leaf(8, 16), m.leaf(16, 16))
+
+    def kept_opaque_and_done_once(n, region, m):
+        def f(x):
+            y = keep((x.sin() * 2).exp()) if n % 2 else (x.sin() * 2).exp()
+            if n % 3 == 0:
+                with opaque():
+                    y = y.cos() * 1
+            z = forward_only(lambda y: torch.rand_like(y))(y.detach()) if n > 2 else y.tanh()
+            return (tag(y * z, "middle") if n != 4 else y * z).sin().exp()
+
+        return region(f, m.leaf(8, 8))
+
+    def policies(n, region, m):
+        def f(x, w):
+            with checkpoint_scope(policy=POLICIES[n]):
+                for i in range(4):
+                    with checkpoint_scope(enabled=i % 2 == 0):
+                        x = tag((x @ w / 4).tanh(), "a" if i else "b") * x.exp()
+                return x.sin()
+
+        return region(f, m.leaf(16, 16), m.leaf(16, 16))
+
+    def backward_inside(n, region, m):
+        def f(x, w):
+            y = (x @ w).sin().exp()
+            if n % 2 and y.requires_grad:
+                y = y * torch.autograd.grad(y.sum(), x, create_graph=n == 3, retain_graph=True)[0]
+            return (y @ w).sin()
+
+        return region(f, m.leaf(8, 8) * 1, m.leaf(8, 8))
+
+    def whole_step(n, region, m):
+        net = m.once("net", lambda: nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.BatchNorm1d(8), nn.Linear(8, 8)))
+        adam = m.once("adam", lambda: torch.optim.Adam(net.parameters(), foreach=True))
+
+        def f(x):
+            if n != 3:
+                net(net(x).sin()).exp().mean().backward()
+                adam.step() if n % 2 == 0 else None
+                adam.zero_grad(set_to_none=n > 3)
+            return net(x).sin().exp()
+
+        return region(f, m.leaf(4, 8))
+
+    def transforms_inside(n, region, m):
+        def f(x, w):
+            y = torch.func.vmap(lambda r: (r @ w).sin())(x) if n % 2 else (x @ w).sin()
+            z = torch.func.jvp(lambda t: t.sin() * (t if n == 2 else 3), (y.detach(),), (w.detach(),))[1]
+            return (y * (z if n % 3 else y)).exp()
+
+        return region(f, m.leaf(8, 8), m.leaf(8, 8))
+
+    def custom_functions(n, region, m):
+        def f(x, y):
+            return [t.sin().exp() for t in tensors([Scale.apply(x * 1, y, n)])]
+
+        return region(f, m.leaf(8, 8), m.leaf(8, 8))
+
+    def other_modules(n, region, m):
+        module = m.once(f"net{n}", MODULES[n])
+        return region(lambda x: module(module(x).sin()).exp(), m.leaf(2, 6, 8))
+
+    def generators(n, region, m):
+        generator = m.once("generator", torch.Generator) if n % 2 else torch.Generator()
+        generator.manual_seed(n)
+
+        def f(x):
+            y = x * torch.rand(8, 8, generator=generator, dtype=torch.float64)
+            y = y * (torch.randn_like(x) if n % 3 else torch.empty_like(x).uniform_(0.0, 1.0 + n))
+            return F.dropout(y.exp(), n / 5).sin(), generator.get_state()
+
+        return region(f, m.leaf(8, 8))
+
+
+CASES = {name: case for name, case in vars(Cases).items() if not name.startswith("_")}
+
+
+# ---- running them
+def forward(case, n, region, m):
+    m.leaves, m.modules = [], []
+    torch.manual_seed(n)
+    outputs = tensors(case(n, region, m))
+    seen = {"outputs": bits(outputs), "random stream": bits(torch.get_rng_state())}
+    wanted = {id(t): t for t in [*m.leaves, *(p for each in m.modules for p in each.parameters())]}
+    return seen, outputs, [t for t in wanted.values() if t.requires_grad], m.modules
+
+
+def backward(n, seen, outputs, wanted, modules):
+    loss = weigh(outputs)
+    if n % 3 == 2:
+        first = torch.autograd.grad(loss, wanted, create_graph=True, allow_unused=True)
+        seen["first"], loss = bits(first), weigh(first)
+    if loss.requires_grad:
+        seen["gradients"] = bits(torch.autograd.grad(loss, wanted, allow_unused=True))
+    seen["state"] = bits([dict(module.state_dict()) for module in modules])
+    seen["random stream after backward"] = bits(torch.get_rng_state())
+
+
+def loop(door, steps, late=False):
+    """What each step leaves behind; `late`: the backward of a step comes after the forward of the next."""
+    memories, waiting, seen = {}, [], []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name, n in steps:
+            m = memories.setdefault(name, Memory())
+            waiting.append((n, *forward(CASES[name], n, DOORS[door], m)))
+            seen.append(waiting[-1][1])
+            while len(waiting) > late:
+                backward(*waiting.pop(0))
+        while waiting:
+            backward(*waiting.pop(0))
+    return seen
+
+
+def check(door, steps, late=False):
+    for step, want, have in zip(steps, loop("plain", steps, late), loop(door, steps, late), strict=True):
+        assert not differences(want, have), f"step {step}: {differences(want, have)}"
+
+
+def pairs():
+    return [(name, door) for name in CASES for door in FOLLOWED[: 3 if name in NOT_IN_RERUN else 4]]
+
+
+@pytest.mark.parametrize(("name", "door"), pairs())
+def test_a_block_that_changes_from_step_to_step(name, door):
+    """Recorded, followed, and after others; backward at once, and after the next forward."""
+    steps = [(name, n) for n in STEPS]
+    check(door, steps)
+    if name not in NOT_LATE:
+        check(door, steps, late=True)
+
+
+@pytest.mark.parametrize("door", FOLLOWED)
+def test_programs_of_all_shapes_through_one_site(door):
+    """Whatever went through it before, in any order."""
+    steps = [(name, n) for name, each in pairs() if each == door for n in (0, 1, 2, 1)]
+    random.Random(5).shuffle(steps)
+    check(door, steps)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_program_that_is_left_in_the_middle(name, monkeypatch):
+    """The tree grows too large while a run is in it."""
+    monkeypatch.setattr(programs, "MOST_STEPS", 7)
+    check("scope", [(name, n) for n in STEPS[:7]])
+
+
+@pytest.mark.parametrize("door", (s, r, lambda f: s(f, policy=auto())), ids=("scope", "replay", "auto"))
+def test_threads_through_one_site(door):
+    """Whoever records it, and whoever follows."""
+
+    def f(x, w, n):
+        y = x @ w
+        for _ in range(1 + n % 3):
+            y = (y.sin() if n % 2 else y.cos()) * x.exp()
+            y = y * w if n == 3 else y + w.tanh()
+        return (y.exp() if n < 5 else y.sigmoid()) @ w
+
+    def gradients(f, n):
+        generator = torch.Generator().manual_seed(n)
+        x, w = (torch.randn(8, 8, generator=generator, requires_grad=i < 1 + n % 2) for i in range(2))
+        f(x, w, n).sum().backward()
+        return bits([x.grad, w.grad])
+
+    def work(k):
+        barrier.wait()
+        for i in range(12):
+            n = (i * (k + 1) + k) % 8
+            try:
+                assert gradients(region, n) == want[n]
+            except Exception as error:
+                errors.append(error)
+
+    want, errors, region, barrier = [gradients(f, n) for n in range(8)], [], door(f), threading.Barrier(4)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(12):
+            programs.clear_programs()
+            threads = [threading.Thread(target=work, args=(k,)) for k in range(4)]
+            [thread.start() for thread in threads]
+            [thread.join() for thread in threads]
+    finally:
+        sys.setswitchinterval(interval)
+    assert not errors, errors
+
+
+def test_nothing_grows_with_the_number_of_programs(monkeypatch):
+    """1,000 different programs through one site: steps are bounded, and nobody holds a tensor or a policy."""
+    monkeypatch.setattr(programs, "MOST_STEPS", 2_000)
+    programs.clear_programs()
+    alive = weakref.WeakSet()
+
+    def step(i):
+        x = torch.randn(8, 8, requires_grad=True)
+        given = lambda ctx, op, *args, **kwargs: x is None  # noqa: E731
+        alive.update([x, given])
+        with checkpoint_scope(policy=given if i % 50 == 0 else auto()):
+            y = x
+            for k in range(10):
+                y = y.sin() if i >> k & 1 else y * 1.5
+        y.sum().backward()
+
+    for i in range(1_000):
+        step(i)
+    gc.collect()
+    assert sum(type(each) is programs.Step for each in gc.get_objects()) < 2_500
+    assert not alive

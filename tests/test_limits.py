@@ -1,0 +1,158 @@
+"""Limits that are no other test's subject: a row of LIMITS.md each."""
+
+import copy
+import pickle
+import re
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import checkpointing
+from checkpointing import (
+    ChangedError,
+    CheckpointError,
+    checkpoint_modules,
+    checkpoint_scope,
+    checkpointed,
+    forward_only,
+    is_recomputing,
+    opaque,
+)
+
+TEXT = (Path(checkpointing.__file__).parent / "LIMITS.md").read_text(encoding="utf-8")
+ROWS = [line for line in TEXT.splitlines() if re.match(r"\| (?!what \|)", line)]
+
+
+def test_rows_are_few_and_each_has_its_test():
+    """A test, or a table of programs, that is there."""
+    assert len(ROWS) <= 25
+    for row in ROWS:
+        file, name = re.search(r"<!-- (\S+)::(\w+) -->", row).groups()
+        assert re.search(rf"^(def )?{name}\b", (Path(__file__).parents[1] / file).read_text(), re.M), row
+
+
+def leaf():
+    return torch.rand(4, 4).requires_grad_()
+
+
+def test_another_thread_sees_buffers_as_they_were():
+    """While the region is recomputed."""
+    norm, seen = nn.BatchNorm1d(4), []
+
+    @checkpointed
+    def fn(x):
+        y = norm(x).sin()
+        if is_recomputing():
+            thread = threading.Thread(target=lambda: seen.append(norm.num_batches_tracked.item()))
+            thread.start()
+            thread.join()
+        return y.exp()
+
+    y = fn(leaf())
+    fn(leaf())
+    y.sum().backward()
+    assert seen == [1] and norm.num_batches_tracked == 2
+
+
+@pytest.mark.parametrize("what", ["rrelu", "batch norm in opaque"])
+def test_false_alarms_of_a_check_of_values(what):
+    """Without the check both are right."""
+
+    def gradient(**options):
+        torch.manual_seed(0)
+        x, norm = leaf(), nn.BatchNorm1d(4)
+        with checkpoint_scope(**options):
+            if what == "rrelu":
+                y = F.rrelu(x.sin() - 0.5, training=True)
+            else:
+                h = x.sin()
+                with opaque():
+                    y = norm(h)
+            y = y.exp()
+        return torch.autograd.grad(y.sum(), x)[0]
+
+    assert torch.equal(gradient(), gradient(enabled=False))
+    with pytest.raises(CheckpointError):
+        gradient(determinism_check="values")
+
+
+class Momentum(nn.Module):
+    """Updates a parameter in its forward, as momentum encoders do."""
+
+    def __init__(self, wrap, trains):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4), requires_grad=trains)
+        self.update = wrap(self._add)
+
+    def _add(self):
+        with torch.no_grad():
+            self.weight.add_(1)
+
+    def forward(self, x):
+        self.update()
+        return (x * (self.weight if self.weight.requires_grad else self.weight.clone())).square()
+
+
+@pytest.mark.parametrize(("wrap", "times"), [(lambda fn: fn, 2), (forward_only, 1)])
+def test_parameters_that_a_region_writes(wrap, times):
+    """Refused where the region saves them; else written again, and what helps."""
+    model = Momentum(wrap, trains=False)
+    checkpointed(model)(leaf()).sum().backward()
+    assert model.weight.tolist() == [1 + times] * 4
+    model = Momentum(wrap, trains=True)
+    y = checkpointed(model)(leaf()).sum()
+    if times == 1:
+        return y.backward()
+    with pytest.raises(ChangedError, match="weight"):
+        y.backward()
+
+
+def test_copies_that_are_not_deep():
+    """A pickle by name, a shallow copy, and a script."""
+    net = nn.Linear(4, 4)
+    net.forward = checkpointed(net.forward)
+    assert "forward" in vars(copy.deepcopy(net))
+    assert pickle.loads(pickle.dumps(net)).forward.__func__ is nn.Linear.forward
+    model = nn.Sequential(nn.Linear(4, 4))
+    checkpoint_modules(model, "0")
+    shallow = copy.copy(model[0])
+    shallow._parameters = {"weight": nn.Parameter(torch.zeros(4, 4)), "bias": nn.Parameter(torch.zeros(4))}
+    assert torch.equal(shallow(torch.ones(1, 4)), model(torch.ones(1, 4)))
+
+
+def test_code_that_a_rerun_skips_is_the_first_to_read():
+    """The scope then takes its inputs in another order, and nothing tells them apart."""
+    x, w = leaf(), torch.rand(4, 4)
+
+    def body(x):
+        if not is_recomputing():
+            w.sum()
+        return (x.sin() * w.exp()).cos() * (x * w.sin())
+
+    @checkpointed
+    def fn(x):
+        with checkpoint_scope():
+            return body(x)
+
+    have, want = (torch.autograd.grad(f(x * 1).sum(), x)[0] for f in (fn, body))
+    assert not torch.equal(have, want)
+
+
+def test_tensors_whose_memory_is_exchanged_in_a_block():
+    """Not noticed, or an error of torch."""
+
+    def gradient(**options):
+        x = torch.ones(3, requires_grad=True)
+        with checkpoint_scope(**options):
+            made = x.detach() * 2
+            made.data = torch.full((3,), 5.0)
+            y = (x * made).exp()
+        return torch.autograd.grad(y.sum(), x)[0]
+
+    assert not torch.equal(gradient(), gradient(enabled=False))
+    with checkpoint_scope(), pytest.raises(RuntimeError, match="weakref"):
+        torch.utils.swap_tensors(torch.ones(3) * 2, torch.ones(3) * 3)
