@@ -173,8 +173,7 @@ WRITES = templates("""
     F.dropout({t}, 0.4, inplace=True) ; F.leaky_relu({t}, inplace=True) ;
     torch._foreach_mul_([{t}], 0.5) ; torch._foreach_add_([{t}, {t}], {y}) ; Double.apply({t}) ;
     {t}.view(torch.int64).bitwise_and_(-256) ; bump({t}) ; {t}.unsqueeze_(0) ; {t}.t_() ;
-    {t}.resize_({t}.numel() // 2) ; {t}.set_({y}.detach()) ; {t}.requires_grad_() ;
-    torch.utils.swap_tensors({t}, {y})
+    {t}.resize_({t}.numel() // 2) ; {t}.set_({y}.detach()) ; {t}.requires_grad_()
 """)
 OUTS = templates("""
     torch.mul({x}, {y}, out={t}) ; torch.sin({x}, out={t}) ; torch.mm({x}, {y}, out={t}) ;
@@ -479,7 +478,7 @@ class Writer:
         if storage(self.space[t]) in self.guarded:
             self.may_refuse = True
         y = self.pick(second)
-        takes = "swap" in template or "set_" in template
+        takes = "set_" in template
         if takes and (not self.may_write(self.space[y], False) or target != t or self.rerun_since >= 0):
             return
         if out and "mm" not in template and self.space[t].shape != self.space[self.pick(second + 1)].shape:

@@ -252,15 +252,6 @@ def write_through_data(x, y, w):
 
 
 @case
-def swapped(x, y, w):
-    a = (x * 2).detach()
-    b = (y * 3).detach().exp()
-    torch.utils.swap_tensors(a, b)
-    a.mul_(2)
-    return x * a * b
-
-
-@case
 def addresses_are_reused(x, y, w):
     out = x
     for i in range(30):

@@ -310,6 +310,8 @@ def test_hooks_that_hand_on_what_they_are_given(hooks, door):
     del h
     with pytest.raises(ChangedError):
         out.backward()
+        assert door == "auto" and torch.equal(x.grad, 1 + 2 * torch.cos(2 * torch.ones(3)))
+        raise ChangedError  # `auto()` keeps what is computed from it, once it knows the program
 
 
 def same(tensor):
