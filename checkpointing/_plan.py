@@ -217,7 +217,8 @@ class Segment(NamedTuple):
 
     across: frozenset[int]  # memories that its window reads from before
     need: int  # bytes that its backward needs at once, beside what is kept
-    forward: int
+    forward: int  # bytes that are alive at the worst moment of its forward
+    at: int  # the step of that moment
 
 
 class _Walk:
@@ -232,29 +233,34 @@ class _Walk:
         self._forward = self._at = 0
 
     def down(self, index: int) -> None:
-        model, memories, more = self._stretch.model, self._stretch.model.memories, 0
-        for number in self._stretch.wanted.get(index, ()):
+        stretch, model, memories = self._stretch, self._stretch.model, self._stretch.model.memories
+        there = 0  # bytes that are there from here on upwards
+        for number in stretch.wanted.get(index, ()):
             if number not in self._kept and number not in self._delivered:
                 self._delivered.add(number)
                 self.reading.add(number)
                 if memories[number].effort is not None:
-                    more += memories[number].delivered
-        made = model.made[index]
-        if made:
-            self.need = max(self.need, model.backward[index])
-        if self._stretch.live[index] > self._forward:
-            self._forward, self._at = self._stretch.live[index], index
-        if not self.reading.isdisjoint(made):
+                    there += memories[number].delivered
+        made = [number for number in model.made[index] if memories[number].maker == index]
+        for number in made:
+            if number in self._kept:
+                nbytes = memories[number].cost
+            elif number in self._delivered and memories[number].effort is None:
+                nbytes = memories[number].delivered
+            else:
+                continue
+            if stretch.lasts.get(number, index) > index:  # it has gone when backward comes to its maker
+                self.need += nbytes
+            else:
+                there += nbytes
+        self.need = max(self.need, model.backward[index]) + there
+        if stretch.live[index] > self._forward:
+            self._forward, self._at = stretch.live[index], index
+        if not self.reading.isdisjoint(model.made[index]):
             self.again.append(index)
-            done = {number for number in made if memories[number].maker == index} & self.reading
-            self.reading -= done
-            done &= self._delivered
-            more += sum(memories[number].delivered for number in done if memories[number].effort is None)
+            self.reading.difference_update(made)
             new = [number for number in model.reads[index] if memories[number].maker < index]
-            self.reading.update([n for n in new if n not in self._kept and self._stretch.must_make(n)])
-        kept = [memories[number] for number in self._kept.intersection(made)]
-        more += sum(memory.cost for memory in kept if memory.maker == index)
-        self.need += more
+            self.reading.update([n for n in new if n not in self._kept and stretch.must_make(n)])
 
     @property
     def across(self) -> frozenset[int]:
@@ -264,9 +270,7 @@ class _Walk:
 
     def segment(self) -> Segment:
         """What it has come by until here."""
-        memories = self._stretch.model.memories
-        counted_twice = sum(memories[n].nbytes for n in self.across if memories[n].dies > self._at)
-        return Segment(self.across, self.need, max(0, self._forward - counted_twice))
+        return Segment(self.across, self.need, self._forward, self._at)
 
 
 class Stretch:
@@ -290,6 +294,8 @@ class Stretch:
             is_made = memory in model.memories and model.path.slots[number].cell not in model.path.given
             if is_made and memory not in held:
                 self.wanted[min(max(position, self.first), self.last - 1)].append(memory)
+        # The position down to which backward needs them; a kept one may be needed by the window of its maker.
+        self.lasts = {memory: position for position in sorted(self.wanted, reverse=True) for memory in self.wanted[position]}
         self.saved = {memory for memories in self.wanted.values() for memory in memories}
         self.positions = self._candidates()
 
@@ -377,10 +383,12 @@ class _Cuts:
                     continue
                 kept, total = held[start]
                 total += sum([self.stretch.price(number, start) for number in segment.across - kept])
-                fits = total + segment.need <= room and total + segment.forward <= peak
-                is_better = end not in held or total < held[end][1]
-                if fits and is_better and (self.budget is None or total <= self.budget):
-                    held[end] = kept | segment.across, total
+                if total + segment.need > room or (end in held and total >= held[end][1]):
+                    continue
+                kept |= segment.across
+                fits = total + segment.forward <= peak or self._forward(kept, segment) <= peak
+                if fits and (self.budget is None or total <= self.budget):
+                    held[end] = kept, total
                     before[end] = start
         end = positions[-1]
         if end not in held:
@@ -389,6 +397,11 @@ class _Cuts:
         while cuts[-1] != positions[0]:
             cuts.append(before[cuts[-1]])
         return cuts[-2:0:-1]
+
+    def _forward(self, kept: frozenset[int], segment: Segment) -> int:
+        """The peak of its forward, with what is kept that nobody else holds by then."""
+        memories = [self.stretch.model.memories[number] for number in kept]
+        return segment.forward + sum(memory.cost for memory in memories if memory.dies <= segment.at)
 
     def least_budget(self) -> int | None:
         """The smallest one with room for a cut."""
@@ -412,16 +425,27 @@ def choose(stretch: Stretch, budget: int | None = None) -> Choice:
     if not stretch.saved:
         return Choice(peak=max(stretch.live, default=0))
     table = _Cuts(stretch, budget)
-    peak, cuts = table.least_peak()
-    peak += int(peak * (_SLACK if stretch.is_all else _SLACK_OF_PARTS))
+    least, cuts = table.least_peak()
+    if budget is None:
+        fillings = [(slack, _filled(table, int(least * (1 + slack)), cuts)) for slack in _SLACKS]
+    else:
+        more = 0.0 if stretch.is_all else _SLACK_OF_PARTS
+        fillings = [(0.0, _filled(table, int(least * (1 + more)), cuts))]
+    forward = max(1.0, sum(stretch.model.work))
+    _, best = min(fillings, key=lambda each: each[0] + each[1].left / forward)
+    recomputes = any(stretch.model.memories[n].effort is None for n in stretch.saved - best.kept)
+    smallest = table.least_budget() if recomputes and budget is not None else None
+    return Choice(tuple(sorted(best.kept)), tuple(best.ends[1:-1]), max(best.peaks + best.forward), smallest)
+
+
+def _filled(table: _Cuts, peak: int, least: list[int]) -> _Fill:
+    """The least recompute under a peak; `least` are the cuts with the least one."""
+    stretch = table.stretch
     new = stretch.model.besides[stretch.first] - stretch.model.besides[stretch.last]
     tries = [table.under(peak - part) for part in (0, new // 2, new)]
-    tries.insert(0 if stretch.is_all else len(tries), cuts)
-    fillings = [_Fill(table, each, peak) for each in dict.fromkeys(tuple(t) for t in tries if t is not None)]
-    best = min(fillings, key=lambda filling: filling.left)
-    recomputes = any(stretch.model.memories[n].effort is None for n in stretch.saved - best.kept)
-    least = table.least_budget() if recomputes and budget is not None else None
-    return Choice(tuple(sorted(best.kept)), tuple(best.ends[1:-1]), max(best.peaks + best.forward), least)
+    tries.insert(0 if stretch.is_all else len(tries), least)
+    fillings = [_Fill(table, cuts, peak) for cuts in dict.fromkeys(tuple(t) for t in tries if t is not None)]
+    return min(fillings, key=lambda filling: filling.left)
 
 
 class _Fill:
@@ -534,7 +558,7 @@ _PER_BYTE = 10  # floating-point operations in the time in which a byte is writt
 _CHEAP = 4  # as many bytes are written at most, for each byte of a value that is made again in each window
 _MOST_CANDIDATES = 64
 _MOST_ROUNDS = 4
-_SLACK = 1 / 32  # how much more than the least peak is spent on less recompute
+_SLACKS = (0, 1 / 16, 1 / 8, 3 / 16)  # how much more than the least peak may be spent, if it saves as much of a forward
 _SLACK_OF_PARTS = 1 / 8  # the same, within a window: what it keeps first is made by a replay, which should be short
 _FAR = 64  # steps, when the worth of one is found
 
