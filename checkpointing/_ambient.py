@@ -199,9 +199,12 @@ class Ambient:
     def __init__(self) -> None:
         self._context = context = contextvars.copy_context()
         # The function may collect something in them, once: each recompute gets copies.
-        collections = [v for v, value in context.items() if isinstance(value, _COLLECTIONS)]
-        self._collections = [(v, take_apart(context[v], _saved)) for v in collections]
-        for variable in collections:
+        self._collections = [
+            (variable, take_apart(value, _saved))
+            for variable, value in context.items()
+            if isinstance(value, _COLLECTIONS)
+        ]
+        for variable, _ in self._collections:
             context.run(variable.set, None)  # its tensors are not kept alive for a recompute
         self._switches = read_switches()
         self._modes = _torch.function_modes() if _function_mode_count() else None

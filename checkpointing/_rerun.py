@@ -1,17 +1,19 @@
 """Source 1: call the function again.
 
-The rerun gets back what the contract lists, and nothing else: its arguments and the variables that it closes over, as
-an operator would save them (through the enclosing hooks; parameters by reference) and guarded by their versions;
-random and ambient state; the buffers of modules in training mode, rewound in place for the time of the rerun; and what
-was given to `keep` or came from `forward_only` functions. Whatever else the function reads (globals, attributes,
-the inside of the user's own objects) is what it is when backward runs.
+The rerun gets back exactly the list in the contract: its arguments and the variables that it closes
+over, held as an operator would save them (through the enclosing hooks; parameters by reference) and
+guarded by version; random and ambient state; the buffers of modules in training mode, rewound in
+place while it runs; values given to `keep`, and results of `forward_only` functions. Everything
+else that the function reads (globals, attributes, the inside of your own objects) is as backward
+finds it.
 
-Invariant: a recompute changes nothing of the user's but buffers, variables that the function closes over, and random
-and ambient state, in place, and puts them back. What it does not own it may refuse, at the slot that needs it, but
-never replace.
+Invariant: a recompute changes nothing of the user's but buffers, variables that the function closes
+over, and random and ambient state, all in place, and puts them back. It may refuse other changes,
+at the slot that needs them, but it never makes any.
 
-Rejected: looking for everything that a function might read or write. That search has no end in Python, costs more than
-the region, and what it then exchanges belongs to others (FSDP's shards, ranks that are threads, caches).
+Rejected: a search for everything that a function may read or write. That search has no end in
+Python, costs more than the region, and exchanges objects that belong to others (FSDP's shards,
+ranks that are threads, caches).
 """
 
 from __future__ import annotations
@@ -31,7 +33,18 @@ from torch import Tensor, nn
 from . import _torch, errors
 from ._ambient import Ambient, Generators, Undo, has_rng, undo_all
 from ._buffers import Buffers
-from ._engine import Frame, Holder, Holding, Name, Recompute, Source, identity, is_parameter, named, root_of
+from ._engine import (
+    Frame,
+    Holder,
+    Holding,
+    Name,
+    Recompute,
+    Source,
+    identity,
+    is_parameter,
+    named,
+    root_of,
+)
 from ._held import Held, check_version, hold, hold_argument, note_written
 from ._region import Region, thread, without_recording
 from ._tree import ATOMS, leaves_of, map_tensors, put_together, take_apart
@@ -43,24 +56,26 @@ _is_grad_enabled, _set_grad_enabled = torch.is_grad_enabled, _torch.set_grad_ena
 _Module, _partial = nn.Module, functools.partial
 
 PreserveRngState = bool | Literal["all"]
-Given = tuple[Tensor, int, Held]  # a tensor, its version, and what stands for it
+Given = tuple[Tensor, int, Held]  # a tensor, its version, and the `Held` of it
+Cells = list[tuple[CellType, Any]]  # variables that a function closes over, with their contents
 
 
 class Inputs:
-    """What goes into one call: how to hold it, and what is found on the way."""
+    """The inputs of one call: holds them, and collects the devices, generators and modules that it
+    meets."""
 
     devices: frozenset[torch.device] = frozenset()
     generators: tuple[torch.Generator, ...] = ()
     modules: tuple[nn.Module, ...] = ()
     objects: tuple[tuple[Name, object], ...] = ()  # handed over as they are
     _hooks: _torch.Hooks | None = None
-    # Where hooks are around, and while the function runs: what it was given, by the id of the tensor.
+    # With hooks around, while the function runs: the tensors that it was given, by id.
     _given: dict[int, Given] | None = None
     _is_shared = False  # whether one of them was given twice
 
     def hold(self, value: Any, name: Name) -> Any:
-        """What stands for an argument, a part of one, or a variable until the rerun: the same for one tensor, whatever
-        hooks make of it the second time."""
+        """Hold an argument, a part of one, or a variable until the rerun. A tensor that comes twice
+        is held once, even if hooks make something else of it the second time."""
         if isinstance(value, Tensor):
             if not value.is_cpu:
                 self.devices |= {value.device}
@@ -77,8 +92,8 @@ class Inputs:
             self.objects += ((name, value),)
         return value
 
-    def capture(self, function: Any) -> list[tuple[CellType, Any]] | None:
-        """The cells of the variables that the function closes over, each with what stands for its contents."""
+    def capture(self, function: Any) -> Cells | None:
+        """Look for modules in a function, and hold the variables that it closes over."""
         if type(function) is MethodType:
             self.look_at(function.__self__)
             function = function.__func__
@@ -88,12 +103,13 @@ class Inputs:
         code, scope = function.__code__, function.__globals__
         names = code.co_names
         if CodeType in map(type, code.co_consts):  # comprehensions, lambdas
-            names = (*names, *[name for const in code.co_consts if type(const) is CodeType for name in const.co_names])
+            inner = [const for const in code.co_consts if type(const) is CodeType]
+            names = (*names, *[name for const in inner for name in const.co_names])
         for name in names:
             if isinstance(scope.get(name), _Module):
                 self.modules += (scope[name],)
         if function.__defaults__ or function.__kwdefaults__:
-            for default in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
+            for default in (function.__defaults__, *(function.__kwdefaults__ or {}).values()):
                 self.look_at(default)
         if function.__closure__ is None:
             return None
@@ -105,33 +121,43 @@ class Inputs:
         ]
 
     def look_at(self, value: Any, depth: int = 2) -> None:
-        """Find the modules of what a function is bound to or closes over: the object itself, those among its own
-        attributes or in a small list or dict, and those of a function that it wraps."""
+        """Find modules: the object itself, its attributes, the items of a small container, and the
+        same for what a function that wraps others closes over."""
         kind = type(value)
-        if kind in ATOMS or isinstance(value, Tensor):
+        if kind in ATOMS or isinstance(value, Tensor | type):
             return
         if isinstance(value, _Module):
             self.modules += (value,)
-        elif kind is list or kind is tuple or kind is dict:
-            if len(value) <= 100:  # larger ones are not searched
-                self._take(value.values() if kind is dict else value)
-        elif kind is FunctionType or kind is MethodType:
-            if kind is MethodType:
-                self.look_at(value.__self__, depth - 1)
-            for cell in (value.__closure__ or ()) if depth else ():
-                self.look_at(contents_of(cell), depth - 1)
-        elif kind is _partial:
-            for part in (value.func, *value.args, *value.keywords.values()):
+        elif kind in _WRAPPERS and depth:
+            for part in _wrapped_by(value):
                 self.look_at(part, depth - 1)
-        elif not isinstance(value, type):
-            self._take(getattr(value, "__dict__", {}).values())
+        else:
+            self.modules += tuple([part for part in _parts_of(value) if isinstance(part, _Module)])
 
-    def _take(self, parts: Iterable[Any]) -> None:
-        self.modules += tuple([part for part in parts if isinstance(part, _Module)])
+
+_WRAPPERS = (FunctionType, MethodType, _partial)
+_MOST_ITEMS = 100  # larger containers are not searched for modules
+
+
+def _wrapped_by(value: Any) -> list[Any]:
+    if type(value) is _partial:
+        return [value.func, *value.args, *value.keywords.values()]
+    parts = [contents_of(cell) for cell in value.__closure__ or ()]
+    if type(value) is MethodType:
+        parts.append(value.__self__)
+    return parts
+
+
+def _parts_of(value: Any) -> Iterable[Any]:
+    if type(value) is dict:
+        value = value.values()
+    elif type(value) not in (list, tuple):
+        return getattr(value, "__dict__", {}).values()
+    return value if len(value) <= _MOST_ITEMS else ()
 
 
 class Rerun(Region, Source, Inputs):
-    """The function, its saved inputs and the state it ran in."""
+    """The function, its inputs, and the state in which it ran."""
 
     context: AbstractContextManager[Any] | None = None  # entered around the rerun
     _buffers: Buffers | None = None
@@ -139,7 +165,7 @@ class Rerun(Region, Source, Inputs):
     _rng: Generators | None = None
     _pins: tuple[Pin, ...] = ()
     _results: tuple[Any, ...] = ()
-    _written: Mapping[Held, int] = {}  # what lies on memory that the function has written: on which
+    _written: Mapping[Held, int] = {}  # inputs that the function has written, with their storages
 
     def __init__(
         self,
@@ -149,11 +175,11 @@ class Rerun(Region, Source, Inputs):
         preserve_rng_state: PreserveRngState,
     ) -> None:
         outer = thread.region
-        if outer is not None:
-            self.policy = outer.policy
+        self.policy = None if outer is None else outer.policy
         self._hooks = hooks = _enclosing_hooks()
         while type(function) is _partial:
-            args, kwargs, function = (*function.args, *args), {**function.keywords, **kwargs}, function.func
+            args = (*function.args, *args)
+            kwargs, function = {**function.keywords, **kwargs}, function.func
         self._function = function
         if hooks is not None:
             self._given = {}
@@ -164,23 +190,26 @@ class Rerun(Region, Source, Inputs):
             if type(value) is not Tensor:
                 held = take_apart(value, self.hold, name, met)
             elif hooks is None and value.is_cpu:
-                held = hold_argument(value, None, name)  # past one call
+                held = hold_argument(value, None, name)  # saves one call
             else:
                 held = self.hold(value, name)
             self._args.append(held)
         self._kwargs = kwargs
         if kwargs:
-            self._kwargs = {k: take_apart(v, self.hold, ("kwargs", k), met) for k, v in kwargs.items()}
-        self._has_containers = bool(met)
+            self._kwargs = {
+                key: take_apart(value, self.hold, ("kwargs", key), met)
+                for key, value in kwargs.items()
+            }
         self._variables = self.capture(function)
         if self.modules:
             self._buffers = Buffers(self)
         self.ambient = Ambient()
         if preserve_rng_state:
             self._cpu_state = _torch.get_cpu_state()
-            if self.devices or self.generators or preserve_rng_state == "all":
+            everything = preserve_rng_state == "all"
+            if self.devices or self.generators or everything:
                 devices = filter(has_rng, self.devices)
-                self._rng = Generators(False, devices, self.generators, preserve_rng_state == "all")
+                self._rng = Generators(False, devices, self.generators, everything)
 
     def end(self) -> None:
         """The function has run."""
@@ -190,11 +219,15 @@ class Rerun(Region, Source, Inputs):
             self._given = None
 
     def _note_writes(self, given: list[Given]) -> None:
-        """Who may write gets his own: what lies on memory that the function has written."""
+        """Note the inputs in storages that the function has written: its recompute gets copies."""
         changed = [held for tensor, version, held in given if _torch.version(tensor) != version]
         if not changed:
             return
-        storages = {held: _torch.storage_id(tensor) for tensor, _, held in given if _torch.has_storage(tensor)}
+        storages = {
+            held: _torch.storage_id(tensor)
+            for tensor, _, held in given
+            if _torch.has_storage(tensor)
+        }
         written = {storages[held] for held in changed if held in storages}
         self._written = {held: storage for held, storage in storages.items() if storage in written}
         note_written(self._hooks, written)
@@ -202,40 +235,40 @@ class Rerun(Region, Source, Inputs):
     # ---- as a region
 
     def keep(self, tensor: Tensor) -> Tensor:
-        if is_parameter(root_of(tensor)):  # not computed
+        if is_parameter(root_of(tensor)):
             return tensor
         if isinstance(self.outer, Rerun | Repeated):
-            tensor = self.outer.keep(tensor)  # its own rerun runs this region anew, which must not decide anew
+            # Its rerun enters this region again, which must then meet the same value.
+            tensor = self.outer.keep(tensor)
         self._pins += (Pin.of(tensor, self._hooks, "a value given to keep()"),)
         return tensor
 
-    def once(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def once(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         place = len(self._results)  # it may call others
         self._results += (_FAILED,)
-        outer = self.outer
-        run = function if outer is None else lambda *args, **kwargs: outer.once(function, args, kwargs)
-        result = _without_slots(run, args, kwargs)
+        result = _without_slots(function, args, kwargs, self.outer)
         given = _given_to(args, kwargs)
-        passed = {id(value): Passed(i) for i, value in enumerate(given) if type(value) not in ATOMS}
+        passed = {id(v): Passed(i) for i, v in enumerate(given) if type(v) not in ATOMS}
 
         def save(part: Any, _: Name) -> Any:
-            if id(part) in passed:  # it is the recompute's own
+            if id(part) in passed:  # the recompute has its own
                 return passed[id(part)]
             if not isinstance(part, Tensor):
                 return part
-            return View.among(given, part) or Pin.of(part, self._hooks, "what a forward_only function returned")
+            name = "the result of a forward_only function"
+            return View.among(given, part) or Pin.of(part, self._hooks, name)
 
         kept = passed.get(id(result)) or take_apart(result, save)
         self._results = (*self._results[:place], kept, *self._results[place + 1 :])
         return result
 
     def keep_for_inner(self, tensor: Tensor) -> None:
-        """The region inside runs anew in a rerun, and what it keeps is made there."""
+        """Nothing: a rerun enters the region inside again, and that keeps the value again."""
 
     # ---- as a source
 
     def at_hand(self, holder: Holder, where: Frame) -> Tensor | None:
-        """A parameter, which is referenced (rule 2)."""
+        """A parameter: it is referenced (rule 2)."""
         _, version, is_all, ref = holder.saved
         parameter: Tensor | None = ref()
         if not is_all or parameter is None:
@@ -244,21 +277,25 @@ class Rerun(Region, Source, Inputs):
         return parameter
 
     def holdings(self, frame: Frame) -> Iterable[Holding]:
-        variables = [saved for _, saved in self._variables or ()]
-        for held in [leaf for saved in (*self._args, *self._kwargs.values(), *variables) for leaf in leaves_of(saved)]:
-            if isinstance(held, Held) and not held.is_parameter:
-                yield Holding("input", held, named(held.name))
-        for pin in [*self._pins, *[leaf for result in self._results for leaf in leaves_of(result)]]:
-            if type(pin) is Pin and not pin.held.is_parameter:
-                yield Holding("kept", pin.held, named(pin.held.name))
-        for state in () if self._rng is None else self._rng.states:
-            yield Holding("random state", state, None)
-        for copy in () if self._buffers is None else self._buffers.copies():
-            yield Holding("buffers", copy, None)
+        inputs = [*self._args, *self._kwargs.values()]
+        inputs += [saved for _, saved in self._variables or ()]
+        pins = [pin for pin in _leaves(self._results) if type(pin) is Pin]
+        held = [("input", leaf) for leaf in _leaves(inputs) if isinstance(leaf, Held)]
+        held += [("kept", pin.held) for pin in (*self._pins, *pins)]
+        for kind, one in held:
+            if not one.is_parameter:
+                yield Holding(kind, one, named(one.name))
+        if self._rng is not None:
+            yield from [Holding("random state", state, None) for state in self._rng.states]
+        if self._buffers is not None:
+            yield from [Holding("buffers", copy, None) for copy in self._buffers.copies()]
 
     def name_of(self, parameter: Tensor) -> str | None:
-        known = [(type(module).__name__, module.named_parameters()) for module in self.modules]
-        return next((f"{kind}.{name}" for kind, named in known for name, p in named if p is parameter), None)
+        for module in self.modules:
+            for name, other in module.named_parameters():
+                if other is parameter:
+                    return f"{type(module).__name__}.{name}"
+        return None
 
     def hint(self) -> str:
         live = [named(name) for name, value in self.objects if _holds_tensors(value)]
@@ -286,28 +323,24 @@ class Rerun(Region, Source, Inputs):
 
     def restored(self, where: object) -> tuple[Any, list[Any], dict[str, Any], Cells]:
         """The function, its arguments, and the variables that it closes over."""
-        function, kwargs = self._function, self._kwargs
-        if not (self._has_containers or self._is_shared or self._written):  # mostly
-            args = [saved.fetch(where) if isinstance(saved, Held) else saved for saved in self._args]
-            if kwargs:
-                kwargs = {key: _fetch(saved, where) for key, saved in kwargs.items()}
-            cells = [(cell, _fetch(saved, where)) for cell, saved in self._variables or ()]
-        else:
+        fetch: Callable[[Any], Any] = functools.partial(_fetch, where)
+        if self._is_shared or self._written:
             fetch = _Fetched(where, self._written)
-            met: dict[int, Any] = {}
-            args = [put_together(saved, fetch, met) for saved in self._args]
-            kwargs = {key: put_together(saved, fetch, met) for key, saved in kwargs.items()}
-            cells = [(cell, fetch(saved)) for cell, saved in self._variables or ()]
+        met: dict[int, Any] = {}
+        args = [put_together(saved, fetch, met) for saved in self._args]
+        kwargs = {key: put_together(saved, fetch, met) for key, saved in self._kwargs.items()}
+        cells = [(cell, fetch(saved)) for cell, saved in self._variables or ()]
+        function = self._function
         if self.context is not None:
             function = functools.partial(call_within, self.context, function)
         return function, args, kwargs, cells
 
     def go_back(self, where: object, cells: Cells, undo: Undo) -> contextvars.Context:
-        """Enter the state that the forward was called in; `undo` is given the way out, the last first. Returns the
-        context to run in."""
+        """Enter the state in which the forward ran; `undo` gets the way back. Returns the context
+        to run in."""
         if cells:
             undo.append((_fill, [(cell, contents_of(cell)) for cell, _ in cells]))
-            _fill(cells)  # in place: what the function calls may share them
+            _fill(cells)  # in place: other functions may share them
         undo.append((_set_grad_enabled, _is_grad_enabled()))
         _set_grad_enabled(True)
         if self._buffers is not None:
@@ -321,54 +354,61 @@ class Rerun(Region, Source, Inputs):
         return context
 
 
-Cells = list[tuple[CellType, Any]]  # variables that a function closes over, with their contents
-
-
-def _fetch(saved: Any, where: object) -> Any:
+def _fetch(where: object, saved: Any) -> Any:
     return saved.fetch(where) if isinstance(saved, Held) else saved
 
 
 class _Fetched:
-    """The same, but one tensor that is two arguments comes back as one, and what the function writes is a copy of its
-    own, since others may read what was fetched."""
+    """Fetches a tensor that is two arguments once, and copies those that the function writes, since
+    others may read the fetched one."""
 
     def __init__(self, where: object, written: Mapping[Held, int]) -> None:
         self._where, self._written = where, written
-        self._met: dict[Held, Tensor] = {}
+        self._met: dict[Any, Any] = {}
         self._copies = _torch.Copies()
-        self._storages: dict[int, int] = {}  # by that of the forward
+        self._storages: dict[int, int] = {}  # by the storage in the forward
 
     def __call__(self, saved: Any) -> Any:
-        if isinstance(saved, Held) and saved not in self._met:
+        if not isinstance(saved, Held):
+            return saved
+        if saved not in self._met:
             tensor = saved.fetch(self._where)
             if saved in self._written:
-                storage = _torch.storage_id(tensor)
-                if self._storages.setdefault(self._written[saved], storage) != storage:  # hooks tear memory apart
-                    raise errors.changed(self._where, named(saved.name, tensor))
-                tensor = _torch.in_place_of(tensor, without_recording(self._copies.copy, tensor))
+                tensor = self._copied(saved, tensor)
             self._met[saved] = tensor
-        return self._met[saved] if isinstance(saved, Held) else saved
+        return self._met[saved]
+
+    def _copied(self, saved: Held, tensor: Tensor) -> Tensor:
+        storage = _torch.storage_id(tensor)
+        if self._storages.setdefault(self._written[saved], storage) != storage:
+            # Hooks have made two storages of one.
+            raise errors.changed(self._where, named(saved.name, tensor))
+        return _torch.in_place_of(tensor, without_recording(self._copies.copy, tensor))
 
 
-def call_within(context: AbstractContextManager[Any], function: Any, *args: Any, **kwargs: Any) -> Any:
+def call_within(
+    context: AbstractContextManager[Any], function: Any, *args: Any, **kwargs: Any
+) -> Any:
     with context:
         return function(*args, **kwargs)
     raise errors.suppressed()
 
 
 class Repeated(Region):
-    """The region of a rerun: hands back what the forward kept or recorded, in order."""
+    """The region of a rerun: returns the values that the forward kept, in order."""
 
-    def __init__(self, pins: Iterable[Pin], results: Iterable[Any], policy: Any, where: Frame) -> None:
+    def __init__(
+        self, pins: Iterable[Pin], results: Iterable[Any], policy: Any, where: Frame
+    ) -> None:
         self._pins, self._results = iter(pins), iter(results)
-        self.policy = policy  # regions inside must keep what they kept in the forward
+        self.policy = policy  # regions inside must keep the same values as in the forward
         self._where = where
 
     def keep(self, tensor: Tensor) -> Tensor:
         if is_parameter(root_of(tensor)):
             return tensor
         pin = next(self._pins, None)
-        if pin is None:  # backward inside the region, met again by the rerun, may run ahead of the forward
+        if pin is None:  # a rerun for a backward inside the region is ahead of the forward
             return tensor
         value = self._outside(pin.held.fetch)
         ours, theirs = _torch.plain_parts(tensor), _torch.plain_parts(value)
@@ -380,12 +420,16 @@ class Repeated(Region):
                 without_recording(_torch.write, pair)
         return tensor
 
-    def once(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def once(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         result = next(self._results, _FAILED)
         if result is _FAILED:
-            if not self._where.complete:  # a rerun that a backward inside the region asked for, ahead of the forward
+            if not self._where.complete:  # a rerun for a backward inside the region
                 return _without_slots(function, args, kwargs)
-            raise errors.not_recorded(self._where, getattr(function, "__qualname__", repr(function)))
+            raise errors.not_recorded(
+                self._where, getattr(function, "__qualname__", repr(function))
+            )
         given = _given_to(args, kwargs)
 
         def restore(saved: Any) -> Any:
@@ -393,12 +437,14 @@ class Repeated(Region):
                 return given[saved.place]
             if type(saved) is View:
                 return saved.of(given[saved.place])
-            return saved.restore(self._outside(saved.held.fetch)) if type(saved) is Pin else saved
+            if type(saved) is Pin:
+                return saved.restore(self._outside(saved.held.fetch))
+            return saved
 
         return put_together(result, restore)
 
     def _outside(self, fetch: Callable[[object], Tensor]) -> Tensor:
-        """Hooks of others may call functions again (rule 3)."""
+        """Fetch with no region active, since hooks may call functions again (rule 3)."""
         region, thread.region = thread.region, None
         try:
             return fetch(self._where)
@@ -418,45 +464,56 @@ class Pin(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor, hooks: _torch.Hooks | None, name: Name) -> Pin:
-        return cls(hold(tensor, hooks, name), tensor.requires_grad and not tensor.is_leaf, weakref.ref(tensor))
+        return cls(
+            hold(tensor, hooks, name),
+            tensor.requires_grad and not tensor.is_leaf,
+            weakref.ref(tensor),
+        )
 
     def refuse_if_it_is(self, tensor: Tensor, where: Frame) -> None:
-        """What was there before the recompute is the user's, who has changed it since."""
+        """A tensor that existed before the recompute is the user's: it has changed since."""
         if self.live() is tensor:
             raise errors.changed(where, named(self.held.name, tensor))
 
     def restore(self, tensor: Tensor) -> Tensor:
-        """What was fetched, for the recompute to write. (Where it is no copy, the forward has not written it.)"""
+        """A fetched tensor, for the recompute to write. (If it is no copy, the forward did not
+        write it.)"""
         if tensor.requires_grad:  # a leaf
             return tensor
-        data = without_recording(_torch.copy, tensor) if self.held.is_packed else _torch.alias(tensor)
+        data = (
+            without_recording(_torch.copy, tensor) if self.held.is_packed else _torch.alias(tensor)
+        )
         if not self.in_graph:
             return data
         with torch.enable_grad():
-            place = torch.zeros((), dtype=data.dtype, device=data.device, requires_grad=True).clone()
+            place = torch.zeros(
+                (), dtype=data.dtype, device=data.device, requires_grad=True
+            ).clone()
         return _torch.in_place_of(place, data)
 
 
 class Passed(NamedTuple):
-    """Stands for what a `forward_only` function was given, and has returned."""
+    """Stands for an argument that a `forward_only` function returned."""
 
     place: int
 
 
 class View(NamedTuple):
-    """Stands for a tensor that lies on the memory of one that it was given."""
+    """Stands for a returned tensor that is a view of an argument."""
 
     place: int
     size: torch.Size
     stride: tuple[int, ...]
-    offset: int  # from that one's
+    offset: int  # from that of the argument
     in_graph: bool
 
     @classmethod
     def among(cls, given: list[Any], part: Tensor) -> View | None:
         in_graph = part.requires_grad
         for place, value in enumerate(given):
-            if isinstance(value, Tensor) and _torch.lies_in(part, value) and (value.requires_grad or not in_graph):
+            if not isinstance(value, Tensor) or (in_graph and not value.requires_grad):
+                continue
+            if _torch.lies_in(part, value):
                 offset = int(part.storage_offset() - value.storage_offset())
                 return cls(place, part.shape, part.stride(), offset, in_graph)
         return None
@@ -464,7 +521,9 @@ class View(NamedTuple):
     def of(self, tensor: Tensor) -> Tensor:
         with torch.enable_grad():
             base = tensor if self.in_graph else tensor.detach()
-            return base.as_strided(self.size, self.stride, self.offset + int(tensor.storage_offset()))
+            return base.as_strided(
+                self.size, self.stride, self.offset + int(tensor.storage_offset())
+            )
 
 
 def _given_to(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
@@ -474,17 +533,21 @@ def _given_to(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     return given
 
 
-def _without_slots(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call what a recompute does not call: what it saves is no slot of the region."""
+def _without_slots(
+    function: Callable[..., Any], args: Any, kwargs: Any, outer: Region | None = None
+) -> Any:
+    """Call a function that a recompute does not call: tensors saved in it are no slots."""
     _push_hooks(detached, identity)
     try:
+        if outer is not None:
+            return outer.once(function, args, kwargs)
         return function(*args, **kwargs)
     finally:
         _pop_hooks()
 
 
 def detached(tensor: Tensor) -> Tensor:
-    """The pack hook for a graph that holds its tensors itself: a live one would be a cycle, if it is the output."""
+    """The pack hook for a graph that holds its own tensors; a live output would be a cycle."""
     return tensor.detach() if tensor.requires_grad else tensor
 
 
@@ -493,23 +556,29 @@ def detached(tensor: Tensor) -> Tensor:
 
 @functools.cache
 def _assigned_by(code: CodeType) -> frozenset[str]:
-    """The variables of enclosing functions that a function, or one defined in it, assigns itself: its own business.
-    (Only its code tells: what has changed when it returns, something that it calls may have set.)"""
-    names = {step.argval for step in dis.get_instructions(code) if step.opname in ("STORE_DEREF", "DELETE_DEREF")}
-    names = names.union(*(_assigned_by(const) for const in code.co_consts if type(const) is CodeType))
+    """The variables that a function, or one defined in it, assigns itself (`nonlocal`): they are
+    left alone."""
+    names = {
+        step.argval
+        for step in dis.get_instructions(code)
+        if step.opname in ("STORE_DEREF", "DELETE_DEREF")
+    }
+    names = names.union(
+        *(_assigned_by(const) for const in code.co_consts if type(const) is CodeType)
+    )
     return frozenset(code.co_freevars) & names
 
 
 def contents_of(cell: CellType) -> Any:
-    """What is in a cell; the cell itself while it is empty."""
+    """The contents of a cell; the cell itself while it is empty."""
     try:
         return cell.cell_contents
     except ValueError:
         return cell
 
 
-def _fill(cells: list[tuple[CellType, Any]]) -> None:
-    """Give cells these contents, where they have others."""
+def _fill(cells: Cells) -> None:
+    """Write these contents to the cells that have others."""
     for cell, value in cells:
         if value is cell:
             del cell.cell_contents
@@ -518,9 +587,13 @@ def _fill(cells: list[tuple[CellType, Any]]) -> None:
 
 
 def _holds_tensors(value: object, depth: int = 5) -> bool:
-    """Whether an object has a tensor in its attributes, items, or theirs; asked for messages."""
-    if depth == 0 or isinstance(value, Tensor | type | _Module | FunctionType):
-        return isinstance(value, Tensor)
-    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
-    parts = [*parts, *getattr(value, "__dict__", {}).values()]
-    return len(parts) < 1000 and any(_holds_tensors(part, depth - 1) for part in parts)
+    """Whether an object has a tensor in its attributes or items, or in theirs; for messages."""
+    if isinstance(value, Tensor):
+        return True
+    if depth == 0 or isinstance(value, type | _Module | FunctionType):
+        return False
+    return any(_holds_tensors(part, depth - 1) for part in _parts_of(value))
+
+
+def _leaves(saved: Iterable[Any]) -> list[Any]:
+    return [leaf for one in saved for leaf in leaves_of(one)]
