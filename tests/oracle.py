@@ -120,7 +120,7 @@ def leaf(*shape: int) -> Tensor:
 def whole(*shape: int) -> Tensor:
     """Small integers that want a gradient, the same each time."""
     numbers = torch.arange(1.0, torch.Size(shape or (4,)).numel() + 1) % 5 - 2
-    return numbers.view(shape or (4,)).clone().requires_grad_()
+    return numbers.view(shape or (4,)).requires_grad_()
 
 
 # ---- structures
