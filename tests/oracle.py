@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import io
 import pickle
+import sys
 import threading
 import warnings
 from collections import Counter
@@ -120,7 +121,7 @@ def leaf(*shape: int) -> Tensor:
 def whole(*shape: int) -> Tensor:
     """Small integers that want a gradient, the same each time."""
     numbers = torch.arange(1.0, torch.Size(shape or (4,)).numel() + 1) % 5 - 2
-    return numbers.view(shape or (4,)).clone().requires_grad_()
+    return numbers.view(shape or (4,)).requires_grad_()
 
 
 # ---- structures
@@ -293,7 +294,34 @@ def same_place() -> Any:
     return torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t)
 
 
+def same_bits(door, program):
+    """A program leaves the same bits behind with regions as without."""
+
+    def run(door):
+        torch.manual_seed(0)
+        result = program(door)
+        return [bits(t) for t in result], bits(torch.get_rng_state())
+
+    assert run(door) == run(plain)
+
+
 # ---- what runs, and what lives
+
+
+def python_calls(run):
+    """How many functions are called, Python's and C's."""
+    calls = [0]
+
+    def profile(frame, event, argument):
+        calls[0] += event in ("call", "c_call")
+
+    sys.setprofile(profile)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return calls[0]
+
 
 # Operators that compute nothing: they differ between torch versions and between sources.
 UNCOUNTED = frozenset(

@@ -459,3 +459,38 @@ def test_casts_of_a_rerun_are_not_cached_for_others():
         have = linear(x)
     with autocast():
         assert bits(have) == bits(linear(x))
+
+
+COLLECTED = contextvars.ContextVar("COLLECTED", default=None)
+
+
+@DOOR
+def test_collectors_in_context_variables(door, no_gc):
+    """Nothing is collected twice; neither what was collected nor what a recompute collects is kept alive."""
+    made = []
+
+    def layer(x):
+        y = x.sin()
+        made.append(weakref.ref(y))
+        COLLECTED.get()["attentions"][0].append(y)
+        return y.exp()
+
+    def run():
+        collected = {"attentions": [[]], "names": {"a"}}
+        COLLECTED.set(collected)
+        x = leaf()
+        y = x
+        for _ in range(3):
+            y = door(layer)(y)
+        kept = collected["attentions"][0]
+        assert [ref() for ref in made] == kept
+        y.sum().backward(retain_graph=True)
+        assert len(kept) == 3
+        assert all(ref() is None for ref in made[3:])
+        kept.clear()
+        assert not any(ref() is not None for ref in made)
+        y.sum().backward()  # whose recompute needs none of them
+        assert kept == []
+        assert not any(ref() is not None for ref in made)
+
+    contextvars.copy_context().run(run)

@@ -10,7 +10,10 @@ import weakref
 
 import pytest
 import torch
-from oracle import bits, count, in_thread
+from oracle import bits, count, in_thread, python_calls
+from oracle import c as rerun
+from oracle import r as replay
+from oracle import s as scope
 from torch import nn
 
 from checkpointing import CheckpointError, Stats, checkpoint_scope, checkpointed, disabled, is_recomputing
@@ -570,3 +573,17 @@ def test_odd_functions(backend):
         assert bits(torch.autograd.grad(have.sum(), x)[0]) == bits(torch.autograd.grad(want.sum(), x)[0])
     for result in (None, 3, object(), [leaf()], (leaf(), None), {"a": leaf()}, leaf()):
         assert checkpointed(lambda result=result: result, backend=backend)() is result
+
+
+DOOR = pytest.mark.parametrize("door", [rerun, replay, scope])
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@DOOR
+def test_a_region_costs_even_without_gradients(door, mode):
+    """With grad mode off: no operators, and a few calls of functions."""
+    x, fn = leaf(4, 4), lambda x: x.sin().exp()
+    region = door(fn)
+    with mode():
+        assert count(lambda: region(x)) == {"sin": 1, "exp": 1}
+        assert python_calls(lambda: region(x)) < python_calls(lambda: fn(x)) + 30

@@ -1,9 +1,11 @@
 """The legacy backend through our own door: bit-equal where it works, and an error that says why where it can't."""
 
+import contextlib
 import functools
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from beside import Program
 from torch import nn
@@ -224,3 +226,37 @@ chosen = Program("-c", CHOSEN)
 def test_it_is_deprecated_once_per_process_and_not_through_the_drop_in():
     """A `FutureWarning` at the first line that chooses it."""
     assert chosen.output.splitlines() == ["0", "[('FutureWarning', 15, True)]"]
+
+
+# ---- DistributedDataParallel
+
+
+@pytest.fixture(scope="module")
+def group():
+    """A process group of one."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore:backend='reentrant' is deprecated:FutureWarning")
+def test_ddp_with_the_reentrant_backend(group):
+    """A block used twice: the error says what to use instead; that works."""
+
+    class Twice(nn.Module):
+        def __init__(self, backend):
+            super().__init__()
+            self.first, self.block = nn.Linear(4, 4), nn.Linear(4, 4)
+            self.run = checkpointed(self.block, backend=backend)
+
+        def forward(self, x):
+            return self.run(self.run(self.first(x)).relu())
+
+    for backend in ("rerun", "replay", "reentrant"):
+        model = nn.parallel.DistributedDataParallel(Twice(backend))
+        with (
+            pytest.raises(CheckpointError, match=r"DistributedDataParallel .*Use backend='rerun'")
+            if backend == "reentrant"
+            else contextlib.nullcontext()
+        ):
+            model(leaf(4, 4)).sum().backward()

@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import functools
 import inspect
+import logging
 import random
 import types
 import weakref
@@ -16,13 +17,13 @@ import numpy as np
 import pytest
 import torch
 import torch.utils.checkpoint
-from oracle import DOORS, apply, bits, in_thread, plain
+from oracle import DOORS, apply, bits, in_thread, plain, python_calls, same_bits
 from oracle import c as rerun
 from oracle import r as replay
 from oracle import s as scope
 from oracle import whole as leaf
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils._pytree import register_pytree_node
 
 from checkpointing import (
@@ -1400,7 +1401,7 @@ def test_an_argument_passed_through_is_the_recomputes_own(door, pass_it):
         return pass_it(probe, inner * y).square()
 
     def step(door):
-        x = leaf()
+        x = leaf().detach().clone().requires_grad_()
         return bits(torch.autograd.grad(door(fn)(x).sum(), x)[0])
 
     assert step(door) == step(plain)
@@ -1656,3 +1657,165 @@ def test_a_view_from_a_forward_only_function_in_a_scope_in_a_rerun():
     (want,) = torch.autograd.grad(fn(x).sum(), x)
     for door in (checkpointed, lambda fn: checkpointed(scope(fn))):
         assert bits(torch.autograd.grad(door(fn)(x).sum(), x)[0]) == bits(want)
+
+
+# ---- what a region could reach
+
+
+class Config:
+    """An object with a large dict."""
+
+    def __init__(self, n):
+        self.table = {f"key {i}": [i] for i in range(n)}
+        self.hidden = 4
+
+
+def logger(n):
+    """In a tree of its own."""
+    manager = logging.Manager(logging.RootLogger(logging.WARNING))
+    for i in range(n // 10):
+        manager.loggerDict[f"a.{i}"] = [logging.PlaceHolder(manager.root)] * 10
+    return manager.getLogger("a.b")
+
+
+class Trainer:
+    """A plain object with a module, a list of words and a list of lists."""
+
+    def __init__(self, n, block):
+        self.words, self.batches, self.block = [f"word {i}" for i in range(n)], [[i] for i in range(n)], block
+
+    def step(self, x):
+        return self.block(x)
+
+
+LOGGER = CONFIG = None
+
+
+class Layer(nn.Module):
+    """Names a logger and a configuration, as transformers' do."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.linear, self.config = nn.Linear(4, 4), config
+
+    def forward(self, x, config=None):
+        if LOGGER is not None and CONFIG is not None and self.config.hidden == 0:
+            LOGGER.warning(CONFIG.table)
+        return self.linear(x).relu()
+
+
+def test_what_a_region_could_reach_costs_nothing():
+    """As many calls of functions, forward and backward, however much there is around it."""
+
+    def calls(n, way):
+        global LOGGER, CONFIG
+        LOGGER, CONFIG = logger(n), Config(n)
+        layer, x = Layer(Config(n)), leaf(4, 4)
+        trainer = Trainer(n, layer)
+        region = {
+            "module": lambda: rerun(layer)(x),
+            "method": lambda: rerun(layer.forward)(x),
+            "method of a trainer": lambda: rerun(trainer.step)(x),
+            "lambda in it": lambda: rerun(lambda x: trainer.block(x))(x),
+            "argument": lambda: rerun(lambda x, trainer, config: trainer.step(x))(x, trainer, config=CONFIG),
+        }[way]
+        try:
+            region().sum().backward()
+            return python_calls(lambda: region().sum().backward())
+        finally:
+            LOGGER = CONFIG = None
+
+    for way in ("module", "method", "method of a trainer", "lambda in it", "argument"):
+        assert calls(50_000, way) == calls(0, way), way
+
+
+# ---- adapters and caches
+
+
+class Token:
+    """Something to be watched."""
+
+
+@EACH
+def test_a_frozen_base_with_adapters(door):
+    """An input that `requires_grad_()` has made a leaf goes through the hooks around, as torch's does."""
+
+    def program(door):
+        frozen, adapter = nn.Linear(4, 4).requires_grad_(False), nn.Parameter(leaf(4, 4).detach())
+        hidden = (leaf(4, 4).detach() + 1).requires_grad_()
+        with save_on_cpu():
+            y = door(lambda x: (frozen(x).relu() + x @ adapter).square())(hidden)
+        y.sum().backward()
+        return y, hidden.grad, adapter.grad
+
+    same_bits(door, program)
+    packed, x, p = [], leaf(4, 4), nn.Parameter(leaf(4, 4).detach())
+    with saved_tensors_hooks(lambda t: packed.append(t.data_ptr()) or t, lambda t: t):
+        door(lambda x: (x @ p).square())(x)
+        with_torch = len(packed)
+        torch.utils.checkpoint.checkpoint(lambda x: (x @ p).square(), x, use_reentrant=False)
+    assert packed == [x.data_ptr()] * 2
+    assert with_torch == 1
+
+
+class Cache:
+    """As transformers' `DynamicCache`: an object with layers, which grow."""
+
+    def __init__(self):
+        self.layers = [Token(), Token()]
+        for layer in self.layers:
+            layer.keys = torch.zeros(0, 4)
+
+    def update(self, keys, i):
+        self.layers[i].keys = torch.cat([self.layers[i].keys, keys])
+        return self.layers[i].keys
+
+
+@pytest.mark.parametrize("view", [False, True])
+@EACH
+def test_a_cache_is_grown_inside_a_region(door, view):
+    """Rerun: an error of a few lines that names the argument and says what helps; replay handles it."""
+
+    def attend(x, past):
+        keys = past.update(x * 2, 1)
+        return (x @ keys.t()).square() if view else keys.square()
+
+    def program(door):
+        cache, x = Cache(), leaf(4, 4)
+        y = door(attend)(x, past=cache)
+        y.sum().backward()
+        return x.grad, cache.layers[1].keys.detach()
+
+    if door is not rerun:
+        same_bits(door, program)
+        return
+    with pytest.raises(MismatchError) as caught:
+        program(door)
+    text = str(caught.value)
+    for words in ("finds kwargs['past'] as left by the forward", "use_cache=False", "backend='replay'"):
+        assert words in text
+    assert text.count("\n") < 16
+    assert len(text) < 2000
+
+
+def test_what_a_cache_holds_decides_what_is_computed():
+    """T5 and Whisper, without `use_cache=False`: another parameter is met, with the same remedy."""
+    layer, w = types.SimpleNamespace(keys=None), torch.nn.Parameter(torch.ones(3))
+
+    def attend(x, past):
+        layer.keys = x * w if layer.keys is None else layer.keys
+        return layer.keys.sin() * x
+
+    past = types.SimpleNamespace(cache=types.SimpleNamespace(layers=[layer]))
+    with pytest.raises(MismatchError, match="no parameter where the forward saved a parameter") as caught:
+        rerun(attend)(torch.ones(3, requires_grad=True), past=past).sum().backward()
+    assert "kwargs['past'] and the variable 'layer' as left by the forward" in str(caught.value)
+
+
+def test_a_function_that_fails_on_its_grown_cache_says_so():
+    """What names the argument and what helps, from the function's own exception."""
+    cache, x = Cache(), leaf(4, 4)
+    y = rerun(lambda x, past: past.update(x * 2, 1) * torch.ones(x.shape))(x, past=cache)
+    with pytest.raises(MismatchError, match=r"kwargs\['past'\] as left by the forward.*use_cache=False") as caught:
+        y.square().sum().backward()
+    assert "must match the size" in str(caught.value.__cause__)

@@ -5,6 +5,9 @@ import re
 import pytest
 import torch
 import torch.utils.checkpoint
+from oracle import c as rerun
+from oracle import r as replay
+from oracle import s as scope
 from torch import nn
 
 from checkpointing import ChangedError, CheckpointError, MismatchError, checkpoint_scope, checkpointed
@@ -363,3 +366,16 @@ def test_jagged_tensors_made_inside_have_other_ragged_sizes_each_time():
         checkpointed(ragged)(x).sum().backward()
     (want,) = torch.autograd.grad(x.sin().sin().sum(), x)
     assert torch.equal(torch.autograd.grad(checkpointed(ragged, backend="replay")(x).sum(), x)[0], want)
+
+
+DOOR = pytest.mark.parametrize("door", [rerun, replay, scope])
+
+
+@DOOR
+def test_a_later_write_that_no_version_shows(door):
+    """`determinism_check="values"` finds it."""
+    table = torch.ones(4)
+    y = door(lambda x: (x * table).square(), determinism_check="values")(leaf(4, 4))
+    table.numpy()[:] = 2
+    with pytest.raises(MismatchError, match="position"):
+        y.sum().backward()

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from oracle import COPIES, bits, count
+from oracle import whole as leaf
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -26,6 +27,7 @@ from checkpointing import (
     checkpointed,
     disabled,
 )
+from checkpointing.torch_compat import checkpoint
 
 
 class Block(nn.Module):
@@ -517,3 +519,127 @@ def test_remove_leaves_what_others_have_put_around():
     handle.remove()
     x = torch.ones(1, 2)
     assert torch.equal(model(x), nn.functional.linear(x, model[0].weight, model[0].bias) * 2)
+
+
+# ---- shards first
+
+
+def blocks():
+    """Two blocks with whole numbers for weights, and an input."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4)) for _ in range(2)))
+    with torch.no_grad():
+        for i, p in enumerate(model.parameters()):
+            p.copy_(((torch.arange(float(p.numel())) + i) % 3 - 1).view_as(p))
+    return model, leaf(2, 4)
+
+
+def sharded(model, **options):
+    """Each block, then all of it."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (1,))
+    for layer in model:
+        fully_shard(layer, mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh, **options)
+
+
+@pytest.mark.parametrize("how", ["module", "lambda", "method", "drop-in"])
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("backend", ["rerun", "replay"])
+def test_sharded_first_and_regions_second(group, how, frozen, backend):
+    """A region around a module that FSDP2 has sharded already."""
+
+    def run(wrap):
+        model, x = blocks()
+        if frozen:
+            model[0].requires_grad_(False)
+        model = sharded(model)
+        y = x * 2
+        for layer in model:
+            if not wrap:
+                y = layer(y)
+            elif how == "drop-in":
+                y = checkpoint(layer, y, use_reentrant=False)
+            else:
+                fn = {"module": layer, "lambda": lambda y: layer(y), "method": layer.__call__}[how]  # noqa: B023
+                y = checkpointed(fn, backend=backend)(y)
+        y.sum().backward()
+        return [g if g is None else bits(g.to_local()) for g in (p.grad for p in model.parameters())], bits(x.grad)
+
+    assert run(True) == run(False)
+
+
+# ---- copies of what `checkpointed` returns
+
+
+class Counting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += 1
+        return self.linear(x).relu().square()
+
+
+@checkpointed
+class CheckpointedBlock(Counting):
+    pass
+
+
+class MethodBlock(Counting):
+    @checkpointed
+    def forward(self, x):
+        return super().forward(x)
+
+
+class Holding(nn.Module):
+    def __init__(self, kind, backend=None):
+        super().__init__()
+        self.block = kind()
+        if backend is not None:
+            self.run = checkpointed(self.block, backend=backend)
+
+    def forward(self, x):
+        return getattr(self, "run", self.block)(x * 2)
+
+
+def with_forward(backend):
+    """The block's `forward` replaced on the instance."""
+    model = Holding(Counting)
+    model.block.forward = checkpointed(model.block.forward, backend=backend)
+    return model
+
+
+WRAPPED = {
+    "decorated class": lambda: Holding(CheckpointedBlock),
+    "decorated method": lambda: Holding(MethodBlock),
+    "instance in an attribute": lambda: Holding(Counting, "rerun"),
+    "instance in an attribute, replay": lambda: Holding(Counting, "replay"),
+    "forward of the instance": lambda: with_forward("rerun"),
+    "forward of the instance, replay": lambda: with_forward("replay"),
+}
+
+
+@pytest.mark.parametrize("wrapped", WRAPPED)
+@pytest.mark.parametrize("how", COPIES)
+def test_copies_run_their_own_parameters(wrapped, how):
+    """And get the gradients; the original's are left alone, and it still runs its own."""
+    model = WRAPPED[wrapped]()
+    twin, want = COPIES[how](model), Holding(Counting)
+    with torch.no_grad():
+        for p in twin.parameters():
+            p.mul_(2)
+    want.load_state_dict(twin.state_dict())
+    x, plain_x = leaf(4, 4), leaf(4, 4)
+    twin(x).sum().backward()
+    want(plain_x).sum().backward()
+    assert bits(x.grad) == bits(plain_x.grad)
+    assert [bits(p.grad) for p in twin.parameters()] == [bits(p.grad) for p in want.parameters()]
+    assert all(p.grad is None for p in model.parameters())
+    assert (model.block.calls, twin.block.calls) == (0, 1)
+    assert "relu" in count(model(leaf(4, 4)).sum().backward)
+    if not (wrapped.startswith("forward") and how in ("torch.save", "pickle")):  # pickled by name: the class's again
+        assert "relu" in count(twin(leaf(4, 4)).sum().backward)

@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 import torch
 from oracle import bits, count
+from oracle import r as replay
 from torch.utils.checkpoint import CheckpointPolicy
 
 from checkpointing import CheckpointError, auto, checkpoint_scope, checkpointed, save_ops, save_tagged, tag
@@ -376,3 +377,39 @@ def test_a_backward_inside_is_not_asked_about():
         (g * h).exp()
     assert "cos" not in asked and asked[-2:] == ["mul", "exp"]
     assert scope.stats.bytes_kept == 0
+
+
+class Matmul(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, y):
+        ctx.save_for_backward(x, y)
+        return x @ y
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, y = ctx.saved_tensors
+        return grad @ y.t(), x.t() @ grad
+
+
+@pytest.mark.parametrize("matmul", [torch.mm, Matmul.apply], ids=["operator", "custom Function"])
+@pytest.mark.parametrize("nested", [False, True])
+def test_selective_saving(matmul, nested):
+    """A policy sees calls: the first of two products is kept; an inner region obeys it, too."""
+    mms = []
+
+    def first(ctx, op, *args, **kwargs):
+        if op is torch.ops.aten.mm.default:
+            mms.append(op)
+            return len(mms) == 1
+        return False
+
+    def inner(x):
+        return matmul(matmul(x, x).relu(), x).relu().square()
+
+    x = leaf(4, 4)
+    region = checkpointed(replay(inner) if nested else inner, policy=first)
+    y = region(x)
+    mms.clear()
+    ran = count(y.sum().backward)
+    assert ran["mm"] == 4 + 1  # of backward, and the second product
+    assert bits(x.grad) == bits(torch.autograd.grad(inner(x).sum(), x)[0])
