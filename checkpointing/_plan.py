@@ -25,6 +25,8 @@ from collections.abc import Iterable, Mapping
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
+import torch
+
 from ._program import NOT_WRITTEN, Step, Value
 from ._record import KEEP, UNSEEN, Run
 from ._windows import Group, Path
@@ -207,7 +209,8 @@ class Model:
         made, need = self.made[index], gradients[index + 1]
         if any(self.memories[number].has_gradient for number in made):
             arguments = [self.memories[number] for number in self.reads[index] if number not in made]
-            need += sum(m.nbytes for m in arguments if m.has_gradient and m.last_read <= index)
+            new = sum(m.nbytes for m in arguments if m.has_gradient and m.last_read <= index)
+            need += new * (3 if self.path.steps[index].func in _IN_OTHER_LAYOUTS else 1)
             need += sum(self.facts.parameters[number] for number in self._weights[index])
         return need
 
@@ -557,11 +560,12 @@ class _Fill:
         self.forward[after:] = [peak + nbytes for peak in self.forward[after:]]
 
 
+_IN_OTHER_LAYOUTS = {torch.ops.aten.convolution.default}  # whose backward copies what it reads and makes
 _PER_BYTE = 10  # floating-point operations in the time in which a byte is written
 _CHEAP = 4  # as many bytes are written at most, for each byte of a value that is made again in each window
 _MOST_CANDIDATES = 64
 _MOST_ROUNDS = 4
-_SLACKS = (0, 1 / 16, 3 / 16)  # how much more than the least peak may be spent on less recompute
+_SLACKS = (0, 1 / 16, 1 / 6)  # how much more than the least peak may be spent on less recompute
 _RATE = 0.9  # which part of a forward it must save for each part of the peak
 _SLACK_OF_PARTS = 1 / 8  # the same, within a window: what it keeps first is made by a replay, which should be short
 _FAR = 64  # steps, when the worth of one is found
