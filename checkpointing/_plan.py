@@ -25,6 +25,8 @@ from collections.abc import Iterable, Mapping
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
+import torch
+
 from ._program import NOT_WRITTEN, Step, Value
 from ._record import KEEP, UNSEEN, Run
 from ._windows import Group, Path
@@ -207,7 +209,8 @@ class Model:
         made, need = self.made[index], gradients[index + 1]
         if any(self.memories[number].has_gradient for number in made):
             arguments = [self.memories[number] for number in self.reads[index] if number not in made]
-            need += sum(m.nbytes for m in arguments if m.has_gradient and m.last_read <= index)
+            new = sum(m.nbytes for m in arguments if m.has_gradient and m.last_read <= index)
+            need += new * (3 if self.path.steps[index].func in _IN_OTHER_LAYOUTS else 1)
             need += sum(self.facts.parameters[number] for number in self._weights[index])
         return need
 
@@ -432,7 +435,7 @@ def choose(stretch: Stretch, budget: int | None = None) -> Choice:
         more = 0.0 if stretch.is_all else _SLACK_OF_PARTS
         fillings = [(0.0, _filled(table, int(least * (1 + more)), cuts))]
     forward = max(1.0, sum(stretch.model.work))
-    _, best = min(fillings, key=lambda each: each[0] + each[1].left / forward)
+    _, best = min(fillings, key=lambda each: _RATE * each[0] + each[1].left / forward)
     recomputes = any(stretch.model.memories[n].effort is None for n in stretch.saved - best.kept)
     smallest = table.least_budget() if recomputes and budget is not None else None
     return Choice(tuple(sorted(best.kept)), tuple(best.ends[1:-1]), max(best.peaks + best.forward), smallest)
@@ -442,7 +445,7 @@ def _filled(table: _Cuts, peak: int, least: list[int]) -> _Fill:
     """The least recompute under a peak; `least` are the cuts with the least one."""
     stretch = table.stretch
     new = stretch.model.besides[stretch.first] - stretch.model.besides[stretch.last]
-    tries = [table.under(peak - part) for part in (0, new // 2, new)]
+    tries = [table.under(peak - new * part // 4) for part in range(5)]
     tries.insert(0 if stretch.is_all else len(tries), least)
     fillings = [_Fill(table, cuts, peak) for cuts in dict.fromkeys(tuple(t) for t in tries if t is not None)]
     return min(fillings, key=lambda filling: filling.left)
@@ -497,16 +500,19 @@ class _Fill:
         return free
 
     def _fill(self) -> None:
-        """Take the steps whose results save most; of equal ones the last, which is held for the shortest time."""
-        queue = [(-self._worth(index), -index) for index in sorted(self.again)]
+        """Take the steps whose results save most. Of equal ones the last is held for the shortest time; within a
+        window it is the first, so that what remains is at the end, where no replay has to come by it again."""
+        order = -1 if self.stretch.is_all else 1
+        queue = [(-self._worth(index), order * index) for index in sorted(self.again)]
         heapq.heapify(queue)
         while queue:
-            before, index = heapq.heappop(queue)
-            worth = self._worth(-index)
+            before, place = heapq.heappop(queue)
+            index = order * place
+            worth = self._worth(index)
             if queue and -worth > max(before, queue[0][0]):
-                heapq.heappush(queue, (-worth, index))
+                heapq.heappush(queue, (-worth, place))
             elif worth > 0:
-                self._take(self._results(-index), -index)
+                self._take(self._results(index), index)
 
     def _results(self, index: int) -> list[int]:
         """What to keep in order not to run a step again; nothing, if that is not possible."""
@@ -554,11 +560,13 @@ class _Fill:
         self.forward[after:] = [peak + nbytes for peak in self.forward[after:]]
 
 
+_IN_OTHER_LAYOUTS = {torch.ops.aten.convolution.default}  # whose backward copies what it reads and makes
 _PER_BYTE = 10  # floating-point operations in the time in which a byte is written
 _CHEAP = 4  # as many bytes are written at most, for each byte of a value that is made again in each window
 _MOST_CANDIDATES = 64
 _MOST_ROUNDS = 4
-_SLACKS = (0, 1 / 16, 1 / 8, 3 / 16)  # how much more than the least peak may be spent, if it saves as much of a forward
+_SLACKS = (0, 1 / 16, 1 / 6)  # how much more than the least peak may be spent on less recompute
+_RATE = 0.9  # which part of a forward it must save for each part of the peak
 _SLACK_OF_PARTS = 1 / 8  # the same, within a window: what it keeps first is made by a replay, which should be short
 _FAR = 64  # steps, when the worth of one is found
 

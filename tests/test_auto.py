@@ -158,8 +158,8 @@ def test_what_one_cheap_operator_makes_from_an_input_is_not_kept():
 
 def test_the_last_stretch_is_not_made_again():
     """Logits over a large vocabulary: backward begins with them."""
-    head = torch.rand(64, 20_000, requires_grad=True)
-    x = torch.rand(128, 64, requires_grad=True)
+    head = torch.rand(64, 2_000, requires_grad=True)
+    x = torch.rand(512, 64, requires_grad=True)
 
     def run():
         y = x
@@ -167,15 +167,14 @@ def test_the_last_stretch_is_not_made_again():
             y = torch.cat([y[:, 1:], y[:, :1]], 1).tanh().sin().exp() / 2
         return torch.log_softmax(y @ head, 1)[:, 0].sum()
 
-    for policy in (auto(), auto(budget=2**18)):
-        for _ in range(2):  # from the second time on the program is known
-            with checkpoint_scope(policy=policy) as scope:
-                loss = run()
-        assert scope.stats.cuts
-        ran = count(loss.backward)
-        assert ran["mm"] == 2  # those of backward itself
-        assert "_log_softmax" not in ran
-        assert ran["tanh"] > 0
+    for _ in range(2):  # from the second time on the program is known
+        with checkpoint_scope(policy=auto()) as scope:
+            loss = run()
+    assert scope.stats.cuts
+    ran = count(loss.backward)
+    assert ran["mm"] == 2  # those of backward itself
+    assert "_log_softmax" not in ran
+    assert ran["tanh"] > 0
 
 
 # ---- the same each time
