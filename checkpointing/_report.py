@@ -27,7 +27,7 @@ from ._engine import Frame, Holder, is_referenced, root_of
 from ._held import Held
 from ._offload import Moved
 from ._region import Region
-from ._tree import leaves_of, take_apart
+from ._tree import tensors_in
 from ._where import described, user_line
 
 
@@ -282,7 +282,7 @@ def _held_by(frame: Frame) -> Iterable[TensorReport]:
         if type(packed) is Moved:
             kind, packed = "offloaded", packed.away
         module, line = (noted or (None, None))[:2]
-        for tensor in _tensors_in(packed):
+        for tensor in _plain_parts_of(packed):
             key = _torch.storage_id(tensor) if _torch.has_storage(tensor) else id(tensor)
             found[key] = _tensor(kind, tensor, operator, module, line)
     return found.values()
@@ -294,10 +294,9 @@ def _packed(part: Held | Tensor) -> Any:
     return packed.data if isinstance(packed, _torch.SavedTensor) else packed
 
 
-def _tensors_in(packed: Any) -> list[Tensor]:
+def _plain_parts_of(packed: Any) -> list[Tensor]:
     """The plain tensors in such an object. A `Holder` has none: a region around brings it back."""
-    for leaf in leaves_of(take_apart(packed, lambda part, _: part)):
-        if isinstance(leaf, Tensor):
-            referenced = leaf.is_leaf and leaf.requires_grad
-            return [] if referenced else _torch.plain_parts(leaf)
+    for tensor in tensors_in(packed):
+        lives_anyway = tensor.is_leaf and tensor.requires_grad
+        return [] if lives_anyway else _torch.plain_parts(tensor)
     return []
