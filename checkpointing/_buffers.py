@@ -116,15 +116,9 @@ class Buffers:
             _set_flags(self._flags.items())
         if not self._entries:
             return
-        undo.append(
-            (
-                _set,
-                [
-                    (module, dict(_torch.buffers_of_module(module)[0]))
-                    for module, _ in self._entries
-                ],
-            )
-        )
+        modules = [module for module, _ in self._entries]
+        now = [(module, dict(_torch.buffers_of_module(module)[0])) for module in modules]
+        undo.append((_set, now))
         _set(self._entries)
         if self:
             undo.append((_Moment.go_back, self._then.exchange()))

@@ -56,8 +56,8 @@ def explain(
             "".join(f"  {i}: {op}\n{stack}" for i, (op, stack) in enumerate(lines)) or "  (none)\n"
         )
     explained = type(error)(
-        f"{error}\n\nAn error happened while unpacking tensors; these are the operators of both runs, "
-        f"each with the lines of your code that led to it, innermost first.{logs}\n"
+        f"{error}\n\nAn error happened while unpacking tensors; these are the operators of both "
+        f"runs, each with the lines of your code that led to it, innermost first.{logs}\n"
         "You are seeing this error because you passed `debug=True` to checkpoint: the first "
         "operator that differs above shows where the two runs part."
     )
