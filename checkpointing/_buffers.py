@@ -75,13 +75,13 @@ class Buffers:
         guarded: list[Guarded] = []
         small: list[Tensor] = []  # two that share memory are rewound twice, to the same values
         for module, buffers in entries:
-            most = 0.0
+            most = -1.0  # none in evaluation mode
             if self._flags[module]:
                 most = math.inf if isinstance(module, _LEAVES_NO_TRACE) else _SMALL
             for name, tensor in buffers.items():
                 if tensor is None:
                     continue
-                if most and _can_be_rewound(tensor) and tensor.nbytes <= most:
+                if _can_be_rewound(tensor) and tensor.nbytes <= most:
                     small.append(tensor)
                 else:
                     guarded.append((module, name, tensor, _version(tensor)))
@@ -108,8 +108,8 @@ class Buffers:
         """Go back to the forward; `undo` gets the way out."""
         for module, name, tensor, version in self._guarded:
             if _version(tensor) != version:
-                what = named((type(module).__name__, Field(name)), tensor)
-                raise errors.changed(where, what, version, _version(tensor))
+                buffer = named((type(module).__name__, Field(name)), tensor)
+                raise errors.changed(where, buffer, version, _version(tensor))
         flags = [getattr(module, "training", None) for module in self._flags]
         if flags != [*self._flags.values()]:
             undo.append((_set_flags, [*zip(self._flags, flags, strict=True)]))

@@ -1,7 +1,4 @@
-"""The determinism check: what it compares between forward and recompute.
-
-That is metadata, values, or the result of a function of the user's.
-"""
+"""The determinism check: compares metadata, values, or the result of a function of the user's."""
 
 from __future__ import annotations
 
@@ -34,7 +31,8 @@ def metadata_of(tensor: Tensor) -> Any:
 def values_of(tensor: Tensor) -> Any:
     """The comparison of `determinism_check="values"`."""
     # Kernels of recurrent nets reserve such memory for their backward, and do not write all of it.
-    if tensor.dtype is torch.uint8 and tensor.dim() == 1 and not tensor.requires_grad:
+    is_bytes = tensor.dtype is torch.uint8 and not tensor.requires_grad
+    if is_bytes and tensor.dim() == 1:
         return metadata_of(tensor)
     return Evidence(tensor, f"checksum {without_recording(checksum, tensor):016x}")
 

@@ -150,7 +150,7 @@ class _Coming:
         here = streams.current_stream(home)  # whose memory it is
         self._tensor = torch.empty_like(away, device=home)
         side = _side_stream(streams, home, "back")
-        side.wait_stream(here)  # which may still use this memory for what was in it before
+        side.wait_stream(here)  # which may still use this memory for an older tensor
         side.wait_stream(_side_stream(streams, home, "out"))
         with streams.stream(side):
             _copy(self._tensor, away)

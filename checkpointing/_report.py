@@ -174,9 +174,9 @@ def report_of(frames: Iterable[Frame]) -> Report:
 
 def _region(frame: Frame) -> RegionReport:
     source: Any = frame.source
-    saved, held = _sorted(frame.record or ()), _sorted(_held_by(frame))
+    saved, held = _sorted(frame.noted or ()), _sorted(_held_by(frame))
     would_hold: int | None = sum(tensor.nbytes for tensor in saved)
-    if frame.record is None:
+    if frame.noted is None:
         would_hold = source.tape.saved_bytes if hasattr(source, "tape") else None
     bytes_held = sum(tensor.nbytes for tensor in held)
     replays = getattr(source, "replays", None)
@@ -225,12 +225,12 @@ class Reported(Frame):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.record: list[TensorReport] = []
+        self.noted: list[TensorReport] = []
         self._storages: weakref.WeakSet[Any] = weakref.WeakSet()  # those noted
 
     def enter(self, region: Region) -> None:
         super().enter(region)
-        region.record = self.record
+        region.noted = self.noted
 
     def pack(self, tensor: Tensor) -> Holder:
         holder = super().pack(tensor)
@@ -241,7 +241,7 @@ class Reported(Frame):
             storage = part.untyped_storage() if _torch.has_storage(part) else holder
             if storage not in self._storages:
                 self._storages.add(storage)
-                self.record.append(_tensor("saved", part, operator, *note()))
+                self.noted.append(_tensor("saved", part, operator, *note()))
         return holder
 
     _torch.mark_as_torchs_own(pack)

@@ -121,7 +121,7 @@ class Inputs:
 
     def look_at(self, value: Any, depth: int = 2) -> None:
         """Find modules: the object itself, its attributes, the items of a small container, and the
-        same for what a function that wraps others closes over."""
+        same for the functions and variables that it wraps."""
         kind = type(value)
         if kind in ATOMS or isinstance(value, Tensor | type):
             return

@@ -1,8 +1,7 @@
-"""Tensors inside structures: takes arguments, results and kept values apart, and puts them
-together.
+"""Tensors inside structures: takes arguments, results and kept values apart and together again.
 
-Containers are lists, tuples, dicts, named tuples, dataclasses and whatever is registered with
-torch's pytree. Other objects stay whole.
+Containers are lists, tuples, dicts, named tuples, dataclasses and the types that are registered
+with torch's pytree. Other objects stay whole.
 """
 
 from __future__ import annotations
