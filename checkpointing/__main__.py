@@ -4,7 +4,7 @@ Every way starts from the same weights, seeds and batches. Afterwards its losses
 and random stream must be bit for bit those of plain; otherwise the exit status is 1. Memory is
 the sum of all allocations in one step, from the profiler on the CPU and from the allocator on an
 accelerator. Recompute is counted in floating-point operations. Timed steps carry no measurement,
-and the ways take turns, so that whatever slows the machine slows them all.
+and the ways take turns, so that a slow moment of the machine slows them all.
 
 Rejected: the resident size of the process. It includes free memory of the heap and varies from run
 to run.

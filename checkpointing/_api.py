@@ -408,7 +408,7 @@ def run_rerun(
 
 
 def _is_noted(options: Options) -> bool:
-    return options.report or options.debug or (thread.region is not None and thread.region.record is not None)
+    return options.report or options.debug or (thread.region is not None and thread.region.noted is not None)
 
 
 def _run_replay(fn: Any, args: Any, kwargs: Any, name: str, options: Options) -> Any:

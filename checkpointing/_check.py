@@ -1,4 +1,4 @@
-"""What must be equal in forward and recompute: metadata, values, or what a function of the user's finds."""
+"""The determinism check: compares metadata, values, or the result of a function of the user's."""
 
 from __future__ import annotations
 
@@ -21,23 +21,24 @@ Check = Callable[[Tensor], Any] | None
 
 
 def metadata_of(tensor: Tensor) -> Any:
-    """What `determinism_check="metadata"` compares."""
+    """The comparison of `determinism_check="metadata"`."""
     try:
         return tensor.shape, tensor.dtype, tensor.device
-    except RuntimeError:
+    except RuntimeError:  # a nested tensor
         return _torch.shape_of(tensor), tensor.dtype, tensor.device
 
 
 def values_of(tensor: Tensor) -> Any:
-    """What `determinism_check="values"` compares. Of the memory that kernels of recurrent nets reserve for their own
-    backward not all is ever written: there are no values in it to compare."""
-    if tensor.dtype is torch.uint8 and tensor.dim() == 1 and not tensor.requires_grad:
+    """The comparison of `determinism_check="values"`."""
+    # Kernels of recurrent nets reserve such memory for their backward, and do not write all of it.
+    is_bytes = tensor.dtype is torch.uint8 and not tensor.requires_grad
+    if is_bytes and tensor.dim() == 1:
         return metadata_of(tensor)
     return Evidence(tensor, f"checksum {without_recording(checksum, tensor):016x}")
 
 
 def check_of(option: DeterminismCheck) -> Check:
-    """The function that an option means; None compares nothing."""
+    """The function for an option; None compares nothing."""
     return _by_function(option) if callable(option) else CHECKS[option]
 
 
@@ -53,7 +54,7 @@ def _by_function(function: Callable[[Tensor], Any]) -> Check:
 
 
 class Evidence:
-    """What a costly check has found in a tensor, and where that was saved; equal if the finding is."""
+    """The finding of a costly check in a tensor, and where that was saved; compares the finding."""
 
     __slots__ = ("finding", "line")
 
@@ -69,16 +70,19 @@ class Evidence:
 
 
 def maker_of(tensor: Tensor) -> str | None:
-    """The operator that made it, where autograd knows."""
+    """The operator that made a tensor, if autograd knows it."""
     return None if tensor.grad_fn is None else str(tensor.grad_fn.name())
 
 
 def checksum(tensor: Tensor) -> int:
-    """64 bits that depend on every bit of the tensor and on its place."""
+    """64 bits that depend on every bit of the tensor and its position."""
     parts = _torch.parts_of(tensor)
     if parts is not None:
-        numbers = [checksum(p) if isinstance(p, Tensor) else zlib.crc32(repr(p).encode()) for p in parts]
+        numbers = [
+            checksum(p) if isinstance(p, Tensor) else zlib.crc32(repr(p).encode()) for p in parts
+        ]
         return hash(tuple(numbers))
-    plain = tensor.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format).cpu()  # with memory
+    resolved = tensor.resolve_conj().resolve_neg()
+    plain = resolved.clone(memory_format=torch.contiguous_format).cpu()
     data = ctypes.string_at(plain.data_ptr(), plain.nbytes)
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big")

@@ -1,4 +1,4 @@
-"""The logs of `debug=True`: which operators ran in the forward and in the recompute, shown where the two differ."""
+"""The logs of `debug=True`: the operators of forward and recompute, shown in errors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from ._where import stack_of_user
 
 
 class OpLog(TorchDispatchMode):
-    """The operators that ran while it was entered, each with the stack of user code that led to it."""
+    """The operators that ran while it was entered, each with the stack of user code that led to
+    it."""
 
     supports_higher_order_operators = True
 
@@ -27,9 +28,10 @@ class OpLog(TorchDispatchMode):
         return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        parts = [_text(value) for value in args] + [f"{key}={_text(value)}" for key, value in (kwargs or {}).items()]
+        parts = [_text(value) for value in args]
+        parts += [f"{key}={_text(value)}" for key, value in (kwargs or {}).items()]
         call, stack, index = f"{func}({', '.join(parts)})", stack_of_user(), len(self.lines)
-        self.lines.append((call, stack))  # which it may not survive
+        self.lines.append((call, stack))  # the operator may raise
         result = func(*args, **(kwargs or {}))
         self.lines[index] = (f"{_text(result)} = {call}", stack)
         return result
@@ -38,26 +40,34 @@ class OpLog(TorchDispatchMode):
 def _text(value: Any) -> str:
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(_text, value))}]"
-    return f"{str(value.dtype)[6:]}{list(_torch.shape_of(value))}" if isinstance(value, Tensor) else repr(value)
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype)[6:]}{list(_torch.shape_of(value))}"
+    return repr(value)
 
 
-def explain(error: errors.CheckpointError, forward: list[tuple[str, str]], recompute: list[tuple[str, str]]) -> None:
-    """Raise an error of `debug=True` again with the logs of both runs, under the headings of torch's."""
+def explain(
+    error: errors.CheckpointError, forward: list[tuple[str, str]], recompute: list[tuple[str, str]]
+) -> None:
+    """Raise an error again with the logs of both runs, under torch's headings."""
     logs = ""
     for title, lines in (("the original forward", forward), ("recomputation", recompute)):
         logs += f"\n\nOperations executed during {title}:\n"
-        logs += "".join(f"  {i}: {op}\n{stack}" for i, (op, stack) in enumerate(lines)) or "  (none)\n"
+        logs += (
+            "".join(f"  {i}: {op}\n{stack}" for i, (op, stack) in enumerate(lines)) or "  (none)\n"
+        )
     explained = type(error)(
-        f"{error}\n\nAn error happened while unpacking tensors; these are the operators of both runs, each with the "
-        f"lines of your code that led to it, innermost first.{logs}\nYou are seeing this error because you passed "
-        "`debug=True` to checkpoint: the first operator that differs above shows where the two runs part."
+        f"{error}\n\nAn error happened while unpacking tensors; these are the operators of both "
+        f"runs, each with the lines of your code that led to it, innermost first.{logs}\n"
+        "You are seeing this error because you passed `debug=True` to checkpoint: the first "
+        "operator that differs above shows where the two runs part."
     )
     vars(explained).update(__notes__=getattr(error, "__notes__", []))
     raise explained from error
 
 
 def logged(frame: Frame) -> tuple[OpLog, OpLog]:
-    """Contexts for the forward and the recompute that log their operators; errors of the frame show both."""
+    """Contexts for the forward and the recompute that log their operators; errors of the frame show
+    both."""
     forward, recompute = OpLog(), OpLog()
     frame.on_error = functools.partial(explain, forward=forward.lines, recompute=recompute.lines)
     return forward, recompute

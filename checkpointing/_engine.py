@@ -134,7 +134,7 @@ class _Stop(BaseException):
 class Frame:
     """One region: its holders, its source, and what has been recomputed for which graph task."""
 
-    record: list[Any] | None = None  # if somebody wants a report: the tensors that are saved
+    noted: list[Any] | None = None  # if somebody wants a report: the tensors that are saved
     complete = False  # backward may run before the region has ended (rule 6)
     on_error: Callable[[errors.CheckpointError], None] | None = None
     prefix: str | None = None  # how messages begin where other code matches on it; torch's functions set it

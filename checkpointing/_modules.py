@@ -1,12 +1,13 @@
-"""Whole modules in regions, in place and reversible: `checkpoint_modules`.
+"""Puts whole modules into regions, in place and reversibly: `checkpoint_modules`.
 
-A region stands in its module's `__dict__` as `forward`, where `nn.Module.__call__` finds it, so that class, names,
-hooks and `state_dict` stay what they are. It holds its module weakly (no cycle keeps the parameters), copies and
-pickles with it, and looks the class's `forward` up at every call, since others exchange the class (FSDP2,
-parametrisations).
+The region becomes the `forward` in the module's `__dict__`, where `nn.Module.__call__` finds it.
+Class, names, hooks and `state_dict` do not change. The region holds its module weakly (no cycle
+keeps the parameters), copies and pickles with it, and looks up the class's `forward` in every call,
+since others exchange the class (FSDP2, parametrisations).
 
-Rejected: wrapper modules (other names), a class of its own for each module (`type(module)`, pickling), and a bound
-method as `forward` (a cycle; pickled by its name, which is the class's method again).
+Rejected: wrapper modules (names change), a new class per module (breaks `type(module)` and
+pickling), and a bound method as `forward` (a cycle; pickled by name, which finds the method of the
+class).
 """
 
 from __future__ import annotations
@@ -29,35 +30,41 @@ Picks = Callable[[str, nn.Module], bool]
 Select = Union[type, str, Picks, Sequence["Select"]]  # noqa: UP007
 
 
-def checkpoint_modules(model: nn.Module, select: Select, /, **options: Unpack[_api.Given]) -> CheckpointedModules:
-    """Put a region around the `forward` of every module that `select` picks, in place.
+def checkpoint_modules(
+    model: nn.Module, select: Select, /, **options: Unpack[_api.Given]
+) -> CheckpointedModules:
+    """Checkpoint the selected modules of a model, in place.
 
-    Names, `state_dict`, `isinstance`, the modules' own hooks (which run outside of the regions, once), `copy.deepcopy`,
-    pickling, FSDP2, DDP and `torch.compile` work as before. Copies, and what is loaded from a pickle (which then needs
-    this library), run in regions, too, with parameters of their own; `del module.forward` takes a copy's region off.
+    Each of them runs in a region of its own. Names, `state_dict`, `isinstance`, hooks (which run
+    outside the regions, once), `copy.deepcopy`, pickling, FSDP2, DDP and `torch.compile` work as
+    before. Copies and unpickled models run in regions, too, with their own parameters;
+    `del module.forward` removes the region of a copy.
 
     Args:
         model: any module; nothing is computed.
-        select: a class; a pattern of names as in `model.named_modules()`, in which `*` stands for one part of a name
-            or a piece of it (`"model.layers.*"` picks `model.layers.0`, not `model.layers.0.attn`); a function of name
-            and module that returns whether to pick it; or a tuple or list of these, of which one must hold. A module
-            that is never called (`nn.ModuleList`) is not picked, one with several names is picked once.
-        options: as for `checkpointed`, for each of the regions. `name` is the module's, if left out.
+        select: a class; a pattern of names as in `model.named_modules()`, in which `*` matches
+            (part of) one component: `"model.layers.*"` picks `model.layers.0`, but not
+            `model.layers.0.attn`; a function of name and module that returns whether to pick it; or
+            a tuple or list of these, of which one must match. A module that is never called
+            (`nn.ModuleList`) is not picked, one with several names is picked once.
+        options: as for `checkpointed`, for each region. `name` defaults to the name of the module.
 
     Returns:
-        A handle: `names` of the modules in the order of `model.named_modules()`, and `remove()`, which gives them their
-        own `forward` back; as a context manager it does so at the end of the block.
+        A handle with the `names` of the modules, in the order of `model.named_modules()`, and
+        `remove()`, which restores their `forward`. As a context manager it does so at the end of
+        the block.
 
     Raises:
-        TypeError: for a model that is no module, a `select` of another kind, unknown options, and modules whose
+        TypeError: if `model` is no module, `select` or an option is of an unknown kind, or a
             `forward` is a generator or async function.
-        ValueError: where nothing is picked (the message lists what there is), a module is in a region already, or
-            options contradict each other. The model is then as it was.
+        ValueError: if nothing is picked (the message lists the classes in the model), a module is
+            in a region already, or options contradict each other. The model is then unchanged.
 
     >>> import torch
     >>> from torch import nn
     >>> from checkpointing import checkpoint_modules
-    >>> model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)) for _ in range(3)))
+    >>> layers = [nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)) for _ in range(3)]
+    >>> model = nn.Sequential(*layers)
     >>> handle = checkpoint_modules(model, "*")
     >>> handle.names
     ('0', '1', '2')
@@ -75,17 +82,25 @@ def checkpoint_modules(model: nn.Module, select: Select, /, **options: Unpack[_a
     if not picked:
         raise ValueError(_nothing_picked(model, select))
     for module, name in picked.items():
-        what = f"{name or 'the model itself'} ({type(module).__qualname__})"
-        if _api.is_in_region(module.forward):
-            raise ValueError(
-                f"checkpoint_modules: {what} runs in a region already. Call remove() of what the earlier call "
-                "returned, take `checkpointed` off its class or its forward, or select other modules."
-            )
-        is_static = isinstance(inspect.getattr_static(type(module), "forward", None), staticmethod)
-        if is_static or not inspect.isroutine(getattr(type(module), "forward", None)):
-            raise TypeError(f"checkpoint_modules can't wrap {what}: its class has no method `forward` in Python.")
-        _api.refuse_generators("checkpoint_modules", module)
+        _refuse_unsuitable(name, module)
     return CheckpointedModules(picked, chosen)
+
+
+def _refuse_unsuitable(name: str, module: nn.Module) -> None:
+    described = f"{name or 'the model itself'} ({type(module).__qualname__})"
+    if _api.is_in_region(module.forward):
+        raise ValueError(
+            f"checkpoint_modules: {described} runs in a region already. Call remove() on the "
+            "handle of the earlier call, remove `checkpointed` from its class or its forward, or "
+            "select other modules."
+        )
+    is_static = isinstance(inspect.getattr_static(type(module), "forward", None), staticmethod)
+    if is_static or not inspect.isroutine(getattr(type(module), "forward", None)):
+        raise TypeError(
+            f"checkpoint_modules can't wrap {described}: its class has no method `forward` in "
+            "Python."
+        )
+    _api.refuse_generators("checkpoint_modules", module)
 
 
 def _as_function(select: Select) -> Picks:
@@ -105,8 +120,8 @@ def _as_function(select: Select) -> Picks:
     if callable(select) and not isinstance(select, nn.Module):
         return select
     raise TypeError(
-        "checkpoint_modules: select is a class, a pattern of names, a function of name and module, or a tuple or list "
-        f"of these, not {type(select).__qualname__}"
+        "checkpoint_modules: select is a class, a pattern of names, a function of name and module, "
+        f"or a tuple or list of these, not {type(select).__qualname__}"
     )
 
 
@@ -116,32 +131,45 @@ def _is_called(module: nn.Module) -> bool:
 
 def _nothing_picked(model: nn.Module, select: Select) -> str:
     named = dict(model.named_modules())
-    classes = Counter(type(m).__qualname__ + ("" if _is_called(m) else " (never called)") for m in named.values())
+    classes = Counter(
+        type(m).__qualname__ + ("" if _is_called(m) else " (never called)") for m in named.values()
+    )
     there = ", ".join(f"{count} {name}" for name, count in classes.most_common())
-    # What people would write for the names that there are: those with a prefix more first, then the closest.
-    called = {re.sub(r"\b\d+\b", "*", name): None for name, module in named.items() if name and _is_called(module)}
-    patterns = [part for part in (select if isinstance(select, tuple | list) else [select]) if isinstance(part, str)]
-    longer = [name for name in called for pattern in patterns if name.endswith(f".{pattern}")]
-    close = longer[:3] or [name for pattern in patterns for name in difflib.get_close_matches(pattern, called)]
-    hint = f" (a `*` stands for one part of a name): did you mean {' or '.join(map(repr, close))}?" if close else "."
-    what = select.__qualname__ if isinstance(select, type) else repr(select)
-    return f"checkpoint_modules: {what} picks no module of this {type(model).__qualname__}{hint} There are {there}."
+    called = [name for name, module in named.items() if name and _is_called(module)]
+    known = [*dict.fromkeys(re.sub(r"\b\d+\b", "*", name) for name in called)]
+    patterns = [select] if isinstance(select, str) else []
+    if isinstance(select, tuple | list):
+        patterns = [part for part in select if isinstance(part, str)]
+    close: list[str] = []
+    for pattern in patterns:
+        longer = [name for name in known if name.endswith(f".{pattern}")]
+        close += longer[:3] or difflib.get_close_matches(pattern, known)
+    hint = "."
+    if close:
+        hint = (
+            f" (a `*` stands for one part of a name): did you mean {' or '.join(map(repr, close))}?"
+        )
+    shown = select.__qualname__ if isinstance(select, type) else repr(select)
+    picks = f"checkpoint_modules: {shown} picks no module of this {type(model).__qualname__}"
+    return f"{picks}{hint} There are {there}."
 
 
 class CheckpointedModules:
-    """What `checkpoint_modules` has done, and how to undo it."""
+    """The handle that `checkpoint_modules` returns."""
 
     def __init__(self, picked: dict[nn.Module, str], options: _api.Options) -> None:
         self.names = tuple(picked.values())
-        self._forwards = {module: _Forward(module, name, options) for module, name in picked.items()}
+        self._forwards = {
+            module: _Forward(module, name, options) for module, name in picked.items()
+        }
         for module, forward in self._forwards.items():
             module.__dict__["forward"] = forward
 
     def remove(self) -> None:
-        """Give the modules their own `forward` back. Calls that are waiting for backward still recompute; a second time
-        does nothing."""
+        """Restore the `forward` of the modules. Calls that wait for backward still recompute. A
+        second call does nothing."""
         for module, forward in self._forwards.items():
-            forward.options = None  # others may have wrapped it meanwhile, and go on calling it
+            forward.options = None  # a later wrapper may still call it
             if module.__dict__.get("forward") is forward:
                 del module.__dict__["forward"]
                 if forward.own is not None:
@@ -150,7 +178,9 @@ class CheckpointedModules:
 
     def __enter__(self) -> Self:
         if not self._forwards:
-            raise errors.CheckpointError(f"{self} has been removed: call checkpoint_modules once more.")
+            raise errors.CheckpointError(
+                f"{self} has been removed: call checkpoint_modules once more."
+            )
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -167,15 +197,17 @@ class _Forward:
 
     def __init__(self, module: nn.Module, name: str, options: _api.Options) -> None:
         self._module = weakref.ref(module)
-        self.own = module.__dict__.get("forward")  # what somebody else has put there: accelerate's hooks, a compiler
+        self.own = module.__dict__.get("forward")  # from accelerate's hooks, or a compiler
         self.name = options.name or name or type(module).__qualname__
         self.options: _api.Options | None = options
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
         module = self._module()
-        assert module is not None  # who calls its forward holds it
-        forward: Callable[..., Any] = type(module).forward.__get__(module) if self.own is None else self.own
+        assert module is not None  # the caller of its forward holds it
+        forward: Callable[..., Any] = (
+            type(module).forward.__get__(module) if self.own is None else self.own
+        )
         return forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -1,14 +1,16 @@
-"""Tensors that wait elsewhere, usually on the host: copies out while the region runs, and back when it is recomputed.
+"""Offloaded tensors: copied out, usually to the host, while the region runs, and back for a
+recompute.
 
-Where the device has streams, copies run beside the computation, on streams of their own: one out, one back. Memory
-that such a copy reads or writes must not be used anew before it is done, and the allocator knows nothing of it. So a
-tensor on its way out is referred to until the computation's stream has been told to wait for the copy (a few are on
-their way at once, and none after the region's end), and one on its way back until it is waited for.
+On a device with streams, copies overlap with the computation on two streams of their own, one out
+and one back. The allocator must not reuse the memory of a running copy, but knows nothing of it. So
+a tensor on its way out is referenced until the computation's stream has been told to wait for the
+copy (a few are on their way at a time, and none after the end of the region), and a tensor on its
+way back until somebody waits for it.
 
-Invariant: what is brought back is what was sent, whichever is asked for when: order is a matter of time only.
+Invariant: `bring` returns exactly what was sent; the order of prefetching affects timing only.
 
-Rejected: `Tensor.record_stream`. Memory would come back when the host finds out that the copy is done, and the host
-runs ahead, so that nearly nothing would be saved.
+Rejected: `Tensor.record_stream`. Memory would be free again when the host notices the end of the
+copy. The host runs ahead, so nearly nothing would be saved.
 """
 
 from __future__ import annotations
@@ -25,36 +27,40 @@ from . import _torch
 
 
 class Destination(NamedTuple):
-    """Where tensors wait, and which."""
+    """Where offloaded tensors wait."""
 
     device: torch.device
     pin_memory: bool
-    min_bytes: int  # smaller storages stay where they are
+    min_bytes: int  # smaller storages are not offloaded
 
 
 class Mover:
-    """One region's tensors on their way out."""
+    """The tensors of one region on their way out."""
 
     __slots__ = ("_leaving", "destination")
 
     def __init__(self, destination: Destination) -> None:
         self.destination = destination
-        self._leaving: deque[tuple[Tensor, Any, Any]] = deque()  # and the copy's end, and the computation's stream
+        # Each with the event at the end of its copy, and the stream of the computation.
+        self._leaving: deque[tuple[Tensor, Any, Any]] = deque()
 
     def takes(self, tensor: Tensor) -> bool:
-        """Whether it is worth the way."""
-        if type(tensor) is not Tensor or tensor.is_meta or tensor.layout is not torch.strided or tensor.is_nested:
+        """Whether a tensor is to be offloaded."""
+        is_dense = type(tensor) is Tensor and tensor.layout is torch.strided
+        if not is_dense or tensor.is_meta or tensor.is_nested or not _torch.has_storage(tensor):
             return False
-        return _torch.has_storage(tensor) and tensor.untyped_storage().nbytes() >= self.destination.min_bytes
+        return tensor.untyped_storage().nbytes() >= self.destination.min_bytes
 
     def send(self, tensor: Tensor) -> Moved:
-        """Copy it; it can be written, and its memory used anew, as soon as that is in order on its device."""
+        """Copy a tensor out. Later work on its device may write it and reuse its memory."""
         there, home, layout = self.destination.device, tensor.device, _torch.layout_of(tensor)
         streams = _torch.streams_of(home)
         values = _torch.one_each(tensor)
         if streams is None:
-            return Moved(torch.empty_like(values, device=there).copy_(values), home, layout, None, None)
-        away = torch.empty_like(values, device=there, pin_memory=self.destination.pin_memory and there.type == "cpu")
+            copy = torch.empty_like(values, device=there).copy_(values)
+            return Moved(copy, home, layout, None, None)
+        pin_memory = self.destination.pin_memory and there.type == "cpu"
+        away = torch.empty_like(values, device=there, pin_memory=pin_memory)
         here = streams.current_stream(home)
         side = _side_stream(streams, home, "out")
         side.wait_stream(here)
@@ -72,45 +78,57 @@ class Mover:
         self._leaving.popleft()
 
     def settle(self) -> None:
-        """From here on nothing refers to what was sent."""
+        """Drop all references to tensors that were sent."""
         while self._leaving:
             self._let_go()
 
     def holds(self, storage: int) -> int:
-        """How often it refers to a storage at the moment."""
+        """The number of present references to a storage."""
         return sum(_torch.storage_id(tensor) == storage for tensor, _, _ in self._leaving)
 
 
 _AT_ONCE = 4
-_AHEAD = 2  # how many are on their way back before they are asked for
+_AHEAD = 2  # how many are prefetched
 
 
 class Moved:
-    """A tensor that waits elsewhere."""
+    """An offloaded tensor."""
 
-    __slots__ = ("__weakref__", "_away", "_coming", "_home", "_layout", "_sent", "_streams", "last_reader", "rank")
+    __slots__ = (
+        "__weakref__",
+        "_away",
+        "_coming",
+        "_home",
+        "_layout",
+        "_sent",
+        "_streams",
+        "last_reader",
+        "rank",
+    )
 
-    def __init__(self, away: Tensor, home: torch.device, layout: Any, streams: Any, sent: Any) -> None:
+    def __init__(
+        self, away: Tensor, home: torch.device, layout: Any, streams: Any, sent: Any
+    ) -> None:
         self._away = away
         self._home = home
         self._layout = layout  # as which it comes back
         self._streams = streams
         self._sent = sent
         self._coming: _Coming | None = None
-        self.rank = -1  # where it comes in the order in which backward is likely to want such tensors
-        self.last_reader: Any = None  # a weak reference to the holder that is likely to be the last to want it
+        self.rank = -1  # its place in the order in which backward will probably ask
+        self.last_reader: Any = None  # a weak reference to the holder that will probably ask last
 
     @property
     def away(self) -> Tensor:
         return self._away
 
     def settle(self) -> None:
-        """The original is about to be written."""
+        """Let the computation wait for the copy: the original is about to be written."""
         if self._sent is not None:
             self._streams.current_stream(self._home).wait_event(self._sent)
 
     def prefetch(self) -> None:
-        """It will be wanted soon."""
+        """Start to copy it back."""
         if self._coming is None and self._streams is not None:
             self._coming = _Coming(self._away, self._home, self._streams)
 
@@ -132,12 +150,12 @@ class _Coming:
         here = streams.current_stream(home)  # whose memory it is
         self._tensor = torch.empty_like(away, device=home)
         side = _side_stream(streams, home, "back")
-        side.wait_stream(here)  # which may still use this memory for what was in it before
+        side.wait_stream(here)  # which may still use this memory for an older tensor
         side.wait_stream(_side_stream(streams, home, "out"))
         with streams.stream(side):
             _copy(self._tensor, away)
             done = side.record_event()
-        # Called at the latest when nobody has asked for it and its memory is about to be free.
+        # If nobody asks for the tensor, this runs before its memory is free.
         self._give_back = weakref.finalize(self, here.wait_event, done)
         self._give_back.atexit = False
 
@@ -147,7 +165,7 @@ class _Coming:
 
 
 def prefetch(order: list[Any], after: int) -> None:
-    """Start to bring back what will be wanted next; `order` holds weak references to `Moved`s."""
+    """Prefetch the next ones in `order`, weak references to `Moved`s."""
     waiting = (moved for i in range(after + 1, len(order)) if (moved := order[i]()) is not None)
     for moved in islice(waiting, _AHEAD):
         moved.prefetch()

@@ -1,8 +1,9 @@
-"""The legacy backend: a custom `autograd.Function` that runs the function again inside its backward.
+"""The legacy backend: a custom `autograd.Function` that runs the function again in its backward.
 
-Kept for programs that rely on it; self-contained, deletable in one commit. It can't do what the engine does, and says
-so: only `backward()` without `inputs=`, only positional tensors differentiate, gradients of first order, at least one
-input must require grad. Random state, ambient state and module buffers are captured as in the rest of the library.
+For programs that rely on it; self-contained, deletable in one commit. It supports only `backward()`
+without `inputs=`, positional tensors, and gradients of first order; at least one input must require
+grad. Everything else is an error. Random state, ambient state and module buffers are captured as in
+the rest of the library.
 """
 
 from __future__ import annotations
@@ -28,10 +29,13 @@ def check_backward_validity(inputs: Iterable[Any]) -> None:
 
 
 class CheckpointFunction(torch.autograd.Function):
-    """`CheckpointFunction.apply(function, preserve_rng_state, *args)` is `function(*args)`, differentiable once."""
+    """`CheckpointFunction.apply(function, preserve_rng_state, *args)` is `function(*args)`,
+    differentiable once."""
 
     @staticmethod
-    def forward(ctx: Any, function: Callable[..., Any], preserve_rng_state: PreserveRngState, *args: Any) -> Any:
+    def forward(
+        ctx: Any, function: Callable[..., Any], preserve_rng_state: PreserveRngState, *args: Any
+    ) -> Any:
         check_backward_validity(args)
         ctx.source = Rerun(function, args, {}, preserve_rng_state)
         try:
@@ -43,37 +47,44 @@ class CheckpointFunction(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         if not _torch.is_checkpoint_valid():
             raise errors.CheckpointError(
-                "When use_reentrant=True, torch.utils.checkpoint is incompatible with .grad() or passing an `inputs` "
-                "parameter to .backward(). To resolve this error, you can either set use_reentrant=False "
-                "(backend='rerun'), or call .backward() without passing the `inputs` argument."
+                "When use_reentrant=True, torch.utils.checkpoint is incompatible with .grad() or "
+                "passing an `inputs` parameter to .backward(). To resolve this error, you can "
+                "either set use_reentrant=False (backend='rerun'), or call .backward() without "
+                "passing the `inputs` argument."
             )
-        _ = ctx.saved_tensors  # there are none, but after a backward that did not retain the graph torch says so
+        _ = ctx.saved_tensors  # none; but torch raises its error for a graph that was not retained
         inputs, outputs = _rerun(ctx.source, len(ctx.needs_input_grad) - 2)
         if not _torch.keeps_graph():
             ctx.source = None
-        pairs = [
-            (output, grad)
-            for output, grad in zip(outputs, grads, strict=True)
-            if isinstance(output, Tensor) and output.requires_grad
-        ]
-        if not pairs:
-            raise errors.CheckpointError("none of output has requires_grad=True, this checkpoint() is not necessary")
-        try:
-            torch.autograd.backward([output for output, _ in pairs], [grad for _, grad in pairs])
-        except RuntimeError as error:
-            if "mark a variable ready only once" not in str(error):
-                raise
-            raise errors.CheckpointError(
-                "DistributedDataParallel met a parameter twice, because the reentrant backend runs a backward inside "
-                "the backward. Use backend='rerun' (use_reentrant=False), which does not. What it said: "
-                + str(error).split(". ")[0]
-                + "."
-            ) from error
-        return (None, None, *(value.grad if isinstance(value, Tensor) else None for value in inputs))
+        _run_backward(outputs, grads)
+        found = [value.grad if isinstance(value, Tensor) else None for value in inputs]
+        return None, None, *found
+
+
+def _run_backward(outputs: Any, grads: Any) -> None:
+    pairs = [
+        (output, grad)
+        for output, grad in zip(outputs, grads, strict=True)
+        if isinstance(output, Tensor) and output.requires_grad
+    ]
+    if not pairs:
+        raise errors.CheckpointError(
+            "none of output has requires_grad=True, this checkpoint() is not necessary"
+        )
+    try:
+        torch.autograd.backward([output for output, _ in pairs], [grad for _, grad in pairs])
+    except RuntimeError as error:
+        if "mark a variable ready only once" not in str(error):
+            raise
+        raise errors.CheckpointError(
+            "DistributedDataParallel met a parameter twice, because the reentrant backend runs a "
+            "backward inside the backward. Use backend='rerun' (use_reentrant=False), which does "
+            f"not. It said: {str(error).split('. ')[0]}."
+        ) from error
 
 
 def _rerun(source: Rerun, count: int) -> tuple[Any, Any]:
-    """The last `count` arguments (a partial brings others), cut off from their graph; what the function returns."""
+    """The last `count` arguments (a partial brings others), detached; and the outputs."""
     where = "the reentrant backend"
     undo: Undo = []
     region, thread.region = thread.region, _NO_RESULTS
@@ -91,24 +102,32 @@ def _rerun(source: Rerun, count: int) -> tuple[Any, Any]:
 
 
 class _NoResults(Region):
-    """Keeps nothing, and knows nothing of what `forward_only` functions returned."""
+    """Keeps nothing, and has no results of `forward_only` functions."""
 
     def keep(self, tensor: Tensor) -> Tensor:
         return tensor
 
-    def once(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def once(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         return None
 
 
 _NO_RESULTS = _NoResults()
 
 
-def run(function: Callable[..., Any], name: str, preserve_rng_state: PreserveRngState, args: Any, kwargs: Any) -> Any:
-    """One region of our own doors: what the backend can't do is an error before anything is lost."""
+def run(
+    function: Callable[..., Any],
+    name: str,
+    preserve_rng_state: PreserveRngState,
+    args: Any,
+    kwargs: Any,
+) -> Any:
+    """Enter a region of `checkpointed`. Unsupported inputs are an error in the forward."""
     if kwargs:
         raise ValueError(
-            f"region '{name}': Unexpected keyword arguments: {','.join(kwargs)}. The reentrant backend takes "
-            "positional arguments only; use backend='rerun'."
+            f"region '{name}': Unexpected keyword arguments: {','.join(kwargs)}. The reentrant "
+            "backend takes positional arguments only; use backend='rerun'."
         )
     if not any(isinstance(value, Tensor) and value.requires_grad for value in args):
         found = Inputs()
@@ -118,9 +137,9 @@ def run(function: Callable[..., Any], name: str, preserve_rng_state: PreserveRng
         parameters = [p for module in found.modules for p in module.parameters()]
         if any(isinstance(p, Tensor) and p.requires_grad for p in (*parameters, *variables)):
             raise errors.CheckpointError(
-                f"region '{name}': none of the inputs requires grad, so the reentrant backend would give the "
-                "parameters that the function uses no gradients. Use backend='rerun', or call requires_grad_() on an "
-                "input."
+                f"region '{name}': none of the inputs requires grad, so the reentrant backend "
+                "would give the parameters that the function uses no gradients. Use "
+                "backend='rerun', or call requires_grad_() on an input."
             )
     return CheckpointFunction.apply(function, preserve_rng_state, *args)  # type: ignore[no-untyped-call]
 
@@ -129,11 +148,11 @@ _warned: list[bool] = []
 
 
 def warn_once() -> None:
-    """The backend is deprecated: said once per process, when it is chosen through our own doors."""
+    """Warn once per process that the backend is deprecated."""
     if not _warned:
         _warned.append(True)
         warn(
-            "backend='reentrant' is deprecated: backend='rerun', the default, supports more and is faster. "
-            "Leave backend out.",
+            "backend='reentrant' is deprecated: backend='rerun', the default, supports more and is "
+            "faster. Leave backend out.",
             FutureWarning,
         )

@@ -19,7 +19,7 @@ class Region:
     """A region, as code inside it meets it: what it does not handle itself goes to the region around it."""
 
     outer: Region | None = None  # while the region runs
-    record: Any = None  # of a region that is reported; regions inside it are reported, too
+    noted: Any = None  # of a region that is reported; regions inside it are reported, too
     policy: Any = None  # what holds here, and in regions inside that bring no policy of their own
 
     def keep(self, tensor: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ from ._engine import Frame, Holder, is_referenced, root_of
 from ._held import Held
 from ._offload import Moved
 from ._region import Region
-from ._tree import leaves_of, take_apart
+from ._tree import tensors_in
 from ._where import described, user_line
 
 
@@ -174,9 +174,9 @@ def report_of(frames: Iterable[Frame]) -> Report:
 
 def _region(frame: Frame) -> RegionReport:
     source: Any = frame.source
-    saved, held = _sorted(frame.record or ()), _sorted(_held_by(frame))
+    saved, held = _sorted(frame.noted or ()), _sorted(_held_by(frame))
     would_hold: int | None = sum(tensor.nbytes for tensor in saved)
-    if frame.record is None:
+    if frame.noted is None:
         would_hold = source.tape.saved_bytes if hasattr(source, "tape") else None
     bytes_held = sum(tensor.nbytes for tensor in held)
     replays = getattr(source, "replays", None)
@@ -225,12 +225,12 @@ class Reported(Frame):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.record: list[TensorReport] = []
+        self.noted: list[TensorReport] = []
         self._storages: weakref.WeakSet[Any] = weakref.WeakSet()  # those noted
 
     def enter(self, region: Region) -> None:
         super().enter(region)
-        region.record = self.record
+        region.noted = self.noted
 
     def pack(self, tensor: Tensor) -> Holder:
         holder = super().pack(tensor)
@@ -241,7 +241,7 @@ class Reported(Frame):
             storage = part.untyped_storage() if _torch.has_storage(part) else holder
             if storage not in self._storages:
                 self._storages.add(storage)
-                self.record.append(_tensor("saved", part, operator, *note()))
+                self.noted.append(_tensor("saved", part, operator, *note()))
         return holder
 
     _torch.mark_as_torchs_own(pack)
@@ -282,7 +282,7 @@ def _held_by(frame: Frame) -> Iterable[TensorReport]:
         if type(packed) is Moved:
             kind, packed = "offloaded", packed.away
         module, line = (noted or (None, None))[:2]
-        for tensor in _tensors_in(packed):
+        for tensor in _plain_parts_of(packed):
             key = _torch.storage_id(tensor) if _torch.has_storage(tensor) else id(tensor)
             found[key] = _tensor(kind, tensor, operator, module, line)
     return found.values()
@@ -294,10 +294,9 @@ def _packed(part: Held | Tensor) -> Any:
     return packed.data if isinstance(packed, _torch.SavedTensor) else packed
 
 
-def _tensors_in(packed: Any) -> list[Tensor]:
+def _plain_parts_of(packed: Any) -> list[Tensor]:
     """The plain tensors in such an object. A `Holder` has none: a region around brings it back."""
-    for leaf in leaves_of(take_apart(packed, lambda part, _: part)):
-        if isinstance(leaf, Tensor):
-            referenced = leaf.is_leaf and leaf.requires_grad
-            return [] if referenced else _torch.plain_parts(leaf)
+    for tensor in tensors_in(packed):
+        lives_anyway = tensor.is_leaf and tensor.requires_grad
+        return [] if lives_anyway else _torch.plain_parts(tensor)
     return []

@@ -1,11 +1,10 @@
 """Source 1: call the function again.
 
-The rerun gets back exactly the list in the contract: its arguments and the variables that it closes
-over, held as an operator would save them (through the enclosing hooks; parameters by reference) and
-guarded by version; random and ambient state; the buffers of modules in training mode, rewound in
-place while it runs; values given to `keep`, and results of `forward_only` functions. Everything
-else that the function reads (globals, attributes, the inside of your own objects) is as backward
-finds it.
+The rerun gets back its arguments and the variables that it closes over, held as an operator would
+save them (through the enclosing hooks; parameters by reference) and guarded by version; random and
+ambient state; the buffers of modules in training mode, rewound in place while it runs; values given
+to `keep`, and results of `forward_only` functions. Everything else that the function reads
+(globals, attributes, the inside of your own objects) is as backward finds it.
 
 Invariant: a recompute changes nothing of the user's but buffers, variables that the function closes
 over, and random and ambient state, all in place, and puts them back. It may refuse other changes,
@@ -47,7 +46,7 @@ from ._engine import (
 )
 from ._held import Held, check_version, hold, hold_argument, note_written
 from ._region import Region, thread, without_recording
-from ._tree import ATOMS, leaves_of, map_tensors, put_together, take_apart
+from ._tree import ATOMS, leaves_of, put_together, take_apart, tensors_in
 
 # Bound once: these run for every call.
 _enclosing_hooks = _torch.enclosing_hooks
@@ -122,7 +121,7 @@ class Inputs:
 
     def look_at(self, value: Any, depth: int = 2) -> None:
         """Find modules: the object itself, its attributes, the items of a small container, and the
-        same for what a function that wraps others closes over."""
+        same for the functions and variables that it wraps."""
         kind = type(value)
         if kind in ATOMS or isinstance(value, Tensor | type):
             return
@@ -529,8 +528,7 @@ class View(NamedTuple):
 def _given_to(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     """Arguments, and the tensors in them, in order."""
     given = [*args, *kwargs.values()]
-    map_tensors(lambda tensor: given.append(tensor) or tensor, given[:])  # type: ignore[func-returns-value]
-    return given
+    return given + tensors_in(given)
 
 
 def _without_slots(

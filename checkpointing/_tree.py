@@ -1,7 +1,7 @@
-"""Tensors inside structures: how arguments, results and kept values are taken apart and put together again.
+"""Tensors inside structures: takes arguments, results and kept values apart and together again.
 
-Containers are lists, tuples, dicts, named tuples, dataclasses and whatever is registered with torch's pytree. Other
-objects stay whole.
+Containers are lists, tuples, dicts, named tuples, dataclasses and the types that are registered
+with torch's pytree. Other objects stay whole.
 """
 
 from __future__ import annotations
@@ -17,7 +17,21 @@ from torch.utils._pytree import SUPPORTED_NODES
 
 # Types without tensors inside, for a quick way past them.
 ATOMS = frozenset(
-    {int, float, complex, bool, str, bytes, type(None), type, range, slice, torch.dtype, torch.device, torch.Size}
+    {
+        int,
+        float,
+        complex,
+        bool,
+        str,
+        bytes,
+        type(None),
+        type,
+        range,
+        slice,
+        torch.dtype,
+        torch.device,
+        torch.Size,
+    }
 )
 
 
@@ -28,22 +42,23 @@ class Field(str):
 
 
 class Container(NamedTuple):
-    """A container taken apart: its parts by key, and how to build one of its kind from other parts."""
+    """A container taken apart: its parts by key, and how to build one of its kind from other
+    parts."""
 
     parts: dict[Any, Any]
     build: Callable[[dict[Any, Any]], Any]
 
 
 def open_container(value: Any) -> Container | None:
-    """A container's parts, or None for other objects. What is returned does not hold `value`, whose tensors may go."""
+    """The parts of a container, or None for other objects. The result does not refer to `value`."""
     kind: Any = type(value)
     if kind is list or kind is tuple:
         return Container(dict(enumerate(value)), lambda parts: kind(parts.values()))
     node = SUPPORTED_NODES.get(kind)
     if node is not None:
         children, context = node.flatten_fn(value)
-        keys = value if isinstance(value, dict) and len(value) == len(children) else range(len(children))
-        parts = dict(zip(keys, children, strict=True))
+        has_keys = isinstance(value, dict) and len(value) == len(children)
+        parts = dict(zip(value if has_keys else range(len(children)), children, strict=True))
         return Container(parts, lambda parts: node.unflatten_fn(list(parts.values()), context))
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         parts = dict(zip(map(Field, value._fields), value, strict=True))
@@ -51,7 +66,11 @@ def open_container(value: Any) -> Container | None:
     if not dataclasses.is_dataclass(value) or isinstance(value, dict | Enum | nn.Module):
         return None
     attributes = dict(getattr(value, "__dict__", {}))
-    fields = {Field(f.name): getattr(value, f.name) for f in dataclasses.fields(value) if hasattr(value, f.name)}
+    fields = {
+        Field(f.name): getattr(value, f.name)
+        for f in dataclasses.fields(value)
+        if hasattr(value, f.name)
+    }
 
     def build(parts: dict[Any, Any]) -> Any:
         new = object.__new__(kind)  # past the constructor, which may take anything
@@ -63,11 +82,18 @@ def open_container(value: Any) -> Container | None:
 
 
 def take_apart(
-    value: Any, leaf: Callable[[Any, Any], Any], name: Any = None, met: dict[int, Any] | None = None, depth: int = 0
+    value: Any,
+    leaf: Callable[[Any, Any], Any],
+    name: Any = None,
+    met: dict[int, Any] | None = None,
+    depth: int = 0,
 ) -> Any:
-    """`value` with `leaf(part, name)` in place of whatever is no container, and `Container`s in place of those; `put_
-    together` is the way back. A container that is met twice becomes one; one that is in itself, or further down than
-    Python's stack is deep (a linked list), stays there."""
+    """Replace each container in `value` by a `Container`, and each other part by `leaf(part,
+    name)`. `put_together` is the way back.
+
+    A container that occurs twice becomes one. A container inside itself, or more than 100 levels
+    down (a linked list), stays as it is.
+    """
     if type(value) in ATOMS:
         return value
     opened = None if isinstance(value, Tensor) or depth > 100 else open_container(value)
@@ -77,35 +103,49 @@ def take_apart(
     if id(value) in met:
         return met[id(value)][0]
     met[id(value)] = value, value
-    parts = {k: take_apart(part, leaf, (name, k), met, depth + 1) for k, part in opened.parts.items()}
-    is_same = all(parts[k] is part and type(k) is Field for k, part in opened.parts.items())
-    taken = value if is_same and parts else Container(parts, opened.build)  # objects with fields may be keys of dicts
+    parts = {
+        k: take_apart(part, leaf, (name, k), met, depth + 1) for k, part in opened.parts.items()
+    }
+    taken = Container(parts, opened.build)
+    if parts and all(parts[k] is part and type(k) is Field for k, part in opened.parts.items()):
+        taken = value  # an object with fields may be the key of a dict: it stays itself
     met[id(value)] = taken, value  # which lives as long as its id is used
     return taken
 
 
 def put_together(saved: Any, leaf: Callable[[Any], Any], met: dict[int, Any] | None = None) -> Any:
-    """What `take_apart` has taken apart, with `leaf(part)` for what it has put there."""
+    """Undo `take_apart`, with `leaf(part)` for each part that is no `Container`."""
     if type(saved) is not Container:
         return leaf(saved)
     met = {} if met is None else met
     if id(saved) not in met:
-        met[id(saved)] = saved.build({k: put_together(part, leaf, met) for k, part in saved.parts.items()})
+        met[id(saved)] = saved.build(
+            {k: put_together(part, leaf, met) for k, part in saved.parts.items()}
+        )
     return met[id(saved)]
 
 
 def leaves_of(saved: Any) -> list[Any]:
-    """What `take_apart` has put in place of whatever is no container."""
+    """All parts in a result of `take_apart`, without the containers."""
     if type(saved) is not Container:
         return [saved]
     return [leaf for part in saved.parts.values() for leaf in leaves_of(part)]
 
 
+def tensors_in(value: Any) -> list[Tensor]:
+    """The tensors in a structure, in order."""
+    leaves = leaves_of(take_apart(value, lambda part, _: part))
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
+
 def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
-    """`value` with `function` of its tensors in their places; `value` itself where nothing has changed."""
-    is_tensor = isinstance(value, Tensor)
-    opened = None if is_tensor or type(value) in ATOMS else open_container(value)
+    """Apply `function` to the tensors in a structure; `value` itself if that changes nothing."""
+    if isinstance(value, Tensor):
+        return function(value)
+    opened = None if type(value) in ATOMS else open_container(value)
     if opened is None:
-        return function(value) if is_tensor else value
+        return value
     new = {key: map_tensors(function, part) for key, part in opened.parts.items()}
-    return value if all(new[key] is part for key, part in opened.parts.items()) else opened.build(new)
+    return (
+        value if all(new[key] is part for key, part in opened.parts.items()) else opened.build(new)
+    )

@@ -1,7 +1,7 @@
-"""Where user code is: the lines that messages and warnings name.
+"""Lines of user code, for messages and warnings.
 
-What is noted while a program runs is a code object and an instruction, which cost next to nothing; file and line are
-looked up when a message needs them.
+A running program notes only a code object and an instruction, which cost next to nothing. File and
+line are looked up when a message needs them.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _NOT_USER_CODE = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__fi
 
 
 def entered_from(frame: FrameType) -> Line:
-    """Where user code is, from `frame` outwards (a module's `__call__` may stand between)."""
+    """The innermost user code from `frame` outwards (a module's `__call__` may be between)."""
     while frame.f_code.co_filename.startswith(_NOT_USER_CODE) and frame.f_back is not None:
         frame = frame.f_back
     return frame.f_code, frame.f_lasti
 
 
 def user_line() -> str:
-    """Where user code is now."""
+    """The innermost line of user code, now."""
     return described(entered_from(sys._getframe(1)))
 
 
@@ -39,14 +39,18 @@ def described(where: Line) -> str:
 
 
 def line_number(where: Line) -> int:
-    """`frame.f_lineno`, for a frame that has gone."""
+    """`frame.f_lineno` of a frame that no longer exists."""
     code, instruction = where
-    lines = (line for start, end, line in code.co_lines() if start <= instruction < end and line is not None)
+    lines = (
+        line
+        for start, end, line in code.co_lines()
+        if start <= instruction < end and line is not None
+    )
     return next(lines, code.co_firstlineno)
 
 
 def stack_of_user() -> str:
-    """The lines of user code on the stack, innermost first, one a line."""
+    """The lines of user code on the stack, innermost first."""
     return "".join(
         f"    {frame.f_code.co_filename}:{line}:{frame.f_code.co_name}\n"
         for frame, line in traceback.walk_stack(sys._getframe(1))
@@ -55,7 +59,7 @@ def stack_of_user() -> str:
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
-    """Warn at the user's line, however many of torch's and our frames stand between."""
+    """Warn at the user's line, past all frames of torch and of this package."""
     depth = 1
     while sys._getframe(depth).f_code.co_filename.startswith(_NOT_USER_CODE):
         depth += 1

@@ -1,7 +1,7 @@
-"""Every error this library raises on purpose, and the sentences in them.
+"""The errors of this library, and their messages.
 
-A message says what happened, where (the region's name and the line where it was entered) and what to do.
-Code that catches `torch.utils.checkpoint.CheckpointError` catches these too.
+A message names the problem, the region with the line where it was entered, and the fix. Code that
+catches `torch.utils.checkpoint.CheckpointError` catches these, too.
 """
 
 from __future__ import annotations
@@ -14,24 +14,27 @@ __all__ = ["ChangedError", "CheckpointError", "MismatchError"]
 
 
 class CheckpointError(_TorchCheckpointError):
-    """A region can't be recomputed exactly. The kinds below say why."""
+    """A region can't be recomputed exactly. Its subclasses tell why."""
 
 
 class MismatchError(CheckpointError):
-    """The recompute saved other tensors than the forward did."""
+    """The recompute saved other tensors than the forward."""
 
 
 class ChangedError(CheckpointError):
-    """A tensor that the recompute starts from was changed in place after the region had read it."""
+    """An input of the recompute was changed in place after the region had read it."""
 
 
-# slot, what was saved, what was recomputed, and what else is known: operators, lines and expressions
+# The slot, the two sides of the comparison, and details: operators, lines and expressions.
 Mismatch = tuple[int, object, object, str]
 
 
-def different_number(where: object, slot: int, op: str, saved: int, recomputed: int, hint: str) -> MismatchError:
+def different_number(
+    where: object, slot: int, op: str, saved: int, recomputed: int, hint: str
+) -> MismatchError:
     return MismatchError(
-        f"{where}: A different number of tensors was saved during the original forward and recomputation.\n"
+        f"{where}: A different number of tensors was saved during the original forward and "
+        "recomputation.\n"
         f"Number of tensors saved during forward: {saved}\n"
         f"Number of tensors saved during recomputation: {recomputed}.\n"
         f"{op} asked for slot {slot}, which the recompute never reached. {hint}\n{_TIP}"
@@ -40,13 +43,17 @@ def different_number(where: object, slot: int, op: str, saved: int, recomputed: 
 
 def too_many(where: object, saved: int, line: str, hint: str) -> MismatchError:
     return MismatchError(
-        f"{where}: trying to save more tensors during recomputation than during the original forward pass.\n"
-        f"Number of tensors saved during forward: {saved}. The first one too many is saved at {line}.\n"
+        f"{where}: trying to save more tensors during recomputation than during the original "
+        "forward pass.\n"
+        f"Number of tensors saved during forward: {saved}. The first one too many is saved at "
+        f"{line}.\n"
         f"{hint}\n{_TIP}"
     )
 
 
-def different_metadata(where: object, op: str, mismatches: Sequence[Mismatch], shown: int, hint: str) -> MismatchError:
+def different_metadata(
+    where: object, op: str, mismatches: Sequence[Mismatch], shown: int, hint: str
+) -> MismatchError:
     rows = "".join(
         f"tensor at position {slot}:\n"
         f"saved metadata: {_readable(saved)}\n"
@@ -54,39 +61,47 @@ def different_metadata(where: object, op: str, mismatches: Sequence[Mismatch], s
         for slot, saved, recomputed, details in mismatches[:shown]
     )
     if len(mismatches) > shown:
-        rows += f"So do {len(mismatches) - shown} more, in slots {[slot for slot, *_ in mismatches[shown:]]}.\n"
+        others = [slot for slot, *_ in mismatches[shown:]]
+        rows += f"So do {len(others)} more, in slots {others}.\n"
     return MismatchError(
-        f"{where}: Recomputed values for the following tensors have different metadata than during the forward pass.\n"
+        f"{where}: Recomputed values for the following tensors have different metadata than during "
+        "the forward pass.\n"
         f"{rows}{op} asked for the recompute. {hint}\n{_TIP}"
     )
 
 
 def live(names: Sequence[str]) -> str:
     return (
-        f"The recompute finds {' and '.join(names)} as left by the forward, tensors included. If the region adds to "
-        "that (a KV cache), pass use_cache=False, or use backend='replay', which calls nothing again."
+        f"The recompute finds {' and '.join(names)} as left by the forward, tensors included. If "
+        "the region adds to it (a KV cache), pass use_cache=False, or use backend='replay', which "
+        "calls nothing again."
     )
 
 
 def is_about_sizes(error: BaseException) -> bool:
-    return type(error) is RuntimeError and any(word in str(error) for word in ("size", "Size", "shape"))
+    return type(error) is RuntimeError and any(
+        word in str(error) for word in ("size", "Size", "shape")
+    )
 
 
 def other_sizes(where: object, hint: str) -> MismatchError:
-    return MismatchError(f"{where}: the recompute meets tensors of other sizes than the forward did. {hint}")
+    return MismatchError(
+        f"{where}: the recompute meets tensors of other sizes than the forward. {hint}"
+    )
 
 
 CALLED_AGAIN = (
-    "The recompute calls the function again, and this time it did something else: make it depend on its arguments "
-    "only, pin the decision with keep(), or use backend='replay', which calls nothing again."
+    "The recompute calls the function again, and this time it did something else: make it depend "
+    "on its arguments only, pin the decision with keep(), or use backend='replay', which calls "
+    "nothing again."
 )
-UNSEEN = "Something was written where no operator shows it: such code belongs into `with opaque():`."
+UNSEEN = "Some code wrote memory without an operator: put that code into `with opaque():`."
 _TIP = (
-    "Tip: To see a more detailed error message, either pass `debug=True` to the region, or to all of them by "
-    "set_checkpoint_debug_enabled(True). If this error occurs under torch.compile with automatic_dynamic_shapes "
-    "enabled, the recompute may have run another graph. Use torch._dynamo.mark_dynamic() to explicitly mark varying "
-    "dimensions as dynamic upfront, or: Call torch._C._dynamo.eval_frame._set_lru_cache(False) to disable LRU cache "
-    "reordering."
+    "Tip: To see a more detailed error message, either pass `debug=True` to the region, or to all "
+    "of them by set_checkpoint_debug_enabled(True). If this error occurs under torch.compile with "
+    "automatic_dynamic_shapes enabled, the recompute may have run another graph. Use "
+    "torch._dynamo.mark_dynamic() to explicitly mark varying dimensions as dynamic upfront, or: "
+    "Call torch._C._dynamo.eval_frame._set_lru_cache(False) to disable LRU cache reordering."
 )
 
 
@@ -98,89 +113,100 @@ def _readable(metadata: object) -> object:
 
 def another_size(where: object, op: str, was: int, now: int) -> MismatchError:
     return MismatchError(
-        f"{where}: {op} made {was} bytes in the forward, and {now} in the recompute, so it depends on something "
-        "besides its arguments. `keep` its result, or call it inside `with opaque():`."
+        f"{where}: {op} made {was} bytes in the forward, but {now} in the recompute, so its result "
+        "does not depend on its arguments only. `keep` its result, or call it inside `with "
+        "opaque():`."
     )
 
 
-def changed(where: object, what: str, was: int | None = None, now: int | None = None) -> ChangedError:
+def changed(
+    where: object, name: str, was: int | None = None, now: int | None = None
+) -> ChangedError:
     versions = "" if now is None else f" (it was at version {was}, it is at version {now} now)"
     return ChangedError(
-        f"{where}: {what} was changed in place after the region had read it{versions}, so the region can't be "
-        "recomputed exactly. (In autograd's words, one of the variables needed for gradient computation has been "
-        "modified by an inplace operation.) Change it after backward, or hand the region a clone of it. If the region "
-        "writes it itself, use backend='replay', which tells the versions of a tensor apart."
+        f"{where}: {name} was changed in place after the region had read it{versions}, so the "
+        "region can't be recomputed exactly. (In autograd's words, one of the variables needed for "
+        "gradient computation has been modified by an inplace operation.) Change it after "
+        "backward, or hand the region a clone of it. If the region writes it itself, use "
+        "backend='replay', which tells the versions of a tensor apart."
     )
 
 
-def other_parameter(where: object, slot: int, line: str, then: str, now: str, hint: str) -> MismatchError:
+def other_parameter(
+    where: object, slot: int, line: str, then: str, now: str, hint: str
+) -> MismatchError:
     return MismatchError(
-        f"{where}: in slot {slot}, at {line}, the recompute saves {now} where the forward saved {then}. One that "
-        f"trains must be the very same. {hint}"
+        f"{where}: in slot {slot}, at {line}, the recompute saves {now} where the forward saved "
+        f"{then}. Both must save the same parameter if it trains. {hint}"
     )
 
 
 def other_role(where: object, slot: int, line: str, then: object, now: object) -> MismatchError:
-    saved, recomputed = ["no input of a region inside" if r is None else "such an input" for r in (then, now)]
+    saved, recomputed = [
+        "no input of a region inside" if r is None else "such an input" for r in (then, now)
+    ]
     if then is not None and now is not None:
         recomputed = "another such input"
     return MismatchError(
-        f"{where}: in slot {slot}, at {line}, the recompute meets {recomputed} where the forward met {saved}. The "
-        "function took another path the second time, or one tensor of the forward is two in the recompute: make it "
-        "depend on its arguments only, or use backend='replay', which calls nothing again."
+        f"{where}: in slot {slot}, at {line}, the recompute meets {recomputed} where the forward "
+        f"met {saved}. The function took another path the second time, or one tensor of the "
+        "forward is two in the recompute: make it depend on its arguments only, or use "
+        "backend='replay', which calls nothing again."
     )
 
 
 def overwritten(where: object, is_input: bool) -> CheckpointError:
-    what, why = "needed for backward", "for which plain autograd raises an error, too"
-    if is_input:
-        what, why = "the input of a region inside", "so that region can't be recomputed exactly"
+    role = "the input of a region inside" if is_input else "needed for backward"
     return CheckpointError(
-        f"{where}: a tensor that is {what} is overwritten later in the function by an in-place operator, {why}. Use "
-        "the operator that is not in-place, or backend='replay', which tells the versions of a tensor apart."
+        f"{where}: a tensor that is {role} is overwritten later in the function by an in-place "
+        "operator. Use the operator that is not in-place, or backend='replay', which tells the "
+        "versions of a tensor apart."
     )
 
 
 def given_back(where: object, shape: Sequence[int]) -> CheckpointError:
     return CheckpointError(
-        f"{where}: a parameter of shape {list(shape)} has no memory at this moment. FSDP2 has given it back, and this "
-        "region, which found it gathered, does not gather it again. Put a region into each module that is sharded, or "
-        "let FSDP2 reshard after every forward and backward: reshard_after_forward=True, "
-        "set_reshard_after_backward(True)."
+        f"{where}: a parameter of shape {list(shape)} has no memory now: FSDP2 has freed it. It "
+        "was gathered when the region began, so the region does not gather it again. Put a region "
+        "into each sharded module, or let FSDP2 reshard after every forward and backward: "
+        "reshard_after_forward=True, set_reshard_after_backward(True)."
     )
 
 
 def overlapping(where: object) -> CheckpointError:
     return CheckpointError(
-        f"{where}: Unpack is being triggered for a tensor that was already unpacked once. Performing two backward "
-        "calls that overlap (i.e. require the same saved activation in order to compute gradients) is not allowed "
-        "while under the torch.utils.checkpoint.GraphExecGroup context. Use a group for each of them."
+        f"{where}: Unpack is being triggered for a tensor that was already unpacked once. "
+        "Performing two backward calls that overlap (i.e. require the same saved activation in "
+        "order to compute gradients) is not allowed while under the "
+        "torch.utils.checkpoint.GraphExecGroup context. Use a group for each of them."
     )
 
 
 def crossed(where: object) -> CheckpointError:
     return CheckpointError(
-        f"{where}: this region is left while one that was entered later is still open. Regions must end in the "
-        "reverse order of their beginnings: no task may `await`, and no generator `yield`, inside a region while "
-        "others enter regions of their own."
+        f"{where}: this region has ended before a region that was entered later. Regions must end "
+        "in the reverse order: do not `await` or `yield` inside a region while other tasks or "
+        "generators enter theirs."
     )
 
 
 def suppressed() -> RuntimeError:
     return RuntimeError(
-        "torch.utils.checkpoint: the forward context provided by context_fn suppressed an exception raised during the "
-        "checkpointed forward. This is not supported because checkpoint cannot return a value for a failed forward."
+        "torch.utils.checkpoint: the forward context provided by context_fn suppressed an "
+        "exception raised during the checkpointed forward. This is not supported because "
+        "checkpoint cannot return a value for a failed forward."
     )
 
 
 def not_recorded(where: object, function: str) -> MismatchError:
     return MismatchError(
-        f"{where}: the recompute calls {function}, which is forward_only, where the forward has no result of it (it "
-        "raised, or was not called). Let nothing but the region's arguments decide how often it is called."
+        f"{where}: the recompute calls {function}, which is forward_only, but has no result of it: "
+        "in the forward it raised, or was not called. Make the number of calls depend on the "
+        "arguments of the region only."
     )
 
 
-def hidden(what: str, error: TypeError) -> CheckpointError:
-    """For a function of the user that torch calls while an operator runs: under `x @ y` and its like torch takes every
-    TypeError to mean that these operands are not supported, and drops it."""
-    return CheckpointError(f"{what} raised a TypeError: {error}")
+def hidden(name: str, error: TypeError) -> CheckpointError:
+    """For a user's function that torch calls inside an operator. Under `x @ y` torch would drop a
+    TypeError, as if it meant that these operands are not supported."""
+    return CheckpointError(f"{name} raised a TypeError: {error}")

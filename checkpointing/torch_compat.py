@@ -1,11 +1,13 @@
-"""`torch.utils.checkpoint`, argument for argument, over this library's engine.
+"""A drop-in replacement for `torch.utils.checkpoint`, over this library's engine.
 
-Change `from torch.utils.checkpoint import checkpoint` to `from checkpointing.torch_compat import checkpoint`: torch
-2.15's signatures and semantics on every torch from 2.13 on, its warnings, and the sentences in its errors that code
-matches on. Data, enums and the contexts of selective checkpointing are torch's own.
+Change `from torch.utils.checkpoint import checkpoint` to `from checkpointing.torch_compat import
+checkpoint`. Signatures and semantics are those of torch 2.15 on every torch from 2.13 on, with its
+warnings and those sentences of its errors that other code matches. Data, enums and the contexts of
+selective checkpointing are torch's own.
 
-What is better here: tensors in keyword arguments and containers are guarded, every device type among the arguments
-has its random state forked, `ctx.saved_tensors` may be read twice, and switches are per thread and context.
+Improvements: tensors in keyword arguments and containers are guarded, the random state of every
+device type among the arguments is forked, `ctx.saved_tensors` may be read twice, and switches are
+per thread and context.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ from torch.utils.checkpoint import CheckpointPolicy as CheckpointPolicy
 from torch.utils.checkpoint import DefaultDeviceType as DefaultDeviceType
 from torch.utils.checkpoint import GraphExecGroup as GraphExecGroup
 from torch.utils.checkpoint import SelectiveCheckpointContext as SelectiveCheckpointContext
-from torch.utils.checkpoint import create_selective_checkpoint_contexts as create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    create_selective_checkpoint_contexts as create_selective_checkpoint_contexts,
+)
 from torch.utils.checkpoint import detach_variable as detach_variable
 from torch.utils.checkpoint import get_device_states as get_device_states
 from torch.utils.checkpoint import noop_context_fn as noop_context_fn
@@ -35,7 +39,7 @@ from torch.utils.checkpoint import set_device_states as set_device_states
 from typing_extensions import Unpack
 
 from . import _torch
-from ._api import Options as Region
+from ._api import Options as RegionOptions
 from ._api import is_plain, run_rerun
 from ._debug import logged
 from ._reentrant import CheckpointFunction as CheckpointFunction
@@ -43,11 +47,13 @@ from ._reentrant import check_backward_validity as check_backward_validity
 from ._where import entered_from, warn
 from .errors import CheckpointError as CheckpointError
 
-# Bound here, so that this module can itself be put in the place of torch's (`torch.utils.checkpoint.checkpoint = ...`).
+# Bound here, since users replace torch's names by ours (`torch.utils.checkpoint.checkpoint = ...`).
 _their_names = vars(_theirs)
 _their_checkpoint = _theirs.checkpoint
 
-Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]  # of the forward and of the recompute
+Contexts = tuple[
+    AbstractContextManager[Any], AbstractContextManager[Any]
+]  # of the forward and of the recompute
 ContextFn = Callable[[], Contexts]
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -56,14 +62,18 @@ __all__ = _theirs.__all__
 
 
 def __getattr__(name: str) -> Any:
-    """Other people's code imports private names of torch's module, too."""
+    """Private names are torch's: other code imports them, too."""
     if name.startswith("_") and not name.startswith("__"):
         return getattr(_theirs, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-_early_stop: contextvars.ContextVar[bool | None] = contextvars.ContextVar("checkpointing.early_stop", default=None)
-_debug: contextvars.ContextVar[bool | None] = contextvars.ContextVar("checkpointing.debug", default=None)
+_early_stop: contextvars.ContextVar[bool | None] = contextvars.ContextVar(
+    "checkpointing.early_stop", default=None
+)
+_debug: contextvars.ContextVar[bool | None] = contextvars.ContextVar(
+    "checkpointing.debug", default=None
+)
 
 
 def set_checkpoint_early_stop(enable: bool) -> AbstractContextManager[None]:
@@ -72,7 +82,8 @@ def set_checkpoint_early_stop(enable: bool) -> AbstractContextManager[None]:
 
 
 def set_checkpoint_debug_enabled(enabled: bool | None) -> AbstractContextManager[None]:
-    """Override `debug` of every `checkpoint` called inside, in this thread and context; None overrides nothing."""
+    """Override `debug` of every `checkpoint` called inside, in this thread and context; None
+    overrides nothing."""
     return _overridden(_debug, enabled)
 
 
@@ -86,7 +97,7 @@ def _overridden(switch: contextvars.ContextVar[bool | None], value: bool | None)
 
 
 def _switch(ours: contextvars.ContextVar[bool | None], theirs: str, argument: bool) -> bool:
-    """An argument, unless one of the context managers overrides it: ours, or torch's of the same name."""
+    """An argument, unless our context manager overrides it, or torch's of the same name."""
     override = ours.get()
     if override is None:
         override = _their_names.get(theirs)
@@ -94,7 +105,7 @@ def _switch(ours: contextvars.ContextVar[bool | None], theirs: str, argument: bo
 
 
 class Options(TypedDict, total=False):
-    """The keywords of `checkpoint`, which describes them."""
+    """The keywords of `checkpoint`, which documents them."""
 
     use_reentrant: bool | None
     preserve_rng_state: bool
@@ -108,7 +119,9 @@ class Options(TypedDict, total=False):
 @overload
 def checkpoint(function: Callable[..., R], *args: Any, **kwargs: Any) -> R: ...
 @overload
-def checkpoint(function: None = None, **options: Unpack[Options]) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
+def checkpoint(
+    function: None = None, **options: Unpack[Options]
+) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
 def checkpoint(
     function: Callable[..., Any] | None = None,
     *args: Any,
@@ -121,29 +134,31 @@ def checkpoint(
     respect_saved_tensors_hooks: bool | None = None,
     **kwargs: Any,
 ) -> Any:
-    """Call a function so that autograd does not hold what it saves, as `torch.utils.checkpoint.checkpoint` does.
+    """Call a function without saving its activations, as `torch.utils.checkpoint.checkpoint` does.
 
     Args:
-        function: what to call, now and in backward; left out, a decorator is returned.
-        args, kwargs: its arguments, any nesting of containers with tensors of any shape, dtype and device in it.
-        use_reentrant: False recomputes through autograd's saved-tensors hooks. True is the legacy way: no keywords, no
-            `torch.autograd.grad`, no `backward(inputs=...)`, and an argument that requires grad. None means True, with
-            torch's warning.
+        function: the function to call, now and in backward. Without it, returns a decorator.
+        args, kwargs: its arguments: any nesting of containers and tensors of any shape, dtype and
+            device.
+        use_reentrant: False recomputes through autograd's saved-tensors hooks. True is the legacy
+            way: no keywords, no `torch.autograd.grad`, no `backward(inputs=...)`, and an argument
+                that requires grad. None means True, with torch's warning.
         preserve_rng_state: whether the recompute draws the random numbers of the forward.
         context_fn: returns two context managers, for the forward and for the recompute.
-        determinism_check: `"default"` compares shape, dtype and device of what forward and recompute save; `"none"`
-            compares nothing.
-        debug: log the operators of both runs, and show them when an error is found.
+        determinism_check: `"default"` compares shape, dtype and device of the tensors that forward
+            and recompute save; `"none"` compares nothing.
+        debug: log the operators of both runs, and show them in errors.
         early_stop: stop the recompute at the last tensor that is needed.
-        respect_saved_tensors_hooks: whether what a selective policy keeps goes through the saved-tensors hooks around
-            the region. None means False, with torch's warning where there are such hooks. True needs torch 2.14.
+        respect_saved_tensors_hooks: whether tensors that a selective policy keeps go through the
+            saved-tensors hooks around the region. None means False, with torch's warning if there
+            are such hooks. True needs torch 2.14.
 
     Returns:
-        What `function(*args, **kwargs)` returns, or a decorator for functions and methods.
+        The result of `function(*args, **kwargs)`, or a decorator for functions and methods.
 
     Raises:
-        ValueError: for arguments that contradict each other.
-        CheckpointError: from backward, when the tensors can't be recomputed exactly.
+        ValueError: if arguments contradict each other.
+        CheckpointError: from backward, if the tensors can't be recomputed exactly.
 
     Under `torch.compile` the call is torch's own.
 
@@ -169,7 +184,7 @@ def checkpoint(
 
 
 class _Checkpointed:
-    """What `checkpoint(**options)(function)` returns; as a method it binds."""
+    """The result of `checkpoint(**options)(function)`; as a method it binds."""
 
     def __init__(self, function: Callable[..., Any], options: Options) -> None:
         self.function = function
@@ -181,83 +196,109 @@ class _Checkpointed:
 
     def __get__(self, instance: object, owner: type | None = None) -> Any:
         bind = getattr(self.function, "__get__", None)
-        return self if instance is None or bind is None else _Checkpointed(bind(instance, owner), self.options)
+        return (
+            self
+            if instance is None or bind is None
+            else _Checkpointed(bind(instance, owner), self.options)
+        )
 
 
 _DEFAULTS: dict[str, Any] = checkpoint.__kwdefaults__  # type: ignore[assignment]
 _CHECKS: dict[str, Any] = {"default": "metadata", "none": "none"}
 
 
-def _checkpoint(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options) -> Any:
+def _checkpoint(
+    function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
+) -> Any:
     if torch.compiler.is_dynamo_compiling() or _torch.is_tracing():
-        # Only what differs from the defaults: what the compiler does with a call depends on which arguments it names.
-        named: dict[str, Any] = {name: value for name, value in options.items() if value is not _DEFAULTS[name]}
-        named.pop(
-            "respect_saved_tensors_hooks", None
-        )  # new in 2.14; what is kept is in the graph, where no hook sees it
+        # Without the defaults: the compiler treats a call according to the arguments that it names.
+        named: dict[str, Any] = {
+            name: value for name, value in options.items() if value is not _DEFAULTS[name]
+        }
+        # It is new in 2.14, and kept tensors are in the graph, where no hook sees them.
+        named.pop("respect_saved_tensors_hooks", None)
         return _their_checkpoint(function, *args, **named, **kwargs)
-    context_fn, respect = options["context_fn"], options["respect_saved_tensors_hooks"]
     use_reentrant = options["use_reentrant"]
     if use_reentrant is None:
-        _warn_about_use_reentrant("checkpoint", "calling checkpoint without use_reentrant will raise an exception.")
+        _warn_about_use_reentrant(
+            "checkpoint", "calling checkpoint without use_reentrant will raise an exception."
+        )
         use_reentrant = True
     if use_reentrant:
-        if kwargs:
-            raise ValueError("Unexpected keyword arguments: " + ",".join(kwargs))
-        if context_fn is not noop_context_fn or options["debug"] is not False or respect is not None:
-            raise ValueError(
-                "Passing `context_fn`, `debug`, or `respect_saved_tensors_hooks` is only supported when "
-                "use_reentrant=False."
-            )
-        return CheckpointFunction.apply(function, bool(options["preserve_rng_state"]), *args)  # type: ignore[no-untyped-call]
-
-    debug = _switch(_debug, "_checkpoint_debug_enabled", options["debug"])
-    if debug and context_fn is not noop_context_fn:
-        raise ValueError("debug=True is incompatible with non-default context_fn")
-    if options["determinism_check"] not in _CHECKS:
-        raise ValueError(f"determinism_check should be one of {list(_CHECKS)}, but got {options['determinism_check']}")
-    if is_plain():
-        return function(*args, **kwargs)
-    contexts: Contexts | None = None
-    if context_fn is not noop_context_fn:
-        contexts = context_fn()
-        if isinstance(contexts[0], _torch.SelectiveForward):
-            contexts = _selective(contexts[0], respect), contexts[1]
-    was_up = not options["preserve_rng_state"] or _torch.accelerator_is_up()
-    early_stop = _switch(_early_stop, "_enable_checkpoint_early_stop", options["early_stop"])
-    ours = Region("rerun", True, bool(options["preserve_rng_state"]), early_stop, _CHECKS[options["determinism_check"]])
-    make = logged if debug else None if contexts is None else lambda frame: contexts
-    name = getattr(function, "__qualname__", type(function).__qualname__)
-    result = run_rerun(
-        function, args, kwargs, name, entered_from(sys._getframe(2)), ours, make, "torch.utils.checkpoint"
-    )
+        return _reentrant(function, args, kwargs, options)
+    preserves = bool(options["preserve_rng_state"])
+    was_up = not preserves or _torch.accelerator_is_up()
+    result = _rerun(function, args, kwargs, options)
     if not was_up and _torch.accelerator_is_up():
         raise RuntimeError(
-            "PyTorch's device state was initialized in the forward pass of a Checkpoint, which is not allowed: what "
-            "its random generator was before is unknown. Use the device once before the first checkpoint, or pass "
-            "preserve_rng_state=False."
+            "PyTorch's device state was initialized in the forward pass of a Checkpoint, which is "
+            "not allowed: the earlier state of its random generator is unknown. Use the device "
+            "once before the first checkpoint, or pass preserve_rng_state=False."
         )
     return result
 
 
+def _reentrant(
+    function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
+) -> Any:
+    if kwargs:
+        raise ValueError("Unexpected keyword arguments: " + ",".join(kwargs))
+    given: dict[str, Any] = {**options}
+    unsupported = ("context_fn", "debug", "respect_saved_tensors_hooks")
+    if any(given[name] is not _DEFAULTS[name] for name in unsupported):
+        raise ValueError(
+            "Passing `context_fn`, `debug`, or `respect_saved_tensors_hooks` is only supported "
+            "when use_reentrant=False."
+        )
+    preserves = bool(options["preserve_rng_state"])
+    return CheckpointFunction.apply(function, preserves, *args)  # type: ignore[no-untyped-call]
+
+
+def _rerun(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options) -> Any:
+    context_fn, check = options["context_fn"], options["determinism_check"]
+    debug = _switch(_debug, "_checkpoint_debug_enabled", options["debug"])
+    if debug and context_fn is not noop_context_fn:
+        raise ValueError("debug=True is incompatible with non-default context_fn")
+    if check not in _CHECKS:
+        raise ValueError(f"determinism_check should be one of {list(_CHECKS)}, but got {check}")
+    if is_plain():
+        return function(*args, **kwargs)
+    contexts: Callable[[Any], Contexts] | None = logged if debug else None
+    if context_fn is not noop_context_fn:
+        forward, recompute = context_fn()
+        if isinstance(forward, _torch.SelectiveForward):
+            forward = _selective(forward, options["respect_saved_tensors_hooks"])
+        contexts = lambda frame: (forward, recompute)  # noqa: E731
+    early_stop = _switch(_early_stop, "_enable_checkpoint_early_stop", options["early_stop"])
+    preserves = bool(options["preserve_rng_state"])
+    ours = RegionOptions("rerun", True, preserves, early_stop, _CHECKS[check])
+    name, where = (
+        getattr(function, "__qualname__", type(function).__qualname__),
+        entered_from(sys._getframe(1)),
+    )
+    return run_rerun(function, args, kwargs, name, where, ours, contexts, "torch.utils.checkpoint")
+
+
 def _selective(mode: TorchDispatchMode, respect: bool | None) -> AbstractContextManager[Any]:
-    """The mode of torch's selective checkpointing around a forward, told about the saved-tensors hooks."""
+    """The mode of torch's selective checkpointing in a forward, with its handling of hooks."""
     if hasattr(mode, "respect_saved_tensors_hooks"):  # since 2.14
         mode.respect_saved_tensors_hooks = respect
         return _torch.shows_users_hooks(mode)
     if respect:
         raise ValueError(
-            "respect_saved_tensors_hooks=True needs torch 2.14: here, selective checkpointing ignores them"
+            "respect_saved_tensors_hooks=True needs torch 2.14: here, selective checkpointing "
+            "ignores them"
         )
     return mode
 
 
 def _warn_about_use_reentrant(name: str, threat: str) -> None:
     warn(
-        f"torch.utils.checkpoint{'' if name == 'checkpoint' else '.' + name}: the use_reentrant parameter should be "
-        f"passed explicitly. In a future release, {threat} use_reentrant=False is recommended, but if you need to "
-        "preserve the current default behavior, you can pass use_reentrant=True. Refer to docs for more details on the "
-        "differences between the two variants."
+        f"torch.utils.checkpoint{'' if name == 'checkpoint' else '.' + name}: the use_reentrant "
+        f"parameter should be passed explicitly. In a future release, {threat} use_reentrant=False "
+        "is recommended, but if you need to preserve the current default behavior, you can pass "
+        "use_reentrant=True. Refer to docs for more details on the differences between the two "
+        "variants."
     )
 
 
@@ -268,31 +309,39 @@ def checkpoint_sequential(
     use_reentrant: bool | None = None,
     **kwargs: Any,
 ) -> Any:
-    """Run functions one after the other, all segments but the last under `checkpoint`.
+    """Run functions one after the other, in segments, all but the last under `checkpoint`.
 
     Args:
         functions: an `nn.Sequential`, `nn.ModuleList` or list of callables of one argument.
-        segments: how many pieces of `len(functions) // segments` functions; the last one takes the rest.
+        segments: the number of segments of `len(functions) // segments` functions; the last one
+            takes the rest.
         input: the argument of the first function.
         use_reentrant, preserve_rng_state: as for `checkpoint`.
 
     Raises:
-        ValueError: for fewer than one segment or more segments than functions, and unknown keywords.
+        ValueError: if there are no segments, more segments than functions, or unknown keywords.
 
     >>> import torch
     >>> from checkpointing.torch_compat import checkpoint_sequential
     >>> layers = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(6)))
-    >>> y = checkpoint_sequential(layers, 3, torch.randn(2, 4, requires_grad=True), use_reentrant=False)
+    >>> x = torch.randn(2, 4, requires_grad=True)
+    >>> y = checkpoint_sequential(layers, 3, x, use_reentrant=False)
     """
     if use_reentrant is None:
-        _warn_about_use_reentrant("checkpoint_sequential", "we will raise an exception if use_reentrant is not passed.")
+        _warn_about_use_reentrant(
+            "checkpoint_sequential", "we will raise an exception if use_reentrant is not passed."
+        )
         use_reentrant = True
     preserve_rng_state = kwargs.pop("preserve_rng_state", True)
     if kwargs:
         raise ValueError("Unexpected keyword arguments: " + ",".join(kwargs))
-    steps: list[Any] = list(functions.children()) if isinstance(functions, nn.Sequential) else list(functions)
+    steps: list[Any] = (
+        list(functions.children()) if isinstance(functions, nn.Sequential) else list(functions)
+    )
     if not 1 <= segments <= len(steps):
-        raise ValueError(f"segments must be between 1 and the number of functions ({len(steps)}), not {segments}")
+        raise ValueError(
+            f"segments must be between 1 and the number of functions ({len(steps)}), not {segments}"
+        )
     size = len(steps) // segments
     last = size * (segments - 1)
     for start in range(0, last, size):
