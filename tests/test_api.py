@@ -10,7 +10,7 @@ import weakref
 
 import pytest
 import torch
-from oracle import bits, count, in_thread, python_calls
+from oracle import bits, count, in_thread, leaf, python_calls
 from oracle import c as rerun
 from oracle import r as replay
 from oracle import s as scope
@@ -21,11 +21,6 @@ from checkpointing import CheckpointError, Stats, checkpoint_scope, checkpointed
 BACKENDS = pytest.mark.parametrize("backend", ["rerun", "replay"])
 
 
-def leaf(*shape):
-    """A tensor that wants a gradient."""
-    return torch.rand(*shape or (3, 3)).requires_grad_()
-
-
 def body(x):
     """Plain autograd would hold the sine for backward, and computes it once."""
     return x.sin().exp()
@@ -33,7 +28,7 @@ def body(x):
 
 def is_region(fn, *args, **kwargs):
     """Whether backward of the call recomputes; the gradient, too, must be plain's."""
-    x = leaf()
+    x = leaf(3, 3)
     y = fn(x, *args, **kwargs)
     ran = count(y.sum().backward)
     assert bits(x.grad) == bits(torch.autograd.grad(body(x).sum(), x)[0])
@@ -396,7 +391,7 @@ def test_bad_options_are_refused_at_once(options, words):
 @pytest.mark.parametrize("options", [{}, {"enabled": False}, {"name": "mine"}], ids=str)
 def test_a_scope_is_entered_once(options):
     """A second enter raises, inside the block and after it, and says what to do; the first block is not disturbed."""
-    scope, x = checkpoint_scope(**options), leaf()
+    scope, x = checkpoint_scope(**options), leaf(3, 3)
     with scope as entered:
         assert entered is scope
         with pytest.raises(CheckpointError, match=f"scope '{options.get('name', 'scope')}' has been entered before"):
@@ -440,7 +435,7 @@ def test_disabled_makes_regions_plain_calls(fn):
 @REGIONS
 def test_disabled_counts_when_a_region_is_entered(fn):
     """A region from before is recomputed under `disabled()`, one from inside of it is not recomputed after it."""
-    x = leaf()
+    x = leaf(3, 3)
     before = fn(x)
     with disabled():
         inside = fn(x)
@@ -455,7 +450,7 @@ def test_disabled_counts_when_a_region_is_entered(fn):
 @pytest.mark.parametrize("door", ["rerun", "replay", "scope"])
 def test_grad_mode_off_is_a_plain_call(mode, door):
     """No hook and no mode; arguments and intermediates die at once."""
-    seen, refs, x = [], [], leaf()
+    seen, refs, x = [], [], leaf(3, 3)
 
     def fn(x):
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
@@ -554,7 +549,7 @@ def test_name_is_what_messages_say(door, name):
 @BACKENDS
 def test_odd_functions(backend):
     """No arguments and a closure; recursion; partials and C functions; results that are no tensors."""
-    x, w = leaf(), leaf()
+    x, w = leaf(3, 3), leaf(3, 3)
 
     @checkpointed(backend=backend)
     def deep(x, n):
@@ -571,7 +566,7 @@ def test_odd_functions(backend):
         (times(power(x), w), x.pow(3) * w),
     ):
         assert bits(torch.autograd.grad(have.sum(), x)[0]) == bits(torch.autograd.grad(want.sum(), x)[0])
-    for result in (None, 3, object(), [leaf()], (leaf(), None), {"a": leaf()}, leaf()):
+    for result in (None, 3, object(), [leaf(3, 3)], (leaf(3, 3), None), {"a": leaf(3, 3)}, leaf(3, 3)):
         assert checkpointed(lambda result=result: result, backend=backend)() is result
 
 

@@ -6,18 +6,13 @@ from types import FunctionType
 import pytest
 import torch
 import torch.nn.functional as F
-from oracle import apply, count, r, s
+from oracle import apply, count, leaf, r, s
 
 from checkpointing import ChangedError, checkpoint_scope, checkpointed, keep
 
 DOOR = pytest.mark.parametrize("door", ["c", "r", "s"])
 REPLAY = pytest.mark.parametrize("door", ["r", "s"])
 EARLY_STOP = pytest.mark.parametrize("early_stop", [True, False], ids=["early", "late"])
-
-
-def leaf(*shape):
-    """A small tensor that wants a gradient."""
-    return torch.rand(*shape).requires_grad_()
 
 
 def extra(fn, inputs, backward=lambda y: y.sum().backward(), door="", early_stop=True, plain=None):

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.utils.checkpoint
 from oracle import c as rerun
+from oracle import leaf
 from oracle import r as replay
 from oracle import s as scope
 from torch import nn
@@ -24,11 +25,6 @@ class Two:
     def __call__(self):
         self.runs += 1
         return self.first if self.runs == 1 else self.later
-
-
-def leaf(*shape):
-    """A tensor that wants a gradient."""
-    return torch.rand(*shape or (3,)).requires_grad_()
 
 
 def failed(fn, *args, error=MismatchError, **options):
@@ -56,17 +52,17 @@ def repeated(often):
 
 def test_fewer_tensors():
     """The message has both numbers, the operator that asked, the slot, and a way out."""
-    text = failed(repeated(Two(3, 1)), leaf())
+    text = failed(repeated(Two(3, 1)), leaf(3))
     for words in ("different number of tensors", "during forward: 6", "during recomputation: 2", "keep()"):
         assert words in text
     assert "ExpBackward0 asked for slot 5" in text
-    assert "during recomputation: 0" in failed(repeated(Two(1, 0)), leaf())
+    assert "during recomputation: 0" in failed(repeated(Two(1, 0)), leaf(3))
 
 
 def test_fewer_tensors_in_the_middle():
     """A tensor left out early shows as a shift of shapes or as a missing last one, never as wrong gradients."""
     skip = Two(False, True)
-    assert "different number of tensors" in failed(lambda x: (x.sin() if skip() else x.sin().exp()).cos(), leaf())
+    assert "different number of tensors" in failed(lambda x: (x.sin() if skip() else x.sin().exp()).cos(), leaf(3))
 
 
 @pytest.mark.parametrize("early_stop", [True, False])
@@ -74,9 +70,9 @@ def test_more_tensors(early_stop):
     """Without early stop an error with the line that saved one too many; with it nobody's concern."""
     fn = repeated(Two(1, 2))
     if early_stop:
-        checkpointed(fn)(leaf()).sum().backward()
+        checkpointed(fn)(leaf(3)).sum().backward()
     else:
-        text = failed(fn, leaf(), early_stop=False)
+        text = failed(fn, leaf(3), early_stop=False)
         assert "more tensors during recomputation" in text
         assert "during forward: 2" in text
         assert re.search(rf"{LINE}:\d+: .*x\.sin\(\)", text)
@@ -144,7 +140,7 @@ def test_every_tensor_that_differs_is_listed_and_the_rest_counted():
 def test_kinds_of_errors(error):
     """They share one base, and that one is torch's: code written for torch's checkpoint keeps working."""
     which = Two(torch.float32, torch.float64)
-    failed(lambda x: x.to(which()).sin(), leaf(), error=error)
+    failed(lambda x: x.to(which()).sin(), leaf(3), error=error)
     assert issubclass(MismatchError, error)
     assert issubclass(ChangedError, error)
 
@@ -152,7 +148,7 @@ def test_kinds_of_errors(error):
 def test_a_failed_check_can_be_tried_again():
     """Nothing wrong stays behind: when the reason is gone, backward succeeds, in a region in a region as well."""
     table = {"dtype": torch.float32}
-    x = leaf()
+    x = leaf(3)
     inner = checkpointed(lambda x: x.to(table["dtype"]).sin().exp(), name="inner")
     y = checkpointed(lambda x: inner(x.exp()).cos(), name="outer")(x).sum()
     table["dtype"] = torch.float64
@@ -282,14 +278,15 @@ def test_a_check_that_raises():
     for runs in (1, 2):
         numbers = iter(range(runs - 1, -1, -1))
         with pytest.raises(ZeroDivisionError):
-            checkpointed(lambda x: x.sin(), determinism_check=lambda t, n=numbers: 1 / next(n))(leaf()).sum().backward()
+            fn = checkpointed(lambda x: x.sin(), determinism_check=lambda t, n=numbers: 1 / next(n))
+            fn(leaf(3)).sum().backward()
 
 
 def test_none_checks_nothing_but_the_number():
     """Another dtype and other numbers pass; a tensor that isn't there can't."""
     which = Two(torch.float32, torch.float64)
-    checkpointed(lambda x: x.to(which()).sin(), determinism_check="none")(leaf()).sum().backward()
-    assert "different number" in failed(repeated(Two(1, 0)), leaf(), determinism_check="none")
+    checkpointed(lambda x: x.to(which()).sin(), determinism_check="none")(leaf(3)).sum().backward()
+    assert "different number" in failed(repeated(Two(1, 0)), leaf(3), determinism_check="none")
 
 
 # ---- debug
@@ -299,7 +296,7 @@ def test_none_checks_nothing_but_the_number():
 @pytest.mark.parametrize("debug", [True, False])
 def test_debug_logs_operators_of_both_runs(door, debug):
     """In order, with the lines of user code that led to them; without it nothing of the kind."""
-    source, x = torch.ones(3), leaf()
+    source, x = torch.ones(3), leaf(3)
 
     def fn(x, source):
         return (x * source).sin().exp()
@@ -323,7 +320,7 @@ def test_debug_logs_operators_of_both_runs(door, debug):
 
 def test_debug_says_nothing_when_all_is_well(capsys, caplog):
     """Logs are shown on failure only; gradients are plain's."""
-    x = leaf()
+    x = leaf(3)
     y = checkpointed(lambda x: x.sin().exp(), debug=True)(x)
     with checkpoint_scope(debug=True):
         z = x.sin().exp()

@@ -9,7 +9,7 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
-from oracle import Counting, apply, bits, count
+from oracle import Counting, apply, bits, count, leaf
 from torch.utils._python_dispatch import is_in_any_mode_without_ignore_compile_internals
 
 from checkpointing import CheckpointError, auto, checkpoint_scope, checkpointed, disabled, is_recomputing, keep, opaque
@@ -19,11 +19,6 @@ WORD = pytest.mark.parametrize("word", ["c", "r", "s", "cc", "cs", "sc", "ss"])
 RERUN = pytest.mark.parametrize("word", ["c", "cc", "sc"])
 EARLY_STOP = pytest.mark.parametrize("early_stop", [True, False], ids=["early", "late"])
 ERRORS = pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-
-
-def leaf(*shape):
-    """A small tensor that wants a gradient."""
-    return torch.rand(*shape).requires_grad_()
 
 
 def state():

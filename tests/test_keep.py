@@ -6,17 +6,11 @@ import types
 
 import pytest
 import torch
-from oracle import bits, count
+from oracle import bits, count, leaf
 from oracle import s as scope
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 from checkpointing import ChangedError, checkpoint_scope, checkpointed, disabled, keep
-
-
-def leaf(*shape):
-    """A tensor that wants a gradient."""
-    return torch.rand(*shape or (3,)).requires_grad_()
-
 
 TAPES = pytest.mark.parametrize("door", [checkpointed(backend="replay"), scope], ids=["replay", "scope"])
 DOORS = pytest.mark.parametrize(
@@ -49,7 +43,7 @@ BUILDS = {
 @pytest.mark.parametrize("build", [lambda x: x, *BUILDS.values()], ids=["tensor", *BUILDS])
 def test_keep_returns_its_argument(build):
     """The very same object, in the forward of every door and outside of all; outside it does nothing else."""
-    x = leaf()
+    x = leaf(3)
     value = build(h := x.sin())
     for door in (
         lambda fn: fn,
@@ -70,7 +64,7 @@ def test_keep_returns_its_argument(build):
 @TAPES
 def test_what_is_kept_is_not_made_again(door):
     """Recompute starts from the kept value: what made it does not run, what follows does."""
-    x = leaf()
+    x = leaf(3)
     y = door(lambda x: keep(x.sin().exp()).tan().exp().cos())(x)
     ran = count(y.sum().backward)
     assert ran["tan"] == 1
@@ -135,7 +129,7 @@ def test_keep_then_in_place(door, modify):
 
 def test_keep_then_in_place_under_rerun():
     """As plain, or an error that says which value it was; never another gradient."""
-    x = leaf()
+    x = leaf(3)
 
     def fn(x):
         y = keep(x.sin())
@@ -156,7 +150,7 @@ def test_keep_then_in_place_under_rerun():
 @TAPES
 def test_a_kept_value_changed_after_the_block(door):
     """Changed in place outside, before backward: an error, as autograd says for plain code."""
-    x = leaf()
+    x = leaf(3)
     y, kept = door(lambda x: ((kept := keep(x.sin().cos())).exp().sin(), kept))(x)
     with torch.no_grad():
         kept.add_(1)
@@ -167,7 +161,7 @@ def test_a_kept_value_changed_after_the_block(door):
 @DOORS
 def test_keep_and_further_backwards(door):
     """Each starts from the kept value; the second derivative goes through it, too."""
-    x = leaf()
+    x = leaf(3)
 
     def fn(x):
         return keep(x.exp().sin().mul_(3)).exp().sin().sum()
@@ -226,7 +220,7 @@ def test_pinned_structures_are_like_the_ones_given(wrap):
         tensor = kept[0] if isinstance(kept, list | tuple) else kept["a"][0] if isinstance(kept, dict) else kept.a
         return (x * (tensor + 1)).sin().exp()
 
-    x = leaf()
+    x = leaf(3)
     fn(x).sum().backward()
     assert type(runs[0]) is type(runs[1])
     assert bits(x.grad) == bits(torch.autograd.grad(x.sin().exp().sum(), x)[0])
@@ -245,7 +239,7 @@ def test_pins_are_in_order(nested):
             x = checkpointed(stage)(x) if i in nested else stage(x)
         return x
 
-    x = leaf()
+    x = leaf(3)
     checkpointed(fn)(x).sum().backward()
     want = x
     for scale in (1.0, 2.0, 3.0, 4.0, 5.0):
@@ -263,7 +257,7 @@ def test_a_pinned_value_passes_gradients_on():
         y = keep((x * w).exp())
         return y.sin().exp() * w
 
-    x, w = leaf(), leaf()
+    x, w = leaf(3), leaf(3)
     have = torch.autograd.grad(fn(x, w).sum(), [x, w])
     want = torch.autograd.grad(((x * w).exp().sin().exp() * w).sum(), [x, w])
     assert [bits(t) for t in have] == [bits(t) for t in want]
@@ -292,7 +286,7 @@ class Hooks(saved_tensors_hooks):
 @DOORS
 def test_kept_values_go_through_enclosing_hooks(door):
     """Each once, as an operator's saved tensor would."""
-    base, hooks = leaf(), Hooks()
+    base, hooks = leaf(3), Hooks()
     with hooks:
         x = base * 1.5
         y = door(lambda x: keep(x.exp().sin()).exp().sin())(x)
@@ -351,7 +345,7 @@ def test_keep_under_hooks_that_change_the_layout(program):
 
 def test_a_parameter_needs_no_pin():
     """It is handed back as it is, whatever else is kept."""
-    x, w = leaf(), torch.nn.Parameter(torch.full((), 3.0))
+    x, w = leaf(3), torch.nn.Parameter(torch.full((), 3.0))
 
     def fn(x, keep=keep):
         v = keep(w)

@@ -7,7 +7,7 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
-from oracle import Watching, apply, same_bits
+from oracle import Watching, apply, leaf, same_bits
 from oracle import c as rerun
 from oracle import r as replay
 from oracle import s as scope
@@ -18,11 +18,6 @@ pytestmark = pytest.mark.usefixtures("no_gc")
 
 WORD = pytest.mark.parametrize("word", ["c", "r", "s", "cc", "cs", "sc", "ss"])
 EARLY_STOP = pytest.mark.parametrize("early_stop", [True, False], ids=["early", "late"])
-
-
-def leaf(*shape):
-    """A small tensor that wants a gradient."""
-    return torch.rand(*shape).requires_grad_()
 
 
 def network(x, w):

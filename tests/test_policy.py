@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 import torch
-from oracle import bits, count
+from oracle import bits, count, leaf
 from oracle import r as replay
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -14,11 +14,6 @@ from checkpointing import CheckpointError, auto, checkpoint_scope, checkpointed,
 
 aten = torch.ops.aten
 MM, SIN, EXP, TANH = aten.mm.default, aten.sin.default, aten.exp.default, aten.tanh.default
-
-
-def leaf(*shape):
-    """A tensor that wants a gradient."""
-    return torch.rand(*shape or (3, 3)).requires_grad_()
 
 
 def scope(fn=None, **options):
@@ -41,16 +36,16 @@ def program(x):
 def gradient(fn):
     """Of the first and second order, in bits."""
     torch.manual_seed(0)
-    x = leaf()
+    x = leaf(3, 3)
     (first,) = torch.autograd.grad(fn(x).sum(), x, create_graph=True)
     return bits(first), bits(torch.autograd.grad(first.sin().sum(), x)[0])
 
 
 def ran_again(fn, *args):
     """What backward runs of the operators that `program` is made of, beyond what plain code's backward runs."""
-    x = leaf()
+    x = leaf(3, 3)
     ran = Counter(count(fn(x).sum().backward))
-    ran.subtract(count(program(leaf()).sum().backward))
+    ran.subtract(count(program(leaf(3, 3)).sum().backward))
     return Counter({name: n for name, n in ran.items() if n and name in ("sin", "mm", "exp", "atan", "tanh", "cos")})
 
 
@@ -159,7 +154,7 @@ def test_all_six_answers_act(answer):
     assert ran_again(fn).get("exp", 0) == ("RECOMPUTE" in answer.name)
     assert gradient(fn) == gradient(program)
     with checkpoint_scope(policy=policy) as entered:
-        y = program(leaf())
+        y = program(leaf(3, 3))
     assert (entered.stats.bytes_kept > 0) == ("RECOMPUTE" not in answer.name)
     del y
 
@@ -174,7 +169,7 @@ def test_all_six_answers_act(answer):
 )
 def test_a_policy_that_can_not_be_asked_is_an_error_that_says_so(policy, error):
     """Also below `@`, where torch drops every TypeError and calls the operands unsupported."""
-    x = leaf()
+    x = leaf(3, 3)
     with pytest.raises((ValueError, CheckpointError), match=error), checkpoint_scope(policy=policy):
         x @ x.T
 
@@ -190,7 +185,7 @@ def test_the_first_of_two_products_only():
         return op == MM and calls.count(MM) == 1
 
     calls = []
-    y = scope(program, policy=policy)(leaf())
+    y = scope(program, policy=policy)(leaf(3, 3))
     assert count(y.sum().backward)["mm"] == 4 + 1
     calls = []
     assert gradient(scope(program, policy=policy)) == gradient(program)
@@ -204,7 +199,7 @@ def test_in_place_on_what_is_kept():
 
     assert gradient(scope(program, policy=[MM])) == gradient(program)
     assert gradient(scope(program, policy=[aten.elu_.default])) == gradient(program)
-    assert "elu_" not in count(scope(program, policy=[aten.elu_.default])(leaf()).sum().backward)
+    assert "elu_" not in count(scope(program, policy=[aten.elu_.default])(leaf(3, 3)).sum().backward)
 
 
 # ---- tags
@@ -212,7 +207,7 @@ def test_in_place_on_what_is_kept():
 
 def test_a_tag_is_nothing_without_a_policy_that_asks_for_it():
     """The very same object; no graph, no version, nothing recorded."""
-    x = leaf()
+    x = leaf(3, 3)
     y = x.sin()
     node = y.grad_fn
     assert tag(y, "a") is y
@@ -313,16 +308,16 @@ def test_tags_ask_the_innermost_policy():
         (lambda fn: scope(fn, policy=[MM]), False),
     ):
         fn = scope(wrap(inner), policy=save_tagged("a"))
-        assert ("exp" not in count(fn(leaf()).sum().backward)) == kept, wrap
+        assert ("exp" not in count(fn(leaf(3, 3)).sum().backward)) == kept, wrap
     with checkpoint_scope(policy=save_tagged("a")) as entered:
-        y = checkpointed(inner)(leaf())
+        y = checkpointed(inner)(leaf(3, 3))
     assert entered.stats.bytes_kept == 0  # the function is called again, and makes it
     y.sum().backward()
 
 
 def test_after_the_inner_region_the_outer_policy_holds_again():
     """Also if the inner one was left by an exception."""
-    x = leaf()
+    x = leaf(3, 3)
     with checkpoint_scope(policy=[EXP]) as entered:
         with checkpoint_scope(policy=[MM]):
             x.exp()
@@ -352,7 +347,7 @@ def test_a_disabled_scope_inside_a_scope_keeps_what_it_saves():
 
 def test_a_disabled_scope_elsewhere_is_a_plain_block():
     """Also where other hooks stand between it and the region around."""
-    x = leaf()
+    x = leaf(3, 3)
     packed = []
     hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or t.detach(), lambda t: t)
     with checkpoint_scope() as entered, hooks, checkpoint_scope(enabled=False):

@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 import torch
-from oracle import bits
+from oracle import bits, leaf
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 from checkpointing import (
@@ -19,11 +19,6 @@ from checkpointing import (
     offload,
 )
 from checkpointing.torch_compat import checkpoint
-
-
-def leaf(*shape):
-    """A tensor that wants a gradient."""
-    return torch.rand(*shape or (4, 4)).requires_grad_()
 
 
 def scope(**options):

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from beside import Program
-from oracle import apply, bits, count
+from oracle import apply, bits, count, leaf
 from torch import nn
 
 from checkpointing import checkpointed, is_recomputing, keep
@@ -24,11 +24,6 @@ def quick_switches():
     sys.setswitchinterval(1e-5)
     yield
     sys.setswitchinterval(interval)
-
-
-def leaf(*shape):
-    """A small tensor that wants a gradient."""
-    return torch.rand(*shape).requires_grad_()
 
 
 def at_once(*functions):
