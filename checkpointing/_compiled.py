@@ -41,7 +41,7 @@ class BesideCompiledCode(_Run):  # type: ignore[misc]
     _versions: dict[int, int]  # by storage: what recorded operators have left there, at most
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self._here["depth"] != self._depth:
+        if self._here["depth"] != self._depth and not self._wakes_up(func, args):
             return func(*args, **(kwargs or {}))
         if not torch.is_grad_enabled() and _torch.inductor_runs():
             if getattr(func, "__name__", "") != _SHOWN:

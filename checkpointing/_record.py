@@ -955,6 +955,8 @@ class _Recorder:
     def _add_slot(self, slot: Slot, index: int) -> None:
         if slot.first is not None:
             self._add_first(slot.first, index + 0.5)
+            if slot.is_read:  # if it was allocated here, something unseen has filled it
+                self._state[slot.first.memory] = OUTSIDE
         self._saved.add(self.memory_of[slot.cell])
 
     def _add_cell(self, cell: int, memory: int, born: float, is_name: bool = True) -> None:
