@@ -406,6 +406,16 @@ class _Cuts:
         memories = [self.stretch.model.memories[number] for number in kept]
         return segment.forward + sum(memory.cost for memory in memories if memory.dies <= segment.at)
 
+    def room(self, least: int, cuts: list[int]) -> int:
+        """What these cuts add to the peak that no plan can avoid, that of the worst stretch between two places where
+        it may cut; and no more than they keep."""
+        alone = [self.segments[pair].need for pair in pairwise(self.stretch.positions)]
+        across: set[int] = set()
+        for pair in pairwise([self.stretch.first, *cuts, self.stretch.last]):
+            across |= self.segments[pair].across
+        kept = sum(self.stretch.model.memories[number].cost for number in across)
+        return max(0, min(kept, least - max(*alone, *self.stretch.live)))
+
     def least_budget(self) -> int | None:
         """The smallest one with room for a cut."""
         stretch = self.stretch
@@ -430,7 +440,8 @@ def choose(stretch: Stretch, budget: int | None = None) -> Choice:
     table = _Cuts(stretch, budget)
     least, cuts = table.least_peak()
     if budget is None:
-        fillings = [(slack, _filled(table, int(least * (1 + slack)), cuts)) for slack in _SLACKS]
+        room = table.room(least, cuts)
+        fillings = [(part * room / least, _filled(table, least + int(part * room), cuts)) for part in _SLACKS]
     else:
         more = 0.0 if stretch.is_all else _SLACK_OF_PARTS
         fillings = [(0.0, _filled(table, int(least * (1 + more)), cuts))]
@@ -565,7 +576,7 @@ _PER_BYTE = 10  # floating-point operations in the time in which a byte is writt
 _CHEAP = 4  # as many bytes are written at most, for each byte of a value that is made again in each window
 _MOST_CANDIDATES = 64
 _MOST_ROUNDS = 4
-_SLACKS = (0, 1 / 16, 1 / 6)  # how much more than the least peak may be spent on less recompute
+_SLACKS = (0, 1 / 8, 3 / 8)  # what may be spent on less recompute: parts of what a plan adds to the peak at least
 _RATE = 0.9  # which part of a forward it must save for each part of the peak
 _SLACK_OF_PARTS = 1 / 8  # the same, within a window: what it keeps first is made by a replay, which should be short
 _FAR = 64  # steps, when the worth of one is found

@@ -291,23 +291,28 @@ def save_tagged(*names: str) -> Policy:
 
 
 def auto(*, budget: int | str | None = None) -> Policy:
-    """A policy: checkpoints that place themselves, while the block runs, at moments when little is alive.
+    """A policy: checkpoints that place themselves, where they save the most memory.
 
-    Nothing has to be marked, profiled or known beforehand; modules, loops, functions and inner regions are seen
-    through. The same program makes the same checkpoints, in each step and on each rank. (A tensor in a reference
-    cycle counts as alive until Python's garbage collector comes by.)
+    Nothing has to be marked or profiled: modules, loops, functions and inner regions are seen through. The first run
+    of a block keeps nothing, and notes what it did. From that a plan is computed, once, by simulating the memory of
+    forward and backward: the runs that follow keep what the plan says. A run that goes another way makes a plan of its
+    own. The same program gives the same plan, in each step and on each rank.
+
+    The plan is for a block that backward begins with: put one scope around the whole model and its loss.
 
     Args:
-        budget: at most how many bytes the block may keep for backward at any moment of the forward; its inputs,
-            parameters and states of random generators are not counted. An int, or text such as `"1.5 GiB"` or
-            `"200 MB"`. Room that the checkpoints leave is used to keep what is dear to recompute per byte: results of
-            matrix products, convolutions and attention first. Where a stretch between two checkpoints saves more than
-            the budget, backward makes checkpoints inside of it while it recomputes it, and again inside of those, so
-            that it needs little more than the budget on each level: with the room of one checkpoint, memory grows like
-            the logarithm of depth.
-        segment: at most about how many bytes autograd saves between two checkpoints; int or text. None: the number
-            of checkpoints grows like the square root of what the block saves, and so does the memory it needs. (With
-            neither of the two there are none where operators save less than 256 bytes each, on average.)
+        budget: at most how many bytes the block keeps for backward, at any moment of the forward. An int, or text such
+            as `"1.5 GiB"` or `"200 MB"`. Results that are most expensive to recompute per byte are kept first. None:
+            the peak of the step is bounded instead; it is close to the least that checkpoints can have.
+
+    A budget bounds what is kept, not the peak. Besides what is kept, a step needs its inputs, parameters and states of
+    random generators; what the model itself holds; in backward, what autograd saves between two checkpoints, and
+    gradients. The plan takes the least peak within the budget. Where a stretch between two checkpoints saves more than
+    the budget, backward makes checkpoints inside of it while it recomputes it, and again inside of those: with the room
+    of one checkpoint, memory grows like the logarithm of depth. `scope.stats.peak_predicted` is the peak of the plan.
+
+    Gradients that do not exist yet are room: their bytes are needed when what later layers kept has gone. What is
+    alive anyway, such as results that the caller collects, costs nothing.
 
     Raises:
         TypeError, ValueError: for what is no number of bytes.
@@ -318,16 +323,17 @@ def auto(*, budget: int | str | None = None) -> Policy:
 
     >>> import torch
     >>> from checkpointing import auto, checkpoint_scope
-    >>> layers = torch.nn.ModuleList(torch.nn.Linear(64, 64) for _ in range(100))
     >>> x = torch.randn(32, 64, requires_grad=True)
-    >>> with checkpoint_scope(policy=auto()) as scope:
-    ...     for layer in layers:
-    ...         x = layer(x).relu()
+    >>> for step in range(2):
+    ...     with checkpoint_scope(policy=auto()) as scope:
+    ...         y = x
+    ...         for layer in range(100):
+    ...             y = torch.tanh(y)
     >>> scope.stats.bytes_saved // scope.stats.bytes_kept >= 4
     True
 
-    Source of the method: Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost"; online as in Kirisame et
-    al. 2021, "Dynamic Tensor Rematerialization".
+    Source of the method: Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost"; what is kept beside the
+    checkpoints as in Jain et al. 2020, "Checkmate", by a greedy rule.
     """
     return _auto(None if budget is None else _bytes("budget", budget, 0))
 

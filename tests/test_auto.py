@@ -1,7 +1,9 @@
 """Checkpoints that place themselves: what memory that leaves, under a budget and without; the same each time."""
 
 import gc
+import itertools
 import math
+import random
 import re
 import sys
 import warnings
@@ -77,7 +79,8 @@ def test_the_first_step_has_the_planned_peak():
 
 @pytest.mark.parametrize(
     ("build", "most"),
-    [(lambda: programs.lstm(64, 32), 0.25), (lambda: programs.unet(width=8, batch=2, size=64), 0.55)],
+    # The plan for the net could do with 0.5; it spends the rest on making half as much again.
+    [(lambda: programs.lstm(64, 32), 0.25), (lambda: programs.unet(width=8, batch=2, size=64), 0.56)],
     ids=["an unrolled cell", "a net whose long connections carry values that live all the time"],
 )
 def test_peaks_are_a_part_of_plains(build, most):
@@ -99,6 +102,57 @@ def test_a_chain_needs_little_more_than_the_best_schedule(n):
     """sqrt(2 n) values is the least that any choice of checkpoints, made once, can do."""
     peak = bytes_of(scoped(units(n)))[1] / 4000
     assert peak <= 1.35 * math.sqrt(2 * n) + 6
+
+
+def exact(sizes, flops, peak):
+    """The least recompute of a chain under a peak: of all sets of values that may be kept."""
+    return min(
+        recomputed(flops, kept)
+        for count in range(len(sizes) + 1)
+        for kept in itertools.combinations(range(len(sizes)), count)
+        if peak_of(sizes, kept) <= peak
+    )
+
+
+def recomputed(flops, kept):
+    return sum(flops[i] for i in range(len(flops)) if i not in kept)
+
+
+def peak_of(sizes, kept):
+    """Of a backward through a chain. At each step are there: what is kept up to it, what the replay of its stretch has
+    delivered up to it, the gradient of its result, that of the matrix product in it, and that of its argument."""
+    peaks = []
+    for i, size in enumerate(sizes):
+        start = max([k for k in kept if k < i], default=-1)
+        there = sum(sizes[k] for k in kept if k <= i) + sum(sizes[j] for j in range(start + 1, i + 1) if j not in kept)
+        peaks.append(there + max(2 * size, size + (sizes[i - 1] if i else 0) - size))
+    return max(peaks)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_plan_is_close_to_the_exact_answer(seed):
+    """Chains of unequal layers: within 5 % of the recompute of the best of all 4,096 choices with the same peak."""
+    draw = random.Random(seed)
+    widths = [draw.choice([64, 96, 128, 192, 256]) for _ in range(13)]
+    weights = [torch.randn(a, b) / a for a, b in itertools.pairwise(widths)]
+    x = torch.randn(128, widths[0]).requires_grad_()
+
+    def forward():
+        y = x
+        for weight in weights:
+            y = (y @ weight).tanh()
+        return y.sum()
+
+    run = scoped(forward)
+    run().backward()
+    run().backward()
+    plan = run.scope._block._source.plan
+    made = [step.index for step in plan.path.steps if step.func is torch.ops.aten.tanh.default]
+    kept = [i for i, index in enumerate(made) if plan.path.steps[index].first_cell in {cell for cell, _ in plan.kept}]
+    sizes = [128 * width * 4 for width in widths[1:]]
+    flops = [2 * 128 * a * b + 10 * 2 * 4 * 128 * b for a, b in itertools.pairwise(widths)]
+    assert 0 < len(kept) == len(plan.kept) < 12
+    assert recomputed(flops, kept) <= 1.05 * exact(sizes, flops, peak_of(sizes, kept))
 
 
 def test_kept_values_go_while_backward_runs():
