@@ -184,8 +184,8 @@ def overlapping(where: object) -> CheckpointError:
 
 def crossed(where: object) -> CheckpointError:
     return CheckpointError(
-        f"{where}: this region has ended before a region that was entered later. Regions must end "
-        "in the reverse order: do not `await` or `yield` inside a region while other tasks or "
+        f"{where}: this region has ended, and a region that was entered later is still open. Regions "
+        "must end in the reverse order: do not `await` or `yield` inside a region while other tasks or "
         "generators enter theirs."
     )
 
