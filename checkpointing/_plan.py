@@ -340,9 +340,10 @@ class Stretch:
                 yield index, walk.segment()
 
     def price(self, number: int, position: int) -> int:
-        """What it costs that a memory crosses a cut."""
+        """What it costs that a memory crosses a cut; one that autograd saves anyway comes first."""
         memory = self.model.memories[number]
-        return memory.cost if memory.final <= position else 2 * memory.cost
+        price = memory.cost + (number not in self.saved)
+        return price if memory.final <= position else 2 * price
 
 
 class _Cuts:
