@@ -220,13 +220,14 @@ def bench_plan(benchmark, name):
 
 
 def show_budgets():
-    row = lambda: lstms()
+    row = lstms
     base = measured(row)[0]["auto"].memory()[1]
     for budget in (16, 8, 4, 2):
-        steps, run = measured(row, budget=budget * MIB)
+        steps, _ = measured(row, budget=budget * MIB)
+        again = steps["auto"].recomputed(steps["plain"])
         print(
             f"LSTMs, budget {budget} MiB: peak {steps['auto'].memory()[1] / base:.2f} of no budget "
-            f"(first {steps['first'].memory()[1] / base:.2f}), recomputed {steps['auto'].recomputed(steps['plain']):.2f}"
+            f"(first {steps['first'].memory()[1] / base:.2f}), recomputed {again:.2f}"
         )
 
 
