@@ -12,6 +12,7 @@ import time
 import warnings
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -193,14 +194,40 @@ def show(name):
     )
 
 
+# ---- for pytest-benchmark
+
+QUICK = {
+    "attention": (lambda: attention(), 1.0),
+    "attention, maps": (lambda: attention(maps=True), 1.0),
+    "transformer": (lambda: transformer(layers=8, width=64), 1.0),
+    "transformer, no gradients": (lambda: transformer(fresh=True, layers=8, width=64), 1.0),
+    "LSTMs": (lambda: lstms(width=32, steps=20, batch=8), 0.5),  # of plain
+}
+
+
+@pytest.mark.parametrize("name", QUICK)
+def bench_plan(benchmark, name):
+    """Memory is counted, so it is asserted even in a quick run: the peak, and that the plan knows it."""
+    row, most = QUICK[name]
+    steps, run = benchmark.pedantic(lambda: measured(row))
+    peaks = {way: step.memory()[1] for way, step in steps.items()}
+    assert peaks["auto"] <= most * peaks["torch"]
+    assert peaks["first"] <= 1.6 * peaks["auto"]
+    assert abs(run.scope.stats.peak_predicted / peaks["auto"] - 1) <= 0.05
+
+
+# ---- tables
+
+
 def show_budgets():
-    row = lambda: lstms()
+    row = lstms
     base = measured(row)[0]["auto"].memory()[1]
     for budget in (16, 8, 4, 2):
-        steps, run = measured(row, budget=budget * MIB)
+        steps, _ = measured(row, budget=budget * MIB)
+        again = steps["auto"].recomputed(steps["plain"])
         print(
             f"LSTMs, budget {budget} MiB: peak {steps['auto'].memory()[1] / base:.2f} of no budget "
-            f"(first {steps['first'].memory()[1] / base:.2f}), recomputed {steps['auto'].recomputed(steps['plain']):.2f}"
+            f"(first {steps['first'].memory()[1] / base:.2f}), recomputed {again:.2f}"
         )
 
 

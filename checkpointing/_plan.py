@@ -298,7 +298,9 @@ class Stretch:
             if is_made and memory not in held:
                 self.wanted[min(max(position, self.first), self.last - 1)].append(memory)
         # The position down to which backward needs them; a kept one may be needed by the window of its maker.
-        self.lasts = {memory: position for position in sorted(self.wanted, reverse=True) for memory in self.wanted[position]}
+        self.lasts: dict[int, int] = {}
+        for position in sorted(self.wanted, reverse=True):
+            self.lasts.update(dict.fromkeys(self.wanted[position], position))
         self.saved = {memory for memories in self.wanted.values() for memory in memories}
         self.positions = self._candidates()
 
@@ -340,9 +342,10 @@ class Stretch:
                 yield index, walk.segment()
 
     def price(self, number: int, position: int) -> int:
-        """What it costs that a memory crosses a cut."""
+        """What it costs that a memory crosses a cut; one that autograd saves anyway comes first."""
         memory = self.model.memories[number]
-        return memory.cost if memory.final <= position else 2 * memory.cost
+        price = memory.cost + (number not in self.saved)
+        return price if memory.final <= position else 2 * price
 
 
 class _Cuts:

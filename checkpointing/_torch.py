@@ -544,7 +544,7 @@ def lie_apart(one: Layout | None, other: Layout | None) -> bool:
         columns = [(n, step) for n, step in zip(size, stride, strict=True) if step < row]
         length = 1 + sum(step * (n - 1) for n, step in columns)
         spans.append((offset % row, offset % row + length))
-    (start, end), (other_start, other_end) = sorted(spans)
+    (_, end), (other_start, other_end) = sorted(spans)
     return end <= other_start and other_end <= row
 
 
