@@ -53,7 +53,7 @@ class BesideCompiledCode(_Run):  # type: ignore[misc]
         return result
 
     def save(self, tensor: Tensor) -> Any:
-        self._look_for_writes((tensor,))
+        self._look_for_writes((tensor if self._announced is None else self._announced,))
         return super().save(tensor)
 
     def info_of(self, func: Any, args: Any) -> Info:

@@ -250,7 +250,7 @@ class Run(TorchDispatchMode, Region):
 
     def _matches_keywords(self, known: Any, kwargs: dict[str, Any]) -> bool:
         known = known or _NOTHING
-        return known.keys() == kwargs.keys() and all([self._matches(known[name], kwargs[name]) for name in known])
+        return known.keys() == kwargs.keys() and all(self._matches(known[name], kwargs[name]) for name in known)
 
     def _meets(self, first: First, tensor: Tensor) -> bool:
         """Whether a tensor comes from where it came from then. If so, it takes the next cell."""
@@ -557,8 +557,8 @@ class Run(TorchDispatchMode, Region):
     # ---- recording
 
     def own_program(self) -> bool:
-        """Before the program changes. While a run in another thread changes it, this one goes on in one of its own, which
-        nobody follows. Returns whether nothing had to be done for that."""
+        """Before the program changes. While a run in another thread changes it, this one goes on in a program of its
+        own, which nobody follows. Returns whether nothing had to be done for that."""
         if self.program.is_written_by(self):
             return True
         self.program, self.is_alone = Program(), True
@@ -1021,7 +1021,8 @@ class _Recorder:
         if was is None:
             shares = self._run.shares(tensor, cell)
             if shares == ON_MADE_MEMORY:
-                memory = self._memory_at(tensor) or cell
+                there = self._memory_at(tensor)
+                memory = cell if there is None else there
             elif shares != cell and shares != NO_MEMORY:
                 memory = self.memory_of[shares]
         first = First(cell, was, shares, memory)

@@ -58,7 +58,6 @@ def keeps_products(ctx, op, *args, **kwargs):
     return op == torch.ops.aten.addmm.default
 
 
-
 X = (torch.arange(32.0) % 5 - 2).view(8, 4)
 OPTIONS = {
     "rerun": {},
