@@ -72,7 +72,8 @@ class BesideCompiledCode(_Run):  # type: ignore[misc]
                     self._event(WRITTEN_UNSEEN, (tensor,))
 
     def _note_versions(self, args: Any, kwargs: dict[str, Any], result: Any) -> None:
-        for tensor in tensors_of(result):
+        made = () if self.step.is_view else tensors_of(result)  # below autograd, a view counts anew
+        for tensor in made:
             if _torch.has_storage(tensor):
                 self._versions[_torch.storage_id(tensor)] = _torch.version(tensor)
         info = self.step.info
