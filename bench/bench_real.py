@@ -105,7 +105,7 @@ def bench_real_model(benchmark, name, dtype):
     ways["torch"]().backward()  # fills caches
     torchs, autos = (step_on_cpu(ways[way]) for way in ("torch", "auto"))
     assert autos.memory()[1] <= MARKS["peak"] * torchs.memory()[1]
-    assert autos.flops <= torchs.flops + 0.02 * torchs.flops_forward
+    assert autos.flops <= torchs.flops + 0.15 * torchs.flops_forward
 
 
 # ---- tables
