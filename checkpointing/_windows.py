@@ -41,7 +41,6 @@ class Path:
         self._maker: dict[int, int] = {}
         self.given: set[int] = set()
         self.parameters: set[int] = set()
-        self.is_in_hooks = run.hooks is not None
         self.differentiable: set[int] = set()  # memories from outside
         for step, saves in with_saves(run):
             for first in step.firsts:
@@ -205,9 +204,7 @@ class Path:
             steps, starts = self.slice_of([self.slots[slot].value for slot in slots])
             if steps and not starts:
                 drawn += slots
-            elif not all(self.steps[index].is_view for index in steps):
-                others.append(slots)
-            elif not self.is_in_hooks or self.parameters.issuperset(starts):
+            elif all(self.steps[index].is_view for index in steps) and self.parameters.issuperset(starts):
                 views += slots
             else:
                 others.append(slots)
