@@ -51,6 +51,7 @@ class First:
         "holds",
         "is_lent",
         "is_parameter",
+        "is_referenced",
         "memory",
         "name",
         "requires_grad",
@@ -67,6 +68,7 @@ class First:
         self.copies = False  # whether that must be a copy, because the memory will be written again
         self.is_parameter = False
         self.is_lent = False  # a gathered parameter
+        self.is_referenced = False  # a parameter that is held by itself, from its first use on
         self.requires_grad = False
         self.hides = False  # whether it must not be saved by what encloses the block
         self.name: Any = None  # the operator that read it; None: autograd has saved it
@@ -104,11 +106,18 @@ class Thing:
 class Like:
     """An argument of which an operator reads only the metadata: a replay gives it fresh memory."""
 
-    __slots__ = ("make",)
+    __slots__ = ("device", "dtype", "size", "stride")
 
     def __init__(self, tensor: Tensor) -> None:
-        size, stride, dtype, device = tensor.shape, tensor.stride(), tensor.dtype, tensor.device
-        self.make: Callable[[], Tensor] = lambda: torch.empty_strided(size, stride, dtype=dtype, device=device)
+        self.size, self.stride, self.dtype, self.device = tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+
+    def suits(self, tensor: Tensor) -> bool:
+        """Whether this tensor looks the same."""
+        is_same_kind = tensor.dtype is self.dtype and tensor.device == self.device
+        return is_same_kind and tensor.shape == self.size and tensor.stride() == self.stride
+
+    def make(self) -> Tensor:
+        return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
 
 
 class Slot:

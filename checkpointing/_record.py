@@ -82,7 +82,7 @@ _Parameter = nn.Parameter
 _plain_dispatch = Tensor.__torch_dispatch__
 _is_grad_enabled, _graph_task_id = torch.is_grad_enabled, _torch.graph_task_id
 _storage_id, _has_storage = _torch.storage_id, _torch.has_storage
-_EXACT = frozenset({int, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format})
+_PLAIN = frozenset({int, bool, str, list, tuple, torch.dtype, torch.device})  # equal ones are the same
 _NUMBERS = frozenset({int, float, complex, list, tuple, torch.Size})
 _NOTHING: dict[str, Any] = {}
 _modules = sys.modules
@@ -180,8 +180,10 @@ class Run(TorchDispatchMode, Region):
                     if kind is Known:
                         if cells[known.cell]() is not arg:
                             break
-                    elif known is not arg and not self._matches(known, arg):
-                        break
+                    elif known is not arg:
+                        is_equal = kind in _PLAIN and type(arg) is kind and known == arg
+                        if not is_equal and not self._matches(known, arg):
+                            break
                 else:
                     if (not kwargs and not step.kwargs) or self._matches_keywords(step.kwargs, kwargs or _NOTHING):
                         if step.is_special:
@@ -254,40 +256,47 @@ class Run(TorchDispatchMode, Region):
 
     def _meets(self, first: First, tensor: Tensor) -> bool:
         """Whether a tensor comes from where it came from then. If so, it takes the next cell."""
-        cells = self.cells
         if first.was is not None:
-            if cells[first.was]() is not tensor:
+            if self.cells[first.was]() is not tensor:
                 return False
-        elif self.shares(tensor, first.cell) != first.shares or (
-            not first.is_lent and is_parameter(root_of(tensor)) is not first.is_parameter
-        ):
+        elif self.shares(tensor, first.cell) != first.shares:
             return False
+        elif type(tensor) is not _Parameter:
+            is_other = is_parameter(root_of(tensor)) is not first.is_parameter and not first.is_lent
+            if is_other or first.is_referenced:
+                return False
+            self.take_first(first, tensor)
+        elif first.is_parameter:
+            self.take_first(first, tensor)
         else:
-            self.take_first(tensor, first.cell)
-        cells.append(ref(tensor))
+            return False
+        self.cells.append(ref(tensor))
         return True
 
-    def take_first(self, tensor: Tensor, cell: int) -> None:
+    def take_first(self, first: First, tensor: Tensor) -> None:
         """The tensor is from outside: who uses its memory from here on shares it with this cell."""
-        if _has_storage(tensor):
-            self._shared[_storage_id(tensor)] = self._shared_with(tensor, cell)
+        cell = first.cell
+        if (first.shares == cell or first.shares < 0) and _has_storage(tensor):
+            self._shared[_storage_id(tensor)] = cell
+        if first.is_referenced:
+            self.held[cell] = tensor, tensor._version
 
     def shares(self, tensor: Tensor, cell: int) -> int:
         """With which cell from outside an unknown tensor shares its memory: with `cell`, if with none."""
         if not _has_storage(tensor):
             return cell
-        shared = self._shared_with(tensor, cell)
-        if shared == cell and type(tensor) is not _Parameter:
-            if self._is_made(_storage_id(tensor)):
+        place = _storage_id(tensor)
+        shared = self._shared.get(place)
+        if shared is not None:
+            cells = self.cells
+            if shared >= len(cells) or cells[shared]() is not None or shared in self.held:
+                return shared
+        if type(tensor) is not _Parameter:
+            if self._is_made(place):
                 return ON_MADE_MEMORY
             if _torch.is_zeros(tensor):
                 return NO_MEMORY
-        return shared
-
-    def _shared_with(self, tensor: Tensor, cell: int) -> int:
-        shared = self._shared.get(_storage_id(tensor), cell)
-        is_there = shared >= len(self.cells) or self.cells[shared]() is not None or shared in self.held
-        return shared if is_there else cell
+        return cell
 
     def is_from_outside(self, tensor: Tensor) -> bool:
         """Whether a tensor uses memory that the run has met."""
@@ -320,6 +329,8 @@ class Run(TorchDispatchMode, Region):
         self._looked_at = min(self._looked_at, mark)
         self._shared = {place: cell for place, cell in self._shared.items() if cell < mark}
         self._made = {place: cell for place, cell in self._made.items() if cell < mark}
+        for cell in [key for key in self.held if type(key) is int and key >= mark]:
+            del self.held[cell]
 
     # ---- a backward inside the block
 
@@ -408,11 +419,13 @@ class Run(TorchDispatchMode, Region):
             self._pending += [(True, tensor) for tensor in tensors_of(result)]
 
     def _note_metadata(self, step: Step, args: Any) -> None:
-        """The operator reads only how this argument looks: that belongs to the run."""
-        own = list(self.numbers.get(step.index) or step.inputs)
-        for place in step.likes:
-            own[place] = Like(args[place])
-        self.numbers[step.index] = own
+        """The operator reads only how this argument looks: if not as it did, that belongs to the run."""
+        own = self.numbers.get(step.index)
+        (place,) = step.likes
+        if own is None and step.inputs[place].suits(args[place]):
+            return
+        own = self.numbers[step.index] = list(own or step.inputs)
+        own[place] = Like(args[place])
 
     def _hold(self, first: First) -> None:
         """From here on a recompute can start from what is in this cell now."""
@@ -519,7 +532,7 @@ class Run(TorchDispatchMode, Region):
     def _save_in(self, slot: Slot, tensor: Tensor) -> Slot:
         first = slot.first
         self.saved += 1
-        if first is not None and first.holds:
+        if first is not None and first.holds and not first.is_referenced:
             self._hold(first)
         if slot.counts:
             self.saved_bytes += tensor.untyped_storage().nbytes() if _has_storage(tensor) else 0
@@ -1036,7 +1049,8 @@ class _Recorder:
             setattr(first, name, value)
         self._add_first(first, len(self._run.path) + (0.5 if more.get("name", 0) is None else 0))
         if was is None:
-            self._run.take_first(tensor, cell)
+            first.is_referenced = first.holds and type(tensor) is _Parameter and not (first.copies or first.is_lent)
+            self._run.take_first(first, tensor)
         self._firsts.append(first)
         return first
 
@@ -1095,7 +1109,7 @@ class _Recorder:
 
     def _end(self, step: Step) -> Step:
         step.reads, step.firsts = tuple(self._reads), tuple(self._firsts)
-        step.holds = tuple([first for first in self._firsts if first.holds])
+        step.holds = tuple([first for first in self._firsts if first.holds and not first.is_referenced])
         return step
 
     def step(self, info: Info, func: Any, args: Any, kwargs: dict[str, Any]) -> Step:
