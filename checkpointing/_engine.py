@@ -316,10 +316,10 @@ class Recompute:
         self.holder = holder
         self._versions: dict[int, int] = {}  # by slot: of what an in-order source has delivered
 
-    def wanted(self, refs: Iterable[weakref.ref[Holder]] | None = None) -> list[Holder]:
-        """The live holders that this graph task may still open, by slot; of all or of these."""
+    def wanted(self) -> list[Holder]:
+        """The live holders that this graph task may still open, by slot."""
         ready, opened = self.ready, self.holder
-        live = [ref() for ref in (self.frame.holders if refs is None else refs)]
+        live = [ref() for ref in self.frame.holders]
         return [holder for holder in live if holder is not None and (holder.slot not in ready or holder is opened)]
 
     @property

@@ -133,7 +133,7 @@ class Model:
             memories[number].last_read = memories[number].last_use = index
         for number, nbytes in step.sizes:
             memories[number] = memory = Memory(number, index, int(nbytes * self.facts.scale), self.count + 1)
-            if step.event is not None or not (step.reads or step.likes):
+            if step.event is not None or not (step.reads or step.reads_metadata):
                 memory.final = memory.never  # torch makes something else of `zeros()` if somebody holds the result
             self.made[index].append(number)
         for number in memories.keys() & step.writes:
@@ -602,6 +602,10 @@ class Plan:
     def suits(self, run: Run) -> bool:
         return run.placement is None or self.key == _key_of(run, _gradients(self.path, run)[1])
 
+    def passes(self, step: Step) -> bool:
+        """Whether the step is on its path."""
+        return self.path.steps[step.index : step.index + 1] == [step]
+
     def groups_for(self, run: Run) -> list[Group]:
         """What to give a run's holders: by what it holds."""
         if self.whole is None or run.held.keys() >= self.kept:
@@ -670,7 +674,7 @@ def _planned(path: Path, model: Model, run: Run) -> tuple[Plan, Choice]:
 
 def _split(group: Group, model: Model, held: frozenset[int], budget: int) -> None:
     """Where a window would deliver more than the budget, a first replay makes what smaller windows start from."""
-    order = group.window(group.slots).order
+    order = group.window(tuple(group.slots)).order
     if not order:
         return
     stretch = Stretch(model, group.slots, held, (order[0], order[-1] + 1))
@@ -715,4 +719,3 @@ def attach(plan: Plan, old: Plan | None) -> None:
         if mine or (before and step.keeps):
             taken = before.union([value for value, *_ in mine])
             step.keeps = (*(each for each in step.keeps if each[0] not in taken), *mine)
-            step.is_special = step.is_special or bool(step.keeps)

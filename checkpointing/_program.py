@@ -165,14 +165,15 @@ class Step:
         "is_view",
         "keeps",
         "kwargs",
-        "likes",
         "memories",
         "named",
         "next",
         "note",
         "parent",
         "plan",
+        "needs_preparation",
         "reads",
+        "reads_metadata",
         "run",
         "saves",
         "sizes",
@@ -203,7 +204,7 @@ class Step:
         self.freezes: tuple[int, ...] = ()  # held cells on memory that it is about to write
         self.firsts: tuple[First, ...] = ()  # in the order of their cells
         self.holds: tuple[First, ...] = ()  # those that the run holds
-        self.likes: tuple[Any, ...] = ()  # places of the arguments that are read for their metadata
+        self.reads_metadata = False  # and nothing else, of its first argument
         self.effect = False  # it is never replayed
         self.is_view = False
         self.draws = False  # random numbers, perhaps
@@ -211,6 +212,7 @@ class Step:
         # Values there after it that plans keep; whether their bytes count, and whether they are copied.
         self.keeps: tuple[tuple[Value, bool, bool], ...] = ()
         self.is_special = False  # anything but an operator that reads tensors and returns new ones
+        self.needs_preparation = False  # something must be held before it runs
         # What recording knows after it, beside what it knew before:
         self.memories: tuple[tuple[int, int], ...] = ()  # the memory of each new cell
         self.sizes: tuple[tuple[int, int], ...] = ()  # of memories that it made, in bytes; those of the recorded run

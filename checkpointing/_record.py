@@ -82,7 +82,7 @@ _Parameter = nn.Parameter
 _plain_dispatch = Tensor.__torch_dispatch__
 _is_grad_enabled, _graph_task_id = torch.is_grad_enabled, _torch.graph_task_id
 _storage_id, _has_storage = _torch.storage_id, _torch.has_storage
-_PLAIN = frozenset({int, bool, str, list, tuple, torch.dtype, torch.device})  # equal ones are the same
+_PLAIN = frozenset({int, float, bool, str, list, torch.dtype, torch.device})  # equal ones are the same, but for 0.0
 _NUMBERS = frozenset({int, float, complex, list, tuple, torch.Size})
 _NOTHING: dict[str, Any] = {}
 _modules = sys.modules
@@ -182,7 +182,7 @@ class Run(TorchDispatchMode, Region):
                             break
                     elif known is not arg:
                         is_equal = kind in _PLAIN and type(arg) is kind and known == arg
-                        if not is_equal and not self._matches(known, arg):
+                        if not (is_equal and (known or kind is not float)) and not self._matches(known, arg):
                             break
                 else:
                     if (not kwargs and not step.kwargs) or self._matches_keywords(step.kwargs, kwargs or _NOTHING):
@@ -196,6 +196,8 @@ class Run(TorchDispatchMode, Region):
                         self.step = step
                         self.saved = 0
                         self.path.append(step)
+                        if step.keeps and self.holds_planned:
+                            self._keep_planned(step)
                         if self._ask is not None:
                             self._decide(step, args, kwargs, result)
                         return result
@@ -362,37 +364,21 @@ class Run(TorchDispatchMode, Region):
 
     def _run(self, step: Step, args: Any, kwargs: Any, mark: int) -> Any:
         """Run an operator that does more than to read tensors that are known, and to return new ones."""
-        try:
-            return self._run_special(step, args, kwargs or _NOTHING, mark)
-        except BaseException:
-            if self.step is not step:
-                self._go_back_to(mark)
-                self._recorder = None
-            raise
-
-    def _run_special(self, step: Step, args: Any, kwargs: Any, mark: int) -> Any:
-        for first in step.holds:
-            self._hold(first)
-        for cell in step.freezes:
-            self._freeze(cell, step)
-        if step.targets and self._around is not None:
-            targets = [self.cells[cell]() for cell in step.targets]
-            note_written(self._around, {_storage_id(tensor) for tensor in targets if _has_storage(tensor)})
-        if step.likes:
-            self._note_metadata(step, args)
         state: Any = None
-        if step.draws:
-            info = step.info
-            assert info is not None
-            if step.is_quick_draw and type(args[0]) is Tensor and args[0].is_cpu:
-                state = _CpuState() if self._preserve_rng_state else None
-            elif self._preserve_rng_state or info.custom:
-                state = generators_of(args, kwargs, info.custom and self._preserve_rng_state == "all")
-        result = step.run(*args, **kwargs) if kwargs else step.run(*args)
-        if type(result) is Tensor:
-            self.cells.append(ref(result))
-        else:
-            step = self._take(step, args, kwargs, result, mark)
+        try:
+            if step.needs_preparation:
+                self._prepare(step, args)
+            if step.draws:
+                state = self._random_state(step, args, kwargs or _NOTHING)
+            result = step.run(*args, **kwargs) if kwargs else step.run(*args)
+            if type(result) is Tensor:
+                self.cells.append(ref(result))
+            else:
+                step = self._take(step, args, kwargs, result, mark)
+        except BaseException:
+            self._go_back_to(mark)
+            self._recorder = None
+            raise
         self.step = step
         self.saved = 0
         self.path.append(step)
@@ -405,6 +391,27 @@ class Run(TorchDispatchMode, Region):
         if self._ask is not None:
             self._decide(step, args, kwargs, result)
         return result
+
+    def _prepare(self, step: Step, args: Any) -> None:
+        """Before an operator runs: hold what a recompute starts from, and what the operator is about to write."""
+        for first in step.holds:
+            self._hold(first)
+        for cell in step.freezes:
+            self._freeze(cell, step)
+        if step.targets and self._around is not None:
+            targets = [self.cells[cell]() for cell in step.targets]
+            note_written(self._around, {_storage_id(tensor) for tensor in targets if _has_storage(tensor)})
+        if step.reads_metadata:
+            self._note_metadata(step, args)
+
+    def _random_state(self, step: Step, args: Any, kwargs: Any) -> Any:
+        """Where the generators stand that an operator is about to draw from."""
+        if step.is_quick_draw and type(args[0]) is Tensor and args[0].is_cpu:
+            return _CpuState() if self._preserve_rng_state else None
+        is_custom = step.info.custom  # type: ignore[union-attr]
+        if self._preserve_rng_state or is_custom:
+            return generators_of(args, kwargs, is_custom and self._preserve_rng_state == "all")
+        return None
 
     def _has_drawn(self, step: Step, state: Any, result: Any) -> None:
         """Note from where random numbers were drawn, or keep them where that takes less memory."""
@@ -420,12 +427,9 @@ class Run(TorchDispatchMode, Region):
 
     def _note_metadata(self, step: Step, args: Any) -> None:
         """The operator reads only how this argument looks: if not as it did, that belongs to the run."""
-        own = self.numbers.get(step.index)
-        (place,) = step.likes
-        if own is None and step.inputs[place].suits(args[place]):
-            return
-        own = self.numbers[step.index] = list(own or step.inputs)
-        own[place] = Like(args[place])
+        if not step.inputs[0].suits(args[0]):
+            own = self.numbers[step.index] = list(self.numbers.get(step.index) or step.inputs)
+            own[0] = Like(args[0])
 
     def _hold(self, first: First) -> None:
         """From here on a recompute can start from what is in this cell now."""
@@ -712,9 +716,8 @@ class Run(TorchDispatchMode, Region):
     def _keep_planned(self, step: Step) -> None:
         """Hold what plans keep after this step: that of the last run, until this one goes another way."""
         plan = self.program.expected
-        is_expected = plan is not None and plan.path.steps[step.index : step.index + 1] == [step]
         for each in step.keeps:
-            if is_expected and each[0] not in plan.kept:
+            if plan is not None and each[0] not in plan.kept and plan.passes(step):
                 continue
             if step.writes:  # when the operator has returned, which has still to count versions up
                 self._pending.append((PLANNED, each))
@@ -1122,9 +1125,8 @@ class _Recorder:
         else:
             self._step_of_operator(step, info, args, kwargs)
         self._end(step)
-        step.is_special = bool(
-            step.effect or step.holds or step.freezes or step.likes or step.draws or step.run is not info.run
-        )
+        step.needs_preparation = bool(step.holds or step.freezes or step.targets or step.reads_metadata)
+        step.is_special = step.needs_preparation or step.draws or step.effect or step.run is not info.run
         return step
 
     def _step_of_view(self, step: Step, args: Any, kwargs: dict[str, Any]) -> None:
@@ -1172,7 +1174,7 @@ class _Recorder:
             if step.effect or not isinstance(arg, Tensor):
                 return self._map(read_it, arg)
             if place == 0 and info.metadata_only and _has_storage(arg):
-                step.likes = (0,)
+                step.reads_metadata = True
                 return self._name(arg)
             if info.statistics is not None and place in info.statistics[0]:
                 return self._statistics(step, arg, info.statistics[1] is None or args[info.statistics[1]])
@@ -1181,8 +1183,8 @@ class _Recorder:
         step.args = [template(place, arg) for place, arg in enumerate(args)]
         step.kwargs = {name: template(name, arg) for name, arg in kwargs.items()} or None
         step.inputs, step.named = [*step.args], step.kwargs
-        for place in step.likes:
-            step.inputs[place] = Like(args[place])
+        if step.reads_metadata:
+            step.inputs[0] = Like(args[0])
         if info.statistics is not None and (info.statistics[1] is None or args[info.statistics[1]]):
             for place in info.statistics[0]:
                 step.inputs[place] = None

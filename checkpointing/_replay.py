@@ -49,6 +49,17 @@ class Stock:
         """Which holder of the frame has a slot."""
         return self.first_holder + self.group.path.owners[slot]
 
+    def wanted(self, request: Recompute) -> dict[int, Holder]:
+        """By slot: the live holders that the graph task may still open."""
+        ready, opened, refs = request.ready, request.holder, request.frame.holders
+        owners, first = self.group.path.owners, self.first_holder
+        found: dict[int, Holder] = {}
+        for slot in self.group.slots:
+            holder = refs[first + owners[slot]]()
+            if holder is not None and (holder.slot not in ready or holder is opened):
+                found[slot] = holder
+        return found
+
 
 class Replay(Source):
     """The run of one block as a source."""
@@ -257,9 +268,7 @@ class Replay(Source):
     def _fill(self, stock: Stock, request: Recompute, inputs: dict[Any, Any], undo: Undo) -> dict[int, Stock]:
         """What the parts of a group start from, by holder."""
         frame, group = request.frame, stock.group
-        refs = [frame.holders[number] for number in dict.fromkeys(map(stock.owner, group.slots))]
-        wanted = {holder.slot for holder in request.wanted(refs)}
-        parts = group.parts_of([slot for slot in group.slots if stock.owner(slot) in wanted])
+        parts = group.parts_of(stock.wanted(request))
         values, window = group.filling({source for part, mine in parts for source in part.needs(mine)[0]})
         table = window.table.copy()
         for place, source, _ in window.starts:
@@ -276,10 +285,9 @@ class Replay(Source):
         return found
 
     def _replay(self, stock: Stock, request: Recompute, inputs: dict[Any, Tensor], undo: Undo) -> None:
-        frame, group = request.frame, stock.group
-        refs = [frame.holders[number] for number in dict.fromkeys(map(stock.owner, group.slots))]
-        holders = {holder.slot: holder for holder in request.wanted(refs)}
-        window = group.window([slot for slot in group.slots if stock.owner(slot) in holders])
+        frame = request.frame
+        holders = stock.wanted(request)
+        window = stock.group.window(tuple(holders))
         # Before autograd is switched off: an enclosing region may have to rerun for them.
         table = window.table.copy()
         for place, source, _ in window.starts:
@@ -311,7 +319,8 @@ class _Execution:
         undo: Undo,
     ) -> None:
         self.source, self.request, self.stock, self.window = source, request, stock, window
-        self.table, self.holders, self.undo = table, holders, undo
+        self.table, self.undo = table, undo
+        self.holders = holders  # by slot
         self.copies: dict[tuple[int, int], Tensor] = {}  # by storage and version
         self.parts: dict[int, dict[int, Tensor]] = defaultdict(dict)
 
@@ -405,7 +414,7 @@ class _Execution:
         tensor = self.table[place]
         if is_written:
             tensor = self._copy_of(tensor, self.window.path.slots[number])
-        holder = self.holders[self.stock.owner(number)]
+        holder = self.holders[number]
         saved = holder.saved
         if type(saved) is Wrapped:
             parts = self.parts[holder.slot]
@@ -424,15 +433,6 @@ class _Filling(_Execution):
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
         self.found: dict[int, Tensor] = {}
-
-    def _copy_of(self, tensor: Tensor, slot: Slot) -> Tensor:
-        """A copy of what a later step will write to; a region inside may take several tensors that share memory."""
-        if not slot.is_read:
-            return _torch.copy(tensor)
-        key = _torch.storage_id(tensor), slot.version
-        if key not in self.copies:
-            self.copies[key] = _torch.clone_storage(tensor)
-        return _torch.lay_as(tensor, self.copies[key])
 
     def _deliver(self, wanted: tuple[int, int, bool]) -> None:
         number, place, is_written = wanted

@@ -268,6 +268,7 @@ free_weak_storage: Callable[[int], None] = torch.UntypedStorage._free_weak_ref
 # ---- tensors
 _adinplace_key = _C.DispatchKey.ADInplaceOrView
 _is_excluded: Callable[[Any], bool] = _C._dispatch_tls_is_dispatch_key_excluded
+_exclude: Callable[[Any, bool], None] = _C._dispatch_tls_set_dispatch_key_excluded
 
 
 def alias(tensor: Tensor) -> Tensor:
@@ -284,11 +285,22 @@ def alias(tensor: Tensor) -> Tensor:
     if type(tensor) is not Tensor and type(tensor) is not nn.Parameter:
         with _C._SetExcludeDispatchKeyGuard(_adinplace_key, False):
             return tensor.detach()
-    with _C._DisableTorchDispatch():  # no mode may see it, least of all our own
-        if _is_excluded(_adinplace_key):
-            with _C._SetExcludeDispatchKeyGuard(_adinplace_key, False):
-                return tensor.detach()
+    if _modes_around():  # none may see it, least of all our own
+        with _C._DisableTorchDispatch():
+            return _detach_with_version(tensor)
+    return _detach_with_version(tensor)
+
+
+_modes_around: Callable[[], int] = _C._len_torch_dispatch_stack
+
+
+def _detach_with_version(tensor: Tensor) -> Tensor:
+    is_excluded = _is_excluded(_adinplace_key)
+    _exclude(_adinplace_key, False)  # the guard for this costs more than the call
+    try:
         return tensor.detach()
+    finally:
+        _exclude(_adinplace_key, is_excluded)
 
 
 def version(tensor: Tensor) -> int:

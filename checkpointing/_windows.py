@@ -319,7 +319,7 @@ class Window:
         if step.event is BROUGHT_BACK:
             made.run = self._brought_back(step)
             made.args = [self._place(step.reads[0][0])]
-        made.is_flat = all(type(place) is int for place in made.args) and not made.kwargs and not step.likes
+        made.is_flat = all(type(place) is int for place in made.args) and not made.kwargs and not step.reads_metadata
         made.is_random = step.draws
         made.results = [self.place_of[cell] for cell, _ in step.memories]
         made.wanted = []
@@ -386,8 +386,8 @@ class Group:
             source = path.source_of(path.slots[slots[0]].value)
             self.at_hand = source if type(source) is tuple and source == path.slots[slots[0]].value else None
 
-    def window(self, slots: Sequence[int]) -> Window:
-        return self._found(tuple(slots), lambda: Window(self.path, slots))
+    def window(self, slots: tuple[int, ...]) -> Window:
+        return self._windows.get(slots) or self._found(slots, lambda: Window(self.path, slots))
 
     def _found(self, key: Any, make: Callable[[], Window]) -> Window:
         found = self._windows.get(key)
@@ -404,7 +404,7 @@ class Group:
 
     def needs(self, slots: Iterable[int]) -> tuple[set[Any], set[int]]:
         """Under which keys what it needs for these slots is held, and the steps that draw random numbers."""
-        slots = [*slots]
+        slots = tuple(slots)
         if not self.parts:
             window = self.window(slots)
             return window.sources, {*window.randoms}
