@@ -642,7 +642,7 @@ def plan_of(run: Run, old: Plan | None = None) -> Plan:
     saved_bytes = run.saved_bytes if old is None else old.saved_bytes
     plan, choice = Plan(path), Choice()
     if not (run.sees_gathering and path.cuts):  # where parameters are given back; no window may cross that
-        alive = {path.memory_of[cell] for cell in run.alive} - {path.memory_of[cell] for cell in path.given}
+        alive = {path.memory_of[cell] for cell in run.alive()} - {path.memory_of[cell] for cell in path.given}
         facts = Facts(frozenset(alive), parameters, missing, run.saved_bytes / max(1, saved_bytes))
         plan, choice = _planned(path, Model(path, facts), run)
     plan.key, plan.saved_bytes = _key_of(run, missing), saved_bytes

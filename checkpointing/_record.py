@@ -121,7 +121,6 @@ class Run(TorchDispatchMode, Region):
         self.placement: Placement | None = None  # what `auto()` is asked for
         self.holds_planned = False  # whether what a plan keeps is held from the forward on
         self.first_holder = 0  # of the block's, which this has made
-        self.alive: frozenset[int] = frozenset()  # cells that somebody else holds when the block has ended
         self._announced: Tensor | None = None
         self.is_read = False  # whether what is saved is read by a region inside
         self._joins = False  # whether what is saved is another part of the tensor before
@@ -737,12 +736,15 @@ class Run(TorchDispatchMode, Region):
             nbytes = tensor.untyped_storage().nbytes()
         if budget is not None and self.planned_bytes + self.kept_bytes + nbytes > budget:
             return
+        self.planned_bytes += nbytes
         if copies:
             tensor = without_recording(_torch.copy, tensor)
         mover = None if place is None else self._mover(place)
         hooks = self.hooks if mover is None or not mover.takes(tensor) else mover
-        self._hold_as(value, tensor, hooks, "a kept tensor")
-        self.planned_bytes += nbytes
+        if hooks is None and type(tensor) is Tensor:  # the usual case, past other questions
+            self.held[value] = Aliased(_torch.alias(tensor), "a kept tensor")
+        else:
+            self._hold_as(value, tensor, hooks, "a kept tensor")
 
     def tag(self, tensor: Tensor, name: str) -> Tensor:
         """The value has a name, which the innermost policy may want to keep it by."""
@@ -798,10 +800,11 @@ class Run(TorchDispatchMode, Region):
         finally:
             self.outer = None
             self._recorder = None
-            if self.placement is not None:
-                self.alive = frozenset([cell for cell, tensor in enumerate(self.cells) if tensor() is not None])
-            self.cells = []
         return ""
+
+    def alive(self) -> list[int]:
+        """Cells that somebody else holds."""
+        return [cell for cell, tensor in enumerate(self.cells) if tensor() is not None]
 
 
 _PASSED = frozenset({"aten::_nested_tensor_size", "aten::_efficientzerotensor"})

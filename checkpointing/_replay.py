@@ -37,10 +37,15 @@ class Stock:
     __slots__ = ("first_holder", "group", "held", "numbers", "random", "sizes")
 
     def __init__(self, group: Group, held: dict[Any, Any], run: Run | Stock, slots: Sequence[int]) -> None:
-        sources, randoms = group.needs(slots)
         self.group = group
-        self.held = {source: held[source] for source in sources}
-        self.random: dict[int, Any] = {index: run.random[index] for index in randoms if index in run.random}
+        self.random: dict[int, Any] = {}
+        if group.only is not None:
+            self.held = {group.only: held[group.only]}
+        else:
+            sources, randoms = group.needs(slots)
+            self.held = {source: held[source] for source in sources}
+            if run.random:
+                self.random = {index: run.random[index] for index in randoms if index in run.random}
         self.first_holder: int = run.first_holder
         self.numbers: dict[int, Any] = run.numbers
         self.sizes: dict[int, list[int]] = run.sizes
@@ -84,7 +89,7 @@ class Replay(Source):
         plan = self._hand_over(frame)
         self.plan, self.complaint = plan, plan.complaint
         self._origins = None
-        run.held, run.random, run.path, run.stocks = {}, {}, [], {}
+        run.held, run.random, run.path, run.stocks, run.cells = {}, {}, [], {}, []
         run.is_over = True
 
     def _hand_over(self, frame: Frame) -> Plan:

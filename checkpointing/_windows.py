@@ -381,9 +381,11 @@ class Group:
         self.slots = slots
         self.parts: list[Group] = []
         self.at_hand: Any = None  # under which key what the only slot shows is held
+        self.only: Any = None  # under which key all that it needs is held
         self._windows: dict[Any, Window] = {}
         if len(slots) == 1:
             source = path.source_of(path.slots[slots[0]].value)
+            self.only = source
             self.at_hand = source if type(source) is tuple and source == path.slots[slots[0]].value else None
 
     def window(self, slots: tuple[int, ...]) -> Window:
