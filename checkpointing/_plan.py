@@ -593,14 +593,19 @@ class Plan:
         self.groups = [Group(path, slots) for slots in path.groups()]
         self.whole: Group | None = None  # all slots, where nothing that `auto()` chose has been held
         self.peak = 0  # simulated
-        self.key: Any = None
+        self.missing = 0  # bytes of gradients that did not exist yet, when the plan was made
+        self.size = 0  # bytes that autograd saved then
         self.saved_bytes = 0  # of the run whose bytes the steps have
         self.kept: frozenset[Value] = frozenset()  # what a run should hold
         self.copied: frozenset[Value] = frozenset()  # of that: as copies, because something writes there again
         self.complaint = ""
 
     def suits(self, run: Run) -> bool:
-        return run.placement is None or self.key == _key_of(run, _gradients(self.path, run)[1])
+        """Whether a run has no less room than the plan assumes. A plan for more room is never exchanged for another:
+        runs of several sizes, and runs that accumulate gradients, would plan anew at every change."""
+        if run.placement is None:
+            return True
+        return run.saved_bytes < _MOST_GROWTH * self.size and self.missing <= _missing_gradients(self.path, run)
 
     def passes(self, step: Step) -> bool:
         """Whether the step is on its path."""
@@ -615,9 +620,13 @@ class Plan:
         return [self.whole]
 
 
-def _key_of(run: Run, missing: Mapping[int, int]) -> tuple[int, int]:
-    """What a plan goes by, beside the path: bytes of gradients that do not exist yet, and how large the run is."""
-    return sum(missing.values()), run.saved_bytes.bit_length()
+_MOST_GROWTH = 1.5  # of the bytes that autograd saves, until a plan is made anew
+
+
+def _missing_gradients(path: Path, run: Run) -> int:
+    """Bytes of gradients that do not exist yet."""
+    trained = [run.held[cell][0] for cell in path.trained]
+    return sum([parameter.nbytes for parameter in trained if parameter.grad is None])
 
 
 def _gradients(path: Path, run: Run) -> tuple[dict[int, int], dict[int, int]]:
@@ -645,7 +654,7 @@ def plan_of(run: Run, old: Plan | None = None) -> Plan:
         alive = {path.memory_of[cell] for cell in run.alive()} - {path.memory_of[cell] for cell in path.given}
         facts = Facts(frozenset(alive), parameters, missing, run.saved_bytes / max(1, saved_bytes))
         plan, choice = _planned(path, Model(path, facts), run)
-    plan.key, plan.saved_bytes = _key_of(run, missing), saved_bytes
+    plan.missing, plan.size, plan.saved_bytes = _missing_gradients(path, run), run.saved_bytes, saved_bytes
     plan.peak = choice.peak + run.kept_bytes
     plan.complaint = _complaint(run, choice)
     return plan

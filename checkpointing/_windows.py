@@ -41,6 +41,7 @@ class Path:
         self._maker: dict[int, int] = {}
         self.given: set[int] = set()
         self.parameters: set[int] = set()
+        self.trained: list[int] = []  # cells of parameters
         self.differentiable: set[int] = set()  # memories from outside
         for step, saves in with_saves(run):
             for first in step.firsts:
@@ -69,6 +70,8 @@ class Path:
             self.given.add(first.cell)
             if first.is_parameter:
                 self.parameters.add(first.cell)
+        if first.is_referenced and first.requires_grad:
+            self.trained.append(first.cell)
 
     def placed(self, values: Iterable[Value], cuts: Iterable[int]) -> Path:
         """The same, of a run that keeps these values, too, and has segments that begin at these steps."""
