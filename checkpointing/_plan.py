@@ -23,7 +23,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -625,8 +625,8 @@ _MOST_GROWTH = 1.5  # of the bytes that autograd saves, until a plan is made ane
 
 def _missing_gradients(path: Path, run: Run) -> int:
     """Bytes of gradients that do not exist yet."""
-    trained = [run.held[cell][0] for cell in path.trained]
-    return sum([parameter.nbytes for parameter in trained if parameter.grad is None])
+    held = [run.held.get(cell) for cell in path.trained]  # of parameters that the block writes, a copy
+    return sum([h[0].nbytes for h in held if type(h) is tuple and h[0].grad is None])
 
 
 def _gradients(path: Path, run: Run) -> tuple[dict[int, int], dict[int, int]]:

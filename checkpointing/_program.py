@@ -94,6 +94,15 @@ class Parts:
         self.items = items
 
 
+class Varying:
+    """A number, or a size, that has not always been the same: each run has its own."""
+
+    __slots__ = ("kind",)
+
+    def __init__(self, kind: type) -> None:
+        self.kind = kind
+
+
 class Thing:
     """Any object of this type, handed to an operator that is never replayed: a process group."""
 
@@ -167,11 +176,11 @@ class Step:
         "kwargs",
         "memories",
         "named",
+        "needs_preparation",
         "next",
         "note",
         "parent",
         "plan",
-        "needs_preparation",
         "reads",
         "reads_metadata",
         "run",
@@ -180,6 +189,7 @@ class Step:
         "spares",
         "states",
         "targets",
+        "varies",
         "writes",
     )
 
@@ -204,6 +214,7 @@ class Step:
         self.freezes: tuple[int, ...] = ()  # held cells on memory that it is about to write
         self.firsts: tuple[First, ...] = ()  # in the order of their cells
         self.holds: tuple[First, ...] = ()  # those that the run holds
+        self.varies: tuple[int | str, ...] = ()  # places of the arguments that are numbers of the run
         self.reads_metadata = False  # and nothing else, of its first argument
         self.effect = False  # it is never replayed
         self.is_view = False
@@ -223,6 +234,14 @@ class Step:
         self.next: tuple[Step, ...] = ()  # with the first one, `saves` is complete
         self.note: Any = None  # where the user's code called it, if somebody wants to know
         self.plan: Any = None
+
+    def vary(self, places: list[Any]) -> None:
+        """From here on these arguments may be any numbers."""
+        self.varies += (*places,)
+        self.needs_preparation = self.is_special = True
+        self.args = [Varying(type(arg)) if n in places else arg for n, arg in enumerate(self.args)]
+        if self.kwargs:
+            self.kwargs = {n: Varying(type(arg)) if n in places else arg for n, arg in self.kwargs.items()}
 
 
 class Program:

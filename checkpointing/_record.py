@@ -36,7 +36,7 @@ from ._gathered import lend
 from ._held import Aliased, Held, hold, note_written
 from ._offload import Destination, Mover
 from ._ops import INFOS, Info, generators_of, tensors_of
-from ._program import NOT_WRITTEN, Filling, First, Known, Like, Parts, Program, Slot, Step, Thing, Value
+from ._program import NOT_WRITTEN, Filling, First, Known, Like, Parts, Program, Slot, Step, Thing, Value, Varying
 from ._region import Region, aside, thread, without_recording
 
 # What to do with a value: False to recompute it, True to keep it, or where it is kept.
@@ -134,7 +134,7 @@ class Run(TorchDispatchMode, Region):
         self.cells: list[Callable[[], Any]] = []
         self.held: dict[Any, Any] = {}  # by cell, or by value if a plan keeps it: what a recompute may start from
         self.random: dict[int, Any] = {}  # by step: where the generators stood
-        self.numbers: dict[int, Any] = {}  # by step: arguments that differ from the program's
+        self.numbers: dict[int, Any] = {}  # by step and place: arguments that differ from the program's
         self.sizes: dict[int, list[int]] = {}  # by step: what a custom operator has made, in bytes
         self.stocks: dict[int, Any] = {}  # by slot: what a backward inside the block starts from
         self.saved = 0  # how many tensors autograd has saved since the last step
@@ -219,6 +219,7 @@ class Run(TorchDispatchMode, Region):
             if other.func is step.func and other.count == len(tensors) and other.grad_mode is step.grad_mode:
                 is_same = len(other.args) == len(args) and all(map(self._matches, other.args, args))
                 if is_same and self._matches_keywords(other.kwargs, kwargs):
+                    self._note_numbers(other, args, kwargs)
                     return other
         self._go_back_to(mark)
         assert step.info is not None
@@ -243,6 +244,8 @@ class Run(TorchDispatchMode, Region):
         if kind is Parts:
             items = known.items
             return type(arg) is known.kind and len(arg) == len(items) and all(map(self._matches, items, arg))
+        if kind is Varying:
+            return type(arg) is known.kind and _is_plain(arg)
         if kind is Thing:
             return type(arg) is known.kind
         if type(arg) is not kind or kind is Slot or kind is torch.ScriptObject:
@@ -366,7 +369,7 @@ class Run(TorchDispatchMode, Region):
         state: Any = None
         try:
             if step.needs_preparation:
-                self._prepare(step, args)
+                self._prepare(step, args, kwargs)
             if step.draws:
                 state = self._random_state(step, args, kwargs or _NOTHING)
             result = step.run(*args, **kwargs) if kwargs else step.run(*args)
@@ -391,8 +394,10 @@ class Run(TorchDispatchMode, Region):
             self._decide(step, args, kwargs, result)
         return result
 
-    def _prepare(self, step: Step, args: Any) -> None:
+    def _prepare(self, step: Step, args: Any, kwargs: Any) -> None:
         """Before an operator runs: hold what a recompute starts from, and what the operator is about to write."""
+        if step.varies:
+            self._note_numbers(step, args, kwargs)
         for first in step.holds:
             self._hold(first)
         for cell in step.freezes:
@@ -424,11 +429,14 @@ class Run(TorchDispatchMode, Region):
         else:
             self._pending += [(True, tensor) for tensor in tensors_of(result)]
 
+    def _note_numbers(self, step: Step, args: Any, kwargs: Any) -> None:
+        own = {place: kwargs[place] if type(place) is str else args[place] for place in step.varies}
+        self.numbers[step.index] = own
+
     def _note_metadata(self, step: Step, args: Any) -> None:
         """The operator reads only how this argument looks: if not as it did, that belongs to the run."""
         if not step.inputs[0].suits(args[0]):
-            own = self.numbers[step.index] = list(self.numbers.get(step.index) or step.inputs)
-            own[0] = Like(args[0])
+            self.numbers[step.index] = {**self.numbers.get(step.index, _NOTHING), 0: Like(args[0])}
 
     def _hold(self, first: First) -> None:
         """From here on a recompute can start from what is in this cell now."""
@@ -599,7 +607,7 @@ class Run(TorchDispatchMode, Region):
         if info.name in _PASSED or not info.has_tensors:
             return info.run(*args, **kwargs)
         mark = len(self.cells)
-        step = self._with_own_numbers(func, args, kwargs)
+        step = self._with_other_numbers(func, args, kwargs)
         if step is not None:
             return self._run(step, args, kwargs, mark)
         recorder = self._record()
@@ -620,25 +628,18 @@ class Run(TorchDispatchMode, Region):
     def info_of(self, func: Any, args: Any) -> Info:
         return INFOS.get(id(func)) or Info(func)
 
-    def _with_own_numbers(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Step | None:
-        """A known next step that differs in numbers alone: the run has its own."""
+    def _with_other_numbers(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Step | None:
+        """A known next step that differs in numbers alone. From here on it does not compare them."""
         mark = len(self.cells)
         grad_mode = _is_grad_enabled()
+        given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
         for step in self.step.next:
-            if step.func is not func or step.grad_mode is not grad_mode or len(step.args) != len(args):
+            known: dict[Any, Any] = {**dict(enumerate(step.args)), **(step.kwargs or _NOTHING)}
+            if step.func is not func or step.grad_mode is not grad_mode or known.keys() != given.keys():
                 continue
-            if (step.kwargs or _NOTHING).keys() != kwargs.keys():
-                continue
-            pairs = [*zip(step.args, args, strict=True), *((v, kwargs[k]) for k, v in (step.kwargs or {}).items())]
-            if all(self._matches(known, arg) or _are_numbers(known, arg) for known, arg in pairs):
-                self.numbers[step.index] = [
-                    arg if given is known and _are_numbers(known, arg) else given
-                    for given, known, arg in zip(step.inputs, step.args, args, strict=True)
-                ]
-                if kwargs:
-                    self.numbers[step.index].append(
-                        {k: kwargs[k] if _are_numbers(v, kwargs[k]) else v for k, v in step.named.items()}
-                    )
+            others = [place for place in known if not self._matches(known[place], given[place])]
+            if all(_are_numbers(known[place], given[place]) for place in others) and self.own_program():
+                step.vary(others)
                 return step
             self._go_back_to(mark)
         return None
@@ -813,11 +814,11 @@ _PASSED = frozenset({"aten::_nested_tensor_size", "aten::_efficientzerotensor"})
 def _are_numbers(known: Any, arg: Any) -> bool:
     """Whether two arguments are plain numbers, or sizes, of one kind."""
     kind = type(known)
-    if kind is not type(arg) or kind not in _NUMBERS:
-        return False
-    if kind in (list, tuple, torch.Size):
-        return all(type(n) in (int, float) for n in (*known, *arg))
-    return True
+    return kind is type(arg) and kind in _NUMBERS and _is_plain(known) and _is_plain(arg)
+
+
+def _is_plain(number: Any) -> bool:
+    return type(number) in (int, float, complex) or all(type(part) in (int, float) for part in number)
 
 
 def _dispatches(kind: type[Tensor]) -> bool:

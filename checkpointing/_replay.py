@@ -26,7 +26,7 @@ from ._held import Held, check_version
 from ._offload import Moved, prefetch
 from ._ops import tensors_of
 from ._plan import Plan, attach, plan_of
-from ._program import NOT_WRITTEN, First, Known, Like, Parts, Slot, Step
+from ._program import NOT_WRITTEN, Like, Slot, Step
 from ._record import Run, Wrapped, sizes_of, slots_of
 from ._windows import Group, Instruction, Origins, Path, Window
 
@@ -345,8 +345,8 @@ class _Execution:
             if instruction.is_random and instruction.index in random:
                 random[instruction.index].enter(self.undo)
             if instruction.index in numbers:
-                result = self._call_with_own_numbers(instruction, numbers[instruction.index])
-            elif instruction.is_flat:
+                instruction.take(numbers[instruction.index], table)
+            if instruction.is_flat:
                 result = instruction.run(*[table[place] for place in instruction.args])
             else:
                 args = [self._look(place) for place in instruction.args]
@@ -391,19 +391,6 @@ class _Execution:
             return found.make() if type(found) is Like else found
         kind, places = place
         return kind([self._look(part) for part in places])
-
-    def _call_with_own_numbers(self, instruction: Instruction, own: list[Any]) -> Any:
-        step = instruction.step
-        args = [self._build(template) for template in own[: len(step.inputs)]]
-        named = own[-1] if len(own) > len(step.inputs) else step.named or {}
-        return instruction.run(*args, **{name: self._build(template) for name, template in named.items()})
-
-    def _build(self, template: Any) -> Any:
-        if isinstance(template, Known | First):
-            return self.table[self.window.place_of[template.cell]]
-        if type(template) is Parts:
-            return template.kind([self._build(item) for item in template.items])
-        return template.make() if type(template) is Like else template
 
     def _copy_of(self, tensor: Tensor, slot: Slot) -> Tensor:
         """A copy of what a later step will write to; a region inside may take several tensors that share memory."""

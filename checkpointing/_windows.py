@@ -266,6 +266,12 @@ class Instruction:
     wanted: list[tuple[int, int, bool]]
     dead: list[int]  # places that nothing reads any more
 
+    def take(self, own: dict[int | str, Any], table: list[Any]) -> None:
+        """Put arguments that the run has of its own in their places."""
+        for name, value in own.items():
+            place = self.kwargs[name] if type(name) is str else self.args[name]  # type: ignore[index]
+            table[place] = value
+
 
 class Window:
     """The instructions that make some slots, over a table of tensors and constants."""
