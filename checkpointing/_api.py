@@ -26,11 +26,11 @@ from ._debug import explain, logged
 from ._engine import Frame, is_internal, unpack
 from ._policy import as_policy
 from ._program import program_of
-from ._record import Run
 from ._region import thread
 from ._replay import Replay as Follow
 from ._report import Report, Reported, Stats, measure, note, report_of
 from ._rerun import PreserveRngState, Rerun, call_within
+from ._run import Run
 from ._where import Line, entered_from, stack_of_user, warn
 
 P = ParamSpec("P")
@@ -106,7 +106,7 @@ _is_grad_enabled, _hooks_are_enabled = torch.is_grad_enabled, _torch.hooks_are_e
 _innermost_transform, _mode_count, _is_tracing = _torch.innermost_transform, _torch.mode_count, _torch.is_tracing
 
 _run_by_hooks = "_ambient _buffers _check _compiled _debug _engine _gathered _held _record _region _replay _report"
-_run_by_hooks += " _rerun _torch _where _windows"
+_run_by_hooks += " _rerun _run _torch _where _windows"
 _torch.keep_dynamo_out(*(sys.modules[f"{__package__}.{name}"] for name in _run_by_hooks.split(" ")))
 
 _disabled: contextvars.ContextVar[bool] = contextvars.ContextVar("checkpointing.disabled", default=False)

@@ -27,8 +27,8 @@ from typing import NamedTuple
 
 import torch
 
-from ._program import NOT_WRITTEN, Step, Value
-from ._record import KEEP, UNSEEN, Run
+from ._program import KEEP, NOT_WRITTEN, UNSEEN, Step, Value
+from ._run import Run
 from ._windows import Group, Path
 
 

@@ -20,8 +20,8 @@ from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
 from . import _torch, errors
 from ._offload import Destination
-from ._record import NOWHERE, Answer, Placement, Places
 from ._region import aside, thread
+from ._run import NOWHERE, Answer, Placement, Places
 from ._tree import map_tensors
 
 T = TypeVar("T")

@@ -19,7 +19,7 @@ found out anew for every operator of every run.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 from weakref import ref
 
@@ -30,6 +30,13 @@ from ._ops import Info
 
 Value = tuple[int, int]  # a cell, and the last step that wrote to its memory; NOT_WRITTEN if none has
 NOT_WRITTEN = -1
+
+
+# Events: what else happens between two steps.
+KEEP = "keep"
+BROUGHT_BACK = "brought back"  # a backward inside the block has made this tensor again
+UNSEEN = "unseen"  # anything alive may have been written
+FEWER_SAVES = "fewer saves"  # what autograd saves after the step before differs from here on
 
 
 class Known:
@@ -242,6 +249,16 @@ class Step:
         self.args = [Varying(type(arg)) if n in places else arg for n, arg in enumerate(self.args)]
         if self.kwargs:
             self.kwargs = {n: Varying(type(arg)) if n in places else arg for n, arg in self.kwargs.items()}
+
+
+def with_saves(run: Any) -> Iterable[tuple[Step, list[Slot]]]:
+    """The steps of a run so far, from the root, each with what autograd has saved after it."""
+    steps = [run.root, *run.path]
+    for step, after in zip(steps, [*steps[1:], None], strict=True):
+        if after is None:
+            yield step, step.saves[: run.saved]
+        else:
+            yield step, step.saves[: after.args[0]] if after.event is FEWER_SAVES else step.saves
 
 
 class Program:

@@ -27,7 +27,7 @@ from ._offload import Moved, prefetch
 from ._ops import tensors_of
 from ._plan import Plan, attach, plan_of
 from ._program import NOT_WRITTEN, Like, Slot, Step
-from ._record import Run, Wrapped, sizes_of, slots_of
+from ._run import Run, Wrapped, sizes_of, slots_of
 from ._windows import Group, Instruction, Origins, Path, Window
 
 

@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._program import NOT_WRITTEN, First, Known, Parts, Slot, Step, Value
-from ._record import BROUGHT_BACK, KEEP, Run, with_saves
+from ._program import BROUGHT_BACK, KEEP, NOT_WRITTEN, First, Known, Parts, Slot, Step, Value, with_saves
+from ._run import Run
 
 
 class Path:

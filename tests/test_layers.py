@@ -18,7 +18,7 @@ PACKAGE = Path(checkpointing.__file__).parent
 # The layout table of the design, from the top down.
 LAYERS = [
     *("__init__", "__main__", "torch_compat", "_modules", "_api", "_report", "_debug", "_reentrant", "_policy"),
-    *("_rerun", "_buffers", "_replay", "_plan", "_windows", "_record", "_compiled", "_gathered", "_program", "_ops"),
+    *("_rerun", "_buffers", "_replay", "_plan", "_windows", "_run", "_record", "_compiled", "_gathered", "_program", "_ops"),
     *("_held", "_engine", "_check", "_ambient", "_offload", "_region", "_where"),
     *("_tree", "_torch", "errors"),
 ]

@@ -1,0 +1,875 @@
+"""Runs: a block follows its program, and records what is new.
+
+The mode sits below autograd, autocast and function modes, where every tensor is plain data. An operator call that does
+as a known next step does *is* that step. Otherwise the run asks a `Recorder` for a new step, and goes on from there. A
+tensor is known by the identity of its object, through weak references: torch keeps the Python object of a tensor as
+long as the tensor lives, so a live reference is proof.
+
+Following is `__torch_dispatch__`, `_matches` and `save`. What a run has of its own are the tensors that it holds, the
+states of random number generators, and numbers that differ from run to run.
+
+Rejected: holding results strongly while a block runs. It changes what torch does, and what it saves.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from . import _torch
+from ._ambient import read_switches
+from ._compiled import INDUCTOR, see_compiled_code
+from ._engine import is_parameter, root_of
+from ._gathered import lend
+from ._held import Aliased, Held, hold, note_written
+from ._offload import Destination, Mover
+from ._ops import INFOS, Info, generators_of, tensors_of
+from ._program import (
+    BROUGHT_BACK,
+    FEWER_SAVES,
+    KEEP,
+    UNSEEN,
+    Filling,
+    First,
+    Known,
+    Like,
+    Parts,
+    Program,
+    Slot,
+    Step,
+    Thing,
+    Value,
+    Varying,
+)
+from ._record import NO_MEMORY, ON_MADE_MEMORY, Recorder
+from ._region import Region, aside, thread, without_recording
+
+# What to do with a value: False to recompute it, True to keep it, or where it is kept.
+Answer = bool | Destination
+
+
+class Places(NamedTuple):
+    """Where a policy puts things about which it is not asked; None: where they would be without it."""
+
+    kept: Destination | None  # what `keep` is given
+    saved: Destination | None  # all that autograd saves, which is then kept
+    inputs: Destination | None
+
+
+class Placement(NamedTuple):
+    """What the user asks of a plan."""
+
+    budget: int | None  # bytes that may be kept
+    place: Destination | None = None  # where they are kept
+
+
+NOWHERE = Places(None, None, None)
+
+PLANNED = "planned"  # in place of an answer
+RESTING = -1  # no depth of recomputes
+
+_Parameter = nn.Parameter
+_plain_dispatch = Tensor.__torch_dispatch__
+_is_grad_enabled, _graph_task_id = torch.is_grad_enabled, _torch.graph_task_id
+_storage_id, _has_storage = _torch.storage_id, _torch.has_storage
+_PLAIN = frozenset({int, float, bool, str, list, torch.dtype, torch.device})  # equal ones are the same, but for 0.0
+_NUMBERS = frozenset({int, float, complex, list, tuple, torch.Size})
+_NOTHING: dict[str, Any] = {}
+_modules = sys.modules
+
+
+class Run(TorchDispatchMode, Region):
+    """One execution of a block."""
+
+    supports_higher_order_operators = True
+    is_over = False
+    is_alone = False  # whether its program is its own
+    is_checked = False  # whether values are compared when they come back
+    sees_compiled_code = sees_gathering = False
+
+    def __init__(
+        self, program: Program, hooks: _torch.Hooks | None, preserve_rng_state: bool | str, policy: Any
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.program = program
+        self._begin()
+        self.note: Callable[[], Any] | None = None  # what to note of each operator that is recorded
+        self.switches = read_switches()
+        self._here = here = thread.__dict__
+        self._depth = here["depth"]
+        self._graph_task = _graph_task_id()  # of the rerun that this is part of, if of one
+        self._preserve_rng_state = preserve_rng_state
+        self.outer = outer = here["region"]
+        self.policy = outer.policy if policy is None and outer is not None else policy
+        self._ask = None if self.policy is None else self.policy.on_op
+        self.movers: dict[Destination, Mover] = {}
+        kept, saved, inputs = NOWHERE if self.policy is None else self.policy.places
+        self._keeper, self._save_at = self._mover(kept), self._mover(saved)
+        self.hooks: Any = hooks if inputs is None else self._mover(inputs)
+        self._around = hooks
+        self._inner = 0  # how many runs have been entered just inside this one: they ask for themselves
+        self.placement: Placement | None = None  # what `auto()` is asked for
+        self.holds_planned = False  # whether what a plan keeps is held from the forward on
+        self.first_holder = 0  # of the block's, which this has made
+        self._announced: Tensor | None = None
+        self.is_read = False  # whether what is saved is read by a region inside
+        self._joins = False  # whether what is saved is another part of the tensor before
+        if INDUCTOR in _modules:
+            see_compiled_code(self)
+
+    def _begin(self) -> None:
+        """At the root of the program: nothing is known of any tensor."""
+        self.root = self.step = self.program.root
+        self.path: list[Step] = []
+        self.cells: list[Callable[[], Any]] = []
+        self.held: dict[Any, Any] = {}  # by cell, or by value if a plan keeps it: what a recompute may start from
+        self.random: dict[int, Any] = {}  # by step: where the generators stood
+        self.numbers: dict[int, Any] = {}  # by step and place: arguments that differ from the program's
+        self.sizes: dict[int, list[int]] = {}  # by step: what a custom operator has made, in bytes
+        self.stocks: dict[int, Any] = {}  # by slot: what a backward inside the block starts from
+        self.saved = 0  # how many tensors autograd has saved since the last step
+        self.saved_bytes = self.kept_bytes = self.planned_bytes = 0
+        self._pending: list[tuple[Any, Any]] = []  # written just now, and to be kept
+        self._recorder: Recorder | None = None  # while something is recorded
+        self._shared: dict[int, int] = {}  # by storage: the first cell from outside there
+        self._made: dict[int, int] = {}  # by storage: a cell there; of so many cells:
+        self._looked_at = 0
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Else torch wraps `__torch_dispatch__` once more, and every operator pays for it.
+        return False
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        # Else compiled code runs eagerly in the block, and in torch 2.13 also after it.
+        return True
+
+    # ---- following
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._here["depth"] != self._depth and not self._wakes_up(func, args):  # an operator of a recompute (rule 3)
+            return func(*args, **(kwargs or _NOTHING))
+        if types and any(_dispatches(kind) for kind in types):
+            return _leave_to_subclass(func, types, args, kwargs)
+        if self._pending:
+            self.settle()
+        following = self.step.next  # of another thread, which may record: read before the saves
+        while self.saved != len(self.step.saves):
+            following = self._branch().next
+        cells = self.cells
+        mark = len(cells)
+        if not types:
+            grad_mode = _is_grad_enabled()
+            for step in following:
+                if step.func is not func or step.grad_mode is not grad_mode or len(step.args) != len(args):
+                    continue
+                for known, arg in zip(step.args, args):  # noqa: B905  the usual cases, past one call
+                    kind = type(known)
+                    if kind is Known:
+                        if cells[known.cell]() is not arg:
+                            break
+                    elif known is not arg:
+                        is_equal = kind in _PLAIN and type(arg) is kind and known == arg
+                        if not (is_equal and (known or kind is not float)) and not self._matches(known, arg):
+                            break
+                else:
+                    if (not kwargs and not step.kwargs) or self._matches_keywords(step.kwargs, kwargs or _NOTHING):
+                        if step.is_special:
+                            return self._run(step, args, kwargs, mark)
+                        result = step.run(*args, **kwargs) if kwargs else step.run(*args)
+                        if type(result) is Tensor:
+                            cells.append(ref(result))
+                        else:
+                            step = self._take(step, args, kwargs, result, mark)
+                        self.step = step
+                        self.saved = 0
+                        self.path.append(step)
+                        if step.keeps and self.holds_planned:
+                            self._keep_planned(step)
+                        if self._ask is not None:
+                            self._decide(step, args, kwargs, result)
+                        return result
+                if len(cells) > mark:
+                    self._go_back_to(mark)
+        return self._do_something_new(func, types, args, kwargs or _NOTHING)
+
+    def _take(self, step: Step, args: Any, kwargs: Any, result: Any, mark: int) -> Step:
+        """Put the tensors of a result into the next cells. Returns the step that this was: with as many results."""
+        tensors = tensors_of(result)
+        if step.count is not None and len(tensors) != step.count:  # `split`, `unbind`: as many as there is room for
+            step = self._with_other_results(step, args, kwargs or _NOTHING, tensors, mark)
+        self.cells += map(ref, tensors)
+        return step
+
+    def _with_other_results(self, step: Step, args: Any, kwargs: Any, tensors: list[Tensor], mark: int) -> Step:
+        self.numbers.pop(step.index, None)
+        for other in self.step.next:
+            self._go_back_to(mark)
+            if other.func is step.func and other.count == len(tensors) and other.grad_mode is step.grad_mode:
+                is_same = len(other.args) == len(args) and all(map(self._matches, other.args, args))
+                if is_same and self._matches_keywords(other.kwargs, kwargs):
+                    self._note_numbers(other, args, kwargs)
+                    return other
+        self._go_back_to(mark)
+        assert step.info is not None
+        recorder = self._record()
+        step = recorder.step(step.info, step.func, args, kwargs)
+        self.cells += map(ref, recorder.met)
+        recorder.has_run(step, tensors)
+        return self.program.add(step)
+
+    def _matches(self, known: Any, arg: Any) -> bool:
+        """Whether an argument is what it was."""
+        if known is arg:
+            return True
+        kind = type(known)
+        if kind is Known:
+            return self.cells[known.cell]() is arg
+        if kind is First:
+            return isinstance(arg, Tensor) and self._meets(known, arg)
+        if kind is Filling:
+            is_same = self.cells[known.cell]() is arg
+            return is_same and known.covers == (arg.nbytes >= arg.untyped_storage().nbytes())
+        if kind is Parts:
+            items = known.items
+            return type(arg) is known.kind and len(arg) == len(items) and all(map(self._matches, items, arg))
+        if kind is Varying:
+            return type(arg) is known.kind and _is_plain(arg)
+        if kind is Thing:
+            return type(arg) is known.kind
+        if type(arg) is not kind or kind is Slot or kind is torch.ScriptObject:
+            return False
+        if kind is float or kind is complex:  # the same bits: 0.0 is not -0.0
+            return repr(known) == repr(arg)
+        return bool(known == arg)
+
+    def _matches_keywords(self, known: Any, kwargs: dict[str, Any]) -> bool:
+        known = known or _NOTHING
+        return known.keys() == kwargs.keys() and all(self._matches(known[name], kwargs[name]) for name in known)
+
+    def _meets(self, first: First, tensor: Tensor) -> bool:
+        """Whether a tensor comes from where it came from then. If so, it takes the next cell."""
+        if first.was is not None:
+            if self.cells[first.was]() is not tensor:
+                return False
+        elif self.shares(tensor, first.cell) != first.shares:
+            return False
+        elif type(tensor) is not _Parameter:
+            is_other = is_parameter(root_of(tensor)) is not first.is_parameter and not first.is_lent
+            if is_other or first.is_referenced:
+                return False
+            self.take_first(first, tensor)
+        elif first.is_parameter:
+            self.take_first(first, tensor)
+        else:
+            return False
+        self.cells.append(ref(tensor))
+        return True
+
+    def take_first(self, first: First, tensor: Tensor) -> None:
+        """The tensor is from outside: who uses its memory from here on shares it with this cell."""
+        cell = first.cell
+        if (first.shares == cell or first.shares < 0) and _has_storage(tensor):
+            self._shared[_storage_id(tensor)] = cell
+        if first.is_referenced:
+            self.held[cell] = tensor, tensor._version
+
+    def shares(self, tensor: Tensor, cell: int) -> int:
+        """With which cell from outside an unknown tensor shares its memory: with `cell`, if with none."""
+        if not _has_storage(tensor):
+            return cell
+        place = _storage_id(tensor)
+        shared = self._shared.get(place)
+        if shared is not None:
+            cells = self.cells
+            if shared >= len(cells) or cells[shared]() is not None or shared in self.held:
+                return shared
+        if type(tensor) is not _Parameter:
+            if self._is_made(place):
+                return ON_MADE_MEMORY
+            if _torch.is_zeros(tensor):
+                return NO_MEMORY
+        return cell
+
+    def is_from_outside(self, tensor: Tensor) -> bool:
+        """Whether a tensor uses memory that the run has met."""
+        cell = self._shared.get(_storage_id(tensor))
+        return cell is not None and self.cells[cell]() is not None
+
+    def has_made(self, tensor: Tensor) -> bool:
+        """Whether a tensor uses memory that recorded operators have made."""
+        return not self.is_from_outside(tensor) and self._is_made(_storage_id(tensor))
+
+    def _is_made(self, place: int) -> bool:
+        """Whether a storage belongs to something that this run has made."""
+        cells, made = self.cells, self._made
+        for cell in range(self._looked_at, len(cells)):
+            tensor = cells[cell]()
+            if tensor is not None and _has_storage(tensor):
+                made.setdefault(_storage_id(tensor), cell)
+        self._looked_at = len(cells)
+        cell_there = made.get(place)
+        if cell_there is None:
+            return False
+        if cells[cell_there]() is not None:
+            return True
+        alive = [cells[cell]() for cell in range(cell_there, len(cells))]
+        return any(t is not None and _has_storage(t) and _storage_id(t) == place for t in alive)
+
+    def _go_back_to(self, mark: int) -> None:
+        """Forget the cells that a comparison has filled which then failed."""
+        del self.cells[mark:]
+        self._looked_at = min(self._looked_at, mark)
+        self._shared = {place: cell for place, cell in self._shared.items() if cell < mark}
+        self._made = {place: cell for place, cell in self._made.items() if cell < mark}
+        for cell in [key for key in self.held if type(key) is int and key >= mark]:
+            del self.held[cell]
+
+    # ---- a backward inside the block
+
+    @property
+    def may_begin_anew(self) -> bool:
+        """Whether a backward inside the block, which is running, needs nothing more of what the run knows. In hooks,
+        each value that is met once more would be a slot, which a rerun must make at the same place."""
+        keeps_graph = _is_grad_enabled()  # with `create_graph` alone
+        return self.hooks is None and not keeps_graph and _graph_task_id() != self._graph_task
+
+    def begin_anew(self, holders: list[Any]) -> None:
+        """Holders have what they need, so the rest of the block is like another run, as in a loop of training steps.
+        Until gradients are wanted again (backward itself and an optimizer's step want none), nothing is recorded."""
+        self._begin()
+        self._holders, self.first_holder = holders, len(holders)
+        self._awake, self._depth = self._here["depth"], RESTING
+
+    def _wakes_up(self, func: Any, args: Any) -> bool:
+        rests = self._depth == RESTING and self._here["depth"] == self._awake
+        if not rests or not _is_grad_enabled() or not self.info_of(func, args).has_tensors:
+            return False
+        self._depth = self._awake
+        if not any(ref() is not None for ref in self._holders):
+            self._holders.clear()
+            self.first_holder = 0
+        return True
+
+    # ---- running a step
+
+    def _run(self, step: Step, args: Any, kwargs: Any, mark: int) -> Any:
+        """Run an operator that does more than to read tensors that are known, and to return new ones."""
+        state: Any = None
+        try:
+            if step.needs_preparation:
+                self._prepare(step, args, kwargs)
+            if step.draws:
+                state = self._random_state(step, args, kwargs or _NOTHING)
+            result = step.run(*args, **kwargs) if kwargs else step.run(*args)
+            if type(result) is Tensor:
+                self.cells.append(ref(result))
+            else:
+                step = self._take(step, args, kwargs, result, mark)
+        except BaseException:
+            self._go_back_to(mark)
+            self._recorder = None
+            raise
+        self.step = step
+        self.saved = 0
+        self.path.append(step)
+        if step.keeps and self.holds_planned:
+            self._keep_planned(step)
+        if step.draws:
+            self._has_drawn(step, state, result)
+        if step.effect and step.info.gathers:  # type: ignore[union-attr]
+            lend(self, tensors_of((kwargs or _NOTHING).get("out")))
+        if self._ask is not None:
+            self._decide(step, args, kwargs, result)
+        return result
+
+    def _prepare(self, step: Step, args: Any, kwargs: Any) -> None:
+        """Before an operator runs: hold what a recompute starts from, and what the operator is about to write."""
+        if step.varies:
+            self._note_numbers(step, args, kwargs)
+        for first in step.holds:
+            self._hold(first)
+        for cell in step.freezes:
+            self._freeze(cell, step)
+        if step.targets and self._around is not None:
+            targets = [self.cells[cell]() for cell in step.targets]
+            note_written(self._around, {_storage_id(tensor) for tensor in targets if _has_storage(tensor)})
+        if step.reads_metadata:
+            self._note_metadata(step, args)
+
+    def _random_state(self, step: Step, args: Any, kwargs: Any) -> Any:
+        """Where the generators stand that an operator is about to draw from."""
+        if step.is_quick_draw and type(args[0]) is Tensor and args[0].is_cpu:
+            return _CpuState() if self._preserve_rng_state else None
+        is_custom = step.info.custom  # type: ignore[union-attr]
+        if self._preserve_rng_state or is_custom:
+            return generators_of(args, kwargs, is_custom and self._preserve_rng_state == "all")
+        return None
+
+    def _has_drawn(self, step: Step, state: Any, result: Any) -> None:
+        """Note from where random numbers were drawn, or keep them where that takes less memory."""
+        assert step.info is not None
+        if step.info.custom:
+            self.sizes[step.index] = sizes_of(result)
+            if not state.have_moved():
+                return
+        if self._preserve_rng_state:
+            self.random[step.index] = state
+        else:
+            self._pending += [(True, tensor) for tensor in tensors_of(result)]
+
+    def _note_numbers(self, step: Step, args: Any, kwargs: Any) -> None:
+        own = {place: kwargs[place] if type(place) is str else args[place] for place in step.varies}
+        self.numbers[step.index] = own
+
+    def _note_metadata(self, step: Step, args: Any) -> None:
+        """The operator reads only how this argument looks: if not as it did, that belongs to the run."""
+        if not step.inputs[0].suits(args[0]):
+            self.numbers[step.index] = {**self.numbers.get(step.index, _NOTHING), 0: Like(args[0])}
+
+    def _hold(self, first: First) -> None:
+        """From here on a recompute can start from what is in this cell now."""
+        tensor = self.cells[first.cell]()
+        if first.is_lent:
+            lend(self, [tensor])
+        if type(tensor) is _Parameter and not first.copies:
+            self.held[first.cell] = tensor, tensor._version
+            return
+        hooks = self.hooks
+        if first.hides or first.is_lent or self._here["depth"] != self._depth or _graph_task_id() != self._graph_task:
+            # Autograd saves it before it is filled; or nobody sees whether that is so (`opaque()`); or a backward
+            # inside the block runs, which a rerun of the enclosing region may meet at another time.
+            hooks = None
+        held = self._hold_as(first.cell, tensor, hooks, first.name, "an input")
+        held.is_parameter |= first.is_lent
+        if first.copies:
+            held.freeze(lambda: _torch.copy(tensor))
+
+    def _hold_as(self, key: Any, tensor: Tensor, hooks: Any, name: Any, role: object = None) -> Held:
+        try:
+            held = hold(tensor, hooks, name, role)
+        except BaseException:  # of a hook of the user: the block may go on
+            self.held[key] = hold(tensor, None, name, role)
+            raise
+        self.held[key] = held
+        return held
+
+    def _freeze(self, cell: int, step: Step) -> None:
+        """What is held there is about to be written: hold a copy."""
+        held = self.held.get(cell)
+        if type(held) is tuple:
+            parameter, version = held
+            held = self.held[cell] = Aliased(parameter, "a parameter", version=version)
+        # Custom operators count versions up before they run.
+        if held is not None and (not held.is_stale or (step.info is not None and step.info.custom)):
+            tensor = self.cells[cell]()
+            held.freeze(None if tensor is None else lambda: _torch.copy(tensor))
+
+    # ---- what autograd saves
+
+    def announce(self, tensor: Tensor) -> None:
+        """A region inside is about to take this as an input: what is saved next is an alias."""
+        self._announced = tensor
+
+    def save(self, tensor: Tensor) -> Any:
+        """What a holder needs to bring `tensor` back."""
+        if self._announced is not None:
+            tensor, self._announced = self._announced, None
+            return self._save_input(tensor)
+        if self._pending:
+            self.settle()
+        if type(tensor) is not Tensor and hasattr(tensor, "__tensor_flatten__"):
+            return self._save_parts(tensor)
+        saves, place = self.step.saves, self.saved
+        if place < len(saves):
+            slot = saves[place]
+            first = slot.first
+            is_same = self.cells[slot.cell]() is tensor if first is None else self._meets(first, tensor)
+            if is_same and (slot.joins is not self._joins or slot.is_read is not self.is_read):
+                self._go_back_to(slot.cell if first is not None else len(self.cells))
+            elif is_same:
+                if first is not None or slot.counts or self._save_at is not None:
+                    return self._save_in(slot, tensor)
+                self.saved = place + 1
+                return slot
+        return self._save_something_new(tensor)
+
+    def _save_input(self, tensor: Tensor) -> Any:
+        """The same for what a region inside reads, while autograd saves also what is to be filled yet."""
+        self.is_read = True
+        try:
+            return self.save(tensor)
+        finally:
+            self.is_read = False
+
+    def _save_parts(self, tensor: Any) -> Wrapped:
+        """A wrapper subclass is saved part by part."""
+        is_part = self._joins
+
+        def save(part: Tensor) -> Any:
+            saved = self.save(part)
+            self._joins = True
+            return saved
+
+        try:
+            return Wrapped(tensor, save)
+        finally:
+            self._joins = is_part
+
+    def _save_something_new(self, tensor: Tensor) -> Any:
+        self.own_program()
+        step = self.step
+        if step.next or step.plan is not None or self.saved != len(step.saves):
+            self._branch()
+            return self.save(tensor)
+        recorder = self._record()
+        slot = recorder.slot(tensor)
+        slot.joins, slot.is_read = self._joins, self.is_read
+        self.cells += [ref(tensor)] * (slot.first is not None)
+        step.saves.append(slot)
+        return self._save_in(slot, tensor)
+
+    def _save_in(self, slot: Slot, tensor: Tensor) -> Slot:
+        first = slot.first
+        self.saved += 1
+        if first is not None and first.holds and not first.is_referenced:
+            self._hold(first)
+        if slot.counts:
+            self.saved_bytes += tensor.untyped_storage().nbytes() if _has_storage(tensor) else 0
+        if self._save_at is not None:
+            self.keep_at(tensor, self._save_at)
+        return slot
+
+    def _branch(self) -> Step:
+        """After as many saves as there are now, the run goes another way than the step knows."""
+        step = self.step
+        for known in step.next:
+            if known.event is FEWER_SAVES and known.args == (self.saved,):
+                break
+        else:
+            if not self.own_program():
+                return self.step
+            known = self.program.add(self._fewer_saves())
+        self.step = known
+        self.saved = 0
+        self.path.append(known)
+        return known
+
+    def finish_step(self) -> None:
+        """Nothing more is saved after the last step."""
+        if self.step.plan is None:
+            self.own_program()
+        while self.saved != len(self.step.saves):
+            self._branch()
+
+    def _fewer_saves(self) -> Step:
+        step = Step(self.step, None, (self.saved,))
+        step.event, step.effect = FEWER_SAVES, True
+        return step
+
+    # ---- recording
+
+    def own_program(self) -> bool:
+        """Before the program changes. While a run in another thread changes it, this one goes on in a program of its
+        own, which nobody follows. Returns whether nothing had to be done for that."""
+        if self.program.is_written_by(self):
+            return True
+        self.program, self.is_alone = Program(), True
+        self.program.writer = ref(self)
+        step = self._fewer_saves()  # which the step before does not know
+        self.step, self.saved = step, 0
+        self.path.append(step)
+        return False
+
+    def _record(self) -> Recorder:
+        self.own_program()
+        recorder = self._recorder
+        if recorder is None or len(recorder.memory_of) != len(self.cells):  # it has followed in between
+            recorder = self._recorder = Recorder(self)
+        return recorder
+
+    def _do_something_new(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        if INDUCTOR in _modules and not self.sees_compiled_code:
+            see_compiled_code(self)
+            return self.__torch_dispatch__(func, types, args, kwargs)
+        info = self.info_of(func, args)
+        if info.name in _PASSED or not info.has_tensors:
+            return info.run(*args, **kwargs)
+        mark = len(self.cells)
+        step = self._with_other_numbers(func, args, kwargs)
+        if step is not None:
+            return self._run(step, args, kwargs, mark)
+        recorder = self._record()
+        step = recorder.step(info, func, args, kwargs)
+        self.cells += [ref(tensor) for tensor in recorder.met]
+        if self.note is not None:
+            step.note = self.note()
+        result = self._run(step, args, kwargs, mark)
+        recorder.has_run(step, tensors_of(result))
+        formula = None if self.placement is None else _torch.flop_formula(func)
+        if formula is not None:
+            step.flops = formula(args, kwargs, result)
+        if self.placement is not None:
+            step.gone = recorder.gone()
+        self.program.add(step)
+        return result
+
+    def info_of(self, func: Any, args: Any) -> Info:
+        return INFOS.get(id(func)) or Info(func)
+
+    def _with_other_numbers(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Step | None:
+        """A known next step that differs in numbers alone. From here on it does not compare them."""
+        mark = len(self.cells)
+        grad_mode = _is_grad_enabled()
+        given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+        for step in self.step.next:
+            known: dict[Any, Any] = {**dict(enumerate(step.args)), **(step.kwargs or _NOTHING)}
+            if step.func is not func or step.grad_mode is not grad_mode or known.keys() != given.keys():
+                continue
+            others = [place for place in known if not self._matches(known[place], given[place])]
+            if all(_are_numbers(known[place], given[place]) for place in others) and self.own_program():
+                step.vary(others)
+                return step
+            self._go_back_to(mark)
+        return None
+
+    # ---- events
+
+    def _event(self, event: str, args: tuple[Any, ...] = (), results: tuple[Tensor, ...] = ()) -> Step:
+        """Something has happened between two steps."""
+        following = self.step.next
+        while self.saved != len(self.step.saves):
+            following = self._branch().next
+        mark = len(self.cells)
+        for known in following:
+            if known.event is event:
+                if all(map(self._matches, known.args, args)):
+                    self.cells += map(ref, results)
+                    break
+                self._go_back_to(mark)
+        else:
+            recorder = self._record()
+            known = recorder.event(event, args)
+            self.cells += map(ref, recorder.met)
+            recorder.has_run(known, results)
+            self.cells += map(ref, results)
+            self.program.add(known)
+        for cell in known.freezes:
+            self._freeze(cell, known)
+        self.step = known
+        self.saved = 0
+        self.path.append(known)
+        return known
+
+    def keep(self, tensor: Tensor) -> Tensor:
+        """Hold a value: recompute starts from it, and never crosses it."""
+        self.keep_at(tensor, self._keeper)
+        return tensor
+
+    def keep_at(self, tensor: Tensor, mover: Mover | None) -> None:
+        """The same; `mover` says where, None: as an input."""
+        if hasattr(tensor, "__tensor_flatten__"):
+            for part in _torch.plain_parts(tensor):
+                self.keep_at(part, mover)
+            return
+        if not _has_storage(tensor):
+            return
+        step = self._event(KEEP, (tensor,), (tensor,))
+        if not step.effect:
+            hooks = self.hooks if mover is None or not mover.takes(tensor) else mover
+            self._hold_as(step.first_cell, tensor, hooks, "a kept tensor")
+            self.kept_bytes += tensor.untyped_storage().nbytes()
+
+    def adopt(self, tensor: Tensor, slot: Slot) -> None:
+        """While the block still runs, a backward inside it has brought a value back in other memory. Who reads that
+        reads the value: to hold it once more would be a waste, and a slot that no rerun would have."""
+        if type(tensor) is Tensor and _has_storage(tensor):
+            self._event(BROUGHT_BACK, (slot,), (tensor,))
+
+    def look_away(self) -> None:
+        """Whatever is alive may be written unseen: what has been read of it must not change, and whoever reads it from
+        here on reads something from outside."""
+        self.settle()
+        self._event(UNSEEN)
+        super().look_away()
+
+    def settle(self) -> None:
+        """Keep what the last operator has written: it has the version now that it should have."""
+        while self._pending:
+            answer, tensor = self._pending.pop(0)
+            if answer is PLANNED:
+                self._hold_planned(*tensor)
+            else:
+                self._obey(answer, tensor)
+
+    def _keep_planned(self, step: Step) -> None:
+        """Hold what plans keep after this step: that of the last run, until this one goes another way."""
+        plan = self.program.expected
+        for each in step.keeps:
+            if plan is not None and each[0] not in plan.kept and plan.passes(step):
+                continue
+            if step.writes:  # when the operator has returned, which has still to count versions up
+                self._pending.append((PLANNED, each))
+            else:
+                self._hold_planned(*each)
+
+    def _hold_planned(self, value: Value, counts: bool, copies: bool) -> None:
+        tensor = self.cells[value[0]]()
+        if tensor is None:
+            return
+        assert self.placement is not None
+        budget, place = self.placement
+        nbytes = 0
+        if copies:
+            nbytes = tensor.nbytes
+        elif counts and _has_storage(tensor):
+            nbytes = tensor.untyped_storage().nbytes()
+        if budget is not None and self.planned_bytes + self.kept_bytes + nbytes > budget:
+            return
+        self.planned_bytes += nbytes
+        if copies:
+            tensor = without_recording(_torch.copy, tensor)
+        mover = None if place is None else self._mover(place)
+        hooks = self.hooks if mover is None or not mover.takes(tensor) else mover
+        if hooks is None and type(tensor) is Tensor:  # the usual case, past other questions
+            self.held[value] = Aliased(_torch.alias(tensor), "a kept tensor")
+        else:
+            self._hold_as(value, tensor, hooks, "a kept tensor")
+
+    def tag(self, tensor: Tensor, name: str) -> Tensor:
+        """The value has a name, which the innermost policy may want to keep it by."""
+        if self.policy is not None:
+            self._obey(self.policy.on_tag(name), tensor)
+        return tensor
+
+    def _decide(self, step: Step, args: Any, kwargs: Any, result: Any) -> None:
+        """Ask the policy about what the operator has made."""
+        info = step.info
+        if self._inner or info is None or info.ignored or _graph_task_id() != self._graph_task:
+            return  # in a backward inside, others' hooks call functions again at times that differ in a rerun
+        answer = self._ask(step.func, args, dict(kwargs or _NOTHING), result)  # type: ignore[misc]
+        if answer:  # when the operator has returned, which has still to count versions up
+            self._pending += [(answer, tensor) for tensor in tensors_of(result)]
+
+    def _obey(self, answer: Answer, tensor: Tensor) -> None:
+        """Do what the policy has answered."""
+        if not answer:
+            return
+        mover = self._mover(answer) if isinstance(answer, Destination) else None
+        self.keep_at(tensor, mover)
+        if mover is None and self.outer is not None:
+            self.outer.keep_for_inner(tensor)
+
+    def _mover(self, destination: Destination | None) -> Mover | None:
+        return None if destination is None else self.movers.setdefault(destination, Mover(destination))
+
+    def once(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Replay repeats no Python, but a rerun around it does: then what the function does must leave no trace here,
+        and what it returns comes from outside."""
+        outer = self.outer
+        while isinstance(outer, Run):
+            outer = outer.outer
+        if outer is None:
+            return function(*args, **kwargs)
+        with aside():
+            return outer.once(function, args, kwargs)
+
+    def keep_for_inner(self, tensor: Tensor) -> None:
+        self.keep(tensor)
+        super().keep_for_inner(tensor)
+
+    def yield_to_inner(self, change: int) -> None:
+        self._inner += change
+
+    def close(self) -> str:
+        """Drop what is needed only while the block runs. Returns what to warn of."""
+        try:
+            self.settle()
+            for mover in self.movers.values():
+                mover.settle()
+        finally:
+            self.outer = None
+            self._recorder = None
+        return ""
+
+    def alive(self) -> list[int]:
+        """Cells that somebody else holds."""
+        return [cell for cell, tensor in enumerate(self.cells) if tensor() is not None]
+
+
+_PASSED = frozenset({"aten::_nested_tensor_size", "aten::_efficientzerotensor"})
+
+
+def _are_numbers(known: Any, arg: Any) -> bool:
+    """Whether two arguments are plain numbers, or sizes, of one kind."""
+    kind = type(known)
+    return kind is type(arg) and kind in _NUMBERS and _is_plain(known) and _is_plain(arg)
+
+
+def _is_plain(number: Any) -> bool:
+    return type(number) in (int, float, complex) or all(type(part) in (int, float) for part in number)
+
+
+def _dispatches(kind: type[Tensor]) -> bool:
+    """Whether a subclass of Tensor has a `__torch_dispatch__` of its own. (A `DeviceMesh` comes by, too: no tensor.)"""
+    return getattr(kind, "__torch_dispatch__", _plain_dispatch) is not _plain_dispatch
+
+
+def _leave_to_subclass(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    if any(issubclass(kind, _torch.FakeTensor) for kind in types):
+        return func(*args, **(kwargs or _NOTHING))  # their own mode is at work, to find out shapes
+    return NotImplemented  # the subclass takes itself apart, and plain tensors come by
+
+
+class _CpuState:
+    """Where the generator of the CPU stood."""
+
+    __slots__ = ("state",)
+
+    def __init__(self) -> None:
+        self.state = _torch.get_cpu_state()
+
+    @property
+    def states(self) -> list[Tensor]:
+        return [self.state]
+
+    @property
+    def nbytes(self) -> int:
+        return self.state.nbytes
+
+    def enter(self, undo: Any) -> None:
+        if all(function is not _torch.set_cpu_state for function, _ in undo):
+            undo.append((_torch.set_cpu_state, _torch.get_cpu_state()))
+        _torch.set_cpu_state(self.state)
+
+
+class Wrapped:
+    """A wrapper subclass, taken apart into slots."""
+
+    def __init__(self, tensor: Any, save: Callable[[Tensor], Any]) -> None:
+        names, self.context = tensor.__tensor_flatten__()
+        self.kind = type(tensor)
+        self.size, self.stride = tensor.size(), tensor.stride()
+        parts = {name: getattr(tensor, name) for name in names}  # a `DeviceMesh` may be one of them
+        self.parts = {name: save(part) if isinstance(part, Tensor) else part for name, part in parts.items()}
+
+
+def sizes_of(result: Any) -> list[int]:
+    """The bytes of each tensor in a result."""
+    return [tensor.untyped_storage().nbytes() for tensor in tensors_of(result) if _has_storage(tensor)]
+
+
+def slots_of(saved: Any) -> Iterable[Slot]:
+    """The slots behind what a holder saved: one for a plain tensor."""
+    if type(saved) is Slot:
+        return (saved,)
+    if type(saved) is Wrapped:
+        return [slot for part in saved.parts.values() for slot in slots_of(part)]
+    return ()
