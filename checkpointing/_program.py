@@ -1,19 +1,20 @@
 """Programs: which operators a block ran, without any tensor.
 
-A program is a tree of *steps*, one per operator call, views included. A path through the tree is one way in which
-the block has run. A run of the block follows a path by comparing each operator call with the steps that came next
-before; only calls that are new are recorded. So the structure of a block is found once, and every later run pays no
-more than the comparison.
+A program is a tree of *steps*, one per operator call, views included. A path through the tree is
+one way in which the block has run. A run of the block follows a path by comparing each operator
+call with the steps that came next before; only calls that are new are recorded. So the structure of
+a block is found once, and every later run pays no more than the comparison.
 
-Tensors are named by *cells*: every tensor that a run meets, or that an operator returns, takes the next free cell of
-its path. Steps refer to cells, and a run knows which tensor lies in each of its cells. What a tensor holds changes
-when an operator writes to its memory, so a *value* is a cell together with the last step that wrote to that memory.
+Tensors are named by *cells*: every tensor that a run meets, or that an operator returns, takes the
+next free cell of its path. Steps refer to cells, and a run knows which tensor lies in each of its
+cells. What a tensor holds changes when an operator writes to its memory, so a *value* is a cell
+together with the last step that wrote to that memory.
 
-Invariant: a step depends on nothing but its path. Programs are shared by all runs through one call site, in every
-thread, and hold no tensor.
+Invariant: a step depends on nothing but its path. Programs are shared by all runs through one call
+site, in every thread, and hold no tensor.
 
-Rejected: naming tensors by storage and geometry, as a recording must where it cannot compare objects. It has to be
-found out anew for every operator of every run.
+Rejected: naming tensors by storage and geometry, as a recording must where it cannot compare
+objects. It has to be found out anew for every operator of every run.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from torch import Tensor
 
 from ._ops import Info
 
-Value = tuple[int, int]  # a cell, and the last step that wrote to its memory; NOT_WRITTEN if none has
+# A cell, and the last step that wrote to its memory; NOT_WRITTEN if none has.
+Value = tuple[int, int]
 NOT_WRITTEN = -1
 
 
@@ -82,7 +84,8 @@ class First:
 
 
 class Filling(Known):
-    """A view of memory that has only been allocated: the operator writes all of the memory, or a part."""
+    """A view of memory that has only been allocated: the operator writes all of the memory, or a
+    part."""
 
     __slots__ = ("covers",)
 
@@ -125,7 +128,12 @@ class Like:
     __slots__ = ("device", "dtype", "size", "stride")
 
     def __init__(self, tensor: Tensor) -> None:
-        self.size, self.stride, self.dtype, self.device = tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+        self.size, self.stride, self.dtype, self.device = (
+            tensor.shape,
+            tensor.stride(),
+            tensor.dtype,
+            tensor.device,
+        )
 
     def suits(self, tensor: Tensor) -> bool:
         """Whether this tensor looks the same."""
@@ -142,9 +150,11 @@ class Slot:
     __slots__ = ("cell", "counts", "first", "is_held", "is_read", "joins", "nbytes", "version")
 
     def __init__(self, cell: int, version: int, first: First | None) -> None:
-        self.is_held = False  # whether a recompute starts from it, so that there is nothing to compute
+        # Whether a recompute starts from it, so that there is nothing to compute.
+        self.is_held = False
         self.is_read = False  # whether a region inside takes it, rather than an operator
-        self.joins = False  # whether it is another part of the tensor that the slot before belongs to
+        # Whether it is another part of the tensor that the slot before belongs to.
+        self.joins = False
         self.counts = False  # whether autograd saved something of this memory for the first time
         self.nbytes = 0  # of the tensor
         self.cell = cell
@@ -157,7 +167,8 @@ class Slot:
 
 
 class Step:
-    """One operator call, or an event between two of them (`keep`, `opaque`), at one place of a program."""
+    """One operator call, or an event between two of them (`keep`, `opaque`), at one place of a
+    program."""
 
     __slots__ = (
         "args",
@@ -216,25 +227,30 @@ class Step:
         self.first_cell = 0  # of its results
         self.reads: tuple[Value, ...] = ()
         self.writes: tuple[int, ...] = ()  # memories that a replay writes, too
-        self.spares: frozenset[int] = frozenset()  # cells on these memories that it does not write to
+        # Cells on these memories that it does not write to.
+        self.spares: frozenset[int] = frozenset()
         self.targets: tuple[int, ...] = ()  # cells on memory from outside that it writes
         self.freezes: tuple[int, ...] = ()  # held cells on memory that it is about to write
         self.firsts: tuple[First, ...] = ()  # in the order of their cells
         self.holds: tuple[First, ...] = ()  # those that the run holds
-        self.varies: tuple[int | str, ...] = ()  # places of the arguments that are numbers of the run
+        # Places of the arguments that are numbers of the run.
+        self.varies: tuple[int | str, ...] = ()
         self.reads_metadata = False  # and nothing else, of its first argument
         self.effect = False  # it is never replayed
         self.is_view = False
         self.draws = False  # random numbers, perhaps
         self.is_quick_draw = False  # from the generator of the device of the first argument
-        # Values there after it that plans keep; whether their bytes count, and whether they are copied.
+        # Values there after it that plans keep; whether their bytes count, and whether they are
+        # copied.
         self.keeps: tuple[tuple[Value, bool, bool], ...] = ()
         self.is_special = False  # anything but an operator that reads tensors and returns new ones
         self.needs_preparation = False  # something must be held before it runs
         # What recording knows after it, beside what it knew before:
         self.memories: tuple[tuple[int, int], ...] = ()  # the memory of each new cell
-        self.sizes: tuple[tuple[int, int], ...] = ()  # of memories that it made, in bytes; those of the recorded run
-        self.gone: tuple[int, ...] = ()  # memories that nobody held any more when it had run, in the recorded run
+        # Of memories that it made, in bytes; those of the recorded run.
+        self.sizes: tuple[tuple[int, int], ...] = ()
+        # Memories that nobody held any more when it had run, in the recorded run.
+        self.gone: tuple[int, ...] = ()
         self.flops = 0.0  # floating-point operations, as far as torch counts them
         self.states: tuple[tuple[int, str], ...] = ()  # of memories that have another one now
         self.saves: list[Slot] = []  # what autograd saved after it, before the next one
@@ -248,7 +264,9 @@ class Step:
         self.needs_preparation = self.is_special = True
         self.args = [Varying(type(arg)) if n in places else arg for n, arg in enumerate(self.args)]
         if self.kwargs:
-            self.kwargs = {n: Varying(type(arg)) if n in places else arg for n, arg in self.kwargs.items()}
+            self.kwargs = {
+                n: Varying(type(arg)) if n in places else arg for n, arg in self.kwargs.items()
+            }
 
 
 def with_saves(run: Any) -> Iterable[tuple[Step, list[Slot]]]:
@@ -280,8 +298,8 @@ class Program:
             return writer is run
 
     def add(self, step: Step) -> Step:
-        """A step that came after its parent for the first time. A tree that has grown too large is left to the runs
-        that are in it, and recorded anew."""
+        """A step that came after its parent for the first time. A tree that has grown too large is
+        left to the runs that are in it, and recorded anew."""
         assert step.parent is not None
         step.parent.next = (*step.parent.next, step)
         self.size += 1

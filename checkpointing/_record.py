@@ -1,15 +1,16 @@
 """Recording: what a new step of a program does to memory.
 
-A run that meets an operator call which its program does not know asks a `Recorder` for a new step. The recorder looks
-at storages and at the operator's schema to find who wrote to the memory that each argument uses, and what the run
-must hold. It may take its time, since it runs once for each new step, in all runs together.
+A run that meets an operator call which its program does not know asks a `Recorder` for a new step.
+The recorder looks at storages and at the operator's schema to find who wrote to the memory that
+each argument uses, and what the run must hold. It may take its time, since it runs once for each
+new step, in all runs together.
 
-Invariant: replaying a step on its inputs gives the bits that it gave the first time. Where that cannot be promised,
-the run holds the tensor: memory that existed before the block, memory that is read before a step wrote to it, and
-memory that somebody else writes.
+Invariant: replaying a step on its inputs gives the bits that it gave the first time. Where that
+cannot be promised, the run holds the tensor: memory that existed before the block, memory that is
+read before a step wrote to it, and memory that somebody else writes.
 
-Rejected: keeping a recorder while a run follows its program. What a recorder knows follows from the path, so it is
-found again when the run leaves the program.
+Rejected: keeping a recorder while a run follows its program. What a recorder knows follows from the
+path, so it is found again when the run leaves the program.
 """
 
 from __future__ import annotations
@@ -56,13 +57,15 @@ _storage_id, _has_storage = _torch.storage_id, _torch.has_storage
 
 
 class Recorder:
-    """What recording knows: which memory each cell uses, and what has become of it. It follows from the path."""
+    """What recording knows: which memory each cell uses, and what has become of it. It follows from
+    the path."""
 
     def __init__(self, run: Any) -> None:
         self._run = run
         self._start()
         self.memory_of: list[int] = []  # by cell
-        self._born: list[float] = []  # by cell: after which step; the halves are what was saved after a step
+        # By cell: after which step; the halves are what was saved after a step.
+        self._born: list[float] = []
         self._state: dict[int, str] = {}  # by memory
         self._written: dict[int, int] = {}  # by memory: the last step that wrote to it
         self._writers: dict[int, list[Step]] = defaultdict(list)  # by memory
@@ -73,7 +76,8 @@ class Recorder:
         self._starts: set[int] = set()  # cells that are held
         self._copied: set[int] = set()  # cells that hold a copy
         self._read: set[int] = set()  # held cells that an operator reads
-        self._held_on: dict[int, list[int]] = defaultdict(list)  # by memory: what to copy before it is written
+        # By memory: what to copy before it is written.
+        self._held_on: dict[int, list[int]] = defaultdict(list)
         self._cells_on: dict[int, list[int]] = defaultdict(list)  # by memory
         self._parameters: set[int] = set()  # memories
         self._lent: set[int] = set()  # memories of gathered parameters
@@ -116,11 +120,7 @@ class Recorder:
         for memory in step.gone:
             self._sizes.pop(memory, None)
         for memory in step.writes:
-            self._written[memory] = step.index
-            self._writers[memory].append(step)
-            self._held_on.pop(memory, None)
-            if self._state[memory] is OUTSIDE:
-                self._again.add(memory)
+            self._add_write(memory, step)
         self._read.update([cell for cell, _ in step.reads if cell in self._held])
         for cell, memory in step.memories:
             self._add_cell(cell, memory, step.index, is_name=step.event is not KEEP)
@@ -131,12 +131,16 @@ class Recorder:
         if step.event is KEEP and not step.effect:
             self._held_on[step.memories[0][1]].append(step.first_cell)
         if step.event is UNSEEN:
-            for memory in self._state:
-                if memory not in self._parameters:
-                    self._state[memory] = OUTSIDE
-                    self._written[memory] = step.index
-                    self._writers[memory].append(step)
-                    self._held_on.pop(memory, None)
+            for memory in self._state.keys() - self._parameters:
+                self._state[memory] = OUTSIDE
+                self._add_write(memory, step)
+
+    def _add_write(self, memory: int, step: Step) -> None:
+        self._written[memory] = step.index
+        self._writers[memory].append(step)
+        self._held_on.pop(memory, None)
+        if self._state[memory] is OUTSIDE and step.event is not UNSEEN:
+            self._again.add(memory)
 
     def _add_slot(self, slot: Slot, index: int) -> None:
         if slot.first is not None:
@@ -151,7 +155,9 @@ class Recorder:
         self._born.append(born)
         self._cells_on[memory].append(cell)
         tensor = self._tensor_in(cell)
-        self._layouts.append((None, None) if tensor is None else (tensor.dtype, _torch.layout_of(tensor)))
+        self._layouts.append(
+            (None, None) if tensor is None else (tensor.dtype, _torch.layout_of(tensor))
+        )
         if tensor is not None and is_name:
             self._names[id(tensor)] = cell
             if _has_storage(tensor):
@@ -168,7 +174,9 @@ class Recorder:
         cell = self._names.get(id(tensor))
         if cell is None or self._tensor_in(cell) is not tensor:
             return None
-        is_moved = _has_storage(tensor) and self._places.get(_storage_id(tensor)) != self.memory_of[cell]
+        is_moved = (
+            _has_storage(tensor) and self._places.get(_storage_id(tensor)) != self.memory_of[cell]
+        )
         return None if is_moved else cell  # `tensor.data = ...` has given it other memory
 
     def _memory_at(self, tensor: Tensor) -> int | None:
@@ -179,15 +187,24 @@ class Recorder:
         return memory
 
     def _value(self, cell: int) -> Value:
-        """What is in a cell: as the last step left it that wrote there, rather than to another part of its memory."""
+        """What is in a cell: as the last step left it that wrote there, rather than to another part
+        of its memory."""
         writers = self._writers[self.memory_of[cell]]
-        return cell, next((step.index for step in reversed(writers) if cell not in step.spares), NOT_WRITTEN)
+        return cell, next(
+            (step.index for step in reversed(writers) if cell not in step.spares), NOT_WRITTEN
+        )
 
     def _spared(self, cell: int) -> frozenset[int]:
         """The cells on its memory that a write to this one leaves alone."""
         (kind, layout), others = self._layouts[cell], self._cells_on[self.memory_of[cell]]
         layouts = {other: self._layouts[other] for other in others}
-        return frozenset([n for n, (its, lies) in layouts.items() if its is kind and _torch.lie_apart(layout, lies)])
+        return frozenset(
+            [
+                n
+                for n, (its, lies) in layouts.items()
+                if its is kind and _torch.lie_apart(layout, lies)
+            ]
+        )
 
     def _is_there(self, cell: int) -> bool:
         """Whether a replay can come by what is in a cell now."""
@@ -222,7 +239,9 @@ class Recorder:
             setattr(first, name, value)
         self._add_first(first, len(self._run.path) + (0.5 if more.get("name", 0) is None else 0))
         if was is None:
-            first.is_referenced = first.holds and type(tensor) is nn.Parameter and not (first.copies or first.is_lent)
+            first.is_referenced = (
+                first.holds and type(tensor) is nn.Parameter and not (first.copies or first.is_lent)
+            )
             self._run.take_first(first, tensor)
         self._firsts.append(first)
         return first
@@ -247,7 +266,8 @@ class Recorder:
         return first
 
     def _base(self, tensor: Tensor, reader: Any) -> tuple[Known | First, bool]:
-        """The template of a tensor that a view is made of, and whether a replay can come by its memory."""
+        """The template of a tensor that a view is made of, and whether a replay can come by its
+        memory."""
         cell = self._find(tensor)
         if cell is None:
             holds = self._run.hooks is None or is_parameter(root_of(tensor))
@@ -255,7 +275,9 @@ class Recorder:
             if holds:
                 self._reads.append((first.cell, NOT_WRITTEN))
             return first, holds
-        is_there = self._is_there(cell) or (cell not in self._lost and self._state[self.memory_of[cell]] is UNFILLED)
+        is_there = self._is_there(cell) or (
+            cell not in self._lost and self._state[self.memory_of[cell]] is UNFILLED
+        )
         if is_there:
             self._reads.append(self._value(cell))
         return Known(cell), is_there
@@ -282,21 +304,31 @@ class Recorder:
 
     def _end(self, step: Step) -> Step:
         step.reads, step.firsts = tuple(self._reads), tuple(self._firsts)
-        step.holds = tuple([first for first in self._firsts if first.holds and not first.is_referenced])
+        step.holds = tuple(
+            [first for first in self._firsts if first.holds and not first.is_referenced]
+        )
         return step
 
     def step(self, info: Info, func: Any, args: Any, kwargs: dict[str, Any]) -> Step:
         """What an operator is about to do."""
         step = self._begin(func, args, kwargs)
         step.info, step.grad_mode = info, _is_grad_enabled()
-        step.run = info.run if not any(map(_torch.is_zeros, tensors_of(args))) else _torch.with_zeros(info.run)
+        step.run = (
+            info.run
+            if not any(map(_torch.is_zeros, tensors_of(args)))
+            else _torch.with_zeros(info.run)
+        )
         if info.ignored:
             self._step_of_view(step, args, kwargs)
         else:
             self._step_of_operator(step, info, args, kwargs)
         self._end(step)
-        step.needs_preparation = bool(step.holds or step.freezes or step.targets or step.reads_metadata)
-        step.is_special = step.needs_preparation or step.draws or step.effect or step.run is not info.run
+        step.needs_preparation = bool(
+            step.holds or step.freezes or step.targets or step.reads_metadata
+        )
+        step.is_special = (
+            step.needs_preparation or step.draws or step.effect or step.run is not info.run
+        )
         return step
 
     def _step_of_view(self, step: Step, args: Any, kwargs: dict[str, Any]) -> None:
@@ -309,62 +341,64 @@ class Recorder:
             return template
 
         step.args = step.inputs = [self._map(base, arg) for arg in args]
-        step.kwargs = step.named = {name: self._map(base, arg) for name, arg in kwargs.items()} or None
+        step.kwargs = step.named = {
+            name: self._map(base, arg) for name, arg in kwargs.items()
+        } or None
         step.effect = not all(bases) or step.info.base == "set_"  # type: ignore[union-attr]
 
     def _step_of_operator(self, step: Step, info: Info, args: Any, kwargs: dict[str, Any]) -> None:
-        func, places = step.func, info.targets
+        places = info.targets
         targets = [kwargs.get(p) if type(p) is str else args[p] for p in places]
         written = [tensor for target in targets for tensor in tensors_of(target)]
         if any(self._is_unfilled(tensor) for tensor in written):
-            # The operator may read one part of this memory and write to another: then it has been filled unseen.
+            # The operator may read one part of this memory and write to another: then it has been
+            # filled unseen.
             read = [arg for place, arg in enumerate(args) if place not in places]
             self._fill(step, [tensor for tensor in tensors_of(read) if self._is_unfilled(tensor)])
-        fills = info.overwrites or info.allocates
-        outside = [self._is_outside(tensor, fills) for tensor in written]
+        outside = [self._is_outside(tensor, info.fills) for tensor in written]
         step.effect = info.communicates or (info.inplace and all(outside))
         step.draws = info.may_draw and not step.effect
-        step.is_quick_draw = not info.custom and not any(type(a) is torch.Generator for a in (*args, *kwargs.values()))
+        generators = [arg for arg in (*args, *kwargs.values()) if type(arg) is torch.Generator]
+        step.is_quick_draw = not info.custom and not generators
+        updates = info.updates_statistics(args)
+        step.args = [self._template(step, n, arg, updates) for n, arg in enumerate(args)]
+        named = {name: self._template(step, name, arg, updates) for name, arg in kwargs.items()}
+        step.kwargs = step.named = named or None
+        step.inputs = [*step.args]
+        if step.reads_metadata:
+            step.inputs[0] = Like(args[0])
+        if updates and info.statistics is not None:
+            for place in info.statistics[0]:
+                step.inputs[place] = None
 
-        def target(tensor: Tensor) -> Any:
-            return self._target(step, tensor, fills)
-
-        def read_it(tensor: Tensor) -> Any:
-            if step.effect:
-                return self._name(tensor)
-            if self._is_unfilled(tensor):
-                self._fill(step, [tensor])
-            return self._read_tensor(tensor, func)
-
-        def template(place: int | str, arg: Any) -> Any:
-            if place in places:
-                return self._map(target, arg)
-            if step.effect and isinstance(arg, torch.ScriptObject):
-                return Thing(type(arg))
-            if step.effect or not isinstance(arg, Tensor):
-                return self._map(read_it, arg)
+    def _template(self, step: Step, place: int | str, arg: Any, updates: bool) -> Any:
+        """The template of an operator's argument; `updates`: of the statistics that it takes."""
+        info = step.info
+        assert info is not None
+        if place in info.targets:
+            return self._map(lambda tensor: self._target(step, tensor), arg)
+        if step.effect:
+            return Thing(type(arg)) if _is_script_object(arg) else self._map(self._name, arg)
+        if isinstance(arg, Tensor):
             if place == 0 and info.metadata_only and _has_storage(arg):
                 step.reads_metadata = True
                 return self._name(arg)
             if info.statistics is not None and place in info.statistics[0]:
-                return self._statistics(step, arg, info.statistics[1] is None or args[info.statistics[1]])
-            return read_it(arg)
+                return self._statistics(step, arg, updates)
+        return self._map(lambda tensor: self._read_filled(step, tensor), arg)
 
-        step.args = [template(place, arg) for place, arg in enumerate(args)]
-        step.kwargs = {name: template(name, arg) for name, arg in kwargs.items()} or None
-        step.inputs, step.named = [*step.args], step.kwargs
-        if step.reads_metadata:
-            step.inputs[0] = Like(args[0])
-        if info.statistics is not None and (info.statistics[1] is None or args[info.statistics[1]]):
-            for place in info.statistics[0]:
-                step.inputs[place] = None
+    def _read_filled(self, step: Step, tensor: Tensor) -> Known | First:
+        if self._is_unfilled(tensor):
+            self._fill(step, [tensor])
+        return self._read_tensor(tensor, step.func)
 
     def _is_unfilled(self, tensor: Tensor) -> bool:
         cell = self._find(tensor)
         return cell is not None and self._state[self.memory_of[cell]] is UNFILLED
 
     def _is_outside(self, tensor: Tensor, fills: bool) -> bool:
-        """Whether what is written cannot be made again: it was there before, or something unseen has filled it."""
+        """Whether what is written cannot be made again: it was there before, or something unseen
+        has filled it."""
         cell = self._find(tensor)
         if cell is None or cell in self._lost:
             return True
@@ -379,42 +413,53 @@ class Recorder:
             self._state[self.memory_of[cell]] = OUTSIDE
             step.states += ((self.memory_of[cell], OUTSIDE),)
 
-    def _target(self, step: Step, tensor: Tensor, fills: bool) -> Any:
+    def _target(self, step: Step, tensor: Tensor) -> Any:
         """The template of a tensor that the operator writes."""
         info = step.info
         assert info is not None
-        is_outside = self._is_outside(tensor, fills)
+        is_outside = self._is_outside(tensor, info.fills)
         if is_outside and not step.effect:  # a replay lets it write to a copy
-            template: Any = self._read_tensor(tensor, step.func, copies=True)
+            template = self._read_tensor(tensor, step.func, copies=True)
         else:
             template = self._name(tensor)
-            if not is_outside:  # after whoever wrote to its memory before, also to another part
-                self._reads.append((template.cell, self._written.get(self.memory_of[template.cell], NOT_WRITTEN)))
+        cell = template.cell
+        memory = self.memory_of[cell]
         if is_outside:
-            step.targets += (template.cell,)
-        memory = self.memory_of[template.cell]
+            step.targets += (cell,)
+        elif not info.gathers:  # after whoever wrote to its memory before, also to another part
+            self._reads.append((cell, self._written.get(memory, NOT_WRITTEN)))
         if info.gathers:
-            step.states += ((memory, OUTSIDE),)  # as it was before it had been given back, if it was there before
+            # As it was before it had been given back, if it was there before.
+            step.states += ((memory, OUTSIDE),)
             return template
-        state = self._state[memory]
-        if not is_outside and not step.effect and state is UNFILLED:
-            covers = tensor.nbytes >= tensor.untyped_storage().nbytes()
-            if covers or not info.overwrites:
-                step.states += ((memory, MADE),)
-            if info.allocates:
-                step.states += ((memory, UNFILLED),)
-            if tensor._base is not None or not covers:
-                template = Filling(template.cell, covers)
-        elif not is_outside and info.allocates:  # `resize_`
-            step.states += ((memory, UNFILLED),)
-        elif step.effect and state is not OUTSIDE:
+        if not is_outside:
+            template = self._fill_target(step, template, tensor)
+        elif step.effect:
             step.states += ((memory, OUTSIDE),)
         if len(info.targets) == 1:
-            step.spares = self._spared(template.cell)
+            step.spares = self._spared(cell)
         if memory not in step.writes:
             step.writes += (memory,)
             step.freezes += tuple(self._held_on[memory])
         return template
+
+    def _fill_target(self, step: Step, template: Known | First, tensor: Tensor) -> Known | First:
+        """An operator writes to memory that recorded operators have made: is it filled then?"""
+        info, cell = step.info, template.cell
+        assert info is not None
+        memory = self.memory_of[cell]
+        if step.effect:
+            step.states += ((memory, OUTSIDE),)
+            return template
+        if info.allocates:  # `resize_`, or with `out=`
+            step.states += ((memory, UNFILLED),)
+        if self._state[memory] is not UNFILLED:
+            return template
+        covers = tensor.nbytes >= tensor.untyped_storage().nbytes()
+        if not info.allocates and (covers or not info.overwrites):
+            step.states += ((memory, MADE),)
+        is_all = tensor._base is None and covers
+        return template if is_all else Filling(cell, covers)
 
     def _statistics(self, step: Step, tensor: Tensor, updates: bool) -> Any:
         """The template of statistics that a normalisation reads, or updates without saying so."""
@@ -425,7 +470,9 @@ class Recorder:
         step.writes += (memory,)
         step.states += ((memory, OUTSIDE),)
         # Something else than the node that saves it has read it.
-        read = [cell for cell in self._held_on[memory] if cell in self._read or self._run.is_checked]
+        read = [
+            cell for cell in self._held_on[memory] if cell in self._read or self._run.is_checked
+        ]
         step.freezes += tuple(read)
         return template
 
@@ -445,7 +492,9 @@ class Recorder:
                 if info is not None and info.allocates and state is MADE:
                     state = UNFILLED
                 step.states += ((memory, state),)
-                step.sizes += ((memory, tensor.untyped_storage().nbytes() if _has_storage(tensor) else 0),)
+                step.sizes += (
+                    (memory, tensor.untyped_storage().nbytes() if _has_storage(tensor) else 0),
+                )
             step.memories += ((cell, memory),)
             cell += 1
         self._add_results(step)
@@ -453,7 +502,11 @@ class Recorder:
 
     def gone(self) -> tuple[int, ...]:
         """Memories of recorded operators that nobody holds any more."""
-        gone = [m for m in self._sizes if all(self._tensor_in(cell) is None for cell in self._cells_on[m])]
+        gone = [
+            m
+            for m in self._sizes
+            if all(self._tensor_in(cell) is None for cell in self._cells_on[m])
+        ]
         for memory in gone:
             del self._sizes[memory]
         return tuple(gone)
@@ -465,7 +518,11 @@ class Recorder:
         if event is KEEP:
             (tensor,) = args
             cell = self._find(tensor)
-            step.effect = cell is None or not self._is_there(cell) or self._state[self.memory_of[cell]] is OUTSIDE
+            step.effect = (
+                cell is None
+                or not self._is_there(cell)
+                or self._state[self.memory_of[cell]] is OUTSIDE
+            )
             if cell is not None and not step.effect:
                 self._reads.append(self._value(cell))
             step.args = [self._name(tensor)]
@@ -493,7 +550,11 @@ class Recorder:
             slot = Slot(*self._value(cell), None)
         else:
             # Autograd saves it before the operator runs that fills it: there is nothing in it yet.
-            hides = cell is not None and self._state[self.memory_of[cell]] is UNFILLED and not self._run.is_read
+            hides = (
+                cell is not None
+                and self._state[self.memory_of[cell]] is UNFILLED
+                and not self._run.is_read
+            )
             if cell is not None and self._run.is_read:  # then something unseen has filled it
                 self._state[self.memory_of[cell]] = OUTSIDE
             first = self._first(tensor, cell, holds=True, hides=hides, name=None)
@@ -505,3 +566,7 @@ class Recorder:
             self._saved.add(memory)
             slot.counts = True
         return slot
+
+
+def _is_script_object(arg: Any) -> bool:
+    return isinstance(arg, torch.ScriptObject)

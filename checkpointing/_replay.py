@@ -1,11 +1,13 @@
 """Source 2: run recorded operators again, just those that are needed.
 
-When a block ends, its plan says which holders share a window, and each group of holders gets a `Stock`: what its
-window starts from. Stocks belong to holders, so that whatever no live holder needs is freed when the block ends, and
-the rest goes as backward passes by (rule 9). Opening a holder runs the window of its group.
+When a block ends, its plan says which holders share a window, and each group of holders gets a
+`Stock`: what its window starts from. Stocks belong to holders, so that whatever no live holder
+needs is freed when the block ends, and the rest goes as backward passes by (rule 9). Opening a
+holder runs the window of its group.
 
-Invariant: a window writes to no memory that it has been given or has given away. Tensors on memory that it writes are
-copied when they are fetched, and delivered as copies if a later step of it writes there.
+Invariant: a window writes to no memory that it has been given or has given away. Tensors on memory
+that it writes are copied when they are fetched, and delivered as copies if a later step of it
+writes there.
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ class Stock:
 
     __slots__ = ("first_holder", "group", "held", "numbers", "random", "sizes")
 
-    def __init__(self, group: Group, held: dict[Any, Any], run: Run | Stock, slots: Sequence[int]) -> None:
+    def __init__(
+        self, group: Group, held: dict[Any, Any], run: Run | Stock, slots: Sequence[int]
+    ) -> None:
         self.group = group
         self.random: dict[int, Any] = {}
         if group.only is not None:
@@ -152,7 +156,9 @@ class Replay(Source):
         held, random = run.held, run.random  # while the block runs
         if self.plan is not None:
             holders = [holder for ref in frame.holders if (holder := ref()) is not None]
-            stocks = {id(holder.stock): holder.stock for holder in holders if hasattr(holder, "stock")}.values()
+            stocks = {
+                id(holder.stock): holder.stock for holder in holders if hasattr(holder, "stock")
+            }.values()
             held = {cell: entry for stock in stocks for cell, entry in stock.held.items()}
             random = {index: state for stock in stocks for index, state in stock.random.items()}
         path = self.path()
@@ -163,10 +169,17 @@ class Replay(Source):
             kind, step = "kept", origins.maker((cell, NOT_WRITTEN))
             if cell in path.given:
                 kind, step = "input", origins.reader(cell)
-            yield Holding(kind, entry, None if step is None else str(step.func), None if step is None else step.note)
+            yield Holding(
+                kind,
+                entry,
+                None if step is None else str(step.func),
+                None if step is None else step.note,
+            )
         for index, state in random.items():
             for tensor in state.states:
-                yield Holding("random state", tensor, str(path.steps[index].func), path.steps[index].note)
+                yield Holding(
+                    "random state", tensor, str(path.steps[index].func), path.steps[index].note
+                )
 
     def operator_of(self, holder: Holder) -> str | None:
         if self._origins is None:
@@ -184,7 +197,8 @@ class Replay(Source):
         return Path(self.tape) if self.plan is None else self.plan.path
 
     def at_hand(self, holder: Holder, where: Frame) -> Tensor | None:
-        """A value that is held, and that hooks have not taken: nothing to compute, nothing to share."""
+        """A value that is held, and that hooks have not taken: nothing to compute, nothing to
+        share."""
         slot = holder.saved
         if type(slot) is not Slot or where.check is not None or not where.early_stop:
             return None
@@ -215,7 +229,8 @@ class Replay(Source):
             tensor = held.fetch(where)
             if held.is_parameter:
                 check_there(where, tensor)
-            if held.is_packed and held.moved is None and inputs is not None:  # else it can be fetched again
+            # Else it can be fetched again.
+            if held.is_packed and held.moved is None and inputs is not None:
                 inputs[held] = tensor
         return tensor
 
@@ -224,12 +239,16 @@ class Replay(Source):
         if self._order is None:
             self._order = []
             holders = [holder for ref in reversed(frame.holders) if (holder := ref()) is not None]
-            for held in {id(s): s for holder in holders for s in [self._stock_of(holder, frame)]}.values():
+            for held in {
+                id(s): s for holder in holders for s in [self._stock_of(holder, frame)]
+            }.values():
                 for moved in _moved_in(held):
                     if moved.rank < 0:
                         moved.rank = len(self._order)
                         self._order.append(weakref.ref(moved))
-        prefetch(self._order, max([moved.rank for moved in _moved_in(stock)], default=len(self._order)))
+        prefetch(
+            self._order, max([moved.rank for moved in _moved_in(stock)], default=len(self._order))
+        )
 
     def recompute(self, request: Recompute) -> None:
         run = self.tape
@@ -242,19 +261,26 @@ class Replay(Source):
         before = self.replayed
         try:
             enter_switches(run.switches, undo)
-            self._replay(self._part_of(request.holder, request, inputs, undo), request, inputs, undo)
+            self._replay(
+                self._part_of(request.holder, request, inputs, undo), request, inputs, undo
+            )
             for holder in () if frame.early_stop else request.wanted():
                 if holder.slot not in request.ready:
-                    self._replay(self._part_of(holder, request, inputs, undo), request, inputs, undo)
+                    self._replay(
+                        self._part_of(holder, request, inputs, undo), request, inputs, undo
+                    )
         finally:
             undo_all(undo)
         self.replays += self.replayed > before
         if inputs and request.is_last:
             inputs.clear()
 
-    def _part_of(self, holder: Holder, request: Recompute, inputs: dict[Any, Any], undo: Undo) -> Stock:
-        """What the window of a holder starts from. Where the run has not held it, it is made now, for all parts at
-        once, and stays until the windows of the parts have run, or the graph task ends."""
+    def _part_of(
+        self, holder: Holder, request: Recompute, inputs: dict[Any, Any], undo: Undo
+    ) -> Stock:
+        """What the window of a holder starts from. Where the run has not held it, it is made now,
+        for all parts at once, and stays until the windows of the parts have run, or the graph task
+        ends."""
         stock = self._stock_of(holder, request.frame)
         passed = []
         while stock.group.parts:
@@ -270,11 +296,15 @@ class Replay(Source):
                 del inputs[outer]
         return stock
 
-    def _fill(self, stock: Stock, request: Recompute, inputs: dict[Any, Any], undo: Undo) -> dict[int, Stock]:
+    def _fill(
+        self, stock: Stock, request: Recompute, inputs: dict[Any, Any], undo: Undo
+    ) -> dict[int, Stock]:
         """What the parts of a group start from, by holder."""
         frame, group = request.frame, stock.group
         parts = group.parts_of(stock.wanted(request))
-        values, window = group.filling({source for part, mine in parts for source in part.needs(mine)[0]})
+        values, window = group.filling(
+            {source for part, mine in parts for source in part.needs(mine)[0]}
+        )
         table = window.table.copy()
         for place, source, _ in window.starts:
             table[place] = self._fetch(stock.held[source], frame, inputs)
@@ -282,14 +312,19 @@ class Replay(Source):
             execution = _Filling(self, request, stock, window, table, {}, undo)
             execution.run()
         self.replayed += window.counted
-        held = {**stock.held, **{value: execution.found[number] for number, value in enumerate(values)}}
+        held = {
+            **stock.held,
+            **{value: execution.found[number] for number, value in enumerate(values)},
+        }
         found: dict[int, Stock] = {}
         for part, mine in parts:
             part_stock = Stock(part, held, stock, mine)
             found.update((stock.owner(slot), part_stock) for slot in mine)
         return found
 
-    def _replay(self, stock: Stock, request: Recompute, inputs: dict[Any, Tensor], undo: Undo) -> None:
+    def _replay(
+        self, stock: Stock, request: Recompute, inputs: dict[Any, Tensor], undo: Undo
+    ) -> None:
         frame = request.frame
         holders = stock.wanted(request)
         window = stock.group.window(tuple(holders))
@@ -330,41 +365,53 @@ class _Execution:
         self.parts: dict[int, dict[int, Tensor]] = defaultdict(dict)
 
     def run(self) -> None:
-        window, table, random, numbers = self.window, self.table, self.stock.random, self.stock.numbers
-        log, grad_mode = self.source.log, False
-        if window.written:
-            self._copy_what_is_written()
-        for wanted in window.at_once:
-            self._deliver(wanted)
-        for instruction in window.instructions:
-            if log is not None and not instruction.step.is_view:
-                log.append((str(instruction.step.func), ""))
-            if instruction.grad_mode is not grad_mode:
-                grad_mode = instruction.grad_mode
-                _torch.set_grad_enabled(grad_mode)
-            if instruction.is_random and instruction.index in random:
-                random[instruction.index].enter(self.undo)
-            if instruction.index in numbers:
-                instruction.take(numbers[instruction.index], table)
-            if instruction.is_flat:
+        table, numbers = self.table, self.stock.numbers
+        self._begin()
+        for instruction in self.window.instructions:
+            if instruction.is_quick and instruction.index not in numbers:
                 result = instruction.run(*[table[place] for place in instruction.args])
             else:
-                args = [self._look(place) for place in instruction.args]
-                kwargs = {name: self._look(place) for name, place in instruction.kwargs.items()}
-                result = instruction.run(*args, **kwargs)
-            if instruction.is_random:
-                self._check_sizes(instruction, result)
-            results = instruction.results
+                result = self._call(instruction)
             if type(result) is Tensor:
-                table[results[0]] = result
-            elif results:
-                for place, tensor in zip(results, tensors_of(result), strict=True):
-                    table[place] = tensor
+                table[instruction.results[0]] = result
+            else:
+                self._take(instruction, result)
             result = None
             for wanted in instruction.wanted:
                 self._deliver(wanted)
             for place in instruction.dead:
                 table[place] = None
+
+    def _begin(self) -> None:
+        window, log = self.window, self.source.log
+        if log is not None:
+            steps = [instruction.step for instruction in window.instructions]
+            log += [(str(step.func), "") for step in steps if not step.is_view]
+        if window.written:
+            self._copy_what_is_written()
+        for wanted in window.at_once:
+            self._deliver(wanted)
+
+    def _call(self, instruction: Instruction) -> Any:
+        """Run a step with all that may belong to it."""
+        _torch.set_grad_enabled(instruction.step.grad_mode)
+        own = self.stock.numbers.get(instruction.index)
+        if own is not None:
+            instruction.take(own, self.table)
+        draws = instruction.step.draws
+        state = self.stock.random.get(instruction.index) if draws else None
+        if state is not None:
+            state.enter(self.undo)
+        args = [self._look(place) for place in instruction.args]
+        kwargs = {name: self._look(place) for name, place in instruction.kwargs.items()}
+        result = instruction.run(*args, **kwargs)
+        if draws:
+            self._check_sizes(instruction, result)
+        return result
+
+    def _take(self, instruction: Instruction, result: Any) -> None:
+        for place, tensor in zip(instruction.results, tensors_of(result), strict=True):
+            self.table[place] = tensor
 
     def _copy_what_is_written(self) -> None:
         copies: dict[int, Tensor] = {}
@@ -393,7 +440,8 @@ class _Execution:
         return kind([self._look(part) for part in places])
 
     def _copy_of(self, tensor: Tensor, slot: Slot) -> Tensor:
-        """A copy of what a later step will write to; a region inside may take several tensors that share memory."""
+        """A copy of what a later step will write to; a region inside may take several tensors that
+        share memory."""
         if not slot.is_read:
             return _torch.copy(tensor)
         key = _torch.storage_id(tensor), slot.version
@@ -435,7 +483,13 @@ def _wrap(saved: Wrapped, parts: Any) -> Tensor:
     """The other way of `Wrapped`."""
     tensors = {}
     for name, part in saved.parts.items():
-        tensors[name] = _wrap(part, parts) if type(part) is Wrapped else next(parts) if type(part) is Slot else part
+        tensors[name] = (
+            _wrap(part, parts)
+            if type(part) is Wrapped
+            else next(parts)
+            if type(part) is Slot
+            else part
+        )
     return _torch.unflatten(saved.kind, tensors, saved.context, saved.size, saved.stride)
 
 

@@ -1,14 +1,16 @@
 """Runs: a block follows its program, and records what is new.
 
-The mode sits below autograd, autocast and function modes, where every tensor is plain data. An operator call that does
-as a known next step does *is* that step. Otherwise the run asks a `Recorder` for a new step, and goes on from there. A
-tensor is known by the identity of its object, through weak references: torch keeps the Python object of a tensor as
-long as the tensor lives, so a live reference is proof.
+The mode sits below autograd, autocast and function modes, where every tensor is plain data. An
+operator call that does as a known next step does *is* that step. Otherwise the run asks a
+`Recorder` for a new step, and goes on from there. A tensor is known by the identity of its object,
+through weak references: torch keeps the Python object of a tensor as long as the tensor lives, so a
+live reference is proof.
 
-Following is `__torch_dispatch__`, `_matches` and `save`. What a run has of its own are the tensors that it holds, the
-states of random number generators, and numbers that differ from run to run.
+Following is `__torch_dispatch__`, `_matches` and `save`. What a run has of its own are the tensors
+that it holds, the states of random number generators, and numbers that differ from run to run.
 
-Rejected: holding results strongly while a block runs. It changes what torch does, and what it saves.
+Rejected: holding results strongly while a block runs. It changes what torch does, and what it
+saves.
 """
 
 from __future__ import annotations
@@ -55,7 +57,8 @@ Answer = bool | Destination
 
 
 class Places(NamedTuple):
-    """Where a policy puts things about which it is not asked; None: where they would be without it."""
+    """Where a policy puts things about which it is not asked. None: where they would be without
+    it."""
 
     kept: Destination | None  # what `keep` is given
     saved: Destination | None  # all that autograd saves, which is then kept
@@ -78,7 +81,8 @@ _Parameter = nn.Parameter
 _plain_dispatch = Tensor.__torch_dispatch__
 _is_grad_enabled, _graph_task_id = torch.is_grad_enabled, _torch.graph_task_id
 _storage_id, _has_storage = _torch.storage_id, _torch.has_storage
-_PLAIN = frozenset({int, float, bool, str, list, torch.dtype, torch.device})  # equal ones are the same, but for 0.0
+# Equal ones are the same, but for 0.0.
+_PLAIN = frozenset({int, bool, str, list, torch.dtype, torch.device})
 _NUMBERS = frozenset({int, float, complex, list, tuple, torch.Size})
 _NOTHING: dict[str, Any] = {}
 _modules = sys.modules
@@ -94,7 +98,11 @@ class Run(TorchDispatchMode, Region):
     sees_compiled_code = sees_gathering = False
 
     def __init__(
-        self, program: Program, hooks: _torch.Hooks | None, preserve_rng_state: bool | str, policy: Any
+        self,
+        program: Program,
+        hooks: _torch.Hooks | None,
+        preserve_rng_state: bool | str,
+        policy: Any,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.program = program
@@ -113,7 +121,8 @@ class Run(TorchDispatchMode, Region):
         self._keeper, self._save_at = self._mover(kept), self._mover(saved)
         self.hooks: Any = hooks if inputs is None else self._mover(inputs)
         self._around = hooks
-        self._inner = 0  # how many runs have been entered just inside this one: they ask for themselves
+        # How many runs have been entered just inside this one: they ask for themselves.
+        self._inner = 0
         self.placement: Placement | None = None  # what `auto()` is asked for
         self.holds_planned = False  # whether what a plan keeps is held from the forward on
         self.first_holder = 0  # of the block's, which this has made
@@ -128,9 +137,11 @@ class Run(TorchDispatchMode, Region):
         self.root = self.step = self.program.root
         self.path: list[Step] = []
         self.cells: list[Callable[[], Any]] = []
-        self.held: dict[Any, Any] = {}  # by cell, or by value if a plan keeps it: what a recompute may start from
+        # By cell, or by value if a plan keeps it: what a recompute may start from.
+        self.held: dict[Any, Any] = {}
         self.random: dict[int, Any] = {}  # by step: where the generators stood
-        self.numbers: dict[int, Any] = {}  # by step and place: arguments that differ from the program's
+        # By step and place: arguments that differ from the program's.
+        self.numbers: dict[int, Any] = {}
         self.sizes: dict[int, list[int]] = {}  # by step: what a custom operator has made, in bytes
         self.stocks: dict[int, Any] = {}  # by slot: what a backward inside the block starts from
         self.saved = 0  # how many tensors autograd has saved since the last step
@@ -154,70 +165,91 @@ class Run(TorchDispatchMode, Region):
     # ---- following
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self._here["depth"] != self._depth and not self._wakes_up(func, args):  # an operator of a recompute (rule 3)
+        # An operator of a recompute (rule 3).
+        if self._here["depth"] != self._depth and not self._wakes_up(func, args):
             return func(*args, **(kwargs or _NOTHING))
         if types and any(_dispatches(kind) for kind in types):
             return _leave_to_subclass(func, types, args, kwargs)
         if self._pending:
             self.settle()
-        following = self.step.next  # of another thread, which may record: read before the saves
-        while self.saved != len(self.step.saves):
-            following = self._branch().next
+        following = self.step.next  # another thread may record: read before the saves
+        if self.saved != len(self.step.saves):
+            following = self._following()
         cells = self.cells
         mark = len(cells)
-        if not types:
-            grad_mode = _is_grad_enabled()
-            for step in following:
-                if step.func is not func or step.grad_mode is not grad_mode or len(step.args) != len(args):
-                    continue
-                for known, arg in zip(step.args, args):  # noqa: B905  the usual cases, past one call
-                    kind = type(known)
-                    if kind is Known:
-                        if cells[known.cell]() is not arg:
-                            break
-                    elif known is not arg:
-                        is_equal = kind in _PLAIN and type(arg) is kind and known == arg
-                        if not (is_equal and (known or kind is not float)) and not self._matches(known, arg):
-                            break
-                else:
-                    if (not kwargs and not step.kwargs) or self._matches_keywords(step.kwargs, kwargs or _NOTHING):
-                        if step.is_special:
-                            return self._run(step, args, kwargs, mark)
-                        result = step.run(*args, **kwargs) if kwargs else step.run(*args)
-                        if type(result) is Tensor:
-                            cells.append(ref(result))
-                        else:
-                            step = self._take(step, args, kwargs, result, mark)
-                        self.step = step
-                        self.saved = 0
-                        self.path.append(step)
-                        if step.keeps and self.holds_planned:
-                            self._keep_planned(step)
-                        if self._ask is not None:
-                            self._decide(step, args, kwargs, result)
-                        return result
-                if len(cells) > mark:
-                    self._go_back_to(mark)
-        return self._do_something_new(func, types, args, kwargs or _NOTHING)
+        step = None if types else self._known_step(following, func, args, kwargs or _NOTHING)
+        if step is None:
+            return self._do_something_new(func, types, args, kwargs or _NOTHING)
+        if step.is_special:
+            return self._run(step, args, kwargs, mark)
+        result = step.run(*args, **kwargs) if kwargs else step.run(*args)
+        if type(result) is Tensor:
+            cells.append(ref(result))
+        else:
+            step = self._take(step, args, kwargs, result, mark)
+        self.step = step
+        self.saved = 0
+        self.path.append(step)
+        if step.keeps and self.holds_planned:
+            self._keep_planned(step)
+        if self._ask is not None:
+            self._decide(step, args, kwargs, result)
+        return result
+
+    def _following(self) -> tuple[Step, ...]:
+        """The steps that came next before, after as many saves as there are now."""
+        following = self.step.next
+        while self.saved != len(self.step.saves):
+            following = self._branch().next
+        return following
+
+    def _known_step(
+        self, following: tuple[Step, ...], func: Any, args: Any, kwargs: dict[str, Any]
+    ) -> Step | None:
+        """Which of these steps a call is, if any."""
+        cells = self.cells
+        mark = len(cells)
+        grad_mode = _is_grad_enabled()
+        for step in following:
+            is_like_it = step.func is func and step.grad_mode is grad_mode
+            if not is_like_it or len(step.args) != len(args):
+                continue
+            for known, arg in zip(step.args, args):  # noqa: B905  the usual cases, past one call
+                kind = type(known)
+                if kind is Known:
+                    if cells[known.cell]() is not arg:
+                        break
+                elif known is not arg:
+                    is_equal = kind in _PLAIN and type(arg) is kind and known == arg
+                    if not is_equal and not self._matches(known, arg):
+                        break
+            else:
+                if not (step.kwargs or kwargs) or self._matches_keywords(step.kwargs, kwargs):
+                    return step
+            if len(cells) > mark:
+                self._go_back_to(mark)
+        return None
 
     def _take(self, step: Step, args: Any, kwargs: Any, result: Any, mark: int) -> Step:
-        """Put the tensors of a result into the next cells. Returns the step that this was: with as many results."""
+        """Put the tensors of a result into the next cells. Returns the step that this was: with as
+        many results."""
         tensors = tensors_of(result)
-        if step.count is not None and len(tensors) != step.count:  # `split`, `unbind`: as many as there is room for
+        # `split`, `unbind`: as many as there is room for.
+        if step.count is not None and len(tensors) != step.count:
             step = self._with_other_results(step, args, kwargs or _NOTHING, tensors, mark)
         self.cells += map(ref, tensors)
         return step
 
-    def _with_other_results(self, step: Step, args: Any, kwargs: Any, tensors: list[Tensor], mark: int) -> Step:
-        self.numbers.pop(step.index, None)
-        for other in self.step.next:
-            self._go_back_to(mark)
-            if other.func is step.func and other.count == len(tensors) and other.grad_mode is step.grad_mode:
-                is_same = len(other.args) == len(args) and all(map(self._matches, other.args, args))
-                if is_same and self._matches_keywords(other.kwargs, kwargs):
-                    self._note_numbers(other, args, kwargs)
-                    return other
+    def _with_other_results(
+        self, step: Step, args: Any, kwargs: dict[str, Any], tensors: list[Tensor], mark: int
+    ) -> Step:
         self._go_back_to(mark)
+        self.numbers.pop(step.index, None)
+        others = tuple([other for other in self.step.next if other.count == len(tensors)])
+        other = self._known_step(others, step.func, args, kwargs)
+        if other is not None:
+            self._note_numbers(other, args, kwargs)
+            return other
         assert step.info is not None
         recorder = self._record()
         step = recorder.step(step.info, step.func, args, kwargs)
@@ -229,30 +261,14 @@ class Run(TorchDispatchMode, Region):
         """Whether an argument is what it was."""
         if known is arg:
             return True
-        kind = type(known)
-        if kind is Known:
-            return self.cells[known.cell]() is arg
-        if kind is First:
-            return isinstance(arg, Tensor) and self._meets(known, arg)
-        if kind is Filling:
-            is_same = self.cells[known.cell]() is arg
-            return is_same and known.covers == (arg.nbytes >= arg.untyped_storage().nbytes())
-        if kind is Parts:
-            items = known.items
-            return type(arg) is known.kind and len(arg) == len(items) and all(map(self._matches, items, arg))
-        if kind is Varying:
-            return type(arg) is known.kind and _is_plain(arg)
-        if kind is Thing:
-            return type(arg) is known.kind
-        if type(arg) is not kind or kind is Slot or kind is torch.ScriptObject:
-            return False
-        if kind is float or kind is complex:  # the same bits: 0.0 is not -0.0
-            return repr(known) == repr(arg)
-        return bool(known == arg)
+        matches = _TEMPLATES.get(type(known))
+        return _are_same(known, arg) if matches is None else matches(self, known, arg)
 
     def _matches_keywords(self, known: Any, kwargs: dict[str, Any]) -> bool:
         known = known or _NOTHING
-        return known.keys() == kwargs.keys() and all(self._matches(known[name], kwargs[name]) for name in known)
+        if known.keys() != kwargs.keys():
+            return False
+        return all(self._matches(known[name], kwargs[name]) for name in known)
 
     def _meets(self, first: First, tensor: Tensor) -> bool:
         """Whether a tensor comes from where it came from then. If so, it takes the next cell."""
@@ -282,7 +298,8 @@ class Run(TorchDispatchMode, Region):
             self.held[cell] = tensor, tensor._version
 
     def shares(self, tensor: Tensor, cell: int) -> int:
-        """With which cell from outside an unknown tensor shares its memory: with `cell`, if with none."""
+        """With which cell from outside an unknown tensor shares its memory: with `cell`, if with
+        none."""
         if not _has_storage(tensor):
             return cell
         place = _storage_id(tensor)
@@ -336,14 +353,16 @@ class Run(TorchDispatchMode, Region):
 
     @property
     def may_begin_anew(self) -> bool:
-        """Whether a backward inside the block, which is running, needs nothing more of what the run knows. In hooks,
-        each value that is met once more would be a slot, which a rerun must make at the same place."""
+        """Whether a backward inside the block, which is running, needs nothing more of what the run
+        knows. In hooks, each value that is met once more would be a slot, which a rerun must make
+        at the same place."""
         keeps_graph = _is_grad_enabled()  # with `create_graph` alone
         return self.hooks is None and not keeps_graph and _graph_task_id() != self._graph_task
 
     def begin_anew(self, holders: list[Any]) -> None:
-        """Holders have what they need, so the rest of the block is like another run, as in a loop of training steps.
-        Until gradients are wanted again (backward itself and an optimizer's step want none), nothing is recorded."""
+        """Holders have what they need, so the rest of the block is like another run, as in a loop
+        of training steps. Until gradients are wanted again (backward itself and an optimizer's step
+        want none), nothing is recorded."""
         self._begin()
         self._holders, self.first_holder = holders, len(holders)
         self._awake, self._depth = self._here["depth"], RESTING
@@ -361,7 +380,8 @@ class Run(TorchDispatchMode, Region):
     # ---- running a step
 
     def _run(self, step: Step, args: Any, kwargs: Any, mark: int) -> Any:
-        """Run an operator that does more than to read tensors that are known, and to return new ones."""
+        """Run an operator that does more than to read tensors that are known, and to return new
+        ones."""
         state: Any = None
         try:
             if step.needs_preparation:
@@ -391,7 +411,8 @@ class Run(TorchDispatchMode, Region):
         return result
 
     def _prepare(self, step: Step, args: Any, kwargs: Any) -> None:
-        """Before an operator runs: hold what a recompute starts from, and what the operator is about to write."""
+        """Before an operator runs: hold what a recompute starts from, and what the operator is
+        about to write."""
         if step.varies:
             self._note_numbers(step, args, kwargs)
         for first in step.holds:
@@ -400,7 +421,9 @@ class Run(TorchDispatchMode, Region):
             self._freeze(cell, step)
         if step.targets and self._around is not None:
             targets = [self.cells[cell]() for cell in step.targets]
-            note_written(self._around, {_storage_id(tensor) for tensor in targets if _has_storage(tensor)})
+            note_written(
+                self._around, {_storage_id(tensor) for tensor in targets if _has_storage(tensor)}
+            )
         if step.reads_metadata:
             self._note_metadata(step, args)
 
@@ -430,7 +453,8 @@ class Run(TorchDispatchMode, Region):
         self.numbers[step.index] = own
 
     def _note_metadata(self, step: Step, args: Any) -> None:
-        """The operator reads only how this argument looks: if not as it did, that belongs to the run."""
+        """The operator reads only how this argument looks: if not as it did, that belongs to the
+        run."""
         if not step.inputs[0].suits(args[0]):
             self.numbers[step.index] = {**self.numbers.get(step.index, _NOTHING), 0: Like(args[0])}
 
@@ -443,16 +467,24 @@ class Run(TorchDispatchMode, Region):
             self.held[first.cell] = tensor, tensor._version
             return
         hooks = self.hooks
-        if first.hides or first.is_lent or self._here["depth"] != self._depth or _graph_task_id() != self._graph_task:
-            # Autograd saves it before it is filled; or nobody sees whether that is so (`opaque()`); or a backward
-            # inside the block runs, which a rerun of the enclosing region may meet at another time.
+        if (
+            first.hides
+            or first.is_lent
+            or self._here["depth"] != self._depth
+            or _graph_task_id() != self._graph_task
+        ):
+            # Autograd saves it before it is filled; or nobody sees whether that is so (`opaque()`);
+            # or a backward inside the block runs, which a rerun of the enclosing region may meet at
+            # another time.
             hooks = None
         held = self._hold_as(first.cell, tensor, hooks, first.name, "an input")
         held.is_parameter |= first.is_lent
         if first.copies:
             held.freeze(lambda: _torch.copy(tensor))
 
-    def _hold_as(self, key: Any, tensor: Tensor, hooks: Any, name: Any, role: object = None) -> Held:
+    def _hold_as(
+        self, key: Any, tensor: Tensor, hooks: Any, name: Any, role: object = None
+    ) -> Held:
         try:
             held = hold(tensor, hooks, name, role)
         except BaseException:  # of a hook of the user: the block may go on
@@ -491,7 +523,9 @@ class Run(TorchDispatchMode, Region):
         if place < len(saves):
             slot = saves[place]
             first = slot.first
-            is_same = self.cells[slot.cell]() is tensor if first is None else self._meets(first, tensor)
+            is_same = (
+                self.cells[slot.cell]() is tensor if first is None else self._meets(first, tensor)
+            )
             if is_same and (slot.joins is not self._joins or slot.is_read is not self.is_read):
                 self._go_back_to(slot.cell if first is not None else len(self.cells))
             elif is_same:
@@ -502,7 +536,8 @@ class Run(TorchDispatchMode, Region):
         return self._save_something_new(tensor)
 
     def _save_input(self, tensor: Tensor) -> Any:
-        """The same for what a region inside reads, while autograd saves also what is to be filled yet."""
+        """The same for what a region inside reads, while autograd saves also what is to be filled
+        yet."""
         self.is_read = True
         try:
             return self.save(tensor)
@@ -577,8 +612,9 @@ class Run(TorchDispatchMode, Region):
     # ---- recording
 
     def own_program(self) -> bool:
-        """Before the program changes. While a run in another thread changes it, this one goes on in a program of its
-        own, which nobody follows. Returns whether nothing had to be done for that."""
+        """Before the program changes. While a run in another thread changes it, this one goes on in
+        a program of its own, which nobody follows. Returns whether nothing had to be done for that.
+        """
         if self.program.is_written_by(self):
             return True
         self.program, self.is_alone = Program(), True
@@ -591,7 +627,8 @@ class Run(TorchDispatchMode, Region):
     def _record(self) -> Recorder:
         self.own_program()
         recorder = self._recorder
-        if recorder is None or len(recorder.memory_of) != len(self.cells):  # it has followed in between
+        # It has followed in between.
+        if recorder is None or len(recorder.memory_of) != len(self.cells):
             recorder = self._recorder = Recorder(self)
         return recorder
 
@@ -625,16 +662,23 @@ class Run(TorchDispatchMode, Region):
         return INFOS.get(id(func)) or Info(func)
 
     def _with_other_numbers(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Step | None:
-        """A known next step that differs in numbers alone. From here on it does not compare them."""
+        """A known next step that differs in numbers alone. It will not compare them any more."""
         mark = len(self.cells)
         grad_mode = _is_grad_enabled()
         given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
         for step in self.step.next:
             known: dict[Any, Any] = {**dict(enumerate(step.args)), **(step.kwargs or _NOTHING)}
-            if step.func is not func or step.grad_mode is not grad_mode or known.keys() != given.keys():
+            if (
+                step.func is not func
+                or step.grad_mode is not grad_mode
+                or known.keys() != given.keys()
+            ):
                 continue
             others = [place for place in known if not self._matches(known[place], given[place])]
-            if all(_are_numbers(known[place], given[place]) for place in others) and self.own_program():
+            if (
+                all(_are_numbers(known[place], given[place]) for place in others)
+                and self.own_program()
+            ):
                 step.vary(others)
                 return step
             self._go_back_to(mark)
@@ -642,11 +686,11 @@ class Run(TorchDispatchMode, Region):
 
     # ---- events
 
-    def _event(self, event: str, args: tuple[Any, ...] = (), results: tuple[Tensor, ...] = ()) -> Step:
+    def _event(
+        self, event: str, args: tuple[Any, ...] = (), results: tuple[Tensor, ...] = ()
+    ) -> Step:
         """Something has happened between two steps."""
-        following = self.step.next
-        while self.saved != len(self.step.saves):
-            following = self._branch().next
+        following = self._following()
         mark = len(self.cells)
         for known in following:
             if known.event is event:
@@ -688,14 +732,15 @@ class Run(TorchDispatchMode, Region):
             self.kept_bytes += tensor.untyped_storage().nbytes()
 
     def adopt(self, tensor: Tensor, slot: Slot) -> None:
-        """While the block still runs, a backward inside it has brought a value back in other memory. Who reads that
-        reads the value: to hold it once more would be a waste, and a slot that no rerun would have."""
+        """While the block still runs, a backward inside it has brought a value back in other
+        memory. Who reads that reads the value: to hold it once more would be a waste, and a slot
+        that no rerun would have."""
         if type(tensor) is Tensor and _has_storage(tensor):
             self._event(BROUGHT_BACK, (slot,), (tensor,))
 
     def look_away(self) -> None:
-        """Whatever is alive may be written unseen: what has been read of it must not change, and whoever reads it from
-        here on reads something from outside."""
+        """Whatever is alive may be written unseen: what has been read of it must not change, and
+        whoever reads it from here on reads something from outside."""
         self.settle()
         self._event(UNSEEN)
         super().look_away()
@@ -710,7 +755,8 @@ class Run(TorchDispatchMode, Region):
                 self._obey(answer, tensor)
 
     def _keep_planned(self, step: Step) -> None:
-        """Hold what plans keep after this step: that of the last run, until this one goes another way."""
+        """Hold what plans keep after this step: that of the last run, until this one goes another
+        way."""
         plan = self.program.expected
         for each in step.keeps:
             if plan is not None and each[0] not in plan.kept and plan.passes(step):
@@ -753,7 +799,9 @@ class Run(TorchDispatchMode, Region):
         """Ask the policy about what the operator has made."""
         info = step.info
         if self._inner or info is None or info.ignored or _graph_task_id() != self._graph_task:
-            return  # in a backward inside, others' hooks call functions again at times that differ in a rerun
+            # In a backward inside, others' hooks call functions again at times that differ in a
+            # rerun.
+            return
         answer = self._ask(step.func, args, dict(kwargs or _NOTHING), result)  # type: ignore[misc]
         if answer:  # when the operator has returned, which has still to count versions up
             self._pending += [(answer, tensor) for tensor in tensors_of(result)]
@@ -768,11 +816,15 @@ class Run(TorchDispatchMode, Region):
             self.outer.keep_for_inner(tensor)
 
     def _mover(self, destination: Destination | None) -> Mover | None:
-        return None if destination is None else self.movers.setdefault(destination, Mover(destination))
+        return (
+            None if destination is None else self.movers.setdefault(destination, Mover(destination))
+        )
 
-    def once(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Replay repeats no Python, but a rerun around it does: then what the function does must leave no trace here,
-        and what it returns comes from outside."""
+    def once(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Replay repeats no Python, but a rerun around it does: then what the function does must
+        leave no trace here, and what it returns comes from outside."""
         outer = self.outer
         while isinstance(outer, Run):
             outer = outer.outer
@@ -807,6 +859,40 @@ class Run(TorchDispatchMode, Region):
 _PASSED = frozenset({"aten::_nested_tensor_size", "aten::_efficientzerotensor"})
 
 
+def _matches_parts(run: Run, known: Parts, arg: Any) -> bool:
+    is_same_kind = type(arg) is known.kind
+    if not is_same_kind or len(arg) != len(known.items):
+        return False
+    return all(run._matches(item, part) for item, part in zip(known.items, arg, strict=True))
+
+
+def _matches_filling(run: Run, known: Filling, arg: Any) -> bool:
+    if run.cells[known.cell]() is not arg:
+        return False
+    return known.covers == (arg.nbytes >= arg.untyped_storage().nbytes())
+
+
+# By the type of a template: whether an argument is what it was.
+_TEMPLATES: dict[type, Callable[[Run, Any, Any], bool]] = {
+    Known: lambda run, known, arg: run.cells[known.cell]() is arg,
+    First: lambda run, known, arg: isinstance(arg, Tensor) and run._meets(known, arg),
+    Filling: _matches_filling,
+    Parts: _matches_parts,
+    Varying: lambda run, known, arg: known.kind is type(arg) and _is_plain(arg),
+    Thing: lambda run, known, arg: bool(type(arg) is known.kind),
+}
+
+
+def _are_same(known: Any, arg: Any) -> bool:
+    """Whether two arguments that hold no tensor are the same."""
+    kind = type(known)
+    if type(arg) is not kind or kind is Slot or kind is torch.ScriptObject:
+        return False
+    if kind is float or kind is complex:  # the same bits: 0.0 is not -0.0
+        return repr(known) == repr(arg)
+    return bool(known == arg)
+
+
 def _are_numbers(known: Any, arg: Any) -> bool:
     """Whether two arguments are plain numbers, or sizes, of one kind."""
     kind = type(known)
@@ -814,11 +900,14 @@ def _are_numbers(known: Any, arg: Any) -> bool:
 
 
 def _is_plain(number: Any) -> bool:
-    return type(number) in (int, float, complex) or all(type(part) in (int, float) for part in number)
+    return type(number) in (int, float, complex) or all(
+        type(part) in (int, float) for part in number
+    )
 
 
 def _dispatches(kind: type[Tensor]) -> bool:
-    """Whether a subclass of Tensor has a `__torch_dispatch__` of its own. (A `DeviceMesh` comes by, too: no tensor.)"""
+    """Whether a subclass of Tensor has a `__torch_dispatch__` of its own. (A `DeviceMesh` comes by,
+    too: no tensor.)"""
     return getattr(kind, "__torch_dispatch__", _plain_dispatch) is not _plain_dispatch
 
 
@@ -858,12 +947,16 @@ class Wrapped:
         self.kind = type(tensor)
         self.size, self.stride = tensor.size(), tensor.stride()
         parts = {name: getattr(tensor, name) for name in names}  # a `DeviceMesh` may be one of them
-        self.parts = {name: save(part) if isinstance(part, Tensor) else part for name, part in parts.items()}
+        self.parts = {
+            name: save(part) if isinstance(part, Tensor) else part for name, part in parts.items()
+        }
 
 
 def sizes_of(result: Any) -> list[int]:
     """The bytes of each tensor in a result."""
-    return [tensor.untyped_storage().nbytes() for tensor in tensors_of(result) if _has_storage(tensor)]
+    return [
+        tensor.untyped_storage().nbytes() for tensor in tensors_of(result) if _has_storage(tensor)
+    ]
 
 
 def slots_of(saved: Any) -> Iterable[Slot]:

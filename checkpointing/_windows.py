@@ -1,15 +1,16 @@
 """Windows: which steps one replay runs.
 
-Opening a holder replays its *window*: the steps that its value depends on, back to inputs and kept values, together
-with those of the other live holders of the same segment (the stretch between two kept values) that share operators
-with it. So within a graph task an operator of a segment runs at most once, a dropout mask does not drag in the matrix
-product beside it, and one block around a whole model with kept values between the layers needs the memory of one
-layer at a time.
+Opening a holder replays its *window*: the steps that its value depends on, back to inputs and kept
+values, together with those of the other live holders of the same segment (the stretch between two
+kept values) that share operators with it. So within a graph task an operator of a segment runs at
+most once, a dropout mask does not drag in the matrix product beside it, and one block around a
+whole model with kept values between the layers needs the memory of one layer at a time.
 
-Invariant: windows follow from the path of a run alone, and hold no tensor. They are found once for all runs.
+Invariant: windows follow from the path of a run alone, and hold no tensor. They are found once for
+all runs.
 
-Rejected: replaying whole blocks (memory of plain), and widening a window by whatever it touches (a mask or a rotary
-table that all layers share would make one window of the whole model).
+Rejected: replaying whole blocks (memory of plain), and widening a window by whatever it touches (a
+mask or a rotary table that all layers share would make one window of the whole model).
 """
 
 from __future__ import annotations
@@ -24,7 +25,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._program import BROUGHT_BACK, KEEP, NOT_WRITTEN, First, Known, Parts, Slot, Step, Value, with_saves
+from ._program import (
+    BROUGHT_BACK,
+    KEEP,
+    NOT_WRITTEN,
+    First,
+    Known,
+    Parts,
+    Slot,
+    Step,
+    Value,
+    with_saves,
+)
 from ._run import Run
 
 
@@ -74,7 +86,8 @@ class Path:
             self.trained.append(first.cell)
 
     def placed(self, values: Iterable[Value], cuts: Iterable[int]) -> Path:
-        """The same, of a run that keeps these values, too, and has segments that begin at these steps."""
+        """The same, of a run that keeps these values, too, and has segments that begin at these
+        steps."""
         path = copy(self)
         path.kept = {**dict.fromkeys(values), **self.kept}
         path.kept.update((value, value) for value, source in path.kept.items() if source is None)
@@ -88,7 +101,8 @@ class Path:
         return self.kept.get(value)
 
     def makers(self, value: Value) -> tuple[int, ...]:
-        """The steps after which a value is there: the one that made the tensor, and the last one that wrote to it."""
+        """The steps after which a value is there: the one that made the tensor, and the last one
+        that wrote to it."""
         cell, version = value
         maker = self._maker[cell]
         return (maker,) if version <= maker else (maker, version)
@@ -100,8 +114,8 @@ class Path:
     def slice_of(
         self, values: Iterable[Value], without: frozenset[Any] = frozenset()
     ) -> tuple[list[int], dict[int, Any]]:
-        """The steps that make these values, in order, and what they start from: by cell, the cell that is held. Kept
-        cells in `without` are not used."""
+        """The steps that make these values, in order, and what they start from: by cell, the cell
+        that is held. Kept cells in `without` are not used."""
         found: set[int] = set()
         starts: dict[int, Any] = {}
         stack = [*values]
@@ -123,7 +137,8 @@ class Path:
         banned = {
             kept
             for cell, kept in starts.items()
-            if kept != cell and made_at.get(self.memory_of[cell], self.there_after(kept)) < self.there_after(kept)
+            if kept != cell
+            and made_at.get(self.memory_of[cell], self.there_after(kept)) < self.there_after(kept)
         }
         if banned:
             return self.slice_of(values, without | banned)
@@ -156,17 +171,23 @@ class Path:
         segments: dict[int, list[list[int]]] = defaultdict(list)
         at_hand: dict[Any, list[int]] = defaultdict(list)  # by what is kept: it, and views of it
         for bundle in bundles:
-            newest, source = max([self._origin(self.slots[slot].value) for slot in bundle], key=itemgetter(0))
+            newest, source = max(
+                [self._origin(self.slots[slot].value) for slot in bundle], key=itemgetter(0)
+            )
             if newest < 0 and type(source) is tuple and len(bundle) == 1:
                 at_hand[source] += bundle
                 continue
             # Views of what is held go with what was saved beside them.
             position = newest if newest >= 0 else self.saved_after[bundle[0]]
             segments[bisect_right(self.cuts, position)].append(bundle)
-        return [*at_hand.values(), *(group for segment in segments.values() for group in self._connected(segment))]
+        return [
+            *at_hand.values(),
+            *(group for segment in segments.values() for group in self._connected(segment)),
+        ]
 
     def _connected(self, bundles: list[list[int]]) -> list[list[int]]:
-        """The slots of these bundles, in groups whose slices share operators; that two share a view is no reason."""
+        """The slots of these bundles, in groups whose slices share operators; that two share a view
+        is no reason."""
         group_of: dict[int, tuple[list[int], list[int]]] = {}  # by step: slots and steps
         for bundle in reversed(bundles):  # mostly, the last one needs whatever the others need
             mine: tuple[list[int], list[int]] = (list(bundle), [])
@@ -189,17 +210,21 @@ class Path:
                         mine[1].append(index)
                         stack += step.reads
                     elif theirs is not mine:
-                        small, mine = (mine, theirs) if len(mine[1]) < len(theirs[1]) else (theirs, mine)
+                        small, mine = (
+                            (mine, theirs) if len(mine[1]) < len(theirs[1]) else (theirs, mine)
+                        )
                         mine[0].extend(small[0])
                         mine[1].extend(small[1])
                         group_of.update(dict.fromkeys(small[1], mine))
             if not mine[1]:
                 group_of[-1 - bundle[0]] = mine
-        return self._merged([slots for slots, _ in {id(group): group for group in group_of.values()}.values()])
+        return self._merged(
+            [slots for slots, _ in {id(group): group for group in group_of.values()}.values()]
+        )
 
     def _merged(self, groups: list[list[int]]) -> list[list[int]]:
-        """The same with one group of what is drawn from nothing (the masks of dropout), and views of parameters beside
-        the rest: each of them alone would cost a window."""
+        """The same with one group of what is drawn from nothing (the masks of dropout), and views
+        of parameters beside the rest: each of them alone would cost a window."""
         drawn: list[int] = []
         views: list[int] = []
         others: list[list[int]] = []
@@ -207,7 +232,9 @@ class Path:
             steps, starts = self.slice_of([self.slots[slot].value for slot in slots])
             if steps and not starts:
                 drawn += slots
-            elif all(self.steps[index].is_view for index in steps) and self.parameters.issuperset(starts):
+            elif all(self.steps[index].is_view for index in steps) and self.parameters.issuperset(
+                starts
+            ):
                 views += slots
             else:
                 others.append(slots)
@@ -257,11 +284,9 @@ class Instruction:
     step: Step
     index: int
     run: Callable[..., Any]
-    grad_mode: bool
-    is_random: bool
     args: list[Any]
     kwargs: dict[str, Any]
-    is_flat: bool  # whether `args` are places, and that is all
+    is_quick: bool  # whether there is nothing to do but to call `run` with the tensors in `args`
     results: list[int]
     wanted: list[tuple[int, int, bool]]
     dead: list[int]  # places that nothing reads any more
@@ -276,7 +301,9 @@ class Instruction:
 class Window:
     """The instructions that make some slots, over a table of tensors and constants."""
 
-    def __init__(self, path: Path, slots: Iterable[int], targets: Sequence[Slot] | None = None) -> None:
+    def __init__(
+        self, path: Path, slots: Iterable[int], targets: Sequence[Slot] | None = None
+    ) -> None:
         self.path = path
         self.slots = [*slots]
         self._targets = path.slots if targets is None else targets  # what the slots are numbers in
@@ -290,14 +317,22 @@ class Window:
                 self.written[memory].append(step)
         self.table: list[Any] = []
         self.place_of: dict[int, int] = {}  # by cell
-        self.starts = [(self._place(cell), source, path.memory_of[cell]) for cell, source in starts.items()]
+        self.starts = [
+            (self._place(cell), source, path.memory_of[cell]) for cell, source in starts.items()
+        ]
         self.sources = {source for _, source, _ in self.starts}
         self.randoms = [step.index for step in steps if step.draws]
         for step in steps:
             for cell, _ in step.memories:
                 self._place(cell)
         self.instructions = [self._instruction(step) for step in steps]
-        self.at_once = [self._wanted(n) for n in self.slots if self._ready_after(self._targets[n], starts) < 0]
+        grad_mode = None
+        for instruction in self.instructions:  # those that are not quick set the grad mode
+            instruction.is_quick &= instruction.step.grad_mode is grad_mode
+            grad_mode = instruction.step.grad_mode
+        self.at_once = [
+            self._wanted(n) for n in self.slots if self._ready_after(self._targets[n], starts) < 0
+        ]
         self._find_wanted(starts)
         self._find_last_uses()
 
@@ -322,14 +357,15 @@ class Window:
         made.step = step
         made.index = step.index
         made.run = step.run
-        made.grad_mode = step.grad_mode
         made.args = [self._argument(template) for template in step.inputs]
-        made.kwargs = {name: self._argument(template) for name, template in (step.named or {}).items()}
+        made.kwargs = {
+            name: self._argument(template) for name, template in (step.named or {}).items()
+        }
         if step.event is BROUGHT_BACK:
             made.run = self._brought_back(step)
             made.args = [self._place(step.reads[0][0])]
-        made.is_flat = all(type(place) is int for place in made.args) and not made.kwargs and not step.reads_metadata
-        made.is_random = step.draws
+        is_flat = all(type(place) is int for place in made.args) and not made.kwargs
+        made.is_quick = is_flat and not (step.draws or step.reads_metadata)
         made.results = [self.place_of[cell] for cell, _ in step.memories]
         made.wanted = []
         made.dead = []
@@ -346,9 +382,14 @@ class Window:
         return max(self.path.makers(slot.value))
 
     def _wanted(self, number: int) -> tuple[int, int, bool]:
-        """A slot, its place, and whether it must be copied because a later step writes to its memory."""
+        """A slot, its place, and whether it must be copied because a later step writes to its
+        memory."""
         slot = self._targets[number]
-        later = [step for step in self.written.get(self.path.memory_of[slot.cell], ()) if step.index > slot.version]
+        later = [
+            step
+            for step in self.written.get(self.path.memory_of[slot.cell], ())
+            if step.index > slot.version
+        ]
         return number, self.place_of[slot.cell], any(slot.cell not in step.spares for step in later)
 
     def _find_wanted(self, starts: dict[int, int]) -> None:
@@ -362,7 +403,11 @@ class Window:
         last: dict[int, Instruction] = {}
         tensors = set(self.place_of.values())
         for instruction in self.instructions:
-            places = [*_flatten(instruction.args), *_flatten(instruction.kwargs.values()), *instruction.results]
+            places = [
+                *_flatten(instruction.args),
+                *_flatten(instruction.kwargs.values()),
+                *instruction.results,
+            ]
             places += [place for _, place, _ in instruction.wanted]
             last.update((place, instruction) for place in places if place in tensors)
         for place, instruction in last.items():
@@ -382,8 +427,8 @@ def _same(tensor: Tensor) -> Tensor:
 
 
 class Group:
-    """Slots of one path that a window brings back together; or, with `parts`, in pieces: a replay from what the group
-    starts from makes what the parts start from."""
+    """Slots of one path that a window brings back together; or, with `parts`, in pieces: a replay
+    from what the group starts from makes what the parts start from."""
 
     def __init__(self, path: Path, slots: list[int]) -> None:
         self.path = path
@@ -395,7 +440,9 @@ class Group:
         if len(slots) == 1:
             source = path.source_of(path.slots[slots[0]].value)
             self.only = source
-            self.at_hand = source if type(source) is tuple and source == path.slots[slots[0]].value else None
+            self.at_hand = (
+                source if type(source) is tuple and source == path.slots[slots[0]].value else None
+            )
 
     def window(self, slots: tuple[int, ...]) -> Window:
         return self._windows.get(slots) or self._found(slots, lambda: Window(self.path, slots))
@@ -414,7 +461,8 @@ class Group:
         self.parts = [Group(path, slots) for slots in path.groups(self.slots)]
 
     def needs(self, slots: Iterable[int]) -> tuple[set[Any], set[int]]:
-        """Under which keys what it needs for these slots is held, and the steps that draw random numbers."""
+        """Under which keys what it needs for these slots is held, and the steps that draw random
+        numbers."""
         slots = tuple(slots)
         if not self.parts:
             window = self.window(slots)
@@ -434,11 +482,16 @@ class Group:
         return [(part, mine) for part, mine in found if mine]
 
     def filling(self, sources: Iterable[Any]) -> tuple[list[Value], Window]:
-        """Which of the things that its parts start from are not held, and the window that makes them."""
-        values = [source for source in sources if type(source) is tuple and source not in self.path.kept]
+        """Which of the things that its parts start from are not held, and the window that makes
+        them."""
+        values = [
+            source for source in sources if type(source) is tuple and source not in self.path.kept
+        ]
         values.sort(key=lambda value: (self.path.there_after(value), value))
         targets = [Slot(cell, version, None) for cell, version in values]
-        return values, self._found(("fills", *values), lambda: Window(self.path, range(len(targets)), targets))
+        return values, self._found(
+            ("fills", *values), lambda: Window(self.path, range(len(targets)), targets)
+        )
 
 
 _MOST_WINDOWS = 4
