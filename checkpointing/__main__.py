@@ -322,7 +322,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     for name, (default, text) in SIZES.items():
         parser.add_argument(f"--{name}", type=positive, default=default, help=text)
-    parser.add_argument("--device", type=available_device, default="cpu", help="cpu, cuda, xpu, ...")
+    parser.add_argument(
+        "--device", type=available_device, default="cpu", help="cpu, cuda, xpu, ..."
+    )
     dtypes = ("float32", "float64", "bfloat16", "float16")
     parser.add_argument("--dtype", choices=dtypes, default="float32", help="of the weights")
     options = parser.parse_args(arguments)

@@ -66,7 +66,9 @@ class Generators:
     def have_moved(self) -> bool:
         """Whether one of them has been used since; with Python's and NumPy's among them always
         True."""
-        return self._python or any(not torch.equal(state, getter()) for _, getter, state in self._streams)
+        return self._python or any(
+            not torch.equal(state, getter()) for _, getter, state in self._streams
+        )
 
     def enter(self, now: Undo) -> Undo:
         """Go back to this moment. Adds to `now` the present states, for `leave`; a generator that
@@ -300,7 +302,8 @@ def _write_switches(values: list[Any]) -> None:
 
 def _read_autocast() -> tuple[bool, _Autocast]:
     return torch.is_autocast_cache_enabled(), [
-        (t, torch.is_autocast_enabled(t), torch.get_autocast_dtype(t)) for t in _torch.autocast_device_types()
+        (t, torch.is_autocast_enabled(t), torch.get_autocast_dtype(t))
+        for t in _torch.autocast_device_types()
     ]
 
 

@@ -69,12 +69,16 @@ class Options(NamedTuple):
                 f"a policy needs the tape, which backend={self.backend!r} doesn't have: leave backend out, or say "
                 "backend='replay'"
             )
-        if self.backend == "reentrant" and (self.debug or self.report or check not in ("metadata", "none")):
+        if self.backend == "reentrant" and (
+            self.debug or self.report or check not in ("metadata", "none")
+        ):
             raise ValueError(
                 "backend='reentrant' has no tensors to check or to log: leave determinism_check, debug and report out"
             )
         if self.preserve_rng_state not in (True, False, "all"):
-            raise ValueError(f"preserve_rng_state is True, False or 'all', not {self.preserve_rng_state!r}")
+            raise ValueError(
+                f"preserve_rng_state is True, False or 'all', not {self.preserve_rng_state!r}"
+            )
         if not callable(check) and not (isinstance(check, str) and check in CHECKS):
             raise ValueError(
                 f"determinism_check is one of {', '.join(map(repr, CHECKS))} or a function of a tensor, not {check!r}"
@@ -103,13 +107,19 @@ _SCOPE_DEFAULTS = Options("replay")
 # Bound once: these run for every call.
 _is_compiling = torch.compiler.is_dynamo_compiling
 _is_grad_enabled, _hooks_are_enabled = torch.is_grad_enabled, _torch.hooks_are_enabled
-_innermost_transform, _mode_count, _is_tracing = _torch.innermost_transform, _torch.mode_count, _torch.is_tracing
+_innermost_transform, _mode_count, _is_tracing = (
+    _torch.innermost_transform,
+    _torch.mode_count,
+    _torch.is_tracing,
+)
 
 _run_by_hooks = "_ambient _buffers _check _compiled _debug _engine _gathered _held _record _region _replay _report"
 _run_by_hooks += " _rerun _torch _where _windows"
 _torch.keep_dynamo_out(*(sys.modules[f"{__package__}.{name}"] for name in _run_by_hooks.split(" ")))
 
-_disabled: contextvars.ContextVar[bool] = contextvars.ContextVar("checkpointing.disabled", default=False)
+_disabled: contextvars.ContextVar[bool] = contextvars.ContextVar(
+    "checkpointing.disabled", default=False
+)
 
 
 @contextmanager
@@ -199,7 +209,12 @@ def forward_only(fn: Callable[P, R], /) -> Callable[P, R]:
 def is_plain(enabled: bool = True) -> bool:
     """Whether to run without a region (rule 10). What is traced is a graph, with the backward in it or not at all: a
     recompute would put the activations of this run into it, and other random numbers."""
-    if not enabled or not _is_grad_enabled() or _disabled.get() or (_mode_count() and _is_tracing()):
+    if (
+        not enabled
+        or not _is_grad_enabled()
+        or _disabled.get()
+        or (_mode_count() and _is_tracing())
+    ):
         return True
     # A transform taken over a region: `grad` and its kin disable hooks; under `vmap` what a region would save or read
     # are batches, which end with it.
@@ -306,12 +321,18 @@ def _wrap(fn: Any, options: Options) -> Any:
         return type(fn)(_wrap(fn.__func__, options))
     if isinstance(fn, type):
         if not issubclass(fn, nn.Module) or fn.__module__.partition(".")[0] == "torch":
-            reason = "is torch's own: derive from it" if issubclass(fn, nn.Module) else "is no nn.Module"
-            raise TypeError(f"checkpointed can't wrap the class {fn.__name__}: it {reason}, or decorate a method.")
+            reason = (
+                "is torch's own: derive from it" if issubclass(fn, nn.Module) else "is no nn.Module"
+            )
+            raise TypeError(
+                f"checkpointed can't wrap the class {fn.__name__}: it {reason}, or decorate a method."
+            )
         fn.forward = _wrap(fn.forward, Options(*options[:8], options.name or fn.__qualname__))
         return fn
     if not callable(fn):
-        raise TypeError(f"checkpointed wraps functions, methods, modules and callable objects, not {fn!r}")
+        raise TypeError(
+            f"checkpointed wraps functions, methods, modules and callable objects, not {fn!r}"
+        )
     refuse_generators("checkpointed", fn)
     if isinstance(fn, MethodType):
         return MethodType(_wrap(fn.__func__, options), fn.__self__)
@@ -328,10 +349,14 @@ def _wrap(fn: Any, options: Options) -> Any:
 
 def is_in_region(fn: Any) -> bool:
     """Whether calling a function enters a region, as far as `functools.wraps` tells."""
-    codes = _wrap.__code__.co_consts  # that of `wrapper` is among them: Dynamo can set no attribute of a function
+    codes = (
+        _wrap.__code__.co_consts
+    )  # that of `wrapper` is among them: Dynamo can set no attribute of a function
 
     def enters(fn: Any) -> bool:
-        return getattr(fn, "__code__", fn) in codes or isinstance(getattr(fn, "options", None), Options)
+        return getattr(fn, "__code__", fn) in codes or isinstance(
+            getattr(fn, "options", None), Options
+        )
 
     return enters(inspect.unwrap(fn, stop=enters))
 
@@ -374,7 +399,15 @@ def _run(fn: Any, args: Any, kwargs: Any, name: str, options: Options) -> Any:
         return fn(*args, **kwargs)
     if options.backend == "reentrant":
         return _reentrant.run(fn, name, options.preserve_rng_state, args, kwargs)
-    return run_rerun(fn, args, kwargs, name, entered_from(sys._getframe(2)), options, logged if options.debug else None)
+    return run_rerun(
+        fn,
+        args,
+        kwargs,
+        name,
+        entered_from(sys._getframe(2)),
+        options,
+        logged if options.debug else None,
+    )
 
 
 def run_rerun(
@@ -408,7 +441,11 @@ def run_rerun(
 
 
 def _is_noted(options: Options) -> bool:
-    return options.report or options.debug or (thread.region is not None and thread.region.noted is not None)
+    return (
+        options.report
+        or options.debug
+        or (thread.region is not None and thread.region.noted is not None)
+    )
 
 
 def _run_replay(fn: Any, args: Any, kwargs: Any, name: str, options: Options) -> Any:
@@ -439,7 +476,14 @@ class _Block:
         hooks = _torch.enclosing_hooks()
         is_noted = _is_noted(options)
         owner = where if fn is None else getattr(fn, "__code__", None) or type(fn)
-        site = (owner, placement, options.preserve_rng_state, hooks is None, is_noted, options.debug)
+        site = (
+            owner,
+            placement,
+            options.preserve_rng_state,
+            hooks is None,
+            is_noted,
+            options.debug,
+        )
         self._tape = Run(program_of(site), hooks, options.preserve_rng_state, options.policy)
         if placement is not None:
             self._tape.placement = placement
@@ -449,9 +493,13 @@ class _Block:
         log: Any = [] if options.debug else None
         self._source = Follow(self._tape, log)
         # What is replayed has the recorded metadata by construction.
-        check = None if options.determinism_check == "metadata" else check_of(options.determinism_check)
+        check = (
+            None if options.determinism_check == "metadata" else check_of(options.determinism_check)
+        )
         self._tape.is_checked = check is not None
-        self.frame = (Reported if is_noted else Frame)(self._source, name, where, options.early_stop, check)
+        self.frame = (Reported if is_noted else Frame)(
+            self._source, name, where, options.early_stop, check
+        )
         if is_noted:
             self._tape.note = _note_with_stack if options.debug else note
         if options.debug:
@@ -490,8 +538,12 @@ class _Block:
         return report_of([self.frame])
 
 
-def _explain(source: Follow, recompute: list[tuple[str, str]], error: errors.CheckpointError) -> None:
-    forward = [(str(step.func), step.note[-1]) for step in source.path().steps if step.func is not None]
+def _explain(
+    source: Follow, recompute: list[tuple[str, str]], error: errors.CheckpointError
+) -> None:
+    forward = [
+        (str(step.func), step.note[-1]) for step in source.path().steps if step.func is not None
+    ]
     explain(error, forward, recompute)
 
 
@@ -564,7 +616,9 @@ class checkpoint_scope:
     __slots__ = ("_block", "_entered", "_name", "_options")
 
     def __init__(self, **options: Unpack[GivenToScope]) -> None:
-        self._options = options_of("checkpoint_scope", options, "replay") if options else _SCOPE_DEFAULTS
+        self._options = (
+            options_of("checkpoint_scope", options, "replay") if options else _SCOPE_DEFAULTS
+        )
         self._entered = False
         self._block: Any = None
 
@@ -608,6 +662,9 @@ _torch.leave_eager(checkpoint_scope.__enter__, _RECORDS)
 
 # What `help` and editors show.
 _FN = inspect.Parameter("fn", inspect.Parameter.POSITIONAL_ONLY, default=None)
-_SHOWN = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in inspect.signature(Options).parameters.values()]
+_SHOWN = [
+    p.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+    for p in inspect.signature(Options).parameters.values()
+]
 vars(checkpointed)["__signature__"] = inspect.Signature([_FN, *_SHOWN])
 checkpoint_scope.__signature__ = inspect.Signature(_SHOWN[1:])  # type: ignore[attr-defined]

@@ -78,7 +78,9 @@ def checksum(tensor: Tensor) -> int:
     """64 bits that depend on every bit of the tensor and its position."""
     parts = _torch.parts_of(tensor)
     if parts is not None:
-        numbers = [checksum(p) if isinstance(p, Tensor) else zlib.crc32(repr(p).encode()) for p in parts]
+        numbers = [
+            checksum(p) if isinstance(p, Tensor) else zlib.crc32(repr(p).encode()) for p in parts
+        ]
         return hash(tuple(numbers))
     resolved = tensor.resolve_conj().resolve_neg()
     plain = resolved.clone(memory_format=torch.contiguous_format).cpu()

@@ -80,7 +80,9 @@ class BesideCompiledCode(_Run):  # type: ignore[misc]
         for place in () if info is None else info.targets:
             target = kwargs.get(place) if type(place) is str else args[place]
             for tensor in tensors_of(target):
-                if _torch.has_storage(tensor):  # whose version is counted up when the operator has returned
+                if _torch.has_storage(
+                    tensor
+                ):  # whose version is counted up when the operator has returned
                     self._versions[_torch.storage_id(tensor)] = _torch.version(tensor) + 1
 
 
@@ -127,7 +129,9 @@ def effects_of_region(region: Any) -> tuple[set[int], set[str]]:
         if isinstance(node.target, _torch.OpOverload):
             spaces.add(node.target.namespace)
         for target in _written_by(node):
-            while target.op == "call_function" and target.all_input_nodes:  # a view of an input, maybe
+            while (
+                target.op == "call_function" and target.all_input_nodes
+            ):  # a view of an input, maybe
                 target = target.all_input_nodes[0]
             if target in inputs:
                 written.add(inputs.index(target))
@@ -136,9 +140,15 @@ def effects_of_region(region: Any) -> tuple[set[int], set[str]]:
 
 def _written_by(node: Any) -> Iterable[Any]:
     """The nodes whose results a node writes in place."""
-    if not isinstance(node.target, _torch.OpOverload):  # a user's Triton kernel may write all of its arguments
+    if not isinstance(
+        node.target, _torch.OpOverload
+    ):  # a user's Triton kernel may write all of its arguments
         return node.all_input_nodes if "mutation" in str(node.target) else ()
     arguments = node.target._schema.arguments
     given = {**dict(zip((a.name for a in arguments), node.args, strict=False)), **node.kwargs}
-    writes = [given[a.name] for a in arguments if a.name in given and a.alias_info and a.alias_info.is_write]
+    writes = [
+        given[a.name]
+        for a in arguments
+        if a.name in given and a.alias_info and a.alias_info.is_write
+    ]
     return [target for each in writes for target in (each if isinstance(each, list) else [each])]

@@ -45,12 +45,16 @@ def _text(value: Any) -> str:
     return repr(value)
 
 
-def explain(error: errors.CheckpointError, forward: list[tuple[str, str]], recompute: list[tuple[str, str]]) -> None:
+def explain(
+    error: errors.CheckpointError, forward: list[tuple[str, str]], recompute: list[tuple[str, str]]
+) -> None:
     """Raise an error again with the logs of both runs, under torch's headings."""
     logs = ""
     for title, lines in (("the original forward", forward), ("recomputation", recompute)):
         logs += f"\n\nOperations executed during {title}:\n"
-        logs += "".join(f"  {i}: {op}\n{stack}" for i, (op, stack) in enumerate(lines)) or "  (none)\n"
+        logs += (
+            "".join(f"  {i}: {op}\n{stack}" for i, (op, stack) in enumerate(lines)) or "  (none)\n"
+        )
     explained = type(error)(
         f"{error}\n\nAn error happened while unpacking tensors; these are the operators of both "
         f"runs, each with the lines of your code that led to it, innermost first.{logs}\n"

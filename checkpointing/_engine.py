@@ -61,7 +61,9 @@ class Holding(NamedTuple):
 class Source:
     """How a frame brings tensors back."""
 
-    save: Callable[[Tensor], Any] | None = None  # what a holder must remember; None: only which parameter it shows
+    save: Callable[[Tensor], Any] | None = (
+        None  # what a holder must remember; None: only which parameter it shows
+    )
 
     def at_hand(self, holder: Holder, where: Frame) -> Tensor | None:
         """A holder's tensor, if nothing has to be computed for it."""
@@ -137,10 +139,16 @@ class Frame:
     noted: list[Any] | None = None  # if somebody wants a report: the tensors that are saved
     complete = False  # backward may run before the region has ended (rule 6)
     on_error: Callable[[errors.CheckpointError], None] | None = None
-    prefix: str | None = None  # how messages begin where other code matches on it; torch's functions set it
-    written: frozenset[int] = frozenset()  # memory that regions inside write, which the recompute must deliver before
+    prefix: str | None = (
+        None  # how messages begin where other code matches on it; torch's functions set it
+    )
+    written: frozenset[int] = (
+        frozenset()
+    )  # memory that regions inside write, which the recompute must deliver before
 
-    def __init__(self, source: Source, name: str, entered_from: Line, early_stop: bool, check: Check) -> None:
+    def __init__(
+        self, source: Source, name: str, entered_from: Line, early_stop: bool, check: Check
+    ) -> None:
         self.source = source
         self.save = source.save
         self.name = name
@@ -148,7 +156,9 @@ class Frame:
         self.early_stop = early_stop
         self.check = check
         self.holders: list[weakref.ref[Holder]] = []
-        self.inputs: dict[int, tuple[object, int]] = {}  # by slot: roles of what regions inside take, and its memory
+        self.inputs: dict[
+            int, tuple[object, int]
+        ] = {}  # by slot: roles of what regions inside take, and its memory
         self.tasks: dict[Any, TaskTensors] = {}
         # The worker threads of one graph task may open one frame at once: who waits wants what is being computed.
         self.lock = threading.RLock()
@@ -159,7 +169,9 @@ class Frame:
     @property
     def place(self) -> str:
         code, _ = self.entered_from
-        return f"region '{self.name}' (entered at {code.co_filename}:{line_number(self.entered_from)})"
+        return (
+            f"region '{self.name}' (entered at {code.co_filename}:{line_number(self.entered_from)})"
+        )
 
     def enter(self, region: Region) -> None:
         """From here on this is where autograd saves, and `region` where `keep` and its like go."""
@@ -223,7 +235,9 @@ class Frame:
             ready, slot = task.ready, holder.slot
             tensor = ready.get(slot)  # another thread may have been quicker
             if tensor is None:
-                if slot in ready and group is not None and self.prefix:  # its functions refuse what torch's refuse
+                if (
+                    slot in ready and group is not None and self.prefix
+                ):  # its functions refuse what torch's refuse
                     raise errors.overlapping(self)
                 request = Recompute(self, task, holder)
                 if not profiles():
@@ -240,7 +254,9 @@ class Frame:
 
     def remember(self, task: TaskTensors, key: Any) -> None:
         """Until the end of the graph task (or of torch's group of them), whatever becomes of it."""
-        if task.guard is None and key != -1:  # outside of backward (`grad_fn._saved_self`) there is no end
+        if (
+            task.guard is None and key != -1
+        ):  # outside of backward (`grad_fn._saved_self`) there is no end
             owner = key
             if type(key) is int:
                 owner = partial(int)
@@ -257,7 +273,9 @@ def unpack(holder: Holder) -> Tensor:
         task.ready[holder.slot] = None
     elif holder.saved is None or (tensor := frame.source.at_hand(holder, frame)) is None:
         tensor = frame.bring_back(holder, key)
-    if (reader := _getframe().f_back) and reader.f_code is not _backward_code:  # None: a thread of the autograd engine
+    if (
+        reader := _getframe().f_back
+    ) and reader.f_code is not _backward_code:  # None: a thread of the autograd engine
         _keep_until_done(holder, tensor)
     return tensor
 
@@ -299,10 +317,14 @@ class Recompute:
     _count = -1  # the slots that there are, for a source that passes them in order
     _slot = -1  # which it has passed
     _last = sys.maxsize  # where it is to be stopped
-    _unfilled = -1  # the last node that has saved what its operator may fill only then, as RReLU its noise
+    _unfilled = (
+        -1
+    )  # the last node that has saved what its operator may fill only then, as RReLU its noise
     _stopped = False
     ran_to_its_end = False  # set by an in-order source that was not stopped
-    rewound: Set[int] = frozenset()  # storages that hold what they did before the forward, until the rerun ends
+    rewound: Set[int] = (
+        frozenset()
+    )  # storages that hold what they did before the forward, until the rerun ends
     _inputs: Mapping[int, tuple[object, int]] = {}
     _is_watched = False
     _copies: _torch.Copies | None = None
@@ -320,13 +342,19 @@ class Recompute:
         """The live holders that this graph task may still open, by slot; of all or of these."""
         ready, opened = self.ready, self.holder
         live = [ref() for ref in (self.frame.holders if refs is None else refs)]
-        return [holder for holder in live if holder is not None and (holder.slot not in ready or holder is opened)]
+        return [
+            holder
+            for holder in live
+            if holder is not None and (holder.slot not in ready or holder is opened)
+        ]
 
     @property
     def is_last(self) -> bool:
         """Whether this graph task has nothing left to open. Mostly one look: backward opens first what was saved
         last."""
-        return all((holder := ref()) is None or holder.slot in self.ready for ref in self.frame.holders)
+        return all(
+            (holder := ref()) is None or holder.slot in self.ready for ref in self.frame.holders
+        )
 
     def deliver(self, holder: Holder, tensor: Tensor) -> None:
         """Take one recomputed tensor, for one of the holders that are wanted."""
@@ -427,7 +455,9 @@ class Recompute:
         frame, saved = self.frame, holder.saved
         (then, must_stay), (now, must_be) = map(self._described, (saved, found))
         if saved is None or found is None or (saved[0] != found[0] and (must_stay or must_be)):
-            raise errors.other_parameter(frame, holder.slot, user_line(), then, now, frame.source.hint())
+            raise errors.other_parameter(
+                frame, holder.slot, user_line(), then, now, frame.source.hint()
+            )
         if saved[0] == found[0] and saved[1] != found[1]:
             raise errors.changed(frame, now, saved[1], found[1])
 
@@ -470,7 +500,10 @@ class Recompute:
         """An error, with what is known besides. Nothing that has been recomputed is to be used."""
         self.ready.clear()
         note = f"This happened during the recompute of {self.frame.place}."
-        error.__notes__ = [*getattr(error, "__notes__", ()), note]  # as `add_note` does, since Python 3.11
+        error.__notes__ = [
+            *getattr(error, "__notes__", ()),
+            note,
+        ]  # as `add_note` does, since Python 3.11
         if isinstance(error, errors.CheckpointError) and self.frame.on_error is not None:
             self.frame.on_error(error)
         return error
@@ -479,9 +512,13 @@ class Recompute:
         frame, ready = self.frame, self.ready
         if self._mismatches:
             _, expected, *_ = self._mismatches[0]
-            shown = 1 if type(expected) is Evidence else 3  # all that is computed from the first one differs as well
+            shown = (
+                1 if type(expected) is Evidence else 3
+            )  # all that is computed from the first one differs as well
             hint = frame.source.hint()
-            raise self._explained(errors.different_metadata(frame, _node_name(), self._mismatches, shown, hint))
+            raise self._explained(
+                errors.different_metadata(frame, _node_name(), self._mismatches, shown, hint)
+            )
         for slot, version in self._versions.items():
             tensor = ready[slot]
             if tensor is not None and tensor._version != version:
@@ -494,7 +531,9 @@ class Recompute:
                 last = min(self._last, count - 1)
             if self._slot < last:
                 counts = count, self._slot + 1
-                raise self._explained(errors.different_number(frame, last, _node_name(), *counts, frame.source.hint()))
+                raise self._explained(
+                    errors.different_number(frame, last, _node_name(), *counts, frame.source.hint())
+                )
 
 
 def _node_name() -> str:
@@ -513,10 +552,18 @@ def named(name: Name, tensor: Tensor | None = None) -> str:
     if isinstance(name, tuple):
         parent, key = name
         name = f"{named(parent)}.{key}" if isinstance(key, Field) else f"{named(parent)}[{key!r}]"
-    text = name if isinstance(name, str) else "a tensor that it saved" if name is None else f"what {name} read"
+    text = (
+        name
+        if isinstance(name, str)
+        else "a tensor that it saved"
+        if name is None
+        else f"what {name} read"
+    )
     if tensor is None:
         return text
-    return f"{text} ({tensor.dtype} tensor of shape {tuple(_torch.shape_of(tensor))})".replace("torch.", "")
+    return f"{text} ({tensor.dtype} tensor of shape {tuple(_torch.shape_of(tensor))})".replace(
+        "torch.", ""
+    )
 
 
 def root_of(tensor: Tensor) -> Tensor:

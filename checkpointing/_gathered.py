@@ -29,7 +29,9 @@ class BesideGathering(_Run):  # type: ignore[misc]
     _lent: list[torch.UntypedStorage]  # memory of gathered parameters, while they are there
     _alive: list[int]  # cells from before the last cut
     _cut_at: int  # so many cells were there
-    _kept: dict[int, tuple[ref[Tensor], int]]  # by id: tensors that are kept, and the version at which they are
+    _kept: dict[
+        int, tuple[ref[Tensor], int]
+    ]  # by id: tensors that are kept, and the version at which they are
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self._here["depth"] == self._depth:

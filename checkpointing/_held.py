@@ -21,7 +21,16 @@ from typing import Any, TypeGuard
 from torch import Tensor
 
 from . import _torch, errors
-from ._engine import Name, identity, is_internal, is_parameter, is_referenced, named, root_of, unpack
+from ._engine import (
+    Name,
+    identity,
+    is_internal,
+    is_parameter,
+    is_referenced,
+    named,
+    root_of,
+    unpack,
+)
 from ._offload import Moved, Mover
 from ._region import without_recording
 
@@ -77,7 +86,9 @@ class Aliased(Held):
 
     is_packed = False
 
-    def __init__(self, packed: Tensor, name: Name, is_parameter: bool = False, version: int | None = None) -> None:
+    def __init__(
+        self, packed: Tensor, name: Name, is_parameter: bool = False, version: int | None = None
+    ) -> None:
         super().__init__(packed, name)
         self.is_parameter = is_parameter
         self._version = _torch.version(packed) if version is None else version
@@ -105,7 +116,9 @@ class Saved(Held):
         try:
             return self.packed.unpack()  # type: ignore[no-any-return]
         except RuntimeError as error:
-            if isinstance(error, errors.CheckpointError) or "modified by an inplace" not in str(error):
+            if isinstance(error, errors.CheckpointError) or "modified by an inplace" not in str(
+                error
+            ):
                 raise
             raise errors.changed(where, named(self.name)) from error
 
@@ -135,7 +148,9 @@ class Packed(Held):
 
     def freeze(self, copied: Callable[[], Tensor] | None = None) -> None:
         pack, unpacked = self._hooks
-        copy = without_recording(lambda packed: copied() if copied else _torch.copy(unpacked(packed)), self.packed)
+        copy = without_recording(
+            lambda packed: copied() if copied else _torch.copy(unpacked(packed)), self.packed
+        )
         self.packed, self._layout = without_recording(pack, copy), _torch.layout_of(copy)
         self._live = lambda: None
 
@@ -145,7 +160,9 @@ class InSlot(Held):
 
     __slots__ = ("_owner", "_unpack")
 
-    def __init__(self, alias: Tensor, hooks: _torch.Hooks, name: Name, role: object, tensor: Tensor) -> None:
+    def __init__(
+        self, alias: Tensor, hooks: _torch.Hooks, name: Name, role: object, tensor: Tensor
+    ) -> None:
         announce(hooks, role, tensor)
         pack, self._unpack = hooks
         owner = _owner_of(hooks)
@@ -195,7 +212,9 @@ def hold(tensor: Tensor, saver: Saver, name: Name, role: object = None) -> Held:
         return Aliased(alias, name) if moved is None else Elsewhere(moved, name)
     if _is_users(saver):
         return Packed(alias, saver, name, without_recording(saver[0], alias))
-    if getattr(_owner_of(saver), "complete", False):  # a block around that has ended before this one
+    if getattr(
+        _owner_of(saver), "complete", False
+    ):  # a block around that has ended before this one
         return Aliased(alias, name)
     return InSlot(alias, saver, name, role or name, tensor)
 
@@ -231,7 +250,9 @@ def _is_users(saver: Saver) -> TypeGuard[_torch.Hooks]:
 
 def _is_referenced_beside(tensor: Tensor, saver: Saver) -> bool:
     root = root_of(tensor)
-    return is_parameter(root) if _is_users(saver) else is_referenced(root)  # users' hooks may look at other leaves
+    return (
+        is_parameter(root) if _is_users(saver) else is_referenced(root)
+    )  # users' hooks may look at other leaves
 
 
 def _owner_of(hooks: _torch.Hooks | None) -> Any:

@@ -30,7 +30,9 @@ Picks = Callable[[str, nn.Module], bool]
 Select = Union[type, str, Picks, Sequence["Select"]]  # noqa: UP007
 
 
-def checkpoint_modules(model: nn.Module, select: Select, /, **options: Unpack[_api.Given]) -> CheckpointedModules:
+def checkpoint_modules(
+    model: nn.Module, select: Select, /, **options: Unpack[_api.Given]
+) -> CheckpointedModules:
     """Checkpoint the selected modules of a model, in place.
 
     Each of them runs in a region of its own. Names, `state_dict`, `isinstance`, hooks (which run
@@ -94,7 +96,9 @@ def _refuse_unsuitable(name: str, module: nn.Module) -> None:
         )
     is_static = isinstance(inspect.getattr_static(type(module), "forward", None), staticmethod)
     if is_static or not inspect.isroutine(getattr(type(module), "forward", None)):
-        raise TypeError(f"checkpoint_modules can't wrap {described}: its class has no method `forward` in Python.")
+        raise TypeError(
+            f"checkpoint_modules can't wrap {described}: its class has no method `forward` in Python."
+        )
     _api.refuse_generators("checkpoint_modules", module)
 
 
@@ -126,7 +130,9 @@ def _is_called(module: nn.Module) -> bool:
 
 def _nothing_picked(model: nn.Module, select: Select) -> str:
     named = dict(model.named_modules())
-    classes = Counter(type(m).__qualname__ + ("" if _is_called(m) else " (never called)") for m in named.values())
+    classes = Counter(
+        type(m).__qualname__ + ("" if _is_called(m) else " (never called)") for m in named.values()
+    )
     there = ", ".join(f"{count} {name}" for name, count in classes.most_common())
     called = [name for name, module in named.items() if name and _is_called(module)]
     known = [*dict.fromkeys(re.sub(r"\b\d+\b", "*", name) for name in called)]
@@ -139,7 +145,9 @@ def _nothing_picked(model: nn.Module, select: Select) -> str:
         close += longer[:3] or difflib.get_close_matches(pattern, known)
     hint = "."
     if close:
-        hint = f" (a `*` stands for one part of a name): did you mean {' or '.join(map(repr, close))}?"
+        hint = (
+            f" (a `*` stands for one part of a name): did you mean {' or '.join(map(repr, close))}?"
+        )
     shown = select.__qualname__ if isinstance(select, type) else repr(select)
     picks = f"checkpoint_modules: {shown} picks no module of this {type(model).__qualname__}"
     return f"{picks}{hint} There are {there}."
@@ -150,7 +158,9 @@ class CheckpointedModules:
 
     def __init__(self, picked: dict[nn.Module, str], options: _api.Options) -> None:
         self.names = tuple(picked.values())
-        self._forwards = {module: _Forward(module, name, options) for module, name in picked.items()}
+        self._forwards = {
+            module: _Forward(module, name, options) for module, name in picked.items()
+        }
         for module, forward in self._forwards.items():
             module.__dict__["forward"] = forward
 
@@ -167,7 +177,9 @@ class CheckpointedModules:
 
     def __enter__(self) -> Self:
         if not self._forwards:
-            raise errors.CheckpointError(f"{self} has been removed: call checkpoint_modules once more.")
+            raise errors.CheckpointError(
+                f"{self} has been removed: call checkpoint_modules once more."
+            )
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -192,7 +204,9 @@ class _Forward:
     def __wrapped__(self) -> Callable[..., Any]:
         module = self._module()
         assert module is not None  # the caller of its forward holds it
-        forward: Callable[..., Any] = type(module).forward.__get__(module) if self.own is None else self.own
+        forward: Callable[..., Any] = (
+            type(module).forward.__get__(module) if self.own is None else self.own
+        )
         return forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -106,7 +106,9 @@ class Moved:
         "rank",
     )
 
-    def __init__(self, away: Tensor, home: torch.device, layout: Any, streams: Any, sent: Any) -> None:
+    def __init__(
+        self, away: Tensor, home: torch.device, layout: Any, streams: Any, sent: Any
+    ) -> None:
         self._away = away
         self._home = home
         self._layout = layout  # as which it comes back

@@ -134,7 +134,9 @@ def tag(x: T, name: str) -> T:
 class Policy(NamedTuple):
     """What to keep, as a value: compares, hashes, prints, and combines with `|` (keep what either keeps)."""
 
-    made_by: tuple[Any, ...]  # a function of this module and its arguments: those of equal policies are equal
+    made_by: tuple[
+        Any, ...
+    ]  # a function of this module and its arguments: those of equal policies are equal
     text: str
     on_op: Callable[[Any, Any, Any, Any], Answer] | None = None
     """What to do with what an operator has made, given (operator, args, kwargs, result). None: it never asks."""
@@ -189,10 +191,14 @@ def _asking(function: Callable[..., Any]) -> Policy:
         if isinstance(answer, bool):
             return answer
         if not isinstance(answer, CheckpointPolicy):
-            raise ValueError(f"a policy answers with a CheckpointPolicy or a bool, not {answer!r} (asked for {op})")
+            raise ValueError(
+                f"a policy answers with a CheckpointPolicy or a bool, not {answer!r} (asked for {op})"
+            )
         return _ANSWERS[answer]
 
-    return Policy((_asking, function), f"<policy {getattr(function, '__qualname__', function)}>", on_op=ask)
+    return Policy(
+        (_asking, function), f"<policy {getattr(function, '__qualname__', function)}>", on_op=ask
+    )
 
 
 def _auto(budget: int | None) -> Policy:
@@ -204,9 +210,13 @@ def _either(first: Policy | None, second: Policy | None) -> Policy:
     if first is None or second is None:
         raise TypeError("None is no policy to combine with: it keeps nothing")
     if first.placement is not None and second.placement is not None:
-        raise TypeError(f"{first!r} and {second!r} can't both place checkpoints: give one auto(...) all it needs")
+        raise TypeError(
+            f"{first!r} and {second!r} can't both place checkpoints: give one auto(...) all it needs"
+        )
     ask, ask_too = first.on_op, second.on_op
-    either = None if ask is None or ask_too is None else lambda *asked: ask(*asked) or ask_too(*asked)
+    either = (
+        None if ask is None or ask_too is None else lambda *asked: ask(*asked) or ask_too(*asked)
+    )
     return Policy(
         (_either, first, second),
         f"{first!r} | {second!r}",
@@ -267,7 +277,11 @@ def save_ops(*ops: Any) -> Policy:
         if not isinstance(op, _torch.OpOverload | _torch.HigherOrderOperator):
             raise ValueError(
                 f"a policy lists OpOverloads such as torch.ops.aten.mm.default, not {op!r}"
-                + (" (name one of its overloads)" if isinstance(op, _torch.OpOverloadPacket) else "")
+                + (
+                    " (name one of its overloads)"
+                    if isinstance(op, _torch.OpOverloadPacket)
+                    else ""
+                )
             )
     return _save_ops(frozenset(ops))
 
@@ -392,7 +406,9 @@ def _bytes(name: str, given: Any, least: int) -> int:
     if isinstance(given, str):
         match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+(?:e[0-9]+)?)\s*([kmgt]i?)?b?\s*", given.lower())
         if match is None:
-            raise ValueError(f"{name} is a number of bytes, such as 10**9 or '1.5 GiB', not {given!r}")
+            raise ValueError(
+                f"{name} is a number of bytes, such as 10**9 or '1.5 GiB', not {given!r}"
+            )
         unit = match[2] or ""
         given = int(float(match[1]) * _UNITS[unit])
     if isinstance(given, bool) or not hasattr(given, "__index__"):
@@ -403,7 +419,9 @@ def _bytes(name: str, given: Any, least: int) -> int:
     return nbytes
 
 
-_UNITS = {"": 1} | {f"{c}{i}": (1024 if i else 1000) ** n for n, c in enumerate("kmgt", 1) for i in ("", "i")}
+_UNITS = {"": 1} | {
+    f"{c}{i}": (1024 if i else 1000) ** n for n, c in enumerate("kmgt", 1) for i in ("", "i")
+}
 
 
 def as_policy(policy: Any) -> Policy | None:

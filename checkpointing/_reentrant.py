@@ -33,7 +33,9 @@ class CheckpointFunction(torch.autograd.Function):
     differentiable once."""
 
     @staticmethod
-    def forward(ctx: Any, function: Callable[..., Any], preserve_rng_state: PreserveRngState, *args: Any) -> Any:
+    def forward(
+        ctx: Any, function: Callable[..., Any], preserve_rng_state: PreserveRngState, *args: Any
+    ) -> Any:
         check_backward_validity(args)
         ctx.source = Rerun(function, args, {}, preserve_rng_state)
         try:
@@ -66,7 +68,9 @@ def _run_backward(outputs: Any, grads: Any) -> None:
         if isinstance(output, Tensor) and output.requires_grad
     ]
     if not pairs:
-        raise errors.CheckpointError("none of output has requires_grad=True, this checkpoint() is not necessary")
+        raise errors.CheckpointError(
+            "none of output has requires_grad=True, this checkpoint() is not necessary"
+        )
     try:
         torch.autograd.backward([output for output, _ in pairs], [grad for _, grad in pairs])
     except RuntimeError as error:
@@ -103,7 +107,9 @@ class _NoResults(Region):
     def keep(self, tensor: Tensor) -> Tensor:
         return tensor
 
-    def once(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def once(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         return None
 
 

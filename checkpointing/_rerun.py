@@ -195,7 +195,10 @@ class Rerun(Region, Source, Inputs):
             self._args.append(held)
         self._kwargs = kwargs
         if kwargs:
-            self._kwargs = {key: take_apart(value, self.hold, ("kwargs", key), met) for key, value in kwargs.items()}
+            self._kwargs = {
+                key: take_apart(value, self.hold, ("kwargs", key), met)
+                for key, value in kwargs.items()
+            }
         self._variables = self.capture(function)
         if self.modules:
             self._buffers = Buffers(self)
@@ -219,7 +222,11 @@ class Rerun(Region, Source, Inputs):
         changed = [held for tensor, version, held in given if _torch.version(tensor) != version]
         if not changed:
             return
-        storages = {held: _torch.storage_id(tensor) for tensor, _, held in given if _torch.has_storage(tensor)}
+        storages = {
+            held: _torch.storage_id(tensor)
+            for tensor, _, held in given
+            if _torch.has_storage(tensor)
+        }
         written = {storages[held] for held in changed if held in storages}
         self._written = {held: storage for held, storage in storages.items() if storage in written}
         note_written(self._hooks, written)
@@ -378,7 +385,9 @@ class _Fetched:
         return _torch.in_place_of(tensor, without_recording(self._copies.copy, tensor))
 
 
-def call_within(context: AbstractContextManager[Any], function: Any, *args: Any, **kwargs: Any) -> Any:
+def call_within(
+    context: AbstractContextManager[Any], function: Any, *args: Any, **kwargs: Any
+) -> Any:
     with context:
         return function(*args, **kwargs)
     raise errors.suppressed()
@@ -387,7 +396,9 @@ def call_within(context: AbstractContextManager[Any], function: Any, *args: Any,
 class Repeated(Region):
     """The region of a rerun: returns the values that the forward kept, in order."""
 
-    def __init__(self, pins: Iterable[Pin], results: Iterable[Any], policy: Any, where: Frame) -> None:
+    def __init__(
+        self, pins: Iterable[Pin], results: Iterable[Any], policy: Any, where: Frame
+    ) -> None:
         self._pins, self._results = iter(pins), iter(results)
         self.policy = policy  # regions inside must keep the same values as in the forward
         self._where = where
@@ -408,12 +419,16 @@ class Repeated(Region):
                 without_recording(_torch.write, pair)
         return tensor
 
-    def once(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def once(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         result = next(self._results, _FAILED)
         if result is _FAILED:
             if not self._where.complete:  # a rerun for a backward inside the region
                 return _without_slots(function, args, kwargs)
-            raise errors.not_recorded(self._where, getattr(function, "__qualname__", repr(function)))
+            raise errors.not_recorded(
+                self._where, getattr(function, "__qualname__", repr(function))
+            )
         given = _given_to(args, kwargs)
 
         def restore(saved: Any) -> Any:
@@ -464,11 +479,15 @@ class Pin(NamedTuple):
         write it.)"""
         if tensor.requires_grad:  # a leaf
             return tensor
-        data = without_recording(_torch.copy, tensor) if self.held.is_packed else _torch.alias(tensor)
+        data = (
+            without_recording(_torch.copy, tensor) if self.held.is_packed else _torch.alias(tensor)
+        )
         if not self.in_graph:
             return data
         with torch.enable_grad():
-            place = torch.zeros((), dtype=data.dtype, device=data.device, requires_grad=True).clone()
+            place = torch.zeros(
+                (), dtype=data.dtype, device=data.device, requires_grad=True
+            ).clone()
         return _torch.in_place_of(place, data)
 
 
@@ -501,7 +520,9 @@ class View(NamedTuple):
     def of(self, tensor: Tensor) -> Tensor:
         with torch.enable_grad():
             base = tensor if self.in_graph else tensor.detach()
-            return base.as_strided(self.size, self.stride, self.offset + int(tensor.storage_offset()))
+            return base.as_strided(
+                self.size, self.stride, self.offset + int(tensor.storage_offset())
+            )
 
 
 def _given_to(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
@@ -510,7 +531,9 @@ def _given_to(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     return given + tensors_in(given)
 
 
-def _without_slots(function: Callable[..., Any], args: Any, kwargs: Any, outer: Region | None = None) -> Any:
+def _without_slots(
+    function: Callable[..., Any], args: Any, kwargs: Any, outer: Region | None = None
+) -> Any:
     """Call a function that a recompute does not call: tensors saved in it are no slots."""
     _push_hooks(detached, identity)
     try:
@@ -533,8 +556,14 @@ def detached(tensor: Tensor) -> Tensor:
 def _assigned_by(code: CodeType) -> frozenset[str]:
     """The variables that a function, or one defined in it, assigns itself (`nonlocal`): they are
     left alone."""
-    names = {step.argval for step in dis.get_instructions(code) if step.opname in ("STORE_DEREF", "DELETE_DEREF")}
-    names = names.union(*(_assigned_by(const) for const in code.co_consts if type(const) is CodeType))
+    names = {
+        step.argval
+        for step in dis.get_instructions(code)
+        if step.opname in ("STORE_DEREF", "DELETE_DEREF")
+    }
+    names = names.union(
+        *(_assigned_by(const) for const in code.co_consts if type(const) is CodeType)
+    )
     return frozenset(code.co_freevars) & names
 
 

@@ -39,7 +39,9 @@ innermost_transform: Callable[[], object | None] = _C._functorch.peek_interprete
 
 
 # The pair that autograd would use now, or None; there is no public way to read it.
-enclosing_hooks: Callable[[], Hooks | None] = functools.partial(_autograd._top_saved_tensors_default_hooks, True)
+enclosing_hooks: Callable[[], Hooks | None] = functools.partial(
+    _autograd._top_saved_tensors_default_hooks, True
+)
 
 
 def remove_hooks(pack: Any) -> None:
@@ -82,12 +84,16 @@ def saved_by(node: Any) -> list[Any]:
         if name.startswith("_raw_saved_"):
             with contextlib.suppress(RuntimeError):  # a custom Function, after backward
                 saved = getattr(node, name)
-                found += [one.data for one in (saved if isinstance(saved, list | tuple) else (saved,))]
+                found += [
+                    one.data for one in (saved if isinstance(saved, list | tuple) else (saved,))
+                ]
     return found
 
 
 # Call something when the running backward call ends; a failing one only drops its reference to it.
-at_graph_task_end: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
+at_graph_task_end: Callable[[Callable[[], None]], None] = (
+    torch.autograd.Variable._execution_engine.queue_callback
+)
 
 
 # The Python function that all backward calls go through: what the engine asks for comes from right below it, or from a
@@ -101,7 +107,9 @@ PythonNode: type = _C._FunctionBase
 OpOverload = torch._ops.OpOverload
 OpOverloadPacket = torch._ops.OpOverloadPacket
 HigherOrderOperator = torch._ops.HigherOrderOperator
-FakeTensor = torch._subclasses.FakeTensor  # what tells shapes (to DTensor, for one) without computing anything
+FakeTensor = (
+    torch._subclasses.FakeTensor
+)  # what tells shapes (to DTensor, for one) without computing anything
 
 
 def quick_call(func: Any) -> Any:
@@ -157,8 +165,13 @@ def is_tracing() -> bool:
 
 mode_count: Callable[[], int] = _C._len_torch_dispatch_stack
 _infra_mode, _keys = _C._get_dispatch_mode, _C._TorchDispatchModeKey
-_proxy, _functional = _keys.PROXY, _keys.FUNCTIONAL  # AOTAutograd looks at a function with the second one first
-_is_exporting: Callable[[], bool] = torch.compiler.is_exporting  # without a mode there, where export isn't strict
+_proxy, _functional = (
+    _keys.PROXY,
+    _keys.FUNCTIONAL,
+)  # AOTAutograd looks at a function with the second one first
+_is_exporting: Callable[[], bool] = (
+    torch.compiler.is_exporting
+)  # without a mode there, where export isn't strict
 
 
 # Whether the running backward has `retain_graph=True`.
@@ -169,9 +182,13 @@ is_checkpoint_valid: Callable[[], bool] = torch.autograd._is_checkpoint_valid
 
 # The dictionaries of a module's children, parameters and buffers: without the names, sets and generators of the public
 # iterators, and without the checks of `setattr`.
-parts_of_module: Callable[[nn.Module], Any] = operator.attrgetter("_modules", "_parameters", "_buffers")
+parts_of_module: Callable[[nn.Module], Any] = operator.attrgetter(
+    "_modules", "_parameters", "_buffers"
+)
 # Its buffers by name, and which of the names are not persistent.
-buffers_of_module: Callable[[nn.Module], Any] = operator.attrgetter("_buffers", "_non_persistent_buffers_set")
+buffers_of_module: Callable[[nn.Module], Any] = operator.attrgetter(
+    "_buffers", "_non_persistent_buffers_set"
+)
 
 # The Python function in whose frames a module's `forward` runs.
 module_call_code: CodeType = cast(Any, nn.Module._wrapped_call_impl).__code__
@@ -200,7 +217,9 @@ def set_cpu_state(state: Tensor) -> None:
         _set_state(state)
 
 
-_accelerator = torch.accelerator.current_accelerator()  # what this build is made for; asks no driver
+_accelerator = (
+    torch.accelerator.current_accelerator()
+)  # what this build is made for; asks no driver
 _device_module: Any = None if _accelerator is None else torch.get_device_module(_accelerator)
 
 
@@ -246,7 +265,9 @@ def flop_formula(func: Any) -> Callable[[Any, Any, Any], float] | None:
     formula = flop_registry.get(getattr(func, "overloadpacket", func))
     if formula is None:
         return None
-    of_shapes = getattr(formula, "__wrapped__", None)  # without its walk through everything in the arguments
+    of_shapes = getattr(
+        formula, "__wrapped__", None
+    )  # without its walk through everything in the arguments
 
     def count(args: Any, kwargs: Any, result: Any) -> float:
         try:
@@ -254,7 +275,12 @@ def flop_formula(func: Any) -> Callable[[Any, Any, Any], float] | None:
                 shapes = [arg.shape if isinstance(arg, Tensor) else arg for arg in args]
                 return cast(float, of_shapes(*shapes, out_shape=result.shape))
             return cast(float, formula(*args, **kwargs, out_val=result))
-        except (AssertionError, IndexError, TypeError, ValueError):  # shapes that it was not written for
+        except (
+            AssertionError,
+            IndexError,
+            TypeError,
+            ValueError,
+        ):  # shapes that it was not written for
             return 0.0
 
     return count
@@ -321,7 +347,9 @@ def unflatten(kind: Any, parts: dict[str, Any], context: Any, size: Any, stride:
 def plain_parts(tensor: Any) -> list[Tensor]:
     """The tensors that a wrapper subclass consists of; the tensor itself, if it is none."""
     names = tensor.__tensor_flatten__()[0] if hasattr(tensor, "__tensor_flatten__") else ()
-    parts = [part for name in names if isinstance(part := getattr(tensor, name), Tensor)]  # a `DeviceMesh` is no tensor
+    parts = [
+        part for name in names if isinstance(part := getattr(tensor, name), Tensor)
+    ]  # a `DeviceMesh` is no tensor
     return [leaf for part in parts for leaf in plain_parts(part)] or [tensor]
 
 
@@ -504,7 +532,9 @@ class Copies:
     """Copies of tensors that share memory with each other where these do."""
 
     def __init__(self) -> None:
-        self._made: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # by storage, which lives as long, and version
+        self._made: dict[
+            tuple[int, int], tuple[Tensor, Tensor]
+        ] = {}  # by storage, which lives as long, and version
 
     def copy(self, tensor: Tensor) -> Tensor:
         if not has_storage(tensor):
@@ -512,7 +542,9 @@ class Copies:
         key = storage_id(tensor), version(tensor)
         if key not in self._made:
             self._made[key] = tensor, clone_storage(tensor)
-        return lay_as(tensor, self._made[key][1]).detach()  # no view, which could not be written with a graph
+        return lay_as(
+            tensor, self._made[key][1]
+        ).detach()  # no view, which could not be written with a graph
 
 
 def _bits_of(tensor: Tensor) -> int:
@@ -521,7 +553,14 @@ def _bits_of(tensor: Tensor) -> int:
 
 def lay_as(tensor: Tensor, base: Tensor) -> Tensor:
     """What lies on the storage of `base` as `tensor` does on its own."""
-    return lay(base, tensor.shape, tensor.stride(), int(tensor.storage_offset()), tensor.dtype, _bits_of(tensor))
+    return lay(
+        base,
+        tensor.shape,
+        tensor.stride(),
+        int(tensor.storage_offset()),
+        tensor.dtype,
+        _bits_of(tensor),
+    )
 
 
 def are_of_checkpoint(hooks: Hooks) -> bool:
@@ -567,7 +606,10 @@ def are_alike(one: Tensor, other: Tensor) -> bool:
 
 def same_bits(pair: tuple[Tensor, Tensor]) -> bool:
     """Whether two such tensors hold the same, bit for bit."""
-    one, other = (tensor.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8) for tensor in pair)
+    one, other = (
+        tensor.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+        for tensor in pair
+    )
     return one.is_meta or torch.equal(one, other)
 
 
@@ -598,7 +640,9 @@ in_batched_backward: Callable[[], bool] = functools.partial(_is_included, _vmap_
 
 
 def outside_of_batch() -> AbstractContextManager[Any]:
-    return cast("AbstractContextManager[Any]", _C._ExcludeDispatchKeyGuard(_C.DispatchKeySet(_vmap_key)))
+    return cast(
+        "AbstractContextManager[Any]", _C._ExcludeDispatchKeyGuard(_C.DispatchKeySet(_vmap_key))
+    )
 
 
 # ---- running recorded operators again
@@ -635,7 +679,9 @@ def keep_dynamo_out(*modules: ModuleType) -> None:
     """Tell Dynamo not to compile the functions of these modules, nor what they call: compiled code (compiled autograd,
     too) calls the hooks while it runs, and a rerun must save what the forward saved."""
     for module in modules:
-        codes = [code for value in vars(module).values() for code in _codes_of(value, module.__name__)]
+        codes = [
+            code for value in vars(module).values() for code in _codes_of(value, module.__name__)
+        ]
         while codes:
             code = codes.pop()
             _skip_in_dynamo(code)
@@ -644,7 +690,9 @@ def keep_dynamo_out(*modules: ModuleType) -> None:
 
 def _skip_in_dynamo(code: CodeType) -> None:
     dynamo = _C._dynamo.eval_frame
-    dynamo.set_code_exec_strategy(code, dynamo._FrameExecStrategy(dynamo._FrameAction.SKIP, dynamo._FrameAction.SKIP))
+    dynamo.set_code_exec_strategy(
+        code, dynamo._FrameExecStrategy(dynamo._FrameAction.SKIP, dynamo._FrameAction.SKIP)
+    )
 
 
 def leave_eager(function: Any, reason: str) -> None:
@@ -686,7 +734,9 @@ _warns_only: Callable[[], bool] = _C._get_deterministic_algorithms_warn_only
 
 
 # What decides the precision of float32 products; special ones follow the more general ones before them, unless set.
-_PRECISIONS = [("generic", "all")] + [(b, o) for b in ("cuda", "mkldnn") for o in ("all", "matmul", "conv", "rnn")]
+_PRECISIONS = [("generic", "all")] + [
+    (b, o) for b in ("cuda", "mkldnn") for o in ("all", "matmul", "conv", "rnn")
+]
 
 
 def precisions() -> list[str]:
@@ -725,7 +775,10 @@ def _set_matmul_precision(value: str | list[str]) -> None:
 # region reads it twice, so it has only what matters to this build.
 SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (torch.get_default_dtype, torch.set_default_dtype),
-    (_C._get_deterministic_algorithms, lambda on: _C._set_deterministic_algorithms(on, warn_only=_warns_only())),
+    (
+        _C._get_deterministic_algorithms,
+        lambda on: _C._set_deterministic_algorithms(on, warn_only=_warns_only()),
+    ),
     (_get_matmul_precision, _set_matmul_precision),
     (_C._get_flash_sdp_enabled, _C._set_sdp_use_flash),
     (_C._get_math_sdp_enabled, _C._set_sdp_use_math),
@@ -740,7 +793,8 @@ if torch.backends.cuda.is_built():
     )
 # Without a Python function among them; may raise a RuntimeError.
 QUICK_GETTERS: tuple[Callable[[], Any], ...] = tuple(
-    _C._get_float32_matmul_precision if getter is _get_matmul_precision else getter for getter, _ in SWITCHES
+    _C._get_float32_matmul_precision if getter is _get_matmul_precision else getter
+    for getter, _ in SWITCHES
 )
 
 

@@ -66,7 +66,11 @@ def open_container(value: Any) -> Container | None:
     if not dataclasses.is_dataclass(value) or isinstance(value, dict | Enum | nn.Module):
         return None
     attributes = dict(getattr(value, "__dict__", {}))
-    fields = {Field(f.name): getattr(value, f.name) for f in dataclasses.fields(value) if hasattr(value, f.name)}
+    fields = {
+        Field(f.name): getattr(value, f.name)
+        for f in dataclasses.fields(value)
+        if hasattr(value, f.name)
+    }
 
     def build(parts: dict[Any, Any]) -> Any:
         new = object.__new__(kind)  # past the constructor, which may take anything
@@ -99,7 +103,9 @@ def take_apart(
     if id(value) in met:
         return met[id(value)][0]
     met[id(value)] = value, value
-    parts = {k: take_apart(part, leaf, (name, k), met, depth + 1) for k, part in opened.parts.items()}
+    parts = {
+        k: take_apart(part, leaf, (name, k), met, depth + 1) for k, part in opened.parts.items()
+    }
     taken = Container(parts, opened.build)
     if parts and all(parts[k] is part and type(k) is Field for k, part in opened.parts.items()):
         taken = value  # an object with fields may be the key of a dict: it stays itself
@@ -113,7 +119,9 @@ def put_together(saved: Any, leaf: Callable[[Any], Any], met: dict[int, Any] | N
         return leaf(saved)
     met = {} if met is None else met
     if id(saved) not in met:
-        met[id(saved)] = saved.build({k: put_together(part, leaf, met) for k, part in saved.parts.items()})
+        met[id(saved)] = saved.build(
+            {k: put_together(part, leaf, met) for k, part in saved.parts.items()}
+        )
     return met[id(saved)]
 
 
@@ -138,4 +146,6 @@ def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
     if opened is None:
         return value
     new = {key: map_tensors(function, part) for key, part in opened.parts.items()}
-    return value if all(new[key] is part for key, part in opened.parts.items()) else opened.build(new)
+    return (
+        value if all(new[key] is part for key, part in opened.parts.items()) else opened.build(new)
+    )

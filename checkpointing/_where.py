@@ -41,7 +41,11 @@ def described(where: Line) -> str:
 def line_number(where: Line) -> int:
     """`frame.f_lineno` of a frame that no longer exists."""
     code, instruction = where
-    lines = (line for start, end, line in code.co_lines() if start <= instruction < end and line is not None)
+    lines = (
+        line
+        for start, end, line in code.co_lines()
+        if start <= instruction < end and line is not None
+    )
     return next(lines, code.co_firstlineno)
 
 

@@ -29,7 +29,9 @@ class ChangedError(CheckpointError):
 Mismatch = tuple[int, object, object, str]
 
 
-def different_number(where: object, slot: int, op: str, saved: int, recomputed: int, hint: str) -> MismatchError:
+def different_number(
+    where: object, slot: int, op: str, saved: int, recomputed: int, hint: str
+) -> MismatchError:
     return MismatchError(
         f"{where}: A different number of tensors was saved during the original forward and "
         "recomputation.\n"
@@ -49,7 +51,9 @@ def too_many(where: object, saved: int, line: str, hint: str) -> MismatchError:
     )
 
 
-def different_metadata(where: object, op: str, mismatches: Sequence[Mismatch], shown: int, hint: str) -> MismatchError:
+def different_metadata(
+    where: object, op: str, mismatches: Sequence[Mismatch], shown: int, hint: str
+) -> MismatchError:
     rows = "".join(
         f"tensor at position {slot}:\n"
         f"saved metadata: {_readable(saved)}\n"
@@ -75,11 +79,15 @@ def live(names: Sequence[str]) -> str:
 
 
 def is_about_sizes(error: BaseException) -> bool:
-    return type(error) is RuntimeError and any(word in str(error) for word in ("size", "Size", "shape"))
+    return type(error) is RuntimeError and any(
+        word in str(error) for word in ("size", "Size", "shape")
+    )
 
 
 def other_sizes(where: object, hint: str) -> MismatchError:
-    return MismatchError(f"{where}: the recompute meets tensors of other sizes than the forward. {hint}")
+    return MismatchError(
+        f"{where}: the recompute meets tensors of other sizes than the forward. {hint}"
+    )
 
 
 CALLED_AGAIN = (
@@ -111,7 +119,9 @@ def another_size(where: object, op: str, was: int, now: int) -> MismatchError:
     )
 
 
-def changed(where: object, name: str, was: int | None = None, now: int | None = None) -> ChangedError:
+def changed(
+    where: object, name: str, was: int | None = None, now: int | None = None
+) -> ChangedError:
     versions = "" if now is None else f" (it was at version {was}, it is at version {now} now)"
     return ChangedError(
         f"{where}: {name} was changed in place after the region had read it{versions}, so the "
@@ -122,7 +132,9 @@ def changed(where: object, name: str, was: int | None = None, now: int | None = 
     )
 
 
-def other_parameter(where: object, slot: int, line: str, then: str, now: str, hint: str) -> MismatchError:
+def other_parameter(
+    where: object, slot: int, line: str, then: str, now: str, hint: str
+) -> MismatchError:
     return MismatchError(
         f"{where}: in slot {slot}, at {line}, the recompute saves {now} where the forward saved "
         f"{then}. Both must save the same parameter if it trains. {hint}"
@@ -130,7 +142,9 @@ def other_parameter(where: object, slot: int, line: str, then: str, now: str, hi
 
 
 def other_role(where: object, slot: int, line: str, then: object, now: object) -> MismatchError:
-    saved, recomputed = ["no input of a region inside" if r is None else "such an input" for r in (then, now)]
+    saved, recomputed = [
+        "no input of a region inside" if r is None else "such an input" for r in (then, now)
+    ]
     if then is not None and now is not None:
         recomputed = "another such input"
     return MismatchError(

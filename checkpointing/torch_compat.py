@@ -51,7 +51,9 @@ from .errors import CheckpointError as CheckpointError
 _their_names = vars(_theirs)
 _their_checkpoint = _theirs.checkpoint
 
-Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]  # of the forward and of the recompute
+Contexts = tuple[
+    AbstractContextManager[Any], AbstractContextManager[Any]
+]  # of the forward and of the recompute
 ContextFn = Callable[[], Contexts]
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -66,8 +68,12 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-_early_stop: contextvars.ContextVar[bool | None] = contextvars.ContextVar("checkpointing.early_stop", default=None)
-_debug: contextvars.ContextVar[bool | None] = contextvars.ContextVar("checkpointing.debug", default=None)
+_early_stop: contextvars.ContextVar[bool | None] = contextvars.ContextVar(
+    "checkpointing.early_stop", default=None
+)
+_debug: contextvars.ContextVar[bool | None] = contextvars.ContextVar(
+    "checkpointing.debug", default=None
+)
 
 
 def set_checkpoint_early_stop(enable: bool) -> AbstractContextManager[None]:
@@ -113,7 +119,9 @@ class Options(TypedDict, total=False):
 @overload
 def checkpoint(function: Callable[..., R], *args: Any, **kwargs: Any) -> R: ...
 @overload
-def checkpoint(function: None = None, **options: Unpack[Options]) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
+def checkpoint(
+    function: None = None, **options: Unpack[Options]
+) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
 def checkpoint(
     function: Callable[..., Any] | None = None,
     *args: Any,
@@ -188,23 +196,33 @@ class _Checkpointed:
 
     def __get__(self, instance: object, owner: type | None = None) -> Any:
         bind = getattr(self.function, "__get__", None)
-        return self if instance is None or bind is None else _Checkpointed(bind(instance, owner), self.options)
+        return (
+            self
+            if instance is None or bind is None
+            else _Checkpointed(bind(instance, owner), self.options)
+        )
 
 
 _DEFAULTS: dict[str, Any] = checkpoint.__kwdefaults__  # type: ignore[assignment]
 _CHECKS: dict[str, Any] = {"default": "metadata", "none": "none"}
 
 
-def _checkpoint(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options) -> Any:
+def _checkpoint(
+    function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
+) -> Any:
     if torch.compiler.is_dynamo_compiling() or _torch.is_tracing():
         # Without the defaults: the compiler treats a call according to the arguments that it names.
-        named: dict[str, Any] = {name: value for name, value in options.items() if value is not _DEFAULTS[name]}
+        named: dict[str, Any] = {
+            name: value for name, value in options.items() if value is not _DEFAULTS[name]
+        }
         # It is new in 2.14, and kept tensors are in the graph, where no hook sees them.
         named.pop("respect_saved_tensors_hooks", None)
         return _their_checkpoint(function, *args, **named, **kwargs)
     use_reentrant = options["use_reentrant"]
     if use_reentrant is None:
-        _warn_about_use_reentrant("checkpoint", "calling checkpoint without use_reentrant will raise an exception.")
+        _warn_about_use_reentrant(
+            "checkpoint", "calling checkpoint without use_reentrant will raise an exception."
+        )
         use_reentrant = True
     if use_reentrant:
         return _reentrant(function, args, kwargs, options)
@@ -220,7 +238,9 @@ def _checkpoint(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], op
     return result
 
 
-def _reentrant(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options) -> Any:
+def _reentrant(
+    function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
+) -> Any:
     if kwargs:
         raise ValueError("Unexpected keyword arguments: " + ",".join(kwargs))
     given: dict[str, Any] = {**options}
@@ -307,14 +327,20 @@ def checkpoint_sequential(
     >>> y = checkpoint_sequential(layers, 3, x, use_reentrant=False)
     """
     if use_reentrant is None:
-        _warn_about_use_reentrant("checkpoint_sequential", "we will raise an exception if use_reentrant is not passed.")
+        _warn_about_use_reentrant(
+            "checkpoint_sequential", "we will raise an exception if use_reentrant is not passed."
+        )
         use_reentrant = True
     preserve_rng_state = kwargs.pop("preserve_rng_state", True)
     if kwargs:
         raise ValueError("Unexpected keyword arguments: " + ",".join(kwargs))
-    steps: list[Any] = list(functions.children()) if isinstance(functions, nn.Sequential) else list(functions)
+    steps: list[Any] = (
+        list(functions.children()) if isinstance(functions, nn.Sequential) else list(functions)
+    )
     if not 1 <= segments <= len(steps):
-        raise ValueError(f"segments must be between 1 and the number of functions ({len(steps)}), not {segments}")
+        raise ValueError(
+            f"segments must be between 1 and the number of functions ({len(steps)}), not {segments}"
+        )
     size = len(steps) // segments
     last = size * (segments - 1)
     for start in range(0, last, size):
