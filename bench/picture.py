@@ -59,7 +59,7 @@ def draw(file: str, arguments: Sequence[str] = ()) -> None:
 
     plain, torchs, autos = (measured(job.WAYS[name]) for name in ("plain", TORCH, AUTO))
     budgets = [int(plain.forward[-1] * 0.7**i) for i in range(10)]
-    costs = [cost(measured(job.one_scope(job.plain, auto(budget=budget)))) for budget in budgets]
+    costs = [cost(measured(job.one_scope(auto(budget=budget)))) for budget in budgets]
 
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "", "font.size": 9}):
         figure = Figure(figsize=(8, 8), layout="constrained")
