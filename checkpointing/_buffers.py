@@ -176,9 +176,8 @@ class _Moment:
 
     def exchange(self) -> _Moment:
         """Go back; returns the present moment."""
-        values = without_recording(_torch.exchange, (self._memory, self.values))
-        now = _Moment(self.tensors, self._memory, values)
-        _torch.set_versions(self.tensors, self._versions)
+        now = _Moment(self.tensors, self._memory, without_recording(_torch.clones, self._memory))
+        self.go_back()
         return now
 
     def go_back(self) -> None:

@@ -176,7 +176,7 @@ class InSlot(Held):
         if self._unpack is identity:
             # To pack once more would be a slot that the forward did not have: what was delivered becomes the copy.
             copy = without_recording(_torch.clone_storage, self.packed)
-            _torch.set_version(copy, _torch.version(self.packed))
+            _torch.set_versions((copy,), (_torch.version(self.packed),))
             recompute = self._owner and self._owner()
             if recompute is not None:
                 recompute.replace(self.packed, copy)
