@@ -1,7 +1,7 @@
 """Every private name of torch that this library uses, one function each, with the reason.
 
-Nothing else in the package reaches into `torch._C`. All of these names exist, unchanged, in torch 2.13
-to 2.15. Copies, and how tensors use memory, are here too: most of that has no public form.
+Nothing else in the package reaches into `torch._C`. All of these names exist, unchanged, in torch
+2.13 to 2.15. Copies, and how tensors use memory, are here too: most of that has no public form.
 """
 
 from __future__ import annotations
@@ -74,14 +74,15 @@ current_node: Callable[[], Any] = _C._current_autograd_node
 graph_exec_group: Callable[[], object | None] = _C._get_graph_exec_group
 
 
-# Whether a profiler runs in this thread, and a range in its output. `torch.profiler.record_function`
-# would be an operator, which modes see.
+# Whether a profiler runs in this thread, and a range in its output.
+# `torch.profiler.record_function` would be an operator, which modes see.
 profiles: Callable[[], bool] = _autograd._profiler_enabled
 profiled_range: Callable[[str], AbstractContextManager[Any]] = _C._profiler._RecordFunctionFast
 
 
 def saved_by(node: Any) -> list[Any]:
-    """The objects that autograd, or its hooks, have stored in a node for the tensors that it saves."""
+    """The objects that autograd, or its hooks, have stored in a node for the tensors that it
+    saves."""
     found: list[Any] = []
     for name in dir(node):
         if name.startswith("_raw_saved_"):
@@ -97,8 +98,8 @@ at_graph_task_end: Callable[[Callable[[], None]], None] = (
 )
 
 
-# The Python function that all backward calls go through. The autograd engine calls hooks right below
-# it, or in a thread of its own, without any Python frame.
+# The Python function that all backward calls go through. The autograd engine calls hooks right
+# below it, or in a thread of its own, without any Python frame.
 run_backward_code: CodeType = torch.autograd.graph._engine_run_backward.__code__
 # A custom `autograd.Function`, as a node: its backward may read a saved tensor twice.
 PythonNode: type = _C._FunctionBase
@@ -132,15 +133,17 @@ SelectiveForward: Any = torch.utils.checkpoint._CachingTorchDispatchMode
 
 
 def mark_as_torchs_own(pack: Any, below: Hooks | None = None) -> None:
-    """Since 2.14, torch's selective mode gives the tensors that it caches to the innermost pack hook,
-    and a region would take them for slots. A marked hook names the user's hooks around it instead."""
+    """Since 2.14, torch's selective mode gives the tensors that it caches to the innermost pack
+    hook, and a region would take them for slots. A marked hook names the user's hooks around it
+    instead."""
     pack._checkpoint_internal = True
     pack._user_hooks = below
 
 
 @contextlib.contextmanager
 def shows_users_hooks(mode: Any) -> Iterator[None]:
-    """Enter torch's selective mode in a region so that the mode finds the user's hooks around it."""
+    """Enter torch's selective mode in a region so that the mode finds the user's hooks around
+    it."""
     theirs: Any = torch.utils.checkpoint  # mypy knows that of 2.13
     hooks = enclosing_hooks()
     assert hooks is not None  # of the region
@@ -179,8 +182,8 @@ keeps_graph: Callable[[], bool] = _autograd._get_current_graph_task_keep_graph
 is_checkpoint_valid: Callable[[], bool] = torch.autograd._is_checkpoint_valid
 
 
-# The dictionaries of a module's children, parameters and buffers. The public iterators make names and
-# sets as well.
+# The dictionaries of a module's children, parameters and buffers. The public iterators make names
+# and sets as well.
 parts_of_module: Callable[[nn.Module], Any] = operator.attrgetter(
     "_modules", "_parameters", "_buffers"
 )
@@ -229,7 +232,8 @@ def accelerator_is_up() -> bool:
 
 
 def streams_of(device: torch.device) -> Any:
-    """The module with the streams of a device on which copies run beside the computation, or None."""
+    """The module with the streams of a device on which copies run beside the computation, or
+    None."""
     return torch.get_device_module(device) if device.type in ("cuda", "xpu") else None
 
 
@@ -337,8 +341,8 @@ def set_versions(tensors: Sequence[Tensor], versions: Sequence[int]) -> None:
     _autograd._unsafe_set_version_counter(tuple(tensors), tuple(versions))
 
 
-# How many nodes this thread has made. One operator saves all of its tensors at the same count, some of
-# them before its kernel runs.
+# How many nodes this thread has made. One operator saves all of its tensors at the same count, some
+# of them before its kernel runs.
 node_count: Callable[[], int] = _autograd._get_sequence_nr
 
 
@@ -349,8 +353,9 @@ _zeros_key = _C.DispatchKey.ZeroTensor
 def with_zeros(run: Callable[..., Any]) -> Callable[..., Any]:
     """Let an operator take efficient zeros in `__torch_dispatch__`.
 
-    These tensors have no memory. Autograd makes them for gradients of gradients and in forward mode.
-    The dispatch key that handles them is excluded in a dispatch mode, so kernels would read no memory.
+    These tensors have no memory. Autograd makes them for gradients of gradients and in forward
+    mode. The dispatch key that handles them is excluded in a dispatch mode, so kernels would read
+    no memory.
     """
 
     def guarded(*args: Any, **kwargs: Any) -> Any:
@@ -360,14 +365,15 @@ def with_zeros(run: Callable[..., Any]) -> Callable[..., Any]:
     return guarded
 
 
-# Save a tensor as a node of autograd would: through the enclosing hooks, without a reference cycle, and
-# unpacked with the same `grad_fn`.
+# Save a tensor as a node of autograd would: through the enclosing hooks, without a reference cycle,
+# and unpacked with the same `grad_fn`.
 save_input: Callable[[Tensor, bool], Any] = _autograd._make_saved_tensor
 SavedTensor: Any = _autograd.SavedTensor  # the type of its result
 
 
 def lay(base: Tensor, size: Any, stride: Any, offset: int, dtype: torch.dtype, bits: int) -> Tensor:
-    """A tensor of this geometry on the storage of `base`, with conj (1) and neg (2) bits, detached."""
+    """A tensor of this geometry on the storage of `base`, with conj (1) and neg (2) bits,
+    detached."""
     if base.dtype == dtype and not (base.is_neg() or (dtype.is_complex and base.is_conj())):
         tensor = base.as_strided(size, stride, offset)
     else:
@@ -390,8 +396,8 @@ def layout_of(tensor: Tensor) -> Layout | None:
 
 
 def copy(tensor: Tensor, layout: Layout | None = None) -> Tensor:
-    """A copy with the strides, gaps, shared elements and alignment of `tensor`, or of `layout`: kernels
-    may add in another order otherwise."""
+    """A copy with the strides, gaps, shared elements and alignment of `tensor`, or of `layout`:
+    kernels may add in another order otherwise."""
     layout = layout or layout_of(tensor)
     if layout is None:
         return tensor.clone()
@@ -570,8 +576,8 @@ def in_place_of(tensor: Tensor, data: Tensor) -> Tensor:
         pop_hooks()
 
 
-# ---- batched backward. `torch.autograd.grad(..., is_grads_batched=True)` runs unpack hooks inside of
-# torch's older vmap, which refuses random operators. Recomputed tensors do not depend on the batch.
+# ---- batched backward. `torch.autograd.grad(..., is_grads_batched=True)` runs unpack hooks inside
+# of torch's older vmap, which refuses random operators. Recomputed tensors do not depend on the batch.
 _vmap_key = _C._parse_dispatch_key("VmapMode")
 _is_included: Callable[[Any], bool] = _C._dispatch_tls_is_dispatch_key_included
 
@@ -617,7 +623,8 @@ set_grad_enabled: Callable[[bool], None] = _C._set_grad_enabled
 
 def keep_dynamo_out(*modules: ModuleType) -> None:
     """Tell Dynamo to run the functions of these modules, and all that they call, in eager mode.
-    Compiled code calls hooks while it runs, and a rerun must save the same tensors as the forward."""
+    Compiled code calls hooks while it runs, and a rerun must save the same tensors as the
+    forward."""
     for module in modules:
         codes = [
             code for value in vars(module).values() for code in _codes_of(value, module.__name__)
@@ -673,8 +680,8 @@ def set_function_modes(modes: Sequence[Any]) -> None:
 _warns_only: Callable[[], bool] = _C._get_deterministic_algorithms_warn_only
 
 
-# The settings for the precision of float32 products. Each follows the general ones before it, unless it
-# is set.
+# The settings for the precision of float32 products. Each follows the general ones before it,
+# unless it is set.
 _PRECISIONS = [("generic", "all")] + [
     (b, o) for b in ("cuda", "mkldnn") for o in ("all", "matmul", "conv", "rnn")
 ]
@@ -697,9 +704,11 @@ def set_precisions(values: Sequence[str]) -> None:
 
 
 def _get_matmul_precision() -> str | list[str]:
-    """The legacy setting, which raises where the newer `torch.backends.*.fp32_precision` contradict it.
+    """The legacy setting, which raises where the newer `torch.backends.*.fp32_precision` contradict
+    it.
 
-    Not covered: newer settings for convolutions and recurrent layers alone, where it does not raise."""
+    Not covered: newer settings for convolutions and recurrent layers alone, where it does not
+    raise."""
     try:
         return cast(str, _C._get_float32_matmul_precision())
     except RuntimeError:
@@ -715,8 +724,8 @@ def _set_matmul_precision(value: str | list[str]) -> None:
     _C._set_float32_matmul_precision(value)
 
 
-# Getters and setters of process-wide switches that select kernels, public ones among them. Every region
-# reads all of them twice, so the table has only those that matter to this build.
+# Getters and setters of process-wide switches that select kernels, public ones among them. Every
+# region reads all of them twice, so the table has only those that matter to this build.
 SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (torch.get_default_dtype, torch.set_default_dtype),
     (
@@ -743,9 +752,9 @@ QUICK_GETTERS: tuple[Callable[[], Any], ...] = tuple(
 
 
 def is_cast_of_parameter(tensor: Tensor) -> bool:
-    """Whether autocast may have made this from a parameter. Autocast caches such casts, so a region may
-    find one in the forward and make it in a rerun: it counts as the parameter. (Below autocast, where
-    this is asked, autocast says that it is off.)"""
+    """Whether autocast may have made this from a parameter. Autocast caches such casts, so a region
+    may find one in the forward and make it in a rerun: it counts as the parameter. (Below autocast,
+    where this is asked, autocast says that it is off.)"""
     node = tensor.grad_fn
     if node is None or node.name() != "ToCopyBackward0":
         return False
