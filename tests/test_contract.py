@@ -279,7 +279,7 @@ def test_a_tensor_changed_in_place_is_named(place, kind, door):
     if door is rerun:
         assert text.startswith("region 'test_a_tensor_changed_in_place_is_named.<locals>.<lambda>' (entered at ")
     assert f"{__file__}:" in text or door is scope
-    assert (f": {place} " if door is rerun else "what aten.add.Tensor read (float32 tensor of shape (3,))") in text
+    assert (f": {place} " if door is rerun else "an input of aten.add.Tensor (float32 tensor of shape (3,))") in text
     assert "changed in place" in text
     assert "clone" in text
 
