@@ -176,8 +176,9 @@ class _Moment:
 
     def exchange(self) -> _Moment:
         """Go back; returns the present moment."""
-        now = _Moment(self.tensors, self._memory, without_recording(_torch.clones, self._memory))
-        self.go_back()
+        values = without_recording(_torch.exchange, (self._memory, self.values))
+        now = _Moment(self.tensors, self._memory, values)
+        _torch.set_versions(self.tensors, self._versions)
         return now
 
     def go_back(self) -> None:

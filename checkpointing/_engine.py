@@ -216,7 +216,7 @@ class Frame:
             holder.saved = None
         else:
             saved = holder.saved = parameter_in(tensor)
-            if tensor.requires_grad and is_whole(saved):
+            if saved is not None and saved[2] and tensor.requires_grad:
                 check = None  # it is compared by identity
         if check is not None:
             holder.metadata = check(tensor)
@@ -344,9 +344,9 @@ class Recompute:
         self.holder = holder
         self._versions: dict[int, int] = {}  # by slot: of the tensors that a rerun has delivered
 
-    def _wants(self, holder: Holder | None) -> bool:
-        """Whether a holder lives, and this graph task may still open it."""
-        return holder is self.holder or (holder is not None and holder.slot not in self.ready)
+    def _wants(self, holder: Holder) -> bool:
+        """Whether this graph task may still open a holder."""
+        return holder is self.holder or holder.slot not in self.ready
 
     def wanted(self, refs: Iterable[weakref.ref[Holder]] | None = None) -> list[Holder]:
         """The holders that this graph task may still open, by slot; of all or of these."""
@@ -385,10 +385,11 @@ class Recompute:
         self._count, self._inputs = len(holders), self.frame.inputs
         self._is_watched = bool(self.rewound or self._inputs)
         if self.frame.early_stop:
-            wanted = (
-                slot for slot in range(len(holders) - 1, -1, -1) if self._wants(holders[slot]())
-            )
-            self._stop_at = next(wanted, NEVER)
+            for ref in reversed(holders):
+                holder = ref()
+                if holder is not None and self._wants(holder):
+                    self._stop_at = holder.slot
+                    break
 
     def pack(self, given: Tensor) -> Tensor:
         """Autograd's pack hook for a rerun: delivers saved tensors to the slots in order, and stops
@@ -426,8 +427,10 @@ class Recompute:
             found = parameter_in(given)
         if found != saved:
             self._compare_parameters(holder, found)
-        if saved is not None and is_whole(saved) and saved[3]() is not None:
-            return  # it is at hand
+        if saved is not None:
+            _, _, is_whole, parameter = saved
+            if is_whole and parameter() is not None:
+                return  # it is at hand
         if slot in self.ready and holder is not self.holder:
             return
         check = self.frame.check
@@ -609,16 +612,11 @@ def parameter_in(tensor: Tensor) -> Shown | None:
     """The parameter that a tensor is, or a view of."""
     kind = type(tensor)
     root = tensor._base if kind is Tensor else tensor
-    if root is None or not is_parameter(root):
+    if root is None or not (kind is _Parameter or is_parameter(root)):
         return None
     # One that trains lives as long as the graph, which ends in it. A frozen one may go.
     ref = _ref(root)
     return id(ref), tensor._version, root is tensor, ref
-
-
-def is_whole(shown: Shown | None) -> bool:
-    """Whether a tensor is the parameter itself."""
-    return shown is not None and shown[2]
 
 
 # The identity of a parameter, its version, whether it is all of it, and itself: last, so that no

@@ -6,13 +6,12 @@ ambient state; the buffers of modules in training mode, rewound in place while i
 to `keep`, and results of `forward_only` functions. Everything else that the function reads
 (globals, attributes, the inside of your own objects) is as backward finds it.
 
-Invariant: a recompute changes nothing of the user's but buffers, variables that the function closes
-over, and random and ambient state, all in place, and puts them back. It may refuse other changes,
-at the slot that needs them, but it never makes any.
+Invariant: of the user's objects, a recompute changes only buffers, variables that the function
+closes over, and random and ambient state, all in place, and puts them back. It may refuse other
+changes, at the slot that needs them, but it never makes any.
 
-Rejected: a search for everything that a function may read or write. That search has no end in
-Python, costs more than the region, and exchanges objects that belong to others (FSDP's shards,
-ranks that are threads, caches).
+Rejected: a search for everything that a function may read or write. It has no end in Python, costs
+more than the region, and exchanges objects that belong to others (FSDP's shards, caches).
 """
 
 from __future__ import annotations
@@ -60,13 +59,11 @@ Cells = list[tuple[CellType, Any]]  # variables that a function closes over, wit
 
 
 class Inputs:
-    """The inputs of one call: holds them, and collects the devices, generators and modules that it
-    meets."""
+    """The inputs of one call: holds them, and collects their devices, generators and modules."""
 
     devices: frozenset[torch.device] = frozenset()
     generators: tuple[torch.Generator, ...] = ()
     modules: tuple[nn.Module, ...] = ()
-    objects: tuple[tuple[Name, object], ...] = ()  # handed over as they are
     _hooks: _torch.Hooks | None = None
     # With hooks around, while the function runs: the tensors that it was given, by id.
     _given: dict[int, Given] | None = None
@@ -88,7 +85,6 @@ class Inputs:
             self.generators += (value,)
         elif type(value) not in ATOMS:
             self.look_at(value)
-            self.objects += ((name, value),)
         return value
 
     def capture(self, function: Any) -> Cells | None:
@@ -262,7 +258,7 @@ class Rerun(Region, Source, Inputs):
         return result
 
     def keep_for_inner(self, tensor: Tensor) -> None:
-        """Nothing: a rerun enters the region inside again, and that keeps the value again."""
+        """Do nothing: a rerun enters the inner region again, which keeps the value again."""
 
     # ---- as a source
 
@@ -276,11 +272,11 @@ class Rerun(Region, Source, Inputs):
         return parameter
 
     def holdings(self, frame: Frame) -> Iterable[Holding]:
-        inputs = [*self._args, *self._kwargs.values()]
-        inputs += [saved for _, saved in self._variables or ()]
-        pins = [pin for pin in _leaves(self._results) if type(pin) is Pin]
-        held = [("input", leaf) for leaf in _leaves(inputs) if isinstance(leaf, Held)]
-        held += [("kept", pin.held) for pin in (*self._pins, *pins)]
+        variables = [saved for _, saved in self._variables or ()]
+        inputs = _leaves([*self._args, *self._kwargs.values(), *variables])
+        pins = [*self._pins, *_leaves(self._results)]
+        held = [("input", leaf) for leaf in inputs if isinstance(leaf, Held)]
+        held += [("kept", pin.held) for pin in pins if type(pin) is Pin]
         for kind, one in held:
             if not one.is_parameter:
                 yield Holding(kind, one, named(one.name))
@@ -297,8 +293,7 @@ class Rerun(Region, Source, Inputs):
         return None
 
     def hint(self) -> str:
-        live = [named(name) for name, value in self.objects if _holds_tensors(value)]
-        return errors.live(live) if live else errors.CALLED_AGAIN
+        return errors.CALLED_AGAIN
 
     def recompute(self, request: Recompute) -> None:
         where = request.frame
@@ -335,8 +330,8 @@ class Rerun(Region, Source, Inputs):
         return function, args, kwargs, cells
 
     def go_back(self, where: object, cells: Cells, undo: Undo) -> contextvars.Context:
-        """Enter the state in which the forward ran; `undo` gets the way back. Returns the context
-        to run in."""
+        """Enter the state of the forward; `undo` gets the functions that leave it. Returns the
+        context to run in."""
         if cells:
             undo.append((_fill, [(cell, contents_of(cell)) for cell, _ in cells]))
             _fill(cells)  # in place: other functions may share them
@@ -358,8 +353,8 @@ def _fetch(where: object, saved: Any) -> Any:
 
 
 class _Fetched:
-    """Fetches a tensor that is two arguments once, and copies those that the function writes, since
-    others may read the fetched one."""
+    """Fetches inputs: a tensor that is two arguments once, and one that the function writes as a
+    copy, since others may read the fetched one."""
 
     def __init__(self, where: object, written: Mapping[Held, int]) -> None:
         self._where, self._written = where, written
@@ -394,7 +389,7 @@ def call_within(
 
 
 class Repeated(Region):
-    """The region of a rerun: returns the values that the forward kept, in order."""
+    """The region of a rerun: returns the kept values of the forward, in order."""
 
     def __init__(
         self, pins: Iterable[Pin], results: Iterable[Any], policy: Any, where: Frame
@@ -407,7 +402,7 @@ class Repeated(Region):
         if is_parameter(root_of(tensor)):
             return tensor
         pin = next(self._pins, None)
-        if pin is None:  # a rerun for a backward inside the region is ahead of the forward
+        if pin is None:  # the forward still runs, and has not come so far
             return tensor
         value = self._outside(pin.held.fetch)
         ours, theirs = _torch.plain_parts(tensor), _torch.plain_parts(value)
@@ -455,7 +450,7 @@ _FAILED = object()  # a call that raised
 
 
 class Pin(NamedTuple):
-    """A value of the forward that the rerun must not compute anew."""
+    """A value of the forward that the rerun takes over."""
 
     held: Held
     in_graph: bool
@@ -470,13 +465,13 @@ class Pin(NamedTuple):
         )
 
     def refuse_if_it_is(self, tensor: Tensor, where: Frame) -> None:
-        """A tensor that existed before the recompute is the user's: it has changed since."""
+        """A tensor that existed before the recompute has been changed since."""
         if self.live() is tensor:
             raise errors.changed(where, named(self.held.name, tensor))
 
     def restore(self, tensor: Tensor) -> Tensor:
-        """A fetched tensor, for the recompute to write. (If it is no copy, the forward did not
-        write it.)"""
+        """A fetched tensor that the recompute may write. (The forward did not write one that is no
+        copy.)"""
         if tensor.requires_grad:  # a leaf
             return tensor
         data = (
@@ -492,13 +487,13 @@ class Pin(NamedTuple):
 
 
 class Passed(NamedTuple):
-    """Stands for an argument that a `forward_only` function returned."""
+    """The place of an argument that a `forward_only` function returned."""
 
     place: int
 
 
 class View(NamedTuple):
-    """Stands for a returned tensor that is a view of an argument."""
+    """The geometry of a returned tensor that is a view of an argument."""
 
     place: int
     size: torch.Size
@@ -526,7 +521,7 @@ class View(NamedTuple):
 
 
 def _given_to(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """Arguments, and the tensors in them, in order."""
+    """The arguments, then the tensors in them, in order."""
     given = [*args, *kwargs.values()]
     return given + tensors_in(given)
 
@@ -534,7 +529,7 @@ def _given_to(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
 def _without_slots(
     function: Callable[..., Any], args: Any, kwargs: Any, outer: Region | None = None
 ) -> Any:
-    """Call a function that a recompute does not call: tensors saved in it are no slots."""
+    """Call a function that recomputes skip: tensors saved in it are no slots."""
     _push_hooks(detached, identity)
     try:
         if outer is not None:
@@ -545,7 +540,7 @@ def _without_slots(
 
 
 def detached(tensor: Tensor) -> Tensor:
-    """The pack hook for a graph that holds its own tensors; a live output would be a cycle."""
+    """The pack hook for a graph that holds its own tensors. A live output would be a cycle."""
     return tensor.detach() if tensor.requires_grad else tensor
 
 
@@ -554,8 +549,7 @@ def detached(tensor: Tensor) -> Tensor:
 
 @functools.cache
 def _assigned_by(code: CodeType) -> frozenset[str]:
-    """The variables that a function, or one defined in it, assigns itself (`nonlocal`): they are
-    left alone."""
+    """The variables that a function, or one defined in it, assigns (`nonlocal`)."""
     names = {
         step.argval
         for step in dis.get_instructions(code)
@@ -576,21 +570,12 @@ def contents_of(cell: CellType) -> Any:
 
 
 def _fill(cells: Cells) -> None:
-    """Write these contents to the cells that have others."""
+    """Give these contents to the cells that have others."""
     for cell, value in cells:
         if value is cell:
             del cell.cell_contents
         elif contents_of(cell) is not value:
             cell.cell_contents = value
-
-
-def _holds_tensors(value: object, depth: int = 5) -> bool:
-    """Whether an object has a tensor in its attributes or items, or in theirs; for messages."""
-    if isinstance(value, Tensor):
-        return True
-    if depth == 0 or isinstance(value, type | _Module | FunctionType):
-        return False
-    return any(_holds_tensors(part, depth - 1) for part in _parts_of(value))
 
 
 def _leaves(saved: Iterable[Any]) -> list[Any]:

@@ -332,8 +332,9 @@ def plain_parts(tensor: Any) -> list[Tensor]:
 
 def is_on(tensor: Tensor, storages: Set[int]) -> bool:
     """Whether a tensor, or one of its parts, uses one of these storages."""
-    parts = plain_parts(tensor)
-    return any(has_storage(part) and storage_id(part) in storages for part in parts)
+    if type(tensor) is Tensor:
+        return has_storage(tensor) and storage_id(tensor) in storages
+    return any(is_on(part, storages) for part in plain_parts(tensor) if part is not tensor)
 
 
 def set_versions(tensors: Sequence[Tensor], versions: Sequence[int]) -> None:
@@ -453,7 +454,7 @@ _is_same_size = Tensor.is_same_size
 
 
 def overwrite(pair: tuple[list[Tensor], list[Tensor]]) -> None:
-    """Give tensors these values, and the sizes of these."""
+    """Give tensors these values, and their sizes."""
     tensors, values = pair
     with _C._AutoDispatchBelowADInplaceOrView():  # quicker, too
         try:
@@ -466,6 +467,13 @@ def overwrite(pair: tuple[list[Tensor], list[Tensor]]) -> None:
             if tensor.shape != value.shape:
                 tensor.resize_(value.shape)
             tensor.copy_(value)
+
+
+def exchange(pair: tuple[list[Tensor], list[Tensor]]) -> list[Tensor]:
+    """The same; returns the values that they had."""
+    now = clones(pair[0])
+    overwrite(pair)
+    return now
 
 
 def clone_storage(tensor: Tensor) -> Tensor:

@@ -70,14 +70,6 @@ def different_metadata(
     )
 
 
-def live(names: Sequence[str]) -> str:
-    return (
-        f"The recompute finds {' and '.join(names)} as left by the forward, tensors included. If "
-        "the region adds to it (a KV cache), pass use_cache=False, or use backend='replay', which "
-        "calls nothing again."
-    )
-
-
 def is_about_sizes(error: BaseException) -> bool:
     return type(error) is RuntimeError and any(
         word in str(error) for word in ("size", "Size", "shape")
@@ -93,7 +85,8 @@ def other_sizes(where: object, hint: str) -> MismatchError:
 CALLED_AGAIN = (
     "The recompute calls the function again, and this time it did something else: make it depend "
     "on its arguments only, pin the decision with keep(), or use backend='replay', which calls "
-    "nothing again."
+    "nothing again. If the function adds to an object that it was given (a KV cache), the "
+    "recompute finds that as left by the forward: pass use_cache=False."
 )
 UNSEEN = "Some code wrote memory without an operator: put that code into `with opaque():`."
 _TIP = (
@@ -184,9 +177,9 @@ def overlapping(where: object) -> CheckpointError:
 
 def crossed(where: object) -> CheckpointError:
     return CheckpointError(
-        f"{where}: this region has ended, and a region that was entered later is still open. Regions "
-        "must end in the reverse order: do not `await` or `yield` inside a region while other tasks or "
-        "generators enter theirs."
+        f"{where}: this region has ended, and a region that was entered later is still open. "
+        "Regions must end in the reverse order: do not `await` or `yield` inside a region while "
+        "other tasks or generators enter theirs."
     )
 
 
