@@ -585,7 +585,7 @@ def in_place_of(tensor: Tensor, data: Tensor) -> Tensor:
 
 
 # ---- batched backward. `torch.autograd.grad(..., is_grads_batched=True)` runs unpack hooks inside
-# of torch's older vmap, which refuses random operators. Recomputed tensors do not depend on the batch.
+# of torch's older vmap, which refuses random operators. Recomputed tensors do not depend on it.
 _vmap_key = _C._parse_dispatch_key("VmapMode")
 _is_included: Callable[[Any], bool] = _C._dispatch_tls_is_dispatch_key_included
 
@@ -629,18 +629,14 @@ class below_autograd:
 set_grad_enabled: Callable[[bool], None] = _C._set_grad_enabled
 
 
-def keep_dynamo_out(*modules: ModuleType) -> None:
-    """Tell Dynamo to run the functions of these modules, and all that they call, in eager mode.
-    Compiled code calls hooks while it runs, and a rerun must save the same tensors as the
-    forward."""
-    for module in modules:
-        codes = [
-            code for value in vars(module).values() for code in _codes_of(value, module.__name__)
-        ]
-        while codes:
-            code = codes.pop()
-            _skip_in_dynamo(code)
-            codes.extend(const for const in code.co_consts if isinstance(const, CodeType))
+def keep_dynamo_out(module: ModuleType) -> None:
+    """Tell Dynamo to run the functions of a module, and all that they call, in eager mode. Compiled
+    code calls hooks while it runs, and a rerun must save the same tensors as the forward."""
+    codes = [code for value in vars(module).values() for code in _codes_of(value, module.__name__)]
+    while codes:
+        code = codes.pop()
+        _skip_in_dynamo(code)
+        codes.extend(const for const in code.co_consts if isinstance(const, CodeType))
 
 
 def _skip_in_dynamo(code: CodeType) -> None:

@@ -15,23 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import SUPPORTED_NODES
 
-# Types without tensors inside, for a quick way past them.
+# Types without tensors inside, which need no look.
 ATOMS = frozenset(
-    {
-        int,
-        float,
-        complex,
-        bool,
-        str,
-        bytes,
-        type(None),
-        type,
-        range,
-        slice,
-        torch.dtype,
-        torch.device,
-        torch.Size,
-    }
+    {int, float, complex, bool, str, bytes, type(None), type, range, slice}
+    | {torch.dtype, torch.device, torch.Size}
 )
 
 
@@ -42,7 +29,7 @@ class Field(str):
 
 
 class Container(NamedTuple):
-    """A container taken apart: its parts by key, and how to build one of its kind from other
+    """A container taken apart: its parts by key, and a function that builds one from other
     parts."""
 
     parts: dict[Any, Any]
@@ -66,11 +53,8 @@ def open_container(value: Any) -> Container | None:
     if not dataclasses.is_dataclass(value) or isinstance(value, dict | Enum | nn.Module):
         return None
     attributes = dict(getattr(value, "__dict__", {}))
-    fields = {
-        Field(f.name): getattr(value, f.name)
-        for f in dataclasses.fields(value)
-        if hasattr(value, f.name)
-    }
+    names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
+    fields = {Field(name): getattr(value, name) for name in names}
 
     def build(parts: dict[Any, Any]) -> Any:
         new = object.__new__(kind)  # past the constructor, which may take anything
@@ -89,7 +73,7 @@ def take_apart(
     depth: int = 0,
 ) -> Any:
     """Replace each container in `value` by a `Container`, and each other part by `leaf(part,
-    name)`. `put_together` is the way back.
+    name)`. `put_together` is the inverse.
 
     A container that occurs twice becomes one. A container inside itself, or more than 100 levels
     down (a linked list), stays as it is.

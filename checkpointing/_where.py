@@ -1,6 +1,6 @@
 """Lines of user code, for messages and warnings.
 
-A running program notes only a code object and an instruction, which cost next to nothing. File and
+A running region notes only a code object and an instruction, which costs next to nothing. File and
 line are looked up when a message needs them.
 """
 
