@@ -235,7 +235,7 @@ def _warn_about_transforms() -> None:
         "checkpointing: a torch.func transform (grad, vjp, jacrev, vmap, ...) is taken over a "
         "region, or saved-tensors hooks are disabled for another reason. Regions run as plain code "
         "and save no memory. Take gradients with torch.autograd.grad; inside a region vmap, jvp and "
-        "jacfwd work, too. This warning is given once."
+        "jacfwd work, too. This is said once."
     )
 
 

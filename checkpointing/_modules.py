@@ -1,9 +1,9 @@
-"""Puts whole modules into regions, in place and reversibly: `checkpoint_modules`.
+"""Regions around whole modules of a model, in place and reversibly: `checkpoint_modules`.
 
 The region becomes the `forward` in the module's `__dict__`, where `nn.Module.__call__` finds it.
 Class, names, hooks and `state_dict` do not change. The region holds its module weakly (no cycle
-keeps the parameters), copies and pickles with it, and looks up the class's `forward` in every call,
-since others exchange the class (FSDP2, parametrisations).
+keeps the parameters), is copied and pickled with it, and looks up the class's `forward` in every
+call, since others exchange the class (FSDP2, parametrisations).
 
 Rejected: wrapper modules (names change), a new class per module (breaks `type(module)` and
 pickling), and a bound method as `forward` (a cycle; pickled by name, which finds the method of the
@@ -33,20 +33,20 @@ Select = Union[type, str, Picks, Sequence["Select"]]  # noqa: UP007
 def checkpoint_modules(
     model: nn.Module, select: Select, /, **options: Unpack[_api.Given]
 ) -> CheckpointedModules:
-    """Checkpoint the selected modules of a model, in place.
+    """Recompute the activations of selected modules of a model, in place.
 
-    Each of them runs in a region of its own. Names, `state_dict`, `isinstance`, hooks (which run
+    Each module runs in a region of its own. Names, `state_dict`, `isinstance`, hooks (which run
     outside the regions, once), `copy.deepcopy`, pickling, FSDP2, DDP and `torch.compile` work as
-    before. Copies and unpickled models run in regions, too, with their own parameters;
-    `del module.forward` removes the region of a copy.
+    before. Copies and unpickled models run in regions, too, with their own parameters; `del
+    module.forward` removes the region of a copy.
 
     Args:
-        model: any module; nothing is computed.
-        select: a class; a pattern of names as in `model.named_modules()`, in which `*` matches
-            (part of) one component: `"model.layers.*"` picks `model.layers.0`, but not
-            `model.layers.0.attn`; a function of name and module that returns whether to pick it; or
-            a tuple or list of these, of which one must match. A module that is never called
-            (`nn.ModuleList`) is not picked, one with several names is picked once.
+        model: any module.
+        select: a class; a pattern of names as in `model.named_modules()`; a function of name and
+            module that returns whether to select it; or a tuple or list of these, of which one must
+            match. In a pattern, `*` matches one component or a part of it: `"model.layers.*"`
+            selects `model.layers.0`, but not `model.layers.0.attn`. Modules that are never called
+            (`nn.ModuleList`) are not selected; those with several names are selected once.
         options: as for `checkpointed`, for each region. `name` defaults to the name of the module.
 
     Returns:
@@ -57,8 +57,10 @@ def checkpoint_modules(
     Raises:
         TypeError: if `model` is no module, `select` or an option is of an unknown kind, or a
             `forward` is a generator or async function.
-        ValueError: if nothing is picked (the message lists the classes in the model), a module is
-            in a region already, or options contradict each other. The model is then unchanged.
+        ValueError: if no module is selected (the message lists the classes in the model), a module
+            is in a region already, or options contradict each other. The model is then unchanged.
+
+    Example:
 
     >>> import torch
     >>> from torch import nn
@@ -131,23 +133,21 @@ def _is_called(module: nn.Module) -> bool:
 def _nothing_picked(model: nn.Module, select: Select) -> str:
     named = dict(model.named_modules())
     classes = Counter(
-        type(m).__qualname__ + ("" if _is_called(m) else " (never called)") for m in named.values()
+        type(module).__qualname__ + ("" if _is_called(module) else " (never called)")
+        for module in named.values()
     )
     there = ", ".join(f"{count} {name}" for name, count in classes.most_common())
     called = [name for name, module in named.items() if name and _is_called(module)]
     known = [*dict.fromkeys(re.sub(r"\b\d+\b", "*", name) for name in called)]
-    patterns = [select] if isinstance(select, str) else []
-    if isinstance(select, tuple | list):
-        patterns = [part for part in select if isinstance(part, str)]
+    patterns = select if isinstance(select, tuple | list) else [select]
     close: list[str] = []
-    for pattern in patterns:
+    for pattern in [part for part in patterns if isinstance(part, str)]:
         longer = [name for name in known if name.endswith(f".{pattern}")]
         close += longer[:3] or difflib.get_close_matches(pattern, known)
     hint = "."
     if close:
-        hint = (
-            f" (a `*` stands for one part of a name): did you mean {' or '.join(map(repr, close))}?"
-        )
+        names = " or ".join(map(repr, close))
+        hint = f" (a `*` stands for one part of a name): did you mean {names}?"
     shown = select.__qualname__ if isinstance(select, type) else repr(select)
     picks = f"checkpoint_modules: {shown} picks no module of this {type(model).__qualname__}"
     return f"{picks}{hint} There are {there}."
@@ -165,7 +165,7 @@ class CheckpointedModules:
             module.__dict__["forward"] = forward
 
     def remove(self) -> None:
-        """Restore the `forward` of the modules. Calls that wait for backward still recompute. A
+        """Restore the `forward` of the modules. Regions that wait for backward still recompute. A
         second call does nothing."""
         for module, forward in self._forwards.items():
             forward.options = None  # a later wrapper may still call it

@@ -2,10 +2,10 @@
 recompute.
 
 On a device with streams, copies overlap with the computation on two streams of their own, one out
-and one back. The allocator must not reuse the memory of a running copy, but knows nothing of it. So
-a tensor on its way out is referenced until the computation's stream has been told to wait for the
-copy (a few are on their way at a time, and none after the end of the region), and a tensor on its
-way back until somebody waits for it.
+and one back. The allocator knows nothing of these copies, and must not reuse their memory. So a
+tensor on its way out is referenced until the computation's stream has been told to wait for the
+copy (a few at a time, and none after the end of the region), and a tensor on its way back until
+somebody waits for it.
 
 Invariant: `bring` returns exactly what was sent; the order of prefetching affects timing only.
 
@@ -82,10 +82,6 @@ class Mover:
         while self._leaving:
             self._let_go()
 
-    def holds(self, storage: int) -> int:
-        """The number of present references to a storage."""
-        return sum(_torch.storage_id(tensor) == storage for tensor, _, _ in self._leaving)
-
 
 _AT_ONCE = 4
 _AHEAD = 2  # how many are prefetched
@@ -102,7 +98,6 @@ class Moved:
         "_layout",
         "_sent",
         "_streams",
-        "last_reader",
         "rank",
     )
 
@@ -115,8 +110,7 @@ class Moved:
         self._streams = streams
         self._sent = sent
         self._coming: _Coming | None = None
-        self.rank = -1  # its place in the order in which backward will probably ask
-        self.last_reader: Any = None  # a weak reference to the holder that will probably ask last
+        self.rank = -1  # its place in the expected order of fetching, once there is one
 
     @property
     def away(self) -> Tensor:
