@@ -106,16 +106,11 @@ class Given(GivenToScope, total=False):
     backend: Backend | None
 
 
-_SCOPE_DEFAULTS = Options("replay")
-
 # Bound once: these run for every call.
 _is_compiling = torch.compiler.is_dynamo_compiling
 _is_grad_enabled, _hooks_are_enabled = torch.is_grad_enabled, _torch.hooks_are_enabled
-_innermost_transform, _mode_count, _is_tracing = (
-    _torch.innermost_transform,
-    _torch.mode_count,
-    _torch.is_tracing,
-)
+_innermost_transform = _torch.innermost_transform
+_mode_count, _is_tracing = _torch.mode_count, _torch.is_tracing
 
 _RUN_BY_HOOKS = "ambient buffers check compiled debug engine gathered held record region replay"
 _RUN_BY_HOOKS += " report rerun torch where windows"
@@ -234,7 +229,7 @@ def _warn_about_transforms() -> None:
     warn(
         "checkpointing: a torch.func transform (grad, vjp, jacrev, vmap, ...) is taken over a "
         "region, or saved-tensors hooks are disabled for another reason. Regions run as plain code "
-        "and save no memory. Take gradients with torch.autograd.grad; inside a region vmap, jvp and "
+        "and save no memory. Take gradients with torch.autograd.grad; in a region vmap, jvp and "
         "jacfwd work, too. This is said once."
     )
 
@@ -616,9 +611,7 @@ class checkpoint_scope:
     __slots__ = ("_block", "_entered", "_name", "_options")
 
     def __init__(self, **options: Unpack[GivenToScope]) -> None:
-        self._options = (
-            options_of("checkpoint_scope", options, "replay") if options else _SCOPE_DEFAULTS
-        )
+        self._options = options_of("checkpoint_scope", options, "replay")
         self._entered = False
         self._block: Any = None
 

@@ -14,8 +14,7 @@ from ._where import stack_of_user
 
 
 class OpLog(TorchDispatchMode):
-    """The operators that ran while it was entered, each with the stack of user code that led to
-    it."""
+    """A log of operators, each with the lines of user code that led to it."""
 
     supports_higher_order_operators = True
 
@@ -66,8 +65,8 @@ def explain(
 
 
 def logged(frame: Frame) -> tuple[OpLog, OpLog]:
-    """Contexts for the forward and the recompute that log their operators; errors of the frame show
-    both."""
+    """Contexts that log the operators of the forward and of the recompute, for errors of the
+    frame."""
     forward, recompute = OpLog(), OpLog()
     frame.on_error = functools.partial(explain, forward=forward.lines, recompute=recompute.lines)
     return forward, recompute

@@ -321,16 +321,12 @@ class Recompute:
     is_in_order = False
     ran_to_its_end = False  # set by a rerun that was not stopped
     rewound: Set[int] = frozenset()  # storages with older values, until the rerun ends
-    written: frozenset[int] = (
-        frozenset()
-    )  # storages that regions inside write, as the forward knows
+    written: frozenset[int] = frozenset()  # storages that the forward knows inner regions write
     _mismatches: tuple[errors.Mismatch, ...] = ()
     _count = 0  # the slots of the forward
     _passed = 0  # slots so far
     _stop_at = NEVER  # the slot at which to stop
-    _filling = (
-        NO_NODE  # the last node that saved memory which its operator may still fill, as RReLU
-    )
+    _filling = NO_NODE  # the last node whose saved memory the operator may still fill, as RReLU
     _stopped = False
     _inputs: Mapping[int, tuple[object, int]] = {}
     _is_watched = False

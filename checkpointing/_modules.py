@@ -99,7 +99,7 @@ def _refuse_unsuitable(name: str, module: nn.Module) -> None:
     is_static = isinstance(inspect.getattr_static(type(module), "forward", None), staticmethod)
     if is_static or not inspect.isroutine(getattr(type(module), "forward", None)):
         raise TypeError(
-            f"checkpoint_modules can't wrap {described}: its class has no method `forward` in Python."
+            f"checkpoint_modules can't wrap {described}: it has no method `forward` in Python."
         )
     _api.refuse_generators("checkpoint_modules", module)
 
@@ -204,10 +204,9 @@ class _Forward:
     def __wrapped__(self) -> Callable[..., Any]:
         module = self._module()
         assert module is not None  # the caller of its forward holds it
-        forward: Callable[..., Any] = (
-            type(module).forward.__get__(module) if self.own is None else self.own
-        )
-        return forward
+        if self.own is not None:
+            return self.own  # type: ignore[no-any-return]
+        return type(module).forward.__get__(module)  # type: ignore[no-any-return]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.options is None:

@@ -145,8 +145,7 @@ def tag(x: T, name: str) -> T:
 
 
 class Policy(NamedTuple):
-    """The values to keep. Policies compare, hash, print, and combine with `|`: keep what either
-    keeps."""
+    """The values to keep. Policies compare, hash and print; `a | b` keeps the values of either."""
 
     made_by: tuple[
         Any, ...
@@ -207,7 +206,7 @@ def _asking(function: Callable[..., Any]) -> Policy:
             return answer
         if not isinstance(answer, CheckpointPolicy):
             raise ValueError(
-                f"a policy answers with a CheckpointPolicy or a bool, not {answer!r} (asked for {op})"
+                f"a policy answers with a CheckpointPolicy or a bool, not {answer!r} (for {op})"
             )
         return _ANSWERS[answer]
 

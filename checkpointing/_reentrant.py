@@ -52,7 +52,7 @@ class CheckpointFunction(torch.autograd.Function):
                 "either set use_reentrant=False (backend='rerun'), or call .backward() without "
                 "passing the `inputs` argument."
             )
-        _ = ctx.saved_tensors  # none; but torch raises its error for a graph that was not retained
+        _ = ctx.saved_tensors  # empty, but an error if the graph was not retained
         inputs, outputs = _rerun(ctx.source, len(ctx.needs_input_grad) - 2)
         if not _torch.keeps_graph():
             ctx.source = None
@@ -84,7 +84,7 @@ def _run_backward(outputs: Any, grads: Any) -> None:
 
 
 def _rerun(source: Rerun, count: int) -> tuple[Any, Any]:
-    """The last `count` arguments (a partial brings others), detached; and the outputs."""
+    """The last `count` arguments (a partial adds others before), detached; and the outputs."""
     where = "the reentrant backend"
     undo: Undo = []
     region, thread.region = thread.region, _NO_RESULTS

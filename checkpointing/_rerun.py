@@ -474,9 +474,8 @@ class Pin(NamedTuple):
         copy.)"""
         if tensor.requires_grad:  # a leaf
             return tensor
-        data = (
-            without_recording(_torch.copy, tensor) if self.held.is_packed else _torch.alias(tensor)
-        )
+        copy = _torch.copy if self.held.is_packed else _torch.alias
+        data: Tensor = without_recording(copy, tensor)
         if not self.in_graph:
             return data
         with torch.enable_grad():

@@ -109,9 +109,7 @@ PythonNode: type = _C._FunctionBase
 OpOverload = torch._ops.OpOverload
 OpOverloadPacket = torch._ops.OpOverloadPacket
 HigherOrderOperator = torch._ops.HigherOrderOperator
-FakeTensor = (
-    torch._subclasses.FakeTensor
-)  # what tells shapes (to DTensor, for one) without computing anything
+FakeTensor = torch._subclasses.FakeTensor  # infers shapes without computing, for DTensor for one
 
 
 def quick_call(func: Any) -> Any:
@@ -167,13 +165,8 @@ def is_tracing() -> bool:
 
 mode_count: Callable[[], int] = _C._len_torch_dispatch_stack
 _infra_mode, _keys = _C._get_dispatch_mode, _C._TorchDispatchModeKey
-_proxy, _functional = (
-    _keys.PROXY,
-    _keys.FUNCTIONAL,
-)  # AOTAutograd looks at a function with the second one first
-_is_exporting: Callable[[], bool] = (
-    torch.compiler.is_exporting
-)  # without a mode there, where export isn't strict
+_proxy, _functional = _keys.PROXY, _keys.FUNCTIONAL  # AOTAutograd begins with the second
+_is_exporting: Callable[[], bool] = torch.compiler.is_exporting  # which may enter no mode
 
 
 # Whether the running backward has `retain_graph=True`.
@@ -219,9 +212,7 @@ def set_cpu_state(state: Tensor) -> None:
         _set_state(state)
 
 
-_accelerator = (
-    torch.accelerator.current_accelerator()
-)  # what this build is made for; asks no driver
+_accelerator = torch.accelerator.current_accelerator()  # of this build; asks no driver
 _device_module: Any = None if _accelerator is None else torch.get_device_module(_accelerator)
 
 
@@ -560,11 +551,13 @@ def are_alike(one: Tensor, other: Tensor) -> bool:
 
 def same_bits(pair: tuple[Tensor, Tensor]) -> bool:
     """Whether two such tensors are equal, bit for bit."""
-    one, other = (
-        tensor.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
-        for tensor in pair
-    )
+    one, other = map(_as_bytes, pair)
     return one.is_meta or torch.equal(one, other)
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    plain = tensor.resolve_conj().resolve_neg().contiguous()
+    return plain.view(-1).view(torch.uint8)
 
 
 def write(pair: tuple[Tensor, Tensor]) -> None:

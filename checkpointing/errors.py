@@ -106,9 +106,8 @@ def _readable(metadata: object) -> object:
 
 def another_size(where: object, op: str, was: int, now: int) -> MismatchError:
     return MismatchError(
-        f"{where}: {op} made {was} bytes in the forward, but {now} in the recompute, so its result "
-        "does not depend on its arguments only. `keep` its result, or call it inside `with "
-        "opaque():`."
+        f"{where}: {op} made {was} bytes in the forward, but {now} in the recompute: it depends on "
+        "more than its arguments. `keep` its result, or call it inside `with opaque():`."
     )
 
 
@@ -200,6 +199,6 @@ def not_recorded(where: object, function: str) -> MismatchError:
 
 
 def hidden(name: str, error: TypeError) -> CheckpointError:
-    """For a user's function that torch calls inside an operator. Under `x @ y` torch would drop a
-    TypeError, as if it meant that these operands are not supported."""
+    """For a user's function that torch calls inside an operator. Of `x @ y`, Python would take a
+    TypeError to mean that the operands are not supported."""
     return CheckpointError(f"{name} raised a TypeError: {error}")

@@ -1815,6 +1815,6 @@ def test_a_function_that_fails_on_its_grown_cache_says_so():
     """The remedy, with the function's own exception as the cause."""
     cache, x = Cache(), leaf(4, 4)
     y = rerun(lambda x, past: past.update(x * 2, 1) * torch.ones(x.shape))(x, past=cache)
-    with pytest.raises(MismatchError, match="as left by the forward.*use_cache=False") as caught:
+    with pytest.raises(MismatchError, match=r"as left by the forward.*use_cache=False") as caught:
         y.square().sum().backward()
     assert "must match the size" in str(caught.value.__cause__)
