@@ -229,8 +229,8 @@ def _warn_about_transforms() -> None:
     warn(
         "checkpointing: a torch.func transform (grad, vjp, jacrev, vmap, ...) is taken over a "
         "region, or saved-tensors hooks are disabled for another reason. Regions run as plain code "
-        "and save no memory. Take gradients with torch.autograd.grad; in a region vmap, jvp and "
-        "jacfwd work, too. This is said once."
+        "and save no memory. Take gradients with torch.autograd.grad; inside a region vmap, jvp "
+        "and jacfwd work, too. This is said once."
     )
 
 
