@@ -760,7 +760,7 @@ def is_cast_of_parameter(tensor: Tensor) -> bool:
 
 
 def autocast_device_types() -> list[str]:
-    """Every device type with an autocast of its own in this build."""
-    types = ["cpu", "cuda", "xpu", "mps", "hpu", "xla", "mtia", "maia", "ipu"]
-    types.append(_C._get_privateuse1_backend_name())
+    """The device types with an autocast of their own that this build may use."""
+    accelerator = torch.accelerator.current_accelerator()
+    types = ["cpu", "cuda"] if accelerator is None else ["cpu", accelerator.type]
     return [t for t in types if torch.amp.is_autocast_available(t)]
