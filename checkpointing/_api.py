@@ -64,7 +64,7 @@ class Options(NamedTuple):
         if self.backend is None:
             return self._replace(backend="rerun" if self.policy is None else "replay").checked()
         check = self.determinism_check
-        is_known_check = callable(check) or (isinstance(check, str) and check in CHECKS)
+        is_known_check = callable(check) or check in [*CHECKS]
         watches = self.debug or self.report or check not in ("metadata", "none")
         if self.backend not in ("rerun", "replay", "reentrant"):
             raise ValueError(f"backend is 'rerun', 'replay' or 'reentrant', not {self.backend!r}")
@@ -213,8 +213,9 @@ def forward_only(fn: Callable[P, R], /) -> Callable[P, R]:
 def is_plain(enabled: bool = True) -> bool:
     """Whether to run without a region (rule 10). A traced graph contains the backward, or none: a
     recompute would put the activations and random numbers of this run into it."""
-    is_off = not enabled or not _is_grad_enabled() or _disabled.get()
-    if is_off or (_mode_count() and _is_tracing()):
+    if not enabled or _disabled.get() or not _is_grad_enabled():
+        return True
+    if _mode_count() and _is_tracing():
         return True
     # A transform is taken over the region: `grad` and its like disable hooks; with `vmap`, tensors
     # are batches, which end with it.
@@ -446,8 +447,9 @@ def run_rerun(
 
 def _is_noted(options: Options) -> bool:
     around = thread.region
-    is_noted_around = around is not None and around.noted is not None
-    return is_noted_around or options.report or options.debug
+    if around is not None and around.noted is not None:
+        return True
+    return options.report or options.debug
 
 
 def _run_replay(fn: Any, args: Any, kwargs: Any, name: str, options: Options) -> Any:
@@ -528,7 +530,9 @@ class _Block:
 
 def _is_rerun(hooks: _torch.Hooks | None) -> bool:
     """Whether hooks are those of a rerun, ours or torch's."""
-    return hooks is not None and (is_internal(hooks) or _torch.are_of_checkpoint(hooks))
+    if hooks is None:
+        return False
+    return is_internal(hooks) or _torch.are_of_checkpoint(hooks)
 
 
 def _explain(
@@ -548,8 +552,11 @@ def _note_with_stack() -> tuple[str | None, ...]:
 def _excluded() -> Iterator[None]:
     """A block inside a recorded region whose saved tensors are kept there."""
     hooks, region = _torch.enclosing_hooks(), thread.region
-    if not isinstance(region, Run) or hooks is None or hooks[1] is not unpack or is_plain():
-        yield  # nothing would go to a tape
+    if is_plain() or not isinstance(region, Run):
+        yield  # nothing is recorded
+        return
+    if hooks is None or hooks[1] is not unpack:
+        yield  # hooks of the user take the tensors
         return
     pack = hooks[0]
 

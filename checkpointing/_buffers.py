@@ -126,7 +126,7 @@ class Buffers:
 
 
 def _can_be_rewound(tensor: Tensor) -> bool:
-    if type(tensor) is not Tensor and (_torch.is_lazy(tensor) or tensor.is_nested):
+    if tensor.is_nested or _torch.is_lazy(tensor):
         return False
     return _has_storage(tensor) and not tensor.is_inference()
 
@@ -189,7 +189,9 @@ class _Moment:
 
 def _is_dense(tensor: Tensor) -> bool:
     """Whether the elements fill their memory, without gaps. Else the whole storage counts."""
-    return type(tensor) is not Tensor or (tensor.is_contiguous() and not tensor.is_complex())
+    if type(tensor) is not Tensor:
+        return True
+    return tensor.is_contiguous() and not tensor.is_complex()
 
 
 _NOTHING = _Moment([], [], [])

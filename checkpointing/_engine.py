@@ -113,9 +113,8 @@ class Holder:
 
 
 class TaskTensors:
-    """The recomputed tensors of one frame in one graph task. They end with the frame or with the
-    graph
-    task: `guard` watches an object that the graph task owns (rule 4)."""
+    """The recomputed tensors of one frame in one graph task. They end with the first of the two:
+    `guard` watches an object that the graph task owns (rule 4)."""
 
     __slots__ = ("__weakref__", "guard", "memory", "ready")
 
@@ -469,13 +468,14 @@ class Recompute:
         bring in frozen ones anew."""
         frame, saved = self.frame, holder.saved
         (then, must_stay), (now, must_be) = map(self._described, (saved, found))
-        is_same = saved is not None and found is not None and saved[0] == found[0]
-        is_missing = saved is None or found is None
-        if is_missing or (not is_same and (must_stay or must_be)):
-            hint = frame.source.hint()
-            raise errors.other_parameter(frame, holder.slot, user_line(), then, now, hint)
-        if is_same and saved[1] != found[1]:  # type: ignore[index]
-            raise errors.changed(frame, now, saved[1], found[1])  # type: ignore[index]
+        hint = frame.source.hint()
+        other = errors.other_parameter(frame, holder.slot, user_line(), then, now, hint)
+        if saved is None or found is None:
+            raise other
+        if saved[0] == found[0]:
+            raise errors.changed(frame, now, saved[1], found[1])
+        if must_stay or must_be:
+            raise other
 
     def _described(self, shown: Shown | None) -> tuple[str, bool]:
         """A parameter for messages, and whether it trains and existed before the region."""
@@ -601,7 +601,11 @@ def is_parameter(root: Tensor) -> bool:
 
 def is_referenced(root: Tensor) -> bool:
     """The same, with leaves that require grad: they live as long as their graph."""
-    return is_parameter(root) or (root.requires_grad and root.is_leaf)
+    return is_parameter(root) or is_trained_leaf(root)
+
+
+def is_trained_leaf(tensor: Tensor) -> bool:
+    return tensor.requires_grad and tensor.is_leaf
 
 
 def parameter_in(tensor: Tensor) -> Shown | None:

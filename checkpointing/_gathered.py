@@ -57,8 +57,9 @@ class BesideGathering(_Run):  # type: ignore[misc]
 
     def _keep_once(self, tensor: Tensor) -> None:
         version = _torch.version(tensor)
-        kept, at = self._kept.get(id(tensor), (None, None))
-        if kept is None or kept() is not tensor or at != version:
+        kept, at = self._kept.get(id(tensor), (None, 0))
+        is_kept = kept is not None and kept() is tensor
+        if not is_kept or at != version:
             self.keep_at(tensor, None)
             self._kept[id(tensor)] = ref(tensor), version
 
@@ -78,6 +79,7 @@ def lend(run: Any, tensors: Iterable[Tensor]) -> None:
 
 def check_there(where: object, parameter: Tensor) -> None:
     """Refuse a parameter whose memory has been given back, on which kernels would crash."""
-    is_computable = _torch.has_storage(parameter) and parameter.numel() and not parameter.is_meta
-    if is_computable and not parameter.untyped_storage().nbytes():
+    if parameter.is_meta or not _torch.has_storage(parameter):
+        return
+    if parameter.numel() and not parameter.untyped_storage().nbytes():
         raise errors.given_back(where, parameter.shape)

@@ -46,8 +46,7 @@ class Mover:
 
     def takes(self, tensor: Tensor) -> bool:
         """Whether a tensor is to be offloaded."""
-        is_dense = type(tensor) is Tensor and tensor.layout is torch.strided
-        if not is_dense or tensor.is_meta or tensor.is_nested or not _torch.has_storage(tensor):
+        if type(tensor) is not Tensor or _torch.layout_of(tensor) is None or tensor.is_meta:
             return False
         return tensor.untyped_storage().nbytes() >= self.destination.min_bytes
 

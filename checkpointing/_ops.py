@@ -58,8 +58,9 @@ class Info:
         # Views share memory with an argument, by which they are found; results that are no tensors
         # were decided in the forward.
         is_view = not self.writes and all(result.alias_info is not None for result in results)
-        is_known_view = is_view and schema is not None and not self.communicates
-        self.ignored = is_known_view or self.base in IGNORED
+        if self.communicates or schema is None:
+            is_view = False
+        self.ignored = is_view or self.base in IGNORED
         self.inplace = bool(self.writes) and all(map(_is_write, results))
         # Others belong to torch's profiler, or to other processes: they compute nothing.
         self.has_tensors = schema is None or any(

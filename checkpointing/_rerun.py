@@ -260,6 +260,11 @@ class Rerun(Region, Source, Inputs):
     def keep_for_inner(self, tensor: Tensor) -> None:
         """Do nothing: a rerun enters the inner region again, which keeps the value again."""
 
+    @property
+    def _has_values(self) -> bool:
+        """Whether the rerun takes over values or a policy."""
+        return bool(self._pins or self._results) or self.policy is not None
+
     # ---- as a source
 
     def at_hand(self, holder: Holder, where: Frame) -> Tensor | None:
@@ -303,7 +308,7 @@ class Rerun(Region, Source, Inputs):
             context = self.go_back(where, cells, undo)
             if self._buffers:
                 request.rewound = self._buffers.storages()
-            if self._pins or self._results or self.policy is not None or not where.complete:
+            if not where.complete or self._has_values:
                 thread.region = Repeated(self._pins, self._results, self.policy, where)
             request.begin_in_order()
             _push_hooks(request.pack, identity)
@@ -504,7 +509,9 @@ class View(NamedTuple):
     def among(cls, given: list[Any], part: Tensor) -> View | None:
         in_graph = part.requires_grad
         for place, value in enumerate(given):
-            if not isinstance(value, Tensor) or (in_graph and not value.requires_grad):
+            if not isinstance(value, Tensor):
+                continue
+            if in_graph and not value.requires_grad:
                 continue
             if _torch.lies_in(part, value):
                 offset = int(part.storage_offset() - value.storage_offset())

@@ -160,7 +160,8 @@ def shows_users_hooks(mode: Any) -> Iterator[None]:
 
 def is_tracing() -> bool:
     """Whether AOTAutograd, export or `make_fx` is tracing."""
-    return bool(_infra_mode(_proxy) or _infra_mode(_functional)) or _is_exporting()
+    is_in_mode = bool(_infra_mode(_proxy) or _infra_mode(_functional))
+    return is_in_mode or _is_exporting()
 
 
 mode_count: Callable[[], int] = _C._len_torch_dispatch_stack
@@ -366,7 +367,8 @@ SavedTensor: Any = _autograd.SavedTensor  # the type of its result
 def lay(base: Tensor, size: Any, stride: Any, offset: int, dtype: torch.dtype, bits: int) -> Tensor:
     """A tensor of this geometry on the storage of `base`, with conj (1) and neg (2) bits,
     detached."""
-    if base.dtype == dtype and not (base.is_neg() or (dtype.is_complex and base.is_conj())):
+    has_bits = base.is_neg() or (dtype.is_complex and base.is_conj())
+    if base.dtype == dtype and not has_bits:
         tensor = base.as_strided(size, stride, offset)
     else:
         tensor = torch.empty(0, dtype=dtype, device=base.device)

@@ -7,6 +7,7 @@ with torch's pytree. Other objects stay whole.
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Callable
 from enum import Enum
 from typing import Any, NamedTuple
@@ -91,7 +92,8 @@ def take_apart(
         k: take_apart(part, leaf, (name, k), met, depth + 1) for k, part in opened.parts.items()
     }
     taken = Container(parts, opened.build)
-    if parts and all(parts[k] is part and type(k) is Field for k, part in opened.parts.items()):
+    has_fields = all(type(key) is Field for key in parts)
+    if parts and has_fields and all(map(operator.is_, parts.values(), opened.parts.values())):
         taken = value  # an object with fields may be the key of a dict: it stays itself
     met[id(value)] = taken, value  # which lives as long as its id is used
     return taken
