@@ -41,24 +41,18 @@ Call: TypeAlias = Callable[[Layer, Tensor], Tensor]
 Way: TypeAlias = Callable[["Model", Tensor], Tensor]
 
 
-class Block(nn.Module):
-    """One pre-norm transformer block over ``(batch, context, width)``."""
+class Block(nn.TransformerEncoderLayer):
+    """One causal pre-norm transformer block over ``(batch, context, width)``."""
 
     def __init__(self, width: int) -> None:
-        super().__init__()
-        self.qkv = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 3 * width))
-        self.out = nn.Sequential(nn.Linear(width, width), nn.Dropout(DROPOUT))
-        wide = [nn.Linear(width, 4 * width), nn.GELU(), nn.Dropout(DROPOUT)]
-        self.mlp = nn.Sequential(
-            nn.LayerNorm(width), *wide, nn.Linear(4 * width, width), nn.Dropout(DROPOUT)
+        super().__init__(
+            width, HEADS, 4 * width, DROPOUT, "gelu", batch_first=True, norm_first=True
         )
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Causal attention, then two linear layers."""
-        q, k, v = self.qkv(x).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
-        attended = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(attended.transpose(1, 2).flatten(2))
-        return x.add(self.mlp(x))
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        """Attention, then two linear layers."""
+        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1], x.device)
+        return super().forward(x, mask, is_causal=True)
 
 
 class Model(nn.Module):
