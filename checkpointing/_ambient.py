@@ -164,18 +164,17 @@ def register_state(snapshot: Callable[[], S], restore: Callable[[S], object]) ->
         TypeError: if one of the two is not callable.
 
     Example:
-
-    >>> import torch
-    >>> from checkpointing import checkpointed, register_state
-    >>> scale = {"value": 2.0}
-    >>> handle = register_state(scale.copy, scale.update)
-    >>> x = torch.ones(3, requires_grad=True)
-    >>> y = checkpointed(lambda x: (x * scale["value"]).exp().sin())(x)
-    >>> scale["value"] = 3.0
-    >>> y.sum().backward()  # the recompute scales by 2
-    >>> scale["value"]
-    3.0
-    >>> handle.remove()
+        >>> import torch
+        >>> from checkpointing import checkpointed, register_state
+        >>> scale = {"value": 2.0}
+        >>> handle = register_state(scale.copy, scale.update)
+        >>> x = torch.ones(3, requires_grad=True)
+        >>> y = checkpointed(lambda x: (x * scale["value"]).exp().sin())(x)
+        >>> scale["value"] = 3.0
+        >>> y.sum().backward()  # the recompute scales by 2
+        >>> scale["value"]
+        3.0
+        >>> handle.remove()
     """
     for function in (snapshot, restore):
         if not callable(function):

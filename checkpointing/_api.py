@@ -178,20 +178,19 @@ def forward_only(fn: Callable[P, R], /) -> Callable[P, R]:
             or where it raised.
 
     Example:
-
-    >>> import torch
-    >>> from checkpointing import checkpointed, forward_only
-    >>> means = []
-    >>> @forward_only
-    ... def note(x):
-    ...     means.append(x.mean().item())
-    >>> @checkpointed
-    ... def block(x):
-    ...     note(x)
-    ...     return x.sin().exp()
-    >>> block(torch.ones(3, requires_grad=True)).sum().backward()
-    >>> means
-    [1.0]
+        >>> import torch
+        >>> from checkpointing import checkpointed, forward_only
+        >>> means = []
+        >>> @forward_only
+        ... def note(x):
+        ...     means.append(x.mean().item())
+        >>> @checkpointed
+        ... def block(x):
+        ...     note(x)
+        ...     return x.sin().exp()
+        >>> block(torch.ones(3, requires_grad=True)).sum().backward()
+        >>> means
+        [1.0]
     """
     if isinstance(fn, staticmethod | classmethod):
         return type(fn)(forward_only(fn.__func__))
@@ -301,14 +300,13 @@ def checkpointed(fn: Any = None, /, **options: Unpack[Given]) -> Any:
             been changed in place, or the function does something else the second time.
 
     Example:
-
-    >>> import torch
-    >>> from checkpointing import checkpointed
-    >>> @checkpointed
-    ... def block(x, w):
-    ...     return torch.relu(x @ w).sin()
-    >>> x, w = torch.randn(4, 8, requires_grad=True), torch.randn(8, 8, requires_grad=True)
-    >>> block(x, w).sum().backward()
+        >>> import torch
+        >>> from checkpointing import checkpointed
+        >>> @checkpointed
+        ... def block(x, w):
+        ...     return torch.relu(x @ w).sin()
+        >>> x, w = torch.randn(4, 8, requires_grad=True), torch.randn(8, 8, requires_grad=True)
+        >>> block(x, w).sum().backward()
 
     Source of the method: Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost";
     saved-tensors hooks as in `torch.utils.checkpoint.checkpoint(use_reentrant=False)`.
@@ -473,7 +471,7 @@ _torch.leave_eager(_run_replay, _RECORDS)
 class _Block:
     """One recorded region, entered and left."""
 
-    __slots__ = ("_source", "_tape", "frame")
+    __slots__ = ("_run", "_source", "frame")
 
     def __init__(self, name: str, where: Line, options: Options, fn: Any = None) -> None:
         placement = None if options.policy is None else options.policy.placement
@@ -482,22 +480,22 @@ class _Block:
         owner = where if fn is None else getattr(fn, "__code__", None) or type(fn)
         rng = options.preserve_rng_state
         site = (owner, placement, rng, hooks is None, is_noted, options.debug)
-        self._tape = tape = Run(program_of(site), hooks, rng, options.policy)
+        self._run = run = Run(program_of(site), hooks, rng, options.policy)
         if placement is not None:
-            tape.placement = placement
+            run.placement = placement
             # A rerun around the block expects the same slots in each run, whatever has been
             # planned.
-            tape.holds_planned = not _is_rerun(hooks)
+            run.holds_planned = not _is_rerun(hooks)
         log: Any = [] if options.debug else None
-        self._source = Follow(tape, log)
+        self._source = Follow(run, log)
         check = check_of(options.determinism_check)
         if options.determinism_check == "metadata":  # a replay has the same, by construction
             check = None
-        tape.is_checked = check is not None
+        run.is_checked = check is not None
         kind = Reported if is_noted else Frame
         self.frame = kind(self._source, name, where, options.early_stop, check)
         if is_noted:
-            tape.note = _note_with_stack if options.debug else note
+            run.note = _note_with_stack if options.debug else note
         if options.debug:
             self.frame.on_error = functools.partial(_explain, self._source, log)
 
@@ -505,19 +503,19 @@ class _Block:
         outer = thread.region
         if outer is not None:
             outer.yield_to_inner(1)
-        self._tape.__enter__()  # type: ignore[no-untyped-call]
-        self.frame.enter(self._tape)
+        self._run.__enter__()  # type: ignore[no-untyped-call]
+        self.frame.enter(self._run)
 
     def __exit__(self, *error: Any) -> None:
-        tape = self._tape
-        outer, in_order = tape.outer, self.frame.leave(tape)
+        run = self._run
+        outer, in_order = run.outer, self.frame.leave(run)
         if not in_order:
-            _torch.remove_mode(tape)
+            _torch.remove_mode(run)
         else:
-            tape.__exit__(*error)  # type: ignore[no-untyped-call]
+            run.__exit__(*error)  # type: ignore[no-untyped-call]
             if outer is not None:
                 outer.yield_to_inner(-1)
-        complaint = tape.close()
+        complaint = run.close()
         self._source.close(self.frame)
         complaint = complaint or self._source.complaint
         if error[0] is not None:
@@ -571,6 +569,9 @@ def _excluded() -> Iterator[None]:
         _torch.pop_hooks()
 
 
+_SCOPE_DEFAULTS = Options("replay")
+
+
 class checkpoint_scope:
     """Recompute the activations of a block of code in backward, instead of saving them.
 
@@ -604,21 +605,22 @@ class checkpoint_scope:
             starts from has been changed in place.
 
     Example:
-
-    >>> import torch
-    >>> from checkpointing import checkpoint_scope
-    >>> x = torch.randn(4, 8, requires_grad=True)
-    >>> with checkpoint_scope() as scope:
-    ...     y = x.sin().exp().cos()
-    >>> y.sum().backward()
-    >>> scope.stats.ops_replayed
-    2
+        >>> import torch
+        >>> from checkpointing import checkpoint_scope
+        >>> x = torch.randn(4, 8, requires_grad=True)
+        >>> with checkpoint_scope() as scope:
+        ...     y = x.sin().exp().cos()
+        >>> y.sum().backward()
+        >>> scope.stats.ops_replayed
+        2
     """
 
-    __slots__ = ("_block", "_entered", "_name", "_options")
+    __slots__ = ("_block", "_entered", "_options")
 
     def __init__(self, **options: Unpack[GivenToScope]) -> None:
-        self._options = options_of("checkpoint_scope", options, "replay")
+        self._options = _SCOPE_DEFAULTS
+        if options:
+            self._options = options_of("checkpoint_scope", options, "replay")
         self._entered = False
         self._block: Any = None
 
@@ -660,10 +662,10 @@ class checkpoint_scope:
 
 _torch.leave_eager(checkpoint_scope.__enter__, _RECORDS)
 
-# What `help` and editors show.
+# The signatures that `help` and editors show.
 _FN = inspect.Parameter("fn", inspect.Parameter.POSITIONAL_ONLY, default=None)
 _SHOWN = [
-    p.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+    p.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=p.annotation.__forward_arg__)
     for p in inspect.signature(Options).parameters.values()
 ]
 vars(checkpointed)["__signature__"] = inspect.Signature([_FN, *_SHOWN])

@@ -93,7 +93,7 @@ def _beside_compiled_code(kind: Any) -> Any:
 
 
 def see_compiled_code(run: Any) -> None:
-    """From here on the run looks at what compiled code does."""
+    """From here on the run looks for writes of compiled code."""
     run.__class__ = _beside_compiled_code(run.__class__)
     run._versions = {}
 

@@ -63,8 +63,7 @@ class Holding(NamedTuple):
 class Source:
     """How a frame brings tensors back."""
 
-    # Returns what a holder must remember. None: a holder remembers only its parameter, if it has
-    # one.
+    # Returns the `saved` of a holder. None: the parameter that a tensor shows, if any.
     save: Callable[[Tensor], Any] | None = None
 
     def at_hand(self, holder: Holder, where: Frame) -> Tensor | None:
@@ -101,15 +100,15 @@ class Source:
 
 
 class Holder:
-    """What autograd stores in place of one saved tensor."""
+    """The object that autograd stores in place of one saved tensor."""
 
     __slots__ = ("__weakref__", "frame", "metadata", "saved", "slot", "stock")
 
     frame: Frame
     slot: int
     metadata: Any  # for the determinism check
-    stock: Any  # what a replay starts from, once the block has ended
-    saved: Any  # what the source remembers; in a rerun, the parameter that it shows, if any
+    stock: Any  # the values that a replay starts from, once the block has ended
+    saved: Any  # for the source; in a rerun, the parameter that the tensor shows, if any
 
 
 class TaskTensors:
@@ -137,7 +136,7 @@ class _Stop(BaseException):
 
 
 class Frame:
-    """One region: its holders, its source, and what has been recomputed for which graph task."""
+    """One region: its holders, its source, and the recomputed tensors of each graph task."""
 
     noted: list[Any] | None = None  # for a report: the tensors that are saved
     complete = False  # backward may run before the region has ended (rule 6)

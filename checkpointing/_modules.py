@@ -61,17 +61,16 @@ def checkpoint_modules(
             is in a region already, or options contradict each other. The model is then unchanged.
 
     Example:
-
-    >>> import torch
-    >>> from torch import nn
-    >>> from checkpointing import checkpoint_modules
-    >>> layers = [nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)) for _ in range(3)]
-    >>> model = nn.Sequential(*layers)
-    >>> handle = checkpoint_modules(model, "*")
-    >>> handle.names
-    ('0', '1', '2')
-    >>> model(torch.randn(4, 8)).sum().backward()  # calls the three once more
-    >>> handle.remove()
+        >>> import torch
+        >>> from torch import nn
+        >>> from checkpointing import checkpoint_modules
+        >>> layers = [nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(3)]
+        >>> model = nn.Sequential(*layers)
+        >>> handle = checkpoint_modules(model, "*")
+        >>> handle.names
+        ('0', '1', '2')
+        >>> model(torch.randn(4, 8)).sum().backward()  # calls the three once more
+        >>> handle.remove()
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"checkpoint_modules takes a module, not {model!r}")

@@ -7,7 +7,8 @@ tensor on its way out is referenced until the computation's stream has been told
 copy (a few at a time, and none after the end of the region), and a tensor on its way back until
 somebody waits for it.
 
-Invariant: `bring` returns exactly what was sent; the order of prefetching affects timing only.
+Invariant: `bring` returns exactly the tensor that was sent; the order of prefetching affects timing
+only.
 
 Rejected: `Tensor.record_stream`. Memory would be free again when the host notices the end of the
 copy. The host runs ahead, so nearly nothing would be saved.

@@ -41,18 +41,17 @@ def opaque() -> Iterator[None]:
     unseen. `determinism_check="values"` finds other writes, and names the tensors.
 
     Example:
-
-    >>> import torch
-    >>> from checkpointing import checkpoint_scope, opaque
-    >>> x = torch.ones(3, requires_grad=True)
-    >>> with checkpoint_scope():
-    ...     noise = torch.zeros(3)
-    ...     with opaque():
-    ...         noise.numpy()[:] = 2  # not a call of torch
-    ...     y = x * noise
-    >>> y.sum().backward()
-    >>> x.grad
-    tensor([2., 2., 2.])
+        >>> import torch
+        >>> from checkpointing import checkpoint_scope, opaque
+        >>> x = torch.ones(3, requires_grad=True)
+        >>> with checkpoint_scope():
+        ...     noise = torch.zeros(3)
+        ...     with opaque():
+        ...         noise.numpy()[:] = 2  # not a call of torch
+        ...     y = x * noise
+        >>> y.sum().backward()
+        >>> x.grad
+        tensor([2., 2., 2.])
     """
     region = thread.region
     if region is None:
@@ -83,18 +82,17 @@ def keep(x: T) -> T:
     anyway.
 
     Example:
-
-    >>> import torch
-    >>> from checkpointing import checkpoint_scope, keep
-    >>> layers = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(4))
-    >>> x = torch.randn(2, 8, requires_grad=True)
-    >>> with checkpoint_scope() as scope:
-    ...     y = x
-    ...     for layer in layers:
-    ...         y = keep(layer(y).relu())  # backward recomputes one layer at a time
-    >>> y.sum().backward()
-    >>> scope.stats.bytes_kept
-    0
+        >>> import torch
+        >>> from checkpointing import checkpoint_scope, keep
+        >>> layers = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(4))
+        >>> x = torch.randn(2, 8, requires_grad=True)
+        >>> with checkpoint_scope() as scope:
+        ...     y = x
+        ...     for layer in layers:
+        ...         y = keep(layer(y).relu())  # backward recomputes one layer at a time
+        >>> y.sum().backward()
+        >>> scope.stats.bytes_kept
+        0
 
     Source of the method: `jax.ad_checkpoint.checkpoint_name` with the policy
     `save_only_these_names`.
@@ -122,14 +120,13 @@ def tag(x: T, name: str) -> T:
         TypeError: for a name that is no string.
 
     Example:
-
-    >>> import torch
-    >>> from checkpointing import checkpoint_scope, save_tagged, tag
-    >>> x = torch.ones(3, requires_grad=True)
-    >>> with checkpoint_scope(policy=save_tagged("middle")) as scope:
-    ...     y = tag(x.sin().exp(), "middle").cos().tanh()
-    >>> scope.stats.bytes_kept
-    12
+        >>> import torch
+        >>> from checkpointing import checkpoint_scope, save_tagged, tag
+        >>> x = torch.ones(3, requires_grad=True)
+        >>> with checkpoint_scope(policy=save_tagged("middle")) as scope:
+        ...     y = tag(x.sin().exp(), "middle").cos().tanh()
+        >>> scope.stats.bytes_kept
+        12
 
     Source of the method: `jax.ad_checkpoint.checkpoint_name`.
     """
@@ -289,15 +286,14 @@ def save_ops(*ops: Any) -> Policy:
         ValueError: for anything else.
 
     Example:
-
-    >>> import torch
-    >>> from checkpointing import checkpointed, save_ops, save_tagged
-    >>> policy = save_ops(torch.ops.aten.mm.default) | save_tagged("attention")
-    >>> policy
-    save_ops(aten.mm.default) | save_tagged('attention')
-    >>> @checkpointed(policy=policy)
-    ... def mlp(x, up, down):
-    ...     return torch.relu(x @ up) @ down  # backward repeats the relu alone
+        >>> import torch
+        >>> from checkpointing import checkpointed, save_ops, save_tagged
+        >>> policy = save_ops(torch.ops.aten.mm.default) | save_tagged("attention")
+        >>> policy
+        save_ops(aten.mm.default) | save_tagged('attention')
+        >>> @checkpointed(policy=policy)
+        ... def mlp(x, up, down):
+        ...     return torch.relu(x @ up) @ down  # backward repeats the relu alone
 
     Source of the method: `torch.utils.checkpoint.create_selective_checkpoint_contexts`.
     """
@@ -327,10 +323,9 @@ def save_tagged(*names: str) -> Policy:
         TypeError: for names that are no strings.
 
     Example:
-
-    >>> from checkpointing import save_tagged
-    >>> save_tagged("keys", "values") == save_tagged("values", "keys")
-    True
+        >>> from checkpointing import save_tagged
+        >>> save_tagged("keys", "values") == save_tagged("values", "keys")
+        True
 
     Source of the method: `jax.checkpoint_policies.save_only_these_names`.
     """
@@ -379,19 +374,18 @@ def auto(*, budget: int | str | None = None) -> Policy:
     collects, are kept for free.
 
     Example:
+        >>> import torch
+        >>> from checkpointing import auto, checkpoint_scope
+        >>> x = torch.randn(32, 64, requires_grad=True)
+        >>> for step in range(2):
+        ...     with checkpoint_scope(policy=auto()) as scope:
+        ...         y = x
+        ...         for layer in range(100):
+        ...             y = torch.tanh(y)
+        >>> scope.stats.bytes_saved // scope.stats.bytes_kept >= 4
+        True
 
-    >>> import torch
-    >>> from checkpointing import auto, checkpoint_scope
-    >>> x = torch.randn(32, 64, requires_grad=True)
-    >>> for step in range(2):
-    ...     with checkpoint_scope(policy=auto()) as scope:
-    ...         y = x
-    ...         for layer in range(100):
-    ...             y = torch.tanh(y)
-    >>> scope.stats.bytes_saved // scope.stats.bytes_kept >= 4
-    True
-
-    Source of the method: Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost"; what is
+    Source of the method: Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost"; values
     kept beside the checkpoints as in Jain et al. 2020, "Checkmate", by a greedy rule.
     """
     return _auto(None if budget is None else _bytes("budget", budget, 0))
@@ -433,16 +427,15 @@ def offload(
     `auto` bounds the offloaded bytes, and the rest of it is not used for more.
 
     Example:
-
-    >>> import torch
-    >>> from checkpointing import checkpoint_scope, offload, save_tagged, tag
-    >>> x = torch.randn(64, 64, requires_grad=True)
-    >>> with checkpoint_scope(policy=offload(save_tagged("middle"))) as scope:
-    ...     y = tag(x.sin().exp(), "middle").cos().tanh()
-    >>> scope.stats.bytes_kept
-    16384
-    >>> offload(min_bytes="1 MiB") | save_tagged("middle")
-    offload(min_bytes=1048576) | save_tagged('middle')
+        >>> import torch
+        >>> from checkpointing import checkpoint_scope, offload, save_tagged, tag
+        >>> x = torch.randn(64, 64, requires_grad=True)
+        >>> with checkpoint_scope(policy=offload(save_tagged("middle"))) as scope:
+        ...     y = tag(x.sin().exp(), "middle").cos().tanh()
+        >>> scope.stats.bytes_kept
+        16384
+        >>> offload(min_bytes="1 MiB") | save_tagged("middle")
+        offload(min_bytes=1048576) | save_tagged('middle')
 
     Source of the method: `torch.autograd.graph.save_on_cpu`, and JAX's policy
     `save_and_offload_only_these_names`.

@@ -36,9 +36,8 @@ class TensorReport(NamedTuple):
     """One storage, described by a tensor that uses it.
 
     `kind` is `"saved"` if autograd would hold it without the region. Storages of all other kinds
-    are held
-    now: an `"input"`; `"kept"`, by `keep` or a policy; `"offloaded"`; a `"random state"`; a copy of
-    `"buffers"`.
+    are held now: an `"input"`; `"kept"`, by `keep` or a policy; `"offloaded"`; a `"random state"`;
+    a copy of `"buffers"`.
 
     `nbytes` is the size of the storage; 0 for tensors without one, such as sparse ones. Wrappers
     such as DTensor are described by the tensors inside them.

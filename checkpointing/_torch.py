@@ -208,7 +208,7 @@ def get_cpu_state() -> Tensor:
 
 
 def set_cpu_state(state: Tensor) -> None:
-    """Put back what `get_cpu_state` has returned."""
+    """Put back a state from `get_cpu_state`."""
     with _cpu_state_lock:
         _set_state(state)
 
@@ -364,7 +364,9 @@ save_input: Callable[[Tensor, bool], Any] = _autograd._make_saved_tensor
 SavedTensor: Any = _autograd.SavedTensor  # the type of its result
 
 
-def lay(base: Tensor, size: Any, stride: Any, offset: int, dtype: torch.dtype, bits: int) -> Tensor:
+def _on_storage(
+    base: Tensor, size: Any, stride: Any, offset: int, dtype: torch.dtype, bits: int
+) -> Tensor:
     """A tensor of this geometry on the storage of `base`, with conj (1) and neg (2) bits,
     detached."""
     has_bits = base.is_neg() or (dtype.is_complex and base.is_conj())
@@ -401,7 +403,7 @@ def copy(tensor: Tensor, layout: Layout | None = None) -> Tensor:
             return tensor.clone()
         shift = offset % (_ALIGNMENT // tensor.itemsize)
         memory = torch.empty(shift + _length(layout), dtype=tensor.dtype, device=tensor.device)
-        new = lay(memory, size, stride, shift, tensor.dtype, _bits_of(tensor))
+        new = _on_storage(memory, size, stride, shift, tensor.dtype, _bits_of(tensor))
         fill(new, tensor)
         return new
 
@@ -498,7 +500,7 @@ def _bits_of(tensor: Tensor) -> int:
 
 def lay_as(tensor: Tensor, base: Tensor) -> Tensor:
     """A tensor on the storage of `base`, with the geometry that `tensor` has on its own."""
-    return lay(
+    return _on_storage(
         base,
         tensor.shape,
         tensor.stride(),
@@ -620,7 +622,7 @@ class below_autograd:
         set_grad_enabled(self._grad_mode)
 
 
-# The context manager objects cost more than what they set.
+# The context manager costs more than the setting.
 set_grad_enabled: Callable[[bool], None] = _C._set_grad_enabled
 
 
