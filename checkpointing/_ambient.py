@@ -216,7 +216,8 @@ class Ambient:
         context = self._context.copy()
         for variable, saved in self._collections:
             context.run(variable.set, put_together(saved, _restored))
-        enter_switches(self._switches, undo)
+        if read_switches() != self._switches:
+            enter_switches(self._switches, undo)
         if self._modes is not None or _function_mode_count():
             modes = _torch.function_modes()
             undo.append((_torch.set_function_modes, modes))
@@ -225,17 +226,16 @@ class Ambient:
             mode = torch.inference_mode(False)
             mode.__enter__()
             undo.append((lambda mode: mode.__exit__(None, None, None), mode))
-        self._enter_autocast(undo)
+        is_on = _autocast_is_on()
+        if is_on or self._autocast is not None:
+            self._enter_autocast(is_on, undo)
         for handle, state in self._states:
             undo.append((handle.restore, handle.capture()[1]))
             context.run(handle.restore, state)
         return context
 
-    def _enter_autocast(self, undo: Undo) -> None:
+    def _enter_autocast(self, is_on: bool, undo: Undo) -> None:
         """Enter autocast without the casts of weights that it has cached, and leave none behind."""
-        is_on = _autocast_is_on()
-        if not is_on and self._autocast is None:
-            return
         undo.append((_write_autocast, _read_autocast()))
         _write_autocast(self._autocast)
         if is_on:  # the casts of the autocast around the backward must stay

@@ -338,14 +338,12 @@ class Recompute:
         self.holder = holder
         self._versions: dict[int, int] = {}  # by slot: of the tensors that a rerun has delivered
 
-    def _wants(self, holder: Holder) -> bool:
-        """Whether this graph task may still open a holder."""
-        return holder is self.holder or holder.slot not in self.ready
-
     def wanted(self, refs: Iterable[weakref.ref[Holder]] | None = None) -> list[Holder]:
         """The holders that this graph task may still open, by slot; of all or of these."""
-        live = [ref() for ref in (self.frame.holders if refs is None else refs)]
-        return [holder for holder in live if holder is not None and self._wants(holder)]
+        ready, opened = self.ready, self.holder
+        holders = [ref() for ref in (self.frame.holders if refs is None else refs)]
+        live = [holder for holder in holders if holder is not None]
+        return [holder for holder in live if holder.slot not in ready or holder is opened]
 
     @property
     def is_last(self) -> bool:
@@ -381,7 +379,9 @@ class Recompute:
         if self.frame.early_stop:
             for ref in reversed(holders):
                 holder = ref()
-                if holder is not None and self._wants(holder):
+                if holder is None:
+                    continue
+                if holder is self.holder or holder.slot not in self.ready:
                     self._stop_at = holder.slot
                     break
 
@@ -531,12 +531,6 @@ class Recompute:
             raise self._explained(
                 errors.different_metadata(self.frame, _node_name(), self._mismatches, shown, hint)
             )
-        self._check_versions()
-        if self.ran_to_its_end:
-            self._check_count()
-
-    def _check_versions(self) -> None:
-        """Drop the delivered tensors that the function has written since."""
         for slot, version in self._versions.items():
             tensor = self.ready[slot]
             if tensor is None or tensor._version == version:
@@ -544,6 +538,8 @@ class Recompute:
             if slot == self.holder.slot:
                 raise self._explained(errors.overwritten(self.frame, slot in self._inputs))
             del self.ready[slot]  # an error only if backward asks for it, as in plain code
+        if self.ran_to_its_end:
+            self._check_count()
 
     def _check_count(self) -> None:
         """The last slot that is wanted should have stopped the rerun."""
@@ -600,11 +596,7 @@ def is_parameter(root: Tensor) -> bool:
 
 def is_referenced(root: Tensor) -> bool:
     """The same, with leaves that require grad: they live as long as their graph."""
-    return is_parameter(root) or is_trained_leaf(root)
-
-
-def is_trained_leaf(tensor: Tensor) -> bool:
-    return tensor.requires_grad and tensor.is_leaf
+    return is_parameter(root) or (root.requires_grad and root.is_leaf)
 
 
 def parameter_in(tensor: Tensor) -> Shown | None:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from . import _torch
 from ._check import maker_of
-from ._engine import Frame, Holder, is_referenced, is_trained_leaf, root_of
+from ._engine import Frame, Holder, is_referenced, root_of
 from ._held import Held
 from ._offload import Moved
 from ._region import Region
@@ -295,5 +295,6 @@ def _packed(part: Held | Tensor) -> Any:
 def _plain_parts_of(packed: Any) -> list[Tensor]:
     """The plain tensors in such an object. A `Holder` has none: the region around holds them."""
     for tensor in tensors_in(packed):
-        return [] if is_trained_leaf(tensor) else _torch.plain_parts(tensor)
+        lives_anyway = tensor.is_leaf and tensor.requires_grad
+        return [] if lives_anyway else _torch.plain_parts(tensor)
     return []

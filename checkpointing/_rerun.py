@@ -260,11 +260,6 @@ class Rerun(Region, Source, Inputs):
     def keep_for_inner(self, tensor: Tensor) -> None:
         """Do nothing: a rerun enters the inner region again, which keeps the value again."""
 
-    @property
-    def _has_values(self) -> bool:
-        """Whether the rerun takes over values or a policy."""
-        return bool(self._pins or self._results) or self.policy is not None
-
     # ---- as a source
 
     def at_hand(self, holder: Holder, where: Frame) -> Tensor | None:
@@ -308,7 +303,8 @@ class Rerun(Region, Source, Inputs):
             context = self.go_back(where, cells, undo)
             if self._buffers:
                 request.rewound = self._buffers.storages()
-            if not where.complete or self._has_values:
+            has_values = bool(self._pins or self._results) or self.policy is not None
+            if has_values or not where.complete:
                 thread.region = Repeated(self._pins, self._results, self.policy, where)
             request.begin_in_order()
             _push_hooks(request.pack, identity)
