@@ -14,7 +14,6 @@ Invariant: a run pays nothing while inductor is not loaded. It changes its class
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable
 from copy import copy
 from typing import Any
@@ -25,6 +24,7 @@ from torch import Tensor
 
 from . import _torch
 from ._ops import COMMUNICATION, Info, tensors_of
+from ._region import put_before
 
 _Run: Any = object  # `Run`, once an instance is made
 
@@ -87,14 +87,9 @@ class BesideCompiledCode(_Run):  # type: ignore[misc]
                 self._versions[_torch.storage_id(tensor)] = _torch.version(tensor) + change
 
 
-@functools.cache
-def _beside_compiled_code(kind: Any) -> Any:
-    return type(kind.__name__, (BesideCompiledCode, kind), {})
-
-
 def see_compiled_code(run: Any) -> None:
     """From here on the run looks for writes of compiled code."""
-    run.__class__ = _beside_compiled_code(run.__class__)
+    put_before(run, BesideCompiledCode)
     run._versions = {}
 
 

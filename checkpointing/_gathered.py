@@ -9,7 +9,6 @@ Invariant: a run pays nothing until it meets an operator of FSDP2. Then it chang
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable
 from typing import Any
 from weakref import ref
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor
 
 from . import _torch, errors
+from ._region import put_before
 
 _Run: Any = object  # `Run`, once an instance is made
 
@@ -64,15 +64,10 @@ class BesideGathering(_Run):  # type: ignore[misc]
             self._kept[id(tensor)] = ref(tensor), version
 
 
-@functools.cache
-def _beside_gathering(kind: Any) -> Any:
-    return type(kind.__name__, (BesideGathering, kind), {})
-
-
 def lend(run: Any, tensors: Iterable[Tensor]) -> None:
     """FSDP2 has gathered parameters into the memory of these tensors."""
     if not run.sees_gathering:
-        run.__class__ = _beside_gathering(run.__class__)
+        put_before(run, BesideGathering)
         run._lent, run._alive, run._cut_at, run._kept = [], [], 0, {}
     run._lent += [tensor.untyped_storage() for tensor in tensors]
 

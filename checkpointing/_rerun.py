@@ -103,9 +103,9 @@ class Inputs:
         for name in names:
             if isinstance(scope.get(name), _Module):
                 self.modules += (scope[name],)
-        if function.__defaults__ or function.__kwdefaults__:
-            for default in (function.__defaults__, *(function.__kwdefaults__ or {}).values()):
-                self.look_at(default)
+        for defaults in (function.__defaults__, function.__kwdefaults__):
+            if defaults:
+                self.look_at(defaults)
         if function.__closure__ is None:
             return None
         own = _assigned_by(code)
