@@ -59,7 +59,7 @@ def draw(file: str, arguments: Sequence[str] = ()) -> None:
 
     plain, torchs, autos = (measured(job.WAYS[name]) for name in ("plain", TORCH, AUTO))
     budgets = [int(plain.forward[-1] * 0.7**i) for i in range(10)]
-    costs = [cost(measured(job.one_scope(job.plain, auto(budget=budget)))) for budget in budgets]
+    costs = [cost(measured(job.one_scope(auto(budget=budget)))) for budget in budgets]
 
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "", "font.size": 9}):
         figure = Figure(figsize=(8, 8), layout="constrained")
@@ -67,8 +67,8 @@ def draw(file: str, arguments: Sequence[str] = ()) -> None:
         label = functools.partial(dict, textcoords="offset points")
         for name, step, colour, lift in (
             ("plain", plain, BLACK, 0),
-            (TORCH, torchs, ORANGE, 8),
-            (AUTO, autos, BLUE, 20),
+            (TORCH, torchs, ORANGE, 6),
+            (AUTO, autos, BLUE, 28),
         ):
             heights = curve(step)
             above.plot(heights, color=colour)
@@ -84,7 +84,7 @@ def draw(file: str, arguments: Sequence[str] = ()) -> None:
         ):
             below.plot(*cost(step), "s", color=ORANGE)
             below.annotate(name, cost(step), **label(xytext=(6, 8), color=ORANGE))
-        below.set(xlim=0, xlabel="peak memory of a step (MiB)", ylabel="recomputed FLOPs (1: a forward)")
+        below.set(xlim=0, ylim=(None, 1.1), xlabel="peak memory of a step (MiB)", ylabel="recomputed FLOPs (1: a forward)")
         figure.savefig(file, metadata={"Date": None} if file.endswith(".svg") else None)
 
 

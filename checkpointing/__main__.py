@@ -1,4 +1,4 @@
-"""The comparison run, ``python -m checkpointing``: trains one small transformer in seven ways.
+"""The comparison run, ``python -m checkpointing``: trains one small transformer in five ways.
 
 Every way starts from the same weights, seeds and batches. Afterwards its losses, gradients, weights
 and random stream must be bit for bit those of plain; otherwise the exit status is 1. Memory is
@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import flop_registry
 
-from checkpointing import auto, checkpoint_scope, checkpointed, keep
+from checkpointing import auto, checkpoint_scope, checkpointed
 
 MIB = 2**20
 HEADS = 4
@@ -41,30 +41,18 @@ Call: TypeAlias = Callable[[Layer, Tensor], Tensor]
 Way: TypeAlias = Callable[["Model", Tensor], Tensor]
 
 
-class Block(nn.Module):
-    """One pre-norm transformer block over ``(batch, context, width)``."""
+class Block(nn.TransformerEncoderLayer):
+    """One causal pre-norm transformer block over ``(batch, context, width)``."""
 
     def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.qkv = nn.Linear(width, 3 * width)
-        self.out = nn.Sequential(nn.Linear(width, width), nn.Dropout(DROPOUT))
-        self.mlp = nn.Sequential(
-            nn.LayerNorm(width),
-            nn.Linear(width, 4 * width),
-            nn.GELU(),
-            nn.Dropout(DROPOUT),
-            nn.Linear(4 * width, width),
-            nn.Dropout(DROPOUT),
+        super().__init__(
+            width, HEADS, 4 * width, DROPOUT, "gelu", batch_first=True, norm_first=True
         )
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Causal attention, then two linear layers."""
-        heads = self.qkv(self.norm(x)).unflatten(-1, (3, HEADS, -1))
-        q, k, v = heads.permute(2, 0, 3, 1, 4)
-        attended = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(attended.transpose(1, 2).flatten(2))
-        return x.add(self.mlp(x))
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        """Attention, then two linear layers."""
+        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1], x.device)
+        return super().forward(x, mask, is_causal=True)
 
 
 class Model(nn.Module):
@@ -102,12 +90,12 @@ def each_block(call: Call) -> Way:
     return lambda model, text: model.loss(text, call)
 
 
-def one_scope(call: Call, policy: Any = None) -> Way:
-    """A scope around the whole model, and every block through ``call``."""
+def one_scope(policy: Any) -> Way:
+    """A scope around the whole model."""
 
     def way(model: Model, text: Tensor) -> Tensor:
         with checkpoint_scope(policy=policy):
-            return model.loss(text, call)
+            return model.loss(text, plain)
 
     return way
 
@@ -119,9 +107,7 @@ WAYS: dict[str, Way] = {
     "torch.utils.checkpoint per block": each_block(torch_checkpoint),
     "@checkpointed per block": each_block(checkpointed(plain)),
     "checkpoint_scope per block": each_block(scoped),
-    "one scope, keep between blocks": one_scope(lambda block, x: keep(block(x))),
-    "one scope, auto()": one_scope(plain, auto()),
-    "nested scopes": one_scope(scoped),  # recomputes even the inputs of the blocks
+    "one scope, auto()": one_scope(auto()),
 }
 
 
@@ -132,42 +118,36 @@ class Run:
         torch.manual_seed(0)
         self.way = way
         self.device: torch.device = options.device
-        self.model = Model(options.layers, options.width, options.context)
-        self.model.to(self.device, getattr(torch, options.dtype))
-        self.losses: list[Tensor] = []
-        self.drawn: list[Tensor] = []  # random numbers after each step
+        self.model = Model(options.layers, options.width, options.context).to(self.device)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         self.seconds: list[float] = []
+        # Must be the same in all runs. The random stream is sampled after each step.
+        self.results: dict[str, list[Any]] = {"losses": [], "random stream": []}
 
     def step(self, text: Tensor, seed: int) -> None:
         """One timed step of gradient descent."""
-        self.model.zero_grad()
+        self.optimizer.zero_grad()
         torch.manual_seed(seed)
         begin = clock(self.device)
         loss = self.way(self.model, text)
         loss.backward()
-        with torch.no_grad():
-            for parameter in self.model.parameters():
-                parameter.sub_(0.1 * parameter.grad)  # type: ignore[operator]
+        self.optimizer.step()
         self.seconds.append(clock(self.device) - begin)
-        self.losses.append(loss.detach())
-        self.drawn += torch.rand(8), torch.rand(8, device=self.device)
-
-    def results(self) -> dict[str, list[Any]]:
-        """Everything that must be the same in all runs."""
-        weights = list(self.model.parameters())
-        gradients = [weight.grad for weight in weights]
-        return {
-            "gradients": gradients,
-            "losses": self.losses,
-            "weights": weights,
-            "random stream": self.drawn,
-        }
+        self.results["losses"].append(loss.detach())
+        self.results["random stream"] += torch.rand(8), torch.rand(8, device=self.device)
+        self.results["weights"] = list(self.model.parameters())
+        self.results["gradients"] = [weight.grad for weight in self.model.parameters()]
 
     def measured(self, text: Tensor) -> "Step":
         """One more step, counted instead of timed."""
         self.model.zero_grad()
         step = step_on_cpu if self.device.type == "cpu" else step_on_accelerator
         return step(lambda: self.way(self.model, text))
+
+    def differences(self, other: "Run") -> list[str]:
+        """The results that are not those of another run, bit for bit."""
+        mine, others = self.results, other.results
+        return [name for name in sorted(mine) if not all(map(same_bits, mine[name], others[name]))]
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
@@ -205,17 +185,16 @@ class Flops(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        count = flop_registry.get(func.overloadpacket)
-        if count is not None:
-            self.total += count(*args, **(kwargs or {}), out_val=result)
+        count = flop_registry.get(func.overloadpacket, lambda *_, **__: 0)
+        self.total += count(*args, **(kwargs or {}), out_val=result)
         return result
 
 
 def step_on_cpu(forward: Callable[[], Tensor]) -> Step:
     """Add up the profiler's memory events: one for each block allocated or freed, in bytes."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # no messages on stderr
-    flops = Flops()  # type: ignore[no-untyped-call]
     gc.collect()  # garbage would be counted when it is freed
+    flops = Flops()  # type: ignore[no-untyped-call]
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled, flops:
         loss, flops_forward = forward(), flops.total
         with record_function("between"):
@@ -234,11 +213,12 @@ def step_on_cpu(forward: Callable[[], Tensor]) -> Step:
 def step_on_accelerator(forward: Callable[[], Tensor]) -> Step:
     """Ask the allocator of the current device, which rounds each block up."""
     gc.collect()
+    allocated = torch.accelerator.memory_allocated
     torch.accelerator.reset_peak_memory_stats()
-    before = torch.accelerator.memory_allocated()
+    before = allocated()
     with Flops() as flops:  # type: ignore[no-untyped-call]
         loss, flops_forward = forward(), flops.total
-        held = torch.accelerator.memory_allocated() - before
+        held = allocated() - before
         loss.backward()
     peak = torch.accelerator.max_memory_allocated() - before
     return Step([held], [peak], flops_forward, flops.total)
@@ -261,45 +241,35 @@ ROW = "{:<32} {:>14.2f} MiB  {:>10.2f} MiB {:>11.2f} {:>8.1f} {:>6.2f} {:>7.4f} 
 def train(options: argparse.Namespace) -> bool:
     """Train every way and print a table. Returns whether each is bit-equal to plain, the first."""
     runs = [Run(way, options) for way in WAYS.values()]
+    plain_run = runs[0]
     for i in range(options.steps):
         batch = batch_of(options, i)
         for run in runs:
             run.step(batch, seed=i)
-        progress = f"step {i + 1} of {options.steps}: loss {runs[0].losses[-1]:.4f}"
-        print(progress, file=sys.stderr, flush=True)
-
-    results = [run.results() for run in runs]  # before another step changes the gradients
+        print(f"step {i + 1} of {options.steps}", file=sys.stderr, flush=True)
     steps = [run.measured(batch) for run in runs]
     times = [1e3 * statistics.median(run.seconds[1:] or run.seconds) for run in runs]
-    all_equal = True
     print(HEADING)
-    for name, run, found, step, ms in zip(WAYS, runs, results, steps, times, strict=True):
-        differs = [part for part in found if not all(map(same_bits, found[part], results[0][part]))]
-        all_equal = all_equal and not differs
-        verdict = f"other {', '.join(differs)}" if differs else "bit-equal"
+    for name, run, step, ms in zip(WAYS, runs, steps, times, strict=True):
+        differs = ", ".join(run.differences(plain_run))
+        verdict = f"other {differs}" if differs else "bit-equal"
         held, peak = (nbytes / MIB for nbytes in step.memory())
-        loss = float(run.losses[-1])
-        again = step.recomputed(steps[0])
+        again, loss = step.recomputed(steps[0]), float(run.results["losses"][-1])
         print(ROW.format(name, held, peak, again, ms, ms / times[0], loss, verdict))
-    return all_equal
+    return not any(run.differences(plain_run) for run in runs)
 
 
-def positive(text: str) -> int:
-    """A count from the command line."""
-    if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
-    return int(text)
-
-
-def available_device(text: str) -> torch.device:
-    """A device from the command line that can hold a tensor and give it back."""
-    try:
-        tensor = torch.zeros(1, device=text)
-        tensor.cpu()
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
-        raise argparse.ArgumentTypeError(f"{text!r} is not available: {reason}") from None
-    return tensor.device
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The options."""
+    parser = argparse.ArgumentParser(
+        prog="python -m checkpointing",
+        description="Train a small transformer in five ways; compare memory, time and bits.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    for name, (default, text) in SIZES.items():
+        parser.add_argument(f"--{name}", type=int, default=default, help=text)
+    parser.add_argument("--device", type=torch.device, default="cpu", help="cpu, cuda, xpu, ...")
+    return parser.parse_args(arguments)
 
 
 SIZES = {
@@ -311,43 +281,19 @@ SIZES = {
 }
 
 
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The options, checked."""
-    parser = argparse.ArgumentParser(
-        prog="python -m checkpointing",
-        usage=argparse.SUPPRESS,  # so that a wrong value gets one line
-        description="Train a small transformer in seven ways; compare memory, time and bits.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-        allow_abbrev=False,
-    )
-    for name, (default, text) in SIZES.items():
-        parser.add_argument(f"--{name}", type=positive, default=default, help=text)
-    parser.add_argument("--device", type=available_device, default="cpu", help="cpu, cuda, xpu, ...")
-    dtypes = ("float32", "float64", "bfloat16", "float16")
-    parser.add_argument("--dtype", choices=dtypes, default="float32", help="of the weights")
-    options = parser.parse_args(arguments)
-    if options.width % HEADS:
-        parser.error(f"argument --width: {options.width} is not a multiple of {HEADS}")
-    return options
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the comparison; the result is the exit status: 0 if every way is bit-equal, else 1.
 
     Args:
         arguments: the words of the command line; None takes those of the process.
 
-    Raises:
-        SystemExit: with status 2 and one line on stderr, if a value is wrong.
     """
     options = parse(arguments)
-    device, devices = options.device, []
-    if device.type != "cpu":  # bits are compared, so kernels must be deterministic
+    if options.device.type != "cpu":  # bits are compared, so kernels must be deterministic
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-        torch.accelerator.set_device_index(device.index)
-        devices.append(device.index)
-    with torch.random.fork_rng(devices, device_type=device.type):
+        torch.accelerator.set_device_index(options.device.index or 0)
+    with torch.random.fork_rng([]):
         return int(not train(options))
 
 

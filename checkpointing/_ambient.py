@@ -45,8 +45,8 @@ class Generators:
         generators: Iterable[torch.Generator] = (),
         python: bool = False,
     ) -> None:
-        """The default generators of the CPU (if `cpu`) and of `devices`, and `generators`. With
-        `python` also those of the `random` module and of NumPy."""
+        """The default generators of the CPU (if `cpu`) and of `devices`, and `generators`; with
+        `python`, also those of the `random` module and of NumPy."""
         streams: list[_Stream] = [(_torch.set_cpu_state, _torch.get_cpu_state)] if cpu else []
         streams += [_device_stream(device) for device in devices]
         streams += [(generator.set_state, generator.get_state) for generator in generators]
@@ -64,13 +64,14 @@ class Generators:
         return sum(state.nbytes for state in self.states)
 
     def have_moved(self) -> bool:
-        """Whether one of them has been used since; with Python's and NumPy's among them always
-        True."""
-        return self._python or any(not torch.equal(state, getter()) for _, getter, state in self._streams)
+        """Whether one of them has been used since; always True with those of Python and NumPy."""
+        return self._python or any(
+            not torch.equal(state, getter()) for _, getter, state in self._streams
+        )
 
     def enter(self, now: Undo) -> Undo:
-        """Go back to this moment. Adds to `now` the present states, for `leave`; a generator that
-        is in it already keeps its older state."""
+        """Go back to this moment. Adds the present states to `now`, for `leave`, unless it has an
+        older state of a generator."""
         known = [setter for setter, _ in now]
         now += [(setter, getter()) for setter, getter, _ in self._streams if setter not in known]
         for setter, _, state in self._streams:
@@ -107,12 +108,11 @@ def has_rng(device: torch.device) -> bool:
     return hasattr(module, "get_rng_state") and hasattr(module, "set_rng_state")
 
 
-# ---- state of the user's
+# ---- state of the user
 
 
 class StateHandle:
-    """A registration by `register_state`. `remove()` ends it, and so does the end of its `with`
-    block."""
+    """A registration by `register_state`. `remove()` or the end of its `with` block ends it."""
 
     __slots__ = ("_restore", "_snapshot")
 
@@ -121,7 +121,7 @@ class StateHandle:
         self._restore = restore
 
     def remove(self) -> None:
-        """Take no more snapshots. Regions that have one still restore it. Removing twice does
+        """Take no more snapshots. Regions that have one still restore it. A second call does
         nothing."""
         _registered.pop(self, None)
 
@@ -140,20 +140,20 @@ class StateHandle:
             self._restore(state)
 
 
-_registered: dict[StateHandle, None] = {}  # in their order; each access is atomic and needs no lock
+_registered: dict[StateHandle, None] = {}  # in order; each access is atomic
 
 
 def register_state(snapshot: Callable[[], S], restore: Callable[[S], object]) -> StateHandle:
-    """Give recomputes a state that is not an argument, such as the scales of FP8 casts.
+    """Restore a state that is not an argument in recomputes, such as the scales of FP8 casts.
 
     From now on, in every thread, a region that calls its function again (rerun, reentrant) calls
     `snapshot()` when it is entered, and `restore(state)` with the result before each recompute.
-    After the recompute, even a failed one, the present state is restored in the same way. Replay
+    After the recompute, even a failed one, the present state is restored in the same way. A replay
     runs no Python again and needs no such state.
 
     Args:
         snapshot: returns a copy of the present state. Called with grad mode off.
-        restore: puts back a state from `snapshot`, possibly several times, and must not change it.
+        restore: puts a state from `snapshot` back, possibly several times, and must not change it.
             Called with grad mode off, in the thread in which backward runs.
 
     Returns:
@@ -163,17 +163,18 @@ def register_state(snapshot: Callable[[], S], restore: Callable[[S], object]) ->
     Raises:
         TypeError: if one of the two is not callable.
 
-    >>> import torch
-    >>> from checkpointing import checkpointed, register_state
-    >>> scale = {"value": 2.0}
-    >>> handle = register_state(scale.copy, scale.update)
-    >>> x = torch.ones(3, requires_grad=True)
-    >>> y = checkpointed(lambda x: (x * scale["value"]).exp().sin())(x)
-    >>> scale["value"] = 3.0
-    >>> y.sum().backward()  # the recompute scales by 2
-    >>> scale["value"]
-    3.0
-    >>> handle.remove()
+    Example:
+        >>> import torch
+        >>> from checkpointing import checkpointed, register_state
+        >>> scale = {"value": 2.0}
+        >>> handle = register_state(scale.copy, scale.update)
+        >>> x = torch.ones(3, requires_grad=True)
+        >>> y = checkpointed(lambda x: (x * scale["value"]).exp().sin())(x)
+        >>> scale["value"] = 3.0
+        >>> y.sum().backward()  # the recompute scales by 2
+        >>> scale["value"]
+        3.0
+        >>> handle.remove()
     """
     for function in (snapshot, restore):
         if not callable(function):
@@ -189,29 +190,29 @@ _autocast_is_on = _torch.autocast_is_on_somewhere
 
 
 class Ambient:
-    """All state but the random one: autocast, function modes, switches, context variables, and the
+    """All state but random generators: autocast, function modes, switches, context variables, and
     registered states."""
 
     __slots__ = ("_autocast", "_collections", "_context", "_modes", "_states", "_switches")
 
     def __init__(self) -> None:
         self._context = context = contextvars.copy_context()
-        # The function may collect something in them, once: each recompute gets copies.
+        # A recompute may collect values in them: it gets copies. Their tensors are not kept alive.
         self._collections = [
             (variable, take_apart(value, _saved))
             for variable, value in context.items()
             if isinstance(value, _COLLECTIONS)
         ]
         for variable, _ in self._collections:
-            context.run(variable.set, None)  # its tensors are not kept alive for a recompute
+            context.run(variable.set, None)
         self._switches = read_switches()
         self._modes = _torch.function_modes() if _function_mode_count() else None
         self._autocast = _read_autocast() if _autocast_is_on() else None
         self._states = [handle.capture() for handle in [*_registered]] if _registered else ()
 
     def enter(self, undo: Undo) -> contextvars.Context:
-        """Enter the states that differ; `undo` gets the way back. Returns the context to run in: a
-        copy, because recomputes nest and a context can't be entered twice."""
+        """Enter the states that differ; `undo` gets the functions that leave them. Returns the
+        context to run in: a copy, since recomputes nest and a context can't be entered twice."""
         context = self._context.copy()
         for variable, saved in self._collections:
             context.run(variable.set, put_together(saved, _restored))
@@ -227,26 +228,28 @@ class Ambient:
             undo.append((lambda mode: mode.__exit__(None, None, None), mode))
         is_on = _autocast_is_on()
         if is_on or self._autocast is not None:
-            undo.append((_write_autocast, _read_autocast()))
-            _write_autocast(self._autocast)
-            # autocast caches casts of weights. The rerun must neither use casts made elsewhere nor
-            # leave its own behind. With autocast on around the backward, those there must stay.
-            if is_on:
-                torch.set_autocast_cache_enabled(False)
-            else:
-                torch.clear_autocast_cache()
-                undo.append((lambda _: torch.clear_autocast_cache(), None))
+            self._enter_autocast(is_on, undo)
         for handle, state in self._states:
             undo.append((handle.restore, handle.capture()[1]))
             context.run(handle.restore, state)
         return context
+
+    def _enter_autocast(self, is_on: bool, undo: Undo) -> None:
+        """Enter autocast without the casts of weights that it has cached, and leave none behind."""
+        undo.append((_write_autocast, _read_autocast()))
+        _write_autocast(self._autocast)
+        if is_on:  # the casts of the autocast around the backward must stay
+            torch.set_autocast_cache_enabled(False)
+        else:
+            torch.clear_autocast_cache()
+            undo.append((lambda _: torch.clear_autocast_cache(), None))
 
 
 _COLLECTIONS = (list, dict, set, tuple)
 
 
 class _Weak(weakref.ref[Tensor]):
-    """Stands for a tensor that earlier layers have collected; a recompute finds it or None."""
+    """A tensor that earlier layers have collected; a recompute finds it, or None."""
 
 
 def _saved(part: Any, _: object) -> Any:
@@ -262,8 +265,7 @@ def _restored(part: Any) -> Any:
 
 
 def undo_all(undo: Undo) -> None:
-    """Call these functions with their states, the last first. After one that fails, the others
-    follow."""
+    """Call these functions with their states, the last first, even if one fails."""
     try:
         while undo:
             function, argument = undo.pop()
@@ -285,7 +287,7 @@ def read_switches() -> list[Any]:
 
 
 def enter_switches(values: list[Any], undo: Undo) -> None:
-    """Write the switches that differ; `undo` gets the way back."""
+    """Write the switches that differ; `undo` gets the functions that reset them."""
     present = read_switches()
     if present != values:
         undo += [(_torch.set_precisions, _torch.precisions()), (_write_switches, present)]
@@ -300,7 +302,8 @@ def _write_switches(values: list[Any]) -> None:
 
 def _read_autocast() -> tuple[bool, _Autocast]:
     return torch.is_autocast_cache_enabled(), [
-        (t, torch.is_autocast_enabled(t), torch.get_autocast_dtype(t)) for t in _torch.autocast_device_types()
+        (t, torch.is_autocast_enabled(t), torch.get_autocast_dtype(t))
+        for t in _torch.autocast_device_types()
     ]
 
 

@@ -1,7 +1,7 @@
 """Modules in a rerun: their training flags, and their buffers, which the region writes only once.
 
-Invariant: a rerun finds the same tensors and modules as the forward, as they were then, and leaves
-them as they are now. Both directions are one operation: go to a moment.
+Invariant: a rerun finds the tensors and modules of the forward as they were then, and leaves them
+as they are now. Both directions are one operation: go to a moment.
 
 Rejected: exchanging the buffers for copies. Aliases, views and caches keyed by a tensor would still
 refer to the originals.
@@ -27,7 +27,8 @@ from ._tree import Field
 _parts_of, _has_storage, _version = _torch.parts_of_module, _torch.has_storage, _torch.version
 _Generator = torch.Generator
 _OF_EVERY_MODULE = len(vars(nn.Module()))  # attributes, before its own
-_SMALL = 1 << 16  # bytes; copying so few before every forward costs little
+_SMALL = 1 << 16  # bytes: cheap to copy before every forward
+_NONE = -1.0  # bytes: not even empty buffers
 _LEAVES_NO_TRACE = (_torch.Normalisation, torch.jit.ScriptModule)  # kernels bypass version counters
 
 
@@ -42,7 +43,7 @@ class Buffers:
     __slots__ = ("_entries", "_flags", "_guarded", "_then")
 
     def __init__(self, inputs: Any) -> None:
-        """Capture `inputs.modules` and their children; adds their devices and generators to
+        """Capture `inputs.modules` and their children; add their devices and generators to
         `inputs`."""
         flags: dict[nn.Module, bool | None] = {}  # None: frozen TorchScript, which has no flag
         entries: list[Entry] = []
@@ -75,13 +76,13 @@ class Buffers:
         guarded: list[Guarded] = []
         small: list[Tensor] = []  # two that share memory are rewound twice, to the same values
         for module, buffers in entries:
-            most = -1.0  # none in evaluation mode
+            limit = _NONE  # in evaluation mode
             if self._flags[module]:
-                most = math.inf if isinstance(module, _LEAVES_NO_TRACE) else _SMALL
+                limit = math.inf if isinstance(module, _LEAVES_NO_TRACE) else _SMALL
             for name, tensor in buffers.items():
                 if tensor is None:
                     continue
-                if _can_be_rewound(tensor) and tensor.nbytes <= most:
+                if _can_be_rewound(tensor) and tensor.nbytes <= limit:
                     small.append(tensor)
                 else:
                     guarded.append((module, name, tensor, _version(tensor)))
@@ -105,7 +106,7 @@ class Buffers:
         return self._then.values
 
     def enter(self, where: object, undo: Undo) -> None:
-        """Go back to the forward; `undo` gets the way out."""
+        """Go back to the forward; `undo` gets the functions that return."""
         for module, name, tensor, version in self._guarded:
             if _version(tensor) != version:
                 buffer = named((type(module).__name__, Field(name)), tensor)
@@ -125,7 +126,7 @@ class Buffers:
 
 
 def _can_be_rewound(tensor: Tensor) -> bool:
-    if type(tensor) is not Tensor and (_torch.is_lazy(tensor) or tensor.is_nested):
+    if tensor.is_nested or _torch.is_lazy(tensor):
         return False
     return _has_storage(tensor) and not tensor.is_inference()
 
@@ -142,12 +143,12 @@ Guarded = tuple[nn.Module, str, Tensor, int]  # a module, the name of a buffer, 
 
 def _set(entries: Iterable[Entry]) -> None:
     """Give the modules these buffers, where others have been set. A buffer that is not persistent
-    is a cache, and some attribute describes its contents (the length of rotary embeddings): it
-    stays as it is."""
+    is a cache that an attribute describes (the length of rotary embeddings): it stays as it is."""
     for module, then in entries:
         store, caches = _torch.buffers_of_module(module)
         now = dict(store)
-        if now.keys() == then.keys() and all(map(operator.is_, now.values(), then.values())):
+        has_same_names = now.keys() == then.keys()
+        if has_same_names and all(map(operator.is_, now.values(), then.values())):
             continue
         if isinstance(store, dict):  # a scripted module can have no other names
             store.clear()
@@ -187,9 +188,10 @@ class _Moment:
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """False where elements have gaps between them or share memory: then the whole storage
-    counts."""
-    return type(tensor) is not Tensor or (tensor.is_contiguous() and not tensor.is_complex())
+    """Whether the elements fill their memory, without gaps. Else the whole storage counts."""
+    if type(tensor) is not Tensor:
+        return True
+    return tensor.is_contiguous() and not tensor.is_complex()
 
 
 _NOTHING = _Moment([], [], [])

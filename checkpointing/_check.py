@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
+import io
 import sys
-import zlib
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -76,11 +75,17 @@ def maker_of(tensor: Tensor) -> str | None:
 
 def checksum(tensor: Tensor) -> int:
     """64 bits that depend on every bit of the tensor and its position."""
-    parts = _torch.parts_of(tensor)
-    if parts is not None:
-        numbers = [checksum(p) if isinstance(p, Tensor) else zlib.crc32(repr(p).encode()) for p in parts]
-        return hash(tuple(numbers))
-    resolved = tensor.resolve_conj().resolve_neg()
-    plain = resolved.clone(memory_format=torch.contiguous_format).cpu()
-    data = ctypes.string_at(plain.data_ptr(), plain.nbytes)
-    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big")
+    if hasattr(tensor, "__tensor_flatten__"):
+        names, _ = tensor.__tensor_flatten__()
+        parts = [getattr(tensor, name) for name in names]
+        return hash(
+            tuple(checksum(part) if isinstance(part, Tensor) else repr(part) for part in parts)
+        )
+    if tensor.is_meta or hasattr(tensor, "fake_mode"):
+        return 0
+    plain = tensor.detach().resolve_conj().resolve_neg().cpu()
+    if plain.layout is torch.strided and not plain.is_nested:
+        plain = plain.contiguous()
+    file = io.BytesIO()
+    torch.save(plain.clone(), file)  # which knows tensors of all kinds
+    return int.from_bytes(hashlib.blake2b(file.getbuffer(), digest_size=8).digest(), "big")

@@ -1,19 +1,19 @@
-"""Compiled code in a recorded block: what inductor's code does past the dispatcher.
+"""Compiled code in a recorded block.
 
-Inductor's code allocates and writes memory itself, and calls some operators in between. Those are passed through
-unseen: kernels that nobody sees write to what they make. What compiled code returns comes from outside. What it writes
-in place shows in version counters alone, so a run compares the version of whatever it has made with what recorded
-operators have left there, whenever it is read or saved.
+Inductor's code allocates and writes memory past the dispatcher, and calls some operators in
+between. The run lets these pass: their results go to kernels that it does not see. Results of
+compiled code are tensors from outside. Its writes show in version counters alone, so the run
+compares the version of a tensor that it has made with the version after the last recorded operator,
+at every read and save.
 
-Where torch shows a compiled region as one operator (`torch._inductor.config.wrap_inductor_compiled_regions`), that
-operator is a step like any other.
+torch can show a compiled region as one operator
+(`torch._inductor.config.wrap_inductor_compiled_regions`). That operator is a step like any other.
 
-Invariant: a run costs nothing more while inductor is not loaded. It becomes another kind of run when it is.
+Invariant: a run pays nothing while inductor is not loaded. It changes its class when it is.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable
 from copy import copy
 from typing import Any
@@ -24,10 +24,11 @@ from torch import Tensor
 
 from . import _torch
 from ._ops import COMMUNICATION, Info, tensors_of
+from ._region import put_before
 
-_Run: Any = object  # a run, by the time that an instance is made
+_Run: Any = object  # `Run`, once an instance is made
 
-INDUCTOR = "torch._inductor.output_code"  # the module that is loaded before anything that it has compiled runs
+INDUCTOR = "torch._inductor.output_code"  # loaded before compiled code runs
 WRITTEN_UNSEEN = "written by compiled code"  # an event
 
 _SHOWN = "inductor_compiled_code"
@@ -35,10 +36,10 @@ _REGIONS: WeakKeyDictionary[Any, Info] = WeakKeyDictionary()
 
 
 class BesideCompiledCode(_Run):  # type: ignore[misc]
-    """A run in a process that may run compiled code: a class that is put before that of the run."""
+    """A run in a process that may run compiled code: a class put before that of the run."""
 
     sees_compiled_code = True
-    _versions: dict[int, int]  # by storage: what recorded operators have left there, at most
+    _versions: dict[int, int]  # by storage: the highest version that recorded operators have left
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self._here["depth"] != self._depth and not self._wakes_up(func, args):
@@ -61,37 +62,34 @@ class BesideCompiledCode(_Run):  # type: ignore[misc]
         return info_of_region(info, args[0]) if info.name == _SHOWN else info
 
     def _look_for_writes(self, values: Iterable[Any]) -> None:
+        """Note the writes of compiled code to these tensors."""
         for tensor in tensors_of(tuple(values)):
             if type(tensor) is not Tensor or not _torch.has_storage(tensor):
                 continue
-            version = _torch.version(tensor)
-            place = _torch.storage_id(tensor)
-            if version > self._versions.get(place, 0):
-                self._versions[place] = version
+            storage, version = _torch.storage_id(tensor), _torch.version(tensor)
+            if version > self._versions.get(storage, 0):
+                self._versions[storage] = version
                 if self.has_made(tensor):
                     self._event(WRITTEN_UNSEEN, (tensor,))
 
     def _note_versions(self, args: Any, kwargs: dict[str, Any], result: Any) -> None:
-        made = () if self.step.is_view else tensors_of(result)  # below autograd, a view counts anew
-        for tensor in made:
-            if _torch.has_storage(tensor):
-                self._versions[_torch.storage_id(tensor)] = _torch.version(tensor)
+        """Note the versions that the last step has left."""
+        if not self.step.is_view:  # below autograd, the version of a view counts from 0
+            self._note(result, 0)
         info = self.step.info
         for place in () if info is None else info.targets:
             target = kwargs.get(place) if type(place) is str else args[place]
-            for tensor in tensors_of(target):
-                if _torch.has_storage(tensor):  # whose version is counted up when the operator has returned
-                    self._versions[_torch.storage_id(tensor)] = _torch.version(tensor) + 1
+            self._note(target, 1)  # which is counted up when the operator has returned
 
-
-@functools.cache
-def _beside_compiled_code(kind: Any) -> Any:
-    return type(kind.__name__, (BesideCompiledCode, kind), {})
+    def _note(self, values: Any, change: int) -> None:
+        for tensor in tensors_of(values):
+            if _torch.has_storage(tensor):
+                self._versions[_torch.storage_id(tensor)] = _torch.version(tensor) + change
 
 
 def see_compiled_code(run: Any) -> None:
-    """From here on the run looks at what compiled code does."""
-    run.__class__ = _beside_compiled_code(run.__class__)
+    """From here on the run looks for writes of compiled code."""
+    put_before(run, BesideCompiledCode)
     run._versions = {}
 
 
@@ -99,46 +97,32 @@ def see_compiled_code(run: Any) -> None:
 
 
 def info_of_region(info: Info, region: Any) -> Info:
-    """What recording needs to know of a compiled region: called with its inputs one by one, it is like any other
-    operator."""
+    """The traits of a compiled region as an operator that takes its inputs one by one."""
     found = _REGIONS.get(region)
     if found is None:
         found = _REGIONS[region] = copy(info)
-        written, spaces = effects_of_region(region)
+        nodes = region.original_gm.graph.nodes
+        operators = [node.target for node in nodes if isinstance(node.target, _torch.OpOverload)]
         found.run, found.overwrites = run_region, False
-        found.targets = found.writes = tuple(1 + i for i in written)
-        found.communicates = not COMMUNICATION.isdisjoint(spaces)
+        found.targets = found.writes = tuple(1 + place for place in _written_by(nodes))
+        found.communicates = any(operator.namespace in COMMUNICATION for operator in operators)
     return found
 
 
 def run_region(region: Any, *inputs: Any, **kwargs: Any) -> Any:
-    """It empties the list that it is given."""
+    """The operator itself empties the list that it is given."""
     return torch.ops.higher_order.inductor_compiled_code(region, list(inputs), **kwargs)
 
 
-def effects_of_region(region: Any) -> tuple[set[int], set[str]]:
-    """Which inputs a compiled region writes in place, and the name spaces of its operators. What it returns are no
-    views of inputs: torch makes these outside of it."""
-    nodes = region.original_gm.graph.nodes
+def _written_by(nodes: Iterable[Any]) -> list[int]:
+    """The inputs that a compiled region may write in place. Its results are no views of inputs:
+    torch makes these outside of it."""
     inputs = [node for node in nodes if node.op == "placeholder"]
-    written: set[int] = set()
-    spaces: set[str] = set()
-    for node in nodes:
-        if isinstance(node.target, _torch.OpOverload):
-            spaces.add(node.target.namespace)
-        for target in _written_by(node):
-            while target.op == "call_function" and target.all_input_nodes:  # a view of an input, maybe
-                target = target.all_input_nodes[0]
-            if target in inputs:
-                written.add(inputs.index(target))
-    return written, spaces
+    written = {each for node in nodes if _writes(node.target) for each in node.all_input_nodes}
+    return [place for place, node in enumerate(inputs) if node in written]
 
 
-def _written_by(node: Any) -> Iterable[Any]:
-    """The nodes whose results a node writes in place."""
-    if not isinstance(node.target, _torch.OpOverload):  # a user's Triton kernel may write all of its arguments
-        return node.all_input_nodes if "mutation" in str(node.target) else ()
-    arguments = node.target._schema.arguments
-    given = {**dict(zip((a.name for a in arguments), node.args, strict=False)), **node.kwargs}
-    writes = [given[a.name] for a in arguments if a.name in given and a.alias_info and a.alias_info.is_write]
-    return [target for each in writes for target in (each if isinstance(each, list) else [each])]
+def _writes(target: Any) -> bool:
+    if isinstance(target, _torch.OpOverload):
+        return bool(target._schema.is_mutable)
+    return "mutation" in str(target)  # a user's Triton kernel

@@ -14,8 +14,7 @@ from ._where import stack_of_user
 
 
 class OpLog(TorchDispatchMode):
-    """The operators that ran while it was entered, each with the stack of user code that led to
-    it."""
+    """A log of operators, each with the lines of user code that led to it."""
 
     supports_higher_order_operators = True
 
@@ -45,12 +44,16 @@ def _text(value: Any) -> str:
     return repr(value)
 
 
-def explain(error: errors.CheckpointError, forward: list[tuple[str, str]], recompute: list[tuple[str, str]]) -> None:
+def explain(
+    error: errors.CheckpointError, forward: list[tuple[str, str]], recompute: list[tuple[str, str]]
+) -> None:
     """Raise an error again with the logs of both runs, under torch's headings."""
     logs = ""
     for title, lines in (("the original forward", forward), ("recomputation", recompute)):
         logs += f"\n\nOperations executed during {title}:\n"
-        logs += "".join(f"  {i}: {op}\n{stack}" for i, (op, stack) in enumerate(lines)) or "  (none)\n"
+        logs += (
+            "".join(f"  {i}: {op}\n{stack}" for i, (op, stack) in enumerate(lines)) or "  (none)\n"
+        )
     explained = type(error)(
         f"{error}\n\nAn error happened while unpacking tensors; these are the operators of both "
         f"runs, each with the lines of your code that led to it, innermost first.{logs}\n"
@@ -62,8 +65,8 @@ def explain(error: errors.CheckpointError, forward: list[tuple[str, str]], recom
 
 
 def logged(frame: Frame) -> tuple[OpLog, OpLog]:
-    """Contexts for the forward and the recompute that log their operators; errors of the frame show
-    both."""
+    """Contexts that log the operators of the forward and of the recompute, for errors of the
+    frame."""
     forward, recompute = OpLog(), OpLog()
     frame.on_error = functools.partial(explain, forward=forward.lines, recompute=recompute.lines)
     return forward, recompute

@@ -1,28 +1,30 @@
-"""The engine: what autograd stores in place of the tensors that a region saves, and how they come back.
+"""The engine: the holders that autograd stores for saved tensors, and how their tensors come back.
 
-While a region runs, autograd hands every tensor that it would save to `Frame.pack` and stores the small `Holder`
-that it gets back. When backward opens a holder, the frame asks its *source* (rerun or replay) to bring slots back;
-the source calls `deliver` for that holder and for whatever else it passes on the way. (A rerun passes all slots in
-order, as autograd's pack hook: `Recompute.pack` counts them.) Checks, early stop and lifetimes live here, once; a
-source only knows how to compute.
+While a region runs, autograd passes every tensor that it would save to `Frame.pack` and stores the
+small `Holder` that it returns. When backward opens a holder, the frame asks its *source* (rerun or
+replay) for the tensor. The source calls `deliver` for that holder and for others that it computes
+on the way. (A rerun passes all slots in order, as autograd's pack hook: `Recompute.pack` counts
+them.) Checks, early stop and lifetimes are here, once; a source only computes.
 
-Who owns what (rule 9, no reference ever points back, so nothing here needs the garbage collector):
+References, none of which point back, so nothing needs the garbage collector (rule 9):
 
-    autograd graph -> Holder -> Frame -> Source -> inputs;  Frame -weak-> Holder;  graph task -weak-> Frame
+    autograd graph -> Holder -> Frame -> Source -> inputs
+    Frame -weak-> Holder;  graph task -weak-> Frame
 
 The rules that tests cite:
 
-1. The innermost region owns what is saved inside it: autograd asks the innermost hooks only.
-2. A region's inputs are saved by whatever encloses it; parameters are referenced, never copied.
-3. Recompute starts as if no region were active (`thread.depth` and `thread.region`).
-4. A recomputed tensor lives until the node that asked for it has run, and never past its graph task.
-5. Recompute no more than needed: a rerun stops at the last live holder.
-6. Backward inside a region works: a frame may be opened before its region has ended.
-7. Bit-equal; recompute leaves RNG and buffers alone. 8. Never silently wrong. 9. Nothing outlives its use.
-10. Grad mode off: a region is a plain call.
+1. The innermost region owns the tensors that are saved inside it: autograd asks the innermost hooks
+only. 2. A region's inputs are saved by the hooks that enclose it; parameters are referenced, never
+copied. 3. Recompute starts as if no region were active (`thread.depth` and `thread.region`). 4. A
+recomputed tensor lives until the node that asked for it has run, and never past its graph task. 5.
+Recompute no more than needed: a rerun stops at the last live holder. 6. Backward inside a region
+works: a frame may be opened before its region has ended. 7. Bit-equal; recompute leaves RNG and
+buffers alone. 8. Never silently wrong. 9. Nothing outlives its use. 10. Grad mode off: a region is
+a plain call.
 
-Rejected: keeping recomputed tensors on the holders (torch): a second read of `ctx.saved_tensors` then fails, and a
-failed backward leaves them behind. Here they end with the graph task, whatever becomes of it.
+Rejected: keeping recomputed tensors on the holders, as torch does. A second read of
+`ctx.saved_tensors` then fails, and a failed backward leaves them behind. Here they end with the
+graph task in any case.
 """
 
 from __future__ import annotations
@@ -50,72 +52,74 @@ _getframe, _backward_code = sys._getframe, _torch.run_backward_code
 
 
 class Holding(NamedTuple):
-    """Something that a recompute starts from, for reports."""
+    """One thing that a recompute starts from, for reports."""
 
     kind: str
     part: Any  # a `Held` or a tensor
-    operator: str | None  # that has made it, or read it first; or which argument it is
+    operator: str | None  # that made it, or read it first; or the name of the argument
     note: tuple[str | None, ...] | None = None  # the module that ran then, and the user's line
 
 
 class Source:
     """How a frame brings tensors back."""
 
-    save: Callable[[Tensor], Any] | None = None  # what a holder must remember; None: only which parameter it shows
+    # Returns the `saved` of a holder. None: the parameter that a tensor shows, if any.
+    save: Callable[[Tensor], Any] | None = None
 
     def at_hand(self, holder: Holder, where: Frame) -> Tensor | None:
-        """A holder's tensor, if nothing has to be computed for it."""
+        """A holder's tensor, if it need not be computed."""
         raise NotImplementedError
 
     def recompute(self, request: Recompute) -> None:
-        """Deliver `request.holder`, and on the way whatever else `request.wanted()` names."""
+        """Deliver `request.holder`, and others of `request.wanted()` that are computed on the
+        way."""
         raise NotImplementedError
 
     def name_of(self, parameter: Tensor) -> str | None:
-        """What a parameter is called in the modules that were there before the region."""
+        """The name of a parameter in the modules that existed before the region."""
         return None
 
     def announce(self, tensor: Tensor) -> None:
-        """A region inside is about to take this as an input, and to save an alias of it."""
+        """A region inside is about to take this as an input. It saves an alias next."""
 
     def maker(self, holder: Holder) -> str | None:
-        """The operator that made what the holder saved, if that is known; for messages."""
+        """The operator that made a holder's tensor, for messages."""
         return None
 
     def holdings(self, frame: Frame) -> Iterable[Holding]:
-        """All that is held now for the holders that live, without parameters."""
+        """Everything that is held now for live holders, without parameters."""
         return ()
 
     def operator_of(self, holder: Holder) -> str | None:
-        """The operator that made what the holder saves, while the region runs."""
+        """The operator that made a holder's tensor, while the region runs."""
         return None
 
     def hint(self) -> str:
-        """What helps where a recompute differs from the forward, for messages."""
+        """The remedy where a recompute differs from the forward, for messages."""
         return errors.UNSEEN
 
 
 class Holder:
-    """What autograd stores in place of one saved tensor."""
+    """The object that autograd stores in place of one saved tensor."""
 
     __slots__ = ("__weakref__", "frame", "metadata", "saved", "slot", "stock")
 
     frame: Frame
     slot: int
-    metadata: Any  # what the determinism check compares
-    stock: Any  # what a replay starts from; set when the block ends
-    saved: Any  # what the source remembers; of a source that remembers nothing: which parameter it shows
+    metadata: Any  # for the determinism check
+    stock: Any  # the values that a replay starts from, once the block has ended
+    saved: Any  # for the source; in a rerun, the parameter that the tensor shows, if any
 
 
 class TaskTensors:
-    """One frame's recomputed tensors in one graph task. It goes with the frame, or with the graph task, whichever ends
-    first: `guard` watches an object that autograd's graph task owns (rule 4)."""
+    """The recomputed tensors of one frame in one graph task. They end with the first of the two:
+    `guard` watches an object that the graph task owns (rule 4)."""
 
     __slots__ = ("__weakref__", "guard", "memory", "ready")
 
     def __init__(self) -> None:
-        self.ready: dict[int, Tensor | None] = {}  # by slot: delivered; None once its node has it
-        self.memory: Any = None  # what the source will want again
+        self.ready: dict[int, Tensor | None] = {}  # by slot; None once its node has the tensor
+        self.memory: Any = None  # for the source
         self.guard: Any = None
 
 
@@ -126,21 +130,23 @@ def _forget(frame: weakref.ref[Frame], key: Any, _: object) -> None:
 
 
 class _Stop(BaseException):
-    """Ends a rerun early. A BaseException, so that `except Exception` in the region does not catch it; and sticky:
-    whoever swallows it meets it again at the next saved tensor. Made anew each time: an exception that outlives its
-    handler holds on to every frame that it passed."""
+    """Ends a rerun early. It is a BaseException, so that `except Exception` in the region does not
+    catch it; if it is swallowed, the next saved tensor raises it again. Each is made anew, since an
+    exception holds on to the stack frames that it passed."""
 
 
 class Frame:
-    """One region: its holders, its source, and what has been recomputed for which graph task."""
+    """One region: its holders, its source, and the recomputed tensors of each graph task."""
 
-    noted: list[Any] | None = None  # if somebody wants a report: the tensors that are saved
+    noted: list[Any] | None = None  # for a report: the tensors that are saved
     complete = False  # backward may run before the region has ended (rule 6)
     on_error: Callable[[errors.CheckpointError], None] | None = None
-    prefix: str | None = None  # how messages begin where other code matches on it; torch's functions set it
-    written: frozenset[int] = frozenset()  # memory that regions inside write, which the recompute must deliver before
+    prefix: str | None = None  # of messages, for code that matches torch's
+    written: frozenset[int] = frozenset()  # storages that regions inside write after reading
 
-    def __init__(self, source: Source, name: str, entered_from: Line, early_stop: bool, check: Check) -> None:
+    def __init__(
+        self, source: Source, name: str, entered_from: Line, early_stop: bool, check: Check
+    ) -> None:
         self.source = source
         self.save = source.save
         self.name = name
@@ -148,9 +154,10 @@ class Frame:
         self.early_stop = early_stop
         self.check = check
         self.holders: list[weakref.ref[Holder]] = []
-        self.inputs: dict[int, tuple[object, int]] = {}  # by slot: roles of what regions inside take, and its memory
+        # By slot: the roles of tensors that regions inside take, and their storages.
+        self.inputs: dict[int, tuple[object, int]] = {}
         self.tasks: dict[Any, TaskTensors] = {}
-        # The worker threads of one graph task may open one frame at once: who waits wants what is being computed.
+        # Threads of one graph task may open one frame at once, mostly for the same recompute.
         self.lock = threading.RLock()
 
     def __str__(self) -> str:
@@ -159,17 +166,19 @@ class Frame:
     @property
     def place(self) -> str:
         code, _ = self.entered_from
-        return f"region '{self.name}' (entered at {code.co_filename}:{line_number(self.entered_from)})"
+        return (
+            f"region '{self.name}' (entered at {code.co_filename}:{line_number(self.entered_from)})"
+        )
 
     def enter(self, region: Region) -> None:
-        """From here on this is where autograd saves, and `region` where `keep` and its like go."""
+        """From here on autograd saves here, and `keep` and the like go to `region`."""
         here = thread.__dict__
         region.outer = here["region"]
         here["region"] = region
         push_hooks(self.pack, unpack)
 
     def leave(self, region: Region) -> bool:
-        """Returns whether all regions that were entered later have been left before this one, as they should be."""
+        """Returns whether all regions that were entered later have been left before this one."""
         self.complete = True
         here = thread.__dict__
         inner = here["region"]
@@ -198,7 +207,7 @@ class Frame:
         holder.frame = self
         holders, check, save = self.holders, self.check, self.save
         holder.slot = len(holders)
-        holders.append(_ref(holder))  # if a hook of the user fails below, the place is taken
+        holders.append(_ref(holder))  # the slot is taken even if a user's hook fails below
         if save is not None:
             holder.saved = save(tensor)
         elif type(tensor) is Tensor and tensor._base is None:
@@ -214,17 +223,18 @@ class Frame:
     _torch.mark_as_torchs_own(pack)
 
     def bring_back(self, holder: Holder, key: Any) -> Tensor:
-        """Recompute for a holder whose tensor is not at hand: once per slot and graph task."""
+        """Recompute for a holder, once per slot and graph task."""
         group = _torch.graph_exec_group()
         if group is not None:
-            key = group  # it stands for the graph task
+            key = group  # torch's context that joins graph tasks
         with self.lock:
             task = self.tasks.get(key) or TaskTensors()
             ready, slot = task.ready, holder.slot
-            tensor = ready.get(slot)  # another thread may have been quicker
+            tensor = ready.get(slot)  # another thread may have computed it
             if tensor is None:
-                if slot in ready and group is not None and self.prefix:  # its functions refuse what torch's refuse
-                    raise errors.overlapping(self)
+                is_second_read = slot in ready and group is not None
+                if is_second_read and self.prefix is not None:
+                    raise errors.overlapping(self)  # as torch does
                 request = Recompute(self, task, holder)
                 if not profiles():
                     request.run()
@@ -232,19 +242,21 @@ class Frame:
                     with _torch.profiled_range(f"recompute:{self.name}"):
                         request.run()
                 tensor = ready[slot]
-                assert tensor is not None  # `run` raises if it can't deliver
-                if len(ready) > 1 or task.memory is not None or group is not None:
+                assert tensor is not None  # `run` raises if it cannot deliver
+                has_more = len(ready) > 1 or task.memory is not None
+                if has_more or group is not None:
                     self.remember(task, key)
             ready[slot] = None
         return tensor
 
     def remember(self, task: TaskTensors, key: Any) -> None:
-        """Until the end of the graph task (or of torch's group of them), whatever becomes of it."""
-        if task.guard is None and key != -1:  # outside of backward (`grad_fn._saved_self`) there is no end
+        """Hold tensors until the end of the graph task, or of torch's group, even if that fails."""
+        # Outside of backward (`grad_fn._saved_self`) there is no end.
+        if task.guard is None and key != _torch.NO_GRAPH_TASK:
             owner = key
             if type(key) is int:
                 owner = partial(int)
-                _torch.at_graph_task_end(owner)  # which owns it until then
+                _torch.at_graph_task_end(owner)  # owned until then
             task.guard = _ref(owner, partial(_forget, _ref(self), key))
             self.tasks[key] = task
 
@@ -257,24 +269,25 @@ def unpack(holder: Holder) -> Tensor:
         task.ready[holder.slot] = None
     elif holder.saved is None or (tensor := frame.source.at_hand(holder, frame)) is None:
         tensor = frame.bring_back(holder, key)
-    if (reader := _getframe().f_back) and reader.f_code is not _backward_code:  # None: a thread of the autograd engine
+    reader = _getframe().f_back  # None in a thread of the autograd engine
+    if reader is not None and reader.f_code is not _backward_code:
         _keep_until_done(holder, tensor)
     return tensor
 
 
 def identity(tensor: Tensor) -> Tensor:
-    """The unpack hook of a rerun, whose graph stores tensors."""
+    """The unpack hook of a rerun, whose graph stores the tensors themselves."""
     return tensor
 
 
 def is_internal(hooks: _torch.Hooks) -> bool:
-    """Whether these hooks are those of a region or of a rerun, rather than the user's."""
+    """Whether these are hooks of a region or of a rerun, not of the user."""
     return hooks[1] is unpack or hooks[1] is identity
 
 
 def _keep_until_done(holder: Holder, tensor: Tensor) -> None:
-    """Python code reads this tensor, rather than the autograd engine for an operator of its own. The backward of a
-    custom Function may read `ctx.saved_tensors` again: its tensors stay until it has run (rule 4)."""
+    """The reader is Python code, not a built-in node. The backward of a custom Function may read
+    `ctx.saved_tensors` again, so its tensors stay until it has run (rule 4)."""
     node, frame, slot = _torch.current_node(), holder.frame, holder.slot
     if not isinstance(node, _torch.PythonNode):
         return
@@ -292,41 +305,52 @@ def _keep_until_done(holder: Holder, tensor: Tensor) -> None:
     handle = node.register_hook(done)  # type: ignore[attr-defined]
 
 
-class Recompute:
-    """One recompute under way: the engine's side of the seam."""
+NEVER = sys.maxsize  # a slot that is never reached
+NO_NODE = -1
 
+
+class Recompute:
+    """One recompute under way: the part of it that is the engine's.
+
+    A rerun begins with `begin_in_order`, and passes the saved tensors to `pack`, slot by slot.
+    Other sources call `deliver`.
+    """
+
+    is_in_order = False
+    ran_to_its_end = False  # set by a rerun that was not stopped
+    rewound: Set[int] = frozenset()  # storages with older values, until the rerun ends
+    written: frozenset[int] = frozenset()  # storages that the forward knows inner regions write
     _mismatches: tuple[errors.Mismatch, ...] = ()
-    _count = -1  # the slots that there are, for a source that passes them in order
-    _slot = -1  # which it has passed
-    _last = sys.maxsize  # where it is to be stopped
-    _unfilled = -1  # the last node that has saved what its operator may fill only then, as RReLU its noise
+    _count = 0  # the slots of the forward
+    _passed = 0  # slots so far
+    _stop_at = NEVER  # the slot at which to stop
+    _filling = NO_NODE  # the last node whose saved memory the operator may still fill, as RReLU
     _stopped = False
-    ran_to_its_end = False  # set by an in-order source that was not stopped
-    rewound: Set[int] = frozenset()  # storages that hold what they did before the forward, until the rerun ends
     _inputs: Mapping[int, tuple[object, int]] = {}
     _is_watched = False
     _copies: _torch.Copies | None = None
-    written: frozenset[int] = frozenset()  # which the forward has noted
-    _role: object = None  # of what is packed next: None for what an operator saves
+    _role: object = None  # of the tensor that is packed next: None if an operator saves it
 
     def __init__(self, frame: Frame, task: TaskTensors, holder: Holder) -> None:
         self.frame = frame
         self.task = task
         self.ready = task.ready
         self.holder = holder
-        self._versions: dict[int, int] = {}  # by slot: of what an in-order source has delivered
+        self._versions: dict[int, int] = {}  # by slot: of the tensors that a rerun has delivered
 
     def wanted(self) -> list[Holder]:
-        """The live holders that this graph task may still open, by slot."""
+        """The holders that this graph task may still open, by slot."""
         ready, opened = self.ready, self.holder
-        live = [ref() for ref in self.frame.holders]
-        return [holder for holder in live if holder is not None and (holder.slot not in ready or holder is opened)]
+        holders = [ref() for ref in self.frame.holders]
+        live = [holder for holder in holders if holder is not None]
+        return [holder for holder in live if holder.slot not in ready or holder is opened]
 
     @property
     def is_last(self) -> bool:
-        """Whether this graph task has nothing left to open. Mostly one look: backward opens first what was saved
-        last."""
-        return all((holder := ref()) is None or holder.slot in self.ready for ref in self.frame.holders)
+        """Whether this graph task has nothing left to open. Mostly the first look tells, since
+        backward opens the last slots first."""
+        ready = self.ready
+        return all((holder := ref()) is None or holder.slot in ready for ref in self.frame.holders)
 
     def deliver(self, holder: Holder, tensor: Tensor) -> None:
         """Take one recomputed tensor, for one of the holders that are wanted."""
@@ -347,52 +371,67 @@ class Recompute:
         self._mismatches += ((holder.slot, expected, found, details),)
 
     def begin_in_order(self) -> None:
-        """A rerun is about to start: find the last slot that is wanted, where it is to be stopped (rule 5)."""
-        holders, ready = self.frame.holders, self.ready
+        """A rerun is about to start: find the last slot that is wanted, to stop there (rule 5)."""
+        self.is_in_order = True
+        holders = self.frame.holders
         self._count, self._inputs = len(holders), self.frame.inputs
         self._is_watched = bool(self.rewound or self._inputs)
         if self.frame.early_stop:
             for ref in reversed(holders):
                 holder = ref()
-                if holder is self.holder or (holder is not None and holder.slot not in ready):
-                    self._last = holder.slot
+                if holder is None:
+                    continue
+                if holder is self.holder or holder.slot not in self.ready:
+                    self._stop_at = holder.slot
                     break
 
     def pack(self, given: Tensor) -> Tensor:
-        """Autograd's pack hook for a rerun: delivers what autograd saves to the slots in order, and raises the stop
-        signal at the last one that is wanted (rule 5). What it returns is for the graph of the rerun: a tensor, so
-        that backward inside the rerun works (rule 6); detached, because a graph must not own itself.
+        """Autograd's pack hook for a rerun: delivers saved tensors to the slots in order, and stops
+        at the last one that is wanted (rule 5). It returns a tensor for the graph of the rerun, so
+        that backward inside the rerun works (rule 6); detached, because a graph must not own
+        itself.
         """
-        self._slot = slot = self._slot + 1
-        kind, frame, tensor = type(given), self.frame, given
+        slot = self._passed
+        self._passed = slot + 1
+        tensor = given
         if given.requires_grad:
-            if kind is not _Parameter:
+            if type(given) is not _Parameter:
                 tensor = given.detach()
-        elif kind is Tensor and given._version == 0:
-            self._unfilled = node_count()
+        elif type(given) is Tensor and given._version == 0:
+            self._filling = node_count()
         if self._is_watched:
             tensor = self._watch(slot, tensor)
         if slot < self._count:
-            holder = frame.holders[slot]()
+            holder = self.frame.holders[slot]()
             if holder is not None:
-                ready, saved = self.ready, holder.saved
-                now = None if kind is Tensor and given._base is None else parameter_in(given)
-                if now != saved:
-                    self._compare_parameters(holder, now)
-                is_at_hand = saved is not None and saved[2] and saved[3]() is not None
-                if not is_at_hand and (slot not in ready or holder is self.holder):
-                    check = frame.check
-                    if check is not None and (found := check(tensor)) != holder.metadata:
-                        self._note_mismatch(holder, found, given)
-                    ready[slot] = tensor
-                    self._versions[slot] = tensor._version
-        elif frame.complete and not self._stopped:
-            raise errors.too_many(frame, self._count, user_line(), frame.source.hint())
-        # An operator that has yet to fill what it has saved must still run.
-        if slot >= self._last and (self._unfilled != node_count() or self._stopped):
+                self._take(holder, given, tensor)
+        elif self.frame.complete and not self._stopped:
+            raise errors.too_many(self.frame, self._count, user_line(), self.frame.source.hint())
+        # An operator that has yet to fill the memory that it saved must still run.
+        if slot >= self._stop_at and (self._stopped or self._filling != node_count()):
             self._stopped = True
             raise _Stop
         return tensor
+
+    def _take(self, holder: Holder, given: Tensor, tensor: Tensor) -> None:
+        """Compare a saved tensor with that of the forward, and deliver it where it is wanted."""
+        saved, slot = holder.saved, holder.slot
+        found = None
+        if type(given) is not Tensor or given._base is not None:
+            found = parameter_in(given)
+        if found != saved:
+            self._compare_parameters(holder, found)
+        if saved is not None:
+            _, _, is_whole, parameter = saved
+            if is_whole and parameter() is not None:
+                return  # it is at hand
+        if slot in self.ready and holder is not self.holder:
+            return
+        check = self.frame.check
+        if check is not None and (now := check(tensor)) != holder.metadata:
+            self._note_mismatch(holder, now, given)
+        self.ready[slot] = tensor
+        self._versions[slot] = tensor._version
 
     _torch.mark_as_torchs_own(pack)
 
@@ -401,41 +440,49 @@ class Recompute:
         self._role, self._is_watched = role, True
 
     def replace(self, delivered: Tensor, copy: Tensor) -> None:
-        """What was delivered is about to be written by the function: deliver a copy."""
+        """The function is about to write a delivered tensor: deliver a copy instead."""
         for slot, tensor in self.ready.items():
             if tensor is delivered:
                 self.ready[slot] = copy
                 self._versions[slot] = copy._version
 
     def _watch(self, slot: int, tensor: Tensor) -> Tensor:
-        """What a region inside takes, that region must have taken in the forward, and no operator saved. What will be
-        written, by such a region or when the rerun ends, is delivered as a copy."""
+        """Compare roles: a region inside must take in the recompute what it took in the forward. A
+        tensor that such a region writes, or that changes when the rerun ends, is delivered as a
+        copy."""
         role, self._role = self._role, None
-        then, _ = self._inputs.get(slot, (None, 0))
+        then, storage = self._inputs.get(slot, (None, 0))
         if slot < self._count and role != then:
             raise errors.other_role(self.frame, slot, user_line(), then, role)
         if self.rewound and _torch.is_on(tensor, self.rewound):
             return without_recording(_torch.copy, tensor)  # type: ignore[no-any-return]
-        if then is None or self._inputs[slot][1] not in self.frame.written:
+        if then is None or storage not in self.frame.written:
             return tensor
         self._copies = copies = self._copies or _torch.Copies()
         return without_recording(copies.copy, tensor)  # type: ignore[no-any-return]
 
     def _compare_parameters(self, holder: Holder, found: Shown | None) -> None:
-        """Where either run saves a parameter that trains, or a view of one, the other must save that very one,
-        unwritten. But those that the function makes itself are new each time, and hooks bring in frozen ones anew."""
+        """Where either run saves a parameter that trains, or a view of one, the other must save the
+        same one, unwritten. Parameters that the function makes are new each time, and hooks may
+        bring in frozen ones anew."""
         frame, saved = self.frame, holder.saved
         (then, must_stay), (now, must_be) = map(self._described, (saved, found))
-        if saved is None or found is None or (saved[0] != found[0] and (must_stay or must_be)):
-            raise errors.other_parameter(frame, holder.slot, user_line(), then, now, frame.source.hint())
-        if saved[0] == found[0] and saved[1] != found[1]:
+        hint = frame.source.hint()
+        other = errors.other_parameter(frame, holder.slot, user_line(), then, now, hint)
+        if saved is None or found is None:
+            raise other
+        if saved[0] == found[0]:
             raise errors.changed(frame, now, saved[1], found[1])
+        if must_stay or must_be:
+            raise other
 
     def _described(self, shown: Shown | None) -> tuple[str, bool]:
-        """A parameter in words, and whether it is one that trains, of a module that was there before the region."""
-        parameter = None if shown is None else shown[3]()
+        """A parameter for messages, and whether it trains and existed before the region."""
+        if shown is None:
+            return "no parameter", False
+        parameter = shown[3]()
         if parameter is None:
-            return "no parameter" if shown is None else "a parameter that is gone", False
+            return "a parameter that is gone", False
         name = self.frame.source.name_of(parameter)
         text = named(f"the parameter {name}" if name else "a parameter", parameter)
         return text, parameter.requires_grad and name is not None
@@ -456,10 +503,10 @@ class Recompute:
             if not self._stopped:  # that of an enclosing rerun
                 raise
         except BaseException as error:
-            # The other case is what user code has made of the stop signal.
+            # User code may have turned the stop signal into another exception.
             if not (self._stopped and isinstance(error, Exception | SystemExit)):
                 self._explained(error)
-                if self._count >= 0 and errors.is_about_sizes(error):
+                if self.is_in_order and errors.is_about_sizes(error):
                     raise self._explained(errors.other_sizes(self.frame, source.hint())) from error
                 raise
         finally:
@@ -467,34 +514,44 @@ class Recompute:
         self._check_outcome()
 
     def _explained(self, error: Any) -> Any:
-        """An error, with what is known besides. Nothing that has been recomputed is to be used."""
+        """An error with a note and its logs. No recomputed tensor is used after it."""
         self.ready.clear()
         note = f"This happened during the recompute of {self.frame.place}."
-        error.__notes__ = [*getattr(error, "__notes__", ()), note]  # as `add_note` does, since Python 3.11
+        error.__notes__ = [*getattr(error, "__notes__", ()), note]  # `add_note` needs Python 3.11
         if isinstance(error, errors.CheckpointError) and self.frame.on_error is not None:
             self.frame.on_error(error)
         return error
 
     def _check_outcome(self) -> None:
-        frame, ready = self.frame, self.ready
         if self._mismatches:
             _, expected, *_ = self._mismatches[0]
-            shown = 1 if type(expected) is Evidence else 3  # all that is computed from the first one differs as well
-            hint = frame.source.hint()
-            raise self._explained(errors.different_metadata(frame, _node_name(), self._mismatches, shown, hint))
+            # A wrong value spreads: show the first one only.
+            shown = 1 if type(expected) is Evidence else 3
+            hint = self.frame.source.hint()
+            raise self._explained(
+                errors.different_metadata(self.frame, _node_name(), self._mismatches, shown, hint)
+            )
         for slot, version in self._versions.items():
-            tensor = ready[slot]
-            if tensor is not None and tensor._version != version:
-                if slot == self.holder.slot:
-                    raise self._explained(errors.overwritten(frame, slot in self._inputs))
-                del ready[slot]  # perhaps nobody asks for it, as in plain code that works
-        if self.ran_to_its_end:  # the last slot that is wanted should have stopped it
-            count, last = len(frame.holders), self.holder.slot
-            if frame.early_stop or frame.complete:
-                last = min(self._last, count - 1)
-            if self._slot < last:
-                counts = count, self._slot + 1
-                raise self._explained(errors.different_number(frame, last, _node_name(), *counts, frame.source.hint()))
+            tensor = self.ready[slot]
+            if tensor is None or tensor._version == version:
+                continue
+            if slot == self.holder.slot:
+                raise self._explained(errors.overwritten(self.frame, slot in self._inputs))
+            del self.ready[slot]  # an error only if backward asks for it, as in plain code
+        if self.ran_to_its_end:
+            self._check_count()
+
+    def _check_count(self) -> None:
+        """The last slot that is wanted should have stopped the rerun."""
+        frame, last = self.frame, self.holder.slot
+        count = len(frame.holders)
+        if frame.early_stop or frame.complete:
+            last = min(self._stop_at, count - 1)
+        if self._passed <= last:
+            hint = frame.source.hint()
+            raise self._explained(
+                errors.different_number(frame, last, _node_name(), count, self._passed, hint)
+            )
 
 
 def _node_name() -> str:
@@ -504,7 +561,8 @@ def _node_name() -> str:
 
 # ---- names and parameters
 
-# Formatted only when it is needed: (parent, key) stands for `parent[key]`, an operator for what it reads.
+# Formatted only when it is needed: (parent, key) stands for `parent[key]`, an operator for its
+# input.
 Name = str | tuple[object, object] | object
 
 
@@ -513,38 +571,45 @@ def named(name: Name, tensor: Tensor | None = None) -> str:
     if isinstance(name, tuple):
         parent, key = name
         name = f"{named(parent)}.{key}" if isinstance(key, Field) else f"{named(parent)}[{key!r}]"
-    text = name if isinstance(name, str) else "a tensor that it saved" if name is None else f"what {name} read"
+    if isinstance(name, str):
+        text = name
+    elif name is None:
+        text = "a tensor that it saved"
+    else:
+        text = f"an input of {name}"
     if tensor is None:
         return text
-    return f"{text} ({tensor.dtype} tensor of shape {tuple(_torch.shape_of(tensor))})".replace("torch.", "")
+    shape = tuple(_torch.shape_of(tensor))
+    return f"{text} ({tensor.dtype} tensor of shape {shape})".replace("torch.", "")
 
 
 def root_of(tensor: Tensor) -> Tensor:
-    """What a tensor is a view of; itself, if of nothing."""
+    """The base of a view; the tensor itself if it is none."""
     return tensor if tensor._base is None else tensor._base
 
 
 def is_parameter(root: Tensor) -> bool:
-    """Whether a region refers to this tensor and to its views rather than saving them (rule 2)."""
+    """Whether a region references this tensor and its views, rather than saving them (rule 2)."""
     kind = type(root)
     return kind is _Parameter or (kind is not Tensor and isinstance(root, _Parameter))
 
 
 def is_referenced(root: Tensor) -> bool:
-    """The same for what is no parameter: a leaf lives as long as its graph, so nothing is gained by saving it."""
+    """The same, with leaves that require grad: they live as long as their graph."""
     return is_parameter(root) or (root.requires_grad and root.is_leaf)
 
 
 def parameter_in(tensor: Tensor) -> Shown | None:
-    """What of a parameter a tensor shows, if any."""
+    """The parameter that a tensor is, or a view of."""
     kind = type(tensor)
     root = tensor._base if kind is Tensor else tensor
     if root is None or not (kind is _Parameter or is_parameter(root)):
         return None
-    # One that trains lives as long as the graph, which ends in it. Frozen ones may go: they have been brought in.
+    # One that trains lives as long as the graph, which ends in it. A frozen one may go.
     ref = _ref(root)
     return id(ref), tensor._version, root is tensor, ref
 
 
-# What tells a parameter apart, its version, whether it is all of it, and itself: last, so that no two are compared.
+# The identity of a parameter, its version, whether it is all of it, and itself: last, so that no
+# two parameters are compared.
 Shown = tuple[int, int, bool, weakref.ref[Tensor]]

@@ -1,15 +1,14 @@
-"""FSDP2 in a recorded block: parameters that are gathered into memory which is given back after each module.
+"""FSDP2 in a recorded block: parameters gathered into memory that is given back after each module.
 
-A recompute refers to gathered parameters as to all others: whoever replays does so while FSDP2 has gathered them again.
-In backward those of one module at a time are there, so the block is cut where memory has been given back: what is
-alive then is kept, and no window crosses the cut.
+A recompute refers to gathered parameters as to all others, and runs when FSDP2 has gathered them
+again. Backward gathers them module by module. So the block is cut where memory has been given back:
+values alive at a cut are kept, and no window crosses it.
 
-Invariant: a run costs nothing more until it meets an operator of FSDP2. It becomes another kind of run when it does.
+Invariant: a run pays nothing until it meets an operator of FSDP2. Then it changes its class.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable
 from typing import Any
 from weakref import ref
@@ -18,18 +17,19 @@ import torch
 from torch import Tensor
 
 from . import _torch, errors
+from ._region import put_before
 
-_Run: Any = object  # a run, by the time that an instance is made
+_Run: Any = object  # `Run`, once an instance is made
 
 
 class BesideGathering(_Run):  # type: ignore[misc]
-    """A run that has met FSDP2: a class that is put before that of the run."""
+    """A run that has met FSDP2: a class put before that of the run."""
 
     sees_gathering = True
-    _lent: list[torch.UntypedStorage]  # memory of gathered parameters, while they are there
+    _lent: list[torch.UntypedStorage]  # memory of gathered parameters, until it is given back
     _alive: list[int]  # cells from before the last cut
-    _cut_at: int  # so many cells were there
-    _kept: dict[int, tuple[ref[Tensor], int]]  # by id: tensors that are kept, and the version at which they are
+    _cut_at: int  # the number of cells then
+    _kept: dict[int, tuple[ref[Tensor], int]]  # by id: kept tensors, with versions
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self._here["depth"] == self._depth:
@@ -47,6 +47,7 @@ class BesideGathering(_Run):  # type: ignore[misc]
             self._cut()
 
     def _cut(self) -> None:
+        """Keep the values that are alive."""
         cells = [*self._alive, *range(self._cut_at, len(self.cells))]
         self._alive = [cell for cell in cells if self.cells[cell]() is not None]
         for tensor in [self.cells[cell]() for cell in self._alive]:
@@ -55,27 +56,25 @@ class BesideGathering(_Run):  # type: ignore[misc]
         self._cut_at = len(self.cells)
 
     def _keep_once(self, tensor: Tensor) -> None:
-        kept, version = self._kept.get(id(tensor), (None, -1))
-        if kept is None or kept() is not tensor or version != _torch.version(tensor):
+        version = _torch.version(tensor)
+        kept, at = self._kept.get(id(tensor), (None, 0))
+        is_kept = kept is not None and kept() is tensor
+        if not is_kept or at != version:
             self.keep_at(tensor, None)
-            self._kept[id(tensor)] = ref(tensor), _torch.version(tensor)
-
-
-@functools.cache
-def _beside_gathering(kind: Any) -> Any:
-    return type(kind.__name__, (BesideGathering, kind), {})
+            self._kept[id(tensor)] = ref(tensor), version
 
 
 def lend(run: Any, tensors: Iterable[Tensor]) -> None:
-    """FSDP2 has put parameters into the memory of these tensors, until it gives that back."""
+    """FSDP2 has gathered parameters into the memory of these tensors."""
     if not run.sees_gathering:
-        run.__class__ = _beside_gathering(run.__class__)
+        put_before(run, BesideGathering)
         run._lent, run._alive, run._cut_at, run._kept = [], [], 0, {}
     run._lent += [tensor.untyped_storage() for tensor in tensors]
 
 
 def check_there(where: object, parameter: Tensor) -> None:
-    """Kernels would crash on a parameter whose memory has been given back."""
-    is_computable = _torch.has_storage(parameter) and parameter.numel() and not parameter.is_meta
-    if is_computable and not parameter.untyped_storage().nbytes():
+    """Refuse a parameter whose memory has been given back, on which kernels would crash."""
+    if parameter.is_meta or not _torch.has_storage(parameter):
+        return
+    if parameter.numel() and not parameter.untyped_storage().nbytes():
         raise errors.given_back(where, parameter.shape)

@@ -1,14 +1,14 @@
-"""What a recompute starts from: tensors from outside of a region, or kept inside, each held in one of a few ways.
+"""Tensors that a recompute starts from: inputs and kept values, each held in one of five ways.
 
-| kind | of what | what is held | whose version is guarded (rule 8) |
+| class | of which tensors | the object held | guarded by (rule 8) |
 |---|---|---|---|
-| `Aliased` | leaves and views of them (rule 2); others where no hooks are | the tensor, or an alias | its own |
-| `Saved` | an argument of a rerun | what autograd saves, with its graph | its own, by autograd |
-| `Packed` | with hooks of the user around | what they made | what they made; else the tensor's while it lives |
-| `InSlot` | with a region of ours around | a slot there | nobody's: a region tells versions apart |
-| `Elsewhere` | with a `Mover` around | a copy | nobody's |
+| `Aliased` | leaves and their views (rule 2); others without hooks | an alias | its version |
+| `Saved` | an argument of a rerun | autograd's saved tensor, with its graph | autograd |
+| `Packed` | any, with hooks of the user around | their object | its version, else the tensor's |
+| `InSlot` | any, with a region of ours around | a slot of that region | that region |
+| `Elsewhere` | any, with a `Mover` around | a copy | nothing: nobody can write it |
 
-Invariant: what comes back lies in memory as the tensor did, since kernels look at strides.
+Invariant: a tensor comes back with its strides and gaps, since kernels look at them.
 """
 
 from __future__ import annotations
@@ -21,11 +21,20 @@ from typing import Any, TypeGuard
 from torch import Tensor
 
 from . import _torch, errors
-from ._engine import Name, identity, is_internal, is_parameter, is_referenced, named, root_of, unpack
+from ._engine import (
+    Name,
+    identity,
+    is_internal,
+    is_parameter,
+    is_referenced,
+    named,
+    root_of,
+    unpack,
+)
 from ._offload import Moved, Mover
 from ._region import without_recording
 
-# What tensors are held by: the hooks around the region, the way to somewhere else, or nothing.
+# Takes the tensors that are held: the hooks around the region, a mover, or nobody.
 Saver = _torch.Hooks | Mover | None
 
 _save_input = _torch.save_input
@@ -39,7 +48,7 @@ def check_version(where: object, name: Name, tensor: Tensor, version: int) -> No
 
 
 class Held:
-    """One such tensor."""
+    """A tensor that is held."""
 
     __slots__ = ("is_parameter", "name", "packed")
 
@@ -53,7 +62,7 @@ class Held:
 
     @property
     def moved(self) -> Moved | None:
-        """What it is, if it waits elsewhere."""
+        """The offloaded tensor, if it is one."""
         return None
 
     @property
@@ -62,12 +71,12 @@ class Held:
         return False
 
     def fetch(self, where: object) -> Tensor:
-        """The tensor as it was. Where it is one that others read, too, it must not be written."""
+        """The tensor as it was. Others may read it, too: it must not be written."""
         raise NotImplementedError
 
     def freeze(self, copied: Callable[[], Tensor] | None = None) -> None:
-        """The tensor is about to be written by the region itself: hold a copy from here on. `copied` makes one of a
-        live tensor: hooks of others may be slow, or recompute."""
+        """The region is about to write the tensor: hold a copy from here on. `copied` copies the
+        live tensor, which may be quicker than fetching it."""
 
 
 class Aliased(Held):
@@ -77,7 +86,9 @@ class Aliased(Held):
 
     is_packed = False
 
-    def __init__(self, packed: Tensor, name: Name, is_parameter: bool = False, version: int | None = None) -> None:
+    def __init__(
+        self, packed: Tensor, name: Name, is_parameter: bool = False, version: int | None = None
+    ) -> None:
         super().__init__(packed, name)
         self.is_parameter = is_parameter
         self._version = _torch.version(packed) if version is None else version
@@ -97,7 +108,7 @@ class Aliased(Held):
 
 
 class Saved(Held):
-    """What autograd saves for an operator, where no hooks of the user see it."""
+    """The saved tensor that autograd makes for an operator."""
 
     __slots__ = ()
 
@@ -105,13 +116,16 @@ class Saved(Held):
         try:
             return self.packed.unpack()  # type: ignore[no-any-return]
         except RuntimeError as error:
-            if isinstance(error, errors.CheckpointError) or "modified by an inplace" not in str(error):
+            if isinstance(error, errors.CheckpointError) or "modified by an inplace" not in str(
+                error
+            ):
                 raise
             raise errors.changed(where, named(self.name)) from error
 
 
 class Packed(Held):
-    """What hooks of the user have made. It may lie on the memory of the tensor, and outlive it."""
+    """An object that hooks of the user have made. It may share memory with the tensor, and outlive
+    it."""
 
     __slots__ = ("_hooks", "_layout", "_live", "_version")
 
@@ -135,17 +149,20 @@ class Packed(Held):
 
     def freeze(self, copied: Callable[[], Tensor] | None = None) -> None:
         pack, unpacked = self._hooks
-        copy = without_recording(lambda packed: copied() if copied else _torch.copy(unpacked(packed)), self.packed)
+        make_copy = copied or (lambda: _torch.copy(unpacked(self.packed)))
+        copy = without_recording(lambda _: make_copy(), None)
         self.packed, self._layout = without_recording(pack, copy), _torch.layout_of(copy)
         self._live = lambda: None
 
 
 class InSlot(Held):
-    """A slot of the region around: its holder, or in a recompute of it what was delivered there."""
+    """A slot of the region around: a holder, or in a recompute the delivered tensor."""
 
     __slots__ = ("_owner", "_unpack")
 
-    def __init__(self, alias: Tensor, hooks: _torch.Hooks, name: Name, role: object, tensor: Tensor) -> None:
+    def __init__(
+        self, alias: Tensor, hooks: _torch.Hooks, name: Name, role: object, tensor: Tensor
+    ) -> None:
         announce(hooks, role, tensor)
         pack, self._unpack = hooks
         owner = _owner_of(hooks)
@@ -156,14 +173,15 @@ class InSlot(Held):
         return self._unpack(self.packed)
 
     def freeze(self, copied: Callable[[], Tensor] | None = None) -> None:
-        if self._unpack is identity:
-            # To pack once more would be a slot that the forward did not have: what was delivered becomes the copy.
-            copy = without_recording(_torch.clone_storage, self.packed)
-            _torch.set_version(copy, _torch.version(self.packed))
-            recompute = self._owner and self._owner()
-            if recompute is not None:
-                recompute.replace(self.packed, copy)
-            self.packed = copy
+        if self._unpack is not identity:  # the region around tells versions apart
+            return
+        # Packing again would be a slot that the forward did not have: deliver the copy instead.
+        copy = without_recording(_torch.clone_storage, self.packed)
+        _torch.set_versions((copy,), (_torch.version(self.packed),))
+        recompute = self._owner and self._owner()
+        if recompute is not None:
+            recompute.replace(self.packed, copy)
+        self.packed = copy
 
 
 class Elsewhere(Held):
@@ -183,35 +201,39 @@ class Elsewhere(Held):
 
 
 def hold(tensor: Tensor, saver: Saver, name: Name, role: object = None) -> Held:
-    """Hold a tensor without its graph. `role` says which input of a region it is, the same in each run; None: the name
-    does."""
-    if _is_referenced_beside(tensor, saver):
-        return Aliased(tensor if tensor._base is None else _alias(tensor), name, True)
+    """Hold a tensor without its graph. `role` tells the inputs of a region apart, the same in each
+    run; None: the name does."""
+    if _is_referenced(tensor, saver):
+        parameter = tensor if tensor._base is None else _alias(tensor)
+        return Aliased(parameter, name, True)
     alias = _alias(tensor)
+    if isinstance(saver, Mover) and not saver.takes(alias):
+        saver = None
     if saver is None or tensor.is_meta or _torch.is_cast_of_parameter(root_of(tensor)):
         return Aliased(alias, name)
     if isinstance(saver, Mover):
-        moved = without_recording(saver.send, alias) if saver.takes(alias) else None
-        return Aliased(alias, name) if moved is None else Elsewhere(moved, name)
+        return Elsewhere(without_recording(saver.send, alias), name)
     if _is_users(saver):
         return Packed(alias, saver, name, without_recording(saver[0], alias))
-    if getattr(_owner_of(saver), "complete", False):  # a block around that has ended before this one
+    has_ended = getattr(_owner_of(saver), "complete", False)
+    if has_ended:  # a block around that was left before this one
         return Aliased(alias, name)
     return InSlot(alias, saver, name, role or name, tensor)
 
 
 def _alias(tensor: Tensor) -> Tensor:
-    """An alias without graph. A subclass runs operators for it, which nobody must see."""
+    """An alias without graph. A subclass runs operators for it, which must not be recorded."""
     if type(tensor) is Tensor:
         return _torch.alias(tensor)
     return without_recording(_torch.alias, tensor)  # type: ignore[no-any-return]
 
 
 def hold_argument(tensor: Tensor, hooks: _torch.Hooks | None, name: Name) -> Held:
-    """Hold a tensor of which a rerun wants the graph, too: as an operator would save it."""
-    if hooks is None and type(tensor) is Tensor and tensor._base is None and tensor.requires_grad:
-        return Saved(_save_input(tensor, False), name)  # past the following questions
-    if _is_referenced_beside(tensor, hooks):
+    """Hold a tensor with its graph, for a rerun, as an operator would save it."""
+    is_plain = type(tensor) is Tensor and tensor._base is None
+    if is_plain and hooks is None and tensor.requires_grad:  # the usual case, checked first
+        return Saved(_save_input(tensor, False), name)
+    if _is_referenced(tensor, hooks):
         return Aliased(tensor, name, True)
     if tensor.is_inference():
         return hold(tensor, hooks, name)
@@ -229,26 +251,31 @@ def _is_users(saver: Saver) -> TypeGuard[_torch.Hooks]:
     return type(saver) is tuple and not is_internal(saver)
 
 
-def _is_referenced_beside(tensor: Tensor, saver: Saver) -> bool:
+def _is_referenced(tensor: Tensor, saver: Saver) -> bool:
+    """Whether a tensor is referenced, not saved. Leaves are, except for hooks of the user."""
     root = root_of(tensor)
-    return is_parameter(root) if _is_users(saver) else is_referenced(root)  # users' hooks may look at other leaves
+    if _is_users(saver):
+        return is_parameter(root)
+    return is_referenced(root)
 
 
 def _owner_of(hooks: _torch.Hooks | None) -> Any:
-    """The region, or the recompute of one, that hooks belong to; None where these are none of ours."""
-    pack: Any = None if hooks is None or hooks[1] not in (unpack, identity) else hooks[0]
+    """The region, or the recompute, that hooks belong to; None for hooks of others."""
+    if hooks is None or hooks[1] not in (unpack, identity):
+        return None
+    pack: Any = hooks[0]
     return getattr(pack, "__self__", None) or getattr(getattr(pack, "func", None), "__self__", None)
 
 
 def announce(hooks: _torch.Hooks, role: object, tensor: Tensor) -> None:
-    """What is packed next is no operator's."""
+    """Tell the region around that an input of an inner region is packed next."""
     owner = _owner_of(hooks)
     if owner is not None:
         owner.announce(role, tensor)
 
 
 def note_written(hooks: _torch.Hooks | None, storages: set[int]) -> None:
-    """A region inside of these hooks has written what was there before it."""
+    """Tell the region around that an inner region has written to these storages."""
     owner = _owner_of(hooks)
     if owner is not None:
         owner.written |= storages

@@ -1,9 +1,9 @@
-"""Puts whole modules into regions, in place and reversibly: `checkpoint_modules`.
+"""Regions around whole modules of a model, in place and reversibly: `checkpoint_modules`.
 
 The region becomes the `forward` in the module's `__dict__`, where `nn.Module.__call__` finds it.
 Class, names, hooks and `state_dict` do not change. The region holds its module weakly (no cycle
-keeps the parameters), copies and pickles with it, and looks up the class's `forward` in every call,
-since others exchange the class (FSDP2, parametrisations).
+keeps the parameters), is copied and pickled with it, and looks up the class's `forward` in every
+call, since others exchange the class (FSDP2, parametrisations).
 
 Rejected: wrapper modules (names change), a new class per module (breaks `type(module)` and
 pickling), and a bound method as `forward` (a cycle; pickled by name, which finds the method of the
@@ -30,21 +30,23 @@ Picks = Callable[[str, nn.Module], bool]
 Select = Union[type, str, Picks, Sequence["Select"]]  # noqa: UP007
 
 
-def checkpoint_modules(model: nn.Module, select: Select, /, **options: Unpack[_api.Given]) -> CheckpointedModules:
-    """Checkpoint the selected modules of a model, in place.
+def checkpoint_modules(
+    model: nn.Module, select: Select, /, **options: Unpack[_api.Given]
+) -> CheckpointedModules:
+    """Recompute the activations of selected modules of a model, in place.
 
-    Each of them runs in a region of its own. Names, `state_dict`, `isinstance`, hooks (which run
+    Each module runs in a region of its own. Names, `state_dict`, `isinstance`, hooks (which run
     outside the regions, once), `copy.deepcopy`, pickling, FSDP2, DDP and `torch.compile` work as
-    before. Copies and unpickled models run in regions, too, with their own parameters;
-    `del module.forward` removes the region of a copy.
+    before. Copies and unpickled models run in regions, too, with their own parameters; `del
+    module.forward` removes the region of a copy.
 
     Args:
-        model: any module; nothing is computed.
-        select: a class; a pattern of names as in `model.named_modules()`, in which `*` matches
-            (part of) one component: `"model.layers.*"` picks `model.layers.0`, but not
-            `model.layers.0.attn`; a function of name and module that returns whether to pick it; or
-            a tuple or list of these, of which one must match. A module that is never called
-            (`nn.ModuleList`) is not picked, one with several names is picked once.
+        model: any module.
+        select: a class; a pattern of names as in `model.named_modules()`; a function of name and
+            module that returns whether to select it; or a tuple or list of these, of which one must
+            match. In a pattern, `*` matches one component or a part of it: `"model.layers.*"`
+            selects `model.layers.0`, but not `model.layers.0.attn`. Modules that are never called
+            (`nn.ModuleList`) are not selected; those with several names are selected once.
         options: as for `checkpointed`, for each region. `name` defaults to the name of the module.
 
     Returns:
@@ -55,19 +57,20 @@ def checkpoint_modules(model: nn.Module, select: Select, /, **options: Unpack[_a
     Raises:
         TypeError: if `model` is no module, `select` or an option is of an unknown kind, or a
             `forward` is a generator or async function.
-        ValueError: if nothing is picked (the message lists the classes in the model), a module is
-            in a region already, or options contradict each other. The model is then unchanged.
+        ValueError: if no module is selected (the message lists the classes in the model), a module
+            is in a region already, or options contradict each other. The model is then unchanged.
 
-    >>> import torch
-    >>> from torch import nn
-    >>> from checkpointing import checkpoint_modules
-    >>> layers = [nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)) for _ in range(3)]
-    >>> model = nn.Sequential(*layers)
-    >>> handle = checkpoint_modules(model, "*")
-    >>> handle.names
-    ('0', '1', '2')
-    >>> model(torch.randn(4, 8)).sum().backward()  # calls the three once more
-    >>> handle.remove()
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from checkpointing import checkpoint_modules
+        >>> layers = [nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(3)]
+        >>> model = nn.Sequential(*layers)
+        >>> handle = checkpoint_modules(model, "*")
+        >>> handle.names
+        ('0', '1', '2')
+        >>> model(torch.randn(4, 8)).sum().backward()  # calls the three once more
+        >>> handle.remove()
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"checkpoint_modules takes a module, not {model!r}")
@@ -94,7 +97,9 @@ def _refuse_unsuitable(name: str, module: nn.Module) -> None:
         )
     is_static = isinstance(inspect.getattr_static(type(module), "forward", None), staticmethod)
     if is_static or not inspect.isroutine(getattr(type(module), "forward", None)):
-        raise TypeError(f"checkpoint_modules can't wrap {described}: its class has no method `forward` in Python.")
+        raise TypeError(
+            f"checkpoint_modules can't wrap {described}: it has no method `forward` in Python."
+        )
     _api.refuse_generators("checkpoint_modules", module)
 
 
@@ -126,20 +131,22 @@ def _is_called(module: nn.Module) -> bool:
 
 def _nothing_picked(model: nn.Module, select: Select) -> str:
     named = dict(model.named_modules())
-    classes = Counter(type(m).__qualname__ + ("" if _is_called(m) else " (never called)") for m in named.values())
+    classes = Counter(
+        type(module).__qualname__ + ("" if _is_called(module) else " (never called)")
+        for module in named.values()
+    )
     there = ", ".join(f"{count} {name}" for name, count in classes.most_common())
     called = [name for name, module in named.items() if name and _is_called(module)]
     known = [*dict.fromkeys(re.sub(r"\b\d+\b", "*", name) for name in called)]
-    patterns = [select] if isinstance(select, str) else []
-    if isinstance(select, tuple | list):
-        patterns = [part for part in select if isinstance(part, str)]
+    patterns = select if isinstance(select, tuple | list) else [select]
     close: list[str] = []
-    for pattern in patterns:
+    for pattern in [part for part in patterns if isinstance(part, str)]:
         longer = [name for name in known if name.endswith(f".{pattern}")]
         close += longer[:3] or difflib.get_close_matches(pattern, known)
     hint = "."
     if close:
-        hint = f" (a `*` stands for one part of a name): did you mean {' or '.join(map(repr, close))}?"
+        names = " or ".join(map(repr, close))
+        hint = f" (a `*` stands for one part of a name): did you mean {names}?"
     shown = select.__qualname__ if isinstance(select, type) else repr(select)
     picks = f"checkpoint_modules: {shown} picks no module of this {type(model).__qualname__}"
     return f"{picks}{hint} There are {there}."
@@ -150,12 +157,14 @@ class CheckpointedModules:
 
     def __init__(self, picked: dict[nn.Module, str], options: _api.Options) -> None:
         self.names = tuple(picked.values())
-        self._forwards = {module: _Forward(module, name, options) for module, name in picked.items()}
+        self._forwards = {
+            module: _Forward(module, name, options) for module, name in picked.items()
+        }
         for module, forward in self._forwards.items():
             module.__dict__["forward"] = forward
 
     def remove(self) -> None:
-        """Restore the `forward` of the modules. Calls that wait for backward still recompute. A
+        """Restore the `forward` of the modules. Regions that wait for backward still recompute. A
         second call does nothing."""
         for module, forward in self._forwards.items():
             forward.options = None  # a later wrapper may still call it
@@ -167,7 +176,9 @@ class CheckpointedModules:
 
     def __enter__(self) -> Self:
         if not self._forwards:
-            raise errors.CheckpointError(f"{self} has been removed: call checkpoint_modules once more.")
+            raise errors.CheckpointError(
+                f"{self} has been removed: call checkpoint_modules once more."
+            )
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -192,8 +203,9 @@ class _Forward:
     def __wrapped__(self) -> Callable[..., Any]:
         module = self._module()
         assert module is not None  # the caller of its forward holds it
-        forward: Callable[..., Any] = type(module).forward.__get__(module) if self.own is None else self.own
-        return forward
+        if self.own is not None:
+            return self.own  # type: ignore[no-any-return]
+        return type(module).forward.__get__(module)  # type: ignore[no-any-return]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.options is None:

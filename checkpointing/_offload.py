@@ -2,12 +2,13 @@
 recompute.
 
 On a device with streams, copies overlap with the computation on two streams of their own, one out
-and one back. The allocator must not reuse the memory of a running copy, but knows nothing of it. So
-a tensor on its way out is referenced until the computation's stream has been told to wait for the
-copy (a few are on their way at a time, and none after the end of the region), and a tensor on its
-way back until somebody waits for it.
+and one back. The allocator knows nothing of these copies, and must not reuse their memory. So a
+tensor on its way out is referenced until the computation's stream has been told to wait for the
+copy (a few at a time, and none after the end of the region), and a tensor on its way back until
+somebody waits for it.
 
-Invariant: `bring` returns exactly what was sent; the order of prefetching affects timing only.
+Invariant: `bring` returns exactly the tensor that was sent; the order of prefetching affects timing
+only.
 
 Rejected: `Tensor.record_stream`. Memory would be free again when the host notices the end of the
 copy. The host runs ahead, so nearly nothing would be saved.
@@ -46,8 +47,7 @@ class Mover:
 
     def takes(self, tensor: Tensor) -> bool:
         """Whether a tensor is to be offloaded."""
-        is_dense = type(tensor) is Tensor and tensor.layout is torch.strided
-        if not is_dense or tensor.is_meta or tensor.is_nested or not _torch.has_storage(tensor):
+        if type(tensor) is not Tensor or _torch.layout_of(tensor) is None or tensor.is_meta:
             return False
         return tensor.untyped_storage().nbytes() >= self.destination.min_bytes
 
@@ -82,10 +82,6 @@ class Mover:
         while self._leaving:
             self._let_go()
 
-    def holds(self, storage: int) -> int:
-        """The number of present references to a storage."""
-        return sum(_torch.storage_id(tensor) == storage for tensor, _, _ in self._leaving)
-
 
 _AT_ONCE = 4
 _AHEAD = 2  # how many are prefetched
@@ -102,19 +98,19 @@ class Moved:
         "_layout",
         "_sent",
         "_streams",
-        "last_reader",
         "rank",
     )
 
-    def __init__(self, away: Tensor, home: torch.device, layout: Any, streams: Any, sent: Any) -> None:
+    def __init__(
+        self, away: Tensor, home: torch.device, layout: Any, streams: Any, sent: Any
+    ) -> None:
         self._away = away
         self._home = home
         self._layout = layout  # as which it comes back
         self._streams = streams
         self._sent = sent
         self._coming: _Coming | None = None
-        self.rank = -1  # its place in the order in which backward will probably ask
-        self.last_reader: Any = None  # a weak reference to the holder that will probably ask last
+        self.rank = -1  # its place in the expected order of fetching, once there is one
 
     @property
     def away(self) -> Tensor:

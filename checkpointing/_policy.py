@@ -1,10 +1,10 @@
-"""What a region keeps.
+"""The values that a region keeps, and the policies that choose them.
 
-Keeping a value *is* a checkpoint: recompute starts from it. In a scope (or a replay function) the tape holds the value
-and cuts what made it; under rerun the value is pinned, so that a decision taken in the forward stands in the rerun.
+Keeping a value *is* a checkpoint: recompute starts from it. A scope, or a replayed function, holds
+the value. A rerun pins it, so that a decision of the forward stands in the rerun.
 
-A policy is a frozen value that answers for each operator, and for each tag, whether what is there is kept, dropped, or
-kept elsewhere. Whatever a user may write for a policy becomes one of them in `as_policy`.
+A policy is a frozen value. For each operator and each tag it answers whether to keep the result, to
+recompute it, or to keep it elsewhere. `as_policy` turns everything that a user may give into one.
 """
 
 from __future__ import annotations
@@ -29,29 +29,29 @@ T = TypeVar("T")
 
 @contextmanager
 def opaque() -> Iterator[None]:
-    """Tell the regions around that operators don't show all that happens in this block: a raw kernel, `ctypes` or
-    NumPy writes the memory of tensors that torch has already written.
+    """Mark a block in which memory is written unseen: by a raw kernel, `ctypes` or NumPy.
 
-    What is read after the block is kept, and never computed again across it. What was read before it, and is no
-    parameter, is copied, so that recompute finds it as it was (where plain code has saved the tensor itself, its
-    backward finds what was written later). Operators in the block are not recorded: they run once. What autograd saves
-    in the block and an operator writes there later is a `ChangedError` in backward. Outside of a scope or a replay
-    function it does nothing.
+    Values read after the block are kept, and never computed again across it. Values read before it,
+    except parameters, are copied first, so that a recompute finds them as they were. (Where plain
+    code has saved such a tensor, its backward finds the later values.) Operators in the block are
+    not recorded and run once. A tensor that is saved in the block, and written there later, is a
+    `ChangedError` in backward. Outside of a scope or a replayed function this does nothing.
 
-    Without it, only memory that torch has allocated and not yet written may be filled unseen. Later writes are found
-    by `determinism_check="values"`, which names what to put into such a block.
+    Without `opaque()`, only memory that torch has allocated and not yet written may be filled
+    unseen. `determinism_check="values"` finds other writes, and names the tensors.
 
-    >>> import torch
-    >>> from checkpointing import checkpoint_scope, opaque
-    >>> x = torch.ones(3, requires_grad=True)
-    >>> with checkpoint_scope():
-    ...     noise = torch.zeros(3)
-    ...     with opaque():
-    ...         noise.numpy()[:] = 2  # not a call of torch
-    ...     y = x * noise
-    >>> y.sum().backward()
-    >>> x.grad
-    tensor([2., 2., 2.])
+    Example:
+        >>> import torch
+        >>> from checkpointing import checkpoint_scope, opaque
+        >>> x = torch.ones(3, requires_grad=True)
+        >>> with checkpoint_scope():
+        ...     noise = torch.zeros(3)
+        ...     with opaque():
+        ...         noise.numpy()[:] = 2  # not a call of torch
+        ...     y = x * noise
+        >>> y.sum().backward()
+        >>> x.grad
+        tensor([2., 2., 2.])
     """
     region = thread.region
     if region is None:
@@ -66,31 +66,36 @@ def opaque() -> Iterator[None]:
 
 
 def keep(x: T) -> T:
-    """Keep `x` in the innermost region: its recompute starts from `x` and never computes it again.
+    """Keep a value in the innermost region: recompute starts from it.
 
     Args:
-        x: a tensor (any shape, dtype and device) or any nesting of containers and dataclasses with tensors in it.
+        x: a tensor of any shape, dtype and device, or any nesting of containers and dataclasses of
+            them.
 
     Returns:
-        `x` itself. In a rerun, which calls the function again, the kept values are written into the recomputed tensors
-        where these differ; so keep what the function computes, or a clone of what it finds elsewhere.
+        `x` itself. A rerun, which calls the function again, writes the kept values into the
+        recomputed tensors where these differ. So keep values that the function computes, or a clone
+        of others.
 
-    What is kept are the storages that the tensors lie on. They are saved by whatever encloses the region, so under
-    `torch.autograd.graph.save_on_cpu` they are offloaded. Tensors from outside of the region are held anyway.
+    The whole storages of the tensors are kept. The hooks around the region save them, so
+    `torch.autograd.graph.save_on_cpu` offloads them. Tensors from outside of the region are held
+    anyway.
 
-    >>> import torch
-    >>> from checkpointing import checkpoint_scope, keep
-    >>> layers = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(4))
-    >>> x = torch.randn(2, 8, requires_grad=True)
-    >>> with checkpoint_scope() as scope:
-    ...     y = x
-    ...     for layer in layers:
-    ...         y = keep(layer(y).relu())  # backward recomputes one layer at a time
-    >>> y.sum().backward()
-    >>> scope.stats.bytes_kept
-    0
+    Example:
+        >>> import torch
+        >>> from checkpointing import checkpoint_scope, keep
+        >>> layers = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(4))
+        >>> x = torch.randn(2, 8, requires_grad=True)
+        >>> with checkpoint_scope() as scope:
+        ...     y = x
+        ...     for layer in layers:
+        ...         y = keep(layer(y).relu())  # backward recomputes one layer at a time
+        >>> y.sum().backward()
+        >>> scope.stats.bytes_kept
+        0
 
-    Source of the method: `jax.ad_checkpoint.checkpoint_name` with the policy `save_only_these_names`.
+    Source of the method: `jax.ad_checkpoint.checkpoint_name` with the policy
+    `save_only_these_names`.
     """
     region = thread.region
     if region is None:
@@ -99,24 +104,29 @@ def keep(x: T) -> T:
 
 
 def tag(x: T, name: str) -> T:
-    """Give `x` a name, which a policy may keep it by: `policy=save_tagged(name)`.
+    """Name a value, for `policy=save_tagged(name)`.
 
-    Asked is the policy of the innermost region that has one; where none asks for the name, nothing happens.
+    The innermost region with a policy decides. If it does not keep the name, nothing happens.
 
     Args:
-        x: a tensor (any shape, dtype and device) or any nesting of containers and dataclasses with tensors in it.
-        name: any text; the same one may be given to many values.
+        x: a tensor of any shape, dtype and device, or any nesting of containers and dataclasses of
+            them.
+        name: any text. Several values may have the same name.
 
     Returns:
-        `x` itself, its gradient and its graph untouched.
+        `x` itself, with its gradient and its graph.
 
-    >>> import torch
-    >>> from checkpointing import checkpoint_scope, save_tagged, tag
-    >>> x = torch.ones(3, requires_grad=True)
-    >>> with checkpoint_scope(policy=save_tagged("middle")) as scope:
-    ...     y = tag(x.sin().exp(), "middle").cos().tanh()
-    >>> scope.stats.bytes_kept
-    12
+    Raises:
+        TypeError: for a name that is no string.
+
+    Example:
+        >>> import torch
+        >>> from checkpointing import checkpoint_scope, save_tagged, tag
+        >>> x = torch.ones(3, requires_grad=True)
+        >>> with checkpoint_scope(policy=save_tagged("middle")) as scope:
+        ...     y = tag(x.sin().exp(), "middle").cos().tanh()
+        >>> scope.stats.bytes_kept
+        12
 
     Source of the method: `jax.ad_checkpoint.checkpoint_name`.
     """
@@ -132,18 +142,21 @@ def tag(x: T, name: str) -> T:
 
 
 class Policy(NamedTuple):
-    """What to keep, as a value: compares, hashes, prints, and combines with `|` (keep what either keeps)."""
+    """The values to keep. Policies compare, hash and print; `a | b` keeps the values of either."""
 
-    made_by: tuple[Any, ...]  # a function of this module and its arguments: those of equal policies are equal
+    made_by: tuple[
+        Any, ...
+    ]  # a function of this module and its arguments, by which policies compare
     text: str
+    # Decides about the result of an operator, given (operator, args, kwargs, result). None: never
+    # asked.
     on_op: Callable[[Any, Any, Any, Any], Answer] | None = None
-    """What to do with what an operator has made, given (operator, args, kwargs, result). None: it never asks."""
+    # Decides about a value with this name.
     on_tag: Callable[[str], Answer] = lambda name: False
-    """What to do with a value of this name."""
+    # Whether checkpoints are planned, and within which bounds.
     placement: Placement | None = None
-    """Whether, and within which bounds, the tape places checkpoints by itself."""
+    # The destinations of values about which it is not asked.
     places: Places = NOWHERE
-    """Where things go about which it is not asked."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Policy) and self.made_by == other.made_by
@@ -178,7 +191,7 @@ def _save_tagged(names: frozenset[str]) -> Policy:
 
 
 def _asking(function: Callable[..., Any]) -> Policy:
-    """A function as torch's selective checkpointing takes it."""
+    """A policy from a function as torch's selective checkpointing takes it."""
 
     def ask(op: Any, args: Any, kwargs: Any, result: Any) -> Answer:
         context = SelectiveCheckpointContext(is_recompute=False, op_output=result)
@@ -189,10 +202,14 @@ def _asking(function: Callable[..., Any]) -> Policy:
         if isinstance(answer, bool):
             return answer
         if not isinstance(answer, CheckpointPolicy):
-            raise ValueError(f"a policy answers with a CheckpointPolicy or a bool, not {answer!r} (asked for {op})")
+            raise ValueError(
+                f"a policy answers with a CheckpointPolicy or a bool, not {answer!r} (for {op})"
+            )
         return _ANSWERS[answer]
 
-    return Policy((_asking, function), f"<policy {getattr(function, '__qualname__', function)}>", on_op=ask)
+    return Policy(
+        (_asking, function), f"<policy {getattr(function, '__qualname__', function)}>", on_op=ask
+    )
 
 
 def _auto(budget: int | None) -> Policy:
@@ -204,13 +221,17 @@ def _either(first: Policy | None, second: Policy | None) -> Policy:
     if first is None or second is None:
         raise TypeError("None is no policy to combine with: it keeps nothing")
     if first.placement is not None and second.placement is not None:
-        raise TypeError(f"{first!r} and {second!r} can't both place checkpoints: give one auto(...) all it needs")
+        raise TypeError(
+            f"{first!r} and {second!r} can't both plan: give one auto(...) all it needs"
+        )
     ask, ask_too = first.on_op, second.on_op
-    either = None if ask is None or ask_too is None else lambda *asked: ask(*asked) or ask_too(*asked)
+    either = ask or ask_too
+    if ask is not None and ask_too is not None:
+        either = lambda *asked: ask(*asked) or ask_too(*asked)  # noqa: E731
     return Policy(
         (_either, first, second),
         f"{first!r} | {second!r}",
-        either or ask or ask_too,
+        either,
         lambda name: first.on_tag(name) or second.on_tag(name),
         first.placement or second.placement,
         Places(*(a or b for a, b in zip(first.places, second.places, strict=True))),
@@ -218,12 +239,7 @@ def _either(first: Policy | None, second: Policy | None) -> Policy:
 
 
 def _offload(inner: Policy | None, there: Destination, inputs: bool) -> Policy:
-    shown = [] if inner is None else [repr(inner)]
-    shown += [f"device='{there.device}'"] * (there.device.type != "cpu")
-    shown += ["pin_memory=False"] * (not there.pin_memory)
-    shown += [f"min_bytes={there.min_bytes}"] * (there.min_bytes != _MIN_BYTES)
-    shown += ["inputs=True"] * inputs
-    made_by, text = (_offload, inner, there, inputs), f"offload({', '.join(shown)})"
+    made_by, text = (_offload, inner, there, inputs), _text_of(inner, there, inputs)
     for_inputs = there if inputs else None
     if inner is None:
         return Policy(made_by, text, places=Places(there, there, for_inputs))
@@ -231,35 +247,53 @@ def _offload(inner: Policy | None, there: Destination, inputs: bool) -> Policy:
     def elsewhere(answer: Answer) -> Answer:
         return there if answer is True else answer
 
-    ask = inner.on_op
+    ask, on_op = inner.on_op, None
+    if ask is not None:
+        on_op = lambda *asked: elsewhere(ask(*asked))  # noqa: E731
     return Policy(
         made_by,
         text,
-        None if ask is None else lambda *asked: elsewhere(ask(*asked)),
+        on_op,
         lambda name: elsewhere(inner.on_tag(name)),
         inner.placement and inner.placement._replace(place=there),
         Places(there, None, for_inputs),
     )
 
 
+def _text_of(inner: Policy | None, there: Destination, inputs: bool) -> str:
+    """The call of `offload` that makes this policy, without defaults."""
+    given = {
+        repr(inner): inner is not None,
+        f"device='{there.device}'": there.device.type != "cpu",
+        "pin_memory=False": not there.pin_memory,
+        f"min_bytes={there.min_bytes}": there.min_bytes != _MIN_BYTES,
+        "inputs=True": inputs,
+    }
+    return f"offload({', '.join(text for text, is_given in given.items() if is_given)})"
+
+
 def save_ops(*ops: Any) -> Policy:
-    """A policy: keep what these operators make.
+    """A policy: keep the results of these operators.
 
     Args:
-        ops: `OpOverload`s, such as `torch.ops.aten.mm.default`: the operators that the dispatcher runs below autograd
-            (`torch.nn.functional.linear` is `aten.addmm.default` there).
+        ops: `OpOverload`s, such as `torch.ops.aten.mm.default`: the operators that the dispatcher
+            runs below autograd. `torch.nn.functional.linear` is `aten.addmm.default` there.
+
+    Returns:
+        A policy for `policy=`. Policies combine with `|`.
 
     Raises:
         ValueError: for anything else.
 
-    >>> import torch
-    >>> from checkpointing import checkpointed, save_ops, save_tagged
-    >>> policy = save_ops(torch.ops.aten.mm.default) | save_tagged("attention")
-    >>> policy
-    save_ops(aten.mm.default) | save_tagged('attention')
-    >>> @checkpointed(policy=policy)
-    ... def mlp(x, up, down):
-    ...     return torch.relu(x @ up) @ down  # backward repeats the relu alone
+    Example:
+        >>> import torch
+        >>> from checkpointing import checkpointed, save_ops, save_tagged
+        >>> policy = save_ops(torch.ops.aten.mm.default) | save_tagged("attention")
+        >>> policy
+        save_ops(aten.mm.default) | save_tagged('attention')
+        >>> @checkpointed(policy=policy)
+        ... def mlp(x, up, down):
+        ...     return torch.relu(x @ up) @ down  # backward repeats the relu alone
 
     Source of the method: `torch.utils.checkpoint.create_selective_checkpoint_contexts`.
     """
@@ -267,20 +301,31 @@ def save_ops(*ops: Any) -> Policy:
         if not isinstance(op, _torch.OpOverload | _torch.HigherOrderOperator):
             raise ValueError(
                 f"a policy lists OpOverloads such as torch.ops.aten.mm.default, not {op!r}"
-                + (" (name one of its overloads)" if isinstance(op, _torch.OpOverloadPacket) else "")
+                + (
+                    " (name one of its overloads)"
+                    if isinstance(op, _torch.OpOverloadPacket)
+                    else ""
+                )
             )
     return _save_ops(frozenset(ops))
 
 
 def save_tagged(*names: str) -> Policy:
-    """A policy: keep the values that `tag` has given one of these names.
+    """A policy: keep the values that have one of these names from `tag`.
+
+    Args:
+        names: the names, any text.
+
+    Returns:
+        A policy for `policy=`. Policies combine with `|`.
 
     Raises:
         TypeError: for names that are no strings.
 
-    >>> from checkpointing import save_tagged
-    >>> save_tagged("keys", "values") == save_tagged("values", "keys")
-    True
+    Example:
+        >>> from checkpointing import save_tagged
+        >>> save_tagged("keys", "values") == save_tagged("values", "keys")
+        True
 
     Source of the method: `jax.checkpoint_policies.save_only_these_names`.
     """
@@ -291,49 +336,57 @@ def save_tagged(*names: str) -> Policy:
 
 
 def auto(*, budget: int | str | None = None) -> Policy:
-    """A policy: checkpoints that place themselves, where they save the most memory.
+    """A policy: plan the checkpoints of a block, for the least memory or within a budget.
 
-    Nothing has to be marked or profiled: modules, loops, functions and inner regions are seen through. The first run
-    of a block keeps nothing, and notes what it did. From that a plan is computed, once, by simulating the memory of
-    forward and backward: the runs that follow keep what the plan says. A run that goes another way makes a plan of its
-    own. The same program gives the same plan, in each step and on each rank.
+    The first run of a block is recorded and keeps nothing. From the record, a plan is computed,
+    once, by simulating the memory of forward and backward. Later runs keep the values of the plan.
+    A run that takes another path gets a plan of its own. The same program has the same plan in each
+    step and on each rank. Modules, loops, functions and inner regions need no annotation.
 
-    The plan is for a block that backward begins with: put one scope around the whole model and its loss.
+    The plan assumes that backward begins with the block: put one scope around the whole model and
+    its loss.
 
     Args:
-        budget: at most how many bytes the block keeps for backward, at any moment of the forward. An int, or text such
-            as `"1.5 GiB"` or `"200 MB"`. Results that are most expensive to recompute per byte are kept first. None:
-            the peak of the step is bounded instead; it is close to the least that checkpoints can have.
+        budget: the most bytes that the block keeps for backward, at any moment of the forward. An
+            int, or text such as `"1.5 GiB"` or `"200 MB"`. The results that are most expensive to
+            recompute per byte are kept first. None: the plan minimizes the peak of the step
+            instead.
 
-    A budget bounds what is kept, not the peak. Besides what is kept, a step needs its inputs, parameters and states of
-    random generators; what the model itself holds; in backward, what autograd saves between two checkpoints, and
-    gradients. The plan takes the least peak within the budget. Where a stretch between two checkpoints saves more than
-    the budget, backward makes checkpoints inside of it while it recomputes it, and again inside of those: with the room
-    of one checkpoint, memory grows like the logarithm of depth. `scope.stats.peak_predicted` is the peak of the plan.
-
-    Gradients that do not exist yet are room: their bytes are needed when what later layers kept has gone. What is
-    alive anyway, such as results that the caller collects, costs nothing.
+    Returns:
+        A policy for `policy=`. Policies combine with `|`.
 
     Raises:
-        TypeError, ValueError: for what is no number of bytes.
+        TypeError, ValueError: if `budget` is no number of bytes.
 
     Warns:
-        UserWarning: at the end of a block, if the budget has no room for a single checkpoint of it; it names the
-            smallest budget that has.
+        UserWarning: at the end of a block, if the budget has no room for one checkpoint of it. The
+            warning names the smallest budget that has.
 
-    >>> import torch
-    >>> from checkpointing import auto, checkpoint_scope
-    >>> x = torch.randn(32, 64, requires_grad=True)
-    >>> for step in range(2):
-    ...     with checkpoint_scope(policy=auto()) as scope:
-    ...         y = x
-    ...         for layer in range(100):
-    ...             y = torch.tanh(y)
-    >>> scope.stats.bytes_saved // scope.stats.bytes_kept >= 4
-    True
+    A budget bounds the kept values, not the peak. A step also needs its inputs, parameters and
+    states of random generators, the values that the model holds itself, and, in backward, the
+    tensors saved between two checkpoints, and gradients. The plan takes the least peak within the
+    budget, and `scope.stats.peak_predicted` is that peak. If the tensors saved between two
+    checkpoints exceed the budget, backward makes checkpoints among them while it recomputes, and
+    again among those. With room for one checkpoint, memory is O(log(depth)).
 
-    Source of the method: Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost"; what is kept beside the
-    checkpoints as in Jain et al. 2020, "Checkmate", by a greedy rule.
+    Gradients that do not exist yet count as room: backward allocates them when the values kept for
+    later layers have been freed. Values that are alive anyway, such as results that the caller
+    collects, are kept for free.
+
+    Example:
+        >>> import torch
+        >>> from checkpointing import auto, checkpoint_scope
+        >>> x = torch.randn(32, 64, requires_grad=True)
+        >>> for step in range(2):
+        ...     with checkpoint_scope(policy=auto()) as scope:
+        ...         y = x
+        ...         for layer in range(100):
+        ...             y = torch.tanh(y)
+        >>> scope.stats.bytes_saved // scope.stats.bytes_kept >= 4
+        True
+
+    Source of the method: Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost"; values
+    kept beside the checkpoints as in Jain et al. 2020, "Checkmate", by a greedy rule.
     """
     return _auto(None if budget is None else _bytes("budget", budget, 0))
 
@@ -349,37 +402,43 @@ def offload(
     min_bytes: int | str = _MIN_BYTES,
     inputs: bool = False,
 ) -> Policy:
-    """A policy: what `policy` keeps waits on the host, and comes back when recompute starts from it.
+    """A policy: hold the kept values on the host until recompute needs them.
 
     Args:
-        policy: what to keep there: `save_ops(...)`, `save_tagged(...)`, `auto(...)`, combinations of them, a list of
-            operators or a function. None: all that autograd saves in the block, so that nothing is recomputed. What
-            is given to `keep` in the block goes there, too. Parameters, other leaves that require grad, and views of
-            them stay where they are.
-        device: where it waits. A copy is made in any case, also of tensors that are on this device already.
-        pin_memory: page-locked memory, without which copies do not run beside the computation.
-        min_bytes: smaller storages stay where they are; int or text, as for `auto`.
-        inputs: whether what the block reads from outside waits there, too, rather than being saved by what encloses
-            the block.
+        policy: the values to keep: `save_ops(...)`, `save_tagged(...)`, `auto(...)`, combinations
+            of them, a list of operators or a function. None: all tensors that autograd saves in the
+            block, so that nothing is recomputed. Values given to `keep` are offloaded, too.
+            Parameters, other leaves that require grad, and views of them stay on their device.
+        device: the device that holds them. Tensors that are on it already are copied, too.
+        pin_memory: use page-locked memory, without which copies do not overlap with the
+            computation.
+        min_bytes: smaller storages are not offloaded. An int, or text as for `auto`.
+        inputs: offload the tensors that the block reads from outside, too, instead of saving them
+            through the hooks around the block.
+
+    Returns:
+        A policy for `policy=`. Policies combine with `|`.
 
     Raises:
-        TypeError, ValueError: for what is no policy, no device that can hold data, or no number of bytes.
+        TypeError, ValueError: for an argument of another kind, or a device that holds no data.
 
-    On CUDA and XPU, copies run on streams of their own. What comes back is fetched ahead, in the order in which the
-    replay of the block will need it; any other order gives the same bits, with more waiting. A budget of `auto` bounds
-    what waits on the host, and room that it leaves is not used for more.
+    On CUDA and XPU, copies run on streams of their own. Tensors are prefetched in the order in
+    which replays will need them; another order gives the same bits, with more waiting. A budget of
+    `auto` bounds the offloaded bytes, and the rest of it is not used for more.
 
-    >>> import torch
-    >>> from checkpointing import checkpoint_scope, offload, save_tagged, tag
-    >>> x = torch.randn(64, 64, requires_grad=True)
-    >>> with checkpoint_scope(policy=offload(save_tagged("middle"))) as scope:
-    ...     y = tag(x.sin().exp(), "middle").cos().tanh()
-    >>> scope.stats.bytes_kept
-    16384
-    >>> offload(min_bytes="1 MiB") | save_tagged("middle")
-    offload(min_bytes=1048576) | save_tagged('middle')
+    Example:
+        >>> import torch
+        >>> from checkpointing import checkpoint_scope, offload, save_tagged, tag
+        >>> x = torch.randn(64, 64, requires_grad=True)
+        >>> with checkpoint_scope(policy=offload(save_tagged("middle"))) as scope:
+        ...     y = tag(x.sin().exp(), "middle").cos().tanh()
+        >>> scope.stats.bytes_kept
+        16384
+        >>> offload(min_bytes="1 MiB") | save_tagged("middle")
+        offload(min_bytes=1048576) | save_tagged('middle')
 
-    Source of the method: `torch.autograd.graph.save_on_cpu`, and JAX's policy `save_and_offload_only_these_names`.
+    Source of the method: `torch.autograd.graph.save_on_cpu`, and JAX's policy
+    `save_and_offload_only_these_names`.
     """
     device = torch.device(device)
     if device.type == "meta":
@@ -392,7 +451,9 @@ def _bytes(name: str, given: Any, least: int) -> int:
     if isinstance(given, str):
         match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+(?:e[0-9]+)?)\s*([kmgt]i?)?b?\s*", given.lower())
         if match is None:
-            raise ValueError(f"{name} is a number of bytes, such as 10**9 or '1.5 GiB', not {given!r}")
+            raise ValueError(
+                f"{name} is a number of bytes, such as 10**9 or '1.5 GiB', not {given!r}"
+            )
         unit = match[2] or ""
         given = int(float(match[1]) * _UNITS[unit])
     if isinstance(given, bool) or not hasattr(given, "__index__"):
@@ -403,15 +464,18 @@ def _bytes(name: str, given: Any, least: int) -> int:
     return nbytes
 
 
-_UNITS = {"": 1} | {f"{c}{i}": (1024 if i else 1000) ** n for n, c in enumerate("kmgt", 1) for i in ("", "i")}
+_UNITS = {"": 1} | {
+    f"{c}{i}": (1024 if i else 1000) ** n for n, c in enumerate("kmgt", 1) for i in ("", "i")
+}
 
 
 def as_policy(policy: Any) -> Policy | None:
-    """The policy that a user means by one of ours, a list of operators, or a function as torch's selective
-    checkpointing takes it, `(ctx, op, *args, **kwargs) -> CheckpointPolicy | bool`.
+    """The policy for an argument of the user: a policy, a list of operators, or a function
+    `(ctx, op, *args, **kwargs) -> CheckpointPolicy | bool`, as in torch's selective checkpointing.
 
     Raises:
-        TypeError: for anything else. ValueError: for a list with something else than `OpOverload`s in it.
+        TypeError: for anything else.
+        ValueError: for a list with something else than `OpOverload`s in it.
     """
     if policy is None or isinstance(policy, Policy):
         return policy

@@ -33,7 +33,9 @@ class CheckpointFunction(torch.autograd.Function):
     differentiable once."""
 
     @staticmethod
-    def forward(ctx: Any, function: Callable[..., Any], preserve_rng_state: PreserveRngState, *args: Any) -> Any:
+    def forward(
+        ctx: Any, function: Callable[..., Any], preserve_rng_state: PreserveRngState, *args: Any
+    ) -> Any:
         check_backward_validity(args)
         ctx.source = Rerun(function, args, {}, preserve_rng_state)
         try:
@@ -50,7 +52,7 @@ class CheckpointFunction(torch.autograd.Function):
                 "either set use_reentrant=False (backend='rerun'), or call .backward() without "
                 "passing the `inputs` argument."
             )
-        _ = ctx.saved_tensors  # none; but torch raises its error for a graph that was not retained
+        _ = ctx.saved_tensors  # empty, but an error if the graph was not retained
         inputs, outputs = _rerun(ctx.source, len(ctx.needs_input_grad) - 2)
         if not _torch.keeps_graph():
             ctx.source = None
@@ -66,7 +68,9 @@ def _run_backward(outputs: Any, grads: Any) -> None:
         if isinstance(output, Tensor) and output.requires_grad
     ]
     if not pairs:
-        raise errors.CheckpointError("none of output has requires_grad=True, this checkpoint() is not necessary")
+        raise errors.CheckpointError(
+            "none of output has requires_grad=True, this checkpoint() is not necessary"
+        )
     try:
         torch.autograd.backward([output for output, _ in pairs], [grad for _, grad in pairs])
     except RuntimeError as error:
@@ -80,7 +84,7 @@ def _run_backward(outputs: Any, grads: Any) -> None:
 
 
 def _rerun(source: Rerun, count: int) -> tuple[Any, Any]:
-    """The last `count` arguments (a partial brings others), detached; and the outputs."""
+    """The last `count` arguments (a partial adds others before), detached; and the outputs."""
     where = "the reentrant backend"
     undo: Undo = []
     region, thread.region = thread.region, _NO_RESULTS
@@ -103,7 +107,9 @@ class _NoResults(Region):
     def keep(self, tensor: Tensor) -> Tensor:
         return tensor
 
-    def once(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def once(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         return None
 
 

@@ -1,7 +1,8 @@
-"""What a thread is doing: the innermost region, and whether anything is recorded right now."""
+"""The state of a thread: its innermost region, and whether operators are recorded now."""
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,17 +17,20 @@ _is_grad_enabled, _set_grad_enabled = torch.is_grad_enabled, _torch.set_grad_ena
 
 
 class Region:
-    """A region, as code inside it meets it: what it does not handle itself goes to the region around it."""
+    """A region as code inside it meets it. It hands on to the region around what it does not
+    handle."""
 
     outer: Region | None = None  # while the region runs
     noted: Any = None  # of a region that is reported; regions inside it are reported, too
-    policy: Any = None  # what holds here, and in regions inside that bring no policy of their own
+    policy: Any = None  # also of inner regions without one
 
     def keep(self, tensor: Tensor) -> Tensor:
         """Hold a value: recompute starts from it."""
         raise NotImplementedError
 
-    def once(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def once(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """The result of a call that a recompute must not repeat."""
         raise NotImplementedError
 
@@ -34,25 +38,26 @@ class Region:
         return tensor if self.outer is None else self.outer.tag(tensor, name)
 
     def keep_for_inner(self, tensor: Tensor) -> None:
-        """A region inside this one keeps the tensor and saves it here: don't recompute it."""
+        """An inner region keeps the tensor and saves it here: do not recompute it."""
         if self.outer is not None:
             self.outer.keep_for_inner(tensor)
 
     def look_away(self) -> None:
-        """Something happens now that no operator shows."""
+        """Memory may now change without any operator."""
         if self.outer is not None:
             self.outer.look_away()
 
     def yield_to_inner(self, change: int) -> None:
-        """A region that obeys its policy by itself has been entered inside this one (1), or left (-1)."""
+        """An inner region with a policy has been entered (1) or left (-1)."""
         if self.outer is not None:
             self.outer.yield_to_inner(change)
 
 
 class _Thread(threading.local):
-    """`depth` counts nested recomputes and what else no tape should see, `aside` the latter alone.
+    """`depth` counts nested recomputes and blocks that are not recorded, `aside` only the latter.
 
-    Hot code goes through `thread.__dict__`, which is this thread's own: one slow access instead of many.
+    Hot code goes through `thread.__dict__`, which is this thread's own: one slow access instead of
+    many.
     """
 
     def __init__(self) -> None:
@@ -66,7 +71,7 @@ thread = _Thread()
 
 @contextmanager
 def aside() -> Iterator[None]:
-    """What runs inside is no tape's business."""
+    """Suspend recording inside this block."""
     thread.depth += 1
     thread.aside += 1
     try:
@@ -77,7 +82,8 @@ def aside() -> Iterator[None]:
 
 
 def without_recording(function: Callable[[Any], Any], value: Any) -> Any:
-    """Call a check, a copy or a hook of the user so that neither tape nor graph sees what it does."""
+    """Call a check, a copy or a hook of the user: its operators are neither recorded nor in a
+    graph."""
     here = thread.__dict__
     region, depth, aside = here["region"], here["depth"], here["aside"]
     grad_mode = _is_grad_enabled()
@@ -88,3 +94,13 @@ def without_recording(function: Callable[[Any], Any], value: Any) -> Any:
     finally:
         _set_grad_enabled(grad_mode)
         here["region"], here["depth"], here["aside"] = region, depth, aside
+
+
+def put_before(region: Any, kind: type) -> None:
+    """Put a class before that of a region, which gets its methods from here on."""
+    region.__class__ = _combined(kind, region.__class__)
+
+
+@functools.cache
+def _combined(kind: type, other: type) -> type:
+    return type(other.__name__, (kind, other), {})

@@ -235,7 +235,7 @@ class Replay(Source):
         return tensor
 
     def _prefetch(self, stock: Stock, frame: Frame) -> None:
-        """Start to bring back what will be wanted next: backward opens first what was saved last."""
+        """Start to bring back the next tensors: backward opens first the one saved last."""
         if self._order is None:
             self._order = []
             holders = [holder for ref in reversed(frame.holders) if (holder := ref()) is not None]

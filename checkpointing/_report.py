@@ -1,8 +1,8 @@
 """Reports: the memory that regions hold for backward, and that autograd would hold without them.
 
-Everything is asked of the frames when a report is wanted. Only regions with `report=True` note
-anything while they run: the tensors that are saved in them, as numbers and text. Notes and reports
-refer to no tensor, so they keep nothing alive.
+A report asks the frames when it is wanted. Only regions with `report=True` note anything while they
+run: the tensors that are saved in them, as numbers and text. Notes and reports refer to no tensor,
+so they keep nothing alive.
 
 Rejected: notes that outlive their frame, to count and time recomputes. torch's profiler shows both,
 in ranges named `recompute:<region>`.
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
 import weakref
 from collections import Counter
 from collections.abc import Iterable
@@ -34,16 +35,16 @@ from ._where import described, user_line
 class TensorReport(NamedTuple):
     """One storage, described by a tensor that uses it.
 
-    `kind` is `"saved"` if autograd would hold it without the region. All other kinds are held now:
-    an `"input"`; `"kept"`, by `keep` or a policy; `"offloaded"`; a `"random state"`; a copy of
-    `"buffers"`.
+    `kind` is `"saved"` if autograd would hold it without the region. Storages of all other kinds
+    are held now: an `"input"`; `"kept"`, by `keep` or a policy; `"offloaded"`; a `"random state"`;
+    a copy of `"buffers"`.
 
-    `nbytes` is the size of the storage, 0 for tensors without one, such as sparse ones. Wrappers
+    `nbytes` is the size of the storage; 0 for tensors without one, such as sparse ones. Wrappers
     such as DTensor are described by the tensors inside them.
 
     `operator` made the tensor, or read it first if it is an input of a block. For an argument of a
-    function it says which one. `module` is the module whose `forward` ran then, by its name in the
-    outermost one; `line` is your line, `"file:line: expression"`. Both are None without
+    function it is the name of the argument. `module` is the module whose `forward` ran then, by its
+    name in the outermost one. `line` is your line, `"file:line: expression"`. Both are None without
     `report=True`, and for the inputs of a function.
     """
 
@@ -91,9 +92,9 @@ class Report(NamedTuple):
         tensors = [tensor for region in self.regions for tensor in (*region.held, *region.saved)]
         lines += ["", f"the largest of {len(tensors)} tensors in {len(self.regions)} regions:"]
         for tensor in _sorted(tensors)[:_ROWS]:
-            described = f"{str(tensor.dtype)[6:]}{list(tensor.shape)}"
-            size, operator = _size(tensor.nbytes), tensor.operator or ""
-            lines.append(f"{size:>10}  {tensor.kind:<12}  {described:<26}  {operator}")
+            shape = f"{str(tensor.dtype)[6:]}{list(tensor.shape)}"
+            size = _size(tensor.nbytes)
+            lines.append(f"{size:>10}  {tensor.kind:<12}  {shape:<26}  {tensor.operator or ''}")
             if tensor.line is not None:
                 lines.append(f"{'':12}{tensor.module or ''} {_short(tensor.line)}")
         return "\n".join(line[:80].rstrip() for line in lines)
@@ -106,12 +107,9 @@ def _sorted(tensors: Iterable[TensorReport]) -> tuple[TensorReport, ...]:
     return tuple(sorted(tensors, key=lambda tensor: -tensor.nbytes))
 
 
-def _size(nbytes: float) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if nbytes < 1024:
-            return f"{nbytes:.2f} {unit}"
-        nbytes /= 1024
-    return f"{nbytes:.2f} GiB"
+def _size(nbytes: int) -> str:
+    unit = min(max(nbytes.bit_length() - 1, 0) // 10, 3)
+    return f"{nbytes / 1024**unit:.2f} {('B', 'KiB', 'MiB', 'GiB')[unit]}"
 
 
 def _short(line: str) -> str:
@@ -120,14 +118,15 @@ def _short(line: str) -> str:
 
 
 def report(*outputs: Tensor) -> Report:
-    """Describe the regions behind these tensors: held memory, and the memory that they avoid.
+    """Describe the regions behind these tensors: the memory that they hold, and that they save.
 
     Args:
         *outputs: tensors of any shape and dtype, usually a loss.
 
     Returns:
-        The regions to whose tensors their autograd graph refers: none after backward, which frees
-        them, and none of `backend="reentrant"`. A scope's own `report()` works at any time.
+        The regions to whose tensors the autograd graph of `outputs` refers: none after backward,
+        which frees them, and none of `backend="reentrant"`. A scope's own `report()` works at any
+        time.
 
     Raises:
         TypeError: if an argument is not a tensor.
@@ -159,7 +158,7 @@ def report(*outputs: Tensor) -> Report:
 
 
 def _find(packed: Any, frames: dict[Frame, None]) -> None:
-    """Add the region whose holder this is, and those around it, which hold its inputs."""
+    """Add the region of a holder, and the regions around it, which hold its inputs."""
     if type(packed) is Holder and packed.frame not in frames:
         frames[packed.frame] = None
         for holding in packed.frame.source.holdings(packed.frame):
@@ -187,14 +186,17 @@ def _region(frame: Frame) -> RegionReport:
 class Stats(NamedTuple):
     """A scope in numbers, at the moment of the question. Bytes are sizes of whole storages.
 
-    `ops_recorded` counts operators (without views and operators that return no tensors),
-    `ops_replayed` those that were run again in all `replays` (of windows) so far. `bytes_saved` is
-    the memory that plain autograd would hold for backward: every saved storage once, without
-    parameters. `bytes_held` are held now for recompute (inputs of the block and states of random
-    generators), `bytes_kept` because of `keep` or a policy. `cuts` are positions among the recorded
-    operators: everything that is needed there is kept, so no recompute crosses one.
-    `peak_predicted` is the most memory that forward and backward of the block need according to the
-    plan of `auto()`, including gradients; 0 without such a policy, and while the block runs.
+    Attributes:
+        ops_recorded: operators of the block, without views and those that return no tensors.
+        ops_replayed: operators that were run again so far.
+        replays: windows that were replayed so far.
+        bytes_saved: the memory that plain autograd would hold for backward, without parameters.
+        bytes_held: held now for recompute: inputs of the block and states of random generators.
+        bytes_kept: held now because of `keep` or a policy.
+        cuts: positions among the recorded operators. Every value that is needed there is kept, so
+            no recompute crosses a cut.
+        peak_predicted: the most memory that forward and backward of the block need according to the
+            plan of `auto()`, with gradients; 0 without `auto()` and while the block runs.
     """
 
     ops_recorded: int = 0
@@ -226,7 +228,7 @@ class Reported(Frame):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.noted: list[TensorReport] = []
-        self._storages: weakref.WeakSet[Any] = weakref.WeakSet()  # those noted
+        self._storages: weakref.WeakSet[Any] = weakref.WeakSet()  # noted
 
     def enter(self, region: Region) -> None:
         super().enter(region)
@@ -253,13 +255,9 @@ def note() -> tuple[str | None, str | None]:
 
 
 def _module_path() -> str | None:
-    """The module whose `forward` runs, by its name in the outermost one whose `forward` runs."""
-    modules = []
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code is _torch.module_call_code:
-            modules.append(frame.f_locals["self"])
-        frame = frame.f_back
+    """The module whose `forward` runs, by its name in the outermost one."""
+    frames = traceback.walk_stack(sys._getframe(1))
+    modules = [f.f_locals["self"] for f, _ in frames if f.f_code is _torch.module_call_code]
     if not modules:
         return None
     names = []
@@ -289,13 +287,13 @@ def _held_by(frame: Frame) -> Iterable[TensorReport]:
 
 
 def _packed(part: Held | Tensor) -> Any:
-    """A tensor that is held, or the object that hooks have made of it."""
+    """A held tensor, or the object that hooks have made of it."""
     packed = part.packed if isinstance(part, Held) else part
     return packed.data if isinstance(packed, _torch.SavedTensor) else packed
 
 
 def _plain_parts_of(packed: Any) -> list[Tensor]:
-    """The plain tensors in such an object. A `Holder` has none: a region around brings it back."""
+    """The plain tensors in such an object. A `Holder` has none: the region around holds them."""
     for tensor in tensors_in(packed):
         lives_anyway = tensor.is_leaf and tensor.requires_grad
         return [] if lives_anyway else _torch.plain_parts(tensor)

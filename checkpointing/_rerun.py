@@ -6,13 +6,12 @@ ambient state; the buffers of modules in training mode, rewound in place while i
 to `keep`, and results of `forward_only` functions. Everything else that the function reads
 (globals, attributes, the inside of your own objects) is as backward finds it.
 
-Invariant: a recompute changes nothing of the user's but buffers, variables that the function closes
-over, and random and ambient state, all in place, and puts them back. It may refuse other changes,
-at the slot that needs them, but it never makes any.
+Invariant: of the user's objects, a recompute changes only buffers, variables that the function
+closes over, and random and ambient state, all in place, and puts them back. It may refuse other
+changes, at the slot that needs them, but it never makes any.
 
-Rejected: a search for everything that a function may read or write. That search has no end in
-Python, costs more than the region, and exchanges objects that belong to others (FSDP's shards,
-ranks that are threads, caches).
+Rejected: a search for everything that a function may read or write. It has no end in Python, costs
+more than the region, and exchanges objects that belong to others (FSDP's shards, caches).
 """
 
 from __future__ import annotations
@@ -60,13 +59,11 @@ Cells = list[tuple[CellType, Any]]  # variables that a function closes over, wit
 
 
 class Inputs:
-    """The inputs of one call: holds them, and collects the devices, generators and modules that it
-    meets."""
+    """The inputs of one call: holds them, and collects their devices, generators and modules."""
 
     devices: frozenset[torch.device] = frozenset()
     generators: tuple[torch.Generator, ...] = ()
     modules: tuple[nn.Module, ...] = ()
-    objects: tuple[tuple[Name, object], ...] = ()  # handed over as they are
     _hooks: _torch.Hooks | None = None
     # With hooks around, while the function runs: the tensors that it was given, by id.
     _given: dict[int, Given] | None = None
@@ -88,7 +85,6 @@ class Inputs:
             self.generators += (value,)
         elif type(value) not in ATOMS:
             self.look_at(value)
-            self.objects += ((name, value),)
         return value
 
     def capture(self, function: Any) -> Cells | None:
@@ -107,9 +103,9 @@ class Inputs:
         for name in names:
             if isinstance(scope.get(name), _Module):
                 self.modules += (scope[name],)
-        if function.__defaults__ or function.__kwdefaults__:
-            for default in (function.__defaults__, *(function.__kwdefaults__ or {}).values()):
-                self.look_at(default)
+        for defaults in (function.__defaults__, function.__kwdefaults__):
+            if defaults:
+                self.look_at(defaults)
         if function.__closure__ is None:
             return None
         own = _assigned_by(code)
@@ -195,7 +191,10 @@ class Rerun(Region, Source, Inputs):
             self._args.append(held)
         self._kwargs = kwargs
         if kwargs:
-            self._kwargs = {key: take_apart(value, self.hold, ("kwargs", key), met) for key, value in kwargs.items()}
+            self._kwargs = {
+                key: take_apart(value, self.hold, ("kwargs", key), met)
+                for key, value in kwargs.items()
+            }
         self._variables = self.capture(function)
         if self.modules:
             self._buffers = Buffers(self)
@@ -219,7 +218,11 @@ class Rerun(Region, Source, Inputs):
         changed = [held for tensor, version, held in given if _torch.version(tensor) != version]
         if not changed:
             return
-        storages = {held: _torch.storage_id(tensor) for tensor, _, held in given if _torch.has_storage(tensor)}
+        storages = {
+            held: _torch.storage_id(tensor)
+            for tensor, _, held in given
+            if _torch.has_storage(tensor)
+        }
         written = {storages[held] for held in changed if held in storages}
         self._written = {held: storage for held, storage in storages.items() if storage in written}
         note_written(self._hooks, written)
@@ -255,7 +258,7 @@ class Rerun(Region, Source, Inputs):
         return result
 
     def keep_for_inner(self, tensor: Tensor) -> None:
-        """Nothing: a rerun enters the region inside again, and that keeps the value again."""
+        """Do nothing: a rerun enters the inner region again, which keeps the value again."""
 
     # ---- as a source
 
@@ -269,11 +272,11 @@ class Rerun(Region, Source, Inputs):
         return parameter
 
     def holdings(self, frame: Frame) -> Iterable[Holding]:
-        inputs = [*self._args, *self._kwargs.values()]
-        inputs += [saved for _, saved in self._variables or ()]
-        pins = [pin for pin in _leaves(self._results) if type(pin) is Pin]
-        held = [("input", leaf) for leaf in _leaves(inputs) if isinstance(leaf, Held)]
-        held += [("kept", pin.held) for pin in (*self._pins, *pins)]
+        variables = [saved for _, saved in self._variables or ()]
+        inputs = _leaves([*self._args, *self._kwargs.values(), *variables])
+        pins = [*self._pins, *_leaves(self._results)]
+        held = [("input", leaf) for leaf in inputs if isinstance(leaf, Held)]
+        held += [("kept", pin.held) for pin in pins if type(pin) is Pin]
         for kind, one in held:
             if not one.is_parameter:
                 yield Holding(kind, one, named(one.name))
@@ -290,8 +293,7 @@ class Rerun(Region, Source, Inputs):
         return None
 
     def hint(self) -> str:
-        live = [named(name) for name, value in self.objects if _holds_tensors(value)]
-        return errors.live(live) if live else errors.CALLED_AGAIN
+        return errors.CALLED_AGAIN
 
     def recompute(self, request: Recompute) -> None:
         where = request.frame
@@ -301,7 +303,8 @@ class Rerun(Region, Source, Inputs):
             context = self.go_back(where, cells, undo)
             if self._buffers:
                 request.rewound = self._buffers.storages()
-            if self._pins or self._results or self.policy is not None or not where.complete:
+            has_values = bool(self._pins or self._results) or self.policy is not None
+            if has_values or not where.complete:
                 thread.region = Repeated(self._pins, self._results, self.policy, where)
             request.begin_in_order()
             _push_hooks(request.pack, identity)
@@ -328,8 +331,8 @@ class Rerun(Region, Source, Inputs):
         return function, args, kwargs, cells
 
     def go_back(self, where: object, cells: Cells, undo: Undo) -> contextvars.Context:
-        """Enter the state in which the forward ran; `undo` gets the way back. Returns the context
-        to run in."""
+        """Enter the state of the forward; `undo` gets the functions that leave it. Returns the
+        context to run in."""
         if cells:
             undo.append((_fill, [(cell, contents_of(cell)) for cell, _ in cells]))
             _fill(cells)  # in place: other functions may share them
@@ -351,8 +354,8 @@ def _fetch(where: object, saved: Any) -> Any:
 
 
 class _Fetched:
-    """Fetches a tensor that is two arguments once, and copies those that the function writes, since
-    others may read the fetched one."""
+    """Fetches inputs: a tensor that is two arguments once, and one that the function writes as a
+    copy, since others may read the fetched one."""
 
     def __init__(self, where: object, written: Mapping[Held, int]) -> None:
         self._where, self._written = where, written
@@ -378,16 +381,20 @@ class _Fetched:
         return _torch.in_place_of(tensor, without_recording(self._copies.copy, tensor))
 
 
-def call_within(context: AbstractContextManager[Any], function: Any, *args: Any, **kwargs: Any) -> Any:
+def call_within(
+    context: AbstractContextManager[Any], function: Any, *args: Any, **kwargs: Any
+) -> Any:
     with context:
         return function(*args, **kwargs)
     raise errors.suppressed()
 
 
 class Repeated(Region):
-    """The region of a rerun: returns the values that the forward kept, in order."""
+    """The region of a rerun: returns the kept values of the forward, in order."""
 
-    def __init__(self, pins: Iterable[Pin], results: Iterable[Any], policy: Any, where: Frame) -> None:
+    def __init__(
+        self, pins: Iterable[Pin], results: Iterable[Any], policy: Any, where: Frame
+    ) -> None:
         self._pins, self._results = iter(pins), iter(results)
         self.policy = policy  # regions inside must keep the same values as in the forward
         self._where = where
@@ -396,7 +403,7 @@ class Repeated(Region):
         if is_parameter(root_of(tensor)):
             return tensor
         pin = next(self._pins, None)
-        if pin is None:  # a rerun for a backward inside the region is ahead of the forward
+        if pin is None:  # the forward still runs, and has not come so far
             return tensor
         value = self._outside(pin.held.fetch)
         ours, theirs = _torch.plain_parts(tensor), _torch.plain_parts(value)
@@ -408,12 +415,16 @@ class Repeated(Region):
                 without_recording(_torch.write, pair)
         return tensor
 
-    def once(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def once(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         result = next(self._results, _FAILED)
         if result is _FAILED:
             if not self._where.complete:  # a rerun for a backward inside the region
                 return _without_slots(function, args, kwargs)
-            raise errors.not_recorded(self._where, getattr(function, "__qualname__", repr(function)))
+            raise errors.not_recorded(
+                self._where, getattr(function, "__qualname__", repr(function))
+            )
         given = _given_to(args, kwargs)
 
         def restore(saved: Any) -> Any:
@@ -440,7 +451,7 @@ _FAILED = object()  # a call that raised
 
 
 class Pin(NamedTuple):
-    """A value of the forward that the rerun must not compute anew."""
+    """A value of the forward that the rerun takes over."""
 
     held: Held
     in_graph: bool
@@ -455,31 +466,34 @@ class Pin(NamedTuple):
         )
 
     def refuse_if_it_is(self, tensor: Tensor, where: Frame) -> None:
-        """A tensor that existed before the recompute is the user's: it has changed since."""
+        """A tensor that existed before the recompute has been changed since."""
         if self.live() is tensor:
             raise errors.changed(where, named(self.held.name, tensor))
 
     def restore(self, tensor: Tensor) -> Tensor:
-        """A fetched tensor, for the recompute to write. (If it is no copy, the forward did not
-        write it.)"""
+        """A fetched tensor that the recompute may write. (The forward did not write one that is no
+        copy.)"""
         if tensor.requires_grad:  # a leaf
             return tensor
-        data = without_recording(_torch.copy, tensor) if self.held.is_packed else _torch.alias(tensor)
+        copy = _torch.copy if self.held.is_packed else _torch.alias
+        data: Tensor = without_recording(copy, tensor)
         if not self.in_graph:
             return data
         with torch.enable_grad():
-            place = torch.zeros((), dtype=data.dtype, device=data.device, requires_grad=True).clone()
+            place = torch.zeros(
+                (), dtype=data.dtype, device=data.device, requires_grad=True
+            ).clone()
         return _torch.in_place_of(place, data)
 
 
 class Passed(NamedTuple):
-    """Stands for an argument that a `forward_only` function returned."""
+    """The place of an argument that a `forward_only` function returned."""
 
     place: int
 
 
 class View(NamedTuple):
-    """Stands for a returned tensor that is a view of an argument."""
+    """The geometry of a returned tensor that is a view of an argument."""
 
     place: int
     size: torch.Size
@@ -491,7 +505,9 @@ class View(NamedTuple):
     def among(cls, given: list[Any], part: Tensor) -> View | None:
         in_graph = part.requires_grad
         for place, value in enumerate(given):
-            if not isinstance(value, Tensor) or (in_graph and not value.requires_grad):
+            if not isinstance(value, Tensor):
+                continue
+            if in_graph and not value.requires_grad:
                 continue
             if _torch.lies_in(part, value):
                 offset = int(part.storage_offset() - value.storage_offset())
@@ -501,17 +517,21 @@ class View(NamedTuple):
     def of(self, tensor: Tensor) -> Tensor:
         with torch.enable_grad():
             base = tensor if self.in_graph else tensor.detach()
-            return base.as_strided(self.size, self.stride, self.offset + int(tensor.storage_offset()))
+            return base.as_strided(
+                self.size, self.stride, self.offset + int(tensor.storage_offset())
+            )
 
 
 def _given_to(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """Arguments, and the tensors in them, in order."""
+    """The arguments, then the tensors in them, in order."""
     given = [*args, *kwargs.values()]
     return given + tensors_in(given)
 
 
-def _without_slots(function: Callable[..., Any], args: Any, kwargs: Any, outer: Region | None = None) -> Any:
-    """Call a function that a recompute does not call: tensors saved in it are no slots."""
+def _without_slots(
+    function: Callable[..., Any], args: Any, kwargs: Any, outer: Region | None = None
+) -> Any:
+    """Call a function that recomputes skip: tensors saved in it are no slots."""
     _push_hooks(detached, identity)
     try:
         if outer is not None:
@@ -522,7 +542,7 @@ def _without_slots(function: Callable[..., Any], args: Any, kwargs: Any, outer: 
 
 
 def detached(tensor: Tensor) -> Tensor:
-    """The pack hook for a graph that holds its own tensors; a live output would be a cycle."""
+    """The pack hook for a graph that holds its own tensors. A live output would be a cycle."""
     return tensor.detach() if tensor.requires_grad else tensor
 
 
@@ -531,10 +551,15 @@ def detached(tensor: Tensor) -> Tensor:
 
 @functools.cache
 def _assigned_by(code: CodeType) -> frozenset[str]:
-    """The variables that a function, or one defined in it, assigns itself (`nonlocal`): they are
-    left alone."""
-    names = {step.argval for step in dis.get_instructions(code) if step.opname in ("STORE_DEREF", "DELETE_DEREF")}
-    names = names.union(*(_assigned_by(const) for const in code.co_consts if type(const) is CodeType))
+    """The variables that a function, or one defined in it, assigns (`nonlocal`)."""
+    names = {
+        step.argval
+        for step in dis.get_instructions(code)
+        if step.opname in ("STORE_DEREF", "DELETE_DEREF")
+    }
+    names = names.union(
+        *(_assigned_by(const) for const in code.co_consts if type(const) is CodeType)
+    )
     return frozenset(code.co_freevars) & names
 
 
@@ -547,21 +572,12 @@ def contents_of(cell: CellType) -> Any:
 
 
 def _fill(cells: Cells) -> None:
-    """Write these contents to the cells that have others."""
+    """Give these contents to the cells that have others."""
     for cell, value in cells:
         if value is cell:
             del cell.cell_contents
         elif contents_of(cell) is not value:
             cell.cell_contents = value
-
-
-def _holds_tensors(value: object, depth: int = 5) -> bool:
-    """Whether an object has a tensor in its attributes or items, or in theirs; for messages."""
-    if isinstance(value, Tensor):
-        return True
-    if depth == 0 or isinstance(value, type | _Module | FunctionType):
-        return False
-    return any(_holds_tensors(part, depth - 1) for part in _parts_of(value))
 
 
 def _leaves(saved: Iterable[Any]) -> list[Any]:

@@ -869,7 +869,7 @@ def _matches_parts(run: Run, known: Parts, arg: Any) -> bool:
 def _matches_filling(run: Run, known: Filling, arg: Any) -> bool:
     if run.cells[known.cell]() is not arg:
         return False
-    return known.covers == (arg.nbytes >= arg.untyped_storage().nbytes())
+    return bool(known.covers == (arg.nbytes >= arg.untyped_storage().nbytes()))
 
 
 # By the type of a template: whether an argument is what it was.
@@ -879,7 +879,7 @@ _TEMPLATES: dict[type, Callable[[Run, Any, Any], bool]] = {
     Filling: _matches_filling,
     Parts: _matches_parts,
     Varying: lambda run, known, arg: known.kind is type(arg) and _is_plain(arg),
-    Thing: lambda run, known, arg: bool(type(arg) is known.kind),
+    Thing: lambda run, known, arg: known.kind is type(arg),
 }
 
 

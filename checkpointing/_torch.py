@@ -1,6 +1,7 @@
-"""Every private name of torch that this library touches, one function each: why, and since when.
+"""Every private name of torch that this library uses, one function each, with the reason.
 
-Nothing else in the package reaches into `torch._C`. All of these exist, unchanged, in torch 2.13 to 2.15.
+Nothing else in the package reaches into `torch._C`. All of these names exist, unchanged, in torch
+2.13 to 2.15. Copies, and how tensors use memory, are here too: most of that has no public form.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import functools
 import operator
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager
 from types import CodeType, FunctionType, ModuleType
@@ -26,25 +28,27 @@ _autograd: Any = torch._C._autograd
 
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
-# ---- saved-tensors hooks. `torch.autograd.graph.saved_tensors_hooks` is the public form; a region pushes the
-# pair itself because the context manager object would cost as much as the region.
+# ---- saved-tensors hooks. `torch.autograd.graph.saved_tensors_hooks` is the public form, but its
+# context manager costs as much as a region.
 push_hooks: Callable[..., None] = _autograd._push_saved_tensors_default_hooks
 pop_hooks: Callable[[], None] = _autograd._pop_saved_tensors_default_hooks
-# torch.func transforms and some graph captures forbid hooks: a region is then a plain call.
+# torch.func transforms and some graph captures forbid hooks. A region is then a plain call.
 hooks_are_enabled: Callable[[], bool] = _autograd._saved_tensors_hooks_is_enabled
 
 
-# The `torch.func` transform that runs in this thread, or None; torch has no public way to ask.
+# The `torch.func` transform that runs in this thread, or None.
 innermost_transform: Callable[[], object | None] = _C._functorch.peek_interpreter_stack
 
 
-# The pair that autograd would use now, or None; there is no public way to read it.
-enclosing_hooks: Callable[[], Hooks | None] = functools.partial(_autograd._top_saved_tensors_default_hooks, True)
+# The pair of hooks that autograd would use now, or None.
+enclosing_hooks: Callable[[], Hooks | None] = functools.partial(
+    _autograd._top_saved_tensors_default_hooks, True
+)
 
 
 def remove_hooks(pack: Any) -> None:
-    """Pop the hooks with this `pack`, and none that were pushed after them. (Where somebody has popped them by mistake,
-    others go: as many are popped as were pushed.)"""
+    """Pop the hooks with this `pack`, and put back those that were pushed after them. If they are
+    gone by mistake, the outermost ones go, so that as many are popped as were pushed."""
     hooks = enclosing_hooks()
     pop_hooks()
     if hooks is not None and hooks[0] != pack and enclosing_hooks() is not None:
@@ -53,7 +57,7 @@ def remove_hooks(pack: Any) -> None:
 
 
 def remove_mode(mode: TorchDispatchMode) -> None:
-    """Leave a dispatch mode, if it is entered, and none that was entered after it."""
+    """Leave a dispatch mode, and enter again those that were entered after it."""
     if mode_count():
         top = _C._get_dispatch_stack_at(mode_count() - 1)
         TorchDispatchMode.__exit__(top, None, None, None)
@@ -62,36 +66,40 @@ def remove_mode(mode: TorchDispatchMode) -> None:
             TorchDispatchMode.__enter__(top)
 
 
-# ---- the running backward call. -1 outside of one; unique in the process.
+# ---- the running backward call
+NO_GRAPH_TASK = -1  # outside of backward; the others are unique in the process
 graph_task_id: Callable[[], int] = _C._current_graph_task_id
 current_node: Callable[[], Any] = _C._current_autograd_node
 # `torch.utils.checkpoint.GraphExecGroup` that is entered in this thread, or None.
 graph_exec_group: Callable[[], object | None] = _C._get_graph_exec_group
 
 
-# Whether a profiler runs in this thread, at the price of a C function; and a range in what it shows, where
+# Whether a profiler runs in this thread, and a range in its output.
 # `torch.profiler.record_function` would be an operator, which modes see.
 profiles: Callable[[], bool] = _autograd._profiler_enabled
 profiled_range: Callable[[str], AbstractContextManager[Any]] = _C._profiler._RecordFunctionFast
 
 
 def saved_by(node: Any) -> list[Any]:
-    """What autograd, or its hooks, have put into a node in place of the tensors that it saves."""
+    """The objects that autograd, or its hooks, have stored in a node for the tensors that it
+    saves."""
     found: list[Any] = []
     for name in dir(node):
         if name.startswith("_raw_saved_"):
             with contextlib.suppress(RuntimeError):  # a custom Function, after backward
                 saved = getattr(node, name)
-                found += [one.data for one in (saved if isinstance(saved, list | tuple) else (saved,))]
-    return found
+                found += saved if isinstance(saved, list | tuple) else [saved]
+    return [one.data for one in found]
 
 
-# Call something when the running backward call ends; a failing one only drops its reference to it.
-at_graph_task_end: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
+# Call a function when the running backward call ends. If that fails, the function is only dropped.
+at_graph_task_end: Callable[[Callable[[], None]], None] = (
+    torch.autograd.Variable._execution_engine.queue_callback
+)
 
 
-# The Python function that all backward calls go through: what the engine asks for comes from right below it, or from a
-# thread of the engine, which has no Python frame at all.
+# The Python function that all backward calls go through. The autograd engine calls hooks right
+# below it, or in a thread of its own, without any Python frame.
 run_backward_code: CodeType = torch.autograd.graph._engine_run_backward.__code__
 # A custom `autograd.Function`, as a node: its backward may read a saved tensor twice.
 PythonNode: type = _C._FunctionBase
@@ -101,23 +109,21 @@ PythonNode: type = _C._FunctionBase
 OpOverload = torch._ops.OpOverload
 OpOverloadPacket = torch._ops.OpOverloadPacket
 HigherOrderOperator = torch._ops.HigherOrderOperator
-FakeTensor = torch._subclasses.FakeTensor  # what tells shapes (to DTensor, for one) without computing anything
+FakeTensor = torch._subclasses.FakeTensor  # infers shapes without computing, for DTensor for one
 
 
 def quick_call(func: Any) -> Any:
-    """What an `OpOverload` calls; other kinds of operators stay as they are."""
+    """The C++ function that an `OpOverload` calls; operators of other kinds stay as they are."""
     return func._op if type(func) is OpOverload else func
 
 
-# ---- compiled code. Inductor allocates and writes memory past the dispatcher, and calls some operators in between.
+# ---- compiled code
 def inductor_runs() -> bool:
-    """Whether this is called from code that inductor has compiled. (Ask with grad mode off: it always runs so.)"""
-    frame = sys._getframe(2).f_back
-    while frame is not None:
-        if frame.f_globals.get("__name__", "").startswith("torch._inductor."):
-            return True
-        frame = frame.f_back
-    return False
+    """Whether this is called from code that inductor has compiled, which always runs without grad
+    mode."""
+    frames = traceback.walk_stack(sys._getframe(2))
+    modules = (frame.f_globals.get("__name__", "") for frame, _ in frames)
+    return any(module.startswith("torch._inductor.") for module in modules)
 
 
 # The mode of torch's selective checkpointing around a forward.
@@ -125,15 +131,17 @@ SelectiveForward: Any = torch.utils.checkpoint._CachingTorchDispatchMode
 
 
 def mark_as_torchs_own(pack: Any, below: Hooks | None = None) -> None:
-    """Since 2.14, torch's selective mode takes the innermost pack hook for the user's and gives it what it caches,
-    which a region would take for one of its slots. One that is marked names the user's hooks around it instead."""
+    """Since 2.14, torch's selective mode gives the tensors that it caches to the innermost pack
+    hook, and a region would take them for slots. A marked hook names the user's hooks around it
+    instead."""
     pack._checkpoint_internal = True
     pack._user_hooks = below
 
 
 @contextlib.contextmanager
 def shows_users_hooks(mode: Any) -> Iterator[None]:
-    """Enter torch's selective mode in a region, just entered, so that the mode finds the user's hooks around it."""
+    """Enter torch's selective mode in a region so that the mode finds the user's hooks around
+    it."""
     theirs: Any = torch.utils.checkpoint  # mypy knows that of 2.13
     hooks = enclosing_hooks()
     assert hooks is not None  # of the region
@@ -147,18 +155,19 @@ def shows_users_hooks(mode: Any) -> Iterator[None]:
     finally:
         pop_hooks()
         push_hooks(*hooks)
-        pack.__dict__.clear()  # autograd holds it, out of the garbage collector's sight
+        pack.__dict__.clear()  # autograd holds it, unseen by the garbage collector
 
 
 def is_tracing() -> bool:
     """Whether AOTAutograd, export or `make_fx` is tracing."""
-    return bool(_infra_mode(_proxy) or _infra_mode(_functional)) or _is_exporting()
+    is_in_mode = bool(_infra_mode(_proxy) or _infra_mode(_functional))
+    return is_in_mode or _is_exporting()
 
 
 mode_count: Callable[[], int] = _C._len_torch_dispatch_stack
 _infra_mode, _keys = _C._get_dispatch_mode, _C._TorchDispatchModeKey
-_proxy, _functional = _keys.PROXY, _keys.FUNCTIONAL  # AOTAutograd looks at a function with the second one first
-_is_exporting: Callable[[], bool] = torch.compiler.is_exporting  # without a mode there, where export isn't strict
+_proxy, _functional = _keys.PROXY, _keys.FUNCTIONAL  # AOTAutograd begins with the second
+_is_exporting: Callable[[], bool] = torch.compiler.is_exporting  # which may enter no mode
 
 
 # Whether the running backward has `retain_graph=True`.
@@ -167,23 +176,27 @@ keeps_graph: Callable[[], bool] = _autograd._get_current_graph_task_keep_graph
 is_checkpoint_valid: Callable[[], bool] = torch.autograd._is_checkpoint_valid
 
 
-# The dictionaries of a module's children, parameters and buffers: without the names, sets and generators of the public
-# iterators, and without the checks of `setattr`.
-parts_of_module: Callable[[nn.Module], Any] = operator.attrgetter("_modules", "_parameters", "_buffers")
+# The dictionaries of a module's children, parameters and buffers. The public iterators make names
+# and sets as well.
+parts_of_module: Callable[[nn.Module], Any] = operator.attrgetter(
+    "_modules", "_parameters", "_buffers"
+)
 # Its buffers by name, and which of the names are not persistent.
-buffers_of_module: Callable[[nn.Module], Any] = operator.attrgetter("_buffers", "_non_persistent_buffers_set")
+buffers_of_module: Callable[[nn.Module], Any] = operator.attrgetter(
+    "_buffers", "_non_persistent_buffers_set"
+)
 
 # The Python function in whose frames a module's `forward` runs.
 module_call_code: CodeType = cast(Any, nn.Module._wrapped_call_impl).__code__
 
 
-# Batch and instance normalisation: their kernels write running statistics without a trace in the version counter.
+# Batch and instance normalisation. Their kernels update statistics without counting up versions.
 Normalisation: type = torch.nn.modules.batchnorm._NormBase
 
 
-# `get_state` makes a Python object while it holds the generator's mutex. Garbage collection may run then, and its
-# callbacks may let go of the GIL: to a thread that waits for the mutex in `set_state`, and keeps the GIL (as of torch
-# 2.15). A lock of Python's own, taken before, is waited for without the GIL.
+# `get_state` makes a Python object while it holds the generator's mutex (as of torch 2.15). Garbage
+# collection may then hand the GIL to a thread that waits in `set_state` for the mutex and keeps the
+# GIL: a deadlock. A Python lock, taken before the mutex, is waited for without the GIL.
 _cpu_state_lock = threading.RLock()
 _get_state, _set_state = torch.default_generator.get_state, torch.default_generator.set_state
 
@@ -195,23 +208,24 @@ def get_cpu_state() -> Tensor:
 
 
 def set_cpu_state(state: Tensor) -> None:
-    """Put back what `get_cpu_state` has returned."""
+    """Put back a state from `get_cpu_state`."""
     with _cpu_state_lock:
         _set_state(state)
 
 
-_accelerator = torch.accelerator.current_accelerator()  # what this build is made for; asks no driver
+_accelerator = torch.accelerator.current_accelerator()  # of this build; asks no driver
 _device_module: Any = None if _accelerator is None else torch.get_device_module(_accelerator)
 
 
 def accelerator_is_up() -> bool:
-    """Whether the accelerator, if there is one, has been used in this process: before that its generators can't be
-    asked for their state."""
+    """Whether the accelerator, if there is one, has been used in this process. Before that, its
+    generators have no state."""
     return _device_module is None or getattr(_device_module, "_initialized", True)
 
 
 def streams_of(device: torch.device) -> Any:
-    """The module with the streams of a device on which copies run beside the computation, or None."""
+    """The module with the streams of a device on which copies run beside the computation, or
+    None."""
     return torch.get_device_module(device) if device.type in ("cuda", "xpu") else None
 
 
@@ -223,46 +237,23 @@ storage_id: Callable[[Tensor], int] = _C._storage_id
 has_storage: Callable[[Tensor], bool] = _C._has_storage
 
 
-# How many references a storage has, by its id, which must still be valid.
-storage_users_by_id: Callable[[int], int] = _C._storage_Use_Count
-
-
-def _references_besides_tensors() -> int:
-    tensor = torch.empty(1)
-    tensor.untyped_storage()
-    return storage_users_by_id(storage_id(tensor)) - 1
-
-
-# Once Python has seen a storage, its Python object counts as one, in torch 2.13 to 2.15.
-STORAGE_OBJECT = _references_besides_tensors()
-
-
 @functools.cache
 def flop_formula(func: Any) -> Callable[[Any, Any, Any], float] | None:
-    """How many floating-point operations a call takes, given (args, kwargs, result); None for operators that torch
-    does not count. (Imported when it is needed: `import torch` does not.)"""
-    from torch.utils.flop_counter import flop_registry
+    """The function that counts floating-point operations of a call, given (args, kwargs, result);
+    None for operators that torch does not count."""
+    from torch.utils.flop_counter import flop_registry  # `import torch` does not import it
 
     formula = flop_registry.get(getattr(func, "overloadpacket", func))
     if formula is None:
         return None
-    of_shapes = getattr(formula, "__wrapped__", None)  # without its walk through everything in the arguments
 
     def count(args: Any, kwargs: Any, result: Any) -> float:
         try:
-            if of_shapes is not None and not kwargs and type(result) is Tensor:
-                shapes = [arg.shape if isinstance(arg, Tensor) else arg for arg in args]
-                return cast(float, of_shapes(*shapes, out_shape=result.shape))
             return cast(float, formula(*args, **kwargs, out_val=result))
-        except (AssertionError, IndexError, TypeError, ValueError):  # shapes that it was not written for
+        except (AssertionError, IndexError, TypeError, ValueError):  # shapes that it does not know
             return 0.0
 
     return count
-
-
-# A weak reference that keeps the storage's *address* from being reused; free it with `free_weak_storage`.
-weak_storage: Callable[[Any], int] = cast("Any", torch.UntypedStorage._weak_ref)
-free_weak_storage: Callable[[int], None] = torch.UntypedStorage._free_weak_ref
 
 
 # ---- tensors
@@ -274,8 +265,8 @@ _exclude: Callable[[Any, bool], None] = _C._dispatch_tls_set_dispatch_key_exclud
 def alias(tensor: Tensor) -> Tensor:
     """A detached alias that shares the version counter, also when called below autograd.
 
-    Inside `__torch_dispatch__` the key that shares version counters between views is excluded; put it back. Inference
-    tensors have no counter, and would have none for a region to look at: their alias is an ordinary tensor.
+    Inside `__torch_dispatch__`, the key that shares version counters between views is excluded. The
+    alias of an inference tensor, which has no counter, is an ordinary tensor with one.
     """
     if tensor.is_inference() and has_storage(tensor):
         with torch.inference_mode(False), torch.no_grad():
@@ -304,15 +295,18 @@ def _detach_with_version(tensor: Tensor) -> Tensor:
 
 
 def version(tensor: Tensor) -> int:
-    """The version counter; -1 for tensors that have none (inference tensors)."""
+    """The version counter; `NO_VERSION` for inference tensors, which have none."""
     try:
         return tensor._version
     except RuntimeError:
-        return -1
+        return NO_VERSION
+
+
+NO_VERSION = -1
 
 
 def shape_of(tensor: Tensor) -> Any:
-    """The shape; for strided nested tensors, which have none, the shapes of their parts."""
+    """The shape; for strided nested tensors the shapes of their parts."""
     try:
         return tensor.shape
     except RuntimeError:
@@ -322,60 +316,38 @@ def shape_of(tensor: Tensor) -> Any:
 
 
 def unflatten(kind: Any, parts: dict[str, Any], context: Any, size: Any, stride: Any) -> Tensor:
-    """The other way of `__tensor_flatten__`."""
+    """The inverse of `__tensor_flatten__`."""
     if kind.__module__ == "torch.nested._internal.nested_tensor":
-        # A ragged size has a name, which torch finds by the very tensor of the offsets.
+        # torch finds the symbol of a ragged size by the tensor of its offsets.
         source = parts.get("_lengths", parts["_offsets"])
         sys.modules[kind.__module__]._tensor_symint_registry[source] = size[context["ragged_idx"]]
     return cast(Tensor, kind.__tensor_unflatten__(parts, context, size, stride))
 
 
 def plain_parts(tensor: Any) -> list[Tensor]:
-    """The tensors that a wrapper subclass consists of; the tensor itself, if it is none."""
-    names = tensor.__tensor_flatten__()[0] if hasattr(tensor, "__tensor_flatten__") else ()
-    parts = [part for name in names if isinstance(part := getattr(tensor, name), Tensor)]  # a `DeviceMesh` is no tensor
-    return [leaf for part in parts for leaf in plain_parts(part)] or [tensor]
+    """The plain tensors that a wrapper subclass consists of; or the tensor itself."""
+    if type(tensor) is Tensor or not hasattr(tensor, "__tensor_flatten__"):
+        return [tensor]
+    names, _ = tensor.__tensor_flatten__()
+    parts = [getattr(tensor, name) for name in names]
+    tensors = [part for part in parts if isinstance(part, Tensor)]  # one may be a `DeviceMesh`
+    return [leaf for part in tensors for leaf in plain_parts(part)] or [tensor]
 
 
 def is_on(tensor: Tensor, storages: Set[int]) -> bool:
-    """Whether it lies on one of these storages, or one of the tensors does that it consists of."""
+    """Whether a tensor, or one of its parts, uses one of these storages."""
     if type(tensor) is Tensor:
         return has_storage(tensor) and storage_id(tensor) in storages
     return any(is_on(part, storages) for part in plain_parts(tensor) if part is not tensor)
 
 
-def parts_of(tensor: Any) -> Sequence[Any] | None:
-    """What a tensor without plain memory of its own consists of: tensors, and values with `==`. None for plain ones."""
-    if hasattr(tensor, "__tensor_flatten__"):
-        names, _ = tensor.__tensor_flatten__()
-        return [getattr(tensor, name) for name in names]
-    if tensor.is_meta or hasattr(tensor, "fake_mode"):
-        return ()
-    if tensor.layout is torch.sparse_coo:
-        return tensor._indices(), tensor._values()
-    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
-    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
-    if tensor.is_mkldnn:
-        return [tensor.to_dense()]
-    if tensor.is_nested:
-        return list(tensor.unbind())
-    if tensor.is_quantized:
-        return tensor.int_repr(), str(tensor.qscheme())
-    return None
-
-
 def set_versions(tensors: Sequence[Tensor], versions: Sequence[int]) -> None:
-    """For copies that stand for other tensors."""
+    """Count on from these versions."""
     _autograd._unsafe_set_version_counter(tuple(tensors), tuple(versions))
 
 
-def set_version(tensor: Tensor, version: int) -> None:
-    set_versions((tensor,), (max(version, 0),))
-
-
-# How many nodes this thread has made: the same while one operator saves its tensors, some before its kernel runs.
+# How many nodes this thread has made. One operator saves all of its tensors at the same count, some
+# of them before its kernel runs.
 node_count: Callable[[], int] = _autograd._get_sequence_nr
 
 
@@ -384,10 +356,11 @@ _zeros_key = _C.DispatchKey.ZeroTensor
 
 
 def with_zeros(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Run an operator from `__torch_dispatch__` although its arguments may be efficient zeros.
+    """Let an operator take efficient zeros in `__torch_dispatch__`.
 
-    Autograd makes such tensors, which have no memory, for gradients of gradients and in forward mode. Torch handles
-    them by a dispatch key that is excluded in a dispatch mode: kernels would read memory that isn't there.
+    These tensors have no memory. Autograd makes them for gradients of gradients and in forward
+    mode. The dispatch key that handles them is excluded in a dispatch mode, so kernels would read
+    no memory.
     """
 
     def guarded(*args: Any, **kwargs: Any) -> Any:
@@ -397,15 +370,19 @@ def with_zeros(run: Callable[..., Any]) -> Callable[..., Any]:
     return guarded
 
 
-# Save a tensor that requires grad as a node of autograd would: through the enclosing hooks, and brought back with the
-# same `grad_fn`, without a reference cycle.
+# Save a tensor as a node of autograd would: through the enclosing hooks, without a reference cycle,
+# and unpacked with the same `grad_fn`.
 save_input: Callable[[Tensor, bool], Any] = _autograd._make_saved_tensor
-SavedTensor: Any = _autograd.SavedTensor  # what it returns
+SavedTensor: Any = _autograd.SavedTensor  # the type of its result
 
 
-def lay(base: Tensor, size: Any, stride: Any, offset: int, dtype: torch.dtype, bits: int) -> Tensor:
-    """The tensor that lies like this on the storage of `base`; conj (1) and neg (2) bits. Not differentiable."""
-    if base.dtype == dtype and not (base.is_neg() or (dtype.is_complex and base.is_conj())):
+def _on_storage(
+    base: Tensor, size: Any, stride: Any, offset: int, dtype: torch.dtype, bits: int
+) -> Tensor:
+    """A tensor of this geometry on the storage of `base`, with conj (1) and neg (2) bits,
+    detached."""
+    has_bits = base.is_neg() or (dtype.is_complex and base.is_conj())
+    if base.dtype == dtype and not has_bits:
         tensor = base.as_strided(size, stride, offset)
     else:
         tensor = torch.empty(0, dtype=dtype, device=base.device)
@@ -419,7 +396,7 @@ Layout = tuple[torch.Size, tuple[int, ...], int]  # size, stride and offset
 
 
 def layout_of(tensor: Tensor) -> Layout | None:
-    """How a plain tensor lies in memory; None for others."""
+    """The geometry of a plain tensor; None for others."""
     is_strided = tensor.layout is torch.strided and not tensor.is_nested
     if type(tensor) not in (Tensor, nn.Parameter) or not is_strided or tensor.is_quantized:
         return None
@@ -427,18 +404,18 @@ def layout_of(tensor: Tensor) -> Layout | None:
 
 
 def copy(tensor: Tensor, layout: Layout | None = None) -> Tensor:
-    """A copy that lies in memory as `tensor` does, or like this: with the gaps between its elements, with elements that
-    share their memory, and aligned alike, since all of that decides in which order kernels add."""
+    """A copy with the strides, gaps, shared elements and alignment of `tensor`, or of `layout`:
+    kernels may add in another order otherwise."""
     layout = layout or layout_of(tensor)
     if layout is None:
         return tensor.clone()
     size, stride, offset = layout
-    with _C._AutoDispatchBelowADInplaceOrView():  # which is quicker, and leaves the version at 0
+    with _C._AutoDispatchBelowADInplaceOrView():  # quicker, and leaves the version at 0
         if not offset and tensor.is_contiguous() and tensor.stride() == stride:
             return tensor.clone()
         shift = offset % (_ALIGNMENT // tensor.itemsize)
         memory = torch.empty(shift + _length(layout), dtype=tensor.dtype, device=tensor.device)
-        new = lay(memory, size, stride, shift, tensor.dtype, _bits_of(tensor))
+        new = _on_storage(memory, size, stride, shift, tensor.dtype, _bits_of(tensor))
         fill(new, tensor)
         return new
 
@@ -447,18 +424,18 @@ _ALIGNMENT = 64  # bytes
 
 
 def _length(layout: Layout) -> int:
-    """From the first element in memory to the last."""
+    """The number of elements from the first in memory to the last."""
     size, stride, _ = layout
     return 0 if 0 in size else 1 + sum(step * (n - 1) for n, step in zip(size, stride, strict=True))
 
 
 def fill(target: Tensor, values: Tensor) -> None:
-    """Write these values, once where elements share their memory."""
+    """Write these values, once for elements that share their memory."""
     one_each(target).copy_(one_each(values, target))
 
 
 def one_each(tensor: Tensor, like: Tensor | None = None) -> Tensor:
-    """Without the repetition in expanded dimensions."""
+    """The same without the repetition in expanded dimensions, those of `like` if given."""
     for dim, step in enumerate((tensor if like is None else like).stride()):
         if step == 0:
             tensor = tensor.narrow(dim, 0, min(1, tensor.shape[dim]))
@@ -466,12 +443,12 @@ def one_each(tensor: Tensor, like: Tensor | None = None) -> Tensor:
 
 
 def laid_out(tensor: Tensor, layout: Layout | None) -> Tensor:
-    """The tensor, if it has these strides; else a copy that has."""
+    """The tensor itself if it has these strides, else a copy."""
     return tensor if layout is None or tensor.stride() == layout[1] else copy(tensor, layout)
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
-    """All of the storage of `tensor`."""
+    """The whole storage of `tensor`, as bytes."""
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
@@ -484,7 +461,7 @@ _is_same_size = Tensor.is_same_size
 
 
 def overwrite(pair: tuple[list[Tensor], list[Tensor]]) -> None:
-    """Give tensors these values and their sizes."""
+    """Give tensors these values, and their sizes."""
     tensors, values = pair
     with _C._AutoDispatchBelowADInplaceOrView():  # quicker, too
         try:
@@ -507,7 +484,7 @@ def exchange(pair: tuple[list[Tensor], list[Tensor]]) -> list[Tensor]:
 
 
 def clone_storage(tensor: Tensor) -> Tensor:
-    """`tensor` on a copy of its whole storage, lying there as before."""
+    """The same tensor on a copy of its whole storage."""
     with torch.no_grad():
         return lay_as(tensor, copy(bytes_of(tensor)))
 
@@ -516,7 +493,8 @@ class Copies:
     """Copies of tensors that share memory with each other where these do."""
 
     def __init__(self) -> None:
-        self._made: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # by storage, which lives as long, and version
+        # By storage and version. The storage lives as long, since the tensor is held, too.
+        self._made: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
     def copy(self, tensor: Tensor) -> Tensor:
         if not has_storage(tensor):
@@ -524,7 +502,8 @@ class Copies:
         key = storage_id(tensor), version(tensor)
         if key not in self._made:
             self._made[key] = tensor, clone_storage(tensor)
-        return lay_as(tensor, self._made[key][1]).detach()  # no view, which could not be written with a graph
+        copied = lay_as(tensor, self._made[key][1])
+        return copied.detach()  # a view could not be written with a graph
 
 
 def _bits_of(tensor: Tensor) -> int:
@@ -532,17 +511,25 @@ def _bits_of(tensor: Tensor) -> int:
 
 
 def lay_as(tensor: Tensor, base: Tensor) -> Tensor:
-    """What lies on the storage of `base` as `tensor` does on its own."""
-    return lay(base, tensor.shape, tensor.stride(), int(tensor.storage_offset()), tensor.dtype, _bits_of(tensor))
+    """A tensor on the storage of `base`, with the geometry that `tensor` has on its own."""
+    return _on_storage(
+        base,
+        tensor.shape,
+        tensor.stride(),
+        int(tensor.storage_offset()),
+        tensor.dtype,
+        _bits_of(tensor),
+    )
 
 
 def are_of_checkpoint(hooks: Hooks) -> bool:
-    """Whether these hooks are those of torch's checkpoint, or of its recompute, which count what is saved."""
+    """Whether these hooks are those of torch's checkpoint or its recompute, which count slots."""
     return getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint"
 
 
 def lie_apart(one: Layout | None, other: Layout | None) -> bool:
-    """Whether two tensors of one type and on one storage share no element: ranges, or columns of one matrix."""
+    """Whether two tensors of one type and storage share no element: two ranges, or columns of one
+    matrix."""
     if one is None or other is None:
         return False
     (first, second) = sorted([one, other], key=lambda layout: layout[2])
@@ -561,13 +548,14 @@ def lie_apart(one: Layout | None, other: Layout | None) -> bool:
 
 
 def lies_in(tensor: Tensor, other: Tensor) -> bool:
-    """Whether all of a tensor lies on memory of another one of its type."""
+    """Whether a tensor uses only memory of another one of its type."""
     mine, others = layout_of(tensor), layout_of(other)
     if mine is None or others is None or storage_id(tensor) != storage_id(other):
         return False
+    if (tensor.dtype, _bits_of(tensor)) != (other.dtype, _bits_of(other)):
+        return False
     start = mine[2] - others[2]
-    is_of_its_type = (tensor.dtype, _bits_of(tensor)) == (other.dtype, _bits_of(other))
-    return is_of_its_type and 0 <= start <= _length(others) - _length(mine)
+    return 0 <= start <= _length(others) - _length(mine)
 
 
 def are_alike(one: Tensor, other: Tensor) -> bool:
@@ -578,19 +566,24 @@ def are_alike(one: Tensor, other: Tensor) -> bool:
 
 
 def same_bits(pair: tuple[Tensor, Tensor]) -> bool:
-    """Whether two such tensors hold the same, bit for bit."""
-    one, other = (tensor.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8) for tensor in pair)
+    """Whether two such tensors are equal, bit for bit."""
+    one, other = map(_as_bytes, pair)
     return one.is_meta or torch.equal(one, other)
 
 
+def _as_bytes(tensor: Tensor) -> Tensor:
+    plain = tensor.resolve_conj().resolve_neg().contiguous()
+    return plain.view(-1).view(torch.uint8)
+
+
 def write(pair: tuple[Tensor, Tensor]) -> None:
-    """Give a tensor these values; its version stays."""
+    """Write values into a tensor without counting up its version."""
     with _C._AutoDispatchBelowADInplaceOrView():
         fill(*pair)
 
 
 def in_place_of(tensor: Tensor, data: Tensor) -> Tensor:
-    """`data` with the place that a tensor has in autograd's graph."""
+    """`data`, with the `grad_fn` of a tensor."""
     if not tensor.requires_grad:
         return data
     push_hooks(lambda _: data, lambda data: data)
@@ -600,8 +593,8 @@ def in_place_of(tensor: Tensor, data: Tensor) -> Tensor:
         pop_hooks()
 
 
-# ---- batched backward. `torch.autograd.grad(..., is_grads_batched=True)` runs the unpack hooks inside of torch's older
-# vmap, which refuses random operators. What is recomputed does not depend on the batch.
+# ---- batched backward. `torch.autograd.grad(..., is_grads_batched=True)` runs unpack hooks inside
+# of torch's older vmap, which refuses random operators. Recomputed tensors do not depend on it.
 _vmap_key = _C._parse_dispatch_key("VmapMode")
 _is_included: Callable[[Any], bool] = _C._dispatch_tls_is_dispatch_key_included
 
@@ -610,14 +603,16 @@ in_batched_backward: Callable[[], bool] = functools.partial(_is_included, _vmap_
 
 
 def outside_of_batch() -> AbstractContextManager[Any]:
-    return cast("AbstractContextManager[Any]", _C._ExcludeDispatchKeyGuard(_C.DispatchKeySet(_vmap_key)))
+    return cast(
+        "AbstractContextManager[Any]", _C._ExcludeDispatchKeyGuard(_C.DispatchKeySet(_vmap_key))
+    )
 
 
 # ---- running recorded operators again
 class below_autograd:
-    """Recorded operators ran below autograd, autocast and function modes; run them at the same depth again.
+    """Recorded operators ran below autograd, autocast and function modes. So do they here.
 
-    Grad mode is put back at the end, since operators are run in the one that they were recorded in.
+    Inside, operators may set grad mode; it is put back at the end.
     """
 
     __slots__ = ("_grad_mode", "_guards")
@@ -639,29 +634,30 @@ class below_autograd:
         set_grad_enabled(self._grad_mode)
 
 
-# The context manager objects cost more than what they set.
+# The context manager costs more than the setting.
 set_grad_enabled: Callable[[bool], None] = _C._set_grad_enabled
 
 
-def keep_dynamo_out(*modules: ModuleType) -> None:
-    """Tell Dynamo not to compile the functions of these modules, nor what they call: compiled code (compiled autograd,
-    too) calls the hooks while it runs, and a rerun must save what the forward saved."""
-    for module in modules:
-        codes = [code for value in vars(module).values() for code in _codes_of(value, module.__name__)]
-        while codes:
-            code = codes.pop()
-            _skip_in_dynamo(code)
-            codes.extend(const for const in code.co_consts if isinstance(const, CodeType))
+def keep_dynamo_out(module: ModuleType) -> None:
+    """Tell Dynamo to run the functions of a module, and all that they call, in eager mode. Compiled
+    code calls hooks while it runs, and a rerun must save the same tensors as the forward."""
+    codes = [code for value in vars(module).values() for code in _codes_of(value, module.__name__)]
+    while codes:
+        code = codes.pop()
+        _skip_in_dynamo(code)
+        codes.extend(const for const in code.co_consts if isinstance(const, CodeType))
 
 
 def _skip_in_dynamo(code: CodeType) -> None:
     dynamo = _C._dynamo.eval_frame
-    dynamo.set_code_exec_strategy(code, dynamo._FrameExecStrategy(dynamo._FrameAction.SKIP, dynamo._FrameAction.SKIP))
+    dynamo.set_code_exec_strategy(
+        code, dynamo._FrameExecStrategy(dynamo._FrameAction.SKIP, dynamo._FrameAction.SKIP)
+    )
 
 
 def leave_eager(function: Any, reason: str) -> None:
     """`torch.compiler.disable`, without the import of all of Dynamo."""
-    function._torchdynamo_disable = True  # what Dynamo asks before it traces a call of it
+    function._torchdynamo_disable = True  # Dynamo looks at this before it traces a call
     function._torchdynamo_disable_msg = reason
     _skip_in_dynamo(function.__code__)
 
@@ -675,14 +671,14 @@ def _codes_of(value: Any, module: str) -> list[CodeType]:
     return [value.__code__] if isinstance(value, FunctionType) else []
 
 
-# ---- ambient state without a public getter that is cheap enough, or without one at all
+# ---- ambient state without a public getter, or without a cheap one
 autocast_is_on_somewhere: Callable[[], bool] = _C._is_any_autocast_enabled
 function_mode_count: Callable[[], int] = _C._len_torch_function_stack
 _function_mode_at: Callable[[int], Any] = _C._get_function_stack_at
 
 
 def function_modes() -> list[Any]:
-    """The `TorchFunctionMode`s of this thread, outermost first (`torch.device(...)` contexts are some)."""
+    """The function modes of this thread, such as `torch.device(...)` contexts, outermost first."""
     return [_function_mode_at(i) for i in range(function_mode_count())]
 
 
@@ -697,8 +693,11 @@ def set_function_modes(modes: Sequence[Any]) -> None:
 _warns_only: Callable[[], bool] = _C._get_deterministic_algorithms_warn_only
 
 
-# What decides the precision of float32 products; special ones follow the more general ones before them, unless set.
-_PRECISIONS = [("generic", "all")] + [(b, o) for b in ("cuda", "mkldnn") for o in ("all", "matmul", "conv", "rnn")]
+# The settings for the precision of float32 products. Each follows the general ones before it,
+# unless it is set.
+_PRECISIONS = [("generic", "all")] + [
+    (b, o) for b in ("cuda", "mkldnn") for o in ("all", "matmul", "conv", "rnn")
+]
 
 
 def precisions() -> list[str]:
@@ -707,8 +706,10 @@ def precisions() -> list[str]:
 
 
 def set_precisions(values: Sequence[str]) -> None:
-    """Each follows the more general ones again where that gives its value. Not covered: one that was set to just what
-    it would have followed, and the legacy setting where these contradict it, for nobody can read them then."""
+    """Put these back. A setting follows the more general ones again where that gives its value.
+
+    Not covered: a setting that equals the one that it would follow, and the legacy setting while
+    these contradict it, since nobody can read it then."""
     for which, value in zip(_PRECISIONS, values, strict=True):
         _C._set_fp32_precision_setter(*which, "none")
         if _C._get_fp32_precision_getter(*which) != value:
@@ -716,8 +717,11 @@ def set_precisions(values: Sequence[str]) -> None:
 
 
 def _get_matmul_precision() -> str | list[str]:
-    """The legacy setting, one quick getter; it raises where the newer `torch.backends.*.fp32_precision` contradict it.
-    Not covered: newer settings for convolutions and recurrent layers alone, which do not."""
+    """The legacy setting, which raises where the newer `torch.backends.*.fp32_precision` contradict
+    it.
+
+    Not covered: newer settings for convolutions and recurrent layers alone, where it does not
+    raise."""
     try:
         return cast(str, _C._get_float32_matmul_precision())
     except RuntimeError:
@@ -733,11 +737,14 @@ def _set_matmul_precision(value: str | list[str]) -> None:
     _C._set_float32_matmul_precision(value)
 
 
-# (getter, setter) of process-wide switches that change which kernel runs. Public ones are here too: one table. Every
-# region reads it twice, so it has only what matters to this build.
+# Getters and setters of process-wide switches that select kernels, public ones among them. Every
+# region reads all of them twice, so the table has only those that matter to this build.
 SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (torch.get_default_dtype, torch.set_default_dtype),
-    (_C._get_deterministic_algorithms, lambda on: _C._set_deterministic_algorithms(on, warn_only=_warns_only())),
+    (
+        _C._get_deterministic_algorithms,
+        lambda on: _C._set_deterministic_algorithms(on, warn_only=_warns_only()),
+    ),
     (_get_matmul_precision, _set_matmul_precision),
     (_C._get_flash_sdp_enabled, _C._set_sdp_use_flash),
     (_C._get_math_sdp_enabled, _C._set_sdp_use_math),
@@ -752,14 +759,15 @@ if torch.backends.cuda.is_built():
     )
 # Without a Python function among them; may raise a RuntimeError.
 QUICK_GETTERS: tuple[Callable[[], Any], ...] = tuple(
-    _C._get_float32_matmul_precision if getter is _get_matmul_precision else getter for getter, _ in SWITCHES
+    _C._get_float32_matmul_precision if getter is _get_matmul_precision else getter
+    for getter, _ in SWITCHES
 )
 
 
 def is_cast_of_parameter(tensor: Tensor) -> bool:
-    """Whether autocast may have made this from a parameter. It caches such casts, so a region may find one in the
-    forward and make it itself in a rerun: it counts as the parameter. (Where this is asked, below autocast, autocast
-    says that it is off.)"""
+    """Whether autocast may have made this from a parameter. Autocast caches such casts, so a region
+    may find one in the forward and make it in a rerun: it counts as the parameter. (Below autocast,
+    where this is asked, autocast says that it is off.)"""
     node = tensor.grad_fn
     if node is None or node.name() != "ToCopyBackward0":
         return False
@@ -768,7 +776,7 @@ def is_cast_of_parameter(tensor: Tensor) -> bool:
 
 
 def autocast_device_types() -> list[str]:
-    """Every device type with an autocast of its own in this build."""
-    types = ["cpu", "cuda", "xpu", "mps", "hpu", "xla", "mtia", "maia", "ipu"]
-    types.append(_C._get_privateuse1_backend_name())
+    """The device types with an autocast of their own that this build may use."""
+    accelerator = torch.accelerator.current_accelerator()
+    types = ["cpu", "cuda"] if accelerator is None else ["cpu", accelerator.type]
     return [t for t in types if torch.amp.is_autocast_available(t)]

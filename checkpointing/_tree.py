@@ -7,6 +7,7 @@ with torch's pytree. Other objects stay whole.
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Callable
 from enum import Enum
 from typing import Any, NamedTuple
@@ -15,23 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import SUPPORTED_NODES
 
-# Types without tensors inside, for a quick way past them.
+# Types without tensors inside, which need no look.
 ATOMS = frozenset(
-    {
-        int,
-        float,
-        complex,
-        bool,
-        str,
-        bytes,
-        type(None),
-        type,
-        range,
-        slice,
-        torch.dtype,
-        torch.device,
-        torch.Size,
-    }
+    {int, float, complex, bool, str, bytes, type(None), type, range, slice}
+    | {torch.dtype, torch.device, torch.Size}
 )
 
 
@@ -42,7 +30,7 @@ class Field(str):
 
 
 class Container(NamedTuple):
-    """A container taken apart: its parts by key, and how to build one of its kind from other
+    """A container taken apart: its parts by key, and a function that builds one from other
     parts."""
 
     parts: dict[Any, Any]
@@ -66,7 +54,8 @@ def open_container(value: Any) -> Container | None:
     if not dataclasses.is_dataclass(value) or isinstance(value, dict | Enum | nn.Module):
         return None
     attributes = dict(getattr(value, "__dict__", {}))
-    fields = {Field(f.name): getattr(value, f.name) for f in dataclasses.fields(value) if hasattr(value, f.name)}
+    names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
+    fields = {Field(name): getattr(value, name) for name in names}
 
     def build(parts: dict[Any, Any]) -> Any:
         new = object.__new__(kind)  # past the constructor, which may take anything
@@ -85,7 +74,7 @@ def take_apart(
     depth: int = 0,
 ) -> Any:
     """Replace each container in `value` by a `Container`, and each other part by `leaf(part,
-    name)`. `put_together` is the way back.
+    name)`. `put_together` is the inverse.
 
     A container that occurs twice becomes one. A container inside itself, or more than 100 levels
     down (a linked list), stays as it is.
@@ -99,9 +88,12 @@ def take_apart(
     if id(value) in met:
         return met[id(value)][0]
     met[id(value)] = value, value
-    parts = {k: take_apart(part, leaf, (name, k), met, depth + 1) for k, part in opened.parts.items()}
+    parts = {
+        k: take_apart(part, leaf, (name, k), met, depth + 1) for k, part in opened.parts.items()
+    }
     taken = Container(parts, opened.build)
-    if parts and all(parts[k] is part and type(k) is Field for k, part in opened.parts.items()):
+    has_fields = all(type(key) is Field for key in parts)
+    if parts and has_fields and all(map(operator.is_, parts.values(), opened.parts.values())):
         taken = value  # an object with fields may be the key of a dict: it stays itself
     met[id(value)] = taken, value  # which lives as long as its id is used
     return taken
@@ -113,7 +105,9 @@ def put_together(saved: Any, leaf: Callable[[Any], Any], met: dict[int, Any] | N
         return leaf(saved)
     met = {} if met is None else met
     if id(saved) not in met:
-        met[id(saved)] = saved.build({k: put_together(part, leaf, met) for k, part in saved.parts.items()})
+        met[id(saved)] = saved.build(
+            {k: put_together(part, leaf, met) for k, part in saved.parts.items()}
+        )
     return met[id(saved)]
 
 
@@ -138,4 +132,6 @@ def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
     if opened is None:
         return value
     new = {key: map_tensors(function, part) for key, part in opened.parts.items()}
-    return value if all(new[key] is part for key, part in opened.parts.items()) else opened.build(new)
+    return (
+        value if all(new[key] is part for key, part in opened.parts.items()) else opened.build(new)
+    )

@@ -1,6 +1,6 @@
 """Lines of user code, for messages and warnings.
 
-A running program notes only a code object and an instruction, which cost next to nothing. File and
+A running region notes only a code object and an instruction, which costs next to nothing. File and
 line are looked up when a message needs them.
 """
 
@@ -41,8 +41,10 @@ def described(where: Line) -> str:
 def line_number(where: Line) -> int:
     """`frame.f_lineno` of a frame that no longer exists."""
     code, instruction = where
-    lines = (line for start, end, line in code.co_lines() if start <= instruction < end and line is not None)
-    return next(lines, code.co_firstlineno)
+    for start, end, line in code.co_lines():
+        if start <= instruction < end and line is not None:
+            return line
+    return code.co_firstlineno
 
 
 def stack_of_user() -> str:

@@ -161,7 +161,7 @@ class Path:
         return newest, source
 
     def groups(self, slots: Iterable[int] | None = None) -> list[list[int]]:
-        """Slots whose windows are one: those of a segment that share operators. Of all or of these."""
+        """All slots, or these, by window: those of a segment that share operators have one."""
         bundles: list[list[int]] = []  # the slots of one holder
         for number in range(len(self.slots)) if slots is None else slots:
             if self.slots[number].joins:

@@ -29,7 +29,9 @@ class ChangedError(CheckpointError):
 Mismatch = tuple[int, object, object, str]
 
 
-def different_number(where: object, slot: int, op: str, saved: int, recomputed: int, hint: str) -> MismatchError:
+def different_number(
+    where: object, slot: int, op: str, saved: int, recomputed: int, hint: str
+) -> MismatchError:
     return MismatchError(
         f"{where}: A different number of tensors was saved during the original forward and "
         "recomputation.\n"
@@ -49,7 +51,9 @@ def too_many(where: object, saved: int, line: str, hint: str) -> MismatchError:
     )
 
 
-def different_metadata(where: object, op: str, mismatches: Sequence[Mismatch], shown: int, hint: str) -> MismatchError:
+def different_metadata(
+    where: object, op: str, mismatches: Sequence[Mismatch], shown: int, hint: str
+) -> MismatchError:
     rows = "".join(
         f"tensor at position {slot}:\n"
         f"saved metadata: {_readable(saved)}\n"
@@ -66,26 +70,23 @@ def different_metadata(where: object, op: str, mismatches: Sequence[Mismatch], s
     )
 
 
-def live(names: Sequence[str]) -> str:
-    return (
-        f"The recompute finds {' and '.join(names)} as left by the forward, tensors included. If "
-        "the region adds to it (a KV cache), pass use_cache=False, or use backend='replay', which "
-        "calls nothing again."
+def is_about_sizes(error: BaseException) -> bool:
+    return type(error) is RuntimeError and any(
+        word in str(error) for word in ("size", "Size", "shape")
     )
 
 
-def is_about_sizes(error: BaseException) -> bool:
-    return type(error) is RuntimeError and any(word in str(error) for word in ("size", "Size", "shape"))
-
-
 def other_sizes(where: object, hint: str) -> MismatchError:
-    return MismatchError(f"{where}: the recompute meets tensors of other sizes than the forward. {hint}")
+    return MismatchError(
+        f"{where}: the recompute meets tensors of other sizes than the forward. {hint}"
+    )
 
 
 CALLED_AGAIN = (
     "The recompute calls the function again, and this time it did something else: make it depend "
     "on its arguments only, pin the decision with keep(), or use backend='replay', which calls "
-    "nothing again."
+    "nothing again. If the function adds to an object that it was given (a KV cache), the "
+    "recompute finds that as left by the forward: pass use_cache=False."
 )
 UNSEEN = "Some code wrote memory without an operator: put that code into `with opaque():`."
 _TIP = (
@@ -105,13 +106,14 @@ def _readable(metadata: object) -> object:
 
 def another_size(where: object, op: str, was: int, now: int) -> MismatchError:
     return MismatchError(
-        f"{where}: {op} made {was} bytes in the forward, but {now} in the recompute, so its result "
-        "does not depend on its arguments only. `keep` its result, or call it inside `with "
-        "opaque():`."
+        f"{where}: {op} made {was} bytes in the forward, but {now} in the recompute: it depends on "
+        "more than its arguments. `keep` its result, or call it inside `with opaque():`."
     )
 
 
-def changed(where: object, name: str, was: int | None = None, now: int | None = None) -> ChangedError:
+def changed(
+    where: object, name: str, was: int | None = None, now: int | None = None
+) -> ChangedError:
     versions = "" if now is None else f" (it was at version {was}, it is at version {now} now)"
     return ChangedError(
         f"{where}: {name} was changed in place after the region had read it{versions}, so the "
@@ -122,7 +124,9 @@ def changed(where: object, name: str, was: int | None = None, now: int | None = 
     )
 
 
-def other_parameter(where: object, slot: int, line: str, then: str, now: str, hint: str) -> MismatchError:
+def other_parameter(
+    where: object, slot: int, line: str, then: str, now: str, hint: str
+) -> MismatchError:
     return MismatchError(
         f"{where}: in slot {slot}, at {line}, the recompute saves {now} where the forward saved "
         f"{then}. Both must save the same parameter if it trains. {hint}"
@@ -130,7 +134,9 @@ def other_parameter(where: object, slot: int, line: str, then: str, now: str, hi
 
 
 def other_role(where: object, slot: int, line: str, then: object, now: object) -> MismatchError:
-    saved, recomputed = ["no input of a region inside" if r is None else "such an input" for r in (then, now)]
+    saved, recomputed = [
+        "no input of a region inside" if r is None else "such an input" for r in (then, now)
+    ]
     if then is not None and now is not None:
         recomputed = "another such input"
     return MismatchError(
@@ -170,9 +176,9 @@ def overlapping(where: object) -> CheckpointError:
 
 def crossed(where: object) -> CheckpointError:
     return CheckpointError(
-        f"{where}: this region has ended, and a region that was entered later is still open. Regions "
-        "must end in the reverse order: do not `await` or `yield` inside a region while other tasks or "
-        "generators enter theirs."
+        f"{where}: this region has ended, and a region that was entered later is still open. "
+        "Regions must end in the reverse order: do not `await` or `yield` inside a region while "
+        "other tasks or generators enter theirs."
     )
 
 
@@ -193,6 +199,6 @@ def not_recorded(where: object, function: str) -> MismatchError:
 
 
 def hidden(name: str, error: TypeError) -> CheckpointError:
-    """For a user's function that torch calls inside an operator. Under `x @ y` torch would drop a
-    TypeError, as if it meant that these operands are not supported."""
+    """For a user's function that torch calls inside an operator. Of `x @ y`, Python would take a
+    TypeError to mean that the operands are not supported."""
     return CheckpointError(f"{name} raised a TypeError: {error}")

@@ -51,7 +51,9 @@ from .errors import CheckpointError as CheckpointError
 _their_names = vars(_theirs)
 _their_checkpoint = _theirs.checkpoint
 
-Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]  # of the forward and of the recompute
+Contexts = tuple[
+    AbstractContextManager[Any], AbstractContextManager[Any]
+]  # of the forward and of the recompute
 ContextFn = Callable[[], Contexts]
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -66,18 +68,23 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-_early_stop: contextvars.ContextVar[bool | None] = contextvars.ContextVar("checkpointing.early_stop", default=None)
-_debug: contextvars.ContextVar[bool | None] = contextvars.ContextVar("checkpointing.debug", default=None)
+_early_stop: contextvars.ContextVar[bool | None] = contextvars.ContextVar(
+    "checkpointing.early_stop", default=None
+)
+_debug: contextvars.ContextVar[bool | None] = contextvars.ContextVar(
+    "checkpointing.debug", default=None
+)
 
 
 def set_checkpoint_early_stop(enable: bool) -> AbstractContextManager[None]:
-    """Override `early_stop` of every `checkpoint` called inside, in this thread and context."""
+    """Override `early_stop` of every `checkpoint` that is called inside, in this thread and
+    context."""
     return _overridden(_early_stop, enable)
 
 
 def set_checkpoint_debug_enabled(enabled: bool | None) -> AbstractContextManager[None]:
-    """Override `debug` of every `checkpoint` called inside, in this thread and context; None
-    overrides nothing."""
+    """Override `debug` of every `checkpoint` that is called inside, in this thread and context.
+    None overrides nothing."""
     return _overridden(_debug, enabled)
 
 
@@ -91,11 +98,11 @@ def _overridden(switch: contextvars.ContextVar[bool | None], value: bool | None)
 
 
 def _switch(ours: contextvars.ContextVar[bool | None], theirs: str, argument: bool) -> bool:
-    """An argument, unless our context manager overrides it, or torch's of the same name."""
-    override = ours.get()
-    if override is None:
-        override = _their_names.get(theirs)
-    return argument if override is None else override
+    """An argument, unless our context manager or torch's overrides it."""
+    for override in (ours.get(), _their_names.get(theirs)):
+        if override is not None:
+            return bool(override)
+    return argument
 
 
 class Options(TypedDict, total=False):
@@ -113,7 +120,9 @@ class Options(TypedDict, total=False):
 @overload
 def checkpoint(function: Callable[..., R], *args: Any, **kwargs: Any) -> R: ...
 @overload
-def checkpoint(function: None = None, **options: Unpack[Options]) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
+def checkpoint(
+    function: None = None, **options: Unpack[Options]
+) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
 def checkpoint(
     function: Callable[..., Any] | None = None,
     *args: Any,
@@ -134,7 +143,7 @@ def checkpoint(
             device.
         use_reentrant: False recomputes through autograd's saved-tensors hooks. True is the legacy
             way: no keywords, no `torch.autograd.grad`, no `backward(inputs=...)`, and an argument
-                that requires grad. None means True, with torch's warning.
+            that requires grad. None means True, with torch's warning.
         preserve_rng_state: whether the recompute draws the random numbers of the forward.
         context_fn: returns two context managers, for the forward and for the recompute.
         determinism_check: `"default"` compares shape, dtype and device of the tensors that forward
@@ -188,23 +197,34 @@ class _Checkpointed:
 
     def __get__(self, instance: object, owner: type | None = None) -> Any:
         bind = getattr(self.function, "__get__", None)
-        return self if instance is None or bind is None else _Checkpointed(bind(instance, owner), self.options)
+        return (
+            self
+            if instance is None or bind is None
+            else _Checkpointed(bind(instance, owner), self.options)
+        )
 
 
 _DEFAULTS: dict[str, Any] = checkpoint.__kwdefaults__  # type: ignore[assignment]
 _CHECKS: dict[str, Any] = {"default": "metadata", "none": "none"}
 
 
-def _checkpoint(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options) -> Any:
+def _checkpoint(
+    function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
+) -> Any:
     if torch.compiler.is_dynamo_compiling() or _torch.is_tracing():
-        # Without the defaults: the compiler treats a call according to the arguments that it names.
-        named: dict[str, Any] = {name: value for name, value in options.items() if value is not _DEFAULTS[name]}
-        # It is new in 2.14, and kept tensors are in the graph, where no hook sees them.
+        # The compiler looks at the arguments that a call names: leave the defaults out.
+        named: dict[str, Any] = {
+            name: value for name, value in options.items() if value is not _DEFAULTS[name]
+        }
+        # New in 2.14, and of no effect here: kept tensors are in the graph, where no hook sees
+        # them.
         named.pop("respect_saved_tensors_hooks", None)
         return _their_checkpoint(function, *args, **named, **kwargs)
     use_reentrant = options["use_reentrant"]
     if use_reentrant is None:
-        _warn_about_use_reentrant("checkpoint", "calling checkpoint without use_reentrant will raise an exception.")
+        _warn_about_use_reentrant(
+            "checkpoint", "calling checkpoint without use_reentrant will raise an exception."
+        )
         use_reentrant = True
     if use_reentrant:
         return _reentrant(function, args, kwargs, options)
@@ -220,7 +240,9 @@ def _checkpoint(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], op
     return result
 
 
-def _reentrant(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options) -> Any:
+def _reentrant(
+    function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
+) -> Any:
     if kwargs:
         raise ValueError("Unexpected keyword arguments: " + ",".join(kwargs))
     given: dict[str, Any] = {**options}
@@ -252,10 +274,8 @@ def _rerun(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options
     early_stop = _switch(_early_stop, "_enable_checkpoint_early_stop", options["early_stop"])
     preserves = bool(options["preserve_rng_state"])
     ours = RegionOptions("rerun", True, preserves, early_stop, _CHECKS[check])
-    name, where = (
-        getattr(function, "__qualname__", type(function).__qualname__),
-        entered_from(sys._getframe(1)),
-    )
+    name = getattr(function, "__qualname__", type(function).__qualname__)
+    where = entered_from(sys._getframe(1))
     return run_rerun(function, args, kwargs, name, where, ours, contexts, "torch.utils.checkpoint")
 
 
@@ -266,7 +286,8 @@ def _selective(mode: TorchDispatchMode, respect: bool | None) -> AbstractContext
         return _torch.shows_users_hooks(mode)
     if respect:
         raise ValueError(
-            "respect_saved_tensors_hooks=True needs torch 2.14: here, selective checkpointing ignores them"
+            "respect_saved_tensors_hooks=True needs torch 2.14: here, selective checkpointing "
+            "ignores them"
         )
     return mode
 
@@ -307,14 +328,20 @@ def checkpoint_sequential(
     >>> y = checkpoint_sequential(layers, 3, x, use_reentrant=False)
     """
     if use_reentrant is None:
-        _warn_about_use_reentrant("checkpoint_sequential", "we will raise an exception if use_reentrant is not passed.")
+        _warn_about_use_reentrant(
+            "checkpoint_sequential", "we will raise an exception if use_reentrant is not passed."
+        )
         use_reentrant = True
     preserve_rng_state = kwargs.pop("preserve_rng_state", True)
     if kwargs:
         raise ValueError("Unexpected keyword arguments: " + ",".join(kwargs))
-    steps: list[Any] = list(functions.children()) if isinstance(functions, nn.Sequential) else list(functions)
+    if isinstance(functions, nn.Sequential):
+        functions = functions.children()  # a layer that comes twice runs once, as in torch
+    steps: list[Any] = [*functions]
     if not 1 <= segments <= len(steps):
-        raise ValueError(f"segments must be between 1 and the number of functions ({len(steps)}), not {segments}")
+        raise ValueError(
+            f"segments must be between 1 and the number of functions ({len(steps)}), not {segments}"
+        )
     size = len(steps) // segments
     last = size * (segments - 1)
     for start in range(0, last, size):

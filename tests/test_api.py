@@ -359,8 +359,8 @@ def test_a_module_instance_is_not_changed(backend):
     ("options", "words"),
     [
         ({"backend": "eager"}, ["backend", "'eager'", "'rerun', 'replay' or 'reentrant'"]),
-        ({"policy": [], "backend": "rerun"}, ["policy", "tape", "'rerun'", "backend='replay'"]),
-        ({"policy": [], "backend": "reentrant"}, ["policy", "tape", "'reentrant'"]),
+        ({"policy": [], "backend": "rerun"}, ["policy", "recorded", "'rerun'", "backend='replay'"]),
+        ({"policy": [], "backend": "reentrant"}, ["policy", "recorded", "'reentrant'"]),
         ({"determinism_check": "value"}, ["determinism_check", "'value'", "'metadata', 'values', 'none'"]),
         ({"determinism_check": None}, ["determinism_check", "None"]),
         ({"determinism_check": ["metadata"]}, ["determinism_check", "metadata"]),

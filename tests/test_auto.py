@@ -613,7 +613,7 @@ def test_auto_and_other_policies():
             ran = count(lambda y=y: x.__setattr__("grad", None) or y.backward())
             assert ran.get(absent, 0) == (30 if absent == "mm" else 0)
             assert bits(x.grad) == want
-    with pytest.raises(TypeError, match="can't both place"):
+    with pytest.raises(TypeError, match="can't both plan"):
         auto() | auto(budget=3)
 
 

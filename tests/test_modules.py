@@ -325,7 +325,7 @@ ERRORS = {
     "a scripted module": (lambda: torch.jit.script(nn.Sequential(nn.ReLU())), "*", "TypeError: .* no method `forward`"),
     "a static forward": (lambda: nn.Sequential(Static()), "*", "TypeError: .* no method `forward` in Python"),
     "an unknown option": (Model, Block, "TypeError: .* no option 'polcy', only backend, enabled,", {"polcy": 1}),
-    "a contradiction": (Model, Block, "ValueError: .* needs the tape", {"backend": "rerun", "policy": auto()}),
+    "a contradiction": (Model, Block, "ValueError: .* needs recorded operators", {"backend": "rerun", "policy": auto()}),
     "an error in the function": (Model, lambda name, _: {"": False}[name], "KeyError: 'stem'"),
 }
 

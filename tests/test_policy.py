@@ -106,7 +106,7 @@ def test_different_policies_differ():
         (lambda: checkpoint_scope(policy=auto), TypeError, r"such as `auto\(\)`, .* not <function auto"),
         (lambda: checkpoint_scope(policy=[torch.mm]), ValueError, "OpOverloads such as"),
         (lambda: tag(torch.ones(2), 3), TypeError, "a tag is a string"),
-        (lambda: checkpointed(len, backend="rerun", policy=save_ops(MM)), ValueError, "tape"),
+        (lambda: checkpointed(len, backend="rerun", policy=save_ops(MM)), ValueError, "recorded operators"),
     ],
 )
 def test_mistakes_are_said_at_once(make, error, says):

@@ -414,7 +414,7 @@ READ = {  # a function of x and w, what w is, and how the error describes it
     "input": (
         lambda x, w: (x * w).sin(),
         torch.ones(4, 6).double(),
-        r"(what aten.mul.Tensor read|a tensor that it saved) \(float64 .*4, 6\)",
+        r"(an input of aten.mul.Tensor|a tensor that it saved) \(float64 .*4, 6\)",
     ),
     "running_var": (
         lambda x, w: nn.functional.batch_norm(x, torch.zeros(6), w),
@@ -424,7 +424,7 @@ READ = {  # a function of x and w, what w is, and how the error describes it
     "index": (
         lambda x, w: x[w].exp(),
         torch.tensor([1, 0]),
-        r"(what aten.index.Tensor read|a tensor that it saved) \(int64 .* \(2,\)",
+        r"(an input of aten.index.Tensor|a tensor that it saved) \(int64 .* \(2,\)",
     ),
     "saved": (lambda x, w: Saves.apply(x, w), torch.ones(4, 6), r"a tensor that it saved \(float32 .* \(4, 6\)"),
 }
