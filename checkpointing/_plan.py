@@ -605,7 +605,7 @@ class Plan:
         runs of several sizes, and runs that accumulate gradients, would plan anew at every change."""
         if run.placement is None:
             return True
-        return run.saved_bytes < _MOST_GROWTH * self.size and self.missing <= _missing_gradients(self.path, run)
+        return run.saved_bytes <= _MOST_GROWTH * self.size and self.missing <= _missing_gradients(self.path, run)
 
     def passes(self, step: Step) -> bool:
         """Whether the step is on its path."""
