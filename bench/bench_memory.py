@@ -56,7 +56,12 @@ unet = functools.partial(programs.unet, batch=4, size=128)
 
 # Program, what it is compared with, and the most that peak and time may be of that.
 MARKS = {
-    "12 blocks, d=256": (programs.transformer, functools.partial(programs.transformer, by_hand=True), 1.15, 1.05),
+    "12 blocks, d=256": (
+        programs.transformer,
+        functools.partial(programs.transformer, by_hand=True),
+        1.15,
+        1.05,
+    ),
     "LSTM cell, 256 steps": (lstm, lstm, 0.25, 1.45),
     "U-Net": (unet, unet, 0.55, 1.45),
 }
@@ -160,14 +165,23 @@ def print_depths():
     for n in DEPTHS:
         forward = programs.chain(n)
         plain = peak_of(forward)
-        ways = {"auto()": auto(), "8 checkpoints": auto(budget=8 * 128 * 64 * 4), "1": auto(budget=128 * 64 * 4)}
+        ways = {
+            "auto()": auto(),
+            "8 checkpoints": auto(budget=8 * 128 * 64 * 4),
+            "1": auto(budget=128 * 64 * 4),
+        }
         runs = {name: scoped(forward, policy) for name, policy in ways.items()}
         times = timed(
-            {"plain": step(forward)} | {name: step(run) for name, run in runs.items()}, 5, 1, time.process_time
+            {"plain": step(forward)} | {name: step(run) for name, run in runs.items()},
+            5,
+            1,
+            time.process_time,
         )
         for name, run in runs.items():
             ratios.setdefault(name, []).append(peak_of(run) / plain)
-            print(f"chain of {n}, {name}: peak {ratios[name][-1]:.4f} of plain, time {ratio(times, name, 'plain')}")
+            print(
+                f"chain of {n}, {name}: peak {ratios[name][-1]:.4f} of plain, time {ratio(times, name, 'plain')}"
+            )
     for name, values in ratios.items():
         print(f"  {name}: peak / plain falls as n ** {slope(DEPTHS, values):.2f}")
 
@@ -176,7 +190,9 @@ def slope(xs, ys):
     """Of the line through the logarithms."""
     xs, ys = [*map(math.log, xs)], [*map(math.log, ys)]
     x, y = sum(xs) / len(xs), sum(ys) / len(ys)
-    return sum((a - x) * (b - y) for a, b in zip(xs, ys, strict=True)) / sum((a - x) ** 2 for a in xs)
+    return sum((a - x) * (b - y) for a, b in zip(xs, ys, strict=True)) / sum(
+        (a - x) ** 2 for a in xs
+    )
 
 
 def print_budgets():
@@ -190,7 +206,10 @@ def print_budgets():
         plain = peak_of(forward)
         runs = {budget: scoped(forward, auto(budget=budget)) for budget in budgets(forward)}
         times = timed(
-            {"plain": step(forward)} | {str(b): step(run) for b, run in runs.items()}, 5, 1, time.process_time
+            {"plain": step(forward)} | {str(b): step(run) for b, run in runs.items()},
+            5,
+            1,
+            time.process_time,
         )
         print(f"{name}, plain: peak {plain / MIB:.2f} MiB")
         for budget, run in runs.items():

@@ -23,7 +23,9 @@ from checkpointing.__main__ import step_on_cpu
 sys.path.insert(0, str(Path(__file__).parent))
 from ratios import mark, ratio, timed
 
-transformers = pytest.importorskip("transformers", reason="needs transformers, of the extra `bench`")
+transformers = pytest.importorskip(
+    "transformers", reason="needs transformers, of the extra `bench`"
+)
 
 MIB = 2**20
 MARKS = {"peak": 1.05, "recompute": 1.0, "time": 1.05}  # of torch's
@@ -31,14 +33,23 @@ DTYPES = {"fp32": None, "bf16": torch.bfloat16}
 
 
 def llama(layers):
-    sizes = {"hidden_size": 512, "intermediate_size": 1376, "num_attention_heads": 8, "vocab_size": 32_000}
+    sizes = {
+        "hidden_size": 512,
+        "intermediate_size": 1376,
+        "num_attention_heads": 8,
+        "vocab_size": 32_000,
+    }
     config = transformers.LlamaConfig(num_hidden_layers=layers, use_cache=False, **sizes)
     return transformers.LlamaForCausalLM(config), "model.layers", tokens(2, 256, 32_000)
 
 
 def bert(layers):
     config = transformers.BertConfig(num_hidden_layers=layers)
-    return transformers.BertForMaskedLM(config), "bert.encoder.layer", tokens(4, 128, config.vocab_size)
+    return (
+        transformers.BertForMaskedLM(config),
+        "bert.encoder.layer",
+        tokens(4, 128, config.vocab_size),
+    )
 
 
 def gpt2(layers):
@@ -49,7 +60,9 @@ def gpt2(layers):
 def vit(layers):
     model = transformers.ViTForImageClassification(transformers.ViTConfig(num_hidden_layers=layers))
     images = {"pixel_values": torch.randn(4, 3, 224, 224), "labels": torch.randint(2, (4,))}
-    (path,) = [name for name, part in model.named_modules() if isinstance(part, torch.nn.ModuleList)]
+    (path,) = [
+        name for name, part in model.named_modules() if isinstance(part, torch.nn.ModuleList)
+    ]
     return model, path, images
 
 
@@ -73,14 +86,18 @@ def forwards(name, dtype, layers=6):
     def forward(way):
         torch.manual_seed(1)
         for layer, call in plain.items():
-            layer.forward = functools.partial(checkpoint, call, use_reentrant=False) if way == "torch" else call
+            layer.forward = (
+                functools.partial(checkpoint, call, use_reentrant=False) if way == "torch" else call
+            )
         with torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
             if way != "auto":
                 return model(**batch).loss
             with checkpoint_scope(policy=auto()):
                 return model(**batch).loss
 
-    return {way: functools.partial(forward, way) for way in ("plain", "torch", "auto")}, list(model.parameters())
+    return {way: functools.partial(forward, way) for way in ("plain", "torch", "auto")}, list(
+        model.parameters()
+    )
 
 
 def measured(ways):
@@ -119,12 +136,25 @@ def main(names):
             steps = measured(ways)
             peaks = {way: step.memory()[1] for way, step in steps.items()}
             again = {way: step.recomputed(steps["plain"]) for way, step in steps.items()}
-            print(f"{name}, {dtype}:", ", ".join(f"{way} {peak / MIB:.1f} MiB" for way, peak in peaks.items()), end="")
-            print(f"; recomputed {again['auto']:.2f} of a forward, torch {again['torch']:.2f}", flush=True)
+            print(
+                f"{name}, {dtype}:",
+                ", ".join(f"{way} {peak / MIB:.1f} MiB" for way, peak in peaks.items()),
+                end="",
+            )
+            print(
+                f"; recomputed {again['auto']:.2f} of a forward, torch {again['torch']:.2f}",
+                flush=True,
+            )
             mark("  peak, of torch's", 2 * (peaks["auto"] / peaks["torch"],), MARKS["peak"])
-            mark("  recompute, of torch's", 2 * (again["auto"] / again["torch"],), MARKS["recompute"])
+            mark(
+                "  recompute, of torch's", 2 * (again["auto"] / again["torch"],), MARKS["recompute"]
+            )
             run = {way: lambda forward=ways[way]: forward().backward() for way in ("torch", "auto")}
-            mark("  time, of torch's", ratio(timed(run, 7, 1, time.process_time), "auto", "torch"), MARKS["time"])
+            mark(
+                "  time, of torch's",
+                ratio(timed(run, 7, 1, time.process_time), "auto", "torch"),
+                MARKS["time"],
+            )
 
 
 if __name__ == "__main__":

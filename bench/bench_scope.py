@@ -232,15 +232,23 @@ def main():
     for name, (_, *marks) in OPERATORS.items():
         times = timed(steps(*chain(name)), rounds=60, calls=4)
         base = times["plain"][0]
-        shown = [f"{way} {1e6 * (median - base) / 50:.1f}" for way, (median, _) in times.items() if way != "plain"]
+        shown = [
+            f"{way} {1e6 * (median - base) / 50:.1f}"
+            for way, (median, _) in times.items()
+            if way != "plain"
+        ]
         print(f"{name}: adds, in us,", ", ".join(shown))
         for way, target in zip(("scope", "auto"), marks, strict=True):
             mark(f"  {way} over floor", added(times, way, "floor"), target)
     for way in ("scope", "auto"):
-        print(f"bytes of Python objects that one operator leaves until backward, {way}: {bytes_of_operators(way):.0f}")
+        print(
+            f"bytes of Python objects that one operator leaves until backward, {way}: {bytes_of_operators(way):.0f}"
+        )
     for name, (_, _, *marks) in PROGRAMS.items():
         marked = {way: m for way, m in zip(("scope", "auto"), marks, strict=True) if m is not None}
-        times = timed({way: program(name, way) for way in ("plain", "torch", *marked)}, rounds=30, calls=1)
+        times = timed(
+            {way: program(name, way) for way in ("plain", "torch", *marked)}, rounds=30, calls=1
+        )
         for way, target in marked.items():
             mark(f"{name}: {way} over torch", ratio(times, way, "torch"), target)
     for way in ("scope", "auto"):

@@ -84,7 +84,9 @@ def draw(file: str, arguments: Sequence[str] = ()) -> None:
         ):
             below.plot(*cost(step), "s", color=ORANGE)
             below.annotate(name, cost(step), **label(xytext=(6, 8), color=ORANGE))
-        below.set(xlim=0, xlabel="peak memory of a step (MiB)", ylabel="recomputed FLOPs (1: a forward)")
+        below.set(
+            xlim=0, xlabel="peak memory of a step (MiB)", ylabel="recomputed FLOPs (1: a forward)"
+        )
         figure.savefig(file, metadata={"Date": None} if file.endswith(".svg") else None)
 
 

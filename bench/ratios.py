@@ -21,16 +21,23 @@ def timed(
             call()
     for _ in range(rounds):
         for name, call in ways.items():
-            for _ in range(max(1, calls // 4)):  # what the one before has left behind: cold caches, garbage
+            for _ in range(
+                max(1, calls // 4)
+            ):  # what the one before has left behind: cold caches, garbage
                 call()
             start = clock()
             for _ in range(calls):
                 call()
             times[name].append((clock() - start) / calls)
-    return {name: (statistics.median(values), sorted(values)[len(values) // 10]) for name, values in times.items()}
+    return {
+        name: (statistics.median(values), sorted(values)[len(values) // 10])
+        for name, values in times.items()
+    }
 
 
-def added(times: dict[str, tuple[float, float]], way: str, reference: str, base: str = "plain") -> tuple[float, float]:
+def added(
+    times: dict[str, tuple[float, float]], way: str, reference: str, base: str = "plain"
+) -> tuple[float, float]:
     """What `way` adds to `base`, as a fraction of what `reference` adds: of medians, and of 10% quantiles."""
     (a, b), (c, d), (e, f) = times[way], times[reference], times[base]
     return (a - e) / (c - e), (b - f) / (d - f)

@@ -30,8 +30,19 @@ class Program:
         self.wanted_by = sys._getframe(1).f_globals["__name__"]
         self.file = Path(_folder.name) / f"{len(_programs)}.json"
         path = os.pathsep.join([str(Path(__file__).parent.parent), *(p for p in sys.path if p)])
-        env = {**os.environ, "PYTHONPATH": path, "PYTHONWARNINGS": "", "OMP_NUM_THREADS": "1", **env}
-        self.run = {"args": [sys.executable, *words], "env": env, "cwd": cwd and str(cwd), "file": str(self.file)}
+        env = {
+            **os.environ,
+            "PYTHONPATH": path,
+            "PYTHONWARNINGS": "",
+            "OMP_NUM_THREADS": "1",
+            **env,
+        }
+        self.run = {
+            "args": [sys.executable, *words],
+            "env": env,
+            "cwd": cwd and str(cwd),
+            "file": str(self.file),
+        }
         _programs.append(self)
 
     @property
@@ -77,7 +88,12 @@ if __name__ == "__main__":
         file = Path(run.pop("file"))
         try:
             done = subprocess.run(
-                **run, capture_output=True, text=True, check=False, timeout=300, stdin=subprocess.DEVNULL
+                **run,
+                capture_output=True,
+                text=True,
+                check=False,
+                timeout=300,
+                stdin=subprocess.DEVNULL,
             )
             found = (done.returncode, done.stdout, done.stderr)
         except subprocess.TimeoutExpired as error:

@@ -27,7 +27,9 @@ settings.load_profile("ci")
 
 
 def pytest_collection_modifyitems(items):
-    items.sort(key=lambda item: getattr(getattr(item, "module", None), "__name__", "") in beside.waiting())
+    items.sort(
+        key=lambda item: getattr(getattr(item, "module", None), "__name__", "") in beside.waiting()
+    )
 
 
 def pytest_collection_finish(session):

@@ -197,7 +197,9 @@ def check(doors, fn, call=lambda fn, *tensors: fn(*tensors), on=("toy",)):
     assert observe(lambda: step(fn)) == plain
     for door in doors:
         have = observe(lambda door=door: step(door(fn)))
-        for what, a, b in zip(["result", *on, "cpu stream", "toy stream"], have, plain, strict=True):
+        for what, a, b in zip(
+            ["result", *on, "cpu stream", "toy stream"], have, plain, strict=True
+        ):
             assert a == b, (door, what)
 
 
@@ -216,7 +218,9 @@ def case_the_device_is_there():
     assert torch.equal(x.to("cpu"), x.inner)
     torch_toy.generator.manual_seed(3)
     before = torch.get_rng_state()
-    assert torch.equal(torch.rand(4, device="toy").inner, torch.rand(4, generator=torch.Generator().manual_seed(3)))
+    assert torch.equal(
+        torch.rand(4, device="toy").inner, torch.rand(4, generator=torch.Generator().manual_seed(3))
+    )
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -230,14 +234,24 @@ def case_arguments():
 
 def case_data_beside():
     """A tensor that wants no gradient tells the device as well."""
-    check(BOTH, lambda c, d: body(c.to("toy") * d).to("cpu"), lambda fn, c: fn(c, wrap(torch.ones(50))), ["cpu"])
+    check(
+        BOTH,
+        lambda c, d: body(c.to("toy") * d).to("cpu"),
+        lambda fn, c: fn(c, wrap(torch.ones(50))),
+        ["cpu"],
+    )
 
 
 def case_parameters_of_a_module_argument():
     """A module among the arguments, or the module that is called, tells where its parameters live."""
     module = nn.Module()
     module.weight = nn.Parameter(wrap(torch.linspace(0, 1, 50)))
-    check(BOTH, lambda m, c: body(c.to("toy") * m.weight).to("cpu"), lambda fn, c: fn(module, c), ["cpu"])
+    check(
+        BOTH,
+        lambda m, c: body(c.to("toy") * m.weight).to("cpu"),
+        lambda fn, c: fn(module, c),
+        ["cpu"],
+    )
 
 
 def case_both_devices_in_turn():
@@ -262,7 +276,11 @@ def case_moved_inside():
         return F.dropout(c.to("toy"), 0.5).exp().to("cpu").sin()
 
     check(REPLAY, fn, on=["cpu"])
-    check(REPLAY, lambda c: (c.to("toy") * torch.rand(50, device="toy")).sin().exp().to("cpu"), on=["cpu"])
+    check(
+        REPLAY,
+        lambda c: (c.to("toy") * torch.rand(50, device="toy")).sin().exp().to("cpu"),
+        on=["cpu"],
+    )
 
 
 def case_keep():
@@ -308,7 +326,10 @@ def case_reentrant():
     """The same in the legacy variant."""
 
     def step(door):
-        c, t = torch.linspace(0.1, 1, 50).requires_grad_(), wrap(torch.linspace(0.1, 1, 50)).requires_grad_()
+        c, t = (
+            torch.linspace(0.1, 1, 50).requires_grad_(),
+            wrap(torch.linspace(0.1, 1, 50)).requires_grad_(),
+        )
         y = door(lambda c, t: body(c) + body(t).to("cpu"))(c, t)
         y.sum().backward()
         return [y, c.grad, t.grad]
@@ -322,7 +343,12 @@ def case_autocast():
         seen = []
 
         def fn(x, seen=seen):
-            seen.append([(torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "toy")])
+            seen.append(
+                [
+                    (torch.is_autocast_enabled(d), torch.get_autocast_dtype(d))
+                    for d in ("cpu", "toy")
+                ]
+            )
             return x.sin().exp()
 
         x = torch.rand(3).requires_grad_()  # the device has no casts, but a switch
@@ -354,7 +380,11 @@ class Pair:
     y: object
 
 
-CASES = {name.removeprefix("case_"): case for name, case in list(globals().items()) if name.startswith("case_")}
+CASES = {
+    name.removeprefix("case_"): case
+    for name, case in list(globals().items())
+    if name.startswith("case_")
+}
 
 
 def main(which):
@@ -362,7 +392,9 @@ def main(which):
     library = register({"flat": FlatToy, "opaque": Toy}[which])
     torch.set_num_threads(1)
     with torch.no_grad():
-        F.dropout(torch.rand(2, device="toy"), 0.5).to("cpu").sin()  # imports what torch imports at first use
+        F.dropout(torch.rand(2, device="toy"), 0.5).to(
+            "cpu"
+        ).sin()  # imports what torch imports at first use
     print(json.dumps({name: in_a_fork(case) for name, case in CASES.items()}))
     del library
 

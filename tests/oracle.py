@@ -86,7 +86,9 @@ def plain(fn: Function, **options: Any) -> Function:
     return fn
 
 
-DOORS: dict[str, Callable[..., Function]] = {  # functions that take one, and the options of a region
+DOORS: dict[
+    str, Callable[..., Function]
+] = {  # functions that take one, and the options of a region
     "rerun": c,
     "replay": r,
     "scope": s,
@@ -151,8 +153,14 @@ def weigh(result: Any) -> Tensor:
 
 PARTS = {  # by which tensors that are not strided are compared
     torch.sparse_coo: lambda t: [t._indices(), t._values()],
-    **dict.fromkeys([torch.sparse_csr, torch.sparse_bsr], lambda t: [t.crow_indices(), t.col_indices(), t.values()]),
-    **dict.fromkeys([torch.sparse_csc, torch.sparse_bsc], lambda t: [t.ccol_indices(), t.row_indices(), t.values()]),
+    **dict.fromkeys(
+        [torch.sparse_csr, torch.sparse_bsr],
+        lambda t: [t.crow_indices(), t.col_indices(), t.values()],
+    ),
+    **dict.fromkeys(
+        [torch.sparse_csc, torch.sparse_bsc],
+        lambda t: [t.ccol_indices(), t.row_indices(), t.values()],
+    ),
     torch._mkldnn: lambda t: [t.to_dense()],
 }
 
@@ -170,7 +178,11 @@ def bits(value: Any) -> Any:
     tensor = value.detach()
     head = (value.requires_grad, type(value).__name__, value.dtype, value.layout, str(value.device))
     if hasattr(tensor, "__tensor_flatten__"):
-        return (*head, tuple(tensor.shape), [bits(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0]])
+        return (
+            *head,
+            tuple(tensor.shape),
+            [bits(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0]],
+        )
     if tensor.is_nested:
         return (*head, bits(tensor.unbind()))
     head = (*head, tuple(tensor.shape))
@@ -182,7 +194,11 @@ def bits(value: Any) -> Any:
         return (*head, bits(tensor.int_repr()))
     data = tensor.resolve_conj().resolve_neg()
     data = (data.clone() if data._is_zerotensor() else data).contiguous().view(-1)
-    return (*head, tensor.stride(), data.view(torch.uint8).numpy().tobytes() if data.numel() else b"")
+    return (
+        *head,
+        tensor.stride(),
+        data.view(torch.uint8).numpy().tobytes() if data.numel() else b"",
+    )
 
 
 # ---- programs
@@ -200,7 +216,9 @@ class Program:
         return self.build.__name__
 
 
-def assert_same(program: Program, *words: str, early_stop: bool = True, computed: bool = False, order: int = 3) -> None:
+def assert_same(
+    program: Program, *words: str, early_stop: bool = True, computed: bool = False, order: int = 3
+) -> None:
     """Each word leaves the same bits behind as its plain word does.
 
     Compared are outputs, gradients from first to third order (the `g`s of the word count), `.grad` after a
@@ -231,7 +249,9 @@ def observe(
 
     torch.manual_seed(0)
     fn, arguments = program.build()
-    module = next((f for f in (fn, getattr(fn, "__self__", None)) if isinstance(f, nn.Module)), None)
+    module = next(
+        (f for f in (fn, getattr(fn, "__self__", None)) if isinstance(f, nn.Module)), None
+    )
     leaves = [t for t in tensors(arguments) if t.requires_grad]
     if module is not None:
         leaves += module.parameters()
@@ -288,7 +308,9 @@ def same_place() -> Any:
         if t.layout is not torch.strided or t.is_nested or type(t) is not Tensor or t.is_meta:
             return t.detach()
         copy = t.detach().untyped_storage().clone()
-        whole = torch.empty(0, dtype=t.dtype, device=t.device).set_(copy, t.storage_offset(), t.size(), t.stride())
+        whole = torch.empty(0, dtype=t.dtype, device=t.device).set_(
+            copy, t.storage_offset(), t.size(), t.stride()
+        )
         return torch._neg_view(whole) if t.is_neg() else whole.conj() if t.is_conj() else whole
 
     return torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t)
@@ -325,7 +347,17 @@ def python_calls(run):
 
 # Operators that compute nothing: they differ between torch versions and between sources.
 UNCOUNTED = frozenset(
-    {"detach", "alias", "as_strided", "view", "t", "transpose", "expand", "empty_strided", "new_empty"}
+    {
+        "detach",
+        "alias",
+        "as_strided",
+        "view",
+        "t",
+        "transpose",
+        "expand",
+        "empty_strided",
+        "new_empty",
+    }
 )
 
 
@@ -385,7 +417,9 @@ class Watching(TorchDispatchMode):
 
     def alive(self, *names: str) -> list[str]:
         """The operators whose results live, in the order in which they ran; only those named, if any are."""
-        return [name for name, ref in self.made if not ref.expired() and (not names or name in names)]
+        return [
+            name for name, ref in self.made if not ref.expired() and (not names or name in names)
+        ]
 
 
 def saved_and_loaded(model):

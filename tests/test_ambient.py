@@ -125,14 +125,20 @@ LINEARS = lambda x: LINEAR(LINEAR(x).sin()).exp()  # noqa: E731
 STATES = {
     "autocast": (lambda: torch.autocast("cpu", torch.bfloat16), LINEARS),
     "autocast to half": (lambda: torch.autocast("cpu", torch.float16), lambda x: (x @ x).sin() @ x),
-    "autocast without cache": (lambda: torch.autocast("cpu", torch.bfloat16, cache_enabled=False), LINEARS),
+    "autocast without cache": (
+        lambda: torch.autocast("cpu", torch.bfloat16, cache_enabled=False),
+        LINEARS,
+    ),
     "autocast off in autocast": (
         lambda: both(torch.autocast("cpu", torch.bfloat16), torch.autocast("cpu", enabled=False)),
         lambda x: LINEAR(x).sin() @ x,
     ),
     "function mode": (Scaling, SINES),
     "two function modes": (lambda: both(Scaling(3.0), Scaling(0.5)), SINES),
-    "torch.device": (lambda: torch.device("meta"), lambda x: (x * len(str(torch.empty(1).device))).sin().exp()),
+    "torch.device": (
+        lambda: torch.device("meta"),
+        lambda x: (x * len(str(torch.empty(1).device))).sin().exp(),
+    ),
     "default device": (
         lambda: set_to(lambda: None, torch.set_default_device, "meta"),
         lambda x: (x * len(str(torch.empty(1).device))).sin().exp(),
@@ -144,16 +150,27 @@ STATES = {
     "math attention": (lambda: sdpa_kernel(SDPBackend.MATH), attend),
     "flash attention": (lambda: sdpa_kernel(SDPBackend.FLASH_ATTENTION), attend),
     "context variable": (lambda: variable(2.5), lambda x: (x * VARIABLE.get()).sin().exp()),
-    "deterministic": (deterministic, lambda x: (x * (1 + torch.are_deterministic_algorithms_enabled())).sin().exp()),
+    "deterministic": (
+        deterministic,
+        lambda x: (x * (1 + torch.are_deterministic_algorithms_enabled())).sin().exp(),
+    ),
     "matmul precision": (
-        lambda: set_to(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "medium"),
+        lambda: set_to(
+            torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "medium"
+        ),
         lambda x: (x @ x * len(torch.get_float32_matmul_precision())).sin().exp(),
     ),
     "grad mode off inside": (contextlib.nullcontext, no_grad_inside),
     "enabled inside": (contextlib.nullcontext, autocast_inside),
 }
 # Without an effect on the results here: what is tested is that it does no harm.
-SILENT = {"grad mode off inside", "enabled inside", "autocast off in autocast", "flash attention", "math attention"}
+SILENT = {
+    "grad mode off inside",
+    "enabled inside",
+    "autocast off in autocast",
+    "flash attention",
+    "math attention",
+}
 # Backward itself, in plain code as well, can't be run in these.
 FORWARD_ONLY = {"torch.device", "default device"}
 STATE = pytest.mark.parametrize("state", STATES)
@@ -213,7 +230,9 @@ def test_recompute_does_not_see_the_state_of_backward(state, door):
     """Entered only when backward runs, or around all of a step."""
     around, fn = STATES[state]
     if state not in FORWARD_ONLY:
-        assert step(door(fn), contextlib.nullcontext, around) == step(fn, contextlib.nullcontext, around)
+        assert step(door(fn), contextlib.nullcontext, around) == step(
+            fn, contextlib.nullcontext, around
+        )
         assert step(door(fn), around, around) == step(fn, around, around)
 
 
@@ -248,7 +267,9 @@ def test_backward_in_another_grad_mode(door, mode):
 
 
 @pytest.mark.parametrize("early_stop", [True, False])
-def test_a_switch_that_a_function_puts_back_without_try_stays_set_where_the_rerun_is_stopped(early_stop):
+def test_a_switch_that_a_function_puts_back_without_try_stays_set_where_the_rerun_is_stopped(
+    early_stop,
+):
     """A limit, of torch's own checkpoint as well."""
 
     def fn(x):
@@ -294,7 +315,9 @@ def test_weights_that_autocast_has_cast(door, inside):
                 y = door(lambda x: linear(x).cos())(y)
                 if inside:
                     y.sum().backward(retain_graph=True)
-                loss = (linear(y) * 2 + first).float().sum()  # shares the cast: their gradients are added in it
+                loss = (
+                    (linear(y) * 2 + first).float().sum()
+                )  # shares the cast: their gradients are added in it
             loss.backward()
             seen += [bits(t.clone()) for t in (y, x.grad, linear.weight.grad, linear.bias.grad)]
             with torch.no_grad():  # a cast that a recompute has left behind would now be an old one
@@ -365,7 +388,10 @@ def test_collections_in_context_variables_are_those_of_the_forward_as_copies(kin
 
 # ---- precision
 
-PRECISIONS = [("generic", "all"), *((b, o) for b in ("cuda", "mkldnn") for o in ("all", "matmul", "conv", "rnn"))]
+PRECISIONS = [
+    ("generic", "all"),
+    *((b, o) for b in ("cuda", "mkldnn") for o in ("all", "matmul", "conv", "rnn")),
+]
 SETTINGS = {
     "generic tf32": lambda: torch._C._set_fp32_precision_setter("generic", "all", "tf32"),
     "mkldnn bf16": lambda: torch._C._set_fp32_precision_setter("mkldnn", "all", "bf16"),
@@ -400,10 +426,14 @@ def nothing():
 @pytest.mark.parametrize("later", SETTINGS)
 @pytest.mark.parametrize("first", SETTINGS)
 @pytest.mark.parametrize("door", [DOORS["rerun"], DOORS["replay"]], ids=["rerun", "replay"])
-def test_a_recompute_has_the_precisions_of_the_forward_and_leaves_every_one_as_it_was(door, first, later, nothing):
+def test_a_recompute_has_the_precisions_of_the_forward_and_leaves_every_one_as_it_was(
+    door, first, later, nothing
+):
     """Also what follows from a more general one: setting that afterwards does what it would have done."""
     if later == "legacy" and first in ("generic tf32", "mkldnn bf16"):
-        pytest.skip("a legacy setting that newer ones contradict can't be read: what followed from them becomes set")
+        pytest.skip(
+            "a legacy setting that newer ones contradict can't be read: what followed from them becomes set"
+        )
     seen = []
 
     def after(door):
@@ -439,7 +469,9 @@ def test_collections_in_context_variables_of_any_kind():
         found["pair"].items.append(1)
         return found["pair"].layer()(x).square() * len(found["pair"].items)
 
-    contextvars.copy_context().run(lambda: (variable.set(held), checkpointed(fn)(x).sum().backward()))
+    contextvars.copy_context().run(
+        lambda: (variable.set(held), checkpointed(fn)(x).sum().backward())
+    )
     assert held["pair"].items == [1]
 
 

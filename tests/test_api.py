@@ -16,7 +16,14 @@ from oracle import r as replay
 from oracle import s as scope
 from torch import nn
 
-from checkpointing import CheckpointError, Stats, checkpoint_scope, checkpointed, disabled, is_recomputing
+from checkpointing import (
+    CheckpointError,
+    Stats,
+    checkpoint_scope,
+    checkpointed,
+    disabled,
+    is_recomputing,
+)
 
 BACKENDS = pytest.mark.parametrize("backend", ["rerun", "replay"])
 
@@ -94,7 +101,9 @@ FORMS = {
     "module": lambda d: d(Body()),
     "module of torch's": lambda d: d(nn.Sequential(Body(), nn.Identity())),
     "module class": lambda d: d(type("Fresh", (Body,), {}))(),
-    "forward in a class": lambda d: type("Inside", (nn.Module,), {"forward": d(lambda self, x: body(x))})(),
+    "forward in a class": lambda d: type(
+        "Inside", (nn.Module,), {"forward": d(lambda self, x: body(x))}
+    )(),
 }
 DECORATORS = {
     "bare": checkpointed,
@@ -171,7 +180,9 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("fn", "word"), REFUSED, ids=lambda value: value if isinstance(value, str) else "")
+@pytest.mark.parametrize(
+    ("fn", "word"), REFUSED, ids=lambda value: value if isinstance(value, str) else ""
+)
 def test_what_cannot_be_a_region_is_refused_at_once(fn, word):
     """Generator and async functions, plain classes and what can't be called: `TypeError` that says which."""
     for decorate in (lambda: checkpointed(fn), lambda: checkpointed(backend="replay")(fn)):
@@ -203,7 +214,9 @@ def test_fn_is_positional_only_and_options_are_keyword_only():
         with pytest.raises(TypeError):
             call()
     for door in (checkpointed, checkpoint_scope):
-        with pytest.raises(TypeError, match=f"{door.__name__} has no option 'polcy', only .*enabled"):
+        with pytest.raises(
+            TypeError, match=f"{door.__name__} has no option 'polcy', only .*enabled"
+        ):
             door(polcy=None)
     with pytest.raises(TypeError, match="checkpoint_scope has no option 'backend', only enabled"):
         checkpoint_scope(backend="rerun")
@@ -333,7 +346,11 @@ def test_module_classes_stay_classes(cls):
     assert (cls.__module__, cls.forward.__name__) == (__name__, "forward")
     assert cls.forward.__doc__ == "What the block does."
     assert inspect.signature(cls.forward) == inspect.signature(PlainBlock.forward)
-    assert list(module.state_dict()) == list(PlainBlock().state_dict()) == ["scale", "linear.weight", "linear.bias"]
+    assert (
+        list(module.state_dict())
+        == list(PlainBlock().state_dict())
+        == ["scale", "linear.weight", "linear.bias"]
+    )
     assert repr(module) == repr(PlainBlock()).replace("PlainBlock", cls.__name__)
     assert checkpointed(cls) is cls
 
@@ -361,7 +378,10 @@ def test_a_module_instance_is_not_changed(backend):
         ({"backend": "eager"}, ["backend", "'eager'", "'rerun', 'replay' or 'reentrant'"]),
         ({"policy": [], "backend": "rerun"}, ["policy", "tape", "'rerun'", "backend='replay'"]),
         ({"policy": [], "backend": "reentrant"}, ["policy", "tape", "'reentrant'"]),
-        ({"determinism_check": "value"}, ["determinism_check", "'value'", "'metadata', 'values', 'none'"]),
+        (
+            {"determinism_check": "value"},
+            ["determinism_check", "'value'", "'metadata', 'values', 'none'"],
+        ),
         ({"determinism_check": None}, ["determinism_check", "None"]),
         ({"determinism_check": ["metadata"]}, ["determinism_check", "metadata"]),
         ({"preserve_rng_state": "python"}, ["preserve_rng_state is True, False or 'all'"]),
@@ -394,10 +414,15 @@ def test_a_scope_is_entered_once(options):
     scope, x = checkpoint_scope(**options), leaf(3, 3)
     with scope as entered:
         assert entered is scope
-        with pytest.raises(CheckpointError, match=f"scope '{options.get('name', 'scope')}' has been entered before"):
+        with pytest.raises(
+            CheckpointError, match=f"scope '{options.get('name', 'scope')}' has been entered before"
+        ):
             scope.__enter__()
         y = body(x)
-    with pytest.raises(CheckpointError, match=r"Make a new one with checkpoint_scope\(\.\.\.\)"), scope:
+    with (
+        pytest.raises(CheckpointError, match=r"Make a new one with checkpoint_scope\(\.\.\.\)"),
+        scope,
+    ):
         raise AssertionError("not reached")
     assert count(y.sum().backward).get("sin", 0) == (0 if options.get("enabled") is False else 1)
     assert bits(x.grad) == bits(torch.autograd.grad(body(x).sum(), x)[0])
@@ -413,7 +438,9 @@ def scoped(x):
 
 
 REGIONS = pytest.mark.parametrize(
-    "fn", [checkpointed(body), checkpointed(body, backend="replay"), scoped], ids=["rerun", "replay", "scope"]
+    "fn",
+    [checkpointed(body), checkpointed(body, backend="replay"), scoped],
+    ids=["rerun", "replay", "scope"],
 )
 
 
@@ -446,7 +473,9 @@ def test_disabled_counts_when_a_region_is_entered(fn):
 # ---- grad mode off
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode], ids=["no_grad", "inference"])
+@pytest.mark.parametrize(
+    "mode", [torch.no_grad, torch.inference_mode], ids=["no_grad", "inference"]
+)
 @pytest.mark.parametrize("door", ["rerun", "replay", "scope"])
 def test_grad_mode_off_is_a_plain_call(mode, door):
     """No hook and no mode; arguments and intermediates die at once."""
@@ -565,8 +594,18 @@ def test_odd_functions(backend):
         (deep(x, 4), plain(x, 4)),
         (times(power(x), w), x.pow(3) * w),
     ):
-        assert bits(torch.autograd.grad(have.sum(), x)[0]) == bits(torch.autograd.grad(want.sum(), x)[0])
-    for result in (None, 3, object(), [leaf(3, 3)], (leaf(3, 3), None), {"a": leaf(3, 3)}, leaf(3, 3)):
+        assert bits(torch.autograd.grad(have.sum(), x)[0]) == bits(
+            torch.autograd.grad(want.sum(), x)[0]
+        )
+    for result in (
+        None,
+        3,
+        object(),
+        [leaf(3, 3)],
+        (leaf(3, 3), None),
+        {"a": leaf(3, 3)},
+        leaf(3, 3),
+    ):
         assert checkpointed(lambda result=result: result, backend=backend)() is result
 
 

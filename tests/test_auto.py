@@ -23,7 +23,9 @@ from checkpointing._program import clear_programs
 sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
 import programs
 
-pytestmark = pytest.mark.usefixtures("frozen")  # memory is measured after collections, which are quick then
+pytestmark = pytest.mark.usefixtures(
+    "frozen"
+)  # memory is measured after collections, which are quick then
 
 
 def scoped(fn, **options):
@@ -81,7 +83,10 @@ def test_the_first_step_has_the_planned_peak():
 @pytest.mark.parametrize(
     ("build", "most"),
     # The plan for the net could do with 0.5; it spends the rest on making half as much again.
-    [(lambda: programs.lstm(64, 32), 0.25), (lambda: programs.unet(width=8, batch=2, size=64), 0.56)],
+    [
+        (lambda: programs.lstm(64, 32), 0.25),
+        (lambda: programs.unet(width=8, batch=2, size=64), 0.56),
+    ],
     ids=["an unrolled cell", "a net whose long connections carry values that live all the time"],
 )
 def test_peaks_are_a_part_of_plains(build, most):
@@ -92,7 +97,10 @@ def test_peaks_are_a_part_of_plains(build, most):
 def test_memory_grows_like_the_square_root_of_depth():
     """peak / plain of n equal layers falls as 1 / sqrt(n)."""
     depths = (32, 192)
-    ratios = [bytes_of(scoped(programs.chain(n, 16, 32)))[1] / bytes_of(programs.chain(n, 16, 32))[1] for n in depths]
+    ratios = [
+        bytes_of(scoped(programs.chain(n, 16, 32)))[1] / bytes_of(programs.chain(n, 16, 32))[1]
+        for n in depths
+    ]
     exponent = math.log(ratios[-1] / ratios[0]) / math.log(depths[-1] / depths[0])
     assert -0.6 < exponent < -0.42
     assert ratios[0] < 0.35
@@ -155,7 +163,11 @@ def beyond_exact(seed):
     plan = run.scope._block._source.plan
     cells = {cell for cell, _ in plan.kept}
     made = [step for step in plan.path.steps if step.func is torch.ops.aten.tanh.default]
-    kept = [i for i, step in enumerate(made) if not cells.isdisjoint([step.first_cell, step.reads[0][0]])]
+    kept = [
+        i
+        for i, step in enumerate(made)
+        if not cells.isdisjoint([step.first_cell, step.reads[0][0]])
+    ]
     assert 0 < len(kept) < 12
     sizes = [128 * width * 4 for width in widths[1:]]
     flops = [2 * 128 * a * b for a, b in itertools.pairwise(widths)]
@@ -323,7 +335,8 @@ def gradients(build, wrap, order=2):
 def net():
     """Dropout, batch norm, in-place operators and views."""
     layers = nn.ModuleList(
-        nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.ReLU(inplace=True), nn.Dropout(0.2)) for _ in range(6)
+        nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.ReLU(inplace=True), nn.Dropout(0.2))
+        for _ in range(6)
     )
     x = torch.rand(8, 16).requires_grad_()
 
@@ -425,7 +438,9 @@ NESTINGS = {
     "kept by hand": lambda fn, policy: in_scope(lambda: keep(fn()), policy),
     "offloaded": lambda fn, policy: in_hooks(in_scope(fn, policy)),
 }
-EVERY = [(kind, "scope") for kind in KINDS] + [(KINDS[4], door) for door in NESTINGS if door != "scope"]
+EVERY = [(kind, "scope") for kind in KINDS] + [
+    (KINDS[4], door) for door in NESTINGS if door != "scope"
+]
 
 
 @pytest.mark.parametrize("build", [net, cells, inner_regions, in_place])
@@ -488,10 +503,16 @@ def test_a_budget_is_never_exceeded(name):
         assert 0 < max(seen) <= budget
         assert after.bytes_kept <= budget
         assert end.bytes_kept == 0
-        products.append(sum(n for op, n in ran.items() if op in ("addmm", "mm", "convolution", "bmm")))
-    for less, more in zip(products[1:], products, strict=False):  # the dear ones are repeated less and less
+        products.append(
+            sum(n for op, n in ran.items() if op in ("addmm", "mm", "convolution", "bmm"))
+        )
+    for less, more in zip(
+        products[1:], products, strict=False
+    ):  # the dear ones are repeated less and less
         assert less <= more + 1
-    assert end.ops_replayed <= 2  # with the budget that plain needs, nothing is, but for the zeros of a first state
+    assert (
+        end.ops_replayed <= 2
+    )  # with the budget that plain needs, nothing is, but for the zeros of a first state
 
 
 def test_what_is_kept_by_hand_may_exceed_the_budget_but_not_silently():
@@ -505,7 +526,9 @@ def test_what_is_kept_by_hand_may_exceed_the_budget_but_not_silently():
         return scope.stats.bytes_kept
 
     assert run(5 * 40) == 5 * 40
-    with pytest.warns(UserWarning, match=r"budget=199\): what `keep` .* smallest budget possible is 200 bytes"):
+    with pytest.warns(
+        UserWarning, match=r"budget=199\): what `keep` .* smallest budget possible is 200 bytes"
+    ):
         assert run(5 * 40 - 1) == 5 * 40
 
 
@@ -540,7 +563,9 @@ def test_what_is_dear_per_byte_is_kept_before_what_is_cheap():
     def run():
         y = x
         for _ in range(10):
-            y = torch.tanh(y @ w).sin().exp()  # tanh saves its result, for which a product has to be repeated
+            y = (
+                torch.tanh(y @ w).sin().exp()
+            )  # tanh saves its result, for which a product has to be repeated
         return y.sum()
 
     size = 32 * 64 * 4
@@ -569,7 +594,13 @@ def test_checkpoints_make_way_for_what_the_user_keeps():
 
 def test_budgets_may_be_text():
     """In powers of ten or of two."""
-    for text, number in (("1.5 GiB", 3 * 2**29), ("200 MB", 200 * 10**6), ("3kb", 3000), ("7", 7), ("1e3", 1000)):
+    for text, number in (
+        ("1.5 GiB", 3 * 2**29),
+        ("200 MB", 200 * 10**6),
+        ("3kb", 3000),
+        ("7", 7),
+        ("1e3", 1000),
+    ):
         assert auto(budget=text) == auto(budget=number)
     assert repr(auto(budget="2 KiB")) == "auto(budget=2048)"
     assert repr(auto()) == "auto()"
@@ -607,7 +638,10 @@ def test_auto_and_other_policies():
         (save_tagged("result"), "tanh"),
         (lambda ctx, op, *args, **kwargs: op == torch.ops.aten.mm.default, "mm"),
     ):
-        for policy in (auto() | other, other | auto() if not isinstance(other, list) else [*other] | auto()):
+        for policy in (
+            auto() | other,
+            other | auto() if not isinstance(other, list) else [*other] | auto(),
+        ):
             with checkpoint_scope(policy=policy):
                 y = run()
             ran = count(lambda y=y: x.__setattr__("grad", None) or y.backward())
@@ -690,7 +724,9 @@ def sharded(depth, wide):
     return run, torch.rand(64, 32, requires_grad=True)
 
 
-@pytest.mark.parametrize("options", [{}, {"budget": 8192}, {"budget": 10**5}, {"budget": 10**6}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"budget": 8192}, {"budget": 10**5}, {"budget": 10**6}], ids=str
+)
 @pytest.mark.parametrize("wide", [0, 4])
 def test_what_goes_from_one_sharded_module_to_the_next_is_kept(wide, options):
     """Whatever it costs: in backward the weights of one of them at a time are there."""

@@ -13,7 +13,14 @@ from oracle import s as scope
 from torch import nn
 from torch.nn.utils import parametrizations
 
-from checkpointing import ChangedError, checkpoint_scope, checkpointed, forward_only, is_recomputing, opaque
+from checkpointing import (
+    ChangedError,
+    checkpoint_scope,
+    checkpointed,
+    forward_only,
+    is_recomputing,
+    opaque,
+)
 
 
 def plain(fn):
@@ -77,7 +84,9 @@ class CodeBook(nn.Module):
         codes = (x.detach()[:, None] - self.book).abs().sum(2).argmin(1)
         chosen = self.book[codes]
         with torch.no_grad():
-            self.book.mul_(0.5).add_(F.one_hot(codes, len(self.book)).float().t() @ x.detach(), alpha=0.5)
+            self.book.mul_(0.5).add_(
+                F.one_hot(codes, len(self.book)).float().t() @ x.detach(), alpha=0.5
+            )
         return (x * chosen).square()
 
 
@@ -88,7 +97,9 @@ class Shared(nn.Module):
         super().__init__()
         self.register_buffer("mean", torch.zeros(4))
         self.child = nn.Module()
-        self.child.register_buffer("mean", self.mean if how == "two modules" else self.mean.view(2, 2))
+        self.child.register_buffer(
+            "mean", self.mean if how == "two modules" else self.mean.view(2, 2)
+        )
         self.stats = [self.mean]
         self.how = how
 
@@ -215,8 +226,15 @@ class Quantized(nn.Module):
     def __init__(self):
         super().__init__()
         q = torch.ao.quantization
-        per_channel = {"quant_min": -8, "quant_max": 7, "dtype": torch.qint8, "qscheme": torch.per_channel_symmetric}
-        self.inputs = q.FakeQuantize(q.MovingAveragePerChannelMinMaxObserver, **per_channel, ch_axis=1)
+        per_channel = {
+            "quant_min": -8,
+            "quant_max": 7,
+            "dtype": torch.qint8,
+            "qscheme": torch.per_channel_symmetric,
+        }
+        self.inputs = q.FakeQuantize(
+            q.MovingAveragePerChannelMinMaxObserver, **per_channel, ch_axis=1
+        )
         self.weights = q.default_fused_per_channel_wt_fake_quant()
         self.linear = nn.Linear(4, 4)
 
@@ -225,7 +243,9 @@ class Quantized(nn.Module):
 
 
 def scripted(module, by=torch.jit.script):
-    torch._C._jit_set_profiling_mode(False)  # which compiles anew, with other bits, what runs the second time
+    torch._C._jit_set_profiling_mode(
+        False
+    )  # which compiles anew, with other bits, what runs the second time
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # deprecated
         return by(module)
@@ -273,7 +293,9 @@ MODULES = {
     "BatchNorm2d": lambda: sequence(nn.Unflatten(1, (2, 2, 1)), nn.BatchNorm2d(2), nn.Flatten()),
     "SyncBatchNorm": lambda: sequence(nn.SyncBatchNorm(4)),
     "InstanceNorm1d": lambda: sequence(
-        nn.Unflatten(1, (2, 2)), nn.InstanceNorm1d(2, affine=True, track_running_stats=True), nn.Flatten()
+        nn.Unflatten(1, (2, 2)),
+        nn.InstanceNorm1d(2, affine=True, track_running_stats=True),
+        nn.Flatten(),
     ),
     "spectral_norm": lambda: sequence(parametrizations.spectral_norm(nn.Linear(4, 4))),
     "spectral_norm, old": lambda: sequence(nn.utils.spectral_norm(nn.Linear(4, 4))),
@@ -318,7 +340,14 @@ def left(model, *tensors):
     state = {name: (bits(t), t._version) for name, t in model.state_dict(keep_vars=True).items()}
     grads = [None if p.grad is None else bits(p.grad) for p in model.parameters()]
     streams = [bits(m.rng.get_state()) for m in model.modules() if isinstance(m, Seeded)]
-    return list(state), state, grads, streams, [m.training for m in model.modules()], [bits(t) for t in tensors]
+    return (
+        list(state),
+        state,
+        grads,
+        streams,
+        [m.training for m in model.modules()],
+        [bits(t) for t in tensors],
+    )
 
 
 def train(model, fn, steps=3):
@@ -407,7 +436,9 @@ WAYS = {
     "attribute of the object it is bound to": lambda module: Owner(module).call,
     "global that its code names": of_global,
     "default": by_default,
-    "closure over a partial": lambda module: (lambda part: lambda x: part(x))(functools.partial(module)),
+    "closure over a partial": lambda module: (lambda part: lambda x: part(x))(
+        functools.partial(module)
+    ),
     "argument of a partial in the closure": lambda module: (lambda part: lambda x: part(x))(
         functools.partial(lambda m, x: m(x), module)
     ),
@@ -444,13 +475,17 @@ GUARDED = {"large": lambda: CodeBook(5000), "evaluation mode": lambda: CodeBook(
 
 @pytest.mark.parametrize("door", DOORS)
 @pytest.mark.parametrize("what", GUARDED)
-def test_large_buffers_and_those_in_evaluation_mode_that_are_written_are_refused_by_rerun(what, door):
+def test_large_buffers_and_those_in_evaluation_mode_that_are_written_are_refused_by_rerun(
+    what, door
+):
     """The error names the buffer and the remedy, with which it is as plain."""
     model, want = GUARDED[what](), GUARDED[what]()
     if door in REPLAYS:
         assert train(model, DOORS[door](model)) == train(want, want)
     else:
-        with pytest.raises(ChangedError, match=r"CodeBook\.book .* was changed in place .*backend='replay'"):
+        with pytest.raises(
+            ChangedError, match=r"CodeBook\.book .* was changed in place .*backend='replay'"
+        ):
             train(model, DOORS[door](model))
 
 
@@ -483,7 +518,9 @@ def test_a_region_runs_no_operators_but_the_copies(mode):
     assert have == {**want, **copies}
     y = checkpointed(lambda x: model(x).relu())(x)
     ran = count(y.sum().backward)
-    assert (ran.get("clone", 0), ran.get("_foreach_copy_", 0)) == ((5, 2) if mode == "train" else (0, 0))
+    assert (ran.get("clone", 0), ran.get("_foreach_copy_", 0)) == (
+        (5, 2) if mode == "train" else (0, 0)
+    )
 
 
 # ---- in place
@@ -495,7 +532,9 @@ def test_the_rerun_has_the_very_tensors():
 
     class Looks(Counter):
         def forward(self, x):
-            seen.append((id(self.calls), id(vars(self)["_buffers"]), self.calls.item(), self.calls._version))
+            seen.append(
+                (id(self.calls), id(vars(self)["_buffers"]), self.calls.item(), self.calls._version)
+            )
             return super().forward(x)
 
     checkpointed(Looks())(leaf()).sum().backward()
@@ -611,7 +650,9 @@ def in_threads(n, run):
         raise failed[0]
 
 
-@pytest.mark.parametrize("shared", [nn.GELU(), nn.BatchNorm1d(4).eval()], ids=["no state", "buffers, evaluation"])
+@pytest.mark.parametrize(
+    "shared", [nn.GELU(), nn.BatchNorm1d(4).eval()], ids=["no state", "buffers, evaluation"]
+)
 @pytest.mark.parametrize("door", ["rerun", "replay"])
 def test_ranks_that_are_threads_share_a_module_with_a_barrier_in_the_region(door, shared):
     """No lock is held while user code runs."""
@@ -670,7 +711,9 @@ def test_wide_normalisation_is_written_once():
     assert (norm.running_mean == 0.1).all()
 
 
-@pytest.mark.parametrize("make", [lambda t: t.to_sparse(), lambda t: t.to(torch.complex64).conj(), lambda t: t[:, ::2]])
+@pytest.mark.parametrize(
+    "make", [lambda t: t.to_sparse(), lambda t: t.to(torch.complex64).conj(), lambda t: t[:, ::2]]
+)
 def test_buffers_of_odd_layouts(make):
     """Sparse, conjugate and with gaps: read in a region, and as they were afterwards, versions too."""
     module, x = nn.Module(), torch.ones(4, 2, requires_grad=True)
@@ -901,7 +944,9 @@ def mesh():
         pytest.skip("needs torch.distributed")
     from torch.distributed.tensor import init_device_mesh
 
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
     yield init_device_mesh("cpu", (1,))
     torch.distributed.destroy_process_group()
 
@@ -920,7 +965,9 @@ class Doubles(nn.Module):
         return (y + self.scale[None].expand(6, 4)).tanh() * self.scale[None].expand(6, 4)
 
 
-@pytest.mark.parametrize("make", [lambda: nn.BatchNorm1d(4), Doubles], ids=["BatchNorm1d", "set anew"])
+@pytest.mark.parametrize(
+    "make", [lambda: nn.BatchNorm1d(4), Doubles], ids=["BatchNorm1d", "set anew"]
+)
 @pytest.mark.parametrize("door", DOORS)
 def test_buffers_of_a_distributed_module(mesh, make, door):
     """`distribute_module` makes a DTensor of each: rewound as others are."""
@@ -942,5 +989,7 @@ def test_buffers_of_a_distributed_module(mesh, make, door):
 def test_long_lists_are_not_searched_for_modules(count, times):
     """They may be data: what their modules write is written again. (An `nn.ModuleList` is a module.)"""
     norms = [nn.BatchNorm1d(3) for _ in range(count)]
-    checkpointed(lambda x: norms[-1](x).sin().exp())(torch.rand(4, 3, requires_grad=True)).sum().backward()
+    checkpointed(lambda x: norms[-1](x).sin().exp())(
+        torch.rand(4, 3, requires_grad=True)
+    ).sum().backward()
     assert int(norms[-1].num_batches_tracked) == times

@@ -37,9 +37,26 @@ VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
 MM = torch.ops.aten.mm.default
 SIN = torch.ops.aten.sin.default
 NAMES_OF_2_15 = {
-    *("checkpoint", "checkpoint_sequential", "CheckpointError", "CheckpointFunction", "check_backward_validity"),
-    *("detach_variable", "get_device_states", "set_device_states", "noop_context_fn", "set_checkpoint_early_stop"),
-    *("set_checkpoint_debug_enabled", "DefaultDeviceType", "CheckpointPolicy", "SelectiveCheckpointContext"),
+    *(
+        "checkpoint",
+        "checkpoint_sequential",
+        "CheckpointError",
+        "CheckpointFunction",
+        "check_backward_validity",
+    ),
+    *(
+        "detach_variable",
+        "get_device_states",
+        "set_device_states",
+        "noop_context_fn",
+        "set_checkpoint_early_stop",
+    ),
+    *(
+        "set_checkpoint_debug_enabled",
+        "DefaultDeviceType",
+        "CheckpointPolicy",
+        "SelectiveCheckpointContext",
+    ),
     *("create_selective_checkpoint_contexts", "SAC_IGNORED_OPS", "GraphExecGroup"),
 }
 
@@ -64,7 +81,9 @@ def case(program=None, *, answer=None):
 
 def leaf(*shape):
     """The same numbers every time."""
-    return torch.randn(*(shape or (4, 4)), generator=torch.Generator().manual_seed(0)).requires_grad_()
+    return torch.randn(
+        *(shape or (4, 4)), generator=torch.Generator().manual_seed(0)
+    ).requires_grad_()
 
 
 def gradient(y, *inputs):
@@ -293,7 +312,9 @@ def steps_of_seven(m, segments, use_reentrant):
 
 @case
 def segments_of_a_sequence(m):
-    return [steps_of_seven(m, n, reentrant) for n in (1, 2, 3, 4, 5, 7) for reentrant in (True, False)]
+    return [
+        steps_of_seven(m, n, reentrant) for n in (1, 2, 3, 4, 5, 7) for reentrant in (True, False)
+    ]
 
 
 @case
@@ -330,7 +351,12 @@ def a_decorated_function(m):
     same = torch.equal(gradient(fn(x, k=3), x)[0], x.detach().cos() * 3)
     with torch.no_grad():
         fn(x)
-    return [same, len(runs) - 1, len(runs[2:]), (fn.__name__, fn.__doc__) == ("fn", "What it does.")]
+    return [
+        same,
+        len(runs) - 1,
+        len(runs[2:]),
+        (fn.__name__, fn.__doc__) == ("fn", "What it does."),
+    ]
 
 
 @case(answer=[True, True, True, True])
@@ -352,12 +378,17 @@ def a_decorated_method(m):
         def static(x):
             return (x * 2.0).sin().exp()
 
-        applied = m.checkpoint(use_reentrant=False)(functools.partial(lambda k, x: (x * k).sin().exp(), 2.0))
+        applied = m.checkpoint(use_reentrant=False)(
+            functools.partial(lambda k, x: (x * k).sin().exp(), 2.0)
+        )
 
     x = leaf()
     (want,) = gradient((x * 2.0).sin().exp(), x)
     thing = Thing()
-    return [torch.equal(gradient(fn(x), x)[0], want) for fn in (thing, thing.of_class, thing.static, thing.applied)]
+    return [
+        torch.equal(gradient(fn(x), x)[0], want)
+        for fn in (thing, thing.of_class, thing.static, thing.applied)
+    ]
 
 
 # ---- contexts
@@ -373,7 +404,12 @@ def contexts_are_entered_around_both_runs(m):
         yield
         log.append(f"exit {name}")
 
-    y = region(m, lambda x: (log.append("fn"), x.sin())[1], x, context_fn=lambda: (noting("forward"), noting("again")))
+    y = region(
+        m,
+        lambda x: (log.append("fn"), x.sin())[1],
+        x,
+        context_fn=lambda: (noting("forward"), noting("again")),
+    )
     log.append("between")
     gradient(y, x)
     return log
@@ -381,7 +417,10 @@ def contexts_are_entered_around_both_runs(m):
 
 # ---- errors: each ends its program
 
-ONLY_WITHOUT = (ValueError, "`respect_saved_tensors_hooks` is only supported when use_reentrant=False")
+ONLY_WITHOUT = (
+    ValueError,
+    "`respect_saved_tensors_hooks` is only supported when use_reentrant=False",
+)
 suppressing = lambda: (contextlib.suppress(ArithmeticError), contextlib.nullcontext())  # noqa: E731
 
 
@@ -412,24 +451,42 @@ CASES |= {
     "an unknown check without grad mode": lambda m: without_grad(m, determinism_check="x"),
     "a group in a group": nest_groups,
     "backwards that overlap in a group": overlapping,
-    "... with parameters": lambda m: overlapping(m, nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Tanh())),
+    "... with parameters": lambda m: overlapping(
+        m, nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Tanh())
+    ),
     "unknown keywords of a sequence": lambda m: m.checkpoint_sequential(
         [torch.sin], 1, leaf(), use_reentrant=False, foo=1, bar=2
     ),
-    "a sequence of two inputs": lambda m: m.checkpoint_sequential([torch.add], 1, leaf(), leaf(), use_reentrant=False),
+    "a sequence of two inputs": lambda m: m.checkpoint_sequential(
+        [torch.add], 1, leaf(), leaf(), use_reentrant=False
+    ),
     "unknown keywords of the decorator": lambda m: m.checkpoint(use_reentrant=False, foo=1, bar=2),
-    "keywords of a decorated reentrant function": lambda m: m.checkpoint(use_reentrant=True)(torch.mul)(leaf(), y=2),
-    "a policy that lists packets": lambda m: m.create_selective_checkpoint_contexts([torch.ops.aten.mm]),
+    "keywords of a decorated reentrant function": lambda m: m.checkpoint(use_reentrant=True)(
+        torch.mul
+    )(leaf(), y=2),
+    "a policy that lists packets": lambda m: m.create_selective_checkpoint_contexts(
+        [torch.ops.aten.mm]
+    ),
     "reentrant contexts": lambda m: reentrant(m, torch.sin, leaf(), context_fn=selective(m, [MM])),
     "reentrant debug": lambda m: reentrant(m, torch.sin, leaf(), debug=True),
-    "reentrant and hooks to respect": lambda m: reentrant(m, torch.sin, leaf(), respect_saved_tensors_hooks=False),
+    "reentrant and hooks to respect": lambda m: reentrant(
+        m, torch.sin, leaf(), respect_saved_tensors_hooks=False
+    ),
     "reentrant keywords": lambda m: reentrant(m, torch.mul, leaf(), other=2),
-    "reentrant where nothing requires grad": lambda m: reentrant(m, torch.sin, torch.ones(2)).requires_grad,
-    "reentrant and backward with inputs": lambda m: reentrant(m, torch.sin, x := leaf()).sum().backward(inputs=[x]),
-    "reentrant and detached results": lambda m: reentrant(m, torch.Tensor.detach, leaf()).sum().backward(),
+    "reentrant where nothing requires grad": lambda m: (
+        reentrant(m, torch.sin, torch.ones(2)).requires_grad
+    ),
+    "reentrant and backward with inputs": lambda m: (
+        reentrant(m, torch.sin, x := leaf()).sum().backward(inputs=[x])
+    ),
+    "reentrant and detached results": lambda m: (
+        reentrant(m, torch.Tensor.detach, leaf()).sum().backward()
+    ),
     "reentrant and autograd.grad": lambda m: gradient(reentrant(m, torch.sin, x := leaf()), x),
     "the variant left out": lambda m: m.checkpoint(torch.sin, leaf()),
-    "the variant left out of a sequence": lambda m: m.checkpoint_sequential([torch.sin, torch.cos], 2, leaf()),
+    "the variant left out of a sequence": lambda m: m.checkpoint_sequential(
+        [torch.sin, torch.cos], 2, leaf()
+    ),
     "a list to detach": lambda m: m.detach_variable([leaf()]),
 }
 ANSWERS |= {
@@ -444,7 +501,9 @@ ANSWERS |= {
 @case
 def no_determinism_check(m):
     x = leaf()
-    y = region(m, Fickle(lambda x: x.sin().exp(), lambda x: x.cos().exp()), x, determinism_check="none")
+    y = region(
+        m, Fickle(lambda x: x.sin().exp(), lambda x: x.cos().exp()), x, determinism_check="none"
+    )
     return gradient(y, x)
 
 
@@ -475,7 +534,11 @@ for name, stop in itertools.product(MISMATCHES, (True, False)):
 # ---- selective checkpointing: the contexts are torch's, the regions ours
 
 
-def saves(*ops, answer=theirs.CheckpointPolicy.MUST_SAVE, otherwise=theirs.CheckpointPolicy.PREFER_RECOMPUTE):
+def saves(
+    *ops,
+    answer=theirs.CheckpointPolicy.MUST_SAVE,
+    otherwise=theirs.CheckpointPolicy.PREFER_RECOMPUTE,
+):
     """A policy function."""
     return lambda ctx, op, *args, **kwargs: answer if op in ops else otherwise
 
@@ -536,14 +599,20 @@ def a_second_backward_under_a_policy(m):
 def selected(*ways, **options):
     """A program that ends with an error, or with what torch computes."""
     ways = ways * 2 if len(ways) == 1 else ways
-    return lambda m: gradient(region(m, Fickle(*ways), x := leaf(), context_fn=selective(m, [SIN], **options)), x)
+    return lambda m: gradient(
+        region(m, Fickle(*ways), x := leaf(), context_fn=selective(m, [SIN], **options)), x
+    )
 
 
 CASES |= {
     "a kept result is written in place": selected(lambda x: x.sin().mul_(2).cos().exp()),
     "and may be": selected(lambda x: x.sin().mul_(2).cos().exp(), allow_cache_entry_mutation=True),
-    "an operator that the forward did not run": selected(lambda x: (x @ x).sin().exp(), lambda x: x.tan().sin().exp()),
-    "an operator that runs more often": selected(lambda x: x.sin().exp().cos(), lambda x: x.sin().sin().exp().cos()),
+    "an operator that the forward did not run": selected(
+        lambda x: (x @ x).sin().exp(), lambda x: x.tan().sin().exp()
+    ),
+    "an operator that runs more often": selected(
+        lambda x: x.sin().exp().cos(), lambda x: x.sin().sin().exp().cos()
+    ),
 }
 
 
@@ -559,7 +628,8 @@ def under_hooks(where, respect):
         def within(run):
             def call(x):
                 with torch.autograd.graph.saved_tensors_hooks(
-                    lambda t: (seen.append(f"pack {tuple(t.shape)}"), t * 1)[1], lambda t: (seen.append("unpack"), t)[1]
+                    lambda t: (seen.append(f"pack {tuple(t.shape)}"), t * 1)[1],
+                    lambda t: (seen.append("unpack"), t)[1],
                 ):
                     return run(x)
 
@@ -569,24 +639,40 @@ def under_hooks(where, respect):
             return (x @ x).sin().exp()
 
         def kept(fn, x):
-            return region(m, fn, x, context_fn=selective(m, [MM]), respect_saved_tensors_hooks=respect)
+            return region(
+                m, fn, x, context_fn=selective(m, [MM]), respect_saved_tensors_hooks=respect
+            )
 
         y = {
             "around": within(lambda x: kept(fn, x)),
             "inside": lambda x: kept(within(fn), x),
-            "around two regions with policies": within(lambda x: kept(lambda x: kept(fn, x) @ x, x)),
+            "around two regions with policies": within(
+                lambda x: kept(lambda x: kept(fn, x) @ x, x)
+            ),
             "between two regions": lambda x: region(m, within(lambda x: kept(fn, x)), x),
             "around the backward": lambda x: kept(fn, x),
-            "around no policy": within(lambda x: region(m, fn, x, respect_saved_tensors_hooks=respect)),
+            "around no policy": within(
+                lambda x: region(m, fn, x, respect_saved_tensors_hooks=respect)
+            ),
             "nowhere": lambda x: kept(lambda x: region(m, fn, x).sin(), x),
         }[where](x)
-        found = within(lambda y: gradient(y, x))(y) if where == "around the backward" else gradient(y, x)
+        found = (
+            within(lambda y: gradient(y, x))(y)
+            if where == "around the backward"
+            else gradient(y, x)
+        )
         return found, len(seen), seen.count("unpack")
 
     return program
 
 
-HOOKS = ("around", "inside", "around two regions with policies", "between two regions", "around the backward")
+HOOKS = (
+    "around",
+    "inside",
+    "around two regions with policies",
+    "between two regions",
+    "around the backward",
+)
 HOOKS += ("around no policy", "nowhere")
 if VERSION >= (2, 14):
     for where, respect in itertools.product(HOOKS, (None, True, False)):
@@ -621,7 +707,12 @@ for name, fn, options in (
 def reentrant_arguments_and_results(m):
     x, y, hidden = leaf(), leaf(4), leaf(4)
     first, detached, *others = reentrant(
-        m, lambda x, y, k, inside: ((x * y).sin() * k + inside[0], x.detach(), k, None, "s"), x, y, 3, [hidden]
+        m,
+        lambda x, y, k, inside: ((x * y).sin() * k + inside[0], x.detach(), k, None, "s"),
+        x,
+        y,
+        3,
+        [hidden],
     )
     first.sum().backward()
     return x.grad, y.grad, hidden.grad, detached.requires_grad, others
@@ -632,7 +723,12 @@ def reentrant_autocast_and_nesting(m):
     x, seen = leaf(), []
     with torch.autocast("cpu", torch.bfloat16):
         y = reentrant(
-            m, lambda x: (seen.append((x @ x).dtype), reentrant(m, torch.sin, x) * region(m, torch.cos, x))[1], x
+            m,
+            lambda x: (
+                seen.append((x @ x).dtype),
+                reentrant(m, torch.sin, x) * region(m, torch.cos, x),
+            )[1],
+            x,
         )
     y.float().sum().backward()
     return x.grad, seen
@@ -727,7 +823,10 @@ def test_the_same_as_torch(name):
         assert issubclass(have.error[0], want.error[0]), have.error
         assert first_sentence(want.error[1]) in have.error[1]
     # Each version threatens in other words, and torch's own warnings may point into torch.
-    said = [[(w.category, str(w.message).split(". ")[0]) for w in seen.warnings] for seen in (have, want)]
+    said = [
+        [(w.category, str(w.message).split(". ")[0]) for w in seen.warnings]
+        for seen in (have, want)
+    ]
     assert said[0] == said[1]
 
 
@@ -751,7 +850,10 @@ def test_switches_stay_in_their_thread():
     with theirs.set_checkpoint_early_stop(False):
         found += [stops(ours, ()), stops(ours, (True,))]
     assert found == [[2, 2, 1], [2, 2, 2], [2, 2, 1]]
-    with theirs.set_checkpoint_debug_enabled(True), pytest.raises(ValueError, match="debug=True is incompatible"):
+    with (
+        theirs.set_checkpoint_debug_enabled(True),
+        pytest.raises(ValueError, match="debug=True is incompatible"),
+    ):
         region(ours, torch.sin, leaf(), context_fn=selective(ours, [MM]))
 
 
@@ -796,7 +898,9 @@ def test_debug_shows_the_operators_of_both_runs(name, debug):
     assert "You are seeing this error because you passed `debug=True` to checkpoint" in text
     _, forward, recompute = text.split("Operations executed during ")
     assert forward.startswith("the original forward") and recompute.startswith("recomputation")
-    assert "float32[4, 4] = aten.sin.default(float32[4, 4])" in forward and f"{__file__}:" in forward
+    assert (
+        "float32[4, 4] = aten.sin.default(float32[4, 4])" in forward and f"{__file__}:" in forward
+    )
     assert ("aten.sin" in recompute) is (name != "no tensors")
     assert first_sentence(str(caught.value.__cause__)) in text
     assert isinstance(caught.value.__cause__, ours.CheckpointError)
@@ -811,7 +915,9 @@ def test_debug_shows_the_recompute_that_failed():
     with pytest.raises(ours.CheckpointError) as caught:
         y.backward()
     forward, recompute = str(caught.value).split("Operations executed during ")[1:]
-    assert "aten.sin" in forward and "aten.sin" not in recompute and recompute.count("aten.exp") == 1
+    assert (
+        "aten.sin" in forward and "aten.sin" not in recompute and recompute.count("aten.exp") == 1
+    )
 
 
 @pytest.mark.parametrize("name", ["fewer tensors", "no tensors", "another dtype", "another shape"])
@@ -835,7 +941,9 @@ def test_an_accelerator_first_used_in_a_region_is_refused(monkeypatch):
         module._initialized = True
         return x.sin()
 
-    with pytest.raises(RuntimeError, match="device state was initialized in the forward pass of a Checkpoint"):
+    with pytest.raises(
+        RuntimeError, match="device state was initialized in the forward pass of a Checkpoint"
+    ):
         region(ours, wakes, leaf())
     region(ours, wakes, leaf())
     module._initialized = False
@@ -857,9 +965,17 @@ def test_an_option_that_torch_can_not_honour_is_refused():
 def test_every_public_name_of_torch_is_there():
     """As of 2.15 and of the installed torch; data, enums and contexts are torch's own objects."""
     assert set(ours.__all__) == NAMES_OF_2_15 >= set(theirs.__all__)
-    own = {"checkpoint", "checkpoint_sequential", "CheckpointError", "CheckpointFunction", "check_backward_validity"}
+    own = {
+        "checkpoint",
+        "checkpoint_sequential",
+        "CheckpointError",
+        "CheckpointFunction",
+        "check_backward_validity",
+    }
     own |= {"set_checkpoint_early_stop", "set_checkpoint_debug_enabled"}
-    assert {name for name in NAMES_OF_2_15 if getattr(ours, name) is not getattr(theirs, name)} == own
+    assert {
+        name for name in NAMES_OF_2_15 if getattr(ours, name) is not getattr(theirs, name)
+    } == own
     assert issubclass(ours.CheckpointError, theirs.CheckpointError)
 
 
@@ -874,11 +990,30 @@ def test_private_names_of_torch_are_there():
 def test_signatures_are_those_of_2_15():
     """Names, order, kinds and defaults."""
     parameters = list(inspect.signature(ours.checkpoint).parameters.values())
-    options = ["use_reentrant", "preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop"]
-    assert [p.name for p in parameters] == ["function", "args", *options, "respect_saved_tensors_hooks", "kwargs"]
-    for name in ("checkpoint_sequential", "detach_variable", "checkpoint")[: 3 if VERSION >= (2, 14) else 2]:
-        want, have = (inspect.signature(getattr(m, name)).parameters.values() for m in (theirs, ours))
-        assert [(p.name, p.kind, p.default) for p in have] == [(p.name, p.kind, p.default) for p in want]
+    options = [
+        "use_reentrant",
+        "preserve_rng_state",
+        "context_fn",
+        "determinism_check",
+        "debug",
+        "early_stop",
+    ]
+    assert [p.name for p in parameters] == [
+        "function",
+        "args",
+        *options,
+        "respect_saved_tensors_hooks",
+        "kwargs",
+    ]
+    for name in ("checkpoint_sequential", "detach_variable", "checkpoint")[
+        : 3 if VERSION >= (2, 14) else 2
+    ]:
+        want, have = (
+            inspect.signature(getattr(m, name)).parameters.values() for m in (theirs, ours)
+        )
+        assert [(p.name, p.kind, p.default) for p in have] == [
+            (p.name, p.kind, p.default) for p in want
+        ]
 
 
 @pytest.mark.parametrize("again", [copy.deepcopy, lambda thing: pickle.loads(pickle.dumps(thing))])
@@ -901,7 +1036,9 @@ def test_copies_of_modules_run_their_own_parameters(wrap, again):
     y.sin().sum().backward()
     assert torch.equal(y, 8.0 + copied.bias[None])
     assert copied.weight.grad is not None and layer.weight.grad is None
-    assert torch.equal(gradient(again(ours.checkpoint(use_reentrant=False))(torch.sin)(x := leaf()), x)[0], x.cos())
+    assert torch.equal(
+        gradient(again(ours.checkpoint(use_reentrant=False))(torch.sin)(x := leaf()), x)[0], x.cos()
+    )
 
 
 @pytest.mark.parametrize("form", ["call", "decorator", "sequence", "torch's wrapper"])
@@ -913,9 +1050,13 @@ def test_warnings_point_at_the_users_line(form):
         "call": lambda: ours.checkpoint(torch.sin, leaf()),
         "decorator": lambda: ours.checkpoint()(torch.sin)(leaf()),
         "sequence": lambda: ours.checkpoint_sequential([torch.sin, torch.cos], 2, leaf()),
-        "torch's wrapper": lambda: checkpoint_wrapper(nn.Tanh(), checkpoint_fn=ours.checkpoint)(leaf()),
+        "torch's wrapper": lambda: checkpoint_wrapper(nn.Tanh(), checkpoint_fn=ours.checkpoint)(
+            leaf()
+        ),
     }[form]
-    with pytest.warns(UserWarning, match="the use_reentrant parameter should be passed explicitly") as caught:
+    with pytest.warns(
+        UserWarning, match="the use_reentrant parameter should be passed explicitly"
+    ) as caught:
         call()
     assert [(w.filename, w.lineno) for w in caught] == [(__file__, call.__code__.co_firstlineno)]
 
@@ -1080,7 +1221,9 @@ def test_ways_to_call(pattern, use_reentrant):
 class Model(nn.Module):
     def __init__(self):
         super().__init__()
-        self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)) for _ in range(2)))
+        self.blocks = nn.Sequential(
+            *(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)) for _ in range(2))
+        )
 
     def forward(self, x):
         return self.blocks(x)
@@ -1099,9 +1242,13 @@ def test_apply_activation_checkpointing(use_reentrant):
     torch.manual_seed(0)
     model = Model()
     wrapped = copy.deepcopy(model)
-    wrap = functools.partial(checkpoint_wrapper, checkpoint_fn=ours.checkpoint, use_reentrant=use_reentrant)
+    wrap = functools.partial(
+        checkpoint_wrapper, checkpoint_fn=ours.checkpoint, use_reentrant=use_reentrant
+    )
     apply_activation_checkpointing(
-        wrapped, checkpoint_wrapper_fn=wrap, check_fn=lambda m: isinstance(m, nn.Sequential) and len(m) == 3
+        wrapped,
+        checkpoint_wrapper_fn=wrap,
+        check_fn=lambda m: isinstance(m, nn.Sequential) and len(m) == 3,
     )
     assert sum(isinstance(m, CheckpointWrapper) for m in wrapped.modules()) == 2
     for a, b in zip(gradients(model), gradients(wrapped), strict=True):
@@ -1142,7 +1289,9 @@ def test_distributed_data_parallel(group, times, use_reentrant):
     """Gradients as without it."""
     model = Twice(use_reentrant, times)
     for a, b in zip(
-        gradients(model), gradients(nn.parallel.DistributedDataParallel(copy.deepcopy(model))), strict=True
+        gradients(model),
+        gradients(nn.parallel.DistributedDataParallel(copy.deepcopy(model))),
+        strict=True,
     ):
         assert torch.equal(a, b)
 
@@ -1157,17 +1306,26 @@ def transformers():
 
 def small(transformers, name):
     """A model with random weights, and a batch."""
-    shape = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
+    shape = {
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 24,
+    }
     tokens = torch.tensor([[3, 5, 7, 9, 11, 2], [4, 6, 8, 2, 0, 0]])
     batch = {"input_ids": tokens, "attention_mask": (tokens != 0).long(), "labels": tokens}
     if name == "llama":
-        config = transformers.LlamaConfig(vocab_size=32, max_position_embeddings=16, num_key_value_heads=1, **shape)
+        config = transformers.LlamaConfig(
+            vocab_size=32, max_position_embeddings=16, num_key_value_heads=1, **shape
+        )
         return transformers.LlamaForCausalLM(config), batch
     if name == "bert":
         config = transformers.BertConfig(vocab_size=32, max_position_embeddings=16, **shape)
         return transformers.BertForMaskedLM(config), batch
     if name == "gpt2":
-        config = transformers.GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=32, n_positions=16)
+        config = transformers.GPT2Config(
+            n_embd=16, n_layer=2, n_head=2, vocab_size=32, n_positions=16
+        )
         return transformers.GPT2LMHeadModel(config), {**batch, "use_cache": False}
     config = transformers.ViTConfig(image_size=8, patch_size=4, **shape)
     return transformers.ViTForImageClassification(config), {
@@ -1201,7 +1359,13 @@ def test_transformers(transformers, name, use_reentrant):
         torch.manual_seed(1)
         loss = model(**batch).loss
         loss.backward()
-        seen.append([loss.detach(), torch.get_rng_state(), *(p.grad for p in model.parameters() if p.grad is not None)])
+        seen.append(
+            [
+                loss.detach(),
+                torch.get_rng_state(),
+                *(p.grad for p in model.parameters() if p.grad is not None),
+            ]
+        )
     assert len(regions) == 2
     for i, (a, b) in enumerate(zip(*seen, strict=True)):
         assert torch.equal(a, b), i

@@ -41,7 +41,9 @@ def products(program, **options):
         found.append(sum(node.target is MM for node in graph.graph.nodes))
         return nop(graph, _)
 
-    backend = aot_autograd(fw_compiler=compiler, bw_compiler=compiler, partition_fn=min_cut_rematerialization_partition)
+    backend = aot_autograd(
+        fw_compiler=compiler, bw_compiler=compiler, partition_fn=min_cut_rematerialization_partition
+    )
     x, y = arguments()
     torch.compile(program, backend=backend, **options)(x, y).sum().backward()
     a, b = arguments()
@@ -55,7 +57,10 @@ def called(**options):
 
 
 def kept(m):
-    return called(use_reentrant=False, context_fn=functools.partial(m.create_selective_checkpoint_contexts, [MM]))(m)
+    return called(
+        use_reentrant=False,
+        context_fn=functools.partial(m.create_selective_checkpoint_contexts, [MM]),
+    )(m)
 
 
 def nested(m):
@@ -118,7 +123,11 @@ def decorated_method():
 
 
 def a_sequence():
-    steps = [lambda pair: (pair[0] @ pair[1], pair[1]), lambda pair: (pair[0].sin() @ pair[1]).sigmoid(), torch.neg]
+    steps = [
+        lambda pair: (pair[0] @ pair[1], pair[1]),
+        lambda pair: (pair[0].sin() @ pair[1]).sigmoid(),
+        torch.neg,
+    ]
     return lambda x, y: ours.checkpoint_sequential(steps, 3, (x, y), use_reentrant=False)
 
 
@@ -126,7 +135,14 @@ def a_sequence():
     "program, count",
     [
         (lambda: ours.checkpoint(use_reentrant=False)(fn), 6),
-        (lambda: lambda x, y: ours.checkpoint(use_reentrant=False, respect_saved_tensors_hooks=True)(fn)(x, y), 6),
+        (
+            lambda: (
+                lambda x, y: ours.checkpoint(use_reentrant=False, respect_saved_tensors_hooks=True)(
+                    fn
+                )(x, y)
+            ),
+            6,
+        ),
         (decorated_method, 6),
         (a_sequence, 5),
         (lambda: checkpointed(fn), 6),
@@ -134,7 +150,16 @@ def a_sequence():
         (lambda: checkpointed(fn, backend="reentrant"), 6),
         (lambda: checkpointed(fn, enabled=False), 4),
     ],
-    ids=["function", "inside", "method", "sequence", "own", "own inside", "own legacy", "switched off"],
+    ids=[
+        "function",
+        "inside",
+        "method",
+        "sequence",
+        "own",
+        "own inside",
+        "own legacy",
+        "switched off",
+    ],
 )
 def test_other_forms_compile_in_one_graph(program, count):
     """torch's own decorator and `checkpoint_sequential` break the graph."""
@@ -152,9 +177,9 @@ def test_one_graph_for_all_sizes_with_the_results_of_eager_code(door, backend):
             return (x * y[0]).sin().exp() * y[1]
 
     block, (_, y) = Block(), arguments()
-    region = {"checkpointed": checkpointed, "checkpoint": ours.checkpoint(use_reentrant=False)}.get(door, lambda b: b)(
-        block
-    )
+    region = {"checkpointed": checkpointed, "checkpoint": ours.checkpoint(use_reentrant=False)}.get(
+        door, lambda b: b
+    )(block)
     if door == "checkpoint_modules":
         checkpoint_modules(block, Block)
 
@@ -224,7 +249,9 @@ def test_compiled_functions_in_eager_regions():
 
     inside = torch.compile(fn, backend=backend)
     for _ in range(3):
-        found = torch.autograd.grad(ours.checkpoint(inside, x, y, use_reentrant=False).sum(), (x, y))
+        found = torch.autograd.grad(
+            ours.checkpoint(inside, x, y, use_reentrant=False).sum(), (x, y)
+        )
         torch.testing.assert_close(found, torch.autograd.grad(fn(x, y).sum(), (x, y)))
     assert len(compiled) == 1
 
@@ -235,7 +262,9 @@ def test_compiled_autograd_over_eager_regions(door):
     torch._dynamo.reset()
     runs, (x, y) = [], arguments()
     result = door(lambda x, y: (runs.append(1), fn(x, y))[1])(x, y).sum()
-    with torch._dynamo.compiled_autograd._enable(lambda graph: torch.compile(graph, backend="aot_eager")):
+    with torch._dynamo.compiled_autograd._enable(
+        lambda graph: torch.compile(graph, backend="aot_eager")
+    ):
         result.backward()
     assert runs == [1, 1]
     torch.testing.assert_close((x.grad, y.grad), torch.autograd.grad(fn(x, y).sum(), (x, y)))
@@ -247,11 +276,17 @@ def test_traced_as_torchs(policy):
     from torch.fx.experimental.proxy_tensor import make_fx
 
     def operators(m):
-        options = {"context_fn": functools.partial(m.create_selective_checkpoint_contexts, policy)} if policy else {}
+        options = (
+            {"context_fn": functools.partial(m.create_selective_checkpoint_contexts, policy)}
+            if policy
+            else {}
+        )
 
         def slope(x, y):
             x = x.detach().requires_grad_()
-            return torch.autograd.grad(m.checkpoint(fn, x, y, use_reentrant=False, **options).sum(), x)[0]
+            return torch.autograd.grad(
+                m.checkpoint(fn, x, y, use_reentrant=False, **options).sum(), x
+            )[0]
 
         graph = make_fx(slope)(*(t.detach() for t in arguments())).graph
         return [str(node.target) for node in graph.nodes]

@@ -26,7 +26,9 @@ def reentrant(fn, **options):
 
 
 def leaf(*shape):
-    return torch.randn(*(shape or (3, 3)), generator=torch.Generator().manual_seed(0)).requires_grad_()
+    return torch.randn(
+        *(shape or (3, 3)), generator=torch.Generator().manual_seed(0)
+    ).requires_grad_()
 
 
 def observe(fn, *inputs):
@@ -48,7 +50,9 @@ def dropped(x):
 
 
 def in_sequence(x):
-    return checkpoint_sequential([torch.sin, lambda x: F.dropout(x, 0.5).exp()], 2, x, use_reentrant=True)
+    return checkpoint_sequential(
+        [torch.sin, lambda x: F.dropout(x, 0.5).exp()], 2, x, use_reentrant=True
+    )
 
 
 @pytest.mark.parametrize(
@@ -67,7 +71,11 @@ def in_sequence(x):
 def test_bits_as_without(fn):
     """Results, gradients, the random stream; through every door, inside of every kind of region and around it."""
     assert all(
-        map(torch.equal, observe(lambda x: fn(x * 2).cos(), leaf()), observe(lambda x: dropped(x * 2).cos(), leaf()))
+        map(
+            torch.equal,
+            observe(lambda x: fn(x * 2).cos(), leaf()),
+            observe(lambda x: dropped(x * 2).cos(), leaf()),
+        )
     )
 
 
@@ -98,7 +106,13 @@ def test_ambient_state_is_that_of_the_forward():
 
     def fn(x):
         recomputed.append(is_recomputing())
-        seen.append((torch.is_autocast_enabled("cpu"), torch.get_default_dtype(), torch.empty(0).device.type))
+        seen.append(
+            (
+                torch.is_autocast_enabled("cpu"),
+                torch.get_default_dtype(),
+                torch.empty(0).device.type,
+            )
+        )
         return x.sin()
 
     recomputed, x = [], leaf()
@@ -156,7 +170,10 @@ def test_gradients_of_chosen_inputs_are_refused(call):
     """`torch.autograd.grad` and `backward(inputs=...)`; a plain backward works after that."""
     x = leaf()
     y = reentrant(lambda x: x.sin())(x).sum()
-    with pytest.raises(CheckpointError, match=r"incompatible with \.grad\(\) or passing an `inputs`.*backend='rerun'"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"incompatible with \.grad\(\) or passing an `inputs`.*backend='rerun'",
+    ):
         call(y, x)
     reentrant(lambda x: x.sin())(x).sum().backward()
     assert torch.equal(x.grad, x.cos())
@@ -192,7 +209,9 @@ def test_nothing_that_requires_grad_at_all_is_a_warning():
     assert caught[0].filename == __file__
 
 
-@pytest.mark.parametrize("options", [{"debug": True}, {"determinism_check": "values"}, {"determinism_check": len}])
+@pytest.mark.parametrize(
+    "options", [{"debug": True}, {"determinism_check": "values"}, {"determinism_check": len}]
+)
 def test_options_that_it_would_ignore_are_refused(options):
     """It has no saved tensors to look at."""
     with pytest.raises(ValueError, match="backend='reentrant'"):

@@ -103,7 +103,9 @@ class Registered:
         self.rest = rest
 
 
-register_pytree_node(Registered, lambda r: ([r.x, r.rest], None), lambda parts, _: Registered(*parts))
+register_pytree_node(
+    Registered, lambda r: ([r.x, r.rest], None), lambda parts, _: Registered(*parts)
+)
 
 
 class PlainObject:
@@ -124,7 +126,10 @@ STRUCTURES = {
     "defaultdict": (lambda x, r=None: collections.defaultdict(list, a=x, r=r), lambda s: s["a"]),
     "deque": (lambda x, r=None: collections.deque([r, x], maxlen=2), lambda s: s[1]),
     "dataclass in a dict": (lambda x, r=None: {"p": Plain([x], r)}, lambda s: s["p"].x[0]),
-    **{kind.__name__: (kind, lambda s: s.x) for kind in (Plain, Slotted, PostInit, Named, Output, Registered)},
+    **{
+        kind.__name__: (kind, lambda s: s.x)
+        for kind in (Plain, Slotted, PostInit, Named, Output, Registered)
+    },
     "object": (PlainObject, lambda s: s.x),
     "SimpleNamespace": (lambda x, r=None: types.SimpleNamespace(x=x, r=r), lambda s: s.x),
     "objects in a list": (lambda x, r=None: [PlainObject(r), PlainObject(x)], lambda s: s[1].x),
@@ -145,7 +150,9 @@ def test_arguments_of_any_structure(door, structure, kind):
         return (find(s) * w).square()
 
     def step(fn):
-        return torch.autograd.grad(fn(build(base if kind == "leaf" else base * 2, {"o": 1}), w=w).sum(), [base, w])
+        return torch.autograd.grad(
+            fn(build(base if kind == "leaf" else base * 2, {"o": 1}), w=w).sum(), [base, w]
+        )
 
     same(step(door(fn)), step(fn))
     assert len(seen) == 1
@@ -190,10 +197,19 @@ def one_list_twice(a, b):
 LINEAR = nn.Linear(3, 3)
 CALLS = {
     "modules and functions": (callables, lambda x: ((LINEAR, torch.relu, LINEAR.forward, x), {})),
-    "every kind of parameter": (every_kind, lambda x: ((x, x + 1, x + 2, x + 3), {"c": x, "e": x + 4})),
-    "one tensor twice, and a view": (twice_and_a_view, lambda x: (lambda y: ((y, y, y[2:]), {}))(x * 2)),
+    "every kind of parameter": (
+        every_kind,
+        lambda x: ((x, x + 1, x + 2, x + 3), {"c": x, "e": x + 4}),
+    ),
+    "one tensor twice, and a view": (
+        twice_and_a_view,
+        lambda x: (lambda y: ((y, y, y[2:]), {}))(x * 2),
+    ),
     "one list twice": (one_list_twice, lambda x: (lambda items: ((items, items), {}))([x * 2])),
-    "a function with arguments": (lambda x, f: f(x).square(), lambda x: ((x, functools.partial(torch.mul, x)), {})),
+    "a function with arguments": (
+        lambda x, f: f(x).square(),
+        lambda x: ((x, functools.partial(torch.mul, x)), {}),
+    ),
 }
 
 
@@ -221,7 +237,9 @@ def test_a_chain_of_5000_objects(door):
     for _ in range(100):
         deep = [deep]
     x = leaf(3)
-    door(lambda x, chain, deep: x.square() * (chain.x is not None) * len(deep))(x, chain, deep).sum().backward()
+    door(lambda x, chain, deep: x.square() * (chain.x is not None) * len(deep))(
+        x, chain, deep
+    ).sum().backward()
     same([x.grad], [2 * x.detach()])
 
 
@@ -255,7 +273,10 @@ PLACES = {
     "args[0][0].rest": (lambda t: (([Slotted(0, t)],), {}), lambda a, k: a[0][0].rest),
     "args[0]['x']": (lambda t: ((collections.OrderedDict(x=t),), {}), lambda a, k: a[0]["x"]),
     "args[0][0]": (lambda t: ((Registered(t),), {}), lambda a, k: a[0].x),
-    "kwargs['z']['b']": (lambda t: ((), {"z": collections.defaultdict(list, b=t)}), lambda a, k: k["z"]["b"]),
+    "kwargs['z']['b']": (
+        lambda t: ((), {"z": collections.defaultdict(list, b=t)}),
+        lambda a, k: k["z"]["b"],
+    ),
 }
 PLACE = pytest.mark.parametrize("place", PLACES)
 MAKE = {"data": data, "computed": lambda: leaf(3) * 2, "leaf": lambda: leaf(3)}
@@ -277,9 +298,15 @@ def test_a_tensor_changed_in_place_is_named(place, kind, door):
         y.sum().backward()
     text = str(caught.value)
     if door is rerun:
-        assert text.startswith("region 'test_a_tensor_changed_in_place_is_named.<locals>.<lambda>' (entered at ")
+        assert text.startswith(
+            "region 'test_a_tensor_changed_in_place_is_named.<locals>.<lambda>' (entered at "
+        )
     assert f"{__file__}:" in text or door is scope
-    assert (f": {place} " if door is rerun else "what aten.add.Tensor read (float32 tensor of shape (3,))") in text
+    assert (
+        f": {place} "
+        if door is rerun
+        else "what aten.add.Tensor read (float32 tensor of shape (3,))"
+    ) in text
     assert "changed in place" in text
     assert "clone" in text
 
@@ -311,7 +338,9 @@ WRITES = {
 def test_what_the_function_writes_itself_is_refused_by_rerun(door, write, how):
     """With the remedy in the message; the remedy is right."""
     if write == "statistics" and door is rerun:
-        pytest.skip("batch_norm's kernels write running statistics without a trace: a limit, in LIMITS.md")
+        pytest.skip(
+            "batch_norm's kernels write running statistics without a trace: a limit, in LIMITS.md"
+        )
 
     def step(door):
         x, d, c = leaf(4, 3), data(3), torch.ones(3)
@@ -352,7 +381,13 @@ CHANGES = {
 def first_tensor(value):
     if isinstance(value, torch.Tensor):
         return value
-    parts = value.values() if isinstance(value, dict) else (value.x,) if isinstance(value, Plain) else value
+    parts = (
+        value.values()
+        if isinstance(value, dict)
+        else (value.x,)
+        if isinstance(value, Plain)
+        else value
+    )
     return next(found for part in parts if (found := first_tensor(part)) is not None)
 
 
@@ -435,7 +470,10 @@ def test_memory_may_be_away_between_forward_and_backward(door, trick, how):
         trick(gone, False)
         return torch.autograd.grad(y.sum(), [w] if how == "data" else [x, p])
 
-    same(step(door), step(lambda fn: fn) if how != "data" else torch.autograd.grad((d * w).square().sum(), [w]))
+    same(
+        step(door),
+        step(lambda fn: fn) if how != "data" else torch.autograd.grad((d * w).square().sum(), [w]),
+    )
 
 
 @pytest.mark.parametrize("left_there", [False, True])
@@ -564,7 +602,13 @@ def test_variables_set_anew_afterwards(door):
     """Numbers, functions, tensors with and without a gradient, modules; defaults and globals are the function's."""
 
     def program(door):
-        factor, act, t, p, module = 2.0, torch.relu, torch.full((4,), 3.0), leaf() * 2, nn.Linear(4, 4)
+        factor, act, t, p, module = (
+            2.0,
+            torch.relu,
+            torch.full((4,), 3.0),
+            leaf() * 2,
+            nn.Linear(4, 4),
+        )
         then = p
 
         def fn(x, a=3.0, *, b=5.0):
@@ -674,7 +718,9 @@ def test_what_a_function_assigns_itself_is_its_own_business(make, times):
         return lambda fn: functools.reduce(lambda fn, _: region(fn), range(times), fn)
 
     def theirs(fn):
-        return functools.partial(torch.utils.checkpoint.checkpoint, fn, use_reentrant=False, early_stop=False)
+        return functools.partial(
+            torch.utils.checkpoint.checkpoint, fn, use_reentrant=False, early_stop=False
+        )
 
     assert run(nested(WAYS["rerun to the end"])) == run(nested(theirs))
 
@@ -706,13 +752,20 @@ def test_what_it_only_reads_keeps_the_value_of_the_forward_beside_it():
 @pytest.mark.parametrize("kind", ["data", "computed", "leaf", "parameter"])
 def test_tensors_among_them_are_guarded_like_arguments(door, kind):
     """The message of a rerun has the variable's name."""
-    made = {"data": torch.ones(4), "computed": leaf() * 2, "leaf": leaf(), "parameter": nn.Parameter(torch.ones(4))}
+    made = {
+        "data": torch.ones(4),
+        "computed": leaf() * 2,
+        "leaf": leaf(),
+        "parameter": nn.Parameter(torch.ones(4)),
+    }
     weight = made[kind]
     x = leaf()
     y = WAYS[door](lambda x: ((weight * 2) * x).square())(x)
     with torch.no_grad():
         weight.add_(1)
-    match = r"the variable 'weight' .*was changed in place" if door in RERUNS else "changed in place"
+    match = (
+        r"the variable 'weight' .*was changed in place" if door in RERUNS else "changed in place"
+    )
     with pytest.raises(ChangedError, match=match):
         y.sum().backward()
 
@@ -889,11 +942,17 @@ EXCHANGES = [around, assigned, child, swapped, to_a_tensor]
 def test_parameters_that_are_exchanged_around_a_region(door, exchange):
     """Refused by a rerun, with what is known and the remedy; right under replay."""
     if door in RERUNS:
-        with pytest.raises(MismatchError, match=r"saves? .*parameter .*float32 tensor of shape") as caught:
+        with pytest.raises(
+            MismatchError, match=r"saves? .*parameter .*float32 tensor of shape"
+        ) as caught:
             exchange(WAYS[door])
         text = str(caught.value)
         assert "region '" in text and "backend='replay'" in text
-        assert "exchanged" not in text and "functional_call around" not in text and "opaque" not in text
+        assert (
+            "exchanged" not in text
+            and "functional_call around" not in text
+            and "opaque" not in text
+        )
     else:
         same_left(door, exchange)
 
@@ -997,7 +1056,10 @@ def test_an_adapter_that_is_switched_is_named(door):
     net.other = nn.Parameter(torch.ones(4, 4))
     y = WAYS[door](net)(x)
     switched_adapter(net)
-    with pytest.raises(MismatchError, match=r"saves the parameter Net\.one\.weight .*saved the parameter Net\.other "):
+    with pytest.raises(
+        MismatchError,
+        match=r"saves the parameter Net\.one\.weight .*saved the parameter Net\.other ",
+    ):
         y.sum().backward()
 
 
@@ -1043,7 +1105,9 @@ def adapts(x):
 
 
 @EACH_WAY
-@pytest.mark.parametrize("makes", [makes_leaves, makes_parameters, makes_modules, adapts], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "makes", [makes_leaves, makes_parameters, makes_modules, adapts], ids=lambda f: f.__name__
+)
 def test_leaves_that_the_function_makes(door, makes):
     """They are new each time, and fine."""
 
@@ -1118,7 +1182,13 @@ def test_a_rerun_finds_and_leaves_everything_as_the_user_has_it():
     def state():
         modules = [(id(m), id(m._parameters), id(m._modules), m.training) for m in net.modules()]
         parameters = [(id(p), p.requires_grad, p.data_ptr(), p._version) for p in net.parameters()]
-        return modules, parameters, id(net.tables), copy.deepcopy(net.tables), list(net.state_dict())
+        return (
+            modules,
+            parameters,
+            id(net.tables),
+            copy.deepcopy(net.tables),
+            list(net.state_dict()),
+        )
 
     def fn(x):
         seen.append((is_recomputing(), state()))
@@ -1376,7 +1446,9 @@ def test_a_forward_only_function_runs_once_and_its_results_come_back_in_order(do
         numbers = iter([2.0, 3.0, 5.0])
         number = forward_only(lambda: next(numbers))
         x = leaf()
-        y = door(lambda x: keep((x * number()).square()).square() * keep(x * number()), **options)(x).sum()
+        y = door(lambda x: keep((x * number()).square()).square() * keep(x * number()), **options)(
+            x
+        ).sum()
         y.backward(retain_graph=True)
         y.backward()
         return bits(x.grad), next(numbers)
@@ -1385,7 +1457,9 @@ def test_a_forward_only_function_runs_once_and_its_results_come_back_in_order(do
 
 
 @DOOR
-@pytest.mark.parametrize("pass_it", [lambda f, x: f(x), lambda f, x: f(x=x)], ids=["positional", "keyword"])
+@pytest.mark.parametrize(
+    "pass_it", [lambda f, x: f(x), lambda f, x: f(x=x)], ids=["positional", "keyword"]
+)
 def test_an_argument_passed_through_is_the_recomputes_own(door, pass_it):
     """A probe in the middle of an expression; its gradients flow, in a backward inside the region, too."""
     norms = []
@@ -1414,7 +1488,12 @@ def test_tensors_that_a_forward_only_function_makes_are_held(door):
 
     @forward_only
     def statistics(x):
-        return {"sum": x.sum(), "parts": [x.detach() * 2, torch.randint(5, (4,))], "count": len(x), "it": x}
+        return {
+            "sum": x.sum(),
+            "parts": [x.detach() * 2, torch.randint(5, (4,))],
+            "count": len(x),
+            "it": x,
+        }
 
     def fn(x):
         s = statistics(x.square())
@@ -1503,7 +1582,13 @@ def test_methods_and_signatures():
     assert list(inspect.signature(Model.method).parameters) == ["self", "x", "times"]
 
     def fn(x):
-        for method in (model.method, model.static, model.static_inside, model.of_class, model.of_class_inside):
+        for method in (
+            model.method,
+            model.static,
+            model.static_inside,
+            model.of_class,
+            model.of_class_inside,
+        ):
             results.append(method(x))
         return x.sin().exp()
 
@@ -1682,7 +1767,11 @@ class Trainer:
     """A plain object with a module, a list of words and a list of lists."""
 
     def __init__(self, n, block):
-        self.words, self.batches, self.block = [f"word {i}" for i in range(n)], [[i] for i in range(n)], block
+        self.words, self.batches, self.block = (
+            [f"word {i}" for i in range(n)],
+            [[i] for i in range(n)],
+            block,
+        )
 
     def step(self, x):
         return self.block(x)
@@ -1717,7 +1806,9 @@ def test_what_a_region_could_reach_costs_nothing():
             "method": lambda: rerun(layer.forward)(x),
             "method of a trainer": lambda: rerun(trainer.step)(x),
             "lambda in it": lambda: rerun(lambda x: trainer.block(x))(x),
-            "argument": lambda: rerun(lambda x, trainer, config: trainer.step(x))(x, trainer, config=CONFIG),
+            "argument": lambda: rerun(lambda x, trainer, config: trainer.step(x))(
+                x, trainer, config=CONFIG
+            ),
         }[way]
         try:
             region().sum().backward()
@@ -1792,7 +1883,11 @@ def test_a_cache_is_grown_inside_a_region(door, view):
     with pytest.raises(MismatchError) as caught:
         program(door)
     text = str(caught.value)
-    for words in ("finds kwargs['past'] as left by the forward", "use_cache=False", "backend='replay'"):
+    for words in (
+        "finds kwargs['past'] as left by the forward",
+        "use_cache=False",
+        "backend='replay'",
+    ):
         assert words in text
     assert text.count("\n") < 16
     assert len(text) < 2000
@@ -1807,7 +1902,9 @@ def test_what_a_cache_holds_decides_what_is_computed():
         return layer.keys.sin() * x
 
     past = types.SimpleNamespace(cache=types.SimpleNamespace(layers=[layer]))
-    with pytest.raises(MismatchError, match="no parameter where the forward saved a parameter") as caught:
+    with pytest.raises(
+        MismatchError, match="no parameter where the forward saved a parameter"
+    ) as caught:
         rerun(attend)(torch.ones(3, requires_grad=True), past=past).sum().backward()
     assert "kwargs['past'] and the variable 'layer' as left by the forward" in str(caught.value)
 
@@ -1816,6 +1913,8 @@ def test_a_function_that_fails_on_its_grown_cache_says_so():
     """What names the argument and what helps, from the function's own exception."""
     cache, x = Cache(), leaf(4, 4)
     y = rerun(lambda x, past: past.update(x * 2, 1) * torch.ones(x.shape))(x, past=cache)
-    with pytest.raises(MismatchError, match=r"kwargs\['past'\] as left by the forward.*use_cache=False") as caught:
+    with pytest.raises(
+        MismatchError, match=r"kwargs\['past'\] as left by the forward.*use_cache=False"
+    ) as caught:
         y.square().sum().backward()
     assert "must match the size" in str(caught.value.__cause__)

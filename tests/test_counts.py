@@ -26,7 +26,9 @@ def extra(fn, inputs, backward=lambda y: y.sum().backward(), door="", early_stop
         return forward, count(lambda: backward(results.pop()))
 
     sides = zip(counts(plain or fn), counts(apply(door, fn, early_stop)), strict=True)
-    return tuple({op: n for op in {**a, **b} if (n := b.get(op, 0) - a.get(op, 0))} for a, b in sides)
+    return tuple(
+        {op: n for op in {**a, **b} if (n := b.get(op, 0) - a.get(op, 0))} for a, b in sides
+    )
 
 
 def chain(x):
@@ -107,7 +109,9 @@ class ReadsTwice(torch.autograd.Function):
 @EARLY_STOP
 def test_two_reads_of_one_node_are_one_recompute(door, early_stop):
     """What has been read stays until the node has run."""
-    _, added = extra(lambda x: ReadsTwice.apply(x.sin().exp()), [leaf(3)], door=door, early_stop=early_stop)
+    _, added = extra(
+        lambda x: ReadsTwice.apply(x.sin().exp()), [leaf(3)], door=door, early_stop=early_stop
+    )
     assert {name: added[name] for name in ("sin", "exp")} == {"sin": 1, "exp": 1}
 
 
@@ -117,7 +121,9 @@ def test_no_hooks_stay_on_the_nodes_of_custom_functions():
     def hooks():
         gc.collect()
         functions = [value for value in gc.get_objects() if type(value) is FunctionType]
-        return sum(function.__qualname__ == "_keep_until_done.<locals>.done" for function in functions)
+        return sum(
+            function.__qualname__ == "_keep_until_done.<locals>.done" for function in functions
+        )
 
     x = torch.ones(3, requires_grad=True)
     y = checkpointed(lambda x: ReadsTwice.apply(x.exp()) * 2)(x).sum()
@@ -157,7 +163,9 @@ def test_the_last_matmul_is_not_redone(door):
 
 def test_without_early_stop_a_rerun_goes_to_the_end():
     """Then the last matmul, and whatever follows it, runs again."""
-    _, added = extra(lambda x, w: ((x @ w).sin() @ w) + 1, [leaf(3, 3), leaf(3, 3)], door="c", early_stop=False)
+    _, added = extra(
+        lambda x, w: ((x @ w).sin() @ w) + 1, [leaf(3, 3), leaf(3, 3)], door="c", early_stop=False
+    )
     assert added == {"mm": 2, "sin": 1, "add": 1}
 
 
@@ -204,7 +212,8 @@ def test_a_dropout_mask_does_not_pull_in_the_matmul_before_it(door):
 
 @REPLAY
 @pytest.mark.parametrize(
-    "like", [torch.rand_like, torch.randn_like, torch.ones_like, lambda h: h.new_full((40, 40), 2.0)]
+    "like",
+    [torch.rand_like, torch.randn_like, torch.ones_like, lambda h: h.new_full((40, 40), 2.0)],
 )
 def test_operators_that_read_only_metadata_pull_in_nothing(door, like):
     """Noise in the shape of a product, and constants."""

@@ -11,7 +11,13 @@ from oracle import r as replay
 from oracle import s as scope
 from torch import nn
 
-from checkpointing import ChangedError, CheckpointError, MismatchError, checkpoint_scope, checkpointed
+from checkpointing import (
+    ChangedError,
+    CheckpointError,
+    MismatchError,
+    checkpoint_scope,
+    checkpointed,
+)
 
 LINE = re.escape(__file__)
 
@@ -53,7 +59,12 @@ def repeated(often):
 def test_fewer_tensors():
     """The message has both numbers, the operator that asked, the slot, and a way out."""
     text = failed(repeated(Two(3, 1)), leaf(3))
-    for words in ("different number of tensors", "during forward: 6", "during recomputation: 2", "keep()"):
+    for words in (
+        "different number of tensors",
+        "during forward: 6",
+        "during recomputation: 2",
+        "keep()",
+    ):
         assert words in text
     assert "ExpBackward0 asked for slot 5" in text
     assert "during recomputation: 0" in failed(repeated(Two(1, 0)), leaf(3))
@@ -62,7 +73,9 @@ def test_fewer_tensors():
 def test_fewer_tensors_in_the_middle():
     """A tensor left out early shows as a shift of shapes or as a missing last one, never as wrong gradients."""
     skip = Two(False, True)
-    assert "different number of tensors" in failed(lambda x: (x.sin() if skip() else x.sin().exp()).cos(), leaf(3))
+    assert "different number of tensors" in failed(
+        lambda x: (x.sin() if skip() else x.sin().exp()).cos(), leaf(3)
+    )
 
 
 @pytest.mark.parametrize("early_stop", [True, False])
@@ -82,7 +95,11 @@ def test_more_tensors(early_stop):
 
 METADATA = {
     "shape": (lambda x, first: x[: 3 if first else 2], r"\[3\]", r"\[2\]"),
-    "dtype": (lambda x, first: x.to(torch.float32 if first else torch.float64), "float32", "float64"),
+    "dtype": (
+        lambda x, first: x.to(torch.float32 if first else torch.float64),
+        "float32",
+        "float64",
+    ),
     "device": (lambda x, first: x.to("cpu" if first else "meta"), r"type='cpu'", r"type='meta'"),
     "rank": (lambda x, first: x if first else x[None], r"Size\(\[3\]\)", r"Size\(\[1, 3\]\)"),
 }
@@ -136,7 +153,9 @@ def test_every_tensor_that_differs_is_listed_and_the_rest_counted():
     assert "So do 2 more, in slots [3, 4]" in text
 
 
-@pytest.mark.parametrize("error", [CheckpointError, torch.utils.checkpoint.CheckpointError, RuntimeError])
+@pytest.mark.parametrize(
+    "error", [CheckpointError, torch.utils.checkpoint.CheckpointError, RuntimeError]
+)
 def test_kinds_of_errors(error):
     """They share one base, and that one is torch's: code written for torch's checkpoint keeps working."""
     which = Two(torch.float32, torch.float64)
@@ -189,7 +208,10 @@ def test_values_finds_another_number(dtype):
     assert re.findall(r"position (\d+)", text) == ["1"]  # exp saves position 0
     assert "slot 1, made by AddBackward0" in text
     for run_ in ("forward", "recompute"):
-        assert re.search(rf"saved in the {run_} at {LINE}:\d+: return \(y \+ table\[\"offset\"\]\)\.sin\(\)", text)
+        assert re.search(
+            rf"saved in the {run_} at {LINE}:\d+: return \(y \+ table\[\"offset\"\]\)\.sin\(\)",
+            text,
+        )
     assert re.search(r"So do 1 more, in slots \[\d\]", text)
 
 
@@ -205,7 +227,16 @@ def test_values_finds_another_number(dtype):
         lambda: torch.rand(5, 4, dtype=torch.complex128, requires_grad=True).imag,
         lambda: torch.rand(3, dtype=torch.bfloat16, requires_grad=True),
     ],
-    ids=["2d", "transposed", "empty", "scalar", "odd numbers", "conjugate", "imaginary part", "half"],
+    ids=[
+        "2d",
+        "transposed",
+        "empty",
+        "scalar",
+        "odd numbers",
+        "conjugate",
+        "imaginary part",
+        "half",
+    ],
 )
 @pytest.mark.parametrize("backend", ["rerun", "replay"])
 def test_values_finds_nothing_where_nothing_differs(make, backend):
@@ -242,7 +273,9 @@ def test_values_tells_small_numbers_apart(first, later):
             return x.index_select(0, saved)
         return torch.where(saved, x, 0.0) if kind is bool else (x * saved).sin()
 
-    assert "position 0" in failed(fn, leaf(8 if kind is int else len(first)), determinism_check="values")
+    assert "position 0" in failed(
+        fn, leaf(8 if kind is int else len(first)), determinism_check="values"
+    )
 
 
 # ---- other checks
@@ -265,11 +298,15 @@ def test_a_function_as_check():
 
 
 @pytest.mark.parametrize("backend", ["rerun", "replay"])
-@pytest.mark.parametrize("check", [lambda t: (t * 2).cos().sum(), lambda t: t.clone(), lambda t: (t.shape, t.dtype)])
+@pytest.mark.parametrize(
+    "check", [lambda t: (t * 2).cos().sum(), lambda t: t.clone(), lambda t: (t.shape, t.dtype)]
+)
 def test_a_check_may_compute_and_return_tensors(backend, check):
     """They are compared by value; what it computes is part of no region, and saves nothing."""
     x = torch.ones(3, requires_grad=True)
-    checkpointed(lambda x: x.sin().exp(), backend=backend, determinism_check=check)(x).sum().backward()
+    checkpointed(lambda x: x.sin().exp(), backend=backend, determinism_check=check)(
+        x
+    ).sum().backward()
     assert torch.equal(x.grad, torch.autograd.grad(x.sin().exp().sum(), x)[0])
 
 
@@ -310,7 +347,9 @@ def test_debug_logs_operators_of_both_runs(door, debug):
     with pytest.raises(CheckpointError) as caught:
         y.sum().backward()
     _, *logs = re.split("Operations executed during ", str(caught.value))
-    assert [log.split(":")[0] for log in logs] == (["the original forward", "recomputation"] if debug else [])
+    assert [log.split(":")[0] for log in logs] == (
+        ["the original forward", "recomputation"] if debug else []
+    )
     assert debug or str(caught.value).count("\n") < 8
     if debug:
         operators = re.findall(r"\d+: .*aten\.(\w+)\.", logs[0])
@@ -333,7 +372,9 @@ def test_debug_says_nothing_when_all_is_well(capsys, caplog):
 # ---- a way out
 
 
-@pytest.mark.parametrize("use", [torch.exp, lambda h: h[1:].sin(), torch.sin], ids=["read", "view", "saved"])
+@pytest.mark.parametrize(
+    "use", [torch.exp, lambda h: h[1:].sin(), torch.sin], ids=["read", "view", "saved"]
+)
 def test_an_operator_that_makes_another_size_in_replay_is_an_error(use):
     """Whoever reads the result in replay, or what of it was saved."""
     calls = []
@@ -348,7 +389,9 @@ def test_an_operator_that_makes_another_size_in_replay_is_an_error(use):
         w = torch.ones((), requires_grad=True)
         with checkpoint_scope(name="grown"):
             y = use(torch.ops.checkpointing_tests.growing(torch.rand(3) * 2) * w) * w
-        with pytest.raises(CheckpointError, match=r"grown.*growing.* made 16 bytes .* 20 in the recompute"):
+        with pytest.raises(
+            CheckpointError, match=r"grown.*growing.* made 16 bytes .* 20 in the recompute"
+        ):
             y.sum().backward()
 
 
@@ -356,13 +399,19 @@ def test_jagged_tensors_made_inside_have_other_ragged_sizes_each_time():
     """As under torch's own checkpoint: a size that depends on the data is known by the tensor it was read from."""
 
     def ragged(x):
-        return torch.nested.nested_tensor_from_jagged(x.sin(), offsets=torch.tensor([0, 1, 4])).sin().values()
+        return (
+            torch.nested.nested_tensor_from_jagged(x.sin(), offsets=torch.tensor([0, 1, 4]))
+            .sin()
+            .values()
+        )
 
     x = torch.ones(4, 3, requires_grad=True)
     with pytest.raises(MismatchError, match="metadata"):
         checkpointed(ragged)(x).sum().backward()
     (want,) = torch.autograd.grad(x.sin().sin().sum(), x)
-    assert torch.equal(torch.autograd.grad(checkpointed(ragged, backend="replay")(x).sum(), x)[0], want)
+    assert torch.equal(
+        torch.autograd.grad(checkpointed(ragged, backend="replay")(x).sum(), x)[0], want
+    )
 
 
 DOOR = pytest.mark.parametrize("door", [rerun, replay, scope])

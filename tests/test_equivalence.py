@@ -74,7 +74,9 @@ def structures():
     def fn(batch, scale, pair, *rest):
         h = batch["x"].sin() * batch["more"][0] + batch["mask"]
         k = pair.first.sin() * h * scale + rest[0][1].cos()
-        return {"a": h.exp(), "b": [None, 3, "text"], "c": {"d": (h.cos(), 1.5)}}, Pair(k.exp(), Pair(k.tanh(), None))
+        return {"a": h.exp(), "b": [None, 3, "text"], "c": {"d": (h.cos(), 1.5)}}, Pair(
+            k.exp(), Pair(k.tanh(), None)
+        )
 
     batch = {"x": leaf(3, 4), "more": [leaf(4), None], "mask": torch.ones(3, 4)}
     return fn, (batch, 0.5, Pair(leaf(3, 4), "text"), (1, leaf(4)))
@@ -232,7 +234,9 @@ def small_model():
 
 def batch_norm():
     """Buffers that the forward updates."""
-    return nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Tanh(), nn.BatchNorm1d(3)), (leaf(5, 4),)
+    return nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Tanh(), nn.BatchNorm1d(3)), (
+        leaf(5, 4),
+    )
 
 
 PROGRAMS = [
@@ -241,12 +245,17 @@ PROGRAMS = [
     *(no_grad_inside, branches, gradient_inside(True), gradient_inside(False), custom_function),
     small_model,
 ]
-PROGRAM = pytest.mark.parametrize("program", [Program(p) for p in PROGRAMS], ids=lambda program: program.name)
+PROGRAM = pytest.mark.parametrize(
+    "program", [Program(p) for p in PROGRAMS], ids=lambda program: program.name
+)
 
 # ---- the table
 
 ONE = [(word, early_stop) for word in "crsab" for early_stop in (True, False)]
-NESTED = [(word, True) for word in ("cc", "ss", "sc", "cs", "cr", "rs", "csc", "scs", "aa", "ac", "ca", "sb")]
+NESTED = [
+    (word, True)
+    for word in ("cc", "ss", "sc", "cs", "cr", "rs", "csc", "scs", "aa", "ac", "ca", "sb")
+]
 
 
 @PROGRAM
@@ -254,7 +263,13 @@ NESTED = [(word, True) for word in ("cc", "ss", "sc", "cs", "cr", "rs", "csc", "
 def test_regions_in_any_nesting_are_the_plain_program(program, word, early_stop):
     """f ~ c(f) ~ c(c(f)) ~ s(f) ~ s(c(f)) ~ c(s(f)) ~ s(s(f)), with gradients up to the third order."""
     for computed in (False, True) if len(word) == 1 else (True,):
-        assert_same(program, word, early_stop=early_stop, computed=computed, order=3 if len(word) == 1 else 2)
+        assert_same(
+            program,
+            word,
+            early_stop=early_stop,
+            computed=computed,
+            order=3 if len(word) == 1 else 2,
+        )
 
 
 @pytest.mark.parametrize("word", ["c", "r", "s", "rs", "ss", "a", "b"])
@@ -275,7 +290,10 @@ def test_gradients_in_every_order_of_nesting(word):
 
 
 @settings(max_examples=60)
-@given(word=st.text("crsgab", min_size=4, max_size=6).filter(lambda w: w.count("g") <= 3), early_stop=st.booleans())
+@given(
+    word=st.text("crsgab", min_size=4, max_size=6).filter(lambda w: w.count("g") <= 3),
+    early_stop=st.booleans(),
+)
 def test_long_words(word, early_stop):
     """Nests of up to six transforms."""
     assert_same(Program(several_outputs), word, early_stop=early_stop)
@@ -345,7 +363,15 @@ def with_hooks(a, b, x, w, v):
     return x.grad, w.grad, v.grad
 
 
-WAYS = [backward, backward_inputs, partial_backward, one_output_only, retained_twice, create_graph, with_hooks]
+WAYS = [
+    backward,
+    backward_inputs,
+    partial_backward,
+    one_output_only,
+    retained_twice,
+    create_graph,
+    with_hooks,
+]
 
 
 @pytest.mark.parametrize(("word", "early_stop"), [*ONE, ("cc", True), ("cs", True), ("sc", True)])
@@ -401,7 +427,14 @@ def test_kept_values_change_nothing(door, early_stop, cuts, drop):
                 values = [x]
                 for i in range(6):
                     h = values[-1]
-                    h = [h.sin(), h @ w, h.exp(), F.dropout(h, 0.3 * drop), h * values[0], h.tanh()][i]
+                    h = [
+                        h.sin(),
+                        h @ w,
+                        h.exp(),
+                        F.dropout(h, 0.3 * drop),
+                        h * values[0],
+                        h.tanh(),
+                    ][i]
                     for _ in range(cuts.count(i)):
                         h = keep(h)
                     values.append(h)

@@ -12,7 +12,16 @@ import torch.nn.functional as F
 from oracle import Counting, apply, bits, count, leaf
 from torch.utils._python_dispatch import is_in_any_mode_without_ignore_compile_internals
 
-from checkpointing import CheckpointError, auto, checkpoint_scope, checkpointed, disabled, is_recomputing, keep, opaque
+from checkpointing import (
+    CheckpointError,
+    auto,
+    checkpoint_scope,
+    checkpointed,
+    disabled,
+    is_recomputing,
+    keep,
+    opaque,
+)
 from checkpointing._region import thread
 
 WORD = pytest.mark.parametrize("word", ["c", "r", "s", "cc", "cs", "sc", "ss"])
@@ -48,7 +57,9 @@ def unchanged(rng=True):
     x = torch.ones(3, requires_grad=True)
     plain = count(lambda: x.sin().exp().sum().backward())
     x.grad = None
-    assert count(lambda: x.sin().exp().sum().backward()) == plain, "autograd saves tensors again, not holders"
+    assert count(lambda: x.sin().exp().sum().backward()) == plain, (
+        "autograd saves tensors again, not holders"
+    )
 
 
 class Fails:
@@ -346,7 +357,9 @@ def overwrites(x):
 
 
 @EARLY_STOP
-def test_a_value_that_the_function_overwrites_later_is_brought_back_as_it_was_or_refused(early_stop):
+def test_a_value_that_the_function_overwrites_later_is_brought_back_as_it_was_or_refused(
+    early_stop,
+):
     """A rerun that stops right behind it has it still; one to the end has not, and says so."""
     x = torch.tensor([4.0, 16.0, 64.0], requires_grad=True)
     with pytest.raises(RuntimeError, match="modified by an inplace"):
@@ -374,7 +387,9 @@ def test_what_a_function_makes_of_the_stop_signal(error):
 
     x = torch.ones(3, requires_grad=True)
     y = checkpointed(fn)(x).sum()
-    with pytest.raises(KeyboardInterrupt) if error is KeyboardInterrupt else contextlib.nullcontext():
+    with (
+        pytest.raises(KeyboardInterrupt) if error is KeyboardInterrupt else contextlib.nullcontext()
+    ):
         y.backward()
 
 
@@ -420,7 +435,9 @@ def in_turns(tasks, order):
     return [outcomes[i] for i in range(len(tasks))]
 
 
-@pytest.mark.parametrize("kinds", [*itertools.product(["scope", "auto", "reported"], repeat=2), ("scope",) * 3])
+@pytest.mark.parametrize(
+    "kinds", [*itertools.product(["scope", "auto", "reported"], repeat=2), ("scope",) * 3]
+)
 def test_scopes_of_several_tasks(kinds):
     """Who leaves while a later one is inside is told so; nothing is left behind, and the others are right."""
     x = leaf(3)
@@ -483,7 +500,10 @@ def test_a_function_that_leaves_a_scope_open(fails):
 
     for door in (checkpointed, checkpointed(backend="replay")):
         with unchanged():
-            with pytest.raises(ValueError if fails else CheckpointError, match="on purpose" if fails else "still open"):
+            with pytest.raises(
+                ValueError if fails else CheckpointError,
+                match="on purpose" if fails else "still open",
+            ):
                 door(function)(torch.ones(3, requires_grad=True))
             waiting.pop().close()
 
@@ -504,4 +524,6 @@ def test_scopes_of_asyncio_tasks():
     with unchanged(rng=False):
         with pytest.raises(CheckpointError, match="await"):
             asyncio.run(steps())
-        assert [type(r) for r in asyncio.run(steps(return_exceptions=True))] == [CheckpointError] * 2 + [type(None)]
+        assert [type(r) for r in asyncio.run(steps(return_exceptions=True))] == [
+            CheckpointError
+        ] * 2 + [type(None)]

@@ -7,7 +7,10 @@ from torch import nn
 
 from checkpointing import auto, checkpoint_scope, checkpointed
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
+]
 
 
 def block(fn):
@@ -26,7 +29,12 @@ def cuts(fn):
     return run
 
 
-DOORS = {"rerun": checkpointed, "replay": checkpointed(backend="replay"), "scope": block, "auto": cuts}
+DOORS = {
+    "rerun": checkpointed,
+    "replay": checkpointed(backend="replay"),
+    "scope": block,
+    "auto": cuts,
+}
 
 
 @pytest.fixture(params=DOORS)

@@ -12,9 +12,13 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 from checkpointing import ChangedError, checkpoint_scope, checkpointed, disabled, keep
 
-TAPES = pytest.mark.parametrize("door", [checkpointed(backend="replay"), scope], ids=["replay", "scope"])
+TAPES = pytest.mark.parametrize(
+    "door", [checkpointed(backend="replay"), scope], ids=["replay", "scope"]
+)
 DOORS = pytest.mark.parametrize(
-    "door", [checkpointed(), checkpointed(backend="replay"), scope], ids=["rerun", "replay", "scope"]
+    "door",
+    [checkpointed(), checkpointed(backend="replay"), scope],
+    ids=["rerun", "replay", "scope"],
 )
 
 
@@ -92,7 +96,9 @@ def test_nested_values_are_all_kept(wrap):
     assert entered.stats.bytes_kept == 80
     y.sum().backward()
     assert entered.stats.ops_replayed == 4  # the exponentials and their sines
-    assert bits(x.grad) == bits(torch.autograd.grad((x.sin().exp().sin() * x.cos().exp().sin()).sum(), x)[0])
+    assert bits(x.grad) == bits(
+        torch.autograd.grad((x.sin().exp().sin() * x.cos().exp().sin()).sum(), x)[0]
+    )
 
 
 def test_bytes_kept_are_those_of_storages_counted_once():
@@ -110,7 +116,9 @@ def test_bytes_kept_are_those_of_storages_counted_once():
 
 
 @TAPES
-@pytest.mark.parametrize("modify", [lambda y: y.mul_(2).add_(1), lambda y: y[0].zero_()], ids=["whole", "part"])
+@pytest.mark.parametrize(
+    "modify", [lambda y: y.mul_(2).add_(1), lambda y: y[0].zero_()], ids=["whole", "part"]
+)
 def test_keep_then_in_place(door, modify):
     """A kept value that is then overwritten: those who read it before see the old one, the others the new one."""
     x = leaf(3, 3)
@@ -142,7 +150,9 @@ def test_keep_then_in_place_under_rerun():
     try:
         have = torch.autograd.grad(y.sum(), x)[0]
     except ChangedError as error:
-        assert "a value given to keep() (float32 tensor of shape (3,)) was changed in place" in str(error)
+        assert "a value given to keep() (float32 tensor of shape (3,)) was changed in place" in str(
+            error
+        )
     else:
         assert bits(have) == bits(want)
 
@@ -208,7 +218,9 @@ def test_keep_pins_a_routing_decision():
     assert bits(x.grad) == bits(want)
 
 
-@pytest.mark.parametrize("wrap", [lambda t: [t], lambda t: {"a": (t,)}, lambda t: Pair(t, None), lambda t: Named(t, 1)])
+@pytest.mark.parametrize(
+    "wrap", [lambda t: [t], lambda t: {"a": (t,)}, lambda t: Pair(t, None), lambda t: Named(t, 1)]
+)
 def test_pinned_structures_are_like_the_ones_given(wrap):
     """The rerun gets an equal structure, with the kept tensors."""
     runs = []
@@ -217,7 +229,13 @@ def test_pinned_structures_are_like_the_ones_given(wrap):
     def fn(x):
         runs.append(keep(wrap(torch.full((3,), float(len(runs))))))
         kept = runs[-1]
-        tensor = kept[0] if isinstance(kept, list | tuple) else kept["a"][0] if isinstance(kept, dict) else kept.a
+        tensor = (
+            kept[0]
+            if isinstance(kept, list | tuple)
+            else kept["a"][0]
+            if isinstance(kept, dict)
+            else kept.a
+        )
         return (x * (tensor + 1)).sin().exp()
 
     x = leaf(3)
@@ -338,7 +356,9 @@ def test_keep_under_hooks_that_change_the_layout(program):
     """NumPy arrays in C order, say."""
     x = torch.arange(24.0).view(4, 6).requires_grad_()
     (want,) = torch.autograd.grad(program(x, lambda t: t).sum(), x)
-    with saved_tensors_hooks(lambda t: t.detach().numpy().copy(order="C"), lambda a: torch.from_numpy(a.copy())):
+    with saved_tensors_hooks(
+        lambda t: t.detach().numpy().copy(order="C"), lambda a: torch.from_numpy(a.copy())
+    ):
         y = scope(program)(x, keep)
     assert bits(torch.autograd.grad(y.sum(), x)[0]) == bits(want)
 
@@ -353,4 +373,6 @@ def test_a_parameter_needs_no_pin():
         return (y * v).square()
 
     want = torch.autograd.grad(fn(x, lambda t: t).sum(), (x, w))
-    assert [*map(bits, torch.autograd.grad(checkpointed(fn)(x).sum(), (x, w)))] == [*map(bits, want)]
+    assert [*map(bits, torch.autograd.grad(checkpointed(fn)(x).sum(), (x, w)))] == [
+        *map(bits, want)
+    ]

@@ -17,8 +17,29 @@ PACKAGE = Path(checkpointing.__file__).parent
 
 # The layout table of the design, from the top down.
 LAYERS = [
-    *("__init__", "__main__", "torch_compat", "_modules", "_api", "_report", "_debug", "_reentrant", "_policy"),
-    *("_rerun", "_buffers", "_replay", "_plan", "_windows", "_record", "_compiled", "_gathered", "_program", "_ops"),
+    *(
+        "__init__",
+        "__main__",
+        "torch_compat",
+        "_modules",
+        "_api",
+        "_report",
+        "_debug",
+        "_reentrant",
+        "_policy",
+    ),
+    *(
+        "_rerun",
+        "_buffers",
+        "_replay",
+        "_plan",
+        "_windows",
+        "_record",
+        "_compiled",
+        "_gathered",
+        "_program",
+        "_ops",
+    ),
     *("_held", "_engine", "_check", "_ambient", "_offload", "_region", "_where"),
     *("_tree", "_torch", "errors"),
 ]
@@ -107,7 +128,10 @@ def test_the_package_reexports_and_does_nothing_else(name):
         reexport = isinstance(node, ast.ImportFrom) and all(a.asname == a.name for a in node.names)
         docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
         module = isinstance(node, ast.ImportFrom) and node.module is None
-        version = isinstance(node, ast.Assign) and dotted(node.targets[0]) in ("__version__", "__all__")
+        version = isinstance(node, ast.Assign) and dotted(node.targets[0]) in (
+            "__version__",
+            "__all__",
+        )
         assert reexport or docstring or version or module, ast.unparse(node)
 
 
@@ -144,9 +168,16 @@ def test_private_attributes_of_torchs_objects_are_in_one_file(name):
     if name == "_torch":
         return
     ours = {
-        *(n.name for t in TREES.values() for n in ast.walk(t) if isinstance(n, ast.FunctionDef | ast.ClassDef)),
+        *(
+            n.name
+            for t in TREES.values()
+            for n in ast.walk(t)
+            if isinstance(n, ast.FunctionDef | ast.ClassDef)
+        ),
         *(n.id for t in TREES.values() for n in ast.walk(t) if isinstance(n, ast.Name)),
-        *(n.value for t in TREES.values() for n in ast.walk(t) if isinstance(n, ast.Constant)),  # `__slots__`
+        *(
+            n.value for t in TREES.values() for n in ast.walk(t) if isinstance(n, ast.Constant)
+        ),  # `__slots__`
         *(
             a.asname or a.name
             for t in TREES.values()
@@ -158,7 +189,9 @@ def test_private_attributes_of_torchs_objects_are_in_one_file(name):
             n.attr
             for t in TREES.values()
             for n in ast.walk(t)
-            if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store) and dotted(n.value) == "self"
+            if isinstance(n, ast.Attribute)
+            and isinstance(n.ctx, ast.Store)
+            and dotted(n.value) == "self"
         ),
     }
     found = [
@@ -177,8 +210,13 @@ def test_private_attributes_of_torchs_objects_are_in_one_file(name):
 
 def run(code):
     """Output of a program in a process of its own."""
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(PACKAGE.parent), *(p for p in sys.path if p)])}
-    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=env)
+    env = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(PACKAGE.parent), *(p for p in sys.path if p)]),
+    }
+    process = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, env=env
+    )
     assert process.returncode == 0, process.stderr
     return process.stdout
 
@@ -211,10 +249,14 @@ print("torch_remat" in sys.modules or "numpy" in set(sys.modules) - before)
 def test_nothing_is_patched_and_nothing_global_is_reassigned(name):
     """No `global`, no `__del__`, no assignment to an attribute of torch or of another module."""
     tree = TREES[name]
-    modules = {asname or target or module.partition(".")[0] for _, module, target, asname in imports(tree)}
+    modules = {
+        asname or target or module.partition(".")[0] for _, module, target, asname in imports(tree)
+    }
     for node in ast.walk(tree):
         assert not isinstance(node, ast.Global), f"{name}.py:{node.lineno}"
-        assert not (isinstance(node, ast.FunctionDef) and node.name == "__del__"), f"{name}.py:{node.lineno}"
+        assert not (isinstance(node, ast.FunctionDef) and node.name == "__del__"), (
+            f"{name}.py:{node.lineno}"
+        )
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del):
             head = (dotted(node) or "").partition(".")[0]
             # `thread` is our own `threading.local`.
@@ -226,7 +268,9 @@ def test_no_state_builds_up_in_the_process():
 
     def step(seed):
         x = torch.rand(4, 4).requires_grad_()
-        inner = checkpointing.checkpointed(lambda x: torch.nn.functional.dropout(x.sin(), 0.5).exp(), name=f"n{seed}")
+        inner = checkpointing.checkpointed(
+            lambda x: torch.nn.functional.dropout(x.sin(), 0.5).exp(), name=f"n{seed}"
+        )
         for backend in ("rerun", "replay"):
             with checkpointing.checkpoint_scope(name=f"s{seed}"):
                 y = checkpointing.keep(checkpointing.checkpointed(inner, backend=backend)(x)).cos()
@@ -236,8 +280,17 @@ def test_no_state_builds_up_in_the_process():
 
     def left():
         gc.collect()
-        modules = [m for n, m in sys.modules.items() if n.startswith("checkpointing.") and "__main__" not in n]
-        tables = [len(v) for m in modules for n, v in vars(m).items() if type(v) in (dict, list, set) and n[:2] != "__"]
+        modules = [
+            m
+            for n, m in sys.modules.items()
+            if n.startswith("checkpointing.") and "__main__" not in n
+        ]
+        tables = [
+            len(v)
+            for m in modules
+            for n, v in vars(m).items()
+            if type(v) in (dict, list, set) and n[:2] != "__"
+        ]
         return tables, sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects())
 
     step(0)
@@ -250,7 +303,14 @@ def test_no_state_builds_up_in_the_process():
 def test_everything_public_is_documented():
     """A docstring for each file and each exported name, which says that it lives here."""
     public = [n for n in dir(checkpointing) if not n.startswith("_") and n not in FILES]
-    assert {"checkpointed", "checkpoint_scope", "keep", "disabled", "is_recomputing", "CheckpointError"} <= set(public)
+    assert {
+        "checkpointed",
+        "checkpoint_scope",
+        "keep",
+        "disabled",
+        "is_recomputing",
+        "CheckpointError",
+    } <= set(public)
     for name in public:
         assert getattr(checkpointing, name).__doc__, name
         assert getattr(checkpointing, name).__module__.partition(".")[0] == "checkpointing", name

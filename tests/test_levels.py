@@ -32,7 +32,9 @@ step.register_autograd(
     setup_context=lambda ctx, inputs, output: ctx.save_for_backward(output),
 )
 
-pytestmark = pytest.mark.usefixtures("frozen")  # memory is measured after collections, which are quick then
+pytestmark = pytest.mark.usefixtures(
+    "frozen"
+)  # memory is measured after collections, which are quick then
 
 
 def chain(n):
@@ -90,7 +92,11 @@ def windows(order):
     [
         (8, 1, [(4, 7), (4, 4), (0, 2), (0, 0)]),
         (8, 2, [(6, 7), (3, 4), (0, 1)]),
-        (64, 8, [(59, 62), (53, 57), (46, 51), (38, 44), (29, 36), (19, 27), (8, 17), (15, 15), (0, 6)]),
+        (
+            64,
+            8,
+            [(59, 62), (53, 57), (46, 51), (38, 44), (29, 36), (19, 27), (8, 17), (15, 15), (0, 6)],
+        ),
     ],
 )
 def test_which_steps_run_again_and_in_which_order(n, units, schedule):

@@ -12,7 +12,14 @@ from oracle import c as rerun
 from oracle import r as replay
 from oracle import s as scope
 
-from checkpointing import CheckpointError, checkpoint_scope, checkpointed, forward_only, is_recomputing, keep
+from checkpointing import (
+    CheckpointError,
+    checkpoint_scope,
+    checkpointed,
+    forward_only,
+    is_recomputing,
+    keep,
+)
 
 pytestmark = pytest.mark.usefixtures("no_gc")
 
@@ -178,7 +185,9 @@ def differentiable(y, inner):
 
 @WORD
 @EARLY_STOP
-@pytest.mark.parametrize("backward", [once, retained, partial, failing, differentiable], ids=lambda b: b.__name__)
+@pytest.mark.parametrize(
+    "backward", [once, retained, partial, failing, differentiable], ids=lambda b: b.__name__
+)
 def test_nothing_recomputed_is_alive_after_backward(word, early_stop, backward):
     """Although the graph may be."""
     inner = []
@@ -207,7 +216,9 @@ def test_a_recomputed_tensor_is_dead_once_its_node_has_run(word):
         node = y.grad_fn
         while node.next_functions and node.next_functions[0][0].next_functions:
             node = node.next_functions[0][0]
-            node.register_prehook(lambda grads: alive.append(watching.alive("sin", "exp", "tanh", "sigmoid")))
+            node.register_prehook(
+                lambda grads: alive.append(watching.alive("sin", "exp", "tanh", "sigmoid"))
+            )
         del node
         y.sum().backward(retain_graph=True)
     assert alive == [["exp", "tanh"], ["exp"], []]
@@ -341,7 +352,9 @@ def test_the_order_of_unpacking_is_relied_on(door, order):
         y = door(fn)(x)
         nodes = [out.grad_fn for out in outputs]
         reads = {n: getattr(nodes[n], "_saved_result", None) for n in order}
-        values = [(nodes[n]._saved_self if reads[n] is None else reads[n]).clone() for n in sorted(order)]
+        values = [
+            (nodes[n]._saved_self if reads[n] is None else reads[n]).clone() for n in sorted(order)
+        ]
         return *values, torch.autograd.grad(y.sum(), x)[0]
 
     same_bits(door, program)

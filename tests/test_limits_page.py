@@ -34,7 +34,9 @@ def test_rows_are_few_and_each_has_its_test():
     assert len(ROWS) <= 25
     for row in ROWS:
         file, name = re.search(r"<!-- (\S+)::(\w+) -->", row).groups()
-        assert re.search(rf"^(def )?{name}\b", (Path(__file__).parents[1] / file).read_text(), re.M), row
+        assert re.search(
+            rf"^(def )?{name}\b", (Path(__file__).parents[1] / file).read_text(), re.M
+        ), row
 
 
 def test_another_thread_sees_buffers_as_they_were():
@@ -118,7 +120,10 @@ def test_copies_that_are_not_deep():
     model = nn.Sequential(nn.Linear(4, 4))
     checkpoint_modules(model, "0")
     shallow = copy.copy(model[0])
-    shallow._parameters = {"weight": nn.Parameter(torch.zeros(4, 4)), "bias": nn.Parameter(torch.zeros(4))}
+    shallow._parameters = {
+        "weight": nn.Parameter(torch.zeros(4, 4)),
+        "bias": nn.Parameter(torch.zeros(4)),
+    }
     assert torch.equal(shallow(torch.ones(1, 4)), model(torch.ones(1, 4)))
 
 

@@ -12,7 +12,9 @@ import torch
 from checkpointing import __main__ as job
 from checkpointing import checkpointed
 
-pytestmark = pytest.mark.usefixtures("frozen")  # memory is measured after collections, which are quick then
+pytestmark = pytest.mark.usefixtures(
+    "frozen"
+)  # memory is measured after collections, which are quick then
 
 SMALL = ["--steps", "2", "--layers", "3", "--width", "32", "--context", "64", "--batch", "4"]
 
@@ -26,7 +28,16 @@ def run(capsys, *arguments):
     out, err = capsys.readouterr()
     heading, *lines = out.splitlines()
     assert [title.strip() for title in heading.split("  ") if title.strip()] == [
-        *("way", "held for backward", "peak in a step", "recomputed", "ms/step", "ratio", "loss", "against plain")
+        *(
+            "way",
+            "held for backward",
+            "peak in a step",
+            "recomputed",
+            "ms/step",
+            "ratio",
+            "loss",
+            "against plain",
+        )
     ]
     rows = {}
     for line in lines:
@@ -143,7 +154,15 @@ def test_the_picture_is_the_same_each_time_and_names_each_line(tmp_path, monkeyp
         picture.draw(str(file), SMALL)
     text = files[0].read_text(encoding="utf-8")
     assert text == files[1].read_text(encoding="utf-8")
-    for word in ["plain", picture.TORCH, picture.AUTO, "forward", "backward", "torch's selective", "recomputed FLOPs"]:
+    for word in [
+        "plain",
+        picture.TORCH,
+        picture.AUTO,
+        "forward",
+        "backward",
+        "torch's selective",
+        "recomputed FLOPs",
+    ]:
         assert f">{word}" in text, word
     assert len(text) < 100_000
 

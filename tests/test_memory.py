@@ -12,7 +12,9 @@ from torch.utils.checkpoint import checkpoint
 from checkpointing import __main__ as job
 from checkpointing import auto, checkpoint_scope, keep
 
-pytestmark = pytest.mark.usefixtures("frozen")  # memory is measured after collections, which are quick then
+pytestmark = pytest.mark.usefixtures(
+    "frozen"
+)  # memory is measured after collections, which are quick then
 
 DEPTH, WIDTH, ROWS = 12, 32, 64
 ACTIVATION = ROWS * WIDTH * 4  # bytes
@@ -103,7 +105,9 @@ def test_one_scope_with_keep_needs_little_more(baseline):
     assert bytes_of(one_scope)[1] <= 1.05 * baseline[1]
 
 
-@pytest.mark.parametrize("run", [per_block("c"), per_block("s"), one_scope], ids=lambda run: run.__name__)
+@pytest.mark.parametrize(
+    "run", [per_block("c"), per_block("s"), one_scope], ids=lambda run: run.__name__
+)
 def test_each_further_block_costs_one_activation(run):
     """What is held grows by a block's input (and, where a mask must be drawn again, a generator's state)."""
     stash = torch.get_rng_state().nbytes

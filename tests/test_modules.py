@@ -63,7 +63,12 @@ OPTIONS = {
     "rerun": {},
     "replay": {"backend": "replay"},
     "policy": {"policy": keeps_products},
-    "everything": {"preserve_rng_state": "all", "early_stop": False, "determinism_check": "values", "debug": True},
+    "everything": {
+        "preserve_rng_state": "all",
+        "early_stop": False,
+        "determinism_check": "values",
+        "debug": True,
+    },
 }
 each_option = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 
@@ -74,12 +79,21 @@ def step(model, run=None):
     model.zero_grad()
     loss = (model if run is None else run)(X).square().sum()
     again = count(loss.backward).get("relu", 0)
-    return bits([loss, [p.grad for p in model.parameters()], dict(model.named_buffers()), torch.get_rng_state()]), again
+    return bits(
+        [
+            loss,
+            [p.grad for p in model.parameters()],
+            dict(model.named_buffers()),
+            torch.get_rng_state(),
+        ]
+    ), again
 
 
 def state(model):
     """What a model is made of."""
-    return [(name, type(m), set(vars(m)), len(m._forward_hooks)) for name, m in model.named_modules()]
+    return [
+        (name, type(m), set(vars(m)), len(m._forward_hooks)) for name, m in model.named_modules()
+    ]
 
 
 def plain(model):
@@ -109,16 +123,29 @@ def test_legacy_backend():
 
 SELECTIONS = {
     "class": (Block, ["layers.0", "layers.1", "layers.2"]),
-    "classes": ((nn.Dropout, nn.BatchNorm1d), [f"layers.{i}.{name}" for i in range(3) for name in ("norm", "dropout")]),
+    "classes": (
+        (nn.Dropout, nn.BatchNorm1d),
+        [f"layers.{i}.{name}" for i in range(3) for name in ("norm", "dropout")],
+    ),
     "one name": ("layers.1", ["layers.1"]),
     "one part of a name": ("layers.*", ["layers.0", "layers.1", "layers.2"]),
     "a star alone, and what is never called": ("*", ["stem"]),
     "a piece of a part": ("layers.*.d*", [f"layers.{i}.dropout" for i in range(3)]),
     "several": (
         ["stem", "layers.[12]", nn.Dropout],
-        ["stem", "layers.0.dropout", "layers.1", "layers.1.dropout", "layers.2", "layers.2.dropout"],
+        [
+            "stem",
+            "layers.0.dropout",
+            "layers.1",
+            "layers.1.dropout",
+            "layers.2",
+            "layers.2.dropout",
+        ],
     ),
-    "function": (lambda name, module: name.endswith("2") and isinstance(module, Block), ["layers.2"]),
+    "function": (
+        lambda name, module: name.endswith("2") and isinstance(module, Block),
+        ["layers.2"],
+    ),
     "the model itself": (Model, [""]),
     "everything": (nn.Module, None),
 }
@@ -130,7 +157,9 @@ def test_select(select):
     model = Model()
     select, names = SELECTIONS[select]
     if names is None:
-        names = [name for name, module in model.named_modules() if not isinstance(module, nn.ModuleList)]
+        names = [
+            name for name, module in model.named_modules() if not isinstance(module, nn.ModuleList)
+        ]
     before, want = state(model), plain(model)
     handle = checkpoint_modules(model, select)
     assert list(handle.names) == names
@@ -154,7 +183,9 @@ def test_shared_modules_once():
 
 WITH_FORWARDS = {
     **COPIES,
-    "pickled by the forward of a block": lambda model: pickle.loads(pickle.dumps((model.layers[0].forward, model)))[1],
+    "pickled by the forward of a block": lambda model: pickle.loads(
+        pickle.dumps((model.layers[0].forward, model))
+    )[1],
     "with its handle": lambda model: copy.deepcopy((model.layers[1].forward, model))[1],
 }
 
@@ -191,10 +222,18 @@ def test_a_model_with_its_handle_can_be_copied():
 def test_the_model_looks_as_before():
     """Names, keys, classes, signatures; a model pickled without regions and one with them load each other's state."""
     model = Model()
-    keys, classes, before = list(model.state_dict()), [type(m) for m in model.modules()], repr(model)
+    keys, classes, before = (
+        list(model.state_dict()),
+        [type(m) for m in model.modules()],
+        repr(model),
+    )
     signature = inspect.signature(model.layers[0].forward)
     checkpoint_modules(model, Block)
-    assert list(model.state_dict()) == keys and [type(m) for m in model.modules()] == classes and repr(model) == before
+    assert (
+        list(model.state_dict()) == keys
+        and [type(m) for m in model.modules()] == classes
+        and repr(model) == before
+    )
     assert inspect.signature(model.layers[0].forward) == signature
     Model().load_state_dict(model.state_dict())
 
@@ -229,7 +268,10 @@ def test_handles_are_removed_in_any_order_and_more_than_once():
         raise KeyError
     assert state(model) == before
     assert count(loss.backward)["relu"] == 3
-    with pytest.raises(CheckpointError, match=r"CheckpointedModules\('layers.0', .* once more"), handles[0]:
+    with (
+        pytest.raises(CheckpointError, match=r"CheckpointedModules\('layers.0', .* once more"),
+        handles[0],
+    ):
         pass
 
 
@@ -308,24 +350,78 @@ A_STAR = r"\(a `\*` stands for one part of a name\): did you mean "
 THERE = r"There are 4 Linear, 3 Block, 3 BatchNorm1d, 3 Dropout, 1 Model, 1 ModuleList \(never called\)\.$"
 IN_REGION = r"layers\.1 \(Block\) runs in a region already\. .*remove\(\)"
 ERRORS = {
-    "a class that is not there": (Model, nn.Conv2d, f"ValueError: checkpoint_modules: Conv2d picks no .* {THERE}"),
-    "a function that picks none": (Model, lambda *_: False, rf"ValueError: .* picks no module of this Model\. {THERE}"),
-    "a name with a slip": (Model, "layer.*", rf"ValueError: .*'layer\.\*' picks .* {A_STAR}'layers\.\*'"),
-    "the list of layers": (Model, "layers", rf"ValueError: .* {A_STAR}'layers\.\*'.*1 ModuleList \(never called\)"),
-    "no prefix": (lambda: nn.Sequential(Model()), "layers.*", rf"ValueError: .*{A_STAR}'\*\.layers\.\*'\?"),
-    "several that pick none": (Model, ["a", nn.Conv2d], "ValueError: .* picks no module of this Model"),
+    "a class that is not there": (
+        Model,
+        nn.Conv2d,
+        f"ValueError: checkpoint_modules: Conv2d picks no .* {THERE}",
+    ),
+    "a function that picks none": (
+        Model,
+        lambda *_: False,
+        rf"ValueError: .* picks no module of this Model\. {THERE}",
+    ),
+    "a name with a slip": (
+        Model,
+        "layer.*",
+        rf"ValueError: .*'layer\.\*' picks .* {A_STAR}'layers\.\*'",
+    ),
+    "the list of layers": (
+        Model,
+        "layers",
+        rf"ValueError: .* {A_STAR}'layers\.\*'.*1 ModuleList \(never called\)",
+    ),
+    "no prefix": (
+        lambda: nn.Sequential(Model()),
+        "layers.*",
+        rf"ValueError: .*{A_STAR}'\*\.layers\.\*'\?",
+    ),
+    "several that pick none": (
+        Model,
+        ["a", nn.Conv2d],
+        "ValueError: .* picks no module of this Model",
+    ),
     "no module": (lambda: Model, Block, "TypeError: .* takes a module, not <class"),
-    "a module as select": (Model, nn.ReLU(), "TypeError: .* select is a class, a pattern .* not ReLU"),
+    "a module as select": (
+        Model,
+        nn.ReLU(),
+        "TypeError: .* select is a class, a pattern .* not ReLU",
+    ),
     "a number": (Model, 3, "TypeError: .* select is a class, a pattern .* not int"),
     "a handle before": (with_handle, Block, f"ValueError: .*{IN_REGION}"),
     "a forward decorated before": (with_decorated_forward, Block, f"ValueError: .*{IN_REGION}"),
     "a hook over a region": (with_hook_over_a_region, Block, f"ValueError: .*{IN_REGION}"),
-    "a decorated class": (lambda: Model(Decorated), Block, r"ValueError: .*layers\.0 \(Decorated\) runs in a region"),
-    "a generator": (lambda: nn.Sequential(Block(), Generating()), "*", "TypeError: .* can't wrap the generator"),
-    "a scripted module": (lambda: torch.jit.script(nn.Sequential(nn.ReLU())), "*", "TypeError: .* no method `forward`"),
-    "a static forward": (lambda: nn.Sequential(Static()), "*", "TypeError: .* no method `forward` in Python"),
-    "an unknown option": (Model, Block, "TypeError: .* no option 'polcy', only backend, enabled,", {"polcy": 1}),
-    "a contradiction": (Model, Block, "ValueError: .* needs the tape", {"backend": "rerun", "policy": auto()}),
+    "a decorated class": (
+        lambda: Model(Decorated),
+        Block,
+        r"ValueError: .*layers\.0 \(Decorated\) runs in a region",
+    ),
+    "a generator": (
+        lambda: nn.Sequential(Block(), Generating()),
+        "*",
+        "TypeError: .* can't wrap the generator",
+    ),
+    "a scripted module": (
+        lambda: torch.jit.script(nn.Sequential(nn.ReLU())),
+        "*",
+        "TypeError: .* no method `forward`",
+    ),
+    "a static forward": (
+        lambda: nn.Sequential(Static()),
+        "*",
+        "TypeError: .* no method `forward` in Python",
+    ),
+    "an unknown option": (
+        Model,
+        Block,
+        "TypeError: .* no option 'polcy', only backend, enabled,",
+        {"polcy": 1},
+    ),
+    "a contradiction": (
+        Model,
+        Block,
+        "ValueError: .* needs the tape",
+        {"backend": "rerun", "policy": auto()},
+    ),
     "an error in the function": (Model, lambda name, _: {"": False}[name], "KeyError: 'stem'"),
 }
 
@@ -343,7 +439,9 @@ def test_errors_leave_the_model_as_it_was(case):
     assert before is None or state(model) == before
 
 
-@pytest.mark.parametrize(("name", "shown"), [(None, r"region 'layers\.1'"), ("mine", "region 'mine'")])
+@pytest.mark.parametrize(
+    ("name", "shown"), [(None, r"region 'layers\.1'"), ("mine", "region 'mine'")]
+)
 def test_errors_of_a_region_name_the_module(name, shown):
     """Or bear the name that was given."""
     model = Model()
@@ -435,7 +533,9 @@ def test_fully_sharded(group, when, options):
     assert [bits(p.grad.to_local()) for p in model.parameters()] == want[2][1:]
     assert all(isinstance(m, Block) for m in model.layers)
     handle.remove()
-    assert [(name, "forward" in vars(m)) for name, m in model.named_modules()] == [(name, False) for name, *_ in before]
+    assert [(name, "forward" in vars(m)) for name, m in model.named_modules()] == [
+        (name, False) for name, *_ in before
+    ]
 
 
 @pytest.mark.parametrize("wrap_first", [True, False])
@@ -531,7 +631,9 @@ def test_remove_leaves_what_others_have_put_around():
 
 def blocks():
     """Two blocks with whole numbers for weights, and an input."""
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4)) for _ in range(2)))
+    model = nn.Sequential(
+        *(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4)) for _ in range(2))
+    )
     with torch.no_grad():
         for i, p in enumerate(model.parameters()):
             p.copy_(((torch.arange(float(p.numel())) + i) % 3 - 1).view_as(p))
@@ -570,7 +672,9 @@ def test_sharded_first_and_regions_second(group, how, frozen, backend):
                 fn = {"module": layer, "lambda": lambda y: layer(y), "method": layer.__call__}[how]  # noqa: B023
                 y = checkpointed(fn, backend=backend)(y)
         y.sum().backward()
-        return [g if g is None else bits(g.to_local()) for g in (p.grad for p in model.parameters())], bits(x.grad)
+        return [
+            g if g is None else bits(g.to_local()) for g in (p.grad for p in model.parameters())
+        ], bits(x.grad)
 
     assert run(True) == run(False)
 
@@ -646,5 +750,7 @@ def test_copies_run_their_own_parameters(wrapped, how):
     assert all(p.grad is None for p in model.parameters())
     assert (model.block.calls, twin.block.calls) == (0, 1)
     assert "relu" in count(model(leaf(4, 4)).sum().backward)
-    if not (wrapped.startswith("forward") and how in ("torch.save", "pickle")):  # pickled by name: the class's again
+    if not (
+        wrapped.startswith("forward") and how in ("torch.save", "pickle")
+    ):  # pickled by name: the class's again
         assert "relu" in count(twin(leaf(4, 4)).sum().backward)

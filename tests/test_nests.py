@@ -164,7 +164,9 @@ class Line:
     text: str
     reads: tuple[str, ...] = ()
     binds: tuple[str, ...] = ()
-    on: tuple[str | None, ...] = ()  # for each name that it binds: whose memory that may lie on; None: its own
+    on: tuple[
+        str | None, ...
+    ] = ()  # for each name that it binds: whose memory that may lie on; None: its own
     writes: str | None = None
     holds: bool = False  # regions keep what it reads
     calls: Called | None = None  # a function that has been called before
@@ -216,7 +218,10 @@ class Program:
 
     def lines(self) -> list[tuple[str, Any]]:
         """Each line of the source, with the node that it stands for."""
-        lines: list[tuple[str, Any]] = [(f"N = {self.size}", None), ("def program(a, b, c, w):", None)]
+        lines: list[tuple[str, Any]] = [
+            (f"N = {self.size}", None),
+            ("def program(a, b, c, w):", None),
+        ]
         printed(self.body, 1, lines)
         return lines
 
@@ -257,7 +262,9 @@ def printed(body: list[Any], depth: int, lines: list[tuple[str, Any]]) -> None:
             printed(node.body, depth + 1, lines)
             lines.append((f"{indent}    return {', '.join(inside)},", node))
             lines.append((f"{indent}{node.name} = {node.door}({node.name}{options})", node))
-            lines.append((f"{indent}{', '.join(outside)}, = {node.name}({', '.join(node.arguments)})", node))
+            lines.append(
+                (f"{indent}{', '.join(outside)}, = {node.name}({', '.join(node.arguments)})", node)
+            )
 
 
 class Writer:
@@ -384,12 +391,18 @@ class Writer:
 
     def simple(self) -> Line:
         kinds: list[Callable[[], Line]] = [self.value] * 8 + [self.view] * 3 + [self.drawn]
-        kinds += [self.keep] * (3 * bool(KEEP)) + [self.once] * (2 * bool(FORWARD_ONLY)) + [self.pair] * bool(PAIRS)
+        kinds += (
+            [self.keep] * (3 * bool(KEEP))
+            + [self.once] * (2 * bool(FORWARD_ONLY))
+            + [self.pair] * bool(PAIRS)
+        )
         kinds += [self.backward] * (self.backward_inside and bool(BACKWARD))
         kinds += [self.write] * (4 * self.writes)
         return self.random.choice(kinds)()
 
-    def line(self, template: str, is_view: bool = False, binds: int = 1, holds: bool = False) -> Line:
+    def line(
+        self, template: str, is_view: bool = False, binds: int = 1, holds: bool = False
+    ) -> Line:
         x, y = self.pick(), self.pick()
         names = tuple(self.new() for _ in range(binds))
         on = tuple((x, y)[i] if is_view else None for i in range(binds))
@@ -425,7 +438,10 @@ class Writer:
     def write(self, target: str | None = None) -> Line:
         if self.in_torchs:  # torch does not notice it
             return self.value()
-        t, y = self.random.choice(self.local or self.names) if self.chance(0.7) else self.pick(), self.pick()
+        t, y = (
+            self.random.choice(self.local or self.names) if self.chance(0.7) else self.pick(),
+            self.pick(),
+        )
         t = target or t
         template = self.random.choice(WRITE)
         return Line(template.format(t=t, y=y), (t, y) if "{y}" in template else (t,), writes=t)
@@ -442,7 +458,9 @@ class Writer:
         elif how == "twice":
             lines += [Line(f"weigh({whole}).backward(retain_graph=True)")] * 2
         elif how == "second":
-            lines += [Line(f"g = grad({whole}, [{inputs}], create_graph=True)", binds=("g",), on=(None,))]
+            lines += [
+                Line(f"g = grad({whole}, [{inputs}], create_graph=True)", binds=("g",), on=(None,))
+            ]
             lines += [Line("see(g)"), Line(f"see(grad(g, [{inputs}]))")]
         elif how == "each":
             lines += [Line(f"see(grad([{one}], [{inputs}]))") for one in reversed(outputs)]
@@ -520,7 +538,12 @@ def identical() -> Any:
 
 def grad(outputs: list[Tensor], inputs: list[Tensor], create_graph: bool = False) -> list[Tensor]:
     found = torch.autograd.grad(
-        weigh(outputs), inputs, create_graph=create_graph, retain_graph=True, allow_unused=True, materialize_grads=True
+        weigh(outputs),
+        inputs,
+        create_graph=create_graph,
+        retain_graph=True,
+        allow_unused=True,
+        materialize_grads=True,
     )
     return list(found)
 
@@ -629,7 +652,9 @@ def copies(value: Any) -> Any:
     if value is None:
         return None
     whole = value.detach().untyped_storage().clone()
-    copy = torch.empty(0, dtype=value.dtype).set_(whole, value.storage_offset(), value.size(), value.stride())
+    copy = torch.empty(0, dtype=value.dtype).set_(
+        whole, value.storage_offset(), value.size(), value.stride()
+    )
     return copy.requires_grad_(value.requires_grad)
 
 
@@ -699,10 +724,14 @@ def repair(program: Program) -> Any:
             return run(program.source(), PLAIN)
         except Exception as error:
             lines = program.lines()
-            frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == "<program>"]
+            frames = [
+                f for f in traceback.extract_tb(error.__traceback__) if f.filename == "<program>"
+            ]
             node = lines[frames[-1].lineno - 1][1] if frames else None
             if "modified by an inplace" in str(error) or "is a view and" in str(error):
-                node = next((n for _, n in reversed(lines) if isinstance(n, Line) and n.writes), node)
+                node = next(
+                    (n for _, n in reversed(lines) if isinstance(n, Line) and n.writes), node
+                )
             if node is None:
                 return None
             for body, each in program.nodes():
@@ -753,7 +782,11 @@ def compared(source: str, want: list[Any], hooked: list[Any]) -> Verdict:
         return Verdict("right")
     if is_close(want, have):
         # hooks that copy may give kernels another layout, which then add in another order
-        return Verdict("other bits, close") if bits(want) == bits(hooked) else Verdict("skipped", "hooks change bits")
+        return (
+            Verdict("other bits, close")
+            if bits(want) == bits(hooked)
+            else Verdict("skipped", "hooks change bits")
+        )
     return Verdict("other numbers", first_difference(want, have))
 
 
@@ -771,7 +804,10 @@ def torch_fails(source: str, *want: Any) -> bool:
 
 def is_close(want: Any, have: Any) -> bool:
     pairs = list(zip(tensors(want), tensors(have), strict=False))
-    return all(t.shape == o.shape and torch.allclose(t, o, rtol=1e-9, atol=1e-9, equal_nan=True) for t, o in pairs)
+    return all(
+        t.shape == o.shape and torch.allclose(t, o, rtol=1e-9, atol=1e-9, equal_nan=True)
+        for t, o in pairs
+    )
 
 
 def first_difference(want: list[Any], have: list[Any]) -> str:
@@ -779,8 +815,14 @@ def first_difference(want: list[Any], have: list[Any]) -> str:
         for t, o in zip(tensors(w), tensors(h), strict=False):
             if bits(t) != bits(o):
                 if t.shape != o.shape or t.stride() != o.stride():
-                    return f"in see no. {place}: {t.shape} {t.stride()} became {o.shape} {o.stride()}"
-                what = "the random stream" if t.dtype is torch.uint8 else f"by {(t - o).abs().max():.2g}"
+                    return (
+                        f"in see no. {place}: {t.shape} {t.stride()} became {o.shape} {o.stride()}"
+                    )
+                what = (
+                    "the random stream"
+                    if t.dtype is torch.uint8
+                    else f"by {(t - o).abs().max():.2g}"
+                )
                 return f"in see no. {place}: {what}"
     return f"something that is no tensor: {str(bits(want))[:80]}"
 
@@ -814,7 +856,9 @@ def one(seed: int) -> tuple[Program, Verdict]:
     return program, judge(program.source(), may_refuse(program))
 
 
-LIMITS = {33: "torch's own checkpoint, with a scope in it, in a region, that takes a parameter as an argument"}
+LIMITS = {
+    33: "torch's own checkpoint, with a scope in it, in a region, that takes a parameter as an argument"
+}
 DEEP = int(os.environ.get("CHECKPOINTING_NESTS", "0"))
 START = random.randrange(1 << 40) if DEEP else 0
 SEEDS = [seed for seed in range(START, START + (DEEP or 200)) if seed not in LIMITS]
@@ -833,7 +877,9 @@ def test_nests() -> None:
 
 def test_the_generator_finds_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     """A `keep` that hands over something else is noticed."""
-    monkeypatch.setitem(OPEN, "keep", lambda x: [t * 1.5 for t in x] if isinstance(x, tuple) else x * 1.5)
+    monkeypatch.setitem(
+        OPEN, "keep", lambda x: [t * 1.5 for t in x] if isinstance(x, tuple) else x * 1.5
+    )
     with doubles(), watched():
         found = [program.source() for program, verdict in map(one, range(40)) if verdict.is_finding]
     assert len(found) > 3

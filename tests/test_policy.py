@@ -10,7 +10,15 @@ from oracle import bits, count, leaf
 from oracle import r as replay
 from torch.utils.checkpoint import CheckpointPolicy
 
-from checkpointing import CheckpointError, auto, checkpoint_scope, checkpointed, save_ops, save_tagged, tag
+from checkpointing import (
+    CheckpointError,
+    auto,
+    checkpoint_scope,
+    checkpointed,
+    save_ops,
+    save_tagged,
+    tag,
+)
 
 aten = torch.ops.aten
 MM, SIN, EXP, TANH = aten.mm.default, aten.sin.default, aten.exp.default, aten.tanh.default
@@ -46,7 +54,13 @@ def ran_again(fn, *args):
     x = leaf(3, 3)
     ran = Counter(count(fn(x).sum().backward))
     ran.subtract(count(program(leaf(3, 3)).sum().backward))
-    return Counter({name: n for name, n in ran.items() if n and name in ("sin", "mm", "exp", "atan", "tanh", "cos")})
+    return Counter(
+        {
+            name: n
+            for name, n in ran.items()
+            if n and name in ("sin", "mm", "exp", "atan", "tanh", "cos")
+        }
+    )
 
 
 DOORS = pytest.mark.parametrize("door", [scope, checkpointed], ids=["scope", "fn"])
@@ -103,7 +117,11 @@ def test_different_policies_differ():
         (lambda: save_ops(MM) | 3, TypeError, "not 3"),
         (lambda: checkpoint_scope(policy=3), TypeError, "not 3"),
         (lambda: checkpoint_scope(policy="mm"), TypeError, "not 'mm'"),
-        (lambda: checkpoint_scope(policy=auto), TypeError, r"such as `auto\(\)`, .* not <function auto"),
+        (
+            lambda: checkpoint_scope(policy=auto),
+            TypeError,
+            r"such as `auto\(\)`, .* not <function auto",
+        ),
         (lambda: checkpoint_scope(policy=[torch.mm]), ValueError, "OpOverloads such as"),
         (lambda: tag(torch.ones(2), 3), TypeError, "a tag is a string"),
         (lambda: checkpointed(len, backend="rerun", policy=save_ops(MM)), ValueError, "tape"),
@@ -162,8 +180,14 @@ def test_all_six_answers_act(answer):
 @pytest.mark.parametrize(
     ("policy", "error"),
     [
-        (lambda ctx, op, *args, **kwargs: None, r"answers with a CheckpointPolicy or a bool.*aten\.mm"),
-        (lambda ctx, op, *args, **kwargs: "save", r"answers with a CheckpointPolicy or a bool.*aten\.mm"),
+        (
+            lambda ctx, op, *args, **kwargs: None,
+            r"answers with a CheckpointPolicy or a bool.*aten\.mm",
+        ),
+        (
+            lambda ctx, op, *args, **kwargs: "save",
+            r"answers with a CheckpointPolicy or a bool.*aten\.mm",
+        ),
         (lambda op: True, r"policy, asked for aten\.mm.* takes 1 positional argument"),
     ],
 )
@@ -199,7 +223,9 @@ def test_in_place_on_what_is_kept():
 
     assert gradient(scope(program, policy=[MM])) == gradient(program)
     assert gradient(scope(program, policy=[aten.elu_.default])) == gradient(program)
-    assert "elu_" not in count(scope(program, policy=[aten.elu_.default])(leaf(3, 3)).sum().backward)
+    assert "elu_" not in count(
+        scope(program, policy=[aten.elu_.default])(leaf(3, 3)).sum().backward
+    )
 
 
 # ---- tags
@@ -279,17 +305,25 @@ def test_the_inner_policy_wins_inside(outer, inner, again, wrap):
     although the outer one would keep it. Where there is no inner one, the outer one holds."""
     options = {} if inner is None else {"policy": inner}
     wrap = wrap if inner is not None else scope
-    nested = scope(lambda x: wrap(lambda x: (x.sin() @ x).exp().atan(), **options)(x).tanh().cos(), policy=outer)
+    nested = scope(
+        lambda x: wrap(lambda x: (x.sin() @ x).exp().atan(), **options)(x).tanh().cos(),
+        policy=outer,
+    )
     assert gradient(nested) == gradient(program)
     assert " ".join(sorted(ran_again(nested))).replace("atan ", "") == again
 
 
 def test_a_region_that_is_called_again_makes_everything_again():
     """A policy needs a tape; regions inside of the function have one, and find their policy in the rerun, too."""
-    fn = scope(lambda x: checkpointed(lambda x: (x.sin() @ x).exp().atan())(x).tanh().cos(), policy=[EXP])
+    fn = scope(
+        lambda x: checkpointed(lambda x: (x.sin() @ x).exp().atan())(x).tanh().cos(), policy=[EXP]
+    )
     assert gradient(fn) == gradient(program)
     assert ran_again(fn)["exp"] == 1
-    fn = scope(lambda x: checkpointed(scope(lambda x: (x.sin() @ x).exp().atan()))(x).tanh().cos(), policy=[EXP])
+    fn = scope(
+        lambda x: checkpointed(scope(lambda x: (x.sin() @ x).exp().atan()))(x).tanh().cos(),
+        policy=[EXP],
+    )
     assert gradient(fn) == gradient(program)
     assert ran_again(fn)["exp"] == 2  # once in the rerun, once for what the outer block saves
 
@@ -349,7 +383,9 @@ def test_a_disabled_scope_elsewhere_is_a_plain_block():
     """Also where other hooks stand between it and the region around."""
     x = leaf(3, 3)
     packed = []
-    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or t.detach(), lambda t: t)
+    hooks = torch.autograd.graph.saved_tensors_hooks(
+        lambda t: packed.append(t) or t.detach(), lambda t: t
+    )
     with checkpoint_scope() as entered, hooks, checkpoint_scope(enabled=False):
         y = x.exp().sin()
     assert len(packed) == 2

@@ -55,7 +55,9 @@ def dropouts(x):
     """Alpha and feature dropout, Gumbel softmax, RReLU, attention."""
     y = F.alpha_dropout(x, 0.3, training=True).sin()
     y = F.dropout1d(y.view(1, 5, 10), 0.4).view(-1).exp()
-    y = F.rrelu_(F.rrelu(F.gumbel_softmax(y.sin(), tau=0.7).exp() - 1.1, training=True) * 2, training=True)
+    y = F.rrelu_(
+        F.rrelu(F.gumbel_softmax(y.sin(), tau=0.7).exp() - 1.1, training=True) * 2, training=True
+    )
     q = y.view(1, 1, 10, 5)
     return F.scaled_dot_product_attention(q, q, q, dropout_p=0.5).exp().sin()
 
@@ -102,7 +104,9 @@ PROGRAMS = {
     "closure": lambda door, x: door(lambda y: dropout(x) * y)(torch.ones(50)),
     "keyword": lambda door, x: door(lambda *, x: dropout(x))(x=x),
     "container": lambda door, x: door(lambda s: dropout(s["a"][0]))({"a": [x]}),
-    "module argument": lambda door, x: door(lambda m, x: m(x.sin()).exp().sin())(nn.Dropout(0.5), x),
+    "module argument": lambda door, x: door(lambda m, x: m(x.sin()).exp().sin())(
+        nn.Dropout(0.5), x
+    ),
     "module": lambda door, x: door(LAYERS)(x),
     "between": between,
     **{
@@ -123,7 +127,10 @@ def test_random_programs_are_plain(program, door):
         seen = [y, torch.get_rng_state()]
         for retain in (True, False):
             torch.rand(3)  # what happens in between must not matter
-            seen += [*torch.autograd.grad(y.sum(), leaf, retain_graph=retain), torch.get_rng_state()]
+            seen += [
+                *torch.autograd.grad(y.sum(), leaf, retain_graph=retain),
+                torch.get_rng_state(),
+            ]
         return seen
 
     assert observe(lambda: step(door)) == observe(lambda: step(lambda fn: fn))
@@ -146,13 +153,22 @@ def test_generators(door, how):
     def fn(x, generator):
         y = x.sin() * torch.rand(50, generator=generator)
         noise = torch.empty(50).normal_(generator=generator)
-        return torch.bernoulli(y.exp().sigmoid(), generator=generator) * (y + noise).sin().exp() * torch.rand(50)
+        return (
+            torch.bernoulli(y.exp().sigmoid(), generator=generator)
+            * (y + noise).sin().exp()
+            * torch.rand(50)
+        )
 
     def step(door):
         leaf = torch.linspace(-1, 1, 50).requires_grad_()
         generator = torch.Generator().manual_seed(11)
         y = PASSED[how](door, fn, generator, leaf)
-        return [y, generator.get_state(), *torch.autograd.grad(y.sum(), leaf), generator.get_state()]
+        return [
+            y,
+            generator.get_state(),
+            *torch.autograd.grad(y.sum(), leaf),
+            generator.get_state(),
+        ]
 
     assert observe(lambda: step(door)) == observe(lambda: step(lambda fn: fn))
 

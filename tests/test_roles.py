@@ -36,7 +36,11 @@ def in_torch_compat(function):
     return lambda *args: checkpoint(function, *args, use_reentrant=False)
 
 
-RERUNS = {"rerun": checkpointed, "all of it": checkpointed(early_stop=False), "compat": in_torch_compat}
+RERUNS = {
+    "rerun": checkpointed,
+    "all of it": checkpointed(early_stop=False),
+    "compat": in_torch_compat,
+}
 REGIONS = {
     **RERUNS,
     "replay": checkpointed(backend="replay"),
@@ -61,7 +65,9 @@ def gradients(function, make, hooks=contextlib.nullcontext):
         loss = function(*leaves).sin().sum()
     first = torch.autograd.grad(loss, leaves, retain_graph=True, allow_unused=True)
     second = torch.autograd.grad(loss, leaves, create_graph=True, allow_unused=True)
-    weighed = sum((g.square().sum() for g in second if g is not None and g.requires_grad), start=loss * 0)
+    weighed = sum(
+        (g.square().sum() for g in second if g is not None and g.requires_grad), start=loss * 0
+    )
     third = torch.autograd.grad(weighed, leaves, allow_unused=True)
     return [bits(t) for t in (loss, *first, *second, *third) if t is not None]
 
@@ -148,7 +154,9 @@ def views_from_forward_only(region):
     def function(x, w):
         h = (x * w).tanh()
         piece, same, rest = in_pieces({"a": h})
-        return region(lambda a, b: (a * b).exp() @ (piece.t() * 2)[:, :1].repeat(2, 1) + rest["b"].sum())(h, same)
+        return region(
+            lambda a, b: (a * b).exp() @ (piece.t() * 2)[:, :1].repeat(2, 1) + rest["b"].sum()
+        )(h, same)
 
     return function
 
@@ -221,7 +229,9 @@ def test_one_tensor_that_is_two_arguments(outer, inner, hooks):
     make = lambda: (leaf(4, 4), leaf(4, 4))  # noqa: E731
     plain = program(lambda f: f, lambda f: f)
     assert_as_plain(plain, program(outer, inner), make, hooks)
-    assert_as_plain(plain, scope(policy=offload(inputs=True, min_bytes=0))(program(outer, inner)), make, hooks)
+    assert_as_plain(
+        plain, scope(policy=offload(inputs=True, min_bytes=0))(program(outer, inner)), make, hooks
+    )
 
 
 # ---- who writes
@@ -281,7 +291,9 @@ def further_inside(region, a, w):
 @AROUND
 @pytest.mark.parametrize("inner", RERUNS.values(), ids=RERUNS)
 @OUTER
-@pytest.mark.parametrize("write", [as_argument, by_closure, through_a_view, without_grad, further_inside])
+@pytest.mark.parametrize(
+    "write", [as_argument, by_closure, through_a_view, without_grad, further_inside]
+)
 def test_a_region_that_writes_what_another_one_reads(write, outer, inner, hooks):
     """In the forward and in each recompute, which writes what is its own."""
     outer = REGIONS[outer]
@@ -293,7 +305,9 @@ def test_a_region_that_writes_what_another_one_reads(write, outer, inner, hooks)
 
 @INNER
 @OUTER
-@pytest.mark.parametrize("write", [as_argument, by_closure, through_a_view, without_grad, further_inside])
+@pytest.mark.parametrize(
+    "write", [as_argument, by_closure, through_a_view, without_grad, further_inside]
+)
 def test_regions_of_two_kinds(write, outer, inner):
     """One reads, another one writes."""
     outer, inner = REGIONS[outer], REGIONS[inner]
@@ -369,12 +383,16 @@ def test_layouts_stay(layout, hooks):
 
 
 @pytest.mark.parametrize("door", REGIONS.values(), ids=REGIONS)
-@pytest.mark.parametrize("wrap", [keep, forward_only(lambda t: t.clone().expand(3, -1, -1)), forward_only(lambda t: t)])
+@pytest.mark.parametrize(
+    "wrap", [keep, forward_only(lambda t: t.clone().expand(3, -1, -1)), forward_only(lambda t: t)]
+)
 def test_expanded_masks(wrap, door):
     """Of a mask, as attention takes it."""
 
     def function(x):
-        mask = wrap(torch.ones(4, 4).tril().expand(3, 4, 4) if wrap is keep else torch.ones(4, 4).tril())
+        mask = wrap(
+            torch.ones(4, 4).tril().expand(3, 4, 4) if wrap is keep else torch.ones(4, 4).tril()
+        )
         return (x * mask).exp().sin()
 
     assert_as_plain(function, door(function), lambda: (leaf(3, 4, 4),))

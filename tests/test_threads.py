@@ -40,7 +40,9 @@ def at_once(*functions):
         except BaseException as error:
             errors.append(error)
 
-    threads = [threading.Thread(target=run, args=item, daemon=True) for item in enumerate(functions)]
+    threads = [
+        threading.Thread(target=run, args=item, daemon=True) for item in enumerate(functions)
+    ]
     for t in threads:
         t.start()
     for t in threads:
@@ -193,6 +195,8 @@ def test_recomputes_of_one_region_take_turns():
     x = leaf(3, 4)
     first, second = fn(x)
     buffers = bits(dict(norm.named_buffers()))
-    at_once(*[lambda y=y: torch.autograd.grad(y.sum(), x, retain_graph=True) for y in (first, second)])
+    at_once(
+        *[lambda y=y: torch.autograd.grad(y.sum(), x, retain_graph=True) for y in (first, second)]
+    )
     assert most == [1, 1, 1]
     assert bits(dict(norm.named_buffers())) == buffers

@@ -11,7 +11,8 @@ from checkpointing import checkpointed
 
 # What torch's forward mode imports when it is first used.
 pytestmark = [
-    pytest.mark.filterwarnings(f"ignore:.torch.jit.script:{kind}") for kind in ("DeprecationWarning", "FutureWarning")
+    pytest.mark.filterwarnings(f"ignore:.torch.jit.script:{kind}")
+    for kind in ("DeprecationWarning", "FutureWarning")
 ] + [pytest.mark.filterwarnings("ignore:.*torch.func")]  # given once a process
 
 DOORS = {
@@ -45,8 +46,12 @@ OVER = {
     "vmap": lambda door: torch.func.vmap(door(function))(torch.stack([x0(), x0() * 2])),
     "jvp": lambda door: torch.func.jvp(door(function), (x0(),), (torch.ones(5),)),
     "jacfwd": lambda door: torch.func.jacfwd(door(function))(x0()),
-    "vmap of grad": lambda door: torch.func.vmap(torch.func.grad(door(loss)))(torch.stack([x0(), x0() * 2])),
-    "region in the function": lambda door: torch.func.grad(lambda x: door(function)(x * 2).sum())(x0()),
+    "vmap of grad": lambda door: torch.func.vmap(torch.func.grad(door(loss)))(
+        torch.stack([x0(), x0() * 2])
+    ),
+    "region in the function": lambda door: torch.func.grad(lambda x: door(function)(x * 2).sum())(
+        x0()
+    ),
 }
 
 
@@ -135,12 +140,16 @@ INSIDE = {
     "vmap with randomness": lambda x, w: torch.func.vmap(
         lambda row: nn.functional.dropout(row * w, 0.5).exp(), randomness="different"
     )(x.sin()),
-    "jvp": lambda x, w: torch.func.jvp(lambda x: (x * w).sin().exp(), (x,), (torch.ones_like(x),))[1].tanh(),
+    "jvp": lambda x, w: torch.func.jvp(lambda x: (x * w).sin().exp(), (x,), (torch.ones_like(x),))[
+        1
+    ].tanh(),
     "vmap of jvp": lambda x, w: torch.func.vmap(
         lambda row: torch.func.jvp(lambda row: (row * w).sin().exp(), (row,), (w,))[1]
     )(x).tanh(),
     "dual numbers": lambda x, w: dual(x, w),
-    "region in vmap": lambda x, w: torch.func.vmap(checkpointed(lambda row: (row * w).sin().exp()))(x).cos(),
+    "region in vmap": lambda x, w: torch.func.vmap(checkpointed(lambda row: (row * w).sin().exp()))(
+        x
+    ).cos(),
 }
 
 
@@ -153,7 +162,9 @@ def dual(x, w):
 
 
 @pytest.mark.parametrize("inside", INSIDE)
-@pytest.mark.parametrize(("word", "early_stop"), [("c", True), ("c", False), ("r", False), ("s", True), ("cc", True)])
+@pytest.mark.parametrize(
+    ("word", "early_stop"), [("c", True), ("c", False), ("r", False), ("s", True), ("cc", True)]
+)
 def test_transforms_inside_a_region(inside, word, early_stop):
     """Gradients of first and second order, and the random stream, as plain."""
 

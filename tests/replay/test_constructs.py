@@ -111,7 +111,10 @@ def scale(x: torch.Tensor, f: float) -> torch.Tensor:
 
 scale.register_autograd(
     lambda ctx, g: (g * ctx.f * ctx.saved_tensors[0].cos(), None),
-    setup_context=lambda ctx, inputs, output: (setattr(ctx, "f", inputs[1]), ctx.save_for_backward(inputs[0])),
+    setup_context=lambda ctx, inputs, output: (
+        setattr(ctx, "f", inputs[1]),
+        ctx.save_for_backward(inputs[0]),
+    ),
 )
 
 
@@ -213,14 +216,19 @@ def gradient_of_a_leaf_inside(region, x, y):
 @case(whole=True)
 def torch_checkpoint_around(region, x, y):
     return torch.utils.checkpoint.checkpoint(
-        lambda x, y: region(lambda x: F.dropout((x * y).sin(), 0.3).exp(), x).cos(), x, y, use_reentrant=False
+        lambda x, y: region(lambda x: F.dropout((x * y).sin(), 0.3).exp(), x).cos(),
+        x,
+        y,
+        use_reentrant=False,
     )
 
 
 @case(whole=True, backwards=("first",))
 def reentrant_checkpoint_inside(region, x, y):
     def f(x, y):
-        return torch.utils.checkpoint.checkpoint(lambda x: (x * 2).sin().exp(), x * y, use_reentrant=True).cos()
+        return torch.utils.checkpoint.checkpoint(
+            lambda x: (x * 2).sin().exp(), x * y, use_reentrant=True
+        ).cos()
 
     return region(f, x, y * 1)
 
@@ -236,14 +244,18 @@ def save_on_cpu_inside(x, y):
 @case
 def user_hooks_inside(x, y):
     h = x.sin()
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach().numpy().copy(), lambda a: torch.from_numpy(a)):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: t.detach().numpy().copy(), lambda a: torch.from_numpy(a)
+    ):
         k = (h * y).exp()
     return k * h
 
 
 @case(whole=True, make=integers)
 def user_hooks_around(region, x, y):
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach().numpy().copy(), lambda a: torch.from_numpy(a)):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: t.detach().numpy().copy(), lambda a: torch.from_numpy(a)
+    ):
         h = x.relu()
         k = region(lambda h, y: (h * y.t()).relu() * h, h, y.detach().t())
         return region(lambda k: (k.t() @ k).clamp(-9, 9).square(), k)
@@ -328,7 +340,13 @@ def decisions_by_data(x, y):
     except RuntimeError:
         h = h.exp()
     k = torch.topk(h, 3).values * torch.kthvalue(y, 2).values[:, None]
-    return m * m, h[i[:, 0], i[:, 1]].square(), (u[inv] * counts[inv]).view_as(h) * h, k, torch.cummax(x * y, 1).values
+    return (
+        m * m,
+        h[i[:, 0], i[:, 1]].square(),
+        (u[inv] * counts[inv]).view_as(h) * h,
+        k,
+        torch.cummax(x * y, 1).values,
+    )
 
 
 @case
@@ -346,7 +364,14 @@ def outer_product_solvers(x, y):
     q, r = torch.linalg.qr(x.t())
     s = torch.linalg.svdvals(y)
     e = torch.linalg.eigh(a)
-    return torch.cholesky_solve(y, low), q * r.sum(), s.exp(), e.eigenvalues, torch.linalg.solve(a, y), torch.logdet(a)
+    return (
+        torch.cholesky_solve(y, low),
+        q * r.sum(),
+        s.exp(),
+        e.eigenvalues,
+        torch.linalg.solve(a, y),
+        torch.logdet(a),
+    )
 
 
 @case
@@ -423,7 +448,11 @@ class Bag(nn.Module):
         i = torch.tensor([1, 2, 2, 5, 8, 0])
         o = torch.tensor([0, 2, 4, 5])
         w = x.view(-1)[:6]
-        h = self.bag(i, o) + self.top(i, o) + self.sum(i, torch.tensor([0, 2, 4, 5, 6]), per_sample_weights=w)
+        h = (
+            self.bag(i, o)
+            + self.top(i, o)
+            + self.sum(i, torch.tensor([0, 2, 4, 5, 6]), per_sample_weights=w)
+        )
         return self.bilinear(h * x, x.exp()), h.sin() * 2
 
 
@@ -446,7 +475,12 @@ class Losses(nn.Module):
     def forward(self, x):
         h = self.linear(x.sin())
         t = torch.tensor([0, 3, 2, 4])
-        ctc = F.ctc_loss(h.log_softmax(-1)[:, None].expand(4, 2, 5), torch.tensor([[1, 2], [2, 2]]), [4, 4], [2, 1])
+        ctc = F.ctc_loss(
+            h.log_softmax(-1)[:, None].expand(4, 2, 5),
+            torch.tensor([[1, 2], [2, 2]]),
+            [4, 4],
+            [2, 1],
+        )
         return (
             F.cross_entropy(h, t, label_smoothing=0.1),
             F.nll_loss(h.log_softmax(-1), t, ignore_index=2),
@@ -477,7 +511,9 @@ for model in (ConvNet, Recurrent, Transformer, Bag, Losses, Scaled):
 
 
 # Plain code makes a cycle in these, too.
-test_constructs, test_nothing_stays = case.tests(("retain_grad_inside", "tensor_hooks", "save_on_cpu_inside"))
+test_constructs, test_nothing_stays = case.tests(
+    ("retain_grad_inside", "tensor_hooks", "save_on_cpu_inside")
+)
 
 
 @pytest.mark.parametrize("door", ALL)

@@ -11,7 +11,15 @@ from bitwise import DOORS, REPLAY, Table, leaves
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from checkpointing import ChangedError, CheckpointError, auto, checkpoint_scope, checkpointed, keep, opaque
+from checkpointing import (
+    ChangedError,
+    CheckpointError,
+    auto,
+    checkpoint_scope,
+    checkpointed,
+    keep,
+    opaque,
+)
 
 WHERE = pytest.mark.parametrize("door", ("replay", "scope", "auto"), indirect=True)
 case = Table(leaves())
@@ -169,7 +177,10 @@ def backward_in_opaque(x, y):
 
 @case
 def written_in_opaque_before_it_is_saved_again(x, y):
-    n, p = torch.ones(4, 6, dtype=torch.float64), nn.Parameter(y.detach().clone(), requires_grad=False)
+    n, p = (
+        torch.ones(4, 6, dtype=torch.float64),
+        nn.Parameter(y.detach().clone(), requires_grad=False),
+    )
     with opaque():
         for tensor in (n, p, n[1:]):
             (x[:1] * tensor[:1]).sum()  # nobody wants its gradient
@@ -198,7 +209,9 @@ def test_opaque_in_scopes_in_torchs_own_checkpoint():
 
     x = torch.ones(3, requires_grad=True)
     (want,) = torch.autograd.grad(function(x).sum(), x)
-    (have,) = torch.autograd.grad(torch.utils.checkpoint.checkpoint(function, x, use_reentrant=False).sum(), x)
+    (have,) = torch.autograd.grad(
+        torch.utils.checkpoint.checkpoint(function, x, use_reentrant=False).sum(), x
+    )
     assert torch.equal(have, want)
 
 
@@ -322,7 +335,9 @@ def test_what_is_saved_in_opaque_and_written_after_it(inside, door):
     assert torch.equal(torch.autograd.grad(door(function, x, checkpointed).sum(), x)[0], want)
 
 
-@pytest.mark.parametrize("policy", [None, auto(), auto(), auto(budget=100), auto(budget=10**6)], ids=str)
+@pytest.mark.parametrize(
+    "policy", [None, auto(), auto(), auto(budget=100), auto(budget=10**6)], ids=str
+)
 def test_what_is_saved_before_opaque_is_what_it_was(policy):
     """Also where a policy only holds on to it, as long as there is room."""
 
@@ -426,7 +441,11 @@ READ = {  # a function of x and w, what w is, and how the error describes it
         torch.tensor([1, 0]),
         r"(what aten.index.Tensor read|a tensor that it saved) \(int64 .* \(2,\)",
     ),
-    "saved": (lambda x, w: Saves.apply(x, w), torch.ones(4, 6), r"a tensor that it saved \(float32 .* \(4, 6\)"),
+    "saved": (
+        lambda x, w: Saves.apply(x, w),
+        torch.ones(4, 6),
+        r"a tensor that it saved \(float32 .* \(4, 6\)",
+    ),
 }
 
 

@@ -96,7 +96,8 @@ def squared(result: Any) -> list[Any]:
     """The results, used once more, and whatever else is returned: numbers, truth values."""
     parts = result if isinstance(result, (list, tuple)) else [result]
     return [
-        t * t if (t.is_floating_point() or t.is_complex()) and t.layout == torch.strided else t for t in tensors(result)
+        t * t if (t.is_floating_point() or t.is_complex()) and t.layout == torch.strided else t
+        for t in tensors(result)
     ] + [part for part in parts if not isinstance(part, Tensor)]
 
 
@@ -122,14 +123,23 @@ def programs(op: Any, sample: Any, number: int) -> Iterator[tuple[str, Any]]:
     yield "function", functional
     is_list = isinstance(sample.input, list)
     can_write = isinstance(sample.input, Tensor) or is_list
-    if op.inplace_variant is not None and can_write and not getattr(sample, "broadcasts_input", False):
+    if (
+        op.inplace_variant is not None
+        and can_write
+        and not getattr(sample, "broadcasts_input", False)
+    ):
         yield "in-place", inplace
     if getattr(op, "supports_out", False) and not is_list and (ALL or number == 0):
         yield "out=", out
 
 
 STATISTICS = {
-    *("native_batch_norm", "_native_batch_norm_legit", "_batch_norm_with_update", "nn.functional.instance_norm"),
+    *(
+        "native_batch_norm",
+        "_native_batch_norm_legit",
+        "_batch_norm_with_update",
+        "nn.functional.instance_norm",
+    ),
     "nn.functional.batch_norm",
 }
 
@@ -140,7 +150,9 @@ def check(op: Any, dtype: torch.dtype, limit: int, notes: list[str]) -> None:
         arguments = [sample.input, list(sample.args), sample.kwargs]
         for variant, function in programs(op, sample, number):
 
-            def program(region: Any, *leaves: Any, function: Any = function, arguments: Any = arguments) -> Any:
+            def program(
+                region: Any, *leaves: Any, function: Any = function, arguments: Any = arguments
+            ) -> Any:
                 queue = iter(leaves)
                 return region(function, *mapped(lambda _: next(queue), arguments))
 
@@ -153,7 +165,9 @@ def check(op: Any, dtype: torch.dtype, limit: int, notes: list[str]) -> None:
                 notes.append(f"{op.name} {dtype} #{number} {variant} {door} {wrong}")
 
 
-def compare(program: Any, make: Any, must_run: bool, writes_its_statistics: bool) -> Iterator[tuple[Any, str]]:
+def compare(
+    program: Any, make: Any, must_run: bool, writes_its_statistics: bool
+) -> Iterator[tuple[Any, str]]:
     """What differs from plain code, by door."""
 
     def observed(region: Any, backward: str, byte: int) -> dict[str, Any]:
@@ -188,7 +202,9 @@ def compare(program: Any, make: Any, must_run: bool, writes_its_statistics: bool
                 wrong -= set(bitwise.differences(want, observed(plain, backward, 0x55)))
         if wrong:
             text = (
-                f"{got['exception']}: {got['message'][:300]}" if "exception" in got else f"differs in {sorted(wrong)}"
+                f"{got['exception']}: {got['message'][:300]}"
+                if "exception" in got
+                else f"differs in {sorted(wrong)}"
             )
             yield door, text + (f" (plain: {want['exception']})" if "exception" in want else "")
 
@@ -218,7 +234,14 @@ def test_operators_on_lists(op: Any) -> None:
 
 
 def _adam(step: Any, p: Any, g: Any, s: Any) -> None:
-    options = {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1, "eps": 1e-8, "amsgrad": True}
+    options = {
+        "lr": 0.1,
+        "beta1": 0.9,
+        "beta2": 0.99,
+        "weight_decay": 0.1,
+        "eps": 1e-8,
+        "amsgrad": True,
+    }
     step([p], [g], [s[0]], [s[1]], [s[2]], [torch.ones(())], **options, maximize=False)
 
 
@@ -232,7 +255,15 @@ FUSED = {
     "adamw": lambda p, g, s: _adam(torch._fused_adamw_, p, g, s),
     "sgd": _sgd,
     "adagrad": lambda p, g, s: torch._fused_adagrad_(
-        [p], [g], [s[1]], [torch.ones(())], lr=0.1, lr_decay=0.1, weight_decay=0.1, eps=1e-8, maximize=False
+        [p],
+        [g],
+        [s[1]],
+        [torch.ones(())],
+        lr=0.1,
+        lr_decay=0.1,
+        weight_decay=0.1,
+        eps=1e-8,
+        maximize=False,
     ),
 }
 

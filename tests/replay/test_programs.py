@@ -105,7 +105,12 @@ def filled(x: Tensor, value: float) -> Tensor:
 def grad(outputs: list[Tensor], inputs: list[Tensor], create_graph: bool = False) -> list[Tensor]:
     """Gradients, zeros where there are none."""
     found = torch.autograd.grad(
-        weigh(outputs), inputs, create_graph=create_graph, retain_graph=True, allow_unused=True, materialize_grads=True
+        weigh(outputs),
+        inputs,
+        create_graph=create_graph,
+        retain_graph=True,
+        allow_unused=True,
+        materialize_grads=True,
     )
     return list(found)
 
@@ -163,7 +168,15 @@ MAKES = templates("""
     torch.arange(4.0) ; torch.from_numpy({x}.detach().numpy() * 2) ; filled(torch.empty(3, 4), 0.5) ;
     filled({x}.new_empty({x}.shape), 2) ; {x}.detach().clone().requires_grad_()
 """)
-TARGETS = ("{t}", "{t}[1:]", "{t}[0]", "{t}.t()", "{t}.view(-1)[::2]", "{t}.detach()", "{t}.diagonal()")
+TARGETS = (
+    "{t}",
+    "{t}[1:]",
+    "{t}[0]",
+    "{t}.t()",
+    "{t}.view(-1)[::2]",
+    "{t}.detach()",
+    "{t}.diagonal()",
+)
 WRITES = templates("""
     {t}.mul_(0.5) ; {t}.add_({y}) ; {t}.mul_({y}) ; {t}.copy_({y}) ; {t}.sin_() ; {t}.tanh_() ; {t}.sigmoid_() ;
     {t}.exp_() ; {t}.zero_() ; {t}.fill_(0.3) ; {t}.neg_() ; {t}.clamp_(-0.5, 0.5) ; {t}[...] = 0.5 ;
@@ -203,7 +216,13 @@ POLICIES = (
     "preserve_rng_state=False",
 )
 RERUN_OPTIONS = ("", "early_stop=False")
-CONTEXTS = ("torch.no_grad()", "torch.enable_grad()", "torch.inference_mode()", "hooks()", "torch.autocast('cpu')")
+CONTEXTS = (
+    "torch.no_grad()",
+    "torch.enable_grad()",
+    "torch.inference_mode()",
+    "hooks()",
+    "torch.autocast('cpu')",
+)
 
 
 # ---- the doors of a program, open and shut
@@ -215,7 +234,9 @@ OPEN = {
     "scope": checkpoint_scope,
     "rerun": checkpointed,
     "replay": lambda f, **options: checkpointed(f, backend="replay", **options),
-    "torch_checkpoint": lambda f: lambda *args: torch.utils.checkpoint.checkpoint(f, *args, use_reentrant=False),
+    "torch_checkpoint": lambda f: (
+        lambda *args: torch.utils.checkpoint.checkpoint(f, *args, use_reentrant=False)
+    ),
     "keep": keep,
     "opaque": opaque,
     "hooks": same_place,
@@ -274,15 +295,27 @@ TABLES = {
 }
 OFTEN = ("unary", "binary", "unary", "view", "binary", "write", "write", "random", "keep")
 SIMPLE = st.tuples(st.sampled_from((*TABLES, *OFTEN)), NUMBER, NUMBER, NUMBER, NUMBER)
-BLOCKS = ("scope", "rerun") * 2 + ("opaque", "replay", "torch_checkpoint", "context", "if", "for", "for_scope")
+BLOCKS = ("scope", "rerun") * 2 + (
+    "opaque",
+    "replay",
+    "torch_checkpoint",
+    "context",
+    "if",
+    "for",
+    "for_scope",
+)
 
 
 def block(children: Any) -> Any:
-    return st.tuples(st.sampled_from(BLOCKS), NUMBER, NUMBER, st.lists(children, min_size=1, max_size=8))
+    return st.tuples(
+        st.sampled_from(BLOCKS), NUMBER, NUMBER, st.lists(children, min_size=1, max_size=8)
+    )
 
 
 STATEMENT = st.recursive(SIMPLE, block, max_leaves=16)
-BACKWARD = st.tuples(st.sampled_from(("first", "second", "one", "middle", "backward", "del")), NUMBER, NUMBER)
+BACKWARD = st.tuples(
+    st.sampled_from(("first", "second", "one", "middle", "backward", "del")), NUMBER, NUMBER
+)
 PLAN = st.tuples(
     st.lists(st.one_of(SIMPLE, block(STATEMENT), STATEMENT), min_size=1, max_size=14),
     st.lists(BACKWARD, min_size=1, max_size=5),
@@ -315,7 +348,9 @@ class Reads(TorchDispatchMode):
         for name in kwargs:
             if name.startswith("out"):
                 found.writes.update(map(storage, tensors(kwargs[name])))
-        with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ZeroTensor, False):  # else torch crashes
+        with torch._C._SetExcludeDispatchKeyGuard(
+            torch._C.DispatchKey.ZeroTensor, False
+        ):  # else torch crashes
             result = func(*args, **kwargs)
         found.see(result)
         return result
@@ -428,7 +463,9 @@ class Writer:
     def simple(self, kind: str, which: int, first: int, second: int, third: int) -> None:
         table = TABLES[kind]
         template = table[which % len(table)]
-        if self.inside_torchs and any(name in template for name in ("=g", "g.", "bn(")):  # torch does not restore them
+        if self.inside_torchs and any(
+            name in template for name in ("=g", "g.", "bn(")
+        ):  # torch does not restore them
             return
         x, y = self.pick(first), self.pick(second)
         if kind == "unseen":
@@ -443,12 +480,17 @@ class Writer:
         elif kind == "seed":
             # A rerun that finds a module in another mode than its forward did is not exact.
             if "bn." not in template or not (
-                self.rerun_since >= 0 or any("rerun(" in line or "torch_checkpoint(" in line for line in self.lines)
+                self.rerun_since >= 0
+                or any("rerun(" in line or "torch_checkpoint(" in line for line in self.lines)
             ):
                 self.run(template)
         elif kind == "hook":
             value = self.space[x]  # torch crashes where a view has been given another storage
-            if value._base is None and value.grad_fn is not None and self.born[storage(value)] >= self.rerun_since:
+            if (
+                value._base is None
+                and value.grad_fn is not None
+                and self.born[storage(value)] >= self.rerun_since
+            ):
                 self.run(template.format(x=x))
         elif kind == "del":
             if x in self.scopes[-1][1:] and not self.loop and x not in arguments_names:
@@ -458,14 +500,19 @@ class Writer:
             return  # torch's checkpoint would call the function again, in the middle of its first call
         elif kind != "keep" or not (self.loops and self.rerun_since >= 0):
             if kind == "keep" and self.rerun_since >= 0:
-                template = (
-                    "keep({x} * 0.9)"  # a rerun has another tensor in its place, which no other name should stand for
-                )
+                template = "keep({x} * 0.9)"  # a rerun has another tensor in its place, which no other name should stand for
             # to bind a name again lets go of what it stood for
             rebind = (
-                x if third % 4 == 0 and x in self.scopes[-1] and x not in arguments_names and not self.loop else None
+                x
+                if third % 4 == 0
+                and x in self.scopes[-1]
+                and x not in arguments_names
+                and not self.loop
+                else None
             )
-            if self.assign(template.format(x=x, y=y), rebind) and kind == "keep":  # regions guard what they keep
+            if (
+                self.assign(template.format(x=x, y=y), rebind) and kind == "keep"
+            ):  # regions guard what they keep
                 self.guarded.add(storage(self.space[rebind or f"v{self.fresh}"]))
 
     def in_place(self, template: str, first: int, second: int, third: int, out: bool) -> None:
@@ -479,9 +526,15 @@ class Writer:
             self.may_refuse = True
         y = self.pick(second)
         takes = "set_" in template
-        if takes and (not self.may_write(self.space[y], False) or target != t or self.rerun_since >= 0):
+        if takes and (
+            not self.may_write(self.space[y], False) or target != t or self.rerun_since >= 0
+        ):
             return
-        if out and "mm" not in template and self.space[t].shape != self.space[self.pick(second + 1)].shape:
+        if (
+            out
+            and "mm" not in template
+            and self.space[t].shape != self.space[self.pick(second + 1)].shape
+        ):
             return
         line = template.format(t=target, x=self.pick(second + 1), y=y)
         if out:
@@ -490,7 +543,11 @@ class Writer:
         else:
             self.run(line)
         value = self.space.get(t)
-        if isinstance(value, Tensor) and value.is_floating_point() and not bool((value.detach().abs() < 1e4).all()):
+        if (
+            isinstance(value, Tensor)
+            and value.is_floating_point()
+            and not bool((value.detach().abs() < 1e4).all())
+        ):
             self.run(f"{t}.detach().zero_()")
 
     def may_write(self, tensor: Any, refuse: bool) -> bool:
@@ -532,7 +589,10 @@ class Writer:
                 holds = eval(condition, self.space)
             except Exception:
                 return
-            header, context = f"if {condition}:" if holds else f"if not {condition}:", contextlib.nullcontext()
+            header, context = (
+                f"if {condition}:" if holds else f"if not {condition}:",
+                contextlib.nullcontext(),
+            )
         else:
             header, context = f"for _ in range({2 + which % 2}):", contextlib.nullcontext()
         if kind == "for_scope":
@@ -548,7 +608,9 @@ class Writer:
         with contextlib.ExitStack() as stack:
             stack.enter_context(context)
             if "scope" in kind:
-                stack.enter_context(self.region("scope", keeps="policy" in options or "rng" in options))
+                stack.enter_context(
+                    self.region("scope", keeps="policy" in options or "rng" in options)
+                )
             elif "hooks" in header:
                 stack.enter_context(self.region("hooks"))
             for child in children:
@@ -599,7 +661,9 @@ class Writer:
     def function(self, kind: str, which: int, first: int, children: Any) -> None:
         """A function, called once. One that is called again sees only its parameters, modules and the generator."""
         again = kind != "replay"
-        if kind == "torch_checkpoint" and self.policies:  # regions in its rerun would not know the policy around it
+        if (
+            kind == "torch_checkpoint" and self.policies
+        ):  # regions in its rerun would not know the policy around it
             return
         self.fresh += 1
         name = f"f{self.fresh}"
@@ -612,13 +676,17 @@ class Writer:
         self.write(f"def {name}({', '.join(parameters)}):")
         self.depth += 1
         scopes = self.scopes
-        self.scopes = [list(reversed(parameters))] if again else [*scopes, list(reversed(parameters))]
+        self.scopes = (
+            [list(reversed(parameters))] if again else [*scopes, list(reversed(parameters))]
+        )
         options = RERUN_OPTIONS[which % 2] if again else POLICIES[which % len(POLICIES)]
         loop, self.loop = self.loop, 0
         unseen, self.unseen = self.unseen, 0
         self.inside_torchs += kind == "torch_checkpoint"
         given = {storage(self.space[p]) for p in parameters if again}
-        with self.region("rerun" if again else "scope", given, "policy" in options or "rng" in options):
+        with self.region(
+            "rerun" if again else "scope", given, "policy" in options or "rng" in options
+        ):
             for child in children:
                 self.statement(child)
         results = [n for n in self.scopes[-1] if n in self.space][-2:]
@@ -632,7 +700,11 @@ class Writer:
         for n, r in zip(names, results, strict=True):
             self.space[n] = self.space[r]
         self.scopes[-1].extend(names)
-        call = f"{kind}({name}, {options})" if options and kind != "torch_checkpoint" else f"{kind}({name})"
+        call = (
+            f"{kind}({name}, {options})"
+            if options and kind != "torch_checkpoint"
+            else f"{kind}({name})"
+        )
         self.write(f"{', '.join(names)}, = {call}({', '.join(outer)})")
 
     # ---- the end
@@ -650,9 +722,13 @@ class Writer:
                 self.run("see('of order one', g1)")
                 self.run(f"see('of order two', grad(g1, [{inputs}]))")
             elif kind == "one":
-                self.run(f"see('one', grad([{self.pick(first, outputs)}], [{self.pick(second, ['a', 'b', 'w'])}]))")
+                self.run(
+                    f"see('one', grad([{self.pick(first, outputs)}], [{self.pick(second, ['a', 'b', 'w'])}]))"
+                )
             elif kind == "middle":
-                self.run(f"see('middle', grad([{self.pick(first, outputs)}], [{self.pick(second, self.names())}]))")
+                self.run(
+                    f"see('middle', grad([{self.pick(first, outputs)}], [{self.pick(second, self.names())}]))"
+                )
             elif kind == "backward":
                 self.run(f"weigh([{', '.join(some)}]).backward(retain_graph=True)")
             elif len(outputs) > 1:
@@ -697,7 +773,12 @@ def run(source: str, doors: dict[str, Any]) -> list[tuple[str, Any]]:
     given_tensors = [v for v in given.values() if isinstance(v, Tensor)]
     seen.append(("arguments", bits([t.detach() for t in given_tensors])))
     seen.append((".grad", bits([t.grad for t in given_tensors])))
-    seen.append(("modules", [bits(dict(m.state_dict())) for m in given.values() if isinstance(m, nn.Module)]))
+    seen.append(
+        (
+            "modules",
+            [bits(dict(m.state_dict())) for m in given.values() if isinstance(m, nn.Module)],
+        )
+    )
     seen.append(("generator", bits(given["g"].get_state())))
     return seen
 
@@ -735,7 +816,9 @@ def check(plan: Any) -> None:
             if failure is None:
                 return
             of_torch = {**SHUT, **{name: OPEN[name] for name in OF_TORCH}}
-            if any(compare(source, want, of_torch, False) for _ in range(20)):  # hooks may be given unfilled memory
+            if any(
+                compare(source, want, of_torch, False) for _ in range(20)
+            ):  # hooks may be given unfilled memory
                 COUNTS["torch's own doors fail"] += 1
                 return
             with PassThrough():  # some composite operators take another way in any dispatch mode
@@ -746,7 +829,12 @@ def check(plan: Any) -> None:
         torch.set_default_dtype(dtype)
 
 
-COUNTS: dict[str, int] = {"checked": 0, "refused": 0, "plain code fails": 0, "torch's own doors fail": 0}
+COUNTS: dict[str, int] = {
+    "checked": 0,
+    "refused": 0,
+    "plain code fails": 0,
+    "torch's own doors fail": 0,
+}
 DEEP = int(os.environ.get("CHECKPOINTING_PROGRAMS", "0"))
 
 

@@ -38,10 +38,23 @@ from checkpointing import (
 STEPS = (0, 0, 1, 0, 2, 3, 1, 3, 4, 4, 0, 5, 2)
 FOLLOWED = ("scope", "replay", "auto", "scope in rerun")
 # A rerun refuses these: they exchange parameters, or write what was there before.
-NOT_IN_RERUN = {"parameters_exchanged", "parameter_or_not", "written_aliases", "views_that_die", "whole_step"}
+NOT_IN_RERUN = {
+    "parameters_exchanged",
+    "parameter_or_not",
+    "written_aliases",
+    "views_that_die",
+    "whole_step",
+}
 # The next step writes what the backward of this one reads.
 NOT_LATE = {"freezing", "train_and_eval", "last_results", "other_modules", "whole_step"}
-POLICIES = (None, auto(), save_ops(torch.ops.aten.mm.default), save_tagged("a"), auto(budget="2 KiB"), offload(auto()))
+POLICIES = (
+    None,
+    auto(),
+    save_ops(torch.ops.aten.mm.default),
+    save_tagged("a"),
+    auto(budget="2 KiB"),
+    offload(auto()),
+)
 MODULES = (
     lambda: nn.Linear(8, 8),
     lambda: nn.Conv1d(6, 6, 3, padding=1),
@@ -61,7 +74,11 @@ class Memory(SimpleNamespace):
     """What a loop keeps, and the leaves of the step."""
 
     def leaf(self, *shape, dtype=torch.float64, wants=True):
-        tensor = torch.ones(shape, dtype=dtype) if dtype is torch.int64 else torch.randn(shape, dtype=dtype)
+        tensor = (
+            torch.ones(shape, dtype=dtype)
+            if dtype is torch.int64
+            else torch.randn(shape, dtype=dtype)
+        )
         self.leaves.append(tensor.requires_grad_(wants and dtype is not torch.int64))
         return tensor
 
@@ -95,14 +112,22 @@ class Cases:
 
     # ---- sizes and numbers
     def sizes(n, region, m):
-        return region(lambda x, w: (x @ w).sin().cumsum(0)[: n + 1].exp() @ w, m.leaf(3 + 2 * n, 16), m.leaf(16, 16))
+        return region(
+            lambda x, w: (x @ w).sin().cumsum(0)[: n + 1].exp() @ w,
+            m.leaf(3 + 2 * n, 16),
+            m.leaf(16, 16),
+        )
 
     def numbers(n, region, m):
         number = (1, 1.0, True, 0.0, -0.0, float("nan"))[n]
 
         def f(x, k):
             y = x * number + (k * number).sum() + torch.copysign(x, torch.full_like(x, number))
-            z = torch.full((8, 8), number), k * number, torch.add(x, x.sin(), alpha=float(number)).exp()
+            z = (
+                torch.full((8, 8), number),
+                k * number,
+                torch.add(x, x.sin(), alpha=float(number)).exp(),
+            )
             return (y / 3).sin() * z[0], z[1:]
 
         return region(f, m.leaf(8, 8), m.leaf(4, dtype=torch.int64))
@@ -120,22 +145,38 @@ class Cases:
 
     def keywords(n, region, m):
         more = ({}, {"alpha": 2}, {"alpha": 2.0}, {"alpha": 3}, {}, {"alpha": -0.0})[n]
-        bounds = ({"min": 0}, {"max": 0}, {"min": -1, "max": 1}, {"min": 0.0}, {"max": -0.0}, {"min": 0})[n]
-        return region(lambda x: torch.add(x, x.exp(), **more).clamp(**bounds).sin().exp(), m.leaf(8, 8))
+        bounds = (
+            {"min": 0},
+            {"max": 0},
+            {"min": -1, "max": 1},
+            {"min": 0.0},
+            {"max": -0.0},
+            {"min": 0},
+        )[n]
+        return region(
+            lambda x: torch.add(x, x.exp(), **more).clamp(**bounds).sin().exp(), m.leaf(8, 8)
+        )
 
     def optional_arguments(n, region, m):
         x, w, b = m.leaf(2, 3, 8, 8), m.leaf(4, 3, 3, 3), m.leaf(4)
-        return region(lambda x: F.conv2d(x, w, b if n % 2 else None, 1 + n // 4, n % 3).sin().exp(), x)
+        return region(
+            lambda x: F.conv2d(x, w, b if n % 2 else None, 1 + n // 4, n % 3).sin().exp(), x
+        )
 
     def lists_of_other_lengths(n, region, m):
         def f(x):
             parts = x.sin().split(1 + n, 0)
-            return sum((p.exp() @ p.t()).sum() for p in parts), torch.cat(x.exp().chunk(1 + n % 3), 1).cos()
+            return sum((p.exp() @ p.t()).sum() for p in parts), torch.cat(
+                x.exp().chunk(1 + n % 3), 1
+            ).cos()
 
         return region(f, m.leaf(12, 8))
 
     def sizes_that_depend_on_data(n, region, m):
-        return region(lambda x: (x[x > n / 2 - 1].sin().exp(), x.detach().gt(0).nonzero() * x.sum()), m.leaf(9, 9))
+        return region(
+            lambda x: (x[x > n / 2 - 1].sin().exp(), x.detach().gt(0).nonzero() * x.sum()),
+            m.leaf(9, 9),
+        )
 
     # ---- control flow
     def branches(n, region, m):
@@ -155,7 +196,10 @@ class Cases:
         return region(f, m.leaf(8, 16), m.leaf(16, 16))
 
     def routing(n, region, m):
-        experts = m.once("experts", lambda: nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in "1234"))
+        experts = m.once(
+            "experts",
+            lambda: nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in "1234"),
+        )
 
         def f(x):
             score, chosen = (x[:, :4] * (n + 1)).softmax(-1).topk(2)
@@ -180,7 +224,10 @@ class Cases:
 
     # ---- modules, parameters and modes
     def freezing(n, region, m):
-        net = m.once("net", lambda: nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.LayerNorm(8)))
+        net = m.once(
+            "net",
+            lambda: nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.LayerNorm(8)),
+        )
         for i, p in enumerate(net.parameters()):
             p.requires_grad_((i + n) % 3 != 0)
         return region(lambda x: net(x).sin().exp() * x, m.leaf(6, 8, wants=n != 1))
@@ -195,7 +242,9 @@ class Cases:
         net = m.once("net", lambda: nn.Linear(16, 16)).float()
 
         def f(x):
-            with torch.autocast("cpu", (torch.float16, torch.bfloat16)[n % 3 > 0], n % 2 == 0, cache_enabled=n < 3):
+            with torch.autocast(
+                "cpu", (torch.float16, torch.bfloat16)[n % 3 > 0], n % 2 == 0, cache_enabled=n < 3
+            ):
                 return net(net(x).sin()).exp()
 
         return region(f, m.leaf(4, 16, dtype=torch.float32))
@@ -214,7 +263,10 @@ class Cases:
         before = torch.get_default_dtype()
         torch.set_default_dtype((torch.float32, torch.float64, torch.bfloat16)[n % 3])
         try:
-            return region(lambda x: (x * torch.ones(8)).exp() * torch.rand(8) * torch.tensor([0.1]), m.leaf(8, 8))
+            return region(
+                lambda x: (x * torch.ones(8)).exp() * torch.rand(8) * torch.tensor([0.1]),
+                m.leaf(8, 8),
+            )
         finally:
             torch.set_default_dtype(before)
 
@@ -223,13 +275,19 @@ class Cases:
         if n % 2:
             net.weight = nn.Parameter(torch.randn(8, 8, dtype=torch.float64))
         other = {"weight": m.leaf(8, 8), "bias": m.leaf(8)} if n > 2 else {}
-        return region(lambda x: functional_call(net, other, functional_call(net, other, x).sin()).exp(), m.leaf(4, 8))
+        return region(
+            lambda x: functional_call(net, other, functional_call(net, other, x).sin()).exp(),
+            m.leaf(4, 8),
+        )
 
     def tied_and_untied(n, region, m):
         inside = m.once("inside", lambda: nn.Embedding(12, 8))
         out = m.once("out", lambda: nn.Linear(8, 12))
         weight = inside.weight if n % 2 else out.weight
-        return region(lambda i: F.log_softmax(F.linear(inside(i).sin().exp(), weight), -1), torch.arange(5) + n)
+        return region(
+            lambda i: F.log_softmax(F.linear(inside(i).sin().exp(), weight), -1),
+            torch.arange(5) + n,
+        )
 
     def parameter_or_not(n, region, m):
         def f(x, weight):
@@ -240,12 +298,20 @@ class Cases:
             return before.exp() @ weight.t().clone()[:, 1:], weight.sin()
 
         def weight():
-            made = nn.Parameter(y.detach().clone()) if n % 2 else y.detach().clone() if n % 3 else y * 2
+            made = (
+                nn.Parameter(y.detach().clone())
+                if n % 2
+                else y.detach().clone()
+                if n % 3
+                else y * 2
+            )
             m.leaves += [made] * made.is_leaf
             return made
 
         x, y = m.leaf(8, 8), m.leaf(8, 8)
-        return region(f, x, weight()), region(lambda x, weight: region(f, x, weight)[0].sin(), x, weight())
+        return region(f, x, weight()), region(
+            lambda x, weight: region(f, x, weight)[0].sin(), x, weight()
+        )
 
     # ---- which tensor is which
     def one_tensor_or_two(n, region, m):
@@ -254,7 +320,10 @@ class Cases:
 
     def written_aliases(n, region, m):
         x, base = m.leaf(4, 8), torch.randn(6, 8, dtype=torch.float64)
-        a, others = base[:4], (base[:4], base[1:5], base[2:].clone(), base[2:].detach(), base[:4].clone())
+        a, others = (
+            base[:4],
+            (base[:4], base[1:5], base[2:].clone(), base[2:].detach(), base[:4].clone()),
+        )
         b = (*others, base.t()[:, :4].t())[n]
 
         def f(x):
@@ -275,7 +344,9 @@ class Cases:
 
     def views_that_die(n, region, m):
         base = torch.randn(6, 8, dtype=torch.float64)
-        views = [(base[:4], base[2:], base.clone()[:4], base.t()[:, :4].t(), base[1:5], base[:4])[n]]
+        views = [
+            (base[:4], base[2:], base.clone()[:4], base.t()[:, :4].t(), base[1:5], base[:4])[n]
+        ]
 
         def f(x):
             y = x * views.pop().sin()
@@ -285,10 +356,28 @@ class Cases:
         return region(f, m.leaf(4, 8))
 
     def strides_and_dtypes(n, region, m):
-        kind = (torch.float64, torch.float32, torch.complex64, torch.float64, torch.bfloat16, torch.float16)[n]
+        kind = (
+            torch.float64,
+            torch.float32,
+            torch.complex64,
+            torch.float64,
+            torch.bfloat16,
+            torch.float16,
+        )[n]
         x, y = m.leaf(8, 8, dtype=kind), m.leaf(8, 8, dtype=torch.int64 if n == 3 else kind)
-        x = (x.t(), x[::2, ::2], x.conj(), x.expand(2, 8, 8), x.contiguous(), x.unfold(0, 2, 1)[..., 0])[n]
-        return region(lambda x, y: ((x * y[: x.shape[-2], : x.shape[-1]]).sin().sum(-1) * 2, x.abs().exp()), x, y)
+        x = (
+            x.t(),
+            x[::2, ::2],
+            x.conj(),
+            x.expand(2, 8, 8),
+            x.contiguous(),
+            x.unfold(0, 2, 1)[..., 0],
+        )[n]
+        return region(
+            lambda x, y: ((x * y[: x.shape[-2], : x.shape[-1]]).sin().sum(-1) * 2, x.abs().exp()),
+            x,
+            y,
+        )
 
     def subclasses_and_layouts(n, region, m):
         def f(x, w):
@@ -317,7 +406,12 @@ class Cases:
             out = x.detach()[:2].exp()
             out.resize_(1 + n, 8)
             out.numpy()[2:] = n
-            other = (torch.empty(0), torch.empty(9, 8), torch.zeros(18, 8)[:9], torch.ones(8, 9).t())[n % 4].double()
+            other = (
+                torch.empty(0),
+                torch.empty(9, 8),
+                torch.zeros(18, 8)[:9],
+                torch.ones(8, 9).t(),
+            )[n % 4].double()
             torch.exp(x.detach(), out=other)
             return (x[: 1 + n] * out.sin()).exp() * other[: 1 + n].cos()
 
@@ -350,7 +444,9 @@ class Cases:
             state = (x @ state + x).tanh()
             return state, state.exp().sin()
 
-        state, out = region(f, m.leaf(8, 8), getattr(m, "state", torch.zeros(8, 8, dtype=torch.float64)))
+        state, out = region(
+            f, m.leaf(8, 8), getattr(m, "state", torch.zeros(8, 8, dtype=torch.float64))
+        )
         m.state = state.detach().requires_grad_(n % 2 == 0)
         return state, out
 
@@ -429,7 +525,10 @@ class Cases:
         return region(f, m.leaf(8, 8) * 1, m.leaf(8, 8))
 
     def whole_step(n, region, m):
-        net = m.once("net", lambda: nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.BatchNorm1d(8), nn.Linear(8, 8)))
+        net = m.once(
+            "net",
+            lambda: nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.BatchNorm1d(8), nn.Linear(8, 8)),
+        )
         adam = m.once("adam", lambda: torch.optim.Adam(net.parameters(), foreach=True))
 
         def f(x):
@@ -444,7 +543,9 @@ class Cases:
     def transforms_inside(n, region, m):
         def f(x, w):
             y = torch.func.vmap(lambda r: (r @ w).sin())(x) if n % 2 else (x @ w).sin()
-            z = torch.func.jvp(lambda t: t.sin() * (t if n == 2 else 3), (y.detach(),), (w.detach(),))[1]
+            z = torch.func.jvp(
+                lambda t: t.sin() * (t if n == 2 else 3), (y.detach(),), (w.detach(),)
+            )[1]
             return (y * (z if n % 3 else y)).exp()
 
         return region(f, m.leaf(8, 8), m.leaf(8, 8))
@@ -512,7 +613,9 @@ def loop(door, steps, late=False):
 
 
 def check(door, steps, late=False):
-    for step, want, have in zip(steps, loop("plain", steps, late), loop(door, steps, late), strict=True):
+    for step, want, have in zip(
+        steps, loop("plain", steps, late), loop(door, steps, late), strict=True
+    ):
         assert not differences(want, have), f"step {step}: {differences(want, have)}"
 
 
@@ -544,7 +647,9 @@ def test_a_program_that_is_left_in_the_middle(name, monkeypatch):
     check("scope", [(name, n) for n in STEPS[:7]])
 
 
-@pytest.mark.parametrize("door", (s, r, lambda f: s(f, policy=auto())), ids=("scope", "replay", "auto"))
+@pytest.mark.parametrize(
+    "door", (s, r, lambda f: s(f, policy=auto())), ids=("scope", "replay", "auto")
+)
 def test_threads_through_one_site(door):
     """Whoever records it, and whoever follows."""
 
@@ -557,7 +662,9 @@ def test_threads_through_one_site(door):
 
     def gradients(f, n):
         generator = torch.Generator().manual_seed(n)
-        x, w = (torch.randn(8, 8, generator=generator, requires_grad=i < 1 + n % 2) for i in range(2))
+        x, w = (
+            torch.randn(8, 8, generator=generator, requires_grad=i < 1 + n % 2) for i in range(2)
+        )
         f(x, w, n).sum().backward()
         return bits([x.grad, w.grad])
 
@@ -570,7 +677,12 @@ def test_threads_through_one_site(door):
             except Exception as error:
                 errors.append(error)
 
-    want, errors, region, barrier = [gradients(f, n) for n in range(8)], [], door(f), threading.Barrier(4)
+    want, errors, region, barrier = (
+        [gradients(f, n) for n in range(8)],
+        [],
+        door(f),
+        threading.Barrier(4),
+    )
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:

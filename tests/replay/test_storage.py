@@ -24,7 +24,11 @@ def views_of_views(x, y, w):
 @case
 def unfold_and_diagonal(x, y, w):
     h = x @ w
-    return h.unfold(1, 3, 1).sin() * 2, h.diagonal(1).exp() * h.diagonal(1), h.unfold(0, 2, 1).square()
+    return (
+        h.unfold(1, 3, 1).sin() * 2,
+        h.diagonal(1).exp() * h.diagonal(1),
+        h.unfold(0, 2, 1).square(),
+    )
 
 
 @case
@@ -41,7 +45,12 @@ def zero_size_and_zero_dim(x, y, w):
     empty = h[:0] * y[:0]
     e = torch.empty(0, 6, dtype=x.dtype)
     e.add_(1)
-    return empty.exp() * empty, h.sum() * h.sum().exp(), h[2, 3] * h.mean(), torch.cat([e * x[:0], h]).exp()
+    return (
+        empty.exp() * empty,
+        h.sum() * h.sum().exp(),
+        h[2, 3] * h.mean(),
+        torch.cat([e * x[:0], h]).exp(),
+    )
 
 
 @case
@@ -140,7 +149,9 @@ def several_versions(x, y, w):
         s = h.detach().clone()
         for _ in range(2):
             s.mul_(1.1).add_(i)
-            outs.append(x * s)  # saves s, which is written again: plain autograd would refuse, so save a copy
+            outs.append(
+                x * s
+            )  # saves s, which is written again: plain autograd would refuse, so save a copy
             s = s.clone()
         outs.append(h.sin())
     return outs

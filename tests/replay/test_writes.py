@@ -31,7 +31,11 @@ def norm(name, build, shape, refused=()):
         return region(m, (x * y).reshape(shape)).exp()
 
     # what writes in evaluation mode, too, is refused
-    for program, options in (many, {"refused": refused}), (closure, {"doors": REPLAY}), (evaluated, {"refused": RERUN}):
+    for program, options in (
+        (many, {"refused": refused}),
+        (closure, {"doors": REPLAY}),
+        (evaluated, {"refused": RERUN}),
+    ):
         program.__name__ = f"{name}_{program.__name__}"
         case(program, make=leaves(build), whole=True, **options)
 
@@ -58,7 +62,13 @@ def quantizer():
 
 
 def convolutional():
-    layers = nn.Conv1d(3, 4, 1), nn.BatchNorm1d(4), nn.ReLU(inplace=True), nn.Conv1d(4, 3, 1), nn.BatchNorm1d(3)
+    layers = (
+        nn.Conv1d(3, 4, 1),
+        nn.BatchNorm1d(4),
+        nn.ReLU(inplace=True),
+        nn.Conv1d(4, 3, 1),
+        nn.BatchNorm1d(3),
+    )
     return nn.Sequential(*layers)
 
 
@@ -67,15 +77,26 @@ norm("batch_norm_2d", lambda: nn.BatchNorm2d(3), (4, 3, 2, 1))
 norm("batch_norm_cumulative", lambda: nn.BatchNorm1d(6, momentum=None), (4, 6))
 norm("batch_norm_no_stats", lambda: nn.BatchNorm1d(6, track_running_stats=False), (4, 6))
 # where the module is an argument of a rerun: nobody knows its buffers
-norm("instance_norm", lambda: nn.InstanceNorm1d(3, affine=True, track_running_stats=True), (4, 3, 2), RERUN[1:])
+norm(
+    "instance_norm",
+    lambda: nn.InstanceNorm1d(3, affine=True, track_running_stats=True),
+    (4, 3, 2),
+    RERUN[1:],
+)
 norm("group_norm", lambda: nn.GroupNorm(2, 6), (4, 6))
 norm("ema", Ema, (4, 6))
 norm("spectral_norm", lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6)), (4, 6))
 norm("old_spectral_norm", lambda: nn.utils.spectral_norm(nn.Linear(6, 6)), (4, 6))
 norm("weight_norm", lambda: nn.utils.parametrizations.weight_norm(nn.Linear(6, 6)), (4, 6))
-norm("observer", lambda: nn.Sequential(torch.ao.quantization.MovingAverageMinMaxObserver(), nn.Linear(6, 6)), (4, 6))
+norm(
+    "observer",
+    lambda: nn.Sequential(torch.ao.quantization.MovingAverageMinMaxObserver(), nn.Linear(6, 6)),
+    (4, 6),
+)
 norm("fake_quantize", quantizer, (4, 6))
-norm("dropout", lambda: nn.Sequential(nn.Dropout(0.3), nn.Linear(6, 6), nn.AlphaDropout(0.2)), (4, 6))
+norm(
+    "dropout", lambda: nn.Sequential(nn.Dropout(0.3), nn.Linear(6, 6), nn.AlphaDropout(0.2)), (4, 6)
+)
 norm("rrelu_in_place", lambda: nn.Sequential(nn.Linear(6, 6), nn.RReLU(inplace=True)), (4, 6))
 norm("conv_bn_relu", convolutional, (4, 3, 2))
 
@@ -83,7 +104,9 @@ norm("conv_bn_relu", convolutional, (4, 3, 2))
 @case(whole=True, make=leaves(lambda: nn.BatchNorm1d(6)), doors=REPLAY)
 def functional_batch_norm_on_buffers(region, x, y, m):
     def f(x):
-        h = nn.functional.batch_norm(x.sin(), m.running_mean, m.running_var, m.weight, m.bias, training=True)
+        h = nn.functional.batch_norm(
+            x.sin(), m.running_mean, m.running_var, m.weight, m.bias, training=True
+        )
         return h * h.exp()
 
     return region(f, x), region(f, y)
@@ -208,14 +231,32 @@ def from_numpy_of_an_array_filled_later(region, x, y):
 def every_random_op(x, y):
     g = torch.Generator().manual_seed(7)
     a = torch.rand(4, 6, generator=g, dtype=x.dtype) * torch.randn_like(x)
-    a = a + torch.randint(0, 5, (4, 6)) + torch.randint_like(x, 3) + torch.normal(0.0, 1.0, (4, 6), generator=g)
-    a = a + torch.bernoulli(torch.sigmoid(x.detach())) + torch.poisson(x.detach().abs()) + torch.randperm(6)
+    a = (
+        a
+        + torch.randint(0, 5, (4, 6))
+        + torch.randint_like(x, 3)
+        + torch.normal(0.0, 1.0, (4, 6), generator=g)
+    )
+    a = (
+        a
+        + torch.bernoulli(torch.sigmoid(x.detach()))
+        + torch.poisson(x.detach().abs())
+        + torch.randperm(6)
+    )
     b = torch.empty_like(x).uniform_(generator=g)
-    b.exponential_().log_normal_().geometric_(0.5).cauchy_().random_(10).bernoulli_(0.3, generator=g)
+    b.exponential_().log_normal_().geometric_(0.5).cauchy_().random_(10).bernoulli_(
+        0.3, generator=g
+    )
     m = torch.multinomial(x.detach().abs() + 0.1, 2)
     n = torch.normal(x.detach(), y.detach().abs() + 0.1)
     d = torch._standard_gamma(y.abs() + 0.5)
-    return x * a * n, x * b.clamp(-3, 3), x.gather(1, m).exp(), nn.functional.gumbel_softmax(x.sin()), d * d
+    return (
+        x * a * n,
+        x * b.clamp(-3, 3),
+        x.gather(1, m).exp(),
+        nn.functional.gumbel_softmax(x.sin()),
+        d * d,
+    )
 
 
 @case
@@ -261,7 +302,9 @@ def untagged_custom_random_op(x, y):
 
 
 # The old spectral norm leaves its weight, with its graph, in the module, which a rerun calls again.
-test_writes, test_nothing_stays = case.tests(("old_spectral_norm_many", "old_spectral_norm_evaluated"))
+test_writes, test_nothing_stays = case.tests(
+    ("old_spectral_norm_many", "old_spectral_norm_evaluated")
+)
 
 
 # ---- what changes after the region has read it
@@ -294,7 +337,10 @@ def test_inputs_changed_later(what, door, change):
     if door == "in hooks":
         assert torch.equal(torch.autograd.grad(out.sum(), x)[0], want)
         return
-    with pytest.raises((checkpointing.CheckpointError, RuntimeError), match=r"(chang|modif).*in.?place|different meta"):
+    with pytest.raises(
+        (checkpointing.CheckpointError, RuntimeError),
+        match=r"(chang|modif).*in.?place|different meta",
+    ):
         out.sum().backward()
 
 

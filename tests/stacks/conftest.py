@@ -7,7 +7,10 @@ import pytest
 import torch
 
 os.environ.update(
-    HF_HUB_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1", WANDB_DISABLED="true", TOKENIZERS_PARALLELISM="false"
+    HF_HUB_OFFLINE="1",
+    HF_HUB_DISABLE_TELEMETRY="1",
+    WANDB_DISABLED="true",
+    TOKENIZERS_PARALLELISM="false",
 )
 
 
