@@ -129,6 +129,11 @@ def whole(*shape: int) -> Tensor:
 # ---- structures
 
 
+def words(text: str) -> list[str]:
+    """Those in a text."""
+    return text.split()
+
+
 def tensors(value: Any) -> list[Tensor]:
     """The tensors in a structure, in order."""
     if isinstance(value, Tensor):
@@ -314,6 +319,25 @@ def same_place() -> Any:
         return torch._neg_view(whole) if t.is_neg() else whole.conj() if t.is_conj() else whole
 
     return torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t)
+
+
+class Hooks(torch.autograd.graph.saved_tensors_hooks):
+    """Hooks that copy what they are given, and know what it was and how often it came back."""
+
+    def __init__(self) -> None:
+        self.packed: list[Tensor] = []
+        self.places: list[int] = []
+        self.unpacked = 0
+        super().__init__(self.pack, self.unpack)
+
+    def pack(self, tensor: Tensor) -> Tensor:
+        self.places.append(tensor.data_ptr())
+        self.packed.append(tensor.detach().clone())
+        return self.packed[-1].clone()
+
+    def unpack(self, copied: Tensor) -> Tensor:
+        self.unpacked += 1
+        return copied.clone()
 
 
 def same_bits(door, program):

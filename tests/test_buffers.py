@@ -8,25 +8,12 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from oracle import bits, count
+from oracle import bits, count, plain
 from oracle import s as scope
 from torch import nn
 from torch.nn.utils import parametrizations
 
-from checkpointing import (
-    ChangedError,
-    checkpoint_scope,
-    checkpointed,
-    forward_only,
-    is_recomputing,
-    opaque,
-)
-
-
-def plain(fn):
-    """No region."""
-    return fn
-
+from checkpointing import ChangedError, checkpoint_scope, checkpointed, is_recomputing, opaque
 
 RERUNS = {
     "rerun": checkpointed,
@@ -776,27 +763,6 @@ def test_a_buffer_is_rewound_and_an_attribute_beside_it_is_not():
 
     assert gradient(checkpointed, before=1) == gradient(plain, before=1)
     assert gradient(checkpointed, before=0) != gradient(plain, before=0)
-
-
-class Momentum(nn.Module):
-    """Updates a frozen parameter in its forward, as momentum encoders do."""
-
-    def __init__(self, wrap):
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(4), requires_grad=False)
-        self.update = wrap(lambda: self.weight.add_(1) is None)
-
-    def forward(self, x):
-        self.update()
-        return (x * self.weight.clone()).square()
-
-
-@pytest.mark.parametrize(("wrap", "times"), [(plain, 2), (forward_only, 1)])
-def test_parameters_that_a_region_writes_are_written_again(wrap, times):
-    """A limit, and what helps."""
-    model = Momentum(wrap)
-    checkpointed(model)(leaf()).sum().backward()
-    assert model.weight.tolist() == [times] * 4
 
 
 def test_a_buffer_that_is_deleted_before_backward():

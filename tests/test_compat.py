@@ -19,16 +19,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 import torch.utils.checkpoint as theirs
-from oracle import Counting, Watching
+from oracle import Counting, Watching, words
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
-    CheckpointWrapper,
-    apply_activation_checkpointing,
-    checkpoint_wrapper,
-)
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import checkpointing.torch_compat as ours
 from checkpointing import checkpoint_scope, checkpointed
@@ -36,29 +31,15 @@ from checkpointing import checkpoint_scope, checkpointed
 VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
 MM = torch.ops.aten.mm.default
 SIN = torch.ops.aten.sin.default
-NAMES_OF_2_15 = {
-    *(
-        "checkpoint",
-        "checkpoint_sequential",
-        "CheckpointError",
-        "CheckpointFunction",
-        "check_backward_validity",
-    ),
-    *(
-        "detach_variable",
-        "get_device_states",
-        "set_device_states",
-        "noop_context_fn",
-        "set_checkpoint_early_stop",
-    ),
-    *(
-        "set_checkpoint_debug_enabled",
-        "DefaultDeviceType",
-        "CheckpointPolicy",
-        "SelectiveCheckpointContext",
-    ),
-    *("create_selective_checkpoint_contexts", "SAC_IGNORED_OPS", "GraphExecGroup"),
-}
+OWN = words("""
+    checkpoint checkpoint_sequential CheckpointError CheckpointFunction check_backward_validity
+    set_checkpoint_early_stop set_checkpoint_debug_enabled
+""")
+NAMES_OF_2_15 = OWN + words("""
+    detach_variable get_device_states set_device_states noop_context_fn DefaultDeviceType
+    CheckpointPolicy SelectiveCheckpointContext create_selective_checkpoint_contexts
+    SAC_IGNORED_OPS GraphExecGroup
+""")
 
 
 # ---- programs
@@ -417,10 +398,7 @@ def contexts_are_entered_around_both_runs(m):
 
 # ---- errors: each ends its program
 
-ONLY_WITHOUT = (
-    ValueError,
-    "`respect_saved_tensors_hooks` is only supported when use_reentrant=False",
-)
+ONLY = "`respect_saved_tensors_hooks` is only supported when use_reentrant=False"
 suppressing = lambda: (contextlib.suppress(ArithmeticError), contextlib.nullcontext())  # noqa: E731
 
 
@@ -492,9 +470,9 @@ CASES |= {
 ANSWERS |= {
     "unknown keywords of the decorator": (ValueError, "Unexpected keyword arguments: foo,bar"),
     "keywords of a decorated reentrant function": (ValueError, "Unexpected keyword arguments: y"),
-    "reentrant contexts": ONLY_WITHOUT,
-    "reentrant debug": ONLY_WITHOUT,
-    "reentrant and hooks to respect": ONLY_WITHOUT,
+    "reentrant contexts": (ValueError, ONLY),
+    "reentrant debug": (ValueError, ONLY),
+    "reentrant and hooks to respect": (ValueError, ONLY),
 }
 
 
@@ -666,14 +644,8 @@ def under_hooks(where, respect):
     return program
 
 
-HOOKS = (
-    "around",
-    "inside",
-    "around two regions with policies",
-    "between two regions",
-    "around the backward",
-)
-HOOKS += ("around no policy", "nowhere")
+HOOKS = ["around", "inside", "around two regions with policies", "between two regions"]
+HOOKS += ["around the backward", "around no policy", "nowhere"]
 if VERSION >= (2, 14):
     for where, respect in itertools.product(HOOKS, (None, True, False)):
         CASES[f"hooks {where}, respect={respect}"] = under_hooks(where, respect)
@@ -964,18 +936,9 @@ def test_an_option_that_torch_can_not_honour_is_refused():
 
 def test_every_public_name_of_torch_is_there():
     """As of 2.15 and of the installed torch; data, enums and contexts are torch's own objects."""
-    assert set(ours.__all__) == NAMES_OF_2_15 >= set(theirs.__all__)
-    own = {
-        "checkpoint",
-        "checkpoint_sequential",
-        "CheckpointError",
-        "CheckpointFunction",
-        "check_backward_validity",
-    }
-    own |= {"set_checkpoint_early_stop", "set_checkpoint_debug_enabled"}
-    assert {
-        name for name in NAMES_OF_2_15 if getattr(ours, name) is not getattr(theirs, name)
-    } == own
+    assert set(ours.__all__) == {*NAMES_OF_2_15} >= set(theirs.__all__)
+    mine = {name for name in NAMES_OF_2_15 if getattr(ours, name) is not getattr(theirs, name)}
+    assert mine == {*OWN}
     assert issubclass(ours.CheckpointError, theirs.CheckpointError)
 
 
@@ -990,30 +953,18 @@ def test_private_names_of_torch_are_there():
 def test_signatures_are_those_of_2_15():
     """Names, order, kinds and defaults."""
     parameters = list(inspect.signature(ours.checkpoint).parameters.values())
-    options = [
-        "use_reentrant",
-        "preserve_rng_state",
-        "context_fn",
-        "determinism_check",
-        "debug",
-        "early_stop",
-    ]
-    assert [p.name for p in parameters] == [
-        "function",
-        "args",
-        *options,
-        "respect_saved_tensors_hooks",
-        "kwargs",
-    ]
-    for name in ("checkpoint_sequential", "detach_variable", "checkpoint")[
-        : 3 if VERSION >= (2, 14) else 2
-    ]:
+    names = words("""
+        function args use_reentrant preserve_rng_state context_fn determinism_check debug early_stop
+        respect_saved_tensors_hooks kwargs
+    """)
+    assert [p.name for p in parameters] == names
+    same = ["checkpoint_sequential", "detach_variable", *["checkpoint"] * (VERSION >= (2, 14))]
+    for name in same:
         want, have = (
-            inspect.signature(getattr(m, name)).parameters.values() for m in (theirs, ours)
+            [(p.name, p.kind, p.default) for p in signature.parameters.values()]
+            for signature in (inspect.signature(getattr(m, name)) for m in (theirs, ours))
         )
-        assert [(p.name, p.kind, p.default) for p in have] == [
-            (p.name, p.kind, p.default) for p in want
-        ]
+        assert have == want
 
 
 @pytest.mark.parametrize("again", [copy.deepcopy, lambda thing: pickle.loads(pickle.dumps(thing))])
@@ -1044,8 +995,6 @@ def test_copies_of_modules_run_their_own_parameters(wrap, again):
 @pytest.mark.parametrize("form", ["call", "decorator", "sequence", "torch's wrapper"])
 def test_warnings_point_at_the_users_line(form):
     """Not at torch's or ours, which Python's filters would show once and for all."""
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-
     call = {
         "call": lambda: ours.checkpoint(torch.sin, leaf()),
         "decorator": lambda: ours.checkpoint()(torch.sin)(leaf()),
@@ -1142,9 +1091,6 @@ def test_switches_nest():
     assert len(ends) == 2
 
 
-VARIANTS = pytest.mark.parametrize("use_reentrant", [False, True])
-
-
 class Block(nn.Module):
     """Everything that a recompute must not disturb: dropout, running statistics, options, something to leave out."""
 
@@ -1161,211 +1107,35 @@ class Block(nn.Module):
         return (y if mask is None else y * mask), flag
 
 
-def plain(block, x, mask):
-    return block(x, mask, 0.5, flag=True)[0]
+# As transformers, diffusers and Swin call it.
+CALLS = {
+    "plain": lambda _, block, x, mask: block(x, mask, 0.5, flag=True),
+    "__call__": lambda c, block, *xs: c(functools.partial(block.__call__, flag=True), *xs, 0.5),
+    "closure": lambda c, block, *xs: c(lambda *inputs: block(*inputs, flag=True), *xs, 0.5),
+    "method": lambda c, block, *xs: c(functools.partial(block.forward, flag=True), *xs, 0.5),
+}
 
 
-def by_call(checkpoint, block, x, mask):
-    """As transformers does: the bound `__call__` of a module."""
-    return checkpoint(functools.partial(block.__call__, flag=True), x, mask, 0.5)[0]
-
-
-def by_closure(checkpoint, block, x, mask):
-    """As diffusers and older models do."""
-
-    def create_custom_forward(module):
-        def custom_forward(*inputs):
-            return module(*inputs, flag=True)
-
-        return custom_forward
-
-    return checkpoint(create_custom_forward(block), x, mask, 0.5)[0]
-
-
-def by_method(checkpoint, block, x, mask):
-    """As Swin transformers do."""
-    return checkpoint(block.forward, x, mask, 0.5)[0]
-
-
-def train(call):
-    """Two steps of three blocks: losses, gradients, buffers, the random stream."""
+def train(call, use_reentrant=False):
+    """Two steps of two blocks: losses, gradients, buffers, the random stream."""
     torch.manual_seed(0)
-    blocks = nn.ModuleList(Block() for _ in range(3))
-    seen = []
+    checkpoint = functools.partial(ours.checkpoint, use_reentrant=use_reentrant)
+    blocks, seen = nn.ModuleList(Block() for _ in range(2)), []
     for _ in range(2):
         x, mask = torch.randn(4, 8, requires_grad=True), torch.ones(4, 1)
         y = x
         for block in blocks:
-            y = call(block, y, mask)
+            y, _ = CALLS[call](checkpoint, block, y, mask)
         loss = y.square().mean()
         loss.backward()
         seen += [loss.detach(), x.grad, torch.rand(1), *(b.clone() for b in blocks.buffers())]
     return seen + [p.grad for p in blocks.parameters()], [block.calls for block in blocks]
 
 
-@VARIANTS
-@pytest.mark.parametrize("pattern", [by_call, by_closure, by_method])
-def test_ways_to_call(pattern, use_reentrant):
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("call", ["__call__", "closure", "method"])
+def test_ways_to_call(call, use_reentrant):
     """As models call it; statistics are updated once in both variants."""
-    checkpoint = functools.partial(ours.checkpoint, use_reentrant=use_reentrant)
-    want, _ = train(plain)
-    have, calls = train(functools.partial(pattern, checkpoint))
-    assert calls == [4, 4, 4]
-    for i, (a, b) in enumerate(zip(want, have, strict=True)):
-        assert torch.equal(a, b), i
-
-
-# ---- torch's wrappers
-
-
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.Sequential(
-            *(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)) for _ in range(2))
-        )
-
-    def forward(self, x):
-        return self.blocks(x)
-
-
-def gradients(model, x=None):
-    x = torch.linspace(-1, 1, 16).reshape(2, 8).requires_grad_() if x is None else x
-    model.zero_grad()
-    model(x).square().sum().backward()
-    return [p.grad.clone() for p in model.parameters()]
-
-
-@VARIANTS
-def test_apply_activation_checkpointing(use_reentrant):
-    """Wrapped in place; names in the state dict stay."""
-    torch.manual_seed(0)
-    model = Model()
-    wrapped = copy.deepcopy(model)
-    wrap = functools.partial(
-        checkpoint_wrapper, checkpoint_fn=ours.checkpoint, use_reentrant=use_reentrant
-    )
-    apply_activation_checkpointing(
-        wrapped,
-        checkpoint_wrapper_fn=wrap,
-        check_fn=lambda m: isinstance(m, nn.Sequential) and len(m) == 3,
-    )
-    assert sum(isinstance(m, CheckpointWrapper) for m in wrapped.modules()) == 2
-    for a, b in zip(gradients(model), gradients(wrapped), strict=True):
-        assert torch.equal(a, b)
-    assert wrapped.state_dict().keys() == model.state_dict().keys()
-    wrapped.load_state_dict(model.state_dict())
-
-
-# ---- distributed, in one process
-
-
-@pytest.fixture(scope="module")
-def group():
-    """A process group of one."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-class Twice(nn.Module):
-    """A block that is used more than once."""
-
-    def __init__(self, use_reentrant, times):
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.block = nn.Linear(8, 8), nn.Linear(8, 8)
-        self.use_reentrant, self.times = use_reentrant, times
-
-    def forward(self, x):
-        x = self.first(x)
-        for _ in range(self.times):
-            x = ours.checkpoint(self.block, x, use_reentrant=self.use_reentrant).tanh()
-        return x
-
-
-@pytest.mark.parametrize("times, use_reentrant", [(1, True), (1, False), (2, False)])
-def test_distributed_data_parallel(group, times, use_reentrant):
-    """Gradients as without it."""
-    model = Twice(use_reentrant, times)
-    for a, b in zip(
-        gradients(model),
-        gradients(nn.parallel.DistributedDataParallel(copy.deepcopy(model))),
-        strict=True,
-    ):
-        assert torch.equal(a, b)
-
-
-# ---- transformers, where they are installed
-
-
-@pytest.fixture(scope="module")
-def transformers():
-    return pytest.importorskip("transformers", reason="an optional test of code in the wild")
-
-
-def small(transformers, name):
-    """A model with random weights, and a batch."""
-    shape = {
-        "hidden_size": 16,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "intermediate_size": 24,
-    }
-    tokens = torch.tensor([[3, 5, 7, 9, 11, 2], [4, 6, 8, 2, 0, 0]])
-    batch = {"input_ids": tokens, "attention_mask": (tokens != 0).long(), "labels": tokens}
-    if name == "llama":
-        config = transformers.LlamaConfig(
-            vocab_size=32, max_position_embeddings=16, num_key_value_heads=1, **shape
-        )
-        return transformers.LlamaForCausalLM(config), batch
-    if name == "bert":
-        config = transformers.BertConfig(vocab_size=32, max_position_embeddings=16, **shape)
-        return transformers.BertForMaskedLM(config), batch
-    if name == "gpt2":
-        config = transformers.GPT2Config(
-            n_embd=16, n_layer=2, n_head=2, vocab_size=32, n_positions=16
-        )
-        return transformers.GPT2LMHeadModel(config), {**batch, "use_cache": False}
-    config = transformers.ViTConfig(image_size=8, patch_size=4, **shape)
-    return transformers.ViTForImageClassification(config), {
-        "pixel_values": torch.linspace(-1, 1, 2 * 3 * 64).reshape(2, 3, 8, 8),
-        "labels": torch.tensor([0, 1]),
-    }
-
-
-@pytest.mark.filterwarnings("ignore")
-@VARIANTS
-@pytest.mark.parametrize("name", ["llama", "bert", "gpt2", "vit"])
-def test_transformers(transformers, name, use_reentrant):
-    """`gradient_checkpointing_enable`, with its function set to ours: every bit as without."""
-    seen = []
-    for wrapped in (False, True):
-        torch.manual_seed(0)
-        model, batch = small(transformers, name)
-        model.train()
-        regions = []
-        if wrapped:
-            options = {"use_reentrant": use_reentrant}
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
-
-            def checkpoint(*args, regions=regions, options=options):
-                regions.append(1)
-                return ours.checkpoint(*args, **options)
-
-            model._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=checkpoint)
-        if name != "vit":
-            model.enable_input_require_grads()
-        torch.manual_seed(1)
-        loss = model(**batch).loss
-        loss.backward()
-        seen.append(
-            [
-                loss.detach(),
-                torch.get_rng_state(),
-                *(p.grad for p in model.parameters() if p.grad is not None),
-            ]
-        )
-    assert len(regions) == 2
-    for i, (a, b) in enumerate(zip(*seen, strict=True)):
-        assert torch.equal(a, b), i
+    have, calls = train(call, use_reentrant)
+    assert calls == [4, 4]
+    assert all(map(torch.equal, train("plain")[0], have))

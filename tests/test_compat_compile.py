@@ -292,19 +292,3 @@ def test_traced_as_torchs(policy):
         return [str(node.target) for node in graph.nodes]
 
     assert operators(ours) == operators(theirs)
-
-
-def test_regions_leave_no_trace_in_exported_programs():
-    """They are inference programs."""
-
-    class Block(nn.Module):
-        def __init__(self, m):
-            super().__init__()
-            self.m, self.linear = m, nn.Linear(4, 4)
-
-        def forward(self, x):
-            return self.m.checkpoint(lambda x: self.linear(x).sin(), x, use_reentrant=False).cos()
-
-    program = torch.export.export(Block(ours), (torch.randn(2, 4),), strict=False)
-    operators = [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
-    assert operators == ["aten.linear.default", "aten.sin.default", "aten.cos.default"]

@@ -9,6 +9,7 @@ from oracle import c, r, s
 from torch import nn
 
 from checkpointing import auto, checkpoint_scope, checkpointed, keep, offload
+from checkpointing.torch_compat import checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what the compiler says is not ours
 
@@ -245,6 +246,7 @@ TRACED = {
     "offload": lambda fn: s(fn, policy=offload(min_bytes=0)),
     "reported": lambda fn: s(fn, report=True),
     "reentrant": lambda fn: checkpointed(fn, backend="reentrant"),
+    "drop-in": lambda fn: lambda *args: checkpoint(fn, *args, use_reentrant=False),
 }
 
 

@@ -6,7 +6,7 @@ import types
 
 import pytest
 import torch
-from oracle import bits, count, leaf
+from oracle import Hooks, bits, count, leaf
 from oracle import s as scope
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
@@ -283,22 +283,6 @@ def test_a_pinned_value_passes_gradients_on():
 
 
 # ---- beside other hooks
-
-
-class Hooks(saved_tensors_hooks):
-    """Hooks that know what was packed and how often it came back."""
-
-    def __init__(self):
-        self.packed, self.unpacked = [], 0
-        super().__init__(self.pack, self.unpack)
-
-    def pack(self, tensor):
-        self.packed.append(tensor.detach().clone())
-        return tensor.detach().clone()
-
-    def unpack(self, tensor):
-        self.unpacked += 1
-        return tensor.clone()
 
 
 @DOORS

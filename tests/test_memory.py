@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 from oracle import apply, bits
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from checkpointing import __main__ as job
 from checkpointing import auto, checkpoint_scope, keep
@@ -39,13 +38,6 @@ def plain(blocks, x):
     return x
 
 
-def torchs(blocks, x):
-    """torch's region per block."""
-    for block in blocks:
-        x = checkpoint(block, x, use_reentrant=False)
-    return x
-
-
 def per_block(door):
     """A region per block."""
 
@@ -66,12 +58,6 @@ def one_scope(blocks, x):
         return x
 
 
-def nested(blocks, x):
-    """A scope per block, in a scope around all."""
-    with checkpoint_scope():
-        return per_block("s")(blocks, x)
-
-
 def bytes_of(run, depth=DEPTH):
     """Bytes held between forward and backward, and at the peak of both."""
     torch.manual_seed(0)
@@ -80,29 +66,6 @@ def bytes_of(run, depth=DEPTH):
     for parameter in (x, *blocks.parameters()):
         parameter.grad = torch.zeros_like(parameter)  # gradients are no part of it
     return job.step_on_cpu(lambda: run(blocks, x).sum()).memory()
-
-
-@pytest.fixture(scope="module")
-def baseline():
-    """Torch's numbers."""
-    bytes_of(torchs)  # caches are filled by the first
-    return bytes_of(torchs)
-
-
-@pytest.mark.parametrize("door", ["c", "r", "s"])
-def test_a_region_per_block_needs_no_more_than_torchs(door, baseline):
-    """The peak is at most 1.02 of torch's; held are the blocks' inputs."""
-    run = per_block(door)
-    bytes_of(run)
-    held, peak = bytes_of(run)
-    assert peak <= 1.02 * baseline[1]
-    assert held <= 1.02 * baseline[0]
-
-
-def test_one_scope_with_keep_needs_little_more(baseline):
-    """The peak of one block around the whole model is at most 1.05 of torch's per block."""
-    bytes_of(one_scope)
-    assert bytes_of(one_scope)[1] <= 1.05 * baseline[1]
 
 
 @pytest.mark.parametrize(
@@ -114,12 +77,6 @@ def test_each_further_block_costs_one_activation(run):
     bytes_of(run)
     (small, _), (large, _) = bytes_of(run, 6), bytes_of(run, 12)
     assert (large - small) / 6 in (ACTIVATION, ACTIVATION + stash)
-
-
-def test_nested_scopes_hold_less_than_flat_ones():
-    """The inner scopes' inputs are recomputed by the outer one."""
-    bytes_of(nested)
-    assert bytes_of(nested)[0] < bytes_of(per_block("s"))[0]
 
 
 # ---- whole training steps in one block

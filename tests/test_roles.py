@@ -433,28 +433,6 @@ def test_what_is_the_users_is_put_back():
     assert state.tolist() == [5.0] * 4
 
 
-# ---- ahead of the forward
-
-
-@pytest.mark.parametrize("early_stop", [True, False])
-def test_a_backward_inside_meets_forward_only_calls(early_stop):
-    """The recompute is ahead of the forward: it calls the function, rather than handing None to the caller."""
-    seen = []
-
-    @forward_only
-    def note(t):
-        seen.append(t.shape)
-        return t * 2
-
-    def function(x):
-        y = x.exp().sin()
-        (g,) = torch.autograd.grad(y.sum(), x, create_graph=True)
-        scaled = note(y)
-        return scaled * g
-
-    assert_as_plain(function, checkpointed(function, early_stop=early_stop), lambda: (leaf(4),))
-
-
 # ---- shifts
 
 

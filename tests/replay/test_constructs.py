@@ -2,9 +2,8 @@
 
 import pytest
 import torch
-import torch.autograd.forward_ad as fwd
 import torch.utils.checkpoint
-from bitwise import ALL, DOORS, REPLAY, RERUN, Table, integers, leaves
+from bitwise import REPLAY, RERUN, Table, integers, leaves
 from torch import nn
 from torch.autograd import Function
 from torch.nn import functional as F
@@ -309,22 +308,6 @@ def kept_then_written(region, x, y):
     return region(f, x)
 
 
-# ---- forward mode and vmap
-@case
-def forward_mode_inside(x, y):
-    with fwd.dual_level():
-        d = fwd.make_dual(x.detach(), y.detach())
-        t = fwd.unpack_dual((d * d).exp()).tangent
-    return x * t * torch.func.jvp(lambda t: (t * t).sin(), (x.detach(),), (y.detach(),))[1]
-
-
-@case
-def vmap_inside(x, y):
-    v = torch.func.vmap(lambda a, b: (a * b).sin() @ b)(x.sin(), y)
-    r = torch.func.vmap(lambda a: a * torch.rand(6, dtype=a.dtype), randomness="different")(x)
-    return v * r.exp().sum(-1)
-
-
 # ---- decisions by data
 @case
 def decisions_by_data(x, y):
@@ -347,38 +330,6 @@ def decisions_by_data(x, y):
         k,
         torch.cummax(x * y, 1).values,
     )
-
-
-@case
-def autocast_inside(x, y):
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        h = x.float() @ y.float().t()
-        k = h @ x.float()
-    return k.float().exp() * x.float()
-
-
-@case
-def outer_product_solvers(x, y):
-    a = x @ x.t() + 5 * torch.eye(4, dtype=x.dtype)
-    low = torch.linalg.cholesky(a)
-    q, r = torch.linalg.qr(x.t())
-    s = torch.linalg.svdvals(y)
-    e = torch.linalg.eigh(a)
-    return (
-        torch.cholesky_solve(y, low),
-        q * r.sum(),
-        s.exp(),
-        e.eigenvalues,
-        torch.linalg.solve(a, y),
-        torch.logdet(a),
-    )
-
-
-@case
-def fft_and_complex(x, y):
-    f = torch.fft.fft2(x * y)
-    s = torch.stft(x.flatten(), 8, return_complex=True, window=torch.hann_window(8, dtype=x.dtype))
-    return torch.fft.ifft2(f * f.conj()).real.exp(), s.abs()
 
 
 # ---- small models, of an input of 4 by 6
@@ -435,27 +386,6 @@ class Transformer(nn.Module):
         return self.decoder(h, e)
 
 
-class Bag(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.bag = nn.EmbeddingBag(9, 6, mode="mean")
-        self.top = nn.EmbeddingBag(9, 6, mode="max")
-        self.sum = nn.EmbeddingBag(9, 6, mode="sum", include_last_offset=True)
-        self.scaled = nn.Embedding(9, 6, max_norm=1.0)
-        self.bilinear = nn.Bilinear(6, 6, 3)
-
-    def forward(self, x):
-        i = torch.tensor([1, 2, 2, 5, 8, 0])
-        o = torch.tensor([0, 2, 4, 5])
-        w = x.view(-1)[:6]
-        h = (
-            self.bag(i, o)
-            + self.top(i, o)
-            + self.sum(i, torch.tensor([0, 2, 4, 5, 6]), per_sample_weights=w)
-        )
-        return self.bilinear(h * x, x.exp()), h.sin() * 2
-
-
 class Scaled(nn.Module):
     """`max_norm` writes the weight in the forward."""
 
@@ -467,35 +397,7 @@ class Scaled(nn.Module):
         return (self.scaled(torch.tensor([1, 2, 2, 5])) * x).exp()
 
 
-class Losses(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(6, 5)
-
-    def forward(self, x):
-        h = self.linear(x.sin())
-        t = torch.tensor([0, 3, 2, 4])
-        ctc = F.ctc_loss(
-            h.log_softmax(-1)[:, None].expand(4, 2, 5),
-            torch.tensor([[1, 2], [2, 2]]),
-            [4, 4],
-            [2, 1],
-        )
-        return (
-            F.cross_entropy(h, t, label_smoothing=0.1),
-            F.nll_loss(h.log_softmax(-1), t, ignore_index=2),
-            ctc,
-            F.binary_cross_entropy_with_logits(h, torch.ones_like(h)),
-            F.huber_loss(h, h.detach() * 2),
-            F.kl_div(h.log_softmax(-1), h.detach().softmax(-1)),
-            F.triplet_margin_loss(h, h.flip(0), h.roll(1, 0)),
-            F.multi_margin_loss(h, t),
-            F.cosine_embedding_loss(h, h.flip(0), torch.ones(4)),
-            torch.cdist(h, h.flip(0)),
-        )
-
-
-for model in (ConvNet, Recurrent, Transformer, Bag, Losses, Scaled):
+for model in (ConvNet, Recurrent, Transformer, Scaled):
 
     def _whole(x, y, m):
         return m(x * 1), m((x * y).sin())
@@ -514,11 +416,3 @@ for model in (ConvNet, Recurrent, Transformer, Bag, Losses, Scaled):
 test_constructs, test_nothing_stays = case.tests(
     ("retain_grad_inside", "tensor_hooks", "save_on_cpu_inside")
 )
-
-
-@pytest.mark.parametrize("door", ALL)
-def test_func_grad_inside_is_refused(door):
-    """torch forbids hooks under `torch.func.grad`, inside a region, too; and says so."""
-    x = torch.randn(3, requires_grad=True)
-    with pytest.raises(RuntimeError, match="saved tensor hooks"):
-        DOORS[door](lambda x: torch.func.grad(lambda t: t.sin().sum())(x.detach()) * x, x)

@@ -461,31 +461,6 @@ def test_what_has_been_changed_is_named(what, door):
         out.sum().backward()
 
 
-@WHERE
-def test_parameters_may_lose_their_memory_in_between(door):
-    """As ZeRO and FSDP do: resized to nothing, or given other memory, and filled again before backward."""
-    torch.manual_seed(0)
-    layer = nn.Linear(6, 3)
-    x = torch.randn(4, 6, requires_grad=True)
-    want = torch.autograd.grad(layer(x).sin().sum(), [x, *layer.parameters()])
-    for other in (False, True):
-        out = door(lambda x: layer(x).sin(), x)
-        values = [p.detach().clone() for p in layer.parameters()]
-        for p in layer.parameters():
-            if other:
-                p.data = torch.empty(0)
-            else:
-                p.untyped_storage().resize_(0)
-        for p, value in zip(layer.parameters(), values, strict=True):
-            if other:
-                p.data = value
-            else:
-                p.untyped_storage().resize_(value.nbytes)
-                p.data.copy_(value)
-        got = torch.autograd.grad(out.sum(), [x, *layer.parameters()])
-        assert all(map(torch.equal, want, got))
-
-
 # ---- as it was read, though plain code would use what came later
 @WHERE
 @pytest.mark.parametrize("how", ["exchanged", "written"])
@@ -549,13 +524,3 @@ def test_tensors_without_storage_are_kept(layout, door):
     want = torch.autograd.grad(function(x, y).exp().sum(), (x, y), allow_unused=True)
     got = torch.autograd.grad(door(function, x, y).exp().sum(), (x, y), allow_unused=True)
     assert all(a is b or torch.equal(a, b) for a, b in zip(want, got, strict=True))
-
-
-# ---- plain
-@WHERE
-def test_without_gradients_it_is_a_plain_call(door):
-    """Also in inference mode."""
-    x = torch.ones(3, requires_grad=True)
-    for mode in (torch.no_grad, torch.inference_mode):
-        with mode():
-            assert not door(lambda x: x.sin(), x).requires_grad

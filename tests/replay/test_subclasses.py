@@ -221,17 +221,6 @@ def low_precision(x, y):
     return f * x, h.float().exp()
 
 
-@case
-def masked(x, y):
-    import warnings
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        m = torch.masked.masked_tensor(x.sin().detach(), y.detach() > 0)
-        s = (m * 2).sum().get_data()
-    return x * s
-
-
 @pytest.fixture
 def mesh():
     """Of this process alone."""

@@ -73,9 +73,6 @@ def convolutional():
 
 
 norm("batch_norm_1d", lambda: nn.BatchNorm1d(6), (4, 6))
-norm("batch_norm_2d", lambda: nn.BatchNorm2d(3), (4, 3, 2, 1))
-norm("batch_norm_cumulative", lambda: nn.BatchNorm1d(6, momentum=None), (4, 6))
-norm("batch_norm_no_stats", lambda: nn.BatchNorm1d(6, track_running_stats=False), (4, 6))
 # where the module is an argument of a rerun: nobody knows its buffers
 norm(
     "instance_norm",
@@ -83,21 +80,10 @@ norm(
     (4, 3, 2),
     RERUN[1:],
 )
-norm("group_norm", lambda: nn.GroupNorm(2, 6), (4, 6))
 norm("ema", Ema, (4, 6))
 norm("spectral_norm", lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6)), (4, 6))
 norm("old_spectral_norm", lambda: nn.utils.spectral_norm(nn.Linear(6, 6)), (4, 6))
-norm("weight_norm", lambda: nn.utils.parametrizations.weight_norm(nn.Linear(6, 6)), (4, 6))
-norm(
-    "observer",
-    lambda: nn.Sequential(torch.ao.quantization.MovingAverageMinMaxObserver(), nn.Linear(6, 6)),
-    (4, 6),
-)
 norm("fake_quantize", quantizer, (4, 6))
-norm(
-    "dropout", lambda: nn.Sequential(nn.Dropout(0.3), nn.Linear(6, 6), nn.AlphaDropout(0.2)), (4, 6)
-)
-norm("rrelu_in_place", lambda: nn.Sequential(nn.Linear(6, 6), nn.RReLU(inplace=True)), (4, 6))
 norm("conv_bn_relu", convolutional, (4, 3, 2))
 
 
@@ -363,17 +349,6 @@ def test_hooks_that_hand_on_what_they_are_given(hooks, door):
 def same(tensor):
     """Hooks that only look."""
     return tensor
-
-
-def test_values_check_finds_an_unseen_write():
-    """NumPy writes on a value that a recorded operator had made; only the checksum can know."""
-    x = torch.randn(4, 6, requires_grad=True)
-    with checkpoint_scope(determinism_check="values"):
-        h = (x * 2).detach()
-        h.numpy()[...] *= 2
-        out = x * h
-    with pytest.raises(checkpointing.CheckpointError):
-        out.sum().backward()
 
 
 @pytest.mark.parametrize("policy", [None, auto(), auto(budget=10**6)], ids=str)
