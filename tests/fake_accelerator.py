@@ -1,14 +1,12 @@
 """An accelerator made of Python, with a random generator of its own: tests of devices where there is none.
 
 A tensor of the device `toy` is a wrapper around a CPU tensor that does the work. A device can't be unregistered, so
-this is a program: `python fake_accelerator.py flat|opaque` runs every `case_*` and prints one JSON object, name to
-traceback or null. `flat` tensors say how they are taken apart (`__tensor_flatten__`), `opaque` ones don't.
+this is a program: it runs every `case_*` and prints one JSON object, kind and name to traceback or null. `flat` tensors say how they are taken apart (`__tensor_flatten__`), `opaque` ones don't.
 """
 
 import dataclasses
 import json
 import os
-import sys
 import traceback
 
 import torch
@@ -136,12 +134,10 @@ def copy_between(source, target, non_blocking=False):
     return target
 
 
-def register(which):
+def register():
     """Make the device."""
-    global kind
     from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-    kind = which
     _setup_privateuseone_for_python_backend("toy", backend_module=torch_toy)
     library = torch.library.Library("aten", "IMPL")
     for name in ("empty.memory_format", "empty_strided"):
@@ -387,15 +383,20 @@ CASES = {
 }
 
 
-def main(which):
+KINDS = {"flat": FlatToy, "opaque": Toy}
+
+
+def main():
     """Run every case, each in a fork: an exception on a worker thread of a fake device ends the process."""
-    library = register({"flat": FlatToy, "opaque": Toy}[which])
+    global kind
+    library = register()
     torch.set_num_threads(1)
-    with torch.no_grad():
-        F.dropout(torch.rand(2, device="toy"), 0.5).to(
-            "cpu"
-        ).sin()  # imports what torch imports at first use
-    print(json.dumps({name: in_a_fork(case) for name, case in CASES.items()}))
+    with torch.no_grad():  # imports what torch imports at first use
+        F.dropout(torch.rand(2, device="toy"), 0.5).to("cpu").sin()
+    found = {}
+    for name, kind in KINDS.items():  # noqa: B007
+        found[name] = {case: in_a_fork(run) for case, run in CASES.items()}
+    print(json.dumps(found))
     del library
 
 
@@ -420,4 +421,4 @@ def in_a_fork(case):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main()

@@ -2,12 +2,12 @@
 
 import contextlib
 import functools
+import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from beside import Program
 from torch import nn
 
 from checkpointing import CheckpointError, checkpointed, disabled, is_recomputing
@@ -217,30 +217,21 @@ def test_options_that_it_would_ignore_are_refused(options):
 # ---- on its way out
 
 
-CHOSEN = """
-import warnings
-import torch
-from checkpointing import checkpointed
-from checkpointing.torch_compat import checkpoint, checkpoint_sequential
-
-x = torch.ones(3, requires_grad=True)
-with warnings.catch_warnings(record=True) as caught:
-    warnings.simplefilter("always")
-    checkpoint(torch.sin, x, use_reentrant=True).sum().backward()
-    checkpoint_sequential([torch.sin, torch.cos], 2, x, use_reentrant=True).sum().backward()
-    checkpointed(torch.sin)(x)
-    print(len(caught))
-    for _ in range(3):
-        checkpointed(torch.sin, backend="reentrant")(x)
-        checkpointed(backend="reentrant")(torch.sin)(x)
-    print([(w.category.__name__, w.lineno, "backend='rerun'" in str(w.message)) for w in caught])
-"""
-chosen = Program("-c", CHOSEN)
-
-
-def test_it_is_deprecated_once_per_process_and_not_through_the_drop_in():
+def test_it_is_deprecated_once_per_process_and_not_through_the_drop_in(monkeypatch):
     """A `FutureWarning` at the first line that chooses it."""
-    assert chosen.output.splitlines() == ["0", "[('FutureWarning', 15, True)]"]
+    monkeypatch.setattr(module, "_warned", [])
+    x = leaf()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        checkpoint(torch.sin, x, use_reentrant=True).sum().backward()
+        checkpoint_sequential([torch.sin, torch.cos], 2, x, use_reentrant=True).sum().backward()
+        checkpointed(torch.sin)(x)
+        assert not caught
+        for _ in range(3):
+            reentrant(torch.sin)(x)
+    (warning,) = caught
+    assert warning.category is FutureWarning and "backend='rerun'" in str(warning.message)
+    assert (warning.filename, warning.lineno) == (__file__, reentrant.__code__.co_firstlineno + 1)
 
 
 # ---- DistributedDataParallel

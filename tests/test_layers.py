@@ -10,39 +10,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from oracle import words
 
 import checkpointing
 
 PACKAGE = Path(checkpointing.__file__).parent
 
 # The layout table of the design, from the top down.
-LAYERS = [
-    *(
-        "__init__",
-        "__main__",
-        "torch_compat",
-        "_modules",
-        "_api",
-        "_report",
-        "_debug",
-        "_reentrant",
-        "_policy",
-    ),
-    *(
-        "_rerun",
-        "_buffers",
-        "_replay",
-        "_plan",
-        "_windows",
-        "_record",
-        "_compiled",
-        "_gathered",
-        "_program",
-        "_ops",
-    ),
-    *("_held", "_engine", "_check", "_ambient", "_offload", "_region", "_where"),
-    *("_tree", "_torch", "errors"),
-]
+LAYERS = words("""
+    __init__ __main__ torch_compat _modules _api _report _debug _reentrant _policy
+    _rerun _buffers _replay _plan _windows _record _compiled _gathered _program _ops
+    _held _engine _check _ambient _offload _region _where _tree _torch errors
+""")
 FILES = sorted(path.stem for path in PACKAGE.glob("*.py"))
 TREES = {name: ast.parse((PACKAGE / f"{name}.py").read_text(encoding="utf-8")) for name in FILES}
 EACH = pytest.mark.parametrize("name", FILES)
@@ -54,6 +33,20 @@ ALLOWED = {
 }
 # Private attributes of objects that are Python's, or that torch documents in its notes on autograd.
 KNOWN_ATTRIBUTES = {"_getframe", "_asdict", "_fields", "_replace", "_version", "_base", "_schema"}
+
+
+def names_of(node):
+    """Those that a node of this package's code makes."""
+    if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        return {node.name}
+    if isinstance(node, ast.Name):
+        return {node.id}
+    if isinstance(node, ast.Constant):  # `__slots__`
+        return {node.value}
+    if isinstance(node, ast.ImportFrom):
+        return {alias.asname or alias.name for alias in node.names}
+    is_set = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+    return {node.attr} if is_set and dotted(node.value) == "self" else set()
 
 
 def imports(tree):
@@ -89,6 +82,9 @@ def dotted(node):
     return node.id if isinstance(node, ast.Name) else None
 
 
+OURS = {name for tree in TREES.values() for node in ast.walk(tree) for name in names_of(node)}
+
+
 def torch_names(tree):
     """Full names of everything of torch's that a file uses, and their lines."""
     known = {}
@@ -121,10 +117,9 @@ def test_imports_point_down(name):
     assert up - {name} == set()
 
 
-@pytest.mark.parametrize("name", ["__init__"])
-def test_the_package_reexports_and_does_nothing_else(name):
+def test_the_package_reexports_and_does_nothing_else():
     """`from ._x import y as y` and a version."""
-    for node in TREES[name].body:
+    for node in TREES["__init__"].body:
         reexport = isinstance(node, ast.ImportFrom) and all(a.asname == a.name for a in node.names)
         docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
         module = isinstance(node, ast.ImportFrom) and node.module is None
@@ -167,39 +162,12 @@ def test_private_attributes_of_torchs_objects_are_in_one_file(name):
     """Storages, operators and nodes have private attributes as well: `storage._cdata`, `op._op`, ..."""
     if name == "_torch":
         return
-    ours = {
-        *(
-            n.name
-            for t in TREES.values()
-            for n in ast.walk(t)
-            if isinstance(n, ast.FunctionDef | ast.ClassDef)
-        ),
-        *(n.id for t in TREES.values() for n in ast.walk(t) if isinstance(n, ast.Name)),
-        *(
-            n.value for t in TREES.values() for n in ast.walk(t) if isinstance(n, ast.Constant)
-        ),  # `__slots__`
-        *(
-            a.asname or a.name
-            for t in TREES.values()
-            for n in ast.walk(t)
-            if isinstance(n, ast.ImportFrom)
-            for a in n.names
-        ),
-        *(
-            n.attr
-            for t in TREES.values()
-            for n in ast.walk(t)
-            if isinstance(n, ast.Attribute)
-            and isinstance(n.ctx, ast.Store)
-            and dotted(n.value) == "self"
-        ),
-    }
     found = [
         f"{name}.py:{node.lineno}: {ast.unparse(node)}"
         for node in ast.walk(TREES[name])
         if isinstance(node, ast.Attribute)
         and is_private(node.attr)
-        and node.attr not in ours | KNOWN_ATTRIBUTES
+        and node.attr not in OURS | KNOWN_ATTRIBUTES
         and not (dotted(node) or "").startswith("torch.")
     ]
     assert found == []
@@ -303,14 +271,7 @@ def test_no_state_builds_up_in_the_process():
 def test_everything_public_is_documented():
     """A docstring for each file and each exported name, which says that it lives here."""
     public = [n for n in dir(checkpointing) if not n.startswith("_") and n not in FILES]
-    assert {
-        "checkpointed",
-        "checkpoint_scope",
-        "keep",
-        "disabled",
-        "is_recomputing",
-        "CheckpointError",
-    } <= set(public)
+    assert {"checkpointed", "checkpoint_scope", "keep", "CheckpointError"} <= set(public)
     for name in public:
         assert getattr(checkpointing, name).__doc__, name
         assert getattr(checkpointing, name).__module__.partition(".")[0] == "checkpointing", name

@@ -1,13 +1,12 @@
 """The comparison run: its table, its exit status, one line for every wrong value, and the picture drawn with it."""
 
 import importlib
-import subprocess
-import sys
 from collections import namedtuple
 from pathlib import Path
 
 import pytest
 import torch
+from beside import Program
 
 from checkpointing import __main__ as job
 from checkpointing import checkpointed
@@ -177,11 +176,13 @@ def test_operations_are_counted_in_forward_and_in_recompute():
     assert (step.flops_forward, step.flops, step.recomputed(plain)) == (48, 3 * 48, 1.0)
 
 
+command = Program("-m", "checkpointing", "--width", "7")
+
+
 def test_the_command_exits_with_the_status():
     """The whole way, in a process of its own."""
-    command = [sys.executable, "-m", "checkpointing", "--width", "7"]
-    wrong = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert (wrong.returncode, wrong.stdout, wrong.stderr.count("\n")) == (2, "", 1)
+    code, out, err = command.outcome
+    assert (code, out, err.count("\n")) == (2, "", 1)
 
 
 def test_cpu_memory_is_counted_to_the_byte():

@@ -87,7 +87,7 @@ def assert_right_or_refused(plain, function, make, hooks=contextlib.nullcontext)
     return True
 
 
-OUTER = pytest.mark.parametrize("outer", ["rerun", "compat", "replay", "auto", "offload auto"])
+OUTER = pytest.mark.parametrize("outer", ["rerun", "compat", "replay", "offload auto"])
 INNER = pytest.mark.parametrize("inner", ["rerun", "all of it", "scope", "offload"])
 AROUND = pytest.mark.parametrize("hooks", HOOKS.values(), ids=HOOKS)
 
@@ -194,13 +194,6 @@ def test_kept_values_and_inner_regions(program, outer, inner, hooks):
 
 
 # ---- one tensor held twice
-
-
-def used_twice(region):
-    def block(a, b, w):
-        return region(lambda w: (a * w).exp() * b + (b * w).sin())(w)
-
-    return block
 
 
 @AROUND

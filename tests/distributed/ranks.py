@@ -184,10 +184,8 @@ def two_forwards(call, step):
 @program(
     "ddp, with buffers", block=functools.partial(Block, functools.partial(nn.BatchNorm1d, WIDTH))
 )
-@program("ddp, static graph", static_graph=True)
 @program("ddp, unused parameters", kind=Unused, find_unused_parameters=True)
 @program("ddp, no_sync", accumulate=True)
-@program("ddp, gradients as bucket views", gradient_as_bucket_view=True)
 @program("ddp, a block used twice", kind=Twice)
 @program("ddp, a block used twice, static graph", kind=Twice, static_graph=True)
 def ddp(door, whole, kind=Net, where="around", block=Block, accumulate=False, **options):
@@ -226,22 +224,16 @@ def in_sequence(call, step):
 
 
 @program("fsdp2, inside", where="inside")
-@program("fsdp2, inside, not resharded", where="inside", reshard_after_forward=False)
 @program("fsdp2, inside, sharded first", where="inside", late=True)
 @program("fsdp2, inside, mixed precision", where="inside", mp_policy=MIXED)
-@program("fsdp2, inside, two forwards", where="inside", step=two_forwards)
-@program("fsdp2, inside, frozen", where="inside", frozen=True)
-@program("fsdp2, inside, root only", where="inside", root_only=True)
 @program("fsdp2, around")
 @program("fsdp2, around, deep", n=16)
 @program("fsdp2, around, not resharded", reshard_after_forward=False)
-@program("fsdp2, around, mixed precision", mp_policy=MIXED)
 @program("fsdp2, around, two forwards", step=two_forwards)
 @program("fsdp2, around, frozen", frozen=True)
 @program("fsdp2, around, root only", root_only=True)
 @program("fsdp2, compiled", where="inside", compiled=True)
 @program("fsdp2, a lambda", where="lambda")
-@program("fsdp2, a lambda, not resharded", where="lambda", reshard_after_forward=False)
 @program("fsdp2, the model", where="whole")
 @program("fsdp2, the model, not resharded", where="whole", reshard_after_forward=False)
 @program("fsdp2, the model twice in a region", where="whole", two=True)
@@ -252,26 +244,9 @@ def in_sequence(call, step):
     reshard_after_forward=False,
 )
 @program("tensor parallel, inside", where="inside", shape=(1, 2), plan=TENSOR)
-@program("tensor parallel, around", shape=(1, 2), plan=TENSOR)
-@program("sequence parallel, inside", where="inside", shape=(1, 2), plan=SEQUENCE, step=in_sequence)
 @program("sequence parallel, around", shape=(1, 2), plan=SEQUENCE, step=in_sequence)
 @program("fsdp2 x tensor parallel, inside", world=4, where="inside", shape=(2, 2), plan=TENSOR)
-@program(
-    "fsdp2 x tensor parallel, inside, sharded first",
-    world=4,
-    where="inside",
-    shape=(2, 2),
-    plan=TENSOR,
-    late=True,
-)
 @program("fsdp2 x tensor parallel, around", world=4, shape=(2, 2), plan=TENSOR)
-@program(
-    "fsdp2 x tensor parallel, not resharded",
-    world=4,
-    shape=(2, 2),
-    plan=TENSOR,
-    reshard_after_forward=False,
-)
 @program("fsdp2 x tensor parallel, the model", world=4, where="whole", shape=(2, 2), plan=TENSOR)
 @program("fsdp2 x sequence parallel", world=4, shape=(2, 2), plan=SEQUENCE, step=in_sequence)
 def sharded(

