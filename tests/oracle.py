@@ -199,6 +199,7 @@ def bits(value: Any) -> Any:
         return (*head, bits(tensor.int_repr()))
     data = tensor.resolve_conj().resolve_neg()
     data = (data.clone() if data._is_zerotensor() else data).contiguous().view(-1)
+    data = data.as_strided(data.shape, (1,))  # one number may have any stride
     return (
         *head,
         tensor.stride(),

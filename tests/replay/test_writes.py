@@ -150,17 +150,6 @@ def activation_in_place_from_before(region, x, y):
 
 
 @case(whole=True, doors=REPLAY)
-def counter_outside(region, x, y):
-    count = torch.zeros((), dtype=torch.float64)
-
-    def f(x):
-        count.add_(1)
-        return x.sin() * count.clone()
-
-    return region(f, x), region(f, x), region(f, y), count
-
-
-@case(whole=True, doors=REPLAY)
 def outside_written_after_read(region, x, y):
     b = torch.ones(4, 6, dtype=torch.float64)
 
@@ -213,63 +202,6 @@ def from_numpy_of_an_array_filled_later(region, x, y):
 
 
 # ---- random
-@case
-def every_random_op(x, y):
-    g = torch.Generator().manual_seed(7)
-    a = torch.rand(4, 6, generator=g, dtype=x.dtype) * torch.randn_like(x)
-    a = (
-        a
-        + torch.randint(0, 5, (4, 6))
-        + torch.randint_like(x, 3)
-        + torch.normal(0.0, 1.0, (4, 6), generator=g)
-    )
-    a = (
-        a
-        + torch.bernoulli(torch.sigmoid(x.detach()))
-        + torch.poisson(x.detach().abs())
-        + torch.randperm(6)
-    )
-    b = torch.empty_like(x).uniform_(generator=g)
-    b.exponential_().log_normal_().geometric_(0.5).cauchy_().random_(10).bernoulli_(
-        0.3, generator=g
-    )
-    m = torch.multinomial(x.detach().abs() + 0.1, 2)
-    n = torch.normal(x.detach(), y.detach().abs() + 0.1)
-    d = torch._standard_gamma(y.abs() + 0.5)
-    return (
-        x * a * n,
-        x * b.clamp(-3, 3),
-        x.gather(1, m).exp(),
-        nn.functional.gumbel_softmax(x.sin()),
-        d * d,
-    )
-
-
-@case
-def native_dropout_and_attention(x, y):
-    q = x.view(1, 2, 2, 6)
-    h = nn.functional.scaled_dot_product_attention(q.sin(), q, q * 2, dropout_p=0.3)
-    k, _ = torch.native_dropout(h, 0.4, True)
-    return k.exp(), nn.functional.feature_alpha_dropout(h, 0.3, True) * k
-
-
-@case
-def seeded_inside(x, y):
-    a = nn.functional.dropout(x.sin(), 0.5)
-    torch.manual_seed(5)
-    b = nn.functional.dropout(a.exp(), 0.5)
-    s = torch.get_rng_state()
-    c = torch.rand_like(x) * b
-    torch.set_rng_state(s)
-    return a * c, torch.rand_like(x) * c
-
-
-@case
-def distributions(x, y):
-    d = torch.distributions.Normal(x.sin(), y.abs() + 0.1)
-    e = torch.distributions.Gamma(x.abs() + 0.5, y.abs() + 0.5)
-    c = torch.distributions.Categorical(logits=x.sin())
-    return d.rsample() * e.rsample(), c.log_prob(c.sample()), d.log_prob(d.sample())
 
 
 @torch.library.custom_op("bitwise_tests::noisy", mutates_args=())
