@@ -67,3 +67,18 @@ def no_gc(frozen):
         yield
     finally:
         gc.enable()
+
+
+@pytest.fixture(scope="module")
+def group():
+    """A process group of one."""
+    dist = pytest.importorskip("torch.distributed")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def mesh(group):
+    """Of this process alone."""
+    return torch.distributed.init_device_mesh("cpu", (1,))

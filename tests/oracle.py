@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -96,6 +97,8 @@ DOORS: dict[
     "scope in rerun": lambda fn, **options: c(s(fn, **options), **options),
     "rerun in scope": lambda fn, **options: s(c(fn, **options), **options),
 }
+
+DOOR = pytest.mark.parametrize("door", DOORS.values(), ids=list(DOORS))
 
 LETTERS: dict[str, Callable[..., Function]] = {"a": a, "b": b, "c": c, "r": r, "s": s, "g": g}
 
@@ -400,21 +403,36 @@ class Counting(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def in_thread(run: Callable[[], object]) -> None:
-    """Run in a thread of its own; errors come here."""
-    errors: list[BaseException] = []
+def at_once(*functions: Callable[[], Any]) -> list[Any]:
+    """Run each in a thread of its own, all from the same moment on; what they return, or the first error."""
+    barrier, results, errors = threading.Barrier(len(functions)), [None] * len(functions), []
 
-    def guarded() -> None:
+    def run(i: int, fn: Callable[[], Any]) -> None:
         try:
-            run()
+            torch.set_num_threads(1)
+            barrier.wait(timeout=120)
+            results[i] = fn()
         except BaseException as error:
             errors.append(error)
 
-    thread = threading.Thread(target=guarded)
-    thread.start()
-    thread.join()
+    threads = [
+        threading.Thread(target=run, args=item, daemon=True) for item in enumerate(functions)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+        assert not thread.is_alive(), "deadlock"
     if errors:
         raise errors[0]
+    return results
+
+
+class PassThrough(TorchDispatchMode):
+    """A mode that does nothing: some composite operators take another way in any."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
 
 
 def count(run: Callable[[], object]) -> dict[str, int]:

@@ -9,8 +9,7 @@ from typing import ClassVar
 import pytest
 import torch
 import torch.nn.functional as F
-from oracle import bits, in_thread
-from oracle import s as scope
+from oracle import DOOR, DOORS, at_once, bits, plain
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
@@ -21,22 +20,6 @@ from checkpointing import checkpointed
 def leaf():
     """Dyadic fractions, the same each time."""
     return (torch.arange(1.0, 17) / 16).view(4, 4).requires_grad_()
-
-
-def plain(fn):
-    """No region."""
-    return fn
-
-
-DOORS = {
-    "rerun": checkpointed,
-    "replay": checkpointed(backend="replay"),
-    "scope": scope,
-    "rerun in rerun": lambda fn: checkpointed(checkpointed(fn)),
-    "rerun in scope": lambda fn: scope(checkpointed(fn)),
-    "scope in rerun": lambda fn: checkpointed(scope(fn)),
-}
-DOOR = pytest.mark.parametrize("door", DOORS.values(), ids=list(DOORS))
 
 
 class Scaling(TorchFunctionMode):
@@ -221,7 +204,7 @@ def test_recompute_sees_the_state_of_the_forward(state, door):
     if state not in SILENT:
         assert want != step(fn, contextlib.nullcontext)
     assert step(door(fn), around) == want
-    assert step(door(fn), around, run=in_thread) == want
+    assert step(door(fn), around, run=at_once) == want
 
 
 @STATE

@@ -10,7 +10,7 @@ import weakref
 
 import pytest
 import torch
-from oracle import bits, count, in_thread, leaf, python_calls
+from oracle import at_once, bits, count, leaf, python_calls
 from oracle import c as rerun
 from oracle import r as replay
 from oracle import s as scope
@@ -452,7 +452,7 @@ def test_disabled_makes_regions_plain_calls(fn):
             assert not is_region(fn)
         assert not is_region(fn)
         found = []
-        in_thread(lambda: found.append(is_region(fn)))
+        at_once(lambda: found.append(is_region(fn)))
         assert found == [True]
     with pytest.raises(KeyError), disabled():
         raise KeyError

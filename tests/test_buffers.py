@@ -8,7 +8,7 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from oracle import bits, count, plain
+from oracle import at_once, bits, count, plain
 from oracle import s as scope
 from torch import nn
 from torch.nn.utils import parametrizations
@@ -617,26 +617,6 @@ def test_an_opaque_block_finds_versions_that_tell_written_from_fresh(size):
 # ---- threads
 
 
-def in_threads(n, run):
-    """Run in n threads; the first error comes here."""
-    failed = []
-
-    def guarded(i):
-        try:
-            run(i)
-        except BaseException as error:
-            failed.append(error)
-
-    threads = [threading.Thread(target=guarded, args=(i,), daemon=True) for i in range(n)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join(60)
-    assert not any(t.is_alive() for t in threads)
-    if failed:
-        raise failed[0]
-
-
 @pytest.mark.parametrize(
     "shared", [nn.GELU(), nn.BatchNorm1d(4).eval()], ids=["no state", "buffers, evaluation"]
 )
@@ -646,7 +626,7 @@ def test_ranks_that_are_threads_share_a_module_with_a_barrier_in_the_region(door
     barrier = threading.Barrier(2, timeout=30)
     want = torch.autograd.grad(shared(nn.BatchNorm1d(4)(x := leaf())).square().sum(), x)[0]
 
-    def rank(i):
+    def rank():
         own = nn.BatchNorm1d(4)
 
         def fn(x):
@@ -659,7 +639,7 @@ def test_ranks_that_are_threads_share_a_module_with_a_barrier_in_the_region(door
             DOORS[door](fn)(x).sum().backward()
         assert bits(x.grad) == bits(want)
 
-    in_threads(2, rank)
+    at_once(rank, rank)
 
 
 @pytest.mark.parametrize("door", ["rerun", "replay"])
@@ -669,23 +649,23 @@ def test_threads_that_train_one_module(door):
     with torch.no_grad():
         linear.weight.fill_(1.0)
     counter, lock = Counter(), threading.Lock()
-    grads = [[], []]
+    grads = []
 
     def fn(x):
         return counter(linear(x)) if door == "replay" else linear(x).square()
 
-    def trainer(i):
+    def trainer():
         for _ in range(20):
             x = leaf()
             with lock:
                 y = DOORS[door](fn)(x)
                 scale = counter.calls.item() if door == "replay" else 1
             (gradient,) = torch.autograd.grad(y.sum(), linear.weight)
-            grads[i].append(gradient / scale**2)
+            grads.append(gradient / scale**2)
 
-    in_threads(2, trainer)
+    at_once(trainer, trainer)
     want = torch.autograd.grad(linear(leaf()).square().sum(), linear.weight)[0]
-    assert [bits(g) for g in grads[0] + grads[1]] == [bits(want)] * 40
+    assert [bits(g) for g in grads] == [bits(want)] * 40
     if door == "replay":
         assert counter.calls == 40
 
@@ -901,20 +881,6 @@ def test_the_first_call_of_a_lazy_module_with_debug():
     model, x = nn.Sequential(nn.LazyLinear(4), nn.Tanh(), nn.LazyLinear(2)), leaf()
     checkpointed(model, debug=True)(x).sum().backward()
     assert x.grad is not None and model[0].weight.grad is not None
-
-
-@pytest.fixture
-def mesh():
-    """Of this process alone."""
-    if not torch.distributed.is_available():
-        pytest.skip("needs torch.distributed")
-    from torch.distributed.tensor import init_device_mesh
-
-    torch.distributed.init_process_group(
-        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
-    )
-    yield init_device_mesh("cpu", (1,))
-    torch.distributed.destroy_process_group()
 
 
 class Doubles(nn.Module):

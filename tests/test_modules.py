@@ -11,7 +11,6 @@ import weakref
 
 import pytest
 import torch
-import torch.distributed as dist
 from oracle import COPIES, bits, count
 from oracle import whole as leaf
 from torch import nn
@@ -500,14 +499,6 @@ def test_no_cycle_holds_the_parameters(no_gc):
     layer, weight = weakref.ref(model.layers[0]), weakref.ref(model.layers[0].linear.weight)
     del model
     assert layer() is None and weight() is None and gc.isenabled() is False
-
-
-@pytest.fixture(scope="module")
-def group():
-    """A process group of one."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def shard(model):

@@ -25,11 +25,11 @@ from typing import Any
 import pytest
 import torch
 import torch.utils.checkpoint
-from oracle import bits, tensors, weigh
+from oracle import PassThrough, bits, tensors, weigh
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import checkpointing
 from checkpointing import auto, offload, save_ops, save_tagged, torch_compat
@@ -650,13 +650,6 @@ def left_behind(source: str, refusable: bool) -> str | None:
     FRAMES.clear()
     thread.region, thread.depth, thread.aside = None, 0, 0
     return next((what for what, is_there in found.items() if is_there), None)
-
-
-class PassThrough(TorchDispatchMode):
-    """A mode that does nothing: some composite operators take another way in any."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
 
 
 def repair(program: Program) -> Any:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from oracle import bits, count, leaf
 from oracle import r as replay
+from oracle import s as scope
 from torch.utils.checkpoint import CheckpointPolicy
 
 from checkpointing import (
@@ -22,18 +23,6 @@ from checkpointing import (
 
 aten = torch.ops.aten
 MM, SIN, EXP, TANH = aten.mm.default, aten.sin.default, aten.exp.default, aten.tanh.default
-
-
-def scope(fn=None, **options):
-    """A function in a block."""
-    if fn is None:
-        return lambda fn: scope(fn, **options)
-
-    def run(*args, **kwargs):
-        with checkpoint_scope(**options):
-            return fn(*args, **kwargs)
-
-    return run
 
 
 def program(x):

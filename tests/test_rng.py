@@ -9,24 +9,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from beside import Program
-from oracle import bits
-from oracle import s as scope
+from oracle import DOOR, DOORS, bits
 from torch import nn
 
 from checkpointing import checkpoint_scope, checkpointed
 from checkpointing._ambient import Generators
 
 HERE = Path(__file__).parent
-
-
-DOORS = {
-    "rerun": checkpointed,
-    "replay": checkpointed(backend="replay"),
-    "scope": scope,
-    "rerun in scope": lambda fn: scope(checkpointed(fn)),
-    "scope in rerun": lambda fn: checkpointed(scope(fn)),
-}
-DOOR = pytest.mark.parametrize("door", DOORS.values(), ids=list(DOORS))
 
 
 def observe(step):

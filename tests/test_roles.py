@@ -1,35 +1,25 @@
 """Regions in regions beside `keep`, `forward_only`, hooks that copy, and writes: slots come back as what they were."""
 
 import contextlib
+import functools
 import itertools
 
 import pytest
 import torch
 from oracle import bits, leaf
+from oracle import s as scope
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 from checkpointing import (
     CheckpointError,
     MismatchError,
     auto,
-    checkpoint_scope,
     checkpointed,
     forward_only,
     keep,
     offload,
 )
 from checkpointing.torch_compat import checkpoint
-
-
-def scope(**options):
-    def door(function):
-        def call(*args):
-            with checkpoint_scope(**options):
-                return function(*args)
-
-        return call
-
-    return door
 
 
 def in_torch_compat(function):
@@ -44,10 +34,10 @@ RERUNS = {
 REGIONS = {
     **RERUNS,
     "replay": checkpointed(backend="replay"),
-    "scope": scope(),
-    "auto": scope(policy=auto()),
-    "offload": scope(policy=offload(inputs=True, min_bytes=0)),
-    "offload auto": scope(policy=offload(auto(), inputs=True, min_bytes=0)),
+    "scope": scope,
+    "auto": functools.partial(scope, policy=auto()),
+    "offload": functools.partial(scope, policy=offload(inputs=True, min_bytes=0)),
+    "offload auto": functools.partial(scope, policy=offload(auto(), inputs=True, min_bytes=0)),
 }
 HOOKS = {
     "no hooks": contextlib.nullcontext,
@@ -223,7 +213,7 @@ def test_one_tensor_that_is_two_arguments(outer, inner, hooks):
     plain = program(lambda f: f, lambda f: f)
     assert_as_plain(plain, program(outer, inner), make, hooks)
     assert_as_plain(
-        plain, scope(policy=offload(inputs=True, min_bytes=0))(program(outer, inner)), make, hooks
+        plain, scope(program(outer, inner), policy=offload(inputs=True, min_bytes=0)), make, hooks
     )
 
 
@@ -305,7 +295,7 @@ def test_regions_of_two_kinds(write, outer, inner):
     """One reads, another one writes."""
     outer, inner = REGIONS[outer], REGIONS[inner]
     make = lambda: (leaf(4, 4), leaf(4, 4))  # noqa: E731
-    for reader in (checkpointed, scope()):
+    for reader in (checkpointed, scope):
 
         def program(reader, writer):
             def function(x, w):

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from beside import Program
-from oracle import apply, bits, count, leaf
+from oracle import apply, at_once, bits, count, leaf
 from torch import nn
 
 from checkpointing import checkpointed, is_recomputing, keep
@@ -24,33 +24,6 @@ def quick_switches():
     sys.setswitchinterval(1e-5)
     yield
     sys.setswitchinterval(interval)
-
-
-def at_once(*functions):
-    """Run each in a thread of its own, all from the same moment on; what they return, or the first error."""
-    barrier = threading.Barrier(len(functions))
-    results = [None] * len(functions)
-    errors = []
-
-    def run(i, fn):
-        try:
-            torch.set_num_threads(1)
-            barrier.wait(timeout=120)
-            results[i] = fn()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [
-        threading.Thread(target=run, args=item, daemon=True) for item in enumerate(functions)
-    ]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join(timeout=60)
-        assert not t.is_alive(), "deadlock"
-    if errors:
-        raise errors[0]
-    return results
 
 
 def network(x, w):

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.autograd.forward_ad as fwd
 from beside import Program
-from oracle import apply, bits, r, s
+from oracle import DOOR, DOORS, apply, bits
 from torch import nn
 
 from checkpointing import checkpointed
@@ -14,14 +14,6 @@ pytestmark = [
     pytest.mark.filterwarnings(f"ignore:.torch.jit.script:{kind}")
     for kind in ("DeprecationWarning", "FutureWarning")
 ] + [pytest.mark.filterwarnings("ignore:.*torch.func")]  # given once a process
-
-DOORS = {
-    "rerun": checkpointed,
-    "replay": r,
-    "scope": s,
-    "rerun in rerun": lambda fn: checkpointed(checkpointed(fn)),
-}
-DOOR = pytest.mark.parametrize("door", DOORS.values(), ids=list(DOORS))
 
 
 def function(x):

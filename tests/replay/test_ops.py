@@ -17,9 +17,8 @@ import bitwise
 import pytest
 import torch
 from bitwise import DOORS, REPLAY, leaves, plain
-from oracle import tensors
+from oracle import PassThrough, tensors
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 common = pytest.importorskip("torch.testing._internal.common_methods_invocations")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -34,13 +33,6 @@ FOREACH = [
     for kind in ("unary", "binary", "pointwise", "reduce", "other")
     for op in getattr(common, f"foreach_{kind}_op_db")
 ]
-
-
-class PassThrough(TorchDispatchMode):
-    """A mode that does nothing."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
 
 
 def dtypes_of(op: Any, number: int) -> Iterator[torch.dtype]:

@@ -221,15 +221,6 @@ def low_precision(x, y):
     return f * x, h.float().exp()
 
 
-@pytest.fixture
-def mesh():
-    """Of this process alone."""
-    dist = torch.distributed
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield torch.distributed.init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
-
-
 @pytest.mark.parametrize("door", ALL)
 def test_distributed_tensors(door, mesh):
     """Made inside, kept, redistributed, and as parameters; also where their shapes have not been seen before."""
