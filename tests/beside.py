@@ -1,6 +1,8 @@
-"""Programs that tests run in processes of their own: one after the other, beside the tests, from the start.
+"""Programs that tests run in processes of their own: one after the other, beside the tests, from
+the start.
 
-A test file says at import what it will want (`wanted = Program(...)`), its tests ask for what became of it.
+A test file says at import what it will want (`wanted = Program(...)`), its tests ask for what
+became of it.
 """
 
 import json
@@ -24,7 +26,8 @@ class Outcome(NamedTuple):
 
 
 class Program:
-    """Python with these words after it, as if in this process: what can be imported here can be there."""
+    """Python with these words after it, as if in this process: what can be imported here can be
+    there."""
 
     def __init__(self, *words, cwd=None, **env):
         self.wanted_by = sys._getframe(1).f_globals["__name__"]

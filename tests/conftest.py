@@ -49,7 +49,7 @@ def seeded():
 
 @pytest.fixture(scope="module")
 def frozen():
-    """What is there already is left out of counts and collections; so is what torch imports at first use."""
+    """What is there already is left out of counts and collections."""
     with FlopCounterMode(display=False):
         torch.ones(3).sin()
     gc.collect()

@@ -1,7 +1,10 @@
-"""An accelerator made of Python, with a random generator of its own: tests of devices where there is none.
+"""An accelerator made of Python, with a random generator of its own: tests of devices where there
+is none.
 
-A tensor of the device `toy` is a wrapper around a CPU tensor that does the work. A device can't be unregistered, so
-this is a program: it runs every `case_*` and prints one JSON object, kind and name to traceback or null. `flat` tensors say how they are taken apart (`__tensor_flatten__`), `opaque` ones don't.
+A tensor of the device `toy` is a wrapper around a CPU tensor that does the work. A device can't be
+unregistered, so this is a program: it runs every `case_*` and prints one JSON object, kind and name
+to traceback or null. `flat` tensors say how they are taken apart (`__tensor_flatten__`), `opaque`
+ones don't.
 """
 
 import dataclasses
@@ -212,7 +215,8 @@ def case_the_device_is_there():
 
 
 def case_arguments():
-    """Rerun forks the generator of the device that an argument lives on, at any depth of containers."""
+    """Rerun forks the generator of the device that an argument lives on, at any depth of
+    containers."""
     check(BOTH, body)
     check(BOTH, lambda x: body(x), lambda fn, x: fn(x=x * 1.5))
     check(BOTH, lambda s: body(s["a"][0][1]), lambda fn, x: fn({"a": [(0, x)]}))
@@ -230,7 +234,8 @@ def case_data_beside():
 
 
 def case_parameters_of_a_module_argument():
-    """A module among the arguments, or the module that is called, tells where its parameters live."""
+    """A module among the arguments, or the module that is called, tells where its parameters
+    live."""
     module = nn.Module()
     module.weight = nn.Parameter(wrap(torch.linspace(0, 1, 50)))
     check(
@@ -242,7 +247,7 @@ def case_parameters_of_a_module_argument():
 
 
 def case_both_devices_in_turn():
-    """The streams of CPU and device are independent of each other, and both go on where plain's do."""
+    """The streams of CPU and device are independent of each other."""
 
     def fn(c, t):
         c = F.dropout(c.sin(), 0.5)
@@ -299,7 +304,8 @@ def drop_in(use_reentrant):
 
 
 def case_drop_in():
-    """Both streams, where torch's own function forks the CPU's and those of one other type of device."""
+    """Both streams, where torch's own function forks the CPU's and those of one other type of
+    device."""
 
     def fn(c, t):
         c, t = F.dropout(c.sin(), 0.5), F.dropout(t.sin(), 0.5)
@@ -325,7 +331,7 @@ def case_reentrant():
 
 
 def case_autocast():
-    """Every type of device has an autocast of its own, which the recompute sees as the forward did."""
+    """Every type of device has an autocast of its own."""
     for door in (*RERUN, drop_in(False), drop_in(True)):
         seen = []
 
@@ -347,7 +353,7 @@ def case_autocast():
 
 
 def case_no_argument_there_costs_nothing():
-    """The device's generator is not asked when nothing lives there, nor with `preserve_rng_state=False`."""
+    """The device's generator is not asked when nothing lives there."""
     for options, x, asked in (
         ({}, torch.rand(3), False),
         ({"preserve_rng_state": False}, wrap(torch.rand(3)), False),
@@ -378,7 +384,7 @@ KINDS = {"flat": FlatToy, "opaque": Toy}
 
 
 def main():
-    """Run every case, each in a fork: an exception on a worker thread of a fake device ends the process."""
+    """Run every case, each in a fork."""
     global kind
     library = register()
     torch.set_num_threads(1)

@@ -1,7 +1,9 @@
-"""The oracle: plain code says what is right; a transformed program must leave exactly the same bits behind.
+"""The oracle: plain code says what is right; a transformed program must leave exactly the same bits
+behind.
 
-Transforms are letters, and a word is a nest of them, outermost first: `gsc` is the gradient of a scope around
-a checkpointed function. What a word must equal is the word with nothing but its `g`s left.
+Transforms are letters, and a word is a nest of them, outermost first: `gsc` is the gradient of a
+scope around a checkpointed function. What a word must equal is the word with nothing but its `g`s
+left.
 
     c  checkpointed (rerun)        s  a `with checkpoint_scope()` around the call
     r  checkpointed (replay)       g  the gradients with respect to the arguments
@@ -56,7 +58,8 @@ def s(fn: Function, early_stop: bool = True, **options: Any) -> Function:
 
 
 def g(fn: Function, early_stop: bool = True) -> Function:
-    """The gradients of `fn` with respect to all tensors in its arguments, themselves differentiable."""
+    """The gradients of `fn` with respect to all tensors in its arguments, themselves
+    differentiable."""
 
     def gradients(*args: Any) -> tuple[Tensor | None, ...]:
         wanted = [t for t in tensors(args) if t.requires_grad]
@@ -230,9 +233,9 @@ def assert_same(
 ) -> None:
     """Each word leaves the same bits behind as its plain word does.
 
-    Compared are outputs, gradients from first to third order (the `g`s of the word count), `.grad` after a
-    backward, module buffers, and the random stream after each of them.
-    With `computed` the arguments are not leaves, but results of an operator.
+    Compared are outputs, gradients from first to third order (the `g`s of the word count), `.grad`
+    after a backward, module buffers, and the random stream after each of them. With `computed` the
+    arguments are not leaves, but results of an operator.
     """
     for word in words:
         want = _observe_plain(program, plain_word(word), computed, order)
@@ -311,7 +314,7 @@ def _short(value: Any) -> str:
 
 
 def same_place() -> Any:
-    """Hooks that copy; what comes back has the strides and the alignment that it had, so that kernels round alike."""
+    """Hooks that copy; what comes back has the strides and the alignment that it had."""
 
     def pack(t: Tensor) -> Any:
         if t.layout is not torch.strided or t.is_nested or type(t) is not Tensor or t.is_meta:
@@ -404,7 +407,7 @@ class Counting(TorchDispatchMode):
 
 
 def at_once(*functions: Callable[[], Any]) -> list[Any]:
-    """Run each in a thread of its own, all from the same moment on; what they return, or the first error."""
+    """Run each in a thread of its own, all from the same moment on."""
     barrier, results, errors = threading.Barrier(len(functions)), [None] * len(functions), []
 
     def run(i: int, fn: Callable[[], Any]) -> None:
@@ -443,7 +446,8 @@ def count(run: Callable[[], object]) -> dict[str, int]:
 
 
 class Watching(TorchDispatchMode):
-    """Knows, of every storage that an operator makes while it is entered, whether it is still alive."""
+    """Knows, of every storage that an operator makes while it is entered, whether it is still
+    alive."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -459,7 +463,7 @@ class Watching(TorchDispatchMode):
         return result
 
     def alive(self, *names: str) -> list[str]:
-        """The operators whose results live, in the order in which they ran; only those named, if any are."""
+        """The operators whose results live, in the order in which they ran."""
         return [
             name for name, ref in self.made if not ref.expired() and (not names or name in names)
         ]

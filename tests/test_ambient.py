@@ -1,4 +1,5 @@
-"""Recompute sees what the forward saw: autocast, modes, default dtype and device, context variables, switches."""
+"""Recompute sees what the forward saw: autocast, modes, default dtype and device, context
+variables, switches."""
 
 import collections
 import contextlib
@@ -286,7 +287,7 @@ def test_the_order_of_modes_is_kept_and_they_may_be_used_again():
 @DOOR
 @pytest.mark.parametrize("inside", [True, False])
 def test_weights_that_autocast_has_cast(door, inside):
-    """Cast before two regions and used after them; a backward under autocast leaves the casts around it alone."""
+    """Cast before two regions and used after them."""
 
     def run(door):
         torch.manual_seed(0)
@@ -314,7 +315,7 @@ def test_weights_that_autocast_has_cast(door, inside):
 
 
 def test_context_variables_set_in_a_region_stay_in_the_forward():
-    """A rerun's changes to context variables are its own; each region has the values of its own entry."""
+    """A rerun's changes to context variables are its own."""
     seen = []
 
     def fn(x):
@@ -412,7 +413,7 @@ def nothing():
 def test_a_recompute_has_the_precisions_of_the_forward_and_leaves_every_one_as_it_was(
     door, first, later, nothing
 ):
-    """Also what follows from a more general one: setting that afterwards does what it would have done."""
+    """Also what follows from a more general one."""
     if later == "legacy" and first in ("generic tf32", "mkldnn bf16"):
         pytest.skip(
             "a legacy setting that newer ones contradict can't be read: what followed from them becomes set"
@@ -459,7 +460,8 @@ def test_collections_in_context_variables_of_any_kind():
 
 
 def test_casts_of_a_rerun_are_not_cached_for_others():
-    """A backward in another autocast leaves nothing behind that code after it would take for casts of its weights."""
+    """A backward in another autocast leaves nothing behind that code after it would take for casts
+    of its weights."""
     linear, x = nn.Linear(8, 8), torch.rand(2, 8, requires_grad=True)
 
     def autocast():
@@ -481,7 +483,8 @@ COLLECTED = contextvars.ContextVar("COLLECTED", default=None)
 
 @DOOR
 def test_collectors_in_context_variables(door, no_gc):
-    """Nothing is collected twice; neither what was collected nor what a recompute collects is kept alive."""
+    """Nothing is collected twice; neither what was collected nor what a recompute collects is kept
+    alive."""
     made = []
 
     def layer(x):

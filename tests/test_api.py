@@ -1,4 +1,5 @@
-"""The two doors: what can be decorated and what stays as it was, what a scope object is, what each option changes."""
+"""The two doors: what can be decorated and what stays as it was, what a scope object is, what each
+option changes."""
 
 import copy
 import functools
@@ -116,7 +117,8 @@ DECORATORS = {
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("decorate", DECORATORS)
 def test_every_form_is_a_region(form, decorate):
-    """Whatever is decorated, backward recomputes once and gives plain's gradients, any number of times."""
+    """Whatever is decorated, backward recomputes once and gives plain's gradients, any number of
+    times."""
     fn = FORMS[form](DECORATORS[decorate])
     assert is_region(fn)
     assert is_region(fn)
@@ -125,7 +127,7 @@ def test_every_form_is_a_region(form, decorate):
 
 @pytest.mark.parametrize("kind", [staticmethod, classmethod])
 def test_descriptors_stay_what_they_are(kind):
-    """A decorated static or class method object is one again; a bound method is bound to the same object."""
+    """A decorated static or class method object is one again."""
     assert type(checkpointed(kind(body))) is kind
     bound = checkpointed((it := Object()).method)
     assert type(bound) is types.MethodType
@@ -184,7 +186,7 @@ REFUSED = [
     ("fn", "word"), REFUSED, ids=lambda value: value if isinstance(value, str) else ""
 )
 def test_what_cannot_be_a_region_is_refused_at_once(fn, word):
-    """Generator and async functions, plain classes and what can't be called: `TypeError` that says which."""
+    """Generator and async functions, plain classes and what can't be called."""
     for decorate in (lambda: checkpointed(fn), lambda: checkpointed(backend="replay")(fn)):
         with pytest.raises(TypeError, match=f"checkpointed .*{word}"):
             decorate()
@@ -270,7 +272,7 @@ class Owner:
 
 
 def test_functions_are_pickled_by_name():
-    """A decorated function at module level comes back as itself, methods with their object; copies as well."""
+    """A decorated function at module level comes back as itself, methods with their object."""
     for fn in (picklable, Owner.static):
         assert pickle.loads(pickle.dumps(fn)) is fn
         assert copy.deepcopy(fn) is fn
@@ -325,7 +327,7 @@ def recomputes(module, x):
 @pytest.mark.parametrize("cls", [Block, ReplayBlock, Wider, WiderRegion])
 @pytest.mark.parametrize("flip", [False, True])
 def test_module_classes_compute_what_they_did(cls, flip):
-    """Same outputs and gradients, bit for bit; backward recomputes, and the parent class does not."""
+    """Same outputs and gradients, bit for bit."""
     module, x = cls(), leaf(2, 3)
     plain = PlainBlock()
     plain.load_state_dict(module.state_dict())
@@ -339,7 +341,7 @@ def test_module_classes_compute_what_they_did(cls, flip):
 
 @pytest.mark.parametrize("cls", [Block, ReplayBlock])
 def test_module_classes_stay_classes(cls):
-    """`isinstance`, name, signature and docstring of `forward`, and `state_dict` keys are unchanged."""
+    """`isinstance`, name, signature and docstring of `forward`."""
     module = cls()
     assert isinstance(cls, type)
     assert type(module) is cls
@@ -357,7 +359,7 @@ def test_module_classes_stay_classes(cls):
 
 @BACKENDS
 def test_a_module_instance_is_not_changed(backend):
-    """What comes back is another object; the module has the attributes that it had, and its hooks run."""
+    """What comes back is another object."""
     module, x, calls = PlainBlock(), leaf(2, 3), []
     before, forward = dict(vars(module)), module.forward
     run = checkpointed(module, backend=backend)
@@ -390,7 +392,7 @@ def test_a_module_instance_is_not_changed(backend):
     ids=str,
 )
 def test_bad_options_are_refused_at_once(options, words):
-    """`ValueError` that names the option, what it got and what it takes; unknown ones are `TypeError`s."""
+    """`ValueError` that names the option, what it got and what it takes."""
     doors = [lambda: checkpointed(**options), lambda: checkpointed(body, **options)]
     if "backend" not in options:
         doors.append(lambda: checkpoint_scope(**options))
@@ -410,7 +412,7 @@ def test_bad_options_are_refused_at_once(options, words):
 
 @pytest.mark.parametrize("options", [{}, {"enabled": False}, {"name": "mine"}], ids=str)
 def test_a_scope_is_entered_once(options):
-    """A second enter raises, inside the block and after it, and says what to do; the first block is not disturbed."""
+    """A second enter raises, inside the block and after it, and says what to do."""
     scope, x = checkpoint_scope(**options), leaf(3, 3)
     with scope as entered:
         assert entered is scope
@@ -461,7 +463,8 @@ def test_disabled_makes_regions_plain_calls(fn):
 
 @REGIONS
 def test_disabled_counts_when_a_region_is_entered(fn):
-    """A region from before is recomputed under `disabled()`, one from inside of it is not recomputed after it."""
+    """A region from before is recomputed under `disabled()`, one from inside of it is not
+    recomputed after it."""
     x = leaf(3, 3)
     before = fn(x)
     with disabled():
@@ -577,7 +580,7 @@ def test_name_is_what_messages_say(door, name):
 
 @BACKENDS
 def test_odd_functions(backend):
-    """No arguments and a closure; recursion; partials and C functions; results that are no tensors."""
+    """No arguments and a closure; recursion; partials and C functions."""
     x, w = leaf(3, 3), leaf(3, 3)
 
     @checkpointed(backend=backend)

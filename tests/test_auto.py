@@ -1,4 +1,5 @@
-"""Checkpoints that place themselves: what memory that leaves, under a budget and without; the same each time."""
+"""Checkpoints that place themselves: what memory that leaves, under a budget and without; the same
+each time."""
 
 import gc
 import itertools
@@ -71,7 +72,7 @@ def test_twelve_blocks_need_no_more_than_checkpoints_by_hand():
 
 
 def test_the_first_step_has_the_planned_peak():
-    """Nothing is kept while the program is not known: the first backward begins with one more forward."""
+    """Nothing is kept while the program is not known."""
     forward = programs.transformer(12, 64)
     forward().backward()
     run = scoped(forward)
@@ -116,10 +117,7 @@ def recomputed(flops, kept):
 
 
 def peak_of(sizes, kept):
-    """Of a step through a chain. In the forward of a layer are there: what is kept before its argument, that argument,
-    the matrix product, its result. In its backward: what is kept up to it; unless it is kept itself, what the replay of
-    its stretch has delivered up to it; and the gradients of its result and of the matrix product in it, or those of
-    that product and of its argument, when the result has gone."""
+    """Of a step through a chain. In the forward of a layer are there."""
     peaks = []
     for i, size in enumerate(sizes):
         there = sum(sizes[k] for k in kept if k <= i)
@@ -133,7 +131,8 @@ def peak_of(sizes, kept):
 
 
 def beyond_exact(seed):
-    """How much more than necessary the plan for a chain of 12 unequal layers recomputes under its peak, as a part."""
+    """How much more than necessary the plan for a chain of 12 unequal layers recomputes under its
+    peak, as a part."""
     draw = random.Random(seed)
     widths = [draw.choice([64, 96, 128, 192, 256]) for _ in range(13)]
     weights = [torch.randn(a, b) / a for a, b in itertools.pairwise(widths)]
@@ -163,7 +162,7 @@ def beyond_exact(seed):
 
 
 def test_plans_are_close_to_the_exact_answer():
-    """The best of all 4,096 choices with the same peak: half of the plans are within 5 % of it, some far from it."""
+    """Half of the plans are within 5 % of the best choice with the same peak."""
     beyond = sorted(beyond_exact(seed) for seed in range(12))
     assert beyond[5] <= 0.05
     assert sum(beyond) / 12 <= 0.12
@@ -206,7 +205,7 @@ def test_casts_of_weights_are_no_reason_against_a_checkpoint():
 
 
 def test_what_one_cheap_operator_makes_from_an_input_is_not_kept():
-    """A mask that all layers save, from before the cuts: it is made from the input alone, and no layer runs twice."""
+    """A mask that all layers save, from before the cuts."""
     lengths, x = torch.rand(100, 100), torch.rand(100, 100, requires_grad=True)
 
     def run():
@@ -359,7 +358,8 @@ def cells():
 
 
 def in_place():
-    """A long chain of writes to one storage, random ones among them, with results of several steps saved."""
+    """A long chain of writes to one storage, random ones among them, with results of several steps
+    saved."""
     x = torch.rand(8, 16).requires_grad_()
 
     def run():
@@ -668,7 +668,7 @@ def test_nothing_outlives_its_use(options, no_gc):
 
 
 def sharded(depth, wide):
-    """Layers whose weights are gathered for them and given back after them, as by FSDP2, and the first input."""
+    """Layers whose weights are gathered for them and given back after them, as by FSDP2."""
     import torch.distributed.fsdp  # which defines its operators
 
     shards = [torch.rand(32, 32) / 16 for _ in range(depth)]

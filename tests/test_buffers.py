@@ -1,5 +1,5 @@
-"""Buffers of modules in training mode are written once: a rerun rewinds them in place and puts them back. Large ones
-and those of modules in evaluation mode are guarded."""
+"""Buffers of modules in training mode are written once: a rerun rewinds them in place and puts them
+back. Large ones and those of modules in evaluation mode are guarded."""
 
 import functools
 import threading
@@ -78,7 +78,8 @@ class CodeBook(nn.Module):
 
 
 class Shared(nn.Module):
-    """One memory in several places: a buffer of two modules, a view of a buffer, a list beside it."""
+    """One memory in several places: a buffer of two modules, a view of a buffer, a list beside
+    it."""
 
     def __init__(self, how):
         super().__init__()
@@ -120,7 +121,8 @@ class OldStyle(nn.Module):
 
 
 class WrittenThenSaved(nn.Module):
-    """Autograd saves a buffer that the same call has written before, with a trace in its version or without."""
+    """Autograd saves a buffer that the same call has written before, with a trace in its version
+    or without."""
 
     def __init__(self, how):
         super().__init__()
@@ -141,8 +143,8 @@ class WrittenThenSaved(nn.Module):
 
 
 class Grown(Counter):
-    """Rotary embeddings that grow, as those of transformers: a number beside a cache says what is in it. None in it at
-    first: the cache is made when the module is first called."""
+    """Rotary embeddings that grow, as those of transformers: a number beside a cache says what
+    is in it. None in it at first: the cache is made when the module is first called."""
 
     def __init__(self, length):
         super().__init__()
@@ -208,7 +210,8 @@ class Resized(nn.Module):
 
 
 class Quantized(nn.Module):
-    """Quantisation-aware training, per channel: observers resize their buffers, fused ones in a kernel."""
+    """Quantisation-aware training, per channel: observers resize their buffers, fused ones in a
+    kernel."""
 
     def __init__(self):
         super().__init__()
@@ -323,7 +326,7 @@ def made(name):
 
 
 def left(model, *tensors):
-    """What a program leaves behind, in bits; of buffers their order and versions as well, of modules their flags."""
+    """What a program leaves behind, in bits."""
     state = {name: (bits(t), t._version) for name, t in model.state_dict(keep_vars=True).items()}
     grads = [None if p.grad is None else bits(p.grad) for p in model.parameters()]
     streams = [bits(m.rng.get_state()) for m in model.modules() if isinstance(m, Seeded)]
@@ -352,7 +355,8 @@ def train(model, fn, steps=3):
 @MODULE
 @DOOR
 def test_buffers_are_written_once(module, door):
-    """Gradients, parameters, and buffers with their versions and their order in `state_dict` are as plain."""
+    """Gradients, parameters, and buffers with their versions and their order in `state_dict` are
+    as plain."""
     model, want = made(module), made(module)
     assert train(model, DOORS[door](model)) == train(want, want)
 
@@ -436,7 +440,8 @@ WAYS = {
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("module", ["BatchNorm1d", "counter", "set anew", "two modules"])
 def test_where_modules_are_looked_for(module, way):
-    """The function, what it is bound to and the attributes of that, its closure, globals that its code names."""
+    """The function, what it is bound to and the attributes of that, its closure, globals that
+    its code names."""
     model, want = made(module), made(module)
     assert train(model, checkpointed(WAYS[way](model))) == train(want, want)
 
@@ -478,7 +483,7 @@ def test_large_buffers_and_those_in_evaluation_mode_that_are_written_are_refused
 
 @pytest.mark.parametrize("what", GUARDED)
 def test_they_are_guarded_until_backward(what):
-    """Another's write in between is an error; without one gradients are plain's and nothing has been copied."""
+    """Another's write in between is an error."""
     module = GUARDED[what]()
     fn = checkpointed(lambda x: (x * module.book[0]).square())
     x = leaf()
@@ -495,8 +500,7 @@ def test_they_are_guarded_until_backward(what):
 
 @pytest.mark.parametrize("mode", ["train", "eval"])
 def test_a_region_runs_no_operators_but_the_copies(mode):
-    """One clone per buffer in training mode, none otherwise; at recompute as many more, copies in place, and clones of
-    the two that are saved while they are rewound."""
+    """One clone per buffer in training mode, none otherwise."""
     model, x = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), leaf()
     getattr(model, mode)()
     want = count(lambda: model(x))
@@ -565,7 +569,8 @@ class WritesWhatItSaved(nn.Module):
 
 @pytest.mark.parametrize("door", ["rerun", "rerun to the end"])
 def test_a_buffer_that_is_written_after_it_was_saved_is_brought_back_as_it_was(door):
-    """Plain autograd refuses; a rerun delivers neither what was written since nor what is there now."""
+    """Plain autograd refuses; a rerun delivers neither what was written since nor what is there
+    now."""
     model, x = WritesWhatItSaved(), leaf()
     with pytest.raises(RuntimeError, match="modified by an inplace"):
         WritesWhatItSaved()(leaf()).sum().backward()
@@ -644,7 +649,7 @@ def test_ranks_that_are_threads_share_a_module_with_a_barrier_in_the_region(door
 
 @pytest.mark.parametrize("door", ["rerun", "replay"])
 def test_threads_that_train_one_module(door):
-    """Gradients are those of all steps; replay, which never writes a buffer, loses no update either."""
+    """Gradients are those of all steps."""
     linear = nn.Linear(4, 4, bias=False)
     with torch.no_grad():
         linear.weight.fill_(1.0)
@@ -682,7 +687,7 @@ def test_wide_normalisation_is_written_once():
     "make", [lambda t: t.to_sparse(), lambda t: t.to(torch.complex64).conj(), lambda t: t[:, ::2]]
 )
 def test_buffers_of_odd_layouts(make):
-    """Sparse, conjugate and with gaps: read in a region, and as they were afterwards, versions too."""
+    """Sparse, conjugate and with gaps."""
     module, x = nn.Module(), torch.ones(4, 2, requires_grad=True)
     module.register_buffer("odd", make(torch.eye(4)))
     version = module.odd._version
@@ -919,7 +924,7 @@ def test_buffers_of_a_distributed_module(mesh, make, door):
 
 @pytest.mark.parametrize(("count", "times"), [(100, 1), (101, 2)])
 def test_long_lists_are_not_searched_for_modules(count, times):
-    """They may be data: what their modules write is written again. (An `nn.ModuleList` is a module.)"""
+    """They may be data: what their modules write is written again."""
     norms = [nn.BatchNorm1d(3) for _ in range(count)]
     checkpointed(lambda x: norms[-1](x).sin().exp())(
         torch.rand(4, 3, requires_grad=True)

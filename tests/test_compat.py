@@ -1,7 +1,9 @@
-"""torch's own functions and ours, side by side: torch is the oracle for results, counts, warnings and errors.
+"""torch's own functions and ours, side by side: torch is the oracle for results, counts, warnings
+and errors.
 
-A program takes the module whose functions it shall use. What it returns, the warnings on the way and the error that
-ends it must be the same for both. Where torch 2.13 answers otherwise than later ones, `answer` holds what those answer.
+A program takes the module whose functions it shall use. What it returns, the warnings on the way
+and the error that ends it must be the same for both. Where torch 2.13 answers otherwise than later
+ones, `answer` holds what those answer.
 """
 
 import contextlib
@@ -778,7 +780,7 @@ def first_sentence(text):
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_same_as_torch(name):
-    """Results, errors (class and first sentence), and warnings (class, text, and the user's line)."""
+    """Results, errors (class and first sentence)."""
     have = observe(CASES[name], ours)
     assert {w.filename for w in have.warnings if w.category is UserWarning} <= {__file__}
     if name in ANSWERS and VERSION < (2, 14):
@@ -813,7 +815,7 @@ def test_a_sequence_is_cut_into_segments_that_exist(segments):
 
 
 def test_switches_stay_in_their_thread():
-    """torch's are global variables, which count, too: somebody who has changed one import still calls them."""
+    """torch's are global variables, which count, too."""
     found = []
     with ours.set_checkpoint_early_stop(False):
         worker = threading.Thread(target=lambda: found.append(stops(ours, ())))
@@ -977,7 +979,7 @@ def test_signatures_are_those_of_2_15():
     ids=["decorator", "partial"],
 )
 def test_copies_of_modules_run_their_own_parameters(wrap, again):
-    """Where somebody has wrapped the `forward` of an instance: targets of EMA, `torch.save` of a whole model."""
+    """Where somebody has wrapped the `forward` of an instance."""
     layer = nn.Linear(4, 4)
     layer.forward = wrap(layer.forward)
     copied = again(layer)
@@ -1013,7 +1015,7 @@ def test_warnings_point_at_the_users_line(form):
 @pytest.mark.parametrize("outer, inner", [(theirs, ours), (ours, theirs), (ours, ours)])
 @pytest.mark.parametrize("policies", [(), ("outer",), ("inner",), ("outer", "inner")])
 def test_regions_of_torch_and_ours_nest(outer, inner, policies):
-    """Either may be the outer one, with the same contexts around it, and hooks of the user around both."""
+    """Either may be the outer one, with the same contexts around it."""
     options = {
         "context_fn": selective(theirs, [MM]),
         **({"respect_saved_tensors_hooks": True} if VERSION >= (2, 14) else {}),
@@ -1031,7 +1033,7 @@ def test_regions_of_torch_and_ours_nest(outer, inner, policies):
 @pytest.mark.parametrize("use_reentrant", [True, False])
 @pytest.mark.parametrize("offloads", [False, True])
 def test_as_much_is_held_as_with_torch(no_gc, use_reentrant, offloads):
-    """Of each region its input, or the copy that hooks have made of it, and nothing of what happens inside."""
+    """Of each region its input, or the copy that hooks have made of it."""
     layer = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Dropout(0.5), nn.Linear(32, 8))
     hooks = torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda t: t)
 
@@ -1056,7 +1058,7 @@ def test_as_much_is_held_as_with_torch(no_gc, use_reentrant, offloads):
 @pytest.mark.parametrize("kept", [False, True])
 @pytest.mark.parametrize("way", ["dropped", "backward", "retained", "failed"])
 def test_a_graph_dies_with_its_last_reference(no_gc, way, kept):
-    """No cycle, whatever became of it; what a policy keeps goes when it is used, or with the graph."""
+    """No cycle, whatever became of it."""
     x, options = leaf(), {"context_fn": selective(ours, [MM])} if kept else {}
     with Watching() as watching:
         inside = x * 1
@@ -1092,7 +1094,8 @@ def test_switches_nest():
 
 
 class Block(nn.Module):
-    """Everything that a recompute must not disturb: dropout, running statistics, options, something to leave out."""
+    """Everything that a recompute must not disturb: dropout, running statistics, options, something
+    to leave out."""
 
     def __init__(self, width=8):
         super().__init__()

@@ -1,4 +1,5 @@
-"""Under `torch.compile` a call of the drop-in becomes torch's own operator for checkpointed regions."""
+"""Under `torch.compile` a call of the drop-in becomes torch's own operator for checkpointed
+regions."""
 
 import functools
 
@@ -19,7 +20,7 @@ MM = torch.ops.aten.mm.default
 
 @pytest.fixture(autouse=True)
 def forgetful():
-    """Tracing a selective context leaves torch's notes for the next node behind, which a later graph then bears."""
+    """Tracing a selective context leaves torch's notes for the next node behind."""
     torch.fx.traceback.current_meta.clear()
 
 
@@ -33,7 +34,7 @@ def arguments():
 
 
 def products(program, **options):
-    """How many matrix products the compiled forward and backward hold; gradients must be those of eager code."""
+    """How many matrix products the compiled forward and backward hold."""
     torch._dynamo.reset()
     found = []
 
@@ -80,7 +81,7 @@ def in_a_module(m):
 
 
 def broken(m):
-    """The compiler can't trace this region, which then runs in eager mode, by torch's own function."""
+    """The compiler can't trace this region."""
 
     def breaks(x, y):
         torch._dynamo.graph_break()
@@ -202,7 +203,7 @@ def test_one_graph_for_all_sizes_with_the_results_of_eager_code(door, backend):
 @pytest.mark.parametrize("seen_before", [False, True])
 @pytest.mark.parametrize("door", ["replay", "scope", "policy"])
 def test_regions_that_record_break_the_graph_and_are_right(door, seen_before):
-    """Whatever was entered before: Dynamo guards the values of dicts that it traces, and can't name all keys."""
+    """Whatever was entered before: Dynamo guards the values of dicts that it traces."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     linear, x = nn.Linear(4, 4), torch.randn(4, 4, requires_grad=True)
@@ -231,7 +232,7 @@ def test_regions_that_record_break_the_graph_and_are_right(door, seen_before):
 
 
 def test_in_the_place_of_torchs_function(monkeypatch):
-    """Dynamo knows torch's function by identity: whoever puts ours there gets torch's operator, too."""
+    """Dynamo knows torch's function by identity."""
     for name in ours.__all__:
         monkeypatch.setattr(theirs, name, getattr(ours, name))
     assert products(called(use_reentrant=False)(theirs), fullgraph=True) == [2, 6]

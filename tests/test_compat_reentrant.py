@@ -1,4 +1,5 @@
-"""The legacy backend through our own door: bit-equal where it works, and an error that says why where it can't."""
+"""The legacy backend through our own door: bit-equal where it works, and an error that says why
+where it can't."""
 
 import contextlib
 import functools
@@ -68,7 +69,7 @@ def in_sequence(x):
     ],
 )
 def test_bits_as_without(fn):
-    """Results, gradients, the random stream; through every door, inside of every kind of region and around it."""
+    """Results, gradients, the random stream."""
     assert all(
         map(
             torch.equal,

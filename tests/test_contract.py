@@ -1,5 +1,6 @@
-"""What a recompute is given back: arguments of any structure, saved as an operator saves its inputs; variables that the
-function closes over; state that no argument shows; results of calls that must not be repeated."""
+"""What a recompute is given back: arguments of any structure, saved as an operator saves its
+inputs; variables that the function closes over; state that no argument shows; results of calls
+that must not be repeated."""
 
 import collections
 import copy
@@ -82,7 +83,8 @@ class Named(NamedTuple):
 
 
 class Output(collections.OrderedDict):
-    """A dict whose values are attributes, too, and that torch's pytree does not know: handed over as it is."""
+    """A dict whose values are attributes, too, and that torch's pytree does not know: handed over
+    as it is."""
 
     def __init__(self, x, rest=None):
         super().__init__(x=x, rest=rest)
@@ -285,7 +287,7 @@ MAKE = {"data": data, "computed": lambda: leaf(3) * 2, "leaf": lambda: leaf(3)}
 @EACH
 @pytest.mark.parametrize("kind", MAKE)
 def test_a_tensor_changed_in_place_is_named(place, kind, door):
-    """Rerun says which argument, replay which operator read it; both where the region is, and what to do."""
+    """Rerun says which argument, replay which operator read it."""
     build, find = PLACES[place]
     tensor, w = MAKE[kind](), leaf(3)
     args, kwargs = build(tensor)
@@ -381,7 +383,8 @@ def first_tensor(value):
 @EACH
 @pytest.mark.parametrize("change", CHANGES)
 def test_containers_may_be_changed_afterwards(door, change):
-    """What the caller does to a list, dict or dataclass after the call does not reach the recompute."""
+    """What the caller does to a list, dict or dataclass after the call does not reach the
+    recompute."""
     build, mutate = CHANGES[change]
     w, x = leaf(3), data()
     s = build(x)
@@ -392,7 +395,7 @@ def test_containers_may_be_changed_afterwards(door, change):
 
 @EACH
 def test_the_function_may_change_its_containers(door):
-    """A list that the function empties is empty for the caller, once, and full again for the rerun."""
+    """A list that the function empties is empty for the caller, once."""
     x, w, xs, into = data(), leaf(3), [data(), data() * 2], {}
 
     def fn(xs, into):
@@ -466,7 +469,7 @@ def test_memory_may_be_away_between_forward_and_backward(door, trick, how):
 @pytest.mark.parametrize("left_there", [False, True])
 @pytest.mark.parametrize("frozen", [True, False])
 def test_parameters_may_be_gathered_inside_the_region(left_there, frozen):
-    """ZeRO-3 as its hooks do it: the full parameter is there only while its module runs, or is left there."""
+    """ZeRO-3 as its hooks do it: the full parameter is there only while its module runs."""
     shard, module, x = data(9), nn.Linear(3, 3, bias=False), leaf(2, 3)
 
     def gather(*_):
@@ -492,7 +495,8 @@ def test_parameters_may_be_gathered_inside_the_region(left_there, frozen):
 
 @EACH
 def test_inputs_go_through_enclosing_hooks_and_parameters_do_not(door):
-    """Computed arguments, data and keyword arguments are saved by what encloses the region, once and fetched once."""
+    """Computed arguments, data and keyword arguments are saved by what encloses the region, once
+    and fetched once."""
     base, p, d, nested = leaf(3, 3), nn.Parameter(data(3, 3)), data(3, 3), data(3, 3)
 
     def fn(x, p, *, d, nested):
@@ -570,7 +574,7 @@ def test_a_lambda_in_a_loop(door):
 
 @ONE_LEVEL
 def test_variables_set_anew_afterwards(door):
-    """Numbers, functions, tensors with and without a gradient, modules; defaults and globals are the function's."""
+    """Numbers, functions, tensors with and without a gradient, modules."""
 
     def program(door):
         factor, act, t, p, module = (
@@ -654,7 +658,7 @@ ASSIGNS = [counts_up, by_a_function_inside, deleted_and_set, a_state]
 @pytest.mark.parametrize("times", [1, 2])
 @pytest.mark.parametrize("make", ASSIGNS, ids=lambda make: make.__name__)
 def test_what_a_function_assigns_itself_is_its_own_business(make, times):
-    """Left as it is, as with torch's checkpoint: what the calls have done to it stays, and is not put back."""
+    """Left as it is, as with torch's checkpoint."""
 
     def run(door):
         (fn, read), x = make(), leaf()
@@ -675,7 +679,7 @@ def test_what_a_function_assigns_itself_is_its_own_business(make, times):
 
 
 def test_what_it_only_reads_keeps_the_value_of_the_forward_beside_it():
-    """One is assigned, another is read; a variable of the same name in a function inside is another one."""
+    """A variable that it assigns beside one that it reads."""
     n, factor = 0, 2.0
 
     def fn(x):
@@ -810,7 +814,8 @@ def around(door):
 
 
 def inside(door):
-    """A functional call in a region, with parameters from around it, of which one comes of another."""
+    """A functional call in a region, with parameters from around it, of which one comes of
+    another."""
     net, x, base = Net(), leaf(2, 4), leaf(4, 4)
     new = {"one.weight": base * 2, "two.weight": base}
     door(lambda x: torch.func.functional_call(net, new, (x,)))(x).sum().backward()
@@ -889,7 +894,7 @@ def both_hooks(module, bring):
 
 
 def offloaded(hooks, seen=None, trains=False):
-    """A model whose weights hooks bring in anew: saved as a view, as a whole, and by a kernel of many arguments."""
+    """A model whose weights hooks bring in anew."""
     torch.manual_seed(0)
     layers = nn.Linear(4, 4), nn.LayerNorm(4), nn.Tanh(), nn.Linear(4, 4, bias=False), nn.PReLU(4)
     model = nn.Sequential(*layers).requires_grad_(trains)
@@ -981,7 +986,7 @@ def test_an_adapter_that_is_switched_is_named(door):
 
 @pytest.mark.parametrize("door", RERUNS)
 def test_weights_cached_around_a_region(door):
-    """`parametrize.cached()`: the recompute makes the weight that the forward found; nothing was exchanged."""
+    """`parametrize.cached()`: the recompute makes the weight that the forward found."""
     layer, x = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)), leaf(2, 4)
     with nn.utils.parametrize.cached():
         layer(x)
@@ -1057,7 +1062,7 @@ def test_a_step_of_an_optimizer_between_forward_and_backward(door, how):
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("door", ["rerun", "replay"])
 def test_parameters_that_the_region_did_not_use_may_change(door, compiled):
-    """The rest of the module is stepped meanwhile; the guards of a compiled block hold as before."""
+    """The rest of the module is stepped meanwhile."""
 
     def program(door):
         torch._dynamo.reset()
@@ -1077,8 +1082,7 @@ def test_parameters_that_the_region_did_not_use_may_change(door, compiled):
 
 
 def test_a_rerun_finds_and_leaves_everything_as_the_user_has_it():
-    """The very parameters with their flags, memory and versions; the very children, dicts and lists. Training flags
-    are those of the forward meanwhile."""
+    """The very parameters with their flags, memory and versions."""
     net, seen = Net(), []
     net.tables = {"a": [1, 2]}
 
@@ -1107,7 +1111,7 @@ def test_a_rerun_finds_and_leaves_everything_as_the_user_has_it():
 
 
 def test_a_variable_that_something_else_in_the_region_sets():
-    """A helper or a hook that shares it by `nonlocal` finds what the forward found, and what it sets is dropped."""
+    """A helper or a hook that shares it by `nonlocal` finds what the forward found."""
 
     def step(door):
         scale, x = torch.tensor(2.0), leaf(4, 4)
@@ -1228,7 +1232,8 @@ class Scale:
 @pytest.mark.parametrize("kind", [Tracker, Scale])
 @DOOR
 def test_registered_state_is_the_forwards_in_recompute_and_the_present_one_afterwards(kind, door):
-    """Gradients and the state afterwards are plain's, with other forwards in between and two backwards."""
+    """Gradients and the state afterwards are plain's, with other forwards in between and two
+    backwards."""
 
     def step(door):
         hidden = types.SimpleNamespace(it=kind())
@@ -1262,7 +1267,7 @@ def counters():
 
 
 def test_when_states_are_asked_for_and_put_back():
-    """At forward; at recompute, after which the state of now is put back; the last first, if there are several."""
+    """At forward; at recompute, after which the state of now is put back."""
     calls, snapshot, restore = counters()
     order = []
     with register_state(lambda: "a", order.append), register_state(lambda: "b", order.append):
@@ -1275,7 +1280,7 @@ def test_when_states_are_asked_for_and_put_back():
 
 
 def test_after_remove_no_snapshots_are_taken():
-    """Regions that have one restore it still, else their recompute would be wrong; removing twice is no error."""
+    """Regions that have one restore it still, else their recompute would be wrong."""
     calls, snapshot, restore = counters()
     handle = register_state(snapshot, restore)
     before = checkpointed(lambda x: x.sin().exp())(leaf())
@@ -1340,7 +1345,7 @@ def test_states_are_registered_for_all_threads():
 @DOOR
 @pytest.mark.parametrize("early_stop", [True, False])
 def test_a_forward_only_function_runs_once_and_its_results_come_back_in_order(door, early_stop):
-    """Also where the results decide; with `keep`, which has an order of its own; with two backwards."""
+    """Also where the results decide; with `keep`, which has an order of its own."""
 
     def step(door, **options):
         numbers = iter([2.0, 3.0, 5.0])
@@ -1361,7 +1366,7 @@ def test_a_forward_only_function_runs_once_and_its_results_come_back_in_order(do
     "pass_it", [lambda f, x: f(x), lambda f, x: f(x=x)], ids=["positional", "keyword"]
 )
 def test_an_argument_passed_through_is_the_recomputes_own(door, pass_it):
-    """A probe in the middle of an expression; its gradients flow, in a backward inside the region, too."""
+    """A probe in the middle of an expression."""
     norms = []
 
     @forward_only
@@ -1511,7 +1516,7 @@ def test_methods_and_signatures():
 @pytest.mark.parametrize("word", ["cs", "ccs", "scs", "cr", "csc"])
 @pytest.mark.parametrize("way", ["first to read", "result", "result of a view", "kept"])
 def test_a_forward_only_function_in_a_scope_in_a_rerun_leaves_no_trace_there(word, way):
-    """The rerun records the scope anew, without the operators of the function: its slots are the same all the same."""
+    """The rerun records the scope anew, without the operators of the function."""
     seen = []
 
     @forward_only
@@ -1666,7 +1671,7 @@ class Token:
 
 @EACH
 def test_a_frozen_base_with_adapters(door):
-    """An input that `requires_grad_()` has made a leaf goes through the hooks around, as torch's does."""
+    """An input that `requires_grad_()` has made a leaf goes through the hooks around."""
 
     def program(door):
         frozen, adapter = nn.Linear(4, 4).requires_grad_(False), nn.Parameter(leaf(4, 4).detach())
@@ -1702,7 +1707,7 @@ class Cache:
 @pytest.mark.parametrize("view", [False, True])
 @EACH
 def test_a_cache_is_grown_inside_a_region(door, view):
-    """Rerun: an error of a few lines that names the argument and says what helps; replay handles it."""
+    """Rerun: an error of a few lines that names the argument and says what helps."""
 
     def attend(x, past):
         keys = past.update(x * 2, 1)

@@ -80,7 +80,7 @@ def test_nested_regions_recompute_each_operator_once(door):
 
 @DOOR
 def test_double_backward_recomputes_once_for_each_graph_task(door):
-    """The first gradient is one graph task; the gradient of it is another, which opens the region again."""
+    """The first gradient is one graph task."""
 
     def backward(y):
         (first,) = torch.autograd.grad(y.sum(), x, create_graph=True)
@@ -264,7 +264,7 @@ def test_keep_between_layers_replays_each_operator_at_most_once(door, early_stop
 
 
 def test_keep_makes_one_window_for_each_layer():
-    """With early stop every layer is a replay of its own; without it the first replay covers them all."""
+    """With early stop every layer is a replay of its own."""
     x, w = leaf(3, 3), leaf(3, 3)
     for early_stop, replays in ((True, LAYERS), (False, 1)):
         with checkpoint_scope(early_stop=early_stop) as scope:

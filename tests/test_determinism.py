@@ -71,7 +71,8 @@ def test_fewer_tensors():
 
 
 def test_fewer_tensors_in_the_middle():
-    """A tensor left out early shows as a shift of shapes or as a missing last one, never as wrong gradients."""
+    """A tensor left out early shows as a shift of shapes or as a missing last one, never as wrong
+    gradients."""
     skip = Two(False, True)
     assert "different number of tensors" in failed(
         lambda x: (x.sin() if skip() else x.sin().exp()).cos(), leaf(3)
@@ -80,7 +81,7 @@ def test_fewer_tensors_in_the_middle():
 
 @pytest.mark.parametrize("early_stop", [True, False])
 def test_more_tensors(early_stop):
-    """Without early stop an error with the line that saved one too many; with it nobody's concern."""
+    """Without early stop an error with the line that saved one too many."""
     fn = repeated(Two(1, 2))
     if early_stop:
         checkpointed(fn)(leaf(3)).sum().backward()
@@ -123,7 +124,7 @@ def test_the_tips_are_torchs():
 @pytest.mark.parametrize("what", METADATA)
 @pytest.mark.parametrize("early_stop", [True, False])
 def test_other_metadata(what, early_stop):
-    """The message has region, position, the operators that asked and made it, both sides, and the user's line."""
+    """The message has region, position, the operators that asked and made it, both sides."""
     change, saved, recomputed = METADATA[what]
     first, cos = Two(True, False), nn.Sequential(nn.Identity(), nn.Tanh())
 
@@ -157,7 +158,7 @@ def test_every_tensor_that_differs_is_listed_and_the_rest_counted():
     "error", [CheckpointError, torch.utils.checkpoint.CheckpointError, RuntimeError]
 )
 def test_kinds_of_errors(error):
-    """They share one base, and that one is torch's: code written for torch's checkpoint keeps working."""
+    """They share one base, and that one is torch's."""
     which = Two(torch.float32, torch.float64)
     failed(lambda x: x.to(which()).sin(), leaf(3), error=error)
     assert issubclass(MismatchError, error)
@@ -165,7 +166,8 @@ def test_kinds_of_errors(error):
 
 
 def test_a_failed_check_can_be_tried_again():
-    """Nothing wrong stays behind: when the reason is gone, backward succeeds, in a region in a region as well."""
+    """Nothing wrong stays behind: when the reason is gone, backward succeeds, in a region in a
+    region as well."""
     table = {"dtype": torch.float32}
     x = leaf(3)
     inner = checkpointed(lambda x: x.to(table["dtype"]).sin().exp(), name="inner")
@@ -185,7 +187,8 @@ def test_a_failed_check_can_be_tried_again():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64], ids=str)
 def test_values_finds_another_number(dtype):
-    """One element of a thousand; the first tensor, its operators and the lines of both runs are named."""
+    """One element of a thousand; the first tensor, its operators and the lines of both runs are
+    named."""
     x = torch.ones(1000, dtype=dtype, requires_grad=True)
     table = {"offset": torch.zeros(1000, dtype=dtype)}
 
@@ -264,7 +267,7 @@ def test_values_finds_nothing_where_nothing_differs(make, backend):
     ids=str,
 )
 def test_values_tells_small_numbers_apart(first, later):
-    """The checksum is of bits in their order: swapped elements, signs of zero, masks, indices with few bits set."""
+    """The checksum is of bits in their order."""
     which, kind = Two(torch.tensor(first), torch.tensor(later)), type(first[0])
 
     def fn(x):
@@ -396,7 +399,7 @@ def test_an_operator_that_makes_another_size_in_replay_is_an_error(use):
 
 
 def test_jagged_tensors_made_inside_have_other_ragged_sizes_each_time():
-    """As under torch's own checkpoint: a size that depends on the data is known by the tensor it was read from."""
+    """As under torch's own checkpoint."""
 
     def ragged(x):
         return (

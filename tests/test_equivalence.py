@@ -1,4 +1,5 @@
-"""Checkpointed programs are the plain programs, bit for bit: outputs, gradients, random stream, buffers."""
+"""Checkpointed programs are the plain programs, bit for bit: outputs, gradients, random stream,
+buffers."""
 
 import dataclasses
 import itertools
@@ -69,7 +70,7 @@ class Pair:
 
 
 def structures():
-    """Tensors deep in containers and dataclasses, in and out; None, numbers and strings beside them."""
+    """Tensors deep in containers and dataclasses, in and out."""
 
     def fn(batch, scale, pair, *rest):
         h = batch["x"].sin() * batch["more"][0] + batch["mask"]
@@ -149,7 +150,7 @@ def dropout():
 
 
 def no_grad_inside():
-    """A part without gradients, values taken out of the graph, and grad mode switched on and off."""
+    """A part without gradients, values taken out of the graph."""
 
     def fn(x, w):
         with torch.no_grad():
@@ -174,7 +175,7 @@ def branches():
 
 
 def gradient_inside(retain_graph):
-    """Build a program that takes a gradient itself; with the graph retained it takes another one."""
+    """Build a program that takes a gradient itself."""
 
     def gradient_inside():
         def fn(x, w):
@@ -193,7 +194,8 @@ def gradient_inside(retain_graph):
 
 
 class TwoSaves(torch.autograd.Function):
-    """Saves input, output and an intermediate value; reads them twice; can be differentiated again."""
+    """Saves input, output and an intermediate value; reads them twice; can be differentiated
+    again."""
 
     @staticmethod
     def forward(ctx, x, w):
@@ -261,7 +263,8 @@ NESTED = [
 @PROGRAM
 @pytest.mark.parametrize(("word", "early_stop"), ONE + NESTED)
 def test_regions_in_any_nesting_are_the_plain_program(program, word, early_stop):
-    """f ~ c(f) ~ c(c(f)) ~ s(f) ~ s(c(f)) ~ c(s(f)) ~ s(s(f)), with gradients up to the third order."""
+    """f ~ c(f) ~ c(c(f)) ~ s(f) ~ s(c(f)) ~ c(s(f)) ~ s(s(f)), with gradients up to the third
+    order."""
     for computed in (False, True) if len(word) == 1 else (True,):
         assert_same(
             program,
@@ -451,7 +454,7 @@ def test_kept_values_change_nothing(door, early_stop, cuts, drop):
 @DOOR
 @pytest.mark.parametrize("make", [torch.rand, torch.ones, leaf], ids=["rand", "ones", "leaf"])
 def test_a_leaf_made_inside_gets_its_gradient(door, early_stop, make):
-    """A region may make parameters of its own; they are what they were, and have plain's gradient."""
+    """A region may make parameters of its own."""
 
     def run(door):
         torch.manual_seed(0)

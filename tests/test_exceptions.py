@@ -1,4 +1,5 @@
-"""An exception anywhere leaves no hook, mode, random state or grad mode behind and says where it happened."""
+"""An exception anywhere leaves no hook, mode, random state or grad mode behind and says where it
+happened."""
 
 import asyncio
 import contextlib
@@ -101,7 +102,7 @@ def test_in_the_body(word, early_stop, error):
 @EARLY_STOP
 @ERRORS
 def test_in_a_recompute(word, early_stop, error):
-    """The function fails when it is called again; grad mode, modes and random stream are put back."""
+    """The function fails when it is called again."""
     fail = Fails(error, 2)
 
     def fn(x):
@@ -270,7 +271,7 @@ def test_an_early_stop_of_the_inner_region_ends_the_inner_rerun_only(word):
 
 @WORD
 def test_the_region_around_is_the_innermost_again_after_an_exception(word):
-    """`keep` finds it; and outside of all regions, where `keep` holds nothing, what `disabled` switched off is on."""
+    """`keep` finds it, and what `disabled` switched off is on again."""
     x = leaf(3)
 
     def fails(x):
@@ -376,7 +377,7 @@ def test_a_value_that_the_function_overwrites_later_is_brought_back_as_it_was_or
 
 @pytest.mark.parametrize("error", [RuntimeError, SystemExit, KeyboardInterrupt])
 def test_what_a_function_makes_of_the_stop_signal(error):
-    """An error of its own does not keep backward from what it has; somebody who wants to leave leaves."""
+    """An error of its own does not keep backward from what it has."""
 
     def fn(x):
         try:
@@ -439,7 +440,7 @@ def in_turns(tasks, order):
     "kinds", [*itertools.product(["scope", "auto", "reported"], repeat=2), ("scope",) * 3]
 )
 def test_scopes_of_several_tasks(kinds):
-    """Who leaves while a later one is inside is told so; nothing is left behind, and the others are right."""
+    """Who leaves while a later one is inside is told so."""
     x = leaf(3)
     (want,) = in_turns([task(x, "plain")], [])
     (want,) = torch.autograd.grad(want.sum(), x)

@@ -1,4 +1,5 @@
-"""What only a GPU shows. (Offloading on side streams: test_offload.py; the comparison's figures: test_main.py.)"""
+"""What only a GPU shows. (Offloading on side streams: test_offload.py; the comparison's figures:
+test_main.py.)"""
 
 import pytest
 import torch
@@ -90,8 +91,7 @@ def test_regions_on_several_streams(door, layers):
 
 
 def test_capture_in_a_graph(door, layers):
-    """Forward, recompute and backward are captured; each replay of the graph draws numbers of its own, the same in
-    both."""
+    """Forward, recompute and backward are captured."""
     x = inputs()
     parameters = list(layers.parameters())
 

@@ -46,7 +46,7 @@ BUILDS = {
 
 @pytest.mark.parametrize("build", [lambda x: x, *BUILDS.values()], ids=["tensor", *BUILDS])
 def test_keep_returns_its_argument(build):
-    """The very same object, in the forward of every door and outside of all; outside it does nothing else."""
+    """The very same object, in the forward of every door and outside of all."""
     x = leaf(3)
     value = build(h := x.sin())
     for door in (
@@ -120,7 +120,7 @@ def test_bytes_kept_are_those_of_storages_counted_once():
     "modify", [lambda y: y.mul_(2).add_(1), lambda y: y[0].zero_()], ids=["whole", "part"]
 )
 def test_keep_then_in_place(door, modify):
-    """A kept value that is then overwritten: those who read it before see the old one, the others the new one."""
+    """Who read it before gets the old value, the others the new one."""
     x = leaf(3, 3)
 
     def fn(x):
@@ -200,7 +200,8 @@ def test_kept_values_go_with_the_backward():
 
 
 def test_keep_pins_a_routing_decision():
-    """The rerun gets the indices that the forward chose, though it would choose others now (pain 5)."""
+    """The rerun gets the indices that the forward chose, though it would choose others now (pain
+    5)."""
     x, scores = leaf(4, 3), [torch.tensor([3.0, 1.0, 2.0, 0.0]), torch.tensor([0.0, 1.0, 2.0, 3.0])]
     seen = []
 
@@ -246,7 +247,7 @@ def test_pinned_structures_are_like_the_ones_given(wrap):
 
 @pytest.mark.parametrize("nested", [(), (3,), (0, 2)])
 def test_pins_are_in_order(nested):
-    """Several in a loop find their own; where an outer rerun meets an inner region anew, the forward's stand, too."""
+    """Several in a loop find their own, also in inner regions."""
     counter = iter(range(1, 100))
 
     def stage(x):
@@ -302,7 +303,7 @@ def test_kept_values_go_through_enclosing_hooks(door):
 @DOORS
 @pytest.mark.parametrize("write", [False, True])
 def test_keep_under_save_on_cpu(door, write):
-    """Offloaded and back, also where the kept tensor is a view; and it is what was kept, not what it became."""
+    """Offloaded and back, also where the kept tensor is a view."""
 
     def fn(x):
         y = keep(x.relu().t())

@@ -1,4 +1,5 @@
-"""The package is layered: imports point down, private names of torch are in one file, no state is process-wide."""
+"""The package is layered: imports point down, private names of torch are in one file, no state is
+process-wide."""
 
 import ast
 import contextlib
@@ -159,7 +160,7 @@ def test_private_names_of_torch_are_in_one_file(name):
 
 @EACH
 def test_private_attributes_of_torchs_objects_are_in_one_file(name):
-    """Storages, operators and nodes have private attributes as well: `storage._cdata`, `op._op`, ..."""
+    """Storages, operators and nodes have private attributes as well."""
     if name == "_torch":
         return
     found = [
@@ -232,7 +233,7 @@ def test_nothing_is_patched_and_nothing_global_is_reassigned(name):
 
 
 def test_no_state_builds_up_in_the_process():
-    """Regions of each kind, with an error among them: global tables don't grow, and no tensor stays alive."""
+    """Regions of each kind, with an error among them."""
 
     def step(seed):
         x = torch.rand(4, 4).requires_grad_()

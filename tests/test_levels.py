@@ -1,4 +1,5 @@
-"""Recompute on several levels: a replay that is larger than the budget makes cuts of its own while it runs."""
+"""Recompute on several levels: a replay that is larger than the budget makes cuts of its own while
+it runs."""
 
 import math
 from collections import Counter
@@ -100,7 +101,7 @@ def windows(order):
     ],
 )
 def test_which_steps_run_again_and_in_which_order(n, units, schedule):
-    """First the last segment, then those before it; each first as a whole, to make cuts, then piece by piece."""
+    """First the last segment, then those before it."""
     assert windows(replayed(n, units)) == schedule
 
 
@@ -120,7 +121,7 @@ def test_which_steps_run_again_and_in_which_order(n, units, schedule):
     ],
 )
 def test_how_often_each_step_runs_again(n, units, times):
-    """How many steps run again once, twice, ...: a small budget costs a few forwards, a large one a part of one."""
+    """How many steps run again once, twice and so on."""
     often = Counter(replayed(n, units))
     assert dict(sorted(Counter(often.values()).items())) == times
 

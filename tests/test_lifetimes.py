@@ -80,7 +80,7 @@ REGIONS = {
 @EARLY_STOP
 @pytest.mark.parametrize("name", REGIONS)
 def test_a_graph_dies(word, early_stop, name):
-    """After backward, without one and after two; with it what the region holds and what the function closes over."""
+    """After backward, without one and after two."""
     x, w = leaf(3, 3), leaf(3, 3)
     for backwards in (0, 1, 2):
         canary = Canary()
@@ -237,7 +237,7 @@ def test_a_tensor_read_outside_of_backward_is_the_readers(word):
 
 @pytest.mark.parametrize("fault", ["shape", "number", "parameter"])
 def test_an_error_of_the_recompute_dies_with_its_handler(fault):
-    """A traceback holds the frames that it passed: one of them that held the error would make both immortal."""
+    """A traceback holds frames, one of which must not hold the error."""
     linear, x = torch.nn.Linear(3, 3), leaf(3)
     dead = []
     for _ in range(3):  # the first makes torch remember things of its own
@@ -289,7 +289,7 @@ def test_a_thousand_steps_leave_no_growth(word):
 
 @pytest.mark.parametrize("word", ["c", "s"])
 def test_one_long_block_forgets_what_it_dropped(word):
-    """A region's tape doesn't hold a dead branch's values: their number stays the same however long it is."""
+    """A region's tape doesn't hold a dead branch's values."""
     x = leaf(3)
     counts = []
 
@@ -306,7 +306,7 @@ def test_one_long_block_forgets_what_it_dropped(word):
 
 
 def test_code_that_a_program_makes_is_not_remembered_forever():
-    """Some programs make functions at every step; what is known of their code may hold it, but not without end."""
+    """Some programs make functions at every step."""
     dead = []
     for n in range(12_000):
         names = {}

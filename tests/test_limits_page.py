@@ -148,7 +148,7 @@ def test_code_that_a_rerun_skips_is_the_first_to_read():
 
 
 def test_tensors_whose_memory_is_exchanged_in_a_block():
-    """Noticed where the reader is recorded, not where a later step alone does it; or an error of torch."""
+    """Noticed where the reader is recorded, not where a later step alone does it."""
 
     def gradient(exchanges, **options):
         x, other = torch.ones(3, requires_grad=True), torch.full((3,), 5.0)

@@ -1,4 +1,5 @@
-"""The comparison run: its table, its exit status, one line for every wrong value, and the picture drawn with it."""
+"""The comparison run: its table, its exit status, one line for every wrong value, and the picture
+drawn with it."""
 
 import importlib
 from collections import namedtuple
@@ -22,7 +23,7 @@ Row = namedtuple("Row", "held peak recomputed ms ratio loss verdict")
 
 
 def run(capsys, *arguments):
-    """Exit status, rows of the table by way, stderr. Numbers are held and peak MiB, recomputed, ms, ratio and loss."""
+    """Exit status, rows of the table by way, stderr."""
     status = job.main([*SMALL, *arguments])
     out, err = capsys.readouterr()
     heading, *lines = out.splitlines()
@@ -167,8 +168,7 @@ def test_the_picture_is_the_same_each_time_and_names_each_line(tmp_path, monkeyp
 
 
 def test_operations_are_counted_in_forward_and_in_recompute():
-    """A product of matrices takes two per element and step; backward of this one needs one more, and the recompute
-    none: what backward reads is given."""
+    """A product of matrices takes two per element and step."""
     x, w = torch.ones(2, 3), torch.ones(3, 4, requires_grad=True)
     plain = job.step_on_cpu(lambda: (x @ w).sum())
     assert (plain.flops_forward, plain.flops) == (2 * 2 * 3 * 4, 2 * 2 * 2 * 3 * 4)

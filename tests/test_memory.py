@@ -1,4 +1,5 @@
-"""Bytes, each one counted: what is held for backward, what a step needs at its peak, what a scope reports."""
+"""Bytes, each one counted: what is held for backward, what a step needs at its peak, what a scope
+reports."""
 
 import contextlib
 
@@ -72,7 +73,8 @@ def bytes_of(run, depth=DEPTH):
     "run", [per_block("c"), per_block("s"), one_scope], ids=lambda run: run.__name__
 )
 def test_each_further_block_costs_one_activation(run):
-    """What is held grows by a block's input (and, where a mask must be drawn again, a generator's state)."""
+    """What is held grows by a block's input (and, where a mask must be drawn again, a generator's
+    state)."""
     stash = torch.get_rng_state().nbytes
     bytes_of(run)
     (small, _), (large, _) = bytes_of(run, 6), bytes_of(run, 12)
@@ -85,8 +87,7 @@ def test_each_further_block_costs_one_activation(run):
 @pytest.mark.parametrize("policy", [None, auto()], ids=["scope", "auto"])
 @pytest.mark.parametrize("clipped", [False, True])
 def test_training_steps_in_one_scope_need_what_forwards_in_scopes_do(policy, clipped):
-    """Forward, backward, optimizer's step: when a backward in the block has freed its graph, nothing of it is held.
-    So the peak does not grow with the number of steps."""
+    """Forward, backward, optimizer's step."""
 
     def trained(steps, around_all):
         torch.manual_seed(0)
@@ -135,7 +136,7 @@ def held_by(fn, *shapes):
 
 @pytest.mark.parametrize("door", ["", "c", "r", "s"])
 def test_a_region_holds_its_input_and_its_output(door):
-    """Plain holds what two operators save; a region, whose output nobody saves, only a leaf that was there."""
+    """Plain holds what two operators save."""
 
     def fn(x):
         return x.sin().exp().tanh() + 1

@@ -1,4 +1,5 @@
-"""`checkpoint_modules`: regions around whole modules, in place; everything else about the model stays as it was."""
+"""`checkpoint_modules`: regions around whole modules, in place; everything else about the model
+stays as it was."""
 
 import copy
 import functools
@@ -152,7 +153,7 @@ SELECTIONS = {
 
 @pytest.mark.parametrize("select", SELECTIONS)
 def test_select(select):
-    """By class, name, function, or several of them; regions in regions are fine; what is never called is left out."""
+    """By class, name, function, or several of them; regions in regions are fine."""
     model = Model()
     select, names = SELECTIONS[select]
     if names is None:
@@ -219,7 +220,7 @@ def test_a_model_with_its_handle_can_be_copied():
 
 
 def test_the_model_looks_as_before():
-    """Names, keys, classes, signatures; a model pickled without regions and one with them load each other's state."""
+    """Names, keys, classes, signatures."""
     model = Model()
     keys, classes, before = (
         list(model.state_dict()),
@@ -547,7 +548,7 @@ def test_data_parallel(group, wrap_first, options):
 
 
 def regions_in_graph(model):
-    """How many of torch's operators for checkpointed regions compiled code holds; it is one graph."""
+    """How many of torch's operators for checkpointed regions compiled code holds."""
     found = []
 
     def backend(graph, _):
@@ -567,8 +568,7 @@ def regions_in_graph(model):
     + [("compiled first", "inductor")],
 )
 def test_compiled(how, backend):
-    """Torch's own operator stands in one graph; regions come and go with a recompilation. The bits are those of
-    compiled code without regions. (Without dropout: compiled code draws other numbers for it.)"""
+    """Torch's own operator stands in one graph."""
     model = Model()
     for layer in model.layers:
         layer.dropout.p = 0.0

@@ -1,10 +1,11 @@
-"""Random programs of regions in regions: they leave the bits of plain code behind, or a typed error.
+"""Random programs of regions in regions: they leave the bits of plain code behind, or a typed
+error.
 
-A program is a tree of lines and blocks, printed as Python source. It is made without looking: what plain code can't
-do is dropped, line by line, until plain code runs. Then it runs with regions.
+A program is a tree of lines and blocks, printed as Python source. It is made without looking: what
+plain code can't do is dropped, line by line, until plain code runs. Then it runs with regions.
 
-A fixed set runs by default; `CHECKPOINTING_NESTS=20000` draws that many others. A program that writes in place may be
-refused; how many of the fixed set are is known.
+A fixed set runs by default; `CHECKPOINTING_NESTS=20000` draws that many others. A program that
+writes in place may be refused; how many of the fixed set are is known.
 """
 
 from __future__ import annotations
@@ -121,71 +122,83 @@ def table(text: str) -> list[str]:
 
 
 NEW = table("""
-    {x}.sin() ; {x}.tanh() ; {x} * 0.5 ; {x} + 1 ; {x}.square() ; {x}.clone() ; {x}.relu() ; F.softmax({x}, -1) ;
-    {x} * {y} ; {x} * {x} ; {x} + {y} ; {x} - {y} ; {x} @ {y} * 0.25 ; {x} @ w * 0.25 ; {x}.sum(0) ;
-    torch.cat([{x}, {y}], 1)[:, ::2] ; torch.cat([{x}, {y}], 1)[:, :N] ; torch.cat([{x}, {y}])[1::2] ;
-    {x}.sum(1, keepdim=True) ; {x} * {x}.detach().sum() ; {x}.clone().mul_(0.5) ; ({x} * 1.5).relu_()
+    {x}.sin() ; {x}.tanh() ; {x} * 0.5 ; {x} + 1 ; {x}.square() ; {x}.clone() ; {x}.relu() ;
+    F.softmax({x}, -1) ; {x} * {y} ; {x} * {x} ; {x} + {y} ; {x} - {y} ; {x} @ {y} * 0.25 ;
+    {x} @ w * 0.25 ; {x}.sum(0) ; torch.cat([{x}, {y}], 1)[:, ::2] ;
+    torch.cat([{x}, {y}], 1)[:, :N] ; torch.cat([{x}, {y}])[1::2] ; {x}.sum(1, keepdim=True) ;
+    {x} * {x}.detach().sum() ; {x}.clone().mul_(0.5) ; ({x} * 1.5).relu_()
 """)
 OPERATORS = table("""
-    {x}.cos() ; ({x} * 0.1).exp() ; {x}.sigmoid() ; {x}.cumsum(0) ; {x}.sort(0).values ; {x}.logsumexp(0) ;
-    {x}.clamp(-0.5, 0.5) ; {x}.mean() ; {x}.amax(0) ; {x}.float().double() ; {x}.bfloat16().double() ;
-    F.gelu({x}) ; F.layer_norm({x}, {x}.shape[-1:]) ; torch.complex({x}, {x} * 2).abs() ; torch.stack([{x}, {x}])[1] ;
-    {x}.flip(0) ; Cube.apply({x}.tanh()) ; Pair.apply({x}, {y})[0] ; sum(Pair.apply({x}, {y})) ;
-    F.max_pool1d({x}[None], 2)[0] ; {x} / ({y} * {y} + 1) ; {x}.t() @ {y} * 0.25 ; torch.where({x} > {y}, {x}, {y}) ;
-    torch.addcmul({x}, {y}, {x}) ; {x}.lerp({y}, 0.3) ; F.linear({x}, w, {y}) * 0.25 ;
-    torch._foreach_mul([{x}, {y}], 0.5)[1] ; torch.func.vmap(lambda s, t: (s * t).sin())({x}, {y}) ;
+    {x}.cos() ; ({x} * 0.1).exp() ; {x}.sigmoid() ; {x}.cumsum(0) ; {x}.sort(0).values ;
+    {x}.logsumexp(0) ; {x}.clamp(-0.5, 0.5) ; {x}.mean() ; {x}.amax(0) ; {x}.float().double() ;
+    {x}.bfloat16().double() ; F.gelu({x}) ; F.layer_norm({x}, {x}.shape[-1:]) ;
+    torch.complex({x}, {x} * 2).abs() ; torch.stack([{x}, {x}])[1] ; {x}.flip(0) ;
+    Cube.apply({x}.tanh()) ; Pair.apply({x}, {y})[0] ; sum(Pair.apply({x}, {y})) ;
+    F.max_pool1d({x}[None], 2)[0] ; {x} / ({y} * {y} + 1) ; {x}.t() @ {y} * 0.25 ;
+    torch.where({x} > {y}, {x}, {y}) ; torch.addcmul({x}, {y}, {x}) ; {x}.lerp({y}, 0.3) ;
+    F.linear({x}, w, {y}) * 0.25 ; torch._foreach_mul([{x}, {y}], 0.5)[1] ;
+    torch.func.vmap(lambda s, t: (s * t).sin())({x}, {y}) ;
     torch.func.jvp(lambda t: (t * t).sin(), ({x}.detach(),), ({y}.detach(),))[1] ;
     {x} * float({x}.detach().sum()) ; {x}[{x}.detach() > 0] ; {x} * ({x}.detach() > 0).sum() ;
-    {x} if torch.equal({x}, {y}) else {x} * {y} ; {x} * torch.tensor({x}.tolist()) ;
-    bn({x}) ; lin({x}) ; drop({x}) ; bn(lin({x}).sin()) ; noisy({x}) ; hooked({x})
+    {x} if torch.equal({x}, {y}) else {x} * {y} ; {x} * torch.tensor({x}.tolist()) ; bn({x}) ;
+    lin({x}) ; drop({x}) ; bn(lin({x}).sin()) ; noisy({x}) ; hooked({x})
 """)
 RANDOM = table("""
     F.dropout({x}, 0.3) ; {x} * torch.rand_like({x}) ; {x} + torch.rand(N, N) ;
     {x} + torch.normal({x}.detach(), 0.5) ; {x} * torch.bernoulli({x}.detach().sigmoid()) ;
-    {x} * torch.empty(N, N).exponential_() ; {x}[torch.randperm(len({x}))] ; F.gumbel_softmax({x}) ;
+    {x} * torch.empty(N, N).exponential_() ; {x}[torch.randperm(len({x}))] ;
+    F.gumbel_softmax({x}) ;
     F.scaled_dot_product_attention({x}[None], {x}[None], {x}[None], dropout_p=0.3)[0]
 """)
 MAKES = table("""
-    torch.zeros(N, N) ; torch.full((N, N), 0.5, requires_grad=True) ; torch.empty(N, N).fill_(0.25) ;
-    torch.empty(N, N).copy_({x}) ; torch.zeros_like({x}) ; torch.from_numpy({x}.detach().numpy() * 2) ;
-    {x}.detach().clone().requires_grad_()
+    torch.zeros(N, N) ; torch.full((N, N), 0.5, requires_grad=True) ;
+    torch.empty(N, N).fill_(0.25) ; torch.empty(N, N).copy_({x}) ; torch.zeros_like({x}) ;
+    torch.from_numpy({x}.detach().numpy() * 2) ; {x}.detach().clone().requires_grad_()
 """)
 VIEW = table("""
-    {x}.t() ; {x}[:, ::2] ; {x}[:, :-1] ; {x}[1:] ; {x}[0] ; {x}[0].expand(N, N) ; {x}[:, :1].expand(N, N) ;
-    {x}.expand(2, N, N) ; {x}.reshape(-1)[: 2 * N - 1].unfold(0, N, 1) ; {x}.unfold(1, 2, 1) ; {x}.narrow(0, 1, 2) ;
-    {x}.diagonal() ; {x}.view_as({x}) ; {x}.detach() ; {x}.contiguous() ; {x}.chunk(2)[1] ; {x}.unbind()[0] ;
-    {x}.as_strided((2, 2), (1, 1)) ; {x}.movedim(0, -1) ; {x}[:0]
+    {x}.t() ; {x}[:, ::2] ; {x}[:, :-1] ; {x}[1:] ; {x}[0] ; {x}[0].expand(N, N) ;
+    {x}[:, :1].expand(N, N) ; {x}.expand(2, N, N) ; {x}.reshape(-1)[: 2 * N - 1].unfold(0, N, 1) ;
+    {x}.unfold(1, 2, 1) ; {x}.narrow(0, 1, 2) ; {x}.diagonal() ; {x}.view_as({x}) ; {x}.detach() ;
+    {x}.contiguous() ; {x}.chunk(2)[1] ; {x}.unbind()[0] ; {x}.as_strided((2, 2), (1, 1)) ;
+    {x}.movedim(0, -1) ; {x}[:0]
 """)
 WRITE = table("""
-    {t}.mul_(0.5) ; {t}.add_({y}) ; {t}.relu_() ; {t}.sin_() ; {t}.copy_({y}) ; {t}[0] = 0.25 ; {t}[:, ::2] *= 2 ;
-    {t}.t().mul_(0.5) ; {t}.detach().add_(1) ; F.dropout({t}, 0.3, inplace=True) ; F.relu({t}, inplace=True) ;
-    torch.relu_({t}) ; {t}.masked_fill_({t}.detach() > 0.3, 0.1) ; {t}[{t}.detach() > 0.3] = 0.2 ; {t}.cumsum_(0) ;
-    {t}.index_add_(0, torch.tensor([0, 0]), {y}[:2]) ; {t}.uniform_() ; {t}.normal_() ; {t}.zero_() ;
-    torch._foreach_mul_([{t}], 0.5) ; Double.apply({t}) ; bump({t}) ; {t}.diagonal().exp_() ; {t}.lerp_({y}, 0.2)
+    {t}.mul_(0.5) ; {t}.add_({y}) ; {t}.relu_() ; {t}.sin_() ; {t}.copy_({y}) ; {t}[0] = 0.25 ;
+    {t}[:, ::2] *= 2 ; {t}.t().mul_(0.5) ; {t}.detach().add_(1) ;
+    F.dropout({t}, 0.3, inplace=True) ; F.relu({t}, inplace=True) ; torch.relu_({t}) ;
+    {t}.masked_fill_({t}.detach() > 0.3, 0.1) ; {t}[{t}.detach() > 0.3] = 0.2 ; {t}.cumsum_(0) ;
+    {t}.index_add_(0, torch.tensor([0, 0]), {y}[:2]) ; {t}.uniform_() ; {t}.normal_() ;
+    {t}.zero_() ; torch._foreach_mul_([{t}], 0.5) ; Double.apply({t}) ; bump({t}) ;
+    {t}.diagonal().exp_() ; {t}.lerp_({y}, 0.2)
 """)
 OUT = table("""
     torch.mul({x}, {y}, out={t}) ; torch.sin({x}, out={t}) ; torch.cumsum({x}, 0, out={t})
 """)
 KEEP = table("""
-    keep({x}) ; keep({x}) ; keep({x}) ; keep({x}[:, ::2]) ; keep({x}[:, :-1]) ; keep({x}[0].expand(N, N)) ;
-    keep({x}.reshape(-1)[: 2 * N - 1].unfold(0, N, 1)) ; tag({x}, 't')
+    keep({x}) ; keep({x}) ; keep({x}) ; keep({x}[:, ::2]) ; keep({x}[:, :-1]) ;
+    keep({x}[0].expand(N, N)) ; keep({x}.reshape(-1)[: 2 * N - 1].unfold(0, N, 1)) ; tag({x}, 't')
 """)
 FORWARD_ONLY = table("""
-    once_same({x}) ; once_view({x}) ; once_step({x}) ; once_wide({x}) ; once_new({x}) ; once_mask({x})
+    once_same({x}) ; once_view({x}) ; once_step({x}) ; once_wide({x}) ; once_new({x}) ;
+    once_mask({x})
 """)
 PAIRS = table("keep(({x}, {y})) ; once_pair({x}, {y})")
 GRAPH = ["once_graph({x})"]
 BACKWARD = table("""
-    grad([{x}], [{y}], create_graph=True) ; grad([{x}], [{y}]) ; grad([{x} * {y}], [{y}], create_graph=True) ;
-    own_backward({x})
+    grad([{x}], [{y}], create_graph=True) ; grad([{x}], [{y}]) ;
+    grad([{x} * {y}], [{y}], create_graph=True) ; own_backward({x})
 """)
 POLICIES = table("""
     policy=auto() ; policy=auto() ; policy=auto(budget=300) ; policy=auto(budget=10000) ;
-    policy=save_ops(aten.mul.Tensor, aten.mm.default) ; policy=[aten.sin.default, aten.add.Tensor, aten.cat.default] ;
+    policy=save_ops(aten.mul.Tensor, aten.mm.default) ;
+    policy=[aten.sin.default, aten.add.Tensor, aten.cat.default] ;
     policy=lambda ctx, op, *args, **kwargs: 'softmax' in str(op) or 'clone' in str(op) ;
-    policy=save_tagged('t') ; policy=offload(min_bytes=0) ; policy=offload(min_bytes=0, inputs=True) ;
-    policy=offload(save_ops(aten.mul.Tensor), min_bytes=0) ; policy=offload(auto(), min_bytes=0, inputs=True) ;
-    policy=offload(save_tagged('t'), min_bytes=0) | save_ops(aten.sin.default) ; preserve_rng_state=False
+    policy=save_tagged('t') ; policy=offload(min_bytes=0) ;
+    policy=offload(min_bytes=0, inputs=True) ;
+    policy=offload(save_ops(aten.mul.Tensor), min_bytes=0) ;
+    policy=offload(auto(), min_bytes=0, inputs=True) ;
+    policy=offload(save_tagged('t'), min_bytes=0) | save_ops(aten.sin.default) ;
+    preserve_rng_state=False
 """)
 OPTIONS = ["", "", "", "early_stop=False", "determinism_check='values'", "report=True"]
 AROUND = ["torch.no_grad()", "opaque()", "opaque()", "torch.enable_grad()", "torch.autocast('cpu')"]
@@ -529,7 +542,7 @@ def same(value: Any, *_: Any) -> Any:
 
 
 def called(function: Any, **_: Any) -> Any:
-    """Plain code, with arguments that something could be done with: autograd forbids some views of what was written."""
+    """Plain code, with arguments that something could be done with."""
 
     def call(*args: Tensor) -> Any:
         for tensor in args:
@@ -653,7 +666,7 @@ def left_behind(source: str, refusable: bool) -> str | None:
 
 
 def repair(program: Program) -> Any:
-    """Drop what plain code can't do. Returns what plain code leaves behind; None if it can't be made to run."""
+    """Drop what plain code can't do. Returns what plain code leaves behind."""
     for _ in range(60):
         try:
             return run(program.source(), PLAIN)
@@ -704,7 +717,7 @@ def judge(source: str, refusable: bool) -> Verdict:
 
 
 def compared(source: str, want: list[Any], hooked: list[Any]) -> Verdict:
-    """What becomes of a program with regions: plain code gives `want`, or with hooks around `hooked`."""
+    """What becomes of a program with regions."""
     try:
         have = run(source, OPEN)
     except Exception as error:

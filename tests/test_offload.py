@@ -1,4 +1,5 @@
-"""What waits on the host: where it is, when it comes back, and that nothing depends on the order."""
+"""What waits on the host: where it is, when it comes back, and that nothing depends on the
+order."""
 
 import contextlib
 import pickle
@@ -99,7 +100,7 @@ def test_mistakes_are_said_at_once(options, error):
 
 
 def net():
-    """Dropout, batch norm, in-place operators, views, tags, and an inner region that is called again."""
+    """Dropout, batch norm, in-place operators, views, tags."""
     layers = nn.ModuleList(
         nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.ReLU(inplace=True), nn.Dropout(0.2))
         for _ in range(4)

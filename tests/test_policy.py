@@ -39,7 +39,8 @@ def gradient(fn):
 
 
 def ran_again(fn, *args):
-    """What backward runs of the operators that `program` is made of, beyond what plain code's backward runs."""
+    """What backward runs of the operators that `program` is made of, beyond what plain code's
+    backward runs."""
     x = leaf(3, 3)
     ran = Counter(count(fn(x).sum().backward))
     ran.subtract(count(program(leaf(3, 3)).sum().backward))
@@ -87,7 +88,7 @@ def test_policies_are_frozen_printable_hashable(text):
 
 
 def test_different_policies_differ():
-    """In what they keep, not in the order in which that was written; those of names can be pickled."""
+    """In what they keep, not in the order in which that was written."""
     assert save_ops(MM, EXP) == save_ops(EXP, MM) != save_ops(MM)
     assert save_tagged("a") != save_tagged("b")
     assert save_ops() != save_tagged()
@@ -290,8 +291,7 @@ def test_every_tensor_in_a_tagged_structure(wrap):
 )
 @pytest.mark.parametrize("wrap", [scope, checkpointed], ids=["scope", "fn"])
 def test_the_inner_policy_wins_inside(outer, inner, again, wrap):
-    """What the inner one keeps is not made again, for the outer one neither; what it does not keep is made again,
-    although the outer one would keep it. Where there is no inner one, the outer one holds."""
+    """What the inner one keeps is not made again, for the outer one neither."""
     options = {} if inner is None else {"policy": inner}
     wrap = wrap if inner is not None else scope
     nested = scope(
@@ -303,7 +303,7 @@ def test_the_inner_policy_wins_inside(outer, inner, again, wrap):
 
 
 def test_a_region_that_is_called_again_makes_everything_again():
-    """A policy needs a tape; regions inside of the function have one, and find their policy in the rerun, too."""
+    """A policy needs a tape; regions inside of the function have one."""
     fn = scope(
         lambda x: checkpointed(lambda x: (x.sin() @ x).exp().atan())(x).tanh().cos(), policy=[EXP]
     )
@@ -383,7 +383,7 @@ def test_a_disabled_scope_elsewhere_is_a_plain_block():
 
 
 def test_a_backward_inside_is_not_asked_about():
-    """Only the block's own operators are: which those of a backward are depends on regions that it meets."""
+    """A policy is asked about the block's own operators alone."""
     asked = []
 
     def policy(ctx, op, *args, **kwargs):

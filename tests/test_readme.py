@@ -1,4 +1,5 @@
-"""The README's programs run, and its first two commands are what CI and the reader take word for word."""
+"""The README's programs run, and its first two commands are what CI and the reader take word for
+word."""
 
 import re
 from pathlib import Path

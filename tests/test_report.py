@@ -1,4 +1,5 @@
-"""Reports: what autograd would have held, what is held, what was replayed, by region and by tensor."""
+"""Reports: what autograd would have held, what is held, what was replayed, by region and by
+tensor."""
 
 import gc
 import sys
@@ -73,8 +74,7 @@ def kinds(region):
 @DOORS
 @pytest.mark.parametrize("noted", [True, False])
 def test_a_loss_tells_of_each_region_what_it_saves_and_holds(backend, noted):
-    """Two regions one after the other: three tensors each would be saved, one each is held. Without notes a rerun does
-    not know the former, and no region which they are."""
+    """Two regions one after the other: three tensors each would be saved, one each is held."""
     block = checkpointed(
         chain, backend=backend, report=noted, preserve_rng_state=False, name="block"
     )
@@ -174,7 +174,7 @@ def test_notes_name_operator_module_and_line():
 
 @pytest.mark.parametrize("noted", [True, False])
 def test_a_report_finds_regions_around_and_inside(noted):
-    """What an outer region brings back isn't held inside. Regions in one with notes make notes, too."""
+    """What an outer region brings back isn't held inside."""
     inner = checkpointed(chain, name="inner", preserve_rng_state=False)
     with checkpoint_scope(name="outer", report=noted) as scope:
         y = inner(inner(leaf() * 2) + 1).sum()
@@ -192,7 +192,7 @@ def test_a_report_finds_regions_around_and_inside(noted):
 
 
 def test_the_text_has_80_columns():
-    """Sizes in KiB, MiB, GiB; long lines are cut; the first twenty of each table, with the lines of those noted."""
+    """Sizes in KiB, MiB, GiB; long lines are cut."""
     block = checkpointed(
         chain, report=True, name="a_region_with_a_name_that_is_rather_long_for_a_line_of_80_columns"
     )

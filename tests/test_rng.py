@@ -1,4 +1,5 @@
-"""Recompute draws the numbers that the forward drew, and the stream goes on where plain code leaves it."""
+"""Recompute draws the numbers that the forward drew, and the stream goes on where plain code leaves
+it."""
 
 import functools
 import json
@@ -181,7 +182,7 @@ def test_a_failing_recompute_leaves_the_stream_alone(door):
 
 
 def test_without_preserving_rerun_draws_anew_and_says_nothing():
-    """`preserve_rng_state=False` is the user's word that it doesn't matter: the stream is not touched."""
+    """`preserve_rng_state=False` is the user's word that it doesn't matter."""
     leaf = torch.linspace(-1, 1, 1000).requires_grad_()
     y = checkpointed(lambda x: F.dropout(x.sin(), 0.5).exp(), preserve_rng_state=False)(leaf)
     stream = torch.get_rng_state()

@@ -1,4 +1,5 @@
-"""Regions in regions beside `keep`, `forward_only`, hooks that copy, and writes: slots come back as what they were."""
+"""Regions in regions beside `keep`, `forward_only`, hooks that copy, and writes: slots come back as
+what they were."""
 
 import contextlib
 import functools
@@ -190,7 +191,7 @@ def test_kept_values_and_inner_regions(program, outer, inner, hooks):
 @INNER
 @OUTER
 def test_one_tensor_that_is_two_arguments(outer, inner, hooks):
-    """It comes back as one, whatever hooks make of it: also in containers, by keyword, and closed over."""
+    """It comes back as one: also in containers and closed over."""
     outer, inner = REGIONS[outer], REGIONS[inner]
 
     def program(door, region):
@@ -382,7 +383,7 @@ def test_expanded_masks(wrap, door):
 
 
 def test_kept_values_are_written_where_they_are_read():
-    """Where the recompute computes something else, it gets what was kept: in the memory of what it has computed."""
+    """Where the recompute computes something else, it gets what was kept."""
     counter, same = itertools.count(1), []
 
     @checkpointed
@@ -420,7 +421,7 @@ def test_what_is_the_users_is_put_back():
 
 
 def test_slots_that_have_shifted_are_a_mismatch():
-    """Though count and metadata agree: one is saved by an operator, another one is taken by an inner region."""
+    """Also if their number and metadata agree."""
     flip = iter([True, False, False])
 
     @checkpointed

@@ -49,7 +49,7 @@ def test_regions_and_backwards_at_once(word):
 
 @WORD
 def test_forward_here_and_backward_there(word):
-    """Backward in another thread than forward, with its dropout masks; both random streams are one."""
+    """Backward in another thread than forward, with its dropout masks."""
     x, w = leaf(4, 4), leaf(4, 4)
 
     def fn(x, w):
@@ -67,7 +67,7 @@ def test_forward_here_and_backward_there(word):
 @WORD
 @pytest.mark.parametrize("early_stop", [True, False], ids=["early", "late"])
 def test_two_backwards_over_one_frame(word, early_stop):
-    """Two threads open the same holders at once: each graph task gets plain's gradients, time and again."""
+    """Two threads open the same holders at once."""
     x, w = leaf(4, 4), leaf(4, 4)
     want = list(map(bits, torch.autograd.grad(network(x, w).sum(), [x, w])))
     y = apply(word, network, early_stop)(x, w).sum()
@@ -148,12 +148,12 @@ hurried = Program("-c", HURRIED)
 
 
 def test_garbage_collection_while_the_generator_is_read_is_no_deadlock():
-    """Torch holds the generator's mutex there, and another thread would wait for it with the GIL in its hands."""
+    """Torch holds the generator's mutex there, another thread the GIL."""
     assert hurried.output == ""
 
 
 def test_recomputes_of_one_region_take_turns():
-    """Two threads that want different tensors of it: else one would find the buffers as the other has rewound them."""
+    """Else one thread would find the buffers as the other has rewound them."""
     norm, inside, most = nn.BatchNorm1d(4), [], []
 
     @checkpointed(early_stop=False)

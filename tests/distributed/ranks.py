@@ -1,7 +1,9 @@
-"""Ranks: each runs every program of its world size through every door, and writes a row for each into a file.
+"""Ranks: each runs every program of its world size through every door, and writes a row for each
+into a file.
 
-Weights are whole numbers from -1 to 1 before and after each step, in float64: the arithmetic is exact, whatever strides
-and alignments kernels meet. (Mixed precision and batch normalisation run the same kernels on the same shapes.)
+Weights are whole numbers from -1 to 1 before and after each step, in float64: the arithmetic is
+exact, whatever strides and alignments kernels meet. (Mixed precision and batch normalisation run
+the same kernels on the same shapes.)
 """
 
 import functools
@@ -400,7 +402,7 @@ def local(tensor):
 
 
 def train(name, program):
-    """Three steps: all that there is to compare, by name; the collectives; what the scopes of the last one tell."""
+    """Three steps: all that there is to compare, by name; the collectives."""
     torch.manual_seed(dist.get_rank())
     model, step = program(*DOORS[name])
     found, count = {}, 0
@@ -451,7 +453,7 @@ def main(rank, world, folder, only=""):
 
 
 def run(seconds, *given):
-    """Prints a row for each rank, program and door. Torch is imported once, and its process is forked."""
+    """Prints a row for each rank, program and door."""
     fork, end = multiprocessing.get_context("fork"), time.monotonic() + float(seconds)
     with tempfile.TemporaryDirectory() as folder:
         ranks = [

@@ -81,7 +81,7 @@ HELD += [
 
 @pytest.mark.parametrize("name, door", HELD)
 def test_gathered_parameters_are_not_held(table, name, door):
-    """Scopes hold what they hold where nothing is sharded, and at most four activations more, but no parameters."""
+    """Scopes hold what they hold where nothing is sharded."""
 
     def held(name, door):
         (row,) = rows_of(table, name, 1, door)
@@ -93,8 +93,7 @@ def test_gathered_parameters_are_not_held(table, name, door):
 
 
 def test_parameters_that_are_not_there(table):
-    """A replay through several modules that FSDP2 has sharded and not resharded, and whose parameters another backward
-    has given back: an error on every rank."""
+    """A replay through several modules that FSDP2 has sharded and not resharded."""
     errors = [
         table[rank, TOO_WIDE, door]["error"] for rank in range(2) for door in ("replay", "scope")
     ]

@@ -1,7 +1,9 @@
-"""Tables of programs, each run plain and through every door, and compared in all that can be seen of it.
+"""Tables of programs, each run plain and through every door, and compared in all that can be seen
+of it.
 
-A program is a function `program(region, *tensors, *modules)`: it calls `region(function, *args)` where a region may
-stand, and returns tensors. Seen are outputs, gradients of two orders, random stream, inputs and module state.
+A program is a function `program(region, *tensors, *modules)`: it calls `region(function, *args)`
+where a region may stand, and returns tensors. Seen are outputs, gradients of two orders, random
+stream, inputs and module state.
 """
 
 from __future__ import annotations
@@ -135,7 +137,7 @@ def differences(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
 
 @contextlib.contextmanager
 def garbage_in_fresh_memory(byte: int) -> Iterator[None]:
-    """Let malloc fill what it hands out with `byte`, so that results that depend on unwritten memory differ."""
+    """Let malloc fill what it hands out with `byte`."""
     perturb = getattr(_libc, "mallopt", lambda option, byte: None)
     perturb(-6, byte)  # M_PERTURB
     try:
@@ -163,7 +165,8 @@ def no_garbage() -> Iterator[None]:
 
 # ---- tables of programs
 class Case:
-    """A program; `refused` names the doors that may raise a CheckpointError instead, `doors` those that make sense."""
+    """A program; `refused` names the doors that may raise a CheckpointError instead, `doors` those
+    that make sense."""
 
     def __init__(
         self,
@@ -217,7 +220,8 @@ class Case:
 
 
 class Table:
-    """The programs of one test file. One that isn't `whole` is itself the function in the region."""
+    """The programs of one test file. One that isn't `whole` is itself the function in the
+    region."""
 
     def __init__(self, make: Function) -> None:
         self.make = make

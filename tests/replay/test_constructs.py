@@ -1,4 +1,5 @@
-"""Autograd constructs and Python control flow inside of regions, around them and between them; small models."""
+"""Autograd constructs and Python control flow inside of regions, around them and between them;
+small models."""
 
 import pytest
 import torch

@@ -196,7 +196,7 @@ def test_kept(program, name):
 
 
 def test_opaque_in_scopes_in_torchs_own_checkpoint():
-    """What is read before it is copied through torch's hooks, which run the function again meanwhile."""
+    """What is read before it is copied through torch's hooks."""
 
     def function(x):
         x = x * 2
@@ -217,7 +217,8 @@ def test_opaque_in_scopes_in_torchs_own_checkpoint():
 
 @pytest.mark.parametrize("policy", [None, [torch.ops.aten.mul.Tensor], auto(budget=16)])
 def test_what_a_scope_in_torchs_own_checkpoint_writes_is_copied_past_its_hooks(policy):
-    """Neither what it keeps nor what it has read from outside makes those run the function again at once."""
+    """Neither what it keeps nor what it has read from outside makes those run the function again at
+    once."""
     calls = []
 
     def function(x):
@@ -303,7 +304,7 @@ SAVERS = [
 @WHERE
 @pytest.mark.parametrize("saved", SAVERS)
 def test_what_is_saved_in_opaque_and_written_there_later(saved, door):
-    """An error in backward, never what is there by then. (Plain code works where only a region has saved it.)"""
+    """An error in backward, never what is there by then."""
 
     def function(x, w):
         with opaque():
@@ -371,7 +372,8 @@ def test_values_around_opaque_are_computed_once():
 # ---- found by a check of values: what is written unseen where torch has written before
 @pytest.mark.parametrize("options", [{}, {"policy": auto()}], ids=str)
 def test_unseen_writes_are_found_by_a_check_of_values(options):
-    """The error names the first tensor that differs, the operator that made it and the user's line."""
+    """The error names the first tensor that differs, the operator that made it and the user's
+    line."""
     x = torch.randn(4, 6, requires_grad=True)
     with checkpoint_scope(determinism_check="values", **options):
         a = torch.zeros(4, 6) + 1
@@ -465,7 +467,7 @@ def test_what_has_been_changed_is_named(what, door):
 @WHERE
 @pytest.mark.parametrize("how", ["exchanged", "written"])
 def test_memory_that_changes_under_a_saved_tensor(how, door):
-    """Backward gets what the operator read; plain code, whose saved tensor is the very object, what it holds later."""
+    """Backward gets what the operator read."""
     x = torch.ones(3, requires_grad=True)
 
     def function(x):

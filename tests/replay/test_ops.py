@@ -1,8 +1,8 @@
 """Every operator of torch's operator database, bit for bit, without a skip list.
 
-Where a region differs from plain code, plain code runs once more, with other garbage in freshly allocated memory: what
-differs there, too, is not deterministic by itself. By default one sample of each operator; `CHECKPOINTING_OPS=all` runs
-every one of them, of every kind of number.
+Where a region differs from plain code, plain code runs once more, with other garbage in freshly
+allocated memory: what differs there, too, is not deterministic by itself. By default one sample of
+each operator; `CHECKPOINTING_OPS=all` runs every one of them, of every kind of number.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ FOREACH = [
 
 
 def dtypes_of(op: Any, number: int) -> Iterator[torch.dtype]:
-    """float64 always, the others for a sample of operators; complex128 always, too, if all samples run."""
+    """float64 always, the others for a sample of operators."""
     supported = op.supported_dtypes("cpu")
     if F64 in supported:
         yield F64
@@ -95,7 +95,7 @@ def squared(result: Any) -> list[Any]:
 
 
 def programs(op: Any, sample: Any, number: int) -> Iterator[tuple[str, Any]]:
-    """The operator on arguments that are dropped, or on inputs; and its in-place and `out=` variants."""
+    """The operator on arguments that are dropped, or on inputs."""
 
     def functional(input: Any, args: Any, kwargs: Any) -> Any:
         if number % 2 == 0:

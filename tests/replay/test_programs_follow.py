@@ -1,7 +1,9 @@
-"""Blocks that change from step to step: each step leaves the bits of plain code, whatever the last step did.
+"""Blocks that change from step to step: each step leaves the bits of plain code, whatever the last
+step did.
 
-A case is step `n` of a training loop, `case(n, region, m)`, with `region(function, *args)` where a region may stand;
-`m` makes leaves and keeps what lives from one step to the next. It returns tensors.
+A case is step `n` of a training loop, `case(n, region, m)`, with `region(function, *args)` where a
+region may stand; `m` makes leaves and keeps what lives from one step to the next. It returns
+tensors.
 """
 
 import functools
@@ -598,7 +600,7 @@ def backward(n, seen, outputs, wanted, modules):
 
 
 def loop(door, steps, late=False):
-    """What each step leaves behind; `late`: the backward of a step comes after the forward of the next."""
+    """What each step leaves behind; `late`: each backward comes after the next forward."""
     memories, waiting, seen = {}, [], []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -702,7 +704,7 @@ def test_threads_through_one_site(door):
 
 
 def test_nothing_grows_with_the_number_of_programs(monkeypatch):
-    """300 different programs through one site: steps are bounded, and nobody holds a tensor or a policy."""
+    """300 different programs through one site."""
     monkeypatch.setattr(programs, "MOST_STEPS", 600)
     programs.clear_programs()
     alive = weakref.WeakSet()

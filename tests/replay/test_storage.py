@@ -1,4 +1,5 @@
-"""Tricks of storage: views, in-place writes, several versions, `set_`, `resize_`, `.data`, reused addresses."""
+"""Tricks of storage: views, in-place writes, several versions, `set_`, `resize_`, `.data`, reused
+addresses."""
 
 import pytest
 import torch
@@ -282,7 +283,7 @@ test_storage, test_nothing_stays = case.tests()
 
 @pytest.mark.parametrize("door", REPLAY)
 def test_write_that_autograd_does_not_see(door):
-    """A limit: plain backward reads what `.data` has written since; replay what the operator read."""
+    """A limit: plain backward reads what `.data` has written since."""
 
     def hidden(x):
         k = x.exp()

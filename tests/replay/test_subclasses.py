@@ -223,7 +223,7 @@ def low_precision(x, y):
 
 @pytest.mark.parametrize("door", ALL)
 def test_distributed_tensors(door, mesh):
-    """Made inside, kept, redistributed, and as parameters; also where their shapes have not been seen before."""
+    """Made inside, kept, redistributed, and as parameters."""
     from torch.distributed.tensor import DTensor, Replicate, Shard
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,

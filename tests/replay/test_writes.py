@@ -1,4 +1,5 @@
-"""Writes that schemas hide, that go outside, that nobody sees; random operators; inputs that change later."""
+"""Writes that schemas hide, that go outside, that nobody sees; random operators; inputs that change
+later."""
 
 import pytest
 import torch
@@ -13,7 +14,8 @@ case = Table(leaves())
 
 
 def norm(name, build, shape, refused=()):
-    """A module in a region that is called several times, through a closure and in evaluation mode."""
+    """A module in a region that is called several times, through a closure and in evaluation
+    mode."""
 
     def many(region, x, y, m):
         a = region(m, (x * 1).reshape(shape).sin()).exp()
@@ -237,7 +239,7 @@ CHANGES = {
 @pytest.mark.parametrize("door", (*REPLAY, *RERUN))
 @pytest.mark.parametrize("what", ["argument", "closure", "leaf"])
 def test_inputs_changed_later(what, door, change):
-    """Never silently wrong: an error that says so; where hooks around have made a copy, that counts."""
+    """Never silently wrong: an error that says so."""
     x, y = torch.randn(4, 6, requires_grad=True), torch.randn(4, 6)
     w = torch.randn(4, 6, requires_grad=True)
 
@@ -285,7 +287,7 @@ def same(tensor):
 
 @pytest.mark.parametrize("policy", [None, auto(), auto(budget=10**6)], ids=str)
 def test_windows_of_one_storage_that_overlap(policy):
-    """One has been delivered before the next one is written: that they begin at other rows does not tell them apart."""
+    """One has been delivered before the next one is written."""
 
     def function(x, before):
         h = x.sin()
@@ -315,8 +317,7 @@ class Gives(torch.autograd.Function):
 
 @pytest.mark.parametrize(("policy", "is_made_again"), [(None, True), (auto(), True)], ids=str)
 def test_a_value_that_a_backward_inside_has_brought_back_outlives_a_write(policy, is_made_again):
-    """On its own memory it is what it was, when the memory that it had first is written. One that is kept is on its
-    first memory, as in plain code."""
+    """On its own memory it is what it was, when the memory that it had first is written."""
 
     def function(x, copied):
         h = x.sin()

@@ -16,8 +16,7 @@ os.environ.update(
 
 @pytest.fixture(scope="session", autouse=True)
 def torchvision_can_be_imported():
-    """The kernels of its wheel on PyPI can't be loaded beside a torch for CPUs alone; its import then fails at the
-    first operator that it wants to know a schema of. timm and transformers need no kernel of it."""
+    """The kernels of its wheel on PyPI can't be loaded beside a torch for CPUs alone."""
     if importlib.util.find_spec("torchvision") is None:
         return None
     try:

@@ -1,7 +1,8 @@
-"""With the libraries that people train with: what they write, and the bits and the recompute that they get.
+"""With the libraries that people train with: what they write, and the bits and the recompute that
+they get.
 
-Each test says in two lines how regions are asked for. The run without them says what is right; that an operator of the
-forward runs again for each region says that they are there.
+Each test says in two lines how regions are asked for. The run without them says what is right; that
+an operator of the forward runs again for each region says that they are there.
 """
 
 import contextlib
@@ -40,8 +41,7 @@ def observe(make, train, prepare=None):
 
 
 def assert_same(make, train, prepare=None, train_in_regions=None, outside=0, places=False):
-    """The same bits with `prepare(model)`, or another way to train; and the blocks have run twice. (`outside` of
-    them their activation function runs so often; `places`: what runs again is decided by a policy.)"""
+    """The same bits with `prepare(model)`, or another way to train."""
     want, once = observe(make, train)
     have, twice = observe(make, train_in_regions or train, prepare)
     assert have == want
@@ -197,7 +197,7 @@ def test_trainer(how, tmp_path):
 
 @pytest.mark.parametrize("how", ["modules first", "modules after", "scope", "bf16"])
 def test_accelerate(how):
-    """A loop with `Accelerator.prepare`; also where it has replaced the model's `forward` (mixed precision)."""
+    """A loop with `Accelerator.prepare`."""
     accelerate = pytest.importorskip("accelerate")
 
     def train(model, scope=False, modules=False):
