@@ -1,8 +1,9 @@
-"""What checkpoints that place themselves cost and save, as ratios against plain code and torch's checkpoint by hand.
+"""What checkpoints that place themselves cost and save, as ratios against plain code and torch's
+checkpoint by hand.
 
-`python -m pytest bench` runs everything once and asserts bytes, which are exact; `python bench/bench_memory.py` prints
-tables of peaks and times with their targets. One thread, whose own time counts; the ways take turns, and the ratios of
-medians and of minima are shown.
+`python -m pytest bench` runs everything once and asserts bytes, which are exact; `python
+bench/bench_memory.py` prints tables of peaks and times with their targets. One thread, whose own
+time counts; the ways take turns, and the ratios of medians and of minima are shown.
 """
 
 from __future__ import annotations
@@ -114,7 +115,8 @@ def bench_depth():
 
 
 def on_the_host(policy):
-    """A forward of 64 layers: its loss, how many of their results are still where they were made, and the scope."""
+    """A forward of 64 layers: its loss, how many of their results are still where they were
+    made, and the scope."""
     torch.manual_seed(0)
     layers = [torch.nn.Linear(64, 64) for _ in range(64)]
     y, made = torch.randn(128, 64), []

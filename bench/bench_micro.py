@@ -1,7 +1,9 @@
-"""Microbenchmarks of regions, as ratios against torch's own checkpoint and torch_remat in the same run.
+"""Microbenchmarks of regions, as ratios against torch's own checkpoint and torch_remat in the
+same run.
 
-`python -m pytest bench` runs everything once (so that it can't rot); `python bench/bench_micro.py` prints the ratios,
-their targets and whether they are met. One thread, tiny tensors: what is measured is overhead.
+`python -m pytest bench` runs everything once (so that it can't rot); `python bench/bench_micro.py`
+prints the ratios, their targets and whether they are met. One thread, tiny tensors: what is
+measured is overhead.
 """
 
 from __future__ import annotations
@@ -149,7 +151,8 @@ def peak_of(step):
 
 
 def memory():
-    """Peak bytes of a 12-block model: torch per block, a region per block, and one scope with `keep`."""
+    """Peak bytes of a 12-block model: torch per block, a region per block, and one scope with
+    `keep`."""
     blocks = nn.ModuleList(
         nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
         for _ in range(12)
@@ -186,7 +189,8 @@ def memory():
 
 
 def import_times(runs):
-    """Seconds that `import checkpointing` takes after `import torch`, each in a new process; the first one compiles."""
+    """Seconds that `import checkpointing` takes after `import torch`, each in a new process; the
+    first one compiles."""
     environment = {
         name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"
     }

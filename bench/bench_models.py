@@ -1,7 +1,9 @@
-"""A step of Hugging Face models, a region per layer, as a ratio against torch's own checkpoint in the same run.
+"""A step of Hugging Face models, a region per layer, as a ratio against torch's own checkpoint
+in the same run.
 
-The models have four layers of width 64 and random weights; nothing is downloaded. `python -m pytest bench` runs
-each once and compares gradients bit for bit; `python bench/bench_models.py` prints the ratios and whether they are met.
+The models have four layers of width 64 and random weights; nothing is downloaded. `python -m pytest
+bench` runs each once and compares gradients bit for bit; `python bench/bench_models.py` prints the
+ratios and whether they are met.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
-"""What `auto()` plans, on the rows of issue [plan]: peak of a step over torch's checkpoint per block, and recompute.
+"""What `auto()` plans, on the rows of issue [plan]: peak of a step over torch's checkpoint per
+block, and recompute.
 
-Gradients are allocated before, unless a row says otherwise; every allocation counts, told by the profiler on the CPU.
-`python -m pytest bench/bench_plan.py` checks small versions; `python bench/bench_plan.py [NAMES]` prints all rows.
+Gradients are allocated before, unless a row says otherwise; every allocation counts, told by the
+profiler on the CPU. `python -m pytest bench/bench_plan.py` checks small versions; `python
+bench/bench_plan.py [NAMES]` prints all rows.
 """
 
 from __future__ import annotations
@@ -222,7 +224,8 @@ QUICK = {
 
 @pytest.mark.parametrize("name", QUICK)
 def bench_plan(benchmark, name):
-    """Memory is counted, so it is asserted even in a quick run: the peak, and that the plan knows it."""
+    """Memory is counted, so it is asserted even in a quick run: the peak, and that the plan
+    knows it."""
     row, most = QUICK[name]
     steps, run = benchmark.pedantic(lambda: measured(row))
     peaks = {way: step.memory()[1] for way, step in steps.items()}

@@ -1,9 +1,10 @@
-"""`auto()` on models at real widths and vocabularies, as ratios against torch's checkpoint per layer.
+"""`auto()` on models at real widths and vocabularies, as ratios against torch's checkpoint per
+layer.
 
-One scope around model and loss, gradients allocated before, in float32 and under bfloat16 autocast; random weights,
-nothing is downloaded. `python -m pytest bench/bench_real.py` runs two layers of each model and compares gradients bit
-for bit; `python bench/bench_real.py [NAMES]` prints peaks, recompute and times of six layers with their marks. One
-thread, whose own time counts.
+One scope around model and loss, gradients allocated before, in float32 and under bfloat16 autocast;
+random weights, nothing is downloaded. `python -m pytest bench/bench_real.py` runs two layers of
+each model and compares gradients bit for bit; `python bench/bench_real.py [NAMES]` prints peaks,
+recompute and times of six layers with their marks. One thread, whose own time counts.
 """
 
 from __future__ import annotations
@@ -76,7 +77,8 @@ MODELS = {"Llama": llama, "BERT": bert, "GPT-2": gpt2, "ViT": vit}
 
 
 def forwards(name, dtype, layers=6):
-    """The forward of one model, plain, in torch's checkpoints and in one scope, and its parameters."""
+    """The forward of one model, plain, in torch's checkpoints and in one scope, and its
+    parameters."""
     torch.manual_seed(0)
     model, path, batch = MODELS[name](layers)
     for parameter in model.parameters():
@@ -113,8 +115,9 @@ def measured(ways):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", MODELS)
 def bench_real_model(benchmark, name, dtype):
-    """The bits of plain. Memory and recompute are counted, so they are asserted even in a quick run; of two layers the
-    head of BERT is a larger part, of which a product is made again under bf16."""
+    """The bits of plain. Memory and recompute are counted, so they are asserted even in a quick
+    run; of two layers the head of BERT is a larger part, of which a product is made again
+    under bf16."""
     ways, parameters = forwards(name, DTYPES[dtype], layers=2)
     gradients = functools.partial(torch.autograd.grad, inputs=parameters, allow_unused=True)
     want, have = gradients(ways["plain"]()), benchmark.pedantic(lambda: gradients(ways["auto"]()))

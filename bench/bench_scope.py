@@ -1,8 +1,10 @@
-"""What the block door costs: scopes and `auto()` over a floor, and programs over torch's own checkpoint.
+"""What the block door costs: scopes and `auto()` over a floor, and programs over torch's own
+checkpoint.
 
-*Floor*: a dispatch mode that only calls the operator, saved-tensors hooks that only store the tensor, and the same
-operators once more with grad mode off. `python -m pytest bench` runs everything once and compares gradients bit for
-bit; `python bench/bench_scope.py` prints the ratios, their marks and whether they are met. One thread.
+*Floor*: a dispatch mode that only calls the operator, saved-tensors hooks that only store the
+tensor, and the same operators once more with grad mode off. `python -m pytest bench` runs
+everything once and compares gradients bit for bit; `python bench/bench_scope.py` prints the ratios,
+their marks and whether they are met. One thread.
 """
 
 from __future__ import annotations
@@ -87,7 +89,8 @@ OPERATORS = {
 
 
 def chain(name, n=50):
-    """An operator, n times; without a module whose statistics would change from one way to the next."""
+    """An operator, n times; without a module whose statistics would change from one way to the
+    next."""
     torch.manual_seed(0)
     function = OPERATORS[name][0]()
 

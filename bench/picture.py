@@ -1,8 +1,8 @@
 """Draws the picture of the README: live memory over one step, and below it the cost of budgets.
 
 `python bench/picture.py FILE`, with matplotlib; the FILE is an .svg or a .png. The options of the
-comparison run (`python -m checkpointing --help`) may follow. Nothing is timed, so the picture is the
-same each time.
+comparison run (`python -m checkpointing --help`) may follow. Nothing is timed, so the picture is
+the same each time.
 """
 
 import functools

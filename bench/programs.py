@@ -1,5 +1,6 @@
-"""Programs whose memory is worth measuring. Each one is built with its gradients already there, so that they are no
-part of what is counted, and is a function without arguments that returns a loss."""
+"""Programs whose memory is worth measuring. Each one is built with its gradients already there,
+so that they are no part of what is counted, and is a function without arguments that returns
+a loss."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ with contextlib.suppress(ImportError):  # the compiler shows progress where tqdm
 
     tqdm.tqdm.monitor_interval = 0  # its thread makes objects while tests count them
 
-# Inductor's cache doesn't tell instruction sets apart (as of torch 2.15): code for another one ends the process.
+# Inductor's cache doesn't tell instruction sets apart (torch 2.15): other code ends the process.
 _cache = f"torchinductor_{getpass.getuser()}_{torch.backends.cpu.get_cpu_capability()}"
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(tempfile.gettempdir(), _cache))
 

@@ -245,7 +245,8 @@ def assert_same(
             if have[what] != want[what]:
                 raise AssertionError(
                     f"{program.name}, {word!r} (early_stop={early_stop}, computed={computed}): "
-                    f"{what} differs from plain\nhave {_short(have[what])}\nwant {_short(want[what])}"
+                    f"{what} differs from plain\n"
+                    f"have {_short(have[what])}\nwant {_short(want[what])}"
                 )
 
 

@@ -415,9 +415,7 @@ def test_a_recompute_has_the_precisions_of_the_forward_and_leaves_every_one_as_i
 ):
     """Also what follows from a more general one."""
     if later == "legacy" and first in ("generic tf32", "mkldnn bf16"):
-        pytest.skip(
-            "a legacy setting that newer ones contradict can't be read: what followed from them becomes set"
-        )
+        pytest.skip("a legacy setting that newer ones contradict can't be read")
     seen = []
 
     def after(door):

@@ -196,7 +196,8 @@ def test_import_brings_in_nothing_but_the_package():
         """
 import sys, torch
 before = set(sys.modules)
-state = {name: dict(vars(module)) for name, module in list(sys.modules.items()) if name.startswith("torch") and module}
+modules = [(name, module) for name, module in sys.modules.items() if module]
+state = {name: dict(vars(module)) for name, module in modules if name.startswith("torch")}
 random = torch.get_rng_state()
 import checkpointing
 print(sorted(m for m in set(sys.modules) - before if m.partition(".")[0] != "checkpointing"))

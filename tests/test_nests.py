@@ -320,7 +320,7 @@ class Writer:
         self.writes = self.chance(0.6)
         self.hooks = self.chance(0.4)
         self.rich = self.chance(0.5)  # all operators, loops and branches
-        # Inside torch's checkpoint `opaque` and a backward through its graph would call its function at once: a limit.
+        # In torch's checkpoint `opaque` and a backward through its graph call its function at once.
         self.torchs = self.chance(0.3)
 
     def chance(self, probability: float) -> bool:
@@ -646,7 +646,7 @@ def watched() -> Iterator[None]:
 
 def left_behind(source: str, refusable: bool) -> str | None:
     """What a program must not leave behind."""
-    # Plain code, too, leaves a cycle where hooks hand on a result; so does what is written after it has been saved.
+    # Plain code, too, leaves a cycle where hooks hand on a result, or where it is written later.
     if refusable or "identical(" in source or "save_on_cpu(" in source:
         FRAMES.clear()
     if FRAMES and "torchs(" in source:  # torch's checkpoint leaves cycles

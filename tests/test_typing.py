@@ -13,12 +13,15 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import assert_type
 
-from checkpointing import CheckpointError, Stats, checkpoint_scope, checkpointed, disabled, is_recomputing, keep
+from checkpointing import CheckpointError, Stats, checkpoint_scope, checkpointed, disabled
+from checkpointing import is_recomputing, keep
 from checkpointing.torch_compat import checkpoint
 
 
 @checkpointed
-def bare(x: Tensor, n: int = 1, /, *rest: float, flag: bool = False, **others: str) -> tuple[Tensor, int]:
+def bare(
+    x: Tensor, n: int = 1, /, *rest: float, flag: bool = False, **others: str
+) -> tuple[Tensor, int]:
     return x, n
 
 

@@ -153,7 +153,7 @@ def check(op: Any, dtype: torch.dtype, limit: int, notes: list[str], turn: int) 
             def make(arguments: Any = arguments) -> Any:
                 return tuple(tensors(mapped(fresh, arguments)))
 
-            # Kernels write running statistics without a trace: where they are arguments, a rerun writes them again.
+            # A rerun writes running statistics that are arguments again: kernels leave no trace.
             statistics = op.name in STATISTICS
             for door, wrong in compare(program, make, where, variant == "function", statistics):
                 notes.append(f"{op.name} {dtype} #{number} {variant} {door} {wrong}")
@@ -191,7 +191,7 @@ def compare(
             unstable = set(bitwise.differences(want, observed(plain, backward, 0xC3)))
         wrong -= unstable
         if wrong and door != "rerun" and "outputs" in wrong and "exception" not in got:
-            # Some composite operators take another way when any dispatch mode is active, in torch itself.
+            # Some composite operators take another way in any dispatch mode, in torch itself.
             with PassThrough():
                 wrong -= set(bitwise.differences(want, observed(plain, backward, 0x55)))
         if wrong:

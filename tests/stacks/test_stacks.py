@@ -20,7 +20,8 @@ import checkpointing
 from checkpointing import checkpoint_modules, checkpoint_scope, torch_compat
 
 IGNORED = [  # what libraries say about each other
-    "`(gradient_checkpointing_enable|is_gradient_checkpointing)` is deprecated:FutureWarning",  # transformers; by peft
+    # transformers about peft's call
+    "`(gradient_checkpointing_enable|is_gradient_checkpointing)` is deprecated:FutureWarning",
     "`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning",  # torch; by lightning
 ]
 pytestmark = [pytest.mark.filterwarnings(f"ignore:{line}") for line in IGNORED]
@@ -180,8 +181,8 @@ def test_trainer(how, tmp_path):
 
     def train(model, trainer=transformers.Trainer):
         arguments = transformers.TrainingArguments(
-            tmp_path, max_steps=2, per_device_train_batch_size=2, report_to=[], save_strategy="no", use_cpu=True,
-            logging_strategy="no", disable_tqdm=True, dataloader_pin_memory=False,
+            tmp_path, max_steps=2, per_device_train_batch_size=2, report_to=[], save_strategy="no",
+            use_cpu=True, logging_strategy="no", disable_tqdm=True, dataloader_pin_memory=False,
         )  # fmt: skip
         data = [{key: value[0] for key, value in batch(i).items()} for i in range(4)]
         return trainer(model, arguments, train_dataset=data).train().training_loss
