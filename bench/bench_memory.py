@@ -181,9 +181,8 @@ def print_depths():
         )
         for name, run in runs.items():
             ratios.setdefault(name, []).append(peak_of(run) / plain)
-            print(
-                f"chain of {n}, {name}: peak {ratios[name][-1]:.4f} of plain, time {ratio(times, name, 'plain')}"
-            )
+            slower = ratio(times, name, "plain")
+            print(f"chain of {n}, {name}: peak {ratios[name][-1]:.4f} of plain, time {slower}")
     for name, values in ratios.items():
         print(f"  {name}: peak / plain falls as n ** {slope(DEPTHS, values):.2f}")
 
@@ -220,8 +219,9 @@ def print_budgets():
             loss.backward()
             assert kept <= budget
             print(
-                f"  budget {budget / MIB:.3f} MiB: kept {kept / MIB:.3f}, peak {peak_of(run) / plain:.3f}, "
-                f"{run.scope.stats.ops_replayed} operators again, time {ratio(times, str(budget), 'plain')}"
+                f"  budget {budget / MIB:.3f} MiB: kept {kept / MIB:.3f}, "
+                f"peak {peak_of(run) / plain:.3f}, {run.scope.stats.ops_replayed} operators again, "
+                f"time {ratio(times, str(budget), 'plain')}"
             )
 
 

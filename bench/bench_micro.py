@@ -194,7 +194,12 @@ def import_times(runs):
     environment = {
         name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"
     }
-    program = "import time, torch\nstart = time.perf_counter()\nimport checkpointing\nprint(time.perf_counter() - start)"
+    program = """
+import time, torch
+start = time.perf_counter()
+import checkpointing
+print(time.perf_counter() - start)
+"""
     command = [sys.executable, "-c", program]
     times = [
         float(subprocess.run(command, capture_output=True, check=True, env=environment).stdout)

@@ -75,7 +75,7 @@ def one_auto(function, *args):
 
 WAYS = {"plain": plain, "floor": floor, "torch": by_torch, "scope": scope, "auto": one_auto}
 
-# What an operator adds to plain, as a multiple of what the floor adds: marks for a scope and for `auto()`.
+# What an operator adds to plain, in parts of what the floor adds: marks for a scope and `auto()`.
 OPERATORS = {
     "sin": (lambda: torch.sin, 1.6, 1.9),
     "linear": (lambda: nn.Linear(8, 8), 1.6, 1.9),
@@ -148,7 +148,7 @@ class Each(nn.Module):
         return x
 
 
-# Program, shape of its input, marks of a scope per block (None: there are no blocks) and of one `auto()`.
+# Program, shape of its input, marks of a scope per block (None: no blocks) and of one `auto()`.
 PROGRAMS = {
     "blocks, width 64, 2 x 4 tokens": (64, (2, 4, 64), 1.15, None),
     "blocks, width 256, 4 x 128 tokens": (256, (4, 128, 256), 0.97, 0.97),
@@ -244,9 +244,8 @@ def main():
         for way, target in zip(("scope", "auto"), marks, strict=True):
             mark(f"  {way} over floor", added(times, way, "floor"), target)
     for way in ("scope", "auto"):
-        print(
-            f"bytes of Python objects that one operator leaves until backward, {way}: {bytes_of_operators(way):.0f}"
-        )
+        left = bytes_of_operators(way)
+        print(f"bytes of Python objects that one operator leaves until backward, {way}: {left:.0f}")
     for name, (_, _, *marks) in PROGRAMS.items():
         marked = {way: m for way, m in zip(("scope", "auto"), marks, strict=True) if m is not None}
         times = timed(
