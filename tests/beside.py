@@ -58,7 +58,6 @@ class Program:
 
     @property
     def output(self):
-        """Of one that must not fail."""
         code, stdout, stderr = self.outcome
         assert code == 0, stderr
         return stdout
@@ -70,7 +69,6 @@ def waiting():
 
 
 def start(modules):
-    """Run what these test files want."""
     global _runner
     runs = [program.run for program in _programs if program.wanted_by in modules]
     if runs:

@@ -71,7 +71,6 @@ def no_gc(frozen):
 
 @pytest.fixture(scope="module")
 def group():
-    """A process group of one."""
     dist = pytest.importorskip("torch.distributed")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
@@ -80,5 +79,4 @@ def group():
 
 @pytest.fixture(scope="module")
 def mesh(group):
-    """Of this process alone."""
     return torch.distributed.init_device_mesh("cpu", (1,))

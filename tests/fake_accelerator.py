@@ -23,8 +23,6 @@ from checkpointing.torch_compat import checkpoint
 
 
 class Module:
-    """What `torch.toy` is."""
-
     def __init__(self):
         self.generator = torch.Generator()
         self.asked = 0
@@ -84,8 +82,6 @@ class Toy(torch.Tensor):
 
 
 class FlatToy(Toy):
-    """One that says how it is taken apart."""
-
     def __tensor_flatten__(self):
         return ["inner"], None
 
@@ -99,12 +95,10 @@ kind = Toy
 
 
 def inner(value):
-    """A tensor's numbers."""
     return value.inner if isinstance(value, Toy) else value
 
 
 def wrap(value):
-    """A CPU tensor as one of the device."""
     return kind(value) if isinstance(value, torch.Tensor) else value
 
 
@@ -133,13 +127,11 @@ def compute(func, args, kwargs):
 
 
 def copy_between(source, target, non_blocking=False):
-    """`copy_` with the device on one side."""
     inner(target).copy_(inner(source))
     return target
 
 
 def register():
-    """Make the device."""
     from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
     _setup_privateuseone_for_python_backend("toy", backend_module=torch_toy)
@@ -384,7 +376,6 @@ KINDS = {"flat": FlatToy, "opaque": Toy}
 
 
 def main():
-    """Run every case, each in a fork."""
     global kind
     library = register()
     torch.set_num_threads(1)

@@ -48,8 +48,6 @@ def r(fn: Function, early_stop: bool = True, **options: Any) -> Function:
 
 
 def s(fn: Function, early_stop: bool = True, **options: Any) -> Function:
-    """Called inside a scope."""
-
     def scoped(*args: Any, **kwargs: Any) -> Any:
         with checkpoint_scope(early_stop=early_stop, **options):
             return fn(*args, **kwargs)
@@ -86,7 +84,6 @@ def b(fn: Function, early_stop: bool = True) -> Function:
 
 
 def plain(fn: Function, **options: Any) -> Function:
-    """No region."""
     return fn
 
 
@@ -114,7 +111,6 @@ def apply(word: str, fn: Function, early_stop: bool = True) -> Function:
 
 
 def plain_word(word: str) -> str:
-    """The word that `word` must equal."""
     return "g" * word.count("g")
 
 
@@ -122,7 +118,6 @@ def plain_word(word: str) -> str:
 
 
 def leaf(*shape: int) -> Tensor:
-    """A tensor that wants a gradient."""
     return torch.rand(*shape or (4, 4)).requires_grad_()
 
 
@@ -136,12 +131,10 @@ def whole(*shape: int) -> Tensor:
 
 
 def words(text: str) -> list[str]:
-    """Those in a text."""
     return text.split()
 
 
 def tensors(value: Any) -> list[Tensor]:
-    """The tensors in a structure, in order."""
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, dict):
@@ -224,7 +217,6 @@ class Program:
 
     @property
     def name(self) -> str:
-        """For test ids."""
         return self.build.__name__
 
 
@@ -440,7 +432,6 @@ class PassThrough(TorchDispatchMode):
 
 
 def count(run: Callable[[], object]) -> dict[str, int]:
-    """How often each operator runs in `run`."""
     with Counting() as counting:
         run()
     return dict(counting.ran)

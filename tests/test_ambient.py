@@ -19,7 +19,6 @@ from checkpointing import checkpointed
 
 
 def leaf():
-    """Dyadic fractions, the same each time."""
     return (torch.arange(1.0, 17) / 16).view(4, 4).requires_grad_()
 
 
@@ -41,7 +40,6 @@ class Scaling(TorchFunctionMode):
 
 @contextlib.contextmanager
 def set_to(getter, setter, value):
-    """A switch, for a block."""
     before = getter()
     setter(value)
     try:
@@ -386,7 +384,6 @@ SETTINGS = {
 
 
 def precisions():
-    """What they are; some follow from others."""
     return [torch._C._get_fp32_precision_getter(*which) for which in PRECISIONS]
 
 

@@ -52,15 +52,11 @@ class Callable:
 
 
 class Body(nn.Module):
-    """A module without parameters."""
-
     def forward(self, x):
         return body(x)
 
 
 class Object:
-    """With a method that uses what is in it."""
-
     scale = 1.0
 
     def method(self, x):
@@ -254,8 +250,6 @@ picklable.__qualname__ = picklable.__name__ = "picklable"
 
 
 class Owner:
-    """An object whose methods are regions."""
-
     @checkpointed
     def method(self, x):
         return body(x)
@@ -314,7 +308,6 @@ class WiderRegion(Wider):
 
 
 def gradients(module, x, **kwargs):
-    """The bits of a step."""
     y = module(x, **kwargs)
     return [bits(t) for t in (y, *torch.autograd.grad(y.sum(), [x, *module.parameters()]))]
 
@@ -434,7 +427,6 @@ def test_a_scope_is_entered_once(options):
 
 
 def scoped(x):
-    """A block as a function."""
     with checkpoint_scope():
         return body(x)
 

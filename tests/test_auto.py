@@ -30,8 +30,6 @@ pytestmark = pytest.mark.usefixtures(
 
 
 def scoped(fn, **options):
-    """`fn` in a scope with the policy `auto`."""
-
     def run(*args):
         with checkpoint_scope(policy=auto(**options)) as run.scope:
             return fn(*args)
@@ -54,7 +52,6 @@ def units_of(x, n):
 
 
 def units(n):
-    """The chain, of results of 4,000 bytes."""
     x = torch.linspace(-1, 1, 1000).requires_grad_()
     return lambda: units_of(x, n)
 
@@ -378,7 +375,6 @@ def in_place():
 
 
 def inner_regions():
-    """Other regions inside."""
     w = torch.rand(16, 16).requires_grad_()
     x = torch.rand(8, 16).requires_grad_()
 
@@ -398,8 +394,6 @@ def inner_regions():
 
 
 def in_scope(fn, policy):
-    """`fn` in a block with a policy."""
-
     def run(*args):
         with warnings.catch_warnings(), checkpoint_scope(policy=policy):
             warnings.simplefilter("ignore")

@@ -28,7 +28,6 @@ DOOR = pytest.mark.parametrize("door", DOORS)
 
 
 def leaf():
-    """Small integers, the same each time."""
     return (torch.arange(24.0).view(6, 4) % 5 - 2).requires_grad_()
 
 
@@ -36,8 +35,6 @@ def leaf():
 
 
 class Counter(nn.Module):
-    """Counts its calls, and lets them decide."""
-
     def __init__(self):
         super().__init__()
         self.register_buffer("calls", torch.zeros((), dtype=torch.long))
@@ -209,29 +206,6 @@ class Resized(nn.Module):
         return (x * self.least.clone()).square()
 
 
-class Quantized(nn.Module):
-    """Quantisation-aware training, per channel: observers resize their buffers, fused ones in a
-    kernel."""
-
-    def __init__(self):
-        super().__init__()
-        q = torch.ao.quantization
-        per_channel = {
-            "quant_min": -8,
-            "quant_max": 7,
-            "dtype": torch.qint8,
-            "qscheme": torch.per_channel_symmetric,
-        }
-        self.inputs = q.FakeQuantize(
-            q.MovingAveragePerChannelMinMaxObserver, **per_channel, ch_axis=1
-        )
-        self.weights = q.default_fused_per_channel_wt_fake_quant()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x):
-        return F.linear(self.inputs(x), self.weights(self.linear.weight), self.linear.bias).tanh()
-
-
 def scripted(module, by=torch.jit.script):
     torch._C._jit_set_profiling_mode(
         False
@@ -242,8 +216,6 @@ def scripted(module, by=torch.jit.script):
 
 
 class ScriptedAnew(nn.Module):
-    """Assigns its buffer, in TorchScript."""
-
     def __init__(self):
         super().__init__()
         self.register_buffer("calls", torch.ones(()))
@@ -310,7 +282,6 @@ MODULES = {
     "resized from none": lambda: Resized(0),
     "resized from one": lambda: Resized(1),
     "resized from more": lambda: Resized(9),
-    "quantisation-aware": Quantized,
     "scripted": lambda: nn.Sequential(nn.Linear(4, 4), scripted(ScriptedAnew()), nn.Tanh()),
     "all of it scripted": lambda: scripted(nn.Sequential(nn.Linear(4, 4), ScriptedAnew())),
     "a generator of its own": lambda: sequence(Seeded(Seeded())),
@@ -320,13 +291,11 @@ MODULE = pytest.mark.parametrize("module", MODULES)
 
 
 def made(name):
-    """A new module, the same each time."""
     torch.manual_seed(1)
     return MODULES[name]()
 
 
 def left(model, *tensors):
-    """What a program leaves behind, in bits."""
     state = {name: (bits(t), t._version) for name, t in model.state_dict(keep_vars=True).items()}
     grads = [None if p.grad is None else bits(p.grad) for p in model.parameters()]
     streams = [bits(m.rng.get_state()) for m in model.modules() if isinstance(m, Seeded)]
@@ -341,7 +310,6 @@ def left(model, *tensors):
 
 
 def train(model, fn, steps=3):
-    """A few steps; all that they leave behind."""
     torch.manual_seed(0)
     seen = []
     for _ in range(steps):
@@ -395,7 +363,6 @@ NORM = nn.Identity()
 
 
 def by_global(x):
-    """By a global that its own code names."""
     return NORM(x)
 
 
@@ -555,8 +522,6 @@ def test_what_is_saved_of_a_rewound_buffer_is_its_value_of_then():
 
 
 class WritesWhatItSaved(nn.Module):
-    """Plain autograd refuses its backward."""
-
     def __init__(self):
         super().__init__()
         self.register_buffer("scale", torch.full((4,), 2.0))

@@ -63,7 +63,6 @@ def case(program=None, *, answer=None):
 
 
 def leaf(*shape):
-    """The same numbers every time."""
     return torch.randn(
         *(shape or (4, 4)), generator=torch.Generator().manual_seed(0)
     ).requires_grad_()
@@ -74,7 +73,6 @@ def gradient(y, *inputs):
 
 
 def region(m, fn, *args, **options):
-    """The variant that everybody should use."""
     return m.checkpoint(fn, *args, use_reentrant=False, **options)
 
 
@@ -83,7 +81,6 @@ def reentrant(m, fn, *args, **options):
 
 
 def selective(m, *args, **kwargs):
-    """What `context_fn` takes."""
     return functools.partial(m.create_selective_checkpoint_contexts, *args, **kwargs)
 
 
@@ -519,7 +516,6 @@ def saves(
     answer=theirs.CheckpointPolicy.MUST_SAVE,
     otherwise=theirs.CheckpointPolicy.PREFER_RECOMPUTE,
 ):
-    """A policy function."""
     return lambda ctx, op, *args, **kwargs: answer if op in ops else otherwise
 
 
@@ -664,7 +660,6 @@ for name, fn, options in (
 ):
 
     def program(m, fn=fn, options=options):
-        """Everything, twice."""
         x = leaf()
         fn, counts = counting(fn, torch.clone)
         with m.set_checkpoint_debug_enabled(True), m.set_checkpoint_early_stop(False):

@@ -81,8 +81,6 @@ def in_a_module(m):
 
 
 def broken(m):
-    """The compiler can't trace this region."""
-
     def breaks(x, y):
         torch._dynamo.graph_break()
         return fn(x, y)

@@ -17,7 +17,6 @@ from checkpointing.torch_compat import checkpoint, checkpoint_sequential
 
 @pytest.fixture(autouse=True)
 def warned(monkeypatch):
-    """As in a process that has been told."""
     monkeypatch.setattr(module, "_warned", [True])
 
 

@@ -257,8 +257,6 @@ def kept_and_dropped(x, w):
 
 
 def slopes(function):
-    """Forward and backward, as one function."""
-
     def run(x, w):
         x, w = x.detach().requires_grad_(), w.detach().requires_grad_()
         out = function(x, w)

@@ -42,12 +42,10 @@ EACH = pytest.mark.parametrize("door", [rerun, replay, scope])
 
 
 def data(*shape):
-    """The same, without."""
     return leaf(*shape or (3,)).detach() + 3
 
 
 def same(have, want):
-    """Two lists of tensors, bit for bit."""
     assert [bits(t) for t in have] == [bits(t) for t in want]
 
 
@@ -97,8 +95,6 @@ class Output(collections.OrderedDict):
 
 
 class Registered:
-    """Known to torch's pytree."""
-
     def __init__(self, x, rest=None):
         self.x = x
         self.rest = rest
@@ -110,8 +106,6 @@ register_pytree_node(
 
 
 class PlainObject:
-    """No container: handed over as it is."""
-
     def __init__(self, x, rest=None):
         self.x = x
         self.rest = rest
@@ -420,7 +414,6 @@ def set_data(p, away):
 
 
 def set_data_fresh(p, away):
-    """New memory with the old numbers."""
     if away:
         p.stash, p.data = p.data.clone(), torch.empty(0)
     else:
@@ -804,7 +797,6 @@ class Net(nn.Module):
 
 
 def around(door):
-    """Regions in a functional call."""
     net, x = Net(), leaf(2, 4)
     for part in (net.one, net.two):
         part.forward = door(part.forward)
@@ -823,7 +815,6 @@ def inside(door):
 
 
 def assigned(door):
-    """A parameter set anew before backward."""
     net, x = Net(), leaf(2, 4)
     y, then = door(net)(x), net.one.weight
     net.one.weight = nn.Parameter(torch.zeros(4, 4))
@@ -832,7 +823,6 @@ def assigned(door):
 
 
 def child(door):
-    """A module set anew before backward."""
     net, x = Net(), leaf(2, 4)
     y, then = door(net)(x), net.two.weight
     net.two = nn.Linear(4, 4, bias=False)
@@ -841,7 +831,6 @@ def child(door):
 
 
 def swapped(door):
-    """Two parameters of one shape, exchanged."""
     net, x = Net(), leaf(2, 4)
     y = door(net)(x)
     net.one.weight, net.two.weight = net.two.weight, net.one.weight
@@ -883,7 +872,6 @@ def test_parameters_that_are_exchanged_around_a_region(door, exchange):
 
 
 def pre_hook(module, bring):
-    """Weights come with every call, and stay."""
     module.register_forward_pre_hook(lambda *_: bring())
 
 
@@ -1019,7 +1007,6 @@ def makes_modules(x):
 
 
 def adapts(x):
-    """A step of MAML inside a region."""
     w = torch.ones(4, requires_grad=True)
     (g,) = torch.autograd.grad((x * w).square().sum(), w, create_graph=True)
     return (x * (w - g * 0.5)).square()
@@ -1143,12 +1130,10 @@ def draws(x):
 
 
 def streams():
-    """Where the global streams are."""
     return random.getstate(), repr(np.random.get_state(legacy=False)), bits(torch.get_rng_state())
 
 
 def seed():
-    """All of them."""
     random.seed(1)
     np.random.seed(2)
     torch.manual_seed(3)
@@ -1463,8 +1448,6 @@ def test_outside_of_a_region_it_is_the_function(where):
 
 
 class Model:
-    """Every kind of method."""
-
     def __init__(self):
         self.seen = []
 

@@ -92,8 +92,6 @@ def test_double_backward_recomputes_once_for_each_graph_task(door):
 
 
 class ReadsTwice(torch.autograd.Function):
-    """Asks for `ctx.saved_tensors` twice."""
-
     @staticmethod
     def forward(ctx, x):
         ctx.save_for_backward(x)
@@ -249,7 +247,6 @@ LAYERS = 5
 
 
 def layers(x, w):
-    """Layers with a kept value after each."""
     for _ in range(LAYERS):
         x = keep((x @ w).sin().tanh() @ w)
     return x

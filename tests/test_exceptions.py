@@ -120,8 +120,6 @@ def test_in_a_recompute(word, early_stop, error):
 
 
 class FailingMode(Counting):
-    """An operator of the recompute fails."""
-
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.overloadpacket.__name__ == "exp":
             raise KeyboardInterrupt("on purpose")
@@ -142,7 +140,6 @@ def test_an_operator_of_the_recompute_fails(word, early_stop):
 
 
 def notes_of(error):
-    """The notes of an exception, as one text."""
     return "\n".join(getattr(error, "__notes__", []))
 
 
@@ -306,7 +303,6 @@ def falls_back(x):
 
 
 def falls_back_in_a_loop(x):
-    """The stop signal ends the last turn."""
     for _ in range(3):
         try:
             x = x.exp().mul(0.1)

@@ -39,7 +39,6 @@ pytestmark = pytest.mark.usefixtures(
 
 
 def chain(n):
-    """`n` equal steps."""
     x = torch.linspace(-1, 1, SIZE).requires_grad_()
 
     def run():
@@ -52,8 +51,6 @@ def chain(n):
 
 
 def scoped(fn, budget):
-    """`fn` in a scope with a budget."""
-
     def run():
         with checkpoint_scope(policy=auto(budget=budget)) as run.scope:
             return fn()
@@ -62,7 +59,6 @@ def scoped(fn, budget):
 
 
 def replayed(n, units):
-    """Which steps backward runs, in order."""
     run, x = chain(n)
     want = torch.autograd.grad(run(), x)[0]
     call = scoped(run, units * UNIT)
@@ -78,7 +74,6 @@ def replayed(n, units):
 
 
 def windows(order):
-    """Consecutive steps as (first, last)."""
     found = []
     for number in order:
         if found and number == found[-1][1] + 1:
@@ -127,7 +122,6 @@ def test_how_often_each_step_runs_again(n, units, times):
 
 
 def peak(n, units):
-    """In units, of a step with a budget."""
     run = scoped(chain(n)[0], units * UNIT)
     run().backward()
     return job.step_on_cpu(run).memory()[1] / UNIT
@@ -183,7 +177,6 @@ def test_partial_backwards_in_any_order(order, budget):
 
 
 def rows(x):
-    """Row by row, on one memory."""
     h, s = x, torch.zeros_like(x)
     for i in range(24):
         h = (h * 1.01).sin()

@@ -53,8 +53,6 @@ class SavesItsOutputLast(torch.autograd.Function):
 
 
 class Fails(torch.autograd.Function):
-    """Reads what it has saved, and raises."""
-
     @staticmethod
     def forward(ctx, x):
         ctx.save_for_backward(x)
@@ -166,12 +164,10 @@ def retained(y, inner):
 
 
 def partial(y, inner):
-    """Only some of the holders are opened."""
     torch.autograd.grad(y.sum(), inner, retain_graph=True)
 
 
 def failing(y, inner):
-    """A hook raises in the middle."""
     inner.register_hook(lambda grad: 1 / 0)
     with contextlib.suppress(ZeroDivisionError):
         y.sum().backward(retain_graph=True)

@@ -33,15 +33,12 @@ class Block(nn.Module):
 
 
 def plain(blocks, x):
-    """The blocks as they are."""
     for block in blocks:
         x = block(x)
     return x
 
 
 def per_block(door):
-    """A region per block."""
-
     def run(blocks, x):
         for block in blocks:
             x = apply(door, lambda x, block=block: block(x))(x)
@@ -159,11 +156,12 @@ def test_an_input_that_no_recompute_reads_is_released(door):
 # ---- what a scope reports
 
 
-def test_stats_count_the_state_of_generators():
-    """A dropout mask that is larger than the state is drawn again."""
-    x = torch.rand(2000).requires_grad_()
+@pytest.mark.parametrize("own", [False, True])
+def test_stats_count_the_state_of_generators(own):
+    """A mask that is larger than the state of its generator is drawn again."""
+    x, generator = torch.rand(2000).requires_grad_(), torch.Generator()
     with checkpoint_scope() as scope:
-        y = F.dropout(x * 2, 0.5)
+        y = torch.rand(2000, generator=generator) * x if own else F.dropout(x * 2, 0.5)
     assert scope.stats.bytes_held == torch.get_rng_state().nbytes
     y.sum().backward()
     assert scope.stats.bytes_held == 0

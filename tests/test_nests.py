@@ -44,8 +44,6 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 class Cube(torch.autograd.Function):
-    """Reads what it has saved twice."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
@@ -91,7 +89,6 @@ class Double(torch.autograd.Function):
 
 @torch.library.custom_op("nests::noisy", mutates_args=())
 def noisy(x: Tensor) -> Tensor:
-    """Draws, and has no tag that says so."""
     return x + torch.rand(x.shape, dtype=x.dtype)
 
 
@@ -106,7 +103,6 @@ def bump(x: Tensor) -> Tensor:
 
 
 def hooked(x: Tensor) -> Tensor:
-    """A hook changes its gradient."""
     y = x * 1
     if y.requires_grad:
         y.register_hook(lambda grad: grad * 2)
@@ -216,8 +212,6 @@ class Line:
 
 @dataclasses.dataclass(eq=False)
 class Block:
-    """`head:`"""
-
     head: str
     body: list[Any]
 
@@ -235,14 +229,12 @@ class Called:
     results: list[tuple[str, str]]  # its name inside, and outside
 
     def returned(self) -> list[tuple[str, str]]:
-        """Those whose lines are still there."""
         there = set(bound(self.body)) | set(self.parameters)
         found = [(inside, outside) for inside, outside in self.results if inside in there]
         return found or [(self.parameters[0], self.results[0][1])]
 
 
 def bound(body: list[Any]) -> Iterator[str]:
-    """The names that are bound in a body."""
     for node in body:
         if isinstance(node, Line):
             yield from node.binds
@@ -267,7 +259,6 @@ class Program:
         return "\n".join(text for text, _ in self.lines()) + "\n"
 
     def nodes(self) -> list[tuple[list[Any], Any]]:
-        """Every node with the body that it is in."""
         found: list[tuple[list[Any], Any]] = []
         stack = [self.body]
         while stack:
@@ -304,8 +295,6 @@ def printed(body: list[Any], depth: int, lines: list[tuple[str, Any]]) -> None:
 
 
 class Writer:
-    """Draws a program."""
-
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
         self.names: list[str] = list(LEAVES)  # those that can be seen
@@ -331,7 +320,6 @@ class Writer:
         return f"v{self.fresh}"
 
     def pick(self) -> str:
-        """Mostly what is new."""
         if self.chance(0.2):
             return self.random.choice(LEAVES)
         if self.chance(0.2) and self.favourite in self.names:
@@ -366,7 +354,6 @@ class Writer:
         return self.simple()
 
     def around(self, depth: int) -> Any:
-        """What is no region."""
         head = f"with {self.random.choice([*AROUND, *HOOKS * self.hooks])}"
         if self.torchs and head == "with opaque()":
             head = f"with {AROUND[0]}"
@@ -462,7 +449,6 @@ class Writer:
         return Line(template.format(t=t, y=self.pick()), writes=True)
 
     def end(self) -> list[Line]:
-        """Backward, in one of several ways."""
         outputs = self.names[4:][-3:] or ["a"]
         inputs = "a, b, w, *lin.parameters()"
         lines = [Line(f"see({one})") for one in outputs]
@@ -491,7 +477,6 @@ def cloning() -> Any:
 
 
 def identical() -> Any:
-    """Hooks that hand on what they are given."""
     return saved_tensors_hooks(lambda t: t, lambda t: t)
 
 
@@ -645,7 +630,6 @@ def watched() -> Iterator[None]:
 
 
 def left_behind(source: str, refusable: bool) -> str | None:
-    """What a program must not leave behind."""
     # Plain code, too, leaves a cycle where hooks hand on a result, or where it is written later.
     if refusable or "identical(" in source or "save_on_cpu(" in source:
         FRAMES.clear()
@@ -717,7 +701,6 @@ def judge(source: str, refusable: bool) -> Verdict:
 
 
 def compared(source: str, want: list[Any], hooked: list[Any]) -> Verdict:
-    """What becomes of a program with regions."""
     try:
         have = run(source, OPEN)
     except Exception as error:
@@ -775,7 +758,6 @@ def first_difference(want: list[Any], have: list[Any]) -> str:
 
 
 def sentence(error: BaseException) -> str:
-    """What an error says, without the place."""
     text = re.sub(r"^.*?\(entered at .*?\): ", "", str(error), flags=re.DOTALL)
     text = re.sub(r"\(torch.*?\)|\(float64.*?\)|\(it was at.*?\)", "", text)
     return text.partition("\n")[0]

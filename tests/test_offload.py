@@ -129,7 +129,6 @@ PAIRS = [(policy, "scope") for policy in POLICIES] + [
 
 @pytest.fixture(scope="module")
 def right():
-    """What plain code gives."""
     return gradients(net, lambda fn: fn)
 
 
@@ -224,7 +223,6 @@ def test_what_is_kept_by_hand_goes_along(sent):
 
 
 def branches(x):
-    """Three results that share a stem."""
     stem = x.sin().exp()
     return [(stem.tanh() * i).sin().exp().sum() for i in (1, 2, 3)]
 
@@ -338,8 +336,6 @@ class Compute:
 
 
 class Side:
-    """One of the library's own streams."""
-
     def __init__(self, streams):
         self.streams, self.queue, self.done = streams, [], 0
 
@@ -359,7 +355,6 @@ class Side:
 
 @pytest.fixture
 def streams(monkeypatch):
-    """The CPU as a device with streams."""
     fake = FakeStreams()
     monkeypatch.setattr(_torch, "streams_of", lambda device: fake)
     monkeypatch.setattr(_offload, "_copy", fake.copy)

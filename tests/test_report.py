@@ -27,12 +27,10 @@ DOORS = pytest.mark.parametrize("backend", ["rerun", "replay"])
 
 
 def leaf():
-    """1,024 numbers that want a gradient."""
     return torch.ones(1024, requires_grad=True)
 
 
 def chain(x):
-    """Saves its argument and two results."""
     return x.sin().exp().tanh()
 
 
@@ -48,8 +46,6 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Blocks, each called through a door."""
-
     def __init__(self):
         super().__init__()
         self.blocks = nn.ModuleList(Block() for _ in range(3))
@@ -61,7 +57,6 @@ class Model(nn.Module):
 
 
 def kinds(region):
-    """How many bytes are held as what."""
     found = {}
     for tensor in region.held:
         found[tensor.kind] = found.get(tensor.kind, 0) + tensor.nbytes

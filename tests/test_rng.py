@@ -85,7 +85,6 @@ def between(door, x):
 
 
 def dropout(x):
-    """A mask between two operators."""
     return F.dropout(x.sin(), 0.5).exp().sin()
 
 

@@ -68,7 +68,6 @@ def assert_as_plain(plain, function, make, hooks=contextlib.nullcontext):
 
 
 def assert_right_or_refused(plain, function, make, hooks=contextlib.nullcontext):
-    """Whether it worked."""
     want = gradients(plain, make)
     try:
         have = gradients(function, make, hooks)
@@ -364,22 +363,6 @@ def test_layouts_stay(layout, hooks):
             seen.clear()
             assert gradients(lambda x, p=program, k=kept, d=door: p(x, k, d), make, hooks) == want
             assert {*seen} == strides
-
-
-@pytest.mark.parametrize("door", REGIONS.values(), ids=REGIONS)
-@pytest.mark.parametrize(
-    "wrap", [keep, forward_only(lambda t: t.clone().expand(3, -1, -1)), forward_only(lambda t: t)]
-)
-def test_expanded_masks(wrap, door):
-    """Of a mask, as attention takes it."""
-
-    def function(x):
-        mask = wrap(
-            torch.ones(4, 4).tril().expand(3, 4, 4) if wrap is keep else torch.ones(4, 4).tril()
-        )
-        return (x * mask).exp().sin()
-
-    assert_as_plain(function, door(function), lambda: (leaf(3, 4, 4),))
 
 
 def test_kept_values_are_written_where_they_are_read():

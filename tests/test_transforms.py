@@ -18,17 +18,14 @@ pytestmark = [
 
 
 def function(x):
-    """Of vectors."""
     return (x.sin() * x.exp()).cumsum(0).tanh()
 
 
 def loss(x):
-    """A number."""
     return function(x).square().sum()
 
 
 def x0():
-    """The same each time."""
     return torch.linspace(0.1, 1.0, 5)
 
 
@@ -49,7 +46,6 @@ OVER = {
 
 
 def flat(value):
-    """Bits of tensors in nested tuples."""
     return [flat(v) for v in value] if isinstance(value, tuple | list) else bits(value)
 
 
@@ -152,7 +148,6 @@ INSIDE = {
 
 
 def dual(x, w):
-    """Forward-mode by hand."""
     with fwd.dual_level():
         y = (fwd.make_dual(x, x.sin()) * w).sin().exp()
         primal, tangent = fwd.unpack_dual(y)

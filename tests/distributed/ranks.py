@@ -81,7 +81,6 @@ DOORS = {  # for each block, for the model
 
 
 def doors(name):
-    """Those through which a program goes."""
     inside = (
         "inside" in name or "lambda" in name
     )  # for `auto`, which puts nothing inside, the same as around
@@ -96,8 +95,6 @@ def doors(name):
 
 
 class Scale(nn.Module):
-    """A normalisation that is exact."""
-
     def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(WIDTH))
@@ -117,7 +114,6 @@ class Block(nn.Module):
 
 
 def put_inside(model, door):
-    """Regions into the blocks, in place."""
     if door in IN_PLACE:
         checkpoint_modules(model, "blocks.*", **IN_PLACE[door])
     for block in () if door in IN_PLACE else model.blocks:
@@ -146,8 +142,6 @@ class Net(nn.Module):
 
 
 class Twice(Net):
-    """Every block is used twice."""
-
     def forward(self, x):
         for block in self.blocks:
             x = self.around(block)(self.around(block)(x) / 2)
@@ -155,8 +149,6 @@ class Twice(Net):
 
 
 class Unused(Net):
-    """Every other block is not used."""
-
     def forward(self, x):
         for block in self.blocks[::2]:
             x = self.around(block)(x)
@@ -366,8 +358,6 @@ def differentiable(x):
 
 
 class Talk(Block):
-    """A block that talks to other ranks."""
-
     def __init__(self, function):
         super().__init__(SyncNorm)
         self.function = function

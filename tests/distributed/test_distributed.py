@@ -30,7 +30,6 @@ def table():
 
 
 def rows_of(table, name, world, door):
-    """What each rank found."""
     rows = []
     for rank in range(world):
         row = table.get((rank, name, door))

@@ -97,7 +97,6 @@ BACKWARDS = {"first": _first, "second": _second, "partial": _partial}
 
 
 def observe(program: Function, region: Function, make: Function, backward: str) -> dict[str, Any]:
-    """Everything that can be seen of one run."""
     torch.manual_seed(1)
     leaves = make()
     modules = [m for m in leaves if isinstance(m, nn.Module)]
@@ -258,7 +257,6 @@ class Table:
 
         @pytest.mark.parametrize(("program", "door"), self.pairs())
         def bit_for_bit(program: Case, door: str) -> None:
-            """For every kind of backward."""
             program.check(door)
 
         @pytest.mark.parametrize(("program", "door"), self.pairs(("scope", "rerun"), cycles))

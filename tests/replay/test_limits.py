@@ -8,6 +8,7 @@ import numpy
 import pytest
 import torch
 from bitwise import DOORS, REPLAY, Table, leaves
+from oracle import s
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -244,71 +245,29 @@ def test_opaque_outside_of_regions_does_nothing():
     x.sum().backward()
 
 
-def _by_an_operator(h, w):
-    y = h.sin() * w
-    h.mul_(3)
-    return y
-
-
-def _its_result(h, w):
-    y = h.exp()
-    z = y * w
-    y.add_(3)
-    return z
-
-
-def _by_a_view(h, w):
-    y = h[0].sin() * w
-    h.mul_(3)
-    return y
-
-
-def _by_a_rerun(h, w):
-    y = checkpointed(lambda h: (h + 1).exp() * w)(h)
-    h.mul_(3)
-    return y
-
-
-def _by_the_closure_of_a_rerun(h, w):
-    y = checkpointed(lambda w: (h + 1).exp() * w)(w)
-    h.mul_(3)
-    return y
-
-
-def _by_a_scope(h, w):
-    with checkpoint_scope():
-        y = (h + 1).exp() * w
-    h.mul_(3)
-    return y
-
-
-def _before_an_exception(h, w):
-    with suppress(ValueError), opaque():
-        y = h.sin() * w
-        h.mul_(3)
-        raise ValueError
-    return y
-
-
-SAVERS = [
-    _by_an_operator,
-    _its_result,
-    _by_a_view,
-    _by_a_rerun,
-    _by_the_closure_of_a_rerun,
-    _by_a_scope,
-    _before_an_exception,
-]
+SAVERS = {
+    "an operator": lambda h, w: h.sin() * w,
+    "a view": lambda h, w: h[0].sin() * w,
+    "a rerun": lambda h, w: checkpointed(lambda h: (h + 1).exp() * w)(h),
+    "the closure of a rerun": lambda h, w: checkpointed(lambda w: (h + 1).exp() * w)(w),
+    "a scope": s(lambda h, w: (h + 1).exp() * w),
+}
 
 
 @WHERE
-@pytest.mark.parametrize("saved", SAVERS)
-def test_what_is_saved_in_opaque_and_written_there_later(saved, door):
+@pytest.mark.parametrize("saver", SAVERS)
+@pytest.mark.parametrize("how", ["argument", "result", "exception"])
+def test_what_is_saved_in_opaque_and_written_there_later(saver, how, door):
     """An error in backward, never what is there by then."""
 
     def function(x, w):
-        with opaque():
-            return saved(x * 2, w)
+        with suppress(ValueError), opaque():
+            h = x * 2 if how != "result" else (x * 2).exp()
+            y = SAVERS[saver](h, w)
+            h.mul_(3)
+            if how == "exception":
+                raise ValueError
+        return y
 
     x, w = torch.rand(4, 6, requires_grad=True), torch.rand(4, 6, requires_grad=True)
     y = door(function, x, w)

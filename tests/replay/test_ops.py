@@ -162,8 +162,6 @@ def check(op: Any, dtype: torch.dtype, limit: int, notes: list[str], turn: int) 
 def compare(
     program: Any, make: Any, where: Any, must_run: bool, writes_its_statistics: bool
 ) -> Iterator[tuple[Any, str]]:
-    """What differs from plain code, by door."""
-
     def observed(region: Any, backward: str, byte: int) -> dict[str, Any]:
         with bitwise.garbage_in_fresh_memory(byte):
             seen = bitwise.outcome(program, region, make, backward)

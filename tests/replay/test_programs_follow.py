@@ -49,7 +49,7 @@ NOT_IN_RERUN = {
     "whole_step",
 }
 # The next step writes what the backward of this one reads.
-NOT_LATE = {"freezing", "train_and_eval", "last_results", "other_modules", "whole_step"}
+NOT_LATE = {"freezing", "train_and_eval", "last_results", "whole_step"}
 POLICIES = (
     None,
     auto(),
@@ -57,14 +57,6 @@ POLICIES = (
     save_tagged("a"),
     auto(budget="2 KiB"),
     offload(auto()),
-)
-MODULES = (
-    lambda: nn.Linear(8, 8),
-    lambda: nn.Conv1d(6, 6, 3, padding=1),
-    lambda: nn.TransformerEncoderLayer(8, 2, 16, batch_first=True),
-    lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8)),
-    lambda: nn.Sequential(nn.BatchNorm1d(6), nn.PReLU(), nn.Dropout1d(0.3)),
-    lambda: nn.utils.parametrizations.weight_norm(nn.Linear(8, 8, bias=False)),
 )
 INNER = (
     *(DOORS[door] for door in ("plain", "scope", "rerun", "replay")),
@@ -86,7 +78,6 @@ class Memory(SimpleNamespace):
         return tensor
 
     def once(self, name, make):
-        """The same object in every step."""
         if not hasattr(self, name):
             made = make()
             setattr(self, name, made.double() if isinstance(made, nn.Module) else made)
@@ -111,8 +102,6 @@ class Scale(torch.autograd.Function):
 
 
 class Cases:
-    """Each a function of the step number."""
-
     # ---- sizes and numbers
     def sizes(n, region, m):
         return region(
@@ -135,17 +124,6 @@ class Cases:
 
         return region(f, m.leaf(8, 8), m.leaf(4, dtype=torch.int64))
 
-    def numbers_in_lists(n, region, m):
-        number = (2, 2.0, True, 0.0, -0.0, 3)[n]
-
-        def f(x, k):
-            scaled = torch._foreach_mul([k, k + 1], [number, 2])
-            zeros = torch._foreach_mul([x, x.sin()], [float(number), -1.0])
-            signed = torch.copysign(x, zeros[0]).exp()
-            return scaled[0].sin() * x, signed, zeros[1].cos(), F.pad(x, [n, 0], value=number)
-
-        return region(f, m.leaf(8, 8), m.leaf(8, dtype=torch.int64))
-
     def keywords(n, region, m):
         more = ({}, {"alpha": 2}, {"alpha": 2.0}, {"alpha": 3}, {}, {"alpha": -0.0})[n]
         bounds = (
@@ -159,21 +137,6 @@ class Cases:
         return region(
             lambda x: torch.add(x, x.exp(), **more).clamp(**bounds).sin().exp(), m.leaf(8, 8)
         )
-
-    def optional_arguments(n, region, m):
-        x, w, b = m.leaf(2, 3, 8, 8), m.leaf(4, 3, 3, 3), m.leaf(4)
-        return region(
-            lambda x: F.conv2d(x, w, b if n % 2 else None, 1 + n // 4, n % 3).sin().exp(), x
-        )
-
-    def lists_of_other_lengths(n, region, m):
-        def f(x):
-            parts = x.sin().split(1 + n, 0)
-            return sum((p.exp() @ p.t()).sum() for p in parts), torch.cat(
-                x.exp().chunk(1 + n % 3), 1
-            ).cos()
-
-        return region(f, m.leaf(12, 8))
 
     def sizes_that_depend_on_data(n, region, m):
         return region(
@@ -214,16 +177,6 @@ class Cases:
             return out
 
         return region(f, m.leaf(6, 8))
-
-    def recurrent_nets(n, region, m):
-        net = m.once("net", lambda: nn.GRU(8, 8, num_layers=2, batch_first=True))
-        pack, lengths = nn.utils.rnn.pack_padded_sequence, torch.tensor([5, 1 + n % 3, 2])
-
-        def f(x):
-            out, h = net(pack(x, lengths, batch_first=True, enforce_sorted=False) if n % 2 else x)
-            return out.data.sin().exp(), h
-
-        return region(f, m.leaf(3, 5, 8))
 
     # ---- modules, parameters and modes
     def freezing(n, region, m):
@@ -281,15 +234,6 @@ class Cases:
         return region(
             lambda x: functional_call(net, other, functional_call(net, other, x).sin()).exp(),
             m.leaf(4, 8),
-        )
-
-    def tied_and_untied(n, region, m):
-        inside = m.once("inside", lambda: nn.Embedding(12, 8))
-        out = m.once("out", lambda: nn.Linear(8, 12))
-        weight = inside.weight if n % 2 else out.weight
-        return region(
-            lambda i: F.log_softmax(F.linear(inside(i).sin().exp(), weight), -1),
-            torch.arange(5) + n,
         )
 
     def parameter_or_not(n, region, m):
@@ -543,25 +487,11 @@ class Cases:
 
         return region(f, m.leaf(4, 8))
 
-    def transforms_inside(n, region, m):
-        def f(x, w):
-            y = torch.func.vmap(lambda r: (r @ w).sin())(x) if n % 2 else (x @ w).sin()
-            z = torch.func.jvp(
-                lambda t: t.sin() * (t if n == 2 else 3), (y.detach(),), (w.detach(),)
-            )[1]
-            return (y * (z if n % 3 else y)).exp()
-
-        return region(f, m.leaf(8, 8), m.leaf(8, 8))
-
     def custom_functions(n, region, m):
         def f(x, y):
             return [t.sin().exp() for t in tensors([Scale.apply(x * 1, y, n)])]
 
         return region(f, m.leaf(8, 8), m.leaf(8, 8))
-
-    def other_modules(n, region, m):
-        module = m.once(f"net{n}", MODULES[n])
-        return region(lambda x: module(module(x).sin()).exp(), m.leaf(2, 6, 8))
 
     def generators(n, region, m):
         generator = m.once("generator", torch.Generator) if n % 2 else torch.Generator()

@@ -208,7 +208,6 @@ def from_numpy_of_an_array_filled_later(region, x, y):
 
 @torch.library.custom_op("bitwise_tests::noisy", mutates_args=())
 def noisy(x: torch.Tensor) -> torch.Tensor:
-    """Draws, and isn't tagged."""
     return x + torch.rand(x.shape, dtype=x.dtype)
 
 
@@ -281,7 +280,6 @@ def test_hooks_that_hand_on_what_they_are_given(hooks, door):
 
 
 def same(tensor):
-    """Hooks that only look."""
     return tensor
 
 

@@ -87,7 +87,6 @@ plain_loss = functools.partial(loss_in, contextlib.nullcontext)
 
 
 def two_steps(model, loss_of=None):
-    """A loop of one's own."""
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     losses = []
     for i in range(2):
@@ -243,39 +242,6 @@ def test_accelerate_hooks():
     assert_same(gpt2, two_steps, hooked)
 
 
-@pytest.mark.parametrize("how", ["cpu_offload", "dispatch_model"])
-@pytest.mark.parametrize("prepare", ["modules first", "modules after", "function"])
-def test_accelerate_brings_frozen_weights_in_anew(how, prepare, tmp_path):
-    """From memory or from a file, at every call: in a rerun once more."""
-    accelerate = pytest.importorskip("accelerate")
-
-    def gradient(regions):
-        torch.manual_seed(0)
-        model = llama().requires_grad_(False)
-        if regions and prepare == "modules first":
-            in_place(model)
-        if how == "cpu_offload":
-            accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
-        else:
-            places = dict.fromkeys(
-                ("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head"), "cpu"
-            )
-            places |= {"model.layers.0": "cpu", "model.layers.1": "disk", "model.layers.2": "disk"}
-            accelerate.dispatch_model(
-                model, places, main_device="cpu", offload_dir=tmp_path, force_hooks=True
-            )
-        if regions and prepare != "modules first":
-            (in_place if prepare == "modules after" else give_function)(model)
-        x = torch.randn(2, 8, 16, generator=torch.Generator().manual_seed(1)).requires_grad_()
-        with Counting() as counting:
-            model(inputs_embeds=x, use_cache=False).logits.square().mean().backward()
-        return bits(x.grad), counting.ran["silu"]
-
-    (want, once), (have, twice) = gradient(False), gradient(True)
-    assert have == want
-    assert twice == 2 * once
-
-
 def lora(make, **options):
     """Adapters on a frozen base, all of them with gradients."""
     peft = pytest.importorskip("peft")
@@ -359,11 +325,6 @@ def vit():
     )
 
 
-def resnet():
-    timm = pytest.importorskip("timm")
-    return timm.create_model("resnet10t", num_classes=4)
-
-
 def unet():
     diffusers = pytest.importorskip("diffusers")
     sizes = {
@@ -391,11 +352,10 @@ def mlp():
     return nn.Sequential(*(Block(*part) for part in parts))
 
 
-ACTIVATION |= {vit: "gelu", resnet: "relu_", unet: "silu", mlp: "gelu"}
+ACTIVATION |= {vit: "gelu", unet: "silu", mlp: "gelu"}
 
 
 def three_backwards(model):
-    """Images in, or what the model takes."""
     images = torch.randn(*(4, 8) if isinstance(model, nn.Sequential) else (2, 3, 32, 32))
     losses = []
     for _ in range(3):
@@ -403,56 +363,6 @@ def three_backwards(model):
         losses.append(getattr(out, "sample", out).square().mean())
         losses[-1].backward()
     return [loss.detach() for loss in losses]
-
-
-in_stem = pytest.mark.parametrize(("make", "outside"), [(vit, 0), (resnet, 3 * 3)])
-
-
-@in_stem
-def test_timm_in_place(make, outside):
-    """Blocks by name."""
-    blocks = ["blocks.*", "layer*.*"]
-    assert_same(
-        make,
-        three_backwards,
-        lambda model: checkpoint_modules(model, blocks) and None,
-        outside=outside,
-    )
-
-
-@in_stem
-def test_timm_by_its_own_switch(make, outside, monkeypatch):
-    """It calls `torch.utils.checkpoint.checkpoint` by that name."""
-
-    def switched(model):
-        monkeypatch.setattr(torch.utils.checkpoint, "checkpoint", torch_compat.checkpoint)
-        model.set_grad_checkpointing()
-
-    assert_same(make, three_backwards, switched, outside=outside)
-
-
-def test_diffusers():
-    """By the function that its blocks call."""
-    assert_same(
-        unet,
-        three_backwards,
-        lambda model: model.enable_gradient_checkpointing(checkpoint),
-        outside=3 * 5,
-    )
-
-
-def test_torchs_wrapper():
-    """`apply_activation_checkpointing` takes a function; names in `state_dict` stay."""
-    from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as theirs
-
-    def wrapped(model):
-        theirs.apply_activation_checkpointing(
-            model,
-            functools.partial(theirs.checkpoint_wrapper, checkpoint_fn=checkpoint),
-            check_fn=lambda module: isinstance(module, Block),
-        )
-
-    assert_same(mlp, three_backwards, wrapped)
 
 
 # ---- what the README says
