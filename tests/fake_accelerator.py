@@ -27,26 +27,14 @@ class Module:
         self.generator = torch.Generator()
         self.asked = 0
 
-    def is_initialized(self):
-        return True
-
-    def is_available(self):
-        return True
-
-    def current_device(self):
-        return 0
-
-    def device_count(self):
-        return 1
-
-    def _is_in_bad_fork(self):
-        return False
+    is_initialized = is_available = staticmethod(lambda: True)
+    current_device = staticmethod(lambda: 0)
+    device_count = staticmethod(lambda: 1)
+    _is_in_bad_fork = staticmethod(lambda: False)
+    get_amp_supported_dtype = staticmethod(lambda: [torch.bfloat16])
 
     def manual_seed_all(self, seed):
         self.generator.manual_seed(seed)
-
-    def get_amp_supported_dtype(self):
-        return [torch.bfloat16]
 
     def get_rng_state(self, device=None):
         self.asked += 1

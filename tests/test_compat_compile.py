@@ -21,6 +21,7 @@ MM = torch.ops.aten.mm.default
 @pytest.fixture(autouse=True)
 def forgetful():
     """Tracing a selective context leaves torch's notes for the next node behind."""
+    yield
     torch.fx.traceback.current_meta.clear()
 
 
@@ -130,38 +131,27 @@ def a_sequence():
     return lambda x, y: ours.checkpoint_sequential(steps, 3, (x, y), use_reentrant=False)
 
 
-@pytest.mark.parametrize(
-    "program, count",
-    [
-        (lambda: ours.checkpoint(use_reentrant=False)(fn), 6),
-        (
-            lambda: (
-                lambda x, y: ours.checkpoint(use_reentrant=False, respect_saved_tensors_hooks=True)(
-                    fn
-                )(x, y)
-            ),
-            6,
-        ),
-        (decorated_method, 6),
-        (a_sequence, 5),
-        (lambda: checkpointed(fn), 6),
-        (lambda: lambda x, y: checkpointed(fn)(x, y), 6),
-        (lambda: checkpointed(fn, backend="reentrant"), 6),
-        (lambda: checkpointed(fn, enabled=False), 4),
-    ],
-    ids=[
-        "function",
-        "inside",
-        "method",
-        "sequence",
-        "own",
-        "own inside",
-        "own legacy",
-        "switched off",
-    ],
-)
-def test_other_forms_compile_in_one_graph(program, count):
+def inside():
+    options = {"use_reentrant": False, "respect_saved_tensors_hooks": True}
+    return lambda x, y: ours.checkpoint(**options)(fn)(x, y)
+
+
+FORMS = {  # with the number of products in backward
+    "function": (lambda: ours.checkpoint(use_reentrant=False)(fn), 6),
+    "inside": (inside, 6),
+    "method": (decorated_method, 6),
+    "sequence": (a_sequence, 5),
+    "own": (lambda: checkpointed(fn), 6),
+    "own inside": (lambda: lambda x, y: checkpointed(fn)(x, y), 6),
+    "own legacy": (lambda: checkpointed(fn, backend="reentrant"), 6),
+    "switched off": (lambda: checkpointed(fn, enabled=False), 4),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_other_forms_compile_in_one_graph(form):
     """torch's own decorator and `checkpoint_sequential` break the graph."""
+    program, count = FORMS[form]
     assert products(program(), fullgraph=True) == [2, count]
 
 

@@ -223,22 +223,6 @@ def test_calls_of_any_kind(door, call):
 
 
 @EACH
-def test_a_chain_of_5000_objects(door):
-    """It is not walked; lists are, and may be deep."""
-    chain: Any = None
-    for _ in range(5000):
-        chain = PlainObject(chain)
-    deep: Any = []
-    for _ in range(100):
-        deep = [deep]
-    x = leaf(3)
-    door(lambda x, chain, deep: x.square() * (chain.x is not None) * len(deep))(
-        x, chain, deep
-    ).sum().backward()
-    same([x.grad], [2 * x.detach()])
-
-
-@EACH
 def test_other_objects_are_handed_over_as_they_are(door):
     """The very object, with what it holds when backward runs; what nobody saved may change."""
     seen, given = [], PlainObject(data(), {"n": 1})

@@ -216,29 +216,19 @@ def test_values_finds_another_number(dtype):
     assert re.search(r"So do 1 more, in slots \[\d\]", text)
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: torch.rand(5, 4, requires_grad=True),
-        lambda: torch.rand(4, 5).t().requires_grad_(),
-        lambda: torch.rand(0, 4, requires_grad=True),
-        lambda: torch.rand((), requires_grad=True),
-        lambda: torch.tensor([float("nan"), -0.0, float("inf")], requires_grad=True),
-        lambda: torch.rand(3, dtype=torch.complex64).conj().requires_grad_(),
-        lambda: torch.rand(5, 4, dtype=torch.complex128, requires_grad=True).imag,
-        lambda: torch.rand(3, dtype=torch.bfloat16, requires_grad=True),
-    ],
-    ids=[
-        "2d",
-        "transposed",
-        "empty",
-        "scalar",
-        "odd numbers",
-        "conjugate",
-        "imaginary part",
-        "half",
-    ],
-)
+TENSORS = {
+    "2d": lambda: torch.rand(5, 4, requires_grad=True),
+    "transposed": lambda: torch.rand(4, 5).t().requires_grad_(),
+    "empty": lambda: torch.rand(0, 4, requires_grad=True),
+    "scalar": lambda: torch.rand((), requires_grad=True),
+    "odd numbers": lambda: torch.tensor([float("nan"), -0.0, float("inf")], requires_grad=True),
+    "conjugate": lambda: torch.rand(3, dtype=torch.complex64).conj().requires_grad_(),
+    "imaginary": lambda: torch.rand(5, 4, dtype=torch.complex128, requires_grad=True).imag,
+    "half": lambda: torch.rand(3, dtype=torch.bfloat16, requires_grad=True),
+}
+
+
+@pytest.mark.parametrize("make", TENSORS.values(), ids=TENSORS)
 @pytest.mark.parametrize("backend", ["rerun", "replay"])
 def test_values_finds_nothing_where_nothing_differs(make, backend):
     """Any shape, layout and dtype; NaNs are equal to themselves."""

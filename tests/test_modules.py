@@ -121,31 +121,18 @@ def test_legacy_backend():
     assert step(model)[0] == want
 
 
+LAYERS = [f"layers.{i}" for i in range(3)]
+PARTS = [f"{layer}.{name}" for layer in LAYERS for name in ("norm", "dropout")]
+BOTH_KINDS = ["stem", "layers.[12]", nn.Dropout]
 SELECTIONS = {
-    "class": (Block, ["layers.0", "layers.1", "layers.2"]),
-    "classes": (
-        (nn.Dropout, nn.BatchNorm1d),
-        [f"layers.{i}.{name}" for i in range(3) for name in ("norm", "dropout")],
-    ),
+    "class": (Block, LAYERS),
+    "classes": ((nn.Dropout, nn.BatchNorm1d), PARTS),
     "one name": ("layers.1", ["layers.1"]),
-    "one part of a name": ("layers.*", ["layers.0", "layers.1", "layers.2"]),
+    "one part of a name": ("layers.*", LAYERS),
     "a star alone, and what is never called": ("*", ["stem"]),
-    "a piece of a part": ("layers.*.d*", [f"layers.{i}.dropout" for i in range(3)]),
-    "several": (
-        ["stem", "layers.[12]", nn.Dropout],
-        [
-            "stem",
-            "layers.0.dropout",
-            "layers.1",
-            "layers.1.dropout",
-            "layers.2",
-            "layers.2.dropout",
-        ],
-    ),
-    "function": (
-        lambda name, module: name.endswith("2") and isinstance(module, Block),
-        ["layers.2"],
-    ),
+    "a piece of a part": ("layers.*.d*", PARTS[1::2]),
+    "several": (BOTH_KINDS, ["stem", PARTS[1], LAYERS[1], PARTS[3], LAYERS[2], PARTS[5]]),
+    "function": (lambda name, m: name.endswith("2") and isinstance(m, Block), ["layers.2"]),
     "the model itself": (Model, [""]),
     "everything": (nn.Module, None),
 }

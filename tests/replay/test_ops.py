@@ -17,7 +17,7 @@ import bitwise
 import pytest
 import torch
 from bitwise import DOORS, REPLAY, leaves, plain
-from oracle import PassThrough, tensors
+from oracle import PassThrough, tensors, words
 from torch import Tensor
 
 common = pytest.importorskip("torch.testing._internal.common_methods_invocations")
@@ -126,15 +126,10 @@ def programs(op: Any, sample: Any, number: int) -> Iterator[tuple[str, Any]]:
         yield "out=", out
 
 
-STATISTICS = {
-    *(
-        "native_batch_norm",
-        "_native_batch_norm_legit",
-        "_batch_norm_with_update",
-        "nn.functional.instance_norm",
-    ),
-    "nn.functional.batch_norm",
-}
+STATISTICS = words("""
+    native_batch_norm _native_batch_norm_legit _batch_norm_with_update nn.functional.instance_norm
+    nn.functional.batch_norm
+""")
 
 
 def check(op: Any, dtype: torch.dtype, limit: int, notes: list[str], turn: int) -> None:
@@ -225,44 +220,23 @@ def test_operators_on_lists(op: Any) -> None:
     assert not notes, "\n".join(notes)
 
 
-def _adam(step: Any, p: Any, g: Any, s: Any) -> None:
-    options = {
-        "lr": 0.1,
-        "beta1": 0.9,
-        "beta2": 0.99,
-        "weight_decay": 0.1,
-        "eps": 1e-8,
-        "amsgrad": True,
-    }
-    step([p], [g], [s[0]], [s[1]], [s[2]], [torch.ones(())], **options, maximize=False)
-
-
-def _sgd(p: Any, g: Any, s: Any) -> None:
-    options = {"weight_decay": 0.1, "momentum": 0.9, "lr": 0.1, "dampening": 0.0, "nesterov": True}
-    torch._fused_sgd_([p], [g], [s[0]], **options, maximize=False, is_first_step=False)
-
-
-FUSED = {
-    "adam": lambda p, g, s: _adam(torch._fused_adam_, p, g, s),
-    "adamw": lambda p, g, s: _adam(torch._fused_adamw_, p, g, s),
-    "sgd": _sgd,
-    "adagrad": lambda p, g, s: torch._fused_adagrad_(
-        [p],
-        [g],
-        [s[1]],
-        [torch.ones(())],
-        lr=0.1,
-        lr_decay=0.1,
-        weight_decay=0.1,
-        eps=1e-8,
-        maximize=False,
-    ),
-}
+def fused(name: str, p: Any, g: Any, s: Any) -> None:
+    """A step of an optimizer: of a parameter with its gradient and three moments."""
+    step, one = getattr(torch, f"_fused_{name}_"), [torch.ones(())]
+    common = {"lr": 0.1, "weight_decay": 0.1, "maximize": False}
+    if name == "sgd":
+        more = {"momentum": 0.9, "dampening": 0.0, "nesterov": True, "is_first_step": False}
+        step([p], [g], [s[0]], **common, **more)
+    elif name == "adagrad":
+        step([p], [g], [s[1]], one, lr_decay=0.1, eps=1e-8, **common)
+    else:
+        more = {"beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "amsgrad": True}
+        step([p], [g], [s[0]], [s[1]], [s[2]], one, **common, **more)
 
 
 @pytest.mark.parametrize("door", REPLAY)
 @pytest.mark.parametrize("where", ["inside", "outside"])
-@pytest.mark.parametrize("name", FUSED)
+@pytest.mark.parametrize("name", ["adam", "adamw", "sgd", "adagrad"])
 def test_steps_of_fused_optimizers(name: str, where: str, door: str) -> None:
     """They write several tensors at once, of the region or from before it, once."""
 
@@ -274,7 +248,7 @@ def test_steps_of_fused_optimizers(name: str, where: str, door: str) -> None:
             weight = p if where == "outside" else p * 2
             moments = (s * 2).unbind() if state is None else state
             before = (x * weight.clone()).exp()
-            FUSED[name](weight, x.detach().sin(), moments)
+            fused(name, weight, x.detach().sin(), moments)
             return before * weight.clone(), x * moments[0].clone(), x * moments[1].clone()
 
         return region(function, x), p
