@@ -144,6 +144,12 @@ def test_held_tensors_are_told_apart_and_sorted():
     del y, z, w
 
 
+def test_what_a_function_closes_over_is_held_as_an_input():
+    w = leaf() * 3
+    y = checkpointed(lambda x: (x * w).sin(), preserve_rng_state=False)(leaf() * 2)
+    assert [(t.kind, t.nbytes) for t in report(y).regions[0].held] == [("input", N)] * 2
+
+
 def test_notes_name_operator_module_and_line():
     """Where what is saved or kept was made, by the names that `named_modules` gives."""
     model, x = Model(), torch.ones(2, 8, requires_grad=True)

@@ -232,6 +232,28 @@ def kept_then_written(region, x, y):
 # ---- small models, of an input of 4 by 6
 
 
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm = nn.LSTM(6, 5, num_layers=2, dropout=0.3, batch_first=True)
+        self.gru = nn.GRU(5, 4, bidirectional=True)
+        self.rnn = nn.RNNCell(8, 4)
+        self.cell = nn.LSTMCell(4, 4)
+
+    def forward(self, x):
+        h, (c, n) = self.lstm(x.view(2, 2, 6))
+        packed = nn.utils.rnn.pack_padded_sequence(h, torch.tensor([2, 1]), batch_first=True)
+        g, _ = self.gru(packed)
+        g, _ = nn.utils.rnn.pad_packed_sequence(g, batch_first=True)
+        a, b = self.cell(self.rnn(g[:, 0]))
+        return g * 2, c.sum() * n.exp(), a * b
+
+
+@case(make=leaves(Recurrent))
+def recurrent(x, y, m):
+    return m(x * 1), m((x * y).sin())
+
+
 class Scaled(nn.Module):
     """`max_norm` writes the weight in the forward."""
 
