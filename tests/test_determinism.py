@@ -301,6 +301,18 @@ def test_a_check_may_compute_and_return_tensors(backend, check):
     assert torch.equal(x.grad, torch.autograd.grad(x.sin().exp().sum(), x)[0])
 
 
+@pytest.mark.parametrize("backend", ["rerun", "replay"])
+def test_a_check_runs_without_gradients(backend):
+    seen, x = [], leaf(3)
+    fn = checkpointed(
+        lambda x: x.sin().exp(),
+        backend=backend,
+        determinism_check=lambda t: seen.append(torch.is_grad_enabled()),
+    )
+    torch.autograd.grad(fn(x).sum(), x, create_graph=True)
+    assert len(seen) == 4 and not any(seen)
+
+
 def test_a_check_that_raises():
     """Its exception comes out, in forward and in backward."""
     for runs in (1, 2):
