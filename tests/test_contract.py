@@ -223,6 +223,18 @@ def test_calls_of_any_kind(door, call):
 
 
 @EACH
+def test_chains_of_5000_objects_and_lists(door):
+    """Objects are not walked; lists are, as deep as anybody writes them."""
+    chain: Any = None
+    deep: Any = []
+    for _ in range(5000):
+        chain, deep = PlainObject(chain), [deep]
+    x = leaf(3)
+    door(lambda x, chain, deep: x.square() * len(deep))(x, chain, deep).sum().backward()
+    same([x.grad], [2 * x.detach()])
+
+
+@EACH
 def test_other_objects_are_handed_over_as_they_are(door):
     """The very object, with what it holds when backward runs; what nobody saved may change."""
     seen, given = [], PlainObject(data(), {"n": 1})
