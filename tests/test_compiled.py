@@ -246,8 +246,8 @@ TRACED = {
     "offload": lambda fn: s(fn, policy=offload(min_bytes=0)),
     "reported": lambda fn: s(fn, report=True),
     "reentrant": lambda fn: checkpointed(fn, backend="reentrant"),
-    "drop-in": lambda fn: lambda *args: checkpoint(fn, *args, use_reentrant=False),
 }
+DROP_IN = {"drop-in": lambda fn: lambda *args: checkpoint(fn, *args, use_reentrant=False)}
 
 
 def kept_and_dropped(x, w):
@@ -305,13 +305,13 @@ def test_traced_by_aot_function(door):
     assert_right_for_others(slopes(aot_function(TRACED[door](kept_and_dropped), nop)))
 
 
-@pytest.mark.parametrize("door", TRACED)
+@pytest.mark.parametrize("door", [*TRACED.values(), *DROP_IN.values()], ids=[*TRACED, *DROP_IN])
 def test_exported(door):
     """Regions leave no trace in inference programs."""
 
     class Model(nn.Module):
         def forward(self, x, w):
-            return TRACED[door](lambda x, w: keep((x @ w).sin()).cos())(x, w)
+            return door(lambda x, w: keep((x @ w).sin()).cos())(x, w)
 
     program = torch.export.export(Model(), (torch.randn(4, 4), torch.randn(4, 4)), strict=False)
     operators = [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
