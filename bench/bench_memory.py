@@ -1,8 +1,9 @@
-"""What checkpoints that place themselves cost and save, as ratios against plain code and torch's checkpoint by hand.
+"""What checkpoints that place themselves cost and save, as ratios against plain code and torch's
+checkpoint by hand.
 
-`python -m pytest bench` runs everything once and asserts bytes, which are exact; `python bench/bench_memory.py` prints
-tables of peaks and times with their targets. One thread, whose own time counts; the ways take turns, and the ratios of
-medians and of minima are shown.
+`python -m pytest bench` runs everything once and asserts bytes, which are exact; `python
+bench/bench_memory.py` prints tables of peaks and times with their targets. One thread, whose own
+time counts; the ways take turns, and the ratios of medians and of minima are shown.
 """
 
 from __future__ import annotations
@@ -56,7 +57,12 @@ unet = functools.partial(programs.unet, batch=4, size=128)
 
 # Program, what it is compared with, and the most that peak and time may be of that.
 MARKS = {
-    "12 blocks, d=256": (programs.transformer, functools.partial(programs.transformer, by_hand=True), 1.15, 1.05),
+    "12 blocks, d=256": (
+        programs.transformer,
+        functools.partial(programs.transformer, by_hand=True),
+        1.15,
+        1.05,
+    ),
     "LSTM cell, 256 steps": (lstm, lstm, 0.25, 1.45),
     "U-Net": (unet, unet, 0.55, 1.45),
 }
@@ -109,7 +115,8 @@ def bench_depth():
 
 
 def on_the_host(policy):
-    """A forward of 64 layers: its loss, how many of their results are still where they were made, and the scope."""
+    """A forward of 64 layers: its loss, how many of their results are still where they were
+    made, and the scope."""
     torch.manual_seed(0)
     layers = [torch.nn.Linear(64, 64) for _ in range(64)]
     y, made = torch.randn(128, 64), []
@@ -160,14 +167,22 @@ def print_depths():
     for n in DEPTHS:
         forward = programs.chain(n)
         plain = peak_of(forward)
-        ways = {"auto()": auto(), "8 checkpoints": auto(budget=8 * 128 * 64 * 4), "1": auto(budget=128 * 64 * 4)}
+        ways = {
+            "auto()": auto(),
+            "8 checkpoints": auto(budget=8 * 128 * 64 * 4),
+            "1": auto(budget=128 * 64 * 4),
+        }
         runs = {name: scoped(forward, policy) for name, policy in ways.items()}
         times = timed(
-            {"plain": step(forward)} | {name: step(run) for name, run in runs.items()}, 5, 1, time.process_time
+            {"plain": step(forward)} | {name: step(run) for name, run in runs.items()},
+            5,
+            1,
+            time.process_time,
         )
         for name, run in runs.items():
             ratios.setdefault(name, []).append(peak_of(run) / plain)
-            print(f"chain of {n}, {name}: peak {ratios[name][-1]:.4f} of plain, time {ratio(times, name, 'plain')}")
+            slower = ratio(times, name, "plain")
+            print(f"chain of {n}, {name}: peak {ratios[name][-1]:.4f} of plain, time {slower}")
     for name, values in ratios.items():
         print(f"  {name}: peak / plain falls as n ** {slope(DEPTHS, values):.2f}")
 
@@ -176,7 +191,9 @@ def slope(xs, ys):
     """Of the line through the logarithms."""
     xs, ys = [*map(math.log, xs)], [*map(math.log, ys)]
     x, y = sum(xs) / len(xs), sum(ys) / len(ys)
-    return sum((a - x) * (b - y) for a, b in zip(xs, ys, strict=True)) / sum((a - x) ** 2 for a in xs)
+    return sum((a - x) * (b - y) for a, b in zip(xs, ys, strict=True)) / sum(
+        (a - x) ** 2 for a in xs
+    )
 
 
 def print_budgets():
@@ -190,7 +207,10 @@ def print_budgets():
         plain = peak_of(forward)
         runs = {budget: scoped(forward, auto(budget=budget)) for budget in budgets(forward)}
         times = timed(
-            {"plain": step(forward)} | {str(b): step(run) for b, run in runs.items()}, 5, 1, time.process_time
+            {"plain": step(forward)} | {str(b): step(run) for b, run in runs.items()},
+            5,
+            1,
+            time.process_time,
         )
         print(f"{name}, plain: peak {plain / MIB:.2f} MiB")
         for budget, run in runs.items():
@@ -199,8 +219,9 @@ def print_budgets():
             loss.backward()
             assert kept <= budget
             print(
-                f"  budget {budget / MIB:.3f} MiB: kept {kept / MIB:.3f}, peak {peak_of(run) / plain:.3f}, "
-                f"{run.scope.stats.ops_replayed} operators again, time {ratio(times, str(budget), 'plain')}"
+                f"  budget {budget / MIB:.3f} MiB: kept {kept / MIB:.3f}, "
+                f"peak {peak_of(run) / plain:.3f}, {run.scope.stats.ops_replayed} operators again, "
+                f"time {ratio(times, str(budget), 'plain')}"
             )
 
 

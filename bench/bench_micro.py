@@ -1,7 +1,9 @@
-"""Microbenchmarks of regions, as ratios against torch's own checkpoint and torch_remat in the same run.
+"""Microbenchmarks of regions, as ratios against torch's own checkpoint and torch_remat in the
+same run.
 
-`python -m pytest bench` runs everything once (so that it can't rot); `python bench/bench_micro.py` prints the ratios,
-their targets and whether they are met. One thread, tiny tensors: what is measured is overhead.
+`python -m pytest bench` runs everything once (so that it can't rot); `python bench/bench_micro.py`
+prints the ratios, their targets and whether they are met. One thread, tiny tensors: what is
+measured is overhead.
 """
 
 from __future__ import annotations
@@ -149,9 +151,11 @@ def peak_of(step):
 
 
 def memory():
-    """Peak bytes of a 12-block model: torch per block, a region per block, and one scope with `keep`."""
+    """Peak bytes of a 12-block model: torch per block, a region per block, and one scope with
+    `keep`."""
     blocks = nn.ModuleList(
-        nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(12)
+        nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+        for _ in range(12)
     )
     x = torch.randn(256, 64)
 
@@ -176,21 +180,30 @@ def memory():
 
     return {
         "plain": peak_of(step(lambda layer, y: y + layer(y))),
-        "torch": peak_of(step(lambda layer, y: y + torch_checkpoint(layer, y, use_reentrant=False))),
+        "torch": peak_of(
+            step(lambda layer, y: y + torch_checkpoint(layer, y, use_reentrant=False))
+        ),
         "rerun": peak_of(step(lambda layer, y: y + checkpointed(layer)(y))),
         "one scope": peak_of(one_scope),
     }
 
 
 def import_times(runs):
-    """Seconds that `import checkpointing` takes after `import torch`, each in a new process; the first one compiles."""
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-    program = (
-        "import time, torch\nstart = time.perf_counter()\nimport checkpointing\nprint(time.perf_counter() - start)"
-    )
+    """Seconds that `import checkpointing` takes after `import torch`, each in a new process; the
+    first one compiles."""
+    environment = {
+        name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"
+    }
+    program = """
+import time, torch
+start = time.perf_counter()
+import checkpointing
+print(time.perf_counter() - start)
+"""
     command = [sys.executable, "-c", program]
     times = [
-        float(subprocess.run(command, capture_output=True, check=True, env=environment).stdout) for _ in range(runs + 1)
+        float(subprocess.run(command, capture_output=True, check=True, env=environment).stdout)
+        for _ in range(runs + 1)
     ]
     return times[1:]
 
@@ -232,11 +245,18 @@ def bench_import():
 def print_regions():
     for name, function in FUNCTIONS.items():
         times = timed(steps(function), rounds=300, calls=8)
-        print(f"{name}:", ", ".join(f"{way} {1e6 * median:.1f} us" for way, (median, _) in times.items()))
+        print(
+            f"{name}:",
+            ", ".join(f"{way} {1e6 * median:.1f} us" for way, (median, _) in times.items()),
+        )
         for (marked, way), target in MARKS.items():
             if marked == name:
                 mark(f"  what {way} adds of what torch adds", added(times, way, "torch"), target)
-        for rival, way in (("torch", "rerun without rng"), ("torch_remat", "rerun"), ("torch_remat", "scope")):
+        for rival, way in (
+            ("torch", "rerun without rng"),
+            ("torch_remat", "rerun"),
+            ("torch_remat", "scope"),
+        ):
             if rival in times:
                 print(f"  {way} adds {added(times, way, rival)[1]:.3f} of what {rival} adds")
 

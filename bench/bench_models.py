@@ -1,7 +1,9 @@
-"""A step of Hugging Face models, a region per layer, as a ratio against torch's own checkpoint in the same run.
+"""A step of Hugging Face models, a region per layer, as a ratio against torch's own checkpoint
+in the same run.
 
-The models have four layers of width 64 and random weights; nothing is downloaded. `python -m pytest bench` runs
-each once and compares gradients bit for bit; `python bench/bench_models.py` prints the ratios and whether they are met.
+The models have four layers of width 64 and random weights; nothing is downloaded. `python -m pytest
+bench` runs each once and compares gradients bit for bit; `python bench/bench_models.py` prints the
+ratios and whether they are met.
 """
 
 from __future__ import annotations
@@ -20,9 +22,15 @@ from checkpointing import auto, checkpoint_scope, checkpointed
 sys.path.insert(0, str(Path(__file__).parent))
 from ratios import mark, ratio, timed
 
-transformers = pytest.importorskip("transformers", reason="needs transformers, of the extra `bench`")
+transformers = pytest.importorskip(
+    "transformers", reason="needs transformers, of the extra `bench`"
+)
 
-MOST = {"rerun": 0.92, "scope": 1.10, "auto": 1.15}  # of torch's step; `auto`: one block around the whole model
+MOST = {
+    "rerun": 0.92,
+    "scope": 1.10,
+    "auto": 1.15,
+}  # of torch's step; `auto`: one block around the whole model
 
 WAYS = {
     "plain": lambda forward: forward,
@@ -34,7 +42,9 @@ WAYS = {
 
 
 def gpt2():
-    config = transformers.GPT2Config(n_layer=4, n_embd=64, n_head=4, n_positions=64, vocab_size=256, use_cache=False)
+    config = transformers.GPT2Config(
+        n_layer=4, n_embd=64, n_head=4, n_positions=64, vocab_size=256, use_cache=False
+    )
     model = transformers.GPT2LMHeadModel(config)
     return model, model.transformer.h
 
@@ -92,7 +102,10 @@ def main():
     torch.set_num_threads(1)
     for name in MODELS:
         times = timed({way: step(name, way) for way in WAYS}, rounds=150, calls=1)
-        print(f"{name}:", ", ".join(f"{way} {1e3 * median:.2f} ms" for way, (median, _) in times.items()))
+        print(
+            f"{name}:",
+            ", ".join(f"{way} {1e3 * median:.2f} ms" for way, (median, _) in times.items()),
+        )
         for way, most in MOST.items():
             mark(f"  {way}: a step of {name}, of torch's", ratio(times, way, "torch"), most)
 

@@ -1,7 +1,9 @@
-"""What `auto()` plans, on the rows of issue [plan]: peak of a step over torch's checkpoint per block, and recompute.
+"""What `auto()` plans, on the rows of issue [plan]: peak of a step over torch's checkpoint per
+block, and recompute.
 
-Gradients are allocated before, unless a row says otherwise; every allocation counts, told by the profiler on the CPU.
-`python -m pytest bench/bench_plan.py` checks small versions; `python bench/bench_plan.py [NAMES]` prints all rows.
+Gradients are allocated before, unless a row says otherwise; every allocation counts, told by the
+profiler on the CPU. `python -m pytest bench/bench_plan.py` checks small versions; `python
+bench/bench_plan.py [NAMES]` prints all rows.
 """
 
 from __future__ import annotations
@@ -41,11 +43,17 @@ def hugging_face(kind, layers=12, width=128, vocabulary=64, tokens=(4, 256), bf1
     transformers.logging.set_verbosity_error()
     torch.manual_seed(0)
     if kind == "gpt2":
-        config = transformers.GPT2Config(vocab_size=vocabulary, n_embd=width, n_layer=layers, n_head=heads)
+        config = transformers.GPT2Config(
+            vocab_size=vocabulary, n_embd=width, n_layer=layers, n_head=heads
+        )
         model = transformers.GPT2LMHeadModel(config)
         blocks = model.transformer.h
     else:
-        sizes = {"hidden_size": width, "intermediate_size": width * 43 // 16, "num_attention_heads": heads}
+        sizes = {
+            "hidden_size": width,
+            "intermediate_size": width * 43 // 16,
+            "num_attention_heads": heads,
+        }
         config = transformers.LlamaConfig(vocab_size=vocabulary, num_hidden_layers=layers, **sizes)
         model = transformers.LlamaForCausalLM(config)
         blocks = model.model.layers
@@ -66,7 +74,9 @@ class Attention(nn.Module):
     def __init__(self, width=64):
         super().__init__()
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
 
     def forward(self, x):
         q, k, v = self.qkv(x).chunk(3, -1)
@@ -78,7 +88,10 @@ class Attention(nn.Module):
 def attention(maps=False, bf16=False):
     """Eight blocks; the maps may be collected by the caller until backward."""
     torch.manual_seed(0)
-    blocks, x = with_gradients(nn.ModuleList(Attention() for _ in range(8))), torch.randn(8, 192, 64)
+    blocks, x = (
+        with_gradients(nn.ModuleList(Attention() for _ in range(8))),
+        torch.randn(8, 192, 64),
+    )
 
     def forward(by_hand, collected):
         y = x
@@ -143,7 +156,9 @@ ROWS = {
         None,
     ),
     "GPT-2, 124 million, bf16": (
-        lambda: hugging_face("gpt2", width=768, heads=12, vocabulary=50257, tokens=(2, 256), bf16=True),
+        lambda: hugging_face(
+            "gpt2", width=768, heads=12, vocabulary=50257, tokens=(2, 256), bf16=True
+        ),
         1.0,
         None,
     ),
@@ -209,7 +224,8 @@ QUICK = {
 
 @pytest.mark.parametrize("name", QUICK)
 def bench_plan(benchmark, name):
-    """Memory is counted, so it is asserted even in a quick run: the peak, and that the plan knows it."""
+    """Memory is counted, so it is asserted even in a quick run: the peak, and that the plan
+    knows it."""
     row, most = QUICK[name]
     steps, run = benchmark.pedantic(lambda: measured(row))
     peaks = {way: step.memory()[1] for way, step in steps.items()}

@@ -1,8 +1,10 @@
-"""What the block door costs: scopes and `auto()` over a floor, and programs over torch's own checkpoint.
+"""What the block door costs: scopes and `auto()` over a floor, and programs over torch's own
+checkpoint.
 
-*Floor*: a dispatch mode that only calls the operator, saved-tensors hooks that only store the tensor, and the same
-operators once more with grad mode off. `python -m pytest bench` runs everything once and compares gradients bit for
-bit; `python bench/bench_scope.py` prints the ratios, their marks and whether they are met. One thread.
+*Floor*: a dispatch mode that only calls the operator, saved-tensors hooks that only store the
+tensor, and the same operators once more with grad mode off. `python -m pytest bench` runs
+everything once and compares gradients bit for bit; `python bench/bench_scope.py` prints the ratios,
+their marks and whether they are met. One thread.
 """
 
 from __future__ import annotations
@@ -73,7 +75,7 @@ def one_auto(function, *args):
 
 WAYS = {"plain": plain, "floor": floor, "torch": by_torch, "scope": scope, "auto": one_auto}
 
-# What an operator adds to plain, as a multiple of what the floor adds: marks for a scope and for `auto()`.
+# What an operator adds to plain, in parts of what the floor adds: marks for a scope and `auto()`.
 OPERATORS = {
     "sin": (lambda: torch.sin, 1.6, 1.9),
     "linear": (lambda: nn.Linear(8, 8), 1.6, 1.9),
@@ -87,7 +89,8 @@ OPERATORS = {
 
 
 def chain(name, n=50):
-    """An operator, n times; without a module whose statistics would change from one way to the next."""
+    """An operator, n times; without a module whose statistics would change from one way to the
+    next."""
     torch.manual_seed(0)
     function = OPERATORS[name][0]()
 
@@ -145,7 +148,7 @@ class Each(nn.Module):
         return x
 
 
-# Program, shape of its input, marks of a scope per block (None: there are no blocks) and of one `auto()`.
+# Program, shape of its input, marks of a scope per block (None: no blocks) and of one `auto()`.
 PROGRAMS = {
     "blocks, width 64, 2 x 4 tokens": (64, (2, 4, 64), 1.15, None),
     "blocks, width 256, 4 x 128 tokens": (256, (4, 128, 256), 0.97, 0.97),
@@ -232,15 +235,22 @@ def main():
     for name, (_, *marks) in OPERATORS.items():
         times = timed(steps(*chain(name)), rounds=60, calls=4)
         base = times["plain"][0]
-        shown = [f"{way} {1e6 * (median - base) / 50:.1f}" for way, (median, _) in times.items() if way != "plain"]
+        shown = [
+            f"{way} {1e6 * (median - base) / 50:.1f}"
+            for way, (median, _) in times.items()
+            if way != "plain"
+        ]
         print(f"{name}: adds, in us,", ", ".join(shown))
         for way, target in zip(("scope", "auto"), marks, strict=True):
             mark(f"  {way} over floor", added(times, way, "floor"), target)
     for way in ("scope", "auto"):
-        print(f"bytes of Python objects that one operator leaves until backward, {way}: {bytes_of_operators(way):.0f}")
+        left = bytes_of_operators(way)
+        print(f"bytes of Python objects that one operator leaves until backward, {way}: {left:.0f}")
     for name, (_, _, *marks) in PROGRAMS.items():
         marked = {way: m for way, m in zip(("scope", "auto"), marks, strict=True) if m is not None}
-        times = timed({way: program(name, way) for way in ("plain", "torch", *marked)}, rounds=30, calls=1)
+        times = timed(
+            {way: program(name, way) for way in ("plain", "torch", *marked)}, rounds=30, calls=1
+        )
         for way, target in marked.items():
             mark(f"{name}: {way} over torch", ratio(times, way, "torch"), target)
     for way in ("scope", "auto"):

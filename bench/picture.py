@@ -1,8 +1,8 @@
 """Draws the picture of the README: live memory over one step, and below it the cost of budgets.
 
 `python bench/picture.py FILE`, with matplotlib; the FILE is an .svg or a .png. The options of the
-comparison run (`python -m checkpointing --help`) may follow. Nothing is timed, so the picture is the
-same each time.
+comparison run (`python -m checkpointing --help`) may follow. Nothing is timed, so the picture is
+the same each time.
 """
 
 import functools
@@ -84,7 +84,12 @@ def draw(file: str, arguments: Sequence[str] = ()) -> None:
         ):
             below.plot(*cost(step), "s", color=ORANGE)
             below.annotate(name, cost(step), **label(xytext=(6, 8), color=ORANGE))
-        below.set(xlim=0, ylim=(None, 1.1), xlabel="peak memory of a step (MiB)", ylabel="recomputed FLOPs (1: a forward)")
+        below.set(
+            xlim=0,
+            ylim=(None, 1.1),
+            xlabel="peak memory of a step (MiB)",
+            ylabel="recomputed FLOPs (1: a forward)",
+        )
         figure.savefig(file, metadata={"Date": None} if file.endswith(".svg") else None)
 
 

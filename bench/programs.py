@@ -1,5 +1,6 @@
-"""Programs whose memory is worth measuring. Each one is built with its gradients already there, so that they are no
-part of what is counted, and is a function without arguments that returns a loss."""
+"""Programs whose memory is worth measuring. Each one is built with its gradients already there,
+so that they are no part of what is counted, and is a function without arguments that returns
+a loss."""
 
 from __future__ import annotations
 
@@ -32,13 +33,20 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         x = x + self.dropout(
-            self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+            self.out(
+                F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+            )
         )
         return x + self.dropout(self.down(F.gelu(self.up(self.norm2(x)))))
 
 
 def transformer(
-    layers: int = 12, width: int = 256, batch: int = 4, context: int = 128, by_hand: bool = False, dropout: float = 0.0
+    layers: int = 12,
+    width: int = 256,
+    batch: int = 4,
+    context: int = 128,
+    by_hand: bool = False,
+    dropout: float = 0.0,
 ) -> Forward:
     """Blocks; `by_hand` each in a torch checkpoint."""
     torch.manual_seed(0)

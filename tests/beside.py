@@ -1,6 +1,8 @@
-"""Programs that tests run in processes of their own: one after the other, beside the tests, from the start.
+"""Programs that tests run in processes of their own: one after the other, beside the tests, from
+the start.
 
-A test file says at import what it will want (`wanted = Program(...)`), its tests ask for what became of it.
+A test file says at import what it will want (`wanted = Program(...)`), its tests ask for what
+became of it.
 """
 
 import json
@@ -24,14 +26,26 @@ class Outcome(NamedTuple):
 
 
 class Program:
-    """Python with these words after it, as if in this process: what can be imported here can be there."""
+    """Python with these words after it, as if in this process: what can be imported here can be
+    there."""
 
     def __init__(self, *words, cwd=None, **env):
         self.wanted_by = sys._getframe(1).f_globals["__name__"]
         self.file = Path(_folder.name) / f"{len(_programs)}.json"
         path = os.pathsep.join([str(Path(__file__).parent.parent), *(p for p in sys.path if p)])
-        env = {**os.environ, "PYTHONPATH": path, "PYTHONWARNINGS": "", "OMP_NUM_THREADS": "1", **env}
-        self.run = {"args": [sys.executable, *words], "env": env, "cwd": cwd and str(cwd), "file": str(self.file)}
+        env = {
+            **os.environ,
+            "PYTHONPATH": path,
+            "PYTHONWARNINGS": "",
+            "OMP_NUM_THREADS": "1",
+            **env,
+        }
+        self.run = {
+            "args": [sys.executable, *words],
+            "env": env,
+            "cwd": cwd and str(cwd),
+            "file": str(self.file),
+        }
         _programs.append(self)
 
     @property
@@ -44,7 +58,6 @@ class Program:
 
     @property
     def output(self):
-        """Of one that must not fail."""
         code, stdout, stderr = self.outcome
         assert code == 0, stderr
         return stdout
@@ -56,7 +69,6 @@ def waiting():
 
 
 def start(modules):
-    """Run what these test files want."""
     global _runner
     runs = [program.run for program in _programs if program.wanted_by in modules]
     if runs:
@@ -77,7 +89,12 @@ if __name__ == "__main__":
         file = Path(run.pop("file"))
         try:
             done = subprocess.run(
-                **run, capture_output=True, text=True, check=False, timeout=300, stdin=subprocess.DEVNULL
+                **run,
+                capture_output=True,
+                text=True,
+                check=False,
+                timeout=300,
+                stdin=subprocess.DEVNULL,
             )
             found = (done.returncode, done.stdout, done.stderr)
         except subprocess.TimeoutExpired as error:

@@ -18,7 +18,7 @@ with contextlib.suppress(ImportError):  # the compiler shows progress where tqdm
 
     tqdm.tqdm.monitor_interval = 0  # its thread makes objects while tests count them
 
-# Inductor's cache doesn't tell instruction sets apart (as of torch 2.15): code for another one ends the process.
+# Inductor's cache doesn't tell instruction sets apart (torch 2.15): other code ends the process.
 _cache = f"torchinductor_{getpass.getuser()}_{torch.backends.cpu.get_cpu_capability()}"
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(tempfile.gettempdir(), _cache))
 
@@ -27,7 +27,9 @@ settings.load_profile("ci")
 
 
 def pytest_collection_modifyitems(items):
-    items.sort(key=lambda item: getattr(getattr(item, "module", None), "__name__", "") in beside.waiting())
+    items.sort(
+        key=lambda item: getattr(getattr(item, "module", None), "__name__", "") in beside.waiting()
+    )
 
 
 def pytest_collection_finish(session):
@@ -47,7 +49,7 @@ def seeded():
 
 @pytest.fixture(scope="module")
 def frozen():
-    """What is there already is left out of counts and collections; so is what torch imports at first use."""
+    """What is there already is left out of counts and collections."""
     with FlopCounterMode(display=False):
         torch.ones(3).sin()
     gc.collect()
@@ -65,3 +67,16 @@ def no_gc(frozen):
         yield
     finally:
         gc.enable()
+
+
+@pytest.fixture(scope="module")
+def group():
+    dist = pytest.importorskip("torch.distributed")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def mesh(group):
+    return torch.distributed.init_device_mesh("cpu", (1,))

@@ -1,52 +1,40 @@
-"""An accelerator made of Python, with a random generator of its own: tests of devices where there is none.
+"""An accelerator made of Python, with a random generator of its own: tests of devices where there
+is none.
 
-A tensor of the device `toy` is a wrapper around a CPU tensor that does the work. A device can't be unregistered, so
-this is a program: `python fake_accelerator.py flat|opaque` runs every `case_*` and prints one JSON object, name to
-traceback or null. `flat` tensors say how they are taken apart (`__tensor_flatten__`), `opaque` ones don't.
+A tensor of the device `toy` is a wrapper around a CPU tensor that does the work. A device can't be
+unregistered, so this is a program: it runs every `case_*` and prints one JSON object, kind and name
+to traceback or null. `flat` tensors say how they are taken apart (`__tensor_flatten__`), `opaque`
+ones don't.
 """
 
 import dataclasses
 import json
 import os
-import sys
 import traceback
 
 import torch
 import torch.nn.functional as F
+from oracle import s as scope
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from checkpointing import checkpoint_scope, checkpointed, keep
+from checkpointing import checkpointed, keep
 from checkpointing.torch_compat import checkpoint
 
 
 class Module:
-    """What `torch.toy` is."""
-
     def __init__(self):
         self.generator = torch.Generator()
         self.asked = 0
 
-    def is_initialized(self):
-        return True
-
-    def is_available(self):
-        return True
-
-    def current_device(self):
-        return 0
-
-    def device_count(self):
-        return 1
-
-    def _is_in_bad_fork(self):
-        return False
+    is_initialized = is_available = staticmethod(lambda: True)
+    current_device = staticmethod(lambda: 0)
+    device_count = staticmethod(lambda: 1)
+    _is_in_bad_fork = staticmethod(lambda: False)
+    get_amp_supported_dtype = staticmethod(lambda: [torch.bfloat16])
 
     def manual_seed_all(self, seed):
         self.generator.manual_seed(seed)
-
-    def get_amp_supported_dtype(self):
-        return [torch.bfloat16]
 
     def get_rng_state(self, device=None):
         self.asked += 1
@@ -82,8 +70,6 @@ class Toy(torch.Tensor):
 
 
 class FlatToy(Toy):
-    """One that says how it is taken apart."""
-
     def __tensor_flatten__(self):
         return ["inner"], None
 
@@ -97,12 +83,10 @@ kind = Toy
 
 
 def inner(value):
-    """A tensor's numbers."""
     return value.inner if isinstance(value, Toy) else value
 
 
 def wrap(value):
-    """A CPU tensor as one of the device."""
     return kind(value) if isinstance(value, torch.Tensor) else value
 
 
@@ -131,17 +115,13 @@ def compute(func, args, kwargs):
 
 
 def copy_between(source, target, non_blocking=False):
-    """`copy_` with the device on one side."""
     inner(target).copy_(inner(source))
     return target
 
 
-def register(which):
-    """Make the device."""
-    global kind
+def register():
     from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-    kind = which
     _setup_privateuseone_for_python_backend("toy", backend_module=torch_toy)
     library = torch.library.Library("aten", "IMPL")
     for name in ("empty.memory_format", "empty_strided"):
@@ -156,16 +136,6 @@ def register(which):
 
 
 # ---- comparing
-
-
-def scope(fn):
-    """`fn` in a block."""
-
-    def run(*args, **kwargs):
-        with checkpoint_scope():
-            return fn(*args, **kwargs)
-
-    return run
 
 
 RERUN = (checkpointed,)
@@ -197,7 +167,9 @@ def check(doors, fn, call=lambda fn, *tensors: fn(*tensors), on=("toy",)):
     assert observe(lambda: step(fn)) == plain
     for door in doors:
         have = observe(lambda door=door: step(door(fn)))
-        for what, a, b in zip(["result", *on, "cpu stream", "toy stream"], have, plain, strict=True):
+        for what, a, b in zip(
+            ["result", *on, "cpu stream", "toy stream"], have, plain, strict=True
+        ):
             assert a == b, (door, what)
 
 
@@ -216,12 +188,15 @@ def case_the_device_is_there():
     assert torch.equal(x.to("cpu"), x.inner)
     torch_toy.generator.manual_seed(3)
     before = torch.get_rng_state()
-    assert torch.equal(torch.rand(4, device="toy").inner, torch.rand(4, generator=torch.Generator().manual_seed(3)))
+    assert torch.equal(
+        torch.rand(4, device="toy").inner, torch.rand(4, generator=torch.Generator().manual_seed(3))
+    )
     assert torch.equal(torch.get_rng_state(), before)
 
 
 def case_arguments():
-    """Rerun forks the generator of the device that an argument lives on, at any depth of containers."""
+    """Rerun forks the generator of the device that an argument lives on, at any depth of
+    containers."""
     check(BOTH, body)
     check(BOTH, lambda x: body(x), lambda fn, x: fn(x=x * 1.5))
     check(BOTH, lambda s: body(s["a"][0][1]), lambda fn, x: fn({"a": [(0, x)]}))
@@ -230,18 +205,29 @@ def case_arguments():
 
 def case_data_beside():
     """A tensor that wants no gradient tells the device as well."""
-    check(BOTH, lambda c, d: body(c.to("toy") * d).to("cpu"), lambda fn, c: fn(c, wrap(torch.ones(50))), ["cpu"])
+    check(
+        BOTH,
+        lambda c, d: body(c.to("toy") * d).to("cpu"),
+        lambda fn, c: fn(c, wrap(torch.ones(50))),
+        ["cpu"],
+    )
 
 
 def case_parameters_of_a_module_argument():
-    """A module among the arguments, or the module that is called, tells where its parameters live."""
+    """A module among the arguments, or the module that is called, tells where its parameters
+    live."""
     module = nn.Module()
     module.weight = nn.Parameter(wrap(torch.linspace(0, 1, 50)))
-    check(BOTH, lambda m, c: body(c.to("toy") * m.weight).to("cpu"), lambda fn, c: fn(module, c), ["cpu"])
+    check(
+        BOTH,
+        lambda m, c: body(c.to("toy") * m.weight).to("cpu"),
+        lambda fn, c: fn(module, c),
+        ["cpu"],
+    )
 
 
 def case_both_devices_in_turn():
-    """The streams of CPU and device are independent of each other, and both go on where plain's do."""
+    """The streams of CPU and device are independent of each other."""
 
     def fn(c, t):
         c = F.dropout(c.sin(), 0.5)
@@ -262,7 +248,11 @@ def case_moved_inside():
         return F.dropout(c.to("toy"), 0.5).exp().to("cpu").sin()
 
     check(REPLAY, fn, on=["cpu"])
-    check(REPLAY, lambda c: (c.to("toy") * torch.rand(50, device="toy")).sin().exp().to("cpu"), on=["cpu"])
+    check(
+        REPLAY,
+        lambda c: (c.to("toy") * torch.rand(50, device="toy")).sin().exp().to("cpu"),
+        on=["cpu"],
+    )
 
 
 def case_keep():
@@ -294,7 +284,8 @@ def drop_in(use_reentrant):
 
 
 def case_drop_in():
-    """Both streams, where torch's own function forks the CPU's and those of one other type of device."""
+    """Both streams, where torch's own function forks the CPU's and those of one other type of
+    device."""
 
     def fn(c, t):
         c, t = F.dropout(c.sin(), 0.5), F.dropout(t.sin(), 0.5)
@@ -308,7 +299,10 @@ def case_reentrant():
     """The same in the legacy variant."""
 
     def step(door):
-        c, t = torch.linspace(0.1, 1, 50).requires_grad_(), wrap(torch.linspace(0.1, 1, 50)).requires_grad_()
+        c, t = (
+            torch.linspace(0.1, 1, 50).requires_grad_(),
+            wrap(torch.linspace(0.1, 1, 50)).requires_grad_(),
+        )
         y = door(lambda c, t: body(c) + body(t).to("cpu"))(c, t)
         y.sum().backward()
         return [y, c.grad, t.grad]
@@ -317,12 +311,17 @@ def case_reentrant():
 
 
 def case_autocast():
-    """Every type of device has an autocast of its own, which the recompute sees as the forward did."""
+    """Every type of device has an autocast of its own."""
     for door in (*RERUN, drop_in(False), drop_in(True)):
         seen = []
 
         def fn(x, seen=seen):
-            seen.append([(torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "toy")])
+            seen.append(
+                [
+                    (torch.is_autocast_enabled(d), torch.get_autocast_dtype(d))
+                    for d in ("cpu", "toy")
+                ]
+            )
             return x.sin().exp()
 
         x = torch.rand(3).requires_grad_()  # the device has no casts, but a switch
@@ -334,7 +333,7 @@ def case_autocast():
 
 
 def case_no_argument_there_costs_nothing():
-    """The device's generator is not asked when nothing lives there, nor with `preserve_rng_state=False`."""
+    """The device's generator is not asked when nothing lives there."""
     for options, x, asked in (
         ({}, torch.rand(3), False),
         ({"preserve_rng_state": False}, wrap(torch.rand(3)), False),
@@ -354,16 +353,26 @@ class Pair:
     y: object
 
 
-CASES = {name.removeprefix("case_"): case for name, case in list(globals().items()) if name.startswith("case_")}
+CASES = {
+    name.removeprefix("case_"): case
+    for name, case in list(globals().items())
+    if name.startswith("case_")
+}
 
 
-def main(which):
-    """Run every case, each in a fork: an exception on a worker thread of a fake device ends the process."""
-    library = register({"flat": FlatToy, "opaque": Toy}[which])
+KINDS = {"flat": FlatToy, "opaque": Toy}
+
+
+def main():
+    global kind
+    library = register()
     torch.set_num_threads(1)
-    with torch.no_grad():
-        F.dropout(torch.rand(2, device="toy"), 0.5).to("cpu").sin()  # imports what torch imports at first use
-    print(json.dumps({name: in_a_fork(case) for name, case in CASES.items()}))
+    with torch.no_grad():  # imports what torch imports at first use
+        F.dropout(torch.rand(2, device="toy"), 0.5).to("cpu").sin()
+    found = {}
+    for name, kind in KINDS.items():  # noqa: B007
+        found[name] = {case: in_a_fork(run) for case, run in CASES.items()}
+    print(json.dumps(found))
     del library
 
 
@@ -388,4 +397,4 @@ def in_a_fork(case):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main()

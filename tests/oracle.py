@@ -1,7 +1,9 @@
-"""The oracle: plain code says what is right; a transformed program must leave exactly the same bits behind.
+"""The oracle: plain code says what is right; a transformed program must leave exactly the same bits
+behind.
 
-Transforms are letters, and a word is a nest of them, outermost first: `gsc` is the gradient of a scope around
-a checkpointed function. What a word must equal is the word with nothing but its `g`s left.
+Transforms are letters, and a word is a nest of them, outermost first: `gsc` is the gradient of a
+scope around a checkpointed function. What a word must equal is the word with nothing but its `g`s
+left.
 
     c  checkpointed (rerun)        s  a `with checkpoint_scope()` around the call
     r  checkpointed (replay)       g  the gradients with respect to the arguments
@@ -20,6 +22,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -45,8 +48,6 @@ def r(fn: Function, early_stop: bool = True, **options: Any) -> Function:
 
 
 def s(fn: Function, early_stop: bool = True, **options: Any) -> Function:
-    """Called inside a scope."""
-
     def scoped(*args: Any, **kwargs: Any) -> Any:
         with checkpoint_scope(early_stop=early_stop, **options):
             return fn(*args, **kwargs)
@@ -55,7 +56,8 @@ def s(fn: Function, early_stop: bool = True, **options: Any) -> Function:
 
 
 def g(fn: Function, early_stop: bool = True) -> Function:
-    """The gradients of `fn` with respect to all tensors in its arguments, themselves differentiable."""
+    """The gradients of `fn` with respect to all tensors in its arguments, themselves
+    differentiable."""
 
     def gradients(*args: Any) -> tuple[Tensor | None, ...]:
         wanted = [t for t in tensors(args) if t.requires_grad]
@@ -82,11 +84,12 @@ def b(fn: Function, early_stop: bool = True) -> Function:
 
 
 def plain(fn: Function, **options: Any) -> Function:
-    """No region."""
     return fn
 
 
-DOORS: dict[str, Callable[..., Function]] = {  # functions that take one, and the options of a region
+DOORS: dict[
+    str, Callable[..., Function]
+] = {  # functions that take one, and the options of a region
     "rerun": c,
     "replay": r,
     "scope": s,
@@ -94,6 +97,8 @@ DOORS: dict[str, Callable[..., Function]] = {  # functions that take one, and th
     "scope in rerun": lambda fn, **options: c(s(fn, **options), **options),
     "rerun in scope": lambda fn, **options: s(c(fn, **options), **options),
 }
+
+DOOR = pytest.mark.parametrize("door", DOORS.values(), ids=list(DOORS))
 
 LETTERS: dict[str, Callable[..., Function]] = {"a": a, "b": b, "c": c, "r": r, "s": s, "g": g}
 
@@ -106,7 +111,6 @@ def apply(word: str, fn: Function, early_stop: bool = True) -> Function:
 
 
 def plain_word(word: str) -> str:
-    """The word that `word` must equal."""
     return "g" * word.count("g")
 
 
@@ -114,7 +118,6 @@ def plain_word(word: str) -> str:
 
 
 def leaf(*shape: int) -> Tensor:
-    """A tensor that wants a gradient."""
     return torch.rand(*shape or (4, 4)).requires_grad_()
 
 
@@ -127,8 +130,11 @@ def whole(*shape: int) -> Tensor:
 # ---- structures
 
 
+def words(text: str) -> list[str]:
+    return text.split()
+
+
 def tensors(value: Any) -> list[Tensor]:
-    """The tensors in a structure, in order."""
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, dict):
@@ -151,8 +157,14 @@ def weigh(result: Any) -> Tensor:
 
 PARTS = {  # by which tensors that are not strided are compared
     torch.sparse_coo: lambda t: [t._indices(), t._values()],
-    **dict.fromkeys([torch.sparse_csr, torch.sparse_bsr], lambda t: [t.crow_indices(), t.col_indices(), t.values()]),
-    **dict.fromkeys([torch.sparse_csc, torch.sparse_bsc], lambda t: [t.ccol_indices(), t.row_indices(), t.values()]),
+    **dict.fromkeys(
+        [torch.sparse_csr, torch.sparse_bsr],
+        lambda t: [t.crow_indices(), t.col_indices(), t.values()],
+    ),
+    **dict.fromkeys(
+        [torch.sparse_csc, torch.sparse_bsc],
+        lambda t: [t.ccol_indices(), t.row_indices(), t.values()],
+    ),
     torch._mkldnn: lambda t: [t.to_dense()],
 }
 
@@ -170,7 +182,11 @@ def bits(value: Any) -> Any:
     tensor = value.detach()
     head = (value.requires_grad, type(value).__name__, value.dtype, value.layout, str(value.device))
     if hasattr(tensor, "__tensor_flatten__"):
-        return (*head, tuple(tensor.shape), [bits(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0]])
+        return (
+            *head,
+            tuple(tensor.shape),
+            [bits(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0]],
+        )
     if tensor.is_nested:
         return (*head, bits(tensor.unbind()))
     head = (*head, tuple(tensor.shape))
@@ -182,7 +198,12 @@ def bits(value: Any) -> Any:
         return (*head, bits(tensor.int_repr()))
     data = tensor.resolve_conj().resolve_neg()
     data = (data.clone() if data._is_zerotensor() else data).contiguous().view(-1)
-    return (*head, tensor.stride(), data.view(torch.uint8).numpy().tobytes() if data.numel() else b"")
+    data = data.as_strided(data.shape, (1,))  # one number may have any stride
+    return (
+        *head,
+        tensor.stride(),
+        data.view(torch.uint8).numpy().tobytes() if data.numel() else b"",
+    )
 
 
 # ---- programs
@@ -196,16 +217,17 @@ class Program:
 
     @property
     def name(self) -> str:
-        """For test ids."""
         return self.build.__name__
 
 
-def assert_same(program: Program, *words: str, early_stop: bool = True, computed: bool = False, order: int = 3) -> None:
+def assert_same(
+    program: Program, *words: str, early_stop: bool = True, computed: bool = False, order: int = 3
+) -> None:
     """Each word leaves the same bits behind as its plain word does.
 
-    Compared are outputs, gradients from first to third order (the `g`s of the word count), `.grad` after a
-    backward, module buffers, and the random stream after each of them.
-    With `computed` the arguments are not leaves, but results of an operator.
+    Compared are outputs, gradients from first to third order (the `g`s of the word count), `.grad`
+    after a backward, module buffers, and the random stream after each of them. With `computed` the
+    arguments are not leaves, but results of an operator.
     """
     for word in words:
         want = _observe_plain(program, plain_word(word), computed, order)
@@ -215,7 +237,8 @@ def assert_same(program: Program, *words: str, early_stop: bool = True, computed
             if have[what] != want[what]:
                 raise AssertionError(
                     f"{program.name}, {word!r} (early_stop={early_stop}, computed={computed}): "
-                    f"{what} differs from plain\nhave {_short(have[what])}\nwant {_short(want[what])}"
+                    f"{what} differs from plain\n"
+                    f"have {_short(have[what])}\nwant {_short(want[what])}"
                 )
 
 
@@ -231,7 +254,9 @@ def observe(
 
     torch.manual_seed(0)
     fn, arguments = program.build()
-    module = next((f for f in (fn, getattr(fn, "__self__", None)) if isinstance(f, nn.Module)), None)
+    module = next(
+        (f for f in (fn, getattr(fn, "__self__", None)) if isinstance(f, nn.Module)), None
+    )
     leaves = [t for t in tensors(arguments) if t.requires_grad]
     if module is not None:
         leaves += module.parameters()
@@ -282,16 +307,37 @@ def _short(value: Any) -> str:
 
 
 def same_place() -> Any:
-    """Hooks that copy; what comes back has the strides and the alignment that it had, so that kernels round alike."""
+    """Hooks that copy; what comes back has the strides and the alignment that it had."""
 
     def pack(t: Tensor) -> Any:
         if t.layout is not torch.strided or t.is_nested or type(t) is not Tensor or t.is_meta:
             return t.detach()
         copy = t.detach().untyped_storage().clone()
-        whole = torch.empty(0, dtype=t.dtype, device=t.device).set_(copy, t.storage_offset(), t.size(), t.stride())
+        whole = torch.empty(0, dtype=t.dtype, device=t.device).set_(
+            copy, t.storage_offset(), t.size(), t.stride()
+        )
         return torch._neg_view(whole) if t.is_neg() else whole.conj() if t.is_conj() else whole
 
     return torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t)
+
+
+class Hooks(torch.autograd.graph.saved_tensors_hooks):
+    """Hooks that copy what they are given, and know what it was and how often it came back."""
+
+    def __init__(self) -> None:
+        self.packed: list[Tensor] = []
+        self.places: list[int] = []
+        self.unpacked = 0
+        super().__init__(self.pack, self.unpack)
+
+    def pack(self, tensor: Tensor) -> Tensor:
+        self.places.append(tensor.data_ptr())
+        self.packed.append(tensor.detach().clone())
+        return self.packed[-1].clone()
+
+    def unpack(self, copied: Tensor) -> Tensor:
+        self.unpacked += 1
+        return copied.clone()
 
 
 def same_bits(door, program):
@@ -325,7 +371,17 @@ def python_calls(run):
 
 # Operators that compute nothing: they differ between torch versions and between sources.
 UNCOUNTED = frozenset(
-    {"detach", "alias", "as_strided", "view", "t", "transpose", "expand", "empty_strided", "new_empty"}
+    {
+        "detach",
+        "alias",
+        "as_strided",
+        "view",
+        "t",
+        "transpose",
+        "expand",
+        "empty_strided",
+        "new_empty",
+    }
 )
 
 
@@ -343,32 +399,47 @@ class Counting(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def in_thread(run: Callable[[], object]) -> None:
-    """Run in a thread of its own; errors come here."""
-    errors: list[BaseException] = []
+def at_once(*functions: Callable[[], Any]) -> list[Any]:
+    """Run each in a thread of its own, all from the same moment on."""
+    barrier, results, errors = threading.Barrier(len(functions)), [None] * len(functions), []
 
-    def guarded() -> None:
+    def run(i: int, fn: Callable[[], Any]) -> None:
         try:
-            run()
+            torch.set_num_threads(1)
+            barrier.wait(timeout=120)
+            results[i] = fn()
         except BaseException as error:
             errors.append(error)
 
-    thread = threading.Thread(target=guarded)
-    thread.start()
-    thread.join()
+    threads = [
+        threading.Thread(target=run, args=item, daemon=True) for item in enumerate(functions)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+        assert not thread.is_alive(), "deadlock"
     if errors:
         raise errors[0]
+    return results
+
+
+class PassThrough(TorchDispatchMode):
+    """A mode that does nothing: some composite operators take another way in any."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
 
 
 def count(run: Callable[[], object]) -> dict[str, int]:
-    """How often each operator runs in `run`."""
     with Counting() as counting:
         run()
     return dict(counting.ran)
 
 
 class Watching(TorchDispatchMode):
-    """Knows, of every storage that an operator makes while it is entered, whether it is still alive."""
+    """Knows, of every storage that an operator makes while it is entered, whether it is still
+    alive."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -384,8 +455,10 @@ class Watching(TorchDispatchMode):
         return result
 
     def alive(self, *names: str) -> list[str]:
-        """The operators whose results live, in the order in which they ran; only those named, if any are."""
-        return [name for name, ref in self.made if not ref.expired() and (not names or name in names)]
+        """The operators whose results live, in the order in which they ran."""
+        return [
+            name for name, ref in self.made if not ref.expired() and (not names or name in names)
+        ]
 
 
 def saved_and_loaded(model):

@@ -1,4 +1,5 @@
-"""Recompute sees what the forward saw: autocast, modes, default dtype and device, context variables, switches."""
+"""Recompute sees what the forward saw: autocast, modes, default dtype and device, context
+variables, switches."""
 
 import collections
 import contextlib
@@ -9,8 +10,7 @@ from typing import ClassVar
 import pytest
 import torch
 import torch.nn.functional as F
-from oracle import bits, in_thread
-from oracle import s as scope
+from oracle import DOOR, DOORS, at_once, bits, plain
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
@@ -19,24 +19,7 @@ from checkpointing import checkpointed
 
 
 def leaf():
-    """Dyadic fractions, the same each time."""
     return (torch.arange(1.0, 17) / 16).view(4, 4).requires_grad_()
-
-
-def plain(fn):
-    """No region."""
-    return fn
-
-
-DOORS = {
-    "rerun": checkpointed,
-    "replay": checkpointed(backend="replay"),
-    "scope": scope,
-    "rerun in rerun": lambda fn: checkpointed(checkpointed(fn)),
-    "rerun in scope": lambda fn: scope(checkpointed(fn)),
-    "scope in rerun": lambda fn: checkpointed(scope(fn)),
-}
-DOOR = pytest.mark.parametrize("door", DOORS.values(), ids=list(DOORS))
 
 
 class Scaling(TorchFunctionMode):
@@ -57,7 +40,6 @@ class Scaling(TorchFunctionMode):
 
 @contextlib.contextmanager
 def set_to(getter, setter, value):
-    """A switch, for a block."""
     before = getter()
     setter(value)
     try:
@@ -125,14 +107,20 @@ LINEARS = lambda x: LINEAR(LINEAR(x).sin()).exp()  # noqa: E731
 STATES = {
     "autocast": (lambda: torch.autocast("cpu", torch.bfloat16), LINEARS),
     "autocast to half": (lambda: torch.autocast("cpu", torch.float16), lambda x: (x @ x).sin() @ x),
-    "autocast without cache": (lambda: torch.autocast("cpu", torch.bfloat16, cache_enabled=False), LINEARS),
+    "autocast without cache": (
+        lambda: torch.autocast("cpu", torch.bfloat16, cache_enabled=False),
+        LINEARS,
+    ),
     "autocast off in autocast": (
         lambda: both(torch.autocast("cpu", torch.bfloat16), torch.autocast("cpu", enabled=False)),
         lambda x: LINEAR(x).sin() @ x,
     ),
     "function mode": (Scaling, SINES),
     "two function modes": (lambda: both(Scaling(3.0), Scaling(0.5)), SINES),
-    "torch.device": (lambda: torch.device("meta"), lambda x: (x * len(str(torch.empty(1).device))).sin().exp()),
+    "torch.device": (
+        lambda: torch.device("meta"),
+        lambda x: (x * len(str(torch.empty(1).device))).sin().exp(),
+    ),
     "default device": (
         lambda: set_to(lambda: None, torch.set_default_device, "meta"),
         lambda x: (x * len(str(torch.empty(1).device))).sin().exp(),
@@ -144,16 +132,27 @@ STATES = {
     "math attention": (lambda: sdpa_kernel(SDPBackend.MATH), attend),
     "flash attention": (lambda: sdpa_kernel(SDPBackend.FLASH_ATTENTION), attend),
     "context variable": (lambda: variable(2.5), lambda x: (x * VARIABLE.get()).sin().exp()),
-    "deterministic": (deterministic, lambda x: (x * (1 + torch.are_deterministic_algorithms_enabled())).sin().exp()),
+    "deterministic": (
+        deterministic,
+        lambda x: (x * (1 + torch.are_deterministic_algorithms_enabled())).sin().exp(),
+    ),
     "matmul precision": (
-        lambda: set_to(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "medium"),
+        lambda: set_to(
+            torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "medium"
+        ),
         lambda x: (x @ x * len(torch.get_float32_matmul_precision())).sin().exp(),
     ),
     "grad mode off inside": (contextlib.nullcontext, no_grad_inside),
     "enabled inside": (contextlib.nullcontext, autocast_inside),
 }
 # Without an effect on the results here: what is tested is that it does no harm.
-SILENT = {"grad mode off inside", "enabled inside", "autocast off in autocast", "flash attention", "math attention"}
+SILENT = {
+    "grad mode off inside",
+    "enabled inside",
+    "autocast off in autocast",
+    "flash attention",
+    "math attention",
+}
 # Backward itself, in plain code as well, can't be run in these.
 FORWARD_ONLY = {"torch.device", "default device"}
 STATE = pytest.mark.parametrize("state", STATES)
@@ -204,7 +203,7 @@ def test_recompute_sees_the_state_of_the_forward(state, door):
     if state not in SILENT:
         assert want != step(fn, contextlib.nullcontext)
     assert step(door(fn), around) == want
-    assert step(door(fn), around, run=in_thread) == want
+    assert step(door(fn), around, run=at_once) == want
 
 
 @STATE
@@ -213,7 +212,9 @@ def test_recompute_does_not_see_the_state_of_backward(state, door):
     """Entered only when backward runs, or around all of a step."""
     around, fn = STATES[state]
     if state not in FORWARD_ONLY:
-        assert step(door(fn), contextlib.nullcontext, around) == step(fn, contextlib.nullcontext, around)
+        assert step(door(fn), contextlib.nullcontext, around) == step(
+            fn, contextlib.nullcontext, around
+        )
         assert step(door(fn), around, around) == step(fn, around, around)
 
 
@@ -248,7 +249,9 @@ def test_backward_in_another_grad_mode(door, mode):
 
 
 @pytest.mark.parametrize("early_stop", [True, False])
-def test_a_switch_that_a_function_puts_back_without_try_stays_set_where_the_rerun_is_stopped(early_stop):
+def test_a_switch_that_a_function_puts_back_without_try_stays_set_where_the_rerun_is_stopped(
+    early_stop,
+):
     """A limit, of torch's own checkpoint as well."""
 
     def fn(x):
@@ -282,7 +285,7 @@ def test_the_order_of_modes_is_kept_and_they_may_be_used_again():
 @DOOR
 @pytest.mark.parametrize("inside", [True, False])
 def test_weights_that_autocast_has_cast(door, inside):
-    """Cast before two regions and used after them; a backward under autocast leaves the casts around it alone."""
+    """Cast before two regions and used after them."""
 
     def run(door):
         torch.manual_seed(0)
@@ -294,7 +297,9 @@ def test_weights_that_autocast_has_cast(door, inside):
                 y = door(lambda x: linear(x).cos())(y)
                 if inside:
                     y.sum().backward(retain_graph=True)
-                loss = (linear(y) * 2 + first).float().sum()  # shares the cast: their gradients are added in it
+                loss = (
+                    (linear(y) * 2 + first).float().sum()
+                )  # shares the cast: their gradients are added in it
             loss.backward()
             seen += [bits(t.clone()) for t in (y, x.grad, linear.weight.grad, linear.bias.grad)]
             with torch.no_grad():  # a cast that a recompute has left behind would now be an old one
@@ -308,7 +313,7 @@ def test_weights_that_autocast_has_cast(door, inside):
 
 
 def test_context_variables_set_in_a_region_stay_in_the_forward():
-    """A rerun's changes to context variables are its own; each region has the values of its own entry."""
+    """A rerun's changes to context variables are its own."""
     seen = []
 
     def fn(x):
@@ -365,7 +370,10 @@ def test_collections_in_context_variables_are_those_of_the_forward_as_copies(kin
 
 # ---- precision
 
-PRECISIONS = [("generic", "all"), *((b, o) for b in ("cuda", "mkldnn") for o in ("all", "matmul", "conv", "rnn"))]
+PRECISIONS = [
+    ("generic", "all"),
+    *((b, o) for b in ("cuda", "mkldnn") for o in ("all", "matmul", "conv", "rnn")),
+]
 SETTINGS = {
     "generic tf32": lambda: torch._C._set_fp32_precision_setter("generic", "all", "tf32"),
     "mkldnn bf16": lambda: torch._C._set_fp32_precision_setter("mkldnn", "all", "bf16"),
@@ -376,7 +384,6 @@ SETTINGS = {
 
 
 def precisions():
-    """What they are; some follow from others."""
     return [torch._C._get_fp32_precision_getter(*which) for which in PRECISIONS]
 
 
@@ -400,10 +407,12 @@ def nothing():
 @pytest.mark.parametrize("later", SETTINGS)
 @pytest.mark.parametrize("first", SETTINGS)
 @pytest.mark.parametrize("door", [DOORS["rerun"], DOORS["replay"]], ids=["rerun", "replay"])
-def test_a_recompute_has_the_precisions_of_the_forward_and_leaves_every_one_as_it_was(door, first, later, nothing):
-    """Also what follows from a more general one: setting that afterwards does what it would have done."""
+def test_a_recompute_has_the_precisions_of_the_forward_and_leaves_every_one_as_it_was(
+    door, first, later, nothing
+):
+    """Also what follows from a more general one."""
     if later == "legacy" and first in ("generic tf32", "mkldnn bf16"):
-        pytest.skip("a legacy setting that newer ones contradict can't be read: what followed from them becomes set")
+        pytest.skip("a legacy setting that newer ones contradict can't be read")
     seen = []
 
     def after(door):
@@ -439,12 +448,15 @@ def test_collections_in_context_variables_of_any_kind():
         found["pair"].items.append(1)
         return found["pair"].layer()(x).square() * len(found["pair"].items)
 
-    contextvars.copy_context().run(lambda: (variable.set(held), checkpointed(fn)(x).sum().backward()))
+    contextvars.copy_context().run(
+        lambda: (variable.set(held), checkpointed(fn)(x).sum().backward())
+    )
     assert held["pair"].items == [1]
 
 
 def test_casts_of_a_rerun_are_not_cached_for_others():
-    """A backward in another autocast leaves nothing behind that code after it would take for casts of its weights."""
+    """A backward in another autocast leaves nothing behind that code after it would take for casts
+    of its weights."""
     linear, x = nn.Linear(8, 8), torch.rand(2, 8, requires_grad=True)
 
     def autocast():
@@ -466,7 +478,8 @@ COLLECTED = contextvars.ContextVar("COLLECTED", default=None)
 
 @DOOR
 def test_collectors_in_context_variables(door, no_gc):
-    """Nothing is collected twice; neither what was collected nor what a recompute collects is kept alive."""
+    """Nothing is collected twice; neither what was collected nor what a recompute collects is kept
+    alive."""
     made = []
 
     def layer(x):

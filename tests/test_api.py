@@ -1,4 +1,5 @@
-"""The two doors: what can be decorated and what stays as it was, what a scope object is, what each option changes."""
+"""The two doors: what can be decorated and what stays as it was, what a scope object is, what each
+option changes."""
 
 import copy
 import functools
@@ -10,13 +11,20 @@ import weakref
 
 import pytest
 import torch
-from oracle import bits, count, in_thread, leaf, python_calls
+from oracle import at_once, bits, count, leaf, python_calls
 from oracle import c as rerun
 from oracle import r as replay
 from oracle import s as scope
 from torch import nn
 
-from checkpointing import CheckpointError, Stats, checkpoint_scope, checkpointed, disabled, is_recomputing
+from checkpointing import (
+    CheckpointError,
+    Stats,
+    checkpoint_scope,
+    checkpointed,
+    disabled,
+    is_recomputing,
+)
 
 BACKENDS = pytest.mark.parametrize("backend", ["rerun", "replay"])
 
@@ -44,15 +52,11 @@ class Callable:
 
 
 class Body(nn.Module):
-    """A module without parameters."""
-
     def forward(self, x):
         return body(x)
 
 
 class Object:
-    """With a method that uses what is in it."""
-
     scale = 1.0
 
     def method(self, x):
@@ -94,7 +98,9 @@ FORMS = {
     "module": lambda d: d(Body()),
     "module of torch's": lambda d: d(nn.Sequential(Body(), nn.Identity())),
     "module class": lambda d: d(type("Fresh", (Body,), {}))(),
-    "forward in a class": lambda d: type("Inside", (nn.Module,), {"forward": d(lambda self, x: body(x))})(),
+    "forward in a class": lambda d: type(
+        "Inside", (nn.Module,), {"forward": d(lambda self, x: body(x))}
+    )(),
 }
 DECORATORS = {
     "bare": checkpointed,
@@ -107,7 +113,8 @@ DECORATORS = {
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("decorate", DECORATORS)
 def test_every_form_is_a_region(form, decorate):
-    """Whatever is decorated, backward recomputes once and gives plain's gradients, any number of times."""
+    """Whatever is decorated, backward recomputes once and gives plain's gradients, any number of
+    times."""
     fn = FORMS[form](DECORATORS[decorate])
     assert is_region(fn)
     assert is_region(fn)
@@ -116,7 +123,7 @@ def test_every_form_is_a_region(form, decorate):
 
 @pytest.mark.parametrize("kind", [staticmethod, classmethod])
 def test_descriptors_stay_what_they_are(kind):
-    """A decorated static or class method object is one again; a bound method is bound to the same object."""
+    """A decorated static or class method object is one again."""
     assert type(checkpointed(kind(body))) is kind
     bound = checkpointed((it := Object()).method)
     assert type(bound) is types.MethodType
@@ -171,9 +178,11 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("fn", "word"), REFUSED, ids=lambda value: value if isinstance(value, str) else "")
+@pytest.mark.parametrize(
+    ("fn", "word"), REFUSED, ids=lambda value: value if isinstance(value, str) else ""
+)
 def test_what_cannot_be_a_region_is_refused_at_once(fn, word):
-    """Generator and async functions, plain classes and what can't be called: `TypeError` that says which."""
+    """Generator and async functions, plain classes and what can't be called."""
     for decorate in (lambda: checkpointed(fn), lambda: checkpointed(backend="replay")(fn)):
         with pytest.raises(TypeError, match=f"checkpointed .*{word}"):
             decorate()
@@ -203,7 +212,9 @@ def test_fn_is_positional_only_and_options_are_keyword_only():
         with pytest.raises(TypeError):
             call()
     for door in (checkpointed, checkpoint_scope):
-        with pytest.raises(TypeError, match=f"{door.__name__} has no option 'polcy', only .*enabled"):
+        with pytest.raises(
+            TypeError, match=f"{door.__name__} has no option 'polcy', only .*enabled"
+        ):
             door(polcy=None)
     with pytest.raises(TypeError, match="checkpoint_scope has no option 'backend', only enabled"):
         checkpoint_scope(backend="rerun")
@@ -239,8 +250,6 @@ picklable.__qualname__ = picklable.__name__ = "picklable"
 
 
 class Owner:
-    """An object whose methods are regions."""
-
     @checkpointed
     def method(self, x):
         return body(x)
@@ -257,7 +266,7 @@ class Owner:
 
 
 def test_functions_are_pickled_by_name():
-    """A decorated function at module level comes back as itself, methods with their object; copies as well."""
+    """A decorated function at module level comes back as itself, methods with their object."""
     for fn in (picklable, Owner.static):
         assert pickle.loads(pickle.dumps(fn)) is fn
         assert copy.deepcopy(fn) is fn
@@ -299,7 +308,6 @@ class WiderRegion(Wider):
 
 
 def gradients(module, x, **kwargs):
-    """The bits of a step."""
     y = module(x, **kwargs)
     return [bits(t) for t in (y, *torch.autograd.grad(y.sum(), [x, *module.parameters()]))]
 
@@ -312,7 +320,7 @@ def recomputes(module, x):
 @pytest.mark.parametrize("cls", [Block, ReplayBlock, Wider, WiderRegion])
 @pytest.mark.parametrize("flip", [False, True])
 def test_module_classes_compute_what_they_did(cls, flip):
-    """Same outputs and gradients, bit for bit; backward recomputes, and the parent class does not."""
+    """Same outputs and gradients, bit for bit."""
     module, x = cls(), leaf(2, 3)
     plain = PlainBlock()
     plain.load_state_dict(module.state_dict())
@@ -326,21 +334,25 @@ def test_module_classes_compute_what_they_did(cls, flip):
 
 @pytest.mark.parametrize("cls", [Block, ReplayBlock])
 def test_module_classes_stay_classes(cls):
-    """`isinstance`, name, signature and docstring of `forward`, and `state_dict` keys are unchanged."""
+    """`isinstance`, name, signature and docstring of `forward`."""
     module = cls()
     assert isinstance(cls, type)
     assert type(module) is cls
     assert (cls.__module__, cls.forward.__name__) == (__name__, "forward")
     assert cls.forward.__doc__ == "What the block does."
     assert inspect.signature(cls.forward) == inspect.signature(PlainBlock.forward)
-    assert list(module.state_dict()) == list(PlainBlock().state_dict()) == ["scale", "linear.weight", "linear.bias"]
+    assert (
+        list(module.state_dict())
+        == list(PlainBlock().state_dict())
+        == ["scale", "linear.weight", "linear.bias"]
+    )
     assert repr(module) == repr(PlainBlock()).replace("PlainBlock", cls.__name__)
     assert checkpointed(cls) is cls
 
 
 @BACKENDS
 def test_a_module_instance_is_not_changed(backend):
-    """What comes back is another object; the module has the attributes that it had, and its hooks run."""
+    """What comes back is another object."""
     module, x, calls = PlainBlock(), leaf(2, 3), []
     before, forward = dict(vars(module)), module.forward
     run = checkpointed(module, backend=backend)
@@ -361,7 +373,10 @@ def test_a_module_instance_is_not_changed(backend):
         ({"backend": "eager"}, ["backend", "'eager'", "'rerun', 'replay' or 'reentrant'"]),
         ({"policy": [], "backend": "rerun"}, ["policy", "recorded", "'rerun'", "backend='replay'"]),
         ({"policy": [], "backend": "reentrant"}, ["policy", "recorded", "'reentrant'"]),
-        ({"determinism_check": "value"}, ["determinism_check", "'value'", "'metadata', 'values', 'none'"]),
+        (
+            {"determinism_check": "value"},
+            ["determinism_check", "'value'", "'metadata', 'values', 'none'"],
+        ),
         ({"determinism_check": None}, ["determinism_check", "None"]),
         ({"determinism_check": ["metadata"]}, ["determinism_check", "metadata"]),
         ({"preserve_rng_state": "python"}, ["preserve_rng_state is True, False or 'all'"]),
@@ -370,7 +385,7 @@ def test_a_module_instance_is_not_changed(backend):
     ids=str,
 )
 def test_bad_options_are_refused_at_once(options, words):
-    """`ValueError` that names the option, what it got and what it takes; unknown ones are `TypeError`s."""
+    """`ValueError` that names the option, what it got and what it takes."""
     doors = [lambda: checkpointed(**options), lambda: checkpointed(body, **options)]
     if "backend" not in options:
         doors.append(lambda: checkpoint_scope(**options))
@@ -390,14 +405,19 @@ def test_bad_options_are_refused_at_once(options, words):
 
 @pytest.mark.parametrize("options", [{}, {"enabled": False}, {"name": "mine"}], ids=str)
 def test_a_scope_is_entered_once(options):
-    """A second enter raises, inside the block and after it, and says what to do; the first block is not disturbed."""
+    """A second enter raises, inside the block and after it, and says what to do."""
     scope, x = checkpoint_scope(**options), leaf(3, 3)
     with scope as entered:
         assert entered is scope
-        with pytest.raises(CheckpointError, match=f"scope '{options.get('name', 'scope')}' has been entered before"):
+        with pytest.raises(
+            CheckpointError, match=f"scope '{options.get('name', 'scope')}' has been entered before"
+        ):
             scope.__enter__()
         y = body(x)
-    with pytest.raises(CheckpointError, match=r"Make a new one with checkpoint_scope\(\.\.\.\)"), scope:
+    with (
+        pytest.raises(CheckpointError, match=r"Make a new one with checkpoint_scope\(\.\.\.\)"),
+        scope,
+    ):
         raise AssertionError("not reached")
     assert count(y.sum().backward).get("sin", 0) == (0 if options.get("enabled") is False else 1)
     assert bits(x.grad) == bits(torch.autograd.grad(body(x).sum(), x)[0])
@@ -407,13 +427,14 @@ def test_a_scope_is_entered_once(options):
 
 
 def scoped(x):
-    """A block as a function."""
     with checkpoint_scope():
         return body(x)
 
 
 REGIONS = pytest.mark.parametrize(
-    "fn", [checkpointed(body), checkpointed(body, backend="replay"), scoped], ids=["rerun", "replay", "scope"]
+    "fn",
+    [checkpointed(body), checkpointed(body, backend="replay"), scoped],
+    ids=["rerun", "replay", "scope"],
 )
 
 
@@ -425,7 +446,7 @@ def test_disabled_makes_regions_plain_calls(fn):
             assert not is_region(fn)
         assert not is_region(fn)
         found = []
-        in_thread(lambda: found.append(is_region(fn)))
+        at_once(lambda: found.append(is_region(fn)))
         assert found == [True]
     with pytest.raises(KeyError), disabled():
         raise KeyError
@@ -434,7 +455,8 @@ def test_disabled_makes_regions_plain_calls(fn):
 
 @REGIONS
 def test_disabled_counts_when_a_region_is_entered(fn):
-    """A region from before is recomputed under `disabled()`, one from inside of it is not recomputed after it."""
+    """A region from before is recomputed under `disabled()`, one from inside of it is not
+    recomputed after it."""
     x = leaf(3, 3)
     before = fn(x)
     with disabled():
@@ -446,7 +468,9 @@ def test_disabled_counts_when_a_region_is_entered(fn):
 # ---- grad mode off
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode], ids=["no_grad", "inference"])
+@pytest.mark.parametrize(
+    "mode", [torch.no_grad, torch.inference_mode], ids=["no_grad", "inference"]
+)
 @pytest.mark.parametrize("door", ["rerun", "replay", "scope"])
 def test_grad_mode_off_is_a_plain_call(mode, door):
     """No hook and no mode; arguments and intermediates die at once."""
@@ -548,7 +572,7 @@ def test_name_is_what_messages_say(door, name):
 
 @BACKENDS
 def test_odd_functions(backend):
-    """No arguments and a closure; recursion; partials and C functions; results that are no tensors."""
+    """No arguments and a closure; recursion; partials and C functions."""
     x, w = leaf(3, 3), leaf(3, 3)
 
     @checkpointed(backend=backend)
@@ -565,8 +589,18 @@ def test_odd_functions(backend):
         (deep(x, 4), plain(x, 4)),
         (times(power(x), w), x.pow(3) * w),
     ):
-        assert bits(torch.autograd.grad(have.sum(), x)[0]) == bits(torch.autograd.grad(want.sum(), x)[0])
-    for result in (None, 3, object(), [leaf(3, 3)], (leaf(3, 3), None), {"a": leaf(3, 3)}, leaf(3, 3)):
+        assert bits(torch.autograd.grad(have.sum(), x)[0]) == bits(
+            torch.autograd.grad(want.sum(), x)[0]
+        )
+    for result in (
+        None,
+        3,
+        object(),
+        [leaf(3, 3)],
+        (leaf(3, 3), None),
+        {"a": leaf(3, 3)},
+        leaf(3, 3),
+    ):
         assert checkpointed(lambda result=result: result, backend=backend)() is result
 
 

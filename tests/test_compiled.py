@@ -9,11 +9,16 @@ from oracle import c, r, s
 from torch import nn
 
 from checkpointing import auto, checkpoint_scope, checkpointed, keep, offload
+from checkpointing.torch_compat import checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what the compiler says is not ours
 
 SHOWN = {"wrap_inductor_compiled_regions": True}  # as one operator
-BACKENDS = {"aot_eager": ("aot_eager", {}), "inductor": ("inductor", {}), "shown": ("inductor", SHOWN)}
+BACKENDS = {
+    "aot_eager": ("aot_eager", {}),
+    "inductor": ("inductor", {}),
+    "shown": ("inductor", SHOWN),
+}
 DOORS = {
     "scope": checkpoint_scope,
     "auto": lambda: checkpoint_scope(policy=auto()),
@@ -67,12 +72,17 @@ class Layer(nn.Module):
 
 
 def step(model, run, door, n):
-    """All that a step shows: loss, gradients, the buffer, and the random numbers after it; and what was replayed."""
+    """All that a step shows: loss, gradients, the buffer, and the random numbers after it."""
     torch.manual_seed(n)
     x = torch.randn(n, 512, requires_grad=True)
     with DOORS[door]() as scope:
         loss = run(run(x * 2)).sum()
-    found = [loss, *torch.autograd.grad(loss, [x, model.weight]), model.total.clone(), torch.rand(2)]
+    found = [
+        loss,
+        *torch.autograd.grad(loss, [x, model.weight]),
+        model.total.clone(),
+        torch.rand(2),
+    ]
     return found, scope and scope.stats.ops_replayed
 
 
@@ -83,7 +93,9 @@ def test_compiled_before_inside_and_after_a_block(compiler):
     runs = [compiler(model) for model in models]
     sizes = [("plain", 4), ("scope", 4), ("auto", 6), ("plain", 8), ("values", 4), ("scope", 6)]
     for i, (door, n) in enumerate(sizes):
-        (want, _), (have, replayed) = (step(*each, n) for each in zip(models, runs, ["plain", door], strict=True))
+        (want, _), (have, replayed) = (
+            step(*each, n) for each in zip(models, runs, ["plain", door], strict=True)
+        )
         assert all(map(torch.equal, want, have)), door
         assert (compiler.graphs, compiler.calls) == (1 + (i > 1), 4 * i + 4)  # static, dynamic
         if door == "scope":  # recomputed where torch shows operators, kept where not
@@ -175,7 +187,11 @@ def test_compiled_code_in_regions_of_every_kind(name, around):
         with checkpoint_scope():
             return program(x)
 
-    region = {"scope": scoped, "replay": checkpointed(program, backend="replay"), "rerun": checkpointed(scoped)}[around]
+    region = {
+        "scope": scoped,
+        "replay": checkpointed(program, backend="replay"),
+        "rerun": checkpointed(scoped),
+    }[around]
     x = torch.randn(4, 8, requires_grad=True)
     want, have = (torch.autograd.grad(f(x).sum(), x)[0] for f in (program, region))
     assert torch.equal(want, have)
@@ -189,8 +205,12 @@ def test_a_region_that_records_breaks_a_whole_graph_with_one_sentence(door):
 
     torch._dynamo.reset()
     function = scoped if door == "scope" else lambda x: checkpointed(torch.sin, backend="replay")(x)
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="a region that records operators needs eager mode: put"):
-        torch.compile(function, backend="aot_eager", fullgraph=True)(torch.ones(2, requires_grad=True))
+    with pytest.raises(
+        torch._dynamo.exc.Unsupported, match="a region that records operators needs eager mode: put"
+    ):
+        torch.compile(function, backend="aot_eager", fullgraph=True)(
+            torch.ones(2, requires_grad=True)
+        )
 
 
 @pytest.mark.parametrize("compiler", ["aot_eager"], indirect=True)
@@ -206,7 +226,10 @@ def test_what_a_scope_in_compiled_code_calls_is_compiled(compiler):
 
     x = torch.ones(2, requires_grad=True)
     for function in (compiler(program), program):
-        assert torch.equal(torch.autograd.grad(function(x).sum(), x)[0], torch.full((2,), 2 * torch.tensor(2.0).cos()))
+        assert torch.equal(
+            torch.autograd.grad(function(x).sum(), x)[0],
+            torch.full((2,), 2 * torch.tensor(2.0).cos()),
+        )
     assert (compiler.graphs, compiler.calls) == (1, 1)
 
 
@@ -224,6 +247,7 @@ TRACED = {
     "reported": lambda fn: s(fn, report=True),
     "reentrant": lambda fn: checkpointed(fn, backend="reentrant"),
 }
+DROP_IN = {"drop-in": lambda fn: lambda *args: checkpoint(fn, *args, use_reentrant=False)}
 
 
 def kept_and_dropped(x, w):
@@ -233,8 +257,6 @@ def kept_and_dropped(x, w):
 
 
 def slopes(function):
-    """Forward and backward, as one function."""
-
     def run(x, w):
         x, w = x.detach().requires_grad_(), w.detach().requires_grad_()
         out = function(x, w)
@@ -260,10 +282,14 @@ def test_traced_by_make_fx(door, tracing_mode):
     from torch.fx.experimental.proxy_tensor import make_fx
 
     def traced(function):
-        return make_fx(slopes(function), tracing_mode=tracing_mode)(torch.randn(4, 4), torch.randn(4, 4))
+        return make_fx(slopes(function), tracing_mode=tracing_mode)(
+            torch.randn(4, 4), torch.randn(4, 4)
+        )
 
     have, want = traced(TRACED[door](kept_and_dropped)), traced(kept_and_dropped)
-    assert [str(node.target) for node in have.graph.nodes] == [str(node.target) for node in want.graph.nodes]
+    assert [str(node.target) for node in have.graph.nodes] == [
+        str(node.target) for node in want.graph.nodes
+    ]
     assert_right_for_others(have)
     x = torch.ones(3, requires_grad=True)
     with checkpoint_scope() as scope:  # which works as ever after that
@@ -279,13 +305,13 @@ def test_traced_by_aot_function(door):
     assert_right_for_others(slopes(aot_function(TRACED[door](kept_and_dropped), nop)))
 
 
-@pytest.mark.parametrize("door", TRACED)
+@pytest.mark.parametrize("door", [*TRACED.values(), *DROP_IN.values()], ids=[*TRACED, *DROP_IN])
 def test_exported(door):
     """Regions leave no trace in inference programs."""
 
     class Model(nn.Module):
         def forward(self, x, w):
-            return TRACED[door](lambda x, w: keep((x @ w).sin()).cos())(x, w)
+            return door(lambda x, w: keep((x @ w).sin()).cos())(x, w)
 
     program = torch.export.export(Model(), (torch.randn(4, 4), torch.randn(4, 4)), strict=False)
     operators = [str(node.target) for node in program.graph.nodes if node.op == "call_function"]

@@ -1,8 +1,8 @@
-"""What a recompute is given back: arguments of any structure, saved as an operator saves its inputs; variables that the
-function closes over; state that no argument shows; results of calls that must not be repeated."""
+"""What a recompute is given back: arguments of any structure, saved as an operator saves its
+inputs; variables that the function closes over; state that no argument shows; results of calls
+that must not be repeated."""
 
 import collections
-import contextvars
 import copy
 import dataclasses
 import functools
@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 import torch.utils.checkpoint
-from oracle import DOORS, apply, bits, in_thread, plain, python_calls, same_bits
+from oracle import DOOR, DOORS, Hooks, apply, at_once, bits, plain, python_calls, same_bits
 from oracle import c as rerun
 from oracle import r as replay
 from oracle import s as scope
@@ -42,12 +42,10 @@ EACH = pytest.mark.parametrize("door", [rerun, replay, scope])
 
 
 def data(*shape):
-    """The same, without."""
     return leaf(*shape or (3,)).detach() + 3
 
 
 def same(have, want):
-    """Two lists of tensors, bit for bit."""
     assert [bits(t) for t in have] == [bits(t) for t in want]
 
 
@@ -83,7 +81,8 @@ class Named(NamedTuple):
 
 
 class Output(collections.OrderedDict):
-    """A dict whose values are attributes, too, and that torch's pytree does not know: handed over as it is."""
+    """A dict whose values are attributes, too, and that torch's pytree does not know: handed over
+    as it is."""
 
     def __init__(self, x, rest=None):
         super().__init__(x=x, rest=rest)
@@ -96,19 +95,17 @@ class Output(collections.OrderedDict):
 
 
 class Registered:
-    """Known to torch's pytree."""
-
     def __init__(self, x, rest=None):
         self.x = x
         self.rest = rest
 
 
-register_pytree_node(Registered, lambda r: ([r.x, r.rest], None), lambda parts, _: Registered(*parts))
+register_pytree_node(
+    Registered, lambda r: ([r.x, r.rest], None), lambda parts, _: Registered(*parts)
+)
 
 
 class PlainObject:
-    """No container: handed over as it is."""
-
     def __init__(self, x, rest=None):
         self.x = x
         self.rest = rest
@@ -124,7 +121,10 @@ STRUCTURES = {
     "defaultdict": (lambda x, r=None: collections.defaultdict(list, a=x, r=r), lambda s: s["a"]),
     "deque": (lambda x, r=None: collections.deque([r, x], maxlen=2), lambda s: s[1]),
     "dataclass in a dict": (lambda x, r=None: {"p": Plain([x], r)}, lambda s: s["p"].x[0]),
-    **{kind.__name__: (kind, lambda s: s.x) for kind in (Plain, Slotted, PostInit, Named, Output, Registered)},
+    **{
+        kind.__name__: (kind, lambda s: s.x)
+        for kind in (Plain, Slotted, PostInit, Named, Output, Registered)
+    },
     "object": (PlainObject, lambda s: s.x),
     "SimpleNamespace": (lambda x, r=None: types.SimpleNamespace(x=x, r=r), lambda s: s.x),
     "objects in a list": (lambda x, r=None: [PlainObject(r), PlainObject(x)], lambda s: s[1].x),
@@ -145,7 +145,9 @@ def test_arguments_of_any_structure(door, structure, kind):
         return (find(s) * w).square()
 
     def step(fn):
-        return torch.autograd.grad(fn(build(base if kind == "leaf" else base * 2, {"o": 1}), w=w).sum(), [base, w])
+        return torch.autograd.grad(
+            fn(build(base if kind == "leaf" else base * 2, {"o": 1}), w=w).sum(), [base, w]
+        )
 
     same(step(door(fn)), step(fn))
     assert len(seen) == 1
@@ -190,10 +192,19 @@ def one_list_twice(a, b):
 LINEAR = nn.Linear(3, 3)
 CALLS = {
     "modules and functions": (callables, lambda x: ((LINEAR, torch.relu, LINEAR.forward, x), {})),
-    "every kind of parameter": (every_kind, lambda x: ((x, x + 1, x + 2, x + 3), {"c": x, "e": x + 4})),
-    "one tensor twice, and a view": (twice_and_a_view, lambda x: (lambda y: ((y, y, y[2:]), {}))(x * 2)),
+    "every kind of parameter": (
+        every_kind,
+        lambda x: ((x, x + 1, x + 2, x + 3), {"c": x, "e": x + 4}),
+    ),
+    "one tensor twice, and a view": (
+        twice_and_a_view,
+        lambda x: (lambda y: ((y, y, y[2:]), {}))(x * 2),
+    ),
     "one list twice": (one_list_twice, lambda x: (lambda items: ((items, items), {}))([x * 2])),
-    "a function with arguments": (lambda x, f: f(x).square(), lambda x: ((x, functools.partial(torch.mul, x)), {})),
+    "a function with arguments": (
+        lambda x, f: f(x).square(),
+        lambda x: ((x, functools.partial(torch.mul, x)), {}),
+    ),
 }
 
 
@@ -212,16 +223,14 @@ def test_calls_of_any_kind(door, call):
 
 
 @EACH
-def test_a_chain_of_5000_objects(door):
-    """It is not walked; lists are, and may be deep."""
+def test_chains_of_5000_objects_and_lists(door):
+    """Objects are not walked; lists are, as deep as anybody writes them."""
     chain: Any = None
-    for _ in range(5000):
-        chain = PlainObject(chain)
     deep: Any = []
-    for _ in range(100):
-        deep = [deep]
+    for _ in range(5000):
+        chain, deep = PlainObject(chain), [deep]
     x = leaf(3)
-    door(lambda x, chain, deep: x.square() * (chain.x is not None) * len(deep))(x, chain, deep).sum().backward()
+    door(lambda x, chain, deep: x.square() * len(deep))(x, chain, deep).sum().backward()
     same([x.grad], [2 * x.detach()])
 
 
@@ -255,7 +264,10 @@ PLACES = {
     "args[0][0].rest": (lambda t: (([Slotted(0, t)],), {}), lambda a, k: a[0][0].rest),
     "args[0]['x']": (lambda t: ((collections.OrderedDict(x=t),), {}), lambda a, k: a[0]["x"]),
     "args[0][0]": (lambda t: ((Registered(t),), {}), lambda a, k: a[0].x),
-    "kwargs['z']['b']": (lambda t: ((), {"z": collections.defaultdict(list, b=t)}), lambda a, k: k["z"]["b"]),
+    "kwargs['z']['b']": (
+        lambda t: ((), {"z": collections.defaultdict(list, b=t)}),
+        lambda a, k: k["z"]["b"],
+    ),
 }
 PLACE = pytest.mark.parametrize("place", PLACES)
 MAKE = {"data": data, "computed": lambda: leaf(3) * 2, "leaf": lambda: leaf(3)}
@@ -265,7 +277,7 @@ MAKE = {"data": data, "computed": lambda: leaf(3) * 2, "leaf": lambda: leaf(3)}
 @EACH
 @pytest.mark.parametrize("kind", MAKE)
 def test_a_tensor_changed_in_place_is_named(place, kind, door):
-    """Rerun says which argument, replay which operator read it; both where the region is, and what to do."""
+    """Rerun says which argument, replay which operator read it."""
     build, find = PLACES[place]
     tensor, w = MAKE[kind](), leaf(3)
     args, kwargs = build(tensor)
@@ -277,23 +289,17 @@ def test_a_tensor_changed_in_place_is_named(place, kind, door):
         y.sum().backward()
     text = str(caught.value)
     if door is rerun:
-        assert text.startswith("region 'test_a_tensor_changed_in_place_is_named.<locals>.<lambda>' (entered at ")
+        assert text.startswith(
+            "region 'test_a_tensor_changed_in_place_is_named.<locals>.<lambda>' (entered at "
+        )
     assert f"{__file__}:" in text or door is scope
-    assert (f": {place} " if door is rerun else "an input of aten.add.Tensor (float32 tensor of shape (3,))") in text
+    assert (
+        f": {place} "
+        if door is rerun
+        else "an input of aten.add.Tensor (float32 tensor of shape (3,))"
+    ) in text
     assert "changed in place" in text
     assert "clone" in text
-
-
-@EACH
-@pytest.mark.parametrize("part", ["view", "base", "alias"])
-def test_changing_what_shares_the_memory_is_a_change(door, part):
-    """A view of the argument, what it is a view of, its `detach()`: all share a version."""
-    base, w = data(6), leaf(3)
-    argument = base[:3]
-    y = door(lambda x: ((x + 1) * w).square())(argument)
-    {"view": lambda: argument[0], "base": lambda: base, "alias": argument.detach}[part]().add_(1)
-    with pytest.raises(ChangedError):
-        y.sum().backward()
 
 
 WRITES = {
@@ -311,7 +317,9 @@ WRITES = {
 def test_what_the_function_writes_itself_is_refused_by_rerun(door, write, how):
     """With the remedy in the message; the remedy is right."""
     if write == "statistics" and door is rerun:
-        pytest.skip("batch_norm's kernels write running statistics without a trace: a limit, in LIMITS.md")
+        pytest.skip(
+            "batch_norm's kernels write running statistics without a trace: a limit, in LIMITS.md"
+        )
 
     def step(door):
         x, d, c = leaf(4, 3), data(3), torch.ones(3)
@@ -352,14 +360,21 @@ CHANGES = {
 def first_tensor(value):
     if isinstance(value, torch.Tensor):
         return value
-    parts = value.values() if isinstance(value, dict) else (value.x,) if isinstance(value, Plain) else value
+    parts = (
+        value.values()
+        if isinstance(value, dict)
+        else (value.x,)
+        if isinstance(value, Plain)
+        else value
+    )
     return next(found for part in parts if (found := first_tensor(part)) is not None)
 
 
 @EACH
 @pytest.mark.parametrize("change", CHANGES)
 def test_containers_may_be_changed_afterwards(door, change):
-    """What the caller does to a list, dict or dataclass after the call does not reach the recompute."""
+    """What the caller does to a list, dict or dataclass after the call does not reach the
+    recompute."""
     build, mutate = CHANGES[change]
     w, x = leaf(3), data()
     s = build(x)
@@ -370,7 +385,7 @@ def test_containers_may_be_changed_afterwards(door, change):
 
 @EACH
 def test_the_function_may_change_its_containers(door):
-    """A list that the function empties is empty for the caller, once, and full again for the rerun."""
+    """A list that the function empties is empty for the caller, once."""
     x, w, xs, into = data(), leaf(3), [data(), data() * 2], {}
 
     def fn(xs, into):
@@ -395,7 +410,6 @@ def set_data(p, away):
 
 
 def set_data_fresh(p, away):
-    """New memory with the old numbers."""
     if away:
         p.stash, p.data = p.data.clone(), torch.empty(0)
     else:
@@ -435,13 +449,16 @@ def test_memory_may_be_away_between_forward_and_backward(door, trick, how):
         trick(gone, False)
         return torch.autograd.grad(y.sum(), [w] if how == "data" else [x, p])
 
-    same(step(door), step(lambda fn: fn) if how != "data" else torch.autograd.grad((d * w).square().sum(), [w]))
+    same(
+        step(door),
+        step(lambda fn: fn) if how != "data" else torch.autograd.grad((d * w).square().sum(), [w]),
+    )
 
 
 @pytest.mark.parametrize("left_there", [False, True])
 @pytest.mark.parametrize("frozen", [True, False])
 def test_parameters_may_be_gathered_inside_the_region(left_there, frozen):
-    """ZeRO-3 as its hooks do it: the full parameter is there only while its module runs, or is left there."""
+    """ZeRO-3 as its hooks do it: the full parameter is there only while its module runs."""
     shard, module, x = data(9), nn.Linear(3, 3, bias=False), leaf(2, 3)
 
     def gather(*_):
@@ -465,25 +482,10 @@ def test_parameters_may_be_gathered_inside_the_region(left_there, frozen):
 # ---- hooks around
 
 
-class Hooks(saved_tensors_hooks):
-    """Hooks that copy what they are given, and know what it was."""
-
-    def __init__(self):
-        self.packed, self.unpacked = [], 0
-        super().__init__(self.pack, self.unpack)
-
-    def pack(self, tensor):
-        self.packed.append(tensor.data_ptr())
-        return tensor.detach().clone()
-
-    def unpack(self, copied):
-        self.unpacked += 1
-        return copied.clone()
-
-
 @EACH
 def test_inputs_go_through_enclosing_hooks_and_parameters_do_not(door):
-    """Computed arguments, data and keyword arguments are saved by what encloses the region, once and fetched once."""
+    """Computed arguments, data and keyword arguments are saved by what encloses the region, once
+    and fetched once."""
     base, p, d, nested = leaf(3, 3), nn.Parameter(data(3, 3)), data(3, 3), data(3, 3)
 
     def fn(x, p, *, d, nested):
@@ -498,7 +500,7 @@ def test_inputs_go_through_enclosing_hooks_and_parameters_do_not(door):
     hooks = Hooks()
     x, have = step(door(fn), hooks)
     same(have, step(fn, Hooks())[1])
-    assert sorted(hooks.packed) == sorted(t.data_ptr() for t in (x, d, nested))
+    assert sorted(hooks.places) == sorted(t.data_ptr() for t in (x, d, nested))
     assert hooks.unpacked == 3
 
 
@@ -561,10 +563,16 @@ def test_a_lambda_in_a_loop(door):
 
 @ONE_LEVEL
 def test_variables_set_anew_afterwards(door):
-    """Numbers, functions, tensors with and without a gradient, modules; defaults and globals are the function's."""
+    """Numbers, functions, tensors with and without a gradient, modules."""
 
     def program(door):
-        factor, act, t, p, module = 2.0, torch.relu, torch.full((4,), 3.0), leaf() * 2, nn.Linear(4, 4)
+        factor, act, t, p, module = (
+            2.0,
+            torch.relu,
+            torch.full((4,), 3.0),
+            leaf() * 2,
+            nn.Linear(4, 4),
+        )
         then = p
 
         def fn(x, a=3.0, *, b=5.0):
@@ -608,28 +616,6 @@ def by_a_function_inside():
     return fn, lambda: n
 
 
-def by_a_loop():
-    n = 0
-
-    def fn(x):
-        nonlocal n
-        for n in range(n + 1, n + 2):  # noqa: B007, B020
-            x = x.sin()
-        return x
-
-    return fn, lambda: n
-
-
-def by_a_walrus():
-    n = 0
-
-    def fn(x):
-        nonlocal n
-        return sum([x.sin() for _ in range(2) if (n := n + 1)])
-
-    return fn, lambda: n
-
-
 def deleted_and_set():
     n = 0
 
@@ -655,13 +641,13 @@ def a_state():
     return fn, lambda: h.sum().item()
 
 
-ASSIGNS = [counts_up, by_a_function_inside, by_a_loop, by_a_walrus, deleted_and_set, a_state]
+ASSIGNS = [counts_up, by_a_function_inside, deleted_and_set, a_state]
 
 
 @pytest.mark.parametrize("times", [1, 2])
 @pytest.mark.parametrize("make", ASSIGNS, ids=lambda make: make.__name__)
 def test_what_a_function_assigns_itself_is_its_own_business(make, times):
-    """Left as it is, as with torch's checkpoint: what the calls have done to it stays, and is not put back."""
+    """Left as it is, as with torch's checkpoint."""
 
     def run(door):
         (fn, read), x = make(), leaf()
@@ -674,13 +660,15 @@ def test_what_a_function_assigns_itself_is_its_own_business(make, times):
         return lambda fn: functools.reduce(lambda fn, _: region(fn), range(times), fn)
 
     def theirs(fn):
-        return functools.partial(torch.utils.checkpoint.checkpoint, fn, use_reentrant=False, early_stop=False)
+        return functools.partial(
+            torch.utils.checkpoint.checkpoint, fn, use_reentrant=False, early_stop=False
+        )
 
     assert run(nested(WAYS["rerun to the end"])) == run(nested(theirs))
 
 
 def test_what_it_only_reads_keeps_the_value_of_the_forward_beside_it():
-    """One is assigned, another is read; a variable of the same name in a function inside is another one."""
+    """A variable that it assigns beside one that it reads."""
     n, factor = 0, 2.0
 
     def fn(x):
@@ -706,13 +694,20 @@ def test_what_it_only_reads_keeps_the_value_of_the_forward_beside_it():
 @pytest.mark.parametrize("kind", ["data", "computed", "leaf", "parameter"])
 def test_tensors_among_them_are_guarded_like_arguments(door, kind):
     """The message of a rerun has the variable's name."""
-    made = {"data": torch.ones(4), "computed": leaf() * 2, "leaf": leaf(), "parameter": nn.Parameter(torch.ones(4))}
+    made = {
+        "data": torch.ones(4),
+        "computed": leaf() * 2,
+        "leaf": leaf(),
+        "parameter": nn.Parameter(torch.ones(4)),
+    }
     weight = made[kind]
     x = leaf()
     y = WAYS[door](lambda x: ((weight * 2) * x).square())(x)
     with torch.no_grad():
         weight.add_(1)
-    match = r"the variable 'weight' .*was changed in place" if door in RERUNS else "changed in place"
+    match = (
+        r"the variable 'weight' .*was changed in place" if door in RERUNS else "changed in place"
+    )
     with pytest.raises(ChangedError, match=match):
         y.sum().backward()
 
@@ -785,35 +780,6 @@ def test_a_method_in_a_partial_keeps_its_variables(door):
     same_left(door, program)
 
 
-counted = 0
-
-
-def test_globals_are_what_they_are_and_are_set_again():
-    """A function that sets a global sets the one that everybody reads."""
-
-    def fn(x):
-        global counted
-        counted += 1
-        return (x * reads_it()).square()
-
-    def program(door):
-        global counted
-        counted = 0
-        x = leaf()
-        y = door(fn)(x)
-        counted = 0
-        y.sum().backward()
-        return (x.grad,)
-
-    same_left("rerun", program)
-    program(checkpointed)
-    assert counted == 1
-
-
-def reads_it():
-    return counted
-
-
 # ---- parameters are known by their identity
 
 
@@ -827,7 +793,6 @@ class Net(nn.Module):
 
 
 def around(door):
-    """Regions in a functional call."""
     net, x = Net(), leaf(2, 4)
     for part in (net.one, net.two):
         part.forward = door(part.forward)
@@ -837,7 +802,8 @@ def around(door):
 
 
 def inside(door):
-    """A functional call in a region, with parameters from around it, of which one comes of another."""
+    """A functional call in a region, with parameters from around it, of which one comes of
+    another."""
     net, x, base = Net(), leaf(2, 4), leaf(4, 4)
     new = {"one.weight": base * 2, "two.weight": base}
     door(lambda x: torch.func.functional_call(net, new, (x,)))(x).sum().backward()
@@ -845,7 +811,6 @@ def inside(door):
 
 
 def assigned(door):
-    """A parameter set anew before backward."""
     net, x = Net(), leaf(2, 4)
     y, then = door(net)(x), net.one.weight
     net.one.weight = nn.Parameter(torch.zeros(4, 4))
@@ -854,7 +819,6 @@ def assigned(door):
 
 
 def child(door):
-    """A module set anew before backward."""
     net, x = Net(), leaf(2, 4)
     y, then = door(net)(x), net.two.weight
     net.two = nn.Linear(4, 4, bias=False)
@@ -863,7 +827,6 @@ def child(door):
 
 
 def swapped(door):
-    """Two parameters of one shape, exchanged."""
     net, x = Net(), leaf(2, 4)
     y = door(net)(x)
     net.one.weight, net.two.weight = net.two.weight, net.one.weight
@@ -889,17 +852,22 @@ EXCHANGES = [around, assigned, child, swapped, to_a_tensor]
 def test_parameters_that_are_exchanged_around_a_region(door, exchange):
     """Refused by a rerun, with what is known and the remedy; right under replay."""
     if door in RERUNS:
-        with pytest.raises(MismatchError, match=r"saves? .*parameter .*float32 tensor of shape") as caught:
+        with pytest.raises(
+            MismatchError, match=r"saves? .*parameter .*float32 tensor of shape"
+        ) as caught:
             exchange(WAYS[door])
         text = str(caught.value)
         assert "region '" in text and "backend='replay'" in text
-        assert "exchanged" not in text and "functional_call around" not in text and "opaque" not in text
+        assert (
+            "exchanged" not in text
+            and "functional_call around" not in text
+            and "opaque" not in text
+        )
     else:
         same_left(door, exchange)
 
 
 def pre_hook(module, bring):
-    """Weights come with every call, and stay."""
     module.register_forward_pre_hook(lambda *_: bring())
 
 
@@ -910,7 +878,7 @@ def both_hooks(module, bring):
 
 
 def offloaded(hooks, seen=None, trains=False):
-    """A model whose weights hooks bring in anew: saved as a view, as a whole, and by a kernel of many arguments."""
+    """A model whose weights hooks bring in anew."""
     torch.manual_seed(0)
     layers = nn.Linear(4, 4), nn.LayerNorm(4), nn.Tanh(), nn.Linear(4, 4, bias=False), nn.PReLU(4)
     model = nn.Sequential(*layers).requires_grad_(trains)
@@ -986,24 +954,23 @@ def test_frozen_weights_that_are_written_are_still_guarded(door):
         y.sum().backward()
 
 
-def switched_adapter(net):
-    net.one.weight, net.other = net.other, net.one.weight
-
-
 @pytest.mark.parametrize("door", RERUNS)
 def test_an_adapter_that_is_switched_is_named(door):
     """Both parameters, by where the module has them now; no guess at why."""
     net, x = Net(), leaf(2, 4)
     net.other = nn.Parameter(torch.ones(4, 4))
     y = WAYS[door](net)(x)
-    switched_adapter(net)
-    with pytest.raises(MismatchError, match=r"saves the parameter Net\.one\.weight .*saved the parameter Net\.other "):
+    net.one.weight, net.other = net.other, net.one.weight
+    with pytest.raises(
+        MismatchError,
+        match=r"saves the parameter Net\.one\.weight .*saved the parameter Net\.other ",
+    ):
         y.sum().backward()
 
 
 @pytest.mark.parametrize("door", RERUNS)
 def test_weights_cached_around_a_region(door):
-    """`parametrize.cached()`: the recompute makes the weight that the forward found; nothing was exchanged."""
+    """`parametrize.cached()`: the recompute makes the weight that the forward found."""
     layer, x = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)), leaf(2, 4)
     with nn.utils.parametrize.cached():
         layer(x)
@@ -1036,14 +1003,15 @@ def makes_modules(x):
 
 
 def adapts(x):
-    """A step of MAML inside a region."""
     w = torch.ones(4, requires_grad=True)
     (g,) = torch.autograd.grad((x * w).square().sum(), w, create_graph=True)
     return (x * (w - g * 0.5)).square()
 
 
 @EACH_WAY
-@pytest.mark.parametrize("makes", [makes_leaves, makes_parameters, makes_modules, adapts], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "makes", [makes_leaves, makes_parameters, makes_modules, adapts], ids=lambda f: f.__name__
+)
 def test_leaves_that_the_function_makes(door, makes):
     """They are new each time, and fine."""
 
@@ -1074,29 +1042,16 @@ def test_a_step_of_an_optimizer_between_forward_and_backward(door, how):
         y.sum().backward()
 
 
+@pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("door", ["rerun", "replay"])
-def test_parameters_that_the_region_did_not_use_may_change(door):
-    """The rest of the module is stepped meanwhile; nothing is copied of it or compared."""
-
-    def program(door):
-        net, x = Net(), leaf(2, 4)
-        y = door(lambda x: net.one(x).square())(x)
-        with torch.no_grad():
-            net.two.weight.mul_(2)
-        y.sum().backward()
-        return x.grad, net.one.weight.grad
-
-    same_left(door, program)
-
-
-@pytest.mark.parametrize("door", ["rerun", "replay"])
-def test_a_compiled_block_in_a_region_whose_other_parameters_were_stepped(door):
-    """The block's guards hold in the rerun as in the forward."""
+def test_parameters_that_the_region_did_not_use_may_change(door, compiled):
+    """The rest of the module is stepped meanwhile."""
 
     def program(door):
         torch._dynamo.reset()
         net, x = Net(), leaf(2, 4)
-        block = torch.compile(net.one, backend="eager") if door is not plain else net.one
+        is_compiled = compiled and door is not plain
+        block = torch.compile(net.one, backend="eager") if is_compiled else net.one
         y = door(lambda x: block(x).square())(x)
         with torch.no_grad():
             net.two.weight.mul_(2)
@@ -1110,15 +1065,20 @@ def test_a_compiled_block_in_a_region_whose_other_parameters_were_stepped(door):
 
 
 def test_a_rerun_finds_and_leaves_everything_as_the_user_has_it():
-    """The very parameters with their flags, memory and versions; the very children, dicts and lists. Training flags
-    are those of the forward meanwhile."""
+    """The very parameters with their flags, memory and versions."""
     net, seen = Net(), []
     net.tables = {"a": [1, 2]}
 
     def state():
         modules = [(id(m), id(m._parameters), id(m._modules), m.training) for m in net.modules()]
         parameters = [(id(p), p.requires_grad, p.data_ptr(), p._version) for p in net.parameters()]
-        return modules, parameters, id(net.tables), copy.deepcopy(net.tables), list(net.state_dict())
+        return (
+            modules,
+            parameters,
+            id(net.tables),
+            copy.deepcopy(net.tables),
+            list(net.state_dict()),
+        )
 
     def fn(x):
         seen.append((is_recomputing(), state()))
@@ -1134,7 +1094,7 @@ def test_a_rerun_finds_and_leaves_everything_as_the_user_has_it():
 
 
 def test_a_variable_that_something_else_in_the_region_sets():
-    """A helper or a hook that shares it by `nonlocal` finds what the forward found, and what it sets is dropped."""
+    """A helper or a hook that shares it by `nonlocal` finds what the forward found."""
 
     def step(door):
         scale, x = torch.tensor(2.0), leaf(4, 4)
@@ -1156,9 +1116,6 @@ def test_a_variable_that_something_else_in_the_region_sets():
         assert all(map(torch.equal, step(door), want))
 
 
-DOOR = pytest.mark.parametrize("door", DOORS.values(), ids=list(DOORS))
-
-
 # ---- preserve_rng_state="all"
 
 
@@ -1169,12 +1126,10 @@ def draws(x):
 
 
 def streams():
-    """Where the global streams are."""
     return random.getstate(), repr(np.random.get_state(legacy=False)), bits(torch.get_rng_state())
 
 
 def seed():
-    """All of them."""
     random.seed(1)
     np.random.seed(2)
     torch.manual_seed(3)
@@ -1258,7 +1213,8 @@ class Scale:
 @pytest.mark.parametrize("kind", [Tracker, Scale])
 @DOOR
 def test_registered_state_is_the_forwards_in_recompute_and_the_present_one_afterwards(kind, door):
-    """Gradients and the state afterwards are plain's, with other forwards in between and two backwards."""
+    """Gradients and the state afterwards are plain's, with other forwards in between and two
+    backwards."""
 
     def step(door):
         hidden = types.SimpleNamespace(it=kind())
@@ -1292,7 +1248,7 @@ def counters():
 
 
 def test_when_states_are_asked_for_and_put_back():
-    """At forward; at recompute, after which the state of now is put back; the last first, if there are several."""
+    """At forward; at recompute, after which the state of now is put back."""
     calls, snapshot, restore = counters()
     order = []
     with register_state(lambda: "a", order.append), register_state(lambda: "b", order.append):
@@ -1305,7 +1261,7 @@ def test_when_states_are_asked_for_and_put_back():
 
 
 def test_after_remove_no_snapshots_are_taken():
-    """Regions that have one restore it still, else their recompute would be wrong; removing twice is no error."""
+    """Regions that have one restore it still, else their recompute would be wrong."""
     calls, snapshot, restore = counters()
     handle = register_state(snapshot, restore)
     before = checkpointed(lambda x: x.sin().exp())(leaf())
@@ -1359,8 +1315,8 @@ def test_states_are_registered_for_all_threads():
     """Not for the one that registers them only."""
     calls, snapshot, restore = counters()
     with register_state(snapshot, restore):
-        in_thread(lambda: checkpointed(lambda x: x.sin())(leaf()))
-    in_thread(lambda: checkpointed(lambda x: x.sin())(leaf()))
+        at_once(lambda: checkpointed(lambda x: x.sin())(leaf()))
+    at_once(lambda: checkpointed(lambda x: x.sin())(leaf()))
     assert calls == [("snapshot", False)]
 
 
@@ -1370,13 +1326,15 @@ def test_states_are_registered_for_all_threads():
 @DOOR
 @pytest.mark.parametrize("early_stop", [True, False])
 def test_a_forward_only_function_runs_once_and_its_results_come_back_in_order(door, early_stop):
-    """Also where the results decide; with `keep`, which has an order of its own; with two backwards."""
+    """Also where the results decide; with `keep`, which has an order of its own."""
 
     def step(door, **options):
         numbers = iter([2.0, 3.0, 5.0])
         number = forward_only(lambda: next(numbers))
         x = leaf()
-        y = door(lambda x: keep((x * number()).square()).square() * keep(x * number()), **options)(x).sum()
+        y = door(lambda x: keep((x * number()).square()).square() * keep(x * number()), **options)(
+            x
+        ).sum()
         y.backward(retain_graph=True)
         y.backward()
         return bits(x.grad), next(numbers)
@@ -1385,9 +1343,11 @@ def test_a_forward_only_function_runs_once_and_its_results_come_back_in_order(do
 
 
 @DOOR
-@pytest.mark.parametrize("pass_it", [lambda f, x: f(x), lambda f, x: f(x=x)], ids=["positional", "keyword"])
+@pytest.mark.parametrize(
+    "pass_it", [lambda f, x: f(x), lambda f, x: f(x=x)], ids=["positional", "keyword"]
+)
 def test_an_argument_passed_through_is_the_recomputes_own(door, pass_it):
-    """A probe in the middle of an expression; its gradients flow, in a backward inside the region, too."""
+    """A probe in the middle of an expression."""
     norms = []
 
     @forward_only
@@ -1414,7 +1374,12 @@ def test_tensors_that_a_forward_only_function_makes_are_held(door):
 
     @forward_only
     def statistics(x):
-        return {"sum": x.sum(), "parts": [x.detach() * 2, torch.randint(5, (4,))], "count": len(x), "it": x}
+        return {
+            "sum": x.sum(),
+            "parts": [x.detach() * 2, torch.randint(5, (4,))],
+            "count": len(x),
+            "it": x,
+        }
 
     def fn(x):
         s = statistics(x.square())
@@ -1479,8 +1444,6 @@ def test_outside_of_a_region_it_is_the_function(where):
 
 
 class Model:
-    """Every kind of method."""
-
     def __init__(self):
         self.seen = []
 
@@ -1503,7 +1466,13 @@ def test_methods_and_signatures():
     assert list(inspect.signature(Model.method).parameters) == ["self", "x", "times"]
 
     def fn(x):
-        for method in (model.method, model.static, model.static_inside, model.of_class, model.of_class_inside):
+        for method in (
+            model.method,
+            model.static,
+            model.static_inside,
+            model.of_class,
+            model.of_class_inside,
+        ):
             results.append(method(x))
         return x.sin().exp()
 
@@ -1526,7 +1495,7 @@ def test_methods_and_signatures():
 @pytest.mark.parametrize("word", ["cs", "ccs", "scs", "cr", "csc"])
 @pytest.mark.parametrize("way", ["first to read", "result", "result of a view", "kept"])
 def test_a_forward_only_function_in_a_scope_in_a_rerun_leaves_no_trace_there(word, way):
-    """The rerun records the scope anew, without the operators of the function: its slots are the same all the same."""
+    """The rerun records the scope anew, without the operators of the function."""
     seen = []
 
     @forward_only
@@ -1594,24 +1563,6 @@ def test_a_list_passed_through_a_forward_only_function_is_the_recomputes_own():
     assert bits(torch.autograd.grad(checkpointed(fn)(x).sum(), x)[0]) == want
 
 
-class Box:
-    def __init__(self, value):
-        self.value = value
-
-
-def test_a_registered_state_may_be_kept_in_a_context_variable():
-    """It is restored in the context that the function is called in."""
-    variable = contextvars.ContextVar("scale")
-    variable.set(Box(2.0))
-    x = leaf()
-    (want,) = torch.autograd.grad((x * 2).exp().sin().sum(), x)
-    with register_state(lambda: variable.get().value, lambda value: variable.set(Box(value))):
-        y = checkpointed(lambda x: (x * variable.get().value).exp().sin())(x)
-        variable.get().value = 3.0
-        assert bits(torch.autograd.grad(y.sum(), x)[0]) == bits(want)
-        assert variable.get().value == 3.0
-
-
 @pytest.mark.parametrize("early_stop", [True, False])
 def test_leaves_and_written_tensors_that_a_forward_only_function_returns(early_stop):
     """A leaf gets its gradient."""
@@ -1631,13 +1582,12 @@ def test_leaves_and_written_tensors_that_a_forward_only_function_returns(early_s
 @pytest.mark.parametrize("what", ["keep", "forward_only"])
 def test_a_backward_inside_reruns_ahead_of_the_forward(what, early_stop):
     """What has not been kept or called yet is made anew."""
-    count = forward_only(lambda: None)
+    twice = forward_only(lambda y: y * 2)
 
     def fn(x, keep):
         y = (keep(x * 1.5) if what == "keep" else x * 1.5).exp().sin()
         (g,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
-        count()
-        z = keep((g * y).exp()) if what == "keep" else (g * y).exp()
+        z = keep((g * y).exp()) if what == "keep" else (g * twice(y)).exp()
         return (z * y).sin()
 
     x = leaf()
@@ -1646,61 +1596,22 @@ def test_a_backward_inside_reruns_ahead_of_the_forward(what, early_stop):
     assert bits(have) == bits(want)
 
 
-def test_a_view_from_a_forward_only_function_in_a_scope_in_a_rerun():
-    """The scope finds a tensor of its own, in the forward and in the rerun."""
-    turned = forward_only(lambda t: t.detach().t())
-
-    def fn(x):
-        return (x * turned(x.detach().sin())).sin()
-
-    x = leaf().detach().expand(3, -1)[:, :3].clone().requires_grad_()
-    (want,) = torch.autograd.grad(fn(x).sum(), x)
-    for door in (checkpointed, lambda fn: checkpointed(scope(fn))):
-        assert bits(torch.autograd.grad(door(fn)(x).sum(), x)[0]) == bits(want)
-
-
 # ---- what a region could reach
 
 
-class Config:
-    """An object with a large dict."""
-
-    def __init__(self, n):
-        self.table = {f"key {i}": [i] for i in range(n)}
-        self.hidden = 4
-
-
-def logger(n):
-    """In a tree of its own."""
-    manager = logging.Manager(logging.RootLogger(logging.WARNING))
-    for i in range(n // 10):
-        manager.loggerDict[f"a.{i}"] = [logging.PlaceHolder(manager.root)] * 10
-    return manager.getLogger("a.b")
-
-
-class Trainer:
-    """A plain object with a module, a list of words and a list of lists."""
-
-    def __init__(self, n, block):
-        self.words, self.batches, self.block = [f"word {i}" for i in range(n)], [[i] for i in range(n)], block
-
-    def step(self, x):
-        return self.block(x)
-
-
-LOGGER = CONFIG = None
+LOGGER = None
 
 
 class Layer(nn.Module):
-    """Names a logger and a configuration, as transformers' do."""
+    """Names a logger and has a configuration, as those of transformers."""
 
     def __init__(self, config):
         super().__init__()
         self.linear, self.config = nn.Linear(4, 4), config
 
-    def forward(self, x, config=None):
-        if LOGGER is not None and CONFIG is not None and self.config.hidden == 0:
-            LOGGER.warning(CONFIG.table)
+    def forward(self, x, trainer=None):
+        if LOGGER is not None and self.config is None:
+            LOGGER.warning("no configuration")
         return self.linear(x).relu()
 
 
@@ -1708,24 +1619,25 @@ def test_what_a_region_could_reach_costs_nothing():
     """As many calls of functions, forward and backward, however much there is around it."""
 
     def calls(n, way):
-        global LOGGER, CONFIG
-        LOGGER, CONFIG = logger(n), Config(n)
-        layer, x = Layer(Config(n)), leaf(4, 4)
-        trainer = Trainer(n, layer)
+        global LOGGER
+        many = {f"key {i}": [i] for i in range(n)}
+        manager = logging.Manager(logging.RootLogger(logging.WARNING))
+        manager.loggerDict |= dict.fromkeys(many, [logging.PlaceHolder(manager.root)] * 10)
+        LOGGER, layer, x = manager.getLogger("a.b"), Layer(many), leaf(4, 4)
+        trainer = types.SimpleNamespace(words=[*many], batches=[*many.values()], block=layer)
         region = {
             "module": lambda: rerun(layer)(x),
             "method": lambda: rerun(layer.forward)(x),
-            "method of a trainer": lambda: rerun(trainer.step)(x),
-            "lambda in it": lambda: rerun(lambda x: trainer.block(x))(x),
-            "argument": lambda: rerun(lambda x, trainer, config: trainer.step(x))(x, trainer, config=CONFIG),
+            "lambda": lambda: rerun(lambda x: trainer.block(x))(x),
+            "argument": lambda: rerun(lambda x, trainer: layer(x))(x, trainer),
         }[way]
         try:
             region().sum().backward()
             return python_calls(lambda: region().sum().backward())
         finally:
-            LOGGER = CONFIG = None
+            LOGGER = None
 
-    for way in ("module", "method", "method of a trainer", "lambda in it", "argument"):
+    for way in ("module", "method", "lambda", "argument"):
         assert calls(50_000, way) == calls(0, way), way
 
 
@@ -1738,7 +1650,7 @@ class Token:
 
 @EACH
 def test_a_frozen_base_with_adapters(door):
-    """An input that `requires_grad_()` has made a leaf goes through the hooks around, as torch's does."""
+    """An input that `requires_grad_()` has made a leaf goes through the hooks around."""
 
     def program(door):
         frozen, adapter = nn.Linear(4, 4).requires_grad_(False), nn.Parameter(leaf(4, 4).detach())

@@ -26,7 +26,9 @@ def extra(fn, inputs, backward=lambda y: y.sum().backward(), door="", early_stop
         return forward, count(lambda: backward(results.pop()))
 
     sides = zip(counts(plain or fn), counts(apply(door, fn, early_stop)), strict=True)
-    return tuple({op: n for op in {**a, **b} if (n := b.get(op, 0) - a.get(op, 0))} for a, b in sides)
+    return tuple(
+        {op: n for op in {**a, **b} if (n := b.get(op, 0) - a.get(op, 0))} for a, b in sides
+    )
 
 
 def chain(x):
@@ -78,7 +80,7 @@ def test_nested_regions_recompute_each_operator_once(door):
 
 @DOOR
 def test_double_backward_recomputes_once_for_each_graph_task(door):
-    """The first gradient is one graph task; the gradient of it is another, which opens the region again."""
+    """The first gradient is one graph task."""
 
     def backward(y):
         (first,) = torch.autograd.grad(y.sum(), x, create_graph=True)
@@ -90,8 +92,6 @@ def test_double_backward_recomputes_once_for_each_graph_task(door):
 
 
 class ReadsTwice(torch.autograd.Function):
-    """Asks for `ctx.saved_tensors` twice."""
-
     @staticmethod
     def forward(ctx, x):
         ctx.save_for_backward(x)
@@ -107,7 +107,9 @@ class ReadsTwice(torch.autograd.Function):
 @EARLY_STOP
 def test_two_reads_of_one_node_are_one_recompute(door, early_stop):
     """What has been read stays until the node has run."""
-    _, added = extra(lambda x: ReadsTwice.apply(x.sin().exp()), [leaf(3)], door=door, early_stop=early_stop)
+    _, added = extra(
+        lambda x: ReadsTwice.apply(x.sin().exp()), [leaf(3)], door=door, early_stop=early_stop
+    )
     assert {name: added[name] for name in ("sin", "exp")} == {"sin": 1, "exp": 1}
 
 
@@ -117,7 +119,9 @@ def test_no_hooks_stay_on_the_nodes_of_custom_functions():
     def hooks():
         gc.collect()
         functions = [value for value in gc.get_objects() if type(value) is FunctionType]
-        return sum(function.__qualname__ == "_keep_until_done.<locals>.done" for function in functions)
+        return sum(
+            function.__qualname__ == "_keep_until_done.<locals>.done" for function in functions
+        )
 
     x = torch.ones(3, requires_grad=True)
     y = checkpointed(lambda x: ReadsTwice.apply(x.exp()) * 2)(x).sum()
@@ -157,7 +161,9 @@ def test_the_last_matmul_is_not_redone(door):
 
 def test_without_early_stop_a_rerun_goes_to_the_end():
     """Then the last matmul, and whatever follows it, runs again."""
-    _, added = extra(lambda x, w: ((x @ w).sin() @ w) + 1, [leaf(3, 3), leaf(3, 3)], door="c", early_stop=False)
+    _, added = extra(
+        lambda x, w: ((x @ w).sin() @ w) + 1, [leaf(3, 3), leaf(3, 3)], door="c", early_stop=False
+    )
     assert added == {"mm": 2, "sin": 1, "add": 1}
 
 
@@ -204,7 +210,8 @@ def test_a_dropout_mask_does_not_pull_in_the_matmul_before_it(door):
 
 @REPLAY
 @pytest.mark.parametrize(
-    "like", [torch.rand_like, torch.randn_like, torch.ones_like, lambda h: h.new_full((40, 40), 2.0)]
+    "like",
+    [torch.rand_like, torch.randn_like, torch.ones_like, lambda h: h.new_full((40, 40), 2.0)],
 )
 def test_operators_that_read_only_metadata_pull_in_nothing(door, like):
     """Noise in the shape of a product, and constants."""
@@ -240,7 +247,6 @@ LAYERS = 5
 
 
 def layers(x, w):
-    """Layers with a kept value after each."""
     for _ in range(LAYERS):
         x = keep((x @ w).sin().tanh() @ w)
     return x
@@ -255,7 +261,7 @@ def test_keep_between_layers_replays_each_operator_at_most_once(door, early_stop
 
 
 def test_keep_makes_one_window_for_each_layer():
-    """With early stop every layer is a replay of its own; without it the first replay covers them all."""
+    """With early stop every layer is a replay of its own."""
     x, w = leaf(3, 3), leaf(3, 3)
     for early_stop, replays in ((True, LAYERS), (False, 1)):
         with checkpoint_scope(early_stop=early_stop) as scope:

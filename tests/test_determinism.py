@@ -11,7 +11,13 @@ from oracle import r as replay
 from oracle import s as scope
 from torch import nn
 
-from checkpointing import ChangedError, CheckpointError, MismatchError, checkpoint_scope, checkpointed
+from checkpointing import (
+    ChangedError,
+    CheckpointError,
+    MismatchError,
+    checkpoint_scope,
+    checkpointed,
+)
 
 LINE = re.escape(__file__)
 
@@ -37,8 +43,6 @@ def failed(fn, *args, error=MismatchError, **options):
 
 
 def repeated(often):
-    """As many layers as it is told."""
-
     def fn(x):
         for _ in range(often()):
             x = x.sin().exp()
@@ -53,21 +57,29 @@ def repeated(often):
 def test_fewer_tensors():
     """The message has both numbers, the operator that asked, the slot, and a way out."""
     text = failed(repeated(Two(3, 1)), leaf(3))
-    for words in ("different number of tensors", "during forward: 6", "during recomputation: 2", "keep()"):
+    for words in (
+        "different number of tensors",
+        "during forward: 6",
+        "during recomputation: 2",
+        "keep()",
+    ):
         assert words in text
     assert "ExpBackward0 asked for slot 5" in text
     assert "during recomputation: 0" in failed(repeated(Two(1, 0)), leaf(3))
 
 
 def test_fewer_tensors_in_the_middle():
-    """A tensor left out early shows as a shift of shapes or as a missing last one, never as wrong gradients."""
+    """A tensor left out early shows as a shift of shapes or as a missing last one, never as wrong
+    gradients."""
     skip = Two(False, True)
-    assert "different number of tensors" in failed(lambda x: (x.sin() if skip() else x.sin().exp()).cos(), leaf(3))
+    assert "different number of tensors" in failed(
+        lambda x: (x.sin() if skip() else x.sin().exp()).cos(), leaf(3)
+    )
 
 
 @pytest.mark.parametrize("early_stop", [True, False])
 def test_more_tensors(early_stop):
-    """Without early stop an error with the line that saved one too many; with it nobody's concern."""
+    """Without early stop an error with the line that saved one too many."""
     fn = repeated(Two(1, 2))
     if early_stop:
         checkpointed(fn)(leaf(3)).sum().backward()
@@ -82,7 +94,11 @@ def test_more_tensors(early_stop):
 
 METADATA = {
     "shape": (lambda x, first: x[: 3 if first else 2], r"\[3\]", r"\[2\]"),
-    "dtype": (lambda x, first: x.to(torch.float32 if first else torch.float64), "float32", "float64"),
+    "dtype": (
+        lambda x, first: x.to(torch.float32 if first else torch.float64),
+        "float32",
+        "float64",
+    ),
     "device": (lambda x, first: x.to("cpu" if first else "meta"), r"type='cpu'", r"type='meta'"),
     "rank": (lambda x, first: x if first else x[None], r"Size\(\[3\]\)", r"Size\(\[1, 3\]\)"),
 }
@@ -106,7 +122,7 @@ def test_the_tips_are_torchs():
 @pytest.mark.parametrize("what", METADATA)
 @pytest.mark.parametrize("early_stop", [True, False])
 def test_other_metadata(what, early_stop):
-    """The message has region, position, the operators that asked and made it, both sides, and the user's line."""
+    """The message has region, position, the operators that asked and made it, both sides."""
     change, saved, recomputed = METADATA[what]
     first, cos = Two(True, False), nn.Sequential(nn.Identity(), nn.Tanh())
 
@@ -136,9 +152,11 @@ def test_every_tensor_that_differs_is_listed_and_the_rest_counted():
     assert "So do 2 more, in slots [3, 4]" in text
 
 
-@pytest.mark.parametrize("error", [CheckpointError, torch.utils.checkpoint.CheckpointError, RuntimeError])
+@pytest.mark.parametrize(
+    "error", [CheckpointError, torch.utils.checkpoint.CheckpointError, RuntimeError]
+)
 def test_kinds_of_errors(error):
-    """They share one base, and that one is torch's: code written for torch's checkpoint keeps working."""
+    """They share one base, and that one is torch's."""
     which = Two(torch.float32, torch.float64)
     failed(lambda x: x.to(which()).sin(), leaf(3), error=error)
     assert issubclass(MismatchError, error)
@@ -146,7 +164,8 @@ def test_kinds_of_errors(error):
 
 
 def test_a_failed_check_can_be_tried_again():
-    """Nothing wrong stays behind: when the reason is gone, backward succeeds, in a region in a region as well."""
+    """Nothing wrong stays behind: when the reason is gone, backward succeeds, in a region in a
+    region as well."""
     table = {"dtype": torch.float32}
     x = leaf(3)
     inner = checkpointed(lambda x: x.to(table["dtype"]).sin().exp(), name="inner")
@@ -166,7 +185,8 @@ def test_a_failed_check_can_be_tried_again():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64], ids=str)
 def test_values_finds_another_number(dtype):
-    """One element of a thousand; the first tensor, its operators and the lines of both runs are named."""
+    """One element of a thousand; the first tensor, its operators and the lines of both runs are
+    named."""
     x = torch.ones(1000, dtype=dtype, requires_grad=True)
     table = {"offset": torch.zeros(1000, dtype=dtype)}
 
@@ -189,24 +209,26 @@ def test_values_finds_another_number(dtype):
     assert re.findall(r"position (\d+)", text) == ["1"]  # exp saves position 0
     assert "slot 1, made by AddBackward0" in text
     for run_ in ("forward", "recompute"):
-        assert re.search(rf"saved in the {run_} at {LINE}:\d+: return \(y \+ table\[\"offset\"\]\)\.sin\(\)", text)
+        assert re.search(
+            rf"saved in the {run_} at {LINE}:\d+: return \(y \+ table\[\"offset\"\]\)\.sin\(\)",
+            text,
+        )
     assert re.search(r"So do 1 more, in slots \[\d\]", text)
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: torch.rand(5, 4, requires_grad=True),
-        lambda: torch.rand(4, 5).t().requires_grad_(),
-        lambda: torch.rand(0, 4, requires_grad=True),
-        lambda: torch.rand((), requires_grad=True),
-        lambda: torch.tensor([float("nan"), -0.0, float("inf")], requires_grad=True),
-        lambda: torch.rand(3, dtype=torch.complex64).conj().requires_grad_(),
-        lambda: torch.rand(5, 4, dtype=torch.complex128, requires_grad=True).imag,
-        lambda: torch.rand(3, dtype=torch.bfloat16, requires_grad=True),
-    ],
-    ids=["2d", "transposed", "empty", "scalar", "odd numbers", "conjugate", "imaginary part", "half"],
-)
+TENSORS = {
+    "2d": lambda: torch.rand(5, 4, requires_grad=True),
+    "transposed": lambda: torch.rand(4, 5).t().requires_grad_(),
+    "empty": lambda: torch.rand(0, 4, requires_grad=True),
+    "scalar": lambda: torch.rand((), requires_grad=True),
+    "odd numbers": lambda: torch.tensor([float("nan"), -0.0, float("inf")], requires_grad=True),
+    "conjugate": lambda: torch.rand(3, dtype=torch.complex64).conj().requires_grad_(),
+    "imaginary": lambda: torch.rand(5, 4, dtype=torch.complex128, requires_grad=True).imag,
+    "half": lambda: torch.rand(3, dtype=torch.bfloat16, requires_grad=True),
+}
+
+
+@pytest.mark.parametrize("make", TENSORS.values(), ids=TENSORS)
 @pytest.mark.parametrize("backend", ["rerun", "replay"])
 def test_values_finds_nothing_where_nothing_differs(make, backend):
     """Any shape, layout and dtype; NaNs are equal to themselves."""
@@ -233,7 +255,7 @@ def test_values_finds_nothing_where_nothing_differs(make, backend):
     ids=str,
 )
 def test_values_tells_small_numbers_apart(first, later):
-    """The checksum is of bits in their order: swapped elements, signs of zero, masks, indices with few bits set."""
+    """The checksum is of bits in their order."""
     which, kind = Two(torch.tensor(first), torch.tensor(later)), type(first[0])
 
     def fn(x):
@@ -242,7 +264,9 @@ def test_values_tells_small_numbers_apart(first, later):
             return x.index_select(0, saved)
         return torch.where(saved, x, 0.0) if kind is bool else (x * saved).sin()
 
-    assert "position 0" in failed(fn, leaf(8 if kind is int else len(first)), determinism_check="values")
+    assert "position 0" in failed(
+        fn, leaf(8 if kind is int else len(first)), determinism_check="values"
+    )
 
 
 # ---- other checks
@@ -253,7 +277,7 @@ def test_a_function_as_check():
     which, seen, x = Two(1.0, 1.01), [], torch.ones(3, requires_grad=True)
 
     def rounded(tensor):
-        seen.append(tensor.requires_grad)
+        seen.append(tensor.requires_grad or torch.is_grad_enabled())
         return round(float(tensor.sum()), 0)
 
     checkpointed(lambda x: (x * which()).sin().exp(), determinism_check=rounded)(x).sum().backward()
@@ -265,12 +289,28 @@ def test_a_function_as_check():
 
 
 @pytest.mark.parametrize("backend", ["rerun", "replay"])
-@pytest.mark.parametrize("check", [lambda t: (t * 2).cos().sum(), lambda t: t.clone(), lambda t: (t.shape, t.dtype)])
+@pytest.mark.parametrize(
+    "check", [lambda t: (t * 2).cos().sum(), lambda t: t.clone(), lambda t: (t.shape, t.dtype)]
+)
 def test_a_check_may_compute_and_return_tensors(backend, check):
     """They are compared by value; what it computes is part of no region, and saves nothing."""
     x = torch.ones(3, requires_grad=True)
-    checkpointed(lambda x: x.sin().exp(), backend=backend, determinism_check=check)(x).sum().backward()
+    checkpointed(lambda x: x.sin().exp(), backend=backend, determinism_check=check)(
+        x
+    ).sum().backward()
     assert torch.equal(x.grad, torch.autograd.grad(x.sin().exp().sum(), x)[0])
+
+
+@pytest.mark.parametrize("backend", ["rerun", "replay"])
+def test_a_check_runs_without_gradients(backend):
+    seen, x = [], leaf(3)
+    fn = checkpointed(
+        lambda x: x.sin().exp(),
+        backend=backend,
+        determinism_check=lambda t: seen.append(torch.is_grad_enabled()),
+    )
+    torch.autograd.grad(fn(x).sum(), x, create_graph=True)
+    assert len(seen) == 4 and not any(seen)
 
 
 def test_a_check_that_raises():
@@ -310,7 +350,9 @@ def test_debug_logs_operators_of_both_runs(door, debug):
     with pytest.raises(CheckpointError) as caught:
         y.sum().backward()
     _, *logs = re.split("Operations executed during ", str(caught.value))
-    assert [log.split(":")[0] for log in logs] == (["the original forward", "recomputation"] if debug else [])
+    assert [log.split(":")[0] for log in logs] == (
+        ["the original forward", "recomputation"] if debug else []
+    )
     assert debug or str(caught.value).count("\n") < 8
     if debug:
         operators = re.findall(r"\d+: .*aten\.(\w+)\.", logs[0])
@@ -333,7 +375,9 @@ def test_debug_says_nothing_when_all_is_well(capsys, caplog):
 # ---- a way out
 
 
-@pytest.mark.parametrize("use", [torch.exp, lambda h: h[1:].sin(), torch.sin], ids=["read", "view", "saved"])
+@pytest.mark.parametrize(
+    "use", [torch.exp, lambda h: h[1:].sin(), torch.sin], ids=["read", "view", "saved"]
+)
 def test_an_operator_that_makes_another_size_in_replay_is_an_error(use):
     """Whoever reads the result in replay, or what of it was saved."""
     calls = []
@@ -348,21 +392,29 @@ def test_an_operator_that_makes_another_size_in_replay_is_an_error(use):
         w = torch.ones((), requires_grad=True)
         with checkpoint_scope(name="grown"):
             y = use(torch.ops.checkpointing_tests.growing(torch.rand(3) * 2) * w) * w
-        with pytest.raises(CheckpointError, match=r"grown.*growing.* made 16 bytes .* 20 in the recompute"):
+        with pytest.raises(
+            CheckpointError, match=r"grown.*growing.* made 16 bytes .* 20 in the recompute"
+        ):
             y.sum().backward()
 
 
 def test_jagged_tensors_made_inside_have_other_ragged_sizes_each_time():
-    """As under torch's own checkpoint: a size that depends on the data is known by the tensor it was read from."""
+    """As under torch's own checkpoint."""
 
     def ragged(x):
-        return torch.nested.nested_tensor_from_jagged(x.sin(), offsets=torch.tensor([0, 1, 4])).sin().values()
+        return (
+            torch.nested.nested_tensor_from_jagged(x.sin(), offsets=torch.tensor([0, 1, 4]))
+            .sin()
+            .values()
+        )
 
     x = torch.ones(4, 3, requires_grad=True)
     with pytest.raises(MismatchError, match="metadata"):
         checkpointed(ragged)(x).sum().backward()
     (want,) = torch.autograd.grad(x.sin().sin().sum(), x)
-    assert torch.equal(torch.autograd.grad(checkpointed(ragged, backend="replay")(x).sum(), x)[0], want)
+    assert torch.equal(
+        torch.autograd.grad(checkpointed(ragged, backend="replay")(x).sum(), x)[0], want
+    )
 
 
 DOOR = pytest.mark.parametrize("door", [rerun, replay, scope])

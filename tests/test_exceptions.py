@@ -1,4 +1,5 @@
-"""An exception anywhere leaves no hook, mode, random state or grad mode behind and says where it happened."""
+"""An exception anywhere leaves no hook, mode, random state or grad mode behind and says where it
+happened."""
 
 import asyncio
 import contextlib
@@ -12,7 +13,16 @@ import torch.nn.functional as F
 from oracle import Counting, apply, bits, count, leaf
 from torch.utils._python_dispatch import is_in_any_mode_without_ignore_compile_internals
 
-from checkpointing import CheckpointError, auto, checkpoint_scope, checkpointed, disabled, is_recomputing, keep, opaque
+from checkpointing import (
+    CheckpointError,
+    auto,
+    checkpoint_scope,
+    checkpointed,
+    disabled,
+    is_recomputing,
+    keep,
+    opaque,
+)
 from checkpointing._region import thread
 
 WORD = pytest.mark.parametrize("word", ["c", "r", "s", "cc", "cs", "sc", "ss"])
@@ -48,7 +58,9 @@ def unchanged(rng=True):
     x = torch.ones(3, requires_grad=True)
     plain = count(lambda: x.sin().exp().sum().backward())
     x.grad = None
-    assert count(lambda: x.sin().exp().sum().backward()) == plain, "autograd saves tensors again, not holders"
+    assert count(lambda: x.sin().exp().sum().backward()) == plain, (
+        "autograd saves tensors again, not holders"
+    )
 
 
 class Fails:
@@ -90,7 +102,7 @@ def test_in_the_body(word, early_stop, error):
 @EARLY_STOP
 @ERRORS
 def test_in_a_recompute(word, early_stop, error):
-    """The function fails when it is called again; grad mode, modes and random stream are put back."""
+    """The function fails when it is called again."""
     fail = Fails(error, 2)
 
     def fn(x):
@@ -108,8 +120,6 @@ def test_in_a_recompute(word, early_stop, error):
 
 
 class FailingMode(Counting):
-    """An operator of the recompute fails."""
-
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.overloadpacket.__name__ == "exp":
             raise KeyboardInterrupt("on purpose")
@@ -130,7 +140,6 @@ def test_an_operator_of_the_recompute_fails(word, early_stop):
 
 
 def notes_of(error):
-    """The notes of an exception, as one text."""
     return "\n".join(getattr(error, "__notes__", []))
 
 
@@ -259,7 +268,7 @@ def test_an_early_stop_of_the_inner_region_ends_the_inner_rerun_only(word):
 
 @WORD
 def test_the_region_around_is_the_innermost_again_after_an_exception(word):
-    """`keep` finds it; and outside of all regions, where `keep` holds nothing, what `disabled` switched off is on."""
+    """`keep` finds it, and what `disabled` switched off is on again."""
     x = leaf(3)
 
     def fails(x):
@@ -294,7 +303,6 @@ def falls_back(x):
 
 
 def falls_back_in_a_loop(x):
-    """The stop signal ends the last turn."""
     for _ in range(3):
         try:
             x = x.exp().mul(0.1)
@@ -346,7 +354,9 @@ def overwrites(x):
 
 
 @EARLY_STOP
-def test_a_value_that_the_function_overwrites_later_is_brought_back_as_it_was_or_refused(early_stop):
+def test_a_value_that_the_function_overwrites_later_is_brought_back_as_it_was_or_refused(
+    early_stop,
+):
     """A rerun that stops right behind it has it still; one to the end has not, and says so."""
     x = torch.tensor([4.0, 16.0, 64.0], requires_grad=True)
     with pytest.raises(RuntimeError, match="modified by an inplace"):
@@ -363,7 +373,7 @@ def test_a_value_that_the_function_overwrites_later_is_brought_back_as_it_was_or
 
 @pytest.mark.parametrize("error", [RuntimeError, SystemExit, KeyboardInterrupt])
 def test_what_a_function_makes_of_the_stop_signal(error):
-    """An error of its own does not keep backward from what it has; somebody who wants to leave leaves."""
+    """An error of its own does not keep backward from what it has."""
 
     def fn(x):
         try:
@@ -374,7 +384,9 @@ def test_what_a_function_makes_of_the_stop_signal(error):
 
     x = torch.ones(3, requires_grad=True)
     y = checkpointed(fn)(x).sum()
-    with pytest.raises(KeyboardInterrupt) if error is KeyboardInterrupt else contextlib.nullcontext():
+    with (
+        pytest.raises(KeyboardInterrupt) if error is KeyboardInterrupt else contextlib.nullcontext()
+    ):
         y.backward()
 
 
@@ -420,9 +432,11 @@ def in_turns(tasks, order):
     return [outcomes[i] for i in range(len(tasks))]
 
 
-@pytest.mark.parametrize("kinds", [*itertools.product(["scope", "auto", "reported"], repeat=2), ("scope",) * 3])
+@pytest.mark.parametrize(
+    "kinds", [*itertools.product(["scope", "auto", "reported"], repeat=2), ("scope",) * 3]
+)
 def test_scopes_of_several_tasks(kinds):
-    """Who leaves while a later one is inside is told so; nothing is left behind, and the others are right."""
+    """Who leaves while a later one is inside is told so."""
     x = leaf(3)
     (want,) = in_turns([task(x, "plain")], [])
     (want,) = torch.autograd.grad(want.sum(), x)
@@ -483,7 +497,10 @@ def test_a_function_that_leaves_a_scope_open(fails):
 
     for door in (checkpointed, checkpointed(backend="replay")):
         with unchanged():
-            with pytest.raises(ValueError if fails else CheckpointError, match="on purpose" if fails else "still open"):
+            with pytest.raises(
+                ValueError if fails else CheckpointError,
+                match="on purpose" if fails else "still open",
+            ):
                 door(function)(torch.ones(3, requires_grad=True))
             waiting.pop().close()
 
@@ -504,4 +521,6 @@ def test_scopes_of_asyncio_tasks():
     with unchanged(rng=False):
         with pytest.raises(CheckpointError, match="await"):
             asyncio.run(steps())
-        assert [type(r) for r in asyncio.run(steps(return_exceptions=True))] == [CheckpointError] * 2 + [type(None)]
+        assert [type(r) for r in asyncio.run(steps(return_exceptions=True))] == [
+            CheckpointError
+        ] * 2 + [type(None)]

@@ -1,32 +1,26 @@
-"""What only a GPU shows. (Offloading on side streams: test_offload.py; the comparison's figures: test_main.py.)"""
+"""What only a GPU shows. (Offloading on side streams: test_offload.py; the comparison's figures:
+test_main.py.)"""
 
 import pytest
 import torch
 import torch.nn.functional as F
+from oracle import s
 from torch import nn
 
-from checkpointing import auto, checkpoint_scope, checkpointed
+from checkpointing import auto, checkpointed
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
-
-
-def block(fn):
-    def run(*args):
-        with checkpoint_scope():
-            return fn(*args)
-
-    return run
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
+]
 
 
-def cuts(fn):
-    def run(*args):
-        with checkpoint_scope(policy=auto()):
-            return fn(*args)
-
-    return run
-
-
-DOORS = {"rerun": checkpointed, "replay": checkpointed(backend="replay"), "scope": block, "auto": cuts}
+DOORS = {
+    "rerun": checkpointed,
+    "replay": checkpointed(backend="replay"),
+    "scope": s,
+    "auto": lambda fn: s(fn, policy=auto()),
+}
 
 
 @pytest.fixture(params=DOORS)
@@ -97,8 +91,7 @@ def test_regions_on_several_streams(door, layers):
 
 
 def test_capture_in_a_graph(door, layers):
-    """Forward, recompute and backward are captured; each replay of the graph draws numbers of its own, the same in
-    both."""
+    """Forward, recompute and backward are captured."""
     x = inputs()
     parameters = list(layers.parameters())
 

@@ -6,15 +6,19 @@ import types
 
 import pytest
 import torch
-from oracle import bits, count, leaf
+from oracle import Hooks, bits, count, leaf
 from oracle import s as scope
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 from checkpointing import ChangedError, checkpoint_scope, checkpointed, disabled, keep
 
-TAPES = pytest.mark.parametrize("door", [checkpointed(backend="replay"), scope], ids=["replay", "scope"])
+TAPES = pytest.mark.parametrize(
+    "door", [checkpointed(backend="replay"), scope], ids=["replay", "scope"]
+)
 DOORS = pytest.mark.parametrize(
-    "door", [checkpointed(), checkpointed(backend="replay"), scope], ids=["rerun", "replay", "scope"]
+    "door",
+    [checkpointed(), checkpointed(backend="replay"), scope],
+    ids=["rerun", "replay", "scope"],
 )
 
 
@@ -42,7 +46,7 @@ BUILDS = {
 
 @pytest.mark.parametrize("build", [lambda x: x, *BUILDS.values()], ids=["tensor", *BUILDS])
 def test_keep_returns_its_argument(build):
-    """The very same object, in the forward of every door and outside of all; outside it does nothing else."""
+    """The very same object, in the forward of every door and outside of all."""
     x = leaf(3)
     value = build(h := x.sin())
     for door in (
@@ -92,7 +96,9 @@ def test_nested_values_are_all_kept(wrap):
     assert entered.stats.bytes_kept == 80
     y.sum().backward()
     assert entered.stats.ops_replayed == 4  # the exponentials and their sines
-    assert bits(x.grad) == bits(torch.autograd.grad((x.sin().exp().sin() * x.cos().exp().sin()).sum(), x)[0])
+    assert bits(x.grad) == bits(
+        torch.autograd.grad((x.sin().exp().sin() * x.cos().exp().sin()).sum(), x)[0]
+    )
 
 
 def test_bytes_kept_are_those_of_storages_counted_once():
@@ -110,9 +116,11 @@ def test_bytes_kept_are_those_of_storages_counted_once():
 
 
 @TAPES
-@pytest.mark.parametrize("modify", [lambda y: y.mul_(2).add_(1), lambda y: y[0].zero_()], ids=["whole", "part"])
+@pytest.mark.parametrize(
+    "modify", [lambda y: y.mul_(2).add_(1), lambda y: y[0].zero_()], ids=["whole", "part"]
+)
 def test_keep_then_in_place(door, modify):
-    """A kept value that is then overwritten: those who read it before see the old one, the others the new one."""
+    """Who read it before gets the old value, the others the new one."""
     x = leaf(3, 3)
 
     def fn(x):
@@ -142,7 +150,9 @@ def test_keep_then_in_place_under_rerun():
     try:
         have = torch.autograd.grad(y.sum(), x)[0]
     except ChangedError as error:
-        assert "a value given to keep() (float32 tensor of shape (3,)) was changed in place" in str(error)
+        assert "a value given to keep() (float32 tensor of shape (3,)) was changed in place" in str(
+            error
+        )
     else:
         assert bits(have) == bits(want)
 
@@ -190,7 +200,8 @@ def test_kept_values_go_with_the_backward():
 
 
 def test_keep_pins_a_routing_decision():
-    """The rerun gets the indices that the forward chose, though it would choose others now (pain 5)."""
+    """The rerun gets the indices that the forward chose, though it would choose others now (pain
+    5)."""
     x, scores = leaf(4, 3), [torch.tensor([3.0, 1.0, 2.0, 0.0]), torch.tensor([0.0, 1.0, 2.0, 3.0])]
     seen = []
 
@@ -208,7 +219,9 @@ def test_keep_pins_a_routing_decision():
     assert bits(x.grad) == bits(want)
 
 
-@pytest.mark.parametrize("wrap", [lambda t: [t], lambda t: {"a": (t,)}, lambda t: Pair(t, None), lambda t: Named(t, 1)])
+@pytest.mark.parametrize(
+    "wrap", [lambda t: [t], lambda t: {"a": (t,)}, lambda t: Pair(t, None), lambda t: Named(t, 1)]
+)
 def test_pinned_structures_are_like_the_ones_given(wrap):
     """The rerun gets an equal structure, with the kept tensors."""
     runs = []
@@ -217,7 +230,13 @@ def test_pinned_structures_are_like_the_ones_given(wrap):
     def fn(x):
         runs.append(keep(wrap(torch.full((3,), float(len(runs))))))
         kept = runs[-1]
-        tensor = kept[0] if isinstance(kept, list | tuple) else kept["a"][0] if isinstance(kept, dict) else kept.a
+        tensor = (
+            kept[0]
+            if isinstance(kept, list | tuple)
+            else kept["a"][0]
+            if isinstance(kept, dict)
+            else kept.a
+        )
         return (x * (tensor + 1)).sin().exp()
 
     x = leaf(3)
@@ -228,7 +247,7 @@ def test_pinned_structures_are_like_the_ones_given(wrap):
 
 @pytest.mark.parametrize("nested", [(), (3,), (0, 2)])
 def test_pins_are_in_order(nested):
-    """Several in a loop find their own; where an outer rerun meets an inner region anew, the forward's stand, too."""
+    """Several in a loop find their own, also in inner regions."""
     counter = iter(range(1, 100))
 
     def stage(x):
@@ -267,22 +286,6 @@ def test_a_pinned_value_passes_gradients_on():
 # ---- beside other hooks
 
 
-class Hooks(saved_tensors_hooks):
-    """Hooks that know what was packed and how often it came back."""
-
-    def __init__(self):
-        self.packed, self.unpacked = [], 0
-        super().__init__(self.pack, self.unpack)
-
-    def pack(self, tensor):
-        self.packed.append(tensor.detach().clone())
-        return tensor.detach().clone()
-
-    def unpack(self, tensor):
-        self.unpacked += 1
-        return tensor.clone()
-
-
 @DOORS
 def test_kept_values_go_through_enclosing_hooks(door):
     """Each once, as an operator's saved tensor would."""
@@ -300,7 +303,7 @@ def test_kept_values_go_through_enclosing_hooks(door):
 @DOORS
 @pytest.mark.parametrize("write", [False, True])
 def test_keep_under_save_on_cpu(door, write):
-    """Offloaded and back, also where the kept tensor is a view; and it is what was kept, not what it became."""
+    """Offloaded and back, also where the kept tensor is a view."""
 
     def fn(x):
         y = keep(x.relu().t())
@@ -338,7 +341,9 @@ def test_keep_under_hooks_that_change_the_layout(program):
     """NumPy arrays in C order, say."""
     x = torch.arange(24.0).view(4, 6).requires_grad_()
     (want,) = torch.autograd.grad(program(x, lambda t: t).sum(), x)
-    with saved_tensors_hooks(lambda t: t.detach().numpy().copy(order="C"), lambda a: torch.from_numpy(a.copy())):
+    with saved_tensors_hooks(
+        lambda t: t.detach().numpy().copy(order="C"), lambda a: torch.from_numpy(a.copy())
+    ):
         y = scope(program)(x, keep)
     assert bits(torch.autograd.grad(y.sum(), x)[0]) == bits(want)
 
@@ -353,4 +358,6 @@ def test_a_parameter_needs_no_pin():
         return (y * v).square()
 
     want = torch.autograd.grad(fn(x, lambda t: t).sum(), (x, w))
-    assert [*map(bits, torch.autograd.grad(checkpointed(fn)(x).sum(), (x, w)))] == [*map(bits, want)]
+    assert [*map(bits, torch.autograd.grad(checkpointed(fn)(x).sum(), (x, w)))] == [
+        *map(bits, want)
+    ]

@@ -1,4 +1,5 @@
-"""The package is layered: imports point down, private names of torch are in one file, no state is process-wide."""
+"""The package is layered: imports point down, private names of torch are in one file, no state is
+process-wide."""
 
 import ast
 import contextlib
@@ -10,18 +11,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from oracle import words
 
 import checkpointing
 
 PACKAGE = Path(checkpointing.__file__).parent
 
 # The layout table of the design, from the top down.
-LAYERS = [
-    *("__init__", "__main__", "torch_compat", "_modules", "_api", "_report", "_debug", "_reentrant", "_policy"),
-    *("_rerun", "_buffers", "_replay", "_plan", "_windows", "_run", "_record", "_compiled", "_gathered", "_program", "_ops"),
-    *("_held", "_engine", "_check", "_ambient", "_offload", "_region", "_where"),
-    *("_tree", "_torch", "errors"),
-]
+LAYERS = words("""
+    __init__ __main__ torch_compat _modules _api _report _debug _reentrant _policy
+    _rerun _buffers _replay _plan _windows _run _record _compiled _gathered _program _ops
+    _held _engine _check _ambient _offload _region _where _tree _torch errors
+""")
 FILES = sorted(path.stem for path in PACKAGE.glob("*.py"))
 TREES = {name: ast.parse((PACKAGE / f"{name}.py").read_text(encoding="utf-8")) for name in FILES}
 EACH = pytest.mark.parametrize("name", FILES)
@@ -33,6 +34,20 @@ ALLOWED = {
 }
 # Private attributes of objects that are Python's, or that torch documents in its notes on autograd.
 KNOWN_ATTRIBUTES = {"_getframe", "_asdict", "_fields", "_replace", "_version", "_base", "_schema"}
+
+
+def names_of(node):
+    """Those that a node of this package's code makes."""
+    if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        return {node.name}
+    if isinstance(node, ast.Name):
+        return {node.id}
+    if isinstance(node, ast.Constant):  # `__slots__`
+        return {node.value}
+    if isinstance(node, ast.ImportFrom):
+        return {alias.asname or alias.name for alias in node.names}
+    is_set = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+    return {node.attr} if is_set and dotted(node.value) == "self" else set()
 
 
 def imports(tree):
@@ -68,6 +83,9 @@ def dotted(node):
     return node.id if isinstance(node, ast.Name) else None
 
 
+OURS = {name for tree in TREES.values() for node in ast.walk(tree) for name in names_of(node)}
+
+
 def torch_names(tree):
     """Full names of everything of torch's that a file uses, and their lines."""
     known = {}
@@ -100,14 +118,16 @@ def test_imports_point_down(name):
     assert up - {name} == set()
 
 
-@pytest.mark.parametrize("name", ["__init__"])
-def test_the_package_reexports_and_does_nothing_else(name):
+def test_the_package_reexports_and_does_nothing_else():
     """`from ._x import y as y` and a version."""
-    for node in TREES[name].body:
+    for node in TREES["__init__"].body:
         reexport = isinstance(node, ast.ImportFrom) and all(a.asname == a.name for a in node.names)
         docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
         module = isinstance(node, ast.ImportFrom) and node.module is None
-        version = isinstance(node, ast.Assign) and dotted(node.targets[0]) in ("__version__", "__all__")
+        version = isinstance(node, ast.Assign) and dotted(node.targets[0]) in (
+            "__version__",
+            "__all__",
+        )
         assert reexport or docstring or version or module, ast.unparse(node)
 
 
@@ -140,33 +160,15 @@ def test_private_names_of_torch_are_in_one_file(name):
 
 @EACH
 def test_private_attributes_of_torchs_objects_are_in_one_file(name):
-    """Storages, operators and nodes have private attributes as well: `storage._cdata`, `op._op`, ..."""
+    """Storages, operators and nodes have private attributes as well."""
     if name == "_torch":
         return
-    ours = {
-        *(n.name for t in TREES.values() for n in ast.walk(t) if isinstance(n, ast.FunctionDef | ast.ClassDef)),
-        *(n.id for t in TREES.values() for n in ast.walk(t) if isinstance(n, ast.Name)),
-        *(n.value for t in TREES.values() for n in ast.walk(t) if isinstance(n, ast.Constant)),  # `__slots__`
-        *(
-            a.asname or a.name
-            for t in TREES.values()
-            for n in ast.walk(t)
-            if isinstance(n, ast.ImportFrom)
-            for a in n.names
-        ),
-        *(
-            n.attr
-            for t in TREES.values()
-            for n in ast.walk(t)
-            if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store) and dotted(n.value) == "self"
-        ),
-    }
     found = [
         f"{name}.py:{node.lineno}: {ast.unparse(node)}"
         for node in ast.walk(TREES[name])
         if isinstance(node, ast.Attribute)
         and is_private(node.attr)
-        and node.attr not in ours | KNOWN_ATTRIBUTES
+        and node.attr not in OURS | KNOWN_ATTRIBUTES
         and not (dotted(node) or "").startswith("torch.")
     ]
     assert found == []
@@ -177,8 +179,13 @@ def test_private_attributes_of_torchs_objects_are_in_one_file(name):
 
 def run(code):
     """Output of a program in a process of its own."""
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(PACKAGE.parent), *(p for p in sys.path if p)])}
-    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=env)
+    env = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(PACKAGE.parent), *(p for p in sys.path if p)]),
+    }
+    process = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, env=env
+    )
     assert process.returncode == 0, process.stderr
     return process.stdout
 
@@ -189,7 +196,8 @@ def test_import_brings_in_nothing_but_the_package():
         """
 import sys, torch
 before = set(sys.modules)
-state = {name: dict(vars(module)) for name, module in list(sys.modules.items()) if name.startswith("torch") and module}
+modules = [(name, module) for name, module in sys.modules.items() if module]
+state = {name: dict(vars(module)) for name, module in modules if name.startswith("torch")}
 random = torch.get_rng_state()
 import checkpointing
 print(sorted(m for m in set(sys.modules) - before if m.partition(".")[0] != "checkpointing"))
@@ -211,10 +219,14 @@ print("torch_remat" in sys.modules or "numpy" in set(sys.modules) - before)
 def test_nothing_is_patched_and_nothing_global_is_reassigned(name):
     """No `global`, no `__del__`, no assignment to an attribute of torch or of another module."""
     tree = TREES[name]
-    modules = {asname or target or module.partition(".")[0] for _, module, target, asname in imports(tree)}
+    modules = {
+        asname or target or module.partition(".")[0] for _, module, target, asname in imports(tree)
+    }
     for node in ast.walk(tree):
         assert not isinstance(node, ast.Global), f"{name}.py:{node.lineno}"
-        assert not (isinstance(node, ast.FunctionDef) and node.name == "__del__"), f"{name}.py:{node.lineno}"
+        assert not (isinstance(node, ast.FunctionDef) and node.name == "__del__"), (
+            f"{name}.py:{node.lineno}"
+        )
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del):
             head = (dotted(node) or "").partition(".")[0]
             # `thread` is our own `threading.local`.
@@ -222,11 +234,13 @@ def test_nothing_is_patched_and_nothing_global_is_reassigned(name):
 
 
 def test_no_state_builds_up_in_the_process():
-    """Regions of each kind, with an error among them: global tables don't grow, and no tensor stays alive."""
+    """Regions of each kind, with an error among them."""
 
     def step(seed):
         x = torch.rand(4, 4).requires_grad_()
-        inner = checkpointing.checkpointed(lambda x: torch.nn.functional.dropout(x.sin(), 0.5).exp(), name=f"n{seed}")
+        inner = checkpointing.checkpointed(
+            lambda x: torch.nn.functional.dropout(x.sin(), 0.5).exp(), name=f"n{seed}"
+        )
         for backend in ("rerun", "replay"):
             with checkpointing.checkpoint_scope(name=f"s{seed}"):
                 y = checkpointing.keep(checkpointing.checkpointed(inner, backend=backend)(x)).cos()
@@ -236,8 +250,17 @@ def test_no_state_builds_up_in_the_process():
 
     def left():
         gc.collect()
-        modules = [m for n, m in sys.modules.items() if n.startswith("checkpointing.") and "__main__" not in n]
-        tables = [len(v) for m in modules for n, v in vars(m).items() if type(v) in (dict, list, set) and n[:2] != "__"]
+        modules = [
+            m
+            for n, m in sys.modules.items()
+            if n.startswith("checkpointing.") and "__main__" not in n
+        ]
+        tables = [
+            len(v)
+            for m in modules
+            for n, v in vars(m).items()
+            if type(v) in (dict, list, set) and n[:2] != "__"
+        ]
         return tables, sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects())
 
     step(0)
@@ -250,7 +273,7 @@ def test_no_state_builds_up_in_the_process():
 def test_everything_public_is_documented():
     """A docstring for each file and each exported name, which says that it lives here."""
     public = [n for n in dir(checkpointing) if not n.startswith("_") and n not in FILES]
-    assert {"checkpointed", "checkpoint_scope", "keep", "disabled", "is_recomputing", "CheckpointError"} <= set(public)
+    assert {"checkpointed", "checkpoint_scope", "keep", "CheckpointError"} <= set(public)
     for name in public:
         assert getattr(checkpointing, name).__doc__, name
         assert getattr(checkpointing, name).__module__.partition(".")[0] == "checkpointing", name

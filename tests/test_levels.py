@@ -1,4 +1,5 @@
-"""Recompute on several levels: a replay that is larger than the budget makes cuts of its own while it runs."""
+"""Recompute on several levels: a replay that is larger than the budget makes cuts of its own while
+it runs."""
 
 import math
 from collections import Counter
@@ -32,11 +33,12 @@ step.register_autograd(
     setup_context=lambda ctx, inputs, output: ctx.save_for_backward(output),
 )
 
-pytestmark = pytest.mark.usefixtures("frozen")  # memory is measured after collections, which are quick then
+pytestmark = pytest.mark.usefixtures(
+    "frozen"
+)  # memory is measured after collections, which are quick then
 
 
 def chain(n):
-    """`n` equal steps."""
     x = torch.linspace(-1, 1, SIZE).requires_grad_()
 
     def run():
@@ -49,8 +51,6 @@ def chain(n):
 
 
 def scoped(fn, budget):
-    """`fn` in a scope with a budget."""
-
     def run():
         with checkpoint_scope(policy=auto(budget=budget)) as run.scope:
             return fn()
@@ -59,7 +59,6 @@ def scoped(fn, budget):
 
 
 def replayed(n, units):
-    """Which steps backward runs, in order."""
     run, x = chain(n)
     want = torch.autograd.grad(run(), x)[0]
     call = scoped(run, units * UNIT)
@@ -75,7 +74,6 @@ def replayed(n, units):
 
 
 def windows(order):
-    """Consecutive steps as (first, last)."""
     found = []
     for number in order:
         if found and number == found[-1][1] + 1:
@@ -90,11 +88,15 @@ def windows(order):
     [
         (8, 1, [(4, 7), (4, 4), (0, 2), (0, 0)]),
         (8, 2, [(6, 7), (3, 4), (0, 1)]),
-        (64, 8, [(59, 62), (53, 57), (46, 51), (38, 44), (29, 36), (19, 27), (8, 17), (15, 15), (0, 6)]),
+        (
+            64,
+            8,
+            [(59, 62), (53, 57), (46, 51), (38, 44), (29, 36), (19, 27), (8, 17), (15, 15), (0, 6)],
+        ),
     ],
 )
 def test_which_steps_run_again_and_in_which_order(n, units, schedule):
-    """First the last segment, then those before it; each first as a whole, to make cuts, then piece by piece."""
+    """First the last segment, then those before it."""
     assert windows(replayed(n, units)) == schedule
 
 
@@ -114,13 +116,12 @@ def test_which_steps_run_again_and_in_which_order(n, units, schedule):
     ],
 )
 def test_how_often_each_step_runs_again(n, units, times):
-    """How many steps run again once, twice, ...: a small budget costs a few forwards, a large one a part of one."""
+    """How many steps run again once, twice and so on."""
     often = Counter(replayed(n, units))
     assert dict(sorted(Counter(often.values()).items())) == times
 
 
 def peak(n, units):
-    """In units, of a step with a budget."""
     run = scoped(chain(n)[0], units * UNIT)
     run().backward()
     return job.step_on_cpu(run).memory()[1] / UNIT
@@ -176,7 +177,6 @@ def test_partial_backwards_in_any_order(order, budget):
 
 
 def rows(x):
-    """Row by row, on one memory."""
     h, s = x, torch.zeros_like(x)
     for i in range(24):
         h = (h * 1.01).sin()

@@ -12,7 +12,14 @@ from oracle import c as rerun
 from oracle import r as replay
 from oracle import s as scope
 
-from checkpointing import CheckpointError, checkpoint_scope, checkpointed, forward_only, is_recomputing, keep
+from checkpointing import (
+    CheckpointError,
+    checkpoint_scope,
+    checkpointed,
+    forward_only,
+    is_recomputing,
+    keep,
+)
 
 pytestmark = pytest.mark.usefixtures("no_gc")
 
@@ -46,8 +53,6 @@ class SavesItsOutputLast(torch.autograd.Function):
 
 
 class Fails(torch.autograd.Function):
-    """Reads what it has saved, and raises."""
-
     @staticmethod
     def forward(ctx, x):
         ctx.save_for_backward(x)
@@ -73,7 +78,7 @@ REGIONS = {
 @EARLY_STOP
 @pytest.mark.parametrize("name", REGIONS)
 def test_a_graph_dies(word, early_stop, name):
-    """After backward, without one and after two; with it what the region holds and what the function closes over."""
+    """After backward, without one and after two."""
     x, w = leaf(3, 3), leaf(3, 3)
     for backwards in (0, 1, 2):
         canary = Canary()
@@ -159,12 +164,10 @@ def retained(y, inner):
 
 
 def partial(y, inner):
-    """Only some of the holders are opened."""
     torch.autograd.grad(y.sum(), inner, retain_graph=True)
 
 
 def failing(y, inner):
-    """A hook raises in the middle."""
     inner.register_hook(lambda grad: 1 / 0)
     with contextlib.suppress(ZeroDivisionError):
         y.sum().backward(retain_graph=True)
@@ -178,7 +181,9 @@ def differentiable(y, inner):
 
 @WORD
 @EARLY_STOP
-@pytest.mark.parametrize("backward", [once, retained, partial, failing, differentiable], ids=lambda b: b.__name__)
+@pytest.mark.parametrize(
+    "backward", [once, retained, partial, failing, differentiable], ids=lambda b: b.__name__
+)
 def test_nothing_recomputed_is_alive_after_backward(word, early_stop, backward):
     """Although the graph may be."""
     inner = []
@@ -207,7 +212,9 @@ def test_a_recomputed_tensor_is_dead_once_its_node_has_run(word):
         node = y.grad_fn
         while node.next_functions and node.next_functions[0][0].next_functions:
             node = node.next_functions[0][0]
-            node.register_prehook(lambda grads: alive.append(watching.alive("sin", "exp", "tanh", "sigmoid")))
+            node.register_prehook(
+                lambda grads: alive.append(watching.alive("sin", "exp", "tanh", "sigmoid"))
+            )
         del node
         y.sum().backward(retain_graph=True)
     assert alive == [["exp", "tanh"], ["exp"], []]
@@ -226,7 +233,7 @@ def test_a_tensor_read_outside_of_backward_is_the_readers(word):
 
 @pytest.mark.parametrize("fault", ["shape", "number", "parameter"])
 def test_an_error_of_the_recompute_dies_with_its_handler(fault):
-    """A traceback holds the frames that it passed: one of them that held the error would make both immortal."""
+    """A traceback holds frames, one of which must not hold the error."""
     linear, x = torch.nn.Linear(3, 3), leaf(3)
     dead = []
     for _ in range(3):  # the first makes torch remember things of its own
@@ -278,7 +285,7 @@ def test_a_thousand_steps_leave_no_growth(word):
 
 @pytest.mark.parametrize("word", ["c", "s"])
 def test_one_long_block_forgets_what_it_dropped(word):
-    """A region's tape doesn't hold a dead branch's values: their number stays the same however long it is."""
+    """A region's tape doesn't hold a dead branch's values."""
     x = leaf(3)
     counts = []
 
@@ -295,7 +302,7 @@ def test_one_long_block_forgets_what_it_dropped(word):
 
 
 def test_code_that_a_program_makes_is_not_remembered_forever():
-    """Some programs make functions at every step; what is known of their code may hold it, but not without end."""
+    """Some programs make functions at every step."""
     dead = []
     for n in range(12_000):
         names = {}
@@ -341,7 +348,9 @@ def test_the_order_of_unpacking_is_relied_on(door, order):
         y = door(fn)(x)
         nodes = [out.grad_fn for out in outputs]
         reads = {n: getattr(nodes[n], "_saved_result", None) for n in order}
-        values = [(nodes[n]._saved_self if reads[n] is None else reads[n]).clone() for n in sorted(order)]
+        values = [
+            (nodes[n]._saved_self if reads[n] is None else reads[n]).clone() for n in sorted(order)
+        ]
         return *values, torch.autograd.grad(y.sum(), x)[0]
 
     same_bits(door, program)

@@ -1,6 +1,7 @@
 """Limits that are no other test's subject: a row of LIMITS.md each."""
 
 import copy
+import functools
 import pickle
 import re
 import threading
@@ -11,6 +12,7 @@ import torch
 from oracle import leaf
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import checkpointing
 from checkpointing import (
@@ -34,7 +36,9 @@ def test_rows_are_few_and_each_has_its_test():
     assert len(ROWS) <= 25
     for row in ROWS:
         file, name = re.search(r"<!-- (\S+)::(\w+) -->", row).groups()
-        assert re.search(rf"^(def )?{name}\b", (Path(__file__).parents[1] / file).read_text(), re.M), row
+        assert re.search(
+            rf"^(def )?{name}\b", (Path(__file__).parents[1] / file).read_text(), re.M
+        ), row
 
 
 def test_another_thread_sees_buffers_as_they_were():
@@ -118,7 +122,10 @@ def test_copies_that_are_not_deep():
     model = nn.Sequential(nn.Linear(4, 4))
     checkpoint_modules(model, "0")
     shallow = copy.copy(model[0])
-    shallow._parameters = {"weight": nn.Parameter(torch.zeros(4, 4)), "bias": nn.Parameter(torch.zeros(4))}
+    shallow._parameters = {
+        "weight": nn.Parameter(torch.zeros(4, 4)),
+        "bias": nn.Parameter(torch.zeros(4)),
+    }
     assert torch.equal(shallow(torch.ones(1, 4)), model(torch.ones(1, 4)))
 
 
@@ -141,7 +148,7 @@ def test_code_that_a_rerun_skips_is_the_first_to_read():
 
 
 def test_tensors_whose_memory_is_exchanged_in_a_block():
-    """Noticed where the reader is recorded, not where a later step alone does it; or an error of torch."""
+    """Noticed where the reader is recorded, not where a later step alone does it."""
 
     def gradient(exchanges, **options):
         x, other = torch.ones(3, requires_grad=True), torch.full((3,), 5.0)
@@ -159,3 +166,29 @@ def test_tensors_whose_memory_is_exchanged_in_a_block():
     assert not torch.equal(gradient(True), want)
     with checkpoint_scope(), pytest.raises(RuntimeError, match="weakref"):
         torch.utils.swap_tensors(torch.ones(3) * 2, torch.ones(3) * 3)
+
+
+def test_a_parameter_that_torchs_own_checkpoint_takes_as_an_argument():
+    """With a scope in it, in a region: other gradients. By closure it is right."""
+    x, w = leaf(), nn.Parameter(torch.rand(4, 4))
+
+    def scope(fn):
+        def call(*args):
+            with checkpoint_scope():
+                return fn(*args)
+
+        return call
+
+    def body(x, w):
+        return (x * w).sin().exp() * w
+
+    def gradients(fn):
+        return torch.autograd.grad(fn(x * 2, w).sum(), (x, w))
+
+    def inside(x, w):
+        return checkpoint(lambda x: scope(body)(x, w), x, use_reentrant=False)
+
+    given = functools.partial(checkpoint, scope(body), use_reentrant=False)
+    want = gradients(body)
+    assert all(map(torch.equal, gradients(scope(inside)), want))
+    assert not any(map(torch.equal, gradients(scope(given)), want))

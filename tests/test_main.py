@@ -1,18 +1,19 @@
 """The comparison run: its table, its exit status, and the picture drawn with it."""
 
 import importlib
-import subprocess
-import sys
 from collections import namedtuple
 from pathlib import Path
 
 import pytest
 import torch
+from beside import Program
 
 from checkpointing import __main__ as job
 from checkpointing import checkpointed
 
-pytestmark = pytest.mark.usefixtures("frozen")  # memory is measured after collections, which are quick then
+pytestmark = pytest.mark.usefixtures(
+    "frozen"
+)  # memory is measured after collections, which are quick then
 
 SMALL = ["--steps", "2", "--layers", "3", "--width", "32", "--context", "64", "--batch", "4"]
 
@@ -21,12 +22,21 @@ Row = namedtuple("Row", "held peak recomputed ms ratio loss verdict")
 
 
 def run(capsys, *arguments):
-    """Exit status, rows of the table by way, stderr. Numbers are held and peak MiB, recomputed, ms, ratio and loss."""
+    """Exit status, rows of the table by way, stderr."""
     status = job.main([*SMALL, *arguments])
     out, err = capsys.readouterr()
     heading, *lines = out.splitlines()
     assert [title.strip() for title in heading.split("  ") if title.strip()] == [
-        *("way", "held for backward", "peak in a step", "recomputed", "ms/step", "ratio", "loss", "against plain")
+        *(
+            "way",
+            "held for backward",
+            "peak in a step",
+            "recomputed",
+            "ms/step",
+            "ratio",
+            "loss",
+            "against plain",
+        )
     ]
     rows = {}
     for line in lines:
@@ -115,14 +125,21 @@ def test_the_picture_is_the_same_each_time_and_names_each_line(tmp_path, monkeyp
         picture.draw(str(file), SMALL)
     text = files[0].read_text(encoding="utf-8")
     assert text == files[1].read_text(encoding="utf-8")
-    for word in ["plain", picture.TORCH, picture.AUTO, "forward", "backward", "torch's selective", "recomputed FLOPs"]:
+    for word in [
+        "plain",
+        picture.TORCH,
+        picture.AUTO,
+        "forward",
+        "backward",
+        "torch's selective",
+        "recomputed FLOPs",
+    ]:
         assert f">{word}" in text, word
     assert len(text) < 100_000
 
 
 def test_operations_are_counted_in_forward_and_in_recompute():
-    """A product of matrices takes two per element and step; backward of this one needs one more, and the recompute
-    none: what backward reads is given."""
+    """A product of matrices takes two per element and step."""
     x, w = torch.ones(2, 3), torch.ones(3, 4, requires_grad=True)
     plain = job.step_on_cpu(lambda: (x @ w).sum())
     assert (plain.flops_forward, plain.flops) == (2 * 2 * 3 * 4, 2 * 2 * 2 * 3 * 4)
@@ -130,11 +147,12 @@ def test_operations_are_counted_in_forward_and_in_recompute():
     assert (step.flops_forward, step.flops, step.recomputed(plain)) == (48, 3 * 48, 1.0)
 
 
+command = Program("-m", "checkpointing", "--width", "wide")
+
+
 def test_the_command_exits_with_the_status():
     """The whole way, in a process of its own."""
-    command = [sys.executable, "-m", "checkpointing", "--width", "wide"]
-    wrong = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert (wrong.returncode, wrong.stdout) == (2, "")
+    assert command.outcome[:2] == (2, "")
 
 
 def test_cpu_memory_is_counted_to_the_byte():

@@ -1,4 +1,5 @@
-"""Bytes, each one counted: what is held for backward, what a step needs at its peak, what a scope reports."""
+"""Bytes, each one counted: what is held for backward, what a step needs at its peak, what a scope
+reports."""
 
 import contextlib
 
@@ -7,12 +8,13 @@ import torch
 import torch.nn.functional as F
 from oracle import apply, bits
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from checkpointing import __main__ as job
 from checkpointing import auto, checkpoint_scope, keep
 
-pytestmark = pytest.mark.usefixtures("frozen")  # memory is measured after collections, which are quick then
+pytestmark = pytest.mark.usefixtures(
+    "frozen"
+)  # memory is measured after collections, which are quick then
 
 DEPTH, WIDTH, ROWS = 12, 32, 64
 ACTIVATION = ROWS * WIDTH * 4  # bytes
@@ -31,22 +33,12 @@ class Block(nn.Module):
 
 
 def plain(blocks, x):
-    """The blocks as they are."""
     for block in blocks:
         x = block(x)
     return x
 
 
-def torchs(blocks, x):
-    """torch's region per block."""
-    for block in blocks:
-        x = checkpoint(block, x, use_reentrant=False)
-    return x
-
-
 def per_block(door):
-    """A region per block."""
-
     def run(blocks, x):
         for block in blocks:
             x = apply(door, lambda x, block=block: block(x))(x)
@@ -64,12 +56,6 @@ def one_scope(blocks, x):
         return x
 
 
-def nested(blocks, x):
-    """A scope per block, in a scope around all."""
-    with checkpoint_scope():
-        return per_block("s")(blocks, x)
-
-
 def bytes_of(run, depth=DEPTH):
     """Bytes held between forward and backward, and at the peak of both."""
     torch.manual_seed(0)
@@ -80,42 +66,16 @@ def bytes_of(run, depth=DEPTH):
     return job.step_on_cpu(lambda: run(blocks, x).sum()).memory()
 
 
-@pytest.fixture(scope="module")
-def baseline():
-    """Torch's numbers."""
-    bytes_of(torchs)  # caches are filled by the first
-    return bytes_of(torchs)
-
-
-@pytest.mark.parametrize("door", ["c", "r", "s"])
-def test_a_region_per_block_needs_no_more_than_torchs(door, baseline):
-    """The peak is at most 1.02 of torch's; held are the blocks' inputs."""
-    run = per_block(door)
-    bytes_of(run)
-    held, peak = bytes_of(run)
-    assert peak <= 1.02 * baseline[1]
-    assert held <= 1.02 * baseline[0]
-
-
-def test_one_scope_with_keep_needs_little_more(baseline):
-    """The peak of one block around the whole model is at most 1.05 of torch's per block."""
-    bytes_of(one_scope)
-    assert bytes_of(one_scope)[1] <= 1.05 * baseline[1]
-
-
-@pytest.mark.parametrize("run", [per_block("c"), per_block("s"), one_scope], ids=lambda run: run.__name__)
+@pytest.mark.parametrize(
+    "run", [per_block("c"), per_block("s"), one_scope], ids=lambda run: run.__name__
+)
 def test_each_further_block_costs_one_activation(run):
-    """What is held grows by a block's input (and, where a mask must be drawn again, a generator's state)."""
+    """What is held grows by a block's input (and, where a mask must be drawn again, a generator's
+    state)."""
     stash = torch.get_rng_state().nbytes
     bytes_of(run)
     (small, _), (large, _) = bytes_of(run, 6), bytes_of(run, 12)
     assert (large - small) / 6 in (ACTIVATION, ACTIVATION + stash)
-
-
-def test_nested_scopes_hold_less_than_flat_ones():
-    """The inner scopes' inputs are recomputed by the outer one."""
-    bytes_of(nested)
-    assert bytes_of(nested)[0] < bytes_of(per_block("s"))[0]
 
 
 # ---- whole training steps in one block
@@ -124,8 +84,7 @@ def test_nested_scopes_hold_less_than_flat_ones():
 @pytest.mark.parametrize("policy", [None, auto()], ids=["scope", "auto"])
 @pytest.mark.parametrize("clipped", [False, True])
 def test_training_steps_in_one_scope_need_what_forwards_in_scopes_do(policy, clipped):
-    """Forward, backward, optimizer's step: when a backward in the block has freed its graph, nothing of it is held.
-    So the peak does not grow with the number of steps."""
+    """Forward, backward, optimizer's step."""
 
     def trained(steps, around_all):
         torch.manual_seed(0)
@@ -174,7 +133,7 @@ def held_by(fn, *shapes):
 
 @pytest.mark.parametrize("door", ["", "c", "r", "s"])
 def test_a_region_holds_its_input_and_its_output(door):
-    """Plain holds what two operators save; a region, whose output nobody saves, only a leaf that was there."""
+    """Plain holds what two operators save."""
 
     def fn(x):
         return x.sin().exp().tanh() + 1
@@ -197,11 +156,12 @@ def test_an_input_that_no_recompute_reads_is_released(door):
 # ---- what a scope reports
 
 
-def test_stats_count_the_state_of_generators():
-    """A dropout mask that is larger than the state is drawn again."""
-    x = torch.rand(2000).requires_grad_()
+@pytest.mark.parametrize("own", [False, True])
+def test_stats_count_the_state_of_generators(own):
+    """A mask that is larger than the state of its generator is drawn again."""
+    x, generator = torch.rand(2000).requires_grad_(), torch.Generator()
     with checkpoint_scope() as scope:
-        y = F.dropout(x * 2, 0.5)
+        y = torch.rand(2000, generator=generator) * x if own else F.dropout(x * 2, 0.5)
     assert scope.stats.bytes_held == torch.get_rng_state().nbytes
     y.sum().backward()
     assert scope.stats.bytes_held == 0

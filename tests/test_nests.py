@@ -1,12 +1,11 @@
-"""Random nests of regions: whatever is in them, they leave the bits of plain code behind, or a typed error.
+"""Random programs of regions in regions: they leave the bits of plain code behind, or a typed
+error.
 
-A program is a tree of lines and regions, printed as Python source. It is made without looking: what plain code can't
-do is dropped, line by line, until plain code runs. Then it runs with regions.
+A program is a tree of lines and blocks, printed as Python source. It is made without looking: what
+plain code can't do is dropped, line by line, until plain code runs. Then it runs with regions.
 
-A fixed set runs by default; `CHECKPOINTING_NESTS=20000` draws that many others.
-
-What a region may refuse is decided from the source (`may_refuse`): a rerun that writes what is not its own, and what
-is written although a region has read or kept it.
+A fixed set runs by default; `CHECKPOINTING_NESTS=20000` draws that many others. A program that
+writes in place may be refused; how many of the fixed set are is known.
 """
 
 from __future__ import annotations
@@ -20,17 +19,18 @@ import re
 import traceback
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.utils.checkpoint
-from oracle import tensors, weigh
-from torch import Tensor
+from oracle import PassThrough, bits, tensors, weigh
+from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import checkpointing
 from checkpointing import auto, offload, save_ops, save_tagged, torch_compat
@@ -40,142 +40,179 @@ from checkpointing._region import thread
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
+# ---- what programs call
+
+
+class Cube(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return g * 3 * ctx.saved_tensors[0] * ctx.saved_tensors[0]
+
+
+class Pair(torch.autograd.Function):
+    """Saves an input and an output, has two outputs, and looks at which gradients are needed."""
+
+    @staticmethod
+    def forward(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        e = x.tanh()
+        return e * y, e
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(inputs[1], output[1])
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor, h: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        y, e = ctx.saved_tensors
+        wanted = ctx.needs_input_grad
+        return (g * y + h) * (1 - e * e) if wanted[0] else None, g * e if wanted[1] else None
+
+
+class Double(torch.autograd.Function):
+    """Writes its input in place and saves the result."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.mark_dirty(x.mul_(2))
+        ctx.save_for_backward(x)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return g * 2 + 0 * ctx.saved_tensors[0]
+
+
+@torch.library.custom_op("nests::noisy", mutates_args=())
+def noisy(x: Tensor) -> Tensor:
+    return x + torch.rand(x.shape, dtype=x.dtype)
+
+
+noisy.register_autograd(lambda ctx, g: g)
+
+
+@torch.library.custom_op("nests::bump", mutates_args=("x",))
+def bump(x: Tensor) -> Tensor:
+    """Writes its argument and makes another tensor."""
+    x.mul_(0.5)
+    return x + 1
+
+
+def hooked(x: Tensor) -> Tensor:
+    y = x * 1
+    if y.requires_grad:
+        y.register_hook(lambda grad: grad * 2)
+    return y
+
+
 # ---- the grammar: most tensors are N x N, so that most lines fit most names
 
 
 def table(text: str) -> list[str]:
-    return [line.strip() for line in text.strip().splitlines()]
+    """Those in a text, which semicolons divide."""
+    return [part.strip() for part in text.split(";")]
 
 
 NEW = table("""
-    {x}.sin()
-    {x}.tanh()
-    {x} * 0.5
-    {x} + 1
-    {x}.square()
-    {x}.clone()
-    {x}.relu()
-    F.softmax({x}, -1)
-    {x} * {y}
-    {x} * {x}
-    {x} + {y}
-    {x} - {y}
-    {x} @ {y} * 0.25
-    {x} @ w * 0.25
-    torch.cat([{x}, {y}], 1)[:, ::2]
-    torch.cat([{x}, {y}], 1)[:, :N]
-    torch.cat([{x}, {y}])[1::2]
-    {x}.sum(0)
-    {x}.sum(1, keepdim=True)
-    {x} * {x}.detach().sum()
-    {x}.clone().mul_(0.5)
-    ({x} * 1.5).relu_()
+    {x}.sin() ; {x}.tanh() ; {x} * 0.5 ; {x} + 1 ; {x}.square() ; {x}.clone() ; {x}.relu() ;
+    F.softmax({x}, -1) ; {x} * {y} ; {x} * {x} ; {x} + {y} ; {x} - {y} ; {x} @ {y} * 0.25 ;
+    {x} @ w * 0.25 ; {x}.sum(0) ; torch.cat([{x}, {y}], 1)[:, ::2] ;
+    torch.cat([{x}, {y}], 1)[:, :N] ; torch.cat([{x}, {y}])[1::2] ; {x}.sum(1, keepdim=True) ;
+    {x} * {x}.detach().sum() ; {x}.clone().mul_(0.5) ; ({x} * 1.5).relu_()
+""")
+OPERATORS = table("""
+    {x}.cos() ; ({x} * 0.1).exp() ; {x}.sigmoid() ; {x}.cumsum(0) ; {x}.sort(0).values ;
+    {x}.logsumexp(0) ; {x}.clamp(-0.5, 0.5) ; {x}.mean() ; {x}.amax(0) ; {x}.float().double() ;
+    {x}.bfloat16().double() ; F.gelu({x}) ; F.layer_norm({x}, {x}.shape[-1:]) ;
+    torch.complex({x}, {x} * 2).abs() ; torch.stack([{x}, {x}])[1] ; {x}.flip(0) ;
+    Cube.apply({x}.tanh()) ; Pair.apply({x}, {y})[0] ; sum(Pair.apply({x}, {y})) ;
+    F.max_pool1d({x}[None], 2)[0] ; {x} / ({y} * {y} + 1) ; {x}.t() @ {y} * 0.25 ;
+    torch.where({x} > {y}, {x}, {y}) ; torch.addcmul({x}, {y}, {x}) ; {x}.lerp({y}, 0.3) ;
+    F.linear({x}, w, {y}) * 0.25 ; torch._foreach_mul([{x}, {y}], 0.5)[1] ;
+    torch.func.vmap(lambda s, t: (s * t).sin())({x}, {y}) ;
+    torch.func.jvp(lambda t: (t * t).sin(), ({x}.detach(),), ({y}.detach(),))[1] ;
+    {x} * float({x}.detach().sum()) ; {x}[{x}.detach() > 0] ; {x} * ({x}.detach() > 0).sum() ;
+    {x} if torch.equal({x}, {y}) else {x} * {y} ; {x} * torch.tensor({x}.tolist()) ; bn({x}) ;
+    lin({x}) ; drop({x}) ; bn(lin({x}).sin()) ; noisy({x}) ; hooked({x})
 """)
 RANDOM = table("""
-    F.dropout({x}, 0.3)
-    {x} * torch.rand_like({x})
-    {x} + torch.rand(N, N)
+    F.dropout({x}, 0.3) ; {x} * torch.rand_like({x}) ; {x} + torch.rand(N, N) ;
+    {x} + torch.normal({x}.detach(), 0.5) ; {x} * torch.bernoulli({x}.detach().sigmoid()) ;
+    {x} * torch.empty(N, N).exponential_() ; {x}[torch.randperm(len({x}))] ;
+    F.gumbel_softmax({x}) ;
+    F.scaled_dot_product_attention({x}[None], {x}[None], {x}[None], dropout_p=0.3)[0]
+""")
+MAKES = table("""
+    torch.zeros(N, N) ; torch.full((N, N), 0.5, requires_grad=True) ;
+    torch.empty(N, N).fill_(0.25) ; torch.empty(N, N).copy_({x}) ; torch.zeros_like({x}) ;
+    torch.from_numpy({x}.detach().numpy() * 2) ; {x}.detach().clone().requires_grad_()
 """)
 VIEW = table("""
-    {x}.t()
-    {x}[:, ::2]
-    {x}[:, :-1]
-    {x}[1:]
-    {x}[0]
-    {x}[0].expand(N, N)
-    {x}[:, :1].expand(N, N)
-    {x}.expand(2, N, N)
-    {x}.reshape(-1)[: 2 * N - 1].unfold(0, N, 1)
-    {x}.unfold(1, 2, 1)
-    {x}.narrow(0, 1, 2)
-    {x}.diagonal()
-    {x}.view_as({x})
-    {x}.detach()
-    {x}.contiguous()
-    {x}.chunk(2)[1]
+    {x}.t() ; {x}[:, ::2] ; {x}[:, :-1] ; {x}[1:] ; {x}[0] ; {x}[0].expand(N, N) ;
+    {x}[:, :1].expand(N, N) ; {x}.expand(2, N, N) ; {x}.reshape(-1)[: 2 * N - 1].unfold(0, N, 1) ;
+    {x}.unfold(1, 2, 1) ; {x}.narrow(0, 1, 2) ; {x}.diagonal() ; {x}.view_as({x}) ; {x}.detach() ;
+    {x}.contiguous() ; {x}.chunk(2)[1] ; {x}.unbind()[0] ; {x}.as_strided((2, 2), (1, 1)) ;
+    {x}.movedim(0, -1) ; {x}[:0]
 """)
 WRITE = table("""
-    {t}.mul_(0.5)
-    {t}.add_({y})
-    {t}.relu_()
-    {t}.sin_()
-    {t}.copy_({y})
-    {t}[0] = 0.25
-    {t}[:, ::2] *= 2
-    {t}.t().mul_(0.5)
-    {t}.detach().add_(1)
-    F.dropout({t}, 0.3, inplace=True)
-    F.relu({t}, inplace=True)
-    torch.relu_({t})
+    {t}.mul_(0.5) ; {t}.add_({y}) ; {t}.relu_() ; {t}.sin_() ; {t}.copy_({y}) ; {t}[0] = 0.25 ;
+    {t}[:, ::2] *= 2 ; {t}.t().mul_(0.5) ; {t}.detach().add_(1) ;
+    F.dropout({t}, 0.3, inplace=True) ; F.relu({t}, inplace=True) ; torch.relu_({t}) ;
+    {t}.masked_fill_({t}.detach() > 0.3, 0.1) ; {t}[{t}.detach() > 0.3] = 0.2 ; {t}.cumsum_(0) ;
+    {t}.index_add_(0, torch.tensor([0, 0]), {y}[:2]) ; {t}.uniform_() ; {t}.normal_() ;
+    {t}.zero_() ; torch._foreach_mul_([{t}], 0.5) ; Double.apply({t}) ; bump({t}) ;
+    {t}.diagonal().exp_() ; {t}.lerp_({y}, 0.2)
+""")
+OUT = table("""
+    torch.mul({x}, {y}, out={t}) ; torch.sin({x}, out={t}) ; torch.cumsum({x}, 0, out={t})
 """)
 KEEP = table("""
-    keep({x})
-    keep({x})
-    keep({x})
-    keep({x}[:, ::2])
-    keep({x}[:, :-1])
-    keep({x}[0].expand(N, N))
-    keep({x}.reshape(-1)[: 2 * N - 1].unfold(0, N, 1))
-    tag({x}, 't')
+    keep({x}) ; keep({x}) ; keep({x}) ; keep({x}[:, ::2]) ; keep({x}[:, :-1]) ;
+    keep({x}[0].expand(N, N)) ; keep({x}.reshape(-1)[: 2 * N - 1].unfold(0, N, 1)) ; tag({x}, 't')
 """)
 FORWARD_ONLY = table("""
-    once_same({x})
-    once_view({x})
-    once_step({x})
-    once_wide({x})
-    once_new({x})
+    once_same({x}) ; once_view({x}) ; once_step({x}) ; once_wide({x}) ; once_new({x}) ;
     once_mask({x})
 """)
-PAIRS = table("""
-    keep(({x}, {y}))
-    once_pair({x}, {y})
-""")
+PAIRS = table("keep(({x}, {y})) ; once_pair({x}, {y})")
 GRAPH = ["once_graph({x})"]
 BACKWARD = table("""
-    grad([{x}], [{y}], create_graph=True)
-    grad([{x}], [{y}])
-    grad([{x} * {y}], [{y}], create_graph=True)
-    own_backward({x})
+    grad([{x}], [{y}], create_graph=True) ; grad([{x}], [{y}]) ;
+    grad([{x} * {y}], [{y}], create_graph=True) ; own_backward({x})
 """)
 POLICIES = table("""
-    policy=auto()
-    policy=auto()
-    policy=auto(budget=300)
-    policy=auto(budget=10000)
-    policy=save_ops(aten.mul.Tensor, aten.mm.default)
-    policy=save_ops(aten.sin.default, aten.add.Tensor, aten.cat.default)
-    policy=save_tagged('t')
-    policy=offload(min_bytes=0)
-    policy=offload(min_bytes=0, inputs=True)
-    policy=offload(save_ops(aten.mul.Tensor), min_bytes=0)
-    policy=offload(auto(), min_bytes=0, inputs=True)
-    policy=offload(save_tagged('t'), min_bytes=0) | save_ops(aten.sin.default)
+    policy=auto() ; policy=auto() ; policy=auto(budget=300) ; policy=auto(budget=10000) ;
+    policy=save_ops(aten.mul.Tensor, aten.mm.default) ;
+    policy=[aten.sin.default, aten.add.Tensor, aten.cat.default] ;
+    policy=lambda ctx, op, *args, **kwargs: 'softmax' in str(op) or 'clone' in str(op) ;
+    policy=save_tagged('t') ; policy=offload(min_bytes=0) ;
+    policy=offload(min_bytes=0, inputs=True) ;
+    policy=offload(save_ops(aten.mul.Tensor), min_bytes=0) ;
+    policy=offload(auto(), min_bytes=0, inputs=True) ;
+    policy=offload(save_tagged('t'), min_bytes=0) | save_ops(aten.sin.default) ;
+    preserve_rng_state=False
 """)
 OPTIONS = ["", "", "", "early_stop=False", "determinism_check='values'", "report=True"]
-AROUND = ["torch.no_grad()", "opaque()", "opaque()"]
+AROUND = ["torch.no_grad()", "opaque()", "opaque()", "torch.enable_grad()", "torch.autocast('cpu')"]
 HOOKS = ["save_on_cpu()", "cloning()", "identical()"]
 CALLED = ["rerun", "rerun", "rerun", "compat", "replay", "torchs", "torchs"]  # doors of functions
-RERUNS = ("rerun", "compat", "torchs")
 LEAVES = ("a", "b", "c", "w")
 
 
 @dataclasses.dataclass(eq=False)
 class Line:
     text: str
-    reads: tuple[str, ...] = ()
     binds: tuple[str, ...] = ()
-    on: tuple[str | None, ...] = ()  # for each name that it binds: whose memory that may lie on; None: its own
-    writes: str | None = None
-    holds: bool = False  # regions keep what it reads
-    calls: Called | None = None  # a function that has been called before
+    writes: bool = False
 
 
 @dataclasses.dataclass(eq=False)
 class Block:
-    """`with head:`"""
-
-    door: str
-    options: str
+    head: str
     body: list[Any]
 
 
@@ -192,14 +229,12 @@ class Called:
     results: list[tuple[str, str]]  # its name inside, and outside
 
     def returned(self) -> list[tuple[str, str]]:
-        """Those whose lines are still there."""
         there = set(bound(self.body)) | set(self.parameters)
         found = [(inside, outside) for inside, outside in self.results if inside in there]
         return found or [(self.parameters[0], self.results[0][1])]
 
 
 def bound(body: list[Any]) -> Iterator[str]:
-    """The names that are bound in a body."""
     for node in body:
         if isinstance(node, Line):
             yield from node.binds
@@ -216,7 +251,7 @@ class Program:
 
     def lines(self) -> list[tuple[str, Any]]:
         """Each line of the source, with the node that it stands for."""
-        lines: list[tuple[str, Any]] = [(f"N = {self.size}", None), ("def program(a, b, c, w):", None)]
+        lines = [(f"N = {self.size}", None), ("def program(a, b, c, w, bn, lin, drop):", None)]
         printed(self.body, 1, lines)
         return lines
 
@@ -224,7 +259,6 @@ class Program:
         return "\n".join(text for text, _ in self.lines()) + "\n"
 
     def nodes(self) -> list[tuple[list[Any], Any]]:
-        """Every node with the body that it is in."""
         found: list[tuple[list[Any], Any]] = []
         stack = [self.body]
         while stack:
@@ -235,8 +269,8 @@ class Program:
                     stack.append(node.body)
         return found
 
-    def doors(self) -> set[str]:
-        return {node.door for _, node in self.nodes() if not isinstance(node, Line)}
+    def writes(self) -> bool:
+        return any(isinstance(node, Line) and node.writes for _, node in self.nodes())
 
 
 def printed(body: list[Any], depth: int, lines: list[tuple[str, Any]]) -> None:
@@ -245,24 +279,22 @@ def printed(body: list[Any], depth: int, lines: list[tuple[str, Any]]) -> None:
         if isinstance(node, Line):
             lines.append((indent + node.text, node))
         elif isinstance(node, Block):
-            head = node.options if node.door == "with" else f"{node.door}({node.options})"
-            lines.append((f"{indent}with {head}:", node))
+            lines.append((f"{indent}{node.head}:", node))
             printed(node.body, depth + 1, lines)
             if not node.body:
                 lines.append((f"{indent}    pass", node))
         else:
             inside, outside = zip(*node.returned(), strict=True)
             options = f", {node.options}" if node.options else ""
+            call = f"{', '.join(outside)}, = {node.name}({', '.join(node.arguments)})"
             lines.append((f"{indent}def {node.name}({', '.join(node.parameters)}):", node))
             printed(node.body, depth + 1, lines)
             lines.append((f"{indent}    return {', '.join(inside)},", node))
             lines.append((f"{indent}{node.name} = {node.door}({node.name}{options})", node))
-            lines.append((f"{indent}{', '.join(outside)}, = {node.name}({', '.join(node.arguments)})", node))
+            lines.append((indent + call, node))
 
 
 class Writer:
-    """Draws a program."""
-
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
         self.names: list[str] = list(LEAVES)  # those that can be seen
@@ -276,7 +308,8 @@ class Writer:
         self.backward_inside = self.chance(0.3)
         self.writes = self.chance(0.6)
         self.hooks = self.chance(0.4)
-        # Inside torch's checkpoint `opaque` and a backward through its graph would call its function at once: a limit.
+        self.rich = self.chance(0.5)  # all operators, loops and branches
+        # In torch's checkpoint `opaque` and a backward through its graph call its function at once.
         self.torchs = self.chance(0.3)
 
     def chance(self, probability: float) -> bool:
@@ -287,7 +320,6 @@ class Writer:
         return f"v{self.fresh}"
 
     def pick(self) -> str:
-        """Mostly what is new."""
         if self.chance(0.2):
             return self.random.choice(LEAVES)
         if self.chance(0.2) and self.favourite in self.names:
@@ -305,7 +337,7 @@ class Writer:
         body += [self.region(0)]
         body += [self.simple() for _ in range(self.random.randrange(3))]
         if around:
-            body = [Block("with", around, body)]
+            body = [Block(f"with {around}", body)]
         return Program([*body, *self.end()], size)
 
     def body(self, depth: int) -> list[Any]:
@@ -322,22 +354,20 @@ class Writer:
         return self.simple()
 
     def around(self, depth: int) -> Any:
-        """What is no region."""
-        heads = [*AROUND, *HOOKS * self.hooks]
-        head = self.random.choice(heads or ["torch.enable_grad()"])
-        if self.torchs and head == "opaque()":
-            head = AROUND[0]
+        head = f"with {self.random.choice([*AROUND, *HOOKS * self.hooks])}"
+        if self.torchs and head == "with opaque()":
+            head = f"with {AROUND[0]}"
+        if self.rich and self.chance(0.5):
+            head = f"if float({self.pick()}.sum()) < {self.random.randrange(-2, 3)}"
+            head = self.random.choice([head, "for _ in range(2)"])
         self.level += 1
-        block = self.block("with", head, depth)
+        block = Block(head, self.body(depth))
         self.level -= 1
         return block
 
-    def block(self, door: str, options: str, depth: int) -> Block:
-        return Block(door, options, self.body(depth))
-
     def region(self, depth: int) -> Any:
         if self.chance(0.4):
-            return self.block("scope", self.options(), depth + 1)
+            return Block(f"with scope({self.options()})", self.body(depth + 1))
         door = self.random.choice([door for door in CALLED if door != "torchs" or self.torchs])
         options = self.options() if door == "replay" else ""
         if door == "rerun":
@@ -354,8 +384,8 @@ class Writer:
         body = []
         if self.writes and self.chance(0.2):  # as an activation in place, at the start of a block
             body += [self.write(parameters[0])]
-        if self.chance(0.2) and KEEP:
-            body += [self.keep()]
+        if self.chance(0.2):
+            body += [self.line(KEEP)]
         body += self.body(depth + 1)
         inside = [self.random.choice(self.local[-3:]) for _ in range(self.random.randint(1, 2))]
         self.names, self.local, self.in_torchs = names, local, in_torchs
@@ -367,12 +397,10 @@ class Writer:
 
     def again(self) -> Line:
         """A function that has been called before, called once more."""
-        node = self.random.choice(self.called)
+        node, result = self.random.choice(self.called), self.new()
         arguments = [self.pick() for _ in node.parameters]
-        result = self.new()
         self.bind([result])
-        text = f"{result}, *_ = {node.name}({', '.join(arguments)})"
-        return Line(text, tuple(arguments), (result,), (None,), calls=node)
+        return Line(f"{result}, *_ = {node.name}({', '.join(arguments)})", (result,))
 
     def options(self) -> str:
         return self.random.choice(POLICIES) if self.chance(0.6) else self.random.choice(OPTIONS)
@@ -383,58 +411,47 @@ class Writer:
             self.local = [*self.local, *names]
 
     def simple(self) -> Line:
-        kinds: list[Callable[[], Line]] = [self.value] * 8 + [self.view] * 3 + [self.drawn]
-        kinds += [self.keep] * (3 * bool(KEEP)) + [self.once] * (2 * bool(FORWARD_ONLY)) + [self.pair] * bool(PAIRS)
-        kinds += [self.backward] * (self.backward_inside and bool(BACKWARD))
+        kinds: list[Callable[[], Line]] = [self.value] * 8 + [lambda: self.line(VIEW)] * 3
+        kinds += [lambda: self.line(RANDOM if self.rich else RANDOM[:3])]
+        kinds += [lambda: self.line(KEEP)] * 3 + [self.once] * 2 + [lambda: self.line(PAIRS, 2)]
+        kinds += [
+            lambda: self.line(BACKWARD[-1:] if self.torchs else BACKWARD)
+        ] * self.backward_inside
         kinds += [self.write] * (4 * self.writes)
+        kinds += [lambda: self.line(MAKES), self.drop] * self.rich
         return self.random.choice(kinds)()
 
-    def line(self, template: str, is_view: bool = False, binds: int = 1, holds: bool = False) -> Line:
-        x, y = self.pick(), self.pick()
-        names = tuple(self.new() for _ in range(binds))
-        on = tuple((x, y)[i] if is_view else None for i in range(binds))
-        left = ", ".join(names) + ("," if "grad(" in template else "")
+    def line(self, templates: list[str], binds: int = 1) -> Line:
+        template, names = self.random.choice(templates), tuple(self.new() for _ in range(binds))
+        text = template.format(x=self.pick(), y=self.pick())
         self.bind(list(names))
-        reads = tuple(dict.fromkeys(n for n in ("x", "y") if f"{{{n}}}" in template))
-        used = tuple({"x": x, "y": y}[n] for n in reads)
-        return Line(f"{left} = {template.format(x=x, y=y)}", used, names, on, None, holds)
+        return Line(f"{', '.join(names)}{',' * ('grad(' in template)} = {text}", names)
 
     def value(self) -> Line:
-        return self.line(self.random.choice(NEW))
-
-    def drawn(self) -> Line:
-        return self.line(self.random.choice(RANDOM))
-
-    def view(self) -> Line:
-        return self.line(self.random.choice(VIEW), is_view=True)
-
-    def keep(self) -> Line:
-        return self.line(self.random.choice(KEEP), is_view=True, holds=True)
+        return self.line(OPERATORS if self.rich and self.chance(0.6) else NEW)
 
     def once(self) -> Line:
-        if not self.backward_inside and self.chance(0.2) and GRAPH:
-            return self.line(self.random.choice(GRAPH), holds=True)
-        return self.line(self.random.choice(FORWARD_ONLY), is_view=True, holds=True)
+        is_graph = not self.backward_inside and self.chance(0.2)
+        return self.line(GRAPH if is_graph else FORWARD_ONLY)
 
-    def pair(self) -> Line:
-        return self.line(self.random.choice(PAIRS), is_view=True, binds=2, holds=True)
-
-    def backward(self) -> Line:
-        return self.line(BACKWARD[-1] if self.torchs else self.random.choice(BACKWARD))
+    def drop(self) -> Line:
+        return Line(f"del {self.random.choice(self.local or self.names)}")
 
     def write(self, target: str | None = None) -> Line:
         if self.in_torchs:  # torch does not notice it
             return self.value()
-        t, y = self.random.choice(self.local or self.names) if self.chance(0.7) else self.pick(), self.pick()
-        t = target or t
-        template = self.random.choice(WRITE)
-        return Line(template.format(t=t, y=y), (t, y) if "{y}" in template else (t,), writes=t)
+        among = self.local or self.names
+        t = target or (self.random.choice(among) if self.chance(0.7) else self.pick())
+        if self.rich and self.chance(0.1):
+            text = self.random.choice(OUT).format(x=self.pick(), y=self.pick(), t=t)
+            return Line(f"with torch.no_grad(): {text}", writes=True)
+        template = self.random.choice(WRITE if self.rich else WRITE[:12])
+        return Line(template.format(t=t, y=self.pick()), writes=True)
 
     def end(self) -> list[Line]:
-        """Backward, in one of several ways."""
         outputs = self.names[4:][-3:] or ["a"]
-        inputs = "a, b, w"
-        lines = [Line(f"see({one})", (one,)) for one in outputs]
+        inputs = "a, b, w, *lin.parameters()"
+        lines = [Line(f"see({one})") for one in outputs]
         whole = f"[{', '.join(outputs)}]"
         how = self.random.choice(("first", "twice", "second", "each", "plain"))
         if how == "first":
@@ -442,67 +459,13 @@ class Writer:
         elif how == "twice":
             lines += [Line(f"weigh({whole}).backward(retain_graph=True)")] * 2
         elif how == "second":
-            lines += [Line(f"g = grad({whole}, [{inputs}], create_graph=True)", binds=("g",), on=(None,))]
-            lines += [Line("see(g)"), Line(f"see(grad(g, [{inputs}]))")]
+            lines += [Line(f"g1 = grad({whole}, [{inputs}], create_graph=True)", ("g1",))]
+            lines += [Line("see(g1)"), Line(f"see(grad(g1, [{inputs}]))")]
         elif how == "each":
             lines += [Line(f"see(grad([{one}], [{inputs}]))") for one in reversed(outputs)]
         else:
             lines += [Line(f"weigh({whole}).backward()")]
         return lines
-
-
-def may_refuse(program: Program) -> bool:
-    """Whether the contract lets a region refuse what the program writes."""
-    root: dict[str, str] = {name: name for name in LEAVES}
-    made: dict[str, tuple[Any, ...]] = dict.fromkeys(LEAVES, ())  # in which reruns
-    read: set[str] = set()  # by regions that have ended, or held by others
-    refused = False
-
-    def walk(body: list[Any], reruns: tuple[Any, ...], regions: tuple[set[str], ...]) -> None:
-        nonlocal refused
-        for node in body:
-            if isinstance(node, Line) and node.calls is not None:
-                called = dataclasses.replace(node.calls, arguments=list(node.reads), results=[])
-                called.results = [(node.calls.returned()[0][0], node.binds[0])]
-                walk([called], reruns, regions)
-                continue
-            if isinstance(node, Line):
-                used = {root[name] for name in node.reads if name in root}
-                for seen in regions:
-                    seen |= used
-                if node.holds and regions:
-                    read.update(used)
-                for name, on in zip(node.binds, node.on, strict=True):
-                    root[name] = root.get(on, name) if on else name
-                    made.setdefault(root[name], reruns)
-                if node.writes in root:
-                    target = root[node.writes]
-                    refused |= (
-                        target in read
-                        or made[target] != reruns[: len(made[target])]
-                        or any(rerun not in made[target] for rerun in reruns)
-                    )
-                continue
-            inner: set[str] = set()
-            is_region = node.door != "with"
-            deeper = reruns
-            if isinstance(node, Called):
-                for parameter, argument in zip(node.parameters, node.arguments, strict=False):
-                    root[parameter] = root.get(argument, argument)
-                    inner.add(root[parameter])
-                    made.setdefault(root[parameter], reruns)
-                deeper = (*reruns, node) if node.door in RERUNS else reruns
-            walk(node.body, deeper, (*regions, inner) if is_region else regions)
-            if isinstance(node, Called):
-                for inside, outside in node.returned():
-                    root[outside] = root.get(inside, inside)
-            if is_region:
-                read.update(inner)
-            for seen in regions:
-                seen |= inner
-
-    walk(program.body, (), ())
-    return refused
 
 
 # ---- running
@@ -514,13 +477,17 @@ def cloning() -> Any:
 
 
 def identical() -> Any:
-    """Hooks that hand on what they are given."""
     return saved_tensors_hooks(lambda t: t, lambda t: t)
 
 
 def grad(outputs: list[Tensor], inputs: list[Tensor], create_graph: bool = False) -> list[Tensor]:
     found = torch.autograd.grad(
-        weigh(outputs), inputs, create_graph=create_graph, retain_graph=True, allow_unused=True, materialize_grads=True
+        weigh(outputs),
+        inputs,
+        create_graph=create_graph,
+        retain_graph=True,
+        allow_unused=True,
+        materialize_grads=True,
     )
     return list(found)
 
@@ -560,7 +527,7 @@ def same(value: Any, *_: Any) -> Any:
 
 
 def called(function: Any, **_: Any) -> Any:
-    """Plain code, with arguments that something could be done with: autograd forbids some views of what was written."""
+    """Plain code, with arguments that something could be done with."""
 
     def call(*args: Tensor) -> Any:
         for tensor in args:
@@ -575,6 +542,10 @@ def nothing(*_: Any, **__: Any) -> Any:
 
 
 NAMES = {
+    **{each.__name__: each for each in (Cube, Pair, Double)},
+    "noisy": noisy,
+    "bump": bump,
+    "hooked": hooked,
     "torch": torch,
     "F": F,
     "aten": torch.ops.aten,
@@ -615,10 +586,11 @@ def run(source: str, space: dict[str, Any]) -> list[Any]:
     torch.manual_seed(11)
     n = space["N"]
     a, b = torch.randn(n, n, requires_grad=True), torch.randn(n, n, requires_grad=True)
-    c, w = torch.randn(n, n), torch.nn.Parameter(torch.randn(n, n))
-    space["program"](a, b, c, w)
-    see([a, b, c, w])
-    see([t.grad for t in (a, b, w)])
+    c, w = torch.randn(n, n), nn.Parameter(torch.randn(n, n))
+    bn, lin = nn.BatchNorm1d(n), nn.Linear(n, n)
+    space["program"](a, b, c, w, bn, lin, nn.Dropout(0.3))
+    see([a, b, c, w, *bn.buffers()])
+    see([t.grad for t in (a, b, w, *bn.parameters(), *lin.parameters())])
     return seen
 
 
@@ -629,17 +601,10 @@ def copies(value: Any) -> Any:
     if value is None:
         return None
     whole = value.detach().untyped_storage().clone()
-    copy = torch.empty(0, dtype=value.dtype).set_(whole, value.storage_offset(), value.size(), value.stride())
+    copy = torch.empty(0, dtype=value.dtype).set_(
+        whole, value.storage_offset(), value.size(), value.stride()
+    )
     return copy.requires_grad_(value.requires_grad)
-
-
-def bits(value: Any) -> Any:
-    """Equal for two values just if they are the same, bit for bit, in the same layout."""
-    if isinstance(value, list | tuple):
-        return tuple(map(bits, value))
-    if value is None:
-        return None
-    return value.requires_grad, value.shape, value.stride(), value.detach().numpy().tobytes()
 
 
 FRAMES: weakref.WeakSet[Frame] = weakref.WeakSet()
@@ -665,8 +630,7 @@ def watched() -> Iterator[None]:
 
 
 def left_behind(source: str, refusable: bool) -> str | None:
-    """What a program must not leave behind."""
-    # Plain code, too, leaves a cycle where hooks hand on a result; so does what is written after it has been saved.
+    # Plain code, too, leaves a cycle where hooks hand on a result, or where it is written later.
     if refusable or "identical(" in source or "save_on_cpu(" in source:
         FRAMES.clear()
     if FRAMES and "torchs(" in source:  # torch's checkpoint leaves cycles
@@ -685,24 +649,20 @@ def left_behind(source: str, refusable: bool) -> str | None:
     return next((what for what, is_there in found.items() if is_there), None)
 
 
-class PassThrough(TorchDispatchMode):
-    """A mode that does nothing: some composite operators take another way in any."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
-
-
 def repair(program: Program) -> Any:
-    """Drop what plain code can't do. Returns what plain code leaves behind; None if it can't be made to run."""
+    """Drop what plain code can't do. Returns what plain code leaves behind."""
     for _ in range(60):
         try:
             return run(program.source(), PLAIN)
         except Exception as error:
             lines = program.lines()
-            frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == "<program>"]
+            frames = [
+                f for f in traceback.extract_tb(error.__traceback__) if f.filename == "<program>"
+            ]
             node = lines[frames[-1].lineno - 1][1] if frames else None
             if "modified by an inplace" in str(error) or "is a view and" in str(error):
-                node = next((n for _, n in reversed(lines) if isinstance(n, Line) and n.writes), node)
+                written = (n for _, n in reversed(lines) if isinstance(n, Line) and n.writes)
+                node = next(written, node)
             if node is None:
                 return None
             for body, each in program.nodes():
@@ -733,7 +693,7 @@ def judge(source: str, refusable: bool) -> Verdict:
     behind = left_behind(source, refusable)
     if behind is not None:
         return Verdict("left behind", f"{behind} ({verdict.kind}: {verdict.text})")
-    if refusable and verdict.kind in ("CheckpointError", "ChangedError"):
+    if refusable and verdict.kind in ("CheckpointError", "ChangedError", "MismatchError"):
         return Verdict("refused", f"{verdict.kind}: {verdict.text}")
     if verdict.is_finding and torch_fails(source, want, hooked):
         return Verdict("skipped", "torch's own doors fail")
@@ -741,7 +701,6 @@ def judge(source: str, refusable: bool) -> Verdict:
 
 
 def compared(source: str, want: list[Any], hooked: list[Any]) -> Verdict:
-    """What becomes of a program with regions: plain code gives `want`, or with hooks around `hooked`."""
     try:
         have = run(source, OPEN)
     except Exception as error:
@@ -753,7 +712,11 @@ def compared(source: str, want: list[Any], hooked: list[Any]) -> Verdict:
         return Verdict("right")
     if is_close(want, have):
         # hooks that copy may give kernels another layout, which then add in another order
-        return Verdict("other bits, close") if bits(want) == bits(hooked) else Verdict("skipped", "hooks change bits")
+        return (
+            Verdict("other bits, close")
+            if bits(want) == bits(hooked)
+            else Verdict("skipped", "hooks change bits")
+        )
     return Verdict("other numbers", first_difference(want, have))
 
 
@@ -771,7 +734,10 @@ def torch_fails(source: str, *want: Any) -> bool:
 
 def is_close(want: Any, have: Any) -> bool:
     pairs = list(zip(tensors(want), tensors(have), strict=False))
-    return all(t.shape == o.shape and torch.allclose(t, o, rtol=1e-9, atol=1e-9, equal_nan=True) for t, o in pairs)
+    return all(
+        t.shape == o.shape and torch.allclose(t, o, rtol=1e-9, atol=1e-9, equal_nan=True)
+        for t, o in pairs
+    )
 
 
 def first_difference(want: list[Any], have: list[Any]) -> str:
@@ -779,14 +745,19 @@ def first_difference(want: list[Any], have: list[Any]) -> str:
         for t, o in zip(tensors(w), tensors(h), strict=False):
             if bits(t) != bits(o):
                 if t.shape != o.shape or t.stride() != o.stride():
-                    return f"in see no. {place}: {t.shape} {t.stride()} became {o.shape} {o.stride()}"
-                what = "the random stream" if t.dtype is torch.uint8 else f"by {(t - o).abs().max():.2g}"
+                    return (
+                        f"in see no. {place}: {t.shape} {t.stride()} became {o.shape} {o.stride()}"
+                    )
+                what = (
+                    "the random stream"
+                    if t.dtype is torch.uint8
+                    else f"by {(t - o).abs().max():.2g}"
+                )
                 return f"in see no. {place}: {what}"
     return f"something that is no tensor: {str(bits(want))[:80]}"
 
 
 def sentence(error: BaseException) -> str:
-    """What an error says, without the place."""
     text = re.sub(r"^.*?\(entered at .*?\): ", "", str(error), flags=re.DOTALL)
     text = re.sub(r"\(torch.*?\)|\(float64.*?\)|\(it was at.*?\)", "", text)
     return text.partition("\n")[0]
@@ -811,29 +782,32 @@ def one(seed: int) -> tuple[Program, Verdict]:
     program = Writer(seed).program()
     if repair(program) is None:
         return program, Verdict("skipped", "plain code fails")
-    return program, judge(program.source(), may_refuse(program))
+    return program, judge(program.source(), program.writes())
 
 
-LIMITS = {33: "torch's own checkpoint, with a scope in it, in a region, that takes a parameter as an argument"}
 DEEP = int(os.environ.get("CHECKPOINTING_NESTS", "0"))
 START = random.randrange(1 << 40) if DEEP else 0
-SEEDS = [seed for seed in range(START, START + (DEEP or 200)) if seed not in LIMITS]
+SEEDS = range(START, START + (DEEP or 300))
 
 
 def test_nests() -> None:
-    """A fixed set of programs: right, or refused where the contract allows it."""
-    wrong = []
+    """A fixed set of programs: right, or refused where they write in place."""
+    wrong, kinds = [], Counter[str]()
     with doubles(), watched():
         for seed in SEEDS:
             program, verdict = one(seed)
+            kinds[verdict.kind] += 1
             if verdict.is_finding:
                 wrong.append(f"seed {seed}: {verdict.kind}: {verdict.text}\n\n{program.source()}")
     assert not wrong, f"{len(wrong)} of {len(SEEDS)} programs, such as\n" + "\n".join(wrong[:3])
+    assert kinds["refused"] <= 0.1 * len(SEEDS), kinds
 
 
 def test_the_generator_finds_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     """A `keep` that hands over something else is noticed."""
-    monkeypatch.setitem(OPEN, "keep", lambda x: [t * 1.5 for t in x] if isinstance(x, tuple) else x * 1.5)
+    monkeypatch.setitem(
+        OPEN, "keep", lambda x: [t * 1.5 for t in x] if isinstance(x, tuple) else x * 1.5
+    )
     with doubles(), watched():
         found = [program.source() for program, verdict in map(one, range(40)) if verdict.is_finding]
     assert len(found) > 3

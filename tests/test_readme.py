@@ -1,4 +1,5 @@
-"""The README's programs run, and its first two commands are what CI and the reader take word for word."""
+"""The README's programs run, and its first two commands are what CI and the reader take word for
+word."""
 
 import re
 from pathlib import Path
@@ -7,7 +8,8 @@ import pytest
 
 README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
 PROGRAMS = [
-    "\n" * README.count("\n", 0, found.start(1)) + found[1]  # so that a traceback shows the README's line
+    "\n" * README.count("\n", 0, found.start(1))
+    + found[1]  # so that a traceback shows the README's line
     for found in re.finditer(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
 ]
 COMMANDS = re.findall(r"^```(?:sh|bash|console)\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
@@ -24,7 +26,11 @@ def test_program_runs(program):
 
 def test_there_are_programs():
     """One for each door, at least."""
-    for door in ("checkpoint_modules(", "with checkpoint_scope(policy=auto())", "@checkpointed(policy=auto(budget="):
+    for door in (
+        "checkpoint_modules(",
+        "with checkpoint_scope(policy=auto())",
+        "@checkpointed(policy=auto(budget=",
+    ):
         assert any(door in program for program in PROGRAMS)
 
 

@@ -1,4 +1,5 @@
-"""Reports: what autograd would have held, what is held, what was replayed, by region and by tensor."""
+"""Reports: what autograd would have held, what is held, what was replayed, by region and by
+tensor."""
 
 import gc
 import sys
@@ -26,12 +27,10 @@ DOORS = pytest.mark.parametrize("backend", ["rerun", "replay"])
 
 
 def leaf():
-    """1,024 numbers that want a gradient."""
     return torch.ones(1024, requires_grad=True)
 
 
 def chain(x):
-    """Saves its argument and two results."""
     return x.sin().exp().tanh()
 
 
@@ -47,8 +46,6 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Blocks, each called through a door."""
-
     def __init__(self):
         super().__init__()
         self.blocks = nn.ModuleList(Block() for _ in range(3))
@@ -60,7 +57,6 @@ class Model(nn.Module):
 
 
 def kinds(region):
-    """How many bytes are held as what."""
     found = {}
     for tensor in region.held:
         found[tensor.kind] = found.get(tensor.kind, 0) + tensor.nbytes
@@ -73,15 +69,18 @@ def kinds(region):
 @DOORS
 @pytest.mark.parametrize("noted", [True, False])
 def test_a_loss_tells_of_each_region_what_it_saves_and_holds(backend, noted):
-    """Two regions one after the other: three tensors each would be saved, one each is held. Without notes a rerun does
-    not know the former, and no region which they are."""
-    block = checkpointed(chain, backend=backend, report=noted, preserve_rng_state=False, name="block")
+    """Two regions one after the other: three tensors each would be saved, one each is held."""
+    block = checkpointed(
+        chain, backend=backend, report=noted, preserve_rng_state=False, name="block"
+    )
     loss = block(block(leaf() * 2)).sum()
     first, second = report(loss).regions
     for region in (first, second):
         assert (region.name, region.bytes_held) == ("block", N)
         assert region.bytes_saved == (3 * N if noted or backend == "replay" else None)
-        assert [(t.kind, t.nbytes, t.shape, t.dtype) for t in region.held] == [("input", N, (1024,), torch.float32)]
+        assert [(t.kind, t.nbytes, t.shape, t.dtype) for t in region.held] == [
+            ("input", N, (1024,), torch.float32)
+        ]
         assert [t.kind for t in region.saved] == ["saved"] * 3 * noted
         assert "test_report.py:" in region.line
         assert region.replays == (0 if backend == "replay" else None)
@@ -124,11 +123,15 @@ def test_held_tensors_are_told_apart_and_sorted():
     """Inputs, what is kept or offloaded, random states, copies of buffers."""
     x, noise = leaf() * 2, torch.nn.Dropout(0.5)
     with checkpoint_scope() as scope:
-        y = noise(keep(x.sin()).exp().repeat(2)).tanh()  # a mask that is larger than the state it is drawn from
+        y = noise(
+            keep(x.sin()).exp().repeat(2)
+        ).tanh()  # a mask that is larger than the state it is drawn from
     held = scope.report().regions[0].held
     assert {t.kind for t in held} == {"input", "kept", "random state"}
     assert [t.nbytes for t in held] == sorted([t.nbytes for t in held], reverse=True)
-    with checkpoint_scope(policy=offload(save_ops(torch.ops.aten.exp.default), min_bytes=0)) as scope:
+    with checkpoint_scope(
+        policy=offload(save_ops(torch.ops.aten.exp.default), min_bytes=0)
+    ) as scope:
         z = chain(x)
     assert kinds(scope.report().regions[0]) == {"input": N, "offloaded": N}
     for _ in range(2):
@@ -141,6 +144,12 @@ def test_held_tensors_are_told_apart_and_sorted():
     del y, z, w
 
 
+def test_what_a_function_closes_over_is_held_as_an_input():
+    w = leaf() * 3
+    y = checkpointed(lambda x: (x * w).sin(), preserve_rng_state=False)(leaf() * 2)
+    assert [(t.kind, t.nbytes) for t in report(y).regions[0].held] == [("input", N)] * 2
+
+
 def test_notes_name_operator_module_and_line():
     """Where what is saved or kept was made, by the names that `named_modules` gives."""
     model, x = Model(), torch.ones(2, 8, requires_grad=True)
@@ -148,9 +157,16 @@ def test_notes_name_operator_module_and_line():
         y = model(x * 1, lambda block, x: keep(block(x))).sum()
     (region,) = scope.report().regions
     kept = [t for t in region.held if t.kind == "kept"]
-    assert {(t.operator, t.module) for t in kept} == {("aten.tanh.default", f"blocks.{i}") for i in range(3)}
+    assert {(t.operator, t.module) for t in kept} == {
+        ("aten.tanh.default", f"blocks.{i}") for i in range(3)
+    }
     assert all("self.inner(x).tanh()" in t.line for t in kept)
-    assert {t.module for t in region.saved} == {"blocks.0.inner", "blocks.0", "blocks.1", "blocks.2"}
+    assert {t.module for t in region.saved} == {
+        "blocks.0.inner",
+        "blocks.0",
+        "blocks.1",
+        "blocks.2",
+    }
     y.backward()
 
 
@@ -159,7 +175,7 @@ def test_notes_name_operator_module_and_line():
 
 @pytest.mark.parametrize("noted", [True, False])
 def test_a_report_finds_regions_around_and_inside(noted):
-    """What an outer region brings back isn't held inside. Regions in one with notes make notes, too."""
+    """What an outer region brings back isn't held inside."""
     inner = checkpointed(chain, name="inner", preserve_rng_state=False)
     with checkpoint_scope(name="outer", report=noted) as scope:
         y = inner(inner(leaf() * 2) + 1).sum()
@@ -177,8 +193,10 @@ def test_a_report_finds_regions_around_and_inside(noted):
 
 
 def test_the_text_has_80_columns():
-    """Sizes in KiB, MiB, GiB; long lines are cut; the first twenty of each table, with the lines of those noted."""
-    block = checkpointed(chain, report=True, name="a_region_with_a_name_that_is_rather_long_for_a_line_of_80_columns")
+    """Sizes in KiB, MiB, GiB; long lines are cut."""
+    block = checkpointed(
+        chain, report=True, name="a_region_with_a_name_that_is_rather_long_for_a_line_of_80_columns"
+    )
     y = leaf() * 2
     for _ in range(22):
         y = block(y)
@@ -188,7 +206,9 @@ def test_the_text_has_80_columns():
     assert lines[1].split()[:2] == ["12.00", "KiB"]
     assert lines[22] == "the largest of 88 tensors in 22 regions:"
     assert len(lines) == 23 + 20 + sum("return x.sin().exp().tanh()" in line for line in lines)
-    assert "5.00 GiB" in str(found._replace(regions=(found.regions[0]._replace(bytes_saved=5 * 2**30),)))
+    assert "5.00 GiB" in str(
+        found._replace(regions=(found.regions[0]._replace(bytes_saved=5 * 2**30),))
+    )
 
 
 @DOORS
@@ -196,7 +216,9 @@ def test_wrappers_are_told_by_what_is_in_them(backend):
     """A nested tensor has sizes that are no numbers."""
     x = torch.nested.nested_tensor([torch.ones(2, 8), torch.ones(3, 8)], layout=torch.jagged)
     w = torch.ones(8, 8, requires_grad=True)
-    (region,) = report(checkpointed(lambda x: (x @ w).sin().values().sum(), backend=backend, report=True)(x)).regions
+    (region,) = report(
+        checkpointed(lambda x: (x @ w).sin().values().sum(), backend=backend, report=True)(x)
+    ).regions
     assert [(t.nbytes, t.shape) for t in region.held][:2] == [(5 * 8 * 4, (5, 8)), (3 * 8, (3,))]
 
 
@@ -278,4 +300,6 @@ def test_recompute_shows_in_torchs_profiler(backend):
     y = checkpointed(chain, backend=backend, name="block")(leaf() * 2).sum()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiled:
         y.backward()
-    assert [event.count for event in profiled.key_averages() if event.key == "recompute:block"] == [1]
+    assert [event.count for event in profiled.key_averages() if event.key == "recompute:block"] == [
+        1
+    ]

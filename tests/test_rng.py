@@ -1,4 +1,5 @@
-"""Recompute draws the numbers that the forward drew, and the stream goes on where plain code leaves it."""
+"""Recompute draws the numbers that the forward drew, and the stream goes on where plain code leaves
+it."""
 
 import functools
 import json
@@ -9,24 +10,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from beside import Program
-from oracle import bits
-from oracle import s as scope
+from oracle import DOOR, DOORS, bits
 from torch import nn
 
 from checkpointing import checkpoint_scope, checkpointed
 from checkpointing._ambient import Generators
 
 HERE = Path(__file__).parent
-
-
-DOORS = {
-    "rerun": checkpointed,
-    "replay": checkpointed(backend="replay"),
-    "scope": scope,
-    "rerun in scope": lambda fn: scope(checkpointed(fn)),
-    "scope in rerun": lambda fn: checkpointed(scope(fn)),
-}
-DOOR = pytest.mark.parametrize("door", DOORS.values(), ids=list(DOORS))
 
 
 def observe(step):
@@ -55,7 +45,9 @@ def dropouts(x):
     """Alpha and feature dropout, Gumbel softmax, RReLU, attention."""
     y = F.alpha_dropout(x, 0.3, training=True).sin()
     y = F.dropout1d(y.view(1, 5, 10), 0.4).view(-1).exp()
-    y = F.rrelu_(F.rrelu(F.gumbel_softmax(y.sin(), tau=0.7).exp() - 1.1, training=True) * 2, training=True)
+    y = F.rrelu_(
+        F.rrelu(F.gumbel_softmax(y.sin(), tau=0.7).exp() - 1.1, training=True) * 2, training=True
+    )
     q = y.view(1, 1, 10, 5)
     return F.scaled_dot_product_attention(q, q, q, dropout_p=0.5).exp().sin()
 
@@ -93,7 +85,6 @@ def between(door, x):
 
 
 def dropout(x):
-    """A mask between two operators."""
     return F.dropout(x.sin(), 0.5).exp().sin()
 
 
@@ -102,7 +93,9 @@ PROGRAMS = {
     "closure": lambda door, x: door(lambda y: dropout(x) * y)(torch.ones(50)),
     "keyword": lambda door, x: door(lambda *, x: dropout(x))(x=x),
     "container": lambda door, x: door(lambda s: dropout(s["a"][0]))({"a": [x]}),
-    "module argument": lambda door, x: door(lambda m, x: m(x.sin()).exp().sin())(nn.Dropout(0.5), x),
+    "module argument": lambda door, x: door(lambda m, x: m(x.sin()).exp().sin())(
+        nn.Dropout(0.5), x
+    ),
     "module": lambda door, x: door(LAYERS)(x),
     "between": between,
     **{
@@ -123,7 +116,10 @@ def test_random_programs_are_plain(program, door):
         seen = [y, torch.get_rng_state()]
         for retain in (True, False):
             torch.rand(3)  # what happens in between must not matter
-            seen += [*torch.autograd.grad(y.sum(), leaf, retain_graph=retain), torch.get_rng_state()]
+            seen += [
+                *torch.autograd.grad(y.sum(), leaf, retain_graph=retain),
+                torch.get_rng_state(),
+            ]
         return seen
 
     assert observe(lambda: step(door)) == observe(lambda: step(lambda fn: fn))
@@ -146,13 +142,22 @@ def test_generators(door, how):
     def fn(x, generator):
         y = x.sin() * torch.rand(50, generator=generator)
         noise = torch.empty(50).normal_(generator=generator)
-        return torch.bernoulli(y.exp().sigmoid(), generator=generator) * (y + noise).sin().exp() * torch.rand(50)
+        return (
+            torch.bernoulli(y.exp().sigmoid(), generator=generator)
+            * (y + noise).sin().exp()
+            * torch.rand(50)
+        )
 
     def step(door):
         leaf = torch.linspace(-1, 1, 50).requires_grad_()
         generator = torch.Generator().manual_seed(11)
         y = PASSED[how](door, fn, generator, leaf)
-        return [y, generator.get_state(), *torch.autograd.grad(y.sum(), leaf), generator.get_state()]
+        return [
+            y,
+            generator.get_state(),
+            *torch.autograd.grad(y.sum(), leaf),
+            generator.get_state(),
+        ]
 
     assert observe(lambda: step(door)) == observe(lambda: step(lambda fn: fn))
 
@@ -176,7 +181,7 @@ def test_a_failing_recompute_leaves_the_stream_alone(door):
 
 
 def test_without_preserving_rerun_draws_anew_and_says_nothing():
-    """`preserve_rng_state=False` is the user's word that it doesn't matter: the stream is not touched."""
+    """`preserve_rng_state=False` is the user's word that it doesn't matter."""
     leaf = torch.linspace(-1, 1, 1000).requires_grad_()
     y = checkpointed(lambda x: F.dropout(x.sin(), 0.5).exp(), preserve_rng_state=False)(leaf)
     stream = torch.get_rng_state()
@@ -224,22 +229,20 @@ def test_the_global_seed_of_python_is_left_alone():
 # ---- another device
 
 
-KINDS = {
-    kind: Program("-W", "error", str(HERE / "fake_accelerator.py"), kind, cwd=HERE.parent)
-    for kind in ("flat", "opaque")
-}
+accelerated = Program("-W", "error", str(HERE / "fake_accelerator.py"), cwd=HERE.parent)
 
 
-@pytest.fixture(scope="module", params=KINDS)
-def outcomes(request):
+@pytest.fixture(scope="module")
+def outcomes():
     """What became of each case, in a process of its own."""
-    return json.loads(KINDS[request.param].output)
+    return json.loads(accelerated.output)
 
 
+@pytest.mark.parametrize("kind", fake_accelerator.KINDS)
 @pytest.mark.parametrize("case", fake_accelerator.CASES)
-def test_on_an_accelerator(outcomes, case):
+def test_on_an_accelerator(outcomes, kind, case):
     """Beside the CPU, a device with a stream of its own."""
-    assert outcomes[case] is None, f"\n{outcomes[case]}"
+    assert outcomes[kind][case] is None, f"\n{outcomes[kind][case]}"
 
 
 def test_a_replay_notes_once_where_a_generator_stands():

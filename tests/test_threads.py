@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from beside import Program
-from oracle import apply, bits, count, leaf
+from oracle import apply, at_once, bits, count, leaf
 from torch import nn
 
 from checkpointing import checkpointed, is_recomputing, keep
@@ -26,33 +26,7 @@ def quick_switches():
     sys.setswitchinterval(interval)
 
 
-def at_once(*functions):
-    """Run each in a thread of its own, all from the same moment on; what they return, or the first error."""
-    barrier = threading.Barrier(len(functions))
-    results = [None] * len(functions)
-    errors = []
-
-    def run(i, fn):
-        try:
-            torch.set_num_threads(1)
-            barrier.wait(timeout=120)
-            results[i] = fn()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=item, daemon=True) for item in enumerate(functions)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join(timeout=60)
-        assert not t.is_alive(), "deadlock"
-    if errors:
-        raise errors[0]
-    return results
-
-
 def network(x, w):
-    """A few operators that save things."""
     h = keep((x @ w).sin().exp())
     return (h @ w).tanh() * h
 
@@ -74,7 +48,7 @@ def test_regions_and_backwards_at_once(word):
 
 @WORD
 def test_forward_here_and_backward_there(word):
-    """Backward in another thread than forward, with its dropout masks; both random streams are one."""
+    """Backward in another thread than forward, with its dropout masks."""
     x, w = leaf(4, 4), leaf(4, 4)
 
     def fn(x, w):
@@ -92,7 +66,7 @@ def test_forward_here_and_backward_there(word):
 @WORD
 @pytest.mark.parametrize("early_stop", [True, False], ids=["early", "late"])
 def test_two_backwards_over_one_frame(word, early_stop):
-    """Two threads open the same holders at once: each graph task gets plain's gradients, time and again."""
+    """Two threads open the same holders at once."""
     x, w = leaf(4, 4), leaf(4, 4)
     want = list(map(bits, torch.autograd.grad(network(x, w).sum(), [x, w])))
     y = apply(word, network, early_stop)(x, w).sum()
@@ -173,12 +147,12 @@ hurried = Program("-c", HURRIED)
 
 
 def test_garbage_collection_while_the_generator_is_read_is_no_deadlock():
-    """Torch holds the generator's mutex there, and another thread would wait for it with the GIL in its hands."""
+    """Torch holds the generator's mutex there, another thread the GIL."""
     assert hurried.output == ""
 
 
 def test_recomputes_of_one_region_take_turns():
-    """Two threads that want different tensors of it: else one would find the buffers as the other has rewound them."""
+    """Else one thread would find the buffers as the other has rewound them."""
     norm, inside, most = nn.BatchNorm1d(4), [], []
 
     @checkpointed(early_stop=False)
@@ -193,6 +167,8 @@ def test_recomputes_of_one_region_take_turns():
     x = leaf(3, 4)
     first, second = fn(x)
     buffers = bits(dict(norm.named_buffers()))
-    at_once(*[lambda y=y: torch.autograd.grad(y.sum(), x, retain_graph=True) for y in (first, second)])
+    at_once(
+        *[lambda y=y: torch.autograd.grad(y.sum(), x, retain_graph=True) for y in (first, second)]
+    )
     assert most == [1, 1, 1]
     assert bits(dict(norm.named_buffers())) == buffers

@@ -1,40 +1,31 @@
-"""Regions and torch.func: a transform over a region runs it plain and says so once; inside a region they work."""
+"""Regions and torch.func: a transform over a region runs it plain and says so once; inside a region
+they work."""
 
 import pytest
 import torch
 import torch.autograd.forward_ad as fwd
 from beside import Program
-from oracle import apply, bits, r, s
+from oracle import DOOR, DOORS, apply, bits
 from torch import nn
 
 from checkpointing import checkpointed
 
 # What torch's forward mode imports when it is first used.
 pytestmark = [
-    pytest.mark.filterwarnings(f"ignore:.torch.jit.script:{kind}") for kind in ("DeprecationWarning", "FutureWarning")
+    pytest.mark.filterwarnings(f"ignore:.torch.jit.script:{kind}")
+    for kind in ("DeprecationWarning", "FutureWarning")
 ] + [pytest.mark.filterwarnings("ignore:.*torch.func")]  # given once a process
-
-DOORS = {
-    "rerun": checkpointed,
-    "replay": r,
-    "scope": s,
-    "rerun in rerun": lambda fn: checkpointed(checkpointed(fn)),
-}
-DOOR = pytest.mark.parametrize("door", DOORS.values(), ids=list(DOORS))
 
 
 def function(x):
-    """Of vectors."""
     return (x.sin() * x.exp()).cumsum(0).tanh()
 
 
 def loss(x):
-    """A number."""
     return function(x).square().sum()
 
 
 def x0():
-    """The same each time."""
     return torch.linspace(0.1, 1.0, 5)
 
 
@@ -45,13 +36,16 @@ OVER = {
     "vmap": lambda door: torch.func.vmap(door(function))(torch.stack([x0(), x0() * 2])),
     "jvp": lambda door: torch.func.jvp(door(function), (x0(),), (torch.ones(5),)),
     "jacfwd": lambda door: torch.func.jacfwd(door(function))(x0()),
-    "vmap of grad": lambda door: torch.func.vmap(torch.func.grad(door(loss)))(torch.stack([x0(), x0() * 2])),
-    "region in the function": lambda door: torch.func.grad(lambda x: door(function)(x * 2).sum())(x0()),
+    "vmap of grad": lambda door: torch.func.vmap(torch.func.grad(door(loss)))(
+        torch.stack([x0(), x0() * 2])
+    ),
+    "region in the function": lambda door: torch.func.grad(lambda x: door(function)(x * 2).sum())(
+        x0()
+    ),
 }
 
 
 def flat(value):
-    """Bits of tensors in nested tuples."""
     return [flat(v) for v in value] if isinstance(value, tuple | list) else bits(value)
 
 
@@ -77,7 +71,7 @@ def test_vmap_over_a_region_that_wants_gradients_afterwards(door):
 
 
 PROGRAM = """
-import sys
+import os, sys
 import torch
 from checkpointing import checkpoint_scope, checkpointed
 
@@ -90,26 +84,31 @@ def scope(x):
         return x.sin()
 
 def run(x):
-    return rerun(x) if sys.argv[1] == "rerun" else scope(x)  # rerun
+    return rerun(x) if door == "rerun" else scope(x)  # rerun
 
-for _ in range(3):
-    torch.func.vmap(run)(torch.ones(2, 5))
-    torch.func.grad(lambda x: run(x).sum())(torch.ones(5))
+for door in ("rerun", "scope"):
+    print(f"{door}:", file=sys.stderr, flush=True)
+    if os.fork() == 0:
+        for _ in range(3):
+            torch.func.vmap(run)(torch.ones(2, 5))
+            torch.func.grad(lambda x: run(x).sum())(torch.ones(5))
+        sys.stderr.flush()
+        os._exit(0)
+    assert os.wait()[1] == 0
 """
+warned = Program("-c", PROGRAM)
 
 
-WARNED = {door: Program("-c", PROGRAM, door) for door in ("rerun", "scope")}
-
-
-@pytest.mark.parametrize("door", WARNED)
+@pytest.mark.parametrize("door", ["rerun", "scope"])
 def test_the_warning_is_given_once_and_points_at_user_code(door):
     """One per process, whatever transforms follow; at the line that enters the region."""
-    done = WARNED[door].outcome
+    assert warned.output == ""
+    said = warned.outcome.stderr.partition(f"{door}:\n")[2].partition("scope:\n")[0]
     line = 1 + next(n for n, text in enumerate(PROGRAM.splitlines()) if text.endswith(f"# {door}"))
-    assert done.returncode == 0 and done.stderr.count("UserWarning") == 1
-    assert f"<string>:{line}: UserWarning" in done.stderr
-    assert "torch.func" in done.stderr and "plain" in done.stderr
-    assert "inside a region vmap, jvp and jacfwd work" in done.stderr
+    assert said.count("UserWarning") == 1
+    assert f"<string>:{line}: UserWarning" in said
+    for words in ("torch.func", "plain", "inside a region vmap, jvp and jacfwd work"):
+        assert words in said
 
 
 # ---- inside a region
@@ -135,17 +134,20 @@ INSIDE = {
     "vmap with randomness": lambda x, w: torch.func.vmap(
         lambda row: nn.functional.dropout(row * w, 0.5).exp(), randomness="different"
     )(x.sin()),
-    "jvp": lambda x, w: torch.func.jvp(lambda x: (x * w).sin().exp(), (x,), (torch.ones_like(x),))[1].tanh(),
+    "jvp": lambda x, w: torch.func.jvp(lambda x: (x * w).sin().exp(), (x,), (torch.ones_like(x),))[
+        1
+    ].tanh(),
     "vmap of jvp": lambda x, w: torch.func.vmap(
         lambda row: torch.func.jvp(lambda row: (row * w).sin().exp(), (row,), (w,))[1]
     )(x).tanh(),
     "dual numbers": lambda x, w: dual(x, w),
-    "region in vmap": lambda x, w: torch.func.vmap(checkpointed(lambda row: (row * w).sin().exp()))(x).cos(),
+    "region in vmap": lambda x, w: torch.func.vmap(checkpointed(lambda row: (row * w).sin().exp()))(
+        x
+    ).cos(),
 }
 
 
 def dual(x, w):
-    """Forward-mode by hand."""
     with fwd.dual_level():
         y = (fwd.make_dual(x, x.sin()) * w).sin().exp()
         primal, tangent = fwd.unpack_dual(y)
@@ -153,7 +155,9 @@ def dual(x, w):
 
 
 @pytest.mark.parametrize("inside", INSIDE)
-@pytest.mark.parametrize(("word", "early_stop"), [("c", True), ("c", False), ("r", False), ("s", True), ("cc", True)])
+@pytest.mark.parametrize(
+    ("word", "early_stop"), [("c", True), ("c", False), ("r", False), ("s", True), ("cc", True)]
+)
 def test_transforms_inside_a_region(inside, word, early_stop):
     """Gradients of first and second order, and the random stream, as plain."""
 
@@ -177,7 +181,8 @@ def test_transforms_inside_a_region(inside, word, early_stop):
 
 @pytest.mark.parametrize("door", ["rerun", "replay", "scope", "rerun in rerun"])
 def test_forward_mode_over_a_region(door):
-    """Dual numbers pass through; gradients of the primal and of the tangent, inside the level, are plain's."""
+    """Dual numbers pass through; gradients of the primal and of the tangent, inside the level, are
+    plain's."""
 
     def step(make):
         x = x0().requires_grad_()

@@ -13,12 +13,15 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import assert_type
 
-from checkpointing import CheckpointError, Stats, checkpoint_scope, checkpointed, disabled, is_recomputing, keep
+from checkpointing import CheckpointError, Stats, checkpoint_scope, checkpointed, disabled
+from checkpointing import is_recomputing, keep
 from checkpointing.torch_compat import checkpoint
 
 
 @checkpointed
-def bare(x: Tensor, n: int = 1, /, *rest: float, flag: bool = False, **others: str) -> tuple[Tensor, int]:
+def bare(
+    x: Tensor, n: int = 1, /, *rest: float, flag: bool = False, **others: str
+) -> tuple[Tensor, int]:
     return x, n
 
 
@@ -149,7 +152,13 @@ with tempfile.TemporaryDirectory() as folder:
             file.write(program)
     main(args=[*sys.argv[1:], "right.py", "wrong.py"], stdout=sys.stdout, stderr=sys.stderr)
 """
-HOW = ("--strict", "--no-error-summary", "--config-file=", "--follow-imports=silent", "--hide-error-context")
+HOW = (
+    "--strict",
+    "--no-error-summary",
+    "--config-file=",
+    "--follow-imports=silent",
+    "--hide-error-context",
+)
 checked = Program("-c", CHECK, *HOW, f"--cache-dir={ROOT / '.mypy_cache'}", MYPYPATH=str(ROOT))
 
 
@@ -166,8 +175,13 @@ def found():
 def test_doors_keep_signatures(found):
     """Arguments, keyword arguments, defaults, results, methods and module classes."""
     assert [entry for entry in found if entry[0] == "right" and entry[2] == "error"] == []
-    revealed = [text for _, _, kind, text in found if kind == "note" and text.startswith("Revealed")]
-    assert [re.sub(r"torch\._tensor\.|builtins\.", "", text.partition('"')[2].rstrip('"')) for text in revealed] == [
+    revealed = [
+        text for _, _, kind, text in found if kind == "note" and text.startswith("Revealed")
+    ]
+    assert [
+        re.sub(r"torch\._tensor\.|builtins\.", "", text.partition('"')[2].rstrip('"'))
+        for text in revealed
+    ] == [
         "def (Tensor, int =, *rest: float, flag: bool =, **others: str) -> tuple[Tensor, int]",
         "def (x: Tensor, *, scale: float) -> dict[str, Tensor]",
         "def (x: Tensor)",

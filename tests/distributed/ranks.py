@@ -1,7 +1,9 @@
-"""Ranks: each runs every program of its world size through every door, and writes a row for each into a file.
+"""Ranks: each runs every program of its world size through every door, and writes a row for each
+into a file.
 
-Weights are whole numbers from -1 to 1 before and after each step, in float64: the arithmetic is exact, whatever strides
-and alignments kernels meet. (Mixed precision and batch normalisation run the same kernels on the same shapes.)
+Weights are whole numbers from -1 to 1 before and after each step, in float64: the arithmetic is
+exact, whatever strides and alignments kernels meet. (Mixed precision and batch normalisation run
+the same kernels on the same shapes.)
 """
 
 import functools
@@ -22,13 +24,21 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 from torch.utils.checkpoint import checkpoint
 
 from checkpointing import auto, checkpoint_modules, checkpoint_scope, checkpointed
 
 N, WIDTH = 4, 8  # blocks, features
-PROGRAMS = {2: {}, 4: {}}  # by world size and name: given the doors for a block and for the model, (model, step)
+PROGRAMS = {
+    2: {},
+    4: {},
+}  # by world size and name: given the doors for a block and for the model, (model, step)
 SCOPES = []  # of one step: each with its stats at its end
 
 
@@ -71,10 +81,13 @@ DOORS = {  # for each block, for the model
 
 
 def doors(name):
-    """Those through which a program goes."""
-    inside = "inside" in name or "lambda" in name  # for `auto`, which puts nothing inside, the same as around
+    inside = (
+        "inside" in name or "lambda" in name
+    )  # for `auto`, which puts nothing inside, the same as around
     return [
-        door for door in DOORS if not (" in " in door and "collectives" not in name) and not (door == "auto" and inside)
+        door
+        for door in DOORS
+        if not (" in " in door and "collectives" not in name) and not (door == "auto" and inside)
     ]
 
 
@@ -82,8 +95,6 @@ def doors(name):
 
 
 class Scale(nn.Module):
-    """A normalisation that is exact."""
-
     def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(WIDTH))
@@ -103,7 +114,6 @@ class Block(nn.Module):
 
 
 def put_inside(model, door):
-    """Regions into the blocks, in place."""
     if door in IN_PLACE:
         checkpoint_modules(model, "blocks.*", **IN_PLACE[door])
     for block in () if door in IN_PLACE else model.blocks:
@@ -117,7 +127,9 @@ class Net(nn.Module):
         super().__init__()
         self.blocks = nn.ModuleList(block() for _ in range(n))
         self.head = nn.Linear(WIDTH, 4)
-        self.around = {"around": door, "lambda": lambda block: door(lambda x: block(x))}.get(where, plain)
+        self.around = {"around": door, "lambda": lambda block: door(lambda x: block(x))}.get(
+            where, plain
+        )
         self.double()
         with torch.no_grad():
             for i, p in enumerate(self.parameters()):
@@ -130,8 +142,6 @@ class Net(nn.Module):
 
 
 class Twice(Net):
-    """Every block is used twice."""
-
     def forward(self, x):
         for block in self.blocks:
             x = self.around(block)(self.around(block)(x) / 2)
@@ -139,8 +149,6 @@ class Twice(Net):
 
 
 class Unused(Net):
-    """Every other block is not used."""
-
     def forward(self, x):
         for block in self.blocks[::2]:
             x = self.around(block)(x)
@@ -167,11 +175,11 @@ def two_forwards(call, step):
 
 @program("ddp")
 @program("ddp, regions inside", where="inside")
-@program("ddp, with buffers", block=functools.partial(Block, functools.partial(nn.BatchNorm1d, WIDTH)))
-@program("ddp, static graph", static_graph=True)
+@program(
+    "ddp, with buffers", block=functools.partial(Block, functools.partial(nn.BatchNorm1d, WIDTH))
+)
 @program("ddp, unused parameters", kind=Unused, find_unused_parameters=True)
 @program("ddp, no_sync", accumulate=True)
-@program("ddp, gradients as bucket views", gradient_as_bucket_view=True)
 @program("ddp, a block used twice", kind=Twice)
 @program("ddp, a block used twice, static graph", kind=Twice, static_graph=True)
 def ddp(door, whole, kind=Net, where="around", block=Block, accumulate=False, **options):
@@ -210,39 +218,42 @@ def in_sequence(call, step):
 
 
 @program("fsdp2, inside", where="inside")
-@program("fsdp2, inside, not resharded", where="inside", reshard_after_forward=False)
 @program("fsdp2, inside, sharded first", where="inside", late=True)
 @program("fsdp2, inside, mixed precision", where="inside", mp_policy=MIXED)
-@program("fsdp2, inside, two forwards", where="inside", step=two_forwards)
-@program("fsdp2, inside, frozen", where="inside", frozen=True)
-@program("fsdp2, inside, root only", where="inside", root_only=True)
 @program("fsdp2, around")
 @program("fsdp2, around, deep", n=16)
 @program("fsdp2, around, not resharded", reshard_after_forward=False)
-@program("fsdp2, around, mixed precision", mp_policy=MIXED)
 @program("fsdp2, around, two forwards", step=two_forwards)
 @program("fsdp2, around, frozen", frozen=True)
 @program("fsdp2, around, root only", root_only=True)
 @program("fsdp2, compiled", where="inside", compiled=True)
 @program("fsdp2, a lambda", where="lambda")
-@program("fsdp2, a lambda, not resharded", where="lambda", reshard_after_forward=False)
 @program("fsdp2, the model", where="whole")
 @program("fsdp2, the model, not resharded", where="whole", reshard_after_forward=False)
 @program("fsdp2, the model twice in a region", where="whole", two=True)
-@program("fsdp2, the model twice in a region, not resharded", where="whole", two=True, reshard_after_forward=False)
+@program(
+    "fsdp2, the model twice in a region, not resharded",
+    where="whole",
+    two=True,
+    reshard_after_forward=False,
+)
 @program("tensor parallel, inside", where="inside", shape=(1, 2), plan=TENSOR)
-@program("tensor parallel, around", shape=(1, 2), plan=TENSOR)
-@program("sequence parallel, inside", where="inside", shape=(1, 2), plan=SEQUENCE, step=in_sequence)
 @program("sequence parallel, around", shape=(1, 2), plan=SEQUENCE, step=in_sequence)
 @program("fsdp2 x tensor parallel, inside", world=4, where="inside", shape=(2, 2), plan=TENSOR)
-@program(
-    "fsdp2 x tensor parallel, inside, sharded first", world=4, where="inside", shape=(2, 2), plan=TENSOR, late=True
-)
 @program("fsdp2 x tensor parallel, around", world=4, shape=(2, 2), plan=TENSOR)
-@program("fsdp2 x tensor parallel, not resharded", world=4, shape=(2, 2), plan=TENSOR, reshard_after_forward=False)
 @program("fsdp2 x tensor parallel, the model", world=4, where="whole", shape=(2, 2), plan=TENSOR)
 @program("fsdp2 x sequence parallel", world=4, shape=(2, 2), plan=SEQUENCE, step=in_sequence)
-def sharded(door, whole, where="around", shape=(2, 1), plan=None, step=once, two=False, root_only=False, **options):
+def sharded(
+    door,
+    whole,
+    where="around",
+    shape=(2, 1),
+    plan=None,
+    step=once,
+    two=False,
+    root_only=False,
+    **options,
+):
     """In the order that the README recommends, if not `late`."""
     frozen, late, compiled = (options.pop(name, False) for name in ("frozen", "late", "compiled"))
     mesh = mesh_of(shape)
@@ -264,7 +275,9 @@ def sharded(door, whole, where="around", shape=(2, 1), plan=None, step=once, two
         fully_shard(model, mesh=mesh["data"], **options)
     if where == "inside" and late:
         put_inside(model, door)
-    return model, functools.partial(step, whole((lambda x: model(x) + model(2 * x)) if two else model))
+    return model, functools.partial(
+        step, whole((lambda x: model(x) + model(2 * x)) if two else model)
+    )
 
 
 # ---- collectives in a region
@@ -323,7 +336,9 @@ def written_afterwards(x):
 def exchanged(x):
     mine, theirs = x.detach().sum(0).sign(), torch.empty(WIDTH).double()
     peer = 1 - dist.get_rank()
-    for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, mine, peer), dist.P2POp(dist.irecv, theirs, peer)]):
+    for work in dist.batch_isend_irecv(
+        [dist.P2POp(dist.isend, mine, peer), dist.P2POp(dist.irecv, theirs, peer)]
+    ):
         work.wait()
     return x * theirs
 
@@ -336,12 +351,13 @@ def differentiable(x):
     every = functional.all_gather_tensor_autograd(x, 0, dist.group.WORLD)
     mine = functional.reduce_scatter_tensor_autograd(every.relu(), "sum", 0, dist.group.WORLD)
     half = [len(x) // 2] * 2
-    return mine + functional.all_to_all_single_autograd(x.relu() * x, half, half, dist.group.WORLD).relu()
+    return (
+        mine
+        + functional.all_to_all_single_autograd(x.relu() * x, half, half, dist.group.WORLD).relu()
+    )
 
 
 class Talk(Block):
-    """A block that talks to other ranks."""
-
     def __init__(self, function):
         super().__init__(SyncNorm)
         self.function = function
@@ -366,7 +382,9 @@ def collectives(door, whole, function):
 
 def taken_part():
     """In how many collectives this process has taken part, as the backend itself counts them."""
-    return sum(group._get_sequence_number_for_group() for group in dist.distributed_c10d._world.pg_map)
+    return sum(
+        group._get_sequence_number_for_group() for group in dist.distributed_c10d._world.pg_map
+    )
 
 
 def local(tensor):
@@ -374,7 +392,7 @@ def local(tensor):
 
 
 def train(name, program):
-    """Three steps: all that there is to compare, by name; the collectives; what the scopes of the last one tell."""
+    """Three steps: all that there is to compare, by name; the collectives."""
     torch.manual_seed(dist.get_rank())
     model, step = program(*DOORS[name])
     found, count = {}, 0
@@ -386,7 +404,11 @@ def train(name, program):
         for key, p in model.named_parameters():
             if p.grad is not None:
                 found[f"step {i}, gradient of {key}"] = local(p.grad).clone()
-                grad = p.grad.redistribute(p.device_mesh, p.placements) if isinstance(p, DTensor) else p.grad
+                grad = (
+                    p.grad.redistribute(p.device_mesh, p.placements)
+                    if isinstance(p, DTensor)
+                    else p.grad
+                )
                 with torch.no_grad():
                     local(p).sub_(local(grad).sign()).clamp_(-1, 1)
                 p.grad = None
@@ -399,7 +421,10 @@ def main(rank, world, folder, only=""):
     """What a rank finds is in the file `world.rank`: a row for each program and door."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    options = {"timeout": timedelta(seconds=60), "store": dist.FileStore(f"{folder}/store of {world}", world)}
+    options = {
+        "timeout": timedelta(seconds=60),
+        "store": dist.FileStore(f"{folder}/store of {world}", world),
+    }
     dist.init_process_group("gloo", rank=rank, world_size=world, **options)
     want = {}
     with open(f"{folder}/{world}.{rank}", "w") as file:
@@ -418,11 +443,13 @@ def main(rank, world, folder, only=""):
 
 
 def run(seconds, *given):
-    """Prints a row for each rank, program and door. Torch is imported once, and its process is forked."""
+    """Prints a row for each rank, program and door."""
     fork, end = multiprocessing.get_context("fork"), time.monotonic() + float(seconds)
     with tempfile.TemporaryDirectory() as folder:
         ranks = [
-            fork.Process(target=main, args=(rank, world, folder, *given)) for world in PROGRAMS for rank in range(world)
+            fork.Process(target=main, args=(rank, world, folder, *given))
+            for world in PROGRAMS
+            for rank in range(world)
         ]
         for process in ranks:
             process.start()
@@ -431,7 +458,10 @@ def run(seconds, *given):
             if process.is_alive():
                 print(f"a rank was killed after {seconds} seconds", file=sys.stderr)
                 process.kill()
-        print(*(row for file in Path(folder).glob("*.*") for row in file.read_text().splitlines()), sep="\n")
+        print(
+            *(row for file in Path(folder).glob("*.*") for row in file.read_text().splitlines()),
+            sep="\n",
+        )
 
 
 if __name__ == "__main__":

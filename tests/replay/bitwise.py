@@ -1,7 +1,9 @@
-"""Tables of programs, each run plain and through every door, and compared in all that can be seen of it.
+"""Tables of programs, each run plain and through every door, and compared in all that can be seen
+of it.
 
-A program is a function `program(region, *tensors, *modules)`: it calls `region(function, *args)` where a region may
-stand, and returns tensors. Seen are outputs, gradients of two orders, random stream, inputs and module state.
+A program is a function `program(region, *tensors, *modules)`: it calls `region(function, *args)`
+where a region may stand, and returns tensors. Seen are outputs, gradients of two orders, random
+stream, inputs and module state.
 """
 
 from __future__ import annotations
@@ -69,18 +71,24 @@ def _first(seen: Any, outputs: Any, inputs: Any) -> None:
 
 def _second(seen: Any, outputs: Any, inputs: Any) -> None:
     """Gradients of gradients, with a graph of the first ones."""
-    grads = torch.autograd.grad(outputs, inputs, weights_like(outputs), create_graph=True, allow_unused=True)
+    grads = torch.autograd.grad(
+        outputs, inputs, weights_like(outputs), create_graph=True, allow_unused=True
+    )
     seen["first order"] = bits(grads)
     again = [g for g in grads if g is not None and g.requires_grad]
     if again:
-        seen["second order"] = bits(torch.autograd.grad(again, inputs, weights_like(again), allow_unused=True))
+        seen["second order"] = bits(
+            torch.autograd.grad(again, inputs, weights_like(again), allow_unused=True)
+        )
 
 
 def _partial(seen: Any, outputs: Any, inputs: Any) -> None:
     """One output and one input at a time, last first; then all of them."""
     for i, out in enumerate(reversed(outputs)):
         for j, inp in enumerate(inputs[:3]):
-            got = torch.autograd.grad(out, inp, weights_like([out]), retain_graph=True, allow_unused=True)
+            got = torch.autograd.grad(
+                out, inp, weights_like([out]), retain_graph=True, allow_unused=True
+            )
             seen[f"output -{i} by input {j}"] = bits(got)
     torch.autograd.backward(outputs, weights_like(outputs))
 
@@ -89,7 +97,6 @@ BACKWARDS = {"first": _first, "second": _second, "partial": _partial}
 
 
 def observe(program: Function, region: Function, make: Function, backward: str) -> dict[str, Any]:
-    """Everything that can be seen of one run."""
     torch.manual_seed(1)
     leaves = make()
     modules = [m for m in leaves if isinstance(m, nn.Module)]
@@ -99,7 +106,10 @@ def observe(program: Function, region: Function, make: Function, backward: str) 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         returned = program(region, *leaves)
-        seen = {"outputs": bits(returned), "random stream after forward": bits(torch.get_rng_state())}
+        seen = {
+            "outputs": bits(returned),
+            "random stream after forward": bits(torch.get_rng_state()),
+        }
         outputs = [t for t in tensors(returned) if t.requires_grad]
         del returned
         if outputs:
@@ -126,7 +136,7 @@ def differences(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
 
 @contextlib.contextmanager
 def garbage_in_fresh_memory(byte: int) -> Iterator[None]:
-    """Let malloc fill what it hands out with `byte`, so that results that depend on unwritten memory differ."""
+    """Let malloc fill what it hands out with `byte`."""
     perturb = getattr(_libc, "mallopt", lambda option, byte: None)
     perturb(-6, byte)  # M_PERTURB
     try:
@@ -142,7 +152,11 @@ def no_garbage() -> Iterator[None]:
     gc.freeze()
     try:
         yield
-        left = [type(o).__name__ for o in gc.get_objects() if type(o).__module__.startswith("checkpointing.")]
+        left = [
+            type(o).__name__
+            for o in gc.get_objects()
+            if type(o).__module__.startswith("checkpointing.")
+        ]
         assert not {"Frame", "Holder", "Tape"} & {*left}, left
     finally:
         gc.enable()
@@ -150,12 +164,24 @@ def no_garbage() -> Iterator[None]:
 
 # ---- tables of programs
 class Case:
-    """A program; `refused` names the doors that may raise a CheckpointError instead, `doors` those that make sense."""
+    """A program; `refused` names the doors that may raise a CheckpointError instead, `doors` those
+    that make sense."""
 
     def __init__(
-        self, program: Any, make: Any, refused: Any = (), backwards: Any = tuple(BACKWARDS), doors: Any = ALL
+        self,
+        program: Any,
+        make: Any,
+        refused: Any = (),
+        backwards: Any = tuple(BACKWARDS),
+        doors: Any = ALL,
     ) -> None:
-        self.program, self.make, self.refused, self.backwards, self.doors = program, make, refused, backwards, doors
+        self.program, self.make, self.refused, self.backwards, self.doors = (
+            program,
+            make,
+            refused,
+            backwards,
+            doors,
+        )
         self._wanted: dict[str, dict[str, Any]] = {}
 
     def check(self, door: str) -> None:
@@ -169,7 +195,11 @@ class Case:
             if door in self.refused and isinstance(error, CheckpointError):
                 continue
             if "exception" in want:
-                assert backward == "second" and got.get("exception") == want["exception"], (backward, want, got)
+                assert backward == "second" and got.get("exception") == want["exception"], (
+                    backward,
+                    want,
+                    got,
+                )
                 continue
             if "exception" in got:
                 raise AssertionError(f"{backward}: {got['exception']}: {got['message']}") from error
@@ -177,7 +207,9 @@ class Case:
 
     def check_lifetimes(self, door: str) -> None:
         """Frames die with the graph: after a backward and without one."""
-        if door not in self.refused:  # an argument that its own function writes, which backward refuses, owns it
+        if (
+            door not in self.refused
+        ):  # an argument that its own function writes, which backward refuses, owns it
             with no_garbage():
                 self.program(DOORS[door], *self.make())
         # Torch itself keeps a graph of several outputs whose backward has failed.
@@ -187,19 +219,26 @@ class Case:
 
 
 class Table:
-    """The programs of one test file. One that isn't `whole` is itself the function in the region."""
+    """The programs of one test file. One that isn't `whole` is itself the function in the
+    region."""
 
     def __init__(self, make: Function) -> None:
         self.make = make
         self.cases: dict[str, Case] = {}
 
-    def __call__(self, function: Any = None, *, make: Any = None, whole: bool = False, **more: Any) -> Any:
+    def __call__(
+        self, function: Any = None, *, make: Any = None, whole: bool = False, **more: Any
+    ) -> Any:
         def register(function: Any) -> Any:
-            def program(region: Any, *leaves: Any) -> Any:  # every second tensor is a result rather than a leaf
+            def program(
+                region: Any, *leaves: Any
+            ) -> Any:  # every second tensor is a result rather than a leaf
                 return region(function, *[t * 1.5 if i == 1 else t for i, t in enumerate(leaves)])
 
             assert function.__name__ not in self.cases
-            self.cases[function.__name__] = Case(function if whole else program, make or self.make, **more)
+            self.cases[function.__name__] = Case(
+                function if whole else program, make or self.make, **more
+            )
             return function
 
         return register if function is None else register(function)
@@ -218,7 +257,6 @@ class Table:
 
         @pytest.mark.parametrize(("program", "door"), self.pairs())
         def bit_for_bit(program: Case, door: str) -> None:
-            """For every kind of backward."""
             program.check(door)
 
         @pytest.mark.parametrize(("program", "door"), self.pairs(("scope", "rerun"), cycles))
@@ -243,4 +281,6 @@ def leaves(*modules: Function) -> Function:
 def integers() -> tuple[Tensor, ...]:
     """Small whole numbers: sums and products of them are exact in any order."""
     torch.manual_seed(3)
-    return tuple(torch.randint(-3, 4, (4, 6), dtype=torch.float64).requires_grad_() for _ in range(2))
+    return tuple(
+        torch.randint(-3, 4, (4, 6), dtype=torch.float64).requires_grad_() for _ in range(2)
+    )

@@ -40,7 +40,9 @@ class Scaled(Tensor):
             return Scaled(args[0].inner.detach(), args[0].scale)
         if func in (torch.ops.aten.clone.default,):
             return Scaled(args[0].inner.clone(), args[0].scale.clone())
-        plain = tree_map(lambda t: t.inner * t.scale if isinstance(t, Scaled) else t, (args, kwargs or {}))
+        plain = tree_map(
+            lambda t: t.inner * t.scale if isinstance(t, Scaled) else t, (args, kwargs or {})
+        )
         return func(*plain[0], **plain[1])
 
     def __repr__(self, **_):
@@ -107,7 +109,9 @@ def wrapper_from_before(region, x, y):
 def wrapper_that_stays(x, y):
     t = TwoOf((x * 2).detach(), (y * 3).detach()).requires_grad_()
     h = (t.sin() * t).exp()
-    (g,) = torch.autograd.grad(h.sum(), t, TwoOf(*torch.ones(2, dtype=x.dtype).unbind()), create_graph=False)
+    (g,) = torch.autograd.grad(
+        h.sum(), t, TwoOf(*torch.ones(2, dtype=x.dtype).unbind()), create_graph=False
+    )
     return x * g.a, y * g.b * x
 
 
@@ -217,31 +221,15 @@ def low_precision(x, y):
     return f * x, h.float().exp()
 
 
-@case
-def masked(x, y):
-    import warnings
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        m = torch.masked.masked_tensor(x.sin().detach(), y.detach() > 0)
-        s = (m * 2).sum().get_data()
-    return x * s
-
-
-@pytest.fixture
-def mesh():
-    """Of this process alone."""
-    dist = torch.distributed
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield torch.distributed.init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
-
-
 @pytest.mark.parametrize("door", ALL)
 def test_distributed_tensors(door, mesh):
-    """Made inside, kept, redistributed, and as parameters; also where their shapes have not been seen before."""
+    """Made inside, kept, redistributed, and as parameters."""
     from torch.distributed.tensor import DTensor, Replicate, Shard
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
 
     size = 3 + ALL.index(door)  # what is found out about shapes is remembered
     model = nn.Sequential(nn.Linear(6, size), nn.GELU(), nn.Linear(size, 6)).double()
@@ -256,8 +244,12 @@ def test_distributed_tensors(door, mesh):
 
     got, want = DOORS[door](function, x, y), function(x, y)
     wanted = (x, y, *model.parameters())
-    got_first, want_first = (torch.autograd.grad(o.sin().sum(), wanted, create_graph=True) for o in (got, want))
-    got_second, want_second = (torch.autograd.grad((g[0] * g[1]).sum(), (x, y)) for g in (got_first, want_first))
+    got_first, want_first = (
+        torch.autograd.grad(o.sin().sum(), wanted, create_graph=True) for o in (got, want)
+    )
+    got_second, want_second = (
+        torch.autograd.grad((g[0] * g[1]).sum(), (x, y)) for g in (got_first, want_first)
+    )
     assert bits([got, *got_first, *got_second]) == bits([want, *want_first, *want_second])
 
 

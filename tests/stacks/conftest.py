@@ -7,14 +7,16 @@ import pytest
 import torch
 
 os.environ.update(
-    HF_HUB_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1", WANDB_DISABLED="true", TOKENIZERS_PARALLELISM="false"
+    HF_HUB_OFFLINE="1",
+    HF_HUB_DISABLE_TELEMETRY="1",
+    WANDB_DISABLED="true",
+    TOKENIZERS_PARALLELISM="false",
 )
 
 
 @pytest.fixture(scope="session", autouse=True)
 def torchvision_can_be_imported():
-    """The kernels of its wheel on PyPI can't be loaded beside a torch for CPUs alone; its import then fails at the
-    first operator that it wants to know a schema of. timm and transformers need no kernel of it."""
+    """The kernels of its wheel on PyPI can't be loaded beside a torch for CPUs alone."""
     if importlib.util.find_spec("torchvision") is None:
         return None
     try:

