@@ -72,19 +72,25 @@ def bert():
 MODELS = {"GPT-2": gpt2, "Llama": llama, "BERT": bert}
 
 
-def step(name, way):
-    """Forward and backward of a batch of 2 x 32 tokens."""
+# Batches and lengths of one step, and of steps that all differ.
+ONE_SIZE = ((2, 32),)
+SIZES_OF_STEPS = ((2, 32), (1, 20), (3, 31), (2, 17), (4, 25), (1, 48), (2, 40), (3, 12))
+
+
+def step(name, way, sizes=ONE_SIZE):
+    """Forward and backward of a batch of tokens, for each of these sizes."""
     torch.manual_seed(0)
     model, layers = MODELS[name]()
     for layer in layers:
         layer.forward = WAYS[way](layer.forward)
-    tokens = torch.randint(256, (2, 32))
+    batches = [torch.randint(256, size) for size in sizes]
 
     def call():
         model.zero_grad()
-        with checkpoint_scope(policy=auto()) if way == "auto" else contextlib.nullcontext():
-            loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
-        loss.backward()
+        for tokens in batches:
+            with checkpoint_scope(policy=auto()) if way == "auto" else contextlib.nullcontext():
+                loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+            loss.backward()
         return [parameter.grad for parameter in model.parameters()]
 
     return call
@@ -98,9 +104,24 @@ def bench_model(benchmark, name, way):
     assert all(map(torch.equal, benchmark.pedantic(step(name, way)), expected))
 
 
+@pytest.mark.parametrize("way", ["scope", "auto"])
+def bench_sizes(benchmark, way):
+    """Programs whose sizes change at every step: the same bits."""
+    expected = step("GPT-2", "plain", SIZES_OF_STEPS)()
+    assert all(map(torch.equal, benchmark.pedantic(step("GPT-2", way, SIZES_OF_STEPS)), expected))
+
+
 def main():
     torch.set_num_threads(1)
     for name in MODELS:
+        ways = {way: step(name, way, SIZES_OF_STEPS) for way in ("torch", "scope", "auto")}
+        times = timed(ways, rounds=20, calls=1)
+        for way in ("scope", "auto"):
+            mark(
+                f"{name}, other sizes at every step: {way} / torch",
+                ratio(times, way, "torch"),
+                1.15,
+            )
         times = timed({way: step(name, way) for way in WAYS}, rounds=150, calls=1)
         print(
             f"{name}:",
