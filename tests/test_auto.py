@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from checkpointing import __main__ as job
+from checkpointing import _plan, _replay
 from checkpointing import auto, checkpoint_scope, checkpointed, keep, save_tagged, tag
 from checkpointing._program import clear_programs
 
@@ -759,3 +760,22 @@ def test_a_program_whose_outputs_pile_up_is_cut_all_the_same():
 
     x = torch.linspace(-1, 1, 1000).requires_grad_()
     assert bytes_of(lambda: scoped(run)(x))[1] <= 0.5 * bytes_of(lambda: run(x))[1]
+
+
+@pytest.mark.parametrize("change", ["sizes", "accumulated gradients"])
+def test_a_plan_is_not_made_anew_at_every_change(change, monkeypatch):
+    """Sizes that come and go, and gradients that exist at every other step, share one plan."""
+    planned = []
+    monkeypatch.setattr(
+        _replay, "plan_of", lambda *given: planned.append(1) or _plan.plan_of(*given)
+    )
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(8)))
+    clear_programs()
+    for step in range(12):
+        x = torch.randn(4 << (step % 3) if change == "sizes" else 4, 8)
+        with checkpoint_scope(policy=auto()):
+            y = model(x)
+        y.sum().backward()
+        if step % 2:
+            model.zero_grad()
+    assert len(planned) <= 3
