@@ -141,8 +141,7 @@ def _nothing_picked(model: nn.Module, select: Select) -> str:
     patterns = select if isinstance(select, tuple | list) else [select]
     close: list[str] = []
     for pattern in [part for part in patterns if isinstance(part, str)]:
-        longer = [name for name in known if name.endswith(f".{pattern}")]
-        close += longer[:3] or difflib.get_close_matches(pattern, known)
+        close += difflib.get_close_matches(pattern, known, 1, cutoff=0.4)
     hint = "."
     if close:
         names = " or ".join(map(repr, close))

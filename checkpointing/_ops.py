@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -28,10 +29,9 @@ class Info:
         self.gathers = self.space == "fsdp"  # parameters into memory that is given back
         # Custom operators may draw random numbers without torch's tag: compare the generators.
         self.custom = self.space not in ("aten", "prim", "prims")
-        self.may_draw = self.custom or torch.Tag.nondeterministic_seeded in getattr(
-            func, "tags", ()
-        )
-        self._read(getattr(func, "_schema", None))
+        is_random = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
+        self.may_draw = self.custom or is_random
+        self._read(getattr(func, "_schema", _UNKNOWN))
         if self.statistics is not None and self.writes:  # with `out=`
             self.writes += self.statistics[0]
         self.targets: tuple[int | str, ...] = self.writes
@@ -40,33 +40,30 @@ class Info:
             self.targets = (0, "out") if writes_first else ("out",)
         # It allocates memory without filling it.
         self.allocates = self.name == "aten::resize_" or self.name.startswith(_ALLOCATE)
-        self.overwrites = self.base in OVERWRITES or all(
-            type(place) is str for place in self.writes
-        )
+        writes_out = all(type(place) is str for place in self.writes)
+        self.overwrites = writes_out or self.base in OVERWRITES
         self.fills = self.overwrites or self.allocates  # memory that has only been allocated
         self.metadata_only = str(func) == "aten.bernoulli.p" or self._reads_only_metadata()
         INFOS[id(func)] = self  # last, since other threads look there
 
     def _read(self, schema: Any) -> None:
         """Find its writes and the kind of its results."""
-        arguments = [] if schema is None else schema.arguments
-        results = [] if schema is None else [r for r in schema.returns if "Tensor" in str(r.type)]
+        results = [result for result in schema.returns if "Tensor" in str(result.type)]
         self.writes: tuple[int | str, ...] = tuple(
             argument.name if argument.kwarg_only else place
-            for place, argument in enumerate(arguments)
+            for place, argument in enumerate(schema.arguments)
             if _is_write(argument)
         )
         # Views share memory with an argument, by which they are found; results that are no tensors
         # were decided in the forward.
         is_view = not self.writes and all(result.alias_info is not None for result in results)
-        if self.communicates or schema is None:
+        if self.communicates or schema is _UNKNOWN:
             is_view = False
         self.ignored = is_view or self.base in IGNORED
         self.inplace = bool(self.writes) and all(map(_is_write, results))
         # Others belong to torch's profiler, or to other processes: they compute nothing.
-        self.has_tensors = schema is None or any(
-            "Tensor" in str(a.type) for a in (*arguments, *results)
-        )
+        types = [str(each.type) for each in (*schema.arguments, *results)]
+        self.has_tensors = schema is _UNKNOWN or "Tensor" in " ".join(types)
 
     def updates_statistics(self, args: Any) -> bool:
         """Whether a call with these arguments updates the statistics that it takes."""
@@ -86,6 +83,7 @@ def _is_write(of_schema: Any) -> bool:
     return of_schema.alias_info is not None and bool(of_schema.alias_info.is_write)
 
 
+_UNKNOWN = SimpleNamespace(arguments=(), returns=())  # of operators without a schema
 _ALLOCATE = ("aten::empty", "aten::new_empty")
 # Operators that are not recorded. `set_` gives a tensor another storage and writes none; torch asks
 # for the sizes of a nested tensor where an exception would end the process; efficient zeros are

@@ -221,9 +221,8 @@ def _either(first: Policy | None, second: Policy | None) -> Policy:
     if first is None or second is None:
         raise TypeError("None is no policy to combine with: it keeps nothing")
     if first.placement is not None and second.placement is not None:
-        raise TypeError(
-            f"{first!r} and {second!r} can't both plan: give one auto(...) all it needs"
-        )
+        both = f"{first!r} and {second!r}"
+        raise TypeError(f"{both} can't both place checkpoints: give one auto(...) all it needs")
     ask, ask_too = first.on_op, second.on_op
     either = ask or ask_too
     if ask is not None and ask_too is not None:
