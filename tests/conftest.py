@@ -69,14 +69,18 @@ def no_gc(frozen):
         gc.enable()
 
 
-@pytest.fixture(scope="module")
-def group():
+def _group():
     dist = pytest.importorskip("torch.distributed")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 
 
-@pytest.fixture(scope="module")
-def mesh(group):
+group = pytest.fixture(_group, scope="module", name="group")
+own_group = pytest.fixture(_group, name="own_group")
+
+
+@pytest.fixture
+def mesh(own_group):
+    """Of this process alone, for one test: some modules ask whether there is a group."""
     return torch.distributed.init_device_mesh("cpu", (1,))
