@@ -37,7 +37,7 @@ from ._held import Aliased, Held, hold, note_written
 from ._offload import Destination, Mover
 from ._ops import INFOS, Info, generators_of, tensors_of
 from ._program import NOT_WRITTEN, Filling, First, Known, Like, Parts, Program, Slot, Step, Thing, Value
-from ._region import Region, aside, thread, without_recording
+from ._region import Region, aside, thread
 
 # What to do with a value: False to recompute it, True to keep it, or where it is kept.
 Answer = bool | Destination
@@ -708,21 +708,17 @@ class Run(TorchDispatchMode, Region):
             else:
                 self._hold_planned(*each)
 
-    def _hold_planned(self, value: Value, counts: bool, copies: bool) -> None:
+    def _hold_planned(self, value: Value, counts: bool) -> None:
         tensor = self.cells[value[0]]()
         if tensor is None:
             return
         assert self.placement is not None
         budget, place = self.placement
         nbytes = 0
-        if copies:
-            nbytes = tensor.nbytes
-        elif counts and _has_storage(tensor):
+        if counts and _has_storage(tensor):
             nbytes = tensor.untyped_storage().nbytes()
         if budget is not None and self.planned_bytes + self.kept_bytes + nbytes > budget:
             return
-        if copies:
-            tensor = without_recording(_torch.copy, tensor)
         mover = None if place is None else self._mover(place)
         hooks = self.hooks if mover is None or not mover.takes(tensor) else mover
         self._hold_as(value, tensor, hooks, "a kept tensor")
