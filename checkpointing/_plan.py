@@ -5,10 +5,11 @@ things are there: what is kept for that segment and for those before it; what th
 gradients. What was kept for later segments is gone, and the gradients of parameters used there exist. The largest of
 these sums, or the worst moment of the forward, is the simulated peak.
 
-The plan. `Cuts` finds the segments with the least peak: for one peak, a dynamic program finds the least that is held
-up to each candidate, a position that little crosses; the peak is found by bisection. Then `Filling` keeps what saves
-most recompute per byte, as long as there is room. Room is what `choose` allows beyond the least peak: up to what a
-checkpoint around each repeated block would take, if that saves enough recompute.
+The plan. For one peak, a dynamic program (`Stretch.cuts`) finds the cuts under which the least is held, among
+positions that little crosses; bisection finds the least peak. Then `Filling` keeps what saves most recompute per byte,
+as long as there is room under a peak. `choose` compares a few peaks: from the least one up to that of a checkpoint
+around each block that the program repeats, which is what users place by hand. It takes the least recompute until no
+more is computed than with those, and beyond that as much memory as saves the same part of a forward.
 
 The model looks at memories, not at tensors: views cost nothing, and a segment that reads a value from before its
 beginning keeps the memory of that value. Values that are cheap to make from inputs, such as casts of weights and
@@ -16,7 +17,9 @@ masks, cross a cut for free, since each window makes them again. What somebody e
 
 Invariant: a plan depends on byte counts and positions alone, so it is the same on every rank.
 
-Rejected: placing cuts while the block runs, by what is alive at that moment. What is alive is not what will be read.
+Rejected: placing cuts while the block runs, by what is alive at that moment: what is alive is not what will be read.
+Spending a fixed part of the least peak on less recompute: where logits are most of the peak, a few percent of it are
+all the checkpoints of the model; where attention is, they are one of them.
 """
 
 from __future__ import annotations
@@ -60,11 +63,8 @@ class Memory:
         self.dies = never  # the step after which nobody outside holds it
         self.values: set[Value] = set()  # that are saved, or read by others than those who write to it
         self.has_gradient = False
-        self.effort: int | None = None  # bytes written to make it from inputs, if that is cheap
-
-    @property
-    def is_cheap(self) -> bool:
-        return self.effort is not None
+        self.is_cheap = False
+        self.effort = 0  # bytes written to make it from inputs, if that is cheap
 
     def is_final(self, value: Value, steps: list[Step]) -> bool:
         """Whether no later step writes to this part of it."""
@@ -145,12 +145,12 @@ class Model:
         written = sum(memory.nbytes for memory in made)
         flops = step.flops * self.scale
         self.work[step.index] = flops + _PER_BYTE * written
-        effort = written + sum(memory.effort or 0 for memory in reads)
+        effort = written + sum(memory.effort for memory in reads)
         is_dear = step.draws or flops > _PER_BYTE * written or effort > _CHEAP * written
         is_cheap = not is_dear and all(memory.is_cheap for memory in reads)
         has_gradient = step.grad_mode and (reads_leaf or any(memory.has_gradient for memory in reads))
         for memory in made:
-            memory.effort, memory.has_gradient = effort if is_cheap else None, has_gradient
+            memory.is_cheap, memory.effort, memory.has_gradient = is_cheap, effort, has_gradient
 
     def values(self, kept: Iterable[int]) -> list[Value]:
         """What to hold of these memories."""
@@ -237,6 +237,7 @@ class Stretch:
         # The position down to which backward needs them.
         self.saved = {number: at for at in sorted(self.wanted, reverse=True) for number in self.wanted[at]}
         dear = [m for m in self.memories.values() if not m.is_cheap and m.number not in held]
+        self.dear = {m.number for m in dear if m.maker >= self.first}  # a window that reads it must have made it
         self.crossing = model.sums((m.maker + 1, m.last_use, m.cost) for m in dear)
         self.positions = self._candidates()
         self._walks = {end: Walk(self, end) for end in self.positions}
@@ -341,28 +342,28 @@ class Walk:
 
     def down(self) -> None:
         self.index -= 1
-        index, model, memories = self.index, self.stretch.model, self.stretch.memories
-        new = self.stretch.wanted.get(index, _NONE) - self.kept - self._delivered
+        index, stretch, model = self.index, self.stretch, self.stretch.model
+        if index not in stretch.wanted and not model.made[index]:
+            self.need = max(self.need, model.backward[index])
+            return
+        new = stretch.wanted.get(index, _NONE) - self.kept - self._delivered
         self._delivered |= new
         self._reading |= new
-        made = {number for number in model.made[index] if memories[number].maker == index}
-        there = {number for number in new if memories[number].is_cheap}  # each window makes it
-        for number in made & (self._delivered | self.kept):
-            if number in self.kept or not memories[number].is_cheap:
-                there.add(number)
-        gone = {number for number in there & made if self.stretch.saved.get(number, index) > index}
-        need = max(self.need + self.stretch.cost(gone), model.backward[index])  # its own backward needs them no more
-        self.need = need + self.stretch.cost(there - gone)
+        there = sum([m.cost for m in map(stretch.memories.__getitem__, new) if m.is_cheap])  # each window makes it
+        made = [number for number in model.made[index] if stretch.memories[number].maker == index]
+        for number in made:
+            is_delivered = number in self._delivered and not stretch.memories[number].is_cheap
+            if not is_delivered and number not in self.kept:
+                continue
+            if stretch.saved.get(number, index) > index:
+                self.need += stretch.memories[number].cost  # it has gone when backward comes to its maker
+            else:
+                there += stretch.memories[number].cost
+        self.need = max(self.need, model.backward[index]) + there
         if not self._reading.isdisjoint(model.made[index]):
             self.again.append(index)
-            self._reading -= made
-            self._reading.update([number for number in model.reads[index] if self._must_make(number)])
-
-    def _must_make(self, number: int) -> bool:
-        """Whether a window that reads this memory must have made it."""
-        memory, stretch = self.stretch.memories[number], self.stretch
-        is_there = number in self.kept or number in stretch.held or memory.is_cheap
-        return not is_there and stretch.first <= memory.maker < self.index
+            self._reading.difference_update(made)
+            self._reading |= stretch.dear.intersection(model.reads[index]) - self.kept
 
     @property
     def across(self) -> frozenset[int]:
@@ -508,15 +509,15 @@ class Filling:
         nbytes, new = stretch.cost(made), stretch.cost({*made} - stretch.saved.keys())
         here = bisect_right(self.ends, index) - 1
         after = bisect_right(self.ends, min(self.memories[number].dies for number in made)) - 1
-        peaks = [peak + (new if at == here else nbytes * (at > here)) for at, peak in enumerate(self.peaks)]
-        forward = [peak + nbytes * (at >= after) for at, peak in enumerate(self.forward)]
+        peaks = [self.peaks[here] + new, *[peak + nbytes for peak in self.peaks[here + 1 :]]]
+        forward = [peak + nbytes for peak in self.forward[after:]]
         if self.budget is None:
-            fits = max(peaks[here:] + forward[after:]) <= self.peak
+            fits = max(peaks + forward) <= self.peak
         else:
             fits = stretch.cost(self.kept) + nbytes <= self.budget
         if fits:
             self.kept.update(made)
-            self.peaks, self.forward = peaks, forward
+            self.peaks[here:], self.forward[after:] = peaks, forward
 
 
 _NONE: frozenset[int] = frozenset()

@@ -303,7 +303,8 @@ def auto(*, budget: int | str | None = None) -> Policy:
     Args:
         budget: at most how many bytes the block keeps for backward, at any moment of the forward. An int, or text such
             as `"1.5 GiB"` or `"200 MB"`. Results that are most expensive to recompute per byte are kept first. None:
-            the peak of the step is bounded instead; it is close to the least that checkpoints can have.
+            the peak of the step is bounded instead: by the peak of a checkpoint around each block that the program
+            repeats, and close to the least that checkpoints can have where more would save little recompute.
 
     A budget bounds what is kept, not the peak. Besides what is kept, a step needs its inputs, parameters and states of
     random generators; what the model itself holds; in backward, what autograd saves between two checkpoints, and
