@@ -318,12 +318,13 @@ class Stretch:
         """Where the blocks begin that the program repeats, and where the last one ends; nothing, if there are none."""
         funcs = [step.func for step in self.model.path.steps]
         periods = range(1, min(len(funcs) // 2, _LONGEST_BLOCK))
-        period = max(periods, key=lambda p: sum(map(is_, funcs[p:], funcs)), default=1)
-        begin = length = run = 0
-        for index, is_same in enumerate(map(is_, funcs[period:], funcs), 1):
-            run = run + 1 if is_same else 0
-            if run > length:
-                begin, length = index - run, run
+
+        def same(period: int) -> bytes:
+            return bytes(map(is_, funcs[period:], funcs))
+
+        period = max(periods, key=lambda p: len(max(same(p).split(b"\0"))), default=1)
+        run = max(same(period).split(b"\0"))
+        begin, length = same(period).find(run), len(run)
         # What comes before the first block may look like the end of one.
         first = min(range(begin, begin + period), key=lambda at: self.crossing[at + period])
         return [at for at in range(first, begin + length + period + 1, period) if 0 < at < self.last]
