@@ -1,35 +1,55 @@
 """What a block keeps for backward, computed from what it did last time.
 
-Backward opens the segments of a block from the last one to the first. When it opens one, everything kept for that
-segment and for those before it is held, the window of the segment delivers what autograd saved there, and gradients
-need room to work; what was kept for later segments is gone, and the gradients of parameters used there exist. A plan
-chooses cuts such that the largest of these sums, the simulated peak, is least. Then it keeps what saves most
-recompute per byte, as far as a peak allows that is a little larger (`_SLACK`). So the last segment, where backward
-begins, is kept as it is, and gradients that do not exist yet are room.
+The memory model. Backward opens the segments of a block from the last one to the first. While it
+works on one, three things are there: what is kept for that segment and for those before it; what
+the window of the segment delivers; and gradients. What was kept for later segments is gone, and the
+gradients of parameters used there exist. The largest of these sums, or the worst moment of the
+forward, is the simulated peak.
 
-The model looks at memories, not at tensors: views cost nothing, and a segment that reads a value from before its
-beginning keeps the memory of that value. Values that are cheap to make from inputs, such as casts of weights and
-masks, cross a cut for free, since each window makes them again. What somebody else holds anyway costs nothing.
+The plan. For one peak, a dynamic program (`Stretch.cuts`) finds the cuts under which the least is
+held, among positions that little crosses; bisection finds the least peak. Then `Filling` keeps what
+saves most recompute per byte, as long as there is room under a peak. `choose` compares a few peaks:
+from the least one up to that of a checkpoint around each block that the program repeats, which is
+what users place by hand. It takes the least recompute until no more is computed than with those,
+and beyond that as much memory as saves the same part of a forward.
+
+The model looks at memories, not at tensors: views cost nothing, and a segment that reads a value
+from before its beginning keeps the memory of that value. Values that are cheap to make from inputs,
+such as casts of weights and masks, cross a cut for free, since each window makes them again. What
+somebody else holds anyway costs nothing.
 
 Invariant: a plan depends on byte counts and positions alone, so it is the same on every rank.
 
-Rejected: placing cuts while the block runs, by what is alive at that moment. What is alive is not what will be read.
+Rejected: placing cuts while the block runs, by what is alive at that moment: what is alive is not
+what will be read. Spending a fixed part of the least peak on less recompute: where logits are most
+of the peak, a few percent of it are all the checkpoints of the model; where attention is, they are
+one of them.
 """
 
 from __future__ import annotations
 
 import heapq
+import math
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Sequence
+from collections.abc import Set as AbstractSet
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from operator import add, is_
+from typing import Any, NamedTuple
 
 import torch
 
 from ._program import KEEP, NOT_WRITTEN, UNSEEN, Step, Value
 from ._run import Run
 from ._windows import Group, Path
+
+
+class Gradients(NamedTuple):
+    """Bytes of the gradients of parameters, by memory."""
+
+    of: dict[int, int]
+    missing: set[int]  # those that do not exist yet
 
 
 class Memory:
@@ -39,134 +59,135 @@ class Memory:
         self.number = number  # also the first cell on it
         self.maker = maker
         self.nbytes = nbytes
-        self.writers = [maker]  # steps
+        self.cost = nbytes  # to hold it
+        self.writers: list[int] = []  # steps, after the maker
         self.final = maker + 1  # the first position at which it is what it will be
-        self.never = never  # a position after all others
         self.last_read = maker  # by a step
         self.last_use = maker  # by a step or a slot
         self.dies = never  # the step after which nobody outside holds it
-        self.values: set[Value] = set()  # that others read than those who write to it
-        self.saved: dict[Value, int] = {}  # that autograd has saved: bytes
+        # That are saved, or read by others than those who write to it.
+        self.values: set[Value] = set()
         self.has_gradient = False
-        self.effort: int | None = None  # bytes written to make it from inputs, if that is cheap
-        self.cost = self.delivered = nbytes  # to hold it, and what a window makes of it
-        self.copies = False  # whether to hold copies of what autograd has saved, since it is written again
-        self.stands_for: list[Value] = []  # what to hold
+        self.is_cheap = False
+        self.effort = 0  # bytes written to make it from inputs, if that is cheap
 
-    def settle(self, steps: list[Step], is_elsewhere: bool) -> None:
-        """All that happens to it is known."""
+    def is_final(self, value: Value, steps: list[Step]) -> bool:
+        """Whether no later step writes to this part of it."""
+        return all(value[0] in steps[index].spares for index in self.writers if index > value[1])
 
-        def is_final(value: Value) -> bool:
-            return all(value[0] in steps[index].spares for index in self.writers[1:] if index > value[1])
-
-        early = {value: nbytes for value, nbytes in self.saved.items() if not is_final(value)}
-        self.copies = bool(early)
-        self.delivered += sum(early.values())  # a window copies what it will write again
-        self.stands_for = [(self.number, NOT_WRITTEN)]
-        if early:
-            self.stands_for, self.cost = sorted(self.saved), sum(self.saved.values())
-        elif self.final > self.maker + 1:
-            self.stands_for = sorted(filter(is_final, self.values))
-        if not self.nbytes or (early and not self.values <= self.saved.keys()):
-            self.final = self.never
-        if is_elsewhere:
-            self.cost = self.delivered = 0
-
-
-class Facts(NamedTuple):
-    """What a plan goes by, beside the path."""
-
-    alive: frozenset[int] = frozenset()  # memories that somebody else holds anyway
-    parameters: Mapping[int, int] = {}  # bytes of those that get gradients, by memory
-    missing: Mapping[int, int] = {}  # the same, of those whose gradients do not exist yet
-    scale: float = 1.0  # how much larger the run is than the one that was recorded
+    def stands_for(self) -> list[Value]:
+        """What to hold."""
+        return sorted(self.values) if self.writers else [(self.number, NOT_WRITTEN)]
 
 
 class Model:
     """The memories of a path: who makes, reads and writes them, and what they cost."""
 
-    def __init__(self, path: Path, facts: Facts) -> None:
-        self.path, self.facts = path, facts
+    def __init__(self, path: Path, run: Run, gradients: Gradients, scale: float) -> None:
+        self.path, self.gradients, self.scale = path, gradients, scale
         self.count = len(path.steps)
+        self.never = self.count + 1  # a position after all others
         self.memories: dict[int, Memory] = {}
-        self.made: list[list[int]] = [[] for _ in path.steps]  # memories, by step; those that it writes, too
+        # Memories by step, also those that it writes.
+        self.made: list[list[int]] = [[] for _ in path.steps]
         self.reads: list[list[int]] = [[] for _ in path.steps]
         self.work = [0.0] * self.count  # of each step, in floating-point operations
         self._weights: list[list[int]] = [[] for _ in path.steps]  # parameters that a step reads
         for step in path.steps:
             self._add(step)
-        self.saves = [self._place_of(number) for number in range(len(path.slots))]
-        for slot, (position, number) in zip(path.slots, self.saves, strict=True):
-            if slot.cell not in path.given and number in self.memories:
-                memory = self.memories[number]
-                memory.values.add(slot.value)
-                memory.saved[slot.value] = int(slot.nbytes * facts.scale)
-                memory.last_use = max(memory.last_use, position)
+        self.saves = [self._saved(number) for number in range(len(path.slots))]
+        elsewhere = {path.memory_of[cell] for cell in run.alive()} - {
+            path.memory_of[cell] for cell in path.given
+        }
         for memory in self.memories.values():
-            memory.settle(path.steps, memory.number in facts.alive and memory.effort is None)
+            if not memory.nbytes or not all(
+                memory.is_final(value, path.steps) for value in memory.values
+            ):
+                memory.final = self.never
+            if memory.number in elsewhere and not memory.is_cheap:
+                memory.cost = 0
         self.live = self.sums((m.maker, m.dies - 1, m.nbytes) for m in self.memories.values())
-        self.besides, gradients = self._gradients()
-        self.backward = [self._needed_by(index, gradients) for index in range(self.count)]
+        self.besides = self._besides()
+        self.backward = self._needed_by_backward()
 
     def _add(self, step: Step) -> None:
         """Learn what a step does to memory."""
-        index, memory_of, memories = step.index, self.path.memory_of, self.memories
+        index, memories = step.index, self.memories
         for number in memories.keys() & step.gone:
             memories[number].dies = index
         if step.event is UNSEEN:
-            for memory in memories.values():
-                memory.final = memory.never
+            self._never_final(memories)
         if step.effect or step.is_view or step.event is KEEP:
-            for number in memories.keys() & step.writes:
-                memories[number].final = self.count + 1
+            self._never_final(memories.keys() & step.writes)
             return
-        read = {memory_of[cell] for cell, _ in step.reads}
-        made = {memory_of[cell] for cell, _ in step.reads if cell not in self.path.given} & memories.keys()
-        self.reads[index] = reads = sorted(made)
-        self._weights[index] = sorted(read & self.facts.parameters.keys())
-        own = {*step.writes, *(number for _, number in step.memories)}  # it writes there, or splits it
-        for value in step.reads:
-            number = memory_of[value[0]]
-            if number in made - own:
-                memories[number].values.add(value)
-        for number in reads:
-            memories[number].last_read = memories[number].last_use = index
+        read = {self.path.memory_of[cell] for cell, _ in step.reads}
+        self._weights[index] = sorted(read & self.gradients.of.keys())
+        self._add_reads(step)
         for number, nbytes in step.sizes:
-            memories[number] = memory = Memory(number, index, int(nbytes * self.facts.scale), self.count + 1)
+            memories[number] = memory = Memory(number, index, int(nbytes * self.scale), self.never)
             if step.event is not None or not (step.reads or step.reads_metadata):
-                memory.final = memory.never  # torch makes something else of `zeros()` if somebody holds the result
+                # Torch makes something else of `zeros()` if somebody holds it.
+                memory.final = self.never
             self.made[index].append(number)
         for number in memories.keys() & step.writes:
             memory = memories[number]
-            memory.final = max(memory.final, index + 1)
-            memory.writers += [index] * (memory.maker != index)
-            self.made[index] += [number] * (memory.maker != index)
-        self._note_worth(step, read)
+            if memory.maker != index:
+                memory.writers.append(index)
+                memory.final = max(memory.final, index + 1)
+                self.made[index].append(number)
+        self._weigh(step, not read.isdisjoint(self.path.differentiable))
 
-    def _note_worth(self, step: Step, read: set[int]) -> None:
-        """What a step costs, whether what it makes is quickly made from inputs, and whether it has a gradient."""
+    def _never_final(self, numbers: Iterable[int]) -> None:
+        for number in numbers:
+            self.memories[number].final = self.never
+
+    def _add_reads(self, step: Step) -> None:
+        # It writes there, or splits it.
+        own = {*step.writes, *(number for _, number in step.memories)}
+        read: set[int] = set()
+        for value in step.reads:
+            number = self.path.memory_of[value[0]]
+            if value[0] in self.path.given or number not in self.memories:
+                continue
+            memory = self.memories[number]
+            memory.last_read = memory.last_use = step.index
+            read.add(number)
+            if number not in own:
+                memory.values.add(value)
+        self.reads[step.index] = sorted(read)
+
+    def _weigh(self, step: Step, reads_leaf: bool) -> None:
+        """What a step costs, and whether what it makes is cheap and has a gradient."""
         reads = [self.memories[number] for number in self.reads[step.index]]
         made = [self.memories[number] for number in self.made[step.index]]
         written = sum(memory.nbytes for memory in made)
-        flops = step.flops * self.facts.scale
+        flops = step.flops * self.scale
         self.work[step.index] = flops + _PER_BYTE * written
-        efforts = [memory.effort for memory in reads]
-        effort = None if None in efforts or step.draws else written + sum(filter(None, efforts))
-        if effort is not None and (effort > _CHEAP * written or flops > _PER_BYTE * written):
-            effort = None
-        has_gradient = step.grad_mode and any(memory.has_gradient for memory in reads)
-        has_gradient |= step.grad_mode and not read.isdisjoint(self.path.differentiable)
+        effort = written + sum(memory.effort for memory in reads)
+        is_dear = step.draws or flops > _PER_BYTE * written or effort > _CHEAP * written
+        is_cheap = not is_dear and all(memory.is_cheap for memory in reads)
+        has_gradient = step.grad_mode and (
+            reads_leaf or any(memory.has_gradient for memory in reads)
+        )
         for memory in made:
-            memory.effort = effort
-            memory.has_gradient = has_gradient
+            memory.is_cheap, memory.effort, memory.has_gradient = is_cheap, effort, has_gradient
 
-    def _place_of(self, number: int) -> tuple[int, int]:
-        """Where backward wants a slot: the position of the step that saves it, and the memory."""
+    def values(self, kept: Iterable[int]) -> list[Value]:
+        """What to hold of these memories."""
+        return [value for number in kept for value in self.memories[number].stands_for()]
+
+    def _saved(self, number: int) -> tuple[int, int | None]:
+        """Where backward wants a slot, a position, and the memory; None, if the block has not made
+        it."""
         slot, after = self.path.slots[number], self.path.saved_after[number]
-        memory = self.path.memory_of[slot.cell]
-        is_made = memory in self.memories and slot.cell not in self.path.given
-        is_input = is_made and max(self.path.makers(slot.value)) < after
-        return min(max(after, 0) + is_input, self.count - 1), memory
+        memory = self.memories.get(self.path.memory_of[slot.cell])
+        if memory is None or slot.cell in self.path.given:
+            return 0, None
+        is_input = max(self.path.makers(slot.value)) < after
+        position = min(max(after, 0) + is_input, self.count - 1)
+        memory.values.add(slot.value)
+        memory.last_use = max(memory.last_use, position)
+        return position, memory.number
 
     def sums(self, spans: Iterable[tuple[int, int, int]]) -> list[int]:
         """By position: the bytes that are there. Each is there from one position to another."""
@@ -176,255 +197,225 @@ class Model:
             change[max(first, min(last, self.count)) + 1] -= nbytes
         return [*accumulate(change)]
 
-    def values(self, kept: Iterable[int]) -> list[Value]:
-        """What to hold of these memories."""
-        return [value for number in kept for value in self.memories[number].stands_for]
+    def _besides(self) -> list[int]:
+        """By position to which backward has come: bytes that are there whatever the block keeps:
+        gradients that did not exist before, and what somebody else holds."""
+        there = [(0, self.count, m.nbytes) for m in self.memories.values() if not m.cost]
+        for number, uses in self._uses().items():
+            if number in self.gradients.missing:
+                there.append((0, uses[-1], self.gradients.of[number]))
+        return self.sums(there)
 
-    def crossing(self, held: frozenset[int]) -> list[int]:
-        """By position: bytes made before it and used from there on."""
-        memories = [m for m in self.memories.values() if m.effort is None and m.number not in held]
-        return self.sums((m.maker + 1, m.last_use, m.cost) for m in memories)
-
-    def _gradients(self) -> tuple[list[int], list[int]]:
-        """By position to which backward has come: bytes that are there besides what the block keeps (gradients that
-        did not exist before, what somebody else holds), and bytes of gradients on their way."""
+    def _uses(self) -> dict[int, list[int]]:
+        """By parameter: the steps that read it."""
         uses: dict[int, list[int]] = defaultdict(list)
         for index, parameters in enumerate(self._weights):
             for number in parameters:
                 uses[number].append(index)
-        there = [(0, uses[number][-1], nbytes) for number, nbytes in self.facts.missing.items() if number in uses]
-        elsewhere = [m for m in self.memories.values() if not m.cost]
-        there += [(0, self.count, memory.nbytes) for memory in elsewhere]
-        pending = [(m.maker + 1, m.last_read, m.nbytes) for m in self.memories.values() if m.has_gradient]
-        # The sum over all uses of a parameter waits for the first one.
-        pending += [
-            (at[0] + 1, at[-1], self.facts.parameters[number])
-            for number, at in uses.items()
-            if len(at) > 1 and number not in self.facts.missing
-        ]
-        return self.sums(there), self.sums(pending)
+        return uses
 
-    def _needed_by(self, index: int, gradients: list[int]) -> int:
-        """Bytes that the backward of a step works with, beside what is kept or was saved."""
-        made, need = self.made[index], gradients[index + 1]
-        if any(self.memories[number].has_gradient for number in made):
-            arguments = [self.memories[number] for number in self.reads[index] if number not in made]
-            new = sum(m.nbytes for m in arguments if m.has_gradient and m.last_read <= index)
-            need += new * (3 if self.path.steps[index].func in _IN_OTHER_LAYOUTS else 1)
-            need += sum(self.facts.parameters[number] for number in self._weights[index])
+    def _needed_by_backward(self) -> list[int]:
+        """By step: bytes that its backward works with, beside what is kept or was saved."""
+        pending = [
+            (m.maker + 1, m.last_read, m.nbytes) for m in self.memories.values() if m.has_gradient
+        ]
+        for number, uses in self._uses().items():
+            if len(uses) > 1:  # the sum over all uses waits for the first one
+                nbytes = self.gradients.of[number]
+                if number not in self.gradients.missing:
+                    pending.append((uses[0] + 1, uses[-1], nbytes))
+                # The sum is a third one, beside both parts.
+                if self.path.steps[uses[-1]].func is not _CAST:
+                    pending += [(use + 1, use + 1, nbytes) for use in uses[:-1]]
+        need = self.sums(pending)[1:]
+        for index, made in enumerate(self.made):
+            if any(self.memories[number].has_gradient for number in made):
+                arguments = [
+                    self.memories[number] for number in self.reads[index] if number not in made
+                ]
+                need[index] += sum(
+                    m.nbytes for m in arguments if m.has_gradient and m.last_read <= index
+                )
+                need[index] += sum(self.gradients.of[number] for number in self._weights[index])
         return need
 
 
 class Segment(NamedTuple):
     """What lies between two cuts."""
 
+    start: int
     across: frozenset[int]  # memories that its window reads from before
-    need: int  # bytes that its backward needs at once, beside what is kept
-    forward: int  # bytes that are alive at the worst moment of its forward
-    at: int  # the step of that moment
-
-
-class _Walk:
-    """Goes down through a segment: what its window runs, and what it needs."""
-
-    def __init__(self, stretch: Stretch, kept: set[int]) -> None:
-        self._stretch, self._kept = stretch, kept
-        self.again: list[int] = []  # steps that run again
-        self.reading: set[int] = set()  # memories that they read, whose makers are still to come
-        self.need = 0
-        self._delivered: set[int] = set()
-        self._forward = self._at = 0
-
-    def down(self, index: int) -> None:
-        stretch, model, memories = self._stretch, self._stretch.model, self._stretch.model.memories
-        there = 0  # bytes that are there from here on upwards
-        for number in stretch.wanted.get(index, ()):
-            if number not in self._kept and number not in self._delivered:
-                self._delivered.add(number)
-                self.reading.add(number)
-                if memories[number].effort is not None:
-                    there += memories[number].delivered
-        made = [number for number in model.made[index] if memories[number].maker == index]
-        for number in made:
-            if number in self._kept:
-                nbytes = memories[number].cost
-            elif number in self._delivered and memories[number].effort is None:
-                nbytes = memories[number].delivered
-            else:
-                continue
-            if stretch.lasts.get(number, index) > index:  # it has gone when backward comes to its maker
-                self.need += nbytes
-            else:
-                there += nbytes
-        self.need = max(self.need, model.backward[index]) + there
-        if stretch.live[index] > self._forward:
-            self._forward, self._at = stretch.live[index], index
-        if not self.reading.isdisjoint(model.made[index]):
-            self.again.append(index)
-            self.reading.difference_update(made)
-            new = [number for number in model.reads[index] if memories[number].maker < index]
-            self.reading.update([n for n in new if n not in self._kept and stretch.must_make(n)])
-
-    @property
-    def across(self) -> frozenset[int]:
-        """What crosses a cut here."""
-        memories = self._stretch.model.memories
-        return frozenset([number for number in self.reading if memories[number].effort is None])
-
-    def segment(self) -> Segment:
-        """What it has come by until here."""
-        return Segment(self.across, self.need, self._forward, self._at)
+    need: int  # bytes that its backward needs at once, beside what is kept before it
+    worst: int  # the step of its forward at which most bytes are alive
 
 
 class Stretch:
-    """A part of a path whose slots one window would bring back, and that is to be cut."""
+    """A part of a path whose slots one window would bring back: where it may be cut."""
 
     def __init__(
-        self,
-        model: Model,
-        slots: Iterable[int],
-        held: frozenset[int] = frozenset(),
-        ends: tuple[int, int] | None = None,
+        self, model: Model, slots: Iterable[int], held: frozenset[int], window: Sequence[int] = ()
     ) -> None:
-        self.model = model
-        self.held = held  # memories
-        self.is_all = ends is None
-        self.first, self.last = ends or (0, model.count)
+        self.model, self.held = model, held  # memories
+        self.memories = model.memories
+        self.is_all = not window
+        self.first, self.last = (window[0], window[-1] + 1) if window else (0, model.count)
         self.live = model.live if self.is_all else [0] * model.count  # a replay is no forward
-        self.wanted: dict[int, list[int]] = defaultdict(list)  # by position: memories that autograd has saved
-        for number in slots:
-            position, memory = model.saves[number]
-            is_made = memory in model.memories and model.path.slots[number].cell not in model.path.given
-            if is_made and memory not in held:
-                self.wanted[min(max(position, self.first), self.last - 1)].append(memory)
-        # The position down to which backward needs them; a kept one may be needed by the window of its maker.
-        self.lasts: dict[int, int] = {}
-        for position in sorted(self.wanted, reverse=True):
-            self.lasts.update(dict.fromkeys(self.wanted[position], position))
-        self.saved = {memory for memories in self.wanted.values() for memory in memories}
+        # By position: memories that autograd has saved.
+        self.wanted: dict[int, set[int]] = defaultdict(set)
+        for position, memory in [model.saves[number] for number in slots]:
+            if memory is not None and memory not in held:
+                self.wanted[min(max(position, self.first), self.last - 1)].add(memory)
+        # The position down to which backward needs them.
+        self.saved = {
+            number: at for at in sorted(self.wanted, reverse=True) for number in self.wanted[at]
+        }
+        dear = [m for m in self.memories.values() if not m.is_cheap and m.number not in held]
+        # A window that reads it must have made it.
+        self.dear = {m.number for m in dear if m.maker >= self.first}
+        self.crossing = model.sums((m.maker + 1, m.last_use, m.cost) for m in dear)
         self.positions = self._candidates()
+        self._walks = {end: Walk(self, end) for end in self.positions}
+        self._segments: dict[int, list[Segment]] = defaultdict(list)  # by end
 
-    @property
-    def delivered(self) -> int:
-        """Bytes that a window for all slots delivers."""
-        memories = [self.model.memories[number] for number in self.saved]
-        return sum(memory.delivered for memory in memories if memory.effort is None)
-
-    def must_make(self, number: int) -> bool:
-        """Whether a window that reads this memory must have made it."""
-        memory = self.model.memories[number]
-        return memory.effort is None and memory.maker >= self.first and number not in self.held
+    def cost(self, kept: Iterable[int]) -> int:
+        """Bytes, to hold these memories."""
+        return sum([self.memories[number].cost for number in kept])
 
     def _candidates(self) -> list[int]:
         """Positions that little crosses, and the ends."""
-        crossing, first, last = self.model.crossing(self.held), self.first, self.last
-        best: dict[int, int] = {}
+        crossing, first, last = self.crossing, self.first, self.last
         minima = [
             p
             for p in range(first + 1, last)
             if crossing[p] <= min(crossing[p - 1], crossing[p + 1]) and self.model.made[p - 1]
         ]
         size = 1.0 if len(minima) <= _MOST_CANDIDATES else (last - first) / _MOST_CANDIDATES
+        best: dict[int, int] = {}  # by part
         for p in minima:
             part = int((p - first) / size)
             if part not in best or crossing[p] < crossing[best[part]]:
                 best[part] = p
         return [first, *best.values(), last]
 
-    def segments(self, end: int, most: float) -> Iterable[tuple[int, Segment]]:
-        """Segments that end here and need no more than this, by where they start; the last stretch in any case."""
-        starts, walk = {*self.positions}, _Walk(self, set())
-        for index in range(end - 1, self.first - 1, -1):
-            walk.down(index)
-            if walk.need > most:
-                return
-            if index in starts:
-                yield index, walk.segment()
+    def segments(self, end: int, most: float) -> list[Segment]:
+        """Segments that end here: all that need no more than this, and perhaps others."""
+        walk, found = self._walks[end], self._segments[end]
+        while walk.need <= most and walk.index > self.first:
+            walk.down()
+            if walk.index in self._walks:
+                worst = max(range(walk.index, end), key=self.live.__getitem__)
+                found.append(Segment(walk.index, walk.across, walk.need, worst))
+        return found
 
-    def price(self, number: int, position: int) -> int:
-        """What it costs that a memory crosses a cut; one that autograd saves anyway comes first."""
-        memory = self.model.memories[number]
-        price = memory.cost + (number not in self.saved)
-        return price if memory.final <= position else 2 * price
-
-
-class _Cuts:
-    """Where a stretch may be cut."""
-
-    def __init__(self, stretch: Stretch, budget: int | None) -> None:
-        self.stretch, self.budget = stretch, budget
-        self.segments: dict[tuple[int, int], Segment] = {}
-
-    def least_peak(self) -> tuple[int, list[int]]:
+    def least_peak(self, budget: int | None) -> tuple[int, tuple[int, ...]]:
         """The least peak that cuts can have, and those cuts."""
-        model, low = self.stretch.model, 0
-        high = max(1024, max(model.backward) + max(model.besides), max(self.stretch.live))
-        while (best := self._widened(high)) is None:
+        low, high = 0, max(1024, *self.model.backward, *self.model.besides, *self.live)
+        while (best := self.cuts(high, budget)) is None:
             low, high = high, 2 * high
-        while high - low > max(64, high // 256):
+        while high - low > max(64, high // 1024):
             middle = (low + high) // 2
-            cuts = self.under(middle)
+            cuts = self.cuts(middle, budget)
             if cuts is None:
                 low = middle
             else:
                 high, best = middle, cuts
         return high, best
 
-    def _widened(self, peak: int) -> list[int] | None:
-        for end in self.stretch.positions[1:]:
-            for start, segment in self.stretch.segments(end, peak):
-                self.segments[start, end] = segment
-        return self.under(peak)
-
-    def under(self, peak: int) -> list[int] | None:
-        """The cuts under which no segment needs more than `peak`, and the least is held; None, if there are none."""
-        positions = self.stretch.positions
-        held: dict[int, tuple[frozenset[int], int]] = {positions[0]: (frozenset(), 0)}  # up to a position
-        before: dict[int, int] = {}
-        for at, end in enumerate(positions[1:], 1):
-            room = peak - self.stretch.model.besides[end]
-            for start in positions[:at]:
-                segment = self.segments.get((start, end))
-                if segment is None or start not in held:
+    def cuts(self, peak: int, budget: int | None = None) -> tuple[int, ...] | None:
+        """The cuts under which no segment needs more than `peak`, and the least is held; None, if
+        there are none."""
+        most = peak if budget is None else min(peak, budget)
+        # By position: the bytes held up to there, of which memories, and the starts of the
+        # segments.
+        best: dict[int, tuple[int, frozenset[int], tuple[int, ...]]] = {
+            self.first: (0, frozenset(), ())
+        }
+        for end in self.positions[1:]:
+            room = peak - self.model.besides[end]
+            for segment in self.segments(end, peak):
+                if segment.start not in best:
                     continue
-                kept, total = held[start]
-                total += sum([self.stretch.price(number, start) for number in segment.across - kept])
-                if total + segment.need > room or (end in held and total >= held[end][1]):
+                held, kept, starts = best[segment.start]
+                new = segment.across - kept
+                # One that autograd saves anyway comes first.
+                held += self.cost(new) + len(new - self.saved.keys())
+                is_better = end not in best or held <= best[end][0]
+                if not is_better or held > most or held + segment.need > room:
                     continue
-                kept |= segment.across
-                fits = total + segment.forward <= peak or self._forward(kept, segment) <= peak
-                if fits and (self.budget is None or total <= self.budget):
-                    held[end] = kept, total
-                    before[end] = start
-        end = positions[-1]
-        if end not in held:
-            return None
-        cuts = [end]
-        while cuts[-1] != positions[0]:
-            cuts.append(before[cuts[-1]])
-        return cuts[-2:0:-1]
-
-    def _forward(self, kept: frozenset[int], segment: Segment) -> int:
-        """The peak of its forward, with what is kept that nobody else holds by then."""
-        memories = [self.stretch.model.memories[number] for number in kept]
-        return segment.forward + sum(memory.cost for memory in memories if memory.dies <= segment.at)
-
-    def room(self, least: int, cuts: list[int]) -> int:
-        """What these cuts add to the peak that no plan can avoid, that of the worst stretch between two places where
-        it may cut; and no more than they keep."""
-        alone = [self.segments[pair].need for pair in pairwise(self.stretch.positions)]
-        across: set[int] = set()
-        for pair in pairwise([self.stretch.first, *cuts, self.stretch.last]):
-            across |= self.segments[pair].across
-        kept = sum(self.stretch.model.memories[number].cost for number in across)
-        return max(0, min(kept, least - max(*alone, *self.stretch.live)))
+                kept |= new
+                dead = self.cost([n for n in kept if self.memories[n].dies <= segment.worst])
+                if self.live[segment.worst] + dead <= peak:
+                    best[end] = held, kept, (*starts, segment.start)
+        return best[self.last][2][1:] if self.last in best else None
 
     def least_budget(self) -> int | None:
         """The smallest one with room for a cut."""
-        stretch = self.stretch
-        last = [s for start, s in stretch.segments(stretch.last, float("inf")) if start > stretch.first]
-        costs = [sum(stretch.model.memories[number].cost for number in segment.across) for segment in last]
+        costs = [self.cost(segment.across) for segment in self.segments(self.last, math.inf)]
         return min(filter(None, costs), default=None)
+
+    def blocks(self) -> list[int]:
+        """Where the blocks begin that the program repeats, and where the last one ends; nothing, if
+        there are none."""
+        funcs = [step.func for step in self.model.path.steps]
+        periods = range(1, min(len(funcs) // 2, _LONGEST_BLOCK))
+
+        def same(period: int) -> bytes:
+            return bytes(map(is_, funcs[period:], funcs))
+
+        period = max(periods, key=lambda p: len(max(same(p).split(b"\0"))), default=1)
+        run = max(same(period).split(b"\0"))
+        begin, length = same(period).find(run), len(run)
+        # What comes before the first block may look like the end of one.
+        first = min(range(begin, begin + period), key=lambda at: self.crossing[at + period])
+        return [
+            at for at in range(first, begin + length + period + 1, period) if 0 < at < self.last
+        ]
+
+
+class Walk:
+    """Goes down through a segment: what its window runs, and what its backward needs."""
+
+    def __init__(self, stretch: Stretch, end: int, kept: AbstractSet[int] = frozenset()) -> None:
+        self.stretch, self.kept = stretch, kept
+        self.index = end
+        self.again: list[int] = []  # steps that run again
+        self.need = 0
+        self._reading: set[int] = set()  # memories that they read, whose makers are still to come
+        self._delivered: set[int] = set()
+
+    def down(self) -> None:
+        self.index -= 1
+        index, stretch, model = self.index, self.stretch, self.stretch.model
+        if index not in stretch.wanted and not model.made[index]:
+            self.need = max(self.need, model.backward[index])
+            return
+        new = stretch.wanted.get(index, _NONE) - self.kept - self._delivered
+        self._delivered |= new
+        self._reading |= new
+        # Each window makes it.
+        there = sum([m.cost for m in map(stretch.memories.__getitem__, new) if m.is_cheap])
+        made = [number for number in model.made[index] if stretch.memories[number].maker == index]
+        for number in made:
+            is_delivered = number in self._delivered and not stretch.memories[number].is_cheap
+            if not is_delivered and number not in self.kept:
+                continue
+            if stretch.saved.get(number, index) > index:
+                # It has gone when backward comes to its maker.
+                self.need += stretch.memories[number].cost
+            else:
+                there += stretch.memories[number].cost
+        self.need = max(self.need, model.backward[index]) + there
+        if not self._reading.isdisjoint(model.made[index]):
+            self.again.append(index)
+            self._reading.difference_update(made)
+            self._reading |= stretch.dear.intersection(model.reads[index]) - self.kept
+
+    @property
+    def across(self) -> frozenset[int]:
+        """What crosses a cut here."""
+        return frozenset(
+            [number for number in self._reading if not self.stretch.memories[number].is_cheap]
+        )
 
 
 class Choice(NamedTuple):
@@ -433,155 +424,185 @@ class Choice(NamedTuple):
     kept: tuple[int, ...] = ()  # memories
     cuts: tuple[int, ...] = ()  # the first step of each segment but the first
     peak: int = 0
-    least: int | None = None  # the smallest budget with room for a cut, if anything is computed again
+    # The smallest budget with room for a cut, if anything is computed again.
+    least: int | None = None
 
 
 def choose(stretch: Stretch, budget: int | None = None) -> Choice:
     """What to keep of a stretch."""
     if not stretch.saved:
         return Choice(peak=max(stretch.live, default=0))
-    table = _Cuts(stretch, budget)
-    least, cuts = table.least_peak()
-    if budget is None:
-        room = table.room(least, cuts)
-        fillings = [(part * room / least, _filled(table, least + int(part * room), cuts)) for part in _SLACKS]
-    else:
-        more = 0.0 if stretch.is_all else _SLACK_OF_PARTS
-        fillings = [(0.0, _filled(table, int(least * (1 + more)), cuts))]
+    least, cuts = stretch.least_peak(budget)
+
+    def filled(peak: int) -> Filling:
+        return Filling(stretch, stretch.cuts(peak, budget) or cuts, peak, budget)
+
+    if budget is not None:
+        choice = filled(least if stretch.is_all else least + int(least * _SLACK_OF_PARTS)).choice()
+        recomputes = any(
+            not stretch.memories[n].is_cheap for n in stretch.saved.keys() - choice.kept
+        )
+        return choice._replace(least=stretch.least_budget() if recomputes else None)
+    blocks = Filling(stretch, stretch.blocks())
+    enough = blocks.flops(blocks.ends[-2])  # what follows the last block is in no checkpoint
+    room, most = max(0, blocks.choice().peak - least), int(least * _MOST_SLACK)
+    if room > most:  # blocks so small that nobody would checkpoint each of them
+        room, enough = most, math.inf
     forward = max(1.0, sum(stretch.model.work))
-    _, best = min(fillings, key=lambda each: _RATE * each[0] + each[1].left / forward)
-    recomputes = any(stretch.model.memories[n].effort is None for n in stretch.saved - best.kept)
-    smallest = table.least_budget() if recomputes and budget is not None else None
-    return Choice(tuple(sorted(best.kept)), tuple(best.ends[1:-1]), max(best.peaks + best.forward), smallest)
+
+    def price(filling: Filling) -> tuple[float, float]:
+        """A part of the peak is worth the same part of a forward, once no more is computed than by
+        the blocks."""
+        work = sum(stretch.model.work[index] for index in sorted(filling.again))
+        return max(
+            filling.flops(stretch.last), enough
+        ), filling.choice().peak / least + work / forward
+
+    peaks = {least + room * n // _TRIES for n in range(_TRIES + 1)}
+    return min(map(filled, sorted(peaks)), key=price).choice()
 
 
-def _filled(table: _Cuts, peak: int, least: list[int]) -> _Fill:
-    """The least recompute under a peak; `least` are the cuts with the least one."""
-    stretch = table.stretch
-    new = stretch.model.besides[stretch.first] - stretch.model.besides[stretch.last]
-    tries = [table.under(peak - new * part // 4) for part in range(5)]
-    tries.insert(0 if stretch.is_all else len(tries), least)
-    fillings = [_Fill(table, cuts, peak) for cuts in dict.fromkeys(tuple(t) for t in tries if t is not None)]
-    return min(fillings, key=lambda filling: filling.left)
+class Filling:
+    """Keeps what saves most recompute per byte, as long as there is room: under a peak, or in a
+    budget."""
 
-
-class _Fill:
-    """Keeps what saves most recompute per byte, as long as there is room."""
-
-    def __init__(self, table: _Cuts, cuts: tuple[int, ...], peak: int) -> None:
-        self.stretch, self.budget, self.peak = table.stretch, table.budget, peak
-        self.memories = self.stretch.model.memories
-        self.positions = {*self.stretch.positions}
-        self.ends = [self.stretch.first, *cuts, self.stretch.last]
+    def __init__(
+        self, stretch: Stretch, cuts: Iterable[int], peak: int = 0, budget: int | None = None
+    ) -> None:
+        self.stretch, self.peak, self.budget = stretch, peak, budget
+        self.model, self.memories = stretch.model, stretch.memories
+        self.ends = [stretch.first, *cuts, stretch.last]
         self.kept: set[int] = set()
-        for start, end in pairwise(self.ends):
-            across = table.segments[start, end].across
-            self.kept |= {number for number in across if self.memories[number].final <= start}
         self.again: set[int] = set()  # steps that run again
         self.readers: dict[int, set[int]] = {}  # by memory: of those steps
         self.peaks: list[int] = []  # of backward, by segment
         self.forward: list[int] = []
-        for _ in range(_MOST_ROUNDS):
-            before, ends = {*self.kept}, self.ends
-            self.ends = sorted({*ends, *self._look()})
-            self.kept -= {number for number in self.kept - self.stretch.saved if number not in self.readers}
+        for start, across in self._look():
+            if start in self.ends:
+                self.kept |= {number for number in across if self.memories[number].final <= start}
+        for _ in range(_MOST_ROUNDS if peak else 0):
+            before = {*self.kept}, self.ends
+            # Where all that crosses is kept, a cut is free.
+            self.ends = sorted({*self.ends, *[at for at, across in self._look() if not across]})
+            self.kept -= {
+                number for number in self.kept - stretch.saved.keys() if number not in self.readers
+            }
             self._look()
             self._fill()
-            if (before, ends) == (self.kept, self.ends):
+            if before == (self.kept, self.ends):
                 break
         self._look()
-        self.left = sum(self.stretch.model.work[index] for index in self.again)
 
-    def _look(self) -> set[int]:
-        """Find what runs again and the peaks. Returns where cuts are free, since all that crosses there is kept."""
-        model, free = self.stretch.model, set()
-        self.again, self.readers, self.peaks, self.forward = set(), defaultdict(set), [], []
+    def choice(self) -> Choice:
+        return Choice(
+            tuple(sorted(self.kept)), tuple(self.ends[1:-1]), max(self.peaks + self.forward)
+        )
+
+    def flops(self, end: int) -> float:
+        """Floating-point operations that are done again up to here."""
+        return sum(
+            self.model.path.steps[index].flops for index in sorted(self.again) if index < end
+        )
+
+    def _look(self) -> list[tuple[int, frozenset[int]]]:
+        """Find what runs again and the peaks. Returns what crosses where a cut is possible, and is
+        not kept."""
+        model, positions = self.model, {*self.stretch.positions, *self.ends}
+        self.again, self.readers, self.peaks, self.forward, crosses = (
+            set(),
+            defaultdict(set),
+            [],
+            [],
+            [],
+        )
         kept = [self.memories[number] for number in self.kept]
         held = model.sums((memory.maker + 1, model.count, memory.cost) for memory in kept)
         dead = model.sums((memory.dies, model.count, memory.cost) for memory in kept)
         for start, end in pairwise(self.ends):
-            walk = _Walk(self.stretch, self.kept)
-            for index in range(end - 1, start - 1, -1):
-                walk.down(index)
-                if index in self.positions and start < index < end - 1 and not walk.across:
-                    free.add(index)
+            walk = Walk(self.stretch, end, self.kept)
+            while walk.index > start:
+                walk.down()
+                if walk.index in positions and walk.index < end - 1:
+                    crosses.append((walk.index, walk.across))
             self.again.update(walk.again)
             self.peaks.append(held[start] + walk.need + model.besides[end])
-            self.forward.append(max(self.stretch.live[i] + dead[i] for i in range(start, end)))
+            self.forward.append(max(map(add, self.stretch.live[start:end], dead[start:end])))
         for index in self.again:
             for number in model.reads[index]:
                 self.readers[number].add(index)
-        return free
+        return crosses
 
     def _fill(self) -> None:
-        """Take the steps whose results save most. Of equal ones the last is held for the shortest time; within a
-        window it is the first, so that what remains is at the end, where no replay has to come by it again."""
+        """Take the steps whose results save most. Of equal ones the last is held for the shortest
+        time; within a window it is the first, so that what remains is at the end, where no replay
+        has to come by it again."""
         order = -1 if self.stretch.is_all else 1
         queue = [(-self._worth(index), order * index) for index in sorted(self.again)]
         heapq.heapify(queue)
         while queue:
             before, place = heapq.heappop(queue)
-            index = order * place
-            worth = self._worth(index)
+            worth = self._worth(order * place)
             if queue and -worth > max(before, queue[0][0]):
                 heapq.heappush(queue, (-worth, place))
             elif worth > 0:
-                self._take(self._results(index), index)
+                self._take(order * place)
 
     def _results(self, index: int) -> list[int]:
         """What to keep in order not to run a step again; nothing, if that is not possible."""
         made = []
-        for number in self.stretch.model.made[index]:
-            memory = self.memories[number]
-            is_read = number in self.readers and memory.effort is None  # cheap ones only if autograd has saved them
-            is_wanted = is_read or number in self.stretch.saved
-            if is_wanted and number not in self.kept and number not in self.stretch.held:
+        for number in self.model.made[index]:
+            is_read = number in self.readers and not self.memories[number].is_cheap
+            is_there = number in self.kept or number in self.stretch.held
+            if (is_read or number in self.stretch.saved) and not is_there:
                 made.append(number)
         return made if all(self.memories[number].final == index + 1 for number in made) else []
 
     def _worth(self, index: int) -> float:
         """Operations saved per byte."""
-        made, model = self._results(index), self.stretch.model
+        made, saved = self._results(index), self.stretch.saved
         if not made:
             return 0.0
         gone, stack = {index}, [index]
         while stack and len(gone) < _FAR:
-            for number in model.reads[stack.pop()]:
-                is_unread = number not in self.stretch.saved and self.readers[number] <= gone
+            for number in self.model.reads[stack.pop()]:
+                is_unread = number not in saved and self.readers[number] <= gone
                 if number not in self.kept and (is_unread or number in made):
-                    new = self.again.intersection(self.memories[number].writers) - gone
+                    memory = self.memories[number]
+                    new = self.again.intersection([memory.maker, *memory.writers]) - gone
                     gone |= new
                     stack += sorted(new)
-        work = sum(model.work[step] for step in sorted(gone))
-        return work / max(1, sum(self.memories[number].cost for number in made))
+        return sum(self.model.work[step] for step in sorted(gone)) / max(1, self.stretch.cost(made))
 
-    def _take(self, made: list[int], index: int) -> None:
-        """Keep these, if there is room."""
-        memories = [self.memories[number] for number in made]
-        nbytes = sum(memory.cost for memory in memories)
-        more = sum(memory.cost - memory.delivered * (memory.number in self.stretch.saved) for memory in memories)
+    def _take(self, index: int) -> None:
+        """Keep the results of a step, if there is room."""
+        made, stretch = self._results(index), self.stretch
+        nbytes, new = stretch.cost(made), stretch.cost({*made} - stretch.saved.keys())
         here = bisect_right(self.ends, index) - 1
-        after = bisect_right(self.ends, min(memory.dies for memory in memories)) - 1
-        later = [peak + nbytes for peak in self.forward[after:] + self.peaks[here + 1 :]]
-        if self.budget is not None:
-            if sum(self.memories[number].cost for number in self.kept) + nbytes > self.budget:
-                return
-        elif max([self.peaks[here] + more, *later]) > self.peak:
-            return
-        self.kept.update(made)
-        self.peaks[here] += more
-        self.peaks[here + 1 :] = [peak + nbytes for peak in self.peaks[here + 1 :]]
-        self.forward[after:] = [peak + nbytes for peak in self.forward[after:]]
+        after = bisect_right(self.ends, min(self.memories[number].dies for number in made)) - 1
+        peaks = [self.peaks[here] + new, *[peak + nbytes for peak in self.peaks[here + 1 :]]]
+        forward = [peak + nbytes for peak in self.forward[after:]]
+        if self.budget is None:
+            fits = max(peaks + forward) <= self.peak
+        else:
+            fits = stretch.cost(self.kept) + nbytes <= self.budget
+        if fits:
+            self.kept.update(made)
+            self.peaks[here:], self.forward[after:] = peaks, forward
 
 
-_IN_OTHER_LAYOUTS = {torch.ops.aten.convolution.default}  # whose backward copies what it reads and makes
+_NONE: frozenset[int] = frozenset()
+# The gradient of one is new, so that another is added to it in place.
+_CAST = torch.ops.aten._to_copy.default
 _PER_BYTE = 10  # floating-point operations in the time in which a byte is written
-_CHEAP = 4  # as many bytes are written at most, for each byte of a value that is made again in each window
+# As many bytes are written at most, for each byte of a value that is made again in each window.
+_CHEAP = 4
 _MOST_CANDIDATES = 64
+_LONGEST_BLOCK = 2000  # steps
 _MOST_ROUNDS = 4
-_SLACKS = (0, 1 / 8, 3 / 8)  # what may be spent on less recompute: parts of what a plan adds to the peak at least
-_RATE = 0.9  # which part of a forward it must save for each part of the peak
-_SLACK_OF_PARTS = 1 / 8  # the same, within a window: what it keeps first is made by a replay, which should be short
+_MOST_SLACK = 1 / 3  # what may be spent on less recompute: a part of the least peak
+_TRIES = 3
+# The same, within a window: what it keeps first is made by a replay, which should be short.
+_SLACK_OF_PARTS = 1 / 8
 _FAR = 64  # steps, when the worth of one is found
 
 
@@ -591,21 +612,23 @@ class Plan:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.groups = [Group(path, slots) for slots in path.groups()]
-        self.whole: Group | None = None  # all slots, where nothing that `auto()` chose has been held
+        # All slots, where nothing that `auto()` chose has been held.
+        self.whole: Group | None = None
         self.peak = 0  # simulated
-        self.missing = 0  # bytes of gradients that did not exist yet, when the plan was made
-        self.size = 0  # bytes that autograd saved then
-        self.saved_bytes = 0  # of the run whose bytes the steps have
+        self.size = 0  # bytes that autograd saves, as the plan assumes
+        self.first_size = 0  # those of the run whose bytes the steps have
+        self.waiting: list[int] = []  # cells of parameters that it assumes to have no gradient
         self.kept: frozenset[Value] = frozenset()  # what a run should hold
-        self.copied: frozenset[Value] = frozenset()  # of that: as copies, because something writes there again
         self.complaint = ""
 
     def suits(self, run: Run) -> bool:
-        """Whether a run has no less room than the plan assumes. A plan for more room is never exchanged for another:
-        runs of several sizes, and runs that accumulate gradients, would plan anew at every change."""
+        """Whether a run has the room that the plan assumes. A plan is not exchanged for one with
+        more room: runs of several sizes, and runs that accumulate gradients, would plan anew at
+        every change."""
         if run.placement is None:
             return True
-        return run.saved_bytes <= _MOST_GROWTH * self.size and self.missing <= _missing_gradients(self.path, run)
+        has_gradient = any(map(_has_gradient, map(run.held.get, self.waiting)))
+        return run.saved_bytes <= _MOST_GROWTH * self.size and not has_gradient
 
     def passes(self, step: Step) -> bool:
         """Whether the step is on its path."""
@@ -620,60 +643,53 @@ class Plan:
         return [self.whole]
 
 
-_MOST_GROWTH = 1.5  # of the bytes that autograd saves, until a plan is made anew
+_MOST_GROWTH = 1.5  # of the bytes that autograd saves, before a plan is made anew
 
 
-def _missing_gradients(path: Path, run: Run) -> int:
-    """Bytes of gradients that do not exist yet."""
-    held = [run.held.get(cell) for cell in path.trained]  # of parameters that the block writes, a copy
-    return sum([h[0].nbytes for h in held if type(h) is tuple and h[0].grad is None])
+def _has_gradient(held: Any) -> bool:
+    return type(held) is tuple and held[0].grad is not None
 
 
-def _gradients(path: Path, run: Run) -> tuple[dict[int, int], dict[int, int]]:
-    """Bytes of gradients that do not exist yet, by memory; and those of all parameters that get some."""
-    parameters: dict[int, int] = {}
-    missing: dict[int, int] = {}
-    for cell, held in run.held.items():
-        if type(held) is tuple and held[0].requires_grad:
-            parameter = held[0]
-            parameters[path.memory_of[cell]] = parameter.nbytes
-            if parameter.grad is None:
-                missing[path.memory_of[cell]] = parameter.nbytes
-    return parameters, missing
+def _gradients(path: Path, run: Run, waiting: Iterable[int]) -> Gradients:
+    """Those of the parameters that train; `waiting` are cells of those that have none yet."""
+    held = {cell: run.held.get(cell) for cell in path.trained}
+    sizes = {path.memory_of[cell]: h[0].nbytes for cell, h in held.items() if type(h) is tuple}
+    return Gradients(sizes, sizes.keys() & {path.memory_of[cell] for cell in waiting})
 
 
 def plan_of(run: Run, old: Plan | None = None) -> Plan:
-    """The plan for what a run has done; `old` was for one of another size."""
+    """The plan for what the run has done, or for `old` where that had less room."""
     path = Path(run)
-    if run.placement is None or not path.slots:
-        return Plan(path)
-    parameters, missing = _gradients(path, run)
-    saved_bytes = run.saved_bytes if old is None else old.saved_bytes
     plan, choice = Plan(path), Choice()
-    if not (run.sees_gathering and path.cuts):  # where parameters are given back; no window may cross that
-        alive = {path.memory_of[cell] for cell in run.alive()} - {path.memory_of[cell] for cell in path.given}
-        facts = Facts(frozenset(alive), parameters, missing, run.saved_bytes / max(1, saved_bytes))
-        plan, choice = _planned(path, Model(path, facts), run)
-    plan.missing, plan.size, plan.saved_bytes = _missing_gradients(path, run), run.saved_bytes, saved_bytes
+    if run.placement is None or not path.slots:
+        return plan
+    size, first_size, waiting = run.saved_bytes, run.saved_bytes, path.trained
+    if old is not None:
+        size, first_size, waiting = max(size, old.size), old.first_size, old.waiting
+    waiting = [cell for cell in waiting if not _has_gradient(run.held.get(cell))]
+    # Where FSDP2 gives parameters back, no window may cross that.
+    if not (run.sees_gathering and path.cuts):
+        gradients = _gradients(path, run, waiting)
+        plan, choice = _planned(Model(path, run, gradients, size / max(1, first_size)), run)
+    plan.size, plan.first_size, plan.waiting = size, first_size, waiting
     plan.peak = choice.peak + run.kept_bytes
     plan.complaint = _complaint(run, choice)
     return plan
 
 
-def _planned(path: Path, model: Model, run: Run) -> tuple[Plan, Choice]:
-    """The plan with the least peak, and what it keeps."""
+def _planned(model: Model, run: Run) -> tuple[Plan, Choice]:
+    """The plan for a run, and what it keeps."""
     assert run.placement is not None
-    budget, slots = run.placement.budget, range(len(path.slots))
+    path, budget = model.path, run.placement.budget
     by_user = frozenset([path.memory_of[cell] for cell, _ in path.kept])
     rest = None if budget is None else max(0, budget - run.kept_bytes)
-    choice = choose(Stretch(model, slots, by_user), rest)
+    choice = choose(Stretch(model, range(len(path.slots)), by_user), rest)
     if not choice.kept and not choice.cuts:
         return Plan(path), choice
     values = model.values(choice.kept)
     plan = Plan(path.placed(values, choice.cuts))
     plan.kept = frozenset(values)
-    plan.copied = frozenset(model.values([n for n in choice.kept if model.memories[n].copies]))
-    plan.whole = Group(path, [*slots])
+    plan.whole = Group(path, [*range(len(path.slots))])
     plan.whole.parts = plan.groups
     if budget is not None:
         for group in plan.groups:
@@ -682,12 +698,13 @@ def _planned(path: Path, model: Model, run: Run) -> tuple[Plan, Choice]:
 
 
 def _split(group: Group, model: Model, held: frozenset[int], budget: int) -> None:
-    """Where a window would deliver more than the budget, a first replay makes what smaller windows start from."""
+    """Where a window would deliver more than the budget, a first replay makes what smaller windows
+    start from."""
     order = group.window(tuple(group.slots)).order
     if not order:
         return
-    stretch = Stretch(model, group.slots, held, (order[0], order[-1] + 1))
-    if stretch.delivered <= budget:
+    stretch = Stretch(model, group.slots, held, order)
+    if stretch.cost([n for n in stretch.saved if not model.memories[n].is_cheap]) <= budget:
         return
     choice = choose(stretch, budget)
     if choice.kept:
@@ -705,7 +722,7 @@ def _complaint(run: Run, choice: Choice) -> str:
     if budget is None:
         return ""
     if least > budget:
-        why = "what `keep` and other policies keep in this block, or FSDP2 between modules, takes more than that"
+        why = "`keep`, other policies, or FSDP2 between modules keep more than that in this block"
     elif not least and choice.least is not None and budget < choice.least:
         why = "no room for a single checkpoint, so backward recomputes all of the block at once"
         least = choice.least
@@ -717,11 +734,11 @@ def _complaint(run: Run, choice: Choice) -> str:
 def attach(plan: Plan, old: Plan | None) -> None:
     """From here on runs hold what the plan keeps, as soon as it is there."""
     path, before = plan.path, frozenset() if old is None else old.kept
-    new: dict[int, list[tuple[Value, bool, bool]]] = defaultdict(list)
+    new: dict[int, list[tuple[Value, bool]]] = defaultdict(list)
     counted: set[int] = set()
     for value in sorted(plan.kept):
         memory = path.memory_of[value[0]]
-        new[path.there_after(value)].append((value, memory not in counted, value in plan.copied))
+        new[path.there_after(value)].append((value, memory not in counted))
         counted.add(memory)
     for step in path.steps:
         mine = new.get(step.index, [])

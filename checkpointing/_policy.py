@@ -348,8 +348,9 @@ def auto(*, budget: int | str | None = None) -> Policy:
     Args:
         budget: the most bytes that the block keeps for backward, at any moment of the forward. An
             int, or text such as `"1.5 GiB"` or `"200 MB"`. The results that are most expensive to
-            recompute per byte are kept first. None: the plan minimizes the peak of the step
-            instead.
+            recompute per byte are kept first. None: the plan bounds the peak of the step instead.
+            The bound is the peak of a checkpoint around each block that the program repeats, and
+            is lower where more memory would save little recompute.
 
     Returns:
         A policy for `policy=`. Policies combine with `|`.

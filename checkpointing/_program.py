@@ -240,9 +240,8 @@ class Step:
         self.is_view = False
         self.draws = False  # random numbers, perhaps
         self.is_quick_draw = False  # from the generator of the device of the first argument
-        # Values there after it that plans keep; whether their bytes count, and whether they are
-        # copied.
-        self.keeps: tuple[tuple[Value, bool, bool], ...] = ()
+        # Values there after it that plans keep, and whether their bytes count.
+        self.keeps: tuple[tuple[Value, bool], ...] = ()
         self.is_special = False  # anything but an operator that reads tensors and returns new ones
         self.needs_preparation = False  # something must be held before it runs
         # What recording knows after it, beside what it knew before:

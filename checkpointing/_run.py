@@ -50,7 +50,7 @@ from ._program import (
     Varying,
 )
 from ._record import NO_MEMORY, ON_MADE_MEMORY, Recorder
-from ._region import Region, aside, thread, without_recording
+from ._region import Region, aside, thread
 
 # What to do with a value: False to recompute it, True to keep it, or where it is kept.
 Answer = bool | Destination
@@ -766,22 +766,18 @@ class Run(TorchDispatchMode, Region):
             else:
                 self._hold_planned(*each)
 
-    def _hold_planned(self, value: Value, counts: bool, copies: bool) -> None:
+    def _hold_planned(self, value: Value, counts: bool) -> None:
         tensor = self.cells[value[0]]()
         if tensor is None:
             return
         assert self.placement is not None
         budget, place = self.placement
         nbytes = 0
-        if copies:
-            nbytes = tensor.nbytes
-        elif counts and _has_storage(tensor):
+        if counts and _has_storage(tensor):
             nbytes = tensor.untyped_storage().nbytes()
         if budget is not None and self.planned_bytes + self.kept_bytes + nbytes > budget:
             return
         self.planned_bytes += nbytes
-        if copies:
-            tensor = without_recording(_torch.copy, tensor)
         mover = None if place is None else self._mover(place)
         hooks = self.hooks if mover is None or not mover.takes(tensor) else mover
         if hooks is None and type(tensor) is Tensor:  # the usual case, past other questions

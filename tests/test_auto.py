@@ -160,11 +160,12 @@ def beyond_exact(seed):
 
 
 def test_plans_are_close_to_the_exact_answer():
-    """Half of the plans are within 5 % of the best choice with the same peak."""
+    """The best of all 4,096 choices with the same peak: half of the plans are as good, all are
+    close."""
     beyond = sorted(beyond_exact(seed) for seed in range(12))
-    assert beyond[5] <= 0.05
-    assert sum(beyond) / 12 <= 0.12
-    assert beyond[-1] <= 0.40
+    assert beyond[5] <= 0.01
+    assert sum(beyond) / 12 <= 0.05
+    assert beyond[-1] <= 0.15
 
 
 def test_kept_values_go_while_backward_runs():
