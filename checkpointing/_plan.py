@@ -38,8 +38,7 @@ from itertools import accumulate, pairwise
 from operator import add, is_
 from typing import Any, NamedTuple
 
-import torch
-
+from . import _torch
 from ._program import KEEP, NOT_WRITTEN, UNSEEN, Step, Value
 from ._run import Run
 from ._windows import Group, Path
@@ -225,7 +224,7 @@ class Model:
                 if number not in self.gradients.missing:
                     pending.append((uses[0] + 1, uses[-1], nbytes))
                 # The sum is a third one, beside both parts.
-                if self.path.steps[uses[-1]].func is not _CAST:
+                if self.path.steps[uses[-1]].func is not _torch.CAST:
                     pending += [(use + 1, use + 1, nbytes) for use in uses[:-1]]
         need = self.sums(pending)[1:]
         for index, made in enumerate(self.made):
@@ -592,7 +591,6 @@ class Filling:
 
 _NONE: frozenset[int] = frozenset()
 # The gradient of one is new, so that another is added to it in place.
-_CAST = torch.ops.aten._to_copy.default
 _PER_BYTE = 10  # floating-point operations in the time in which a byte is written
 # As many bytes are written at most, for each byte of a value that is made again in each window.
 _CHEAP = 4

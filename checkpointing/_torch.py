@@ -608,6 +608,10 @@ def outside_of_batch() -> AbstractContextManager[Any]:
     )
 
 
+# The operator that casts to another dtype or device.
+CAST = torch.ops.aten._to_copy.default
+
+
 # ---- running recorded operators again
 class below_autograd:
     """Recorded operators ran below autograd, autocast and function modes. So do they here.
