@@ -365,7 +365,8 @@ class Stretch:
         run = max(same(period).split(b"\0"))
         begin, length = same(period).find(run), len(run)
         # What comes before the first block may look like the end of one.
-        first = min(range(begin, begin + period), key=lambda at: self.crossing[at + period])
+        starts = range(begin, min(begin + period, len(self.crossing) - period))
+        first = min(starts, key=lambda at: self.crossing[at + period], default=self.last)
         return [
             at for at in range(first, begin + length + period + 1, period) if 0 < at < self.last
         ]
@@ -720,7 +721,7 @@ def _complaint(run: Run, choice: Choice) -> str:
     if budget is None:
         return ""
     if least > budget:
-        why = "`keep`, other policies, or FSDP2 between modules keep more than that in this block"
+        why = "`keep`, other policies, or FSDP2 keep more than that in this block"
     elif not least and choice.least is not None and budget < choice.least:
         why = "no room for a single checkpoint, so backward recomputes all of the block at once"
         least = choice.least

@@ -511,7 +511,7 @@ def test_what_is_kept_by_hand_may_exceed_the_budget_but_not_silently():
 
     assert run(5 * 40) == 5 * 40
     with pytest.warns(
-        UserWarning, match=r"budget=199\): what `keep` .* smallest budget possible is 200 bytes"
+        UserWarning, match=r"budget=199\): `keep`, .* smallest budget possible is 200 bytes"
     ):
         assert run(5 * 40 - 1) == 5 * 40
 
@@ -631,7 +631,7 @@ def test_auto_and_other_policies():
             ran = count(lambda y=y: x.__setattr__("grad", None) or y.backward())
             assert ran.get(absent, 0) == (30 if absent == "mm" else 0)
             assert bits(x.grad) == want
-    with pytest.raises(TypeError, match="can't both plan"):
+    with pytest.raises(TypeError, match="can't both place"):
         auto() | auto(budget=3)
 
 
