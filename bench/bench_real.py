@@ -29,7 +29,7 @@ transformers = pytest.importorskip(
 )
 
 MIB = 2**20
-MARKS = {"peak": 1.01, "recompute": 1.0, "time": 1.05}  # of torch's
+MARKS = {"peak": 1.0, "recompute": 0.7, "time": 1.0}  # of torch's
 DTYPES = {"fp32": None, "bf16": torch.bfloat16}
 
 

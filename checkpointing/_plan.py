@@ -445,17 +445,17 @@ def choose(stretch: Stretch, budget: int | None = None) -> Choice:
         return choice._replace(least=stretch.least_budget() if recomputes else None)
     blocks = Filling(stretch, stretch.blocks())
     enough = blocks.flops(blocks.ends[-2])  # what follows the last block is in no checkpoint
-    room = max(0, int(_MARGIN * blocks.choice().peak) - least)
-    most = int(least * _MOST_SLACK)
+    room, most = max(0, blocks.choice().peak - least), int(least * _MOST_SLACK)
+    worth = 2  # how many forwards of recompute all of the peak is worth
     if room > most:  # blocks so small that nobody would checkpoint each of them
-        room, enough = most, math.inf
+        room, enough, worth = most, math.inf, 1
     forward = max(1.0, sum(stretch.model.work))
 
     def price(filling: Filling) -> tuple[float, float]:
         """Once no more is computed than by the blocks, a part of the peak is worth some of a
         forward."""
         work = sum(stretch.model.work[index] for index in sorted(filling.again))
-        memory = _FORWARDS_PER_PEAK * filling.choice().peak / least
+        memory = worth * filling.choice().peak / least
         return max(filling.flops(stretch.last), enough), memory + work / forward
 
     peaks = {least + room * n // _TRIES for n in range(_TRIES + 1)}
@@ -600,8 +600,6 @@ _LONGEST_BLOCK = 2000  # steps
 _MOST_ROUNDS = 4
 _MOST_SLACK = 1 / 3  # what may be spent on less recompute: a part of the least peak
 _TRIES = 3
-_MARGIN = 0.99  # of the peak of those blocks, which is simulated, too
-_FORWARDS_PER_PEAK = 2  # how many forwards of recompute all of the peak is worth
 # The same, within a window: what it keeps first is made by a replay, which should be short.
 _SLACK_OF_PARTS = 1 / 8
 _FAR = 64  # steps, when the worth of one is found
