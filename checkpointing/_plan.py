@@ -223,9 +223,9 @@ class Model:
                 nbytes = self.gradients.of[number]
                 if number not in self.gradients.missing:
                     pending.append((uses[0] + 1, uses[-1], nbytes))
-                # The sum is a third one, beside both parts.
+                # The first sum is a third one, beside both parts. Others are added to it in place.
                 if self.path.steps[uses[-1]].func is not _torch.CAST:
-                    pending += [(use + 1, use + 1, nbytes) for use in uses[:-1]]
+                    pending.append((uses[-2] + 1, uses[-2] + 1, nbytes))
         need = self.sums(pending)[1:]
         for index, made in enumerate(self.made):
             if any(self.memories[number].has_gradient for number in made):
