@@ -342,6 +342,9 @@ def auto(*, budget: int | str | None = None) -> Policy:
     A run that takes another path gets a plan of its own. The same program has the same plan in each
     step and on each rank. Modules, loops, functions and inner regions need no annotation.
 
+    A plan also serves smaller runs. It is replaced when a run saves more than 1.5 times the bytes,
+    or when gradients exist that the plan assumed to be missing.
+
     The plan assumes that backward begins with the block: put one scope around the whole model and
     its loss.
 

@@ -18,8 +18,16 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from checkpointing import __main__ as job
-from checkpointing import _plan, _replay
-from checkpointing import auto, checkpoint_scope, checkpointed, keep, save_tagged, tag
+from checkpointing import (
+    _plan,
+    _replay,
+    auto,
+    checkpoint_scope,
+    checkpointed,
+    keep,
+    save_tagged,
+    tag,
+)
 from checkpointing._program import clear_programs
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))

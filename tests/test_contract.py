@@ -1473,7 +1473,7 @@ def test_methods_and_signatures():
             model.of_class,
             model.of_class_inside,
         ):
-            results.append(method(x))
+            results.append(method(x))  # noqa: PERF401
         return x.sin().exp()
 
     checkpointed(fn)(leaf()).sum().backward()

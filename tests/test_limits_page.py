@@ -1,5 +1,6 @@
 """Limits that are no other test's subject: a row of LIMITS.md each."""
 
+import contextlib
 import copy
 import functools
 import pickle
@@ -107,9 +108,7 @@ def test_parameters_that_a_region_writes(wrap, times):
     assert model.weight.tolist() == [1 + times] * 4
     model = Momentum(wrap, trains=True)
     y = checkpointed(model)(leaf()).sum()
-    if times == 1:
-        return y.backward()
-    with pytest.raises(ChangedError, match="weight"):
+    with pytest.raises(ChangedError, match="weight") if times == 2 else contextlib.nullcontext():
         y.backward()
 
 
