@@ -63,6 +63,8 @@ class Info:
         self.inplace = bool(self.writes) and all(map(_is_write, results))
         # Others belong to torch's profiler, or to other processes: they compute nothing.
         types = [str(each.type) for each in (*schema.arguments, *results)]
+        lists = [kind for kind in types if "List[" in kind and "List[Tensor" not in kind]
+        self.has_sizes = schema is not _UNKNOWN and all("List[int]" in kind for kind in lists)
         self.has_tensors = schema is _UNKNOWN or "Tensor" in " ".join(types)
 
     def updates_statistics(self, args: Any) -> bool:

@@ -94,6 +94,16 @@ class Filling(Known):
         self.covers = covers
 
 
+class Apart(Known):
+    """A part of a memory that the operator writes, while it leaves other parts alone."""
+
+    __slots__ = ("layouts",)
+
+    def __init__(self, cell: int, layouts: dict[int, Any]) -> None:
+        super().__init__(cell)
+        self.layouts = layouts  # by cell: of this part, and of the parts that are left alone
+
+
 class Parts:
     """A list or tuple with tensors in it."""
 
@@ -183,6 +193,7 @@ class Step:
         "func",
         "gone",
         "grad_mode",
+        "has_sizes",
         "holds",
         "index",
         "info",
@@ -237,6 +248,7 @@ class Step:
         self.varies: tuple[int | str, ...] = ()
         self.reads_metadata = False  # and nothing else, of its first argument
         self.effect = False  # it is never replayed
+        self.has_sizes = False  # lists in its arguments hold ints alone
         self.is_view = False
         self.draws = False  # random numbers, perhaps
         self.is_quick_draw = False  # from the generator of the device of the first argument

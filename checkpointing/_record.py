@@ -31,6 +31,7 @@ from ._program import (
     KEEP,
     NOT_WRITTEN,
     UNSEEN,
+    Apart,
     Filling,
     First,
     Known,
@@ -69,7 +70,6 @@ class Recorder:
         self._state: dict[int, str] = {}  # by memory
         self._written: dict[int, int] = {}  # by memory: the last step that wrote to it
         self._writers: dict[int, list[Step]] = defaultdict(list)  # by memory
-        self._layouts: list[Any] = []  # by cell: its type, and how it lies in memory
         self._again: set[int] = set()  # memory from outside that the block writes
         self._lost: set[int] = set()  # cells that steps have filled which are not replayed
         self._held: set[int] = set()  # cells that are held, and views of them
@@ -155,9 +155,6 @@ class Recorder:
         self._born.append(born)
         self._cells_on[memory].append(cell)
         tensor = self._tensor_in(cell)
-        self._layouts.append(
-            (None, None) if tensor is None else (tensor.dtype, _torch.layout_of(tensor))
-        )
         if tensor is not None and is_name:
             self._names[id(tensor)] = cell
             if _has_storage(tensor):
@@ -194,17 +191,18 @@ class Recorder:
             (step.index for step in reversed(writers) if cell not in step.spares), NOT_WRITTEN
         )
 
-    def _spared(self, cell: int) -> frozenset[int]:
-        """The cells on its memory that a write to this one leaves alone."""
-        (kind, layout), others = self._layouts[cell], self._cells_on[self.memory_of[cell]]
-        layouts = {other: self._layouts[other] for other in others}
-        return frozenset(
-            [
-                n
-                for n, (its, lies) in layouts.items()
-                if its is kind and _torch.lie_apart(layout, lies)
-            ]
-        )
+    def _spared(self, cell: int) -> dict[int, Any]:
+        """The live cells on its memory that a write to this one leaves alone, with how they lie."""
+        target = self._tensor_in(cell)
+        mine = _torch.layout_of(target)
+        found: dict[int, Any] = {}
+        for other in self._cells_on[self.memory_of[cell]]:
+            tensor = self._tensor_in(other)
+            if tensor is not None and tensor.dtype is target.dtype:
+                layout = _torch.layout_of(tensor)
+                if _torch.lie_apart(mine, layout):
+                    found[other] = layout
+        return {**found, cell: mine} if found else found
 
     def _is_there(self, cell: int) -> bool:
         """Whether a replay can come by what is in a cell now."""
@@ -312,7 +310,7 @@ class Recorder:
     def step(self, info: Info, func: Any, args: Any, kwargs: dict[str, Any]) -> Step:
         """What an operator is about to do."""
         step = self._begin(func, args, kwargs)
-        step.info, step.grad_mode = info, _is_grad_enabled()
+        step.info, step.grad_mode, step.has_sizes = info, _is_grad_enabled(), info.has_sizes
         step.run = (
             info.run
             if not any(map(_torch.is_zeros, tensors_of(args)))
@@ -436,8 +434,11 @@ class Recorder:
             template = self._fill_target(step, template, tensor)
         elif step.effect:
             step.states += ((memory, OUTSIDE),)
-        if len(info.targets) == 1:
-            step.spares = self._spared(cell)
+        if len(info.targets) == 1 and type(template) is Known:
+            layouts = self._spared(cell)
+            if layouts:
+                step.spares = frozenset(layouts.keys() - {cell})
+                template = Apart(cell, layouts)
         if memory not in step.writes:
             step.writes += (memory,)
             step.freezes += tuple(self._held_on[memory])

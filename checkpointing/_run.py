@@ -37,6 +37,7 @@ from ._program import (
     FEWER_SAVES,
     KEEP,
     UNSEEN,
+    Apart,
     Filling,
     First,
     Known,
@@ -81,8 +82,8 @@ _Parameter = nn.Parameter
 _plain_dispatch = Tensor.__torch_dispatch__
 _is_grad_enabled, _graph_task_id = torch.is_grad_enabled, _torch.graph_task_id
 _storage_id, _has_storage = _torch.storage_id, _torch.has_storage
-# Equal ones are the same, but for 0.0.
-_PLAIN = frozenset({int, bool, str, list, torch.dtype, torch.device})
+# Equal ones are the same.
+_PLAIN = frozenset({int, bool, str, torch.dtype, torch.device})
 _NUMBERS = frozenset({int, float, complex, list, tuple, torch.Size})
 _NOTHING: dict[str, Any] = {}
 _modules = sys.modules
@@ -182,7 +183,11 @@ class Run(TorchDispatchMode, Region):
             return self._do_something_new(func, types, args, kwargs or _NOTHING)
         if step.is_special:
             return self._run(step, args, kwargs, mark)
-        result = step.run(*args, **kwargs) if kwargs else step.run(*args)
+        try:
+            result = step.run(*args, **kwargs) if kwargs else step.run(*args)
+        except BaseException:
+            self._go_back_to(mark)
+            raise
         if type(result) is Tensor:
             cells.append(ref(result))
         else:
@@ -190,9 +195,7 @@ class Run(TorchDispatchMode, Region):
         self.step = step
         self.saved = 0
         self.path.append(step)
-        if step.keeps and self.holds_planned:
-            self._keep_planned(step)
-        if self._ask is not None:
+        if step.keeps or self._ask is not None:
             self._decide(step, args, kwargs, result)
         return result
 
@@ -220,7 +223,8 @@ class Run(TorchDispatchMode, Region):
                     if cells[known.cell]() is not arg:
                         break
                 elif known is not arg:
-                    is_equal = kind in _PLAIN and type(arg) is kind and known == arg
+                    is_plain = kind in _PLAIN or (kind is list and step.has_sizes)
+                    is_equal = is_plain and type(arg) is kind and known == arg
                     if not is_equal and not self._matches(known, arg):
                         break
             else:
@@ -243,16 +247,19 @@ class Run(TorchDispatchMode, Region):
     def _with_other_results(
         self, step: Step, args: Any, kwargs: dict[str, Any], tensors: list[Tensor], mark: int
     ) -> Step:
+        held = {**self.held}  # the same cells again
         self._go_back_to(mark)
         self.numbers.pop(step.index, None)
         others = tuple([other for other in self.step.next if other.count == len(tensors)])
         other = self._known_step(others, step.func, args, kwargs)
         if other is not None:
+            self.held = held
             self._note_numbers(other, args, kwargs)
             return other
         assert step.info is not None
         recorder = self._record()
         step = recorder.step(step.info, step.func, args, kwargs)
+        self.held = held
         self.cells += map(ref, recorder.met)
         recorder.has_run(step, tensors)
         return self.program.add(step)
@@ -400,13 +407,11 @@ class Run(TorchDispatchMode, Region):
         self.step = step
         self.saved = 0
         self.path.append(step)
-        if step.keeps and self.holds_planned:
-            self._keep_planned(step)
         if step.draws:
             self._has_drawn(step, state, result)
         if step.effect and step.info.gathers:  # type: ignore[union-attr]
             lend(self, tensors_of((kwargs or _NOTHING).get("out")))
-        if self._ask is not None:
+        if step.keeps or self._ask is not None:
             self._decide(step, args, kwargs, result)
         return result
 
@@ -792,13 +797,17 @@ class Run(TorchDispatchMode, Region):
         return tensor
 
     def _decide(self, step: Step, args: Any, kwargs: Any, result: Any) -> None:
-        """Ask the policy about what the operator has made."""
+        """Keep what a plan, or the answer of the policy, keeps of an operator's results."""
+        if step.keeps and self.holds_planned:
+            self._keep_planned(step)
         info = step.info
-        if self._inner or info is None or info.ignored or _graph_task_id() != self._graph_task:
+        if self._ask is None or self._inner or info is None or info.ignored:
+            return
+        if _graph_task_id() != self._graph_task:
             # In a backward inside, others' hooks call functions again at times that differ in a
             # rerun.
             return
-        answer = self._ask(step.func, args, dict(kwargs or _NOTHING), result)  # type: ignore[misc]
+        answer = self._ask(step.func, args, dict(kwargs or _NOTHING), result)
         if answer:  # when the operator has returned, which has still to count versions up
             self._pending += [(answer, tensor) for tensor in tensors_of(result)]
 
@@ -868,11 +877,22 @@ def _matches_filling(run: Run, known: Filling, arg: Any) -> bool:
     return bool(known.covers == (arg.nbytes >= arg.untyped_storage().nbytes()))
 
 
+def _matches_apart(run: Run, known: Apart, arg: Any) -> bool:
+    if run.cells[known.cell]() is not arg:
+        return False
+    for cell, layout in known.layouts.items():
+        tensor = run.cells[cell]()
+        if tensor is None or _torch.layout_of(tensor) != layout:
+            return False
+    return True
+
+
 # By the type of a template: whether an argument is what it was.
 _TEMPLATES: dict[type, Callable[[Run, Any, Any], bool]] = {
     Known: lambda run, known, arg: run.cells[known.cell]() is arg,
     First: lambda run, known, arg: isinstance(arg, Tensor) and run._meets(known, arg),
     Filling: _matches_filling,
+    Apart: _matches_apart,
     Parts: _matches_parts,
     Varying: lambda run, known, arg: known.kind is type(arg) and _is_plain(arg),
     Thing: lambda run, known, arg: known.kind is type(arg),
@@ -884,7 +904,7 @@ def _are_same(known: Any, arg: Any) -> bool:
     kind = type(known)
     if type(arg) is not kind or kind is Slot or kind is torch.ScriptObject:
         return False
-    if kind is float or kind is complex:  # the same bits: 0.0 is not -0.0
+    if kind in (float, complex, list, tuple):  # the same bits: 0.0 is not -0.0, nor 0
         return repr(known) == repr(arg)
     return bool(known == arg)
 
