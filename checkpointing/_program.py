@@ -315,8 +315,12 @@ class Program:
         step.parent.next = (*step.parent.next, step)
         self.size += 1
         if self.size > MOST_STEPS:
-            self.__init__()  # type: ignore[misc]
+            self.forget()
         return step
+
+    def forget(self) -> None:
+        """Leave the tree to the runs that are in it. The next run records a new one."""
+        self.__init__()  # type: ignore[misc]
 
 
 _lock = threading.Lock()
