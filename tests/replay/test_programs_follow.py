@@ -144,6 +144,46 @@ class Cases:
             m.leaf(9, 9),
         )
 
+    def lists_of_numbers(n, region, m):
+        number = (0.0, -0.0, 1.0, 2.0, 0.0, -0.0)[n]
+
+        def f(x):
+            with torch.no_grad():
+                mask = torch._foreach_mul([torch.ones(8)], [number])[0]
+            return torch.copysign(x, mask).sin(), x * mask
+
+        return region(f, m.leaf(8))
+
+    def parts_that_lie_apart_or_not(n, region, m):
+        def f(x):
+            whole = x * 2
+            part, other = whole[:3], whole.view(2, -1)[1]
+            other.mul_(2)
+            whole[n : n + 2].mul_(3)
+            return part.sin().exp()
+
+        return region(f, m.leaf((8, 4, 6, 8, 10, 8)[n]))
+
+    def parts_in_other_numbers(n, region, m):
+        def f(x, y):
+            parts = x.split((2, 3, 4, 6, 12, 5)[n])
+            return [part.sin().exp() for part in (*parts, *y.unbind())]
+
+        return region(f, m.leaf(12), m.leaf(n + 1, 4))
+
+    def operators_that_fail(n, region, m):
+        fits, other = (nn.Parameter(m.leaf(size).detach()) for size in (4, 5))
+
+        def f(x):
+            y = x.sin()
+            try:
+                y = y + fits
+            except RuntimeError:
+                y = y + other
+            return y.sin().exp()
+
+        return region(f, m.leaf(3, 4 + n % 2))
+
     # ---- control flow
     def branches(n, region, m):
         def f(x, w):
