@@ -159,10 +159,9 @@ class Cases:
             whole = x * 2
             part, other = whole[:3], whole.view(2, -1)[1]
             other.mul_(2)
-            whole[n : n + 2].mul_(3)
             return part.sin().exp()
 
-        return region(f, m.leaf((8, 4, 6, 8, 10, 8)[n]))
+        return region(f, m.leaf((8, 4, 6, 4, 10, 8)[n]))
 
     def parts_in_other_numbers(n, region, m):
         def f(x, y):
