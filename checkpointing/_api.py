@@ -515,9 +515,9 @@ class _Block:
             run.__exit__(*error)  # type: ignore[no-untyped-call]
             if outer is not None:
                 outer.yield_to_inner(-1)
-        complaint = run.close()
+        run.close()
         self._source.close(self.frame)
-        complaint = complaint or self._source.complaint
+        complaint = self._source.complaint
         if error[0] is not None:
             return
         if not in_order:

@@ -89,7 +89,8 @@ class Aliased(Held):
     def __init__(
         self, packed: Tensor, name: Name, is_parameter: bool = False, version: int | None = None
     ) -> None:
-        super().__init__(packed, name)
+        self.packed = packed
+        self.name = name
         self.is_parameter = is_parameter
         self._version = _torch.version(packed) if version is None else version
 

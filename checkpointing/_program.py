@@ -34,6 +34,9 @@ Value = tuple[int, int]
 NOT_WRITTEN = -1
 
 
+# Types of which equal objects are the same, with lists of sizes and floats where that holds.
+PLAIN = frozenset({int, bool, str, torch.dtype, torch.device})
+
 # Events: what else happens between two steps.
 KEEP = "keep"
 BROUGHT_BACK = "brought back"  # a backward inside the block has made this tensor again
@@ -157,12 +160,23 @@ class Like:
 class Slot:
     """A tensor that autograd saved at this place of the program."""
 
-    __slots__ = ("cell", "counts", "first", "is_held", "is_read", "joins", "nbytes", "version")
+    __slots__ = (
+        "cell",
+        "counts",
+        "first",
+        "is_held",
+        "is_read",
+        "is_usual",
+        "joins",
+        "nbytes",
+        "version",
+    )
 
     def __init__(self, cell: int, version: int, first: First | None) -> None:
         # Whether a recompute starts from it, so that there is nothing to compute.
         self.is_held = False
         self.is_read = False  # whether a region inside takes it, rather than an operator
+        self.is_usual = False  # neither that, nor a part, nor a tensor that is met here
         # Whether it is another part of the tensor that the slot before belongs to.
         self.joins = False
         self.counts = False  # whether autograd saved something of this memory for the first time
@@ -193,7 +207,6 @@ class Step:
         "func",
         "gone",
         "grad_mode",
-        "has_sizes",
         "holds",
         "index",
         "info",
@@ -209,6 +222,7 @@ class Step:
         "next",
         "note",
         "parent",
+        "plain",
         "plan",
         "reads",
         "reads_metadata",
@@ -248,7 +262,6 @@ class Step:
         self.varies: tuple[int | str, ...] = ()
         self.reads_metadata = False  # and nothing else, of its first argument
         self.effect = False  # it is never replayed
-        self.has_sizes = False  # lists in its arguments hold ints alone
         self.is_view = False
         self.draws = False  # random numbers, perhaps
         self.is_quick_draw = False  # from the generator of the device of the first argument
@@ -265,6 +278,7 @@ class Step:
         self.flops = 0.0  # floating-point operations, as far as torch counts them
         self.states: tuple[tuple[int, str], ...] = ()  # of memories that have another one now
         self.saves: list[Slot] = []  # what autograd saved after it, before the next one
+        self.plain = PLAIN  # types of arguments of which equal ones are the same
         self.next: tuple[Step, ...] = ()  # with the first one, `saves` is complete
         self.note: Any = None  # where the user's code called it, if somebody wants to know
         self.plan: Any = None

@@ -30,6 +30,7 @@ from ._program import (
     BROUGHT_BACK,
     KEEP,
     NOT_WRITTEN,
+    PLAIN,
     UNSEEN,
     Apart,
     Filling,
@@ -53,6 +54,13 @@ OUTSIDE = "from outside, or written from there"
 ON_MADE_MEMORY = -2
 NO_MEMORY = -3  # efficient zeros, for which operators run in another way
 
+# Types of arguments that are compared with `==`: with lists of sizes, and with usual floats.
+_COMPARED = {
+    (False, False): PLAIN,
+    (False, True): PLAIN | {float},
+    (True, False): PLAIN | {list},
+    (True, True): PLAIN | {list, float},
+}
 _is_grad_enabled = torch.is_grad_enabled
 _storage_id, _has_storage = _torch.storage_id, _torch.has_storage
 
@@ -310,7 +318,8 @@ class Recorder:
     def step(self, info: Info, func: Any, args: Any, kwargs: dict[str, Any]) -> Step:
         """What an operator is about to do."""
         step = self._begin(func, args, kwargs)
-        step.info, step.grad_mode, step.has_sizes = info, _is_grad_enabled(), info.has_sizes
+        step.info, step.grad_mode = info, _is_grad_enabled()
+        step.plain = _COMPARED[info.has_sizes, _has_usual_floats(args)]
         step.run = (
             info.run
             if not any(map(_torch.is_zeros, tensors_of(args)))
@@ -571,3 +580,9 @@ class Recorder:
 
 def _is_script_object(arg: Any) -> bool:
     return isinstance(arg, torch.ScriptObject)
+
+
+def _has_usual_floats(args: Any) -> bool:
+    """Whether all floats are the same as any that is equal: neither nan, nor a zero with its
+    sign."""
+    return all(arg and arg == arg for arg in args if type(arg) is float)

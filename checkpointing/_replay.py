@@ -372,7 +372,7 @@ class _Execution:
         self._begin()
         for instruction in self.window.instructions:
             if instruction.is_quick and instruction.index not in numbers:
-                result = instruction.run(*[table[place] for place in instruction.args])
+                result = instruction.call(*[table[place] for place in instruction.args])
             else:
                 result = self._call(instruction)
             if type(result) is Tensor:

@@ -82,8 +82,6 @@ _Parameter = nn.Parameter
 _plain_dispatch = Tensor.__torch_dispatch__
 _is_grad_enabled, _graph_task_id = torch.is_grad_enabled, _torch.graph_task_id
 _storage_id, _has_storage = _torch.storage_id, _torch.has_storage
-# Equal ones are the same.
-_PLAIN = frozenset({int, bool, str, torch.dtype, torch.device})
 _NUMBERS = frozenset({int, float, complex, list, tuple, torch.Size})
 _NOTHING: dict[str, Any] = {}
 _modules = sys.modules
@@ -223,9 +221,8 @@ class Run(TorchDispatchMode, Region):
                     if cells[known.cell]() is not arg:
                         break
                 elif known is not arg:
-                    is_plain = kind in _PLAIN or (kind is list and step.has_sizes)
-                    is_equal = is_plain and type(arg) is kind and known == arg
-                    if not is_equal and not self._matches(known, arg):
+                    is_plain = type(arg) is kind and kind in step.plain
+                    if not (known == arg if is_plain else self._matches(known, arg)):
                         break
             else:
                 if not (step.kwargs or kwargs) or self._matches_keywords(step.kwargs, kwargs):
@@ -275,10 +272,23 @@ class Run(TorchDispatchMode, Region):
         known = known or _NOTHING
         if known.keys() != kwargs.keys():
             return False
-        return all(self._matches(known[name], kwargs[name]) for name in known)
+        for name, arg in kwargs.items():  # noqa: SIM110  `all` costs more than the comparison
+            if known[name] is not arg and not self._matches(known[name], arg):
+                return False
+        return True
 
-    def _meets(self, first: First, tensor: Tensor) -> bool:
-        """Whether a tensor comes from where it came from then. If so, it takes the next cell."""
+    def _meets(self, first: First, tensor: Any) -> bool:
+        """Whether this is a tensor, and comes from where it came from then. If so, it takes the
+        next cell."""
+        if first.is_referenced and type(tensor) is _Parameter and _has_storage(tensor):
+            place = _storage_id(tensor)
+            if first.shares == first.cell and place not in self._shared:  # the usual case
+                self._shared[place] = first.cell
+                self.held[first.cell] = tensor, tensor._version
+                self.cells.append(ref(tensor))
+                return True
+        if not isinstance(tensor, Tensor):
+            return False
         if first.was is not None:
             if self.cells[first.was]() is not tensor:
                 return False
@@ -347,6 +357,12 @@ class Run(TorchDispatchMode, Region):
         alive = [cells[cell]() for cell in range(cell_there, len(cells))]
         return any(t is not None and _has_storage(t) and _storage_id(t) == place for t in alive)
 
+    def _go_to(self, step: Step) -> None:
+        """This is the step that has just been taken."""
+        self.step = step
+        self.saved = 0
+        self.path.append(step)
+
     def _go_back_to(self, mark: int) -> None:
         """Forget the cells that a comparison has filled which then failed."""
         del self.cells[mark:]
@@ -404,9 +420,7 @@ class Run(TorchDispatchMode, Region):
             self._go_back_to(mark)
             self._recorder = None
             raise
-        self.step = step
-        self.saved = 0
-        self.path.append(step)
+        self._go_to(step)
         if step.draws:
             self._has_drawn(step, state, result)
         if step.effect and step.info.gathers:  # type: ignore[union-attr]
@@ -522,6 +536,18 @@ class Run(TorchDispatchMode, Region):
             return self._save_input(tensor)
         if self._pending:
             self.settle()
+        saves, place = self.step.saves, self.saved
+        if place < len(saves):  # the usual case
+            slot = saves[place]
+            if slot.is_usual and self.cells[slot.cell]() is tensor and self._save_at is None:
+                self.saved = place + 1
+                if slot.counts:
+                    self.saved_bytes += nbytes_of(tensor)
+                return slot
+        return self._save(tensor)
+
+    def _save(self, tensor: Tensor) -> Any:
+        """The same for whatever is saved, as a part of another tensor or as an input, too."""
         if type(tensor) is not Tensor and hasattr(tensor, "__tensor_flatten__"):
             return self._save_parts(tensor)
         saves, place = self.step.saves, self.saved
@@ -534,10 +560,7 @@ class Run(TorchDispatchMode, Region):
             if is_same and (slot.joins is not self._joins or slot.is_read is not self.is_read):
                 self._go_back_to(slot.cell if first is not None else len(self.cells))
             elif is_same:
-                if first is not None or slot.counts or self._save_at is not None:
-                    return self._save_in(slot, tensor)
-                self.saved = place + 1
-                return slot
+                return self._save_in(slot, tensor)
         return self._save_something_new(tensor)
 
     def _save_input(self, tensor: Tensor) -> Any:
@@ -545,7 +568,7 @@ class Run(TorchDispatchMode, Region):
         yet."""
         self.is_read = True
         try:
-            return self.save(tensor)
+            return self._save(tensor)
         finally:
             self.is_read = False
 
@@ -554,7 +577,7 @@ class Run(TorchDispatchMode, Region):
         is_part = self._joins
 
         def save(part: Tensor) -> Any:
-            saved = self.save(part)
+            saved = self._save(part)
             self._joins = True
             return saved
 
@@ -568,10 +591,11 @@ class Run(TorchDispatchMode, Region):
         step = self.step
         if step.next or step.plan is not None or self.saved != len(step.saves):
             self._branch()
-            return self.save(tensor)
+            return self._save(tensor)
         recorder = self._record()
         slot = recorder.slot(tensor)
         slot.joins, slot.is_read = self._joins, self.is_read
+        slot.is_usual = slot.first is None and not (slot.joins or slot.is_read)
         self.cells += [ref(tensor)] * (slot.first is not None)
         step.saves.append(slot)
         return self._save_in(slot, tensor)
@@ -582,7 +606,7 @@ class Run(TorchDispatchMode, Region):
         if first is not None and first.holds and not first.is_referenced:
             self._hold(first)
         if slot.counts:
-            self.saved_bytes += tensor.untyped_storage().nbytes() if _has_storage(tensor) else 0
+            self.saved_bytes += nbytes_of(tensor)
         if self._save_at is not None:
             self.keep_at(tensor, self._save_at)
         return slot
@@ -597,9 +621,7 @@ class Run(TorchDispatchMode, Region):
             if not self.own_program():
                 return self.step
             known = self.program.add(self._fewer_saves())
-        self.step = known
-        self.saved = 0
-        self.path.append(known)
+        self._go_to(known)
         return known
 
     def finish_step(self) -> None:
@@ -624,9 +646,7 @@ class Run(TorchDispatchMode, Region):
             return True
         self.program, self.is_alone = Program(), True
         self.program.writer = ref(self)
-        step = self._fewer_saves()  # which the step before does not know
-        self.step, self.saved = step, 0
-        self.path.append(step)
+        self._go_to(self._fewer_saves())  # which the step before does not know
         return False
 
     def _record(self) -> Recorder:
@@ -655,11 +675,11 @@ class Run(TorchDispatchMode, Region):
             step.note = self.note()
         result = self._run(step, args, kwargs, mark)
         recorder.has_run(step, tensors_of(result))
-        formula = None if self.placement is None else _torch.flop_formula(func)
-        if formula is not None:
-            step.flops = formula(args, kwargs, result)
         if self.placement is not None:
             step.gone = recorder.gone()
+            formula = _torch.flop_formula(func)
+            if formula is not None:
+                step.flops = formula(args, kwargs, result)
         self.program.add(step)
         return result
 
@@ -712,9 +732,7 @@ class Run(TorchDispatchMode, Region):
             self.program.add(known)
         for cell in known.freezes:
             self._freeze(cell, known)
-        self.step = known
-        self.saved = 0
-        self.path.append(known)
+        self._go_to(known)
         return known
 
     def keep(self, tensor: Tensor) -> Tensor:
@@ -732,9 +750,12 @@ class Run(TorchDispatchMode, Region):
             return
         step = self._event(KEEP, (tensor,), (tensor,))
         if not step.effect:
-            hooks = self.hooks if mover is None or not mover.takes(tensor) else mover
-            self._hold_as(step.first_cell, tensor, hooks, "a kept tensor")
-            self.kept_bytes += tensor.untyped_storage().nbytes()
+            self._hold_as(step.first_cell, tensor, self._taker(mover, tensor), "a kept tensor")
+            self.kept_bytes += nbytes_of(tensor)
+
+    def _taker(self, mover: Mover | None, tensor: Tensor) -> Any:
+        """Who takes a tensor that is held: the mover, where it takes such, or the hooks."""
+        return self.hooks if mover is None or not mover.takes(tensor) else mover
 
     def adopt(self, tensor: Tensor, slot: Slot) -> None:
         """While the block still runs, a backward inside it has brought a value back in other
@@ -777,14 +798,12 @@ class Run(TorchDispatchMode, Region):
             return
         assert self.placement is not None
         budget, place = self.placement
-        nbytes = 0
-        if counts and _has_storage(tensor):
-            nbytes = tensor.untyped_storage().nbytes()
-        if budget is not None and self.planned_bytes + self.kept_bytes + nbytes > budget:
-            return
-        self.planned_bytes += nbytes
-        mover = None if place is None else self._mover(place)
-        hooks = self.hooks if mover is None or not mover.takes(tensor) else mover
+        if budget is not None:
+            nbytes = nbytes_of(tensor) if counts else 0
+            if self.planned_bytes + self.kept_bytes + nbytes > budget:
+                return
+            self.planned_bytes += nbytes
+        hooks = self._taker(self._mover(place), tensor)
         if hooks is None and type(tensor) is Tensor:  # the usual case, past other questions
             self.held[value] = Aliased(_torch.alias(tensor), "a kept tensor")
         else:
@@ -845,8 +864,8 @@ class Run(TorchDispatchMode, Region):
     def yield_to_inner(self, change: int) -> None:
         self._inner += change
 
-    def close(self) -> str:
-        """Drop what is needed only while the block runs. Returns what to warn of."""
+    def close(self) -> None:
+        """Drop what is needed only while the block runs."""
         try:
             self.settle()
             for mover in self.movers.values():
@@ -854,7 +873,6 @@ class Run(TorchDispatchMode, Region):
         finally:
             self.outer = None
             self._recorder = None
-        return ""
 
     def alive(self) -> list[int]:
         """Cells that somebody else holds."""
@@ -890,7 +908,7 @@ def _matches_apart(run: Run, known: Apart, arg: Any) -> bool:
 # By the type of a template: whether an argument is what it was.
 _TEMPLATES: dict[type, Callable[[Run, Any, Any], bool]] = {
     Known: lambda run, known, arg: run.cells[known.cell]() is arg,
-    First: lambda run, known, arg: isinstance(arg, Tensor) and run._meets(known, arg),
+    First: Run._meets,
     Filling: _matches_filling,
     Apart: _matches_apart,
     Parts: _matches_parts,
@@ -968,11 +986,14 @@ class Wrapped:
         }
 
 
+def nbytes_of(tensor: Tensor) -> int:
+    """The bytes of the memory that a tensor uses."""
+    return tensor.untyped_storage().nbytes() if _has_storage(tensor) else 0
+
+
 def sizes_of(result: Any) -> list[int]:
     """The bytes of each tensor in a result."""
-    return [
-        tensor.untyped_storage().nbytes() for tensor in tensors_of(result) if _has_storage(tensor)
-    ]
+    return [nbytes_of(tensor) for tensor in tensors_of(result)]
 
 
 def slots_of(saved: Any) -> Iterable[Slot]:

@@ -19,6 +19,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy
+from functools import partial
 from operator import itemgetter
 from typing import Any
 
@@ -29,6 +30,8 @@ from ._program import (
     BROUGHT_BACK,
     KEEP,
     NOT_WRITTEN,
+    Apart,
+    Filling,
     First,
     Known,
     Parts,
@@ -223,26 +226,20 @@ class Path:
         )
 
     def _merged(self, groups: list[list[int]]) -> list[list[int]]:
-        """The same with one group of what is drawn from nothing (the masks of dropout), and views
-        of parameters beside the rest: each of them alone would cost a window."""
-        drawn: list[int] = []
-        views: list[int] = []
+        """The same with views of parameters, and what is drawn from nothing (the masks of dropout),
+        beside the rest: each of them alone would cost a window."""
+        small: list[int] = []
         others: list[list[int]] = []
         for slots in groups:
             steps, starts = self.slice_of([self.slots[slot].value for slot in slots])
-            if steps and not starts:
-                drawn += slots
-            elif all(self.steps[index].is_view for index in steps) and self.parameters.issuperset(
-                starts
-            ):
-                views += slots
+            is_view = all(self.steps[index].is_view for index in steps)
+            if not starts or (is_view and self.parameters.issuperset(starts)):
+                small += slots
             else:
                 others.append(slots)
-        if drawn:
-            others.append(drawn)
-        if views:
+        if small:
             others = others or [[]]
-            others[0] = others[0] + views
+            others[0] = others[0] + small
         return [sorted(slots) for slots in others]
 
 
@@ -284,9 +281,10 @@ class Instruction:
     step: Step
     index: int
     run: Callable[..., Any]
+    call: Callable[..., Any]  # the same, with the keywords that are constants
     args: list[Any]
     kwargs: dict[str, Any]
-    is_quick: bool  # whether there is nothing to do but to call `run` with the tensors in `args`
+    is_quick: bool  # whether there is nothing to do but to call `call` with the tensors in `args`
     results: list[int]
     wanted: list[tuple[int, int, bool]]
     dead: list[int]  # places that nothing reads any more
@@ -364,7 +362,10 @@ class Window:
         if step.event is BROUGHT_BACK:
             made.run = self._brought_back(step)
             made.args = [self._place(step.reads[0][0])]
-        is_flat = all(type(place) is int for place in made.args) and not made.kwargs
+        constants = {} if step.named is None else step.named
+        made.call = partial(made.run, **constants) if constants else made.run
+        holds_tensors = any(type(arg) in _CELLS for arg in constants.values())
+        is_flat = all(type(place) is int for place in made.args) and not holds_tensors
         made.is_quick = is_flat and not (step.draws or step.reads_metadata)
         made.results = [self.place_of[cell] for cell, _ in step.memories]
         made.wanted = []
@@ -420,6 +421,9 @@ def _flatten(places: Iterable[Any]) -> Iterable[int]:
             yield place
         else:
             yield from _flatten(place[1])
+
+
+_CELLS = (Known, First, Filling, Apart, Parts)
 
 
 def _same(tensor: Tensor) -> Tensor:
