@@ -36,9 +36,9 @@ class BesideGathering(_Run):  # type: ignore[misc]
             self._look_for_memory_given_back()
         return super().__torch_dispatch__(func, types, args, kwargs)
 
-    def close(self) -> str:
+    def close(self) -> None:
         self._lent = []
-        return super().close()  # type: ignore[no-any-return]
+        super().close()
 
     def _look_for_memory_given_back(self) -> None:
         there = [storage for storage in self._lent if storage.nbytes()]

@@ -408,7 +408,7 @@ class _Execution:
         args = [self._look(place) for place in instruction.args]
         kwargs = {name: self._look(place) for name, place in instruction.kwargs.items()}
         result = instruction.run(*args, **kwargs)
-        if draws:
+        if self.stock.sizes:
             self._check_sizes(instruction, result)
         return result
 

@@ -272,7 +272,7 @@ class Run(TorchDispatchMode, Region):
         known = known or _NOTHING
         if known.keys() != kwargs.keys():
             return False
-        for name, arg in kwargs.items():  # noqa: SIM110  `all` costs more than the comparison
+        for name, arg in kwargs.items():  # `all` would cost more than the comparison
             if known[name] is not arg and not self._matches(known[name], arg):
                 return False
         return True
@@ -280,31 +280,32 @@ class Run(TorchDispatchMode, Region):
     def _meets(self, first: First, tensor: Any) -> bool:
         """Whether this is a tensor, and comes from where it came from then. If so, it takes the
         next cell."""
-        if first.is_referenced and type(tensor) is _Parameter and _has_storage(tensor):
+        if type(tensor) is _Parameter and first.is_referenced and _has_storage(tensor):
             place = _storage_id(tensor)
             if first.shares == first.cell and place not in self._shared:  # the usual case
                 self._shared[place] = first.cell
                 self.held[first.cell] = tensor, tensor._version
                 self.cells.append(ref(tensor))
                 return True
-        if not isinstance(tensor, Tensor):
-            return False
-        if first.was is not None:
-            if self.cells[first.was]() is not tensor:
-                return False
-        elif self.shares(tensor, first.cell) != first.shares:
-            return False
-        elif type(tensor) is not _Parameter:
-            is_other = is_parameter(root_of(tensor)) is not first.is_parameter and not first.is_lent
-            if is_other or first.is_referenced:
-                return False
-            self.take_first(first, tensor)
-        elif first.is_parameter:
-            self.take_first(first, tensor)
-        else:
+        if not isinstance(tensor, Tensor) or not self._comes_from(first, tensor):
             return False
         self.cells.append(ref(tensor))
         return True
+
+    def _comes_from(self, first: First, tensor: Tensor) -> bool:
+        """The same of a tensor, with what the run notes of one that is from outside."""
+        if first.was is not None:
+            return self.cells[first.was]() is tensor
+        if self.shares(tensor, first.cell) != first.shares:
+            return False
+        if type(tensor) is _Parameter:
+            is_same_kind = first.is_parameter
+        else:
+            is_same_kind = first.is_lent or is_parameter(root_of(tensor)) is first.is_parameter
+            is_same_kind &= not first.is_referenced
+        if is_same_kind:
+            self.take_first(first, tensor)
+        return is_same_kind
 
     def take_first(self, first: First, tensor: Tensor) -> None:
         """The tensor is from outside: who uses its memory from here on shares it with this cell."""

@@ -30,10 +30,9 @@ from ._program import (
     BROUGHT_BACK,
     KEEP,
     NOT_WRITTEN,
-    Apart,
-    Filling,
     First,
     Known,
+    Like,
     Parts,
     Slot,
     Step,
@@ -362,11 +361,13 @@ class Window:
         if step.event is BROUGHT_BACK:
             made.run = self._brought_back(step)
             made.args = [self._place(step.reads[0][0])]
-        constants = {} if step.named is None else step.named
+        constants = step.named or {}
         made.call = partial(made.run, **constants) if constants else made.run
-        holds_tensors = any(type(arg) in _CELLS for arg in constants.values())
+        if step.reads_metadata:
+            made.call = partial(_call_like, made.call)
+        holds_tensors = any(isinstance(arg, Known | First | Parts) for arg in constants.values())
         is_flat = all(type(place) is int for place in made.args) and not holds_tensors
-        made.is_quick = is_flat and not (step.draws or step.reads_metadata)
+        made.is_quick = is_flat and not step.draws
         made.results = [self.place_of[cell] for cell, _ in step.memories]
         made.wanted = []
         made.dead = []
@@ -423,7 +424,9 @@ def _flatten(places: Iterable[Any]) -> Iterable[int]:
             yield from _flatten(place[1])
 
 
-_CELLS = (Known, First, Filling, Apart, Parts)
+def _call_like(function: Callable[..., Any], like: Like, *args: Any) -> Any:
+    """Call a function that reads only the metadata of its first argument."""
+    return function(like.make(), *args)
 
 
 def _same(tensor: Tensor) -> Tensor:
