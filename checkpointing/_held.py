@@ -14,7 +14,7 @@ Invariant: a tensor comes back with its strides and gaps, since kernels look at 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from functools import partial
 from typing import Any, TypeGuard
 
@@ -275,8 +275,8 @@ def announce(hooks: _torch.Hooks, role: object, tensor: Tensor) -> None:
         owner.announce(role, tensor)
 
 
-def note_written(hooks: _torch.Hooks | None, storages: set[int]) -> None:
+def note_written(hooks: _torch.Hooks | None, storages: Set[int | None]) -> None:
     """Tell the region around that an inner region has written to these storages."""
     owner = _owner_of(hooks)
     if owner is not None:
-        owner.written |= storages
+        owner.written |= storages - {None}

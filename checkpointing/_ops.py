@@ -16,6 +16,9 @@ from ._tree import ATOMS
 class Info:
     """The traits of one operator."""
 
+    custom: bool
+    may_draw: bool
+
     def __init__(self, func: Any) -> None:
         full_name = func.name() if isinstance(func, _torch.OpOverload) else str(func)
         self.name: str = full_name.partition(".")[0]
@@ -110,6 +113,8 @@ COMMUNICATION = frozenset(
 )
 
 INFOS: dict[int, Info] = {}  # by id: an `OpOverload` is hashed by a Python function
+NO_OPERATOR = Info(None)  # of what happens between two operators
+NO_OPERATOR.custom = NO_OPERATOR.may_draw = False
 
 
 def tensors_of(value: Any) -> list[Tensor]:

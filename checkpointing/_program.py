@@ -27,7 +27,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from ._ops import Info
+from ._ops import NO_OPERATOR, Info
 
 # A cell, and the last step that wrote to its memory; NOT_WRITTEN if none has.
 Value = tuple[int, int]
@@ -36,6 +36,8 @@ NOT_WRITTEN = -1
 
 # Types of which equal objects are the same, with lists of sizes and floats where that holds.
 PLAIN = frozenset({int, bool, str, torch.dtype, torch.device})
+
+NO_KEYWORDS: dict[str, Any] = {}
 
 # Events: what else happens between two steps.
 KEEP = "keep"
@@ -85,6 +87,11 @@ class First:
         self.hides = False  # whether it must not be saved by what encloses the block
         self.name: Any = None  # the operator that read it; None: autograd has saved it
 
+    @property
+    def is_to_hold(self) -> bool:
+        """Whether it is held in a step of its own, after it has been met."""
+        return self.holds and not self.is_referenced
+
 
 class Filling(Known):
     """A view of memory that has only been allocated: the operator writes all of the memory, or a
@@ -112,7 +119,7 @@ class Parts:
 
     __slots__ = ("items", "kind")
 
-    def __init__(self, kind: type, items: list[Any]) -> None:
+    def __init__(self, kind: Any, items: list[Any]) -> None:
         self.kind = kind
         self.items = items
 
@@ -164,6 +171,7 @@ class Slot:
         "cell",
         "counts",
         "first",
+        "holds",
         "is_held",
         "is_read",
         "is_usual",
@@ -184,6 +192,7 @@ class Slot:
         self.cell = cell
         self.version = version
         self.first = first
+        self.holds = first is not None and first.is_to_hold
 
     @property
     def value(self) -> Value:
@@ -196,6 +205,7 @@ class Step:
 
     __slots__ = (
         "args",
+        "call",
         "count",
         "draws",
         "effect",
@@ -236,11 +246,15 @@ class Step:
         "writes",
     )
 
-    def __init__(self, parent: Step | None, func: Any, args: Any = (), kwargs: Any = None) -> None:
+    def __init__(
+        self, parent: Step | None, func: Any, args: Any = (), kwargs: Any = NO_KEYWORDS
+    ) -> None:
         self.parent = parent
         self.index: int = -1 if parent is None else parent.index + 1
         self.func = func
-        self.info: Info | None = None
+        # What another call must have, too: operator, grad mode, number of arguments, keywords.
+        self.call: Any = None
+        self.info: Info = NO_OPERATOR
         self.run: Callable[..., Any] = func
         self.args = args  # templates, as a run meets them
         self.kwargs = kwargs
@@ -288,10 +302,9 @@ class Step:
         self.varies += (*places,)
         self.needs_preparation = self.is_special = True
         self.args = [Varying(type(arg)) if n in places else arg for n, arg in enumerate(self.args)]
-        if self.kwargs:
-            self.kwargs = {
-                n: Varying(type(arg)) if n in places else arg for n, arg in self.kwargs.items()
-            }
+        self.kwargs = {
+            n: Varying(type(arg)) if n in places else arg for n, arg in self.kwargs.items()
+        }
 
 
 def with_saves(run: Any) -> Iterable[tuple[Step, list[Slot]]]:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,7 @@ from ._ops import Info, tensors_of
 from ._program import (
     BROUGHT_BACK,
     KEEP,
+    NO_KEYWORDS,
     NOT_WRITTEN,
     PLAIN,
     UNSEEN,
@@ -62,7 +63,7 @@ _COMPARED = {
     (True, True): PLAIN | {list, float},
 }
 _is_grad_enabled = torch.is_grad_enabled
-_storage_id, _has_storage = _torch.storage_id, _torch.has_storage
+_storage_of, _has_storage = _torch.storage_of, _torch.has_storage
 
 
 class Recorder:
@@ -89,9 +90,9 @@ class Recorder:
         self._cells_on: dict[int, list[int]] = defaultdict(list)  # by memory
         self._parameters: set[int] = set()  # memories
         self._lent: set[int] = set()  # memories of gathered parameters
-        self._saved: set[int] = set()  # memories that autograd has saved
+        self._saved: set[int] = set()  # memories that autograd has saved, and parameters
         self._names: dict[int, int] = {}  # by id of a tensor: its cell
-        self._places: dict[int, int] = {}  # by storage: its memory
+        self._places: dict[int | None, int] = {}  # by storage: its memory
         self._sizes: dict[int, int] = {}  # by memory that may still live: bytes
         for step, saves in with_saves(run):
             for first in step.firsts:
@@ -108,6 +109,7 @@ class Recorder:
         self._add_cell(cell, memory, born)
         if first.is_parameter:
             self._parameters.add(memory)
+            self._saved.add(memory)
         if not first.holds:
             return
         self._held.add(cell)
@@ -122,7 +124,7 @@ class Recorder:
     def _add_results(self, step: Step) -> None:
         """Learn what a step has changed."""
         self._state.update(step.states)
-        if step.info is not None and step.info.gathers:
+        if step.info.gathers:
             self._lent.update([memory for memory, _ in step.states])
         self._sizes.update(step.sizes)
         for memory in step.gone:
@@ -165,8 +167,7 @@ class Recorder:
         tensor = self._tensor_in(cell)
         if tensor is not None and is_name:
             self._names[id(tensor)] = cell
-            if _has_storage(tensor):
-                self._places[_storage_id(tensor)] = memory
+            self._places[_storage_of(tensor)] = memory
 
     def _tensor_in(self, cell: int) -> Any:
         cells = self._run.cells
@@ -179,17 +180,19 @@ class Recorder:
         cell = self._names.get(id(tensor))
         if cell is None or self._tensor_in(cell) is not tensor:
             return None
-        is_moved = (
-            _has_storage(tensor) and self._places.get(_storage_id(tensor)) != self.memory_of[cell]
-        )
-        return None if is_moved else cell  # `tensor.data = ...` has given it other memory
+        if not _has_storage(tensor):
+            return cell
+        # Unless `tensor.data = ...` has given it other memory.
+        return cell if self._places.get(_storage_of(tensor)) == self.memory_of[cell] else None
 
     def _memory_at(self, tensor: Tensor) -> int | None:
         """The known memory that a tensor uses, as far as something there is alive."""
-        memory = self._places.get(_storage_id(tensor)) if _has_storage(tensor) else None
-        if memory is None or all(self._tensor_in(cell) is None for cell in self._cells_on[memory]):
-            return None
-        return memory
+        memory = self._places.get(_storage_of(tensor)) if _has_storage(tensor) else None
+        return None if memory is None or self._is_gone(memory) else memory
+
+    def _is_gone(self, memory: int) -> bool:
+        """Whether nobody holds a tensor there any more."""
+        return all(self._tensor_in(cell) is None for cell in self._cells_on[memory])
 
     def _value(self, cell: int) -> Value:
         """What is in a cell: as the last step left it that wrote there, rather than to another part
@@ -212,11 +215,15 @@ class Recorder:
                     found[other] = layout
         return {**found, cell: mine} if found else found
 
-    def _is_there(self, cell: int) -> bool:
+    def _state_at(self, cell: int | None) -> str | None:
+        """What is known of the memory that a cell uses."""
+        return None if cell is None else self._state[self.memory_of[cell]]
+
+    def _is_there(self, cell: int | None) -> TypeGuard[int]:
         """Whether a replay can come by what is in a cell now."""
-        memory = self.memory_of[cell]
-        if cell in self._lost:
+        if cell is None or cell in self._lost:
             return False
+        memory = self.memory_of[cell]
         if self._state[memory] is OUTSIDE:
             return cell in self._held and self._born[cell] > self._written.get(memory, NOT_WRITTEN)
         return self._state[memory] is MADE
@@ -232,7 +239,7 @@ class Recorder:
             if shares == ON_MADE_MEMORY:
                 there = self._memory_at(tensor)
                 memory = cell if there is None else there
-            elif shares != cell and shares != NO_MEMORY:
+            elif shares not in (cell, NO_MEMORY):
                 memory = self.memory_of[shares]
         first = First(cell, was, shares, memory)
         first.is_parameter = is_parameter(root_of(tensor))
@@ -260,13 +267,13 @@ class Recorder:
     def _read_tensor(self, tensor: Tensor, reader: Any, copies: bool = False) -> Known | First:
         """The template of a tensor whose contents an operator reads."""
         cell = self._find(tensor)
-        if cell is not None and self._is_there(cell):
-            memory = self.memory_of[cell]
-            needs_copy = self._state[memory] is OUTSIDE and (copies or memory in self._again)
+        if cell is not None:
+            copies = copies or self.memory_of[cell] in self._again
+        if self._is_there(cell):
+            needs_copy = copies and self._state_at(cell) is OUTSIDE
             if not needs_copy or cell in self._copied:
                 self._reads.append(self._value(cell))
                 return Known(cell)
-        copies = copies or (cell is not None and self.memory_of[cell] in self._again)
         first = self._first(tensor, cell, holds=True, copies=copies, name=reader)
         self._reads.append((first.cell, NOT_WRITTEN))
         return first
@@ -281,9 +288,9 @@ class Recorder:
             if holds:
                 self._reads.append((first.cell, NOT_WRITTEN))
             return first, holds
-        is_there = self._is_there(cell) or (
-            cell not in self._lost and self._state[self.memory_of[cell]] is UNFILLED
-        )
+        is_there = self._is_there(cell)
+        if self._state_at(cell) is UNFILLED:
+            is_there = cell not in self._lost
         if is_there:
             self._reads.append(self._value(cell))
         return Known(cell), is_there
@@ -292,7 +299,7 @@ class Recorder:
         """A template of an argument, with `function` of the tensors in it."""
         if isinstance(arg, Tensor):
             return function(arg)
-        if (type(arg) is list or type(arg) is tuple) and tensors_of(arg):
+        if tensors_of(arg):
             return Parts(type(arg), [self._map(function, part) for part in arg])
         return arg
 
@@ -306,19 +313,18 @@ class Recorder:
     def _begin(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Step:
         run = self._run
         self._start()
-        return Step(run.step, func, args, kwargs or None)
+        return Step(run.step, func, args, kwargs or NO_KEYWORDS)
 
     def _end(self, step: Step) -> Step:
         step.reads, step.firsts = tuple(self._reads), tuple(self._firsts)
-        step.holds = tuple(
-            [first for first in self._firsts if first.holds and not first.is_referenced]
-        )
+        step.holds = tuple([first for first in self._firsts if first.is_to_hold])
         return step
 
     def step(self, info: Info, func: Any, args: Any, kwargs: dict[str, Any]) -> Step:
         """What an operator is about to do."""
         step = self._begin(func, args, kwargs)
         step.info, step.grad_mode = info, _is_grad_enabled()
+        step.call = func, step.grad_mode, len(args), (*kwargs,)
         step.plain = _COMPARED[info.has_sizes, _has_usual_floats(args)]
         step.run = (
             info.run
@@ -348,10 +354,8 @@ class Recorder:
             return template
 
         step.args = step.inputs = [self._map(base, arg) for arg in args]
-        step.kwargs = step.named = {
-            name: self._map(base, arg) for name, arg in kwargs.items()
-        } or None
-        step.effect = not all(bases) or step.info.base == "set_"  # type: ignore[union-attr]
+        step.kwargs = step.named = {name: self._map(base, arg) for name, arg in kwargs.items()}
+        step.effect = not all(bases) or step.info.base == "set_"
 
     def _step_of_operator(self, step: Step, info: Info, args: Any, kwargs: dict[str, Any]) -> None:
         places = info.targets
@@ -370,7 +374,7 @@ class Recorder:
         updates = info.updates_statistics(args)
         step.args = [self._template(step, n, arg, updates) for n, arg in enumerate(args)]
         named = {name: self._template(step, name, arg, updates) for name, arg in kwargs.items()}
-        step.kwargs = step.named = named or None
+        step.kwargs = step.named = named
         step.inputs = [*step.args]
         if step.reads_metadata:
             step.inputs[0] = Like(args[0])
@@ -381,7 +385,6 @@ class Recorder:
     def _template(self, step: Step, place: int | str, arg: Any, updates: bool) -> Any:
         """The template of an operator's argument; `updates`: of the statistics that it takes."""
         info = step.info
-        assert info is not None
         if place in info.targets:
             return self._map(lambda tensor: self._target(step, tensor), arg)
         if step.effect:
@@ -400,8 +403,7 @@ class Recorder:
         return self._read_tensor(tensor, step.func)
 
     def _is_unfilled(self, tensor: Tensor) -> bool:
-        cell = self._find(tensor)
-        return cell is not None and self._state[self.memory_of[cell]] is UNFILLED
+        return self._state_at(self._find(tensor)) is UNFILLED
 
     def _is_outside(self, tensor: Tensor, fills: bool) -> bool:
         """Whether what is written cannot be made again: it was there before, or something unseen
@@ -409,8 +411,8 @@ class Recorder:
         cell = self._find(tensor)
         if cell is None or cell in self._lost:
             return True
-        state = self._state[self.memory_of[cell]]
-        return state is OUTSIDE or (state is UNFILLED and not fills)
+        state = self._state_at(cell)
+        return not fills if state is UNFILLED else state is OUTSIDE
 
     def _fill(self, step: Step, tensors: list[Tensor]) -> None:
         """Something unseen has filled these: a raw kernel, `ctypes`, NumPy."""
@@ -423,7 +425,6 @@ class Recorder:
     def _target(self, step: Step, tensor: Tensor) -> Any:
         """The template of a tensor that the operator writes."""
         info = step.info
-        assert info is not None
         is_outside = self._is_outside(tensor, info.fills)
         if is_outside and not step.effect:  # a replay lets it write to a copy
             template = self._read_tensor(tensor, step.func, copies=True)
@@ -456,7 +457,6 @@ class Recorder:
     def _fill_target(self, step: Step, template: Known | First, tensor: Tensor) -> Known | First:
         """An operator writes to memory that recorded operators have made: is it filled then?"""
         info, cell = step.info, template.cell
-        assert info is not None
         memory = self.memory_of[cell]
         if step.effect:
             step.states += ((memory, OUTSIDE),)
@@ -494,17 +494,15 @@ class Recorder:
         step.first_cell = cell = len(self.memory_of)
         self.met = results
         for tensor in results:
-            known = None if info is not None and info.base == "set_" else self._find(tensor)
+            known = None if info.base == "set_" else self._find(tensor)
             memory = self.memory_of[known] if known is not None else self._memory_at(tensor)
             if step.event is BROUGHT_BACK or memory is None:
                 memory = cell
-                state = MADE if _has_storage(tensor) and not step.effect else OUTSIDE
-                if info is not None and info.allocates and state is MADE:
-                    state = UNFILLED
+                state = UNFILLED if info.allocates else MADE
+                if step.effect or not _has_storage(tensor):
+                    state = OUTSIDE
                 step.states += ((memory, state),)
-                step.sizes += (
-                    (memory, tensor.untyped_storage().nbytes() if _has_storage(tensor) else 0),
-                )
+                step.sizes += ((memory, _torch.memory_size(tensor)),)
             step.memories += ((cell, memory),)
             cell += 1
         self._add_results(step)
@@ -512,11 +510,7 @@ class Recorder:
 
     def gone(self) -> tuple[int, ...]:
         """Memories of recorded operators that nobody holds any more."""
-        gone = [
-            m
-            for m in self._sizes
-            if all(self._tensor_in(cell) is None for cell in self._cells_on[m])
-        ]
+        gone = [memory for memory in self._sizes if self._is_gone(memory)]
         for memory in gone:
             del self._sizes[memory]
         return tuple(gone)
@@ -528,13 +522,10 @@ class Recorder:
         if event is KEEP:
             (tensor,) = args
             cell = self._find(tensor)
-            step.effect = (
-                cell is None
-                or not self._is_there(cell)
-                or self._state[self.memory_of[cell]] is OUTSIDE
-            )
-            if cell is not None and not step.effect:
+            if self._is_there(cell) and self._state_at(cell) is MADE:
                 self._reads.append(self._value(cell))
+            else:
+                step.effect = True
             step.args = [self._name(tensor)]
         elif event is BROUGHT_BACK:
             (slot,) = args
@@ -556,25 +547,22 @@ class Recorder:
         """What autograd saves now."""
         self._start()
         cell = self._find(tensor)
-        if cell is not None and self._is_there(cell):
+        if self._is_there(cell):
             slot = Slot(*self._value(cell), None)
         else:
             # Autograd saves it before the operator runs that fills it: there is nothing in it yet.
-            hides = (
-                cell is not None
-                and self._state[self.memory_of[cell]] is UNFILLED
-                and not self._run.is_read
-            )
-            if cell is not None and self._run.is_read:  # then something unseen has filled it
-                self._state[self.memory_of[cell]] = OUTSIDE
+            hides = self._state_at(cell) is UNFILLED
+            if self._run.is_read:  # then something unseen has filled it
+                hides = False
+                if cell is not None:
+                    self._state[self.memory_of[cell]] = OUTSIDE
             first = self._first(tensor, cell, holds=True, hides=hides, name=None)
             slot = Slot(first.cell, NOT_WRITTEN, first)
         memory = self.memory_of[slot.cell]
         slot.is_held = slot.cell in self._starts
         slot.nbytes = tensor.nbytes if _has_storage(tensor) else 0
-        if memory not in self._saved and memory not in self._parameters:
-            self._saved.add(memory)
-            slot.counts = True
+        slot.counts = memory not in self._saved
+        self._saved.add(memory)
         return slot
 
 

@@ -36,6 +36,7 @@ from ._program import (
     BROUGHT_BACK,
     FEWER_SAVES,
     KEEP,
+    NO_KEYWORDS,
     UNSEEN,
     Apart,
     Filling,
@@ -82,8 +83,8 @@ _Parameter = nn.Parameter
 _plain_dispatch = Tensor.__torch_dispatch__
 _is_grad_enabled, _graph_task_id = torch.is_grad_enabled, _torch.graph_task_id
 _storage_id, _has_storage = _torch.storage_id, _torch.has_storage
+_storage_of = _torch.storage_of
 _NUMBERS = frozenset({int, float, complex, list, tuple, torch.Size})
-_NOTHING: dict[str, Any] = {}
 _modules = sys.modules
 
 
@@ -147,8 +148,8 @@ class Run(TorchDispatchMode, Region):
         self.saved_bytes = self.kept_bytes = self.planned_bytes = 0
         self._pending: list[tuple[Any, Any]] = []  # written just now, and to be kept
         self._recorder: Recorder | None = None  # while something is recorded
-        self._shared: dict[int, int] = {}  # by storage: the first cell from outside there
-        self._made: dict[int, int] = {}  # by storage: a cell there; of so many cells:
+        self._shared: dict[int | None, int] = {}  # by storage: the first cell from outside there
+        self._made: dict[int | None, int] = {}  # by storage: a cell there; of so many cells:
         self._looked_at = 0
 
     @classmethod
@@ -165,8 +166,9 @@ class Run(TorchDispatchMode, Region):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # An operator of a recompute (rule 3).
+        kwargs = kwargs or NO_KEYWORDS
         if self._here["depth"] != self._depth and not self._wakes_up(func, args):
-            return func(*args, **(kwargs or _NOTHING))
+            return func(*args, **kwargs)
         if types and any(_dispatches(kind) for kind in types):
             return _leave_to_subclass(func, types, args, kwargs)
         if self._pending:
@@ -176,9 +178,9 @@ class Run(TorchDispatchMode, Region):
             following = self._following()
         cells = self.cells
         mark = len(cells)
-        step = None if types else self._known_step(following, func, args, kwargs or _NOTHING)
+        step = None if types else self._known_step(following, func, args, kwargs)
         if step is None:
-            return self._do_something_new(func, types, args, kwargs or _NOTHING)
+            return self._do_something_new(func, types, args, kwargs)
         if step.is_special:
             return self._run(step, args, kwargs, mark)
         try:
@@ -210,10 +212,9 @@ class Run(TorchDispatchMode, Region):
         """Which of these steps a call is, if any."""
         cells = self.cells
         mark = len(cells)
-        grad_mode = _is_grad_enabled()
+        call = func, _is_grad_enabled(), len(args), (*kwargs,)
         for step in following:
-            is_like_it = step.func is func and step.grad_mode is grad_mode
-            if not is_like_it or len(step.args) != len(args):
+            if step.call != call:
                 continue
             for known, arg in zip(step.args, args):  # noqa: B905  the usual cases, past one call
                 kind = type(known)
@@ -225,7 +226,7 @@ class Run(TorchDispatchMode, Region):
                     if not (known == arg if is_plain else self._matches(known, arg)):
                         break
             else:
-                if not (step.kwargs or kwargs) or self._matches_keywords(step.kwargs, kwargs):
+                if not kwargs or self._matches_keywords(step.kwargs, kwargs):
                     return step
             if len(cells) > mark:
                 self._go_back_to(mark)
@@ -237,7 +238,7 @@ class Run(TorchDispatchMode, Region):
         tensors = tensors_of(result)
         # `split`, `unbind`: as many as there is room for.
         if step.count is not None and len(tensors) != step.count:
-            step = self._with_other_results(step, args, kwargs or _NOTHING, tensors, mark)
+            step = self._with_other_results(step, args, kwargs, tensors, mark)
         self.cells += map(ref, tensors)
         return step
 
@@ -253,7 +254,6 @@ class Run(TorchDispatchMode, Region):
             self.held = held
             self._note_numbers(other, args, kwargs)
             return other
-        assert step.info is not None
         recorder = self._record()
         step = recorder.step(step.info, step.func, args, kwargs)
         self.held = held
@@ -269,9 +269,6 @@ class Run(TorchDispatchMode, Region):
         return _are_same(known, arg) if matches is None else matches(self, known, arg)
 
     def _matches_keywords(self, known: Any, kwargs: dict[str, Any]) -> bool:
-        known = known or _NOTHING
-        if known.keys() != kwargs.keys():
-            return False
         for name, arg in kwargs.items():  # `all` would cost more than the comparison
             if known[name] is not arg and not self._matches(known[name], arg):
                 return False
@@ -310,17 +307,17 @@ class Run(TorchDispatchMode, Region):
     def take_first(self, first: First, tensor: Tensor) -> None:
         """The tensor is from outside: who uses its memory from here on shares it with this cell."""
         cell = first.cell
-        if (first.shares == cell or first.shares < 0) and _has_storage(tensor):
-            self._shared[_storage_id(tensor)] = cell
+        if first.shares == cell or first.shares < 0:
+            self._shared[_storage_of(tensor)] = cell
         if first.is_referenced:
             self.held[cell] = tensor, tensor._version
 
     def shares(self, tensor: Tensor, cell: int) -> int:
         """With which cell from outside an unknown tensor shares its memory: with `cell`, if with
         none."""
-        if not _has_storage(tensor):
+        place = _storage_of(tensor)
+        if place is None:
             return cell
-        place = _storage_id(tensor)
         shared = self._shared.get(place)
         if shared is not None:
             cells = self.cells
@@ -347,8 +344,8 @@ class Run(TorchDispatchMode, Region):
         cells, made = self.cells, self._made
         for cell in range(self._looked_at, len(cells)):
             tensor = cells[cell]()
-            if tensor is not None and _has_storage(tensor):
-                made.setdefault(_storage_id(tensor), cell)
+            if tensor is not None:
+                made.setdefault(_storage_of(tensor), cell)
         self._looked_at = len(cells)
         cell_there = made.get(place)
         if cell_there is None:
@@ -356,7 +353,7 @@ class Run(TorchDispatchMode, Region):
         if cells[cell_there]() is not None:
             return True
         alive = [cells[cell]() for cell in range(cell_there, len(cells))]
-        return any(t is not None and _has_storage(t) and _storage_id(t) == place for t in alive)
+        return place in [_storage_of(tensor) for tensor in alive if tensor is not None]
 
     def _go_to(self, step: Step) -> None:
         """This is the step that has just been taken."""
@@ -392,8 +389,9 @@ class Run(TorchDispatchMode, Region):
         self._awake, self._depth = self._here["depth"], RESTING
 
     def _wakes_up(self, func: Any, args: Any) -> bool:
-        rests = self._depth == RESTING and self._here["depth"] == self._awake
-        if not rests or not _is_grad_enabled() or not self.info_of(func, args).has_tensors:
+        if self._depth != RESTING or self._here["depth"] != self._awake:
+            return False
+        if not _is_grad_enabled() or not self.info_of(func, args).has_tensors:
             return False
         self._depth = self._awake
         if not any(ref() is not None for ref in self._holders):
@@ -411,7 +409,7 @@ class Run(TorchDispatchMode, Region):
             if step.needs_preparation:
                 self._prepare(step, args, kwargs)
             if step.draws:
-                state = self._random_state(step, args, kwargs or _NOTHING)
+                state = self._random_state(step, args, kwargs)
             result = step.run(*args, **kwargs) if kwargs else step.run(*args)
             if type(result) is Tensor:
                 self.cells.append(ref(result))
@@ -424,8 +422,8 @@ class Run(TorchDispatchMode, Region):
         self._go_to(step)
         if step.draws:
             self._has_drawn(step, state, result)
-        if step.effect and step.info.gathers:  # type: ignore[union-attr]
-            lend(self, tensors_of((kwargs or _NOTHING).get("out")))
+        if step.info.gathers:
+            lend(self, tensors_of(kwargs.get("out")))
         if step.keeps or self._ask is not None:
             self._decide(step, args, kwargs, result)
         return result
@@ -441,9 +439,7 @@ class Run(TorchDispatchMode, Region):
             self._freeze(cell, step)
         if step.targets and self._around is not None:
             targets = [self.cells[cell]() for cell in step.targets]
-            note_written(
-                self._around, {_storage_id(tensor) for tensor in targets if _has_storage(tensor)}
-            )
+            note_written(self._around, {*map(_storage_of, targets)})
         if step.reads_metadata:
             self._note_metadata(step, args)
 
@@ -451,14 +447,13 @@ class Run(TorchDispatchMode, Region):
         """Where the generators stand that an operator is about to draw from."""
         if step.is_quick_draw and type(args[0]) is Tensor and args[0].is_cpu:
             return _CpuState() if self._preserve_rng_state else None
-        is_custom = step.info.custom  # type: ignore[union-attr]
-        if self._preserve_rng_state or is_custom:
-            return generators_of(args, kwargs, is_custom and self._preserve_rng_state == "all")
-        return None
+        is_custom = step.info.custom
+        if is_custom:
+            return generators_of(args, kwargs, self._preserve_rng_state == "all")
+        return generators_of(args, kwargs, False) if self._preserve_rng_state else None
 
     def _has_drawn(self, step: Step, state: Any, result: Any) -> None:
         """Note from where random numbers were drawn, or keep them where that takes less memory."""
-        assert step.info is not None
         if step.info.custom:
             self.sizes[step.index] = sizes_of(result)
             if not state.have_moved():
@@ -476,7 +471,7 @@ class Run(TorchDispatchMode, Region):
         """The operator reads only how this argument looks: if not as it did, that belongs to the
         run."""
         if not step.inputs[0].suits(args[0]):
-            self.numbers[step.index] = {**self.numbers.get(step.index, _NOTHING), 0: Like(args[0])}
+            self.numbers[step.index] = {**self.numbers.get(step.index, {}), 0: Like(args[0])}
 
     def _hold(self, first: First) -> None:
         """From here on a recompute can start from what is in this cell now."""
@@ -487,15 +482,12 @@ class Run(TorchDispatchMode, Region):
             self.held[first.cell] = tensor, tensor._version
             return
         hooks = self.hooks
-        if (
-            first.hides
-            or first.is_lent
-            or self._here["depth"] != self._depth
-            or _graph_task_id() != self._graph_task
-        ):
-            # Autograd saves it before it is filled; or nobody sees whether that is so (`opaque()`);
-            # or a backward inside the block runs, which a rerun of the enclosing region may meet at
-            # another time.
+        # Autograd saves it before it is filled; or nobody sees whether that is so (`opaque()`).
+        if first.hides or first.is_lent:
+            hooks = None
+        # A backward inside the block runs, which a rerun of the enclosing region may meet at
+        # another time.
+        if self._here["depth"] != self._depth or _graph_task_id() != self._graph_task:
             hooks = None
         held = self._hold_as(first.cell, tensor, hooks, first.name, "an input")
         held.is_parameter |= first.is_lent
@@ -519,8 +511,10 @@ class Run(TorchDispatchMode, Region):
         if type(held) is tuple:
             parameter, version = held
             held = self.held[cell] = Aliased(parameter, "a parameter", version=version)
+        if held is None:
+            return
         # Custom operators count versions up before they run.
-        if held is not None and (not held.is_stale or (step.info is not None and step.info.custom)):
+        if step.info.custom or not held.is_stale:
             tensor = self.cells[cell]()
             held.freeze(None if tensor is None else lambda: _torch.copy(tensor))
 
@@ -543,7 +537,7 @@ class Run(TorchDispatchMode, Region):
             if slot.is_usual and self.cells[slot.cell]() is tensor and self._save_at is None:
                 self.saved = place + 1
                 if slot.counts:
-                    self.saved_bytes += nbytes_of(tensor)
+                    self.saved_bytes += _torch.memory_size(tensor)
                 return slot
         return self._save(tensor)
 
@@ -558,10 +552,10 @@ class Run(TorchDispatchMode, Region):
             is_same = (
                 self.cells[slot.cell]() is tensor if first is None else self._meets(first, tensor)
             )
-            if is_same and (slot.joins is not self._joins or slot.is_read is not self.is_read):
-                self._go_back_to(slot.cell if first is not None else len(self.cells))
-            elif is_same:
+            if is_same and (slot.joins, slot.is_read) == (self._joins, self.is_read):
                 return self._save_in(slot, tensor)
+            if is_same and first is not None:
+                self._go_back_to(slot.cell)
         return self._save_something_new(tensor)
 
     def _save_input(self, tensor: Tensor) -> Any:
@@ -596,18 +590,17 @@ class Run(TorchDispatchMode, Region):
         recorder = self._record()
         slot = recorder.slot(tensor)
         slot.joins, slot.is_read = self._joins, self.is_read
-        slot.is_usual = slot.first is None and not (slot.joins or slot.is_read)
+        slot.is_usual = not any((slot.first, slot.joins, slot.is_read))
         self.cells += [ref(tensor)] * (slot.first is not None)
         step.saves.append(slot)
         return self._save_in(slot, tensor)
 
     def _save_in(self, slot: Slot, tensor: Tensor) -> Slot:
-        first = slot.first
         self.saved += 1
-        if first is not None and first.holds and not first.is_referenced:
-            self._hold(first)
+        if slot.holds:
+            self._hold(slot.first)  # type: ignore[arg-type]
         if slot.counts:
-            self.saved_bytes += nbytes_of(tensor)
+            self.saved_bytes += _torch.memory_size(tensor)
         if self._save_at is not None:
             self.keep_at(tensor, self._save_at)
         return slot
@@ -616,7 +609,7 @@ class Run(TorchDispatchMode, Region):
         """After as many saves as there are now, the run goes another way than the step knows."""
         step = self.step
         for known in step.next:
-            if known.event is FEWER_SAVES and known.args == (self.saved,):
+            if (known.event, known.args) == (FEWER_SAVES, (self.saved,)):
                 break
         else:
             if not self.own_program():
@@ -690,15 +683,11 @@ class Run(TorchDispatchMode, Region):
     def _with_other_numbers(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Step | None:
         """A known next step that differs in numbers alone. It will not compare them any more."""
         mark = len(self.cells)
-        grad_mode = _is_grad_enabled()
+        call = func, _is_grad_enabled(), len(args), (*kwargs,)
         given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
         for step in self.step.next:
-            known: dict[Any, Any] = {**dict(enumerate(step.args)), **(step.kwargs or _NOTHING)}
-            if (
-                step.func is not func
-                or step.grad_mode is not grad_mode
-                or known.keys() != given.keys()
-            ):
+            known: dict[Any, Any] = {**dict(enumerate(step.args)), **step.kwargs}
+            if step.call != call:
                 continue
             others = [place for place in known if not self._matches(known[place], given[place])]
             if (
@@ -752,7 +741,7 @@ class Run(TorchDispatchMode, Region):
         step = self._event(KEEP, (tensor,), (tensor,))
         if not step.effect:
             self._hold_as(step.first_cell, tensor, self._taker(mover, tensor), "a kept tensor")
-            self.kept_bytes += nbytes_of(tensor)
+            self.kept_bytes += _torch.memory_size(tensor)
 
     def _taker(self, mover: Mover | None, tensor: Tensor) -> Any:
         """Who takes a tensor that is held: the mover, where it takes such, or the hooks."""
@@ -800,7 +789,7 @@ class Run(TorchDispatchMode, Region):
         assert self.placement is not None
         budget, place = self.placement
         if budget is not None:
-            nbytes = nbytes_of(tensor) if counts else 0
+            nbytes = _torch.memory_size(tensor) if counts else 0
             if self.planned_bytes + self.kept_bytes + nbytes > budget:
                 return
             self.planned_bytes += nbytes
@@ -820,14 +809,13 @@ class Run(TorchDispatchMode, Region):
         """Keep what a plan, or the answer of the policy, keeps of an operator's results."""
         if step.keeps and self.holds_planned:
             self._keep_planned(step)
-        info = step.info
-        if self._ask is None or self._inner or info is None or info.ignored:
+        if self._ask is None or step.info.ignored:
             return
-        if _graph_task_id() != self._graph_task:
+        if self._inner or _graph_task_id() != self._graph_task:
             # In a backward inside, others' hooks call functions again at times that differ in a
             # rerun.
             return
-        answer = self._ask(step.func, args, dict(kwargs or _NOTHING), result)
+        answer = self._ask(step.func, args, dict(kwargs), result)
         if answer:  # when the operator has returned, which has still to count versions up
             self._pending += [(answer, tensor) for tensor in tensors_of(result)]
 
@@ -884,10 +872,9 @@ _PASSED = frozenset({"aten::_nested_tensor_size", "aten::_efficientzerotensor"})
 
 
 def _matches_parts(run: Run, known: Parts, arg: Any) -> bool:
-    is_same_kind = type(arg) is known.kind
-    if not is_same_kind or len(arg) != len(known.items):
+    if type(arg) is not known.kind or len(arg) != len(known.items):
         return False
-    return all(run._matches(item, part) for item, part in zip(known.items, arg, strict=True))
+    return all(map(run._matches, known.items, arg))
 
 
 def _matches_filling(run: Run, known: Filling, arg: Any) -> bool:
@@ -921,7 +908,7 @@ _TEMPLATES: dict[type, Callable[[Run, Any, Any], bool]] = {
 def _are_same(known: Any, arg: Any) -> bool:
     """Whether two arguments that hold no tensor are the same."""
     kind = type(known)
-    if type(arg) is not kind or kind is Slot or kind is torch.ScriptObject:
+    if type(arg) is not kind or kind in (Slot, torch.ScriptObject):
         return False
     if kind in (float, complex, list, tuple):  # the same bits: 0.0 is not -0.0, nor 0
         return repr(known) == repr(arg)
@@ -930,14 +917,14 @@ def _are_same(known: Any, arg: Any) -> bool:
 
 def _are_numbers(known: Any, arg: Any) -> bool:
     """Whether two arguments are plain numbers, or sizes, of one kind."""
-    kind = type(known)
-    return kind is type(arg) and kind in _NUMBERS and _is_plain(known) and _is_plain(arg)
+    kinds = {type(known), type(arg)}
+    return len(kinds) == 1 and kinds < _NUMBERS and _is_plain(known) and _is_plain(arg)
 
 
 def _is_plain(number: Any) -> bool:
-    return type(number) in (int, float, complex) or all(
-        type(part) in (int, float) for part in number
-    )
+    if type(number) in (int, float, complex):
+        return True
+    return {*map(type, number)} <= {int, float}
 
 
 def _dispatches(kind: type[Tensor]) -> bool:
@@ -948,7 +935,7 @@ def _dispatches(kind: type[Tensor]) -> bool:
 
 def _leave_to_subclass(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     if any(issubclass(kind, _torch.FakeTensor) for kind in types):
-        return func(*args, **(kwargs or _NOTHING))  # their own mode is at work, to find out shapes
+        return func(*args, **kwargs)  # their own mode is at work, to find out shapes
     return NotImplemented  # the subclass takes itself apart, and plain tensors come by
 
 
@@ -987,14 +974,9 @@ class Wrapped:
         }
 
 
-def nbytes_of(tensor: Tensor) -> int:
-    """The bytes of the memory that a tensor uses."""
-    return tensor.untyped_storage().nbytes() if _has_storage(tensor) else 0
-
-
 def sizes_of(result: Any) -> list[int]:
     """The bytes of each tensor in a result."""
-    return [nbytes_of(tensor) for tensor in tensors_of(result)]
+    return [_torch.memory_size(tensor) for tensor in tensors_of(result)]
 
 
 def slots_of(saved: Any) -> Iterable[Slot]:

@@ -237,6 +237,16 @@ storage_id: Callable[[Tensor], int] = _C._storage_id
 has_storage: Callable[[Tensor], bool] = _C._has_storage
 
 
+def storage_of(tensor: Tensor) -> int | None:
+    """The storage of a tensor, by which memory is known; None where it has none of its own."""
+    return storage_id(tensor) if has_storage(tensor) else None
+
+
+def memory_size(tensor: Tensor) -> int:
+    """The bytes of the memory that a tensor uses, as far as it has some of its own."""
+    return tensor.untyped_storage().nbytes() if has_storage(tensor) else 0
+
+
 @functools.cache
 def flop_formula(func: Any) -> Callable[[Any, Any, Any], float] | None:
     """The function that counts floating-point operations of a call, given (args, kwargs, result);

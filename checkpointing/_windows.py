@@ -355,13 +355,11 @@ class Window:
         made.index = step.index
         made.run = step.run
         made.args = [self._argument(template) for template in step.inputs]
-        made.kwargs = {
-            name: self._argument(template) for name, template in (step.named or {}).items()
-        }
+        made.kwargs = {name: self._argument(template) for name, template in step.named.items()}
         if step.event is BROUGHT_BACK:
             made.run = self._brought_back(step)
             made.args = [self._place(step.reads[0][0])]
-        constants = step.named or {}
+        constants = step.named
         made.call = partial(made.run, **constants) if constants else made.run
         if step.reads_metadata:
             made.call = partial(_call_like, made.call)
