@@ -629,9 +629,12 @@ class Plan:
         has_gradient = any(map(_has_gradient, map(run.held.get, self.waiting)))
         return run.saved_bytes <= _MOST_GROWTH * self.size and not has_gradient
 
-    def passes(self, step: Step) -> bool:
-        """Whether the step is on its path."""
-        return self.path.steps[step.index : step.index + 1] == [step]
+    def drops(self, value: Value, step: Step) -> bool:
+        """Whether the plan passes this step, and does not keep this value there."""
+        if value in self.kept:
+            return False
+        steps = self.path.steps
+        return step.index < len(steps) and steps[step.index] is step
 
     def groups_for(self, run: Run) -> list[Group]:
         """What to give a run's holders: by what it holds."""

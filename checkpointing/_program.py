@@ -297,6 +297,11 @@ class Step:
         self.note: Any = None  # where the user's code called it, if somebody wants to know
         self.plan: Any = None
 
+    @property
+    def is_counted(self) -> bool:
+        """Whether it computes something, and can be replayed."""
+        return not any((self.event, self.is_view, self.effect))
+
     def vary(self, places: list[Any]) -> None:
         """From here on these arguments may be any numbers."""
         self.varies += (*places,)

@@ -252,9 +252,8 @@ class Recorder:
             setattr(first, name, value)
         self._add_first(first, len(self._run.path) + (0.5 if more.get("name", 0) is None else 0))
         if was is None:
-            first.is_referenced = (
-                first.holds and type(tensor) is nn.Parameter and not (first.copies or first.is_lent)
-            )
+            is_as_it_is = not any((first.copies, first.is_lent))
+            first.is_referenced = first.holds and is_as_it_is and type(tensor) is nn.Parameter
             self._run.take_first(first, tensor)
         self._firsts.append(first)
         return first
@@ -336,11 +335,9 @@ class Recorder:
         else:
             self._step_of_operator(step, info, args, kwargs)
         self._end(step)
-        step.needs_preparation = bool(
-            step.holds or step.freezes or step.targets or step.reads_metadata
-        )
-        step.is_special = (
-            step.needs_preparation or step.draws or step.effect or step.run is not info.run
+        step.needs_preparation = any((step.holds, step.freezes, step.targets, step.reads_metadata))
+        step.is_special = any(
+            (step.needs_preparation, step.draws, step.effect, step.run is not info.run)
         )
         return step
 

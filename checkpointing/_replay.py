@@ -28,7 +28,7 @@ from ._held import Held, check_version
 from ._offload import Moved, prefetch
 from ._ops import tensors_of
 from ._plan import Plan, attach, plan_of
-from ._program import NOT_WRITTEN, Like, Slot, Step
+from ._program import NOT_WRITTEN, Like, Slot
 from ._run import Run, Wrapped, sizes_of, slots_of
 from ._windows import Group, Instruction, Origins, Path, Window
 
@@ -133,7 +133,7 @@ class Replay(Source):
             pass
         slot, run = holder.slot, self.tape
         if run.may_begin_anew:
-            self._counted += _count(self._hand_over(frame).path.steps)
+            self._counted += sum(step.is_counted for step in self._hand_over(frame).path.steps)
             run.begin_anew(frame.holders)
             return holder.stock  # type: ignore[no-any-return]
         if slot not in run.stocks:  # a backward inside the block
@@ -193,7 +193,7 @@ class Replay(Source):
     def counts(self) -> tuple[int, tuple[int, ...]]:
         """How many operators were recorded, and where among them the cuts are."""
         path = self.path()
-        before = [*accumulate([is_counted(step) for step in path.steps], initial=0)]
+        before = [*accumulate([step.is_counted for step in path.steps], initial=0)]
         return self._counted + before[-1], tuple([before[cut] for cut in path.cuts])
 
     def path(self) -> Path:
@@ -203,7 +203,8 @@ class Replay(Source):
         """A value that is held, and that hooks have not taken: nothing to compute, nothing to
         share."""
         slot = holder.saved
-        if type(slot) is not Slot or where.check is not None or not where.early_stop:
+        is_replayed = where.check is not None or not where.early_stop
+        if is_replayed or type(slot) is not Slot:
             return None
         stock = self._stock_of(holder, where)
         source = slot.cell if slot.is_held else stock.group.at_hand
@@ -213,11 +214,11 @@ class Replay(Source):
         if isinstance(held, Held) and held.is_packed:
             return None
         try:
-            return self._fetch(held, where, None)
+            return self.fetch(held, where, {})
         except errors.CheckpointError:
             return None  # it will be raised again, from a recompute
 
-    def _fetch(self, held: Any, where: Frame, inputs: dict[Any, Tensor] | None) -> Tensor:
+    def fetch(self, held: Any, where: Frame, inputs: dict[Any, Tensor]) -> Tensor:
         """What a run holds in a cell."""
         if type(held) is Tensor:  # an earlier replay has made it
             return held
@@ -227,13 +228,13 @@ class Replay(Source):
             if not parameter.data_ptr():
                 check_there(where, parameter)
             return parameter  # type: ignore[no-any-return]
-        tensor = None if inputs is None else inputs.get(held)
+        tensor = inputs.get(held)
         if tensor is None:
             tensor = held.fetch(where)
             if held.is_parameter:
                 check_there(where, tensor)
             # Else it can be fetched again.
-            if held.is_packed and held.moved is None and inputs is not None:
+            if held.is_packed and held.moved is None:
                 inputs[held] = tensor
         return tensor
 
@@ -254,42 +255,45 @@ class Replay(Source):
         )
 
     def recompute(self, request: Recompute) -> None:
-        run = self.tape
+        run, task = self.tape, request.task
         run.settle()
         # Those of the block's beginning: kernels look at them.
         undo: Undo = []
-        frame = request.frame
-        memory: Any = request.task.memory
-        inputs = request.task.memory = {} if memory is None else memory
+        if task.memory is None:
+            task.memory = {}
         before = self.replayed
         try:
             enter_switches(run.switches, undo)
-            self._replay(
-                self._part_of(request.holder, request, inputs, undo), request, inputs, undo
-            )
-            for holder in () if frame.early_stop else request.wanted():
+            self._replay(request.holder, request, undo)
+            for holder in () if request.frame.early_stop else request.wanted():
                 if holder.slot not in request.ready:
-                    self._replay(
-                        self._part_of(holder, request, inputs, undo), request, inputs, undo
-                    )
+                    self._replay(holder, request, undo)
         finally:
             undo_all(undo)
         self.replays += self.replayed > before
-        if inputs and request.is_last:
-            inputs.clear()
+        if task.memory and request.is_last:
+            task.memory.clear()
 
-    def _part_of(
-        self, holder: Holder, request: Recompute, inputs: dict[Any, Any], undo: Undo
-    ) -> Stock:
+    def _replay(self, holder: Holder, request: Recompute, undo: Undo) -> None:
+        """Run the window of a holder."""
+        stock = self._part_of(holder, request, undo)
+        holders = stock.wanted(request)
+        window = stock.group.window(tuple(holders))
+        execution = _Execution(self, request, stock, window, holders, undo)
+        if self.tape.movers and request.frame.complete:
+            self._prefetch(stock, request.frame)
+        execution.run()
+
+    def _part_of(self, holder: Holder, request: Recompute, undo: Undo) -> Stock:
         """What the window of a holder starts from. Where the run has not held it, it is made now,
         for all parts at once, and stays until the windows of the parts have run, or the graph task
         ends."""
-        stock = self._stock_of(holder, request.frame)
+        stock, inputs = self._stock_of(holder, request.frame), request.task.memory
         passed = []
         while stock.group.parts:
-            parts = inputs.get(stock)
-            if parts is None or holder.slot not in parts:
-                parts = inputs[stock] = self._fill(stock, request, inputs, undo)
+            parts = inputs.get(stock, {})
+            if holder.slot not in parts:
+                parts = inputs[stock] = self._fill(stock, request, undo)
             passed.append(stock)
             stock = parts[holder.slot]
         for outer in passed:
@@ -299,47 +303,21 @@ class Replay(Source):
                 del inputs[outer]
         return stock
 
-    def _fill(
-        self, stock: Stock, request: Recompute, inputs: dict[Any, Any], undo: Undo
-    ) -> dict[int, Stock]:
+    def _fill(self, stock: Stock, request: Recompute, undo: Undo) -> dict[int, Stock]:
         """What the parts of a group start from, by holder."""
-        frame, group = request.frame, stock.group
-        parts = group.parts_of(stock.wanted(request))
-        values, window = group.filling(
+        parts = stock.group.parts_of(stock.wanted(request))
+        values, window = stock.group.filling(
             {source for part, mine in parts for source in part.needs(mine)[0]}
         )
-        table = window.table.copy()
-        for place, source, _ in window.starts:
-            table[place] = self._fetch(stock.held[source], frame, inputs)
-        with _torch.below_autograd():
-            execution = _Filling(self, request, stock, window, table, {}, undo)
-            execution.run()
-        self.replayed += window.counted
-        held = {
-            **stock.held,
-            **{value: execution.found[number] for number, value in enumerate(values)},
-        }
+        execution = _Filling(self, request, stock, window, {}, undo)
+        execution.run()
+        held = {**stock.held}
+        held.update((value, execution.found[number]) for number, value in enumerate(values))
         found: dict[int, Stock] = {}
         for part, mine in parts:
             part_stock = Stock(part, held, stock, mine)
             found.update((stock.owner(slot), part_stock) for slot in mine)
         return found
-
-    def _replay(
-        self, stock: Stock, request: Recompute, inputs: dict[Any, Tensor], undo: Undo
-    ) -> None:
-        frame = request.frame
-        holders = stock.wanted(request)
-        window = stock.group.window(tuple(holders))
-        # Before autograd is switched off: an enclosing region may have to rerun for them.
-        table = window.table.copy()
-        for place, source, _ in window.starts:
-            table[place] = self._fetch(stock.held[source], frame, inputs)
-        if self.tape.movers and frame.complete:
-            self._prefetch(stock, frame)
-        with _torch.below_autograd():
-            _Execution(self, request, stock, window, table, holders, undo).run()
-        self.replayed += window.counted
 
 
 def _moved_in(stock: Stock) -> list[Moved]:
@@ -357,17 +335,26 @@ class _Execution:
         request: Recompute,
         stock: Stock,
         window: Window,
-        table: list[Any],
         holders: dict[int, Holder],
         undo: Undo,
     ) -> None:
         self.source, self.request, self.stock, self.window = source, request, stock, window
-        self.table, self.undo = table, undo
+        self.undo = undo
         self.holders = holders  # by slot
         self.copies: dict[tuple[int, int], Tensor] = {}  # by storage and version
         self.parts: dict[int, dict[int, Tensor]] = defaultdict(dict)
+        self.table = window.table.copy()
+        # Before autograd is switched off: an enclosing region may have to rerun for them.
+        frame, inputs = request.frame, request.task.memory
+        for place, key, _ in window.starts:
+            self.table[place] = source.fetch(stock.held[key], frame, inputs)
 
     def run(self) -> None:
+        with _torch.below_autograd():
+            self._run()
+        self.source.replayed += self.window.counted
+
+    def _run(self) -> None:
         table, numbers = self.table, self.stock.numbers
         self._begin()
         for instruction in self.window.instructions:
@@ -494,12 +481,3 @@ def _wrap(saved: Wrapped, parts: Any) -> Tensor:
             else part
         )
     return _torch.unflatten(saved.kind, tensors, saved.context, saved.size, saved.stride)
-
-
-def is_counted(step: Step) -> bool:
-    """Whether a step counts as a recorded operator: no view, and repeated by a replay."""
-    return step.event is None and not step.is_view and not step.effect
-
-
-def _count(steps: Iterable[Step]) -> int:
-    return sum(map(is_counted, steps))

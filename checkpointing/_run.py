@@ -84,7 +84,6 @@ _plain_dispatch = Tensor.__torch_dispatch__
 _is_grad_enabled, _graph_task_id = torch.is_grad_enabled, _torch.graph_task_id
 _storage_id, _has_storage = _torch.storage_id, _torch.has_storage
 _storage_of = _torch.storage_of
-_NUMBERS = frozenset({int, float, complex, list, tuple, torch.Size})
 _modules = sys.modules
 
 
@@ -584,7 +583,7 @@ class Run(TorchDispatchMode, Region):
     def _save_something_new(self, tensor: Tensor) -> Any:
         self.own_program()
         step = self.step
-        if step.next or step.plan is not None or self.saved != len(step.saves):
+        if any((step.next, step.plan, self.saved != len(step.saves))):
             self._branch()
             return self._save(tensor)
         recorder = self._record()
@@ -775,7 +774,7 @@ class Run(TorchDispatchMode, Region):
         way."""
         plan = self.program.expected
         for each in step.keeps:
-            if plan is not None and each[0] not in plan.kept and plan.passes(step):
+            if plan is not None and plan.drops(each[0], step):
                 continue
             if step.writes:  # when the operator has returned, which has still to count versions up
                 self._pending.append((PLANNED, each))
@@ -917,14 +916,13 @@ def _are_same(known: Any, arg: Any) -> bool:
 
 def _are_numbers(known: Any, arg: Any) -> bool:
     """Whether two arguments are plain numbers, or sizes, of one kind."""
-    kinds = {type(known), type(arg)}
-    return len(kinds) == 1 and kinds < _NUMBERS and _is_plain(known) and _is_plain(arg)
+    return type(known) is type(arg) and _is_plain(known) and _is_plain(arg)
 
 
 def _is_plain(number: Any) -> bool:
-    if type(number) in (int, float, complex):
-        return True
-    return {*map(type, number)} <= {int, float}
+    if type(number) in (list, tuple, torch.Size):
+        return {*map(type, number)} <= {int, float}
+    return type(number) in (int, float, complex)
 
 
 def _dispatches(kind: type[Tensor]) -> bool:

@@ -307,7 +307,7 @@ class Window:
         values = [self._targets[slot].value for slot in self.slots]
         self.order, starts = path.slice_of(values)
         steps = [path.steps[index] for index in self.order]
-        self.counted = sum(not step.is_view and step.event is None for step in steps)
+        self.counted = sum(step.is_counted for step in steps)
         self.written: dict[int, list[Step]] = defaultdict(list)  # by memory
         for step in steps:
             for memory in step.writes:
