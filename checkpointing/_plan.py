@@ -39,7 +39,7 @@ from operator import add, is_
 from typing import Any, NamedTuple
 
 from . import _torch
-from ._program import KEEP, NOT_WRITTEN, UNSEEN, Step, Value
+from ._program import KEEP, MOST_GROWTH, NOT_WRITTEN, UNSEEN, Step, Value
 from ._run import Run
 from ._windows import Group, Path
 
@@ -627,7 +627,7 @@ class Plan:
         if run.placement is None:
             return True
         has_gradient = any(map(_has_gradient, map(run.held.get, self.waiting)))
-        return run.saved_bytes <= _MOST_GROWTH * self.size and not has_gradient
+        return run.saved_bytes <= MOST_GROWTH * self.size and not has_gradient
 
     def drops(self, value: Value, step: Step) -> bool:
         """Whether the plan passes this step, and does not keep this value there."""
@@ -643,9 +643,6 @@ class Plan:
         if run.is_checked:  # whatever is computed is to be compared
             return Plan(self.whole.path).groups
         return [self.whole]
-
-
-_MOST_GROWTH = 1.5  # of the bytes that autograd saves, before a plan is made anew
 
 
 def _has_gradient(held: Any) -> bool:

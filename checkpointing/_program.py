@@ -329,6 +329,7 @@ class Program:
         self.root = Step(None, None)
         self.size = 0
         self.expected: Any = None  # the plan of the last run
+        self.largest = 0  # bytes that autograd saved in the run after which it was recorded anew
         self.writer: Any = None  # a weak reference to the run that may change the tree
 
     def is_written_by(self, run: Any) -> bool:
@@ -350,6 +351,13 @@ class Program:
             self.forget()
         return step
 
+    def grow(self, nbytes: int) -> None:
+        """A run has saved more than its plan allowed: so that the bytes of steps are those of large
+        runs, the next one records them anew. Branches that grow by turns do so once."""
+        if nbytes > MOST_GROWTH * self.largest:
+            self.forget()
+            self.largest = nbytes
+
     def forget(self) -> None:
         """Leave the tree to the runs that are in it. The next run records a new one."""
         self.__init__()  # type: ignore[misc]
@@ -358,6 +366,7 @@ class Program:
 _lock = threading.Lock()
 MOST_STEPS = 20_000  # of one call site
 MOST_SITES = 256
+MOST_GROWTH = 1.5  # of the bytes that autograd saves, before a plan is made anew
 _programs: dict[Any, Program] = {}
 
 

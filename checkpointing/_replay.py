@@ -121,9 +121,8 @@ class Replay(Source):
             if not run.is_alone:
                 attach(plan, old)
         run.program.expected = plan
-        # The next run records the bytes of its steps anew.
-        if old is not None and plan.size > old.size and not run.is_alone:
-            run.program.forget()
+        if old is not None and plan.size > old.size:
+            run.program.grow(plan.size)
         return plan  # type: ignore[no-any-return]
 
     def _stock_of(self, holder: Holder, frame: Frame) -> Stock:

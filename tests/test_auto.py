@@ -772,7 +772,7 @@ def test_a_program_whose_outputs_pile_up_is_cut_all_the_same():
     assert bytes_of(lambda: scoped(run)(x))[1] <= 0.5 * bytes_of(lambda: run(x))[1]
 
 
-@pytest.mark.parametrize("change", ["sizes", "accumulated gradients"])
+@pytest.mark.parametrize("change", ["sizes", "sizes and branches", "accumulated gradients"])
 def test_a_plan_is_not_made_anew_at_every_change(change, monkeypatch):
     """Sizes that come and go, and gradients that exist at every other step, share one plan."""
     planned = []
@@ -782,12 +782,12 @@ def test_a_plan_is_not_made_anew_at_every_change(change, monkeypatch):
     model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(8)))
     clear_programs()
     step = 0
-    for step in range(12):
-        x = torch.randn(4 << (step % 3) if change == "sizes" else 4, 8)
+    for step in range(24):
+        x = torch.randn(4 if change == "accumulated gradients" else 4 << (step % 3), 8)
         with checkpoint_scope(policy=auto()):
-            y = model(x)
+            y = model(x if change != "sizes and branches" or step // 3 % 2 else x.sin())
         y.sum().backward()
         if step % 2:
             model.zero_grad()
-    assert 0 < len(planned) <= 6
-    assert max(planned) < 6
+    assert 0 < len(planned) <= 12
+    assert max(planned) < 12
