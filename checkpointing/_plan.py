@@ -99,9 +99,9 @@ class Model:
             path.memory_of[cell] for cell in path.given
         }
         for memory in self.memories.values():
-            if not memory.nbytes or not all(
-                memory.is_final(value, path.steps) for value in memory.values
-            ):
+            # What is written later is read, and its backward runs, before a cut may follow.
+            memory.values = {v for v in memory.values if memory.is_final(v, path.steps)}
+            if not memory.nbytes or not memory.values:
                 memory.final = self.never
             if memory.number in elsewhere and not memory.is_cheap:
                 memory.cost = 0
