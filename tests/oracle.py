@@ -351,6 +351,33 @@ def same_bits(door, program):
     assert run(door) == run(plain)
 
 
+class Programs:
+    """A table of programs, `program(door)`, each with its doors: through them it leaves the same
+    bits behind as without."""
+
+    def __init__(self, doors: dict[str, Any], default: Any = ()) -> None:
+        self.doors, self.default, self.cases = doors, default or doors, []
+
+    def __call__(self, *doors: str) -> Any:
+        def add(program: Any) -> Any:
+            self.cases += [
+                pytest.param(program, self.doors[door], id=f"{program.__name__}-{door}")
+                for door in doors or self.default
+            ]
+            return program
+
+        return add
+
+    def test(self) -> Any:
+        """The test of what is in the table by now."""
+
+        @pytest.mark.parametrize(("program", "door"), self.cases)
+        def test(program: Any, door: Any) -> None:
+            same_bits(door, program)
+
+        return test
+
+
 # ---- what runs, and what lives
 
 
@@ -371,17 +398,7 @@ def python_calls(run):
 
 # Operators that compute nothing: they differ between torch versions and between sources.
 UNCOUNTED = frozenset(
-    {
-        "detach",
-        "alias",
-        "as_strided",
-        "view",
-        "t",
-        "transpose",
-        "expand",
-        "empty_strided",
-        "new_empty",
-    }
+    words("detach alias as_strided view t transpose expand empty_strided new_empty")
 )
 
 

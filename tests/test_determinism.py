@@ -68,15 +68,6 @@ def test_fewer_tensors():
     assert "during recomputation: 0" in failed(repeated(Two(1, 0)), leaf(3))
 
 
-def test_fewer_tensors_in_the_middle():
-    """A tensor left out early shows as a shift of shapes or as a missing last one, never as wrong
-    gradients."""
-    skip = Two(False, True)
-    assert "different number of tensors" in failed(
-        lambda x: (x.sin() if skip() else x.sin().exp()).cos(), leaf(3)
-    )
-
-
 @pytest.mark.parametrize("early_stop", [True, False])
 def test_more_tensors(early_stop):
     """Without early stop an error with the line that saved one too many."""
@@ -293,24 +284,14 @@ def test_a_function_as_check():
     "check", [lambda t: (t * 2).cos().sum(), lambda t: t.clone(), lambda t: (t.shape, t.dtype)]
 )
 def test_a_check_may_compute_and_return_tensors(backend, check):
-    """They are compared by value; what it computes is part of no region, and saves nothing."""
-    x = torch.ones(3, requires_grad=True)
-    checkpointed(lambda x: x.sin().exp(), backend=backend, determinism_check=check)(
-        x
-    ).sum().backward()
-    assert torch.equal(x.grad, torch.autograd.grad(x.sin().exp().sum(), x)[0])
-
-
-@pytest.mark.parametrize("backend", ["rerun", "replay"])
-def test_a_check_runs_without_gradients(backend):
-    seen, x = [], leaf(3)
-    fn = checkpointed(
-        lambda x: x.sin().exp(),
-        backend=backend,
-        determinism_check=lambda t: seen.append(torch.is_grad_enabled()),
-    )
-    torch.autograd.grad(fn(x).sum(), x, create_graph=True)
-    assert len(seen) == 4 and not any(seen)
+    """They are compared by value; what it computes wants no gradient, is part of no region, and
+    saves nothing."""
+    x, modes = torch.ones(3, requires_grad=True), []
+    options = {"determinism_check": lambda t: modes.append(torch.is_grad_enabled()) or check(t)}
+    y = checkpointed(lambda x: x.sin().exp(), backend=backend, **options)(x).sum()
+    (have,) = torch.autograd.grad(y, x, create_graph=True)
+    assert torch.equal(have, torch.autograd.grad(x.sin().exp().sum(), x)[0])
+    assert modes == [False] * 4
 
 
 def test_a_check_that_raises():

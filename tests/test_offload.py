@@ -9,6 +9,7 @@ import pytest
 import torch
 from oracle import Watching, bits, count
 from test_auto import NESTINGS, gradients
+from test_auto import net as auto_net
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -99,25 +100,9 @@ def test_mistakes_are_said_at_once(name, value, error):
 
 
 def net():
-    """Dropout, batch norm, in-place operators, views, tags."""
-    layers = nn.ModuleList(
-        nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.ReLU(inplace=True), nn.Dropout(0.2))
-        for _ in range(4)
-    )
-    x = torch.rand(8, 16).requires_grad_()
-
-    def run():
-        y, collected = x * 1, []
-        for layer in layers:
-            y = tag(y + layer(y), "a")
-            y[:, :2].mul_(0.5)
-            collected.append(y[2:4].t())
-            y = keep(y.clone())
-            y = y.add_(1).tanh()
-        y = checkpointed(lambda y: torch.dropout(y.sin(), 0.3, True))(y)
-        return sum(k.tanh().sum() for k in collected) + y.sin().sum()
-
-    return run, [x, *layers.parameters()], list(layers.buffers())
+    """With tags, kept values, and regions inside."""
+    dropout = checkpointed(lambda y: torch.dropout(y.sin(), 0.3, True))
+    return auto_net(4, tag, lambda t: dropout(keep(t)))
 
 
 scoped = NESTINGS["scope"]

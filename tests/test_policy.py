@@ -40,16 +40,10 @@ def gradient(fn):
 def ran_again(fn, *args):
     """What backward runs of the operators that `program` is made of, beyond what plain code's
     backward runs."""
-    x = leaf(3, 3)
-    ran = Counter(count(fn(x).sum().backward))
+    ran = Counter(count(fn(leaf(3, 3)).sum().backward))
     ran.subtract(count(program(leaf(3, 3)).sum().backward))
-    return Counter(
-        {
-            name: n
-            for name, n in ran.items()
-            if n and name in ("sin", "mm", "exp", "atan", "tanh", "cos")
-        }
-    )
+    names = ("sin", "mm", "exp", "atan", "tanh", "cos")
+    return Counter({name: ran[name] for name in names if ran[name]})
 
 
 DOORS = pytest.mark.parametrize("door", [scope, checkpointed], ids=["scope", "fn"])
@@ -169,17 +163,14 @@ def test_all_six_answers_act(answer):
     del y
 
 
+NO_ANSWER = r"answers with a CheckpointPolicy or a bool.*aten\.mm"
+
+
 @pytest.mark.parametrize(
     ("policy", "error"),
     [
-        (
-            lambda ctx, op, *args, **kwargs: None,
-            r"answers with a CheckpointPolicy or a bool.*aten\.mm",
-        ),
-        (
-            lambda ctx, op, *args, **kwargs: "save",
-            r"answers with a CheckpointPolicy or a bool.*aten\.mm",
-        ),
+        (lambda ctx, op, *args, **kwargs: None, NO_ANSWER),
+        (lambda ctx, op, *args, **kwargs: "save", NO_ANSWER),
         (lambda op: True, r"policy, asked for aten\.mm.* takes 1 positional argument"),
     ],
 )
