@@ -292,9 +292,10 @@ def test_code_that_a_program_makes_is_not_remembered_forever():
     for n in range(300):
         names = {}
         exec(compile(f"def fn(x):\n    return x.sin() * {n}", "made", "exec"), names)
-        made.append(weakref.ref(names["fn"].__code__))
+        fn = names.pop("fn")
+        made.append(weakref.ref(fn.__code__))
         for word in "cr":
-            apply(word, names["fn"])(leaf(1)).backward()
+            apply(word, fn)(leaf(1)).backward()
     assert not any(ref() for ref in made[:40])
 
 
