@@ -143,15 +143,11 @@ def test_every_tensor_that_differs_is_listed_and_the_rest_counted():
     assert "So do 2 more, in slots [3, 4]" in text
 
 
-@pytest.mark.parametrize(
-    "error", [CheckpointError, torch.utils.checkpoint.CheckpointError, RuntimeError]
-)
-def test_kinds_of_errors(error):
+@pytest.mark.parametrize("kind", [MismatchError, ChangedError])
+def test_kinds_of_errors(kind):
     """They share one base, and that one is torch's."""
-    which = Two(torch.float32, torch.float64)
-    failed(lambda x: x.to(which()).sin(), leaf(3), error=error)
-    assert issubclass(MismatchError, error)
-    assert issubclass(ChangedError, error)
+    for base in (CheckpointError, torch.utils.checkpoint.CheckpointError, RuntimeError):
+        assert issubclass(kind, base)
 
 
 def test_a_failed_check_can_be_tried_again():

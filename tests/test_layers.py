@@ -220,7 +220,7 @@ def test_nothing_is_patched_and_nothing_global_is_reassigned(name):
             assert head not in modules - {"thread"}, f"{name}.py:{node.lineno}: {ast.unparse(node)}"
 
 
-def test_no_state_builds_up_in_the_process():
+def test_no_state_builds_up_in_the_process(frozen):
     """Regions of each kind, with an error among them."""
 
     def step(seed):

@@ -7,7 +7,7 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
-from oracle import Watching, apply, leaf, same_bits
+from oracle import SavesItsOutput, Watching, apply, leaf, same_bits
 from oracle import c as rerun
 from oracle import r as replay
 from oracle import s as scope
@@ -36,22 +36,6 @@ class Canary:
     """Something that can be referred to weakly; it dies with what holds it."""
 
 
-class SavesItsOutputLast(torch.autograd.Function):
-    """Under early stop the recompute ends inside `apply`, after the output was saved."""
-
-    @staticmethod
-    def forward(ctx, x):
-        y = x.sigmoid()
-        ctx.save_for_backward(y)
-        return y
-
-    @staticmethod
-    def backward(ctx, grad):
-        (first,), (second,) = ctx.saved_tensors, ctx.saved_tensors
-        assert torch.equal(first, second)
-        return grad * first * (1 - second)
-
-
 class Fails(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
@@ -70,7 +54,7 @@ REGIONS = {
     "network": lambda x, w: network(x * 2, w),
     "saves its own output": lambda x, w: x.sin().exp(),
     "hands its argument through": lambda x, w: (x, x.sin()),
-    "a custom function": lambda x, w: SavesItsOutputLast.apply(x.sin()),
+    "a custom function": lambda x, w: SavesItsOutput.apply(x.sin()),
 }
 
 

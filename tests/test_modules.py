@@ -23,7 +23,6 @@ from checkpointing import (
     CheckpointError,
     auto,
     checkpoint_modules,
-    checkpoint_scope,
     checkpointed,
     disabled,
 )
@@ -272,19 +271,6 @@ def test_switches():
         assert step(model)[1] == 0
     with torch.no_grad():
         assert not model(X).requires_grad
-
-
-def test_in_a_scope():
-    """Regions nest in blocks, as everywhere."""
-    model = Model()
-    want = plain(model)
-    checkpoint_modules(model, Block)
-
-    def scoped(x):
-        with checkpoint_scope():
-            return model(x)
-
-    assert step(model, scoped)[0] == want
 
 
 # ---- errors

@@ -330,7 +330,7 @@ def test_layouts_stay(layout, hooks):
         return t.sum(-1).exp().mean() * t.mean()
 
     def make():
-        return (leaf(100, 100),)
+        return (leaf(20, 100),)
 
     def inside(x, kept, door):
         return door(lambda: reduce(kept(layout((x * 2).exp()))))()
