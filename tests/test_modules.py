@@ -207,20 +207,15 @@ def test_a_model_with_its_handle_can_be_copied():
 
 def test_the_model_looks_as_before():
     """Names, keys, classes, signatures."""
+
+    def looks(model):
+        classes, signature = map(type, model.modules()), inspect.signature(model.layers[0].forward)
+        return list(model.state_dict()), list(classes), signature, repr(model)
+
     model = Model()
-    keys, classes, before = (
-        list(model.state_dict()),
-        [type(m) for m in model.modules()],
-        repr(model),
-    )
-    signature = inspect.signature(model.layers[0].forward)
+    before = looks(model)
     checkpoint_modules(model, Block)
-    assert (
-        list(model.state_dict()) == keys
-        and [type(m) for m in model.modules()] == classes
-        and repr(model) == before
-    )
-    assert inspect.signature(model.layers[0].forward) == signature
+    assert looks(model) == before
     Model().load_state_dict(model.state_dict())
 
 

@@ -2,7 +2,6 @@
 order."""
 
 import contextlib
-import pickle
 import weakref
 
 import pytest
@@ -55,45 +54,6 @@ def sent(monkeypatch):
 
     monkeypatch.setattr(_offload.Mover, "send", spy)
     return seen
-
-
-# ---- a policy as others
-
-
-def test_it_is_frozen_printable_and_hashable():
-    """Equal when made the same way."""
-    for make, text in (
-        (lambda: offload(), "offload()"),
-        (lambda: offload(min_bytes="1 KiB"), "offload()"),
-        (lambda: offload([SIN]), "offload(save_ops(aten.sin.default))"),
-        (lambda: offload(auto(), device="cuda:1", pin_memory=False), None),
-        (lambda: offload() | save_ops(SIN), "offload() | save_ops(aten.sin.default)"),
-    ):
-        policy = make()
-        assert policy == make() != offload(min_bytes=77)
-        assert hash(policy) == hash(make())
-        assert repr(policy) == (text or "offload(auto(), device='cuda:1', pin_memory=False)")
-        for field in policy._fields:
-            with pytest.raises(AttributeError):
-                setattr(policy, field, None)
-    assert pickle.loads(pickle.dumps(offload(save_tagged("a")))) == offload(save_tagged("a"))
-
-
-MISTAKES = [
-    ("device", "meta", ValueError),
-    ("device", "nowhere", RuntimeError),
-    ("min_bytes", -1, ValueError),
-    ("min_bytes", None, TypeError),
-    ("policy", 3, TypeError),
-    ("policy", [torch.sin], ValueError),
-]
-
-
-@pytest.mark.parametrize(("name", "value", "error"), MISTAKES)
-def test_mistakes_are_said_at_once(name, value, error):
-    """Not in the first backward."""
-    with pytest.raises(error):
-        offload(**{name: value})
 
 
 # ---- bits

@@ -16,6 +16,7 @@ from checkpointing import (
     auto,
     checkpoint_scope,
     checkpointed,
+    offload,
     save_ops,
     save_tagged,
     tag,
@@ -64,6 +65,12 @@ PRINTED = {
         save_ops(MM) | save_tagged("a") | [EXP]
     ),
     "save_ops(aten.mm.default) | save_tagged('a')": lambda: [MM] | save_tagged("a"),
+    "offload()": lambda: offload(min_bytes="1 KiB"),  # by default
+    "offload(save_ops(aten.sin.default))": lambda: offload([SIN]),
+    "offload(auto(), device='cuda:1', pin_memory=False)": lambda: offload(
+        auto(), device="cuda:1", pin_memory=False
+    ),
+    "offload() | save_ops(aten.sin.default)": lambda: offload() | save_ops(SIN),
 }
 
 
@@ -84,9 +91,10 @@ def test_different_policies_differ():
     assert save_ops(MM, EXP) == save_ops(EXP, MM) != save_ops(MM)
     assert save_tagged("a") != save_tagged("b")
     assert save_ops() != save_tagged()
+    assert offload() != offload(min_bytes=77)
     assert asking | save_tagged("a") == asking | save_tagged("a")
-    policy = save_tagged("a", "b") | save_tagged("c")
-    assert pickle.loads(pickle.dumps(policy)) == policy
+    for policy in (save_tagged("a", "b") | save_tagged("c"), offload(save_tagged("a"))):
+        assert pickle.loads(pickle.dumps(policy)) == policy
 
 
 @pytest.mark.parametrize(
@@ -106,6 +114,12 @@ def test_different_policies_differ():
         ),
         (lambda: checkpoint_scope(policy=[torch.mm]), ValueError, "OpOverloads such as"),
         (lambda: tag(torch.ones(2), 3), TypeError, "a tag is a string"),
+        (lambda: offload(device="meta"), ValueError, "meta"),
+        (lambda: offload(device="nowhere"), RuntimeError, "nowhere"),
+        (lambda: offload(min_bytes=-1), ValueError, "min_bytes"),
+        (lambda: offload(min_bytes=None), TypeError, "min_bytes"),
+        (lambda: offload(3), TypeError, "not 3"),
+        (lambda: offload([torch.sin]), ValueError, "OpOverloads such as"),
         (
             lambda: checkpointed(len, backend="rerun", policy=save_ops(MM)),
             ValueError,
