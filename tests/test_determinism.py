@@ -20,6 +20,7 @@ from checkpointing import (
 )
 
 LINE = re.escape(__file__)
+DOOR = pytest.mark.parametrize("door", [rerun, replay, scope])
 
 
 class Two:
@@ -309,27 +310,22 @@ def test_none_checks_nothing_but_the_number():
 # ---- debug
 
 
-@pytest.mark.parametrize("door", ["rerun", "replay", "scope"])
+@DOOR
 @pytest.mark.parametrize("debug", [True, False])
 def test_debug_logs_operators_of_both_runs(door, debug):
     """In order, with the lines of user code that led to them; without it nothing of the kind."""
-    source, x = torch.ones(3), leaf(3)
+    source = torch.ones(3)
 
     def fn(x, source):
         return (x * source).sin().exp()
 
-    if door == "scope":
-        with checkpoint_scope(debug=debug):
-            y = fn(x, source)
-    else:
-        y = checkpointed(fn, backend=door, debug=debug)(x, source)
+    y = door(fn, debug=debug)(leaf(3), source)
     source.add_(1)
     with pytest.raises(CheckpointError) as caught:
         y.sum().backward()
     _, *logs = re.split("Operations executed during ", str(caught.value))
-    assert [log.split(":")[0] for log in logs] == (
-        ["the original forward", "recomputation"] if debug else []
-    )
+    runs = ["the original forward", "recomputation"] if debug else []
+    assert [log.split(":")[0] for log in logs] == runs
     assert debug or str(caught.value).count("\n") < 8
     if debug:
         operators = re.findall(r"\d+: .*aten\.(\w+)\.", logs[0])
@@ -392,9 +388,6 @@ def test_jagged_tensors_made_inside_have_other_ragged_sizes_each_time():
     assert torch.equal(
         torch.autograd.grad(checkpointed(ragged, backend="replay")(x).sum(), x)[0], want
     )
-
-
-DOOR = pytest.mark.parametrize("door", [rerun, replay, scope])
 
 
 @DOOR

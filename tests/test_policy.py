@@ -1,5 +1,6 @@
 """What to keep: policies as values, tags, and regions inside regions."""
 
+import collections
 import dataclasses
 import pickle
 from collections import Counter
@@ -16,6 +17,7 @@ from checkpointing import (
     auto,
     checkpoint_scope,
     checkpointed,
+    keep,
     offload,
     save_ops,
     save_tagged,
@@ -251,17 +253,32 @@ class Pair:
     b: object
 
 
-@pytest.mark.parametrize("wrap", [lambda a, b: [a, b], lambda a, b: Pair((a,), {"b": b, "n": 3})])
-def test_every_tensor_in_a_tagged_structure(wrap):
-    """As `keep` does."""
+Named = collections.namedtuple("Named", "a b")
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda a, b: [a, b],
+        lambda a, b: {"x": (a, [b])},
+        lambda a, b: Pair((a,), {"b": b, "n": 3}),
+        lambda a, b: Named([a], b),
+    ],
+)
+@pytest.mark.parametrize("mark", [keep, lambda value: tag(value, "both")], ids=["keep", "tag"])
+def test_every_tensor_in_a_structure_is_kept(mark, wrap):
+    """By hand, and by a policy that names its tag."""
     x = leaf(10)
     with checkpoint_scope(policy=save_tagged("both")) as entered:
         a, b = x.sin(), x.cos()
         value = wrap(a, b)
-        assert tag(value, "both") is value
+        assert mark(value) is value
         y = a.exp().sin() * b.exp().sin()
     assert entered.stats.bytes_kept == 80
-    del y
+    y.sum().backward()
+    assert entered.stats.ops_replayed == 4  # the exponentials and their sines
+    want = (x.sin().exp().sin() * x.cos().exp().sin()).sum()
+    assert bits(x.grad) == bits(torch.autograd.grad(want, x)[0])
 
 
 # ---- regions in regions
