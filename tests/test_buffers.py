@@ -554,6 +554,7 @@ def test_buffers_and_training_flags_are_put_back_after_an_error(error):
         return buffers, [m.training for m in model.modules()]
 
     y = checkpointed(fn, early_stop=False)(leaf())
+    model(leaf())
     model.eval()
     model[3].train()
     before = state()

@@ -223,6 +223,7 @@ def early_stop(m):
     ]
 
 
+@case
 def early_stop_as_a_decorator_and_after_blocks_inside(m):
     decorated = m.set_checkpoint_early_stop(False)(lambda: stops(m, ()))
     found = [decorated(), decorated()]

@@ -69,6 +69,15 @@ def test_fewer_tensors():
     assert "during recomputation: 0" in failed(repeated(Two(1, 0)), leaf(3))
 
 
+def test_fewer_tensors_in_the_middle():
+    """A tensor left out early shows as a shift of shapes or as a missing last one, never as wrong
+    gradients."""
+    skip = Two(False, True)
+    assert "different number of tensors" in failed(
+        lambda x: (x.sin() if skip() else x.sin().exp()).cos(), leaf(3)
+    )
+
+
 @pytest.mark.parametrize("early_stop", [True, False])
 def test_more_tensors(early_stop):
     """Without early stop an error with the line that saved one too many."""
