@@ -321,6 +321,45 @@ def same_place() -> Any:
     return torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t)
 
 
+class SavesItsOutput(torch.autograd.Function):
+    """Reads twice what it has saved last: under early stop the recompute ends inside `apply`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        y = x.sigmoid()
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (first,), (second,) = ctx.saved_tensors, ctx.saved_tensors
+        assert torch.equal(first, second)
+        return grad * first * (1 - second)
+
+
+class Double(torch.autograd.Function):
+    """Writes its input in place and saves the result."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.mark_dirty(x.mul_(2))
+        ctx.save_for_backward(x)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return g * 2 + 0 * ctx.saved_tensors[0]
+
+
+@torch.library.custom_op("oracle::noisy", mutates_args=())
+def noisy(x: Tensor) -> Tensor:
+    """Random, which nothing about it tells."""
+    return x + torch.rand(x.shape, dtype=x.dtype)
+
+
+noisy.register_autograd(lambda ctx, g: g)
+
+
 class Hooks(torch.autograd.graph.saved_tensors_hooks):
     """Hooks that copy what they are given, and know what it was and how often it came back."""
 
@@ -351,6 +390,33 @@ def same_bits(door, program):
     assert run(door) == run(plain)
 
 
+class Programs:
+    """A table of programs, `program(door)`, each with its doors: through them it leaves the same
+    bits behind as without."""
+
+    def __init__(self, doors: dict[str, Any], default: Any = ()) -> None:
+        self.doors, self.default, self.cases = doors, default or doors, []
+
+    def __call__(self, *doors: str) -> Any:
+        def add(program: Any) -> Any:
+            self.cases += [
+                pytest.param(program, self.doors[door], id=f"{program.__name__}-{door}")
+                for door in doors or self.default
+            ]
+            return program
+
+        return add
+
+    def test(self) -> Any:
+        """The test of what is in the table by now."""
+
+        @pytest.mark.parametrize(("program", "door"), self.cases)
+        def test(program: Any, door: Any) -> None:
+            same_bits(door, program)
+
+        return test
+
+
 # ---- what runs, and what lives
 
 
@@ -371,17 +437,7 @@ def python_calls(run):
 
 # Operators that compute nothing: they differ between torch versions and between sources.
 UNCOUNTED = frozenset(
-    {
-        "detach",
-        "alias",
-        "as_strided",
-        "view",
-        "t",
-        "transpose",
-        "expand",
-        "empty_strided",
-        "new_empty",
-    }
+    words("detach alias as_strided view t transpose expand empty_strided new_empty")
 )
 
 

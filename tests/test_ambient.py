@@ -1,11 +1,10 @@
 """Recompute sees what the forward saw: autocast, modes, default dtype and device, context
 variables, switches."""
 
-import collections
 import contextlib
 import contextvars
 import weakref
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import pytest
 import torch
@@ -338,17 +337,28 @@ def test_context_variables_set_in_a_region_stay_in_the_forward():
     contextvars.copy_context().run(run)
 
 
-@pytest.mark.parametrize("kind", ["list", "dict", "set", "nested"])
+class Pair(NamedTuple):
+    items: list[int]
+    layer: weakref.ref
+
+
+COLLECTIONS = {  # what is in the variable, and how something is put into it
+    "list": (lambda: [1], lambda c, n: c.append(n)),
+    "dict": (lambda: {"a": 1}, lambda c, n: c.update({n: n})),
+    "set": (lambda: {1}, lambda c, n: c.add(n)),
+    "nested": (lambda: ({"a": [({2},)]},), lambda c, n: c[0]["a"][0][0].add(n)),
+    "weak references in named tuples": (
+        lambda: {"pair": Pair([], weakref.ref(LINEAR))},
+        lambda c, n: c["pair"].items.append(n),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", COLLECTIONS)
 def test_collections_in_context_variables_are_those_of_the_forward_as_copies(kind):
     """At any depth; what a recompute puts in is dropped, what others have put in since stays."""
-    made = {"list": [1], "dict": {"a": 1}, "set": {1}, "nested": ({"a": [({2},)]},)}[kind]
-    put = {
-        "list": lambda c, n: c.append(n),
-        "dict": lambda c, n: c.update({n: n}),
-        "set": lambda c, n: c.add(n),
-        "nested": lambda c, n: c[0]["a"][0][0].add(n),
-    }[kind]
-    seen = []
+    make, put = COLLECTIONS[kind]
+    made, seen = make(), []
 
     def fn(x):
         seen.append(repr(VARIABLE.get()))
@@ -434,24 +444,6 @@ def test_a_recompute_has_the_precisions_of_the_forward_and_leaves_every_one_as_i
         products = [s[6].replace("none", "ieee") for s in seen]
         assert products == products[:1] * (2 if door is DOORS["rerun"] else 1)
     assert have == after(plain)
-
-
-def test_collections_in_context_variables_of_any_kind():
-    """Named tuples and weak references of the user's are in the copy what they are."""
-    Pair = collections.namedtuple("Pair", "items layer")
-    layer, x = torch.nn.Linear(2, 2), torch.ones(2, requires_grad=True)
-    held = {"pair": Pair([], weakref.ref(layer))}
-    variable = contextvars.ContextVar("held", default=None)
-
-    def fn(x):
-        found = variable.get()
-        found["pair"].items.append(1)
-        return found["pair"].layer()(x).square() * len(found["pair"].items)
-
-    contextvars.copy_context().run(
-        lambda: (variable.set(held), checkpointed(fn)(x).sum().backward())
-    )
-    assert held["pair"].items == [1]
 
 
 def test_casts_of_a_rerun_are_not_cached_for_others():

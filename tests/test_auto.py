@@ -327,23 +327,23 @@ def gradients(build, wrap, order=2):
     return [bits(t) for t in (*seen, *buffers, torch.get_rng_state())]
 
 
-def net():
-    """Dropout, batch norm, in-place operators and views."""
+def net(depth=6, tag=lambda t, name: t, keep=lambda t: t):
+    """Dropout, batch norm, in-place operators and views; tags and kept values on request."""
     layers = nn.ModuleList(
         nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.ReLU(inplace=True), nn.Dropout(0.2))
-        for _ in range(6)
+        for _ in range(depth)
     )
     x = torch.rand(8, 16).requires_grad_()
 
     def run():
-        y, kept = x, []
+        y, parts = x, []
         for layer in layers:
-            y = y + layer(y)
+            y = tag(y + layer(y), "a")
             y[:, :2].mul_(0.5)
-            kept.append(y[2:4].t())
-            y = y.clone()
+            parts.append(y[2:4].t())
+            y = keep(y.clone())
             y.add_(1)
-        return sum(k.tanh().sum() for k in kept) + y.sin().sum()
+        return sum(part.tanh().sum() for part in parts) + y.sin().sum()
 
     return run, [x, *layers.parameters()], list(layers.buffers())
 

@@ -57,6 +57,16 @@ class SetAnew(nn.Module):
         return (x * self.mean).square()
 
 
+class SavedAndSetAnew(SetAnew):
+    """Autograd saves the buffer itself, which is put back before its node has run."""
+
+    def forward(self, x):
+        y = (x * self.mean).square()
+        self.mean = self.mean * 3 + 1
+        self.last.add_(1)
+        return y
+
+
 class CodeBook(nn.Module):
     """Vector quantisation whose code book moves."""
 
@@ -264,6 +274,7 @@ MODULES = {
     "weight_norm": lambda: sequence(parametrizations.weight_norm(nn.Linear(4, 4))),
     "counter": Counter,
     "set anew": SetAnew,
+    "saved and set anew": SavedAndSetAnew,
     "None that becomes a tensor": lambda: SetAnew(lazy=True),
     "code book": CodeBook,
     "code book, not persistent": lambda: CodeBook(persistent=False),
@@ -402,29 +413,32 @@ WAYS = {
     ),
     "global that a comprehension names": of_global_in_parts,
 }
+GIVEN = {  # among the arguments, at any depth of containers, and as methods
+    "argument": (lambda m, x: m(x), lambda module: module),
+    "in containers": (lambda s, x: s[0]["m"](x), lambda module: [{"m": module}]),
+    "bound method": (lambda m, x: m(x), lambda module: module.forward),
+}
 
 
-@pytest.mark.parametrize("way", WAYS)
+def region_of(way, door, module):
+    if way == "keyword":
+        return functools.partial(door(lambda x, m: m(x)), m=module)
+    if way in WAYS:
+        return door(WAYS[way](module))
+    fn, given = GIVEN[way]
+    return functools.partial(door(fn), given(module))
+
+
+WAY = pytest.mark.parametrize("way", [*WAYS, *GIVEN, "keyword"])
+
+
+@WAY
 @pytest.mark.parametrize("module", ["BatchNorm1d", "counter", "set anew", "two modules"])
 def test_where_modules_are_looked_for(module, way):
     """The function, what it is bound to and the attributes of that, its closure, globals that
-    its code names."""
+    its code names, arguments."""
     model, want = made(module), made(module)
-    assert train(model, checkpointed(WAYS[way](model))) == train(want, want)
-
-
-@pytest.mark.parametrize("how", ["argument", "keyword", "in containers", "bound method"])
-def test_modules_among_the_arguments(how):
-    """At any depth of containers, and the methods of modules."""
-    model, want = made("counter"), made("counter")
-    fn = checkpointed(lambda x, m: m[0]["m"](x) if how == "in containers" else m(x))
-    calls = {
-        "argument": lambda x: fn(x, model),
-        "keyword": lambda x: fn(x, m=model),
-        "in containers": lambda x: fn(x, [{"m": model}]),
-        "bound method": lambda x: fn(x, model.forward),
-    }
-    assert train(model, calls[how]) == train(want, want)
+    assert train(model, region_of(way, checkpointed, model)) == train(want, want)
 
 
 # ---- what is guarded
@@ -500,27 +514,6 @@ def test_the_rerun_has_the_very_tensors():
     assert seen[0] == seen[1]
 
 
-def test_what_is_saved_of_a_rewound_buffer_is_its_value_of_then():
-    """The buffer is put back when the rerun ends, before the nodes that saved it have run."""
-
-    def run(door):
-        model = SetAnew()
-        model.mean.fill_(2.0)
-        x = leaf()
-
-        def fn(x):
-            y = (x * model.mean).square()  # autograd saves the buffer itself
-            model.mean = model.mean * 3
-            model.last.add_(1)
-            return y
-
-        first, second = door(fn)(x), door(fn)(x)
-        (first.sum() + second.sum()).backward()
-        return left(model, x.grad)
-
-    assert run(lambda fn: checkpointed(fn)) == run(plain)
-
-
 class WritesWhatItSaved(nn.Module):
     def __init__(self):
         super().__init__()
@@ -545,20 +538,25 @@ def test_a_buffer_that_is_written_after_it_was_saved_is_brought_back_as_it_was(d
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-def test_buffers_are_put_back_after_an_error(error):
-    """Values, versions and the tensors themselves."""
-    model = nn.Sequential(nn.BatchNorm1d(4), Counter(), SetAnew())
+def test_buffers_and_training_flags_are_put_back_after_an_error(error):
+    """Values, versions and the tensors themselves; flags that the rerun sets are dropped, too."""
+    model = nn.Sequential(nn.BatchNorm1d(4), Counter(), SetAnew(), nn.Dropout(0.5))
 
     def fn(x):
+        model[3].eval()
         y = model(x)
         if is_recomputing():
             raise error
         return y
 
     def state():
-        return [(name, id(b), b._version, bits(b)) for name, b in model.named_buffers()]
+        buffers = [(name, id(b), b._version, bits(b)) for name, b in model.named_buffers()]
+        return buffers, [m.training for m in model.modules()]
 
     y = checkpointed(fn, early_stop=False)(leaf())
+    model(leaf())
+    model.eval()
+    model[3].train()
     before = state()
     with pytest.raises(error):
         y.sum().backward()
@@ -764,38 +762,19 @@ def test_a_rerun_finds_the_training_flags_of_the_forward(switch, door):
     assert run(DOORS[door]) == run(plain)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@WAY
 def test_training_flags_of_modules_wherever_they_are_looked_for(way):
     """The same places as for buffers."""
 
     def run(door):
         torch.manual_seed(0)
         model, x = regular(), leaf()
-        y = door(WAYS[way](model))(x)
+        y = region_of(way, door, model)(x)
         model.eval()
         y.square().sum().backward()
         return left(model, y, x.grad)
 
     assert run(checkpointed) == run(plain)
-
-
-def test_training_flags_are_put_back_after_an_error():
-    """And those that the rerun itself sets are dropped, too."""
-    model, x = regular(), leaf()
-
-    def fn(x):
-        model[2].eval()
-        if is_recomputing():
-            raise ValueError
-        return model(x)
-
-    y = checkpointed(fn)(x)
-    model.eval()
-    model[2].train()
-    want = [m.training for m in model.modules()]
-    with pytest.raises(ValueError):
-        y.sum().backward()
-    assert [m.training for m in model.modules()] == want
 
 
 # ---- tensors of other types

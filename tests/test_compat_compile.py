@@ -265,17 +265,11 @@ def test_traced_as_torchs(policy):
     from torch.fx.experimental.proxy_tensor import make_fx
 
     def operators(m):
-        options = (
-            {"context_fn": functools.partial(m.create_selective_checkpoint_contexts, policy)}
-            if policy
-            else {}
-        )
+        run = kept(m) if policy else called(use_reentrant=False)(m)
 
         def slope(x, y):
             x = x.detach().requires_grad_()
-            return torch.autograd.grad(
-                m.checkpoint(fn, x, y, use_reentrant=False, **options).sum(), x
-            )[0]
+            return torch.autograd.grad(run(x, y).sum(), x)[0]
 
         graph = make_fx(slope)(*(t.detach() for t in arguments())).graph
         return [str(node.target) for node in graph.nodes]

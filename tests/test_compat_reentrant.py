@@ -69,13 +69,8 @@ def in_sequence(x):
 )
 def test_bits_as_without(fn):
     """Results, gradients, the random stream."""
-    assert all(
-        map(
-            torch.equal,
-            observe(lambda x: fn(x * 2).cos(), leaf()),
-            observe(lambda x: dropped(x * 2).cos(), leaf()),
-        )
-    )
+    have, want = (observe(lambda x, f=f: f(x * 2).cos(), leaf()) for f in (fn, dropped))
+    assert all(map(torch.equal, have, want))
 
 
 @pytest.mark.parametrize("how", ["argument", "closure"])
@@ -97,20 +92,13 @@ def test_generators_are_taken_back(how):
 
 def test_ambient_state_is_that_of_the_forward():
     """Autocast, default dtype, the device of a context; and it can be told from the forward."""
-    seen = []
+    seen, x = [], leaf()
 
     def fn(x):
-        recomputed.append(is_recomputing())
-        seen.append(
-            (
-                torch.is_autocast_enabled("cpu"),
-                torch.get_default_dtype(),
-                torch.empty(0).device.type,
-            )
-        )
+        types = torch.get_default_dtype(), torch.empty(0).device.type
+        seen.append((*types, torch.is_autocast_enabled("cpu"), is_recomputing()))
         return x.sin()
 
-    recomputed, x = [], leaf()
     torch.set_default_dtype(torch.float64)
     try:
         with torch.autocast("cpu", torch.bfloat16), torch.device("meta"):
@@ -118,8 +106,8 @@ def test_ambient_state_is_that_of_the_forward():
     finally:
         torch.set_default_dtype(torch.float32)
     y.sum().backward()
-    assert seen == [(True, torch.float64, "meta")] * 2
-    assert recomputed == [False, True] and not is_recomputing()
+    assert seen == [(torch.float64, "meta", True, again) for again in (False, True)]
+    assert not is_recomputing()
 
 
 @pytest.mark.parametrize("how", ["enabled", "disabled", "no_grad"])

@@ -145,7 +145,7 @@ def test_memory_grows_like_the_square_root_of_depth_with_as_many_checkpoints(n):
 
 def test_more_budget_never_means_more_work():
     """Nor much more memory than it grants."""
-    work = [len(replayed(256, units)) for units in (1, 2, 3, 4, 8, 16, 32, 64, 128)]
+    work = [len(replayed(128, units)) for units in (1, 2, 3, 4, 8, 16, 32, 64)]
     assert work == sorted(work, reverse=True)
 
 
@@ -216,7 +216,7 @@ def chunks(x):
 
 
 @pytest.mark.parametrize("program", [rows, elements, sums, chunks])
-@pytest.mark.parametrize("budget", [None, 3000, 9000, 13000, 25000, 40000, 60000, 100000])
+@pytest.mark.parametrize("budget", [None, 3000, 9000, 25000, 60000])
 @pytest.mark.filterwarnings("ignore:.*smallest budget possible")
 def test_writes_in_place_between_cuts_and_levels(program, budget):
     """What an earlier replay has delivered or stored is not overwritten by a later one."""

@@ -122,7 +122,7 @@ def test_the_picture_is_the_same_each_time_and_names_each_line(tmp_path, monkeyp
     picture = importlib.import_module("picture")
     files = [tmp_path / "a.svg", tmp_path / "b.svg"]
     for file in files:
-        picture.draw(str(file), SMALL)
+        picture.draw(str(file), [*SMALL, "--layers", "2", "--context", "32"])
     text = files[0].read_text(encoding="utf-8")
     assert text == files[1].read_text(encoding="utf-8")
     for word in [

@@ -23,7 +23,6 @@ from checkpointing import (
     CheckpointError,
     auto,
     checkpoint_modules,
-    checkpoint_scope,
     checkpointed,
     disabled,
 )
@@ -208,20 +207,15 @@ def test_a_model_with_its_handle_can_be_copied():
 
 def test_the_model_looks_as_before():
     """Names, keys, classes, signatures."""
+
+    def looks(model):
+        classes, signature = map(type, model.modules()), inspect.signature(model.layers[0].forward)
+        return list(model.state_dict()), list(classes), signature, repr(model)
+
     model = Model()
-    keys, classes, before = (
-        list(model.state_dict()),
-        [type(m) for m in model.modules()],
-        repr(model),
-    )
-    signature = inspect.signature(model.layers[0].forward)
+    before = looks(model)
     checkpoint_modules(model, Block)
-    assert (
-        list(model.state_dict()) == keys
-        and [type(m) for m in model.modules()] == classes
-        and repr(model) == before
-    )
-    assert inspect.signature(model.layers[0].forward) == signature
+    assert looks(model) == before
     Model().load_state_dict(model.state_dict())
 
 
@@ -272,19 +266,6 @@ def test_switches():
         assert step(model)[1] == 0
     with torch.no_grad():
         assert not model(X).requires_grad
-
-
-def test_in_a_scope():
-    """Regions nest in blocks, as everywhere."""
-    model = Model()
-    want = plain(model)
-    checkpoint_modules(model, Block)
-
-    def scoped(x):
-        with checkpoint_scope():
-            return model(x)
-
-    assert step(model, scoped)[0] == want
 
 
 # ---- errors
@@ -623,20 +604,26 @@ class Holding(nn.Module):
         return getattr(self, "run", self.block)(x * 2)
 
 
-def with_forward(backend):
+def with_forward(wrap):
     """The block's `forward` replaced on the instance."""
     model = Holding(Counting)
-    model.block.forward = checkpointed(model.block.forward, backend=backend)
+    model.block.forward = wrap(model.block.forward)
     return model
 
 
+DROP_IN = {
+    "decorator": checkpoint(use_reentrant=False),
+    "partial": lambda forward: functools.partial(checkpoint, forward, use_reentrant=False),
+}
 WRAPPED = {
     "decorated class": lambda: Holding(CheckpointedBlock),
     "decorated method": lambda: Holding(MethodBlock),
     "instance in an attribute": lambda: Holding(Counting, "rerun"),
     "instance in an attribute, replay": lambda: Holding(Counting, "replay"),
-    "forward of the instance": lambda: with_forward("rerun"),
-    "forward of the instance, replay": lambda: with_forward("replay"),
+    "forward of the instance": lambda: with_forward(checkpointed),
+    "forward of the instance, replay": lambda: with_forward(checkpointed(backend="replay")),
+    "forward in the drop-in's decorator": lambda: with_forward(DROP_IN["decorator"]),
+    "forward in a partial of the drop-in": lambda: with_forward(DROP_IN["partial"]),
 }
 
 

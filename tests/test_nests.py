@@ -26,7 +26,7 @@ from typing import Any
 import pytest
 import torch
 import torch.utils.checkpoint
-from oracle import PassThrough, bits, tensors, weigh
+from oracle import Double, PassThrough, bits, noisy, tensors, weigh
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.nn import functional as F
@@ -71,28 +71,6 @@ class Pair(torch.autograd.Function):
         y, e = ctx.saved_tensors
         wanted = ctx.needs_input_grad
         return (g * y + h) * (1 - e * e) if wanted[0] else None, g * e if wanted[1] else None
-
-
-class Double(torch.autograd.Function):
-    """Writes its input in place and saves the result."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.mark_dirty(x.mul_(2))
-        ctx.save_for_backward(x)
-        return x
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Tensor:
-        return g * 2 + 0 * ctx.saved_tensors[0]
-
-
-@torch.library.custom_op("nests::noisy", mutates_args=())
-def noisy(x: Tensor) -> Tensor:
-    return x + torch.rand(x.shape, dtype=x.dtype)
-
-
-noisy.register_autograd(lambda ctx, g: g)
 
 
 @torch.library.custom_op("nests::bump", mutates_args=("x",))

@@ -2,13 +2,13 @@
 order."""
 
 import contextlib
-import pickle
 import weakref
 
 import pytest
 import torch
 from oracle import Watching, bits, count
 from test_auto import NESTINGS, gradients
+from test_auto import net as auto_net
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -56,68 +56,13 @@ def sent(monkeypatch):
     return seen
 
 
-# ---- a policy as others
-
-
-def test_it_is_frozen_printable_and_hashable():
-    """Equal when made the same way."""
-    for make, text in (
-        (lambda: offload(), "offload()"),
-        (lambda: offload(min_bytes="1 KiB"), "offload()"),
-        (lambda: offload([SIN]), "offload(save_ops(aten.sin.default))"),
-        (lambda: offload(auto(), device="cuda:1", pin_memory=False), None),
-        (lambda: offload() | save_ops(SIN), "offload() | save_ops(aten.sin.default)"),
-    ):
-        policy = make()
-        assert policy == make() != offload(min_bytes=77)
-        assert hash(policy) == hash(make())
-        assert repr(policy) == (text or "offload(auto(), device='cuda:1', pin_memory=False)")
-        for field in policy._fields:
-            with pytest.raises(AttributeError):
-                setattr(policy, field, None)
-    assert pickle.loads(pickle.dumps(offload(save_tagged("a")))) == offload(save_tagged("a"))
-
-
-MISTAKES = [
-    ("device", "meta", ValueError),
-    ("device", "nowhere", RuntimeError),
-    ("min_bytes", -1, ValueError),
-    ("min_bytes", None, TypeError),
-    ("policy", 3, TypeError),
-    ("policy", [torch.sin], ValueError),
-]
-
-
-@pytest.mark.parametrize(("name", "value", "error"), MISTAKES)
-def test_mistakes_are_said_at_once(name, value, error):
-    """Not in the first backward."""
-    with pytest.raises(error):
-        offload(**{name: value})
-
-
 # ---- bits
 
 
 def net():
-    """Dropout, batch norm, in-place operators, views, tags."""
-    layers = nn.ModuleList(
-        nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.ReLU(inplace=True), nn.Dropout(0.2))
-        for _ in range(4)
-    )
-    x = torch.rand(8, 16).requires_grad_()
-
-    def run():
-        y, collected = x * 1, []
-        for layer in layers:
-            y = tag(y + layer(y), "a")
-            y[:, :2].mul_(0.5)
-            collected.append(y[2:4].t())
-            y = keep(y.clone())
-            y = y.add_(1).tanh()
-        y = checkpointed(lambda y: torch.dropout(y.sin(), 0.3, True))(y)
-        return sum(k.tanh().sum() for k in collected) + y.sin().sum()
-
-    return run, [x, *layers.parameters()], list(layers.buffers())
+    """With tags, kept values, and regions inside."""
+    dropout = checkpointed(lambda y: torch.dropout(y.sin(), 0.3, True))
+    return auto_net(4, tag, lambda t: dropout(keep(t)))
 
 
 scoped = NESTINGS["scope"]

@@ -1,5 +1,6 @@
 """What to keep: policies as values, tags, and regions inside regions."""
 
+import collections
 import dataclasses
 import pickle
 from collections import Counter
@@ -16,6 +17,8 @@ from checkpointing import (
     auto,
     checkpoint_scope,
     checkpointed,
+    keep,
+    offload,
     save_ops,
     save_tagged,
     tag,
@@ -40,16 +43,10 @@ def gradient(fn):
 def ran_again(fn, *args):
     """What backward runs of the operators that `program` is made of, beyond what plain code's
     backward runs."""
-    x = leaf(3, 3)
-    ran = Counter(count(fn(x).sum().backward))
+    ran = Counter(count(fn(leaf(3, 3)).sum().backward))
     ran.subtract(count(program(leaf(3, 3)).sum().backward))
-    return Counter(
-        {
-            name: n
-            for name, n in ran.items()
-            if n and name in ("sin", "mm", "exp", "atan", "tanh", "cos")
-        }
-    )
+    names = ("sin", "mm", "exp", "atan", "tanh", "cos")
+    return Counter({name: ran[name] for name in names if ran[name]})
 
 
 DOORS = pytest.mark.parametrize("door", [scope, checkpointed], ids=["scope", "fn"])
@@ -70,6 +67,12 @@ PRINTED = {
         save_ops(MM) | save_tagged("a") | [EXP]
     ),
     "save_ops(aten.mm.default) | save_tagged('a')": lambda: [MM] | save_tagged("a"),
+    "offload()": lambda: offload(min_bytes="1 KiB"),  # by default
+    "offload(save_ops(aten.sin.default))": lambda: offload([SIN]),
+    "offload(auto(), device='cuda:1', pin_memory=False)": lambda: offload(
+        auto(), device="cuda:1", pin_memory=False
+    ),
+    "offload() | save_ops(aten.sin.default)": lambda: offload() | save_ops(SIN),
 }
 
 
@@ -90,9 +93,10 @@ def test_different_policies_differ():
     assert save_ops(MM, EXP) == save_ops(EXP, MM) != save_ops(MM)
     assert save_tagged("a") != save_tagged("b")
     assert save_ops() != save_tagged()
+    assert offload() != offload(min_bytes=77)
     assert asking | save_tagged("a") == asking | save_tagged("a")
-    policy = save_tagged("a", "b") | save_tagged("c")
-    assert pickle.loads(pickle.dumps(policy)) == policy
+    for policy in (save_tagged("a", "b") | save_tagged("c"), offload(save_tagged("a"))):
+        assert pickle.loads(pickle.dumps(policy)) == policy
 
 
 @pytest.mark.parametrize(
@@ -112,6 +116,12 @@ def test_different_policies_differ():
         ),
         (lambda: checkpoint_scope(policy=[torch.mm]), ValueError, "OpOverloads such as"),
         (lambda: tag(torch.ones(2), 3), TypeError, "a tag is a string"),
+        (lambda: offload(device="meta"), ValueError, "meta"),
+        (lambda: offload(device="nowhere"), RuntimeError, "nowhere"),
+        (lambda: offload(min_bytes=-1), ValueError, "min_bytes"),
+        (lambda: offload(min_bytes=None), TypeError, "min_bytes"),
+        (lambda: offload(3), TypeError, "not 3"),
+        (lambda: offload([torch.sin]), ValueError, "OpOverloads such as"),
         (
             lambda: checkpointed(len, backend="rerun", policy=save_ops(MM)),
             ValueError,
@@ -169,17 +179,14 @@ def test_all_six_answers_act(answer):
     del y
 
 
+NO_ANSWER = r"answers with a CheckpointPolicy or a bool.*aten\.mm"
+
+
 @pytest.mark.parametrize(
     ("policy", "error"),
     [
-        (
-            lambda ctx, op, *args, **kwargs: None,
-            r"answers with a CheckpointPolicy or a bool.*aten\.mm",
-        ),
-        (
-            lambda ctx, op, *args, **kwargs: "save",
-            r"answers with a CheckpointPolicy or a bool.*aten\.mm",
-        ),
+        (lambda ctx, op, *args, **kwargs: None, NO_ANSWER),
+        (lambda ctx, op, *args, **kwargs: "save", NO_ANSWER),
         (lambda op: True, r"policy, asked for aten\.mm.* takes 1 positional argument"),
     ],
 )
@@ -246,17 +253,32 @@ class Pair:
     b: object
 
 
-@pytest.mark.parametrize("wrap", [lambda a, b: [a, b], lambda a, b: Pair((a,), {"b": b, "n": 3})])
-def test_every_tensor_in_a_tagged_structure(wrap):
-    """As `keep` does."""
+Named = collections.namedtuple("Named", "a b")
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda a, b: [a, b],
+        lambda a, b: {"x": (a, [b])},
+        lambda a, b: Pair((a,), {"b": b, "n": 3}),
+        lambda a, b: Named([a], b),
+    ],
+)
+@pytest.mark.parametrize("mark", [keep, lambda value: tag(value, "both")], ids=["keep", "tag"])
+def test_every_tensor_in_a_structure_is_kept(mark, wrap):
+    """By hand, and by a policy that names its tag."""
     x = leaf(10)
     with checkpoint_scope(policy=save_tagged("both")) as entered:
         a, b = x.sin(), x.cos()
         value = wrap(a, b)
-        assert tag(value, "both") is value
+        assert mark(value) is value
         y = a.exp().sin() * b.exp().sin()
     assert entered.stats.bytes_kept == 80
-    del y
+    y.sum().backward()
+    assert entered.stats.ops_replayed == 4  # the exponentials and their sines
+    want = (x.sin().exp().sin() * x.cos().exp().sin()).sum()
+    assert bits(x.grad) == bits(torch.autograd.grad(want, x)[0])
 
 
 # ---- regions in regions

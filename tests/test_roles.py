@@ -77,9 +77,18 @@ def assert_right_or_refused(plain, function, make, hooks=contextlib.nullcontext)
     return True
 
 
-OUTER = pytest.mark.parametrize("outer", ["rerun", "compat", "replay", "offload auto"])
-INNER = pytest.mark.parametrize("inner", ["rerun", "all of it", "scope", "offload"])
+OUTER = ["rerun", "compat", "replay", "offload auto"]
+INNER = ["rerun", "all of it", "scope", "offload"]
 AROUND = pytest.mark.parametrize("hooks", HOOKS.values(), ids=HOOKS)
+
+
+def nested_in_hooks(inner):
+    """Each outer region with each of these inside: without hooks around, and in one kind of them
+    by turns."""
+    pairs = enumerate(itertools.product(OUTER, inner))
+    some = [(*pair, hooks) for i, pair in pairs for hooks in ("no hooks", [*HOOKS][1 + i % 3])]
+    cases = [(REGIONS[outer], REGIONS[inner], HOOKS[hooks]) for outer, inner, hooks in some]
+    return pytest.mark.parametrize(("outer", "inner", "hooks"), cases, ids=map("-".join, some))
 
 
 # ---- keep and forward_only beside inner regions
@@ -161,37 +170,25 @@ PROGRAMS = [
 ]
 
 
-@AROUND
-@INNER
-@OUTER
+def two_leaves():
+    return leaf(4, 4), leaf(4, 4)
+
+
+@nested_in_hooks(INNER)
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_kept_values_and_inner_regions(program, outer, inner, hooks):
     """The inner region of the recompute meets the tensors that it met in the forward."""
-    outer, inner = REGIONS[outer], REGIONS[inner]
-
-    def as_plain(function):
-        return function
-
-    def make():
-        return leaf(4, 4), leaf(4, 4)
-
-    plain = program(as_plain)
-    views_apart = hooks is not contextlib.nullcontext
-    if views_apart and program is kept_view:
-        assert_right_or_refused(plain, outer(program(inner)), make, hooks)
-    else:
-        assert_as_plain(plain, outer(program(inner)), make, hooks)
+    views_apart = hooks is not contextlib.nullcontext and program is kept_view
+    check = assert_right_or_refused if views_apart else assert_as_plain
+    check(program(lambda f: f), outer(program(inner)), two_leaves, hooks)
 
 
 # ---- one tensor held twice
 
 
-@AROUND
-@INNER
-@OUTER
+@nested_in_hooks(INNER)
 def test_one_tensor_that_is_two_arguments(outer, inner, hooks):
     """It comes back as one: also in containers and closed over."""
-    outer, inner = REGIONS[outer], REGIONS[inner]
 
     def program(door, region):
         def function(x, w):
@@ -209,23 +206,22 @@ def test_one_tensor_that_is_two_arguments(outer, inner, hooks):
 
         return function
 
-    make = lambda: (leaf(4, 4), leaf(4, 4))  # noqa: E731
-    plain = program(lambda f: f, lambda f: f)
-    assert_as_plain(plain, program(outer, inner), make, hooks)
-    assert_as_plain(
-        plain, scope(program(outer, inner), policy=offload(inputs=True, min_bytes=0)), make, hooks
-    )
+    plain, function = program(lambda f: f, lambda f: f), program(outer, inner)
+    assert_as_plain(plain, function, two_leaves, hooks)
+    sent = scope(function, policy=offload(inputs=True, min_bytes=0))
+    assert_as_plain(plain, sent, two_leaves, hooks)
 
 
 # ---- who writes
 
 
-def reads_and_writes(region, write):
+def reads_and_writes(region, write, reader=None):
     """Two regions read `a`; the later one writes it at its start."""
+    reader = reader or region
 
     def function(x, w):
         a = x * 1.5
-        y = region(lambda a, w: (a + 1).exp() * w)(a, w)
+        y = reader(lambda a, w: (a + 1).exp() * w)(a, w)
         return y + write(region, a, w).cos()
 
     return function
@@ -271,42 +267,26 @@ def further_inside(region, a, w):
     return region(block)(a, w)
 
 
-@AROUND
-@pytest.mark.parametrize("inner", RERUNS.values(), ids=RERUNS)
-@OUTER
-@pytest.mark.parametrize(
-    "write", [as_argument, by_closure, through_a_view, without_grad, further_inside]
-)
+WRITES = [as_argument, by_closure, through_a_view, without_grad, further_inside]
+
+
+@nested_in_hooks(RERUNS)
+@pytest.mark.parametrize("write", WRITES)
 def test_a_region_that_writes_what_another_one_reads(write, outer, inner, hooks):
     """In the forward and in each recompute, which writes what is its own."""
-    outer = REGIONS[outer]
-    make = lambda: (leaf(4, 4), leaf(4, 4))  # noqa: E731
-    plain = reads_and_writes(lambda f: f, write)
-    works = assert_right_or_refused(plain, outer(reads_and_writes(inner, write)), make, hooks)
+    plain, function = reads_and_writes(lambda f: f, write), outer(reads_and_writes(inner, write))
+    works = assert_right_or_refused(plain, function, two_leaves, hooks)
     assert works or (write is through_a_view and hooks is not contextlib.nullcontext)
 
 
-@INNER
-@OUTER
-@pytest.mark.parametrize(
-    "write", [as_argument, by_closure, through_a_view, without_grad, further_inside]
-)
+@pytest.mark.parametrize("inner", INNER)
+@pytest.mark.parametrize("outer", OUTER)
+@pytest.mark.parametrize("write", WRITES)
 def test_regions_of_two_kinds(write, outer, inner):
     """One reads, another one writes."""
-    outer, inner = REGIONS[outer], REGIONS[inner]
-    make = lambda: (leaf(4, 4), leaf(4, 4))  # noqa: E731
     for reader in (checkpointed, scope):
-
-        def program(reader, writer):
-            def function(x, w):
-                a = x * 1.5
-                y = reader(lambda a, w: (a + 1).exp() * w)(a, w)
-                return y + write(writer, a, w).cos()
-
-            return function
-
-        plain = program(lambda f: f, lambda f: f)
-        assert_as_plain(plain, outer(program(reader, inner)), make)
+        function = REGIONS[outer](reads_and_writes(REGIONS[inner], write, reader))
+        assert_as_plain(reads_and_writes(lambda f: f, write), function, two_leaves)
 
 
 @AROUND
@@ -314,12 +294,15 @@ def test_regions_of_two_kinds(write, outer, inner):
 @pytest.mark.parametrize("write", [as_argument, by_closure, without_grad])
 def test_a_region_that_writes_what_is_from_outside_of_all(write, door, hooks):
     """Refused, or right where hooks have made copies; the second time, too."""
-    make = lambda: (leaf(4, 4), leaf(4, 4))  # noqa: E731
-    plain = lambda x, w: write(lambda f: f, x * 1.5, w)  # noqa: E731
-    works = assert_right_or_refused(plain, lambda x, w: write(door, x * 1.5, w), make, hooks)
+
+    def function(x, w, door=door):
+        return write(door, x * 1.5, w)
+
+    plain = functools.partial(function, door=lambda f: f)
+    works = assert_right_or_refused(plain, function, two_leaves, hooks)
     assert not (works and hooks in (contextlib.nullcontext, save_on_cpu))
     with pytest.raises(CheckpointError, match="backend='replay'"):
-        gradients(lambda x, w: write(door, x * 1.5, w), make)
+        gradients(function, two_leaves)
 
 
 # ---- layouts
@@ -347,7 +330,7 @@ def test_layouts_stay(layout, hooks):
         return t.sum(-1).exp().mean() * t.mean()
 
     def make():
-        return (leaf(100, 100),)
+        return (leaf(20, 100),)
 
     def inside(x, kept, door):
         return door(lambda: reduce(kept(layout((x * 2).exp()))))()

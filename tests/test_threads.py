@@ -6,7 +6,6 @@ import time
 
 import pytest
 import torch
-import torch.nn.functional as F
 from beside import Program
 from oracle import apply, at_once, bits, count, leaf
 from torch import nn
@@ -44,23 +43,6 @@ def test_regions_and_backwards_at_once(word):
     for have, gradients in zip(at_once(*(steps(x, w) for x, w in inputs)), want, strict=True):
         for step in have:
             assert list(map(bits, step)) == list(map(bits, gradients))
-
-
-@WORD
-def test_forward_here_and_backward_there(word):
-    """Backward in another thread than forward, with its dropout masks."""
-    x, w = leaf(4, 4), leaf(4, 4)
-
-    def fn(x, w):
-        return F.dropout((x @ w).sin(), 0.5).exp()
-
-    def step(fn):
-        torch.manual_seed(3)
-        y = fn(x, w)
-        (gradients,) = at_once(lambda: torch.autograd.grad(y.sum(), [x, w]))
-        return [bits(t) for t in (y, *gradients, torch.get_rng_state())]
-
-    assert step(apply(word, fn)) == step(fn)
 
 
 @WORD

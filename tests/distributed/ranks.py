@@ -243,19 +243,10 @@ def in_sequence(call, step):
 @program("fsdp2 x tensor parallel, around", world=4, shape=(2, 2), plan=TENSOR)
 @program("fsdp2 x tensor parallel, the model", world=4, where="whole", shape=(2, 2), plan=TENSOR)
 @program("fsdp2 x sequence parallel", world=4, shape=(2, 2), plan=SEQUENCE, step=in_sequence)
-def sharded(
-    door,
-    whole,
-    where="around",
-    shape=(2, 1),
-    plan=None,
-    step=once,
-    two=False,
-    root_only=False,
-    **options,
-):
+def sharded(door, whole, where="around", shape=(2, 1), plan=None, step=once, **options):
     """In the order that the README recommends, if not `late`."""
-    frozen, late, compiled = (options.pop(name, False) for name in ("frozen", "late", "compiled"))
+    flags = ("frozen", "late", "compiled", "two", "root_only")
+    frozen, late, compiled, two, root_only = (options.pop(flag, False) for flag in flags)
     mesh = mesh_of(shape)
     if where == "whole" and whole is plain:
         door, whole = plain, door

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
 import gc
 import warnings
 from collections.abc import Callable, Iterator
@@ -163,26 +164,17 @@ def no_garbage() -> Iterator[None]:
 
 
 # ---- tables of programs
+@dataclasses.dataclass
 class Case:
     """A program; `refused` names the doors that may raise a CheckpointError instead, `doors` those
     that make sense."""
 
-    def __init__(
-        self,
-        program: Any,
-        make: Any,
-        refused: Any = (),
-        backwards: Any = tuple(BACKWARDS),
-        doors: Any = ALL,
-    ) -> None:
-        self.program, self.make, self.refused, self.backwards, self.doors = (
-            program,
-            make,
-            refused,
-            backwards,
-            doors,
-        )
-        self._wanted: dict[str, dict[str, Any]] = {}
+    program: Any
+    make: Any
+    refused: Any = ()
+    backwards: Any = tuple(BACKWARDS)
+    doors: Any = ALL
+    _wanted: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
 
     def check(self, door: str) -> None:
         """Same as plain, for every kind of backward."""

@@ -10,7 +10,6 @@ import functools
 import gc
 import random
 import sys
-import threading
 import warnings
 import weakref
 from types import SimpleNamespace
@@ -19,7 +18,7 @@ import pytest
 import torch
 import torch.utils.checkpoint
 from bitwise import DOORS, differences
-from oracle import bits, r, s, tensors, weigh
+from oracle import at_once, bits, r, s, tensors, weigh
 from torch import nn
 from torch.func import functional_call
 from torch.nn import functional as F
@@ -104,23 +103,16 @@ class Scale(torch.autograd.Function):
 class Cases:
     # ---- sizes and numbers
     def sizes(n, region, m):
-        return region(
-            lambda x, w: (x @ w).sin().cumsum(0)[: n + 1].exp() @ w,
-            m.leaf(3 + 2 * n, 16),
-            m.leaf(16, 16),
-        )
+        x, w = m.leaf(3 + 2 * n, 16), m.leaf(16, 16)
+        return region(lambda x, w: (x @ w).sin().cumsum(0)[: n + 1].exp() @ w, x, w)
 
     def numbers(n, region, m):
         number = (1, 1.0, True, 0.0, -0.0, float("nan"))[n]
 
         def f(x, k):
             y = x * number + (k * number).sum() + torch.copysign(x, torch.full_like(x, number))
-            z = (
-                torch.full((8, 8), number),
-                k * number,
-                torch.add(x, x.sin(), alpha=float(number)).exp(),
-            )
-            return (y / 3).sin() * z[0], z[1:]
+            z = k * number, torch.add(x, x.sin(), alpha=float(number)).exp()
+            return (y / 3).sin() * torch.full((8, 8), number), z
 
         return region(f, m.leaf(8, 8), m.leaf(4, dtype=torch.int64))
 
@@ -219,10 +211,8 @@ class Cases:
 
     # ---- modules, parameters and modes
     def freezing(n, region, m):
-        net = m.once(
-            "net",
-            lambda: nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.LayerNorm(8)),
-        )
+        layers = nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.LayerNorm(8)
+        net = m.once("net", lambda: nn.Sequential(*layers))
         for i, p in enumerate(net.parameters()):
             p.requires_grad_((i + n) % 3 != 0)
         return region(lambda x: net(x).sin().exp() * x, m.leaf(6, 8, wants=n != 1))
@@ -284,20 +274,14 @@ class Cases:
             return before.exp() @ weight.t().clone()[:, 1:], weight.sin()
 
         def weight():
-            made = (
-                nn.Parameter(y.detach().clone())
-                if n % 2
-                else y.detach().clone()
-                if n % 3
-                else y * 2
-            )
+            copied = y.detach().clone()
+            made = nn.Parameter(copied) if n % 2 else copied if n % 3 else y * 2
             m.leaves += [made] * made.is_leaf
             return made
 
         x, y = m.leaf(8, 8), m.leaf(8, 8)
-        return region(f, x, weight()), region(
-            lambda x, weight: region(f, x, weight)[0].sin(), x, weight()
-        )
+        inside = lambda x, weight: region(f, x, weight)[0].sin()  # noqa: E731
+        return region(f, x, weight()), region(inside, x, weight())
 
     # ---- which tensor is which
     def one_tensor_or_two(n, region, m):
@@ -306,11 +290,9 @@ class Cases:
 
     def written_aliases(n, region, m):
         x, base = m.leaf(4, 8), torch.randn(6, 8, dtype=torch.float64)
-        a, others = (
-            base[:4],
-            (base[:4], base[1:5], base[2:].clone(), base[2:].detach(), base[:4].clone()),
-        )
-        b = (*others, base.t()[:, :4].t())[n]
+        a, moved = base[:4], base.t()[:, :4].t()
+        others = base[:4], base[1:5], base[2:].clone(), base[2:].detach(), base[:4].clone()
+        b = (*others, moved)[n]
 
         def f(x):
             first, second = x * a.sin(), x.exp() * b.cos()
@@ -342,28 +324,16 @@ class Cases:
         return region(f, m.leaf(4, 8))
 
     def strides_and_dtypes(n, region, m):
-        kind = (
-            torch.float64,
-            torch.float32,
-            torch.complex64,
-            torch.float64,
-            torch.bfloat16,
-            torch.float16,
-        )[n]
+        kinds = torch.float64, torch.float32, torch.complex64, torch.float64, torch.bfloat16
+        kind = (*kinds, torch.float16)[n]
         x, y = m.leaf(8, 8, dtype=kind), m.leaf(8, 8, dtype=torch.int64 if n == 3 else kind)
-        x = (
-            x.t(),
-            x[::2, ::2],
-            x.conj(),
-            x.expand(2, 8, 8),
-            x.contiguous(),
-            x.unfold(0, 2, 1)[..., 0],
-        )[n]
-        return region(
-            lambda x, y: ((x * y[: x.shape[-2], : x.shape[-1]]).sin().sum(-1) * 2, x.abs().exp()),
-            x,
-            y,
-        )
+        views = x.t(), x[::2, ::2], x.conj(), x.expand(2, 8, 8), x.contiguous()
+        x = (*views, x.unfold(0, 2, 1)[..., 0])[n]
+
+        def f(x, y):
+            return (x * y[: x.shape[-2], : x.shape[-1]]).sin().sum(-1) * 2, x.abs().exp()
+
+        return region(f, x, y)
 
     def subclasses_and_layouts(n, region, m):
         def f(x, w):
@@ -392,12 +362,8 @@ class Cases:
             out = x.detach()[:2].exp()
             out.resize_(1 + n, 8)
             out.numpy()[2:] = n
-            other = (
-                torch.empty(0),
-                torch.empty(9, 8),
-                torch.zeros(18, 8)[:9],
-                torch.ones(8, 9).t(),
-            )[n % 4].double()
+            others = torch.empty(0), torch.empty(9, 8), torch.zeros(18, 8)[:9], torch.ones(8, 9).t()
+            other = others[n % 4].double()
             torch.exp(x.detach(), out=other)
             return (x[: 1 + n] * out.sin()).exp() * other[: 1 + n].cos()
 
@@ -430,9 +396,8 @@ class Cases:
             state = (x @ state + x).tanh()
             return state, state.exp().sin()
 
-        state, out = region(
-            f, m.leaf(8, 8), getattr(m, "state", torch.zeros(8, 8, dtype=torch.float64))
-        )
+        before = getattr(m, "state", torch.zeros(8, 8, dtype=torch.float64))
+        state, out = region(f, m.leaf(8, 8), before)
         m.state = state.detach().requires_grad_(n % 2 == 0)
         return state, out
 
@@ -511,10 +476,8 @@ class Cases:
         return region(f, m.leaf(8, 8) * 1, m.leaf(8, 8))
 
     def whole_step(n, region, m):
-        net = m.once(
-            "net",
-            lambda: nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.BatchNorm1d(8), nn.Linear(8, 8)),
-        )
+        layers = nn.Linear(8, 8), nn.Tanh(), nn.BatchNorm1d(8), nn.Linear(8, 8)
+        net = m.once("net", lambda: nn.Sequential(*layers))
         adam = m.once("adam", lambda: torch.optim.Adam(net.parameters(), foreach=True))
 
         def f(x):
@@ -623,9 +586,10 @@ def test_a_program_that_is_left_in_the_middle(name, monkeypatch):
     check("scope", [(name, n) for n in STEPS[:7]])
 
 
-@pytest.mark.parametrize(
-    "door", (s, r, lambda f: s(f, policy=auto())), ids=("scope", "replay", "auto")
-)
+THREADED = {"scope": s, "replay": r, "auto": functools.partial(s, policy=auto())}
+
+
+@pytest.mark.parametrize("door", THREADED.values(), ids=THREADED)
 def test_threads_through_one_site(door):
     """Whoever records it, and whoever follows."""
 
@@ -637,39 +601,25 @@ def test_threads_through_one_site(door):
         return (y.exp() if n < 5 else y.sigmoid()) @ w
 
     def gradients(f, n):
-        generator = torch.Generator().manual_seed(n)
-        x, w = (
-            torch.randn(8, 8, generator=generator, requires_grad=i < 1 + n % 2) for i in range(2)
-        )
+        draw = functools.partial(torch.randn, generator=torch.Generator().manual_seed(n))
+        x, w = (draw(8, 8, requires_grad=i < 1 + n % 2) for i in range(2))
         f(x, w, n).sum().backward()
         return bits([x.grad, w.grad])
 
     def work(k):
-        barrier.wait()
         for i in range(12):
             n = (i * (k + 1) + k) % 8
-            try:
-                assert gradients(region, n) == want[n]
-            except Exception as error:
-                errors.append(error)
+            assert gradients(region, n) == want[n]
 
-    want, errors, region, barrier = (
-        [gradients(f, n) for n in range(8)],
-        [],
-        door(f),
-        threading.Barrier(4),
-    )
+    want, region = [gradients(f, n) for n in range(8)], door(f)
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
         for _ in range(6):
             programs.clear_programs()
-            threads = [threading.Thread(target=work, args=(k,)) for k in range(4)]
-            [thread.start() for thread in threads]
-            [thread.join() for thread in threads]
+            at_once(*(functools.partial(work, k) for k in range(4)))
     finally:
         sys.setswitchinterval(interval)
-    assert not errors, errors
 
 
 def test_nothing_grows_with_the_number_of_programs(monkeypatch):

@@ -5,6 +5,7 @@ import torch
 from bitwise import ALL, DOORS, RERUN, Table, leaves
 from oracle import bits
 from torch import Tensor, nn
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._pytree import tree_map
 
 import checkpointing
@@ -49,39 +50,6 @@ class Scaled(Tensor):
         return "Scaled"
 
 
-class TwoOf(Tensor):
-    """A wrapper that stays: two plain tensors side by side."""
-
-    @staticmethod
-    def __new__(cls, a, b):
-        return Tensor._make_wrapper_subclass(cls, a.shape, dtype=a.dtype, strides=a.stride())
-
-    def __init__(self, a, b):
-        self.a, self.b = a, b
-
-    def __tensor_flatten__(self):
-        return ["a", "b"], None
-
-    @staticmethod
-    def __tensor_unflatten__(parts, context, size, stride):
-        return TwoOf(parts["a"], parts["b"])
-
-    @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        one = tree_map(lambda t: t.a if isinstance(t, TwoOf) else t, (args, kwargs))
-        two = tree_map(lambda t: t.b if isinstance(t, TwoOf) else t, (args, kwargs))
-        a, b = func(*one[0], **one[1]), func(*two[0], **two[1])
-        if not isinstance(a, Tensor):
-            return a
-        from torch.utils._python_dispatch import return_and_correct_aliasing
-
-        return return_and_correct_aliasing(func, args, kwargs, TwoOf(a, b))
-
-    def __repr__(self, **_):
-        return "TwoOf"
-
-
 pytestmark = pytest.mark.filterwarnings("ignore")  # prototypes and betas of torch
 case = Table(leaves())
 
@@ -107,26 +75,25 @@ def wrapper_from_before(region, x, y):
 
 @case
 def wrapper_that_stays(x, y):
-    t = TwoOf((x * 2).detach(), (y * 3).detach()).requires_grad_()
+    t = TwoTensor((x * 2).detach(), (y * 3).detach()).requires_grad_()
     h = (t.sin() * t).exp()
-    (g,) = torch.autograd.grad(
-        h.sum(), t, TwoOf(*torch.ones(2, dtype=x.dtype).unbind()), create_graph=False
-    )
+    ones = (torch.ones((), dtype=x.dtype) for _ in "ab")
+    (g,) = torch.autograd.grad(h.sum(), t, TwoTensor(*ones), create_graph=False)
     return x * g.a, y * g.b * x
 
 
 @case(whole=True)
 def wrapper_that_stays_across(region, x, y):
-    t = TwoOf((x * 2).detach(), (y * 3).detach()).requires_grad_()
+    t = TwoTensor((x * 2).detach(), (y * 3).detach()).requires_grad_()
     h = region(lambda t: (t.sin() * t).exp(), t)
     k = region(lambda h: h.cos() * h.t().t(), h)
-    (g,) = torch.autograd.grad(k, t, TwoOf(x.detach(), y.detach()))
+    (g,) = torch.autograd.grad(k, t, TwoTensor(x.detach(), y.detach()))
     return x * g.a * y * g.b
 
 
 @case
 def wrapper_written_in_place(x, y):
-    t = TwoOf((x * 2).detach(), (y * 3).detach())
+    t = TwoTensor((x * 2).detach(), (y * 3).detach())
     t.mul_(2)
     t[1:].add_(1)
     u = t.exp()
