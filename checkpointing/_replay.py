@@ -206,16 +206,37 @@ class Replay(Source):
         if is_replayed or type(slot) is not Slot:
             return None
         stock = self._stock_of(holder, where)
-        source = slot.cell if slot.is_held else stock.group.at_hand
-        if source is None:
+        if slot.is_held:
+            return self._referenced(stock.held[slot.cell], where)
+        window = stock.group.shown()
+        if window is None:
             return None
-        held = stock.held[source]
+        table = window.table.copy()
+        for place, key, _ in window.starts:
+            table[place] = self._referenced(stock.held[key], where)
+            if table[place] is None:
+                return None
+        return self._view(window, stock, table, slot.cell)
+
+    def _referenced(self, held: Any, where: Frame) -> Tensor | None:
+        """A tensor that is held as it is."""
         if isinstance(held, Held) and held.is_packed:
             return None
         try:
             return self.fetch(held, where, {})
         except errors.CheckpointError:
             return None  # it will be raised again, from a recompute
+
+    def _view(self, window: Window, stock: Stock, table: list[Any], cell: int) -> Tensor | None:
+        """A view of what is on the table, which no mode sees being made."""
+        if window.instructions:
+            if _torch.mode_count() or not stock.numbers.keys().isdisjoint(window.order):
+                return None
+            with _torch.below_autograd():
+                for instruction in window.instructions:
+                    arguments = [table[place] for place in instruction.args]
+                    table[instruction.results[0]] = instruction.call(*arguments)
+        return table[window.place_of[cell]]  # type: ignore[no-any-return]
 
     def fetch(self, held: Any, where: Frame, inputs: dict[Any, Tensor]) -> Tensor:
         """What a run holds in a cell."""

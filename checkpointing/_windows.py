@@ -323,6 +323,10 @@ class Window:
             for cell, _ in step.memories:
                 self._place(cell)
         self.instructions = [self._instruction(step) for step in steps]
+        self.is_view = all(
+            instruction.is_quick and instruction.step.is_view and len(instruction.results) == 1
+            for instruction in self.instructions
+        )
         grad_mode = None
         for instruction in self.instructions:  # those that are not quick set the grad mode
             instruction.is_quick &= instruction.step.grad_mode is grad_mode
@@ -439,15 +443,17 @@ class Group:
         self.path = path
         self.slots = slots
         self.parts: list[Group] = []
-        self.at_hand: Any = None  # under which key what the only slot shows is held
         self.only: Any = None  # under which key all that it needs is held
         self._windows: dict[Any, Window] = {}
         if len(slots) == 1:
-            source = path.source_of(path.slots[slots[0]].value)
-            self.only = source
-            self.at_hand = (
-                source if type(source) is tuple and source == path.slots[slots[0]].value else None
-            )
+            self.only = path.source_of(path.slots[slots[0]].value)
+
+    def shown(self) -> Window | None:
+        """The window of the only slot, if that is held, or a view of what is held."""
+        if len(self.slots) > 1 or self.parts:
+            return None
+        window = self.window((self.slots[0],))
+        return window if window.is_view else None
 
     def window(self, slots: tuple[int, ...]) -> Window:
         return self._windows.get(slots) or self._found(slots, lambda: Window(self.path, slots))
