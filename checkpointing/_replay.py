@@ -234,8 +234,8 @@ class Replay(Source):
                 return None
             with _torch.below_autograd():
                 for instruction in window.instructions:
-                    arguments = [table[place] for place in instruction.args]
-                    table[instruction.results[0]] = instruction.call(*arguments)
+                    result = instruction.call(*[table[place] for place in instruction.args])
+                    [table[instruction.results[0]]] = tensors_of(result)
         return table[window.place_of[cell]]  # type: ignore[no-any-return]
 
     def fetch(self, held: Any, where: Frame, inputs: dict[Any, Tensor]) -> Tensor:
