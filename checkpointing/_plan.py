@@ -202,8 +202,7 @@ class Model:
         """By position to which backward has come: bytes that are there whatever the block keeps:
         gradients that did not exist before, and what somebody else holds."""
         there = [(0, self.count, m.nbytes) for m in self.memories.values() if not m.cost]
-        for number in missing & self._uses.keys():
-            there.append((0, self._uses[number][-1], self._gradients[number]))
+        there += [(0, self._uses[n][-1], self._gradients[n]) for n in missing & self._uses.keys()]
         return self.sums(there)
 
     def _needed_by_backward(self, missing: set[int]) -> list[int]:
@@ -278,11 +277,9 @@ class Stretch:
         ]
         size = 1.0 if len(minima) <= _MOST_CANDIDATES else (last - first) / _MOST_CANDIDATES
         best: dict[int, int] = {}  # by part
-        for p in minima:
-            part = int((p - first) / size)
-            if part not in best or crossing[p] < crossing[best[part]]:
-                best[part] = p
-        return [first, *best.values(), last]
+        for p in sorted(minima, key=crossing.__getitem__):
+            best.setdefault(int((p - first) / size), p)
+        return [first, *sorted(best.values()), last]
 
     def segments(self, end: int, most: float) -> list[Segment]:
         """Segments that end here: all that need no more than this, and perhaps others."""
@@ -335,10 +332,10 @@ class Stretch:
                     least = held
         return best[self.last][2][1:] if self.last in best else None
 
-    def least_budget(self) -> int | None:
+    def least_budget(self) -> int:
         """The smallest one with room for a cut."""
         costs = [self.cost(segment.across) for segment in self.segments(self.last, math.inf)]
-        return min(filter(None, costs), default=None)
+        return min(filter(None, costs), default=0)
 
     def blocks(self) -> list[int]:
         """Where the blocks begin that the program repeats, and where the last one ends; nothing, if
@@ -371,24 +368,17 @@ class Walk:
         self.again: list[int] = []  # steps that run again
         self.need = 0
         self._reading: set[int] = set()  # memories that they read, whose makers are still to come
-        self._delivered: set[int] = set()
+        self._held = {*kept}  # memories that are kept, or delivered
 
     def down(self) -> None:
         self.index -= 1
         index, stretch, model = self.index, self.stretch, self.stretch.model
-        if index not in stretch.wanted and not model.made[index]:
-            self.need = max(self.need, model.backward[index])
-            return
-        new = stretch.wanted.get(index, _NONE) - self.kept - self._delivered
-        self._delivered |= new
-        self._reading |= new
-        # Each window makes it.
-        there = sum([m.cost for m in map(stretch.memories.__getitem__, new) if m.is_cheap])
+        wanted = stretch.wanted.get(index, _NONE) - self.kept
+        there = stretch.cost(wanted - stretch.dear - self._reading)  # each window makes it
+        self._held |= wanted & stretch.dear
+        self._reading |= wanted
         made = [number for number in model.made[index] if stretch.memories[number].maker == index]
-        for number in made:
-            is_delivered = number in self._delivered and not stretch.memories[number].is_cheap
-            if not is_delivered and number not in self.kept:
-                continue
+        for number in self._held.intersection(made):
             if stretch.saved.get(number, index) > index:
                 # It has gone when backward comes to its maker.
                 self.need += stretch.memories[number].cost
@@ -403,9 +393,7 @@ class Walk:
     @property
     def across(self) -> frozenset[int]:
         """What crosses a cut here."""
-        return frozenset(
-            [number for number in self._reading if not self.stretch.memories[number].is_cheap]
-        )
+        return frozenset(self._reading & self.stretch.dear)
 
 
 class Choice(NamedTuple):
@@ -414,8 +402,7 @@ class Choice(NamedTuple):
     kept: tuple[int, ...] = ()  # memories
     cuts: tuple[int, ...] = ()  # the first step of each segment but the first
     peak: int = 0
-    # The smallest budget with room for a cut, if anything is computed again.
-    least: int | None = None
+    least: int = 0  # the smallest budget with room for a cut, if anything is computed again
 
 
 def choose(stretch: Stretch, budget: int | None = None) -> Choice:
@@ -429,10 +416,9 @@ def choose(stretch: Stretch, budget: int | None = None) -> Choice:
 
     if budget is not None:
         choice = filled(least if stretch.is_all else least + int(least * _SLACK_OF_PARTS)).choice()
-        recomputes = any(
-            not stretch.memories[n].is_cheap for n in stretch.saved.keys() - choice.kept
-        )
-        return choice._replace(least=stretch.least_budget() if recomputes else None)
+        if stretch.dear & stretch.saved.keys() - choice.kept:
+            choice = choice._replace(least=stretch.least_budget())
+        return choice
     blocks = Filling(stretch, stretch.blocks())
     enough = blocks.flops(blocks.ends[-2])  # what follows the last block is in no checkpoint
     room, most = max(0, blocks.choice().peak - least), int(least * _MOST_SLACK)
@@ -444,7 +430,7 @@ def choose(stretch: Stretch, budget: int | None = None) -> Choice:
     def price(filling: Filling) -> tuple[float, float]:
         """Once no more is computed than by the blocks, a part of the peak is worth some of a
         forward."""
-        work = sum(stretch.model.work[index] for index in sorted(filling.again))
+        work = sum(stretch.model.work[index] for index in filling.again)
         memory = worth * filling.choice().peak / least
         return max(filling.flops(stretch.last), enough), memory + work / forward
 
@@ -463,10 +449,7 @@ class Filling:
         self.model, self.memories = stretch.model, stretch.memories
         self.ends = [stretch.first, *cuts, stretch.last]
         self.kept: set[int] = set()
-        self.again: set[int] = set()  # steps that run again
-        self.readers: dict[int, set[int]] = {}  # by memory: of those steps
-        self.peaks: list[int] = []  # of backward, by segment
-        self.forward: list[int] = []
+
         for start, across in self._look():
             if start in self.ends:
                 self.kept |= {number for number in across if self.memories[number].final <= start}
@@ -474,9 +457,7 @@ class Filling:
             before = {*self.kept}, self.ends
             # Where all that crosses is kept, a cut is free.
             self.ends = sorted({*self.ends, *[at for at, across in self._look() if not across]})
-            self.kept -= {
-                number for number in self.kept - stretch.saved.keys() if number not in self.readers
-            }
+            self.kept &= self.readers.keys()
             self._look()
             self._fill()
             if before == (self.kept, self.ends):
@@ -490,21 +471,18 @@ class Filling:
 
     def flops(self, end: int) -> float:
         """Floating-point operations that are done again up to here."""
-        return sum(
-            self.model.path.steps[index].flops for index in sorted(self.again) if index < end
-        )
+        return sum(self.model.path.steps[index].flops for index in self.again if index < end)
 
     def _look(self) -> list[tuple[int, frozenset[int]]]:
         """Find what runs again and the peaks. Returns what crosses where a cut is possible, and is
         not kept."""
         model, positions = self.model, {*self.stretch.positions, *self.ends}
-        self.again, self.readers, self.peaks, self.forward, crosses = (
-            set(),
-            defaultdict(set),
-            [],
-            [],
-            [],
-        )
+        crosses = []
+        self.again: set[int] = set()  # steps that run again
+        self.peaks: list[int] = []  # of backward, by segment
+        self.forward: list[int] = []
+        # By memory: those of the steps that read it. Autograd reads what it has saved.
+        self.readers = {number: {_AUTOGRAD} for number in self.stretch.saved}
         kept = [self.memories[number] for number in self.kept]
         held = model.sums((memory.maker + 1, model.count, memory.cost) for memory in kept)
         dead = model.sums((memory.dies, model.count, memory.cost) for memory in kept)
@@ -519,7 +497,8 @@ class Filling:
             self.forward.append(max(map(add, self.stretch.live[start:end], dead[start:end])))
         for index in self.again:
             for number in model.reads[index]:
-                self.readers[number].add(index)
+                self.readers.setdefault(number, set()).add(index)
+        self.wanted = self.stretch.dear & self.readers.keys() | self.stretch.saved.keys()
         return crosses
 
     def _fill(self) -> None:
@@ -537,36 +516,32 @@ class Filling:
             elif worth > 0:
                 self._take(order * place)
 
-    def _results(self, index: int) -> list[int]:
+    def _results(self, index: int) -> set[int]:
         """What to keep in order not to run a step again; nothing, if that is not possible."""
-        made = []
-        for number in self.model.made[index]:
-            is_read = number in self.readers and not self.memories[number].is_cheap
-            is_there = number in self.kept or number in self.stretch.held
-            if (is_read or number in self.stretch.saved) and not is_there:
-                made.append(number)
-        return made if all(self.memories[number].final == index + 1 for number in made) else []
+        made = self.wanted.intersection(self.model.made[index]) - self.kept
+        is_possible = all(self.memories[number].final == index + 1 for number in made)
+        return made if is_possible else set()
 
     def _worth(self, index: int) -> float:
         """Operations saved per byte."""
-        made, saved = self._results(index), self.stretch.saved
+        made = self._results(index)
         if not made:
             return 0.0
         gone, stack = {index}, [index]
         while stack and len(gone) < _FAR:
             for number in self.model.reads[stack.pop()]:
-                is_unread = number not in saved and self.readers[number] <= gone
-                if number not in self.kept and (is_unread or number in made):
+                is_needless = number in made or self.readers[number] <= gone
+                if is_needless and number not in self.kept:
                     memory = self.memories[number]
                     new = self.again.intersection([memory.maker, *memory.writers]) - gone
                     gone |= new
                     stack += sorted(new)
-        return sum(self.model.work[step] for step in sorted(gone)) / max(1, self.stretch.cost(made))
+        return sum(self.model.work[step] for step in gone) / max(1, self.stretch.cost(made))
 
     def _take(self, index: int) -> None:
         """Keep the results of a step, if there is room."""
         made, stretch = self._results(index), self.stretch
-        nbytes, new = stretch.cost(made), stretch.cost({*made} - stretch.saved.keys())
+        nbytes, new = stretch.cost(made), stretch.cost(made - stretch.saved.keys())
         here = bisect_right(self.ends, index) - 1
         after = bisect_right(self.ends, min(self.memories[number].dies for number in made)) - 1
         peaks = [self.peaks[here] + new, *[peak + nbytes for peak in self.peaks[here + 1 :]]]
@@ -581,6 +556,7 @@ class Filling:
 
 
 _NONE: frozenset[int] = frozenset()
+_AUTOGRAD = -1  # no step, but a reader
 _PER_BYTE = 10  # floating-point operations in the time in which a byte is written
 # As many bytes are written at most, for each byte of a value that is made again in each window.
 _CHEAP = 4
@@ -638,7 +614,6 @@ def _has_gradient(held: Any) -> bool:
     return type(held) is tuple and held[0].grad is not None
 
 
-
 def plan_of(run: Run, old: Plan | None = None) -> Plan:
     """The plan for what the run has done, or for `old` where that had less room."""
     path = Path(run)
@@ -686,7 +661,7 @@ def _split(group: Group, model: Model, held: frozenset[int], budget: int) -> Non
     if not order:
         return
     stretch = Stretch(model, group.slots, held, order)
-    if stretch.cost([n for n in stretch.saved if not model.memories[n].is_cheap]) <= budget:
+    if stretch.cost(stretch.dear & stretch.saved.keys()) <= budget:
         return
     choice = choose(stretch, budget)
     if choice.kept:
@@ -705,7 +680,7 @@ def _complaint(run: Run, choice: Choice) -> str:
         return ""
     if least > budget:
         why = "`keep`, other policies, or FSDP2 keep more than that in this block"
-    elif not least and choice.least is not None and budget < choice.least:
+    elif not least and budget < choice.least:
         why = "no room for a single checkpoint, so backward recomputes all of the block at once"
         least = choice.least
     else:
