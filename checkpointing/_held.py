@@ -29,7 +29,6 @@ from ._engine import (
     is_referenced,
     named,
     root_of,
-    unpack,
 )
 from ._offload import Moved, Mover
 from ._region import without_recording
@@ -116,11 +115,9 @@ class Saved(Held):
         try:
             return self.packed.unpack()  # type: ignore[no-any-return]
         except RuntimeError as error:
-            if isinstance(error, errors.CheckpointError) or "modified by an inplace" not in str(
-                error
-            ):
-                raise
-            raise errors.changed(where, named(self.name)) from error
+            if type(error) is RuntimeError and "modified by an inplace" in str(error):
+                raise errors.changed(where, named(self.name)) from error
+            raise
 
 
 class Packed(Held):
@@ -209,16 +206,19 @@ def hold(tensor: Tensor, saver: Saver, name: Name, role: object = None) -> Held:
     alias = _alias(tensor)
     if isinstance(saver, Mover) and not saver.takes(alias):
         saver = None
-    if saver is None or tensor.is_meta or _torch.is_cast_of_parameter(root_of(tensor)):
+    if saver is None or _needs_no_saver(tensor):
         return Aliased(alias, name)
     if isinstance(saver, Mover):
         return Elsewhere(without_recording(saver.send, alias), name)
     if _is_users(saver):
         return Packed(alias, saver, name, without_recording(saver[0], alias))
-    has_ended = getattr(_owner_of(saver), "complete", False)
-    if has_ended:  # a block around that was left before this one
+    if getattr(_owner_of(saver), "complete", False):  # a block around, left before this one
         return Aliased(alias, name)
     return InSlot(alias, saver, name, role or name, tensor)
+
+
+def _needs_no_saver(tensor: Tensor) -> bool:
+    return tensor.is_meta or _torch.is_cast_of_parameter(root_of(tensor))
 
 
 def _alias(tensor: Tensor) -> Tensor:
@@ -261,10 +261,10 @@ def _is_referenced(tensor: Tensor, saver: Saver) -> bool:
 
 def _owner_of(hooks: _torch.Hooks | None) -> Any:
     """The region, or the recompute, that hooks belong to; None for hooks of others."""
-    if hooks is None or hooks[1] not in (unpack, identity):
+    if hooks is None or not is_internal(hooks):
         return None
-    pack: Any = hooks[0]
-    return getattr(pack, "__self__", None) or getattr(getattr(pack, "func", None), "__self__", None)
+    pack = getattr(hooks[0], "func", hooks[0])  # inside of a partial
+    return getattr(pack, "__self__", None)
 
 
 def announce(hooks: _torch.Hooks, role: object, tensor: Tensor) -> None:

@@ -154,6 +154,7 @@ def _parts_of(value: Any) -> Iterable[Any]:
 class Rerun(Region, Source, Inputs):
     """The function, its inputs, and the state in which it ran."""
 
+    hint = errors.CALLED_AGAIN
     context: AbstractContextManager[Any] | None = None  # entered around the rerun
     _buffers: Buffers | None = None
     _cpu_state: Tensor | None = None
@@ -291,9 +292,6 @@ class Rerun(Region, Source, Inputs):
                 if other is parameter:
                     return f"{type(module).__name__}.{name}"
         return None
-
-    def hint(self) -> str:
-        return errors.CALLED_AGAIN
 
     def recompute(self, request: Recompute) -> None:
         where = request.frame
