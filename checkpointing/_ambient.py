@@ -59,28 +59,19 @@ class Generators:
     def states(self) -> list[Tensor]:
         return [state for _, _, state in self._streams if isinstance(state, Tensor)]
 
-    @property
-    def nbytes(self) -> int:
-        return sum(state.nbytes for state in self.states)
-
     def have_moved(self) -> bool:
         """Whether one of them has been used since; always True with those of Python and NumPy."""
         return self._python or any(
             not torch.equal(state, getter()) for _, getter, state in self._streams
         )
 
-    def enter(self, now: Undo) -> Undo:
-        """Go back to this moment. Adds the present states to `now`, for `leave`, unless it has an
-        older state of a generator."""
-        known = [setter for setter, _ in now]
-        now += [(setter, getter()) for setter, getter, _ in self._streams if setter not in known]
-        for setter, _, state in self._streams:
-            setter(state)
-        return now
-
-    @staticmethod
-    def leave(now: Undo) -> None:
-        for setter, state in reversed(now):
+    def enter(self, undo: Undo) -> None:
+        """Go back to this moment. `undo` gets the functions that return, unless it has an older
+        state of a generator."""
+        known = [setter for setter, _ in undo]
+        for setter, getter, state in self._streams:
+            if setter not in known:
+                undo.append((setter, getter()))
             setter(state)
 
 

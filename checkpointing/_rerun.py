@@ -87,14 +87,14 @@ class Inputs:
             self.look_at(value)
         return value
 
-    def capture(self, function: Any) -> Cells | None:
+    def capture(self, function: Any) -> Cells:
         """Look for modules in a function, and hold the variables that it closes over."""
         if type(function) is MethodType:
             self.look_at(function.__self__)
             function = function.__func__
         if type(function) is not FunctionType:  # a module, or another object that can be called
             self.look_at(function)
-            return None
+            return []
         code, scope = function.__code__, function.__globals__
         names = code.co_names
         if CodeType in map(type, code.co_consts):  # comprehensions, lambdas
@@ -107,7 +107,7 @@ class Inputs:
             if defaults:
                 self.look_at(defaults)
         if function.__closure__ is None:
-            return None
+            return []
         own = _assigned_by(code)
         return [
             (cell, self.hold(contents_of(cell), f"the variable '{name}'"))
@@ -203,7 +203,8 @@ class Rerun(Region, Source, Inputs):
         if preserve_rng_state:
             self._cpu_state = _torch.get_cpu_state()
             everything = preserve_rng_state == "all"
-            if self.devices or self.generators or everything:
+            has_others = self.devices or self.generators
+            if has_others or everything:
                 devices = filter(has_rng, self.devices)
                 self._rng = Generators(False, devices, self.generators, everything)
 
@@ -273,9 +274,9 @@ class Rerun(Region, Source, Inputs):
         return parameter
 
     def holdings(self, frame: Frame) -> Iterable[Holding]:
-        variables = [saved for _, saved in self._variables or ()]
-        inputs = _leaves([*self._args, *self._kwargs.values(), *variables])
-        pins = [*self._pins, *_leaves(self._results)]
+        variables = [saved for _, saved in self._variables]
+        inputs = leaves_of(*self._args, *self._kwargs.values(), *variables)
+        pins = leaves_of(*self._pins, *self._results)
         held = [("input", leaf) for leaf in inputs if isinstance(leaf, Held)]
         held += [("kept", pin.held) for pin in pins if type(pin) is Pin]
         for kind, one in held:
@@ -301,9 +302,8 @@ class Rerun(Region, Source, Inputs):
             context = self.go_back(where, cells, undo)
             if self._buffers:
                 request.rewound = self._buffers.storages()
-            has_values = bool(self._pins or self._results) or self.policy is not None
-            if has_values or not where.complete:
-                thread.region = Repeated(self._pins, self._results, self.policy, where)
+            if any([self._pins, self._results, self.policy, not where.complete]):
+                thread.region = Repeated(self, where)
             request.begin_in_order()
             _push_hooks(request.pack, identity)
             try:
@@ -322,7 +322,7 @@ class Rerun(Region, Source, Inputs):
         met: dict[int, Any] = {}
         args = [put_together(saved, fetch, met) for saved in self._args]
         kwargs = {key: put_together(saved, fetch, met) for key, saved in self._kwargs.items()}
-        cells = [(cell, fetch(saved)) for cell, saved in self._variables or ()]
+        cells = [(cell, fetch(saved)) for cell, saved in self._variables]
         function = self._function
         if self.context is not None:
             function = functools.partial(call_within, self.context, function)
@@ -343,7 +343,7 @@ class Rerun(Region, Source, Inputs):
             undo.append((_torch.set_cpu_state, _torch.get_cpu_state()))
             _torch.set_cpu_state(self._cpu_state)
         if self._rng is not None:
-            undo.append((Generators.leave, self._rng.enter([])))
+            self._rng.enter(undo)
         return context
 
 
@@ -390,11 +390,9 @@ def call_within(
 class Repeated(Region):
     """The region of a rerun: returns the kept values of the forward, in order."""
 
-    def __init__(
-        self, pins: Iterable[Pin], results: Iterable[Any], policy: Any, where: Frame
-    ) -> None:
-        self._pins, self._results = iter(pins), iter(results)
-        self.policy = policy  # regions inside must keep the same values as in the forward
+    def __init__(self, source: Rerun, where: Frame) -> None:
+        self._pins, self._results = iter(source._pins), iter(source._results)
+        self.policy = source.policy  # regions inside must keep the same values as in the forward
         self._where = where
 
     def keep(self, tensor: Tensor) -> Tensor:
@@ -408,9 +406,11 @@ class Repeated(Region):
         if not all(map(_torch.are_alike, ours, theirs)):
             return pin.restore(value)
         for pair in zip(ours, theirs, strict=True):
-            if not without_recording(_torch.same_bits, pair):
-                pin.refuse_if_it_is(tensor, self._where)
-                without_recording(_torch.write, pair)
+            if without_recording(_torch.same_bits, pair):
+                continue
+            if pin.live() is tensor:  # it existed before the recompute, and has been changed
+                raise errors.changed(self._where, named(pin.held.name, tensor))
+            without_recording(_torch.write, pair)
         return tensor
 
     def once(
@@ -462,11 +462,6 @@ class Pin(NamedTuple):
             tensor.requires_grad and not tensor.is_leaf,
             weakref.ref(tensor),
         )
-
-    def refuse_if_it_is(self, tensor: Tensor, where: Frame) -> None:
-        """A tensor that existed before the recompute has been changed since."""
-        if self.live() is tensor:
-            raise errors.changed(where, named(self.held.name, tensor))
 
     def restore(self, tensor: Tensor) -> Tensor:
         """A fetched tensor that the recompute may write. (The forward did not write one that is no
@@ -576,7 +571,3 @@ def _fill(cells: Cells) -> None:
             del cell.cell_contents
         elif contents_of(cell) is not value:
             cell.cell_contents = value
-
-
-def _leaves(saved: Iterable[Any]) -> list[Any]:
-    return [leaf for one in saved for leaf in leaves_of(one)]

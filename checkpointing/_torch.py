@@ -51,7 +51,9 @@ def remove_hooks(pack: Any) -> None:
     gone by mistake, the outermost ones go, so that as many are popped as were pushed."""
     hooks = enclosing_hooks()
     pop_hooks()
-    if hooks is not None and hooks[0] != pack and enclosing_hooks() is not None:
+    if hooks is None or hooks[0] == pack:
+        return
+    if enclosing_hooks() is not None:
         remove_hooks(pack)
         push_hooks(*hooks)
 
@@ -160,8 +162,7 @@ def shows_users_hooks(mode: Any) -> Iterator[None]:
 
 def is_tracing() -> bool:
     """Whether AOTAutograd, export or `make_fx` is tracing."""
-    is_in_mode = bool(_infra_mode(_proxy) or _infra_mode(_functional))
-    return is_in_mode or _is_exporting()
+    return any([_infra_mode(_proxy), _infra_mode(_functional), _is_exporting()])
 
 
 mode_count: Callable[[], int] = _C._len_torch_dispatch_stack
@@ -220,7 +221,7 @@ _device_module: Any = None if _accelerator is None else torch.get_device_module(
 def accelerator_is_up() -> bool:
     """Whether the accelerator, if there is one, has been used in this process. Before that, its
     generators have no state."""
-    return _device_module is None or getattr(_device_module, "_initialized", True)
+    return getattr(_device_module, "_initialized", True)
 
 
 def streams_of(device: torch.device) -> Any:
@@ -273,16 +274,16 @@ def alias(tensor: Tensor) -> Tensor:
             plain = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
             plain.set_(tensor.untyped_storage())
             return lay_as(tensor, plain)
-    if type(tensor) is not Tensor and type(tensor) is not nn.Parameter:
+    if type(tensor) not in _PLAIN:
         with _C._SetExcludeDispatchKeyGuard(_adinplace_key, False):
             return tensor.detach()
-    if _modes_around():  # none may see it, least of all our own
+    if mode_count():  # none may see it, least of all our own
         with _C._DisableTorchDispatch():
             return _detach_with_version(tensor)
     return _detach_with_version(tensor)
 
 
-_modes_around: Callable[[], int] = _C._len_torch_dispatch_stack
+_PLAIN = (Tensor, nn.Parameter)
 
 
 def _detach_with_version(tensor: Tensor) -> Tensor:
@@ -376,29 +377,14 @@ save_input: Callable[[Tensor, bool], Any] = _autograd._make_saved_tensor
 SavedTensor: Any = _autograd.SavedTensor  # the type of its result
 
 
-def _on_storage(
-    base: Tensor, size: Any, stride: Any, offset: int, dtype: torch.dtype, bits: int
-) -> Tensor:
-    """A tensor of this geometry on the storage of `base`, with conj (1) and neg (2) bits,
-    detached."""
-    has_bits = base.is_neg() or (dtype.is_complex and base.is_conj())
-    if base.dtype == dtype and not has_bits:
-        tensor = base.as_strided(size, stride, offset)
-    else:
-        tensor = torch.empty(0, dtype=dtype, device=base.device)
-        tensor.set_(base.untyped_storage(), offset, size, stride)
-    if bits & 1:
-        tensor = torch._conj(tensor)
-    return torch._neg_view(tensor) if bits & 2 else tensor
-
-
 Layout = tuple[torch.Size, tuple[int, ...], int]  # size, stride and offset
 
 
 def layout_of(tensor: Tensor) -> Layout | None:
     """The geometry of a plain tensor; None for others."""
-    is_strided = tensor.layout is torch.strided and not tensor.is_nested
-    if type(tensor) not in (Tensor, nn.Parameter) or not is_strided or tensor.is_quantized:
+    if type(tensor) not in _PLAIN:
+        return None
+    if any([tensor.layout is not torch.strided, tensor.is_nested, tensor.is_quantized]):
         return None
     return tensor.shape, tensor.stride(), int(tensor.storage_offset())
 
@@ -411,11 +397,11 @@ def copy(tensor: Tensor, layout: Layout | None = None) -> Tensor:
         return tensor.clone()
     size, stride, offset = layout
     with _C._AutoDispatchBelowADInplaceOrView():  # quicker, and leaves the version at 0
-        if not offset and tensor.is_contiguous() and tensor.stride() == stride:
+        if (tensor.stride(), 0) == (stride, offset) and tensor.is_contiguous():
             return tensor.clone()
         shift = offset % (_ALIGNMENT // tensor.itemsize)
         memory = torch.empty(shift + _length(layout), dtype=tensor.dtype, device=tensor.device)
-        new = _on_storage(memory, size, stride, shift, tensor.dtype, _bits_of(tensor))
+        new = lay_as(tensor, memory, (size, stride, shift))
         fill(new, tensor)
         return new
 
@@ -506,20 +492,22 @@ class Copies:
         return copied.detach()  # a view could not be written with a graph
 
 
-def _bits_of(tensor: Tensor) -> int:
-    return int(tensor.dtype.is_complex and tensor.is_conj()) + 2 * int(tensor.is_neg())
+def lay_as(tensor: Tensor, base: Tensor, layout: Layout | None = None) -> Tensor:
+    """A tensor on the storage of `base`, detached, with the geometry that `tensor` has on its own,
+    or with `layout`."""
+    size, stride, offset = layout or (tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+    if _type_of(base) == (tensor.dtype, False, False):
+        new = base.as_strided(size, stride, offset)
+    else:
+        new = torch.empty(0, dtype=tensor.dtype, device=base.device)
+        new.set_(base.untyped_storage(), offset, size, stride)
+    if tensor.is_conj():
+        new = torch._conj(new)
+    return torch._neg_view(new) if tensor.is_neg() else new
 
 
-def lay_as(tensor: Tensor, base: Tensor) -> Tensor:
-    """A tensor on the storage of `base`, with the geometry that `tensor` has on its own."""
-    return _on_storage(
-        base,
-        tensor.shape,
-        tensor.stride(),
-        int(tensor.storage_offset()),
-        tensor.dtype,
-        _bits_of(tensor),
-    )
+def _type_of(tensor: Tensor) -> tuple[torch.dtype, bool, bool]:
+    return tensor.dtype, tensor.is_conj(), tensor.is_neg()
 
 
 def are_of_checkpoint(hooks: Hooks) -> bool:
@@ -550,9 +538,9 @@ def lie_apart(one: Layout | None, other: Layout | None) -> bool:
 def lies_in(tensor: Tensor, other: Tensor) -> bool:
     """Whether a tensor uses only memory of another one of its type."""
     mine, others = layout_of(tensor), layout_of(other)
-    if mine is None or others is None or storage_id(tensor) != storage_id(other):
+    if mine is None or others is None:
         return False
-    if (tensor.dtype, _bits_of(tensor)) != (other.dtype, _bits_of(other)):
+    if (storage_id(tensor), _type_of(tensor)) != (storage_id(other), _type_of(other)):
         return False
     start = mine[2] - others[2]
     return 0 <= start <= _length(others) - _length(mine)
@@ -669,10 +657,9 @@ def leave_eager(function: Any, reason: str) -> None:
 def _codes_of(value: Any, module: str) -> list[CodeType]:
     if getattr(value, "__module__", None) != module:
         return []
-    if isinstance(value, type):
-        value_of = [getattr(v, "fget", v) for v in vars(value).values()]
-        return [v.__code__ for v in value_of if isinstance(v, FunctionType)]
-    return [value.__code__] if isinstance(value, FunctionType) else []
+    parts = vars(value).values() if isinstance(value, type) else [value]
+    functions = [getattr(part, "fget", part) for part in parts]
+    return [function.__code__ for function in functions if isinstance(function, FunctionType)]
 
 
 # ---- ambient state without a public getter, or without a cheap one
@@ -781,6 +768,5 @@ def is_cast_of_parameter(tensor: Tensor) -> bool:
 
 def autocast_device_types() -> list[str]:
     """The device types with an autocast of their own that this build may use."""
-    accelerator = torch.accelerator.current_accelerator()
-    types = ["cpu", "cuda"] if accelerator is None else ["cpu", accelerator.type]
-    return [t for t in types if torch.amp.is_autocast_available(t)]
+    other = torch.accelerator.current_accelerator() or torch.device("cuda")
+    return [t for t in ("cpu", other.type) if torch.amp.is_autocast_available(t)]
