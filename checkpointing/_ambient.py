@@ -105,8 +105,6 @@ def has_rng(device: torch.device) -> bool:
 class StateHandle:
     """A registration by `register_state`. `remove()` or the end of its `with` block ends it."""
 
-    __slots__ = ("_restore", "_snapshot")
-
     def __init__(self, snapshot: Callable[[], Any], restore: Callable[[Any], object]) -> None:
         self._snapshot = snapshot
         self._restore = restore

@@ -54,8 +54,6 @@ def _by_function(function: Callable[[Tensor], Any]) -> Check:
 class Evidence:
     """The finding of a costly check in a tensor, and where that was saved; compares the finding."""
 
-    __slots__ = ("finding", "line")
-
     def __init__(self, tensor: Tensor, finding: object) -> None:
         self.finding = (metadata_of(tensor), finding)
         self.line = entered_from(sys._getframe(1))

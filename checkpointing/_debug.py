@@ -27,11 +27,12 @@ class OpLog(TorchDispatchMode):
         return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         parts = [_text(value) for value in args]
-        parts += [f"{key}={_text(value)}" for key, value in (kwargs or {}).items()]
+        parts += [f"{key}={_text(value)}" for key, value in kwargs.items()]
         call, stack, index = f"{func}({', '.join(parts)})", stack_of_user(), len(self.lines)
         self.lines.append((call, stack))  # the operator may raise
-        result = func(*args, **(kwargs or {}))
+        result = func(*args, **kwargs)
         self.lines[index] = (f"{_text(result)} = {call}", stack)
         return result
 
@@ -51,9 +52,7 @@ def explain(
     logs = ""
     for title, lines in (("the original forward", forward), ("recomputation", recompute)):
         logs += f"\n\nOperations executed during {title}:\n"
-        logs += (
-            "".join(f"  {i}: {op}\n{stack}" for i, (op, stack) in enumerate(lines)) or "  (none)\n"
-        )
+        logs += "".join(f"  {i}: {op}\n{stack}" for i, (op, stack) in enumerate(lines))
     explained = type(error)(
         f"{error}\n\nAn error happened while unpacking tensors; these are the operators of both "
         f"runs, each with the lines of your code that led to it, innermost first.{logs}\n"

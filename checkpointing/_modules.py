@@ -95,8 +95,7 @@ def _refuse_unsuitable(name: str, module: nn.Module) -> None:
             "handle of the earlier call, remove `checkpointed` from its class or its forward, or "
             "select other modules."
         )
-    is_static = isinstance(inspect.getattr_static(type(module), "forward", None), staticmethod)
-    if is_static or not inspect.isroutine(getattr(type(module), "forward", None)):
+    if not inspect.isfunction(inspect.getattr_static(type(module), "forward", None)):
         raise TypeError(
             f"checkpoint_modules can't wrap {described}: it has no method `forward` in Python."
         )
@@ -136,12 +135,11 @@ def _nothing_picked(model: nn.Module, select: Select) -> str:
         for module in named.values()
     )
     there = ", ".join(f"{count} {name}" for name, count in classes.most_common())
-    called = [name for name, module in named.items() if name and _is_called(module)]
-    known = [*dict.fromkeys(re.sub(r"\b\d+\b", "*", name) for name in called)]
-    patterns = select if isinstance(select, tuple | list) else [select]
+    known = {re.sub(r"\b\d+\b", "*", name) for name, module in named.items() if _is_called(module)}
     close: list[str] = []
-    for pattern in [part for part in patterns if isinstance(part, str)]:
-        close += difflib.get_close_matches(pattern, known, 1, cutoff=0.4)
+    for pattern in select if isinstance(select, tuple | list) else [select]:
+        if isinstance(pattern, str):
+            close += difflib.get_close_matches(pattern, known - {""}, 1, cutoff=0.4)
     hint = "."
     if close:
         names = " or ".join(map(repr, close))

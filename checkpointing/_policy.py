@@ -205,7 +205,7 @@ def _asking(function: Callable[..., Any]) -> Policy:
             raise ValueError(
                 f"a policy answers with a CheckpointPolicy or a bool, not {answer!r} (for {op})"
             )
-        return _ANSWERS[answer]
+        return _ANSWERS[answer.name.rpartition("_")[2]]
 
     return Policy(
         (_asking, function), f"<policy {getattr(function, '__qualname__', function)}>", on_op=ask
@@ -299,12 +299,8 @@ def save_ops(*ops: Any) -> Policy:
     for op in ops:
         if not isinstance(op, _torch.OpOverload | _torch.HigherOrderOperator):
             raise ValueError(
-                f"a policy lists OpOverloads such as torch.ops.aten.mm.default, not {op!r}"
-                + (
-                    " (name one of its overloads)"
-                    if isinstance(op, _torch.OpOverloadPacket)
-                    else ""
-                )
+                f"a policy lists OpOverloads such as torch.ops.aten.mm.default, not {op!r}. Of an "
+                "operator such as torch.ops.aten.mm, name one of its overloads."
             )
     return _save_ops(frozenset(ops))
 
@@ -391,7 +387,7 @@ def auto(*, budget: int | str | None = None) -> Policy:
     Source of the method: Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost"; values
     kept beside the checkpoints as in Jain et al. 2020, "Checkmate", by a greedy rule.
     """
-    return _auto(None if budget is None else _bytes("budget", budget, 0))
+    return _auto(None if budget is None else _bytes("budget", budget))
 
 
 _MIN_BYTES = 1024
@@ -446,28 +442,27 @@ def offload(
     device = torch.device(device)
     if device.type == "meta":
         raise ValueError("nothing can wait on the device 'meta', which holds no data")
-    there = Destination(device, bool(pin_memory), _bytes("min_bytes", min_bytes, 0))
+    there = Destination(device, bool(pin_memory), _bytes("min_bytes", min_bytes))
     return _offload(as_policy(policy), there, bool(inputs))
 
 
-def _bytes(name: str, given: Any, least: int) -> int:
+def _bytes(name: str, given: Any) -> int:
     if isinstance(given, str):
         match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+(?:e[0-9]+)?)\s*([kmgt]i?)?b?\s*", given.lower())
         if match is None:
             raise ValueError(
                 f"{name} is a number of bytes, such as 10**9 or '1.5 GiB', not {given!r}"
             )
-        unit = match[2] or ""
-        given = int(float(match[1]) * _UNITS[unit])
+        given = int(float(match[1]) * _UNITS[match[2]])
     if isinstance(given, bool) or not hasattr(given, "__index__"):
         raise TypeError(f"{name} is a number of bytes, such as 10**9 or '1.5 GiB', not {given!r}")
     nbytes = operator.index(given)
-    if nbytes < least:
-        raise ValueError(f"{name} is at least {least}, not {given}")
+    if nbytes < 0:
+        raise ValueError(f"{name} is at least 0, not {given}")
     return nbytes
 
 
-_UNITS = {"": 1} | {
+_UNITS = {None: 1} | {
     f"{c}{i}": (1024 if i else 1000) ** n for n, c in enumerate("kmgt", 1) for i in ("", "i")
 }
 
@@ -490,12 +485,9 @@ def as_policy(policy: Any) -> Policy | None:
     return _asking(policy)
 
 
-_HOST = Destination(torch.device("cpu"), pin_memory=True, min_bytes=0)
-_ANSWERS: dict[CheckpointPolicy, Answer] = {
-    CheckpointPolicy.MUST_SAVE: True,
-    CheckpointPolicy.PREFER_SAVE: True,
-    CheckpointPolicy.MUST_RECOMPUTE: False,
-    CheckpointPolicy.PREFER_RECOMPUTE: False,
-    CheckpointPolicy.MUST_CPU_OFFLOAD: _HOST,
-    CheckpointPolicy.PREFER_CPU_OFFLOAD: _HOST,
+# By the last word of torch's answer: MUST_SAVE, PREFER_SAVE, ...
+_ANSWERS: dict[str, Answer] = {
+    "SAVE": True,
+    "RECOMPUTE": False,
+    "OFFLOAD": Destination(torch.device("cpu"), pin_memory=True, min_bytes=0),
 }

@@ -109,7 +109,6 @@ PythonNode: type = _C._FunctionBase
 
 # ---- operators, as they are named in dispatch modes and policies
 OpOverload = torch._ops.OpOverload
-OpOverloadPacket = torch._ops.OpOverloadPacket
 HigherOrderOperator = torch._ops.HigherOrderOperator
 FakeTensor = torch._subclasses.FakeTensor  # infers shapes without computing, for DTensor for one
 
