@@ -63,7 +63,7 @@ class Mover:
         side = _side_stream(streams, home, "out")
         side.wait_stream(here)
         with streams.stream(side):
-            away.copy_(values, non_blocking=True)
+            _copy(away, values)
             done = side.record_event()
         self.settle(_AT_ONCE - 1)
         self._leaving.append((tensor, done, here))
@@ -122,7 +122,7 @@ class _Coming:
         side.wait_stream(here)  # which may still use this memory for an older tensor
         side.wait_stream(_side_stream(streams, home, "out"))
         with streams.stream(side):
-            self._tensor.copy_(away, non_blocking=True)
+            _copy(self._tensor, away)
             done = side.record_event()
         # If nobody asks for the tensor, this runs before its memory is free.
         self._give_back = weakref.finalize(self, here.wait_event, done)
@@ -138,6 +138,10 @@ def prefetch(order: list[Any], after: int) -> None:
     waiting = (moved for i in range(after + 1, len(order)) if (moved := order[i]()) is not None)
     for moved in islice(waiting, _AHEAD):
         moved.prefetch()
+
+
+def _copy(target: Tensor, source: Tensor) -> None:
+    target.copy_(source, non_blocking=True)
 
 
 _SIDE_STREAMS: dict[tuple[torch.device, str], Any] = {}
