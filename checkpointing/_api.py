@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import MethodType
 from typing import Any, Literal, NamedTuple, ParamSpec, Protocol, TypedDict, TypeVar, cast, overload
+from weakref import ref
 
 import torch
 import torch.utils.checkpoint
@@ -483,9 +484,10 @@ class _Block:
         placement = None if options.policy is None else options.policy.placement
         hooks = _torch.enclosing_hooks()
         is_noted = _is_noted(options)
-        owner = where if fn is None else getattr(fn, "__code__", type(fn))
+        code, place = where if fn is None else (getattr(fn, "__code__", type(fn)), 0)
         rng = options.preserve_rng_state
-        site = (owner, placement, rng, hooks is None, is_noted, options.debug)
+        # A weak reference hashes a code object once, rather than in each run.
+        site = (ref(code), place, placement, rng, hooks is None, is_noted, options.debug)
         self._run = run = Run(program_of(site), hooks, rng, options.policy)
         if placement is not None:
             run.placement = placement

@@ -20,7 +20,7 @@ class OpLog(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.lines: list[tuple[str, str]] = []
+        self.lines: list[Any] = []
 
     def __enter__(self) -> Any:
         self.lines.clear()  # of the recompute before this one
@@ -30,10 +30,10 @@ class OpLog(TorchDispatchMode):
         kwargs = kwargs or {}
         parts = [_text(value) for value in args]
         parts += [f"{key}={_text(value)}" for key, value in kwargs.items()]
-        call, stack, index = f"{func}({', '.join(parts)})", stack_of_user(), len(self.lines)
-        self.lines.append((call, stack))  # the operator may raise
+        line = [f"{func}({', '.join(parts)})", stack_of_user()]
+        self.lines.append(line)  # the operator may raise
         result = func(*args, **kwargs)
-        self.lines[index] = (f"{_text(result)} = {call}", stack)
+        line[0] = f"{_text(result)} = {line[0]}"
         return result
 
 
@@ -45,9 +45,7 @@ def _text(value: Any) -> str:
     return repr(value)
 
 
-def explain(
-    error: errors.CheckpointError, forward: list[tuple[str, str]], recompute: list[tuple[str, str]]
-) -> None:
+def explain(error: errors.CheckpointError, forward: list[Any], recompute: list[Any]) -> None:
     """Raise an error again with the logs of both runs, under torch's headings."""
     logs = ""
     for title, lines in (("the original forward", forward), ("recomputation", recompute)):

@@ -27,13 +27,16 @@ _C: Any = torch._C
 _autograd: Any = torch._C._autograd
 
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
+_Bool = Callable[[], bool]
+_Int = Callable[[], int]
+_OfTensor = Callable[[Tensor], bool]
 
 # ---- saved-tensors hooks. `torch.autograd.graph.saved_tensors_hooks` is the public form, but its
 # context manager costs as much as a region.
 push_hooks: Callable[..., None] = _autograd._push_saved_tensors_default_hooks
 pop_hooks: Callable[[], None] = _autograd._pop_saved_tensors_default_hooks
 # torch.func transforms and some graph captures forbid hooks. A region is then a plain call.
-hooks_are_enabled: Callable[[], bool] = _autograd._saved_tensors_hooks_is_enabled
+hooks_are_enabled: _Bool = _autograd._saved_tensors_hooks_is_enabled
 
 
 # The `torch.func` transform that runs in this thread, or None.
@@ -70,7 +73,7 @@ def remove_mode(mode: TorchDispatchMode) -> None:
 
 # ---- the running backward call
 NO_GRAPH_TASK = -1  # outside of backward; the others are unique in the process
-graph_task_id: Callable[[], int] = _C._current_graph_task_id
+graph_task_id: _Int = _C._current_graph_task_id
 current_node: Callable[[], Any] = _C._current_autograd_node
 # `torch.utils.checkpoint.GraphExecGroup` that is entered in this thread, or None.
 graph_exec_group: Callable[[], object | None] = _C._get_graph_exec_group
@@ -78,7 +81,7 @@ graph_exec_group: Callable[[], object | None] = _C._get_graph_exec_group
 
 # Whether a profiler runs in this thread, and a range in its output.
 # `torch.profiler.record_function` would be an operator, which modes see.
-profiles: Callable[[], bool] = _autograd._profiler_enabled
+profiles: _Bool = _autograd._profiler_enabled
 profiled_range: Callable[[str], AbstractContextManager[Any]] = _C._profiler._RecordFunctionFast
 
 
@@ -164,16 +167,16 @@ def is_tracing() -> bool:
     return any([_infra_mode(_proxy), _infra_mode(_functional), _is_exporting()])
 
 
-mode_count: Callable[[], int] = _C._len_torch_dispatch_stack
+mode_count: _Int = _C._len_torch_dispatch_stack
 _infra_mode, _keys = _C._get_dispatch_mode, _C._TorchDispatchModeKey
 _proxy, _functional = _keys.PROXY, _keys.FUNCTIONAL  # AOTAutograd begins with the second
-_is_exporting: Callable[[], bool] = torch.compiler.is_exporting  # which may enter no mode
+_is_exporting: _Bool = torch.compiler.is_exporting  # which may enter no mode
 
 
 # Whether the running backward has `retain_graph=True`.
-keeps_graph: Callable[[], bool] = _autograd._get_current_graph_task_keep_graph
+keeps_graph: _Bool = _autograd._get_current_graph_task_keep_graph
 # Whether the running backward has no `inputs=` and is not `torch.autograd.grad`.
-is_checkpoint_valid: Callable[[], bool] = torch.autograd._is_checkpoint_valid
+is_checkpoint_valid: _Bool = torch.autograd._is_checkpoint_valid
 
 
 # The dictionaries of a module's children, parameters and buffers. The public iterators make names
@@ -234,7 +237,7 @@ storage_id: Callable[[Tensor], int] = _C._storage_id
 
 
 # False for sparse, MKLDNN and other opaque layouts.
-has_storage: Callable[[Tensor], bool] = _C._has_storage
+has_storage: _OfTensor = _C._has_storage
 
 
 @functools.cache
@@ -348,10 +351,10 @@ def set_versions(tensors: Sequence[Tensor], versions: Sequence[int]) -> None:
 
 # How many nodes this thread has made. One operator saves all of its tensors at the same count, some
 # of them before its kernel runs.
-node_count: Callable[[], int] = _autograd._get_sequence_nr
+node_count: _Int = _autograd._get_sequence_nr
 
 
-is_zeros: Callable[[Tensor], bool] = Tensor._is_zerotensor
+is_zeros: _OfTensor = Tensor._is_zerotensor
 _zeros_key = _C.DispatchKey.ZeroTensor
 
 
@@ -586,7 +589,7 @@ _vmap_key = _C._parse_dispatch_key("VmapMode")
 _is_included: Callable[[Any], bool] = _C._dispatch_tls_is_dispatch_key_included
 
 
-in_batched_backward: Callable[[], bool] = functools.partial(_is_included, _vmap_key)
+in_batched_backward: _Bool = functools.partial(_is_included, _vmap_key)
 
 
 def outside_of_batch() -> AbstractContextManager[Any]:
@@ -662,8 +665,8 @@ def _codes_of(value: Any, module: str) -> list[CodeType]:
 
 
 # ---- ambient state without a public getter, or without a cheap one
-autocast_is_on_somewhere: Callable[[], bool] = _C._is_any_autocast_enabled
-function_mode_count: Callable[[], int] = _C._len_torch_function_stack
+autocast_is_on_somewhere: _Bool = _C._is_any_autocast_enabled
+function_mode_count: _Int = _C._len_torch_function_stack
 _function_mode_at: Callable[[int], Any] = _C._get_function_stack_at
 
 
@@ -680,7 +683,7 @@ def set_function_modes(modes: Sequence[Any]) -> None:
         _C._push_on_torch_function_stack(mode)
 
 
-_warns_only: Callable[[], bool] = _C._get_deterministic_algorithms_warn_only
+_warns_only: _Bool = _C._get_deterministic_algorithms_warn_only
 
 
 # The settings for the precision of float32 products. Each follows the general ones before it,
