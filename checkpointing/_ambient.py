@@ -93,10 +93,7 @@ def _device_stream(device: torch.device) -> _Stream:
 
 def has_rng(device: torch.device) -> bool:
     """Whether the device is an accelerator with a generator of its own."""
-    if device.type in ("cpu", "meta"):
-        return False
-    module = getattr(torch, device.type, None)
-    return hasattr(module, "get_rng_state") and hasattr(module, "set_rng_state")
+    return hasattr(getattr(torch, device.type, None), "set_rng_state")
 
 
 # ---- state of the user

@@ -579,12 +579,16 @@ def root_of(tensor: Tensor) -> Tensor:
 def is_parameter(root: Tensor) -> bool:
     """Whether a region references this tensor and its views, rather than saving them (rule 2)."""
     kind = type(root)
-    return kind is _Parameter or (kind is not Tensor and isinstance(root, _Parameter))
+    if kind is Tensor:
+        return False
+    return kind is _Parameter or isinstance(root, _Parameter)
 
 
 def is_referenced(root: Tensor) -> bool:
     """The same, with leaves that require grad: they live as long as their graph."""
-    return is_parameter(root) or (root.requires_grad and root.is_leaf)
+    if root.is_leaf and root.requires_grad:
+        return True
+    return is_parameter(root)
 
 
 def parameter_in(tensor: Tensor) -> Shown | None:

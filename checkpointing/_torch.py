@@ -402,7 +402,8 @@ def copy(tensor: Tensor, layout: Layout | None = None) -> Tensor:
         if (tensor.stride(), 0) == (stride, offset) and tensor.is_contiguous():
             return tensor.clone()
         shift = offset % (_ALIGNMENT // tensor.itemsize)
-        memory = torch.empty(shift + _length(layout), dtype=tensor.dtype, device=tensor.device)
+        length = shift + _length(size, stride)
+        memory = torch.empty(length, dtype=tensor.dtype, device=tensor.device)
         new = lay_as(tensor, memory, (size, stride, shift))
         fill(new, tensor)
         return new
@@ -411,9 +412,8 @@ def copy(tensor: Tensor, layout: Layout | None = None) -> Tensor:
 _ALIGNMENT = 64  # bytes
 
 
-def _length(layout: Layout) -> int:
+def _length(size: Sequence[int], stride: Sequence[int]) -> int:
     """The number of elements from the first in memory to the last."""
-    size, stride, _ = layout
     return 0 if 0 in size else 1 + sum(step * (n - 1) for n, step in zip(size, stride, strict=True))
 
 
@@ -522,19 +522,20 @@ def lie_apart(one: Layout | None, other: Layout | None) -> bool:
     matrix."""
     if one is None or other is None:
         return False
-    (first, second) = sorted([one, other], key=lambda layout: layout[2])
-    if first[2] + _length(first) <= second[2]:
-        return True
-    row = max(one[1], default=0)
-    if one[1] != other[1] or not row:
-        return False
+    rows = [sys.maxsize]  # all memory is one row
+    if one[1] == other[1]:
+        rows.append(max([1, *one[1]]))
+    return any(_are_other_columns(one, other, row) for row in rows)
+
+
+def _are_other_columns(one: Layout, other: Layout, row: int) -> bool:
     spans = []
-    for size, stride, offset in (first, second):
-        columns = [(n, step) for n, step in zip(size, stride, strict=True) if step < row]
-        length = 1 + sum(step * (n - 1) for n, step in columns)
-        spans.append((offset % row, offset % row + length))
-    (_, end), (other_start, other_end) = sorted(spans)
-    return end <= other_start and other_end <= row
+    for size, stride, offset in (one, other):
+        columns = [n if step < row else 1 for n, step in zip(size, stride, strict=True)]
+        start = offset % row
+        spans.append((start, start + _length(columns, stride)))
+    (_, end), (start, last) = sorted(spans)
+    return end <= start and last <= row
 
 
 def lies_in(tensor: Tensor, other: Tensor) -> bool:
@@ -545,7 +546,7 @@ def lies_in(tensor: Tensor, other: Tensor) -> bool:
     if (storage_id(tensor), _type_of(tensor)) != (storage_id(other), _type_of(other)):
         return False
     start = mine[2] - others[2]
-    return 0 <= start <= _length(others) - _length(mine)
+    return 0 <= start <= _length(*others[:2]) - _length(*mine[:2])
 
 
 def are_alike(one: Tensor, other: Tensor) -> bool:
