@@ -175,13 +175,13 @@ class _Moment:
 
     def exchange(self) -> _Moment:
         """Go back; returns the present moment."""
-        values = without_recording(_torch.exchange, (self._memory, self.values))
+        values = without_recording(_torch.exchange, self._memory, self.values)
         now = _Moment(self.tensors, self._memory, values)
         _torch.set_versions(self.tensors, self._versions)
         return now
 
     def go_back(self) -> None:
-        without_recording(_torch.overwrite, (self._memory, self.values))
+        without_recording(_torch.overwrite, self._memory, self.values)
         _torch.set_versions(self.tensors, self._versions)
 
 

@@ -447,11 +447,11 @@ class Recompute:
         if slot < self._count and role != then:
             raise errors.other_role(self.frame, slot, user_line(), then, role)
         if _torch.is_on(tensor, self.rewound):
-            return without_recording(_torch.copy, tensor)  # type: ignore[no-any-return]
+            return without_recording(_torch.copy, tensor)
         if storage not in self.frame.written:
             return tensor
         self._copies = copies = self._copies or _torch.Copies()
-        return without_recording(copies.copy, tensor)  # type: ignore[no-any-return]
+        return without_recording(copies.copy, tensor)
 
     def _compare_parameters(self, holder: Holder, found: Shown | None) -> None:
         """Where either run saves a parameter that trains, or a view of one, the other must save the

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from functools import partial
 from typing import Any, TypeGuard
 
 from torch import Tensor
@@ -141,13 +140,13 @@ class Packed(Held):
         if live is not None:
             check_version(where, self.name, live, self._version)
         tensor: Tensor = self._hooks[1](self.packed)
-        laid_out = without_recording(partial(_torch.laid_out, layout=self._layout), tensor)
+        laid_out = without_recording(_torch.laid_out, tensor, self._layout)
         return tensor if laid_out is tensor else _torch.in_place_of(tensor, laid_out)
 
     def freeze(self, copied: Callable[[], Tensor] | None = None) -> None:
         pack, unpacked = self._hooks
         make_copy = copied or (lambda: _torch.copy(unpacked(self.packed)))
-        copy = without_recording(lambda _: make_copy(), None)
+        copy = without_recording(make_copy)
         self.packed, self._layout = without_recording(pack, copy), _torch.layout_of(copy)
         self._live = lambda: None
 
@@ -225,7 +224,7 @@ def _alias(tensor: Tensor) -> Tensor:
     """An alias without graph. A subclass runs operators for it, which must not be recorded."""
     if type(tensor) is Tensor:
         return _torch.alias(tensor)
-    return without_recording(_torch.alias, tensor)  # type: ignore[no-any-return]
+    return without_recording(_torch.alias, tensor)
 
 
 def hold_argument(tensor: Tensor, hooks: _torch.Hooks | None, name: Name) -> Held:

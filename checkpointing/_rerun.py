@@ -405,12 +405,12 @@ class Repeated(Region):
         ours, theirs = _torch.plain_parts(tensor), _torch.plain_parts(value)
         if not all(map(_torch.are_alike, ours, theirs)):
             return pin.restore(value)
-        for pair in zip(ours, theirs, strict=True):
-            if without_recording(_torch.same_bits, pair):
+        for one, other in zip(ours, theirs, strict=True):
+            if without_recording(_torch.same_bits, one, other):
                 continue
             if pin.live() is tensor:  # it existed before the recompute, and has been changed
                 raise errors.changed(self._where, named(pin.held.name, tensor))
-            without_recording(_torch.write, pair)
+            without_recording(_torch.write, one, other)
         return tensor
 
     def once(

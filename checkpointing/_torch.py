@@ -448,9 +448,8 @@ def clones(tensors: list[Tensor]) -> list[Tensor]:
 _is_same_size = Tensor.is_same_size
 
 
-def overwrite(pair: tuple[list[Tensor], list[Tensor]]) -> None:
+def overwrite(tensors: list[Tensor], values: list[Tensor]) -> None:
     """Give tensors these values, and their sizes."""
-    tensors, values = pair
     with _C._AutoDispatchBelowADInplaceOrView():  # quicker, too
         try:
             if all(map(_is_same_size, tensors, values)):
@@ -464,10 +463,10 @@ def overwrite(pair: tuple[list[Tensor], list[Tensor]]) -> None:
             tensor.copy_(value)
 
 
-def exchange(pair: tuple[list[Tensor], list[Tensor]]) -> list[Tensor]:
+def exchange(tensors: list[Tensor], values: list[Tensor]) -> list[Tensor]:
     """The same; returns the values that they had."""
-    now = clones(pair[0])
-    overwrite(pair)
+    now = clones(tensors)
+    overwrite(tensors, values)
     return now
 
 
@@ -556,10 +555,9 @@ def are_alike(one: Tensor, other: Tensor) -> bool:
     return (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
 
 
-def same_bits(pair: tuple[Tensor, Tensor]) -> bool:
+def same_bits(one: Tensor, other: Tensor) -> bool:
     """Whether two such tensors are equal, bit for bit."""
-    one, other = map(_as_bytes, pair)
-    return one.is_meta or torch.equal(one, other)
+    return one.is_meta or torch.equal(_as_bytes(one), _as_bytes(other))
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
@@ -567,10 +565,10 @@ def _as_bytes(tensor: Tensor) -> Tensor:
     return plain.view(-1).view(torch.uint8)
 
 
-def write(pair: tuple[Tensor, Tensor]) -> None:
+def write(tensor: Tensor, values: Tensor) -> None:
     """Write values into a tensor without counting up its version."""
     with _C._AutoDispatchBelowADInplaceOrView():
-        fill(*pair)
+        fill(tensor, values)
 
 
 def in_place_of(tensor: Tensor, data: Tensor) -> Tensor:
