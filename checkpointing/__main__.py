@@ -184,9 +184,10 @@ class Flops(TorchDispatchMode):
     total = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        count = flop_registry.get(func.overloadpacket, lambda *_, **__: 0)
-        self.total += count(*args, **(kwargs or {}), out_val=result)
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if func.overloadpacket in flop_registry:
+            self.total += flop_registry[func.overloadpacket](*args, **kwargs, out_val=result)
         return result
 
 

@@ -352,7 +352,7 @@ def _wrap(fn: Any, options: Options) -> Any:
     if isinstance(fn, MethodType):
         return MethodType(_wrap(fn.__func__, options), fn.__self__)
     if not inspect.isroutine(fn):
-        return _CheckpointedObject(fn, options)
+        return CheckpointedObject(fn, options)
     run, name = runner_of(options), options.name or fn.__qualname__
 
     @functools.wraps(fn)
@@ -367,9 +367,9 @@ def is_in_region(fn: Any) -> bool:
     codes = _wrap.__code__.co_consts  # among them the code of `wrapper`
 
     def enters(fn: Any) -> bool:
-        return getattr(fn, "__code__", fn) in codes or isinstance(
-            getattr(fn, "options", None), Options
-        )
+        if isinstance(options := getattr(fn, "options", None), Options):
+            return options.enabled
+        return getattr(fn, "__code__", fn) in codes
 
     return enters(inspect.unwrap(fn, stop=enters))
 
@@ -379,7 +379,7 @@ def runner_of(options: Options) -> Callable[..., Any]:
     return _run_replay if options.backend == "replay" else _run
 
 
-class _CheckpointedObject:
+class CheckpointedObject:
     """A callable object, run in regions. It is copied and pickled with that object."""
 
     def __init__(self, fn: Any, options: Options) -> None:
@@ -478,8 +478,6 @@ _torch.leave_eager(_run_replay, _RECORDS)
 class _Block:
     """One recorded region, entered and left."""
 
-    __slots__ = ("_run", "_source", "frame")
-
     def __init__(self, name: str, where: Line, options: Options, fn: Any = None) -> None:
         placement = None if options.policy is None else options.policy.placement
         hooks = _torch.enclosing_hooks()
@@ -574,9 +572,6 @@ def _excluded() -> Iterator[None]:
         yield
 
 
-_SCOPE_DEFAULTS = Options("replay")
-
-
 class checkpoint_scope:
     """Recompute the activations of a block of code in backward, instead of saving them.
 
@@ -620,15 +615,14 @@ class checkpoint_scope:
         2
     """
 
-    __slots__ = ("_block", "_entered", "_frames", "_options")
+    _options = Options("replay")
+    _entered = False
+    _block: Any = None
+    _frames: tuple[Frame, ...] = ()
 
     def __init__(self, **options: Unpack[GivenToScope]) -> None:
-        self._options = _SCOPE_DEFAULTS
         if options:
             self._options = options_of("checkpoint_scope", options, "replay")
-        self._entered = False
-        self._block: Any = None
-        self._frames: tuple[Frame, ...] = ()
 
     @property
     def name(self) -> str:

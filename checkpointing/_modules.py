@@ -164,7 +164,7 @@ class CheckpointedModules:
         """Restore the `forward` of the modules. Regions that wait for backward still recompute. A
         second call does nothing."""
         for module, forward in self._forwards.items():
-            forward.options = None  # a later wrapper may still call it
+            forward.options = forward.options._replace(enabled=False)  # a wrapper may still call it
             if module.__dict__.get("forward") is forward:
                 del module.__dict__["forward"]
                 if forward.own is not None:
@@ -185,16 +185,13 @@ class CheckpointedModules:
         return f"{type(self).__name__}{self.names}"
 
 
-class _Forward:
+class _Forward(_api.CheckpointedObject):
     """The `forward` of one module, in regions."""
-
-    __slots__ = ("__weakref__", "_module", "name", "options", "own")
 
     def __init__(self, module: nn.Module, name: str, options: _api.Options) -> None:
         self._module = weakref.ref(module)
         self.own = module.__dict__.get("forward")  # from accelerate's hooks, or a compiler
-        self.name = options.name or name or type(module).__qualname__
-        self.options: _api.Options | None = options
+        self.options = options._replace(name=options.name or name or type(module).__qualname__)
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
@@ -204,14 +201,9 @@ class _Forward:
             return self.own  # type: ignore[no-any-return]
         return type(module).forward.__get__(module)  # type: ignore[no-any-return]
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.options is None:
-            return self.__wrapped__(*args, **kwargs)
-        return _api.runner_of(self.options)(self.__wrapped__, args, kwargs, self.name, self.options)
-
     def __getstate__(self) -> tuple[Any, ...]:
-        return self._module(), self.own, self.name, self.options
+        return self._module(), self.own, self.options
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
-        module, self.own, self.name, self.options = state
+        module, self.own, self.options = state
         self._module = weakref.ref(module)

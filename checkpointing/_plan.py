@@ -240,8 +240,7 @@ class Stretch:
     def __init__(
         self, model: Model, slots: Iterable[int], held: frozenset[int], window: Sequence[int] = ()
     ) -> None:
-        self.model, self.held = model, held  # memories
-        self.memories = model.memories
+        self.model, self.memories = model, model.memories
         self.is_all = not window
         self.first, self.last = (window[0], window[-1] + 1) if window else (0, model.count)
         self.live = model.live if self.is_all else [0] * model.count  # a replay is no forward
@@ -261,7 +260,6 @@ class Stretch:
         self.crossing = model.sums((m.maker + 1, m.last_use, m.cost) for m in dear)
         self.positions = self._candidates()
         self._walks = {end: Walk(self, end) for end in self.positions}
-        self._segments: dict[int, list[Segment]] = defaultdict(list)  # by end
 
     def cost(self, kept: Iterable[int]) -> int:
         """Bytes, to hold these memories."""
@@ -283,13 +281,13 @@ class Stretch:
 
     def segments(self, end: int, most: float) -> list[Segment]:
         """Segments that end here: all that need no more than this, and perhaps others."""
-        walk, found = self._walks[end], self._segments[end]
+        walk = self._walks[end]
         while walk.need <= most and walk.index > self.first:
             walk.down()
             if walk.index in self._walks:
                 worst = max(range(walk.index, end), key=self.live.__getitem__)
-                found.append(Segment(walk.index, walk.across, walk.need, worst))
-        return found
+                walk.found.append(Segment(walk.index, walk.across, walk.need, worst))
+        return walk.found
 
     def least_peak(self, budget: int | None) -> tuple[int, tuple[int, ...]]:
         """The least peak that cuts can have, and those cuts."""
@@ -365,6 +363,7 @@ class Walk:
     def __init__(self, stretch: Stretch, end: int, kept: AbstractSet[int] = frozenset()) -> None:
         self.stretch, self.kept = stretch, kept
         self.index = end
+        self.found: list[Segment] = []
         self.again: list[int] = []  # steps that run again
         self.need = 0
         self._reading: set[int] = set()  # memories that they read, whose makers are still to come

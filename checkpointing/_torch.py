@@ -608,8 +608,6 @@ class below_autograd:
     Inside, operators may set grad mode; it is put back at the end.
     """
 
-    __slots__ = ("_grad_mode", "_guards")
-
     def __enter__(self) -> None:
         self._grad_mode = torch.is_grad_enabled()
         set_grad_enabled(False)
