@@ -19,7 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pydoc_data.topics import topics
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -36,9 +36,9 @@ VOCABULARY = 256  # bytes
 DROPOUT = 0.1
 TEXT = torch.frombuffer(bytearray("\n".join(topics.values()).encode()), dtype=torch.uint8)
 
-Layer: TypeAlias = Callable[[Tensor], Tensor]
-Call: TypeAlias = Callable[[Layer, Tensor], Tensor]
-Way: TypeAlias = Callable[["Model", Tensor], Tensor]
+Layer = Callable[[Tensor], Tensor]
+Call = Callable[[Layer, Tensor], Tensor]
+Way = Callable[["Model", Tensor], Tensor]
 
 
 class Block(nn.TransformerEncoderLayer):

@@ -425,8 +425,8 @@ def _run(fn: Any, args: Any, kwargs: Any, name: str, options: Options) -> Any:
 
 def run_rerun(
     fn: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    args: Any,
+    kwargs: Any,
     name: str,
     where: Line,
     options: Options,

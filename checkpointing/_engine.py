@@ -31,10 +31,10 @@ from __future__ import annotations
 
 import sys
 import threading
-import weakref
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Set
 from functools import partial
 from typing import Any, NamedTuple
+from weakref import ref as _ref
 
 from torch import Tensor, nn
 
@@ -46,7 +46,6 @@ from ._tree import Field
 from ._where import Line, described, line_number, user_line
 
 # Bound once: these run for every saved tensor.
-_ref = weakref.ref
 _Parameter = nn.Parameter
 _getframe, _backward_code = sys._getframe, _torch.run_backward_code
 
@@ -119,7 +118,7 @@ class TaskTensors:
         self.ready: dict[int, Tensor | None] = {}  # by slot; None once its node has the tensor
 
 
-def _forget(frame: weakref.ref[Frame], key: Any, _: object) -> None:
+def _forget(frame: _ref[Frame], key: Any, _: object) -> None:
     alive = frame()
     if alive is not None:
         del alive.tasks[key]
@@ -149,7 +148,7 @@ class Frame:
         self.entered_from = entered_from
         self.early_stop = early_stop
         self.check = check
-        self.holders: list[weakref.ref[Holder]] = []
+        self.holders: list[_ref[Holder]] = []
         # By slot: the roles of tensors that regions inside take, and their storages.
         self.inputs: dict[int, tuple[object, int]] = {}
         self.tasks: dict[Any, TaskTensors] = {}
@@ -323,7 +322,6 @@ class Recompute:
     _stop_at = NEVER  # the slot at which to stop
     _filling = NO_NODE  # the last node whose saved memory the operator may still fill, as RReLU
     _stopped = False
-    _inputs: Mapping[int, tuple[object, int]] = {}
     _is_watched = False
     _copies: _torch.Copies | None = None
     _role: object = None  # of the tensor that is packed next: None if an operator saves it
@@ -371,8 +369,8 @@ class Recompute:
         """A rerun is about to start: find the last slot that is wanted, to stop there (rule 5)."""
         self.is_in_order = True
         holders = self.frame.holders
-        self._count, self._inputs = len(holders), self.frame.inputs
-        self._is_watched = bool(self.rewound or self._inputs)
+        self._count = len(holders)
+        self._is_watched = bool(self.rewound or self.frame.inputs)
         if self.frame.early_stop:
             live = (holder for ref in reversed(holders) if (holder := ref()) is not None)
             self._stop_at = next(holder.slot for holder in live if holder.slot not in self.ready)
@@ -443,7 +441,7 @@ class Recompute:
         tensor that such a region writes, or that changes when the rerun ends, is delivered as a
         copy."""
         role, self._role = self._role, None
-        then, storage = self._inputs.get(slot, (None, 0))
+        then, storage = self.frame.inputs.get(slot, (None, 0))
         if slot < self._count and role != then:
             raise errors.other_role(self.frame, slot, user_line(), then, role)
         if _torch.is_on(tensor, self.rewound):
@@ -525,7 +523,7 @@ class Recompute:
             if tensor is None or tensor._version == version:
                 continue
             if slot == self.holder.slot:
-                raise self._explained(errors.overwritten(self.frame, slot in self._inputs))
+                raise self._explained(errors.overwritten(self.frame, slot in self.frame.inputs))
             del self.ready[slot]  # an error only if backward asks for it, as in plain code
         if self.ran_to_its_end:
             self._check_count()
@@ -604,4 +602,4 @@ def parameter_in(tensor: Tensor) -> Shown | None:
 
 # The identity of a parameter, its version, whether it is all of it, and itself: last, so that no
 # two parameters are compared.
-Shown = tuple[int, int, bool, weakref.ref[Tensor]]
+Shown = tuple[int, int, bool, _ref[Tensor]]

@@ -32,6 +32,8 @@ from ._engine import (
 from ._offload import Moved, Mover
 from ._region import without_recording
 
+Copier = Callable[[], Tensor] | None
+
 # Takes the tensors that are held: the hooks around the region, a mover, or nobody.
 Saver = _torch.Hooks | Mover | None
 
@@ -72,7 +74,7 @@ class Held:
         """The tensor as it was. Others may read it, too: it must not be written."""
         raise NotImplementedError
 
-    def freeze(self, copied: Callable[[], Tensor] | None = None) -> None:
+    def freeze(self, copied: Copier = None) -> None:
         """The region is about to write the tensor: hold a copy from here on. `copied` copies the
         live tensor, which may be quicker than fetching it."""
 
@@ -100,7 +102,7 @@ class Aliased(Held):
         """Whether it has been written since."""
         return _torch.version(self.packed) != self._version
 
-    def freeze(self, copied: Callable[[], Tensor] | None = None) -> None:
+    def freeze(self, copied: Copier = None) -> None:
         self.packed, self.is_parameter = without_recording(_torch.clone_storage, self.packed), False
         self._version = _torch.version(self.packed)
 
@@ -143,7 +145,7 @@ class Packed(Held):
         laid_out = without_recording(_torch.laid_out, tensor, self._layout)
         return tensor if laid_out is tensor else _torch.in_place_of(tensor, laid_out)
 
-    def freeze(self, copied: Callable[[], Tensor] | None = None) -> None:
+    def freeze(self, copied: Copier = None) -> None:
         pack, unpacked = self._hooks
         make_copy = copied or (lambda: _torch.copy(unpacked(self.packed)))
         copy = without_recording(make_copy)
@@ -168,7 +170,7 @@ class InSlot(Held):
     def fetch(self, where: object) -> Tensor:
         return self._unpack(self.packed)
 
-    def freeze(self, copied: Callable[[], Tensor] | None = None) -> None:
+    def freeze(self, copied: Copier = None) -> None:
         if self._unpack is not identity:  # the region around tells versions apart
             return
         # Packing again would be a slot that the forward did not have: deliver the copy instead.
@@ -192,7 +194,7 @@ class Elsewhere(Held):
     def fetch(self, where: object) -> Tensor:
         return self.packed.bring()  # type: ignore[no-any-return]
 
-    def freeze(self, copied: Callable[[], Tensor] | None = None) -> None:
+    def freeze(self, copied: Copier = None) -> None:
         self.packed.settle()
 
 

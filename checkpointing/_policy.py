@@ -180,16 +180,6 @@ class Policy(NamedTuple):
         return _either(as_policy(other), self)
 
 
-def _save_ops(ops: frozenset[Any]) -> Policy:
-    text = f"save_ops({', '.join(sorted(map(str, ops)))})"
-    return Policy((_save_ops, ops), text, on_op=lambda op, args, kwargs, result: op in ops)
-
-
-def _save_tagged(names: frozenset[str]) -> Policy:
-    text = f"save_tagged({', '.join(map(repr, sorted(names)))})"
-    return Policy((_save_tagged, names), text, on_tag=lambda name: name in names)
-
-
 def _asking(function: Callable[..., Any]) -> Policy:
     """A policy from a function as torch's selective checkpointing takes it."""
 
@@ -302,7 +292,9 @@ def save_ops(*ops: Any) -> Policy:
                 f"a policy lists OpOverloads such as torch.ops.aten.mm.default, not {op!r}. Of an "
                 "operator such as torch.ops.aten.mm, name one of its overloads."
             )
-    return _save_ops(frozenset(ops))
+    listed = sorted({*ops}, key=str)
+    text = f"save_ops({', '.join(map(str, listed))})"
+    return Policy((save_ops, *listed), text, on_op=lambda op, *_: op in listed)
 
 
 def save_tagged(*names: str) -> Policy:
@@ -327,7 +319,9 @@ def save_tagged(*names: str) -> Policy:
     for name in names:
         if not isinstance(name, str):
             raise TypeError(f"a tag is a string, not {name!r}")
-    return _save_tagged(frozenset(names))
+    listed = sorted({*names})
+    text = f"save_tagged({', '.join(map(repr, listed))})"
+    return Policy((save_tagged, *listed), text, on_tag=lambda name: name in listed)
 
 
 def auto(*, budget: int | str | None = None) -> Policy:

@@ -107,9 +107,7 @@ class _NoResults(Region):
     def keep(self, tensor: Tensor) -> Tensor:
         return tensor
 
-    def once(
-        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def once(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         return None
 
 

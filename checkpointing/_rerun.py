@@ -166,8 +166,8 @@ class Rerun(Region, Source, Inputs):
     def __init__(
         self,
         function: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        args: Any,
+        kwargs: Any,
         preserve_rng_state: PreserveRngState,
     ) -> None:
         outer = thread.region
@@ -413,9 +413,7 @@ class Repeated(Region):
             without_recording(_torch.write, one, other)
         return tensor
 
-    def once(
-        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def once(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         result = next(self._results, _FAILED)
         if result is _FAILED:
             if not self._where.complete:  # a rerun for a backward inside the region
@@ -515,7 +513,7 @@ class View(NamedTuple):
             )
 
 
-def _given_to(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+def _given_to(args: Any, kwargs: Any) -> list[Any]:
     """The arguments, then the tensors in them, in order."""
     given = [*args, *kwargs.values()]
     return given + tensors_in(given)

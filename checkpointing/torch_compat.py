@@ -212,9 +212,7 @@ _DEFAULTS: dict[str, Any] = checkpoint.__kwdefaults__  # type: ignore[assignment
 _CHECKS: dict[str, Any] = {"default": "metadata", "none": "none"}
 
 
-def _checkpoint(
-    function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
-) -> Any:
+def _checkpoint(function: Any, args: Any, kwargs: Any, options: Options) -> Any:
     if torch.compiler.is_dynamo_compiling() or _torch.is_tracing():
         # The compiler looks at the arguments that a call names: leave the defaults out.
         named: dict[str, Any] = {
@@ -238,9 +236,7 @@ def _checkpoint(
     return result
 
 
-def _reentrant(
-    function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
-) -> Any:
+def _reentrant(function: Any, args: Any, kwargs: Any, options: Options) -> Any:
     _refuse_keywords(kwargs)
     given: dict[str, Any] = {**options}
     unsupported = ("context_fn", "debug", "respect_saved_tensors_hooks")
@@ -253,7 +249,7 @@ def _reentrant(
     return CheckpointFunction.apply(function, preserves, *args)  # type: ignore[no-untyped-call]
 
 
-def _rerun(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options) -> Any:
+def _rerun(function: Any, args: Any, kwargs: Any, options: Options) -> Any:
     context_fn, check = options["context_fn"], options["determinism_check"]
     debug = _switch(_debug, "_checkpoint_debug_enabled", options["debug"])
     if debug and context_fn is not noop_context_fn:
