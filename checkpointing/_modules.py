@@ -201,9 +201,9 @@ class _Forward(_api.CheckpointedObject):
             return self.own  # type: ignore[no-any-return]
         return type(module).forward.__get__(module)  # type: ignore[no-any-return]
 
-    def __getstate__(self) -> tuple[Any, ...]:
+    def __getstate__(self) -> Any:
         return self._module(), self.own, self.options
 
-    def __setstate__(self, state: tuple[Any, ...]) -> None:
+    def __setstate__(self, state: Any) -> None:
         module, self.own, self.options = state
         self._module = weakref.ref(module)

@@ -8,7 +8,7 @@ the rest of the library.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -33,9 +33,7 @@ class CheckpointFunction(torch.autograd.Function):
     differentiable once."""
 
     @staticmethod
-    def forward(
-        ctx: Any, function: Callable[..., Any], preserve_rng_state: PreserveRngState, *args: Any
-    ) -> Any:
+    def forward(ctx: Any, function: Any, preserve_rng_state: PreserveRngState, *args: Any) -> Any:
         check_backward_validity(args)
         ctx.source = Rerun(function, args, {}, preserve_rng_state)
         try:
@@ -107,7 +105,7 @@ class _NoResults(Region):
     def keep(self, tensor: Tensor) -> Tensor:
         return tensor
 
-    def once(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def once(self, function: Any, args: Any, kwargs: Any) -> Any:
         return None
 
 
@@ -115,7 +113,7 @@ _NO_RESULTS = _NoResults()
 
 
 def run(
-    function: Callable[..., Any],
+    function: Any,
     name: str,
     preserve_rng_state: PreserveRngState,
     args: Any,

@@ -30,7 +30,7 @@ class Region:
         """Hold a value: recompute starts from it."""
         raise NotImplementedError
 
-    def once(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def once(self, function: Any, args: Any, kwargs: Any) -> Any:
         """The result of a call that a recompute must not repeat."""
         raise NotImplementedError
 

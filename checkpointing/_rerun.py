@@ -240,7 +240,7 @@ class Rerun(Region, Source, Inputs):
         self._pins += (Pin.of(tensor, self._hooks, "a value given to keep()"),)
         return tensor
 
-    def once(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def once(self, function: Any, args: Any, kwargs: Any) -> Any:
         place = len(self._results)  # it may call others
         self._results += (_FAILED,)
         result = _without_slots(function, args, kwargs, self.outer)
@@ -413,7 +413,7 @@ class Repeated(Region):
             without_recording(_torch.write, one, other)
         return tensor
 
-    def once(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def once(self, function: Any, args: Any, kwargs: Any) -> Any:
         result = next(self._results, _FAILED)
         if result is _FAILED:
             if not self._where.complete:  # a rerun for a backward inside the region
@@ -519,9 +519,7 @@ def _given_to(args: Any, kwargs: Any) -> list[Any]:
     return given + tensors_in(given)
 
 
-def _without_slots(
-    function: Callable[..., Any], args: Any, kwargs: Any, outer: Region | None = None
-) -> Any:
+def _without_slots(function: Any, args: Any, kwargs: Any, outer: Region | None = None) -> Any:
     """Call a function that recomputes skip: tensors saved in it are no slots."""
     _push_hooks(detached, identity)
     try:
