@@ -262,7 +262,6 @@ def undo_all(undo: Undo) -> None:
 
 
 _QUICK_GETTERS = _torch.QUICK_GETTERS
-_Autocast = list[tuple[str, bool, torch.dtype]]
 
 
 def read_switches() -> list[Any]:
@@ -286,14 +285,14 @@ def _write_switches(values: list[Any]) -> None:
             setter(value)
 
 
-def _read_autocast() -> tuple[bool, _Autocast]:
+def _read_autocast() -> Any:
     return torch.is_autocast_cache_enabled(), [
         (t, torch.is_autocast_enabled(t), torch.get_autocast_dtype(t))
         for t in _torch.autocast_device_types()
     ]
 
 
-def _write_autocast(state: tuple[bool, _Autocast] | None) -> None:
+def _write_autocast(state: Any) -> None:
     if state is None:
         for t in _torch.autocast_device_types():
             torch.set_autocast_enabled(t, False)

@@ -147,8 +147,7 @@ class Packed(Held):
 
     def freeze(self, copied: Copier = None) -> None:
         pack, unpacked = self._hooks
-        make_copy = copied or (lambda: _torch.copy(unpacked(self.packed)))
-        copy = without_recording(make_copy)
+        copy = without_recording(copied or (lambda: _torch.copy(unpacked(self.packed))))
         self.packed, self._layout = without_recording(pack, copy), _torch.layout_of(copy)
         self._live = lambda: None
 

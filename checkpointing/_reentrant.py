@@ -22,9 +22,13 @@ from ._rerun import Inputs, PreserveRngState, Rerun, contents_of
 from ._where import warn
 
 
+def _trains(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad
+
+
 def check_backward_validity(inputs: Iterable[Any]) -> None:
     """Warn if no tensor in `inputs` requires grad: the gradients will then be None."""
-    if not any(isinstance(value, Tensor) and value.requires_grad for value in inputs):
+    if not any(map(_trains, inputs)):
         warn("None of the inputs have requires_grad=True. Gradients will be None")
 
 
@@ -60,11 +64,7 @@ class CheckpointFunction(torch.autograd.Function):
 
 
 def _run_backward(outputs: Any, grads: Any) -> None:
-    pairs = [
-        (output, grad)
-        for output, grad in zip(outputs, grads, strict=True)
-        if isinstance(output, Tensor) and output.requires_grad
-    ]
+    pairs = [pair for pair in zip(outputs, grads, strict=True) if _trains(pair[0])]
     if not pairs:
         raise errors.CheckpointError(
             "none of output has requires_grad=True, this checkpoint() is not necessary"
@@ -125,13 +125,13 @@ def run(
             f"region '{name}': Unexpected keyword arguments: {','.join(kwargs)}. The reentrant "
             "backend takes positional arguments only; use backend='rerun'."
         )
-    if not any(isinstance(value, Tensor) and value.requires_grad for value in args):
+    if not any(map(_trains, args)):
         found = Inputs()
         for value in (function, *args):
             found.capture(value)
         variables = [contents_of(cell) for cell in getattr(function, "__closure__", None) or ()]
         parameters = [p for module in found.modules for p in module.parameters()]
-        if any(isinstance(p, Tensor) and p.requires_grad for p in (*parameters, *variables)):
+        if any(map(_trains, (*parameters, *variables))):
             raise errors.CheckpointError(
                 f"region '{name}': none of the inputs requires grad, so the reentrant backend "
                 "would give the parameters that the function uses no gradients. Use "

@@ -471,9 +471,7 @@ class Pin(NamedTuple):
         if not self.in_graph:
             return data
         with torch.enable_grad():
-            place = torch.zeros(
-                (), dtype=data.dtype, device=data.device, requires_grad=True
-            ).clone()
+            place = data.new_zeros((), requires_grad=True).clone()
         return _torch.in_place_of(place, data)
 
 
@@ -521,18 +519,13 @@ def _given_to(args: Any, kwargs: Any) -> list[Any]:
 
 def _without_slots(function: Any, args: Any, kwargs: Any, outer: Region | None = None) -> Any:
     """Call a function that recomputes skip: tensors saved in it are no slots."""
-    _push_hooks(detached, identity)
+    _push_hooks(Tensor.detach, identity)  # a graph that owned a live output would be a cycle
     try:
         if outer is not None:
             return outer.once(function, args, kwargs)
         return function(*args, **kwargs)
     finally:
         _pop_hooks()
-
-
-def detached(tensor: Tensor) -> Tensor:
-    """The pack hook for a graph that holds its own tensors. A live output would be a cycle."""
-    return tensor.detach() if tensor.requires_grad else tensor
 
 
 # ---- variables
