@@ -135,7 +135,7 @@ class Frame:
 
     noted: list[Any] | None = None  # for a report: the tensors that are saved
     complete = False  # backward may run before the region has ended (rule 6)
-    on_error: Callable[[errors.CheckpointError], None] | None = None
+    on_error: Callable[..., None] | None = None
     prefix: str | None = None  # of messages, for code that matches torch's
     written: frozenset[int] = frozenset()  # storages that regions inside write after reading
 
@@ -336,8 +336,7 @@ class Recompute:
 
     def wanted(self) -> list[Holder]:
         """The holders that this graph task may still open, by slot."""
-        holders = [ref() for ref in self.frame.holders]
-        live = [holder for holder in holders if holder is not None]
+        live = [holder for ref in self.frame.holders if (holder := ref()) is not None]
         return [holder for holder in live if holder.slot not in self.ready]
 
     @property

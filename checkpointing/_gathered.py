@@ -29,7 +29,7 @@ class BesideGathering(_Run):  # type: ignore[misc]
     _lent: list[torch.UntypedStorage]  # memory of gathered parameters, until it is given back
     _alive: list[int]  # cells from before the last cut
     _cut_at: int  # the number of cells then
-    _kept: dict[tuple[int, int], ref[Tensor]]  # by id and version
+    _kept: dict[Any, ref[Tensor]]  # by id and version
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self._here["depth"] == self._depth:

@@ -231,7 +231,8 @@ def _alias(tensor: Tensor) -> Tensor:
 def hold_argument(tensor: Tensor, hooks: _torch.Hooks | None, name: Name) -> Held:
     """Hold a tensor with its graph, for a rerun, as an operator would save it."""
     is_plain = type(tensor) is Tensor and tensor._base is None
-    if is_plain and hooks is None and tensor.requires_grad:  # the usual case, checked first
+    is_usual = hooks is None and tensor.requires_grad
+    if is_usual and is_plain:  # checked first
         return Saved(_save_input(tensor, False), name)
     if _is_referenced(tensor, hooks):
         return Aliased(tensor, name, True)

@@ -41,7 +41,7 @@ class Mover:
     def __init__(self, destination: Destination) -> None:
         self.destination = destination
         # Each with the event at the end of its copy, and the stream of the computation.
-        self._leaving: deque[tuple[Tensor, Any, Any]] = deque()
+        self._leaving: deque[Any] = deque()
 
     def takes(self, tensor: Tensor) -> bool:
         """Whether a tensor is to be offloaded."""
@@ -144,7 +144,7 @@ def _copy(target: Tensor, source: Tensor) -> None:
     target.copy_(source, non_blocking=True)
 
 
-_SIDE_STREAMS: dict[tuple[torch.device, str], Any] = {}
+_SIDE_STREAMS: dict[Any, Any] = {}
 
 
 def _side_stream(streams: Any, device: torch.device, way: str) -> Any:

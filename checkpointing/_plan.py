@@ -32,8 +32,7 @@ import heapq
 import math
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Iterable, Sequence, Set
 from itertools import accumulate, pairwise
 from operator import add, is_
 from typing import Any, NamedTuple
@@ -360,7 +359,7 @@ class Stretch:
 class Walk:
     """Goes down through a segment: what its window runs, and what its backward needs."""
 
-    def __init__(self, stretch: Stretch, end: int, kept: AbstractSet[int] = frozenset()) -> None:
+    def __init__(self, stretch: Stretch, end: int, kept: Set[int] = frozenset()) -> None:
         self.stretch, self.kept = stretch, kept
         self.index = end
         self.found: list[Segment] = []

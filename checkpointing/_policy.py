@@ -150,7 +150,7 @@ class Policy(NamedTuple):
     text: str
     # Decides about the result of an operator, given (operator, args, kwargs, result). None: never
     # asked.
-    on_op: Callable[[Any, Any, Any, Any], Answer] | None = None
+    on_op: Callable[..., Answer] | None = None
     # Decides about a value with this name.
     on_tag: Callable[[str], Answer] = lambda name: False
     # Whether checkpoints are planned, and within which bounds.

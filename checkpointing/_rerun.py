@@ -316,7 +316,7 @@ class Rerun(Region, Source, Inputs):
 
     def restored(self, where: object) -> tuple[Any, list[Any], dict[str, Any], Cells]:
         """The function, its arguments, and the variables that it closes over."""
-        fetch: Callable[[Any], Any] = functools.partial(_fetch, where)
+        fetch: Any = _partial(_fetch, where)
         if self._is_shared or self._written:
             fetch = _Fetched(where, self._written)
         met: dict[int, Any] = {}

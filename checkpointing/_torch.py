@@ -170,7 +170,7 @@ def is_tracing() -> bool:
 mode_count: _Int = _C._len_torch_dispatch_stack
 _infra_mode, _keys = _C._get_dispatch_mode, _C._TorchDispatchModeKey
 _proxy, _functional = _keys.PROXY, _keys.FUNCTIONAL  # AOTAutograd begins with the second
-_is_exporting: _Bool = torch.compiler.is_exporting  # which may enter no mode
+_is_exporting = torch.compiler.is_exporting  # which may enter no mode
 
 
 # Whether the running backward has `retain_graph=True`.
@@ -241,7 +241,7 @@ has_storage: _OfTensor = _C._has_storage
 
 
 @functools.cache
-def flop_formula(func: Any) -> Callable[[Any, Any, Any], float] | None:
+def flop_formula(func: Any) -> Callable[..., float] | None:
     """The function that counts floating-point operations of a call, given (args, kwargs, result);
     None for operators that torch does not count."""
     from torch.utils.flop_counter import flop_registry  # `import torch` does not import it
@@ -261,8 +261,8 @@ def flop_formula(func: Any) -> Callable[[Any, Any, Any], float] | None:
 
 # ---- tensors
 _adinplace_key = _C.DispatchKey.ADInplaceOrView
-_is_excluded: Callable[[Any], bool] = _C._dispatch_tls_is_dispatch_key_excluded
-_exclude: Callable[[Any, bool], None] = _C._dispatch_tls_set_dispatch_key_excluded
+_is_excluded = _C._dispatch_tls_is_dispatch_key_excluded
+_exclude = _C._dispatch_tls_set_dispatch_key_excluded
 
 
 def alias(tensor: Tensor) -> Tensor:
@@ -481,7 +481,7 @@ class Copies:
 
     def __init__(self) -> None:
         # By storage and version. The storage lives as long, since the tensor is held, too.
-        self._made: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        self._made: dict[Any, tuple[Tensor, Tensor]] = {}
 
     def copy(self, tensor: Tensor) -> Tensor:
         if not has_storage(tensor):
@@ -585,7 +585,7 @@ def in_place_of(tensor: Tensor, data: Tensor) -> Tensor:
 # ---- batched backward. `torch.autograd.grad(..., is_grads_batched=True)` runs unpack hooks inside
 # of torch's older vmap, which refuses random operators. Recomputed tensors do not depend on it.
 _vmap_key = _C._parse_dispatch_key("VmapMode")
-_is_included: Callable[[Any], bool] = _C._dispatch_tls_is_dispatch_key_included
+_is_included = _C._dispatch_tls_is_dispatch_key_included
 
 
 in_batched_backward: _Bool = functools.partial(_is_included, _vmap_key)
@@ -664,7 +664,7 @@ def _codes_of(value: Any, module: str) -> list[CodeType]:
 # ---- ambient state without a public getter, or without a cheap one
 autocast_is_on_somewhere: _Bool = _C._is_any_autocast_enabled
 function_mode_count: _Int = _C._len_torch_function_stack
-_function_mode_at: Callable[[int], Any] = _C._get_function_stack_at
+_function_mode_at = _C._get_function_stack_at
 
 
 def function_modes() -> list[Any]:
@@ -680,7 +680,7 @@ def set_function_modes(modes: Sequence[Any]) -> None:
         _C._push_on_torch_function_stack(mode)
 
 
-_warns_only: _Bool = _C._get_deterministic_algorithms_warn_only
+_warns_only = _C._get_deterministic_algorithms_warn_only
 
 
 # The settings for the precision of float32 products. Each follows the general ones before it,
@@ -729,7 +729,7 @@ def _set_matmul_precision(value: str | list[str]) -> None:
 
 # Getters and setters of process-wide switches that select kernels, public ones among them. Every
 # region reads all of them twice, so the table has only those that matter to this build.
-SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
+SWITCHES: tuple[Any, ...] = (
     (torch.get_default_dtype, torch.set_default_dtype),
     (
         _C._get_deterministic_algorithms,
@@ -748,7 +748,7 @@ if torch.backends.cuda.is_built():
         (_C._get_cudnn_benchmark, _C._set_cudnn_benchmark),
     )
 # Without a Python function among them; may raise a RuntimeError.
-QUICK_GETTERS: tuple[Callable[[], Any], ...] = tuple(
+QUICK_GETTERS: tuple[Any, ...] = tuple(
     _C._get_float32_matmul_precision if getter is _get_matmul_precision else getter
     for getter, _ in SWITCHES
 )

@@ -70,7 +70,7 @@ def take_apart(
     value: Any,
     leaf: Callable[[Any, Any], Any],
     name: Any = None,
-    met: dict[int, Any] | None = None,
+    met: Any = None,
     depth: int = 0,
 ) -> Any:
     """Replace each container in `value` by a `Container`, and each other part by `leaf(part,
@@ -99,7 +99,7 @@ def take_apart(
     return taken
 
 
-def put_together(saved: Any, leaf: Callable[[Any], Any], met: dict[int, Any] | None = None) -> Any:
+def put_together(saved: Any, leaf: Callable[[Any], Any], met: Any = None) -> Any:
     """Undo `take_apart`, with `leaf(part)` for each part that is no `Container`."""
     if type(saved) is not Container:
         return leaf(saved)

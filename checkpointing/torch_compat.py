@@ -13,11 +13,11 @@ per thread and context.
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
+from contextvars import ContextVar
 from typing import Any, ParamSpec, TypedDict, TypeVar, overload
 
 import torch
@@ -54,6 +54,7 @@ _their_checkpoint = _theirs.checkpoint
 Contexts = tuple[
     AbstractContextManager[Any], AbstractContextManager[Any]
 ]  # of the forward and of the recompute
+Switch = ContextVar[bool | None]
 ContextFn = Callable[[], Contexts]
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -68,12 +69,8 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-_early_stop: contextvars.ContextVar[bool | None] = contextvars.ContextVar(
-    "checkpointing.early_stop", default=None
-)
-_debug: contextvars.ContextVar[bool | None] = contextvars.ContextVar(
-    "checkpointing.debug", default=None
-)
+_early_stop: Switch = ContextVar("checkpointing.early_stop", default=None)
+_debug: Switch = ContextVar("checkpointing.debug", default=None)
 
 
 def set_checkpoint_early_stop(enable: bool) -> AbstractContextManager[None]:
@@ -89,7 +86,7 @@ def set_checkpoint_debug_enabled(enabled: bool | None) -> AbstractContextManager
 
 
 @contextlib.contextmanager
-def _overridden(switch: contextvars.ContextVar[bool | None], value: bool | None) -> Iterator[None]:
+def _overridden(switch: Switch, value: bool | None) -> Iterator[None]:
     token = switch.set(value)
     try:
         yield
@@ -97,7 +94,7 @@ def _overridden(switch: contextvars.ContextVar[bool | None], value: bool | None)
         switch.reset(token)
 
 
-def _switch(ours: contextvars.ContextVar[bool | None], theirs: str, argument: bool) -> bool:
+def _switch(ours: Switch, theirs: str, argument: bool) -> bool:
     """An argument, unless our context manager or torch's overrides it."""
     for override in (ours.get(), _their_names.get(theirs)):
         if override is not None:
