@@ -371,8 +371,11 @@ class Recompute:
         self._count = len(holders)
         self._is_watched = bool(self.rewound or self.frame.inputs)
         if self.frame.early_stop:
-            live = (holder for ref in reversed(holders) if (holder := ref()) is not None)
-            self._stop_at = next(holder.slot for holder in live if holder.slot not in self.ready)
+            for ref in reversed(holders):
+                holder = ref()
+                if holder is not None and holder.slot not in self.ready:
+                    self._stop_at = holder.slot
+                    break
 
     def pack(self, given: Tensor) -> Tensor:
         """Autograd's pack hook for a rerun: delivers saved tensors to the slots in order, and stops
