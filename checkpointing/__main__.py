@@ -19,7 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pydoc_data.topics import topics
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -36,9 +36,9 @@ VOCABULARY = 256  # bytes
 DROPOUT = 0.1
 TEXT = torch.frombuffer(bytearray("\n".join(topics.values()).encode()), dtype=torch.uint8)
 
-Layer: TypeAlias = Callable[[Tensor], Tensor]
-Call: TypeAlias = Callable[[Layer, Tensor], Tensor]
-Way: TypeAlias = Callable[["Model", Tensor], Tensor]
+Layer = Callable[[Tensor], Tensor]
+Call = Callable[[Layer, Tensor], Tensor]
+Way = Callable[["Model", Tensor], Tensor]
 
 
 class Block(nn.TransformerEncoderLayer):
@@ -184,9 +184,10 @@ class Flops(TorchDispatchMode):
     total = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        count = flop_registry.get(func.overloadpacket, lambda *_, **__: 0)
-        self.total += count(*args, **(kwargs or {}), out_val=result)
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if func.overloadpacket in flop_registry:
+            self.total += flop_registry[func.overloadpacket](*args, **kwargs, out_val=result)
         return result
 
 

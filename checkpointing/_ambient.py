@@ -59,28 +59,19 @@ class Generators:
     def states(self) -> list[Tensor]:
         return [state for _, _, state in self._streams if isinstance(state, Tensor)]
 
-    @property
-    def nbytes(self) -> int:
-        return sum(state.nbytes for state in self.states)
-
     def have_moved(self) -> bool:
         """Whether one of them has been used since; always True with those of Python and NumPy."""
         return self._python or any(
             not torch.equal(state, getter()) for _, getter, state in self._streams
         )
 
-    def enter(self, now: Undo) -> Undo:
-        """Go back to this moment. Adds the present states to `now`, for `leave`, unless it has an
-        older state of a generator."""
-        known = [setter for setter, _ in now]
-        now += [(setter, getter()) for setter, getter, _ in self._streams if setter not in known]
-        for setter, _, state in self._streams:
-            setter(state)
-        return now
-
-    @staticmethod
-    def leave(now: Undo) -> None:
-        for setter, state in reversed(now):
+    def enter(self, undo: Undo) -> None:
+        """Go back to this moment. `undo` gets the functions that return, unless it has an older
+        state of a generator."""
+        known = [setter for setter, _ in undo]
+        for setter, getter, state in self._streams:
+            if setter not in known:
+                undo.append((setter, getter()))
             setter(state)
 
 
@@ -102,10 +93,7 @@ def _device_stream(device: torch.device) -> _Stream:
 
 def has_rng(device: torch.device) -> bool:
     """Whether the device is an accelerator with a generator of its own."""
-    if device.type in ("cpu", "meta"):
-        return False
-    module = getattr(torch, device.type, None)
-    return hasattr(module, "get_rng_state") and hasattr(module, "set_rng_state")
+    return hasattr(getattr(torch, device.type, None), "set_rng_state")
 
 
 # ---- state of the user
@@ -113,8 +101,6 @@ def has_rng(device: torch.device) -> bool:
 
 class StateHandle:
     """A registration by `register_state`. `remove()` or the end of its `with` block ends it."""
-
-    __slots__ = ("_restore", "_snapshot")
 
     def __init__(self, snapshot: Callable[[], Any], restore: Callable[[Any], object]) -> None:
         self._snapshot = snapshot
@@ -276,7 +262,6 @@ def undo_all(undo: Undo) -> None:
 
 
 _QUICK_GETTERS = _torch.QUICK_GETTERS
-_Autocast = list[tuple[str, bool, torch.dtype]]
 
 
 def read_switches() -> list[Any]:
@@ -300,14 +285,14 @@ def _write_switches(values: list[Any]) -> None:
             setter(value)
 
 
-def _read_autocast() -> tuple[bool, _Autocast]:
+def _read_autocast() -> Any:
     return torch.is_autocast_cache_enabled(), [
         (t, torch.is_autocast_enabled(t), torch.get_autocast_dtype(t))
         for t in _torch.autocast_device_types()
     ]
 
 
-def _write_autocast(state: tuple[bool, _Autocast] | None) -> None:
+def _write_autocast(state: Any) -> None:
     if state is None:
         for t in _torch.autocast_device_types():
             torch.set_autocast_enabled(t, False)

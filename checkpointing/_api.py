@@ -15,10 +15,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import MethodType
 from typing import Any, Literal, NamedTuple, ParamSpec, Protocol, TypedDict, TypeVar, cast, overload
+from weakref import ref
 
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from typing_extensions import Unpack
 
 from . import _reentrant, _torch, errors
@@ -65,7 +67,7 @@ class Options(NamedTuple):
             return self._replace(backend="rerun" if self.policy is None else "replay").checked()
         check = self.determinism_check
         is_known_check = callable(check) or check in [*CHECKS]
-        watches = self.debug or self.report or check not in ("metadata", "none")
+        watches = any([self.debug, self.report, check not in ("metadata", "none")])
         if self.backend not in ("rerun", "replay", "reentrant"):
             raise ValueError(f"backend is 'rerun', 'replay' or 'reentrant', not {self.backend!r}")
         if self.policy is not None and self.backend != "replay":
@@ -87,7 +89,8 @@ class Options(NamedTuple):
             raise ValueError(
                 f"determinism_check is one of {known} or a function of a tensor, not {check!r}"
             )
-        return self._replace(policy=as_policy(self.policy))
+        is_noted = self.report or self.debug
+        return self._replace(policy=as_policy(self.policy), report=is_noted)
 
 
 class GivenToScope(TypedDict, total=False):
@@ -201,10 +204,9 @@ def forward_only(fn: Callable[P, R], /) -> Callable[P, R]:
     # A callable object has attributes of its own that must not be copied onto the wrapper.
     @functools.wraps(fn, updated=("__dict__",) if inspect.isroutine(fn) else ())
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if _is_compiling():
+        if _is_compiling() or thread.region is None:
             return fn(*args, **kwargs)
-        region = thread.region
-        return fn(*args, **kwargs) if region is None else region.once(fn, args, kwargs)
+        return thread.region.once(fn, args, kwargs)
 
     return cast("Callable[P, R]", wrapper)
 
@@ -212,7 +214,9 @@ def forward_only(fn: Callable[P, R], /) -> Callable[P, R]:
 def is_plain(enabled: bool = True) -> bool:
     """Whether to run without a region (rule 10). A traced graph contains the backward, or none: a
     recompute would put the activations and random numbers of this run into it."""
-    if not enabled or _disabled.get() or not _is_grad_enabled():
+    if not (enabled and _is_grad_enabled()):
+        return True
+    if _disabled.get():
         return True
     if _mode_count() and _is_tracing():
         return True
@@ -348,7 +352,7 @@ def _wrap(fn: Any, options: Options) -> Any:
     if isinstance(fn, MethodType):
         return MethodType(_wrap(fn.__func__, options), fn.__self__)
     if not inspect.isroutine(fn):
-        return _CheckpointedObject(fn, options)
+        return CheckpointedObject(fn, options)
     run, name = runner_of(options), options.name or fn.__qualname__
 
     @functools.wraps(fn)
@@ -363,9 +367,9 @@ def is_in_region(fn: Any) -> bool:
     codes = _wrap.__code__.co_consts  # among them the code of `wrapper`
 
     def enters(fn: Any) -> bool:
-        return getattr(fn, "__code__", fn) in codes or isinstance(
-            getattr(fn, "options", None), Options
-        )
+        if isinstance(options := getattr(fn, "options", None), Options):
+            return options.enabled
+        return getattr(fn, "__code__", fn) in codes
 
     return enters(inspect.unwrap(fn, stop=enters))
 
@@ -375,7 +379,7 @@ def runner_of(options: Options) -> Callable[..., Any]:
     return _run_replay if options.backend == "replay" else _run
 
 
-class _CheckpointedObject:
+class CheckpointedObject:
     """A callable object, run in regions. It is copied and pickled with that object."""
 
     def __init__(self, fn: Any, options: Options) -> None:
@@ -390,13 +394,19 @@ def refuse_generators(entry: str, fn: Any) -> None:
     code = fn.func if isinstance(fn, functools.partial) else fn
     if not inspect.isroutine(code):
         code = code.forward if isinstance(code, nn.Module) else type(code).__call__
-    is_async = inspect.iscoroutinefunction(code) or inspect.isasyncgenfunction(code)
-    if is_async or inspect.isgeneratorfunction(code):
-        kind = "async" if is_async else "generator"
-        raise TypeError(
-            f"{entry} can't wrap the {kind} function {getattr(fn, '__qualname__', fn)}: calling it "
-            "computes nothing. Decorate a plain function that it calls."
-        )
+    for kind, is_one in _GENERATORS:
+        if is_one(code):
+            raise TypeError(
+                f"{entry} can't wrap the {kind} function {getattr(fn, '__qualname__', fn)}: "
+                "calling it computes nothing. Decorate a plain function that it calls."
+            )
+
+
+_GENERATORS = (
+    ("generator", inspect.isgeneratorfunction),
+    ("async", inspect.iscoroutinefunction),
+    ("async", inspect.isasyncgenfunction),
+)
 
 
 def _run(fn: Any, args: Any, kwargs: Any, name: str, options: Options) -> Any:
@@ -415,8 +425,8 @@ def _run(fn: Any, args: Any, kwargs: Any, name: str, options: Options) -> Any:
 
 def run_rerun(
     fn: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    args: Any,
+    kwargs: Any,
     name: str,
     where: Line,
     options: Options,
@@ -444,10 +454,7 @@ def run_rerun(
 
 
 def _is_noted(options: Options) -> bool:
-    around = thread.region
-    if around is not None and around.noted is not None:
-        return True
-    return options.report or options.debug
+    return options.report or getattr(thread.region, "noted", None) is not None
 
 
 def _run_replay(fn: Any, args: Any, kwargs: Any, name: str, options: Options) -> Any:
@@ -471,15 +478,14 @@ _torch.leave_eager(_run_replay, _RECORDS)
 class _Block:
     """One recorded region, entered and left."""
 
-    __slots__ = ("_run", "_source", "frame")
-
     def __init__(self, name: str, where: Line, options: Options, fn: Any = None) -> None:
         placement = None if options.policy is None else options.policy.placement
         hooks = _torch.enclosing_hooks()
         is_noted = _is_noted(options)
-        owner = where if fn is None else getattr(fn, "__code__", None) or type(fn)
+        code, place = where if fn is None else (getattr(fn, "__code__", type(fn)), 0)
         rng = options.preserve_rng_state
-        site = (owner, placement, rng, hooks is None, is_noted, options.debug)
+        # A weak reference hashes a code object once, rather than in each run.
+        site = (ref(code), place, placement, rng, hooks is None, is_noted, options.debug)
         self._run = run = Run(program_of(site), hooks, rng, options.policy)
         if placement is not None:
             run.placement = placement
@@ -562,14 +568,8 @@ def _excluded() -> Iterator[None]:
         region.keep_for_inner(tensor)
         return pack(tensor)
 
-    _torch.push_hooks(keep, unpack)
-    try:
+    with saved_tensors_hooks(keep, unpack):
         yield
-    finally:
-        _torch.pop_hooks()
-
-
-_SCOPE_DEFAULTS = Options("replay")
 
 
 class checkpoint_scope:
@@ -615,14 +615,14 @@ class checkpoint_scope:
         2
     """
 
-    __slots__ = ("_block", "_entered", "_options")
+    _options = Options("replay")
+    _entered = False
+    _block: Any = None
+    _frames: tuple[Frame, ...] = ()
 
     def __init__(self, **options: Unpack[GivenToScope]) -> None:
-        self._options = _SCOPE_DEFAULTS
         if options:
             self._options = options_of("checkpoint_scope", options, "replay")
-        self._entered = False
-        self._block: Any = None
 
     @property
     def name(self) -> str:
@@ -631,12 +631,12 @@ class checkpoint_scope:
     @property
     def stats(self) -> Stats:
         """Counts and bytes, as they are now."""
-        return measure(self._block.frame) if isinstance(self._block, _Block) else Stats()
+        return measure(*self._frames) if self._frames else Stats()
 
     def report(self) -> Report:
         """The memory that autograd would have held, and that is held now, tensor by tensor. With
         `report=True` also that of inner regions."""
-        return report_of([self._block.frame] if isinstance(self._block, _Block) else [])
+        return report_of(self._frames)
 
     def __enter__(self) -> checkpoint_scope:
         if self._entered:
@@ -645,14 +645,13 @@ class checkpoint_scope:
                 "block. Make a new one with checkpoint_scope(...)."
             )
         self._entered = True
-        block: Any = None
-        if not is_plain(self._options.enabled):
-            block = _Block(self.name, entered_from(sys._getframe(1)), self._options)
-        elif not self._options.enabled:
-            block = _excluded()
-        if block is not None:
-            block.__enter__()
-            self._block = block
+        if not self._options.enabled:
+            self._block = _excluded()
+        elif not is_plain():
+            self._block = _Block(self.name, entered_from(sys._getframe(1)), self._options)
+            self._frames = (self._block.frame,)
+        if self._block is not None:
+            self._block.__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:

@@ -111,14 +111,13 @@ class Buffers:
             if _version(tensor) != version:
                 buffer = named((type(module).__name__, Field(name)), tensor)
                 raise errors.changed(where, buffer, version, _version(tensor))
-        flags = [getattr(module, "training", None) for module in self._flags]
-        if flags != [*self._flags.values()]:
-            undo.append((_set_flags, [*zip(self._flags, flags, strict=True)]))
-            _set_flags(self._flags.items())
+        flags = {module: getattr(module, "training", None) for module in self._flags}
+        if flags != self._flags:
+            undo.append((_set_flags, flags))
+            _set_flags(self._flags)
         if not self._entries:
             return
-        modules = [module for module, _ in self._entries]
-        now = [(module, dict(_torch.buffers_of_module(module)[0])) for module in modules]
+        now = [(module, dict(_torch.buffers_of_module(module)[0])) for module, _ in self._entries]
         undo.append((_set, now))
         _set(self._entries)
         if self:
@@ -131,8 +130,8 @@ def _can_be_rewound(tensor: Tensor) -> bool:
     return _has_storage(tensor) and not tensor.is_inference()
 
 
-def _set_flags(flags: Iterable[tuple[nn.Module, bool | None]]) -> None:
-    for module, is_training in flags:
+def _set_flags(flags: dict[nn.Module, bool | None]) -> None:
+    for module, is_training in flags.items():
         if is_training is not None:
             module.training = is_training
 
@@ -147,12 +146,11 @@ def _set(entries: Iterable[Entry]) -> None:
     for module, then in entries:
         store, caches = _torch.buffers_of_module(module)
         now = dict(store)
-        has_same_names = now.keys() == then.keys()
-        if has_same_names and all(map(operator.is_, now.values(), then.values())):
+        if now.keys() == then.keys() and all(map(operator.is_, now.values(), then.values())):
             continue
         if isinstance(store, dict):  # a scripted module can have no other names
             store.clear()
-        for name, tensor in {**then, **{name: now[name] for name in caches if name in now}}.items():
+        for name, tensor in {**then, **{name: now[name] for name in caches & now.keys()}}.items():
             store[name] = tensor
 
 
@@ -177,13 +175,13 @@ class _Moment:
 
     def exchange(self) -> _Moment:
         """Go back; returns the present moment."""
-        values = without_recording(_torch.exchange, (self._memory, self.values))
+        values = without_recording(_torch.exchange, self._memory, self.values)
         now = _Moment(self.tensors, self._memory, values)
         _torch.set_versions(self.tensors, self._versions)
         return now
 
     def go_back(self) -> None:
-        without_recording(_torch.overwrite, (self._memory, self.values))
+        without_recording(_torch.overwrite, self._memory, self.values)
         _torch.set_versions(self.tensors, self._versions)
 
 

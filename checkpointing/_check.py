@@ -30,8 +30,7 @@ def metadata_of(tensor: Tensor) -> Any:
 def values_of(tensor: Tensor) -> Any:
     """The comparison of `determinism_check="values"`."""
     # Kernels of recurrent nets reserve such memory for their backward, and do not write all of it.
-    is_bytes = tensor.dtype is torch.uint8 and not tensor.requires_grad
-    if is_bytes and tensor.dim() == 1:
+    if tensor.dtype is torch.uint8 and tensor.dim() == 1:
         return metadata_of(tensor)
     return Evidence(tensor, f"checksum {without_recording(checksum, tensor):016x}")
 
@@ -55,8 +54,6 @@ def _by_function(function: Callable[[Tensor], Any]) -> Check:
 class Evidence:
     """The finding of a costly check in a tensor, and where that was saved; compares the finding."""
 
-    __slots__ = ("finding", "line")
-
     def __init__(self, tensor: Tensor, finding: object) -> None:
         self.finding = (metadata_of(tensor), finding)
         self.line = entered_from(sys._getframe(1))
@@ -75,14 +72,11 @@ def maker_of(tensor: Tensor) -> str | None:
 
 def checksum(tensor: Tensor) -> int:
     """64 bits that depend on every bit of the tensor and its position."""
-    if hasattr(tensor, "__tensor_flatten__"):
-        names, _ = tensor.__tensor_flatten__()
-        parts = [getattr(tensor, name) for name in names]
-        return hash(
-            tuple(checksum(part) if isinstance(part, Tensor) else repr(part) for part in parts)
-        )
-    if tensor.is_meta or hasattr(tensor, "fake_mode"):
+    if tensor.is_meta or isinstance(tensor, _torch.FakeTensor):
         return 0
+    parts = _torch.plain_parts(tensor)
+    if parts[0] is not tensor:  # a wrapper subclass
+        return hash(tuple(map(checksum, parts)))
     plain = tensor.detach().resolve_conj().resolve_neg().cpu()
     if plain.layout is torch.strided and not plain.is_nested:
         plain = plain.contiguous()

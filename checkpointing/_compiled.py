@@ -42,15 +42,16 @@ class BesideCompiledCode(_Run):  # type: ignore[misc]
     _versions: dict[int, int]  # by storage: the highest version that recorded operators have left
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         if self._here["depth"] != self._depth and not self._wakes_up(func, args):
-            return func(*args, **(kwargs or {}))
+            return func(*args, **kwargs)
         if not torch.is_grad_enabled() and _torch.inductor_runs():
             if getattr(func, "__name__", "") != _SHOWN:
-                return func(*args, **(kwargs or {}))
+                return func(*args, **kwargs)
             args = args[0], *args[1]
-        self._look_for_writes((*args, *(kwargs or {}).values()))
+        self._look_for_writes((*args, *kwargs.values()))
         result = super().__torch_dispatch__(func, types, args, kwargs)
-        self._note_versions(args, kwargs or {}, result)
+        self._note_versions(args, kwargs, result)
         return result
 
     def save(self, tensor: Tensor) -> Any:
@@ -63,9 +64,8 @@ class BesideCompiledCode(_Run):  # type: ignore[misc]
 
     def _look_for_writes(self, values: Iterable[Any]) -> None:
         """Note the writes of compiled code to these tensors."""
-        for tensor in tensors_of(tuple(values)):
-            if type(tensor) is not Tensor or not _torch.has_storage(tensor):
-                continue
+        plain = [tensor for tensor in tensors_of(tuple(values)) if type(tensor) is Tensor]
+        for tensor in filter(_torch.has_storage, plain):
             storage, version = _torch.storage_id(tensor), _torch.version(tensor)
             if version > self._versions.get(storage, 0):
                 self._versions[storage] = version
@@ -82,9 +82,8 @@ class BesideCompiledCode(_Run):  # type: ignore[misc]
             self._note(target, 1)  # which is counted up when the operator has returned
 
     def _note(self, values: Any, change: int) -> None:
-        for tensor in tensors_of(values):
-            if _torch.has_storage(tensor):
-                self._versions[_torch.storage_id(tensor)] = _torch.version(tensor) + change
+        for tensor in filter(_torch.has_storage, tensors_of(values)):
+            self._versions[_torch.storage_id(tensor)] = _torch.version(tensor) + change
 
 
 def see_compiled_code(run: Any) -> None:

@@ -20,19 +20,20 @@ class OpLog(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.lines: list[tuple[str, str]] = []
+        self.lines: list[Any] = []
 
     def __enter__(self) -> Any:
         self.lines.clear()  # of the recompute before this one
         return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         parts = [_text(value) for value in args]
-        parts += [f"{key}={_text(value)}" for key, value in (kwargs or {}).items()]
-        call, stack, index = f"{func}({', '.join(parts)})", stack_of_user(), len(self.lines)
-        self.lines.append((call, stack))  # the operator may raise
-        result = func(*args, **(kwargs or {}))
-        self.lines[index] = (f"{_text(result)} = {call}", stack)
+        parts += [f"{key}={_text(value)}" for key, value in kwargs.items()]
+        line = [f"{func}({', '.join(parts)})", stack_of_user()]
+        self.lines.append(line)  # the operator may raise
+        result = func(*args, **kwargs)
+        line[0] = f"{_text(result)} = {line[0]}"
         return result
 
 
@@ -44,16 +45,12 @@ def _text(value: Any) -> str:
     return repr(value)
 
 
-def explain(
-    error: errors.CheckpointError, forward: list[tuple[str, str]], recompute: list[tuple[str, str]]
-) -> None:
+def explain(error: errors.CheckpointError, forward: list[Any], recompute: list[Any]) -> None:
     """Raise an error again with the logs of both runs, under torch's headings."""
     logs = ""
     for title, lines in (("the original forward", forward), ("recomputation", recompute)):
         logs += f"\n\nOperations executed during {title}:\n"
-        logs += (
-            "".join(f"  {i}: {op}\n{stack}" for i, (op, stack) in enumerate(lines)) or "  (none)\n"
-        )
+        logs += "".join(f"  {i}: {op}\n{stack}" for i, (op, stack) in enumerate(lines))
     explained = type(error)(
         f"{error}\n\nAn error happened while unpacking tensors; these are the operators of both "
         f"runs, each with the lines of your code that led to it, innermost first.{logs}\n"

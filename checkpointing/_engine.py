@@ -31,10 +31,10 @@ from __future__ import annotations
 
 import sys
 import threading
-import weakref
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Set
 from functools import partial
 from typing import Any, NamedTuple
+from weakref import ref as _ref
 
 from torch import Tensor, nn
 
@@ -46,7 +46,6 @@ from ._tree import Field
 from ._where import Line, described, line_number, user_line
 
 # Bound once: these run for every saved tensor.
-_ref = weakref.ref
 _Parameter = nn.Parameter
 _getframe, _backward_code = sys._getframe, _torch.run_backward_code
 
@@ -65,6 +64,7 @@ class Source:
 
     # Returns the `saved` of a holder. None: the parameter that a tensor shows, if any.
     save: Callable[[Tensor], Any] | None = None
+    hint = errors.UNSEEN  # the remedy where a recompute differs from the forward, for messages
 
     def at_hand(self, holder: Holder, where: Frame) -> Tensor | None:
         """A holder's tensor, if it need not be computed."""
@@ -94,10 +94,6 @@ class Source:
         """The operator that made a holder's tensor, while the region runs."""
         return None
 
-    def hint(self) -> str:
-        """The remedy where a recompute differs from the forward, for messages."""
-        return errors.UNSEEN
-
 
 class Holder:
     """The object that autograd stores in place of one saved tensor."""
@@ -115,15 +111,14 @@ class TaskTensors:
     """The recomputed tensors of one frame in one graph task. They end with the first of the two:
     `guard` watches an object that the graph task owns (rule 4)."""
 
-    __slots__ = ("__weakref__", "guard", "memory", "ready")
+    guard: Any = None
+    memory: Any = None  # for the source
 
     def __init__(self) -> None:
         self.ready: dict[int, Tensor | None] = {}  # by slot; None once its node has the tensor
-        self.memory: Any = None  # for the source
-        self.guard: Any = None
 
 
-def _forget(frame: weakref.ref[Frame], key: Any, _: object) -> None:
+def _forget(frame: _ref[Frame], key: Any, _: object) -> None:
     alive = frame()
     if alive is not None:
         del alive.tasks[key]
@@ -140,7 +135,7 @@ class Frame:
 
     noted: list[Any] | None = None  # for a report: the tensors that are saved
     complete = False  # backward may run before the region has ended (rule 6)
-    on_error: Callable[[errors.CheckpointError], None] | None = None
+    on_error: Callable[..., None] | None = None
     prefix: str | None = None  # of messages, for code that matches torch's
     written: frozenset[int] = frozenset()  # storages that regions inside write after reading
 
@@ -153,7 +148,7 @@ class Frame:
         self.entered_from = entered_from
         self.early_stop = early_stop
         self.check = check
-        self.holders: list[weakref.ref[Holder]] = []
+        self.holders: list[_ref[Holder]] = []
         # By slot: the roles of tensors that regions inside take, and their storages.
         self.inputs: dict[int, tuple[object, int]] = {}
         self.tasks: dict[Any, TaskTensors] = {}
@@ -214,7 +209,8 @@ class Frame:
             holder.saved = None
         else:
             saved = holder.saved = parameter_in(tensor)
-            if saved is not None and saved[2] and tensor.requires_grad:
+            is_whole = saved is not None and saved[2]
+            if is_whole and tensor.requires_grad:
                 check = None  # it is compared by identity
         if check is not None:
             holder.metadata = check(tensor)
@@ -282,7 +278,7 @@ def identity(tensor: Tensor) -> Tensor:
 
 def is_internal(hooks: _torch.Hooks) -> bool:
     """Whether these are hooks of a region or of a rerun, not of the user."""
-    return hooks[1] is unpack or hooks[1] is identity
+    return hooks[1] in (unpack, identity)
 
 
 def _keep_until_done(holder: Holder, tensor: Tensor) -> None:
@@ -326,7 +322,6 @@ class Recompute:
     _stop_at = NEVER  # the slot at which to stop
     _filling = NO_NODE  # the last node whose saved memory the operator may still fill, as RReLU
     _stopped = False
-    _inputs: Mapping[int, tuple[object, int]] = {}
     _is_watched = False
     _copies: _torch.Copies | None = None
     _role: object = None  # of the tensor that is packed next: None if an operator saves it
@@ -334,16 +329,15 @@ class Recompute:
     def __init__(self, frame: Frame, task: TaskTensors, holder: Holder) -> None:
         self.frame = frame
         self.task = task
-        self.ready = task.ready
+        self.ready = ready = task.ready
+        ready.pop(holder.slot, None)  # its node has had it, and opens it again
         self.holder = holder
         self._versions: dict[int, int] = {}  # by slot: of the tensors that a rerun has delivered
 
     def wanted(self) -> list[Holder]:
         """The holders that this graph task may still open, by slot."""
-        ready, opened = self.ready, self.holder
-        holders = [ref() for ref in self.frame.holders]
-        live = [holder for holder in holders if holder is not None]
-        return [holder for holder in live if holder.slot not in ready or holder is opened]
+        live = [holder for ref in self.frame.holders if (holder := ref()) is not None]
+        return [holder for holder in live if holder.slot not in self.ready]
 
     @property
     def is_last(self) -> bool:
@@ -374,14 +368,12 @@ class Recompute:
         """A rerun is about to start: find the last slot that is wanted, to stop there (rule 5)."""
         self.is_in_order = True
         holders = self.frame.holders
-        self._count, self._inputs = len(holders), self.frame.inputs
-        self._is_watched = bool(self.rewound or self._inputs)
+        self._count = len(holders)
+        self._is_watched = bool(self.rewound or self.frame.inputs)
         if self.frame.early_stop:
             for ref in reversed(holders):
                 holder = ref()
-                if holder is None:
-                    continue
-                if holder is self.holder or holder.slot not in self.ready:
+                if holder is not None and holder.slot not in self.ready:
                     self._stop_at = holder.slot
                     break
 
@@ -406,7 +398,7 @@ class Recompute:
             if holder is not None:
                 self._take(holder, given, tensor)
         elif self.frame.complete and not self._stopped:
-            raise errors.too_many(self.frame, self._count, user_line(), self.frame.source.hint())
+            raise errors.too_many(self.frame, self._count, user_line())
         # An operator that has yet to fill the memory that it saved must still run.
         if slot >= self._stop_at and (self._stopped or self._filling != node_count()):
             self._stopped = True
@@ -425,7 +417,7 @@ class Recompute:
             _, _, is_whole, parameter = saved
             if is_whole and parameter() is not None:
                 return  # it is at hand
-        if slot in self.ready and holder is not self.holder:
+        if slot in self.ready:
             return
         check = self.frame.check
         if check is not None and (now := check(tensor)) != holder.metadata:
@@ -451,15 +443,15 @@ class Recompute:
         tensor that such a region writes, or that changes when the rerun ends, is delivered as a
         copy."""
         role, self._role = self._role, None
-        then, storage = self._inputs.get(slot, (None, 0))
+        then, storage = self.frame.inputs.get(slot, (None, 0))
         if slot < self._count and role != then:
             raise errors.other_role(self.frame, slot, user_line(), then, role)
-        if self.rewound and _torch.is_on(tensor, self.rewound):
-            return without_recording(_torch.copy, tensor)  # type: ignore[no-any-return]
-        if then is None or storage not in self.frame.written:
+        if _torch.is_on(tensor, self.rewound):
+            return without_recording(_torch.copy, tensor)
+        if storage not in self.frame.written:
             return tensor
         self._copies = copies = self._copies or _torch.Copies()
-        return without_recording(copies.copy, tensor)  # type: ignore[no-any-return]
+        return without_recording(copies.copy, tensor)
 
     def _compare_parameters(self, holder: Holder, found: Shown | None) -> None:
         """Where either run saves a parameter that trains, or a view of one, the other must save the
@@ -467,14 +459,12 @@ class Recompute:
         bring in frozen ones anew."""
         frame, saved = self.frame, holder.saved
         (then, must_stay), (now, must_be) = map(self._described, (saved, found))
-        hint = frame.source.hint()
-        other = errors.other_parameter(frame, holder.slot, user_line(), then, now, hint)
-        if saved is None or found is None:
-            raise other
-        if saved[0] == found[0]:
-            raise errors.changed(frame, now, saved[1], found[1])
-        if must_stay or must_be:
-            raise other
+        if saved is not None and found is not None:
+            if saved[0] == found[0]:
+                raise errors.changed(frame, now, saved[1], found[1])
+            if not (must_stay or must_be):
+                return
+        raise errors.other_parameter(frame, holder.slot, user_line(), then, now)
 
     def _described(self, shown: Shown | None) -> tuple[str, bool]:
         """A parameter for messages, and whether it trains and existed before the region."""
@@ -507,7 +497,7 @@ class Recompute:
             if not (self._stopped and isinstance(error, Exception | SystemExit)):
                 self._explained(error)
                 if self.is_in_order and errors.is_about_sizes(error):
-                    raise self._explained(errors.other_sizes(self.frame, source.hint())) from error
+                    raise self._explained(errors.other_sizes(self.frame)) from error
                 raise
         finally:
             here["region"], here["depth"] = region, depth
@@ -527,16 +517,15 @@ class Recompute:
             _, expected, *_ = self._mismatches[0]
             # A wrong value spreads: show the first one only.
             shown = 1 if type(expected) is Evidence else 3
-            hint = self.frame.source.hint()
             raise self._explained(
-                errors.different_metadata(self.frame, _node_name(), self._mismatches, shown, hint)
+                errors.different_metadata(self.frame, _node_name(), self._mismatches, shown)
             )
         for slot, version in self._versions.items():
             tensor = self.ready[slot]
             if tensor is None or tensor._version == version:
                 continue
             if slot == self.holder.slot:
-                raise self._explained(errors.overwritten(self.frame, slot in self._inputs))
+                raise self._explained(errors.overwritten(self.frame, slot in self.frame.inputs))
             del self.ready[slot]  # an error only if backward asks for it, as in plain code
         if self.ran_to_its_end:
             self._check_count()
@@ -548,9 +537,8 @@ class Recompute:
         if frame.early_stop or frame.complete:
             last = min(self._stop_at, count - 1)
         if self._passed <= last:
-            hint = frame.source.hint()
             raise self._explained(
-                errors.different_number(frame, last, _node_name(), count, self._passed, hint)
+                errors.different_number(frame, last, _node_name(), count, self._passed)
             )
 
 
@@ -591,12 +579,16 @@ def root_of(tensor: Tensor) -> Tensor:
 def is_parameter(root: Tensor) -> bool:
     """Whether a region references this tensor and its views, rather than saving them (rule 2)."""
     kind = type(root)
-    return kind is _Parameter or (kind is not Tensor and isinstance(root, _Parameter))
+    if kind is Tensor:
+        return False
+    return kind is _Parameter or isinstance(root, _Parameter)
 
 
 def is_referenced(root: Tensor) -> bool:
     """The same, with leaves that require grad: they live as long as their graph."""
-    return is_parameter(root) or (root.requires_grad and root.is_leaf)
+    if root.is_leaf and root.requires_grad:
+        return True
+    return is_parameter(root)
 
 
 def parameter_in(tensor: Tensor) -> Shown | None:
@@ -612,4 +604,4 @@ def parameter_in(tensor: Tensor) -> Shown | None:
 
 # The identity of a parameter, its version, whether it is all of it, and itself: last, so that no
 # two parameters are compared.
-Shown = tuple[int, int, bool, weakref.ref[Tensor]]
+Shown = tuple[int, int, bool, _ref[Tensor]]

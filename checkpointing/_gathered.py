@@ -29,7 +29,7 @@ class BesideGathering(_Run):  # type: ignore[misc]
     _lent: list[torch.UntypedStorage]  # memory of gathered parameters, until it is given back
     _alive: list[int]  # cells from before the last cut
     _cut_at: int  # the number of cells then
-    _kept: dict[int, tuple[ref[Tensor], int]]  # by id: kept tensors, with versions
+    _kept: dict[Any, ref[Tensor]]  # by id and version
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self._here["depth"] == self._depth:
@@ -56,12 +56,11 @@ class BesideGathering(_Run):  # type: ignore[misc]
         self._cut_at = len(self.cells)
 
     def _keep_once(self, tensor: Tensor) -> None:
-        version = _torch.version(tensor)
-        kept, at = self._kept.get(id(tensor), (None, 0))
-        is_kept = kept is not None and kept() is tensor
-        if not is_kept or at != version:
+        key = id(tensor), _torch.version(tensor)
+        kept = self._kept.get(key)
+        if kept is None or kept() is not tensor:
             self.keep_at(tensor, None)
-            self._kept[id(tensor)] = ref(tensor), version
+            self._kept[key] = ref(tensor)
 
 
 def lend(run: Any, tensors: Iterable[Tensor]) -> None:
@@ -74,7 +73,7 @@ def lend(run: Any, tensors: Iterable[Tensor]) -> None:
 
 def check_there(where: object, parameter: Tensor) -> None:
     """Refuse a parameter whose memory has been given back, on which kernels would crash."""
-    if parameter.is_meta or not _torch.has_storage(parameter):
+    if not _torch.has_storage(parameter):
         return
     if parameter.numel() and not parameter.untyped_storage().nbytes():
         raise errors.given_back(where, parameter.shape)

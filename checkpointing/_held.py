@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Set
-from functools import partial
 from typing import Any, TypeGuard
 
 from torch import Tensor
@@ -29,10 +28,11 @@ from ._engine import (
     is_referenced,
     named,
     root_of,
-    unpack,
 )
 from ._offload import Moved, Mover
 from ._region import without_recording
+
+Copier = Callable[[], Tensor] | None
 
 # Takes the tensors that are held: the hooks around the region, a mover, or nobody.
 Saver = _torch.Hooks | Mover | None
@@ -74,7 +74,7 @@ class Held:
         """The tensor as it was. Others may read it, too: it must not be written."""
         raise NotImplementedError
 
-    def freeze(self, copied: Callable[[], Tensor] | None = None) -> None:
+    def freeze(self, copied: Copier = None) -> None:
         """The region is about to write the tensor: hold a copy from here on. `copied` copies the
         live tensor, which may be quicker than fetching it."""
 
@@ -103,7 +103,7 @@ class Aliased(Held):
         """Whether it has been written since."""
         return _torch.version(self.packed) != self._version
 
-    def freeze(self, copied: Callable[[], Tensor] | None = None) -> None:
+    def freeze(self, copied: Copier = None) -> None:
         self.packed, self.is_parameter = without_recording(_torch.clone_storage, self.packed), False
         self._version = _torch.version(self.packed)
 
@@ -117,11 +117,9 @@ class Saved(Held):
         try:
             return self.packed.unpack()  # type: ignore[no-any-return]
         except RuntimeError as error:
-            if isinstance(error, errors.CheckpointError) or "modified by an inplace" not in str(
-                error
-            ):
-                raise
-            raise errors.changed(where, named(self.name)) from error
+            if type(error) is RuntimeError and "modified by an inplace" in str(error):
+                raise errors.changed(where, named(self.name)) from error
+            raise
 
 
 class Packed(Held):
@@ -145,13 +143,12 @@ class Packed(Held):
         if live is not None:
             check_version(where, self.name, live, self._version)
         tensor: Tensor = self._hooks[1](self.packed)
-        laid_out = without_recording(partial(_torch.laid_out, layout=self._layout), tensor)
+        laid_out = without_recording(_torch.laid_out, tensor, self._layout)
         return tensor if laid_out is tensor else _torch.in_place_of(tensor, laid_out)
 
-    def freeze(self, copied: Callable[[], Tensor] | None = None) -> None:
+    def freeze(self, copied: Copier = None) -> None:
         pack, unpacked = self._hooks
-        make_copy = copied or (lambda: _torch.copy(unpacked(self.packed)))
-        copy = without_recording(lambda _: make_copy(), None)
+        copy = without_recording(copied or (lambda: _torch.copy(unpacked(self.packed))))
         self.packed, self._layout = without_recording(pack, copy), _torch.layout_of(copy)
         self._live = lambda: None
 
@@ -173,7 +170,7 @@ class InSlot(Held):
     def fetch(self, where: object) -> Tensor:
         return self._unpack(self.packed)
 
-    def freeze(self, copied: Callable[[], Tensor] | None = None) -> None:
+    def freeze(self, copied: Copier = None) -> None:
         if self._unpack is not identity:  # the region around tells versions apart
             return
         # Packing again would be a slot that the forward did not have: deliver the copy instead.
@@ -197,7 +194,7 @@ class Elsewhere(Held):
     def fetch(self, where: object) -> Tensor:
         return self.packed.bring()  # type: ignore[no-any-return]
 
-    def freeze(self, copied: Callable[[], Tensor] | None = None) -> None:
+    def freeze(self, copied: Copier = None) -> None:
         self.packed.settle()
 
 
@@ -210,29 +207,33 @@ def hold(tensor: Tensor, saver: Saver, name: Name, role: object = None) -> Held:
     alias = _alias(tensor)
     if isinstance(saver, Mover) and not saver.takes(alias):
         saver = None
-    if saver is None or tensor.is_meta or _torch.is_cast_of_parameter(root_of(tensor)):
+    if saver is None or _needs_no_saver(tensor):
         return Aliased(alias, name)
     if isinstance(saver, Mover):
         return Elsewhere(without_recording(saver.send, alias), name)
     if _is_users(saver):
         return Packed(alias, saver, name, without_recording(saver[0], alias))
-    has_ended = getattr(_owner_of(saver), "complete", False)
-    if has_ended:  # a block around that was left before this one
+    if getattr(_owner_of(saver), "complete", False):  # a block around, left before this one
         return Aliased(alias, name)
     return InSlot(alias, saver, name, role or name, tensor)
+
+
+def _needs_no_saver(tensor: Tensor) -> bool:
+    return tensor.is_meta or _torch.is_cast_of_parameter(root_of(tensor))
 
 
 def _alias(tensor: Tensor) -> Tensor:
     """An alias without graph. A subclass runs operators for it, which must not be recorded."""
     if type(tensor) is Tensor:
         return _torch.alias(tensor)
-    return without_recording(_torch.alias, tensor)  # type: ignore[no-any-return]
+    return without_recording(_torch.alias, tensor)
 
 
 def hold_argument(tensor: Tensor, hooks: _torch.Hooks | None, name: Name) -> Held:
     """Hold a tensor with its graph, for a rerun, as an operator would save it."""
     is_plain = type(tensor) is Tensor and tensor._base is None
-    if is_plain and hooks is None and tensor.requires_grad:  # the usual case, checked first
+    is_usual = hooks is None and tensor.requires_grad
+    if is_usual and is_plain:  # checked first
         return Saved(_save_input(tensor, False), name)
     if _is_referenced(tensor, hooks):
         return Aliased(tensor, name, True)
@@ -262,10 +263,10 @@ def _is_referenced(tensor: Tensor, saver: Saver) -> bool:
 
 def _owner_of(hooks: _torch.Hooks | None) -> Any:
     """The region, or the recompute, that hooks belong to; None for hooks of others."""
-    if hooks is None or hooks[1] not in (unpack, identity):
+    if hooks is None or not is_internal(hooks):
         return None
-    pack: Any = hooks[0]
-    return getattr(pack, "__self__", None) or getattr(getattr(pack, "func", None), "__self__", None)
+    pack = getattr(hooks[0], "func", hooks[0])  # inside of a partial
+    return getattr(pack, "__self__", None)
 
 
 def announce(hooks: _torch.Hooks, role: object, tensor: Tensor) -> None:

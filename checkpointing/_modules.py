@@ -95,8 +95,7 @@ def _refuse_unsuitable(name: str, module: nn.Module) -> None:
             "handle of the earlier call, remove `checkpointed` from its class or its forward, or "
             "select other modules."
         )
-    is_static = isinstance(inspect.getattr_static(type(module), "forward", None), staticmethod)
-    if is_static or not inspect.isroutine(getattr(type(module), "forward", None)):
+    if not inspect.isfunction(inspect.getattr_static(type(module), "forward", None)):
         raise TypeError(
             f"checkpoint_modules can't wrap {described}: it has no method `forward` in Python."
         )
@@ -136,12 +135,11 @@ def _nothing_picked(model: nn.Module, select: Select) -> str:
         for module in named.values()
     )
     there = ", ".join(f"{count} {name}" for name, count in classes.most_common())
-    called = [name for name, module in named.items() if name and _is_called(module)]
-    known = [*dict.fromkeys(re.sub(r"\b\d+\b", "*", name) for name in called)]
-    patterns = select if isinstance(select, tuple | list) else [select]
+    known = {re.sub(r"\b\d+\b", "*", name) for name, module in named.items() if _is_called(module)}
     close: list[str] = []
-    for pattern in [part for part in patterns if isinstance(part, str)]:
-        close += difflib.get_close_matches(pattern, known, 1, cutoff=0.4)
+    for pattern in select if isinstance(select, tuple | list) else [select]:
+        if isinstance(pattern, str):
+            close += difflib.get_close_matches(pattern, known - {""}, 1, cutoff=0.4)
     hint = "."
     if close:
         names = " or ".join(map(repr, close))
@@ -166,7 +164,7 @@ class CheckpointedModules:
         """Restore the `forward` of the modules. Regions that wait for backward still recompute. A
         second call does nothing."""
         for module, forward in self._forwards.items():
-            forward.options = None  # a later wrapper may still call it
+            forward.options = forward.options._replace(enabled=False)  # a wrapper may still call it
             if module.__dict__.get("forward") is forward:
                 del module.__dict__["forward"]
                 if forward.own is not None:
@@ -187,16 +185,13 @@ class CheckpointedModules:
         return f"{type(self).__name__}{self.names}"
 
 
-class _Forward:
+class _Forward(_api.CheckpointedObject):
     """The `forward` of one module, in regions."""
-
-    __slots__ = ("__weakref__", "_module", "name", "options", "own")
 
     def __init__(self, module: nn.Module, name: str, options: _api.Options) -> None:
         self._module = weakref.ref(module)
         self.own = module.__dict__.get("forward")  # from accelerate's hooks, or a compiler
-        self.name = options.name or name or type(module).__qualname__
-        self.options: _api.Options | None = options
+        self.options = options._replace(name=options.name or name or type(module).__qualname__)
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
@@ -206,14 +201,9 @@ class _Forward:
             return self.own  # type: ignore[no-any-return]
         return type(module).forward.__get__(module)  # type: ignore[no-any-return]
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.options is None:
-            return self.__wrapped__(*args, **kwargs)
-        return _api.runner_of(self.options)(self.__wrapped__, args, kwargs, self.name, self.options)
+    def __getstate__(self) -> Any:
+        return self._module(), self.own, self.options
 
-    def __getstate__(self) -> tuple[Any, ...]:
-        return self._module(), self.own, self.name, self.options
-
-    def __setstate__(self, state: tuple[Any, ...]) -> None:
-        module, self.own, self.name, self.options = state
+    def __setstate__(self, state: Any) -> None:
+        module, self.own, self.options = state
         self._module = weakref.ref(module)

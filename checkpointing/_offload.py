@@ -38,16 +38,14 @@ class Destination(NamedTuple):
 class Mover:
     """The tensors of one region on their way out."""
 
-    __slots__ = ("_leaving", "destination")
-
     def __init__(self, destination: Destination) -> None:
         self.destination = destination
         # Each with the event at the end of its copy, and the stream of the computation.
-        self._leaving: deque[tuple[Tensor, Any, Any]] = deque()
+        self._leaving: deque[Any] = deque()
 
     def takes(self, tensor: Tensor) -> bool:
         """Whether a tensor is to be offloaded."""
-        if type(tensor) is not Tensor or _torch.layout_of(tensor) is None or tensor.is_meta:
+        if _torch.layout_of(tensor) is None or tensor.is_meta:
             return False
         return tensor.untyped_storage().nbytes() >= self.destination.min_bytes
 
@@ -67,20 +65,15 @@ class Mover:
         with streams.stream(side):
             _copy(away, values)
             done = side.record_event()
-        while len(self._leaving) >= _AT_ONCE:
-            self._let_go()
+        self.settle(_AT_ONCE - 1)
         self._leaving.append((tensor, done, here))
         return Moved(away, home, layout, streams, done)
 
-    def _let_go(self) -> None:
-        _, done, here = self._leaving[0]
-        here.wait_event(done)
-        self._leaving.popleft()
-
-    def settle(self) -> None:
-        """Drop all references to tensors that were sent."""
-        while self._leaving:
-            self._let_go()
+    def settle(self, most: int = 0) -> None:
+        """Drop the references to tensors that were sent, but for this many of the last."""
+        while len(self._leaving) > most:
+            _sent, done, here = self._leaving.popleft()
+            here.wait_event(done)
 
 
 _AT_ONCE = 4
@@ -90,31 +83,17 @@ _AHEAD = 2  # how many are prefetched
 class Moved:
     """An offloaded tensor."""
 
-    __slots__ = (
-        "__weakref__",
-        "_away",
-        "_coming",
-        "_home",
-        "_layout",
-        "_sent",
-        "_streams",
-        "rank",
-    )
+    rank = -1  # its place in the expected order of fetching, once there is one
+    _coming: _Coming | None = None
 
     def __init__(
         self, away: Tensor, home: torch.device, layout: Any, streams: Any, sent: Any
     ) -> None:
-        self._away = away
+        self.away = away
         self._home = home
         self._layout = layout  # as which it comes back
         self._streams = streams
         self._sent = sent
-        self._coming: _Coming | None = None
-        self.rank = -1  # its place in the expected order of fetching, once there is one
-
-    @property
-    def away(self) -> Tensor:
-        return self._away
 
     def settle(self) -> None:
         """Let the computation wait for the copy: the original is about to be written."""
@@ -123,22 +102,18 @@ class Moved:
 
     def prefetch(self) -> None:
         """Start to copy it back."""
-        if self._coming is None and self._streams is not None:
-            self._coming = _Coming(self._away, self._home, self._streams)
+        if self._streams is not None:
+            self._coming = self._coming or _Coming(self.away, self._home, self._streams)
 
     def bring(self) -> Tensor:
-        if self._streams is None:
-            return _torch.laid_out(self._away.to(self._home), self._layout)
         self.prefetch()
         coming, self._coming = self._coming, None
-        assert coming is not None  # `prefetch` made it
-        return _torch.laid_out(coming.wait(), self._layout)
+        back = self.away.to(self._home) if coming is None else coming.wait()
+        return _torch.laid_out(back, self._layout)
 
 
 class _Coming:
     """A tensor on its way back."""
-
-    __slots__ = ("__weakref__", "_give_back", "_tensor")
 
     def __init__(self, away: Tensor, home: torch.device, streams: Any) -> None:
         here = streams.current_stream(home)  # whose memory it is
@@ -169,11 +144,10 @@ def _copy(target: Tensor, source: Tensor) -> None:
     target.copy_(source, non_blocking=True)
 
 
-_SIDE_STREAMS: dict[tuple[torch.device, str], Any] = {}
+_SIDE_STREAMS: dict[Any, Any] = {}
 
 
 def _side_stream(streams: Any, device: torch.device, way: str) -> Any:
-    side = _SIDE_STREAMS.get((device, way))
-    if side is None:
-        side = _SIDE_STREAMS[device, way] = streams.Stream(device)
-    return side
+    if (device, way) not in _SIDE_STREAMS:
+        _SIDE_STREAMS[device, way] = streams.Stream(device)
+    return _SIDE_STREAMS[device, way]

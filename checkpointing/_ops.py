@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,11 +21,9 @@ class Info:
     may_draw: bool
 
     def __init__(self, func: Any) -> None:
-        full_name = func.name() if isinstance(func, _torch.OpOverload) else str(func)
-        self.name: str = full_name.partition(".")[0]
-        space, _, base = self.name.partition("::")
-        self.space: str = space
-        self.base: str = base
+        full_name: str = func.name() if isinstance(func, _torch.OpOverload) else str(func)
+        self.name = full_name.partition(".")[0]
+        self.space, _, self.base = self.name.partition("::")
         self.func = func  # held, since INFOS finds it by its id
         self.run = _torch.quick_call(func)
         self.statistics = STATISTICS.get(self.name)
@@ -39,14 +38,15 @@ class Info:
             self.writes += self.statistics[0]
         self.targets: tuple[int | str, ...] = self.writes
         if self.communicates:  # its schema does not show its writes
-            writes_first = self.base.endswith("_") and self.base != "monitored_barrier_"
-            self.targets = (0, "out") if writes_first else ("out",)
+            self.targets = (0, "out") if self.base.endswith("_") else ("out",)
         # It allocates memory without filling it.
         self.allocates = self.name == "aten::resize_" or self.name.startswith(_ALLOCATE)
         writes_out = all(type(place) is str for place in self.writes)
         self.overwrites = writes_out or self.base in OVERWRITES
         self.fills = self.overwrites or self.allocates  # memory that has only been allocated
-        self.metadata_only = str(func) == "aten.bernoulli.p" or self._reads_only_metadata()
+        # Its first argument only lends its metadata. Else a dropout mask would need the matrix
+        # product before it in every replay.
+        self.metadata_only = _READS_METADATA.match(full_name) is not None
         INFOS[id(func)] = self  # last, since other threads look there
 
     def _read(self, schema: Any) -> None:
@@ -59,16 +59,14 @@ class Info:
         )
         # Views share memory with an argument, by which they are found; results that are no tensors
         # were decided in the forward.
-        is_view = not self.writes and all(result.alias_info is not None for result in results)
-        if self.communicates or schema is _UNKNOWN:
-            is_view = False
-        self.ignored = is_view or self.base in IGNORED
+        is_new = [result.alias_info is None for result in results]
+        does_something = any([self.writes, self.communicates, *is_new])
+        self.ignored = self.base in IGNORED or not does_something
         self.inplace = bool(self.writes) and all(map(_is_write, results))
+        types = " ".join([str(each.type) for each in (*schema.arguments, *results)])
         # Others belong to torch's profiler, or to other processes: they compute nothing.
-        types = [str(each.type) for each in (*schema.arguments, *results)]
-        lists = [kind for kind in types if "List[" in kind and "List[Tensor" not in kind]
-        self.has_sizes = schema is not _UNKNOWN and all("List[int]" in kind for kind in lists)
-        self.has_tensors = schema is _UNKNOWN or "Tensor" in " ".join(types)
+        self.has_tensors = "Tensor" in types
+        self.has_sizes = _OTHER_LISTS.search(types) is None
 
     def updates_statistics(self, args: Any) -> bool:
         """Whether a call with these arguments updates the statistics that it takes."""
@@ -77,18 +75,16 @@ class Info:
         switch = self.statistics[1]
         return switch is None or bool(args[switch])
 
-    def _reads_only_metadata(self) -> bool:
-        """Whether the first argument only lends its metadata. Else a dropout mask would need the
-        matrix product before it in every replay."""
-        is_like = self.base.endswith("_like") or self.base.startswith("new_")
-        return is_like and self.space == "aten"
-
 
 def _is_write(of_schema: Any) -> bool:
-    return of_schema.alias_info is not None and bool(of_schema.alias_info.is_write)
+    return getattr(of_schema.alias_info, "is_write", False)
 
 
-_UNKNOWN = SimpleNamespace(arguments=(), returns=())  # of operators without a schema
+# The schema of operators without one: they take and return anything.
+_ANYTHING = SimpleNamespace(type="List[Any], Tensor", alias_info=None)
+_UNKNOWN = SimpleNamespace(arguments=(), returns=(_ANYTHING,))
+_OTHER_LISTS = re.compile(r"List\[(?!Tensor|int\])")  # than those of tensors, or of sizes
+_READS_METADATA = re.compile(r"aten::(new_|\w+_like\b|bernoulli\.p$)")
 _ALLOCATE = ("aten::empty", "aten::new_empty")
 # Operators that are not recorded. `set_` gives a tensor another storage and writes none; torch asks
 # for the sizes of a nested tensor where an exception would end the process; efficient zeros are
@@ -121,7 +117,7 @@ def tensors_of(value: Any) -> list[Tensor]:
     """The tensors in an operator's argument or result, in order."""
     if isinstance(value, Tensor):
         return [value]
-    if type(value) is not tuple and type(value) is not list:
+    if type(value) not in (tuple, list):
         return []
     found: list[Tensor] = []
     for part in value:
@@ -136,14 +132,11 @@ def generators_of(args: Any, kwargs: dict[str, Any], python: bool) -> Generators
     """The state of the generator that a random operator is about to draw from; with `python`, also
     those of Python and NumPy."""
     values = [value for value in (*args, *kwargs.values()) if type(value) not in ATOMS]
-    generators = [value for value in values if type(value) is _Generator]
+    generators = [value for value in values if type(value) is torch.Generator]
     if generators:
         return Generators(False, (), generators, python)
     devices = {tensor.device for tensor in tensors_of(values)}
     if kwargs.get("device") is not None:
         devices = {torch.device(kwargs["device"])}
-    others = [device for device in devices if device.type != "cpu" and has_rng(device)]
+    others = [*filter(has_rng, devices)]
     return Generators(not others, others, (), python)
-
-
-_Generator = torch.Generator  # `isinstance` would call a Python function

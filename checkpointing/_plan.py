@@ -32,8 +32,7 @@ import heapq
 import math
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Iterable, Sequence, Set
 from itertools import accumulate, pairwise
 from operator import add, is_
 from typing import Any, NamedTuple
@@ -44,15 +43,12 @@ from ._run import Run
 from ._windows import Group, Path
 
 
-class Gradients(NamedTuple):
-    """Bytes of the gradients of parameters, by memory."""
-
-    of: dict[int, int]
-    missing: set[int]  # those that do not exist yet
-
-
 class Memory:
     """What a plan knows of a memory that the block has made."""
+
+    has_gradient = False
+    is_cheap = False
+    effort = 0.0  # bytes written to make it from inputs, if that is cheap
 
     def __init__(self, number: int, maker: int, nbytes: int, never: int) -> None:
         self.number = number  # also the first cell on it
@@ -66,24 +62,23 @@ class Memory:
         self.dies = never  # the step after which nobody outside holds it
         # That are saved, or read by others than those who write to it.
         self.values: set[Value] = set()
-        self.has_gradient = False
-        self.is_cheap = False
-        self.effort = 0  # bytes written to make it from inputs, if that is cheap
 
-    def is_final(self, value: Value, steps: list[Step]) -> bool:
-        """Whether no later step writes to this part of it."""
-        return all(value[0] in steps[index].spares for index in self.writers if index > value[1])
-
-    def stands_for(self) -> list[Value]:
-        """What to hold."""
-        return sorted(self.values) if self.writers else [(self.number, NOT_WRITTEN)]
+    def drop_unfinished(self, steps: list[Step]) -> None:
+        """Leave out the values that a later step writes to. What reads them comes before that
+        step, and their backward runs after it, so no window needs one of them from a cut."""
+        self.values = {
+            (cell, version)
+            for cell, version in self.values
+            if all(cell in steps[index].spares for index in self.writers if index > version)
+        }
 
 
 class Model:
     """The memories of a path: who makes, reads and writes them, and what they cost."""
 
-    def __init__(self, path: Path, run: Run, gradients: Gradients, scale: float) -> None:
-        self.path, self.gradients, self.scale = path, gradients, scale
+    def __init__(self, path: Path, run: Run, waiting: Iterable[int], scale: float) -> None:
+        """`waiting` are cells of parameters that have no gradient yet."""
+        self.path, self.scale = path, scale
         self.count = len(path.steps)
         self.never = self.count + 1  # a position after all others
         self.memories: dict[int, Memory] = {}
@@ -91,36 +86,44 @@ class Model:
         self.made: list[list[int]] = [[] for _ in path.steps]
         self.reads: list[list[int]] = [[] for _ in path.steps]
         self.work = [0.0] * self.count  # of each step, in floating-point operations
-        self._weights: list[list[int]] = [[] for _ in path.steps]  # parameters that a step reads
+        # By memory of a parameter that trains: its bytes, and the steps that read it.
+        held = {path.memory_of[cell]: run.held.get(cell) for cell in path.trained}
+        self._gradients = {number: h[0].nbytes for number, h in held.items() if type(h) is tuple}
+        self._uses: dict[int, list[int]] = defaultdict(list)
+        # By slot that the block has made: the position at which backward wants it, and the memory.
+        self.saves: dict[int, tuple[int, int]] = {}
         for step in path.steps:
             self._add(step)
-        self.saves = [self._saved(number) for number in range(len(path.slots))]
+        for number in range(len(path.slots)):
+            self._add_slot(number)
         elsewhere = {path.memory_of[cell] for cell in run.alive()} - {
             path.memory_of[cell] for cell in path.given
         }
         for memory in self.memories.values():
-            # What is written later is read, and its backward runs, before a cut may follow.
-            memory.values = {v for v in memory.values if memory.is_final(v, path.steps)}
-            if not memory.nbytes or not memory.values:
+            memory.drop_unfinished(path.steps)
+            if not (memory.nbytes and memory.values):
                 memory.final = self.never
             if memory.number in elsewhere and not memory.is_cheap:
                 memory.cost = 0
         self.live = self.sums((m.maker, m.dies - 1, m.nbytes) for m in self.memories.values())
-        self.besides = self._besides()
-        self.backward = self._needed_by_backward()
+        missing = {path.memory_of[cell] for cell in waiting}
+        self.besides = self._besides(missing)
+        self.backward = self._needed_by_backward(missing)
 
     def _add(self, step: Step) -> None:
         """Learn what a step does to memory."""
         index, memories = step.index, self.memories
         for number in memories.keys() & step.gone:
             memories[number].dies = index
-        if step.event is UNSEEN:
-            self._never_final(memories)
+        written = memories.keys() & step.writes
         if step.effect or step.is_view or step.event is KEEP:
-            self._never_final(memories.keys() & step.writes)
+            for number in memories if step.event is UNSEEN else written:
+                memories[number].final = self.never
             return
         read = {self.path.memory_of[cell] for cell, _ in step.reads}
-        self._weights[index] = sorted(read & self.gradients.of.keys())
+        if step.grad_mode:
+            for number in read & self._gradients.keys():
+                self._uses[number].append(index)
         self._add_reads(step)
         for number, nbytes in step.sizes:
             memories[number] = memory = Memory(number, index, int(nbytes * self.scale), self.never)
@@ -128,17 +131,12 @@ class Model:
                 # Torch makes something else of `zeros()` if somebody holds it.
                 memory.final = self.never
             self.made[index].append(number)
-        for number in memories.keys() & step.writes:
+        for number in written:
             memory = memories[number]
-            if memory.maker != index:
-                memory.writers.append(index)
-                memory.final = max(memory.final, index + 1)
-                self.made[index].append(number)
+            memory.writers.append(index)
+            memory.final = max(memory.final, index + 1)
+            self.made[index].append(number)
         self._weigh(step, not read.isdisjoint(self.path.differentiable))
-
-    def _never_final(self, numbers: Iterable[int]) -> None:
-        for number in numbers:
-            self.memories[number].final = self.never
 
     def _add_reads(self, step: Step) -> None:
         # It writes there, or splits it.
@@ -163,30 +161,34 @@ class Model:
         flops = step.flops * self.scale
         self.work[step.index] = flops + _PER_BYTE * written
         effort = written + sum(memory.effort for memory in reads)
-        is_dear = step.draws or flops > _PER_BYTE * written or effort > _CHEAP * written
-        is_cheap = not is_dear and all(memory.is_cheap for memory in reads)
-        has_gradient = step.grad_mode and (
-            reads_leaf or any(memory.has_gradient for memory in reads)
-        )
+        if step.draws:  # the random numbers would have to be drawn in each window
+            effort = math.inf
+        is_quick = max(flops / _PER_BYTE, effort / _CHEAP) <= written
+        is_cheap = is_quick and all(memory.is_cheap for memory in reads)
+        depends = any([reads_leaf, *[memory.has_gradient for memory in reads]])
         for memory in made:
-            memory.is_cheap, memory.effort, memory.has_gradient = is_cheap, effort, has_gradient
+            memory.is_cheap, memory.effort = is_cheap, effort
+            memory.has_gradient = step.grad_mode and depends
 
     def values(self, kept: Iterable[int]) -> list[Value]:
         """What to hold of these memories."""
-        return [value for number in kept for value in self.memories[number].stands_for()]
+        found: list[Value] = []
+        for number in kept:
+            memory = self.memories[number]
+            found += sorted(memory.values) if memory.writers else [(number, NOT_WRITTEN)]
+        return found
 
-    def _saved(self, number: int) -> tuple[int, int | None]:
-        """Where backward wants a slot, a position, and the memory; None, if the block has not made
-        it."""
+    def _add_slot(self, number: int) -> None:
+        """Find where backward wants a slot."""
         slot, after = self.path.slots[number], self.path.saved_after[number]
         memory = self.memories.get(self.path.memory_of[slot.cell])
         if memory is None or slot.cell in self.path.given:
-            return 0, None
-        is_input = max(self.path.makers(slot.value)) < after
+            return
+        is_input = self.path.there_after(slot.value) < after
         position = min(max(after, 0) + is_input, self.count - 1)
         memory.values.add(slot.value)
         memory.last_use = max(memory.last_use, position)
-        return position, memory.number
+        self.saves[number] = position, memory.number
 
     def sums(self, spans: Iterable[tuple[int, int, int]]) -> list[int]:
         """By position: the bytes that are there. Each is there from one position to another."""
@@ -196,47 +198,31 @@ class Model:
             change[max(first, min(last, self.count)) + 1] -= nbytes
         return [*accumulate(change)]
 
-    def _besides(self) -> list[int]:
+    def _besides(self, missing: set[int]) -> list[int]:
         """By position to which backward has come: bytes that are there whatever the block keeps:
         gradients that did not exist before, and what somebody else holds."""
         there = [(0, self.count, m.nbytes) for m in self.memories.values() if not m.cost]
-        for number, uses in self._uses().items():
-            if number in self.gradients.missing:
-                there.append((0, uses[-1], self.gradients.of[number]))
+        there += [(0, self._uses[n][-1], self._gradients[n]) for n in missing & self._uses.keys()]
         return self.sums(there)
 
-    def _uses(self) -> dict[int, list[int]]:
-        """By parameter: the steps that read it."""
-        uses: dict[int, list[int]] = defaultdict(list)
-        for index, parameters in enumerate(self._weights):
-            for number in parameters:
-                uses[number].append(index)
-        return uses
-
-    def _needed_by_backward(self) -> list[int]:
+    def _needed_by_backward(self, missing: set[int]) -> list[int]:
         """By step: bytes that its backward works with, beside what is kept or was saved."""
+        # A gradient is there from the backward of the last reader to that of the maker.
         pending = [
-            (m.maker + 1, m.last_read, m.nbytes) for m in self.memories.values() if m.has_gradient
+            (m.maker + 1, m.last_read + 1, m.nbytes)
+            for m in self.memories.values()
+            if m.has_gradient
         ]
-        for number, uses in self._uses().items():
+        for number, uses in self._uses.items():
+            nbytes = self._gradients[number]
+            pending += [(index + 1, index + 1, nbytes) for index in uses]
             if len(uses) > 1:  # the sum over all uses waits for the first one
-                nbytes = self.gradients.of[number]
-                if number not in self.gradients.missing:
+                if number not in missing:
                     pending.append((uses[0] + 1, uses[-1], nbytes))
                 # The first sum is a third one, beside both parts. Others are added to it in place.
                 if self.path.steps[uses[-1]].func is not _torch.CAST:
                     pending.append((uses[-2] + 1, uses[-2] + 1, nbytes))
-        need = self.sums(pending)[1:]
-        for index, made in enumerate(self.made):
-            if any(self.memories[number].has_gradient for number in made):
-                arguments = [
-                    self.memories[number] for number in self.reads[index] if number not in made
-                ]
-                need[index] += sum(
-                    m.nbytes for m in arguments if m.has_gradient and m.last_read <= index
-                )
-                need[index] += sum(self.gradients.of[number] for number in self._weights[index])
-        return need
+        return self.sums(pending)[1:]
 
 
 class Segment(NamedTuple):
@@ -254,15 +240,15 @@ class Stretch:
     def __init__(
         self, model: Model, slots: Iterable[int], held: frozenset[int], window: Sequence[int] = ()
     ) -> None:
-        self.model, self.held = model, held  # memories
-        self.memories = model.memories
+        self.model, self.memories = model, model.memories
         self.is_all = not window
         self.first, self.last = (window[0], window[-1] + 1) if window else (0, model.count)
         self.live = model.live if self.is_all else [0] * model.count  # a replay is no forward
         # By position: memories that autograd has saved.
         self.wanted: dict[int, set[int]] = defaultdict(set)
-        for position, memory in [model.saves[number] for number in slots]:
-            if memory is not None and memory not in held:
+        for slot in model.saves.keys() & slots:
+            position, memory = model.saves[slot]
+            if memory not in held:
                 self.wanted[min(max(position, self.first), self.last - 1)].add(memory)
         # The position down to which backward needs them.
         self.saved = {
@@ -274,7 +260,6 @@ class Stretch:
         self.crossing = model.sums((m.maker + 1, m.last_use, m.cost) for m in dear)
         self.positions = self._candidates()
         self._walks = {end: Walk(self, end) for end in self.positions}
-        self._segments: dict[int, list[Segment]] = defaultdict(list)  # by end
 
     def cost(self, kept: Iterable[int]) -> int:
         """Bytes, to hold these memories."""
@@ -290,21 +275,19 @@ class Stretch:
         ]
         size = 1.0 if len(minima) <= _MOST_CANDIDATES else (last - first) / _MOST_CANDIDATES
         best: dict[int, int] = {}  # by part
-        for p in minima:
-            part = int((p - first) / size)
-            if part not in best or crossing[p] < crossing[best[part]]:
-                best[part] = p
-        return [first, *best.values(), last]
+        for p in sorted(minima, key=crossing.__getitem__):
+            best.setdefault(int((p - first) / size), p)
+        return [first, *sorted(best.values()), last]
 
     def segments(self, end: int, most: float) -> list[Segment]:
         """Segments that end here: all that need no more than this, and perhaps others."""
-        walk, found = self._walks[end], self._segments[end]
+        walk = self._walks[end]
         while walk.need <= most and walk.index > self.first:
             walk.down()
             if walk.index in self._walks:
                 worst = max(range(walk.index, end), key=self.live.__getitem__)
-                found.append(Segment(walk.index, walk.across, walk.need, worst))
-        return found
+                walk.found.append(Segment(walk.index, walk.across, walk.need, worst))
+        return walk.found
 
     def least_peak(self, budget: int | None) -> tuple[int, tuple[int, ...]]:
         """The least peak that cuts can have, and those cuts."""
@@ -323,7 +306,6 @@ class Stretch:
     def cuts(self, peak: int, budget: int | None = None) -> tuple[int, ...] | None:
         """The cuts under which no segment needs more than `peak`, and the least is held; None, if
         there are none."""
-        most = peak if budget is None else min(peak, budget)
         # By position: the bytes held up to there, of which memories, and the starts of the
         # segments.
         best: dict[int, tuple[int, frozenset[int], tuple[int, ...]]] = {
@@ -331,6 +313,7 @@ class Stretch:
         }
         for end in self.positions[1:]:
             room = peak - self.model.besides[end]
+            least = peak if budget is None else min(peak, budget)
             for segment in self.segments(end, peak):
                 if segment.start not in best:
                     continue
@@ -338,32 +321,34 @@ class Stretch:
                 new = segment.across - kept
                 # One that autograd saves anyway comes first.
                 held += self.cost(new) + len(new - self.saved.keys())
-                is_better = end not in best or held <= best[end][0]
-                if not is_better or held > most or held + segment.need > room:
+                if held > min(least, room - segment.need):
                     continue
                 kept |= new
                 dead = self.cost([n for n in kept if self.memories[n].dies <= segment.worst])
                 if self.live[segment.worst] + dead <= peak:
                     best[end] = held, kept, (*starts, segment.start)
+                    least = held
         return best[self.last][2][1:] if self.last in best else None
 
-    def least_budget(self) -> int | None:
+    def least_budget(self) -> int:
         """The smallest one with room for a cut."""
         costs = [self.cost(segment.across) for segment in self.segments(self.last, math.inf)]
-        return min(filter(None, costs), default=None)
+        return min(filter(None, costs), default=0)
 
     def blocks(self) -> list[int]:
         """Where the blocks begin that the program repeats, and where the last one ends; nothing, if
         there are none."""
         funcs = [step.func for step in self.model.path.steps]
+
+        def repeats(period: int) -> tuple[int, int]:
+            """The most steps in a row that come again a period later, and the first of them."""
+            same = bytes(map(is_, funcs[period:], funcs))
+            run = max(same.split(b"\0"))
+            return len(run), same.find(run)
+
         periods = range(1, min(len(funcs) // 2, _LONGEST_BLOCK))
-
-        def same(period: int) -> bytes:
-            return bytes(map(is_, funcs[period:], funcs))
-
-        period = max(periods, key=lambda p: len(max(same(p).split(b"\0"))), default=1)
-        run = max(same(period).split(b"\0"))
-        begin, length = same(period).find(run), len(run)
+        period = max(periods, key=lambda p: repeats(p)[0], default=1)
+        length, begin = repeats(period)
         # What comes before the first block may look like the end of one.
         starts = range(begin, min(begin + period, len(self.crossing) - period))
         first = min(starts, key=lambda at: self.crossing[at + period], default=self.last)
@@ -375,30 +360,24 @@ class Stretch:
 class Walk:
     """Goes down through a segment: what its window runs, and what its backward needs."""
 
-    def __init__(self, stretch: Stretch, end: int, kept: AbstractSet[int] = frozenset()) -> None:
+    def __init__(self, stretch: Stretch, end: int, kept: Set[int] = frozenset()) -> None:
         self.stretch, self.kept = stretch, kept
         self.index = end
+        self.found: list[Segment] = []
         self.again: list[int] = []  # steps that run again
         self.need = 0
         self._reading: set[int] = set()  # memories that they read, whose makers are still to come
-        self._delivered: set[int] = set()
+        self._held = {*kept}  # memories that are kept, or delivered
 
     def down(self) -> None:
         self.index -= 1
         index, stretch, model = self.index, self.stretch, self.stretch.model
-        if index not in stretch.wanted and not model.made[index]:
-            self.need = max(self.need, model.backward[index])
-            return
-        new = stretch.wanted.get(index, _NONE) - self.kept - self._delivered
-        self._delivered |= new
-        self._reading |= new
-        # Each window makes it.
-        there = sum([m.cost for m in map(stretch.memories.__getitem__, new) if m.is_cheap])
+        wanted = stretch.wanted.get(index, _NONE) - self.kept
+        there = stretch.cost(wanted - stretch.dear - self._reading)  # each window makes it
+        self._held |= wanted & stretch.dear
+        self._reading |= wanted
         made = [number for number in model.made[index] if stretch.memories[number].maker == index]
-        for number in made:
-            is_delivered = number in self._delivered and not stretch.memories[number].is_cheap
-            if not is_delivered and number not in self.kept:
-                continue
+        for number in self._held.intersection(made):
             if stretch.saved.get(number, index) > index:
                 # It has gone when backward comes to its maker.
                 self.need += stretch.memories[number].cost
@@ -413,9 +392,7 @@ class Walk:
     @property
     def across(self) -> frozenset[int]:
         """What crosses a cut here."""
-        return frozenset(
-            [number for number in self._reading if not self.stretch.memories[number].is_cheap]
-        )
+        return frozenset(self._reading & self.stretch.dear)
 
 
 class Choice(NamedTuple):
@@ -424,8 +401,7 @@ class Choice(NamedTuple):
     kept: tuple[int, ...] = ()  # memories
     cuts: tuple[int, ...] = ()  # the first step of each segment but the first
     peak: int = 0
-    # The smallest budget with room for a cut, if anything is computed again.
-    least: int | None = None
+    least: int = 0  # the smallest budget with room for a cut, if anything is computed again
 
 
 def choose(stretch: Stretch, budget: int | None = None) -> Choice:
@@ -439,10 +415,9 @@ def choose(stretch: Stretch, budget: int | None = None) -> Choice:
 
     if budget is not None:
         choice = filled(least if stretch.is_all else least + int(least * _SLACK_OF_PARTS)).choice()
-        recomputes = any(
-            not stretch.memories[n].is_cheap for n in stretch.saved.keys() - choice.kept
-        )
-        return choice._replace(least=stretch.least_budget() if recomputes else None)
+        if stretch.dear & stretch.saved.keys() - choice.kept:
+            choice = choice._replace(least=stretch.least_budget())
+        return choice
     blocks = Filling(stretch, stretch.blocks())
     enough = blocks.flops(blocks.ends[-2])  # what follows the last block is in no checkpoint
     room, most = max(0, blocks.choice().peak - least), int(least * _MOST_SLACK)
@@ -454,7 +429,7 @@ def choose(stretch: Stretch, budget: int | None = None) -> Choice:
     def price(filling: Filling) -> tuple[float, float]:
         """Once no more is computed than by the blocks, a part of the peak is worth some of a
         forward."""
-        work = sum(stretch.model.work[index] for index in sorted(filling.again))
+        work = sum(stretch.model.work[index] for index in filling.again)
         memory = worth * filling.choice().peak / least
         return max(filling.flops(stretch.last), enough), memory + work / forward
 
@@ -473,10 +448,7 @@ class Filling:
         self.model, self.memories = stretch.model, stretch.memories
         self.ends = [stretch.first, *cuts, stretch.last]
         self.kept: set[int] = set()
-        self.again: set[int] = set()  # steps that run again
-        self.readers: dict[int, set[int]] = {}  # by memory: of those steps
-        self.peaks: list[int] = []  # of backward, by segment
-        self.forward: list[int] = []
+
         for start, across in self._look():
             if start in self.ends:
                 self.kept |= {number for number in across if self.memories[number].final <= start}
@@ -484,9 +456,7 @@ class Filling:
             before = {*self.kept}, self.ends
             # Where all that crosses is kept, a cut is free.
             self.ends = sorted({*self.ends, *[at for at, across in self._look() if not across]})
-            self.kept -= {
-                number for number in self.kept - stretch.saved.keys() if number not in self.readers
-            }
+            self.kept &= self.readers.keys()
             self._look()
             self._fill()
             if before == (self.kept, self.ends):
@@ -500,21 +470,18 @@ class Filling:
 
     def flops(self, end: int) -> float:
         """Floating-point operations that are done again up to here."""
-        return sum(
-            self.model.path.steps[index].flops for index in sorted(self.again) if index < end
-        )
+        return sum(self.model.path.steps[index].flops for index in self.again if index < end)
 
     def _look(self) -> list[tuple[int, frozenset[int]]]:
         """Find what runs again and the peaks. Returns what crosses where a cut is possible, and is
         not kept."""
         model, positions = self.model, {*self.stretch.positions, *self.ends}
-        self.again, self.readers, self.peaks, self.forward, crosses = (
-            set(),
-            defaultdict(set),
-            [],
-            [],
-            [],
-        )
+        crosses = []
+        self.again: set[int] = set()  # steps that run again
+        self.peaks: list[int] = []  # of backward, by segment
+        self.forward: list[int] = []
+        # By memory: those of the steps that read it. Autograd reads what it has saved.
+        self.readers = {number: {_AUTOGRAD} for number in self.stretch.saved}
         kept = [self.memories[number] for number in self.kept]
         held = model.sums((memory.maker + 1, model.count, memory.cost) for memory in kept)
         dead = model.sums((memory.dies, model.count, memory.cost) for memory in kept)
@@ -529,7 +496,8 @@ class Filling:
             self.forward.append(max(map(add, self.stretch.live[start:end], dead[start:end])))
         for index in self.again:
             for number in model.reads[index]:
-                self.readers[number].add(index)
+                self.readers.setdefault(number, set()).add(index)
+        self.wanted = self.stretch.dear & self.readers.keys() | self.stretch.saved.keys()
         return crosses
 
     def _fill(self) -> None:
@@ -537,46 +505,42 @@ class Filling:
         time; within a window it is the first, so that what remains is at the end, where no replay
         has to come by it again."""
         order = -1 if self.stretch.is_all else 1
-        queue = [(-self._worth(index), order * index) for index in sorted(self.again)]
+        queue = [(-self._worth(index), order * index) for index in self.again]
         heapq.heapify(queue)
         while queue:
-            before, place = heapq.heappop(queue)
+            _, place = heapq.heappop(queue)
             worth = self._worth(order * place)
-            if queue and -worth > max(before, queue[0][0]):
+            if queue and -worth > queue[0][0]:  # it was worth more before others were kept
                 heapq.heappush(queue, (-worth, place))
             elif worth > 0:
                 self._take(order * place)
 
-    def _results(self, index: int) -> list[int]:
+    def _results(self, index: int) -> set[int]:
         """What to keep in order not to run a step again; nothing, if that is not possible."""
-        made = []
-        for number in self.model.made[index]:
-            is_read = number in self.readers and not self.memories[number].is_cheap
-            is_there = number in self.kept or number in self.stretch.held
-            if (is_read or number in self.stretch.saved) and not is_there:
-                made.append(number)
-        return made if all(self.memories[number].final == index + 1 for number in made) else []
+        made = self.wanted.intersection(self.model.made[index]) - self.kept
+        is_possible = all(self.memories[number].final == index + 1 for number in made)
+        return made if is_possible else set()
 
     def _worth(self, index: int) -> float:
         """Operations saved per byte."""
-        made, saved = self._results(index), self.stretch.saved
+        made = self._results(index)
         if not made:
             return 0.0
         gone, stack = {index}, [index]
         while stack and len(gone) < _FAR:
             for number in self.model.reads[stack.pop()]:
-                is_unread = number not in saved and self.readers[number] <= gone
-                if number not in self.kept and (is_unread or number in made):
+                is_needless = number in made or self.readers[number] <= gone
+                if is_needless and number not in self.kept:
                     memory = self.memories[number]
                     new = self.again.intersection([memory.maker, *memory.writers]) - gone
                     gone |= new
                     stack += sorted(new)
-        return sum(self.model.work[step] for step in sorted(gone)) / max(1, self.stretch.cost(made))
+        return sum(self.model.work[step] for step in gone) / max(1, self.stretch.cost(made))
 
     def _take(self, index: int) -> None:
         """Keep the results of a step, if there is room."""
         made, stretch = self._results(index), self.stretch
-        nbytes, new = stretch.cost(made), stretch.cost({*made} - stretch.saved.keys())
+        nbytes, new = stretch.cost(made), stretch.cost(made - stretch.saved.keys())
         here = bisect_right(self.ends, index) - 1
         after = bisect_right(self.ends, min(self.memories[number].dies for number in made)) - 1
         peaks = [self.peaks[here] + new, *[peak + nbytes for peak in self.peaks[here + 1 :]]]
@@ -591,7 +555,7 @@ class Filling:
 
 
 _NONE: frozenset[int] = frozenset()
-# The gradient of one is new, so that another is added to it in place.
+_AUTOGRAD = -1  # no step, but a reader
 _PER_BYTE = 10  # floating-point operations in the time in which a byte is written
 # As many bytes are written at most, for each byte of a value that is made again in each window.
 _CHEAP = 4
@@ -608,17 +572,17 @@ _FAR = 64  # steps, when the worth of one is found
 class Plan:
     """How to bring back what was saved on one path."""
 
+    whole: Group | None = None  # all slots, where nothing that `auto()` chose has been held
+    peak = 0  # simulated
+    size = 0  # bytes that autograd saves, as the plan assumes
+    first_size = 0  # those of the run whose bytes the steps have
+    waiting: Sequence[int] = ()  # cells of parameters that it assumes to have no gradient
+    kept: frozenset[Value] = frozenset()  # what a run should hold
+    complaint = ""
+
     def __init__(self, path: Path) -> None:
         self.path = path
         self.groups = [Group(path, slots) for slots in path.groups()]
-        # All slots, where nothing that `auto()` chose has been held.
-        self.whole: Group | None = None
-        self.peak = 0  # simulated
-        self.size = 0  # bytes that autograd saves, as the plan assumes
-        self.first_size = 0  # those of the run whose bytes the steps have
-        self.waiting: list[int] = []  # cells of parameters that it assumes to have no gradient
-        self.kept: frozenset[Value] = frozenset()  # what a run should hold
-        self.complaint = ""
 
     def suits(self, run: Run) -> bool:
         """Whether a run has the room that the plan assumes. A plan is not exchanged for one with
@@ -649,27 +613,20 @@ def _has_gradient(held: Any) -> bool:
     return type(held) is tuple and held[0].grad is not None
 
 
-def _gradients(path: Path, run: Run, waiting: Iterable[int]) -> Gradients:
-    """Those of the parameters that train; `waiting` are cells of those that have none yet."""
-    held = {cell: run.held.get(cell) for cell in path.trained}
-    sizes = {path.memory_of[cell]: h[0].nbytes for cell, h in held.items() if type(h) is tuple}
-    return Gradients(sizes, sizes.keys() & {path.memory_of[cell] for cell in waiting})
-
-
 def plan_of(run: Run, old: Plan | None = None) -> Plan:
     """The plan for what the run has done, or for `old` where that had less room."""
     path = Path(run)
     plan, choice = Plan(path), Choice()
     if run.placement is None or not path.slots:
         return plan
-    size, first_size, waiting = run.saved_bytes, run.saved_bytes, path.trained
+    size = first_size = run.saved_bytes
+    waiting: Sequence[int] = path.trained
     if old is not None:
         size, first_size, waiting = max(size, old.size), old.first_size, old.waiting
     waiting = [cell for cell in waiting if not _has_gradient(run.held.get(cell))]
     # Where FSDP2 gives parameters back, no window may cross that.
     if not (run.sees_gathering and path.cuts):
-        gradients = _gradients(path, run, waiting)
-        plan, choice = _planned(Model(path, run, gradients, size / max(1, first_size)), run)
+        plan, choice = _planned(Model(path, run, waiting, size / max(1, first_size)), run)
     plan.size, plan.first_size, plan.waiting = size, first_size, waiting
     plan.peak = choice.peak + run.kept_bytes
     plan.complaint = _complaint(run, choice)
@@ -703,7 +660,7 @@ def _split(group: Group, model: Model, held: frozenset[int], budget: int) -> Non
     if not order:
         return
     stretch = Stretch(model, group.slots, held, order)
-    if stretch.cost([n for n in stretch.saved if not model.memories[n].is_cheap]) <= budget:
+    if stretch.cost(stretch.dear & stretch.saved.keys()) <= budget:
         return
     choice = choose(stretch, budget)
     if choice.kept:
@@ -722,7 +679,7 @@ def _complaint(run: Run, choice: Choice) -> str:
         return ""
     if least > budget:
         why = "`keep`, other policies, or FSDP2 keep more than that in this block"
-    elif not least and choice.least is not None and budget < choice.least:
+    elif not least and budget < choice.least:
         why = "no room for a single checkpoint, so backward recomputes all of the block at once"
         least = choice.least
     else:
@@ -732,15 +689,12 @@ def _complaint(run: Run, choice: Choice) -> str:
 
 def attach(plan: Plan, old: Plan | None) -> None:
     """From here on runs hold what the plan keeps, as soon as it is there."""
-    path, before = plan.path, frozenset() if old is None else old.kept
-    new: dict[int, list[tuple[Value, bool]]] = defaultdict(list)
+    path, gone = plan.path, plan.kept if old is None else plan.kept | old.kept
+    for step in path.steps:
+        if step.keeps:
+            step.keeps = tuple([each for each in step.keeps if each[0] not in gone])
     counted: set[int] = set()
     for value in sorted(plan.kept):
         memory = path.memory_of[value[0]]
-        new[path.there_after(value)].append((value, memory not in counted))
+        path.steps[path.there_after(value)].keeps += ((value, memory not in counted),)
         counted.add(memory)
-    for step in path.steps:
-        mine = new.get(step.index, [])
-        if mine or (before and step.keeps):
-            taken = before.union([value for value, *_ in mine])
-            step.keeps = (*(each for each in step.keeps if each[0] not in taken), *mine)

@@ -150,7 +150,7 @@ class Policy(NamedTuple):
     text: str
     # Decides about the result of an operator, given (operator, args, kwargs, result). None: never
     # asked.
-    on_op: Callable[[Any, Any, Any, Any], Answer] | None = None
+    on_op: Callable[..., Answer] | None = None
     # Decides about a value with this name.
     on_tag: Callable[[str], Answer] = lambda name: False
     # Whether checkpoints are planned, and within which bounds.
@@ -180,16 +180,6 @@ class Policy(NamedTuple):
         return _either(as_policy(other), self)
 
 
-def _save_ops(ops: frozenset[Any]) -> Policy:
-    text = f"save_ops({', '.join(sorted(map(str, ops)))})"
-    return Policy((_save_ops, ops), text, on_op=lambda op, args, kwargs, result: op in ops)
-
-
-def _save_tagged(names: frozenset[str]) -> Policy:
-    text = f"save_tagged({', '.join(map(repr, sorted(names)))})"
-    return Policy((_save_tagged, names), text, on_tag=lambda name: name in names)
-
-
 def _asking(function: Callable[..., Any]) -> Policy:
     """A policy from a function as torch's selective checkpointing takes it."""
 
@@ -205,7 +195,7 @@ def _asking(function: Callable[..., Any]) -> Policy:
             raise ValueError(
                 f"a policy answers with a CheckpointPolicy or a bool, not {answer!r} (for {op})"
             )
-        return _ANSWERS[answer]
+        return _ANSWERS[answer.name.rpartition("_")[2]]
 
     return Policy(
         (_asking, function), f"<policy {getattr(function, '__qualname__', function)}>", on_op=ask
@@ -299,14 +289,12 @@ def save_ops(*ops: Any) -> Policy:
     for op in ops:
         if not isinstance(op, _torch.OpOverload | _torch.HigherOrderOperator):
             raise ValueError(
-                f"a policy lists OpOverloads such as torch.ops.aten.mm.default, not {op!r}"
-                + (
-                    " (name one of its overloads)"
-                    if isinstance(op, _torch.OpOverloadPacket)
-                    else ""
-                )
+                f"a policy lists OpOverloads such as torch.ops.aten.mm.default, not {op!r}. Of an "
+                "operator such as torch.ops.aten.mm, name one of its overloads."
             )
-    return _save_ops(frozenset(ops))
+    listed = sorted({*ops}, key=str)
+    text = f"save_ops({', '.join(map(str, listed))})"
+    return Policy((save_ops, *listed), text, on_op=lambda op, *_: op in listed)
 
 
 def save_tagged(*names: str) -> Policy:
@@ -331,7 +319,9 @@ def save_tagged(*names: str) -> Policy:
     for name in names:
         if not isinstance(name, str):
             raise TypeError(f"a tag is a string, not {name!r}")
-    return _save_tagged(frozenset(names))
+    listed = sorted({*names})
+    text = f"save_tagged({', '.join(map(repr, listed))})"
+    return Policy((save_tagged, *listed), text, on_tag=lambda name: name in listed)
 
 
 def auto(*, budget: int | str | None = None) -> Policy:
@@ -391,7 +381,7 @@ def auto(*, budget: int | str | None = None) -> Policy:
     Source of the method: Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost"; values
     kept beside the checkpoints as in Jain et al. 2020, "Checkmate", by a greedy rule.
     """
-    return _auto(None if budget is None else _bytes("budget", budget, 0))
+    return _auto(None if budget is None else _bytes("budget", budget))
 
 
 _MIN_BYTES = 1024
@@ -446,28 +436,27 @@ def offload(
     device = torch.device(device)
     if device.type == "meta":
         raise ValueError("nothing can wait on the device 'meta', which holds no data")
-    there = Destination(device, bool(pin_memory), _bytes("min_bytes", min_bytes, 0))
+    there = Destination(device, bool(pin_memory), _bytes("min_bytes", min_bytes))
     return _offload(as_policy(policy), there, bool(inputs))
 
 
-def _bytes(name: str, given: Any, least: int) -> int:
+def _bytes(name: str, given: Any) -> int:
     if isinstance(given, str):
         match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+(?:e[0-9]+)?)\s*([kmgt]i?)?b?\s*", given.lower())
         if match is None:
             raise ValueError(
                 f"{name} is a number of bytes, such as 10**9 or '1.5 GiB', not {given!r}"
             )
-        unit = match[2] or ""
-        given = int(float(match[1]) * _UNITS[unit])
+        given = int(float(match[1]) * _UNITS[match[2]])
     if isinstance(given, bool) or not hasattr(given, "__index__"):
         raise TypeError(f"{name} is a number of bytes, such as 10**9 or '1.5 GiB', not {given!r}")
     nbytes = operator.index(given)
-    if nbytes < least:
-        raise ValueError(f"{name} is at least {least}, not {given}")
+    if nbytes < 0:
+        raise ValueError(f"{name} is at least 0, not {given}")
     return nbytes
 
 
-_UNITS = {"": 1} | {
+_UNITS = {None: 1} | {
     f"{c}{i}": (1024 if i else 1000) ** n for n, c in enumerate("kmgt", 1) for i in ("", "i")
 }
 
@@ -490,12 +479,9 @@ def as_policy(policy: Any) -> Policy | None:
     return _asking(policy)
 
 
-_HOST = Destination(torch.device("cpu"), pin_memory=True, min_bytes=0)
-_ANSWERS: dict[CheckpointPolicy, Answer] = {
-    CheckpointPolicy.MUST_SAVE: True,
-    CheckpointPolicy.PREFER_SAVE: True,
-    CheckpointPolicy.MUST_RECOMPUTE: False,
-    CheckpointPolicy.PREFER_RECOMPUTE: False,
-    CheckpointPolicy.MUST_CPU_OFFLOAD: _HOST,
-    CheckpointPolicy.PREFER_CPU_OFFLOAD: _HOST,
+# By the last word of torch's answer: MUST_SAVE, PREFER_SAVE, ...
+_ANSWERS: dict[str, Answer] = {
+    "SAVE": True,
+    "RECOMPUTE": False,
+    "OFFLOAD": Destination(torch.device("cpu"), pin_memory=True, min_bytes=0),
 }

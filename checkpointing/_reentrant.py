@@ -8,7 +8,7 @@ the rest of the library.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -22,9 +22,13 @@ from ._rerun import Inputs, PreserveRngState, Rerun, contents_of
 from ._where import warn
 
 
+def _trains(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad
+
+
 def check_backward_validity(inputs: Iterable[Any]) -> None:
     """Warn if no tensor in `inputs` requires grad: the gradients will then be None."""
-    if not any(isinstance(value, Tensor) and value.requires_grad for value in inputs):
+    if not any(map(_trains, inputs)):
         warn("None of the inputs have requires_grad=True. Gradients will be None")
 
 
@@ -33,9 +37,7 @@ class CheckpointFunction(torch.autograd.Function):
     differentiable once."""
 
     @staticmethod
-    def forward(
-        ctx: Any, function: Callable[..., Any], preserve_rng_state: PreserveRngState, *args: Any
-    ) -> Any:
+    def forward(ctx: Any, function: Any, preserve_rng_state: PreserveRngState, *args: Any) -> Any:
         check_backward_validity(args)
         ctx.source = Rerun(function, args, {}, preserve_rng_state)
         try:
@@ -62,11 +64,7 @@ class CheckpointFunction(torch.autograd.Function):
 
 
 def _run_backward(outputs: Any, grads: Any) -> None:
-    pairs = [
-        (output, grad)
-        for output, grad in zip(outputs, grads, strict=True)
-        if isinstance(output, Tensor) and output.requires_grad
-    ]
+    pairs = [pair for pair in zip(outputs, grads, strict=True) if _trains(pair[0])]
     if not pairs:
         raise errors.CheckpointError(
             "none of output has requires_grad=True, this checkpoint() is not necessary"
@@ -107,9 +105,7 @@ class _NoResults(Region):
     def keep(self, tensor: Tensor) -> Tensor:
         return tensor
 
-    def once(
-        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def once(self, function: Any, args: Any, kwargs: Any) -> Any:
         return None
 
 
@@ -117,7 +113,7 @@ _NO_RESULTS = _NoResults()
 
 
 def run(
-    function: Callable[..., Any],
+    function: Any,
     name: str,
     preserve_rng_state: PreserveRngState,
     args: Any,
@@ -129,13 +125,13 @@ def run(
             f"region '{name}': Unexpected keyword arguments: {','.join(kwargs)}. The reentrant "
             "backend takes positional arguments only; use backend='rerun'."
         )
-    if not any(isinstance(value, Tensor) and value.requires_grad for value in args):
+    if not any(map(_trains, args)):
         found = Inputs()
         for value in (function, *args):
             found.capture(value)
         variables = [contents_of(cell) for cell in getattr(function, "__closure__", None) or ()]
         parameters = [p for module in found.modules for p in module.parameters()]
-        if any(isinstance(p, Tensor) and p.requires_grad for p in (*parameters, *variables)):
+        if any(map(_trains, (*parameters, *variables))):
             raise errors.CheckpointError(
                 f"region '{name}': none of the inputs requires grad, so the reentrant backend "
                 "would give the parameters that the function uses no gradients. Use "

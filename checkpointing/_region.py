@@ -6,12 +6,14 @@ import functools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from . import _torch
+
+R = TypeVar("R")
 
 _is_grad_enabled, _set_grad_enabled = torch.is_grad_enabled, _torch.set_grad_enabled
 
@@ -28,9 +30,7 @@ class Region:
         """Hold a value: recompute starts from it."""
         raise NotImplementedError
 
-    def once(
-        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def once(self, function: Any, args: Any, kwargs: Any) -> Any:
         """The result of a call that a recompute must not repeat."""
         raise NotImplementedError
 
@@ -81,7 +81,7 @@ def aside() -> Iterator[None]:
         thread.aside -= 1
 
 
-def without_recording(function: Callable[[Any], Any], value: Any) -> Any:
+def without_recording(function: Callable[..., R], *values: Any) -> R:
     """Call a check, a copy or a hook of the user: its operators are neither recorded nor in a
     graph."""
     here = thread.__dict__
@@ -90,7 +90,7 @@ def without_recording(function: Callable[[Any], Any], value: Any) -> Any:
     try:
         here["region"], here["depth"], here["aside"] = None, depth + 1, aside + 1
         _set_grad_enabled(False)
-        return function(value)
+        return function(*values)
     finally:
         _set_grad_enabled(grad_mode)
         here["region"], here["depth"], here["aside"] = region, depth, aside

@@ -143,17 +143,16 @@ def report(*outputs: Tensor) -> Report:
         if not isinstance(output, Tensor):
             raise TypeError(f"report takes tensors, such as a loss, not {output!r}")
     frames: dict[Frame, None] = {}
-    nodes: dict[Any, None] = {output.grad_fn: None for output in outputs}
-    stack = [*nodes]
-    while stack:
-        node = stack.pop()
-        if node is None:
+    met: set[Any] = {None}
+    nodes: list[Any] = [output.grad_fn for output in outputs]
+    while nodes:
+        node = nodes.pop()
+        if node in met:
             continue
+        met.add(node)
         for packed in _torch.saved_by(node):
             _find(packed, frames)
-        fresh = [other for other, _ in node.next_functions if other not in nodes]
-        nodes.update(dict.fromkeys(fresh))
-        stack += fresh
+        nodes += [other for other, _ in node.next_functions]
     return report_of(frames)
 
 
@@ -288,13 +287,11 @@ def _held_by(frame: Frame) -> Iterable[TensorReport]:
 
 def _packed(part: Held | Tensor) -> Any:
     """A held tensor, or the object that hooks have made of it."""
-    packed = part.packed if isinstance(part, Held) else part
+    packed = getattr(part, "packed", part)
     return packed.data if isinstance(packed, _torch.SavedTensor) else packed
 
 
 def _plain_parts_of(packed: Any) -> list[Tensor]:
     """The plain tensors in such an object. A `Holder` has none: the region around holds them."""
-    for tensor in tensors_in(packed):
-        lives_anyway = tensor.is_leaf and tensor.requires_grad
-        return [] if lives_anyway else _torch.plain_parts(tensor)
-    return []
+    found = [tensor for tensor in tensors_in(packed)[:1] if not is_referenced(tensor)]
+    return [part for tensor in found for part in _torch.plain_parts(tensor)]

@@ -87,14 +87,14 @@ class Inputs:
             self.look_at(value)
         return value
 
-    def capture(self, function: Any) -> Cells | None:
+    def capture(self, function: Any) -> Cells:
         """Look for modules in a function, and hold the variables that it closes over."""
         if type(function) is MethodType:
             self.look_at(function.__self__)
             function = function.__func__
         if type(function) is not FunctionType:  # a module, or another object that can be called
             self.look_at(function)
-            return None
+            return []
         code, scope = function.__code__, function.__globals__
         names = code.co_names
         if CodeType in map(type, code.co_consts):  # comprehensions, lambdas
@@ -107,7 +107,7 @@ class Inputs:
             if defaults:
                 self.look_at(defaults)
         if function.__closure__ is None:
-            return None
+            return []
         own = _assigned_by(code)
         return [
             (cell, self.hold(contents_of(cell), f"the variable '{name}'"))
@@ -154,6 +154,7 @@ def _parts_of(value: Any) -> Iterable[Any]:
 class Rerun(Region, Source, Inputs):
     """The function, its inputs, and the state in which it ran."""
 
+    hint = errors.CALLED_AGAIN
     context: AbstractContextManager[Any] | None = None  # entered around the rerun
     _buffers: Buffers | None = None
     _cpu_state: Tensor | None = None
@@ -165,8 +166,8 @@ class Rerun(Region, Source, Inputs):
     def __init__(
         self,
         function: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        args: Any,
+        kwargs: Any,
         preserve_rng_state: PreserveRngState,
     ) -> None:
         outer = thread.region
@@ -202,7 +203,8 @@ class Rerun(Region, Source, Inputs):
         if preserve_rng_state:
             self._cpu_state = _torch.get_cpu_state()
             everything = preserve_rng_state == "all"
-            if self.devices or self.generators or everything:
+            has_others = self.devices or self.generators
+            if has_others or everything:
                 devices = filter(has_rng, self.devices)
                 self._rng = Generators(False, devices, self.generators, everything)
 
@@ -238,7 +240,7 @@ class Rerun(Region, Source, Inputs):
         self._pins += (Pin.of(tensor, self._hooks, "a value given to keep()"),)
         return tensor
 
-    def once(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def once(self, function: Any, args: Any, kwargs: Any) -> Any:
         place = len(self._results)  # it may call others
         self._results += (_FAILED,)
         result = _without_slots(function, args, kwargs, self.outer)
@@ -272,9 +274,9 @@ class Rerun(Region, Source, Inputs):
         return parameter
 
     def holdings(self, frame: Frame) -> Iterable[Holding]:
-        variables = [saved for _, saved in self._variables or ()]
-        inputs = _leaves([*self._args, *self._kwargs.values(), *variables])
-        pins = [*self._pins, *_leaves(self._results)]
+        variables = [saved for _, saved in self._variables]
+        inputs = leaves_of(*self._args, *self._kwargs.values(), *variables)
+        pins = leaves_of(*self._pins, *self._results)
         held = [("input", leaf) for leaf in inputs if isinstance(leaf, Held)]
         held += [("kept", pin.held) for pin in pins if type(pin) is Pin]
         for kind, one in held:
@@ -292,9 +294,6 @@ class Rerun(Region, Source, Inputs):
                     return f"{type(module).__name__}.{name}"
         return None
 
-    def hint(self) -> str:
-        return errors.CALLED_AGAIN
-
     def recompute(self, request: Recompute) -> None:
         where = request.frame
         function, args, kwargs, cells = self.restored(where)
@@ -303,9 +302,8 @@ class Rerun(Region, Source, Inputs):
             context = self.go_back(where, cells, undo)
             if self._buffers:
                 request.rewound = self._buffers.storages()
-            has_values = bool(self._pins or self._results) or self.policy is not None
-            if has_values or not where.complete:
-                thread.region = Repeated(self._pins, self._results, self.policy, where)
+            if any([self._pins, self._results, self.policy, not where.complete]):
+                thread.region = Repeated(self, where)
             request.begin_in_order()
             _push_hooks(request.pack, identity)
             try:
@@ -318,13 +316,13 @@ class Rerun(Region, Source, Inputs):
 
     def restored(self, where: object) -> tuple[Any, list[Any], dict[str, Any], Cells]:
         """The function, its arguments, and the variables that it closes over."""
-        fetch: Callable[[Any], Any] = functools.partial(_fetch, where)
+        fetch: Any = _partial(_fetch, where)
         if self._is_shared or self._written:
             fetch = _Fetched(where, self._written)
         met: dict[int, Any] = {}
         args = [put_together(saved, fetch, met) for saved in self._args]
         kwargs = {key: put_together(saved, fetch, met) for key, saved in self._kwargs.items()}
-        cells = [(cell, fetch(saved)) for cell, saved in self._variables or ()]
+        cells = [(cell, fetch(saved)) for cell, saved in self._variables]
         function = self._function
         if self.context is not None:
             function = functools.partial(call_within, self.context, function)
@@ -345,7 +343,7 @@ class Rerun(Region, Source, Inputs):
             undo.append((_torch.set_cpu_state, _torch.get_cpu_state()))
             _torch.set_cpu_state(self._cpu_state)
         if self._rng is not None:
-            undo.append((Generators.leave, self._rng.enter([])))
+            self._rng.enter(undo)
         return context
 
 
@@ -392,11 +390,9 @@ def call_within(
 class Repeated(Region):
     """The region of a rerun: returns the kept values of the forward, in order."""
 
-    def __init__(
-        self, pins: Iterable[Pin], results: Iterable[Any], policy: Any, where: Frame
-    ) -> None:
-        self._pins, self._results = iter(pins), iter(results)
-        self.policy = policy  # regions inside must keep the same values as in the forward
+    def __init__(self, source: Rerun, where: Frame) -> None:
+        self._pins, self._results = iter(source._pins), iter(source._results)
+        self.policy = source.policy  # regions inside must keep the same values as in the forward
         self._where = where
 
     def keep(self, tensor: Tensor) -> Tensor:
@@ -409,15 +405,15 @@ class Repeated(Region):
         ours, theirs = _torch.plain_parts(tensor), _torch.plain_parts(value)
         if not all(map(_torch.are_alike, ours, theirs)):
             return pin.restore(value)
-        for pair in zip(ours, theirs, strict=True):
-            if not without_recording(_torch.same_bits, pair):
-                pin.refuse_if_it_is(tensor, self._where)
-                without_recording(_torch.write, pair)
+        for one, other in zip(ours, theirs, strict=True):
+            if without_recording(_torch.same_bits, one, other):
+                continue
+            if pin.live() is tensor:  # it existed before the recompute, and has been changed
+                raise errors.changed(self._where, named(pin.held.name, tensor))
+            without_recording(_torch.write, one, other)
         return tensor
 
-    def once(
-        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def once(self, function: Any, args: Any, kwargs: Any) -> Any:
         result = next(self._results, _FAILED)
         if result is _FAILED:
             if not self._where.complete:  # a rerun for a backward inside the region
@@ -465,11 +461,6 @@ class Pin(NamedTuple):
             weakref.ref(tensor),
         )
 
-    def refuse_if_it_is(self, tensor: Tensor, where: Frame) -> None:
-        """A tensor that existed before the recompute has been changed since."""
-        if self.live() is tensor:
-            raise errors.changed(where, named(self.held.name, tensor))
-
     def restore(self, tensor: Tensor) -> Tensor:
         """A fetched tensor that the recompute may write. (The forward did not write one that is no
         copy.)"""
@@ -480,9 +471,7 @@ class Pin(NamedTuple):
         if not self.in_graph:
             return data
         with torch.enable_grad():
-            place = torch.zeros(
-                (), dtype=data.dtype, device=data.device, requires_grad=True
-            ).clone()
+            place = data.new_zeros((), requires_grad=True).clone()
         return _torch.in_place_of(place, data)
 
 
@@ -522,28 +511,21 @@ class View(NamedTuple):
             )
 
 
-def _given_to(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+def _given_to(args: Any, kwargs: Any) -> list[Any]:
     """The arguments, then the tensors in them, in order."""
     given = [*args, *kwargs.values()]
     return given + tensors_in(given)
 
 
-def _without_slots(
-    function: Callable[..., Any], args: Any, kwargs: Any, outer: Region | None = None
-) -> Any:
+def _without_slots(function: Any, args: Any, kwargs: Any, outer: Region | None = None) -> Any:
     """Call a function that recomputes skip: tensors saved in it are no slots."""
-    _push_hooks(detached, identity)
+    _push_hooks(Tensor.detach, identity)  # a graph that owned a live output would be a cycle
     try:
         if outer is not None:
             return outer.once(function, args, kwargs)
         return function(*args, **kwargs)
     finally:
         _pop_hooks()
-
-
-def detached(tensor: Tensor) -> Tensor:
-    """The pack hook for a graph that holds its own tensors. A live output would be a cycle."""
-    return tensor.detach() if tensor.requires_grad else tensor
 
 
 # ---- variables
@@ -578,7 +560,3 @@ def _fill(cells: Cells) -> None:
             del cell.cell_contents
         elif contents_of(cell) is not value:
             cell.cell_contents = value
-
-
-def _leaves(saved: Iterable[Any]) -> list[Any]:
-    return [leaf for one in saved for leaf in leaves_of(one)]

@@ -27,13 +27,16 @@ _C: Any = torch._C
 _autograd: Any = torch._C._autograd
 
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
+_Bool = Callable[[], bool]
+_Int = Callable[[], int]
+_OfTensor = Callable[[Tensor], bool]
 
 # ---- saved-tensors hooks. `torch.autograd.graph.saved_tensors_hooks` is the public form, but its
 # context manager costs as much as a region.
 push_hooks: Callable[..., None] = _autograd._push_saved_tensors_default_hooks
 pop_hooks: Callable[[], None] = _autograd._pop_saved_tensors_default_hooks
 # torch.func transforms and some graph captures forbid hooks. A region is then a plain call.
-hooks_are_enabled: Callable[[], bool] = _autograd._saved_tensors_hooks_is_enabled
+hooks_are_enabled: _Bool = _autograd._saved_tensors_hooks_is_enabled
 
 
 # The `torch.func` transform that runs in this thread, or None.
@@ -51,7 +54,9 @@ def remove_hooks(pack: Any) -> None:
     gone by mistake, the outermost ones go, so that as many are popped as were pushed."""
     hooks = enclosing_hooks()
     pop_hooks()
-    if hooks is not None and hooks[0] != pack and enclosing_hooks() is not None:
+    if hooks is None or hooks[0] == pack:
+        return
+    if enclosing_hooks() is not None:
         remove_hooks(pack)
         push_hooks(*hooks)
 
@@ -68,7 +73,7 @@ def remove_mode(mode: TorchDispatchMode) -> None:
 
 # ---- the running backward call
 NO_GRAPH_TASK = -1  # outside of backward; the others are unique in the process
-graph_task_id: Callable[[], int] = _C._current_graph_task_id
+graph_task_id: _Int = _C._current_graph_task_id
 current_node: Callable[[], Any] = _C._current_autograd_node
 # `torch.utils.checkpoint.GraphExecGroup` that is entered in this thread, or None.
 graph_exec_group: Callable[[], object | None] = _C._get_graph_exec_group
@@ -76,7 +81,7 @@ graph_exec_group: Callable[[], object | None] = _C._get_graph_exec_group
 
 # Whether a profiler runs in this thread, and a range in its output.
 # `torch.profiler.record_function` would be an operator, which modes see.
-profiles: Callable[[], bool] = _autograd._profiler_enabled
+profiles: _Bool = _autograd._profiler_enabled
 profiled_range: Callable[[str], AbstractContextManager[Any]] = _C._profiler._RecordFunctionFast
 
 
@@ -107,7 +112,6 @@ PythonNode: type = _C._FunctionBase
 
 # ---- operators, as they are named in dispatch modes and policies
 OpOverload = torch._ops.OpOverload
-OpOverloadPacket = torch._ops.OpOverloadPacket
 HigherOrderOperator = torch._ops.HigherOrderOperator
 FakeTensor = torch._subclasses.FakeTensor  # infers shapes without computing, for DTensor for one
 
@@ -160,20 +164,19 @@ def shows_users_hooks(mode: Any) -> Iterator[None]:
 
 def is_tracing() -> bool:
     """Whether AOTAutograd, export or `make_fx` is tracing."""
-    is_in_mode = bool(_infra_mode(_proxy) or _infra_mode(_functional))
-    return is_in_mode or _is_exporting()
+    return any([_infra_mode(_proxy), _infra_mode(_functional), _is_exporting()])
 
 
-mode_count: Callable[[], int] = _C._len_torch_dispatch_stack
+mode_count: _Int = _C._len_torch_dispatch_stack
 _infra_mode, _keys = _C._get_dispatch_mode, _C._TorchDispatchModeKey
 _proxy, _functional = _keys.PROXY, _keys.FUNCTIONAL  # AOTAutograd begins with the second
-_is_exporting: Callable[[], bool] = torch.compiler.is_exporting  # which may enter no mode
+_is_exporting = torch.compiler.is_exporting  # which may enter no mode
 
 
 # Whether the running backward has `retain_graph=True`.
-keeps_graph: Callable[[], bool] = _autograd._get_current_graph_task_keep_graph
+keeps_graph: _Bool = _autograd._get_current_graph_task_keep_graph
 # Whether the running backward has no `inputs=` and is not `torch.autograd.grad`.
-is_checkpoint_valid: Callable[[], bool] = torch.autograd._is_checkpoint_valid
+is_checkpoint_valid: _Bool = torch.autograd._is_checkpoint_valid
 
 
 # The dictionaries of a module's children, parameters and buffers. The public iterators make names
@@ -220,7 +223,7 @@ _device_module: Any = None if _accelerator is None else torch.get_device_module(
 def accelerator_is_up() -> bool:
     """Whether the accelerator, if there is one, has been used in this process. Before that, its
     generators have no state."""
-    return _device_module is None or getattr(_device_module, "_initialized", True)
+    return getattr(_device_module, "_initialized", True)
 
 
 def streams_of(device: torch.device) -> Any:
@@ -234,7 +237,7 @@ storage_id: Callable[[Tensor], int] = _C._storage_id
 
 
 # False for sparse, MKLDNN and other opaque layouts.
-has_storage: Callable[[Tensor], bool] = _C._has_storage
+has_storage: _OfTensor = _C._has_storage
 
 
 def storage_of(tensor: Tensor) -> int | None:
@@ -248,7 +251,7 @@ def memory_size(tensor: Tensor) -> int:
 
 
 @functools.cache
-def flop_formula(func: Any) -> Callable[[Any, Any, Any], float] | None:
+def flop_formula(func: Any) -> Callable[..., float] | None:
     """The function that counts floating-point operations of a call, given (args, kwargs, result);
     None for operators that torch does not count."""
     from torch.utils.flop_counter import flop_registry  # `import torch` does not import it
@@ -268,8 +271,8 @@ def flop_formula(func: Any) -> Callable[[Any, Any, Any], float] | None:
 
 # ---- tensors
 _adinplace_key = _C.DispatchKey.ADInplaceOrView
-_is_excluded: Callable[[Any], bool] = _C._dispatch_tls_is_dispatch_key_excluded
-_exclude: Callable[[Any, bool], None] = _C._dispatch_tls_set_dispatch_key_excluded
+_is_excluded = _C._dispatch_tls_is_dispatch_key_excluded
+_exclude = _C._dispatch_tls_set_dispatch_key_excluded
 
 
 def alias(tensor: Tensor) -> Tensor:
@@ -283,16 +286,16 @@ def alias(tensor: Tensor) -> Tensor:
             plain = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
             plain.set_(tensor.untyped_storage())
             return lay_as(tensor, plain)
-    if type(tensor) is not Tensor and type(tensor) is not nn.Parameter:
+    if type(tensor) not in _PLAIN:
         with _C._SetExcludeDispatchKeyGuard(_adinplace_key, False):
             return tensor.detach()
-    if _modes_around():  # none may see it, least of all our own
+    if mode_count():  # none may see it, least of all our own
         with _C._DisableTorchDispatch():
             return _detach_with_version(tensor)
     return _detach_with_version(tensor)
 
 
-_modes_around: Callable[[], int] = _C._len_torch_dispatch_stack
+_PLAIN = (Tensor, nn.Parameter)
 
 
 def _detach_with_version(tensor: Tensor) -> Tensor:
@@ -358,10 +361,10 @@ def set_versions(tensors: Sequence[Tensor], versions: Sequence[int]) -> None:
 
 # How many nodes this thread has made. One operator saves all of its tensors at the same count, some
 # of them before its kernel runs.
-node_count: Callable[[], int] = _autograd._get_sequence_nr
+node_count: _Int = _autograd._get_sequence_nr
 
 
-is_zeros: Callable[[Tensor], bool] = Tensor._is_zerotensor
+is_zeros: _OfTensor = Tensor._is_zerotensor
 _zeros_key = _C.DispatchKey.ZeroTensor
 
 
@@ -386,29 +389,14 @@ save_input: Callable[[Tensor, bool], Any] = _autograd._make_saved_tensor
 SavedTensor: Any = _autograd.SavedTensor  # the type of its result
 
 
-def _on_storage(
-    base: Tensor, size: Any, stride: Any, offset: int, dtype: torch.dtype, bits: int
-) -> Tensor:
-    """A tensor of this geometry on the storage of `base`, with conj (1) and neg (2) bits,
-    detached."""
-    has_bits = base.is_neg() or (dtype.is_complex and base.is_conj())
-    if base.dtype == dtype and not has_bits:
-        tensor = base.as_strided(size, stride, offset)
-    else:
-        tensor = torch.empty(0, dtype=dtype, device=base.device)
-        tensor.set_(base.untyped_storage(), offset, size, stride)
-    if bits & 1:
-        tensor = torch._conj(tensor)
-    return torch._neg_view(tensor) if bits & 2 else tensor
-
-
 Layout = tuple[torch.Size, tuple[int, ...], int]  # size, stride and offset
 
 
 def layout_of(tensor: Tensor) -> Layout | None:
     """The geometry of a plain tensor; None for others."""
-    is_strided = tensor.layout is torch.strided and not tensor.is_nested
-    if type(tensor) not in (Tensor, nn.Parameter) or not is_strided or tensor.is_quantized:
+    if type(tensor) not in _PLAIN:
+        return None
+    if any([tensor.layout is not torch.strided, tensor.is_nested, tensor.is_quantized]):
         return None
     return tensor.shape, tensor.stride(), int(tensor.storage_offset())
 
@@ -421,11 +409,12 @@ def copy(tensor: Tensor, layout: Layout | None = None) -> Tensor:
         return tensor.clone()
     size, stride, offset = layout
     with _C._AutoDispatchBelowADInplaceOrView():  # quicker, and leaves the version at 0
-        if not offset and tensor.is_contiguous() and tensor.stride() == stride:
+        if (tensor.stride(), 0) == (stride, offset) and tensor.is_contiguous():
             return tensor.clone()
         shift = offset % (_ALIGNMENT // tensor.itemsize)
-        memory = torch.empty(shift + _length(layout), dtype=tensor.dtype, device=tensor.device)
-        new = _on_storage(memory, size, stride, shift, tensor.dtype, _bits_of(tensor))
+        length = shift + _length(size, stride)
+        memory = torch.empty(length, dtype=tensor.dtype, device=tensor.device)
+        new = lay_as(tensor, memory, (size, stride, shift))
         fill(new, tensor)
         return new
 
@@ -433,9 +422,8 @@ def copy(tensor: Tensor, layout: Layout | None = None) -> Tensor:
 _ALIGNMENT = 64  # bytes
 
 
-def _length(layout: Layout) -> int:
+def _length(size: Sequence[int], stride: Sequence[int]) -> int:
     """The number of elements from the first in memory to the last."""
-    size, stride, _ = layout
     return 0 if 0 in size else 1 + sum(step * (n - 1) for n, step in zip(size, stride, strict=True))
 
 
@@ -470,9 +458,8 @@ def clones(tensors: list[Tensor]) -> list[Tensor]:
 _is_same_size = Tensor.is_same_size
 
 
-def overwrite(pair: tuple[list[Tensor], list[Tensor]]) -> None:
+def overwrite(tensors: list[Tensor], values: list[Tensor]) -> None:
     """Give tensors these values, and their sizes."""
-    tensors, values = pair
     with _C._AutoDispatchBelowADInplaceOrView():  # quicker, too
         try:
             if all(map(_is_same_size, tensors, values)):
@@ -486,10 +473,10 @@ def overwrite(pair: tuple[list[Tensor], list[Tensor]]) -> None:
             tensor.copy_(value)
 
 
-def exchange(pair: tuple[list[Tensor], list[Tensor]]) -> list[Tensor]:
+def exchange(tensors: list[Tensor], values: list[Tensor]) -> list[Tensor]:
     """The same; returns the values that they had."""
-    now = clones(pair[0])
-    overwrite(pair)
+    now = clones(tensors)
+    overwrite(tensors, values)
     return now
 
 
@@ -504,7 +491,7 @@ class Copies:
 
     def __init__(self) -> None:
         # By storage and version. The storage lives as long, since the tensor is held, too.
-        self._made: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        self._made: dict[Any, tuple[Tensor, Tensor]] = {}
 
     def copy(self, tensor: Tensor) -> Tensor:
         if not has_storage(tensor):
@@ -516,20 +503,22 @@ class Copies:
         return copied.detach()  # a view could not be written with a graph
 
 
-def _bits_of(tensor: Tensor) -> int:
-    return int(tensor.dtype.is_complex and tensor.is_conj()) + 2 * int(tensor.is_neg())
+def lay_as(tensor: Tensor, base: Tensor, layout: Layout | None = None) -> Tensor:
+    """A tensor on the storage of `base`, detached, with the geometry that `tensor` has on its own,
+    or with `layout`."""
+    size, stride, offset = layout or (tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+    if _type_of(base) == (tensor.dtype, False, False):
+        new = base.as_strided(size, stride, offset)
+    else:
+        new = torch.empty(0, dtype=tensor.dtype, device=base.device)
+        new.set_(base.untyped_storage(), offset, size, stride)
+    if tensor.is_conj():
+        new = torch._conj(new)
+    return torch._neg_view(new) if tensor.is_neg() else new
 
 
-def lay_as(tensor: Tensor, base: Tensor) -> Tensor:
-    """A tensor on the storage of `base`, with the geometry that `tensor` has on its own."""
-    return _on_storage(
-        base,
-        tensor.shape,
-        tensor.stride(),
-        int(tensor.storage_offset()),
-        tensor.dtype,
-        _bits_of(tensor),
-    )
+def _type_of(tensor: Tensor) -> tuple[torch.dtype, bool, bool]:
+    return tensor.dtype, tensor.is_conj(), tensor.is_neg()
 
 
 def are_of_checkpoint(hooks: Hooks) -> bool:
@@ -542,43 +531,43 @@ def lie_apart(one: Layout | None, other: Layout | None) -> bool:
     matrix."""
     if one is None or other is None:
         return False
-    (first, second) = sorted([one, other], key=lambda layout: layout[2])
-    if first[2] + _length(first) <= second[2]:
-        return True
-    row = max(one[1], default=0)
-    if one[1] != other[1] or not row:
-        return False
+    rows = [sys.maxsize]  # all memory is one row
+    if one[1] == other[1]:
+        rows.append(max([1, *one[1]]))
+    return any(_are_other_columns(one, other, row) for row in rows)
+
+
+def _are_other_columns(one: Layout, other: Layout, row: int) -> bool:
     spans = []
-    for size, stride, offset in (first, second):
-        columns = [(n, step) for n, step in zip(size, stride, strict=True) if step < row]
-        length = 1 + sum(step * (n - 1) for n, step in columns)
-        spans.append((offset % row, offset % row + length))
-    (_, end), (other_start, other_end) = sorted(spans)
-    return end <= other_start and other_end <= row
+    for size, stride, offset in (one, other):
+        columns = [n if step < row else 1 for n, step in zip(size, stride, strict=True)]
+        start = offset % row
+        spans.append((start, start + _length(columns, stride)))
+    (_, end), (start, last) = sorted(spans)
+    return end <= start and last <= row
 
 
 def lies_in(tensor: Tensor, other: Tensor) -> bool:
     """Whether a tensor uses only memory of another one of its type."""
     mine, others = layout_of(tensor), layout_of(other)
-    if mine is None or others is None or storage_id(tensor) != storage_id(other):
+    if mine is None or others is None:
         return False
-    if (tensor.dtype, _bits_of(tensor)) != (other.dtype, _bits_of(other)):
+    if (storage_id(tensor), _type_of(tensor)) != (storage_id(other), _type_of(other)):
         return False
     start = mine[2] - others[2]
-    return 0 <= start <= _length(others) - _length(mine)
+    return 0 <= start <= _length(*others[:2]) - _length(*mine[:2])
 
 
 def are_alike(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors are plain, and of one size, type and device."""
-    if layout_of(one) is None or layout_of(other) is None:
+    if None in (layout_of(one), layout_of(other)):
         return False
     return (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
 
 
-def same_bits(pair: tuple[Tensor, Tensor]) -> bool:
+def same_bits(one: Tensor, other: Tensor) -> bool:
     """Whether two such tensors are equal, bit for bit."""
-    one, other = map(_as_bytes, pair)
-    return one.is_meta or torch.equal(one, other)
+    return one.is_meta or torch.equal(_as_bytes(one), _as_bytes(other))
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
@@ -586,10 +575,10 @@ def _as_bytes(tensor: Tensor) -> Tensor:
     return plain.view(-1).view(torch.uint8)
 
 
-def write(pair: tuple[Tensor, Tensor]) -> None:
+def write(tensor: Tensor, values: Tensor) -> None:
     """Write values into a tensor without counting up its version."""
     with _C._AutoDispatchBelowADInplaceOrView():
-        fill(*pair)
+        fill(tensor, values)
 
 
 def in_place_of(tensor: Tensor, data: Tensor) -> Tensor:
@@ -606,10 +595,10 @@ def in_place_of(tensor: Tensor, data: Tensor) -> Tensor:
 # ---- batched backward. `torch.autograd.grad(..., is_grads_batched=True)` runs unpack hooks inside
 # of torch's older vmap, which refuses random operators. Recomputed tensors do not depend on it.
 _vmap_key = _C._parse_dispatch_key("VmapMode")
-_is_included: Callable[[Any], bool] = _C._dispatch_tls_is_dispatch_key_included
+_is_included = _C._dispatch_tls_is_dispatch_key_included
 
 
-in_batched_backward: Callable[[], bool] = functools.partial(_is_included, _vmap_key)
+in_batched_backward: _Bool = functools.partial(_is_included, _vmap_key)
 
 
 def outside_of_batch() -> AbstractContextManager[Any]:
@@ -628,8 +617,6 @@ class below_autograd:
 
     Inside, operators may set grad mode; it is put back at the end.
     """
-
-    __slots__ = ("_grad_mode", "_guards")
 
     def __enter__(self) -> None:
         self._grad_mode = torch.is_grad_enabled()
@@ -679,16 +666,15 @@ def leave_eager(function: Any, reason: str) -> None:
 def _codes_of(value: Any, module: str) -> list[CodeType]:
     if getattr(value, "__module__", None) != module:
         return []
-    if isinstance(value, type):
-        value_of = [getattr(v, "fget", v) for v in vars(value).values()]
-        return [v.__code__ for v in value_of if isinstance(v, FunctionType)]
-    return [value.__code__] if isinstance(value, FunctionType) else []
+    parts = vars(value).values() if isinstance(value, type) else [value]
+    functions = [getattr(part, "fget", part) for part in parts]
+    return [function.__code__ for function in functions if isinstance(function, FunctionType)]
 
 
 # ---- ambient state without a public getter, or without a cheap one
-autocast_is_on_somewhere: Callable[[], bool] = _C._is_any_autocast_enabled
-function_mode_count: Callable[[], int] = _C._len_torch_function_stack
-_function_mode_at: Callable[[int], Any] = _C._get_function_stack_at
+autocast_is_on_somewhere: _Bool = _C._is_any_autocast_enabled
+function_mode_count: _Int = _C._len_torch_function_stack
+_function_mode_at = _C._get_function_stack_at
 
 
 def function_modes() -> list[Any]:
@@ -704,7 +690,7 @@ def set_function_modes(modes: Sequence[Any]) -> None:
         _C._push_on_torch_function_stack(mode)
 
 
-_warns_only: Callable[[], bool] = _C._get_deterministic_algorithms_warn_only
+_warns_only = _C._get_deterministic_algorithms_warn_only
 
 
 # The settings for the precision of float32 products. Each follows the general ones before it,
@@ -753,7 +739,7 @@ def _set_matmul_precision(value: str | list[str]) -> None:
 
 # Getters and setters of process-wide switches that select kernels, public ones among them. Every
 # region reads all of them twice, so the table has only those that matter to this build.
-SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
+SWITCHES: tuple[Any, ...] = (
     (torch.get_default_dtype, torch.set_default_dtype),
     (
         _C._get_deterministic_algorithms,
@@ -772,7 +758,7 @@ if torch.backends.cuda.is_built():
         (_C._get_cudnn_benchmark, _C._set_cudnn_benchmark),
     )
 # Without a Python function among them; may raise a RuntimeError.
-QUICK_GETTERS: tuple[Callable[[], Any], ...] = tuple(
+QUICK_GETTERS: tuple[Any, ...] = tuple(
     _C._get_float32_matmul_precision if getter is _get_matmul_precision else getter
     for getter, _ in SWITCHES
 )
@@ -791,6 +777,5 @@ def is_cast_of_parameter(tensor: Tensor) -> bool:
 
 def autocast_device_types() -> list[str]:
     """The device types with an autocast of their own that this build may use."""
-    accelerator = torch.accelerator.current_accelerator()
-    types = ["cpu", "cuda"] if accelerator is None else ["cpu", accelerator.type]
-    return [t for t in types if torch.amp.is_autocast_available(t)]
+    other = torch.accelerator.current_accelerator() or torch.device("cuda")
+    return [t for t in ("cpu", other.type) if torch.amp.is_autocast_available(t)]

@@ -7,9 +7,9 @@ with torch's pytree. Other objects stay whole.
 from __future__ import annotations
 
 import dataclasses
-import operator
 from collections.abc import Callable
 from enum import Enum
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -40,7 +40,7 @@ class Container(NamedTuple):
 def open_container(value: Any) -> Container | None:
     """The parts of a container, or None for other objects. The result does not refer to `value`."""
     kind: Any = type(value)
-    if kind is list or kind is tuple:
+    if kind in (list, tuple):
         return Container(dict(enumerate(value)), lambda parts: kind(parts.values()))
     node = SUPPORTED_NODES.get(kind)
     if node is not None:
@@ -70,7 +70,7 @@ def take_apart(
     value: Any,
     leaf: Callable[[Any, Any], Any],
     name: Any = None,
-    met: dict[int, Any] | None = None,
+    met: Any = None,
     depth: int = 0,
 ) -> Any:
     """Replace each container in `value` by a `Container`, and each other part by `leaf(part,
@@ -92,14 +92,14 @@ def take_apart(
         k: take_apart(part, leaf, (name, k), met, depth + 1) for k, part in opened.parts.items()
     }
     taken = Container(parts, opened.build)
-    has_fields = all(type(key) is Field for key in parts)
-    if parts and has_fields and all(map(operator.is_, parts.values(), opened.parts.values())):
-        taken = value  # an object with fields may be the key of a dict: it stays itself
+    # An object with fields may be the key of a dict: it stays itself.
+    if set(map(type, parts)) == {Field} and all(map(is_, parts.values(), opened.parts.values())):
+        taken = value
     met[id(value)] = taken, value  # which lives as long as its id is used
     return taken
 
 
-def put_together(saved: Any, leaf: Callable[[Any], Any], met: dict[int, Any] | None = None) -> Any:
+def put_together(saved: Any, leaf: Callable[[Any], Any], met: Any = None) -> Any:
     """Undo `take_apart`, with `leaf(part)` for each part that is no `Container`."""
     if type(saved) is not Container:
         return leaf(saved)
@@ -111,11 +111,12 @@ def put_together(saved: Any, leaf: Callable[[Any], Any], met: dict[int, Any] | N
     return met[id(saved)]
 
 
-def leaves_of(saved: Any) -> list[Any]:
-    """All parts in a result of `take_apart`, without the containers."""
-    if type(saved) is not Container:
-        return [saved]
-    return [leaf for part in saved.parts.values() for leaf in leaves_of(part)]
+def leaves_of(*saved: Any) -> list[Any]:
+    """All parts in results of `take_apart`, without the containers."""
+    found: list[Any] = []
+    for one in saved:
+        found += leaves_of(*one.parts.values()) if type(one) is Container else [one]
+    return found
 
 
 def tensors_in(value: Any) -> list[Tensor]:
@@ -132,6 +133,5 @@ def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
     if opened is None:
         return value
     new = {key: map_tensors(function, part) for key, part in opened.parts.items()}
-    return (
-        value if all(new[key] is part for key, part in opened.parts.items()) else opened.build(new)
-    )
+    is_same = all(map(is_, new.values(), opened.parts.values()))
+    return value if is_same else opened.build(new)

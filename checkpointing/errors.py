@@ -7,6 +7,7 @@ catches `torch.utils.checkpoint.CheckpointError` catches these, too.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch.utils.checkpoint import CheckpointError as _TorchCheckpointError
 
@@ -29,30 +30,29 @@ class ChangedError(CheckpointError):
 Mismatch = tuple[int, object, object, str]
 
 
-def different_number(
-    where: object, slot: int, op: str, saved: int, recomputed: int, hint: str
-) -> MismatchError:
+def different_number(where: Any, slot: int, op: str, saved: int, recomputed: int) -> MismatchError:
     return MismatchError(
         f"{where}: A different number of tensors was saved during the original forward and "
         "recomputation.\n"
         f"Number of tensors saved during forward: {saved}\n"
         f"Number of tensors saved during recomputation: {recomputed}.\n"
-        f"{op} asked for slot {slot}, which the recompute never reached. {hint}\n{_TIP}"
+        f"{op} asked for slot {slot}, which the recompute never reached. "
+        f"{where.source.hint}\n{_TIP}"
     )
 
 
-def too_many(where: object, saved: int, line: str, hint: str) -> MismatchError:
+def too_many(where: Any, saved: int, line: str) -> MismatchError:
     return MismatchError(
         f"{where}: trying to save more tensors during recomputation than during the original "
         "forward pass.\n"
         f"Number of tensors saved during forward: {saved}. The first one too many is saved at "
         f"{line}.\n"
-        f"{hint}\n{_TIP}"
+        f"{where.source.hint}\n{_TIP}"
     )
 
 
 def different_metadata(
-    where: object, op: str, mismatches: Sequence[Mismatch], shown: int, hint: str
+    where: Any, op: str, mismatches: Sequence[Mismatch], shown: int
 ) -> MismatchError:
     rows = "".join(
         f"tensor at position {slot}:\n"
@@ -66,7 +66,7 @@ def different_metadata(
     return MismatchError(
         f"{where}: Recomputed values for the following tensors have different metadata than during "
         "the forward pass.\n"
-        f"{rows}{op} asked for the recompute. {hint}\n{_TIP}"
+        f"{rows}{op} asked for the recompute. {where.source.hint}\n{_TIP}"
     )
 
 
@@ -76,9 +76,9 @@ def is_about_sizes(error: BaseException) -> bool:
     )
 
 
-def other_sizes(where: object, hint: str) -> MismatchError:
+def other_sizes(where: Any) -> MismatchError:
     return MismatchError(
-        f"{where}: the recompute meets tensors of other sizes than the forward. {hint}"
+        f"{where}: the recompute meets tensors of other sizes than the forward. {where.source.hint}"
     )
 
 
@@ -124,12 +124,10 @@ def changed(
     )
 
 
-def other_parameter(
-    where: object, slot: int, line: str, then: str, now: str, hint: str
-) -> MismatchError:
+def other_parameter(where: Any, slot: int, line: str, then: str, now: str) -> MismatchError:
     return MismatchError(
         f"{where}: in slot {slot}, at {line}, the recompute saves {now} where the forward saved "
-        f"{then}. Both must save the same parameter if it trains. {hint}"
+        f"{then}. Both must save the same parameter if it trains. {where.source.hint}"
     )
 
 

@@ -13,11 +13,11 @@ per thread and context.
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
+from contextvars import ContextVar
 from typing import Any, ParamSpec, TypedDict, TypeVar, overload
 
 import torch
@@ -54,6 +54,7 @@ _their_checkpoint = _theirs.checkpoint
 Contexts = tuple[
     AbstractContextManager[Any], AbstractContextManager[Any]
 ]  # of the forward and of the recompute
+Switch = ContextVar[bool | None]
 ContextFn = Callable[[], Contexts]
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -68,12 +69,8 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-_early_stop: contextvars.ContextVar[bool | None] = contextvars.ContextVar(
-    "checkpointing.early_stop", default=None
-)
-_debug: contextvars.ContextVar[bool | None] = contextvars.ContextVar(
-    "checkpointing.debug", default=None
-)
+_early_stop: Switch = ContextVar("checkpointing.early_stop", default=None)
+_debug: Switch = ContextVar("checkpointing.debug", default=None)
 
 
 def set_checkpoint_early_stop(enable: bool) -> AbstractContextManager[None]:
@@ -89,7 +86,7 @@ def set_checkpoint_debug_enabled(enabled: bool | None) -> AbstractContextManager
 
 
 @contextlib.contextmanager
-def _overridden(switch: contextvars.ContextVar[bool | None], value: bool | None) -> Iterator[None]:
+def _overridden(switch: Switch, value: bool | None) -> Iterator[None]:
     token = switch.set(value)
     try:
         yield
@@ -97,7 +94,7 @@ def _overridden(switch: contextvars.ContextVar[bool | None], value: bool | None)
         switch.reset(token)
 
 
-def _switch(ours: contextvars.ContextVar[bool | None], theirs: str, argument: bool) -> bool:
+def _switch(ours: Switch, theirs: str, argument: bool) -> bool:
     """An argument, unless our context manager or torch's overrides it."""
     for override in (ours.get(), _their_names.get(theirs)):
         if override is not None:
@@ -170,7 +167,7 @@ def checkpoint(
     """
     options: Options = {
         "use_reentrant": use_reentrant,
-        "preserve_rng_state": preserve_rng_state,
+        "preserve_rng_state": bool(preserve_rng_state),
         "context_fn": context_fn,
         "determinism_check": determinism_check,
         "debug": debug,
@@ -178,10 +175,14 @@ def checkpoint(
         "respect_saved_tensors_hooks": respect_saved_tensors_hooks,
     }
     if function is None and not args:
-        if kwargs:
-            raise ValueError("Unexpected keyword arguments: " + ",".join(kwargs))
+        _refuse_keywords(kwargs)
         return functools.partial(_Checkpointed, options=options)
     return _checkpoint(function, args, kwargs, options)
+
+
+def _refuse_keywords(given: dict[str, Any]) -> None:
+    if given:
+        raise ValueError("Unexpected keyword arguments: " + ",".join(given))
 
 
 class _Checkpointed:
@@ -208,9 +209,7 @@ _DEFAULTS: dict[str, Any] = checkpoint.__kwdefaults__  # type: ignore[assignment
 _CHECKS: dict[str, Any] = {"default": "metadata", "none": "none"}
 
 
-def _checkpoint(
-    function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
-) -> Any:
+def _checkpoint(function: Any, args: Any, kwargs: Any, options: Options) -> Any:
     if torch.compiler.is_dynamo_compiling() or _torch.is_tracing():
         # The compiler looks at the arguments that a call names: leave the defaults out.
         named: dict[str, Any] = {
@@ -220,16 +219,10 @@ def _checkpoint(
         # them.
         named.pop("respect_saved_tensors_hooks", None)
         return _their_checkpoint(function, *args, **named, **kwargs)
-    use_reentrant = options["use_reentrant"]
-    if use_reentrant is None:
-        _warn_about_use_reentrant(
-            "checkpoint", "calling checkpoint without use_reentrant will raise an exception."
-        )
-        use_reentrant = True
-    if use_reentrant:
+    threat = "calling checkpoint without use_reentrant will raise an exception."
+    if _chooses_reentrant(options["use_reentrant"], "", threat):
         return _reentrant(function, args, kwargs, options)
-    preserves = bool(options["preserve_rng_state"])
-    was_up = not preserves or _torch.accelerator_is_up()
+    was_up = not options["preserve_rng_state"] or _torch.accelerator_is_up()
     result = _rerun(function, args, kwargs, options)
     if not was_up and _torch.accelerator_is_up():
         raise RuntimeError(
@@ -240,11 +233,8 @@ def _checkpoint(
     return result
 
 
-def _reentrant(
-    function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
-) -> Any:
-    if kwargs:
-        raise ValueError("Unexpected keyword arguments: " + ",".join(kwargs))
+def _reentrant(function: Any, args: Any, kwargs: Any, options: Options) -> Any:
+    _refuse_keywords(kwargs)
     given: dict[str, Any] = {**options}
     unsupported = ("context_fn", "debug", "respect_saved_tensors_hooks")
     if any(given[name] is not _DEFAULTS[name] for name in unsupported):
@@ -252,11 +242,11 @@ def _reentrant(
             "Passing `context_fn`, `debug`, or `respect_saved_tensors_hooks` is only supported "
             "when use_reentrant=False."
         )
-    preserves = bool(options["preserve_rng_state"])
+    preserves = options["preserve_rng_state"]
     return CheckpointFunction.apply(function, preserves, *args)  # type: ignore[no-untyped-call]
 
 
-def _rerun(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options) -> Any:
+def _rerun(function: Any, args: Any, kwargs: Any, options: Options) -> Any:
     context_fn, check = options["context_fn"], options["determinism_check"]
     debug = _switch(_debug, "_checkpoint_debug_enabled", options["debug"])
     if debug and context_fn is not noop_context_fn:
@@ -272,8 +262,7 @@ def _rerun(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options
             forward = _selective(forward, options["respect_saved_tensors_hooks"])
         contexts = lambda frame: (forward, recompute)  # noqa: E731
     early_stop = _switch(_early_stop, "_enable_checkpoint_early_stop", options["early_stop"])
-    preserves = bool(options["preserve_rng_state"])
-    ours = RegionOptions("rerun", True, preserves, early_stop, _CHECKS[check])
+    ours = RegionOptions("rerun", True, options["preserve_rng_state"], early_stop, _CHECKS[check])
     name = getattr(function, "__qualname__", type(function).__qualname__)
     where = entered_from(sys._getframe(1))
     return run_rerun(function, args, kwargs, name, where, ours, contexts, "torch.utils.checkpoint")
@@ -292,14 +281,15 @@ def _selective(mode: TorchDispatchMode, respect: bool | None) -> AbstractContext
     return mode
 
 
-def _warn_about_use_reentrant(name: str, threat: str) -> None:
-    warn(
-        f"torch.utils.checkpoint{'' if name == 'checkpoint' else '.' + name}: the use_reentrant "
-        f"parameter should be passed explicitly. In a future release, {threat} use_reentrant=False "
-        "is recommended, but if you need to preserve the current default behavior, you can pass "
-        "use_reentrant=True. Refer to docs for more details on the differences between the two "
-        "variants."
-    )
+def _chooses_reentrant(given: bool | None, name: str, threat: str) -> bool:
+    if given is None:
+        warn(
+            f"torch.utils.checkpoint{name}: the use_reentrant parameter should be passed "
+            f"explicitly. In a future release, {threat} use_reentrant=False is recommended, but if "
+            "you need to preserve the current default behavior, you can pass use_reentrant=True. "
+            "Refer to docs for more details on the differences between the two variants."
+        )
+    return given is None or bool(given)
 
 
 def checkpoint_sequential(
@@ -327,14 +317,10 @@ def checkpoint_sequential(
     >>> x = torch.randn(2, 4, requires_grad=True)
     >>> y = checkpoint_sequential(layers, 3, x, use_reentrant=False)
     """
-    if use_reentrant is None:
-        _warn_about_use_reentrant(
-            "checkpoint_sequential", "we will raise an exception if use_reentrant is not passed."
-        )
-        use_reentrant = True
+    threat = "we will raise an exception if use_reentrant is not passed."
+    use_reentrant = _chooses_reentrant(use_reentrant, ".checkpoint_sequential", threat)
     preserve_rng_state = kwargs.pop("preserve_rng_state", True)
-    if kwargs:
-        raise ValueError("Unexpected keyword arguments: " + ",".join(kwargs))
+    _refuse_keywords(kwargs)
     if isinstance(functions, nn.Sequential):
         functions = functions.children()  # a layer that comes twice runs once, as in torch
     steps: list[Any] = [*functions]
