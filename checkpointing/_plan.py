@@ -411,7 +411,8 @@ def choose(stretch: Stretch, budget: int | None = None) -> Choice:
     least, cuts = stretch.least_peak(budget)
 
     def filled(peak: int) -> Filling:
-        return Filling(stretch, stretch.cuts(peak, budget) or cuts, peak, budget)
+        found = stretch.cuts(peak, budget)
+        return Filling(stretch, cuts if found is None else found, peak, budget)
 
     if budget is not None:
         choice = filled(least if stretch.is_all else least + int(least * _SLACK_OF_PARTS)).choice()

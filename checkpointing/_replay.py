@@ -30,7 +30,7 @@ from ._ops import tensors_of
 from ._plan import Plan, attach, plan_of
 from ._program import NOT_WRITTEN, Like, Slot
 from ._run import Run, Wrapped, sizes_of, slots_of
-from ._windows import Group, Instruction, Origins, Path, Window
+from ._windows import Group, Instruction, Path, Window, maker_of
 
 
 class Stock:
@@ -60,12 +60,12 @@ class Stock:
 
     def wanted(self, request: Recompute) -> dict[int, Holder]:
         """By slot: the live holders that the graph task may still open."""
-        ready, opened, refs = request.ready, request.holder, request.frame.holders
+        ready, refs = request.ready, request.frame.holders
         owners, first = self.group.path.owners, self.first_holder
         found: dict[int, Holder] = {}
         for slot in self.group.slots:
             holder = refs[first + owners[slot]]()
-            if holder is not None and (holder.slot not in ready or holder is opened):
+            if holder is not None and holder.slot not in ready:
                 found[slot] = holder
         return found
 
@@ -82,7 +82,6 @@ class Replay(Source):
         self._counted = 0  # operators, before the block began anew
         self.plan: Plan | None = None  # when the block has ended
         self.complaint = ""
-        self._origins: Origins | None = None  # while it runs, for reports
         self._order: list[weakref.ref[Moved]] | None = None
 
     # ---- what the holders get
@@ -92,7 +91,6 @@ class Replay(Source):
         run = self.tape
         plan = self._hand_over(frame)
         self.plan, self.complaint = plan, plan.complaint
-        self._origins = None
         run.held, run.random, run.path, run.stocks, run.cells = {}, {}, [], {}, []
         run.is_over = True
 
@@ -164,29 +162,24 @@ class Replay(Source):
             held = {cell: entry for stock in stocks for cell, entry in stock.held.items()}
             random = {index: state for stock in stocks for index, state in stock.random.items()}
         path = self.path()
-        origins = Origins(path.steps)
-        for cell, entry in held.items():
+        for key, entry in held.items():
             if type(entry) is tuple or entry.is_parameter:
                 continue
-            kind, step = "kept", origins.maker((cell, NOT_WRITTEN))
-            if cell in path.given:
-                kind, step = "input", origins.reader(cell)
-            yield Holding(
-                kind,
-                entry,
-                None if step is None else str(step.func),
-                None if step is None else step.note,
-            )
+            if key in path.given:
+                readers = (step for step in path.steps if key in dict(step.reads))
+                kind, step = "input", next(readers, None)
+            else:
+                value = key if type(key) is tuple else (key, NOT_WRITTEN)
+                kind, step = "kept", maker_of(value, path.steps)
+            operator, note = (None, None) if step is None else (str(step.func), step.note)
+            yield Holding(kind, entry, operator, note)
         for index, state in random.items():
+            step = path.steps[index]
             for tensor in state.states:
-                yield Holding(
-                    "random state", tensor, str(path.steps[index].func), path.steps[index].note
-                )
+                yield Holding("random state", tensor, str(step.func), step.note)
 
     def operator_of(self, holder: Holder) -> str | None:
-        if self._origins is None:
-            self._origins = Origins(self.tape.path)
-        steps = [self._origins.maker(slot.value) for slot in slots_of(holder.saved)]
+        steps = [maker_of(slot.value, self.tape.path) for slot in slots_of(holder.saved)]
         return next((str(step.func) for step in steps if step is not None), None)
 
     def counts(self) -> tuple[int, tuple[int, ...]]:

@@ -282,8 +282,10 @@ class Rerun(Region, Source, Inputs):
         for kind, one in held:
             if not one.is_parameter:
                 yield Holding(kind, one, named(one.name))
+        states = [] if self._cpu_state is None else [self._cpu_state]
         if self._rng is not None:
-            yield from [Holding("random state", state, None) for state in self._rng.states]
+            states += self._rng.states
+        yield from [Holding("random state", state, None) for state in states]
         if self._buffers is not None:
             yield from [Holding("buffers", copy, None) for copy in self._buffers.copies()]
 
@@ -531,7 +533,7 @@ def _without_slots(function: Any, args: Any, kwargs: Any, outer: Region | None =
 # ---- variables
 
 
-@functools.cache
+@functools.lru_cache  # bounded, since it holds the code
 def _assigned_by(code: CodeType) -> frozenset[str]:
     """The variables that a function, or one defined in it, assigns (`nonlocal`)."""
     names = {

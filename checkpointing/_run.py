@@ -949,10 +949,6 @@ class _CpuState:
     def states(self) -> list[Tensor]:
         return [self.state]
 
-    @property
-    def nbytes(self) -> int:
-        return self.state.nbytes
-
     def enter(self, undo: Any) -> None:
         if all(function is not _torch.set_cpu_state for function, _ in undo):
             undo.append((_torch.set_cpu_state, _torch.get_cpu_state()))

@@ -29,7 +29,6 @@ from torch import Tensor
 from ._program import (
     BROUGHT_BACK,
     KEEP,
-    NOT_WRITTEN,
     First,
     Known,
     Like,
@@ -242,36 +241,16 @@ class Path:
         return [sorted(slots) for slots in others]
 
 
-class Origins:
-    """Where the values of a block come from, for reports."""
-
-    def __init__(self, steps: list[Step]) -> None:
-        self._steps = steps  # it may grow
-        self._seen = 0
-        self._maker: dict[int, Step] = {}
-        self._reader: dict[int, Step] = {}
-
-    def _learn(self) -> None:
-        for step in self._steps[self._seen :]:
-            self._maker.update((cell, step) for cell, _ in step.memories)
-            for cell, _ in step.reads:
-                self._reader.setdefault(cell, step)
-        self._seen = len(self._steps)
-
-    def maker(self, value: Value) -> Step | None:
-        """The operator that made a value; None if it is from outside."""
-        self._learn()
-        while True:
-            cell, version = value
-            step = self._maker.get(cell) if version == NOT_WRITTEN else self._steps[version]
-            if step is None or not step.reads or not (step.is_view or step.event):
-                return step
-            value = step.reads[0]
-
-    def reader(self, cell: int) -> Step | None:
-        """The operator that read it first."""
-        self._learn()
-        return self._reader.get(cell)
+def maker_of(value: Value, steps: Sequence[Step]) -> Step | None:
+    """The operator that made a value, for reports; None if it is from outside."""
+    cell, version = value
+    for step in reversed(steps):
+        if step.index != version and cell not in dict(step.memories):
+            continue
+        if not step.reads or not (step.is_view or step.event):
+            return step
+        cell, version = step.reads[0]
+    return None
 
 
 class Instruction:
