@@ -26,7 +26,7 @@ class Info:
         self.space, _, self.base = self.name.partition("::")
         self.func = func  # held, since INFOS finds it by its id
         self.run = _torch.quick_call(func)
-        self.statistics = STATISTICS.get(self.name)
+        self.statistics, self._switch = STATISTICS.get(self.name, ((), None))
         self.communicates = self.space in COMMUNICATION
         self.gathers = self.space == "fsdp"  # parameters into memory that is given back
         # Custom operators may draw random numbers without torch's tag: compare the generators.
@@ -34,8 +34,8 @@ class Info:
         is_random = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
         self.may_draw = self.custom or is_random
         self._read(getattr(func, "_schema", _UNKNOWN))
-        if self.statistics is not None and self.writes:  # with `out=`
-            self.writes += self.statistics[0]
+        if self.writes:  # with `out=`
+            self.writes += self.statistics
         self.targets: tuple[int | str, ...] = self.writes
         if self.communicates:  # its schema does not show its writes
             self.targets = (0, "out") if self.base.endswith("_") else ("out",)
@@ -70,10 +70,9 @@ class Info:
 
     def updates_statistics(self, args: Any) -> bool:
         """Whether a call with these arguments updates the statistics that it takes."""
-        if self.statistics is None:
+        if not self.statistics:
             return False
-        switch = self.statistics[1]
-        return switch is None or bool(args[switch])
+        return self._switch is None or bool(args[self._switch])
 
 
 def _is_write(of_schema: Any) -> bool:

@@ -225,7 +225,6 @@ class Step:
         "is_special",
         "is_view",
         "keeps",
-        "kwargs",
         "memories",
         "named",
         "needs_preparation",
@@ -246,9 +245,7 @@ class Step:
         "writes",
     )
 
-    def __init__(
-        self, parent: Step | None, func: Any, args: Any = (), kwargs: Any = NO_KEYWORDS
-    ) -> None:
+    def __init__(self, parent: Step | None, func: Any) -> None:
         self.parent = parent
         self.index: int = -1 if parent is None else parent.index + 1
         self.func = func
@@ -256,10 +253,9 @@ class Step:
         self.call: Any = None
         self.info: Info = NO_OPERATOR
         self.run: Callable[..., Any] = func
-        self.args = args  # templates, as a run meets them
-        self.kwargs = kwargs
-        self.inputs = args  # templates, as a replay passes them
-        self.named = kwargs
+        self.args: dict[int | str, Any] = {}  # templates by place, as a run meets them
+        self.inputs: list[Any] = []  # templates, as a replay passes them
+        self.named: dict[str, Any] = NO_KEYWORDS
         self.event: str | None = None
         self.count: int | None = None  # of its results; not known before it has run
         self.grad_mode = True  # kernels may look at it
@@ -306,10 +302,7 @@ class Step:
         """From here on these arguments may be any numbers."""
         self.varies += (*places,)
         self.needs_preparation = self.is_special = True
-        self.args = [Varying(type(arg)) if n in places else arg for n, arg in enumerate(self.args)]
-        self.kwargs = {
-            n: Varying(type(arg)) if n in places else arg for n, arg in self.kwargs.items()
-        }
+        self.args.update((place, Varying(type(self.args[place]))) for place in places)
 
 
 def with_saves(run: Any) -> Iterable[tuple[Step, list[Slot]]]:

@@ -29,7 +29,6 @@ from ._ops import Info, tensors_of
 from ._program import (
     BROUGHT_BACK,
     KEEP,
-    NO_KEYWORDS,
     NOT_WRITTEN,
     PLAIN,
     UNSEEN,
@@ -309,10 +308,9 @@ class Recorder:
         self._reads: list[Value] = []
         self._firsts: list[First] = []
 
-    def _begin(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Step:
-        run = self._run
+    def _begin(self, func: Any) -> Step:
         self._start()
-        return Step(run.step, func, args, kwargs or NO_KEYWORDS)
+        return Step(self._run.step, func)
 
     def _end(self, step: Step) -> Step:
         step.reads, step.firsts = tuple(self._reads), tuple(self._firsts)
@@ -321,19 +319,26 @@ class Recorder:
 
     def step(self, info: Info, func: Any, args: Any, kwargs: dict[str, Any]) -> Step:
         """What an operator is about to do."""
-        step = self._begin(func, args, kwargs)
+        step = self._begin(func)
         step.info, step.grad_mode = info, _is_grad_enabled()
         step.call = func, step.grad_mode, len(args), (*kwargs,)
-        step.plain = _COMPARED[info.has_sizes, _has_usual_floats(args)]
-        step.run = (
-            info.run
-            if not any(map(_torch.is_zeros, tensors_of(args)))
-            else _torch.with_zeros(info.run)
-        )
+        step.plain = _COMPARED[info.has_sizes, _has_usual_floats((*args, *kwargs.values()))]
+        step.run = info.run
+        if any(map(_torch.is_zeros, tensors_of(args))):
+            step.run = _torch.with_zeros(info.run)
+        given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
         if info.ignored:
-            self._step_of_view(step, args, kwargs)
+            self._step_of_view(step, given)
         else:
-            self._step_of_operator(step, info, args, kwargs)
+            self._step_of_operator(step, args, given)
+        step.inputs = [*step.args.values()][: len(args)]
+        if kwargs:
+            step.named = {name: step.args[name] for name in kwargs}
+        if step.reads_metadata:
+            step.inputs[0] = Like(args[0])
+        if info.updates_statistics(args):
+            for place in info.statistics:
+                step.inputs[place] = None
         self._end(step)
         step.needs_preparation = any((step.holds, step.freezes, step.targets, step.reads_metadata))
         step.is_special = any(
@@ -341,7 +346,7 @@ class Recorder:
         )
         return step
 
-    def _step_of_view(self, step: Step, args: Any, kwargs: dict[str, Any]) -> None:
+    def _step_of_view(self, step: Step, given: dict[int | str, Any]) -> None:
         step.is_view = True
         bases = []
 
@@ -350,14 +355,13 @@ class Recorder:
             bases.append(is_there)
             return template
 
-        step.args = step.inputs = [self._map(base, arg) for arg in args]
-        step.kwargs = step.named = {name: self._map(base, arg) for name, arg in kwargs.items()}
+        step.args = {place: self._map(base, arg) for place, arg in given.items()}
         step.effect = not all(bases) or step.info.base == "set_"
 
-    def _step_of_operator(self, step: Step, info: Info, args: Any, kwargs: dict[str, Any]) -> None:
+    def _step_of_operator(self, step: Step, args: Any, given: dict[int | str, Any]) -> None:
+        info = step.info
         places = info.targets
-        targets = [kwargs.get(p) if type(p) is str else args[p] for p in places]
-        written = [tensor for target in targets for tensor in tensors_of(target)]
+        written = [tensor for place in places for tensor in tensors_of(given.get(place))]
         if any(self._is_unfilled(tensor) for tensor in written):
             # The operator may read one part of this memory and write to another: then it has been
             # filled unseen.
@@ -366,18 +370,12 @@ class Recorder:
         outside = [self._is_outside(tensor, info.fills) for tensor in written]
         step.effect = info.communicates or (info.inplace and all(outside))
         step.draws = info.may_draw and not step.effect
-        generators = [arg for arg in (*args, *kwargs.values()) if type(arg) is torch.Generator]
-        step.is_quick_draw = not info.custom and not generators
+        has_generator = torch.Generator in map(type, given.values())
+        step.is_quick_draw = not (info.custom or has_generator)
         updates = info.updates_statistics(args)
-        step.args = [self._template(step, n, arg, updates) for n, arg in enumerate(args)]
-        named = {name: self._template(step, name, arg, updates) for name, arg in kwargs.items()}
-        step.kwargs = step.named = named
-        step.inputs = [*step.args]
-        if step.reads_metadata:
-            step.inputs[0] = Like(args[0])
-        if updates and info.statistics is not None:
-            for place in info.statistics[0]:
-                step.inputs[place] = None
+        step.args = {
+            place: self._template(step, place, arg, updates) for place, arg in given.items()
+        }
 
     def _template(self, step: Step, place: int | str, arg: Any, updates: bool) -> Any:
         """The template of an operator's argument; `updates`: of the statistics that it takes."""
@@ -390,7 +388,7 @@ class Recorder:
             if place == 0 and info.metadata_only and _has_storage(arg):
                 step.reads_metadata = True
                 return self._name(arg)
-            if info.statistics is not None and place in info.statistics[0]:
+            if place in info.statistics:
                 return self._statistics(step, arg, updates)
         return self._map(lambda tensor: self._read_filled(step, tensor), arg)
 
@@ -514,8 +512,8 @@ class Recorder:
 
     def event(self, event: str, args: tuple[Any, ...]) -> Step:
         """What else has happened."""
-        step = self._begin(None, args, {})
-        step.event = event
+        step = self._begin(None)
+        step.event, step.args = event, dict(enumerate(args))
         if event is KEEP:
             (tensor,) = args
             cell = self._find(tensor)
@@ -523,13 +521,13 @@ class Recorder:
                 self._reads.append(self._value(cell))
             else:
                 step.effect = True
-            step.args = [self._name(tensor)]
+            step.args[0] = self._name(tensor)
         elif event is BROUGHT_BACK:
             (slot,) = args
             self._reads.append(slot.value)
             step.effect = self._value(slot.cell) != slot.value
         elif event is WRITTEN_UNSEEN:
-            step.args = [self._name(*args)]
+            step.args[0] = self._name(*args)
             memory = self.memory_of[step.args[0].cell]
             step.effect, step.writes, step.states = True, (memory,), ((memory, OUTSIDE),)
         else:
@@ -537,7 +535,7 @@ class Recorder:
             if event is UNSEEN:
                 alive = [m for m in self._held_on if m not in self._parameters]
                 step.freezes = tuple([cell for memory in alive for cell in self._held_on[memory]])
-        step.inputs = step.args
+        step.inputs = [*step.args.values()]
         return self._end(step)
 
     def slot(self, tensor: Tensor) -> Slot:

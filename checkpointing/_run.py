@@ -212,10 +212,12 @@ class Run(TorchDispatchMode, Region):
         cells = self.cells
         mark = len(cells)
         call = func, _is_grad_enabled(), len(args), (*kwargs,)
+        given = (*args, *kwargs.values()) if kwargs else args
         for step in following:
             if step.call != call:
                 continue
-            for known, arg in zip(step.args, args):  # noqa: B905  the usual cases, past one call
+            # The usual cases, past one call.
+            for known, arg in zip(step.args.values(), given):  # noqa: B905
                 kind = type(known)
                 if kind is Known:
                     if cells[known.cell]() is not arg:
@@ -225,8 +227,7 @@ class Run(TorchDispatchMode, Region):
                     if not (known == arg if is_plain else self._matches(known, arg)):
                         break
             else:
-                if not kwargs or self._matches_keywords(step.kwargs, kwargs):
-                    return step
+                return step
             if len(cells) > mark:
                 self._go_back_to(mark)
         return None
@@ -266,12 +267,6 @@ class Run(TorchDispatchMode, Region):
             return True
         matches = _TEMPLATES.get(type(known))
         return _are_same(known, arg) if matches is None else matches(self, known, arg)
-
-    def _matches_keywords(self, known: Any, kwargs: dict[str, Any]) -> bool:
-        for name, arg in kwargs.items():  # `all` would cost more than the comparison
-            if known[name] is not arg and not self._matches(known[name], arg):
-                return False
-        return True
 
     def _meets(self, first: First, tensor: Any) -> bool:
         """Whether this is a tensor, and comes from where it came from then. If so, it takes the
@@ -608,7 +603,7 @@ class Run(TorchDispatchMode, Region):
         """After as many saves as there are now, the run goes another way than the step knows."""
         step = self.step
         for known in step.next:
-            if (known.event, known.args) == (FEWER_SAVES, (self.saved,)):
+            if known.event is FEWER_SAVES and known.args[0] == self.saved:
                 break
         else:
             if not self.own_program():
@@ -625,8 +620,8 @@ class Run(TorchDispatchMode, Region):
             self._branch()
 
     def _fewer_saves(self) -> Step:
-        step = Step(self.step, None, (self.saved,))
-        step.event, step.effect = FEWER_SAVES, True
+        step = Step(self.step, None)
+        step.event, step.effect, step.args = FEWER_SAVES, True, {0: self.saved}
         return step
 
     # ---- recording
@@ -685,14 +680,12 @@ class Run(TorchDispatchMode, Region):
         call = func, _is_grad_enabled(), len(args), (*kwargs,)
         given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
         for step in self.step.next:
-            known: dict[Any, Any] = {**dict(enumerate(step.args)), **step.kwargs}
             if step.call != call:
                 continue
+            known = step.args
             others = [place for place in known if not self._matches(known[place], given[place])]
-            if (
-                all(_are_numbers(known[place], given[place]) for place in others)
-                and self.own_program()
-            ):
+            is_like_it = all(_are_numbers(known[place], given[place]) for place in others)
+            if is_like_it and self.own_program():
                 step.vary(others)
                 return step
             self._go_back_to(mark)
@@ -708,7 +701,7 @@ class Run(TorchDispatchMode, Region):
         mark = len(self.cells)
         for known in following:
             if known.event is event:
-                if all(map(self._matches, known.args, args)):
+                if all(map(self._matches, known.args.values(), args)):
                     self.cells += map(ref, results)
                     break
                 self._go_back_to(mark)
