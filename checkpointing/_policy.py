@@ -213,18 +213,25 @@ def _either(first: Policy | None, second: Policy | None) -> Policy:
     if first.placement is not None and second.placement is not None:
         both = f"{first!r} and {second!r}"
         raise TypeError(f"{both} can't both place checkpoints: give one auto(...) all it needs")
-    ask, ask_too = first.on_op, second.on_op
-    either = ask or ask_too
-    if ask is not None and ask_too is not None:
-        either = lambda *asked: ask(*asked) or ask_too(*asked)  # noqa: E731
+    asked = [policy.on_op for policy in (first, second) if policy.on_op is not None]
     return Policy(
         (_either, first, second),
         f"{first!r} | {second!r}",
-        either,
-        lambda name: first.on_tag(name) or second.on_tag(name),
+        _first_answer(asked) if asked else None,
+        _first_answer([first.on_tag, second.on_tag]),
         first.placement or second.placement,
         Places(*(a or b for a, b in zip(first.places, second.places, strict=True))),
     )
+
+
+def _first_answer(asked: list[Callable[..., Answer]]) -> Callable[..., Answer]:
+    """Ask one after the other, until one keeps the value."""
+
+    def ask(*about: Any) -> Answer:
+        answers = (one(*about) for one in asked)
+        return next((answer for answer in answers if answer), False)
+
+    return ask
 
 
 def _offload(inner: Policy | None, there: Destination, inputs: bool) -> Policy:

@@ -356,7 +356,7 @@ class Recorder:
             return template
 
         step.args = {place: self._map(base, arg) for place, arg in given.items()}
-        step.effect = not all(bases) or step.info.base == "set_"
+        step.effect = not all((*bases, step.info.base != "set_"))
 
     def _step_of_operator(self, step: Step, args: Any, given: dict[int | str, Any]) -> None:
         info = step.info
@@ -568,4 +568,4 @@ def _is_script_object(arg: Any) -> bool:
 def _has_usual_floats(args: Any) -> bool:
     """Whether all floats are the same as any that is equal: neither nan, nor a zero with its
     sign."""
-    return all(arg and arg == arg for arg in args if type(arg) is float)
+    return all(abs(arg) > 0 for arg in args if type(arg) is float)

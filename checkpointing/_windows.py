@@ -231,10 +231,11 @@ class Path:
         for slots in groups:
             steps, starts = self.slice_of([self.slots[slot].value for slot in slots])
             is_view = all(self.steps[index].is_view for index in steps)
-            if not starts or (is_view and self.parameters.issuperset(starts)):
-                small += slots
-            else:
+            needs = starts.keys() - self.parameters if is_view else starts
+            if needs:
                 others.append(slots)
+            else:
+                small += slots
         if small:
             others = others or [[]]
             others[0] = others[0] + small
