@@ -189,6 +189,15 @@ def test_replay_skips_what_no_live_holder_needs(door):
     assert added == {"sin": 1, "exp": 1}
 
 
+def test_a_mask_is_drawn_in_the_window_beside_it():
+    """Not in one of its own, which would cost as much again."""
+    x, w = leaf(40, 40), leaf(40, 40)
+    with checkpoint_scope() as scope:
+        y = F.dropout((x @ w).sin() @ w, 0.5)
+    y.sum().backward()
+    assert scope.stats.replays == 1
+
+
 @REPLAY
 def test_a_dropout_mask_does_not_pull_in_the_matmul_before_it(door):
     """A mask takes only its shape from the product, so the product isn't computed again."""
