@@ -6,7 +6,6 @@ import getpass
 import os
 import tempfile
 
-import beside
 import pytest
 import torch
 from hypothesis import settings
@@ -24,21 +23,6 @@ os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(tempfile.gettempdi
 
 settings.register_profile("ci", derandomize=True, deadline=None, database=None, print_blob=True)
 settings.load_profile("ci")
-
-
-def pytest_collection_modifyitems(items):
-    items.sort(
-        key=lambda item: getattr(getattr(item, "module", None), "__name__", "") in beside.waiting()
-    )
-
-
-def pytest_collection_finish(session):
-    if not session.config.option.collectonly:
-        beside.start({item.module.__name__ for item in session.items if hasattr(item, "module")})
-
-
-def pytest_sessionfinish(session):
-    beside.stop()
 
 
 @pytest.fixture(autouse=True)

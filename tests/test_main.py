@@ -152,7 +152,7 @@ command = Program("-m", "checkpointing", "--width", "wide")
 
 def test_the_command_exits_with_the_status():
     """The whole way, in a process of its own."""
-    assert command.outcome[:2] == (2, "")
+    assert (command.outcome.returncode, command.outcome.stdout) == (2, "")
 
 
 def test_cpu_memory_is_counted_to_the_byte():
