@@ -164,8 +164,8 @@ class Run(TorchDispatchMode, Region):
     # ---- following
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # An operator of a recompute (rule 3).
         kwargs = kwargs or NO_KEYWORDS
+        # An operator of a recompute (rule 3).
         if self._here["depth"] != self._depth and not self._wakes_up(func, args):
             return func(*args, **kwargs)
         if types and any(_dispatches(kind) for kind in types):
