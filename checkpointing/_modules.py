@@ -95,7 +95,8 @@ def _refuse_unsuitable(name: str, module: nn.Module) -> None:
             "handle of the earlier call, remove `checkpointed` from its class or its forward, or "
             "select other modules."
         )
-    if not inspect.isfunction(inspect.getattr_static(type(module), "forward", None)):
+    is_static = isinstance(inspect.getattr_static(type(module), "forward", None), staticmethod)
+    if is_static or not inspect.isroutine(getattr(type(module), "forward", None)):
         raise TypeError(
             f"checkpoint_modules can't wrap {described}: it has no method `forward` in Python."
         )

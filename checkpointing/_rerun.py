@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextvars
 import dis
 import functools
+import inspect
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
@@ -95,6 +96,23 @@ class Inputs:
         if type(function) is not FunctionType:  # a module, or another object that can be called
             self.look_at(function)
             return []
+        self._look_into(function)
+        if hasattr(function, "__wrapped__"):  # as `checkpointed` leaves it
+            wrapped = inspect.unwrap(function)
+            if type(wrapped) is FunctionType:
+                self._look_into(wrapped)
+        if function.__closure__ is None:
+            return []
+        code = function.__code__
+        own = _assigned_by(code)
+        return [
+            (cell, self.hold(contents_of(cell), f"the variable '{name}'"))
+            for name, cell in zip(code.co_freevars, function.__closure__, strict=True)
+            if name not in own
+        ]
+
+    def _look_into(self, function: FunctionType) -> None:
+        """Find modules among the globals that a function names, and its defaults."""
         code, scope = function.__code__, function.__globals__
         names = code.co_names
         if CodeType in map(type, code.co_consts):  # comprehensions, lambdas
@@ -106,14 +124,6 @@ class Inputs:
         for defaults in (function.__defaults__, function.__kwdefaults__):
             if defaults:
                 self.look_at(defaults)
-        if function.__closure__ is None:
-            return []
-        own = _assigned_by(code)
-        return [
-            (cell, self.hold(contents_of(cell), f"the variable '{name}'"))
-            for name, cell in zip(code.co_freevars, function.__closure__, strict=True)
-            if name not in own
-        ]
 
     def look_at(self, value: Any, depth: int = 2) -> None:
         """Find modules: the object itself, its attributes, the items of a small container, and the
@@ -242,8 +252,11 @@ class Rerun(Region, Source, Inputs):
 
     def once(self, function: Any, args: Any, kwargs: Any) -> Any:
         place = len(self._results)  # it may call others
-        self._results += (_FAILED,)
+        self._results += ((_FAILED, None),)
+        before = self._generators()
         result = _without_slots(function, args, kwargs, self.outer)
+        has_drawn = before is not None and before.have_moved()
+        after = self._generators() if has_drawn else None
         given = _given_to(args, kwargs)
         passed = {id(v): Passed(i) for i, v in enumerate(given) if type(v) not in ATOMS}
 
@@ -256,8 +269,14 @@ class Rerun(Region, Source, Inputs):
             return View.among(given, part) or Pin.of(part, self._hooks, name)
 
         kept = passed.get(id(result)) or take_apart(result, save)
-        self._results = (*self._results[:place], kept, *self._results[place + 1 :])
+        self._results = (*self._results[:place], (kept, after), *self._results[place + 1 :])
         return result
+
+    def _generators(self) -> Generators | None:
+        """Where the generators stand that a recompute is to find there."""
+        if self._cpu_state is None:
+            return None
+        return Generators(True, filter(has_rng, self.devices), self.generators)
 
     def keep_for_inner(self, tensor: Tensor) -> None:
         """Do nothing: a rerun enters the inner region again, which keeps the value again."""
@@ -276,7 +295,7 @@ class Rerun(Region, Source, Inputs):
     def holdings(self, frame: Frame) -> Iterable[Holding]:
         variables = [saved for _, saved in self._variables]
         inputs = leaves_of(*self._args, *self._kwargs.values(), *variables)
-        pins = leaves_of(*self._pins, *self._results)
+        pins = leaves_of(*self._pins, *[result for result, _ in self._results])
         held = [("input", leaf) for leaf in inputs if isinstance(leaf, Held)]
         held += [("kept", pin.held) for pin in pins if type(pin) is Pin]
         for kind, one in held:
@@ -416,13 +435,15 @@ class Repeated(Region):
         return tensor
 
     def once(self, function: Any, args: Any, kwargs: Any) -> Any:
-        result = next(self._results, _FAILED)
-        if result is _FAILED:
+        kept, after = next(self._results, (_FAILED, None))
+        if kept is _FAILED:
             if not self._where.complete:  # a rerun for a backward inside the region
                 return _without_slots(function, args, kwargs)
             raise errors.not_recorded(
                 self._where, getattr(function, "__qualname__", repr(function))
             )
+        if after is not None:  # the function has drawn random numbers
+            after.enter([])
         given = _given_to(args, kwargs)
 
         def restore(saved: Any) -> Any:
@@ -434,7 +455,7 @@ class Repeated(Region):
                 return saved.restore(self._outside(saved.held.fetch))
             return saved
 
-        return put_together(result, restore)
+        return put_together(kept, restore)
 
     def _outside(self, fetch: Callable[[object], Tensor]) -> Tensor:
         """Fetch with no region active, since hooks may call functions again (rule 3)."""

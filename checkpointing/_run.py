@@ -411,6 +411,7 @@ class Run(TorchDispatchMode, Region):
                 step = self._take(step, args, kwargs, result, mark)
         except BaseException:
             self._go_back_to(mark)
+            self.numbers.pop(step.index, None)
             self._recorder = None
             raise
         self._go_to(step)

@@ -13,7 +13,7 @@ from oracle import s as scope
 from torch import nn
 from torch.nn.utils import parametrizations
 
-from checkpointing import ChangedError, checkpoint_scope, checkpointed, is_recomputing, opaque
+from checkpointing import ChangedError, auto, checkpoint_scope, checkpointed, is_recomputing, opaque
 
 RERUNS = {
     "rerun": checkpointed,
@@ -405,6 +405,9 @@ WAYS = {
     "attribute of the object it is bound to": lambda module: Owner(module).call,
     "global that its code names": of_global,
     "default": by_default,
+    "global that a function in a region names": lambda module: checkpointed(
+        of_global(module), policy=auto()
+    ),
     "closure over a partial": lambda module: (lambda part: lambda x: part(x))(
         functools.partial(module)
     ),

@@ -61,7 +61,7 @@ def test_another_thread_sees_buffers_as_they_were():
     assert seen == [1] and norm.num_batches_tracked == 2
 
 
-@pytest.mark.parametrize("what", ["rrelu", "batch norm in opaque"])
+@pytest.mark.parametrize("what", ["rrelu", "batch norm in opaque", "twice"])
 def test_false_alarms_of_a_check_of_values(what):
     """Without the check both are right."""
 
@@ -71,6 +71,8 @@ def test_false_alarms_of_a_check_of_values(what):
         with checkpoint_scope(**options):
             if what == "rrelu":
                 y = F.rrelu(x.sin() - 0.5, training=True)
+            elif what == "twice":
+                y = norm(norm(x).sin())
             else:
                 h = x.sin()
                 with opaque():

@@ -282,6 +282,21 @@ class Static(nn.Module):
         return x
 
 
+class OfAPartial(nn.Module):
+    def _times(self, x, by):
+        return (x * by).sin().exp()
+
+    forward = functools.partialmethod(_times, by=2)
+
+
+def test_a_forward_may_be_a_partial_method():
+    """It is a method in Python, too."""
+    model, x = nn.Sequential(OfAPartial()), torch.ones(3, requires_grad=True)
+    (expected,) = torch.autograd.grad(model(x).sum(), x)
+    checkpoint_modules(model, "0")
+    assert torch.equal(torch.autograd.grad(model(x).sum(), x)[0], expected)
+
+
 @checkpointed
 class Decorated(Block):
     pass

@@ -13,7 +13,7 @@ from beside import Program
 from oracle import DOOR, DOORS, bits, plain
 from torch import nn
 
-from checkpointing import checkpoint_scope, checkpointed
+from checkpointing import auto, checkpoint_scope, checkpointed, forward_only
 from checkpointing._ambient import Generators, undo_all
 
 HERE = Path(__file__).parent
@@ -238,3 +238,23 @@ def test_a_replay_notes_once_where_a_generator_stands():
     Generators(True).enter(now)
     assert len(now) == 1
     undo_all(now)
+
+
+@pytest.mark.parametrize("options", [{}, {"backend": "replay"}, {"policy": auto()}], ids=str)
+def test_what_a_forward_only_function_draws_is_drawn_once(options):
+    """Numbers that are drawn after it are the same in the recompute."""
+    sample = forward_only(lambda x: torch.rand_like(x).mean())
+
+    def run(x):
+        x = F.dropout(x.sin(), 0.5)
+        return F.dropout(x * sample(x), 0.5).sin()
+
+    def gradient(run):
+        x = torch.linspace(-1, 1, 50).requires_grad_()
+        y = run(x)
+        return y, *torch.autograd.grad(y.sum(), x)
+
+    expected = observe(lambda: gradient(run))
+    assert observe(lambda: gradient(checkpointed(run, **options))) == expected
+    nested = checkpointed(lambda x: checkpointed(run, **options)(x) * 1)
+    assert observe(lambda: gradient(nested)) == expected

@@ -414,6 +414,17 @@ class Cases:
         return state, part.sin(), inside[0].cos()
 
     # ---- what else happens
+    def other_numbers_that_fail(n, region, m):
+        def f(x):
+            y = x.sin()
+            try:
+                z = y.topk((1, 2, 9, 3, 12, 4)[n])[0]
+            except RuntimeError:
+                z = y * 1000
+            return z.sin() * z
+
+        return region(f, m.leaf(8, 8))
+
     def exceptions(n, region, m):
         def f(x, w):
             y = (x @ w).sin()
