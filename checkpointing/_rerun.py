@@ -169,6 +169,7 @@ class Rerun(Region, Source, Inputs):
     _buffers: Buffers | None = None
     _cpu_state: Tensor | None = None
     _rng: Generators | None = None
+    _draws_python = False  # whether the generators of Python and NumPy are put back, too
     _pins: tuple[Pin, ...] = ()
     _results: tuple[Any, ...] = ()
     _written: Mapping[Held, int] = {}  # inputs that the function has written, with their storages
@@ -212,11 +213,9 @@ class Rerun(Region, Source, Inputs):
         self.ambient = Ambient()
         if preserve_rng_state:
             self._cpu_state = _torch.get_cpu_state()
-            everything = preserve_rng_state == "all"
-            has_others = self.devices or self.generators
-            if has_others or everything:
-                devices = filter(has_rng, self.devices)
-                self._rng = Generators(False, devices, self.generators, everything)
+            self._draws_python = preserve_rng_state == "all"
+            if any([self.devices, self.generators, self._draws_python]):
+                self._rng = self._generators(cpu=False)
 
     def end(self) -> None:
         """The function has run."""
@@ -253,10 +252,10 @@ class Rerun(Region, Source, Inputs):
     def once(self, function: Any, args: Any, kwargs: Any) -> Any:
         place = len(self._results)  # it may call others
         self._results += ((_FAILED, None),)
-        before = self._generators()
+        before = None if self._cpu_state is None else self._generators(cpu=True)
         result = _without_slots(function, args, kwargs, self.outer)
         has_drawn = before is not None and before.have_moved()
-        after = self._generators() if has_drawn else None
+        after = self._generators(cpu=True) if has_drawn else None
         given = _given_to(args, kwargs)
         passed = {id(v): Passed(i) for i, v in enumerate(given) if type(v) not in ATOMS}
 
@@ -272,11 +271,10 @@ class Rerun(Region, Source, Inputs):
         self._results = (*self._results[:place], (kept, after), *self._results[place + 1 :])
         return result
 
-    def _generators(self) -> Generators | None:
-        """Where the generators stand that a recompute is to find there."""
-        if self._cpu_state is None:
-            return None
-        return Generators(True, filter(has_rng, self.devices), self.generators)
+    def _generators(self, cpu: bool) -> Generators:
+        """The present states of the generators that a recompute puts back."""
+        devices = filter(has_rng, self.devices)
+        return Generators(cpu, devices, self.generators, self._draws_python)
 
     def keep_for_inner(self, tensor: Tensor) -> None:
         """Do nothing: a rerun enters the inner region again, which keeps the value again."""

@@ -3,6 +3,7 @@ it."""
 
 import functools
 import json
+import random
 from pathlib import Path
 
 import fake_accelerator
@@ -258,3 +259,23 @@ def test_what_a_forward_only_function_draws_is_drawn_once(options):
     assert observe(lambda: gradient(checkpointed(run, **options))) == expected
     nested = checkpointed(lambda x: checkpointed(run, **options)(x) * 1)
     assert observe(lambda: gradient(nested)) == expected
+
+
+def test_what_a_forward_only_function_draws_from_python_is_drawn_once():
+    """With `preserve_rng_state="all"`, which covers the generators of Python and NumPy."""
+    sample = forward_only(random.random)
+
+    def run(x):
+        x = x.sin() * random.random()
+        sample()
+        return (x * random.random()).exp()
+
+    def gradient(run):
+        random.seed(0)
+        x = torch.linspace(-1, 1, 50).requires_grad_()
+        return torch.autograd.grad(run(x).sum(), x)[0], random.random()
+
+    expected, after = gradient(run)
+    found, number = gradient(checkpointed(run, preserve_rng_state="all"))
+    assert torch.equal(found, expected)
+    assert number == after
