@@ -150,7 +150,7 @@ class Frame:
         self.check = check
         self.holders: list[_ref[Holder]] = []
         # By slot: the roles of tensors that regions inside take, and their storages.
-        self.inputs: dict[int, tuple[object, int]] = {}
+        self.inputs: dict[int, tuple[object, int | None]] = {}
         self.tasks: dict[Any, TaskTensors] = {}
         # Threads of one graph task may open one frame at once, mostly for the same recompute.
         self.lock = threading.RLock()
@@ -193,8 +193,7 @@ class Frame:
         if self.save is not None:  # slots are not matched by position
             self.source.announce(tensor)
         else:
-            storage = _torch.storage_id(tensor) if _torch.has_storage(tensor) else 0
-            self.inputs[len(self.holders)] = role, storage
+            self.inputs[len(self.holders)] = role, _torch.storage_of(tensor)
 
     def pack(self, tensor: Tensor) -> Holder:
         """Autograd's pack hook; it runs once per saved tensor."""
@@ -443,7 +442,7 @@ class Recompute:
         tensor that such a region writes, or that changes when the rerun ends, is delivered as a
         copy."""
         role, self._role = self._role, None
-        then, storage = self.frame.inputs.get(slot, (None, 0))
+        then, storage = self.frame.inputs.get(slot, (None, None))
         if slot < self._count and role != then:
             raise errors.other_role(self.frame, slot, user_line(), then, role)
         if _torch.is_on(tensor, self.rewound):

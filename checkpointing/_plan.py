@@ -449,7 +449,6 @@ class Filling:
         self.model, self.memories = stretch.model, stretch.memories
         self.ends = [stretch.first, *cuts, stretch.last]
         self.kept: set[int] = set()
-
         for start, across in self._look():
             if start in self.ends:
                 self.kept |= {number for number in across if self.memories[number].final <= start}

@@ -227,9 +227,15 @@ def _either(first: Policy | None, second: Policy | None) -> Policy:
 def _first_answer(asked: list[Callable[..., Answer]]) -> Callable[..., Answer]:
     """Ask one after the other, until one keeps the value."""
 
+    if len(asked) == 1:
+        return asked[0]
+
     def ask(*about: Any) -> Answer:
-        answers = (one(*about) for one in asked)
-        return next((answer for answer in answers if answer), False)
+        for one in asked:
+            answer = one(*about)
+            if answer:
+                return answer
+        return False
 
     return ask
 

@@ -34,7 +34,7 @@ Value = tuple[int, int]
 NOT_WRITTEN = -1
 
 
-# Types of which equal objects are the same, with lists of sizes and floats where that holds.
+# Objects of these types are the same if they are equal.
 PLAIN = frozenset({int, bool, str, torch.dtype, torch.device})
 
 NO_KEYWORDS: dict[str, Any] = {}
@@ -87,10 +87,10 @@ class First:
         self.hides = False  # whether it must not be saved by what encloses the block
         self.name: Any = None  # the operator that read it; None: autograd has saved it
 
-    @property
-    def is_to_hold(self) -> bool:
-        """Whether it is held in a step of its own, after it has been met."""
-        return self.holds and not self.is_referenced
+
+def to_hold(firsts: Iterable[First]) -> tuple[First, ...]:
+    """Those that the run must hold when it has met them."""
+    return tuple([first for first in firsts if first.holds and not first.is_referenced])
 
 
 class Filling(Known):
@@ -192,7 +192,7 @@ class Slot:
         self.cell = cell
         self.version = version
         self.first = first
-        self.holds = first is not None and first.is_to_hold
+        self.holds = () if first is None else to_hold([first])
 
     @property
     def value(self) -> Value:
@@ -288,7 +288,7 @@ class Step:
         self.flops = 0.0  # floating-point operations, as far as torch counts them
         self.states: tuple[tuple[int, str], ...] = ()  # of memories that have another one now
         self.saves: list[Slot] = []  # what autograd saved after it, before the next one
-        self.plain = PLAIN  # types of arguments of which equal ones are the same
+        self.plain = PLAIN  # types of arguments that are the same if they are equal
         self.next: tuple[Step, ...] = ()  # with the first one, `saves` is complete
         self.note: Any = None  # where the user's code called it, if somebody wants to know
         self.plan: Any = None
@@ -345,8 +345,8 @@ class Program:
         return step
 
     def grow(self, nbytes: int) -> None:
-        """A run has saved more than its plan allowed: so that the bytes of steps are those of large
-        runs, the next one records them anew. Branches that grow by turns do so once."""
+        """A run has saved more bytes than its plan assumed. The next run records the steps anew,
+        so that their sizes are those of a large run. Branches that grow in turn cause this once."""
         if nbytes > MOST_GROWTH * self.largest:
             self.forget()
             self.largest = nbytes

@@ -42,6 +42,7 @@ from ._program import (
     Step,
     Thing,
     Value,
+    to_hold,
     with_saves,
 )
 
@@ -54,7 +55,8 @@ OUTSIDE = "from outside, or written from there"
 ON_MADE_MEMORY = -2
 NO_MEMORY = -3  # efficient zeros, for which operators run in another way
 
-# Types of arguments that are compared with `==`: with lists of sizes, and with usual floats.
+# Types of arguments that are compared with `==`, by whether all lists are sizes, and all floats
+# usual.
 _COMPARED = {
     (False, False): PLAIN,
     (False, True): PLAIN | {float},
@@ -314,7 +316,7 @@ class Recorder:
 
     def _end(self, step: Step) -> Step:
         step.reads, step.firsts = tuple(self._reads), tuple(self._firsts)
-        step.holds = tuple([first for first in self._firsts if first.is_to_hold])
+        step.holds = to_hold(self._firsts)
         return step
 
     def step(self, info: Info, func: Any, args: Any, kwargs: dict[str, Any]) -> Step:
@@ -327,18 +329,18 @@ class Recorder:
         if any(map(_torch.is_zeros, tensors_of(args))):
             step.run = _torch.with_zeros(info.run)
         given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+        updates = info.updates_statistics(args)
         if info.ignored:
             self._step_of_view(step, given)
         else:
-            self._step_of_operator(step, args, given)
+            self._step_of_operator(step, args, given, updates)
         step.inputs = [*step.args.values()][: len(args)]
         if kwargs:
             step.named = {name: step.args[name] for name in kwargs}
         if step.reads_metadata:
             step.inputs[0] = Like(args[0])
-        if info.updates_statistics(args):
-            for place in info.statistics:
-                step.inputs[place] = None
+        for place in info.statistics if updates else ():
+            step.inputs[place] = None
         self._end(step)
         step.needs_preparation = any((step.holds, step.freezes, step.targets, step.reads_metadata))
         step.is_special = any(
@@ -358,7 +360,9 @@ class Recorder:
         step.args = {place: self._map(base, arg) for place, arg in given.items()}
         step.effect = not all((*bases, step.info.base != "set_"))
 
-    def _step_of_operator(self, step: Step, args: Any, given: dict[int | str, Any]) -> None:
+    def _step_of_operator(
+        self, step: Step, args: Any, given: dict[int | str, Any], updates: bool
+    ) -> None:
         info = step.info
         places = info.targets
         written = [tensor for place in places for tensor in tensors_of(given.get(place))]
@@ -372,7 +376,6 @@ class Recorder:
         step.draws = info.may_draw and not step.effect
         has_generator = torch.Generator in map(type, given.values())
         step.is_quick_draw = not (info.custom or has_generator)
-        updates = info.updates_statistics(args)
         step.args = {
             place: self._template(step, place, arg, updates) for place, arg in given.items()
         }

@@ -267,7 +267,7 @@ def _module_path() -> str | None:
 
 
 def _tensor(kind: str, tensor: Tensor, *about: str | None) -> TensorReport:
-    nbytes = tensor.untyped_storage().nbytes() if _torch.has_storage(tensor) else 0
+    nbytes = _torch.memory_size(tensor)
     return TensorReport(kind, nbytes, tuple(_torch.shape_of(tensor)), tensor.dtype, *about)
 
 

@@ -271,13 +271,6 @@ class Run(TorchDispatchMode, Region):
     def _meets(self, first: First, tensor: Any) -> bool:
         """Whether this is a tensor, and comes from where it came from then. If so, it takes the
         next cell."""
-        if type(tensor) is _Parameter and first.is_referenced and _has_storage(tensor):
-            place = _storage_id(tensor)
-            if first.shares == first.cell and place not in self._shared:  # the usual case
-                self._shared[place] = first.cell
-                self.held[first.cell] = tensor, tensor._version
-                self.cells.append(ref(tensor))
-                return True
         if not isinstance(tensor, Tensor) or not self._comes_from(first, tensor):
             return False
         self.cells.append(ref(tensor))
@@ -592,8 +585,8 @@ class Run(TorchDispatchMode, Region):
 
     def _save_in(self, slot: Slot, tensor: Tensor) -> Slot:
         self.saved += 1
-        if slot.holds:
-            self._hold(slot.first)  # type: ignore[arg-type]
+        for first in slot.holds:
+            self._hold(first)
         if slot.counts:
             self.saved_bytes += _torch.memory_size(tensor)
         if self._save_at is not None:
@@ -870,14 +863,18 @@ def _matches_parts(run: Run, known: Parts, arg: Any) -> bool:
     return all(map(run._matches, known.items, arg))
 
 
+def _is_known(run: Run, known: Known, arg: Any) -> bool:
+    return run.cells[known.cell]() is arg
+
+
 def _matches_filling(run: Run, known: Filling, arg: Any) -> bool:
-    if run.cells[known.cell]() is not arg:
+    if not _is_known(run, known, arg):
         return False
     return bool(known.covers == (arg.nbytes >= arg.untyped_storage().nbytes()))
 
 
 def _matches_apart(run: Run, known: Apart, arg: Any) -> bool:
-    if run.cells[known.cell]() is not arg:
+    if not _is_known(run, known, arg):
         return False
     for cell, layout in known.layouts.items():
         tensor = run.cells[cell]()
@@ -888,7 +885,7 @@ def _matches_apart(run: Run, known: Apart, arg: Any) -> bool:
 
 # By the type of a template: whether an argument is what it was.
 _TEMPLATES: dict[type, Callable[[Run, Any, Any], bool]] = {
-    Known: lambda run, known, arg: run.cells[known.cell]() is arg,
+    Known: _is_known,
     First: Run._meets,
     Filling: _matches_filling,
     Apart: _matches_apart,
