@@ -111,7 +111,8 @@ class Apart(Known):
 
     def __init__(self, cell: int, layouts: dict[int, Any]) -> None:
         super().__init__(cell)
-        self.layouts = layouts  # by cell: of this part, and of the parts that are left alone
+        # By cell: of this part, and of the parts that are left alone, if no step before compares it.
+        self.layouts = layouts
 
 
 class Parts:

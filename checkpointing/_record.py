@@ -216,6 +216,21 @@ class Recorder:
                     found[other] = layout
         return {**found, cell: mine} if found else found
 
+    def _not_compared(self, layouts: dict[int, Any], memory: int) -> dict[int, Any]:
+        """Those that no step before compares. What an in-place operator returns is its argument."""
+        known: dict[int, Any] = {}  # by id of a tensor
+        for step in self._writers[memory]:
+            for template in step.args.values():
+                if type(template) is Apart:
+                    for cell, layout in template.layouts.items():
+                        known[id(self._tensor_in(cell))] = layout
+        found: dict[int, Any] = {}
+        for cell, layout in layouts.items():
+            tensor = id(self._tensor_in(cell))
+            if known.get(tensor) != layout:
+                known[tensor] = found[cell] = layout
+        return found
+
     def _state_at(self, cell: int | None) -> str | None:
         """What is known of the memory that a cell uses."""
         return None if cell is None else self._state[self.memory_of[cell]]
@@ -444,9 +459,10 @@ class Recorder:
             step.states += ((memory, OUTSIDE),)
         if len(info.targets) == 1 and type(template) is Known:
             layouts = self._spared(cell)
-            if layouts:
-                step.spares = frozenset(layouts.keys() - {cell})
-                template = Apart(cell, layouts)
+            step.spares = frozenset(layouts.keys() - {cell})
+            new = self._not_compared(layouts, memory)
+            if new:
+                template = Apart(cell, new)
         if memory not in step.writes:
             step.writes += (memory,)
             step.freezes += tuple(self._held_on[memory])
