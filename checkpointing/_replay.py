@@ -24,13 +24,16 @@ from . import _torch, errors
 from ._ambient import Undo, enter_switches, undo_all
 from ._engine import Frame, Holder, Holding, Recompute, Source
 from ._gathered import check_there
-from ._held import Held, check_version
+from ._held import Aliased, Held, check_version
 from ._offload import Moved, prefetch
 from ._ops import tensors_of
 from ._plan import Plan, attach, plan_of
 from ._program import NOT_WRITTEN, Like, Slot
 from ._run import Run, Wrapped, sizes_of, slots_of
 from ._windows import Group, Instruction, Path, Window, maker_of
+
+
+_NO_RANDOM: dict[int, Any] = {}
 
 
 class Stock:
@@ -42,9 +45,10 @@ class Stock:
         self, group: Group, held: dict[Any, Any], run: Run | Stock, slots: Sequence[int]
     ) -> None:
         self.group = group
-        self.random: dict[int, Any] = {}
-        if group.only is not None:
-            self.held = {group.only: held[group.only]}
+        self.random = _NO_RANDOM
+        key = group.only
+        if key is not None:
+            self.held = {key: held[key]}
         else:
             sources, randoms = group.needs(slots)
             self.held = {source: held[source] for source in sources}
@@ -199,8 +203,9 @@ class Replay(Source):
         if is_replayed or type(slot) is not Slot:
             return None
         stock = self._stock_of(holder, where)
-        if slot.is_held:
-            return self._referenced(stock.held[slot.cell], where)
+        key = slot.cell if slot.is_held else stock.group.only
+        if key is not None:
+            return self._referenced(stock.held[key], where)
         window = stock.group.shown()
         if window is None:
             return None
@@ -213,9 +218,11 @@ class Replay(Source):
 
     def _referenced(self, held: Any, where: Frame) -> Tensor | None:
         """A tensor that is held as it is."""
-        if isinstance(held, Held) and held.is_packed:
-            return None
         try:
+            if type(held) is Aliased and not held.is_parameter:  # the usual case
+                return held.fetch(where)
+            if isinstance(held, Held) and held.is_packed:
+                return None
             return self.fetch(held, where, {})
         except errors.CheckpointError:
             return None  # it will be raised again, from a recompute

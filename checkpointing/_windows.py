@@ -423,10 +423,10 @@ class Group:
         self.path = path
         self.slots = slots
         self.parts: list[Group] = []
-        self.only: Any = None  # under which key all that it needs is held
         self._windows: dict[Any, Window] = {}
-        if len(slots) == 1:
-            self.only = path.source_of(path.slots[slots[0]].value)
+        keys = {path.source_of(path.slots[slot].value) for slot in slots}
+        # Under which key the value of all its slots is held, if there is just one.
+        self.only: Any = keys.pop() if len(keys) == 1 else None
 
     def shown(self) -> Window | None:
         """The window of the only slot, if that is held, or a view of what is held."""
