@@ -389,6 +389,10 @@ class Walk:
             self._reading.difference_update(made)
             self._reading |= stretch.dear.intersection(model.reads[index]) - self.kept
 
+    def down_to(self, position: int) -> None:
+        while self.index > position:
+            self.down()
+
     @property
     def across(self) -> frozenset[int]:
         """What crosses a cut here."""
@@ -462,6 +466,9 @@ class Filling:
             if before == (self.kept, self.ends):
                 break
         self._look()
+        if peak and budget is None:
+            self._join()
+            self._look()
 
     def choice(self) -> Choice:
         return Choice(
@@ -483,7 +490,7 @@ class Filling:
         # By memory: those of the steps that read it. Autograd reads what it has saved.
         self.readers = {number: {_AUTOGRAD} for number in self.stretch.saved}
         kept = [self.memories[number] for number in self.kept]
-        held = model.sums((memory.maker + 1, model.count, memory.cost) for memory in kept)
+        self.held = model.sums((memory.maker + 1, model.count, memory.cost) for memory in kept)
         dead = model.sums((memory.dies, model.count, memory.cost) for memory in kept)
         for start, end in pairwise(self.ends):
             walk = Walk(self.stretch, end, self.kept)
@@ -492,13 +499,28 @@ class Filling:
                 if walk.index in positions and walk.index < end - 1:
                     crosses.append((walk.index, walk.across))
             self.again.update(walk.again)
-            self.peaks.append(held[start] + walk.need + model.besides[end])
+            self.peaks.append(self.held[start] + walk.need + model.besides[end])
             self.forward.append(max(map(add, self.stretch.live[start:end], dead[start:end])))
         for index in self.again:
             for number in model.reads[index]:
                 self.readers.setdefault(number, set()).add(index)
         self.wanted = self.stretch.dear & self.readers.keys() | self.stretch.saved.keys()
         return crosses
+
+    def _join(self) -> None:
+        """Drop cuts that make no difference to the peak: each window takes time."""
+        most, end, start = max(self.peaks) * _SURE, self.ends[-1], self.ends[-1]
+        joined = [end]
+        walk = Walk(self.stretch, end, self.kept)
+        for position in reversed(self.ends[:-1]):
+            walk.down_to(position)
+            if start < end and self.held[position] + walk.need + self.model.besides[end] > most:
+                joined.append(start)
+                end = start
+                walk = Walk(self.stretch, end, self.kept)
+                walk.down_to(position)
+            start = position
+        self.ends = [start, *reversed(joined)]
 
     def _fill(self) -> None:
         """Take the steps whose results save most. Of equal ones the last is held for the shortest
@@ -562,6 +584,7 @@ _CHEAP = 4
 _MOST_CANDIDATES = 64
 _LONGEST_BLOCK = 2000  # steps
 _MOST_ROUNDS = 4
+_SURE = 0.9  # of the peak: what stays below it does not matter, in spite of what the model misses
 _MOST_SLACK = 1 / 3  # what may be spent on less recompute: a part of the least peak
 _TRIES = 3
 # The same, within a window: what it keeps first is made by a replay, which should be short.
