@@ -11,7 +11,8 @@ held, among positions that little crosses; bisection finds the least peak. Then 
 saves most recompute per byte, as long as there is room under a peak. `choose` compares a few peaks:
 from the least one up to that of a checkpoint around each block that the program repeats, which is
 what users place by hand. It takes the least recompute until no more is computed than with those,
-and beyond that as much memory as saves the same part of a forward.
+and beyond that as much memory as saves the same part of a forward. At last, cuts go that make no
+difference to the peak, because each window takes time.
 
 The model looks at memories, not at tensors: views cost nothing, and a segment that reads a value
 from before its beginning keeps the memory of that value. Values that are cheap to make from inputs,
@@ -412,6 +413,8 @@ def choose(stretch: Stretch, budget: int | None = None) -> Choice:
     """What to keep of a stretch."""
     if not stretch.saved:
         return Choice(peak=max(stretch.live, default=0))
+    if budget is None and stretch.cost(stretch.saved) < _LITTLE:
+        return Filling(stretch, ()).choice()
     least, cuts = stretch.least_peak(budget)
 
     def filled(peak: int) -> Filling:
@@ -581,6 +584,7 @@ _AUTOGRAD = -1  # no step, but a reader
 _PER_BYTE = 10  # floating-point operations in the time in which a byte is written
 # As many bytes are written at most, for each byte of a value that is made again in each window.
 _CHEAP = 4
+_LITTLE = 8 * 1024  # bytes that autograd saves: too few to be worth the time of a second window
 _MOST_CANDIDATES = 64
 _LONGEST_BLOCK = 2000  # steps
 _MOST_ROUNDS = 4

@@ -356,7 +356,8 @@ def auto(*, budget: int | str | None = None) -> Policy:
             int, or text such as `"1.5 GiB"` or `"200 MB"`. The results that are most expensive to
             recompute per byte are kept first. None: the plan bounds the peak of the step instead.
             The bound is the peak of a checkpoint around each block that the program repeats, and
-            is lower where more memory would save little recompute.
+            is lower where more memory would save little recompute. A block for which autograd saves
+            less than 8 KiB is recomputed as a whole.
 
     Returns:
         A policy for `policy=`. Policies combine with `|`.

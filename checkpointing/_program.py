@@ -111,7 +111,7 @@ class Apart(Known):
 
     def __init__(self, cell: int, layouts: dict[int, Any]) -> None:
         super().__init__(cell)
-        # By cell: of this part, and of the parts that are left alone, if no step before compares it.
+        # By cell: of this part, and of the parts that are left alone. Each is compared once.
         self.layouts = layouts
 
 

@@ -33,9 +33,6 @@ from ._run import Run, Wrapped, sizes_of, slots_of
 from ._windows import Group, Instruction, Path, Window, maker_of
 
 
-_NO_RANDOM: dict[int, Any] = {}
-
-
 class Stock:
     """What the window of a group starts from in one run."""
 
@@ -338,6 +335,9 @@ class Replay(Source):
             part_stock = Stock(part, held, stock, mine)
             found.update((stock.owner(slot), part_stock) for slot in mine)
         return found
+
+
+_NO_RANDOM: dict[int, Any] = {}
 
 
 def _moved_in(stock: Stock) -> list[Moved]:

@@ -167,6 +167,33 @@ def beyond_exact(seed):
     return recomputed(flops, kept) / exact(sizes, flops, plan.peak) - 1
 
 
+@pytest.mark.parametrize(("size", "replays"), [(10, 1), (1000, 7)])
+def test_few_bytes_are_not_worth_a_checkpoint(size, replays):
+    clear_programs()  # a plan serves smaller runs, too
+    x = torch.linspace(-1, 1, size).requires_grad_()
+    run = scoped(lambda: units_of(x, 50))
+    for _ in range(2):
+        run().backward()
+    assert run.scope.stats.replays == replays
+    assert run.scope.stats.peak_predicted > 4 * size
+
+
+def test_cuts_that_make_no_difference_to_the_peak_are_dropped():
+    """The long tensors at the end need far more than all that comes before."""
+    x = torch.linspace(-1, 1, 1000).requires_grad_()
+
+    def program():
+        y = x * 1
+        for _ in range(50):
+            y = y.tanh()
+        return y.expand(200, 1000).sin().sin().sum()
+
+    run = scoped(program)
+    for _ in range(2):
+        run().backward()
+    assert run.scope.stats.replays == 1
+
+
 def test_plans_are_close_to_the_exact_answer():
     """The best of all 4,096 choices with the same peak: half of the plans are as good, all are
     close."""
