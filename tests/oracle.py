@@ -10,6 +10,7 @@ left.
     a  a scope that places its own checkpoints: as many as it can;  b  on a small budget
 """
 
+import collections
 import copy
 import dataclasses
 import functools
@@ -141,7 +142,8 @@ def tensors(value: Any) -> list[Tensor]:
         value = list(value.values())
     elif dataclasses.is_dataclass(value):
         value = [getattr(value, field.name) for field in dataclasses.fields(value)]
-    return [t for part in value for t in tensors(part)] if isinstance(value, list | tuple) else []
+    is_open = isinstance(value, list | tuple | collections.deque)
+    return [t for part in value for t in tensors(part)] if is_open else []
 
 
 def weigh(result: Any) -> Tensor:
