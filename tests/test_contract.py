@@ -1044,7 +1044,7 @@ def arguments_passed_through_a_forward_only_function_are_the_recomputes_own(door
         hand_on(values).append(values[0] * 2)
         return (values[-1] * values[0]).exp()
 
-    x = leaf()
+    x = leaf().detach().clone().requires_grad_()  # no view
     (door(fn)(x).sum() + door(writes)(x).sum()).backward()
     return x.grad, len(norms)
 
