@@ -7,7 +7,7 @@ import itertools
 
 import pytest
 import torch
-from oracle import bits, leaf
+from oracle import bits, leaf, plain
 from oracle import s as scope
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
@@ -48,7 +48,11 @@ HOOKS = {
 }
 
 
-def gradients(function, make, hooks=contextlib.nullcontext):
+def two_leaves():
+    return leaf(4, 4), leaf(4, 4)
+
+
+def gradients(function, hooks=contextlib.nullcontext, make=two_leaves):
     """Two backwards through one graph, and a second derivative."""
     torch.manual_seed(1)
     leaves = make()
@@ -56,24 +60,29 @@ def gradients(function, make, hooks=contextlib.nullcontext):
         loss = function(*leaves).sin().sum()
     first = torch.autograd.grad(loss, leaves, retain_graph=True, allow_unused=True)
     second = torch.autograd.grad(loss, leaves, create_graph=True, allow_unused=True)
-    weighed = sum(
-        (g.square().sum() for g in second if g is not None and g.requires_grad), start=loss * 0
-    )
+    weighed = loss * 0
+    for gradient in second:
+        if gradient is not None and gradient.requires_grad:
+            weighed = weighed + gradient.square().sum()
     third = torch.autograd.grad(weighed, leaves, allow_unused=True)
     return [bits(t) for t in (loss, *first, *second, *third) if t is not None]
 
 
-def assert_as_plain(plain, function, make, hooks=contextlib.nullcontext):
-    assert gradients(function, make, hooks) == gradients(plain, make)
+def of(program, *doors):
+    """A function of two tensors: a program through these doors."""
+    return lambda x, w: program(*doors, x, w)
 
 
-def assert_right_or_refused(plain, function, make, hooks=contextlib.nullcontext):
-    want = gradients(plain, make)
+def assert_as_plain(want, function, hooks=contextlib.nullcontext):
+    assert gradients(function, hooks) == gradients(want)
+
+
+def assert_right_or_refused(want, function, hooks=contextlib.nullcontext):
     try:
-        have = gradients(function, make, hooks)
+        have = gradients(function, hooks)
     except CheckpointError:
         return False
-    assert have == want
+    assert have == gradients(want)
     return True
 
 
@@ -104,74 +113,50 @@ def in_pieces(pair):
     return [pair["a"][1:3].t(), pair["a"], {"b": pair["a"][:, ::2]}]
 
 
-def kept_leaf(region):
-    def function(x, w):
-        k = keep(x)
-        return region(lambda a, b, c: (a * b).exp() * (c.sin() * b))(x, w * 1.5, k) * k
-
-    return function
+def kept_leaf(region, x, w):
+    k = keep(x)
+    return region(lambda a, b, c: (a * b).exp() * (c.sin() * b))(x, w * 1.5, k) * k
 
 
-def kept_and_read_again(region):
-    def function(x, w):
-        h = x * w
+def kept_and_read_again(region, x, w):
+    h = x * w
+    k = keep(h)
+    m = h.sin()
+    return region(lambda a: (a * h).cos() * k.exp() + (a * m).tanh())(k) + h
+
+
+def kept_view(region, x, w):
+    h = (x @ w).tanh()
+    k = keep(h.t())
+    return region(lambda a, b: (a * b).exp() + (a @ b).sin())(h, k)
+
+
+def kept_without_grad(region, x, w):
+    h = x * w
+    with torch.no_grad():
         k = keep(h)
-        m = h.sin()
-        return region(lambda a: (a * h).cos() * k.exp() + (a * m).tanh())(k) + h
-
-    return function
+    return region(lambda a: (a * k).exp() * h.cos())(h)
 
 
-def kept_view(region):
-    def function(x, w):
-        h = (x @ w).tanh()
-        k = keep(h.t())
-        return region(lambda a, b: (a * b).exp() + (a @ b).sin())(h, k)
-
-    return function
+def view_from_forward_only(region, x, w):
+    k = transposed(x)
+    return region(lambda a, b: (a * x).exp() * (a @ b).sin())(k, w * 2)
 
 
-def kept_without_grad(region):
-    def function(x, w):
-        h = x * w
-        with torch.no_grad():
-            k = keep(h)
-        return region(lambda a: (a * k).exp() * h.cos())(h)
+def views_from_forward_only(region, x, w):
+    h = (x * w).tanh()
+    piece, same, rest = in_pieces({"a": h})
 
-    return function
+    def block(a, b):
+        return (a * b).exp() @ (piece.t() * 2)[:, :1].repeat(2, 1) + rest["b"].sum()
 
-
-def view_from_forward_only(region):
-    def function(x, w):
-        k = transposed(x)
-        return region(lambda a, b: (a * x).exp() * (a @ b).sin())(k, w * 2)
-
-    return function
-
-
-def views_from_forward_only(region):
-    def function(x, w):
-        h = (x * w).tanh()
-        piece, same, rest = in_pieces({"a": h})
-        return region(
-            lambda a, b: (a * b).exp() @ (piece.t() * 2)[:, :1].repeat(2, 1) + rest["b"].sum()
-        )(h, same)
-
-    return function
+    return region(block)(h, same)
 
 
 PROGRAMS = [
-    kept_leaf,
-    kept_and_read_again,
-    kept_view,
-    kept_without_grad,
-    view_from_forward_only,
-    views_from_forward_only,
+    *(kept_leaf, kept_and_read_again, kept_view, kept_without_grad),
+    *(view_from_forward_only, views_from_forward_only),
 ]
-
-
-def two_leaves():
-    return leaf(4, 4), leaf(4, 4)
 
 
 @nested_in_hooks(INNER)
@@ -180,7 +165,7 @@ def test_kept_values_and_inner_regions(program, outer, inner, hooks):
     """The inner region of the recompute meets the tensors that it met in the forward."""
     views_apart = hooks is not contextlib.nullcontext and program is kept_view
     check = assert_right_or_refused if views_apart else assert_as_plain
-    check(program(lambda f: f), outer(program(inner)), two_leaves, hooks)
+    check(of(program, plain), outer(of(program, inner)), hooks)
 
 
 # ---- one tensor held twice
@@ -190,41 +175,32 @@ def test_kept_values_and_inner_regions(program, outer, inner, hooks):
 def test_one_tensor_that_is_two_arguments(outer, inner, hooks):
     """It comes back as one: also in containers and closed over."""
 
-    def program(door, region):
-        def function(x, w):
-            h = x * 1.25
+    def program(door, region, x, w):
+        h = x * 1.25
 
-            def block(a, pair, w):
-                last = h
+        def block(a, pair, w):
+            last = h
 
-                def part(w):
-                    return (a * w).exp() * pair[0] + (last * w).sin() * (a + pair[1])
+            def part(w):
+                return (a * w).exp() * pair[0] + (last * w).sin() * (a + pair[1])
 
-                return region(part)(w)
+            return region(part)(w)
 
-            return door(block)(h, [h, h], w)
+        return door(block)(h, [h, h], w)
 
-        return function
-
-    plain, function = program(lambda f: f, lambda f: f), program(outer, inner)
-    assert_as_plain(plain, function, two_leaves, hooks)
-    sent = scope(function, policy=offload(inputs=True, min_bytes=0))
-    assert_as_plain(plain, sent, two_leaves, hooks)
+    want, function = of(program, plain, plain), of(program, outer, inner)
+    assert_as_plain(want, function, hooks)
+    assert_as_plain(want, scope(function, policy=offload(inputs=True, min_bytes=0)), hooks)
 
 
 # ---- who writes
 
 
-def reads_and_writes(region, write, reader=None):
+def reads_and_writes(write, region, reader, x, w):
     """Two regions read `a`; the later one writes it at its start."""
-    reader = reader or region
-
-    def function(x, w):
-        a = x * 1.5
-        y = reader(lambda a, w: (a + 1).exp() * w)(a, w)
-        return y + write(region, a, w).cos()
-
-    return function
+    a = x * 1.5
+    y = reader(lambda a, w: (a + 1).exp() * w)(a, w)
+    return y + write(region, a, w).cos()
 
 
 def as_argument(region, a, w):
@@ -274,8 +250,9 @@ WRITES = [as_argument, by_closure, through_a_view, without_grad, further_inside]
 @pytest.mark.parametrize("write", WRITES)
 def test_a_region_that_writes_what_another_one_reads(write, outer, inner, hooks):
     """In the forward and in each recompute, which writes what is its own."""
-    plain, function = reads_and_writes(lambda f: f, write), outer(reads_and_writes(inner, write))
-    works = assert_right_or_refused(plain, function, two_leaves, hooks)
+    want = of(reads_and_writes, write, plain, plain)
+    function = outer(of(reads_and_writes, write, inner, inner))
+    works = assert_right_or_refused(want, function, hooks)
     assert works or (write is through_a_view and hooks is not contextlib.nullcontext)
 
 
@@ -285,8 +262,8 @@ def test_a_region_that_writes_what_another_one_reads(write, outer, inner, hooks)
 def test_regions_of_two_kinds(write, outer, inner):
     """One reads, another one writes."""
     for reader in (checkpointed, scope):
-        function = REGIONS[outer](reads_and_writes(REGIONS[inner], write, reader))
-        assert_as_plain(reads_and_writes(lambda f: f, write), function, two_leaves)
+        function = REGIONS[outer](of(reads_and_writes, write, REGIONS[inner], reader))
+        assert_as_plain(of(reads_and_writes, write, plain, plain), function)
 
 
 @AROUND
@@ -295,14 +272,13 @@ def test_regions_of_two_kinds(write, outer, inner):
 def test_a_region_that_writes_what_is_from_outside_of_all(write, door, hooks):
     """Refused, or right where hooks have made copies; the second time, too."""
 
-    def function(x, w, door=door):
+    def program(door, x, w):
         return write(door, x * 1.5, w)
 
-    plain = functools.partial(function, door=lambda f: f)
-    works = assert_right_or_refused(plain, function, two_leaves, hooks)
+    works = assert_right_or_refused(of(program, plain), of(program, door), hooks)
     assert not (works and hooks in (contextlib.nullcontext, save_on_cpu))
     with pytest.raises(CheckpointError, match="backend='replay'"):
-        gradients(function, two_leaves)
+        gradients(of(program, door))
 
 
 # ---- layouts
@@ -329,23 +305,21 @@ def test_layouts_stay(layout, hooks):
         seen.append(t.stride())
         return t.sum(-1).exp().mean() * t.mean()
 
-    def make():
-        return (leaf(20, 100),)
-
     def inside(x, kept, door):
         return door(lambda: reduce(kept(layout((x * 2).exp()))))()
 
     def given(x, kept, door):
         return door(lambda t: reduce(kept(t)))(layout((x * 2).exp()))
 
-    for kept in (keep, lambda t: t, forward_only(lambda t: t), forward_only(lambda t: t + 0)):
+    def found(program, kept, door, hooks):
         seen.clear()
-        want = gradients(lambda x, kept=kept: inside(x, kept, lambda f: f), make)
-        strides = {*seen}
+        function = lambda x: program(x, kept, door)  # noqa: E731
+        return gradients(function, hooks, lambda: [leaf(20, 100)]), {*seen}
+
+    for kept in (keep, lambda t: t, forward_only(lambda t: t), forward_only(lambda t: t + 0)):
+        want = found(inside, kept, plain, contextlib.nullcontext)
         for program, door in itertools.product((inside, given), REGIONS.values()):
-            seen.clear()
-            assert gradients(lambda x, p=program, k=kept, d=door: p(x, k, d), make, hooks) == want
-            assert {*seen} == strides
+            assert found(program, kept, door, hooks) == want
 
 
 def test_kept_values_are_written_where_they_are_read():
