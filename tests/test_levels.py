@@ -33,9 +33,8 @@ step.register_autograd(
     setup_context=lambda ctx, inputs, output: ctx.save_for_backward(output),
 )
 
-pytestmark = pytest.mark.usefixtures(
-    "frozen"
-)  # memory is measured after collections, which are quick then
+# Memory is measured after collections, which are quick then.
+pytestmark = pytest.mark.usefixtures("frozen")
 
 
 def chain(n):
@@ -68,9 +67,6 @@ def replayed(n, units):
     have = torch.autograd.grad(loss, x)[0]
     assert bits(have) == bits(want)
     return list(ran)
-
-
-# ---- golden schedules
 
 
 def windows(order):
@@ -131,8 +127,7 @@ def test_memory_grows_like_the_logarithm_of_depth_with_one_checkpoint():
     """Eight times the depth needs a few values more."""
     few, many = peak(64, 1), peak(512, 1)
     assert few <= 2 * math.log2(64)
-    assert many <= 2 * math.log2(512)
-    assert many - few <= 6
+    assert many <= min(2 * math.log2(512), few + 6)
 
 
 @pytest.mark.parametrize("n", [64, 512])
@@ -147,9 +142,6 @@ def test_more_budget_never_means_more_work():
     """Nor much more memory than it grants."""
     work = [len(replayed(128, units)) for units in (1, 2, 3, 4, 8, 16, 32, 64)]
     assert work == sorted(work, reverse=True)
-
-
-# ---- bit for bit
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (2, 0, 3, 1), (1, 1, 3, 3)])
@@ -186,23 +178,14 @@ def rows(x):
     return h
 
 
-def elements(x):
-    """One number at a time, on memory that is exchanged now and then."""
-    h, c = x, torch.zeros(8, dtype=x.dtype)
-    for i in range(24):
-        h = (h * 1.01).sin()
-        c = c.clone() if i % 6 == 0 else c
-        c[3].add_(1)
-        h = h * (c + h).cos()
-    return h
-
-
 def sums(x):
+    """Into memory that is exchanged now and then, all of it and one number."""
     h, s = x, torch.zeros_like(x)
     for i in range(24):
         h = (h * 1.01).sin()
         s = s.clone() if i % 6 == 0 else s
         s.add_(h.detach())
+        s[3, 3].add_(1)
         h = h * (s * 0.1).cos()
     return h
 
@@ -215,7 +198,7 @@ def chunks(x):
     return (y.repeat(8, 1) * z).sum() + (b.sin() * b).sum()
 
 
-@pytest.mark.parametrize("program", [rows, elements, sums, chunks])
+@pytest.mark.parametrize("program", [rows, sums, chunks])
 @pytest.mark.parametrize("budget", [None, 3000, 9000, 25000, 60000])
 @pytest.mark.filterwarnings("ignore:.*smallest budget possible")
 def test_writes_in_place_between_cuts_and_levels(program, budget):
