@@ -69,33 +69,6 @@ def replayed(n, units):
     return list(ran)
 
 
-def windows(order):
-    found = []
-    for number in order:
-        if found and number == found[-1][1] + 1:
-            found[-1][1] = number
-        else:
-            found.append([number, number])
-    return [tuple(window) for window in found]
-
-
-@pytest.mark.parametrize(
-    ("n", "units", "schedule"),
-    [
-        (8, 1, [(4, 7), (4, 4), (0, 2), (1, 1)]),
-        (8, 2, [(6, 7), (3, 4), (0, 1)]),
-        (
-            64,
-            8,
-            [(59, 62), (53, 57), (46, 51), (38, 44), (29, 36), (19, 27), (8, 17), (16, 16), (0, 6)],
-        ),
-    ],
-)
-def test_which_steps_run_again_and_in_which_order(n, units, schedule):
-    """First the last segment, then those before it."""
-    assert windows(replayed(n, units)) == schedule
-
-
 @pytest.mark.parametrize(
     ("n", "units", "times"),
     [

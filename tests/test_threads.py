@@ -30,19 +30,17 @@ def network(x, w):
     return (h @ w).tanh() * h
 
 
+def gradients(fn, x, w):
+    return [*map(bits, torch.autograd.grad(fn(x, w).sum(), [x, w]))]
+
+
 @WORD
 def test_regions_and_backwards_at_once(word):
     """Each thread has its own regions; all get plain's gradients."""
     inputs = [(leaf(4, 4), leaf(4, 4)) for _ in range(3)]
-    want = [torch.autograd.grad(network(x, w).sum(), [x, w]) for x, w in inputs]
     fn = apply(word, network)
-
-    def steps(x, w):
-        return lambda: [torch.autograd.grad(fn(x, w).sum(), [x, w]) for _ in range(10)]
-
-    for have, gradients in zip(at_once(*(steps(x, w) for x, w in inputs)), want, strict=True):
-        for step in have:
-            assert list(map(bits, step)) == list(map(bits, gradients))
+    steps = [lambda x=x, w=w: [gradients(fn, x, w) for _ in range(10)] for x, w in inputs]
+    assert at_once(*steps) == [[gradients(network, x, w)] * 10 for x, w in inputs]
 
 
 @WORD
@@ -50,15 +48,13 @@ def test_regions_and_backwards_at_once(word):
 def test_two_backwards_over_one_frame(word, early_stop):
     """Two threads open the same holders at once."""
     x, w = leaf(4, 4), leaf(4, 4)
-    want = list(map(bits, torch.autograd.grad(network(x, w).sum(), [x, w])))
     y = apply(word, network, early_stop)(x, w).sum()
 
     def backwards():
-        return [torch.autograd.grad(y, [x, w], retain_graph=True) for _ in range(10)]
+        found = [torch.autograd.grad(y, [x, w], retain_graph=True) for _ in range(10)]
+        return [[*map(bits, step)] for step in found]
 
-    for gradients in at_once(backwards, backwards, backwards):
-        for step in gradients:
-            assert list(map(bits, step)) == want
+    assert at_once(*[backwards] * 3) == [[gradients(network, x, w)] * 10] * 3
 
 
 @pytest.mark.parametrize("early_stop", [True, False], ids=["early", "late"])
