@@ -68,11 +68,6 @@ def g(fn: Function, early_stop: bool = True) -> Function:
     return gradients
 
 
-def a(fn: Function, early_stop: bool = True) -> Function:
-    """In a scope with a cut wherever there can be one."""
-    return s(fn, early_stop, policy=auto())
-
-
 def b(fn: Function, early_stop: bool = True) -> Function:
     """In a scope that keeps a little, gives it up again, and complains if it is too little."""
 
@@ -89,9 +84,8 @@ def plain(fn: Function, **options: Any) -> Function:
     return fn
 
 
-DOORS: dict[
-    str, Callable[..., Function]
-] = {  # functions that take one, and the options of a region
+# Functions that take one, and the options of a region.
+DOORS: dict[str, Callable[..., Function]] = {
     "rerun": c,
     "replay": r,
     "scope": s,
@@ -102,7 +96,8 @@ DOORS: dict[
 
 DOOR = pytest.mark.parametrize("door", DOORS.values(), ids=list(DOORS))
 
-LETTERS: dict[str, Callable[..., Function]] = {"a": a, "b": b, "c": c, "r": r, "s": s, "g": g}
+A = functools.partial(s, policy=auto())  # with a cut wherever there can be one
+LETTERS: dict[str, Callable[..., Function]] = {"a": A, "b": b, "c": c, "r": r, "s": s, "g": g}
 
 
 def apply(word: str, fn: Function, early_stop: bool = True) -> Function:
@@ -221,7 +216,7 @@ def assert_same(
     after a backward, module buffers, and the random stream after each of them. With `computed` the
     arguments are not leaves, but results of an operator.
     """
-    want = _observe_plain(program, "g" * word.count("g"), computed, order)
+    want = _observe_once(program, "g" * word.count("g"), True, computed, order)
     have = observe(program, word, early_stop, computed, order)
     differs = [what for what in want if have.get(what) != want[what]]
     assert have.keys() == want.keys() and not differs, (word, differs)
@@ -266,9 +261,7 @@ def observe(
     return seen
 
 
-_observe_plain = functools.cache(
-    lambda program, word, computed, order: observe(program, word, computed=computed, order=order)
-)
+_observe_once = functools.cache(observe)  # plain programs
 
 
 def _computed(value: Any) -> Any:

@@ -22,15 +22,10 @@ from checkpointing import (
 )
 from checkpointing.torch_compat import checkpoint
 
-
-def in_torch_compat(function):
-    return lambda *args: checkpoint(function, *args, use_reentrant=False)
-
-
 RERUNS = {
     "rerun": checkpointed,
     "all of it": checkpointed(early_stop=False),
-    "compat": in_torch_compat,
+    "compat": lambda function: functools.partial(checkpoint, function, use_reentrant=False),
 }
 REGIONS = {
     **RERUNS,
@@ -100,9 +95,6 @@ def nested_in_hooks(inner):
     return pytest.mark.parametrize(("outer", "inner", "hooks"), cases, ids=map("-".join, some))
 
 
-# ---- keep and forward_only beside inner regions
-
-
 @forward_only
 def transposed(t):
     return t.t()
@@ -168,9 +160,6 @@ def test_kept_values_and_inner_regions(program, outer, inner, hooks):
     check(of(program, plain), outer(of(program, inner)), hooks)
 
 
-# ---- one tensor held twice
-
-
 @nested_in_hooks(INNER)
 def test_one_tensor_that_is_two_arguments(outer, inner, hooks):
     """It comes back as one: also in containers and closed over."""
@@ -191,9 +180,6 @@ def test_one_tensor_that_is_two_arguments(outer, inner, hooks):
     want, function = of(program, plain, plain), of(program, outer, inner)
     assert_as_plain(want, function, hooks)
     assert_as_plain(want, scope(function, policy=offload(inputs=True, min_bytes=0)), hooks)
-
-
-# ---- who writes
 
 
 def reads_and_writes(write, region, reader, x, w):
@@ -281,8 +267,6 @@ def test_a_region_that_writes_what_is_from_outside_of_all(write, door, hooks):
         gradients(of(program, door))
 
 
-# ---- layouts
-
 LAYOUTS = {
     "gaps": lambda t: t[:, :97],
     "steps": lambda t: t[:, ::2],
@@ -355,9 +339,6 @@ def test_what_is_the_users_is_put_back():
         y.sum().backward()
         assert bits(x.grad) == bits(torch.autograd.grad(x.exp().sum(), x)[0])
     assert state.tolist() == [5.0] * 4
-
-
-# ---- shifts
 
 
 def test_slots_that_have_shifted_are_a_mismatch():
