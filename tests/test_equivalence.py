@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle import apply, assert_same, bits, tensors, weigh
+from oracle import apply, assert_same, bits, weigh
 from torch import nn
 
 
@@ -215,58 +215,54 @@ def test_long_words(word, early_stop):
 # ---- ways to run backward
 
 
-def region(door, early_stop=True):
+def region(word, early_stop=True):
     """Two outputs that share work, of one region; the leaves."""
     torch.manual_seed(0)
-    x, w, v = leaf(3, 4), leaf(4, 4), leaf(4)
+    leaves = leaf(3, 4), leaf(4, 4), leaf(4)
 
     def fn(x, w, v):
         h = F.dropout((x @ w).sin(), 0.2)
         return (h * v).exp(), h.tanh() @ w
 
-    return *apply(door, fn, early_stop)(x, w, v), x, w, v
+    return [*apply(word, fn, early_stop)(*leaves)], leaves
 
 
-def backward_inputs(a, b, x, w, v):
+def backward_inputs(outputs, leaves):
     """`backward(inputs=...)` leaves the others alone."""
-    weigh([a, b]).backward(inputs=[v])
-    return x.grad, w.grad, v.grad
+    weigh(outputs).backward(inputs=leaves[2:])
 
 
-def partial_backward(a, b, x, w, v):
+def partial_backward(outputs, leaves):
     """One output first, then the other, over one graph."""
-    weigh(a).backward(retain_graph=True)
-    first = x.grad.clone()
-    weigh(b).backward()
-    return first, x.grad, w.grad, v.grad
+    weigh(outputs[0]).backward(retain_graph=True)
+    first = leaves[0].grad.clone()
+    weigh(outputs[1]).backward()
+    return first
 
 
-def one_output_only(a, b, x, w, v):
+def one_output_only(outputs, leaves):
     """The other output is dropped before backward."""
-    del b
-    weigh(a).backward()
-    return x.grad, w.grad, v.grad
+    del outputs[1]
+    weigh(outputs).backward()
 
 
-def retained_twice(a, b, x, w, v):
-    total = weigh([a, b])
-    results = [torch.autograd.grad(total, [x, w, v], retain_graph=True) for _ in range(2)]
-    return *results, torch.autograd.grad(total, [x, w, v])
+def retained_twice(outputs, leaves):
+    total = weigh(outputs)
+    return [torch.autograd.grad(total, leaves, retain_graph=n < 2) for n in range(3)]
 
 
-def create_graph(a, b, x, w, v):
+def create_graph(outputs, leaves):
     """A gradient penalty: backward through a gradient and through the outputs."""
-    gradients = torch.autograd.grad(weigh([a, b]), [x, w], create_graph=True)
-    (weigh(gradients) + weigh(a)).backward()
-    return *gradients, x.grad, w.grad, v.grad
+    gradients = torch.autograd.grad(weigh(outputs), leaves[:2], create_graph=True)
+    (weigh(gradients) + weigh(outputs[0])).backward()
+    return gradients
 
 
-def with_hooks(a, b, x, w, v):
+def with_hooks(outputs, leaves):
     """Tensor hooks change gradients on the way."""
-    a.register_hook(lambda grad: grad * 2)
-    x.register_hook(lambda grad: grad + 1)
-    weigh([a, b]).backward()
-    return x.grad, w.grad, v.grad
+    outputs[0].register_hook(lambda grad: grad * 2)
+    leaves[0].register_hook(lambda grad: grad + 1)
+    weigh(outputs).backward()
 
 
 @pytest.mark.parametrize(("word", "early_stop"), [*ONE, ("cc", True), ("cs", True), ("sc", True)])
@@ -278,8 +274,9 @@ def test_every_way_to_run_backward(way, word, early_stop):
     """What comes out, and the random stream afterwards, are plain's."""
 
     def run(word):
-        results = [bits(t) for t in tensors(way(*region(word, early_stop)))]
-        return results, bits(torch.get_rng_state())
+        outputs, leaves = region(word, early_stop)
+        found = way(outputs, leaves)
+        return bits([found, [t.grad for t in leaves], torch.get_rng_state()])
 
     assert run(word) == run("")
 
@@ -294,7 +291,7 @@ def test_batched_gradients(word, early_stop):
         y = apply(word, lambda x, w: F.dropout((x @ w).sin(), 0.2).exp_().tanh(), early_stop)(x, w)
         vectors = torch.stack([torch.ones_like(y), torch.full_like(y, 2.0)])
         gradients = torch.autograd.grad(y, [x, w], vectors, is_grads_batched=True)
-        return [bits(t) for t in (*gradients, torch.get_rng_state())]
+        return bits([*gradients, torch.get_rng_state()])
 
     assert run(word) == run("")
 
@@ -303,7 +300,7 @@ def test_batched_gradients(word, early_stop):
 @pytest.mark.parametrize("door", ["c", "r", "s"])
 def test_a_freed_graph_says_so(door, early_stop):
     """A second backward without `retain_graph` is autograd's own error."""
-    a, *_ = region(door, early_stop)
-    weigh(a).backward()
+    outputs, _ = region(door, early_stop)
+    weigh(outputs).backward()
     with pytest.raises(RuntimeError, match="backward through the graph a second time"):
-        weigh(a).backward()
+        weigh(outputs).backward()
