@@ -120,9 +120,6 @@ def whole(*shape: int) -> Tensor:
     return numbers.view(shape or (4,)).requires_grad_()
 
 
-# ---- structures
-
-
 def words(text: str) -> list[str]:
     return text.split()
 
@@ -361,10 +358,9 @@ class Programs:
 
     def __call__(self, *doors: str) -> Any:
         def add(program: Any) -> Any:
-            self.cases += [
-                pytest.param(program, self.doors[door], id=f"{program.__name__}-{door}")
-                for door in doors or self.default
-            ]
+            for door in doors or self.default:
+                name = f"{program.__name__}-{door}"
+                self.cases.append(pytest.param(self.doors[door], program, id=name))
             return program
 
         return add
@@ -372,8 +368,8 @@ class Programs:
     def test(self) -> Any:
         """The test of what is in the table by now."""
 
-        @pytest.mark.parametrize(("program", "door"), self.cases)
-        def test(program: Any, door: Any) -> None:
+        @pytest.mark.parametrize(("door", "program"), self.cases)
+        def test(door: Any, program: Any) -> None:
             same_bits(door, program)
 
         return test
@@ -403,7 +399,14 @@ UNCOUNTED = frozenset(
 )
 
 
-class Counting(TorchDispatchMode):
+class PassThrough(TorchDispatchMode):
+    """A mode that does nothing: some composite operators take another way in any."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+class Counting(PassThrough):
     """Counts the operators that run while it is entered, views aside."""
 
     def __init__(self) -> None:
@@ -414,7 +417,7 @@ class Counting(TorchDispatchMode):
         name = func.overloadpacket.__name__
         if name not in UNCOUNTED:
             self.ran[name] += 1
-        return func(*args, **(kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 def at_once(*functions: Callable[[], Any]) -> list[Any]:
@@ -440,13 +443,6 @@ def at_once(*functions: Callable[[], Any]) -> list[Any]:
     if errors:
         raise errors[0]
     return results
-
-
-class PassThrough(TorchDispatchMode):
-    """A mode that does nothing: some composite operators take another way in any."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
 
 
 def count(run: Callable[[], object]) -> dict[str, int]:

@@ -13,7 +13,6 @@ from torch import nn
 from checkpointing import checkpointed, is_recomputing, keep
 
 WORD = pytest.mark.parametrize("word", ["c", "r", "s", "cs", "sc"])
-DOOR = pytest.mark.parametrize("door", ["c", "r", "s"])
 
 
 @pytest.fixture(autouse=True)
@@ -74,7 +73,7 @@ def test_one_recompute_for_each_graph_task(early_stop):
     assert sorted(calls.count(ident) for ident in {*calls[1:]}) == [n, n]
 
 
-@DOOR
+@pytest.mark.parametrize("door", ["c", "r", "s"])
 def test_a_region_is_seen_by_its_own_thread_only(door):
     """Work that another thread does while a region is open is not part of it."""
     opened, done = threading.Event(), threading.Event()
