@@ -1223,7 +1223,8 @@ def test_inputs_that_are_leaves_go_through_the_hooks_around(door):
     hidden = (leaf(4, 4).detach() + 1).requires_grad_()
 
     def step(door):
-        with Hooks() as hooks:
+        hooks = Hooks()
+        with hooks:
             y = door(lambda x: (frozen(x).relu() + x @ adapter).square())(hidden)
         return hooks.places, torch.autograd.grad(y.sum(), [hidden, adapter])
 
