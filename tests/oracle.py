@@ -58,8 +58,7 @@ def s(fn: Function, early_stop: bool = True, **options: Any) -> Function:
 
 
 def g(fn: Function, early_stop: bool = True) -> Function:
-    """The gradients of `fn` with respect to all tensors in its arguments, themselves
-    differentiable."""
+    """The gradients with respect to all tensors in the arguments, themselves differentiable."""
 
     def gradients(*args: Any) -> tuple[Tensor | None, ...]:
         wanted = [t for t in tensors(args) if t.requires_grad]
@@ -296,6 +295,25 @@ class SavesItsOutput(torch.autograd.Function):
         return grad * first * (1 - second)
 
 
+class Pair(torch.autograd.Function):
+    """Saves an input and an output, has two outputs, and looks at which gradients are needed."""
+
+    @staticmethod
+    def forward(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        e = x.tanh()
+        return e * y, e
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(inputs[1], output[1])
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor, h: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        y, e = ctx.saved_tensors
+        wanted = ctx.needs_input_grad
+        return (g * y + h) * (1 - e * e) if wanted[0] else None, g * e if wanted[1] else None
+
+
 class Double(torch.autograd.Function):
     """Writes its input in place and saves the result."""
 
@@ -452,8 +470,7 @@ def count(run: Callable[[], object]) -> dict[str, int]:
 
 
 class Watching(TorchDispatchMode):
-    """Knows, of every storage that an operator makes while it is entered, whether it is still
-    alive."""
+    """Knows of every storage that an operator makes while it is entered whether it lives."""
 
     def __init__(self) -> None:
         super().__init__()

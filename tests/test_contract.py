@@ -93,8 +93,7 @@ class Named(NamedTuple):
 
 
 class Output(collections.OrderedDict):
-    """A dict whose values are attributes, too, and that torch's pytree does not know: handed over
-    as it is."""
+    """A dict that torch's pytree does not know: handed over as it is."""
 
     x = property(lambda self: self["x"])
 
@@ -132,8 +131,7 @@ STRUCTURES = {
 @pytest.mark.parametrize("structure", STRUCTURES)
 @pytest.mark.parametrize("kind", ["leaf", "computed"])
 def test_arguments_and_results_of_any_structure(door, structure, kind):
-    """The function sees the structure that it was given, in both runs; the caller gets the object
-    that it made; gradients are plain's."""
+    """As given in both runs, and as made in the forward; gradients are plain's."""
     build, find = STRUCTURES[structure]
     w, base, seen, made = leaf(3), leaf(3), set(), []
 
@@ -204,8 +202,6 @@ def test_other_objects_are_handed_over_as_they_are(door):
     assert seen[0] == (id(given), id(given.rest), 1)
     assert seen[1:] == ([(id(given), id(given.rest), 2)] if door is rerun else [])
 
-
-# ---- the guard
 
 PLACES = {
     "args[0]": (lambda t: ((t,), {}), lambda a, k: a[0]),
@@ -298,8 +294,7 @@ CHANGES = {
 @EACH
 @pytest.mark.parametrize("change", CHANGES)
 def test_containers_may_be_changed_afterwards(door, change):
-    """What the caller does to a list, dict or dataclass after the call does not reach the
-    recompute."""
+    """What the caller does to them after the call does not reach the recompute."""
     build, mutate = CHANGES[change]
     w, x = leaf(3), data()
     s = build(x)
@@ -396,8 +391,7 @@ def test_parameters_may_be_gathered_inside_the_region(left_there, frozen):
 
 @EACH
 def test_inputs_go_through_enclosing_hooks_and_parameters_do_not(door):
-    """Computed arguments, data and keyword arguments are saved by what encloses the region, once
-    and fetched once."""
+    """Computed arguments, data and keyword arguments: saved once and fetched once."""
     base, p, d, nested = leaf(3, 3), nn.Parameter(data(3, 3)), data(3, 3), data(3, 3)
 
     def fn(x, p, *, d, nested):
@@ -621,8 +615,7 @@ def test_parameters_that_are_exchanged_around_a_region(door, change):
 
 
 def offloaded(goes, seen=None):
-    """A model whose frozen weights hooks bring in anew, and take away if it `goes`, as those of
-    accelerate's `cpu_offload`."""
+    """A model whose frozen weights hooks bring in anew, and take away again if it `goes`."""
     torch.manual_seed(0)
     layers = nn.Linear(4, 4), nn.LayerNorm(4), nn.Tanh(), nn.Linear(4, 4, bias=False), nn.PReLU(4)
     model = nn.Sequential(*layers).requires_grad_(False)
@@ -804,18 +797,14 @@ def streams():
     return random.getstate(), repr(np.random.get_state(legacy=False)), bits(torch.get_rng_state())
 
 
-def seed():
-    random.seed(1)
-    np.random.seed(2)
-    torch.manual_seed(3)
-
-
 @DOOR
 def test_all_preserves_the_random_numbers_of_python_and_numpy(door):
     """Gradients as plain, and so are the three streams afterwards; True preserves torch's only."""
 
     def step(door, **options):
-        seed()
+        random.seed(1)
+        np.random.seed(2)
+        torch.manual_seed(3)
         x = leaf()
         y = door(draws, **options)(x)
         random.random(), np.random.rand()

@@ -10,15 +10,12 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle import apply, assert_same, bits, weigh
+from oracle import Pair, SavesItsOutput, apply, assert_same, bits, weigh
 from torch import nn
 
 
 def leaf(*shape):
     return torch.randn(*shape).mul_(0.5).requires_grad_()
-
-
-# ---- the programs: functions that build a function and its arguments
 
 
 def of_two(fn):
@@ -45,7 +42,7 @@ def unused_outputs(x, w):
     return h.sin(), h.detach(), h.argmax(), torch.ones(2), x, h * x, w
 
 
-class Pair(NamedTuple):
+class Named(NamedTuple):
     first: Any
     second: Any = None
 
@@ -56,11 +53,11 @@ def structures():
     def fn(batch, scale, pair, *rest):
         h = batch["x"].sin() * batch["more"][0] + batch["mask"]
         k = pair.first.sin() * h * scale + rest[0][1].cos()
-        outer = Pair(k.exp(), Pair(k.tanh(), None))
+        outer = Named(k.exp(), Named(k.tanh(), None))
         return {"a": h.exp(), "b": [None, 3, "text"], "c": {"d": (h.cos(), 1.5)}}, outer
 
     batch = {"x": leaf(3, 4), "more": [leaf(4), None], "mask": torch.ones(3, 4)}
-    return fn, (batch, 0.5, Pair(leaf(3, 4), "text"), (1, leaf(4)))
+    return fn, (batch, 0.5, Named(leaf(3, 4), "text"), (1, leaf(4)))
 
 
 @of_two
@@ -127,27 +124,10 @@ def gradient_inside_of_a_graph_that_it_frees(x, w):
     return x.cos() * w * a.sigmoid()
 
 
-class TwoSaves(torch.autograd.Function):
-    """Saves input, output and an intermediate value; reads them twice; can be differentiated
-    again."""
-
-    @staticmethod
-    def forward(ctx, x, w):
-        inner = x.sin()
-        result = inner * w
-        ctx.save_for_backward(x, w, result)
-        return result
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, w, _ = ctx.saved_tensors
-        again = ctx.saved_tensors[2]
-        return grad * w * x.cos(), (grad * x.sin() + 0 * again).sum(0)
-
-
 @of_two
-def custom_function(x, w):
-    return TwoSaves.apply(x.exp(), w.sin()).tanh()
+def custom_functions(x, w):
+    a, b = Pair.apply(x.exp(), w.sin().expand(3, 4))
+    return (SavesItsOutput.apply(a) * b).tanh()
 
 
 def small_model():
@@ -163,10 +143,8 @@ def batch_norm():
 PROGRAMS = [
     *(several_outputs, unused_outputs, structures, in_place, views, complex_numbers, dropout),
     *(no_grad_inside, gradient_inside, gradient_inside_of_a_graph_that_it_frees),
-    *(custom_function, small_model),
+    *(custom_functions, small_model),
 ]
-
-# ---- the table
 
 ONE = [(word, early_stop) for word in "crsab" for early_stop in (True, False)]
 NESTED = [
@@ -178,8 +156,7 @@ NESTED = [
 @pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize(("word", "early_stop"), ONE + NESTED)
 def test_regions_in_any_nesting_are_the_plain_program(program, word, early_stop):
-    """f ~ c(f) ~ c(c(f)) ~ s(f) ~ s(c(f)) ~ c(s(f)) ~ s(s(f)), with gradients up to the third
-    order."""
+    """f ~ c(f) ~ c(c(f)) ~ s(c(f)) and so on, with gradients up to the third order."""
     is_one = len(word) == 1
     for computed in (False, True) if is_one else (True,):
         assert_same(program, word, early_stop, computed, order=3 if is_one else 2)
@@ -190,8 +167,6 @@ def test_regions_update_buffers_once(word):
     """Batch norm's statistics and count are those of the plain model."""
     assert_same(batch_norm, word, order=2)
 
-
-# ---- with gradients taken between the regions
 
 SHORT = ["".join(letters) for n in (2, 3) for letters in itertools.product("crsg", repeat=n)]
 
@@ -210,9 +185,6 @@ def test_gradients_in_every_order_of_nesting(word):
 def test_long_words(word, early_stop):
     """Nests of up to six transforms."""
     assert_same(several_outputs, word, early_stop=early_stop)
-
-
-# ---- ways to run backward
 
 
 def region(word, early_stop=True):

@@ -1,5 +1,4 @@
-"""Recompute on several levels: a replay that is larger than the budget makes cuts of its own while
-it runs."""
+"""Recompute on several levels: a replay larger than the budget makes cuts of its own."""
 
 import math
 from collections import Counter

@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 import torch
 import torch.utils.checkpoint
-from oracle import Double, PassThrough, SavesItsOutput, bits, noisy, tensors, weigh
+from oracle import Double, Pair, PassThrough, SavesItsOutput, bits, noisy, tensors, weigh
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.nn import functional as F
@@ -36,28 +36,6 @@ from checkpointing._engine import Frame
 from checkpointing._region import thread
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-
-
-# ---- what programs call
-
-
-class Pair(torch.autograd.Function):
-    """Saves an input and an output, has two outputs, and looks at which gradients are needed."""
-
-    @staticmethod
-    def forward(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        e = x.tanh()
-        return e * y, e
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.save_for_backward(inputs[1], output[1])
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor, h: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        y, e = ctx.saved_tensors
-        wanted = ctx.needs_input_grad
-        return (g * y + h) * (1 - e * e) if wanted[0] else None, g * e if wanted[1] else None
 
 
 @torch.library.custom_op("nests::bump", mutates_args=("x",))
@@ -520,8 +498,7 @@ FINE = ("right", "refused", "skipped")
 
 
 def judge(source: str) -> str:
-    """Whether a program is right, refused, or skipped, since plain code or torch fails; or what is
-    wrong."""
+    """Whether a program is right, refused or skipped, or what is wrong."""
     refusable = WRITES in source
     try:
         want = run(source, PLAIN)
@@ -552,9 +529,6 @@ def torch_fails(source: str, want: list[Any]) -> bool:
             return want != have or want != run(source, PLAIN)
     except Exception:
         return True
-
-
-# ---- many of them
 
 
 def one(seed: int) -> tuple[str, str]:

@@ -87,22 +87,15 @@ AROUND = pytest.mark.parametrize("hooks", HOOKS.values(), ids=HOOKS)
 
 
 def nested_in_hooks(inner):
-    """Each outer region with each of these inside: without hooks around, and in one kind of them
-    by turns."""
+    """Each of these in each outer region: without hooks around, and in one kind by turns."""
     pairs = enumerate(itertools.product(OUTER, inner))
     some = [(*pair, hooks) for i, pair in pairs for hooks in ("no hooks", [*HOOKS][1 + i % 3])]
     cases = [(REGIONS[outer], REGIONS[inner], HOOKS[hooks]) for outer, inner, hooks in some]
     return pytest.mark.parametrize(("outer", "inner", "hooks"), cases, ids=map("-".join, some))
 
 
-@forward_only
-def transposed(t):
-    return t.t()
-
-
-@forward_only
-def in_pieces(pair):
-    return [pair["a"][1:3].t(), pair["a"], {"b": pair["a"][:, ::2]}]
+transposed = forward_only(torch.t)
+in_pieces = forward_only(lambda s: [s["a"][1:3].t(), s["a"], {"b": s["a"][:, ::2]}])
 
 
 def kept_leaf(region, x, w):

@@ -100,8 +100,9 @@ def test_a_region_is_seen_by_its_own_thread_only(door):
 
 
 HURRIED = """
-import gc, sys, threading, time
+import gc, sys, time
 import torch
+from oracle import at_once
 from checkpointing import checkpointed
 
 sys.setswitchinterval(1e-6)
@@ -114,18 +115,13 @@ def work():
     for _ in range(200):
         region(x).sum().backward()
 
-threads = [threading.Thread(target=work) for _ in range(4)]
-for thread in threads:
-    thread.start()
-for thread in threads:
-    thread.join()
+at_once(*[work] * 4)
 """
-hurried = Program("-c", HURRIED)
 
 
 def test_garbage_collection_while_the_generator_is_read_is_no_deadlock():
     """Torch holds the generator's mutex there, another thread the GIL."""
-    assert hurried.output == ""
+    assert Program("-c", HURRIED).output == ""
 
 
 def test_recomputes_of_one_region_take_turns():

@@ -157,8 +157,7 @@ def test_transforms_inside_a_region(inside, word, early_stop):
 
 @pytest.mark.parametrize("door", ["rerun", "replay", "scope", "rerun in rerun"])
 def test_forward_mode_over_a_region(door):
-    """Dual numbers pass through; gradients of the primal and of the tangent, inside the level, are
-    plain's."""
+    """Dual numbers pass through; gradients of both parts, inside the level, are plain's."""
 
     def step(make):
         x = x0().requires_grad_()
