@@ -31,7 +31,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import checkpointing
-from checkpointing import auto, offload, save_ops, save_tagged, torch_compat
+from checkpointing import auto, keep, offload, opaque, save_ops, save_tagged, tag, torch_compat
 from checkpointing._engine import Frame
 from checkpointing._region import thread
 
@@ -387,9 +387,7 @@ OURS = {
     "rerun": checkpointing.checkpointed,
     "replay": lambda f, **options: checkpointing.checkpointed(f, backend="replay", **options),
     "compat": lambda f: partial(torch_compat.checkpoint, f, use_reentrant=False),
-    "keep": checkpointing.keep,
-    "tag": checkpointing.tag,
-    "opaque": checkpointing.opaque,
+    **{f.__name__: f for f in (keep, opaque, tag)},
     **{name: checkpointing.forward_only(f) for name, f in ONCE.items()},
 }
 SHUT = {
