@@ -196,9 +196,6 @@ def bits(value: Any) -> Any:
     )
 
 
-# ---- programs
-
-
 # Gives a function and its arguments, new ones each time but always the same bits.
 Program = Callable[[], tuple[Function, tuple[Any, ...]]]
 

@@ -174,8 +174,7 @@ def calls_of_any_kind(door):
 @EACH
 def test_chains_of_5000_objects_and_lists(door):
     """Objects are not walked; lists are, as deep as anybody writes them."""
-    chain: Any = None
-    deep: Any = []
+    chain, deep = None, []
     for _ in range(5000):
         chain, deep = SimpleNamespace(next=chain), [deep]
     x = leaf(3)
@@ -209,7 +208,6 @@ PLACES = {
     "args[0].x": (lambda t: ((Plain(t),), {}), lambda a, k: a[0].x),
     "args[0].x[1]['a']": (lambda t: ((Named([0, {"a": t}]),), {}), lambda a, k: a[0].x[1]["a"]),
     "args[0][0].x": (lambda t: (([Slotted(t)],), {}), lambda a, k: a[0][0].x),
-    "args[0]['x']": (lambda t: ((collections.OrderedDict(x=t),), {}), lambda a, k: a[0]["x"]),
     "args[0][0]": (lambda t: ((Registered(t),), {}), lambda a, k: a[0].x),
 }
 MAKE = {
@@ -277,8 +275,6 @@ def test_what_the_function_writes_itself_is_refused_by_rerun(door, write, how):
 
 CHANGES = {
     "append": (lambda t: [t], lambda s, t: s.insert(0, t)),
-    "clear": (lambda t: [t], lambda s, t: s.clear()),
-    "nested": (lambda t: [[t]], lambda s, t: s[0].clear()),
     "dict replace": (lambda t: {"a": t}, lambda s, t: s.update(a=t)),
     "dict in a list": (lambda t: [{"a": t}], lambda s, t: s[0].clear()),
     "attribute of a dataclass": (Plain, lambda s, t: setattr(s, "x", t)),
@@ -1228,8 +1224,7 @@ def test_a_cache_is_grown_inside_a_region(door, view):
         program(door)
     text = str(caught.value)
     assert all(words in text for words in ("as left by", "use_cache=False", "backend='replay'"))
-    assert text.count("\n") < 16
-    assert len(text) < 2000
+    assert text.count("\n") < 16 and len(text) < 2000
 
 
 def test_a_function_that_fails_on_its_grown_cache_says_so():

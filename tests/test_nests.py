@@ -479,17 +479,13 @@ def repaired(lines: list[str]) -> list[str] | None:
             if "modified by an inplace" in str(error) or "is a view and" in str(error):
                 written = [i for i, line in enumerate(lines) if line.endswith(WRITES)]
                 place = max(written, default=place)
-            end = place + 1
-            while lines[end : end + 1] and depth_of(lines[end]) > depth_of(lines[place]):
+            end, inside = place + 1, lines[place].removesuffix(lines[place].lstrip()) + " "
+            while lines[end : end + 1] and lines[end].startswith(inside):
                 end += 1
             lines = lines[:place] + lines[end:]
         else:
             return lines
     return None
-
-
-def depth_of(line: str) -> int:
-    return len(line) - len(line.lstrip())
 
 
 FINE = ("right", "refused", "skipped")
