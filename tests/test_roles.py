@@ -237,6 +237,18 @@ def test_a_region_that_writes_what_another_one_reads(write, outer, inner, hooks)
         assert works or (write is through_a_view and hooks is not contextlib.nullcontext)
 
 
+@nested_in_hooks(RERUNS)
+def test_a_rerun_that_writes_a_tensor_and_reads_its_memory_elsewhere(outer, inner, hooks):
+    """`.data` has a version of its own."""
+
+    def program(region, x, w):
+        a = x * 1.5
+        return region(lambda a, other, w: (a.mul_(3) + other).sin() * w)(a, a.data, w)
+
+    works = assert_right_or_refused(of(program, plain), outer(of(program, inner)), hooks)
+    assert works or hooks is not contextlib.nullcontext
+
+
 @AROUND
 @pytest.mark.parametrize("door", RERUNS.values(), ids=RERUNS)
 @pytest.mark.parametrize("write", [as_argument, by_closure, without_grad])
