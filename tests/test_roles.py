@@ -277,6 +277,18 @@ LAYOUTS = {
 
 
 @AROUND
+def test_what_a_forward_only_function_made_is_written_by_each_recompute(hooks):
+    """On memory of its own, if hooks have made copies; else it is refused."""
+    make = forward_only(lambda: torch.full((4, 4), 2.0))
+
+    def program(region, x, w):
+        return region(lambda x, w: (make().mul_(0.5) * x).exp() * w)(x, w)
+
+    works = assert_right_or_refused(of(program, plain), of(program, checkpointed), hooks)
+    assert works == (hooks not in (contextlib.nullcontext, save_on_cpu))
+
+
+@AROUND
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_layouts_stay(layout, hooks):
     """Strides decide in which order kernels add."""
