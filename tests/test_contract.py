@@ -84,6 +84,13 @@ class Slotted:
         self.set_once = rest
 
 
+def more(x, rest=None):
+    """A dataclass with an attribute beside its fields."""
+    value = Plain(x, rest)
+    value.factor = 2.0
+    return value
+
+
 class Named(NamedTuple):
     x: Any
     rest: Any = None
@@ -115,6 +122,7 @@ STRUCTURES = {
     "OrderedDict": (lambda x, r=None: collections.OrderedDict(r=r, a=x), lambda s: s["a"]),
     "defaultdict": (lambda x, r=None: collections.defaultdict(list, a=x, r=r), lambda s: s["a"]),
     "deque": (lambda x, r=None: collections.deque([r, x], maxlen=2), lambda s: s[1]),
+    "attribute beside fields": (more, lambda s: s.x * s.factor),
     "dataclass in a dict": (lambda x, r=None: {"p": Plain([x], r)}, lambda s: s["p"].x[0]),
     **{kind.__name__: (kind, lambda s: s.x) for kind in (Plain, Slotted, Named, Registered)},
     "unknown dict": (lambda x, r=None: Output(x=x, r=r), lambda s: s.x),
