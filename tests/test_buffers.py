@@ -649,6 +649,15 @@ def test_wide_normalisation_is_written_once():
     assert (norm.running_mean == 0.1).all()
 
 
+def test_a_buffer_of_64_kib_is_written_once():
+    """The largest that is copied before every forward."""
+    module = nn.Module()
+    module.register_buffer("calls", torch.zeros(1 << 14))
+    module.forward = lambda x: (x * module.calls.add_(1)[0]).square()
+    checkpointed(module)(leaf()).sum().backward()
+    assert module.calls.nbytes == 64 * 1024 and module.calls[0] == 1
+
+
 @pytest.mark.parametrize(
     "make", [lambda t: t.to_sparse(), lambda t: t.to(torch.complex64).conj(), lambda t: t[:, ::2]]
 )
@@ -822,10 +831,13 @@ def test_frozen_torchscript_has_no_training_flag():
     """And no buffers either: what it computes is all there is."""
     module, x = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).eval(), leaf()
     frozen = scripted(module, lambda module: torch.jit.freeze(torch.jit.script(module)))
-    y = checkpointed(lambda x: frozen(x).sin())(x)
+    beside = nn.Dropout(0.0)
+    y = checkpointed(lambda x: beside(frozen(x)).sin())(x)
+    beside.eval()
     y.sum().backward()
     (want,) = torch.autograd.grad(frozen(x).sin().sum(), x)
     assert torch.allclose(x.grad, want)
+    assert not hasattr(frozen, "training")
 
 
 def test_the_first_call_of_a_lazy_module_with_debug():

@@ -2,7 +2,9 @@
 inputs; variables that the function closes over; state that no argument shows; results of calls
 that must not be repeated."""
 
+import asyncio
 import collections
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -11,6 +13,7 @@ import logging
 import random
 import types
 import weakref
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,13 +31,14 @@ from oracle import (
     plain,
     python_calls,
     same_bits,
+    tensors,
 )
 from oracle import c as rerun
 from oracle import r as replay
 from oracle import s as scope
 from oracle import whole as leaf
 from torch import nn
-from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import register_pytree_node
 
 from checkpointing import (
@@ -50,6 +54,10 @@ from checkpointing import (
 )
 
 EACH = pytest.mark.parametrize("door", [rerun, replay, scope])
+WAYS = {**DOORS, "rerun to the end": functools.partial(rerun, early_stop=False)}
+RERUNS = ("rerun", "rerun to the end", "rerun in rerun")
+ONE_LEVEL = ("rerun", "rerun to the end", "replay", "scope")
+program = Programs(WAYS, default=[*RERUNS, "replay", "scope"])
 
 
 def data(*shape):
@@ -58,9 +66,6 @@ def data(*shape):
 
 def same(have, want):
     assert [bits(t) for t in have] == [bits(t) for t in want]
-
-
-# ---- structures
 
 
 @dataclasses.dataclass
@@ -72,18 +77,18 @@ class Plain:
 @dataclasses.dataclass(slots=True)
 class Slotted:
     x: Any
-    rest: Any = None
-
-
-@dataclasses.dataclass
-class PostInit:
-    x: Any
     rest: dataclasses.InitVar[Any] = None
-    twice: Any = dataclasses.field(init=False)
+    set_once: Any = dataclasses.field(init=False)
 
     def __post_init__(self, rest):
-        self.rest = rest
-        self.twice = "set once"
+        self.set_once = rest
+
+
+def more(x, rest=None):
+    """A dataclass with an attribute beside its fields."""
+    value = Plain(x, rest)
+    value.factor = 2.0
+    return value
 
 
 class Named(NamedTuple):
@@ -92,17 +97,9 @@ class Named(NamedTuple):
 
 
 class Output(collections.OrderedDict):
-    """A dict whose values are attributes, too, and that torch's pytree does not know: handed over
-    as it is."""
+    """A dict that torch's pytree does not know: handed over as it is."""
 
-    def __init__(self, x, rest=None):
-        super().__init__(x=x, rest=rest)
-
-    def __getattr__(self, name):
-        try:
-            return self[name]
-        except KeyError:
-            raise AttributeError(name) from None
+    x = property(lambda self: self["x"])
 
 
 class Registered:
@@ -116,12 +113,6 @@ register_pytree_node(
 )
 
 
-class PlainObject:
-    def __init__(self, x, rest=None):
-        self.x = x
-        self.rest = rest
-
-
 STRUCTURES = {
     "list": (lambda x, r=None: [x, r], lambda s: s[0]),
     "tuple": (lambda x, r=None: (r, x), lambda s: s[1]),
@@ -131,14 +122,12 @@ STRUCTURES = {
     "OrderedDict": (lambda x, r=None: collections.OrderedDict(r=r, a=x), lambda s: s["a"]),
     "defaultdict": (lambda x, r=None: collections.defaultdict(list, a=x, r=r), lambda s: s["a"]),
     "deque": (lambda x, r=None: collections.deque([r, x], maxlen=2), lambda s: s[1]),
+    "attribute beside fields": (more, lambda s: s.x * s.factor),
     "dataclass in a dict": (lambda x, r=None: {"p": Plain([x], r)}, lambda s: s["p"].x[0]),
-    **{
-        kind.__name__: (kind, lambda s: s.x)
-        for kind in (Plain, Slotted, PostInit, Named, Output, Registered)
-    },
-    "object": (PlainObject, lambda s: s.x),
-    "SimpleNamespace": (lambda x, r=None: types.SimpleNamespace(x=x, r=r), lambda s: s.x),
-    "objects in a list": (lambda x, r=None: [PlainObject(r), PlainObject(x)], lambda s: s[1].x),
+    **{kind.__name__: (kind, lambda s: s.x) for kind in (Plain, Slotted, Named, Registered)},
+    "unknown dict": (lambda x, r=None: Output(x=x, r=r), lambda s: s.x),
+    "object": (lambda x, r=None: SimpleNamespace(x=x, r=r), lambda s: s.x),
+    "objects in a list": (lambda x, r=None: [r, SimpleNamespace(x=x)], lambda s: s[1].x),
     "mapping proxy": (lambda x, r=None: types.MappingProxyType({"a": x, "r": r}), lambda s: s["a"]),
 }
 
@@ -146,100 +135,56 @@ STRUCTURES = {
 @EACH
 @pytest.mark.parametrize("structure", STRUCTURES)
 @pytest.mark.parametrize("kind", ["leaf", "computed"])
-def test_arguments_of_any_structure(door, structure, kind):
-    """The function sees the structure that it was given, in both runs; gradients are plain's."""
+def test_arguments_and_results_of_any_structure(door, structure, kind):
+    """As given in both runs, and as made in the forward; gradients are plain's."""
     build, find = STRUCTURES[structure]
-    w, base, seen = leaf(3), leaf(3), set()
+    w, base, seen, made = leaf(3), leaf(3), set(), []
 
     def fn(s, *, w):
         seen.add(type(s))
-        return (find(s) * w).square()
+        made.append(build((find(s) * w).square(), w.square()))
+        return made[-1]
 
     def step(fn):
-        return torch.autograd.grad(
-            fn(build(base if kind == "leaf" else base * 2, {"o": 1}), w=w).sum(), [base, w]
-        )
+        result = fn(build(base if kind == "leaf" else base * 2, {"o": 1}), w=w)
+        assert result is made[-1]
+        return torch.autograd.grad(find(result).sum(), [base, w])
 
     same(step(door(fn)), step(fn))
     assert len(seen) == 1
 
 
-@EACH
-@pytest.mark.parametrize("structure", STRUCTURES)
-def test_results_of_any_structure(door, structure):
-    """The caller gets the object that the function made, with the gradients of plain."""
-    build, find = STRUCTURES[structure]
-    x, made = leaf(3), []
-
-    def fn(x):
-        made.append(build(x.square().square(), x.square()))
-        return made[-1]
-
-    def step(fn):
-        result = fn(x)
-        assert result is made[-1]
-        return torch.autograd.grad(find(result).sum(), x)
-
-    same(step(door(fn)), step(fn))
-
-
-def callables(module, act, norm, x):
-    return norm(act(module(x))).square()
-
-
-def every_kind(a, /, b, *rest, c, d=2.0, **others):
-    return (a * b + sum(rest) * c + d * others["e"]).square()
-
-
-def twice_and_a_view(a, b, view):
-    return (a * b)[:2] * view
-
-
-def one_list_twice(a, b):
-    b.append(a[0] * 2)
-    return (a[-1] * a[0]).square()
-
-
-LINEAR = nn.Linear(3, 3)
-CALLS = {
-    "modules and functions": (callables, lambda x: ((LINEAR, torch.relu, LINEAR.forward, x), {})),
-    "every kind of parameter": (
-        every_kind,
-        lambda x: ((x, x + 1, x + 2, x + 3), {"c": x, "e": x + 4}),
-    ),
-    "one tensor twice, and a view": (
-        twice_and_a_view,
-        lambda x: (lambda y: ((y, y, y[2:]), {}))(x * 2),
-    ),
-    "one list twice": (one_list_twice, lambda x: (lambda items: ((items, items), {}))([x * 2])),
-    "a function with arguments": (
-        lambda x, f: f(x).square(),
-        lambda x: ((x, functools.partial(torch.mul, x)), {}),
-    ),
-}
-
-
-@EACH
-@pytest.mark.parametrize("call", CALLS)
-def test_calls_of_any_kind(door, call):
+@program("rerun", "replay", "scope")
+def calls_of_any_kind(door):
     """What is one object in the forward is one in the rerun."""
-    fn, build = CALLS[call]
 
-    def step(door):
-        x = leaf(3, 3)
-        args, kwargs = build(x)
-        return torch.autograd.grad(door(fn)(*args, **kwargs).sum(), x)
+    def every_kind(a, /, b, *rest, c, d=2.0, **others):
+        return (a * b + sum(rest) * c + d * others["e"]).square()
 
-    same(step(door), step(lambda fn: fn))
+    def one_list_twice(a, b):
+        b.append(a[0] * 2)
+        return (a[-1] * a[0]).square()
+
+    linear, x = nn.Linear(3, 3), leaf(3, 3)
+    y, items = x * 2, [x * 2]
+    results = (
+        door(lambda module, act, norm, x: norm(act(module(x))))(
+            linear, torch.relu, linear.forward, x
+        ),
+        door(every_kind)(x, x + 1, x + 2, x + 3, c=x, e=x + 4),
+        door(lambda a, b, view: (a * b)[:2] * view)(y, y, y[2:]),
+        door(one_list_twice)(items, items),
+        door(lambda x, f: f(x).square())(x, functools.partial(torch.mul, x)),
+    )
+    return torch.autograd.grad(sum(result.square().sum() for result in results), x)
 
 
 @EACH
 def test_chains_of_5000_objects_and_lists(door):
     """Objects are not walked; lists are, as deep as anybody writes them."""
-    chain: Any = None
-    deep: Any = []
+    chain, deep = None, []
     for _ in range(5000):
-        chain, deep = PlainObject(chain), [deep]
+        chain, deep = SimpleNamespace(next=chain), [deep]
     x = leaf(3)
     door(lambda x, chain, deep: x.square() * len(deep))(x, chain, deep).sum().backward()
     same([x.grad], [2 * x.detach()])
@@ -248,7 +193,7 @@ def test_chains_of_5000_objects_and_lists(door):
 @EACH
 def test_other_objects_are_handed_over_as_they_are(door):
     """The very object, with what it holds when backward runs; what nobody saved may change."""
-    seen, given = [], PlainObject(data(), {"n": 1})
+    seen, given = [], SimpleNamespace(x=data(), rest={"n": 1})
 
     def fn(x, given):
         seen.append((id(given), id(given.rest), given.rest["n"]))
@@ -262,8 +207,6 @@ def test_other_objects_are_handed_over_as_they_are(door):
     assert seen[1:] == ([(id(given), id(given.rest), 2)] if door is rerun else [])
 
 
-# ---- the guard
-
 PLACES = {
     "args[0]": (lambda t: ((t,), {}), lambda a, k: a[0]),
     "args[1]": (lambda t: ((1, t), {}), lambda a, k: a[1]),
@@ -272,21 +215,20 @@ PLACES = {
     "kwargs['z']['a'][2]": (lambda t: ((), {"z": {"a": (0, 0, t)}}), lambda a, k: k["z"]["a"][2]),
     "args[0].x": (lambda t: ((Plain(t),), {}), lambda a, k: a[0].x),
     "args[0].x[1]['a']": (lambda t: ((Named([0, {"a": t}]),), {}), lambda a, k: a[0].x[1]["a"]),
-    "args[0][0].rest": (lambda t: (([Slotted(0, t)],), {}), lambda a, k: a[0][0].rest),
-    "args[0]['x']": (lambda t: ((collections.OrderedDict(x=t),), {}), lambda a, k: a[0]["x"]),
+    "args[0][0].x": (lambda t: (([Slotted(t)],), {}), lambda a, k: a[0][0].x),
     "args[0][0]": (lambda t: ((Registered(t),), {}), lambda a, k: a[0].x),
-    "kwargs['z']['b']": (
-        lambda t: ((), {"z": collections.defaultdict(list, b=t)}),
-        lambda a, k: k["z"]["b"],
-    ),
 }
-PLACE = pytest.mark.parametrize("place", PLACES)
-MAKE = {"data": data, "computed": lambda: leaf(3) * 2, "leaf": lambda: leaf(3)}
+MAKE = {
+    "data": data,
+    "computed": lambda: leaf(3) * 2,
+    "leaf": lambda: leaf(3),
+    "parameter": lambda: nn.Parameter(data()),
+}
 
 
-@PLACE
 @EACH
-@pytest.mark.parametrize("kind", MAKE)
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("kind", ["data", "computed", "leaf"])
 def test_a_tensor_changed_in_place_is_named(place, kind, door):
     """Rerun says which argument, replay which operator read it."""
     build, find = PLACES[place]
@@ -307,11 +249,10 @@ def test_a_tensor_changed_in_place_is_named(place, kind, door):
 
 
 WRITES = {
-    "argument": lambda x, d, c: (d.mul_(2), (x * d).square())[1],
-    "a view of it": lambda x, d, c: (d[:1].mul_(2), (x * d).square())[1],
-    "read, then written": lambda x, d, c: ((x * d.clone()).square(), d.mul_(2))[0],
-    "statistics": lambda x, d, c: nn.functional.batch_norm(x, d, c, training=True).square(),
-    "with a gradient": lambda x, d, c: (d.copy_(x * 2) * x).square(),
+    "argument": lambda x, d: (d.mul_(2), (x * d).square())[1],
+    "a view of it": lambda x, d: (d[:1].mul_(2), (x * d).square())[1],
+    "read, then written": lambda x, d: ((x * d.clone()).square(), d.mul_(2))[0],
+    "with a gradient": lambda x, d: (d.copy_(x * 2) * x).square(),
 }
 
 
@@ -320,38 +261,28 @@ WRITES = {
 @pytest.mark.parametrize("how", ["arguments", "containers", "closure"])
 def test_what_the_function_writes_itself_is_refused_by_rerun(door, write, how):
     """With the remedy in the message; the remedy is right."""
-    if write == "statistics" and door is rerun:
-        pytest.skip(
-            "batch_norm's kernels write running statistics without a trace: a limit, in LIMITS.md"
-        )
+    fn = WRITES[write]
 
     def step(door):
-        x, d, c = leaf(4, 3), data(3), torch.ones(3)
-        fn = WRITES[write]
-        if write == "with a gradient":
-            d = data(4, 3)
+        x, d = leaf(4, 3), data(4, 3)
         calls = {
-            "arguments": lambda: door(fn)(x, d, c=c),
-            "containers": lambda: door(lambda x, s: fn(x, s[0]["d"], s[1]))(x, [{"d": d}, c]),
-            "closure": lambda: door(lambda x: fn(x, d, c))(x),
+            "arguments": lambda: door(fn)(x, d=d),
+            "containers": lambda: door(lambda x, s: fn(x, s[0]["d"]))(x, [{"d": d}]),
+            "closure": lambda: door(lambda x: fn(x, d))(x),
         }
         calls[how]().sum().backward()
-        return x.grad, d.detach(), c
+        return x.grad, d.detach()
 
     if door is rerun:
-        name = "variable '[dc]'" if how == "closure" else ""
+        name = "variable 'd'" if how == "closure" else ""
         with pytest.raises(CheckpointError, match=rf"{name}.*changed in place .*backend='replay'"):
             step(door)
     else:
-        same(step(door), step(lambda fn: fn))
+        same(step(door), step(plain))
 
-
-# ---- containers are the caller's own
 
 CHANGES = {
     "append": (lambda t: [t], lambda s, t: s.insert(0, t)),
-    "clear": (lambda t: [t], lambda s, t: s.clear()),
-    "nested": (lambda t: [[t]], lambda s, t: s[0].clear()),
     "dict replace": (lambda t: {"a": t}, lambda s, t: s.update(a=t)),
     "dict in a list": (lambda t: [{"a": t}], lambda s, t: s[0].clear()),
     "attribute of a dataclass": (Plain, lambda s, t: setattr(s, "x", t)),
@@ -361,59 +292,33 @@ CHANGES = {
 }
 
 
-def first_tensor(value):
-    if isinstance(value, torch.Tensor):
-        return value
-    parts = (
-        value.values()
-        if isinstance(value, dict)
-        else (value.x,)
-        if isinstance(value, Plain)
-        else value
-    )
-    return next(found for part in parts if (found := first_tensor(part)) is not None)
-
-
 @EACH
 @pytest.mark.parametrize("change", CHANGES)
 def test_containers_may_be_changed_afterwards(door, change):
-    """What the caller does to a list, dict or dataclass after the call does not reach the
-    recompute."""
+    """What the caller does to them after the call does not reach the recompute."""
     build, mutate = CHANGES[change]
     w, x = leaf(3), data()
     s = build(x)
-    y = door(lambda *, s: (first_tensor(s) * w).square())(s=s)
+    y = door(lambda *, s: (tensors(s)[0] * w).square())(s=s)
     mutate(s, torch.zeros(3))
     same(torch.autograd.grad(y.sum(), w), torch.autograd.grad((x * w).square().sum(), w))
 
 
-@EACH
-def test_the_function_may_change_its_containers(door):
+@program("rerun", "replay", "scope")
+def a_function_that_changes_its_containers(door):
     """A list that the function empties is empty for the caller, once."""
-    x, w, xs, into = data(), leaf(3), [data(), data() * 2], {}
+    w, xs, into = leaf(3), [data(), data() * 2], {}
 
     def fn(xs, into):
         into["seen"] = into.get("seen", 0) + 1
         return (xs.pop() * w).square()
 
     y = door(fn)(xs, into)
-    have = torch.autograd.grad(y.sum(), w)
-    assert (len(xs), into) == (1, {"seen": 1})
-    same(have, torch.autograd.grad((x * 2 * w).square().sum(), w))
-
-
-# ---- parameters and data whose memory goes and comes back (ZeRO, FSDP)
+    return *torch.autograd.grad(y.sum(), w), len(xs), into["seen"]
 
 
 def set_data(p, away):
-    """Another tensor's memory, and the old one back."""
-    if away:
-        p.stash, p.data = p.data, torch.empty(0)
-    else:
-        p.data = p.stash
-
-
-def set_data_fresh(p, away):
+    """Other memory, and a copy of the old one."""
     if away:
         p.stash, p.data = p.data.clone(), torch.empty(0)
     else:
@@ -431,7 +336,7 @@ def resize_storage(p, away):
 
 
 @EACH
-@pytest.mark.parametrize("trick", [set_data, set_data_fresh, resize_storage])
+@pytest.mark.parametrize("trick", [set_data, resize_storage])
 @pytest.mark.parametrize("how", ["closure", "argument", "module", "data"])
 def test_memory_may_be_away_between_forward_and_backward(door, trick, how):
     """As plain: no error, the same gradients."""
@@ -482,48 +387,26 @@ def test_parameters_may_be_gathered_inside_the_region(left_there, frozen):
     same(torch.autograd.grad(y.sum(), x), want)
 
 
-# ---- hooks around
-
-
-@EACH
+@pytest.mark.parametrize("door", [*RERUNS, "replay", "scope"])
 def test_inputs_go_through_enclosing_hooks_and_parameters_do_not(door):
-    """Computed arguments, data and keyword arguments are saved by what encloses the region, once
-    and fetched once."""
+    """Computed arguments, data and leaves that are no parameters: saved once and fetched once."""
     base, p, d, nested = leaf(3, 3), nn.Parameter(data(3, 3)), data(3, 3), data(3, 3)
+    frozen, hidden = nn.Linear(3, 3).requires_grad_(False), data(3, 3).requires_grad_()
 
-    def fn(x, p, *, d, nested):
-        return ((x @ p).relu() * d + nested[0]["a"]).square() @ p
+    def fn(x, p, *, d, nested, hidden):
+        return ((x @ p).relu() * d + nested[0]["a"] * (frozen(hidden) @ p)).square() @ p
 
     def step(fn, hooks):
         x = base * 2
         with hooks:
-            y = fn(x, p, d=d, nested=[{"a": nested}])
-        return x, torch.autograd.grad(y.sum(), [base, p])
+            y = fn(x, p, d=d, nested=[{"a": nested}], hidden=hidden)
+        return x, torch.autograd.grad(y.sum(), [base, p, hidden])
 
     hooks = Hooks()
-    x, have = step(door(fn), hooks)
+    x, have = step(WAYS[door](fn), hooks)
     same(have, step(fn, Hooks())[1])
-    assert sorted(hooks.places) == sorted(t.data_ptr() for t in (x, d, nested))
-    assert hooks.unpacked == 3
-
-
-@EACH
-def test_hooks_may_return_another_layout(door):
-    """A hook that gives back a contiguous copy of a transposed tensor changes no gradient."""
-    base, w = leaf(3, 4), data(4, 3)
-    want = torch.autograd.grad(((base * 2).t() * w).square().sum(), base)
-    with saved_tensors_hooks(lambda t: t.contiguous().clone(), lambda t: t):
-        y = door(lambda x, w: (x.t() * w).square())(base * 2, w)
-        z = door(lambda x, w: (x * w).square())((base * 2).t(), w)
-    for out in (y, z):
-        assert torch.equal(torch.autograd.grad(out.sum(), base)[0], want[0])
-
-
-WAYS = {**DOORS, "rerun to the end": functools.partial(rerun, early_stop=False)}
-RERUNS = ("rerun", "rerun to the end", "rerun in rerun")
-ONE_LEVEL = ("rerun", "rerun to the end", "replay", "scope")
-EACH_WAY = pytest.mark.parametrize("door", [*RERUNS, "replay", "scope"])
-program = Programs(WAYS, default=[*RERUNS, "replay", "scope"])
+    assert sorted(hooks.places) == sorted(t.data_ptr() for t in (x, d, nested, hidden))
+    assert hooks.unpacked == 4
 
 
 # ---- the function's own variables
@@ -546,7 +429,7 @@ def variables_set_anew_afterwards(door):
     p = then = leaf() * 2
 
     def fn(x, a=3.0, *, b=5.0):
-        return act(module(x * factor * a * b * t * p)) * len(TABLES)
+        return act(module(x * factor * a * b * t * p))
 
     x = leaf()
     y = door(fn)(x)
@@ -556,83 +439,38 @@ def variables_set_anew_afterwards(door):
     return gradients
 
 
-TABLES = [1, 2]
-
-
-def counts_up():
-    n = 0
-
-    def fn(x):
-        nonlocal n
-        n += 1
-        return x.sin()
-
-    return fn, lambda: n
-
-
-def by_a_function_inside():
-    n = 0
-
-    def fn(x):
-        def count():
-            nonlocal n
-            n += 1
-
-        count()
-        return x.sin()
-
-    return fn, lambda: n
-
-
-def deleted_and_set():
-    n = 0
-
-    def fn(x):
-        nonlocal n
-        m = n
-        del n
-        y = x.sin()
-        n = m + 1  # noqa: F841
-        return y
-
-    return fn, lambda: n
-
-
-def a_state():
-    h = torch.zeros(4)
-
-    def fn(x):
-        nonlocal h
-        h = h.detach() + x.detach()
-        return x.sin()
-
-    return fn, lambda: h.sum().item()
-
-
-ASSIGNS = [counts_up, by_a_function_inside, deleted_and_set, a_state]
-
-
 @pytest.mark.parametrize("times", [1, 2])
-@pytest.mark.parametrize("make", ASSIGNS, ids=lambda make: make.__name__)
-def test_what_a_function_assigns_itself_is_its_own_business(make, times):
-    """Left as it is, as with torch's checkpoint."""
+def test_what_a_function_assigns_itself_is_its_own_business(times):
+    """It, or one that it defines: left as it is, as with torch's checkpoint."""
 
-    def run(door):
-        (fn, read), x = make(), leaf()
-        y = door(fn)(x) + door(fn)(x) * 2
-        found = [read()]
+    def run(region):
+        n, total, x = 0, torch.zeros(4), leaf()
+
+        def fn(x):
+            nonlocal n
+
+            def add():
+                nonlocal total
+                total = total + x.detach()
+
+            add()
+            m = n
+            del n
+            y = x.sin()
+            n = m + 1  # noqa: F841
+            return y
+
+        for _ in range(times):
+            fn = region(fn)
+        y = fn(x) + fn(x) * 2
+        found = [n, bits(total)]
         y.sum().backward()
-        return *found, read(), bits(x.grad)
+        return *found, n, bits(total), bits(x.grad)
 
-    def nested(region):  # around it so often
-        return lambda fn: functools.reduce(lambda fn, _: region(fn), range(times), fn)
-
-    def theirs(fn):
-        return functools.partial(
-            torch.utils.checkpoint.checkpoint, fn, use_reentrant=False, early_stop=False
-        )
-
-    assert run(nested(WAYS["rerun to the end"])) == run(nested(theirs))
+    theirs = functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=False)
+    assert run(WAYS["rerun to the end"]) == run(
+        lambda fn: functools.partial(theirs, fn, early_stop=False)
+    )
 
 
 def test_what_it_only_reads_keeps_the_value_of_the_forward_beside_it():
@@ -659,24 +497,15 @@ def test_what_it_only_reads_keeps_the_value_of_the_forward_beside_it():
 
 
 @pytest.mark.parametrize("door", ONE_LEVEL)
-@pytest.mark.parametrize("kind", ["data", "computed", "leaf", "parameter"])
+@pytest.mark.parametrize("kind", MAKE)
 def test_tensors_among_them_are_guarded_like_arguments(door, kind):
     """The message of a rerun has the variable's name."""
-    made = {
-        "data": torch.ones(4),
-        "computed": leaf() * 2,
-        "leaf": leaf(),
-        "parameter": nn.Parameter(torch.ones(4)),
-    }
-    weight = made[kind]
-    x = leaf()
+    weight, x = MAKE[kind](), leaf(3)
     y = WAYS[door](lambda x: ((weight * 2) * x).square())(x)
     with torch.no_grad():
         weight.add_(1)
-    match = (
-        r"the variable 'weight' .*was changed in place" if door in RERUNS else "changed in place"
-    )
-    with pytest.raises(ChangedError, match=match):
+    name = r"the variable 'weight' .*" if door in RERUNS else ""
+    with pytest.raises(ChangedError, match=f"{name}was changed in place"):
         y.sum().backward()
 
 
@@ -698,7 +527,7 @@ def test_containers_among_them_are_the_live_ones():
 
 @program()
 def methods_and_functions_that_are_defined_later_keep_their_variables(door):
-    """Methods with `super()` and variables; recursion."""
+    """Methods with `super()` and variables, also in a partial; recursion."""
     factor = 2.0
 
     class Base:
@@ -706,11 +535,13 @@ def methods_and_functions_that_are_defined_later_keep_their_variables(door):
             return x.square()
 
     class Derived(Base):
-        def run(self, x):
-            return super().run(x * factor) * later(x, 2)
+        weight = 3.0
+
+        def run(self, n, x):
+            return super().run(x * factor * n) * later(x, 2) * self.weight
 
     def call(x):
-        return door(Derived().run)(x)
+        return door(Derived().run)(5.0, x) + door(functools.partial(Derived().run, 5.0))(x)
 
     def later(x, n):
         return x if n == 0 else later(x * 2, n - 1)
@@ -718,23 +549,6 @@ def methods_and_functions_that_are_defined_later_keep_their_variables(door):
     x = leaf()
     y = call(x)
     factor = 3.0
-    return torch.autograd.grad(y.sum(), x)
-
-
-@program()
-def a_method_in_a_partial_keeps_its_variables(door):
-    """It stays bound to its object when it is called again."""
-    factor = 2.0
-
-    class Scale:
-        weight = 3.0
-
-        def run(self, n, x):
-            return (x * factor * n * self.weight).square()
-
-    x = leaf()
-    y = door(functools.partial(Scale().run, 5.0))(x)
-    factor = 7.0
     return torch.autograd.grad(y.sum(), x)
 
 
@@ -759,87 +573,65 @@ def around(door):
     return x.grad, *(p.grad for p in new.values()), *(p.grad for p in net.parameters())
 
 
-def assigned(door):
-    net, x = Net(), leaf(2, 4)
-    y, then = door(net)(x), net.one.weight
-    net.one.weight = nn.Parameter(torch.zeros(4, 4))
-    y.sum().backward()
-    return x.grad, then.grad, net.one.weight.grad
+def give(module, weight):
+    del module.weight
+    module.weight = weight
 
 
-def child(door):
-    net, x = Net(), leaf(2, 4)
-    y, then = door(net)(x), net.two.weight
-    net.two = nn.Linear(4, 4, bias=False)
-    y.sum().backward()
-    return x.grad, then.grad, net.two.weight.grad
-
-
-def swapped(door):
-    net, x = Net(), leaf(2, 4)
-    y = door(net)(x)
+def swapped(net):
     net.one.weight, net.two.weight = net.two.weight, net.one.weight
-    y.sum().backward()
-    return x.grad, net.one.weight.grad, net.two.weight.grad
 
 
-def to_a_tensor(door):
-    """A tensor that is no parameter in its place."""
+EXCHANGES = {
+    "assigned": lambda net: give(net.one, nn.Parameter(torch.zeros(4, 4))),
+    "a tensor that is no parameter": lambda net: give(net.one, torch.zeros(4, 4)),
+    "a child": lambda net: setattr(net, "two", nn.Linear(4, 4, bias=False)),
+    "swapped": swapped,
+}
+
+
+def afterwards(door, change):
     net, x = Net(), leaf(2, 4)
-    y, then = door(net)(x), net.one.weight
-    del net.one.weight
-    net.one.weight = torch.zeros(4, 4)
+    y, then = door(net)(x), [*net.parameters()]
+    EXCHANGES[change](net)
     y.sum().backward()
-    return x.grad, then.grad
+    return x.grad, *(p.grad for p in (*then, *net.parameters()))
 
 
-EXCHANGES = [around, assigned, child, swapped, to_a_tensor]
-
-
-@EACH_WAY
-@pytest.mark.parametrize("exchange", EXCHANGES, ids=lambda e: e.__name__)
-def test_parameters_that_are_exchanged_around_a_region(door, exchange):
+@pytest.mark.parametrize("door", [*RERUNS, "replay", "scope"])
+@pytest.mark.parametrize("change", [None, *EXCHANGES])
+def test_parameters_that_are_exchanged_around_a_region(door, change):
     """Refused by a rerun, by the names that they have now, with the remedy; right under replay."""
+    exchange = functools.partial(afterwards, change=change) if change else around
     if door not in RERUNS:
         same_bits(WAYS[door], exchange)
         return
     one, two = r"saves the parameter Net\.one\.weight ", r".*saved the parameter Net\.two\.weight "
-    match = one + two if exchange is swapped else r"saves? .*parameter .*float32 tensor of shape"
+    match = one + two if change == "swapped" else r"saves? .*parameter .*float32 tensor of shape"
     with pytest.raises(MismatchError, match=match) as caught:
         exchange(WAYS[door])
-    text = str(caught.value)
-    assert "region '" in text and "backend='replay'" in text
-    for guess in ("exchanged", "functional_call around", "opaque"):
-        assert guess not in text
+    assert "region '" in str(caught.value) and "backend='replay'" in str(caught.value)
 
 
-def pre_hook(module, bring):
-    module.register_forward_pre_hook(lambda *_: bring())
-
-
-def both_hooks(module, bring):
-    """... and go with it, as those of accelerate's `cpu_offload`."""
-    pre_hook(module, bring)
-    module.register_forward_hook(lambda *_: bring("meta"))
-
-
-def offloaded(hooks, seen=None, trains=False):
-    """A model whose weights hooks bring in anew."""
+def offloaded(goes, seen=None):
+    """A model whose frozen weights hooks bring in anew, and take away again if it `goes`."""
     torch.manual_seed(0)
     layers = nn.Linear(4, 4), nn.LayerNorm(4), nn.Tanh(), nn.Linear(4, 4, bias=False), nn.PReLU(4)
-    model = nn.Sequential(*layers).requires_grad_(trains)
+    model = nn.Sequential(*layers).requires_grad_(False)
 
     def give(module):
         store = {name: p.detach().clone() for name, p in module.named_parameters()}
 
         def bring(device="cpu"):
             for name, value in store.items():
-                parameter = nn.Parameter(value.to(device, copy=True), requires_grad=trains)
+                parameter = nn.Parameter(value.to(device, copy=True), requires_grad=False)
                 setattr(module, name, parameter)
                 if seen is not None and device == "cpu":
                     seen.append(weakref.ref(parameter))
 
-        hooks(module, bring)
+        module.register_forward_pre_hook(lambda *_: bring())
+        if goes:
+            module.register_forward_hook(lambda *_: bring("meta"))
 
     for module in model:
         give(module)
@@ -850,8 +642,8 @@ def offloaded(hooks, seen=None, trains=False):
 def frozen_weights_that_hooks_bring_in_anew(door):
     """Their identity is another at every call, their values are the same."""
     x = leaf(3, 4)
-    for hooks in (pre_hook, both_hooks):
-        region = door(offloaded(hooks))
+    for goes in (False, True):
+        region = door(offloaded(goes))
         (region(x).square().sum() + region(region(x)).sum()).backward()
     return (x.grad,)
 
@@ -860,7 +652,7 @@ def frozen_weights_that_hooks_bring_in_anew(door):
 def test_frozen_weights_that_hooks_take_away_are_not_held(door, no_gc):
     """The memory that offloading saves is not lost to a region."""
     seen = []
-    model, x = offloaded(both_hooks, seen), leaf(3, 4)
+    model, x = offloaded(True, seen), leaf(3, 4)
     y = WAYS[door](model)(x)
     assert len(seen) == 6 and all(ref() is None for ref in seen)
     y.sum().backward()
@@ -875,13 +667,13 @@ def test_weights_that_come_back_as_others_are_refused(door, change):
     module.weight = nn.Parameter(torch.ones(4), requires_grad=False)
     module.forward = lambda x: (x * module.weight).square()
     y = WAYS[door](module)(x)
-    del module.weight
-    module.weight = {
-        "shape": lambda: nn.Parameter(torch.ones(3, 4), requires_grad=False),
-        "dtype": lambda: nn.Parameter(torch.ones(4).double(), requires_grad=False),
-        "trains": lambda: nn.Parameter(torch.ones(4)),
-        "no parameter": lambda: torch.ones(4),
-    }[change]()
+    others = {
+        "shape": nn.Parameter(torch.ones(3, 4), requires_grad=False),
+        "dtype": nn.Parameter(torch.ones(4).double(), requires_grad=False),
+        "trains": nn.Parameter(torch.ones(4)),
+        "no parameter": torch.ones(4),
+    }
+    give(module, others[change])
     with pytest.raises(MismatchError):
         y.sum().backward()
 
@@ -905,10 +697,8 @@ def test_weights_cached_around_a_region(door):
     with nn.utils.parametrize.cached():
         layer(x)
         y = WAYS[door](layer)(x)
-    with pytest.raises(MismatchError) as caught:
+    with pytest.raises(MismatchError, match=r"parametrizations\.weight\.original"):
         y.sum().backward()
-    assert "exchanged" not in str(caught.value)
-    assert "parametrizations.weight.original" in str(caught.value)
 
 
 @program()
@@ -920,33 +710,18 @@ def parameters_that_are_exchanged_inside_a_region(door):
     return x.grad, base.grad, *(p.grad for p in net.parameters())
 
 
-def makes_leaves(x):
-    w = torch.ones(4, requires_grad=True)
-    return (x * w * w).square()
-
-
-def makes_parameters(x):
-    w = nn.Parameter(torch.full((4,), 2.0))
-    return (x * w * w).square()
-
-
-def makes_modules(x):
-    torch.manual_seed(1)
-    return nn.Linear(4, 4)(x).square()
-
-
-def adapts(x):
-    w = torch.ones(4, requires_grad=True)
-    (g,) = torch.autograd.grad((x * w).square().sum(), w, create_graph=True)
-    return (x * (w - g * 0.5)).square()
-
-
 @program()
 def leaves_that_the_function_makes(door):
     """They are new each time, and fine."""
+
+    def fn(x):
+        torch.manual_seed(1)
+        w, p = torch.ones(4, requires_grad=True), nn.Parameter(torch.full((4,), 2.0))
+        (g,) = torch.autograd.grad((x * w).square().sum(), w, create_graph=True)
+        return nn.Linear(4, 4)(x * (w - g * 0.5) * p * p).square()
+
     x = leaf(4)
-    for makes in (makes_leaves, makes_parameters, makes_modules, adapts):
-        door(makes)(x).sum().backward()
+    door(fn)(x).sum().backward()
     return (x.grad,)
 
 
@@ -964,22 +739,16 @@ def parameters_that_the_region_did_not_use_may_change(door):
     return x.grad, net.one.weight.grad
 
 
-# ---- a recompute changes nothing of the user's
-
-
 def test_a_rerun_finds_and_leaves_everything_as_the_user_has_it():
     """The very parameters with their flags, memory and versions."""
     net, seen = Net(), []
     net.tables = {"a": [1, 2]}
 
     def state():
-        modules = [(id(m), id(m._parameters), id(m._modules), m.training) for m in net.modules()]
-        parameters = [(id(p), p.requires_grad, p.data_ptr(), p._version) for p in net.parameters()]
         return (
-            modules,
-            parameters,
-            id(net.tables),
-            copy.deepcopy(net.tables),
+            [(id(m), id(m._parameters), id(m._modules), m.training) for m in net.modules()],
+            [(id(p), p.requires_grad, p.data_ptr(), p._version) for p in net.parameters()],
+            (id(net.tables), copy.deepcopy(net.tables)),
             list(net.state_dict()),
         )
 
@@ -1014,9 +783,6 @@ def a_variable_that_something_else_in_the_region_sets(door):
     return scale, x.grad
 
 
-# ---- preserve_rng_state="all"
-
-
 def draws(x):
     """Numbers from three streams, after which two of them have moved."""
     scale = random.random() + float(np.random.rand()) + torch.rand(())
@@ -1027,18 +793,14 @@ def streams():
     return random.getstate(), repr(np.random.get_state(legacy=False)), bits(torch.get_rng_state())
 
 
-def seed():
-    random.seed(1)
-    np.random.seed(2)
-    torch.manual_seed(3)
-
-
 @DOOR
 def test_all_preserves_the_random_numbers_of_python_and_numpy(door):
     """Gradients as plain, and so are the three streams afterwards; True preserves torch's only."""
 
     def step(door, **options):
-        seed()
+        random.seed(1)
+        np.random.seed(2)
+        torch.manual_seed(3)
         x = leaf()
         y = door(draws, **options)(x)
         random.random(), np.random.rand()
@@ -1074,59 +836,26 @@ def test_all_restores_the_streams_after_an_error():
 # ---- register_state
 
 
-class Tracker:
-    """A named generator, as model-parallel libraries have one."""
+@program(*DOORS)
+def registered_state_is_the_forwards_in_recompute_and_the_present_one_afterwards(door):
+    """With other forwards in between, and two backwards."""
+    state, generator = {"amax": 1.0}, torch.Generator().manual_seed(7)
+    hidden = register_state(generator.get_state, generator.set_state)
 
-    def __init__(self):
-        self.generator = torch.Generator().manual_seed(7)
-
-    def snapshot(self):
-        return self.generator.get_state()
-
-    def restore(self, state):
-        self.generator.set_state(state)
-
-    def __call__(self, x):
-        return x * torch.randint(1, 5, (4,), generator=self.generator)
-
-
-class Scale:
-    """FP8-like: each forward looks at the largest value so far, and then at its input."""
-
-    def __init__(self):
-        self.amax = 1.0
-
-    def snapshot(self):
-        return self.amax
-
-    def restore(self, amax):
-        self.amax = amax
-
-    def __call__(self, x):
-        y = x * self.amax
-        self.amax += 1
+    def scaled(x):
+        y = x * state["amax"] * torch.randint(1, 5, (4,), generator=generator)
+        state["amax"] += 1
         return y
 
-
-@pytest.mark.parametrize("kind", [Tracker, Scale])
-@DOOR
-def test_registered_state_is_the_forwards_in_recompute_and_the_present_one_afterwards(kind, door):
-    """Gradients and the state afterwards are plain's, with other forwards in between and two
-    backwards."""
-
-    def step(door):
-        hidden = types.SimpleNamespace(it=kind())
-        with register_state(hidden.it.snapshot, hidden.it.restore):
-            fn, x = (lambda x: hidden.it(hidden.it(x).square()).square()), leaf()
-            first, second = door(fn)(x), door(fn)(x * 2)
-            gradients = [
-                *torch.autograd.grad(second.sum(), x, retain_graph=True),
-                *torch.autograd.grad(first.sum(), x, retain_graph=True),
-                *torch.autograd.grad(first.sum() + second.sum(), x),
-            ]
-        return [bits(t) for t in gradients], repr(hidden.it.snapshot())
-
-    assert step(door) == step(plain)
+    with hidden, register_state(state.copy, state.update):
+        fn, x = (lambda x: scaled(scaled(x).square()).square()), leaf()
+        first, second = door(fn)(x), door(fn)(x * 2)
+        return [
+            *torch.autograd.grad(second.sum(), x, retain_graph=True),
+            *torch.autograd.grad(first.sum(), x, retain_graph=True),
+            *torch.autograd.grad(first.sum() + second.sum(), x),
+            state["amax"],
+        ]
 
 
 def counters():
@@ -1146,29 +875,20 @@ def counters():
 
 
 def test_when_states_are_asked_for_and_put_back():
-    """At forward; at recompute, after which the state of now is put back."""
+    """At forward; at recompute, after which the state of now is put back. When it has been removed,
+    regions that have one restore it still, else their recompute would be wrong."""
     calls, snapshot, restore = counters()
     order = []
     with register_state(lambda: "a", order.append), register_state(lambda: "b", order.append):
-        with register_state(snapshot, restore):
-            y = checkpointed(lambda x: x.sin().exp())(leaf())
-            assert calls == [("snapshot", False)]
-            y.sum().backward()
-        assert calls == [("snapshot", False), ("snapshot", True), ("restore", 1), ("restore", 2)]
-    assert order == ["a", "b", "b", "a"]
-
-
-def test_after_remove_no_snapshots_are_taken():
-    """Regions that have one restore it still, else their recompute would be wrong."""
-    calls, snapshot, restore = counters()
-    handle = register_state(snapshot, restore)
-    before = checkpointed(lambda x: x.sin().exp())(leaf())
-    handle.remove()
-    handle.remove()
+        handle = register_state(snapshot, restore)
+        y = checkpointed(lambda x: x.sin().exp())(leaf())
+        handle.remove()
+        handle.remove()
+        assert calls == [("snapshot", False)]
+        y.sum().backward()
     checkpointed(lambda x: x.sin().exp())(leaf()).sum().backward()
-    assert len(calls) == 1
-    before.sum().backward()
-    assert [what for what, _ in calls] == ["snapshot", "snapshot", "restore", "restore"]
+    assert calls == [("snapshot", False), ("snapshot", True), ("restore", 1), ("restore", 2)]
+    assert order == ["a", "b", "b", "a"]
 
 
 @pytest.mark.parametrize("who", ["function", "restore of one", "snapshot of one"])
@@ -1198,21 +918,15 @@ def test_states_are_put_back_after_an_error(who):
         assert value["good"] == 1
 
 
-def test_replay_and_plain_calls_ask_for_no_state():
-    """A tape has what Python read; grad mode off is a plain call."""
+def test_who_asks_for_states():
+    """Reruns of all threads; a tape has what Python read, and grad mode off is a plain call."""
     calls, snapshot, restore = counters()
     with register_state(snapshot, restore):
         replay(lambda x: x.sin().exp())(leaf()).sum().backward()
         scope(lambda x: x.sin().exp())(leaf()).sum().backward()
         with torch.no_grad():
             checkpointed(lambda x: x.sin().exp())(leaf())
-    assert calls == []
-
-
-def test_states_are_registered_for_all_threads():
-    """Not for the one that registers them only."""
-    calls, snapshot, restore = counters()
-    with register_state(snapshot, restore):
+        assert calls == []
         at_once(lambda: checkpointed(lambda x: x.sin())(leaf()))
     at_once(lambda: checkpointed(lambda x: x.sin())(leaf()))
     assert calls == [("snapshot", False)]
@@ -1242,13 +956,10 @@ def test_a_forward_only_function_runs_once_and_its_results_come_back_in_order(do
     assert step(door, early_stop=early_stop) == step(plain)
 
 
-@DOOR
-@pytest.mark.parametrize(
-    "pass_it", [lambda f, x: f(x), lambda f, x: f(x=x)], ids=["positional", "keyword"]
-)
-def test_an_argument_passed_through_is_the_recomputes_own(door, pass_it):
-    """A probe in the middle of an expression."""
-    norms = []
+@program(*DOORS)
+def arguments_passed_through_a_forward_only_function_are_the_recomputes_own(door):
+    """A probe in the middle of an expression; a list that the function goes on writing."""
+    norms, hand_on = [], forward_only(lambda values: values)
 
     @forward_only
     def probe(x):
@@ -1256,16 +967,18 @@ def test_an_argument_passed_through_is_the_recomputes_own(door, pass_it):
         return x
 
     def fn(x):
-        y = pass_it(probe, x.square()).square()
+        y = probe(x.square()).square()
         (inner,) = torch.autograd.grad(y.sum(), x, create_graph=True)
-        return pass_it(probe, inner * y).square()
+        return probe(x=inner * y).square()
 
-    def step(door):
-        x = leaf().detach().clone().requires_grad_()
-        return bits(torch.autograd.grad(door(fn)(x).sum(), x)[0])
+    def writes(x):
+        values = [x.sin()]
+        hand_on(values).append(values[0] * 2)
+        return (values[-1] * values[0]).exp()
 
-    assert step(door) == step(plain)
-    assert len(norms) == 4
+    x = leaf().detach().clone().requires_grad_()  # no view
+    (door(fn)(x).sum() + door(writes)(x).sum()).backward()
+    return x.grad, len(norms)
 
 
 @program(*DOORS)
@@ -1302,36 +1015,31 @@ def test_a_call_of_which_the_forward_has_no_result_is_an_error(why):
     runs = []
 
     @forward_only
-    def note(x):
+    def note():
         if why == "raised":
-            raise KeyError("logger")
-        return 1.0
+            raise KeyError
 
     def fn(x):
         runs.append(1)
-        for _ in range(len(runs)):
-            try:
-                x = x * note(x)
-            except KeyError:
-                x = x * 2
+        for _ in runs:
+            with contextlib.suppress(KeyError):
+                note()
+            x = x * 2
         return x.sin().exp()
 
     with pytest.raises(MismatchError, match=r"calls .*note, which is forward_only"):
         checkpointed(fn)(leaf()).sum().backward()
 
 
-@pytest.mark.parametrize("where", ["outside", "grad off", "disabled"])
-def test_outside_of_a_region_it_is_the_function(where):
+@pytest.mark.parametrize("around", [torch.no_grad, disabled])
+def test_outside_of_a_region_it_is_the_function(around):
     """Every call is a call."""
     seen = []
     note = forward_only(lambda x: seen.append(x))
-    region = checkpointed(lambda x: note(1) or x.sin())
-    if where == "outside":
-        note(1)
-    else:
-        with disabled() if where == "disabled" else torch.no_grad():
-            region(leaf())
-    assert seen == [1]
+    note(1)
+    with around():
+        checkpointed(lambda x: note(2) or x.sin())(leaf())
+    assert seen == [1, 2]
 
 
 class Model:
@@ -1357,14 +1065,8 @@ def test_methods_and_signatures():
     assert list(inspect.signature(Model.method).parameters) == ["self", "x", "times"]
 
     def fn(x):
-        for method in (
-            model.method,
-            model.static,
-            model.static_inside,
-            model.of_class,
-            model.of_class_inside,
-        ):
-            results.append(method(x))  # noqa: PERF401
+        names = ("method", "static", "static_inside", "of_class", "of_class_inside")
+        results.extend(getattr(model, name)(x) for name in names)
         return x.sin().exp()
 
     checkpointed(fn)(leaf()).sum().backward()
@@ -1372,13 +1074,7 @@ def test_methods_and_signatures():
     assert model.seen == [1]
     assert copy.deepcopy(model).method(None, times=3) == "method"
 
-    def generator():
-        yield
-
-    async def coroutine():
-        pass
-
-    for wrong in (generator, coroutine, Model, 3):
+    for wrong in (lambda: (yield), asyncio.sleep, Model, 3):
         with pytest.raises(TypeError, match="forward_only"):
             forward_only(wrong)
 
@@ -1414,9 +1110,6 @@ def test_a_forward_only_function_in_a_scope_in_a_rerun_leaves_no_trace_there(wor
     assert len(seen) == 2 * runs
 
 
-# ---- is_recomputing
-
-
 @DOOR
 @pytest.mark.parametrize("where", ["check", "snapshot", "hook"])
 def test_is_recomputing_is_false_in_what_the_forward_calls(door, where):
@@ -1428,30 +1121,17 @@ def test_is_recomputing_is_false_in_what_the_forward_calls(door, where):
         return value
 
     options = {"determinism_check": lambda t: note() or t.shape} if where == "check" else {}
-    state = register_state(note, note)
-    if where != "snapshot":
-        state.remove()
-    hooks = (note, note) if where == "hook" else (lambda t: t, lambda t: t)
-    with state, torch.autograd.graph.saved_tensors_hooks(*hooks):
+    around = {
+        "check": contextlib.nullcontext,
+        "snapshot": lambda: register_state(note, note),
+        "hook": lambda: saved_tensors_hooks(note, note),
+    }[where]
+    with around():
         y = door(lambda x: x.sin().exp().sin(), **options)(leaf() * 2)
         assert not any(seen)
         seen.clear()
     y.sum().backward()
     assert where != "check" or all(seen)
-
-
-@program("rerun")
-def a_list_passed_through_a_forward_only_function_is_the_recomputes_own(door):
-    """Not a copy: the function goes on writing it."""
-    hand_on = forward_only(lambda values: values)
-
-    def fn(x):
-        values = [x.sin()]
-        hand_on(values).append(values[0] * 2)
-        return (values[-1] * values[0]).exp()
-
-    x = leaf()
-    return torch.autograd.grad(door(fn)(x).sum(), x)
 
 
 @program("rerun", "rerun to the end")
@@ -1469,21 +1149,13 @@ def a_backward_inside_reruns_ahead_of_the_forward(door):
     """What has not been kept or called yet is made anew."""
     twice = forward_only(lambda y: y * 2)
 
-    def keeps(x):
+    def fn(x):
         y = keep(x * 1.5).exp().sin()
         (g,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
-        return (keep((g * y).exp()) * y).sin()
-
-    def calls(x):
-        y = (x * 1.5).exp().sin()
-        (g,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
-        return ((g * twice(y)).exp() * y).sin()
+        return (keep((g * twice(y)).exp()) * y).sin()
 
     x = leaf()
-    return [torch.autograd.grad(door(fn)(x).sum(), x)[0] for fn in (keeps, calls)]
-
-
-# ---- what a region could reach
+    return torch.autograd.grad(door(fn)(x).sum(), x)
 
 
 LOGGER = None
@@ -1496,76 +1168,42 @@ class Layer(nn.Module):
         super().__init__()
         self.linear, self.config = nn.Linear(4, 4), config
 
-    def forward(self, x, trainer=None):
-        if LOGGER is not None and self.config is None:
-            LOGGER.warning("no configuration")
+    def forward(self, x):
+        assert LOGGER is not None
         return self.linear(x).relu()
 
 
-def test_what_a_region_could_reach_costs_nothing():
+@pytest.mark.parametrize("way", ["module", "method", "lambda", "argument"])
+def test_what_a_region_could_reach_costs_nothing(way, monkeypatch):
     """As many calls of functions, forward and backward, however much there is around it."""
 
-    def calls(n, way):
-        global LOGGER
+    def calls(n):
         many = {f"key {i}": [i] for i in range(n)}
         manager = logging.Manager(logging.RootLogger(logging.WARNING))
         manager.loggerDict |= dict.fromkeys(many, [logging.PlaceHolder(manager.root)] * 10)
-        LOGGER, layer, x = manager.getLogger("a.b"), Layer(many), leaf(4, 4)
-        trainer = types.SimpleNamespace(words=[*many], batches=[*many.values()], block=layer)
+        monkeypatch.setitem(globals(), "LOGGER", manager.getLogger("a.b"))
+        layer, x = Layer(many), leaf(4, 4)
+        trainer = SimpleNamespace(words=[*many], batches=[*many.values()], block=layer)
         region = {
             "module": lambda: rerun(layer)(x),
             "method": lambda: rerun(layer.forward)(x),
             "lambda": lambda: rerun(lambda x: trainer.block(x))(x),
             "argument": lambda: rerun(lambda x, trainer: layer(x))(x, trainer),
         }[way]
-        try:
-            region().sum().backward()
-            return python_calls(lambda: region().sum().backward())
-        finally:
-            LOGGER = None
+        region().sum().backward()
+        return python_calls(lambda: region().sum().backward())
 
-    for way in ("module", "method", "lambda", "argument"):
-        assert calls(50_000, way) == calls(0, way), way
-
-
-# ---- adapters and caches
-
-
-class Token:
-    """Something to be watched."""
-
-
-@program()
-def a_frozen_base_with_adapters(door):
-    """An input that `requires_grad_()` has made a leaf goes through the hooks around."""
-    frozen, adapter = nn.Linear(4, 4).requires_grad_(False), nn.Parameter(leaf(4, 4).detach())
-    hidden = (leaf(4, 4).detach() + 1).requires_grad_()
-    with save_on_cpu():
-        y = door(lambda x: (frozen(x).relu() + x @ adapter).square())(hidden)
-    y.sum().backward()
-    return y, hidden.grad, adapter.grad
+    assert calls(50_000) == calls(0)
 
 
 test_programs_are_plains = program.test()
-
-
-@EACH
-def test_inputs_that_are_leaves_go_through_the_hooks_around(door):
-    """As with torch's own checkpoint."""
-    packed, x, p = [], leaf(4, 4), nn.Parameter(leaf(4, 4).detach())
-    with saved_tensors_hooks(lambda t: packed.append(t.data_ptr()) or t, lambda t: t):
-        door(lambda x: (x @ p).square())(x)
-        torch.utils.checkpoint.checkpoint(lambda x: (x @ p).square(), x, use_reentrant=False)
-    assert packed == [x.data_ptr()] * 2
 
 
 class Cache:
     """As transformers' `DynamicCache`: an object with layers, which grow."""
 
     def __init__(self):
-        self.layers = [Token(), Token()]
-        for layer in self.layers:
-            layer.keys = torch.zeros(0, 4)
+        self.layers = [SimpleNamespace(keys=torch.zeros(0, 4)) for _ in range(2)]
 
     def update(self, keys, i):
         self.layers[i].keys = torch.cat([self.layers[i].keys, keys])
@@ -1593,23 +1231,8 @@ def test_a_cache_is_grown_inside_a_region(door, view):
     with pytest.raises(MismatchError) as caught:
         program(door)
     text = str(caught.value)
-    for words in ("as left by the forward", "use_cache=False", "backend='replay'"):
-        assert words in text
-    assert text.count("\n") < 16
-    assert len(text) < 2000
-
-
-def test_what_a_cache_holds_decides_what_is_computed():
-    """T5 and Whisper, without `use_cache=False`: another parameter is met, with the same remedy."""
-    layer, w = types.SimpleNamespace(keys=None), torch.nn.Parameter(torch.ones(3))
-
-    def attend(x, past):
-        layer.keys = x * w if layer.keys is None else layer.keys
-        return layer.keys.sin() * x
-
-    past = types.SimpleNamespace(cache=types.SimpleNamespace(layers=[layer]))
-    with pytest.raises(MismatchError, match="no parameter where the forward saved a parameter"):
-        rerun(attend)(torch.ones(3, requires_grad=True), past=past).sum().backward()
+    assert all(words in text for words in ("as left by", "use_cache=False", "backend='replay'"))
+    assert text.count("\n") < 16 and len(text) < 2000
 
 
 def test_a_function_that_fails_on_its_grown_cache_says_so():

@@ -1,5 +1,4 @@
-"""Recompute on several levels: a replay that is larger than the budget makes cuts of its own while
-it runs."""
+"""Recompute on several levels: a replay larger than the budget makes cuts of its own."""
 
 import math
 from collections import Counter
@@ -33,9 +32,8 @@ step.register_autograd(
     setup_context=lambda ctx, inputs, output: ctx.save_for_backward(output),
 )
 
-pytestmark = pytest.mark.usefixtures(
-    "frozen"
-)  # memory is measured after collections, which are quick then
+# Memory is measured after collections, which are quick then.
+pytestmark = pytest.mark.usefixtures("frozen")
 
 
 def chain(n):
@@ -70,36 +68,6 @@ def replayed(n, units):
     return list(ran)
 
 
-# ---- golden schedules
-
-
-def windows(order):
-    found = []
-    for number in order:
-        if found and number == found[-1][1] + 1:
-            found[-1][1] = number
-        else:
-            found.append([number, number])
-    return [tuple(window) for window in found]
-
-
-@pytest.mark.parametrize(
-    ("n", "units", "schedule"),
-    [
-        (8, 1, [(4, 7), (4, 4), (0, 2), (1, 1)]),
-        (8, 2, [(6, 7), (3, 4), (0, 1)]),
-        (
-            64,
-            8,
-            [(59, 62), (53, 57), (46, 51), (38, 44), (29, 36), (19, 27), (8, 17), (16, 16), (0, 6)],
-        ),
-    ],
-)
-def test_which_steps_run_again_and_in_which_order(n, units, schedule):
-    """First the last segment, then those before it."""
-    assert windows(replayed(n, units)) == schedule
-
-
 @pytest.mark.parametrize(
     ("n", "units", "times"),
     [
@@ -131,8 +99,7 @@ def test_memory_grows_like_the_logarithm_of_depth_with_one_checkpoint():
     """Eight times the depth needs a few values more."""
     few, many = peak(64, 1), peak(512, 1)
     assert few <= 2 * math.log2(64)
-    assert many <= 2 * math.log2(512)
-    assert many - few <= 6
+    assert many <= min(2 * math.log2(512), few + 6)
 
 
 @pytest.mark.parametrize("n", [64, 512])
@@ -147,9 +114,6 @@ def test_more_budget_never_means_more_work():
     """Nor much more memory than it grants."""
     work = [len(replayed(128, units)) for units in (1, 2, 3, 4, 8, 16, 32, 64)]
     assert work == sorted(work, reverse=True)
-
-
-# ---- bit for bit
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (2, 0, 3, 1), (1, 1, 3, 3)])
@@ -169,11 +133,10 @@ def test_partial_backwards_in_any_order(order, budget):
     def found(fn):
         torch.manual_seed(3)
         outs = fn()
-        first = [bits(torch.autograd.grad(outs[i], x, retain_graph=True)[0]) for i in order]
-        return [*first, bits(torch.autograd.grad(sum(outs), x)[0])]
+        first = [torch.autograd.grad(outs[i], x, retain_graph=True) for i in order]
+        return bits([first, torch.autograd.grad(sum(outs), x)])
 
-    want = found(run)
-    assert found(scoped(run, budget)) == want
+    assert found(scoped(run, budget)) == found(run)
 
 
 def rows(x):
@@ -186,23 +149,14 @@ def rows(x):
     return h
 
 
-def elements(x):
-    """One number at a time, on memory that is exchanged now and then."""
-    h, c = x, torch.zeros(8, dtype=x.dtype)
-    for i in range(24):
-        h = (h * 1.01).sin()
-        c = c.clone() if i % 6 == 0 else c
-        c[3].add_(1)
-        h = h * (c + h).cos()
-    return h
-
-
 def sums(x):
+    """Into memory that is exchanged now and then, all of it and one number."""
     h, s = x, torch.zeros_like(x)
     for i in range(24):
         h = (h * 1.01).sin()
         s = s.clone() if i % 6 == 0 else s
         s.add_(h.detach())
+        s[3, 3].add_(1)
         h = h * (s * 0.1).cos()
     return h
 
@@ -215,7 +169,7 @@ def chunks(x):
     return (y.repeat(8, 1) * z).sum() + (b.sin() * b).sum()
 
 
-@pytest.mark.parametrize("program", [rows, elements, sums, chunks])
+@pytest.mark.parametrize("program", [rows, sums, chunks])
 @pytest.mark.parametrize("budget", [None, 3000, 9000, 25000, 60000])
 @pytest.mark.filterwarnings("ignore:.*smallest budget possible")
 def test_writes_in_place_between_cuts_and_levels(program, budget):

@@ -7,7 +7,7 @@ import itertools
 
 import pytest
 import torch
-from oracle import bits, leaf
+from oracle import bits, leaf, plain
 from oracle import s as scope
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
@@ -22,15 +22,10 @@ from checkpointing import (
 )
 from checkpointing.torch_compat import checkpoint
 
-
-def in_torch_compat(function):
-    return lambda *args: checkpoint(function, *args, use_reentrant=False)
-
-
 RERUNS = {
     "rerun": checkpointed,
     "all of it": checkpointed(early_stop=False),
-    "compat": in_torch_compat,
+    "compat": lambda function: functools.partial(checkpoint, function, use_reentrant=False),
 }
 REGIONS = {
     **RERUNS,
@@ -48,7 +43,11 @@ HOOKS = {
 }
 
 
-def gradients(function, make, hooks=contextlib.nullcontext):
+def two_leaves():
+    return leaf(4, 4), leaf(4, 4)
+
+
+def gradients(function, hooks=contextlib.nullcontext, make=two_leaves):
     """Two backwards through one graph, and a second derivative."""
     torch.manual_seed(1)
     leaves = make()
@@ -56,24 +55,29 @@ def gradients(function, make, hooks=contextlib.nullcontext):
         loss = function(*leaves).sin().sum()
     first = torch.autograd.grad(loss, leaves, retain_graph=True, allow_unused=True)
     second = torch.autograd.grad(loss, leaves, create_graph=True, allow_unused=True)
-    weighed = sum(
-        (g.square().sum() for g in second if g is not None and g.requires_grad), start=loss * 0
-    )
+    weighed = loss * 0
+    for gradient in second:
+        if gradient is not None and gradient.requires_grad:
+            weighed = weighed + gradient.square().sum()
     third = torch.autograd.grad(weighed, leaves, allow_unused=True)
     return [bits(t) for t in (loss, *first, *second, *third) if t is not None]
 
 
-def assert_as_plain(plain, function, make, hooks=contextlib.nullcontext):
-    assert gradients(function, make, hooks) == gradients(plain, make)
+def of(program, *doors):
+    """A function of two tensors: a program through these doors."""
+    return lambda x, w: program(*doors, x, w)
 
 
-def assert_right_or_refused(plain, function, make, hooks=contextlib.nullcontext):
-    want = gradients(plain, make)
+def assert_as_plain(want, function, hooks=contextlib.nullcontext):
+    assert gradients(function, hooks) == gradients(want)
+
+
+def assert_right_or_refused(want, function, hooks=contextlib.nullcontext):
     try:
-        have = gradients(function, make, hooks)
+        have = gradients(function, hooks)
     except CheckpointError:
         return False
-    assert have == want
+    assert have == gradients(want)
     return True
 
 
@@ -83,95 +87,61 @@ AROUND = pytest.mark.parametrize("hooks", HOOKS.values(), ids=HOOKS)
 
 
 def nested_in_hooks(inner):
-    """Each outer region with each of these inside: without hooks around, and in one kind of them
-    by turns."""
+    """Each of these in each outer region: without hooks around, and in one kind by turns."""
     pairs = enumerate(itertools.product(OUTER, inner))
     some = [(*pair, hooks) for i, pair in pairs for hooks in ("no hooks", [*HOOKS][1 + i % 3])]
     cases = [(REGIONS[outer], REGIONS[inner], HOOKS[hooks]) for outer, inner, hooks in some]
     return pytest.mark.parametrize(("outer", "inner", "hooks"), cases, ids=map("-".join, some))
 
 
-# ---- keep and forward_only beside inner regions
+transposed = forward_only(torch.t)
+in_pieces = forward_only(lambda s: [s["a"][1:3].t(), s["a"], {"b": s["a"][:, ::2]}])
 
 
-@forward_only
-def transposed(t):
-    return t.t()
+def kept_leaf(region, x, w):
+    k = keep(x)
+    return region(lambda a, b, c: (a * b).exp() * (c.sin() * b))(x, w * 1.5, k) * k
 
 
-@forward_only
-def in_pieces(pair):
-    return [pair["a"][1:3].t(), pair["a"], {"b": pair["a"][:, ::2]}]
+def kept_and_read_again(region, x, w):
+    h = x * w
+    k = keep(h)
+    m = h.sin()
+    return region(lambda a: (a * h).cos() * k.exp() + (a * m).tanh())(k) + h
 
 
-def kept_leaf(region):
-    def function(x, w):
-        k = keep(x)
-        return region(lambda a, b, c: (a * b).exp() * (c.sin() * b))(x, w * 1.5, k) * k
-
-    return function
+def kept_view(region, x, w):
+    h = (x @ w).tanh()
+    k = keep(h.t())
+    return region(lambda a, b: (a * b).exp() + (a @ b).sin())(h, k)
 
 
-def kept_and_read_again(region):
-    def function(x, w):
-        h = x * w
+def kept_without_grad(region, x, w):
+    h = x * w
+    with torch.no_grad():
         k = keep(h)
-        m = h.sin()
-        return region(lambda a: (a * h).cos() * k.exp() + (a * m).tanh())(k) + h
-
-    return function
+    return region(lambda a: (a * k).exp() * h.cos())(h)
 
 
-def kept_view(region):
-    def function(x, w):
-        h = (x @ w).tanh()
-        k = keep(h.t())
-        return region(lambda a, b: (a * b).exp() + (a @ b).sin())(h, k)
-
-    return function
+def view_from_forward_only(region, x, w):
+    k = transposed(x)
+    return region(lambda a, b: (a * x).exp() * (a @ b).sin())(k, w * 2)
 
 
-def kept_without_grad(region):
-    def function(x, w):
-        h = x * w
-        with torch.no_grad():
-            k = keep(h)
-        return region(lambda a: (a * k).exp() * h.cos())(h)
+def views_from_forward_only(region, x, w):
+    h = (x * w).tanh()
+    piece, same, rest = in_pieces({"a": h})
 
-    return function
+    def block(a, b):
+        return (a * b).exp() @ (piece.t() * 2)[:, :1].repeat(2, 1) + rest["b"].sum()
 
-
-def view_from_forward_only(region):
-    def function(x, w):
-        k = transposed(x)
-        return region(lambda a, b: (a * x).exp() * (a @ b).sin())(k, w * 2)
-
-    return function
-
-
-def views_from_forward_only(region):
-    def function(x, w):
-        h = (x * w).tanh()
-        piece, same, rest = in_pieces({"a": h})
-        return region(
-            lambda a, b: (a * b).exp() @ (piece.t() * 2)[:, :1].repeat(2, 1) + rest["b"].sum()
-        )(h, same)
-
-    return function
+    return region(block)(h, same)
 
 
 PROGRAMS = [
-    kept_leaf,
-    kept_and_read_again,
-    kept_view,
-    kept_without_grad,
-    view_from_forward_only,
-    views_from_forward_only,
+    *(kept_leaf, kept_and_read_again, kept_view, kept_without_grad),
+    *(view_from_forward_only, views_from_forward_only),
 ]
-
-
-def two_leaves():
-    return leaf(4, 4), leaf(4, 4)
 
 
 @nested_in_hooks(INNER)
@@ -180,51 +150,36 @@ def test_kept_values_and_inner_regions(program, outer, inner, hooks):
     """The inner region of the recompute meets the tensors that it met in the forward."""
     views_apart = hooks is not contextlib.nullcontext and program is kept_view
     check = assert_right_or_refused if views_apart else assert_as_plain
-    check(program(lambda f: f), outer(program(inner)), two_leaves, hooks)
-
-
-# ---- one tensor held twice
+    check(of(program, plain), outer(of(program, inner)), hooks)
 
 
 @nested_in_hooks(INNER)
 def test_one_tensor_that_is_two_arguments(outer, inner, hooks):
     """It comes back as one: also in containers and closed over."""
 
-    def program(door, region):
-        def function(x, w):
-            h = x * 1.25
+    def program(door, region, x, w):
+        h = x * 1.25
 
-            def block(a, pair, w):
-                last = h
+        def block(a, pair, w):
+            last = h
 
-                def part(w):
-                    return (a * w).exp() * pair[0] + (last * w).sin() * (a + pair[1])
+            def part(w):
+                return (a * w).exp() * pair[0] + (last * w).sin() * (a + pair[1])
 
-                return region(part)(w)
+            return region(part)(w)
 
-            return door(block)(h, [h, h], w)
+        return door(block)(h, [h, h], w)
 
-        return function
-
-    plain, function = program(lambda f: f, lambda f: f), program(outer, inner)
-    assert_as_plain(plain, function, two_leaves, hooks)
-    sent = scope(function, policy=offload(inputs=True, min_bytes=0))
-    assert_as_plain(plain, sent, two_leaves, hooks)
+    want, function = of(program, plain, plain), of(program, outer, inner)
+    assert_as_plain(want, function, hooks)
+    assert_as_plain(want, scope(function, policy=offload(inputs=True, min_bytes=0)), hooks)
 
 
-# ---- who writes
-
-
-def reads_and_writes(region, write, reader=None):
+def reads_and_writes(write, region, reader, x, w):
     """Two regions read `a`; the later one writes it at its start."""
-    reader = reader or region
-
-    def function(x, w):
-        a = x * 1.5
-        y = reader(lambda a, w: (a + 1).exp() * w)(a, w)
-        return y + write(region, a, w).cos()
-
-    return function
+    a = x * 1.5
+    y = reader(lambda a, w: (a + 1).exp() * w)(a, w)
+    return y + write(region, a, w).cos()
 
 
 def as_argument(region, a, w):
@@ -270,23 +225,28 @@ def further_inside(region, a, w):
 WRITES = [as_argument, by_closure, through_a_view, without_grad, further_inside]
 
 
-@nested_in_hooks(RERUNS)
+@nested_in_hooks([*INNER, "compat"])
 @pytest.mark.parametrize("write", WRITES)
 def test_a_region_that_writes_what_another_one_reads(write, outer, inner, hooks):
-    """In the forward and in each recompute, which writes what is its own."""
-    plain, function = reads_and_writes(lambda f: f, write), outer(reads_and_writes(inner, write))
-    works = assert_right_or_refused(plain, function, two_leaves, hooks)
-    assert works or (write is through_a_view and hooks is not contextlib.nullcontext)
+    """In the forward and in each recompute, which writes what is its own; of one kind or two."""
+    want = of(reads_and_writes, write, plain, plain)
+    for reader in (inner, checkpointed, scope):
+        works = assert_right_or_refused(
+            want, outer(of(reads_and_writes, write, inner, reader)), hooks
+        )
+        assert works or (write is through_a_view and hooks is not contextlib.nullcontext)
 
 
-@pytest.mark.parametrize("inner", INNER)
-@pytest.mark.parametrize("outer", OUTER)
-@pytest.mark.parametrize("write", WRITES)
-def test_regions_of_two_kinds(write, outer, inner):
-    """One reads, another one writes."""
-    for reader in (checkpointed, scope):
-        function = REGIONS[outer](reads_and_writes(REGIONS[inner], write, reader))
-        assert_as_plain(reads_and_writes(lambda f: f, write), function, two_leaves)
+@nested_in_hooks(RERUNS)
+def test_a_rerun_that_writes_a_tensor_and_reads_its_memory_elsewhere(outer, inner, hooks):
+    """`.data` has a version of its own."""
+
+    def program(region, x, w):
+        a = x * 1.5
+        return region(lambda a, other, w: (a.mul_(3) + other).sin() * w)(a, a.data, w)
+
+    works = assert_right_or_refused(of(program, plain), outer(of(program, inner)), hooks)
+    assert works or hooks is not contextlib.nullcontext
 
 
 @AROUND
@@ -295,17 +255,14 @@ def test_regions_of_two_kinds(write, outer, inner):
 def test_a_region_that_writes_what_is_from_outside_of_all(write, door, hooks):
     """Refused, or right where hooks have made copies; the second time, too."""
 
-    def function(x, w, door=door):
+    def program(door, x, w):
         return write(door, x * 1.5, w)
 
-    plain = functools.partial(function, door=lambda f: f)
-    works = assert_right_or_refused(plain, function, two_leaves, hooks)
+    works = assert_right_or_refused(of(program, plain), of(program, door), hooks)
     assert not (works and hooks in (contextlib.nullcontext, save_on_cpu))
     with pytest.raises(CheckpointError, match="backend='replay'"):
-        gradients(function, two_leaves)
+        gradients(of(program, door))
 
-
-# ---- layouts
 
 LAYOUTS = {
     "gaps": lambda t: t[:, :97],
@@ -320,6 +277,18 @@ LAYOUTS = {
 
 
 @AROUND
+def test_what_a_forward_only_function_made_is_written_by_each_recompute(hooks):
+    """On memory of its own, if hooks have made copies; else it is refused."""
+    make = forward_only(lambda: torch.full((4, 4), 2.0))
+
+    def program(region, x, w):
+        return region(lambda x, w: (make().mul_(0.5) * x).exp() * w)(x, w)
+
+    works = assert_right_or_refused(of(program, plain), of(program, checkpointed), hooks)
+    assert works == (hooks not in (contextlib.nullcontext, save_on_cpu))
+
+
+@AROUND
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_layouts_stay(layout, hooks):
     """Strides decide in which order kernels add."""
@@ -329,23 +298,21 @@ def test_layouts_stay(layout, hooks):
         seen.append(t.stride())
         return t.sum(-1).exp().mean() * t.mean()
 
-    def make():
-        return (leaf(20, 100),)
-
     def inside(x, kept, door):
         return door(lambda: reduce(kept(layout((x * 2).exp()))))()
 
     def given(x, kept, door):
         return door(lambda t: reduce(kept(t)))(layout((x * 2).exp()))
 
-    for kept in (keep, lambda t: t, forward_only(lambda t: t), forward_only(lambda t: t + 0)):
+    def found(program, kept, door, hooks):
         seen.clear()
-        want = gradients(lambda x, kept=kept: inside(x, kept, lambda f: f), make)
-        strides = {*seen}
+        function = lambda x: program(x, kept, door)  # noqa: E731
+        return gradients(function, hooks, lambda: [leaf(20, 100)]), {*seen}
+
+    for kept in (keep, lambda t: t, forward_only(lambda t: t), forward_only(lambda t: t + 0)):
+        want = found(inside, kept, plain, contextlib.nullcontext)
         for program, door in itertools.product((inside, given), REGIONS.values()):
-            seen.clear()
-            assert gradients(lambda x, p=program, k=kept, d=door: p(x, k, d), make, hooks) == want
-            assert {*seen} == strides
+            assert found(program, kept, door, hooks) == want
 
 
 def test_kept_values_are_written_where_they_are_read():
@@ -381,9 +348,6 @@ def test_what_is_the_users_is_put_back():
         y.sum().backward()
         assert bits(x.grad) == bits(torch.autograd.grad(x.exp().sum(), x)[0])
     assert state.tolist() == [5.0] * 4
-
-
-# ---- shifts
 
 
 def test_slots_that_have_shifted_are_a_mismatch():

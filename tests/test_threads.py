@@ -13,7 +13,6 @@ from torch import nn
 from checkpointing import checkpointed, is_recomputing, keep
 
 WORD = pytest.mark.parametrize("word", ["c", "r", "s", "cs", "sc"])
-DOOR = pytest.mark.parametrize("door", ["c", "r", "s"])
 
 
 @pytest.fixture(autouse=True)
@@ -30,19 +29,17 @@ def network(x, w):
     return (h @ w).tanh() * h
 
 
+def gradients(fn, x, w):
+    return [*map(bits, torch.autograd.grad(fn(x, w).sum(), [x, w]))]
+
+
 @WORD
 def test_regions_and_backwards_at_once(word):
     """Each thread has its own regions; all get plain's gradients."""
     inputs = [(leaf(4, 4), leaf(4, 4)) for _ in range(3)]
-    want = [torch.autograd.grad(network(x, w).sum(), [x, w]) for x, w in inputs]
     fn = apply(word, network)
-
-    def steps(x, w):
-        return lambda: [torch.autograd.grad(fn(x, w).sum(), [x, w]) for _ in range(10)]
-
-    for have, gradients in zip(at_once(*(steps(x, w) for x, w in inputs)), want, strict=True):
-        for step in have:
-            assert list(map(bits, step)) == list(map(bits, gradients))
+    steps = [lambda x=x, w=w: [gradients(fn, x, w) for _ in range(10)] for x, w in inputs]
+    assert at_once(*steps) == [[gradients(network, x, w)] * 10 for x, w in inputs]
 
 
 @WORD
@@ -50,15 +47,13 @@ def test_regions_and_backwards_at_once(word):
 def test_two_backwards_over_one_frame(word, early_stop):
     """Two threads open the same holders at once."""
     x, w = leaf(4, 4), leaf(4, 4)
-    want = list(map(bits, torch.autograd.grad(network(x, w).sum(), [x, w])))
     y = apply(word, network, early_stop)(x, w).sum()
 
     def backwards():
-        return [torch.autograd.grad(y, [x, w], retain_graph=True) for _ in range(10)]
+        found = [torch.autograd.grad(y, [x, w], retain_graph=True) for _ in range(10)]
+        return [[*map(bits, step)] for step in found]
 
-    for gradients in at_once(backwards, backwards, backwards):
-        for step in gradients:
-            assert list(map(bits, step)) == want
+    assert at_once(*[backwards] * 3) == [[gradients(network, x, w)] * 10] * 3
 
 
 @pytest.mark.parametrize("early_stop", [True, False], ids=["early", "late"])
@@ -78,7 +73,7 @@ def test_one_recompute_for_each_graph_task(early_stop):
     assert sorted(calls.count(ident) for ident in {*calls[1:]}) == [n, n]
 
 
-@DOOR
+@pytest.mark.parametrize("door", ["c", "r", "s"])
 def test_a_region_is_seen_by_its_own_thread_only(door):
     """Work that another thread does while a region is open is not part of it."""
     opened, done = threading.Event(), threading.Event()
@@ -105,8 +100,9 @@ def test_a_region_is_seen_by_its_own_thread_only(door):
 
 
 HURRIED = """
-import gc, sys, threading, time
+import gc, sys, time
 import torch
+from oracle import at_once
 from checkpointing import checkpointed
 
 sys.setswitchinterval(1e-6)
@@ -119,18 +115,13 @@ def work():
     for _ in range(200):
         region(x).sum().backward()
 
-threads = [threading.Thread(target=work) for _ in range(4)]
-for thread in threads:
-    thread.start()
-for thread in threads:
-    thread.join()
+at_once(*[work] * 4)
 """
-hurried = Program("-c", HURRIED)
 
 
 def test_garbage_collection_while_the_generator_is_read_is_no_deadlock():
     """Torch holds the generator's mutex there, another thread the GIL."""
-    assert hurried.output == ""
+    assert Program("-c", HURRIED).output == ""
 
 
 def test_recomputes_of_one_region_take_turns():
