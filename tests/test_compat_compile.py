@@ -7,11 +7,12 @@ import pytest
 import torch
 import torch.utils.checkpoint as theirs
 from functorch.compile import min_cut_rematerialization_partition, nop
+from oracle import leaf, r, s
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 
 import checkpointing.torch_compat as ours
-from checkpointing import checkpoint_modules, checkpoint_scope, checkpointed
+from checkpointing import checkpoint_modules, checkpointed
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what the compiler says is not ours
 
@@ -30,8 +31,8 @@ def fn(x, y):
 
 
 def arguments():
-    generator = torch.Generator().manual_seed(0)
-    return [torch.randn(4, 4, generator=generator).requires_grad_() for _ in range(2)]
+    torch.manual_seed(0)
+    return leaf(), leaf()
 
 
 def products(program, **options):
@@ -65,9 +66,13 @@ def kept(m):
     )(m)
 
 
-def nested(m):
-    inner = called(use_reentrant=False)(m)
-    return lambda x, y: m.checkpoint(lambda x, y: inner(x, y).sin(), x, y, use_reentrant=False)
+def region_of(inside):
+    return lambda m: lambda x, y: m.checkpoint(inside(m), x, y, use_reentrant=False)
+
+
+def breaks(x, y):
+    torch._dynamo.graph_break()
+    return fn(x, y)
 
 
 def in_a_module(m):
@@ -81,14 +86,6 @@ def in_a_module(m):
     return Block()
 
 
-def broken(m):
-    def breaks(x, y):
-        torch._dynamo.graph_break()
-        return fn(x, y)
-
-    return lambda x, y: m.checkpoint(breaks, x, y, use_reentrant=False)
-
-
 OTHERS = {"preserve_rng_state": False, "early_stop": False, "determinism_check": "none"}
 PROGRAMS = {
     "rerun": called(use_reentrant=False),
@@ -96,7 +93,7 @@ PROGRAMS = {
     "unsaid": called(),
     "options": called(use_reentrant=False, **OTHERS),
     "kept": kept,
-    "nested": nested,
+    "nested": region_of(lambda m: lambda x, y: called(use_reentrant=False)(m)(x, y).sin()),
     "in a module": in_a_module,
 }
 
@@ -109,17 +106,14 @@ def test_compiled_as_torchs(name):
 
 
 def test_graph_breaks_inside_are_torchs():
+    broken = region_of(lambda m: breaks)
     assert products(broken(ours)) == products(broken(theirs))
 
 
-def decorated_method():
-    class Thing:
-        @ours.checkpoint(use_reentrant=False)
-        def run(self, x, y):
-            return fn(x, y)
-
-    thing = Thing()
-    return lambda x, y: thing.run(x, y)
+class Thing:
+    @ours.checkpoint(use_reentrant=False)
+    def run(self, x, y):
+        return fn(x, y)
 
 
 def a_sequence():
@@ -131,15 +125,11 @@ def a_sequence():
     return lambda x, y: ours.checkpoint_sequential(steps, 3, (x, y), use_reentrant=False)
 
 
-def inside():
-    options = {"use_reentrant": False, "respect_saved_tensors_hooks": True}
-    return lambda x, y: ours.checkpoint(**options)(fn)(x, y)
-
-
+OPTIONS = {"use_reentrant": False, "respect_saved_tensors_hooks": True}
 FORMS = {  # with the number of products in backward
     "function": (lambda: ours.checkpoint(use_reentrant=False)(fn), 6),
-    "inside": (inside, 6),
-    "method": (decorated_method, 6),
+    "inside": (lambda: lambda x, y: ours.checkpoint(**OPTIONS)(fn)(x, y), 6),
+    "method": (lambda: Thing().run, 6),
     "sequence": (a_sequence, 5),
     "own": (lambda: checkpointed(fn), 6),
     "own inside": (lambda: lambda x, y: checkpointed(fn)(x, y), 6),
@@ -193,21 +183,12 @@ def test_one_graph_for_all_sizes_with_the_results_of_eager_code(door, backend):
 def test_regions_that_record_break_the_graph_and_are_right(door, seen_before):
     """Whatever was entered before: Dynamo guards the values of dicts that it traces."""
     torch._dynamo.reset()
-    torch.manual_seed(0)
-    linear, x = nn.Linear(4, 4), torch.randn(4, 4, requires_grad=True)
+    linear, x = nn.Linear(4, 4), leaf()
 
     def inside(x):
         return (linear(x).sin() @ x).exp()
 
-    def scoped(x):
-        with checkpoint_scope():
-            return inside(x)
-
-    doors = {
-        "replay": checkpointed(inside, backend="replay"),
-        "policy": checkpointed(inside, policy=[MM]),
-        "scope": scoped,
-    }
+    doors = {"replay": r(inside), "policy": checkpointed(inside, policy=[MM]), "scope": s(inside)}
     if seen_before:
         doors["replay"](x)
         doors["scope"](x)
