@@ -13,8 +13,13 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 from checkpointing import ChangedError, auto, checkpoint_scope, checkpointed, is_recomputing, opaque
+from checkpointing.torch_compat import checkpoint
 
-DOORS = {**DOORS, "rerun to the end": lambda fn: checkpointed(fn, early_stop=False)}
+DOORS = {
+    **DOORS,
+    "rerun to the end": lambda fn: checkpointed(fn, early_stop=False),
+    "reentrant": lambda fn: functools.partial(checkpoint, fn, use_reentrant=True),
+}
 DOOR = pytest.mark.parametrize("door", DOORS)
 
 
