@@ -27,7 +27,8 @@ from checkpointing import (
 )
 from checkpointing._region import thread
 
-WORD = pytest.mark.parametrize("word", ["c", "r", "s", "cc", "cs", "sc", "ss"])
+WORDS = ["c", "r", "s", "cc", "cs", "sc", "ss"]
+WORD = pytest.mark.parametrize("word", WORDS)
 RERUN = pytest.mark.parametrize("word", ["c", "cc", "sc"])
 EARLY_STOP = pytest.mark.parametrize("early_stop", [True, False], ids=["early", "late"])
 ERRORS = pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
@@ -66,18 +67,15 @@ def unchanged(rng=True):
 
 
 class Fails:
-    """Raises `error` when it is called for the nth time."""
+    """Raises `error` when it is first called."""
 
-    def __init__(self, error, nth):
-        self.error, self.left = error, nth
+    def __init__(self, error):
+        self.error, self.called = error, False
 
     def __call__(self):
-        self.left -= 1
-        if self.left == 0:
+        if not self.called:
+            self.called = True
             raise self.error("on purpose")
-
-
-# ---- in the body
 
 
 @WORD
@@ -85,7 +83,7 @@ class Fails:
 @ERRORS
 def test_in_the_body(word, early_stop, error, frozen):
     """The forward fails half way, between operators; the half-recorded region goes with it."""
-    fail = Fails(error, 1)
+    fail = Fails(error)
 
     def fn(x):
         h = x.sin().exp()
@@ -100,52 +98,48 @@ def test_in_the_body(word, early_stop, error, frozen):
         assert watching.alive() == []
 
 
-# ---- in a recompute
-
-
-@RERUN
-@EARLY_STOP
-@ERRORS
-def test_in_a_recompute(word, early_stop, error):
-    """The function fails when it is called again."""
-    fail = Fails(error, 2)
-
-    def fn(x):
-        h = F.dropout(x.sin(), 0.5)
-        with torch.no_grad():
-            fail()
-        return h.exp().tanh()
-
-    x = torch.ones(3, requires_grad=True)
-    y = apply(word, fn, early_stop)(x).sum()
-    with unchanged(), pytest.raises(error, match="on purpose"):
-        y.backward(retain_graph=True)
-    with unchanged():
-        y.backward()  # the region is as it was
-
-
 class FailingMode(Counting):
+    """Fails at the first exponential."""
+
+    def __init__(self, error):
+        super().__init__()
+        self.fail = Fails(error)
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.overloadpacket.__name__ == "exp":
-            raise KeyboardInterrupt("on purpose")
+            self.fail()
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
-@WORD
+PLACES = [("function", word) for word in ("c", "cc", "sc")]
+PLACES += itertools.product(["operator", "tensor hook"], WORDS)
+
+
+@pytest.mark.parametrize(("where", "word"), PLACES)
 @EARLY_STOP
-def test_an_operator_of_the_recompute_fails(word, early_stop):
-    """Both sources put everything back, and the next backward works."""
+@ERRORS
+def test_in_backward(where, word, early_stop, error):
+    """The function, called again; an operator of the recompute; a hook between two operators. The
+    graph, retained, works afterwards."""
+    fail = Fails(error)
+
+    def fn(x):
+        h = F.dropout(x.sin(), 0.5)
+        if where == "function" and is_recomputing():
+            with torch.no_grad():
+                fail()
+        h = h.exp()
+        if where == "tensor hook" and h.requires_grad and not is_recomputing():
+            h.register_hook(lambda grad: fail())
+        return h.tanh()
+
     x = torch.ones(3, requires_grad=True)
-    y = apply(word, lambda x: F.dropout(x.sin(), 0.5).exp().tanh(), early_stop)(x).sum()
+    y = apply(word, fn, early_stop)(x).sum()
     with unchanged():
-        with FailingMode(), pytest.raises(KeyboardInterrupt, match="on purpose"):
+        failing = FailingMode(error) if where == "operator" else contextlib.nullcontext()
+        with unchanged(), failing, pytest.raises(error, match="on purpose"):
             y.backward(retain_graph=True)
-        x.grad = None
         y.backward()
-
-
-def notes_of(error):
-    return "\n".join(getattr(error, "__notes__", []))
 
 
 @pytest.mark.parametrize("door", ["function", "block"])
@@ -156,46 +150,19 @@ def test_the_recomputes_exception_says_which_region(door):
     else:
         with checkpoint_scope(name="mine"):  # the line
             y = leaf(3).sin().exp().tanh()
-    with FailingMode(), pytest.raises(KeyboardInterrupt) as caught:
+    with FailingMode(KeyboardInterrupt), pytest.raises(KeyboardInterrupt) as caught:
         y.sum().backward()
-    note = notes_of(caught.value)
+    note = "\n".join(caught.value.__notes__)
     line = int(re.search(rf"{re.escape(__file__)}:(\d+)", note)[1])
     assert "recompute" in note and "'mine'" in note
     assert linecache.getline(__file__, line).endswith("# the line\n")
-
-
-# ---- in hooks
-
-
-@WORD
-@EARLY_STOP
-@ERRORS
-def test_in_a_tensor_hook(word, early_stop, error):
-    """Backward fails in the middle; the graph, retained, works afterwards."""
-    fail = Fails(error, 1)
-
-    def hook(grad):
-        fail()
-
-    def fn(x):
-        h = F.dropout(x.sin(), 0.5).exp()
-        if h.requires_grad and not is_recomputing():
-            h.register_hook(hook)
-        return h.tanh()
-
-    x = torch.ones(3, requires_grad=True)
-    y = apply(word, fn, early_stop)(x).sum()
-    with unchanged():
-        with pytest.raises(error, match="on purpose"):
-            y.backward(retain_graph=True)
-        y.backward()
 
 
 @WORD
 @pytest.mark.parametrize("when", ["pack", "unpack"])
 def test_in_an_enclosing_saved_tensors_hook(word, when):
     """Hooks around the region fail when its inputs are saved, or brought back."""
-    fail, x = Fails(ValueError, 1), torch.ones(3, requires_grad=True)
+    fail, x = Fails(ValueError), torch.ones(3, requires_grad=True)
 
     def hook(name, tensor):
         if name == when:
@@ -215,37 +182,23 @@ def test_in_an_enclosing_saved_tensors_hook(word, when):
         step()
 
 
-# ---- early stop and the user's own handlers
-
-
 @RERUN
 def test_finally_and_context_managers_run_at_an_early_stop(word):
     """The rerun ends inside a with-block, which is left properly."""
-    depth = 0
-    left = []
-
-    @contextlib.contextmanager
-    def counted():
-        nonlocal depth
-        depth += 1
-        try:
-            yield
-        finally:
-            depth -= 1
-            left.append(None)
+    entered, left = [], []
 
     def fn(x):
-        with counted(), torch.autocast("cpu", enabled=False), torch.enable_grad():
-            return x.sin().exp() @ torch.ones(3)
+        with torch.autocast("cpu", enabled=False), torch.enable_grad():
+            entered.append(None)
+            try:
+                return x.sin().exp() @ torch.ones(3)
+            finally:
+                left.append(None)
 
     y = apply(word, fn)(leaf(3))
     with unchanged():
         y.backward()
-    assert depth == 0
-    assert len(left) >= 2
-
-
-# ---- misuse
+    assert len(left) == len(entered) >= 2
 
 
 @WORD
@@ -293,16 +246,8 @@ def falls_back_in_a_loop(x):
     return x
 
 
-def translates(x):
-    """Raises an exception of its own in place of any other."""
-    try:
-        return x.sin().exp()
-    except BaseException as error:
-        raise RuntimeError("mine") from error
-
-
 @RERUN
-@pytest.mark.parametrize("fn", [swallows, falls_back, falls_back_in_a_loop, translates])
+@pytest.mark.parametrize("fn", [swallows, falls_back, falls_back_in_a_loop])
 def test_what_a_function_does_about_the_stop_signal_is_no_error(word, fn):
     """Nor does it change the gradients: all that was wanted is there by then."""
     x = leaf(3)
@@ -366,13 +311,10 @@ def test_what_a_function_makes_of_the_stop_signal(error):
 
     x = torch.ones(3, requires_grad=True)
     y = checkpointed(fn)(x).sum()
-    with (
-        pytest.raises(KeyboardInterrupt) if error is KeyboardInterrupt else contextlib.nullcontext()
-    ):
+    raises = error is KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt) if raises else contextlib.nullcontext():
         y.backward()
 
-
-# ---- regions that end in another order than they should
 
 SCOPES = {
     "plain": contextlib.nullcontext,
@@ -477,12 +419,10 @@ def test_a_function_that_leaves_a_scope_open(fails):
             raise ValueError("on purpose")
         return x.sin()
 
+    error, words = (ValueError, "on purpose") if fails else (CheckpointError, "still open")
     for door in (checkpointed, checkpointed(backend="replay")):
         with unchanged():
-            with pytest.raises(
-                ValueError if fails else CheckpointError,
-                match="on purpose" if fails else "still open",
-            ):
+            with pytest.raises(error, match=words):
                 door(function)(torch.ones(3, requires_grad=True))
             waiting.pop().close()
 
@@ -503,6 +443,5 @@ def test_scopes_of_asyncio_tasks():
     with unchanged(rng=False):
         with pytest.raises(CheckpointError, match="await"):
             asyncio.run(steps())
-        assert [type(r) for r in asyncio.run(steps(return_exceptions=True))] == [
-            CheckpointError
-        ] * 2 + [type(None)]
+        kinds = list(map(type, asyncio.run(steps(return_exceptions=True))))
+        assert kinds == [CheckpointError, CheckpointError, type(None)]
