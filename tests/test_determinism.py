@@ -11,13 +11,7 @@ from oracle import r as replay
 from oracle import s as scope
 from torch import nn
 
-from checkpointing import (
-    ChangedError,
-    CheckpointError,
-    MismatchError,
-    checkpoint_scope,
-    checkpointed,
-)
+from checkpointing import CheckpointError, MismatchError, checkpoint_scope, checkpointed
 
 LINE = re.escape(__file__)
 DOOR = pytest.mark.parametrize("door", [rerun, replay, scope])
@@ -52,9 +46,6 @@ def repeated(often):
     return fn
 
 
-# ---- number
-
-
 def test_fewer_tensors():
     """The message has both numbers, the operator that asked, the slot, and a way out."""
     text = failed(repeated(Two(3, 1)), leaf(3))
@@ -62,20 +53,14 @@ def test_fewer_tensors():
         "different number of tensors",
         "during forward: 6",
         "during recomputation: 2",
+        "ExpBackward0 asked for slot 5",
         "keep()",
     ):
         assert words in text
-    assert "ExpBackward0 asked for slot 5" in text
     assert "during recomputation: 0" in failed(repeated(Two(1, 0)), leaf(3))
-
-
-def test_fewer_tensors_in_the_middle():
-    """A tensor left out early shows as a shift of shapes or as a missing last one, never as wrong
-    gradients."""
     skip = Two(False, True)
-    assert "different number of tensors" in failed(
-        lambda x: (x.sin() if skip() else x.sin().exp()).cos(), leaf(3)
-    )
+    text = failed(lambda x: (x.sin() if skip() else x.sin().exp()).cos(), leaf(3))
+    assert "different number of tensors" in text
 
 
 @pytest.mark.parametrize("early_stop", [True, False])
@@ -91,17 +76,11 @@ def test_more_tensors(early_stop):
         assert re.search(rf"{LINE}:\d+: .*x\.sin\(\)", text)
 
 
-# ---- metadata
-
-METADATA = {
-    "shape": (lambda x, first: x[: 3 if first else 2], r"\[3\]", r"\[2\]"),
-    "dtype": (
-        lambda x, first: x.to(torch.float32 if first else torch.float64),
-        "float32",
-        "float64",
-    ),
-    "device": (lambda x, first: x.to("cpu" if first else "meta"), r"type='cpu'", r"type='meta'"),
-    "rank": (lambda x, first: x if first else x[None], r"Size\(\[3\]\)", r"Size\(\[1, 3\]\)"),
+METADATA = {  # what is done to the tensor in forward and in the recompute, and how that is told
+    "shape": (lambda x: x[:3], lambda x: x[:2], r"\[3\]", r"\[2\]"),
+    "dtype": (torch.Tensor.float, torch.Tensor.double, "float32", "float64"),
+    "device": (torch.clone, lambda x: x.to("meta"), r"type='cpu'", r"type='meta'"),
+    "rank": (torch.clone, lambda x: x[None], r"Size\(\[3\]\)", r"Size\(\[1, 3\]\)"),
 }
 
 
@@ -124,21 +103,18 @@ def test_the_tips_are_torchs():
 @pytest.mark.parametrize("early_stop", [True, False])
 def test_other_metadata(what, early_stop):
     """The message has region, position, the operators that asked and made it, both sides."""
-    change, saved, recomputed = METADATA[what]
-    first, cos = Two(True, False), nn.Sequential(nn.Identity(), nn.Tanh())
+    *changes, saved, recomputed = METADATA[what]
+    change, tanh = Two(*changes), nn.Sequential(nn.Identity(), nn.Tanh())
 
     def fn(x):
-        return cos(change(x.exp(), first()) * 1)
+        return tanh(change()(x.exp()) * 1)
 
     text = failed(fn, leaf(3), early_stop=early_stop)
-    assert "different metadata" in text
-    assert "position 1" in text
-    assert "slot 1" in text
-    assert "made by" in text
-    assert "TanhBackward0 asked for the recompute" in text
+    for words in ("different metadata", "position 1", "slot 1", "made by", "TanhBackward0 asked"):
+        assert words in text
     assert re.search(rf"saved metadata: .*{saved}", text)
     assert re.search(rf"recomputed metadata: .*{recomputed}", text)
-    assert re.search(rf"saved in the recompute at {LINE}:\d+: .*cos\(change", text)
+    assert re.search(rf"saved in the recompute at {LINE}:\d+: .*tanh\(change", text)
     assert text.count("position") == 1
     assert [words for words in TIPS if words not in text.splitlines()[-1]] == []
     assert "opaque" not in text
@@ -151,13 +127,6 @@ def test_every_tensor_that_differs_is_listed_and_the_rest_counted():
     text = failed(lambda x: x[: width()].exp().sin().exp().cos().exp(), leaf(3))
     assert re.findall(r"position (\d+)", text) == ["0", "1", "2"]
     assert "So do 2 more, in slots [3, 4]" in text
-
-
-@pytest.mark.parametrize("kind", [MismatchError, ChangedError])
-def test_kinds_of_errors(kind):
-    """They share one base, and that one is torch's."""
-    for base in (CheckpointError, torch.utils.checkpoint.CheckpointError, RuntimeError):
-        assert issubclass(kind, base)
 
 
 def test_a_failed_check_can_be_tried_again():
@@ -177,9 +146,6 @@ def test_a_failed_check_can_be_tried_again():
     assert torch.equal(x.grad, torch.autograd.grad(x.exp().sin().exp().cos().sum(), x)[0])
 
 
-# ---- "values"
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64], ids=str)
 def test_values_finds_another_number(dtype):
     """One element of a thousand; the first tensor, its operators and the lines of both runs are
@@ -194,8 +160,7 @@ def test_values_finds_another_number(dtype):
 
         table["offset"] = torch.zeros(1000, dtype=dtype)
         y = checkpointed(fn, name="mine", **options)(x)
-        table["offset"] = torch.zeros(1000, dtype=dtype)
-        table["offset"][500] = 0.05
+        table["offset"] = table["offset"].index_fill(0, torch.tensor(500), 0.05)
         return y.sum().abs()
 
     run().backward()
@@ -205,11 +170,9 @@ def test_values_finds_another_number(dtype):
     assert text.startswith("region 'mine'")
     assert re.findall(r"position (\d+)", text) == ["1"]  # exp saves position 0
     assert "slot 1, made by AddBackward0" in text
-    for run_ in ("forward", "recompute"):
-        assert re.search(
-            rf"saved in the {run_} at {LINE}:\d+: return \(y \+ table\[\"offset\"\]\)\.sin\(\)",
-            text,
-        )
+    code = re.escape('return (y + table["offset"]).sin() * y')
+    for which in ("forward", "recompute"):
+        assert re.search(rf"saved in the {which} at {LINE}:\d+: {code}", text)
     assert re.search(r"So do 1 more, in slots \[\d\]", text)
 
 
@@ -243,10 +206,7 @@ def test_values_finds_nothing_where_nothing_differs(make, backend):
     [
         ([1.0, 2.0], [2.0, 1.0]),
         ([0.0, 1.0], [-0.0, 1.0]),
-        ([1.0, 1.0], [1.5, 0.5]),
         ([1, 1, 1, 0, 0], [0, 0, 0, 0, 1]),
-        ([3, 0, 0], [0, 1, 0]),
-        ([1, 0, 1], [0, 2, 0]),
         ([True, False, False], [False, False, True]),
     ],
     ids=str,
@@ -264,9 +224,6 @@ def test_values_tells_small_numbers_apart(first, later):
     assert "position 0" in failed(
         fn, leaf(8 if kind is int else len(first)), determinism_check="values"
     )
-
-
-# ---- other checks
 
 
 def test_a_function_as_check():
@@ -316,9 +273,6 @@ def test_none_checks_nothing_but_the_number():
     assert "different number" in failed(repeated(Two(1, 0)), leaf(3), determinism_check="none")
 
 
-# ---- debug
-
-
 @DOOR
 @pytest.mark.parametrize("debug", [True, False])
 def test_debug_logs_operators_of_both_runs(door, debug):
@@ -354,9 +308,6 @@ def test_debug_says_nothing_when_all_is_well(capsys, caplog):
     assert torch.equal(x.grad, torch.autograd.grad(2 * x.sin().exp().sum(), x)[0])
 
 
-# ---- a way out
-
-
 @pytest.mark.parametrize(
     "use", [torch.exp, lambda h: h[1:].sin(), torch.sin], ids=["read", "view", "saved"]
 )
@@ -384,19 +335,14 @@ def test_jagged_tensors_made_inside_have_other_ragged_sizes_each_time():
     """As under torch's own checkpoint."""
 
     def ragged(x):
-        return (
-            torch.nested.nested_tensor_from_jagged(x.sin(), offsets=torch.tensor([0, 1, 4]))
-            .sin()
-            .values()
-        )
+        offsets = torch.tensor([0, 1, 4])
+        return torch.nested.nested_tensor_from_jagged(x.sin(), offsets).sin().values()
 
     x = torch.ones(4, 3, requires_grad=True)
     with pytest.raises(MismatchError, match="metadata"):
-        checkpointed(ragged)(x).sum().backward()
-    (want,) = torch.autograd.grad(x.sin().sin().sum(), x)
-    assert torch.equal(
-        torch.autograd.grad(checkpointed(ragged, backend="replay")(x).sum(), x)[0], want
-    )
+        rerun(ragged)(x).sum().backward()
+    replay(ragged)(x).sum().backward()
+    assert torch.equal(x.grad, torch.autograd.grad(x.sin().sin().sum(), x)[0])
 
 
 @DOOR
