@@ -1,6 +1,7 @@
 """Buffers of modules in training mode are written once: a rerun rewinds them in place and puts them
 back. Large ones and those of modules in evaluation mode are guarded."""
 
+import copy
 import functools
 import threading
 import warnings
@@ -28,12 +29,16 @@ def leaf():
 
 
 class WithBuffers(nn.Module):
-    """With these buffers, and perhaps a `forward` of its own."""
+    """With these buffers, and perhaps a function of the module and its input as its `forward`."""
 
-    def __init__(self, **buffers):
+    def __init__(self, function=None, **buffers):
         super().__init__()
+        self.function = function
         for name, buffer in buffers.items():
             self.register_buffer(name, buffer)
+
+    def forward(self, x):
+        return self.function(self, x)
 
 
 class Counter(WithBuffers):
@@ -45,25 +50,18 @@ class Counter(WithBuffers):
         return (x * self.calls.item()).square()
 
 
-class SetAnew(WithBuffers):
-    """Assigns its buffer instead of writing it; with None before the first forward, if `lazy`."""
-
-    def __init__(self, lazy=False):
-        super().__init__(mean=None if lazy else torch.zeros(4), last=torch.zeros(()))
-
-    def forward(self, x):
-        self.mean = x.detach().sum(0) if self.mean is None else self.mean * 0.5 + x.detach().sum(0)
-        return (x * self.mean).square()
+def set_anew(self, x):
+    """Assigns its buffer instead of writing it; it may be None before the first forward."""
+    self.mean = x.detach().sum(0) if self.mean is None else self.mean * 0.5 + x.detach().sum(0)
+    return (x * self.mean).square()
 
 
-class SavedAndSetAnew(SetAnew):
+def saved_and_set_anew(self, x):
     """Autograd saves the buffer itself, which is put back before its node has run."""
-
-    def forward(self, x):
-        y = (x * self.mean).square()
-        self.mean = self.mean * 3 + 1
-        self.last.add_(1)
-        return y
+    y = (x * self.mean).square()
+    self.mean = self.mean * 3 + 1
+    self.last.add_(1)
+    return y
 
 
 class CodeBook(WithBuffers):
@@ -98,19 +96,15 @@ class Shared(WithBuffers):
         return (x * other.clone() + self.mean.clone()).square()
 
 
-class Rows(WithBuffers):
+def rows(self, x):
     """Running statistics in rows and columns of one buffer."""
-
-    def forward(self, x):
-        return F.batch_norm(x, self.both[0], self.both[1], training=True).square()
+    return F.batch_norm(x, self.both[0], self.both[1], training=True).square()
 
 
-class OldStyle(WithBuffers):
-    """Writes through `.data`, which no version counter shows."""
-
-    def forward(self, x):
-        self.mean.data.mul_(0.5).add_(x.data.sum(0))
-        return (x * self.mean.clone()).square()
+def through_data(self, x):
+    """No version counter shows this write."""
+    self.mean.data.mul_(0.5).add_(x.data.sum(0))
+    return (x * self.mean.clone()).square()
 
 
 class WrittenThenSaved(WithBuffers):
@@ -153,15 +147,13 @@ class Grown(Counter):
         return super().forward(x * self.scale)
 
 
-class Renamed(WithBuffers):
-    """Buffers in their order, of which one goes."""
-
-    def forward(self, x):
-        for buffer in list(self.buffers()):
-            x = (x + 1) * buffer
-        if hasattr(self, "first"):
-            del self.first
-        return x.square()
+def drops_one(self, x):
+    """Reads its buffers in their order, and deletes the first."""
+    for buffer in list(self.buffers()):
+        x = (x + 1) * buffer
+    if hasattr(self, "first"):
+        del self.first
+    return x.square()
 
 
 class Cached(WithBuffers):
@@ -177,25 +169,19 @@ class Cached(WithBuffers):
         return (x * self.derived(self.scale)).square()
 
 
-class Resized(WithBuffers):
+def resized(self, x):
     """As an observer: the first data says how large the buffer is, or later ones do."""
-
-    def __init__(self, size):
-        super().__init__(least=torch.full((size,), 1.0), calls=torch.zeros(1))
-
-    def forward(self, x):
-        now = x.detach().amin(0)
-        if self.calls == 0:
-            self.least.resize_(now.shape).copy_(now)
-        self.least.copy_(torch.minimum(self.least * 0.5, now))
-        self.calls += 1
-        return (x * self.least.clone()).square()
+    now = x.detach().amin(0)
+    if self.calls == 0:
+        self.least.resize_(now.shape).copy_(now)
+    self.least.copy_(torch.minimum(self.least * 0.5, now))
+    self.calls += 1
+    return (x * self.least.clone()).square()
 
 
 def scripted(module, by=torch.jit.script):
-    torch._C._jit_set_profiling_mode(
-        False
-    )  # which compiles anew, with other bits, what runs the second time
+    # Profiling compiles anew, with other bits, what runs the second time.
+    torch._C._jit_set_profiling_mode(False)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # deprecated
         return by(module)
@@ -247,25 +233,32 @@ MODULES = {
     "spectral_norm": lambda: sequence(parametrizations.spectral_norm(nn.Linear(4, 4))),
     "spectral_norm, old": lambda: sequence(nn.utils.spectral_norm(nn.Linear(4, 4))),
     "counter": Counter,
-    "set anew": SetAnew,
-    "saved and set anew": SavedAndSetAnew,
-    "None that becomes a tensor": lambda: SetAnew(lazy=True),
+    "set anew": lambda: WithBuffers(set_anew, mean=torch.zeros(4)),
+    "saved and set anew": lambda: WithBuffers(
+        saved_and_set_anew, mean=torch.zeros(4), last=torch.zeros(())
+    ),
+    "None that becomes a tensor": lambda: WithBuffers(set_anew, mean=None, last=torch.zeros(())),
     "code book": CodeBook,
     "two modules": lambda: Shared("two modules"),
     "view of another": lambda: Shared("view"),
     "in a list, too": lambda: Shared("list"),
-    "rows of one": lambda: Rows(both=torch.stack([torch.zeros(4), torch.ones(4)])),
-    "through .data": lambda: OldStyle(mean=torch.zeros(4)),
+    "rows of one": lambda: WithBuffers(rows, both=torch.stack([torch.zeros(4), torch.ones(4)])),
+    "through .data": lambda: WithBuffers(through_data, mean=torch.zeros(4)),
     "written, then saved": lambda: WrittenThenSaved("lerp_"),
     "written through .data, then saved": lambda: WrittenThenSaved("data"),
     "written by a kernel, then saved": lambda: WrittenThenSaved("kernel"),
     "grown": lambda: Grown(2),
     "made when it is needed": lambda: Grown(0),
-    "one that goes": lambda: Renamed(first=torch.full((4,), 2.0), second=torch.full((4,), 3.0)),
+    "one that goes": lambda: WithBuffers(
+        drops_one, first=torch.full((4,), 2.0), second=torch.full((4,), 3.0)
+    ),
     "cached by the tensor": Cached,
-    "resized from none": lambda: Resized(0),
-    "resized from one": lambda: Resized(1),
-    "resized from more": lambda: Resized(9),
+    **{
+        f"resized from {n}": lambda n=n: WithBuffers(
+            resized, least=torch.full((n,), 1.0), calls=torch.zeros(1)
+        )
+        for n in (0, 1, 9)
+    },
     "scripted": lambda: nn.Sequential(nn.Linear(4, 4), scripted(ScriptedAnew()), nn.Tanh()),
     "all of it scripted": lambda: scripted(nn.Sequential(nn.Linear(4, 4), ScriptedAnew())),
     "a generator of its own": lambda: sequence(Seeded(Seeded(nn.Tanh()))),
@@ -355,57 +348,43 @@ def of_global_in_parts(module):
     return lambda x: sum([NORM(part) for part in (x,)])
 
 
-def by_default(module):
-    def fn(x, module=module):
-        return module(x)
-
-    return fn
+def over(door, it):
+    """A region over a function that has nothing but this in its closure."""
+    return door(lambda x: (it[0] if isinstance(it, list) else it)(x))
 
 
 WAYS = {
-    "module": lambda module: module,
-    "forward": lambda module: module.forward,
-    "partial": lambda module: functools.partial(lambda m, x: m(x), module),
-    "closure": lambda module: lambda x: module(x),
-    "closure over a method": lambda module: (lambda forward: lambda x: forward(x))(module.forward),
-    "closure over a list": lambda module: (lambda modules: lambda x: modules[0](x))([module]),
-    "attribute of the object it is bound to": lambda module: Owner(module).call,
-    "global that its code names": of_global,
-    "default": by_default,
-    "global that a function in a region names": lambda module: checkpointed(
-        of_global(module), policy=auto()
+    "module": lambda door, m: door(m),
+    "forward": lambda door, m: door(m.forward),
+    "partial": lambda door, m: door(functools.partial(lambda m, x: m(x), m)),
+    "closure": lambda door, m: door(lambda x: m(x)),
+    "closure over a method": lambda door, m: over(door, m.forward),
+    "closure over a list": lambda door, m: over(door, [m]),
+    "closure over a partial": lambda door, m: over(door, functools.partial(m)),
+    "argument of a partial in the closure": lambda door, m: over(
+        door, functools.partial(lambda m, x: m(x), m)
     ),
-    "closure over a partial": lambda module: (lambda part: lambda x: part(x))(
-        functools.partial(module)
+    "attribute of the object it is bound to": lambda door, m: door(Owner(m).call),
+    "default": lambda door, m: door(lambda x, m=m: m(x)),
+    "global that its code names": lambda door, m: door(of_global(m)),
+    "global that a function in a region names": lambda door, m: door(
+        checkpointed(of_global(m), policy=auto())
     ),
-    "argument of a partial in the closure": lambda module: (lambda part: lambda x: part(x))(
-        functools.partial(lambda m, x: m(x), module)
-    ),
-    "global that a comprehension names": of_global_in_parts,
-}
-GIVEN = {  # among the arguments, at any depth of containers, and as methods
-    "argument": (lambda m, x: m(x), lambda module: module),
-    "in containers": (lambda s, x: s[0]["m"](x), lambda module: [{"m": module}]),
-    "bound method": (lambda m, x: m(x), lambda module: module.forward),
+    "global that a comprehension names": lambda door, m: door(of_global_in_parts(m)),
+    "argument": lambda door, m: functools.partial(door(lambda m, x: m(x)), m),
+    "keyword": lambda door, m: functools.partial(door(lambda x, m: m(x)), m=m),
+    "in containers": lambda door, m: functools.partial(door(lambda s, x: s[0]["m"](x)), [{"m": m}]),
+    "bound method": lambda door, m: functools.partial(door(lambda m, x: m(x)), m.forward),
 }
 
 
-def region_of(way, door, module):
-    if way == "keyword":
-        return functools.partial(door(lambda x, m: m(x)), m=module)
-    if way in WAYS:
-        return door(WAYS[way](module))
-    fn, given = GIVEN[way]
-    return functools.partial(door(fn), given(module))
-
-
-@pytest.mark.parametrize("way", [*WAYS, *GIVEN, "keyword"])
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("module", ["BatchNorm1d", "counter", "set anew", "two modules", "modes"])
 def test_where_modules_are_looked_for(module, way):
     """The function, what it is bound to and the attributes of that, its closure, globals that
     its code names, arguments; also for their training flags."""
     model, want = made(module), made(module)
-    assert train(model, region_of(way, checkpointed, model), True) == train(want, want, True)
+    assert train(model, WAYS[way](checkpointed, model), True) == train(want, want, True)
 
 
 GUARDED = {"large": lambda: CodeBook(5000), "evaluation mode": lambda: CodeBook().eval()}
@@ -473,14 +452,13 @@ def test_the_rerun_has_the_very_tensors():
 def test_a_buffer_that_is_written_after_it_was_saved_is_brought_back_as_it_was(door):
     """Plain autograd refuses; a rerun delivers neither what was written since nor what is there
     now."""
-    model = WithBuffers(scale=torch.full((4,), 2.0))
 
-    def forward(x):
+    def forward(model, x):
         y = x * model.scale
         model.scale += 1
         return y.square()
 
-    model.forward = forward
+    model = WithBuffers(forward, scale=torch.full((4,), 2.0))
     with pytest.raises(RuntimeError, match="modified by an inplace"):
         model(leaf()).sum().backward()
     x = leaf()
@@ -492,7 +470,7 @@ def test_a_buffer_that_is_written_after_it_was_saved_is_brought_back_as_it_was(d
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 def test_buffers_and_training_flags_are_put_back_after_an_error(error):
     """Values, versions and the tensors themselves; flags that the rerun sets are dropped, too."""
-    model = nn.Sequential(nn.BatchNorm1d(4), Counter(), SetAnew(), nn.Dropout(0.5))
+    model = nn.Sequential(nn.BatchNorm1d(4), Counter(), made("set anew"), nn.Dropout(0.5))
 
     def fn(x):
         model[3].eval()
@@ -581,51 +559,43 @@ def test_buffers_of_odd_layouts(make):
     assert module.odd._version == version
 
 
-class Registers(nn.Module):
+def registers(self, x):
     """Makes its buffer when it is first called."""
-
-    def forward(self, x):
-        if not hasattr(self, "calls"):
-            self.register_buffer("calls", torch.zeros(()))
-        self.calls += 1
-        return (x * self.calls.clone()).square()
+    if not hasattr(self, "calls"):
+        self.register_buffer("calls", torch.zeros(()))
+    self.calls += 1
+    return (x * self.calls.clone()).square()
 
 
-class Initialised(nn.Module):
+def initialised(self, x):
     """By the first data that it meets; that it has been, an attribute says."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("scale", torch.ones(4))
-        self.is_new = True
-
-    def forward(self, x):
-        if self.is_new:
-            self.scale.copy_(x.detach().abs().sum(0) + 1)
-            self.is_new = False
-        return (x * self.scale).square()
+    if not hasattr(self, "is_old"):
+        self.scale.copy_(x.detach().abs().sum(0) + 1)
+        self.is_old = True
+    return (x * self.scale).square()
 
 
-def after_calls(door, make, before):
-    """The gradient and the buffers of one step after so many calls."""
-    model, x = make(), leaf()
-    for _ in range(before):
-        model(x)
-    door(model)(x).sum().backward()
-    return [bits(x.grad), bits(list(model.buffers()))]
-
-
-@pytest.mark.parametrize("make", [Registers, Initialised])
-def test_a_buffer_is_rewound_and_an_attribute_beside_it_is_not(make):
+@pytest.mark.parametrize(
+    ("function", "buffers"), [(registers, {}), (initialised, {"scale": torch.ones(4)})]
+)
+def test_a_buffer_is_rewound_and_an_attribute_beside_it_is_not(function, buffers):
     """Nor is what the first call registers: limits, which one call before lifts."""
-    assert after_calls(checkpointed, make, 1) == after_calls(plain, make, 1)
-    assert after_calls(checkpointed, make, 0) != after_calls(plain, make, 0)
+
+    def after_calls(door, before):
+        model, x = copy.deepcopy(WithBuffers(function, **buffers)), leaf()
+        for _ in range(before):
+            model(x)
+        door(model)(x).sum().backward()
+        return bits([x.grad, list(model.buffers())])
+
+    assert after_calls(checkpointed, 1) == after_calls(plain, 1)
+    assert after_calls(checkpointed, 0) != after_calls(plain, 0)
 
 
 def test_a_buffer_that_is_deleted_before_backward():
     """The rerun finds it, and afterwards it is gone."""
-    module, x = WithBuffers(twice=torch.full((3,), 2.0)), torch.ones(3, requires_grad=True)
-    module.forward = lambda x: (x * module.twice).square()
+    module = WithBuffers(lambda self, x: (x * self.twice).square(), twice=torch.full((3,), 2.0))
+    x = torch.ones(3, requires_grad=True)
     y = checkpointed(module)(x)
     del module.twice
     y.sum().backward()
@@ -680,14 +650,12 @@ def test_a_wrapper_whose_view_is_saved_while_it_is_rewound():
     from torch.testing._internal.two_tensor import TwoTensor
 
     def run(door):
-        module = WithBuffers(mean=TwoTensor(torch.ones(4), torch.ones(4)))
+        def forward(self, x):
+            self.mean.add_(1)
+            return (x * self.mean).sin() * self.mean[None].expand(6, 4)
+
+        module = WithBuffers(forward, mean=TwoTensor(torch.ones(4), torch.ones(4)))
         x = TwoTensor(leaf().detach(), leaf().detach() * 2).requires_grad_()
-
-        def forward(x):
-            module.mean.add_(1)
-            return (x * module.mean).sin() * module.mean[None].expand(6, 4)
-
-        module.forward = forward
         for _ in range(2):
             door(module)(x).sum().backward()
         return bits([x.grad.a, x.grad.b, module.mean.a, module.mean.b])
