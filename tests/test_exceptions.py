@@ -3,7 +3,6 @@ happened."""
 
 import asyncio
 import contextlib
-import functools
 import gc
 import itertools
 import linecache
@@ -58,12 +57,6 @@ def unchanged(rng=True):
     yield
     assert state() == before
     assert not rng or bits(torch.get_rng_state()) == stream
-    x = torch.ones(3, requires_grad=True)
-    plain = count(lambda: x.sin().exp().sum().backward())
-    x.grad = None
-    assert count(lambda: x.sin().exp().sum().backward()) == plain, (
-        "autograd saves tensors again, not holders"
-    )
 
 
 class Fails:
@@ -159,19 +152,15 @@ def test_the_recomputes_exception_says_which_region(door):
 
 
 @WORD
-@pytest.mark.parametrize("when", ["pack", "unpack"])
+@pytest.mark.parametrize("when", [0, 1], ids=["pack", "unpack"])
 def test_in_an_enclosing_saved_tensors_hook(word, when):
     """Hooks around the region fail when its inputs are saved, or brought back."""
     fail, x = Fails(ValueError), torch.ones(3, requires_grad=True)
-
-    def hook(name, tensor):
-        if name == when:
-            fail()
-        return tensor
+    hooks = [lambda t: t, lambda t: t]
+    hooks[when] = lambda t: (fail(), t)[1]
 
     def step():
         h = x * 2
-        hooks = (functools.partial(hook, name) for name in ("pack", "unpack"))
         with torch.autograd.graph.saved_tensors_hooks(*hooks):
             y = apply(word, lambda h: h.sin().exp().tanh())(h)
         y.sum().backward()
@@ -275,16 +264,15 @@ def test_whoever_swallows_the_stop_signal_meets_it_again():
     assert past == [False]
 
 
-def overwrites(x):
-    """Autograd has saved the root, and refuses backward."""
-    return x.sqrt().mul_(2).square()
-
-
 @EARLY_STOP
 def test_a_value_that_the_function_overwrites_later_is_brought_back_as_it_was_or_refused(
     early_stop,
 ):
     """A rerun that stops right behind it has it still; one to the end has not, and says so."""
+
+    def overwrites(x):
+        return x.sqrt().mul_(2).square()
+
     x = torch.tensor([4.0, 16.0, 64.0], requires_grad=True)
     with pytest.raises(RuntimeError, match="modified by an inplace"):
         overwrites(x).sum().backward()
