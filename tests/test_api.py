@@ -321,6 +321,8 @@ def test_a_module_instance_is_not_changed(backend):
         ({"backend": "eager"}, ["backend", "'eager'", "'rerun', 'replay' or 'reentrant'"]),
         ({"policy": [], "backend": "rerun"}, ["policy", "recorded", "'rerun'", "backend='replay'"]),
         ({"policy": [], "backend": "reentrant"}, ["policy", "recorded", "'reentrant'"]),
+        ({"debug": True, "backend": "reentrant"}, ["backend='reentrant'", "debug"]),
+        ({"determinism_check": len, "backend": "reentrant"}, ["'reentrant'", "determinism_check"]),
         ({"determinism_check": "value"}, ["determinism_check", "'value'", "'metadata', 'values'"]),
         ({"determinism_check": ["metadata"]}, ["determinism_check", "metadata"]),
         ({"preserve_rng_state": "python"}, ["preserve_rng_state is True, False or 'all'"]),

@@ -211,10 +211,8 @@ def test_the_region_around_is_the_innermost_again_after_an_exception(word):
 def swallows(x):
     """Handles exceptions, which the stop signal is not one of."""
     for _ in range(3):
-        try:
+        with contextlib.suppress(Exception):
             x = x.exp().tanh()
-        except Exception:
-            x = x * 0
     return x.sin()
 
 
@@ -252,22 +250,18 @@ def test_whoever_swallows_the_stop_signal_meets_it_again():
     past = []
 
     def fn(x):
-        try:
-            y = x.sin()
-        except BaseException:
-            y = x
-        (y * 2).cos()  # nobody needs it
+        with contextlib.suppress(BaseException):
+            x = x.sin()
+        (x * 2).cos()  # nobody needs it
         past.append(is_recomputing())
-        return y
+        return x
 
     checkpointed(fn)(leaf(3)).sum().backward()
     assert past == [False]
 
 
-@EARLY_STOP
-def test_a_value_that_the_function_overwrites_later_is_brought_back_as_it_was_or_refused(
-    early_stop,
-):
+@pytest.mark.parametrize("stop", [True, False])
+def test_a_value_that_the_function_overwrites_later_is_brought_back_as_it_was_or_refused(stop):
     """A rerun that stops right behind it has it still; one to the end has not, and says so."""
 
     def overwrites(x):
@@ -276,8 +270,8 @@ def test_a_value_that_the_function_overwrites_later_is_brought_back_as_it_was_or
     x = torch.tensor([4.0, 16.0, 64.0], requires_grad=True)
     with pytest.raises(RuntimeError, match="modified by an inplace"):
         overwrites(x).sum().backward()
-    y = checkpointed(overwrites, early_stop=early_stop)(x).sum()
-    if early_stop:
+    y = checkpointed(overwrites, early_stop=stop)(x).sum()
+    if stop:
         y.backward()
         assert torch.equal(x.grad, torch.full((3,), 4.0))
     else:
@@ -299,8 +293,7 @@ def test_what_a_function_makes_of_the_stop_signal(error):
 
     x = torch.ones(3, requires_grad=True)
     y = checkpointed(fn)(x).sum()
-    raises = error is KeyboardInterrupt
-    with pytest.raises(KeyboardInterrupt) if raises else contextlib.nullcontext():
+    with pytest.raises(error) if error is KeyboardInterrupt else contextlib.nullcontext():
         y.backward()
 
 
@@ -416,20 +409,19 @@ def test_a_function_that_leaves_a_scope_open(fails):
 
 
 def test_scopes_of_asyncio_tasks():
-    """`gather` raises that one error; the others are cancelled, or finish."""
+    """An error for those that another one is open over."""
 
-    async def step(seconds):
+    async def step(i):
         with checkpoint_scope():
             y = leaf(3).sin()
-            await asyncio.sleep(seconds)
+            await asyncio.sleep(0.001 * i)
             y = y.exp()
         y.sum().backward()
 
-    async def steps(**options):
-        return await asyncio.gather(*(step(0.001 * i) for i in range(3)), **options)
+    async def steps():
+        return await asyncio.gather(*map(step, range(3)), return_exceptions=True)
 
     with unchanged(rng=False):
-        with pytest.raises(CheckpointError, match="await"):
-            asyncio.run(steps())
-        kinds = list(map(type, asyncio.run(steps(return_exceptions=True))))
-        assert kinds == [CheckpointError, CheckpointError, type(None)]
+        *errors, last = asyncio.run(steps())
+    assert last is None
+    assert all(isinstance(e, CheckpointError) and "await" in str(e) for e in errors)
