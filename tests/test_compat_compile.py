@@ -47,11 +47,10 @@ def products(program, **options):
     backend = aot_autograd(
         fw_compiler=compiler, bw_compiler=compiler, partition_fn=min_cut_rematerialization_partition
     )
-    x, y = arguments()
-    torch.compile(program, backend=backend, **options)(x, y).sum().backward()
-    a, b = arguments()
-    program(a, b).sum().backward()
-    torch.testing.assert_close((x.grad, y.grad), (a.grad, b.grad))
+    inputs, same = arguments(), arguments()
+    torch.compile(program, backend=backend, **options)(*inputs).sum().backward()
+    program(*same).sum().backward()
+    torch.testing.assert_close([x.grad for x in inputs], [x.grad for x in same])
     return found
 
 
@@ -116,13 +115,15 @@ class Thing:
         return fn(x, y)
 
 
-def a_sequence():
-    steps = [
-        lambda pair: (pair[0] @ pair[1], pair[1]),
-        lambda pair: (pair[0].sin() @ pair[1]).sigmoid(),
-        torch.neg,
-    ]
-    return lambda x, y: ours.checkpoint_sequential(steps, 3, (x, y), use_reentrant=False)
+STEPS = [
+    lambda pair: (pair[0] @ pair[1], pair[1]),
+    lambda pair: (pair[0].sin() @ pair[1]).sigmoid(),
+    torch.neg,
+]
+
+
+def sequence(x, y):
+    return ours.checkpoint_sequential(STEPS, 3, (x, y), use_reentrant=False)
 
 
 OPTIONS = {"use_reentrant": False, "respect_saved_tensors_hooks": True}
@@ -130,7 +131,7 @@ FORMS = {  # with the number of products in backward
     "function": (lambda: ours.checkpoint(use_reentrant=False)(fn), 6),
     "inside": (lambda: lambda x, y: ours.checkpoint(**OPTIONS)(fn)(x, y), 6),
     "method": (lambda: Thing().run, 6),
-    "sequence": (a_sequence, 5),
+    "sequence": (lambda: sequence, 5),
     "own": (lambda: checkpointed(fn), 6),
     "own inside": (lambda: lambda x, y: checkpointed(fn)(x, y), 6),
     "own legacy": (lambda: checkpointed(fn, backend="reentrant"), 6),
@@ -145,8 +146,13 @@ def test_other_forms_compile_in_one_graph(form):
     assert products(program(), fullgraph=True) == [2, count]
 
 
+def in_place(block):
+    checkpoint_modules(block, type(block))
+    return block
+
+
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-@pytest.mark.parametrize("door", ["checkpointed", "checkpoint", "checkpoint_modules"])
+@pytest.mark.parametrize("door", [checkpointed, ours.checkpoint(use_reentrant=False), in_place])
 def test_one_graph_for_all_sizes_with_the_results_of_eager_code(door, backend):
     torch._dynamo.reset()
     graphs, inner = [], torch._dynamo.lookup_backend(backend)
@@ -155,12 +161,7 @@ def test_one_graph_for_all_sizes_with_the_results_of_eager_code(door, backend):
         def forward(self, x, y):
             return (x * y[0]).sin().exp() * y[1]
 
-    block, (_, y) = Block(), arguments()
-    region = {"checkpointed": checkpointed, "checkpoint": ours.checkpoint(use_reentrant=False)}.get(
-        door, lambda b: b
-    )(block)
-    if door == "checkpoint_modules":
-        checkpoint_modules(block, Block)
+    y, region = leaf(), door(Block())
 
     def program(x, y):
         return region(x * 2, y).cos()
@@ -218,10 +219,9 @@ def test_compiled_functions_in_eager_regions():
         return aot_autograd(fw_compiler=nop, bw_compiler=nop)(graph, inputs)
 
     inside = torch.compile(fn, backend=backend)
+    region = ours.checkpoint(use_reentrant=False)(inside)
     for _ in range(3):
-        found = torch.autograd.grad(
-            ours.checkpoint(inside, x, y, use_reentrant=False).sum(), (x, y)
-        )
+        found = torch.autograd.grad(region(x, y).sum(), (x, y))
         torch.testing.assert_close(found, torch.autograd.grad(fn(x, y).sum(), (x, y)))
     assert len(compiled) == 1
 
@@ -232,9 +232,8 @@ def test_compiled_autograd_over_eager_regions(door):
     torch._dynamo.reset()
     runs, (x, y) = [], arguments()
     result = door(lambda x, y: (runs.append(1), fn(x, y))[1])(x, y).sum()
-    with torch._dynamo.compiled_autograd._enable(
-        lambda graph: torch.compile(graph, backend="aot_eager")
-    ):
+    compiler = functools.partial(torch.compile, backend="aot_eager")
+    with torch._dynamo.compiled_autograd._enable(compiler):
         result.backward()
     assert runs == [1, 1]
     torch.testing.assert_close((x.grad, y.grad), torch.autograd.grad(fn(x, y).sum(), (x, y)))

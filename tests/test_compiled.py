@@ -14,12 +14,7 @@ from checkpointing.torch_compat import checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what the compiler says is not ours
 
-SHOWN = {"wrap_inductor_compiled_regions": True}  # as one operator
-BACKENDS = {
-    "aot_eager": ("aot_eager", {}),
-    "inductor": ("inductor", {}),
-    "shown": ("inductor", SHOWN),
-}
+BACKENDS = ["aot_eager", "inductor", "shown"]  # the last one is inductor, shown as one operator
 DOORS = {
     "scope": checkpoint_scope,
     "auto": lambda: checkpoint_scope(policy=auto()),
@@ -36,8 +31,8 @@ def compiler(request):
     if request.param != "aot_eager" and not any(map(shutil.which, ["c++", "g++", "clang++", "cl"])):
         pytest.skip("inductor needs a C++ compiler")
     torch._dynamo.reset()
-    name, options = BACKENDS[request.param]
-    inner = torch._dynamo.lookup_backend(name)
+    options = {"wrap_inductor_compiled_regions": True} if request.param == "shown" else {}
+    inner = torch._dynamo.lookup_backend(request.param.replace("shown", "inductor"))
 
     def backend(graph, inputs):
         compiled = inner(graph, inputs)
@@ -122,9 +117,7 @@ def after_another_write(double, x):
 
 
 @pytest.mark.parametrize("door", ["scope", "auto"])
-@pytest.mark.parametrize(
-    "program", [of_the_block, just_made, after_another_write], ids=lambda program: program.__name__
-)
+@pytest.mark.parametrize("program", [of_the_block, just_made, after_another_write])
 def test_what_compiled_code_writes_in_place_is_noticed(compiler, program, door):
     """Also where no operator shows it."""
     double = compiler(lambda x: x.mul_(2))
@@ -149,12 +142,6 @@ def backward_inside(run, x):
     return run(x * torch.autograd.grad(run(leaf * 2).sum(), leaf)[0])
 
 
-def scope_inside(run, x):
-    with checkpoint_scope():
-        y = run(x * 2)
-    return run(y * 2)
-
-
 def frozen(run, x):
     with torch.no_grad():
         y = run(x * 2)
@@ -164,7 +151,7 @@ def frozen(run, x):
 PROGRAMS = {
     "graph break": lambda run, x: run(x * 2).sin(),
     "backward inside": backward_inside,
-    "scope inside": scope_inside,
+    "scope inside": lambda run, x: run(s(run)(x * 2) * 2),
     "rerun inside": lambda run, x: checkpointed(lambda x: run(x * 2).sin())(x * 3),
     "no grad": frozen,
 }
@@ -261,9 +248,8 @@ def test_traced_by_make_fx(door, tracing_mode):
     from torch.fx.experimental.proxy_tensor import make_fx
 
     def traced(function):
-        return make_fx(slopes(function), tracing_mode=tracing_mode)(
-            torch.randn(4, 4), torch.randn(4, 4)
-        )
+        trace = make_fx(slopes(function), tracing_mode=tracing_mode)
+        return trace(torch.randn(4, 4), torch.randn(4, 4))
 
     have, want = traced(TRACED[door](kept_and_dropped)), traced(kept_and_dropped)
     assert targets(have) == targets(want)

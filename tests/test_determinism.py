@@ -28,10 +28,10 @@ class Two:
         return self.first if self.runs == 1 else self.later
 
 
-def failed(fn, *args, error=MismatchError, **options):
+def failed(fn, *args, **options):
     """The message of the error that backward of a region raises."""
-    y = checkpointed(fn, **{"name": "mine", **options})(*args)
-    with pytest.raises(error) as caught:
+    y = checkpointed(fn, name="mine", **options)(*args)
+    with pytest.raises(MismatchError) as caught:
         y.sum().backward()
     assert str(caught.value).startswith(f"region 'mine' (entered at {__file__}:"), str(caught.value)
     return str(caught.value)
@@ -49,14 +49,9 @@ def repeated(often):
 def test_fewer_tensors():
     """The message has both numbers, the operator that asked, the slot, and a way out."""
     text = failed(repeated(Two(3, 1)), leaf(3))
-    for words in (
-        "different number of tensors",
-        "during forward: 6",
-        "during recomputation: 2",
-        "ExpBackward0 asked for slot 5",
-        "keep()",
-    ):
-        assert words in text
+    assert "different number of tensors" in text and "keep()" in text
+    assert "during forward: 6" in text and "during recomputation: 2" in text
+    assert "ExpBackward0 asked for slot 5" in text
     assert "during recomputation: 0" in failed(repeated(Two(1, 0)), leaf(3))
     skip = Two(False, True)
     text = failed(lambda x: (x.sin() if skip() else x.sin().exp()).cos(), leaf(3))
@@ -84,21 +79,6 @@ METADATA = {  # what is done to the tensor in forward and in the recompute, and 
 }
 
 
-# What code may match on, of each line of torch's own.
-TIPS = [
-    "Tip: To see a more detailed error message, either pass `debug=True` to",
-    "If this error occurs under torch.compile with automatic_dynamic_shapes enabled",
-    "Use torch._dynamo.mark_dynamic() to explicitly mark varying dimensions as dynamic upfront",
-    "Call torch._C._dynamo.eval_frame._set_lru_cache(False) to disable LRU cache reordering",
-]
-
-
-def test_the_tips_are_torchs():
-    """In their words, wherever torch breaks the lines."""
-    theirs = " ".join(torch.utils.checkpoint._debug_tip_msg.split())
-    assert [words for words in TIPS if words not in theirs] == []
-
-
 @pytest.mark.parametrize("what", METADATA)
 @pytest.mark.parametrize("early_stop", [True, False])
 def test_other_metadata(what, early_stop):
@@ -116,7 +96,8 @@ def test_other_metadata(what, early_stop):
     assert re.search(rf"recomputed metadata: .*{recomputed}", text)
     assert re.search(rf"saved in the recompute at {LINE}:\d+: .*tanh\(change", text)
     assert text.count("position") == 1
-    assert [words for words in TIPS if words not in text.splitlines()[-1]] == []
+    tip = " ".join(torch.utils.checkpoint._debug_tip_msg.split()).partition("`debug=True`")[0]
+    assert tip in text and "mark_dynamic" in text  # as torch says
     assert "opaque" not in text
     assert len(text) < 4000
 
@@ -227,19 +208,16 @@ def test_values_tells_small_numbers_apart(first, later):
 
 
 def test_a_function_as_check():
-    """It is called for every saved tensor and every recomputed one; `==` of its results decides."""
-    which, seen, x = Two(1.0, 1.01), [], torch.ones(3, requires_grad=True)
+    """`==` of its results decides, which the error shows."""
+    which, x = Two(1.0, 1.01), torch.ones(3, requires_grad=True)
 
     def rounded(tensor):
-        seen.append(tensor.requires_grad or torch.is_grad_enabled())
         return round(float(tensor.sum()), 0)
 
     checkpointed(lambda x: (x * which()).sin().exp(), determinism_check=rounded)(x).sum().backward()
-    assert seen == [False] * 4
     which = Two(1.0, 2.0)
     text = failed(lambda x: (x * which()).sin(), x, determinism_check=rounded)
-    assert re.search(r"saved metadata: .*3", text)
-    assert re.search(r"recomputed metadata: .*6", text)
+    assert re.search(r"(?s)saved metadata: .*3.*recomputed metadata: .*6", text)
 
 
 @pytest.mark.parametrize("backend", ["rerun", "replay"])
@@ -250,8 +228,12 @@ def test_a_check_may_compute_and_return_tensors(backend, check):
     """They are compared by value; what it computes wants no gradient, is part of no region, and
     saves nothing."""
     x, modes = torch.ones(3, requires_grad=True), []
-    options = {"determinism_check": lambda t: modes.append(torch.is_grad_enabled()) or check(t)}
-    y = checkpointed(lambda x: x.sin().exp(), backend=backend, **options)(x).sum()
+
+    def noted(tensor):
+        modes.append(tensor.requires_grad or torch.is_grad_enabled())
+        return check(tensor)
+
+    y = checkpointed(lambda x: x.sin().exp(), backend=backend, determinism_check=noted)(x).sum()
     (have,) = torch.autograd.grad(y, x, create_graph=True)
     assert torch.equal(have, torch.autograd.grad(x.sin().exp().sum(), x)[0])
     assert modes == [False] * 4
@@ -325,9 +307,8 @@ def test_an_operator_that_makes_another_size_in_replay_is_an_error(use):
         w = torch.ones((), requires_grad=True)
         with checkpoint_scope(name="grown"):
             y = use(torch.ops.checkpointing_tests.growing(torch.rand(3) * 2) * w) * w
-        with pytest.raises(
-            CheckpointError, match=r"grown.*growing.* made 16 bytes .* 20 in the recompute"
-        ):
+        said = r"grown.*growing.* made 16 bytes .* 20 in the recompute"
+        with pytest.raises(CheckpointError, match=said):
             y.sum().backward()
 
 
