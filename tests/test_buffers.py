@@ -226,9 +226,7 @@ MODULES = {
     "BatchNorm1d, alone": lambda: nn.BatchNorm1d(4),
     "BatchNorm1d, last": lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)),
     "BatchNorm1d, cumulative": lambda: sequence(nn.BatchNorm1d(4, momentum=None)),
-    "BatchNorm1d, not affine": lambda: sequence(nn.BatchNorm1d(4, affine=False)),
     "BatchNorm1d, no statistics": lambda: sequence(nn.BatchNorm1d(4, track_running_stats=False)),
-    "BatchNorm2d": lambda: sequence(nn.Unflatten(1, (2, 2, 1)), nn.BatchNorm2d(2), nn.Flatten()),
     "SyncBatchNorm": lambda: sequence(nn.SyncBatchNorm(4)),
     "spectral_norm": lambda: sequence(parametrizations.spectral_norm(nn.Linear(4, 4))),
     "spectral_norm, old": lambda: sequence(nn.utils.spectral_norm(nn.Linear(4, 4))),
@@ -512,13 +510,10 @@ def test_an_opaque_block_finds_versions_that_tell_written_from_fresh(size):
     assert run(checkpointed) == run(plain)
 
 
-@pytest.mark.parametrize(
-    "shared", [nn.GELU(), nn.BatchNorm1d(4).eval()], ids=["no state", "buffers, evaluation"]
-)
 @pytest.mark.parametrize("door", ["rerun", "replay"])
-def test_ranks_that_are_threads_share_a_module_with_a_barrier_in_the_region(door, shared):
+def test_ranks_that_are_threads_share_a_module_with_a_barrier_in_the_region(door):
     """No lock is held while user code runs."""
-    barrier = threading.Barrier(2, timeout=30)
+    shared, barrier = nn.BatchNorm1d(4).eval(), threading.Barrier(2, timeout=30)
     want = torch.autograd.grad(shared(nn.BatchNorm1d(4)(x := leaf())).square().sum(), x)[0]
 
     def rank():
@@ -528,11 +523,10 @@ def test_ranks_that_are_threads_share_a_module_with_a_barrier_in_the_region(door
             barrier.wait()
             return shared(own(x)).square()
 
-        x = leaf()
         for _ in range(3):
-            x.grad = None
+            x = leaf()
             DOORS[door](fn)(x).sum().backward()
-        assert bits(x.grad) == bits(want)
+            assert bits(x.grad) == bits(want)
 
     at_once(rank, rank)
 

@@ -100,11 +100,6 @@ def inside_gradients(x):
     return y * torch.autograd.grad(y.sum(), x, create_graph=True)[0]
 
 
-def without_autocast(x):
-    with torch.autocast("cpu", enabled=False):
-        return (x @ x).sin()
-
-
 def fails(x):
     raise ArithmeticError("no")
 
@@ -114,7 +109,6 @@ FUNCTIONS = {
     "dropout": lambda x: F.dropout(x.sin(), 0.5).exp(),
     "gradients inside": inside_gradients,
     "product": lambda x: (x @ x).sin(),
-    "product without autocast": without_autocast,
     "new tensors": lambda x: x.sin() * torch.ones(4, device=x.device).exp(),
     "nothing saved": lambda x: x + 1,
     "an error": fails,
@@ -237,13 +231,6 @@ def kinds_of_sequences(m):
         y = m.checkpoint_sequential(kind(layers), 2, x, **options)
         found.append((y, gradient(y, x)))
     return found
-
-
-@case
-def a_sequence_of_functions_of_tuples(m):
-    x = leaf()
-    steps = [lambda pair: (pair[0].sin(), pair[1].exp()), lambda pair: pair[0] * pair[1]]
-    return gradient(m.checkpoint_sequential(steps, 2, (x, x * 2), use_reentrant=False), x)
 
 
 @case
@@ -720,18 +707,6 @@ def test_debug_shows_the_recompute_that_failed():
     assert (recompute.count("aten.sin"), recompute.count("aten.exp")) == (0, 1)
 
 
-@pytest.mark.parametrize("name", ["fewer tensors", "no tensors", "another dtype", "another shape"])
-def test_errors_count_tensors_as_torch_does(name):
-    """The numbers under the first sentence, too."""
-    texts = []
-    for m in (theirs, ours):
-        with pytest.raises(theirs.CheckpointError) as caught:
-            gradient(region(m, Fickle(*MISMATCHES[name]), x := leaf(), early_stop=False), x)
-        lines = str(caught.value).splitlines()
-        texts.append([line for line in lines if line.startswith(("Number", "saved", "recomp"))])
-    assert texts[0] == texts[1] and texts[0]
-
-
 def test_an_accelerator_first_used_in_a_region_is_refused(monkeypatch):
     """Its random state from before can't be known; torch's error."""
     module = types.SimpleNamespace(_initialized=False)
@@ -763,11 +738,7 @@ def test_every_public_name_of_torch_is_there():
     mine = {name for name in NAMES_OF_2_15 if getattr(ours, name) is not getattr(theirs, name)}
     assert mine == {*OWN}
     assert issubclass(ours.CheckpointError, theirs.CheckpointError)
-
-
-def test_private_names_of_torch_are_there():
-    """Other people's code imports those, too; what exists nowhere is an error."""
-    assert ours._infer_device_type is theirs._infer_device_type
+    assert ours._infer_device_type is theirs._infer_device_type  # others import private ones, too
     for name in ("_no_such_name", "no_such_name"):
         with pytest.raises(AttributeError):
             getattr(ours, name)

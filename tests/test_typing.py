@@ -44,10 +44,6 @@ class Owner:
     def method(self, x: Tensor, y: int) -> Tensor:
         return x * y
 
-    @checkpointed(name="m")
-    def with_options(self, x: Tensor) -> Tensor:
-        return x
-
     static = staticmethod(checkpointed(plain))
 
     @classmethod
@@ -80,7 +76,6 @@ assert_type(options(x, scale=2.0), dict[str, Tensor])
 assert_type(direct(x), Tensor)
 assert_type(check(x), Tensor)
 assert_type(Owner().method(x, 3), Tensor)
-assert_type(Owner().with_options(x), Tensor)
 assert_type(Owner.static(x), Tensor)
 assert_type(Owner.make(x), Tensor)
 assert_type(Block, type[Block])

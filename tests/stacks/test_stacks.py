@@ -212,18 +212,6 @@ def test_accelerate(how):
         assert_same(gpt2, train, train_in_regions=functools.partial(train, **chosen))
 
 
-def test_accelerate_hooks():
-    """A block's `forward` that accelerate has wrapped, before and after the regions came."""
-    hooks = pytest.importorskip("accelerate.hooks")
-
-    def hooked(model):
-        hooks.add_hook_to_module(model.transformer.h[0], hooks.ModelHook())
-        checkpoint_modules(model, "transformer.h.*")
-        hooks.add_hook_to_module(model.transformer.h[1], hooks.ModelHook())
-
-    assert_same(gpt2, two_steps, hooked)
-
-
 def lora(make, **options):
     """Adapters on a frozen base, all of them with gradients."""
     peft = pytest.importorskip("peft")
