@@ -322,18 +322,14 @@ def task(x, kind, inner=None):
 def in_turns(tasks, order):
     """Let these go on in this order, then each to its end; what they return, or raise."""
     outcomes = {}
-
-    def go_on(i):
+    for i in [*order, *list(range(len(tasks))) * 20]:
         try:
-            next(tasks[i])
+            if i not in outcomes:
+                next(tasks[i])
         except StopIteration as stop:
             outcomes[i] = stop.value
         except CheckpointError as error:
             outcomes[i] = error
-
-    for i in [*order, *list(range(len(tasks))) * 20]:
-        if i not in outcomes:
-            go_on(i)
     return [outcomes[i] for i in range(len(tasks))]
 
 

@@ -399,11 +399,8 @@ def run(seconds, *given):
     """Prints a row for each rank, program and door."""
     fork, end = multiprocessing.get_context("fork"), time.monotonic() + float(seconds)
     with tempfile.TemporaryDirectory() as folder:
-        ranks = [
-            fork.Process(target=main, args=(rank, world, folder, *given))
-            for world in PROGRAMS
-            for rank in range(world)
-        ]
+        places = [(rank, world) for world in PROGRAMS for rank in range(world)]
+        ranks = [fork.Process(target=main, args=(*place, folder, *given)) for place in places]
         for process in ranks:
             process.start()
         for process in ranks:
@@ -411,10 +408,8 @@ def run(seconds, *given):
             if process.is_alive():
                 print(f"a rank was killed after {seconds} seconds", file=sys.stderr)
                 process.kill()
-        print(
-            *(row for file in Path(folder).glob("*.*") for row in file.read_text().splitlines()),
-            sep="\n",
-        )
+        for file in Path(folder).glob("*.*"):
+            print(file.read_text(), end="")
 
 
 if __name__ == "__main__":
