@@ -377,8 +377,7 @@ def test_a_recompute_has_the_precisions_of_the_forward_and_leaves_every_one_as_i
 
 
 def test_casts_of_a_rerun_are_not_cached_for_others():
-    """A backward in another autocast leaves nothing behind that code after it would take for casts
-    of its weights."""
+    """A backward in another autocast leaves no old casts of its weights behind."""
     linear, x = nn.Linear(4, 4), leaf()
     with torch.autocast("cpu"):
         y = checkpointed(lambda x: linear(x).sin())(x).sum()
@@ -396,8 +395,7 @@ COLLECTED = contextvars.ContextVar("COLLECTED", default=None)
 
 @DOOR
 def test_collectors_in_context_variables(door, no_gc):
-    """Nothing is collected twice; neither what was collected nor what a recompute collects is kept
-    alive."""
+    """Nothing is collected twice or kept alive."""
     made = []
 
     def layer(x):

@@ -103,8 +103,7 @@ DECORATORS = {
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("decorate", DECORATORS)
 def test_every_form_is_a_region(form, decorate):
-    """Whatever is decorated, backward recomputes once and gives plain's gradients, any number of
-    times."""
+    """Backward recomputes once and gives plain's gradients, any number of times."""
     fn = FORMS[form](DECORATORS[decorate])
     assert is_region(fn)
     assert is_region(fn)
@@ -375,8 +374,7 @@ def test_disabled_makes_regions_plain_calls(fn):
 
 @REGIONS
 def test_disabled_counts_when_a_region_is_entered(fn):
-    """A region from before is recomputed under `disabled()`, one from inside of it is not
-    recomputed after it."""
+    """Not when it is recomputed."""
     x = leaf(3, 3)
     before = fn(x)
     with disabled():
@@ -388,8 +386,7 @@ def test_disabled_counts_when_a_region_is_entered(fn):
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("door", [rerun, replay, scope])
 def test_grad_mode_off_is_a_plain_call(mode, door):
-    """No hook, no mode, no operator and few calls of functions; what it is given and makes dies at
-    once."""
+    """No hook, mode or operator, few function calls; arguments and values die at once."""
     seen, refs, x = [], [], leaf(3, 3)
 
     def fn(x):

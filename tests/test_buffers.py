@@ -81,8 +81,7 @@ class CodeBook(WithBuffers):
 
 
 class Shared(WithBuffers):
-    """One memory in several places: a buffer of two modules, a view of a buffer, a list beside
-    it."""
+    """One memory in two places: two modules, a view of a buffer, a list beside it."""
 
     def __init__(self, how):
         super().__init__(mean=torch.zeros(4))
@@ -108,8 +107,7 @@ def through_data(self, x):
 
 
 class WrittenThenSaved(WithBuffers):
-    """Autograd saves a buffer that the same call has written before, with a trace in its version
-    or without."""
+    """Saves a buffer that the same call has written, with a trace in its version or without."""
 
     def __init__(self, how):
         super().__init__(mean=torch.zeros(4))
@@ -129,8 +127,7 @@ class WrittenThenSaved(WithBuffers):
 
 
 class Grown(Counter):
-    """Rotary embeddings that grow, as those of transformers: a number beside a cache says what
-    is in it. None in it at first: the cache is made when the module is first called."""
+    """Rotary embeddings: a number beside a cache says what is in it, at first nothing."""
 
     def __init__(self, length):
         super().__init__()
@@ -295,8 +292,7 @@ def train(model, fn, backward_in_evaluation=False):
 @MODULE
 @DOOR
 def test_buffers_are_written_once(module, door):
-    """Gradients, parameters, and buffers with their versions and their order in `state_dict` are
-    as plain."""
+    """Gradients and buffers, with their versions and their order in `state_dict`, are plain's."""
     model, want = made(module), made(module)
     assert train(model, DOORS[door](model)) == train(want, want)
 
@@ -379,8 +375,7 @@ WAYS = {
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("module", ["BatchNorm1d", "counter", "set anew", "two modules", "modes"])
 def test_where_modules_are_looked_for(module, way):
-    """The function, what it is bound to and the attributes of that, its closure, globals that
-    its code names, arguments; also for their training flags."""
+    """For their buffers and for their training flags."""
     model, want = made(module), made(module)
     assert train(model, WAYS[way](checkpointed, model), True) == train(want, want, True)
 
@@ -448,8 +443,7 @@ def test_the_rerun_has_the_very_tensors():
 
 @pytest.mark.parametrize("door", ["rerun", "rerun to the end"])
 def test_a_buffer_that_is_written_after_it_was_saved_is_brought_back_as_it_was(door):
-    """Plain autograd refuses; a rerun delivers neither what was written since nor what is there
-    now."""
+    """Plain autograd refuses. A rerun delivers neither a later value nor the present one."""
 
     def forward(model, x):
         y = x * model.scale
