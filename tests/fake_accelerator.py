@@ -172,8 +172,7 @@ def case_the_device_is_there():
 
 
 def case_arguments():
-    """Rerun forks the generator of the device that an argument lives on, at any depth of
-    containers."""
+    """Rerun forks the generator of an argument's device, at any depth of containers."""
     check(BOTH, body)
     check(BOTH, lambda x: body(x), lambda fn, x: fn(x=x * 1.5))
     check(BOTH, lambda s: body(s["a"][0][1]), lambda fn, x: fn({"a": [(0, x)]}))
@@ -199,8 +198,7 @@ def both_in_turn(c, t):
 
 
 def case_both_devices_in_turn():
-    """The streams of CPU and device are independent of each other; torch's own function forks the
-    CPU's and those of one other type of device."""
+    """Their streams are independent; also through the drop-in, at any depth."""
     check([*BOTH, drop_in(False)], both_in_turn, on=["cpu", "toy"])
     check([drop_in(False)], lambda s: body(s[0]), lambda fn, x: fn([x]))
 

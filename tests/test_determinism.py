@@ -111,8 +111,7 @@ def test_every_tensor_that_differs_is_listed_and_the_rest_counted():
 
 
 def test_a_failed_check_can_be_tried_again():
-    """Nothing wrong stays behind: when the reason is gone, backward succeeds, in a region in a
-    region as well."""
+    """When the reason is gone, backward succeeds, in nested regions as well."""
     table = {"dtype": torch.float32}
     x = leaf(3)
     inner = checkpointed(lambda x: x.to(table["dtype"]).sin().exp(), name="inner")
@@ -129,8 +128,7 @@ def test_a_failed_check_can_be_tried_again():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64], ids=str)
 def test_values_finds_another_number(dtype):
-    """One element of a thousand; the first tensor, its operators and the lines of both runs are
-    named."""
+    """One element of a thousand. The error names the tensor, its operators and both lines."""
     x = torch.ones(1000, dtype=dtype, requires_grad=True)
     table = {"offset": torch.zeros(1000, dtype=dtype)}
 
@@ -225,8 +223,7 @@ def test_a_function_as_check():
     "check", [lambda t: (t * 2).cos().sum(), lambda t: t.clone(), lambda t: (t.shape, t.dtype)]
 )
 def test_a_check_may_compute_and_return_tensors(backend, check):
-    """They are compared by value; what it computes wants no gradient, is part of no region, and
-    saves nothing."""
+    """They are compared by value. What it computes is part of no region and wants no gradient."""
     x, modes = torch.ones(3, requires_grad=True), []
 
     def noted(tensor):

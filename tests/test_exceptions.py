@@ -112,8 +112,7 @@ PLACES += itertools.product(["operator", "tensor hook"], WORDS)
 @EARLY_STOP
 @ERRORS
 def test_in_backward(where, word, early_stop, error):
-    """The function, called again; an operator of the recompute; a hook between two operators. The
-    graph, retained, works afterwards."""
+    """In the function, an operator or a hook; the retained graph works afterwards."""
     fail = Fails(error)
 
     def fn(x):

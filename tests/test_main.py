@@ -38,8 +38,7 @@ def run(capsys, *arguments):
 
 
 def test_no_way_needs_more_than_torchs_does(capsys):
-    """Memory, recompute and losses beside plain and beside torch's checkpoint; progress on stderr,
-    one aligned table on stdout; the random stream is left alone."""
+    """Bit-equal to plain, in one aligned table; the random stream is left alone."""
     before = torch.get_rng_state()
     status, rows, err = run(capsys)
     assert torch.equal(torch.get_rng_state(), before)

@@ -66,8 +66,7 @@ def bytes_of(run, depth=DEPTH):
     "run", [per_block("c"), per_block("s"), one_scope], ids=lambda run: run.__name__
 )
 def test_each_further_block_costs_one_activation(run):
-    """What is held grows by a block's input (and, where a mask must be drawn again, a generator's
-    state)."""
+    """Its input, and a generator's state where a mask must be drawn again."""
     stash = torch.get_rng_state().nbytes
     bytes_of(run)
     (small, _), (large, _) = bytes_of(run, 6), bytes_of(run, 12)

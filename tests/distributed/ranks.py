@@ -79,8 +79,7 @@ DOORS = {  # for each block, for the model
 
 
 def doors(name):
-    """Those that a program runs through: for `auto`, which goes around the model, regions inside
-    are the same as around."""
+    """Those that a program runs through; for `auto`, inside is the same as around."""
     nests = "collectives" in name
     inside = "inside" in name or "lambda" in name
     found = [door for door in DOORS if nests or " in " not in door]
