@@ -290,8 +290,6 @@ def contexts_are_entered_around_both_runs(m):
     return log
 
 
-# ---- errors: each ends its program
-
 ONLY = "`respect_saved_tensors_hooks` is only supported when use_reentrant=False"
 suppressing = lambda: (contextlib.suppress(ArithmeticError), contextlib.nullcontext())  # noqa: E731
 
@@ -304,6 +302,14 @@ def with_debug(m, switch, debug=True):
 def without_grad(m, **options):
     with torch.no_grad():
         return region(m, torch.sin, leaf(), **options)
+
+
+def legacy_sine(m, **options):
+    return reentrant(m, torch.sin, leaf(), **options)
+
+
+def in_sequence(m, function, *inputs, **options):
+    return m.checkpoint_sequential([function], 1, *inputs, use_reentrant=False, **options)
 
 
 def nest_groups(m):
@@ -325,42 +331,31 @@ CASES |= {
     "backwards without a group don't": lambda m: two_backwards(m, contextlib.nullcontext()),
     "a group in a group": nest_groups,
     "backwards that overlap in a group": overlapping,
-    "... with parameters": lambda m: overlapping(
-        m, nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Tanh())
-    ),
-    "unknown keywords of a sequence": lambda m: m.checkpoint_sequential(
-        [torch.sin], 1, leaf(), use_reentrant=False, foo=1, bar=2
-    ),
-    "a sequence of two inputs": lambda m: m.checkpoint_sequential(
-        [torch.add], 1, leaf(), leaf(), use_reentrant=False
-    ),
+    "... with parameters": lambda m: overlapping(m, nn.Sequential(nn.Linear(4, 4), nn.Tanh())),
+    "unknown keywords of a sequence": lambda m: in_sequence(m, torch.sin, leaf(), foo=1, bar=2),
+    "a sequence of two inputs": lambda m: in_sequence(m, torch.add, leaf(), leaf()),
     "unknown keywords of the decorator": lambda m: m.checkpoint(use_reentrant=False, foo=1, bar=2),
-    "keywords of a decorated reentrant function": lambda m: m.checkpoint(use_reentrant=True)(
-        torch.mul
-    )(leaf(), y=2),
-    "a policy that lists packets": lambda m: m.create_selective_checkpoint_contexts(
-        [torch.ops.aten.mm]
+    "keywords of a decorated reentrant function": lambda m: m.checkpoint(use_reentrant=True)(fails)(
+        leaf(), y=2
     ),
-    "reentrant contexts": lambda m: reentrant(m, torch.sin, leaf(), context_fn=selective(m, [MM])),
-    "reentrant debug": lambda m: reentrant(m, torch.sin, leaf(), debug=True),
-    "reentrant and hooks to respect": lambda m: reentrant(
-        m, torch.sin, leaf(), respect_saved_tensors_hooks=False
+    "a policy that lists packets": lambda m: selective(m, [torch.ops.aten.mm])(),
+    "no determinism check": lambda m: gradient(
+        region(m, Fickle(torch.exp, torch.sigmoid), x := leaf(), determinism_check="none"), x
     ),
+    "reentrant contexts": lambda m: legacy_sine(m, context_fn=selective(m, [MM])),
+    "reentrant debug": lambda m: legacy_sine(m, debug=True),
+    "reentrant and hooks to respect": lambda m: legacy_sine(m, respect_saved_tensors_hooks=False),
     "reentrant keywords": lambda m: reentrant(m, torch.mul, leaf(), other=2),
-    "reentrant where nothing requires grad": lambda m: (
-        reentrant(m, torch.sin, torch.ones(2)).requires_grad
-    ),
+    "reentrant where nothing requires grad": lambda m: reentrant(m, torch.sin, torch.ones(2)),
     "reentrant and backward with inputs": lambda m: (
         reentrant(m, torch.sin, x := leaf()).sum().backward(inputs=[x])
     ),
-    "reentrant and detached results": lambda m: (
-        reentrant(m, torch.Tensor.detach, leaf()).sum().backward()
+    "reentrant and detached results": lambda m: backward_twice(
+        reentrant(m, torch.Tensor.detach, leaf())
     ),
     "reentrant and autograd.grad": lambda m: gradient(reentrant(m, torch.sin, x := leaf()), x),
     "the variant left out": lambda m: m.checkpoint(torch.sin, leaf()),
-    "the variant left out of a sequence": lambda m: m.checkpoint_sequential(
-        [torch.sin, torch.cos], 2, leaf()
-    ),
+    "the variant left out of a sequence": lambda m: m.checkpoint_sequential([fails], 1, leaf()),
     "a list to detach": lambda m: m.detach_variable([leaf()]),
 }
 ANSWERS = {  # a result, or the class of an error and a sentence in it
@@ -372,15 +367,6 @@ ANSWERS = {  # a result, or the class of an error and a sentence in it
     "reentrant debug": (ValueError, ONLY),
     "reentrant and hooks to respect": (ValueError, ONLY),
 }
-
-
-@case
-def no_determinism_check(m):
-    x = leaf()
-    y = region(
-        m, Fickle(lambda x: x.sin().exp(), lambda x: x.cos().exp()), x, determinism_check="none"
-    )
-    return gradient(y, x)
 
 
 MISMATCHES = {
@@ -396,9 +382,6 @@ for name, stop in itertools.product(MISMATCHES, (True, False)):
         return gradient(region(m, Fickle(*ways), x := leaf(), early_stop=stop), x)
 
     CASES[f"{name}, {'with' if stop else 'without'} early stop"] = program
-
-
-# ---- selective checkpointing: the contexts are torch's, the regions ours
 
 
 Answer = theirs.CheckpointPolicy
@@ -471,9 +454,7 @@ CASES |= {
     "a second backward under a policy": lambda m: backward_twice(
         region(m, two_products, leaf(), context_fn=selective(m, [MM])), retain_graph=True
     ),
-    "a second backward without retain_graph": lambda m: backward_twice(
-        reentrant(m, torch.sin, leaf())
-    ),
+    "a second backward without retain_graph": lambda m: backward_twice(legacy_sine(m)),
     "a kept result is written in place": selected(lambda x: x.sin().mul_(2).cos().exp()),
     "and may be": selected(lambda x: x.sin().mul_(2).cos().exp(), allow_cache_entry_mutation=True),
     "an operator that the forward did not run": selected(
@@ -565,14 +546,12 @@ def reentrant_arguments_and_results(m):
     return x.grad, y.grad, hidden.grad, detached.requires_grad, others
 
 
-def changed_before_backward(m):
+@case
+def reentrant_and_an_argument_changed_in_place(m):
     x = leaf() * 1
     y = reentrant(m, torch.sin, x).sum()
     x.add_(1)
     y.backward()
-
-
-CASES["reentrant and an argument changed in place"] = changed_before_backward
 
 
 @case
