@@ -238,12 +238,13 @@ def a_decorated_function(m):
     @m.checkpoint(use_reentrant=False, early_stop=False)
     def fn(x, *, k=1):
         """What it does."""
-        runs.append(1)
+        nonlocal runs
+        runs += 1
         return x.sin() * k
 
-    x, runs = leaf(), []
+    x, runs = leaf(), 0
     same = torch.equal(gradient(fn(x, k=3), x)[0], x.detach().cos() * 3)
-    return [same, len(runs), (fn.__name__, fn.__doc__)]
+    return [same, runs, (fn.__name__, fn.__doc__)]
 
 
 @case

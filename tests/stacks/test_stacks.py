@@ -108,13 +108,6 @@ def in_place(model):
 
 
 @pytest.mark.parametrize("make", [gpt2, llama])
-@pytest.mark.parametrize("prepare", [give_function, in_place])
-def test_transformers(make, prepare):
-    """By the function that their layers call, and in place."""
-    assert_same(make, two_steps, prepare)
-
-
-@pytest.mark.parametrize("make", [gpt2, llama])
 def test_transformers_with_a_cache(make):
     """By default there is one for keys and values; it is not written again."""
     without, scoped = (
@@ -229,21 +222,15 @@ LORA = {
 ACTIVATION |= {LORA[make]: ACTIVATION[make] for make in LORA}
 
 
-@pytest.mark.parametrize("prepare", [give_function, in_place])
 @pytest.mark.parametrize("make", [gpt2, llama])
-def test_peft(make, prepare):
-    """LoRA on a frozen base: first the adapters, then the regions."""
+def test_peft(make):
+    """LoRA on a frozen base, through the switch of transformers. (In place: `test_readme`.)"""
 
-    def prepared(model):
-        if prepare is give_function:
-            model.enable_input_require_grads()
-            prepare(model.base_model.model)
-        else:
-            checkpoint_modules(
-                model, ["base_model.model.transformer.h.*", "base_model.model.model.layers.*"]
-            )
+    def prepare(model):
+        model.enable_input_require_grads()
+        give_function(model.base_model.model)
 
-    assert_same(LORA[make], two_steps, prepared)
+    assert_same(LORA[make], two_steps, prepare)
 
 
 @pytest.mark.parametrize("how", ["scope", "modules"])
