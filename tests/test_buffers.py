@@ -72,11 +72,8 @@ class CodeBook(WithBuffers):
 
     def forward(self, x):
         codes = (x.detach()[:, None] - self.book).abs().sum(2).argmin(1)
-        chosen = self.book[codes]
-        with torch.no_grad():
-            self.book.mul_(0.5).add_(
-                F.one_hot(codes, len(self.book)).float().t() @ x.detach(), alpha=0.5
-            )
+        chosen, places = self.book[codes], F.one_hot(codes, len(self.book)).float()
+        self.book.mul_(0.5).add_(places.t() @ x.detach(), alpha=0.5)
         return (x * chosen).square()
 
 
@@ -422,9 +419,8 @@ def test_a_region_runs_no_operators_but_the_copies(mode):
     assert have == {**want, **copies}
     y = checkpointed(lambda x: model(x).relu())(x)
     ran = count(y.sum().backward)
-    assert (ran.get("clone", 0), ran.get("_foreach_copy_", 0)) == (
-        (5, 2) if mode == "train" else (0, 0)
-    )
+    copied = ran.get("clone", 0), ran.get("_foreach_copy_", 0)
+    assert copied == ((5, 2) if mode == "train" else (0, 0))
 
 
 def test_the_rerun_has_the_very_tensors():
@@ -689,7 +685,6 @@ def test_buffers_of_a_distributed_module(mesh, module, door):
 def test_long_lists_are_not_searched_for_modules(count, times):
     """They may be data: what their modules write is written again."""
     norms = [nn.BatchNorm1d(3) for _ in range(count)]
-    checkpointed(lambda x: norms[-1](x).sin().exp())(
-        torch.rand(4, 3, requires_grad=True)
-    ).sum().backward()
+    region = checkpointed(lambda x: norms[-1](x).sin().exp())
+    region(torch.rand(4, 3, requires_grad=True)).sum().backward()
     assert int(norms[-1].num_batches_tracked) == times

@@ -291,11 +291,12 @@ class Block(nn.Sequential):
 
 
 def mlp():
-    parts = [
-        [nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(), nn.GELU(), nn.Linear(16, 8)]
-        for _ in range(3)
-    ]
-    return nn.Sequential(*(Block(*part) for part in parts))
+    def block():
+        return Block(
+            nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(), nn.GELU(), nn.Linear(16, 8)
+        )
+
+    return nn.Sequential(block(), block(), block())
 
 
 ACTIVATION |= {vit: "gelu", unet: "silu", mlp: "gelu"}
