@@ -310,6 +310,20 @@ def test_collections_in_context_variables_are_those_of_the_forward_as_copies(kin
     contextvars.copy_context().run(run)
 
 
+def test_data_in_a_collection_is_there_for_the_recompute():
+    """Although its owner has emptied the collection since."""
+
+    def run():
+        VARIABLE.set(data := [torch.full((4,), 2.0)])
+        x = leaf()
+        y = checkpointed(lambda x: (x * VARIABLE.get()[0]).sin())(x)
+        data.clear()
+        y.sum().backward()
+        assert torch.equal(x.grad, 2 * (x * 2).cos())
+
+    contextvars.copy_context().run(run)
+
+
 PRECISIONS = [
     ("generic", "all"),
     *((b, o) for b in ("cuda", "mkldnn") for o in ("all", "matmul", "conv", "rnn")),

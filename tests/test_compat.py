@@ -12,6 +12,7 @@ import functools
 import inspect
 import itertools
 import pickle
+import re
 import types
 import warnings
 from collections.abc import Callable
@@ -223,10 +224,11 @@ def segments_of_a_sequence(m):
 
 @case
 def kinds_of_sequences(m):
-    layers, found = [nn.Linear(4, 4), nn.Tanh(), nn.Dropout(0.5), nn.Linear(4, 4), nn.Tanh()], []
-    for kind in (list, tuple, nn.ModuleList, lambda layers: nn.Sequential(*layers)):
+    layers, found = [nn.Dropout(0.5), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 4), nn.Tanh()], []
+    kinds = list, tuple, nn.ModuleList, lambda layers: nn.Sequential(*layers)
+    for kind, preserve in itertools.product(kinds, (True, False)):
         x = leaf()
-        options = {"use_reentrant": False, "preserve_rng_state": True}
+        options = {"use_reentrant": False, "preserve_rng_state": preserve}
         y = m.checkpoint_sequential(kind(layers), 2, x, **options)
         found.append((y, gradient(y, x)))
     return found
@@ -682,6 +684,17 @@ def test_debug_shows_the_recompute_that_failed():
     forward, recompute = str(caught.value).split("Operations executed during ")[1:]
     assert "aten.sin" in forward
     assert (recompute.count("aten.sin"), recompute.count("aten.exp")) == (0, 1)
+
+
+@pytest.mark.parametrize("name", ["fewer tensors", "no tensors", "another dtype", "another shape"])
+def test_errors_count_and_show_tensors_as_torch_does(name):
+    """In the lines under the first sentence."""
+    texts = []
+    for m in (theirs, ours):
+        with pytest.raises(theirs.CheckpointError) as caught:
+            gradient(region(m, Fickle(*MISMATCHES[name]), x := leaf(), early_stop=False), x)
+        texts.append(re.findall(r"(?m)^(?:Number|saved|recomp).*", str(caught.value)))
+    assert texts[0] == texts[1] != []
 
 
 def test_an_accelerator_first_used_in_a_region_is_refused(monkeypatch):

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from oracle import bits, leaf
 from torch import nn
 
-from checkpointing import CheckpointError, checkpointed, disabled, is_recomputing
+from checkpointing import CheckpointError, checkpointed, disabled, forward_only, is_recomputing
 from checkpointing import _reentrant as module
 from checkpointing.torch_compat import checkpoint, checkpoint_sequential
 
@@ -100,7 +100,7 @@ def test_ways_to_switch_it_off(how):
 
 
 def test_an_error_in_the_recompute_leaves_nothing_behind():
-    """Neither random state nor the mark of a recompute."""
+    """Neither random state nor the mark of a recompute, and no region."""
     runs, x = [], leaf()
 
     def fn(x):
@@ -115,6 +115,7 @@ def test_an_error_in_the_recompute_leaves_nothing_behind():
     with pytest.raises(KeyError):
         y.sum().backward()
     assert torch.equal(torch.get_rng_state(), before) and not is_recomputing()
+    assert forward_only(lambda: 1)() == 1  # which a region would be asked about
 
 
 def test_keywords_are_refused():

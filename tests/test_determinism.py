@@ -275,6 +275,14 @@ def test_debug_logs_operators_of_both_runs(door, debug):
         assert f"{__file__}:{fn.__code__.co_firstlineno + 1}" in logs[0]
 
 
+def test_debug_shows_the_operator_that_the_recompute_could_not_run():
+    """Tensors of other sizes meet in it."""
+    width = Two(3, 2)
+    text = failed(lambda x: (x[: width()].exp() @ torch.ones(3)).sin(), leaf(3), debug=True)
+    assert "other sizes" in text
+    assert "aten.dot" in text.split("recomputation:")[1]
+
+
 def test_debug_says_nothing_when_all_is_well(capsys, caplog):
     """Logs are shown on failure only; gradients are plain's."""
     x = leaf(3)
