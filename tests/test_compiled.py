@@ -198,6 +198,18 @@ def test_what_a_scope_in_compiled_code_calls_is_compiled(compiler):
     assert (compiler.graphs, compiler.calls) == (1, 1)
 
 
+def test_in_place_operators_are_recomputed_where_a_compiler_is_loaded():
+    """They are no writes of compiled code."""
+    import torch._inductor.output_code
+
+    x = torch.rand(4, requires_grad=True)
+    with checkpoint_scope() as scope:
+        y = x.sin().mul_(2).exp()
+    assert scope.stats.bytes_held == 0
+    y.sum().backward()
+    assert torch.equal(x.grad, torch.autograd.grad((x.sin() * 2).exp().sum(), x)[0])
+
+
 TRACED = {
     "scope": s,
     "auto": lambda fn: s(fn, policy=auto()),

@@ -105,6 +105,12 @@ def test_the_picture_is_the_same_each_time_and_names_each_line(tmp_path, monkeyp
     assert len(text) < 100_000
 
 
+def test_bits_are_compared():
+    """Not numbers."""
+    zero, nan = torch.zeros(2), torch.tensor(float("nan"))
+    assert job.same_bits(nan, nan) and not job.same_bits(zero, -zero)
+
+
 def test_operations_are_counted_in_forward_and_in_recompute():
     """A product of matrices takes two per element and step."""
     x, w = torch.ones(2, 3), torch.ones(3, 4, requires_grad=True)
