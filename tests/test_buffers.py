@@ -1,6 +1,7 @@
 """Buffers of modules in training mode are written once: a rerun rewinds them in place and puts them
 back. Large ones and those of modules in evaluation mode are guarded."""
 
+import copy
 import functools
 import threading
 import warnings
@@ -8,22 +9,18 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from oracle import at_once, bits, count, plain
-from oracle import s as scope
+from oracle import DOORS, at_once, bits, count, plain
 from torch import nn
 from torch.nn.utils import parametrizations
 
 from checkpointing import ChangedError, auto, checkpoint_scope, checkpointed, is_recomputing, opaque
+from checkpointing.torch_compat import checkpoint
 
-RERUNS = {
-    "rerun": checkpointed,
+DOORS = {
+    **DOORS,
     "rerun to the end": lambda fn: checkpointed(fn, early_stop=False),
-    "rerun in rerun": lambda fn: checkpointed(checkpointed(fn)),
-    "scope in rerun": lambda fn: checkpointed(scope(fn)),
-    "rerun in scope": lambda fn: scope(checkpointed(fn)),
+    "reentrant": lambda fn: functools.partial(checkpoint, fn, use_reentrant=True),
 }
-REPLAYS = {"replay": lambda fn: checkpointed(fn, backend="replay"), "scope": scope}
-DOORS = {**RERUNS, **REPLAYS}
 DOOR = pytest.mark.parametrize("door", DOORS)
 
 
@@ -31,70 +28,61 @@ def leaf():
     return (torch.arange(24.0).view(6, 4) % 5 - 2).requires_grad_()
 
 
-# ---- modules that write their buffers
+class WithBuffers(nn.Module):
+    """With these buffers, and perhaps a function of the module and its input as its `forward`."""
 
-
-class Counter(nn.Module):
-    def __init__(self):
+    def __init__(self, function=None, **buffers):
         super().__init__()
-        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+        self.function = function
+        for name, buffer in buffers.items():
+            self.register_buffer(name, buffer)
+
+    def forward(self, x):
+        return self.function(self, x)
+
+
+class Counter(WithBuffers):
+    def __init__(self):
+        super().__init__(calls=torch.zeros((), dtype=torch.long))
 
     def forward(self, x):
         self.calls += 1
         return (x * self.calls.item()).square()
 
 
-class SetAnew(nn.Module):
-    """Assigns its buffer instead of writing it; with None before the first forward, if `lazy`."""
-
-    def __init__(self, lazy=False):
-        super().__init__()
-        self.register_buffer("mean", None if lazy else torch.zeros(4))
-        self.register_buffer("last", torch.zeros(()))
-
-    def forward(self, x):
-        self.mean = x.detach().sum(0) if self.mean is None else self.mean * 0.5 + x.detach().sum(0)
-        return (x * self.mean).square()
+def set_anew(self, x):
+    """Assigns its buffer instead of writing it; it may be None before the first forward."""
+    self.mean = x.detach().sum(0) if self.mean is None else self.mean * 0.5 + x.detach().sum(0)
+    return (x * self.mean).square()
 
 
-class SavedAndSetAnew(SetAnew):
+def saved_and_set_anew(self, x):
     """Autograd saves the buffer itself, which is put back before its node has run."""
-
-    def forward(self, x):
-        y = (x * self.mean).square()
-        self.mean = self.mean * 3 + 1
-        self.last.add_(1)
-        return y
+    y = (x * self.mean).square()
+    self.mean = self.mean * 3 + 1
+    self.last.add_(1)
+    return y
 
 
-class CodeBook(nn.Module):
+class CodeBook(WithBuffers):
     """Vector quantisation whose code book moves."""
 
-    def __init__(self, size=8, persistent=True):
-        super().__init__()
-        self.register_buffer("book", (torch.arange(size * 4.0).view(size, 4) % 7) - 3, persistent)
+    def __init__(self, size=8):
+        super().__init__(book=(torch.arange(size * 4.0).view(size, 4) % 7) - 3)
 
     def forward(self, x):
         codes = (x.detach()[:, None] - self.book).abs().sum(2).argmin(1)
-        chosen = self.book[codes]
-        with torch.no_grad():
-            self.book.mul_(0.5).add_(
-                F.one_hot(codes, len(self.book)).float().t() @ x.detach(), alpha=0.5
-            )
+        chosen, places = self.book[codes], F.one_hot(codes, len(self.book)).float()
+        self.book.mul_(0.5).add_(places.t() @ x.detach(), alpha=0.5)
         return (x * chosen).square()
 
 
-class Shared(nn.Module):
-    """One memory in several places: a buffer of two modules, a view of a buffer, a list beside
-    it."""
+class Shared(WithBuffers):
+    """One memory in two places: two modules, a view of a buffer, a list beside it."""
 
     def __init__(self, how):
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(4))
-        self.child = nn.Module()
-        self.child.register_buffer(
-            "mean", self.mean if how == "two modules" else self.mean.view(2, 2)
-        )
+        super().__init__(mean=torch.zeros(4))
+        self.child = WithBuffers(mean=self.mean if how == "two modules" else self.mean.view(2, 2))
         self.stats = [self.mean]
         self.how = how
 
@@ -104,36 +92,22 @@ class Shared(nn.Module):
         return (x * other.clone() + self.mean.clone()).square()
 
 
-class Rows(nn.Module):
+def rows(self, x):
     """Running statistics in rows and columns of one buffer."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("both", torch.stack([torch.zeros(4), torch.ones(4)]))
-
-    def forward(self, x):
-        return F.batch_norm(x, self.both[0], self.both[1], training=True).square()
+    return F.batch_norm(x, self.both[0], self.both[1], training=True).square()
 
 
-class OldStyle(nn.Module):
-    """Writes through `.data`, which no version counter shows."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(4))
-
-    def forward(self, x):
-        self.mean.data.mul_(0.5).add_(x.data.sum(0))
-        return (x * self.mean.clone()).square()
+def through_data(self, x):
+    """No version counter shows this write."""
+    self.mean.data.mul_(0.5).add_(x.data.sum(0))
+    return (x * self.mean.clone()).square()
 
 
-class WrittenThenSaved(nn.Module):
-    """Autograd saves a buffer that the same call has written before, with a trace in its version
-    or without."""
+class WrittenThenSaved(WithBuffers):
+    """Saves a buffer that the same call has written, with a trace in its version or without."""
 
     def __init__(self, how):
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(4))
+        super().__init__(mean=torch.zeros(4))
         self.norm = nn.BatchNorm1d(4, momentum=0.5, affine=False)
         self.how = how
 
@@ -150,8 +124,7 @@ class WrittenThenSaved(nn.Module):
 
 
 class Grown(Counter):
-    """Rotary embeddings that grow, as those of transformers: a number beside a cache says what
-    is in it. None in it at first: the cache is made when the module is first called."""
+    """Rotary embeddings: a number beside a cache says what is in it, at first nothing."""
 
     def __init__(self, length):
         super().__init__()
@@ -168,29 +141,20 @@ class Grown(Counter):
         return super().forward(x * self.scale)
 
 
-class Renamed(nn.Module):
-    """Buffers in their order, of which one goes."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("first", torch.full((4,), 2.0))
-        self.register_buffer("second", torch.full((4,), 3.0))
-
-    def forward(self, x):
-        for buffer in list(self.buffers()):
-            x = (x + 1) * buffer
-        if hasattr(self, "first"):
-            del self.first
-        return x.square()
+def drops_one(self, x):
+    """Reads its buffers in their order, and deletes the first."""
+    for buffer in list(self.buffers()):
+        x = (x + 1) * buffer
+    if hasattr(self, "first"):
+        del self.first
+    return x.square()
 
 
-class Cached(nn.Module):
+class Cached(WithBuffers):
     """What it derives from a buffer is cached by the tensor."""
 
     def __init__(self):
-        super().__init__()
-        self.register_buffer("scale", torch.full((4,), 2.0))
-        self.register_buffer("calls", torch.zeros(()))
+        super().__init__(scale=torch.full((4,), 2.0), calls=torch.zeros(()))
         self.derived = functools.lru_cache(lambda scale: scale.square())
         self.derived(self.scale)
 
@@ -199,37 +163,27 @@ class Cached(nn.Module):
         return (x * self.derived(self.scale)).square()
 
 
-class Resized(nn.Module):
+def resized(self, x):
     """As an observer: the first data says how large the buffer is, or later ones do."""
-
-    def __init__(self, size):
-        super().__init__()
-        self.register_buffer("least", torch.full((size,), 1.0))
-        self.register_buffer("calls", torch.zeros(1))
-
-    def forward(self, x):
-        now = x.detach().amin(0)
-        if self.calls == 0:
-            self.least.resize_(now.shape).copy_(now)
-        self.least.copy_(torch.minimum(self.least * 0.5, now))
-        self.calls += 1
-        return (x * self.least.clone()).square()
+    now = x.detach().amin(0)
+    if self.calls == 0:
+        self.least.resize_(now.shape).copy_(now)
+    self.least.copy_(torch.minimum(self.least * 0.5, now))
+    self.calls += 1
+    return (x * self.least.clone()).square()
 
 
 def scripted(module, by=torch.jit.script):
-    torch._C._jit_set_profiling_mode(
-        False
-    )  # which compiles anew, with other bits, what runs the second time
+    # Profiling compiles anew, with other bits, what runs the second time.
+    torch._C._jit_set_profiling_mode(False)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # deprecated
         return by(module)
 
 
-class ScriptedAnew(nn.Module):
+class ScriptedAnew(WithBuffers):
     def __init__(self):
-        super().__init__()
-        self.register_buffer("calls", torch.ones(()))
-        self.register_buffer("sum", torch.zeros(4))
+        super().__init__(calls=torch.ones(()), sum=torch.zeros(4))
 
     def forward(self, x):
         self.calls = self.calls + 1
@@ -238,16 +192,21 @@ class ScriptedAnew(nn.Module):
 
 
 class Seeded(nn.Module):
-    """Dropout with a generator of its own, and a module that has another."""
+    """Noise from a generator of its own, before a module that may have another."""
 
-    def __init__(self, inner=None):
+    def __init__(self, inner):
         super().__init__()
         self.rng = torch.Generator().manual_seed(3)
         self.inner = inner
 
     def forward(self, x):
-        x = x * torch.rand(x.shape, generator=self.rng)
-        return x.square() if self.inner is None else self.inner(x).square()
+        return self.inner(x * torch.rand(x.shape, generator=self.rng)).square()
+
+
+def with_modes():
+    """Modules that behave otherwise in evaluation, some of them one level down."""
+    inner = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.BatchNorm1d(4))
+    return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), inner)
 
 
 def sequence(*modules):
@@ -257,45 +216,44 @@ def sequence(*modules):
 
 MODULES = {
     "BatchNorm1d": lambda: sequence(nn.BatchNorm1d(4)),
+    "modes": with_modes,
     "BatchNorm1d, alone": lambda: nn.BatchNorm1d(4),
     "BatchNorm1d, last": lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)),
     "BatchNorm1d, cumulative": lambda: sequence(nn.BatchNorm1d(4, momentum=None)),
-    "BatchNorm1d, not affine": lambda: sequence(nn.BatchNorm1d(4, affine=False)),
     "BatchNorm1d, no statistics": lambda: sequence(nn.BatchNorm1d(4, track_running_stats=False)),
-    "BatchNorm2d": lambda: sequence(nn.Unflatten(1, (2, 2, 1)), nn.BatchNorm2d(2), nn.Flatten()),
     "SyncBatchNorm": lambda: sequence(nn.SyncBatchNorm(4)),
-    "InstanceNorm1d": lambda: sequence(
-        nn.Unflatten(1, (2, 2)),
-        nn.InstanceNorm1d(2, affine=True, track_running_stats=True),
-        nn.Flatten(),
-    ),
     "spectral_norm": lambda: sequence(parametrizations.spectral_norm(nn.Linear(4, 4))),
     "spectral_norm, old": lambda: sequence(nn.utils.spectral_norm(nn.Linear(4, 4))),
-    "weight_norm": lambda: sequence(parametrizations.weight_norm(nn.Linear(4, 4))),
     "counter": Counter,
-    "set anew": SetAnew,
-    "saved and set anew": SavedAndSetAnew,
-    "None that becomes a tensor": lambda: SetAnew(lazy=True),
+    "set anew": lambda: WithBuffers(set_anew, mean=torch.zeros(4)),
+    "saved and set anew": lambda: WithBuffers(
+        saved_and_set_anew, mean=torch.zeros(4), last=torch.zeros(())
+    ),
+    "None that becomes a tensor": lambda: WithBuffers(set_anew, mean=None, last=torch.zeros(())),
     "code book": CodeBook,
-    "code book, not persistent": lambda: CodeBook(persistent=False),
     "two modules": lambda: Shared("two modules"),
     "view of another": lambda: Shared("view"),
     "in a list, too": lambda: Shared("list"),
-    "rows of one": Rows,
-    "through .data": OldStyle,
+    "rows of one": lambda: WithBuffers(rows, both=torch.stack([torch.zeros(4), torch.ones(4)])),
+    "through .data": lambda: WithBuffers(through_data, mean=torch.zeros(4)),
     "written, then saved": lambda: WrittenThenSaved("lerp_"),
     "written through .data, then saved": lambda: WrittenThenSaved("data"),
     "written by a kernel, then saved": lambda: WrittenThenSaved("kernel"),
     "grown": lambda: Grown(2),
     "made when it is needed": lambda: Grown(0),
-    "one that goes": Renamed,
+    "one that goes": lambda: WithBuffers(
+        drops_one, first=torch.full((4,), 2.0), second=torch.full((4,), 3.0)
+    ),
     "cached by the tensor": Cached,
-    "resized from none": lambda: Resized(0),
-    "resized from one": lambda: Resized(1),
-    "resized from more": lambda: Resized(9),
+    **{
+        f"resized from {n}": lambda n=n: WithBuffers(
+            resized, least=torch.full((n,), 1.0), calls=torch.zeros(1)
+        )
+        for n in (0, 1, 9)
+    },
     "scripted": lambda: nn.Sequential(nn.Linear(4, 4), scripted(ScriptedAnew()), nn.Tanh()),
     "all of it scripted": lambda: scripted(nn.Sequential(nn.Linear(4, 4), ScriptedAnew())),
-    "a generator of its own": lambda: sequence(Seeded(Seeded())),
+    "a generator of its own": lambda: sequence(Seeded(Seeded(nn.Tanh()))),
     "nested": lambda: nn.Sequential(sequence(nn.BatchNorm1d(4)), Counter()),
 }
 MODULE = pytest.mark.parametrize("module", MODULES)
@@ -307,26 +265,23 @@ def made(name):
 
 
 def left(model, *tensors):
-    state = {name: (bits(t), t._version) for name, t in model.state_dict(keep_vars=True).items()}
-    grads = [None if p.grad is None else bits(p.grad) for p in model.parameters()]
-    streams = [bits(m.rng.get_state()) for m in model.modules() if isinstance(m, Seeded)]
-    return (
-        list(state),
-        state,
-        grads,
-        streams,
-        [m.training for m in model.modules()],
-        [bits(t) for t in tensors],
-    )
+    state = [(name, bits(t), t._version) for name, t in model.state_dict(keep_vars=True).items()]
+    grads = [p.grad for p in model.parameters()]
+    streams = [m.rng.get_state() for m in model.modules() if isinstance(m, Seeded)]
+    return state, bits([grads, streams, tensors]), [m.training for m in model.modules()]
 
 
-def train(model, fn, steps=3):
+def train(model, fn, backward_in_evaluation=False):
     torch.manual_seed(0)
     seen = []
-    for _ in range(steps):
+    for _ in range(3):
         x = leaf()
         y = fn(x)
+        if backward_in_evaluation:
+            model.eval()
         y.square().sum().backward()
+        if backward_in_evaluation:
+            model.train()
         seen += [y, x.grad]
     return left(model, *seen)
 
@@ -334,8 +289,7 @@ def train(model, fn, steps=3):
 @MODULE
 @DOOR
 def test_buffers_are_written_once(module, door):
-    """Gradients, parameters, and buffers with their versions and their order in `state_dict` are
-    as plain."""
+    """Gradients and buffers, with their versions and their order in `state_dict`, are plain's."""
     model, want = made(module), made(module)
     assert train(model, DOORS[door](model)) == train(want, want)
 
@@ -355,9 +309,6 @@ def test_each_region_has_the_buffers_of_its_own_beginning(module, door):
         return left(model, *ys, *(x.grad for x in xs))
 
     assert run(DOORS[door]) == run(plain)
-
-
-# ---- where modules are looked for
 
 
 class Owner:
@@ -388,75 +339,55 @@ def of_global_in_parts(module):
     return lambda x: sum([NORM(part) for part in (x,)])
 
 
-def by_default(module):
-    def fn(x, module=module):
-        return module(x)
-
-    return fn
+def over(door, it):
+    """A region over a function that has nothing but this in its closure."""
+    return door(lambda x: (it[0] if isinstance(it, list) else it)(x))
 
 
 WAYS = {
-    "module": lambda module: module,
-    "forward": lambda module: module.forward,
-    "partial": lambda module: functools.partial(lambda m, x: m(x), module),
-    "closure": lambda module: lambda x: module(x),
-    "closure over a method": lambda module: (lambda forward: lambda x: forward(x))(module.forward),
-    "closure over a list": lambda module: (lambda modules: lambda x: modules[0](x))([module]),
-    "attribute of the object it is bound to": lambda module: Owner(module).call,
-    "global that its code names": of_global,
-    "default": by_default,
-    "global that a function in a region names": lambda module: checkpointed(
-        of_global(module), policy=auto()
+    "module": lambda door, m: door(m),
+    "forward": lambda door, m: door(m.forward),
+    "partial": lambda door, m: door(functools.partial(lambda m, x: m(x), m)),
+    "closure": lambda door, m: door(lambda x: m(x)),
+    "closure over a method": lambda door, m: over(door, m.forward),
+    "closure over a list": lambda door, m: over(door, [m]),
+    "closure over a partial": lambda door, m: over(door, functools.partial(m)),
+    "argument of a partial in the closure": lambda door, m: over(
+        door, functools.partial(lambda m, x: m(x), m)
     ),
-    "closure over a partial": lambda module: (lambda part: lambda x: part(x))(
-        functools.partial(module)
+    "attribute of the object it is bound to": lambda door, m: door(Owner(m).call),
+    "default": lambda door, m: door(lambda x, m=m: m(x)),
+    "global that its code names": lambda door, m: door(of_global(m)),
+    "global that a function in a region names": lambda door, m: door(
+        checkpointed(of_global(m), policy=auto())
     ),
-    "argument of a partial in the closure": lambda module: (lambda part: lambda x: part(x))(
-        functools.partial(lambda m, x: m(x), module)
-    ),
-    "global that a comprehension names": of_global_in_parts,
-}
-GIVEN = {  # among the arguments, at any depth of containers, and as methods
-    "argument": (lambda m, x: m(x), lambda module: module),
-    "in containers": (lambda s, x: s[0]["m"](x), lambda module: [{"m": module}]),
-    "bound method": (lambda m, x: m(x), lambda module: module.forward),
+    "global that a comprehension names": lambda door, m: door(of_global_in_parts(m)),
+    "argument": lambda door, m: functools.partial(door(lambda m, x: m(x)), m),
+    "keyword": lambda door, m: functools.partial(door(lambda x, m: m(x)), m=m),
+    "in containers": lambda door, m: functools.partial(door(lambda s, x: s[0]["m"](x)), [{"m": m}]),
+    "bound method": lambda door, m: functools.partial(door(lambda m, x: m(x)), m.forward),
 }
 
 
-def region_of(way, door, module):
-    if way == "keyword":
-        return functools.partial(door(lambda x, m: m(x)), m=module)
-    if way in WAYS:
-        return door(WAYS[way](module))
-    fn, given = GIVEN[way]
-    return functools.partial(door(fn), given(module))
-
-
-WAY = pytest.mark.parametrize("way", [*WAYS, *GIVEN, "keyword"])
-
-
-@WAY
-@pytest.mark.parametrize("module", ["BatchNorm1d", "counter", "set anew", "two modules"])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("module", ["BatchNorm1d", "counter", "set anew", "two modules", "modes"])
 def test_where_modules_are_looked_for(module, way):
-    """The function, what it is bound to and the attributes of that, its closure, globals that
-    its code names, arguments."""
+    """For their buffers and for their training flags."""
     model, want = made(module), made(module)
-    assert train(model, region_of(way, checkpointed, model)) == train(want, want)
+    assert train(model, WAYS[way](checkpointed, model), True) == train(want, want, True)
 
-
-# ---- what is guarded
 
 GUARDED = {"large": lambda: CodeBook(5000), "evaluation mode": lambda: CodeBook().eval()}
 
 
-@pytest.mark.parametrize("door", DOORS)
+@DOOR
 @pytest.mark.parametrize("what", GUARDED)
 def test_large_buffers_and_those_in_evaluation_mode_that_are_written_are_refused_by_rerun(
     what, door
 ):
     """The error names the buffer and the remedy, with which it is as plain."""
     model, want = GUARDED[what](), GUARDED[what]()
-    if door in REPLAYS:
+    if door in ("replay", "scope"):
         assert train(model, DOORS[door](model)) == train(want, want)
     else:
         with pytest.raises(
@@ -470,12 +401,7 @@ def test_they_are_guarded_until_backward(what):
     """Another's write in between is an error."""
     module = GUARDED[what]()
     fn = checkpointed(lambda x: (x * module.book[0]).square())
-    x = leaf()
-    assert "clone" not in count(lambda: fn(x))
-    fn(x).sum().backward()
-    want = leaf()
-    (want * module.book[0]).square().sum().backward()
-    assert bits(x.grad) == bits(want.grad)
+    assert "clone" not in count(lambda: fn(leaf()))
     y = fn(leaf())
     module.book.add_(1)
     with pytest.raises(ChangedError, match=r"CodeBook\.book"):
@@ -493,57 +419,46 @@ def test_a_region_runs_no_operators_but_the_copies(mode):
     assert have == {**want, **copies}
     y = checkpointed(lambda x: model(x).relu())(x)
     ran = count(y.sum().backward)
-    assert (ran.get("clone", 0), ran.get("_foreach_copy_", 0)) == (
-        (5, 2) if mode == "train" else (0, 0)
-    )
-
-
-# ---- in place
+    copied = ran.get("clone", 0), ran.get("_foreach_copy_", 0)
+    assert copied == ((5, 2) if mode == "train" else (0, 0))
 
 
 def test_the_rerun_has_the_very_tensors():
     """Not copies: aliases, caches and whatever else is keyed by a tensor stay what they are."""
-    seen = []
+    counter, seen = Counter(), []
 
-    class Looks(Counter):
-        def forward(self, x):
-            seen.append(
-                (id(self.calls), id(vars(self)["_buffers"]), self.calls.item(), self.calls._version)
-            )
-            return super().forward(x)
+    def fn(x):
+        calls = counter.calls
+        seen.append((id(calls), id(vars(counter)["_buffers"]), calls.item(), calls._version))
+        return counter(x)
 
-    checkpointed(Looks())(leaf()).sum().backward()
+    checkpointed(fn)(leaf()).sum().backward()
     assert len(seen) == 2
     assert seen[0] == seen[1]
 
 
-class WritesWhatItSaved(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("scale", torch.full((4,), 2.0))
-
-    def forward(self, x):
-        y = x * self.scale
-        self.scale += 1
-        return y.square()
-
-
 @pytest.mark.parametrize("door", ["rerun", "rerun to the end"])
 def test_a_buffer_that_is_written_after_it_was_saved_is_brought_back_as_it_was(door):
-    """Plain autograd refuses; a rerun delivers neither what was written since nor what is there
-    now."""
-    model, x = WritesWhatItSaved(), leaf()
+    """Plain autograd refuses. A rerun delivers neither a later value nor the present one."""
+
+    def forward(model, x):
+        y = x * model.scale
+        model.scale += 1
+        return y.square()
+
+    model = WithBuffers(forward, scale=torch.full((4,), 2.0))
     with pytest.raises(RuntimeError, match="modified by an inplace"):
-        WritesWhatItSaved()(leaf()).sum().backward()
+        model(leaf()).sum().backward()
+    x = leaf()
     DOORS[door](model)(x).sum().backward()
-    assert torch.equal(x.grad, 8 * x)
-    assert torch.equal(model.scale, torch.full((4,), 3.0))
+    assert torch.equal(x.grad, 18 * x)
+    assert torch.equal(model.scale, torch.full((4,), 4.0))
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 def test_buffers_and_training_flags_are_put_back_after_an_error(error):
     """Values, versions and the tensors themselves; flags that the rerun sets are dropped, too."""
-    model = nn.Sequential(nn.BatchNorm1d(4), Counter(), SetAnew(), nn.Dropout(0.5))
+    model = nn.Sequential(nn.BatchNorm1d(4), Counter(), made("set anew"), nn.Dropout(0.5))
 
     def fn(x):
         model[3].eval()
@@ -585,16 +500,10 @@ def test_an_opaque_block_finds_versions_that_tell_written_from_fresh(size):
     assert run(checkpointed) == run(plain)
 
 
-# ---- threads
-
-
-@pytest.mark.parametrize(
-    "shared", [nn.GELU(), nn.BatchNorm1d(4).eval()], ids=["no state", "buffers, evaluation"]
-)
 @pytest.mark.parametrize("door", ["rerun", "replay"])
-def test_ranks_that_are_threads_share_a_module_with_a_barrier_in_the_region(door, shared):
+def test_ranks_that_are_threads_share_a_module_with_a_barrier_in_the_region(door):
     """No lock is held while user code runs."""
-    barrier = threading.Barrier(2, timeout=30)
+    shared, barrier = nn.BatchNorm1d(4).eval(), threading.Barrier(2, timeout=30)
     want = torch.autograd.grad(shared(nn.BatchNorm1d(4)(x := leaf())).square().sum(), x)[0]
 
     def rank():
@@ -604,41 +513,12 @@ def test_ranks_that_are_threads_share_a_module_with_a_barrier_in_the_region(door
             barrier.wait()
             return shared(own(x)).square()
 
-        x = leaf()
         for _ in range(3):
-            x.grad = None
+            x = leaf()
             DOORS[door](fn)(x).sum().backward()
-        assert bits(x.grad) == bits(want)
+            assert bits(x.grad) == bits(want)
 
     at_once(rank, rank)
-
-
-@pytest.mark.parametrize("door", ["rerun", "replay"])
-def test_threads_that_train_one_module(door):
-    """Gradients are those of all steps."""
-    linear = nn.Linear(4, 4, bias=False)
-    with torch.no_grad():
-        linear.weight.fill_(1.0)
-    counter, lock = Counter(), threading.Lock()
-    grads = []
-
-    def fn(x):
-        return counter(linear(x)) if door == "replay" else linear(x).square()
-
-    def trainer():
-        for _ in range(20):
-            x = leaf()
-            with lock:
-                y = DOORS[door](fn)(x)
-                scale = counter.calls.item() if door == "replay" else 1
-            (gradient,) = torch.autograd.grad(y.sum(), linear.weight)
-            grads.append(gradient / scale**2)
-
-    at_once(trainer, trainer)
-    want = torch.autograd.grad(linear(leaf()).square().sum(), linear.weight)[0]
-    assert [bits(g) for g in grads] == [bits(want)] * 40
-    if door == "replay":
-        assert counter.calls == 40
 
 
 def test_wide_normalisation_is_written_once():
@@ -663,8 +543,7 @@ def test_a_buffer_of_64_kib_is_written_once():
 )
 def test_buffers_of_odd_layouts(make):
     """Sparse, conjugate and with gaps."""
-    module, x = nn.Module(), torch.ones(4, 2, requires_grad=True)
-    module.register_buffer("odd", make(torch.eye(4)))
+    module, x = WithBuffers(odd=make(torch.eye(4))), torch.ones(4, 2, requires_grad=True)
     version = module.odd._version
     odd = lambda: module.odd.to_dense() if module.odd.is_sparse else module.odd.resolve_conj()  # noqa: E731
     module.forward = lambda x: (odd().real @ x[: odd().shape[1]]).square()
@@ -673,78 +552,48 @@ def test_buffers_of_odd_layouts(make):
     assert module.odd._version == version
 
 
-class Registers(nn.Module):
+def registers(self, x):
     """Makes its buffer when it is first called."""
-
-    def forward(self, x):
-        if not hasattr(self, "calls"):
-            self.register_buffer("calls", torch.zeros(()))
-        self.calls += 1
-        return (x * self.calls.clone()).square()
+    if not hasattr(self, "calls"):
+        self.register_buffer("calls", torch.zeros(()))
+    self.calls += 1
+    return (x * self.calls.clone()).square()
 
 
-def test_the_first_buffer_of_a_module_made_inside_a_region_is_written_again():
-    """A limit, which one call before lifts."""
-
-    def calls(before):
-        model = Registers()
-        for _ in range(before):
-            model(leaf())
-        checkpointed(model)(leaf()).sum().backward()
-        return model.calls.item() - before
-
-    assert (calls(before=0), calls(before=1)) == (2, 1)
-
-
-class Initialised(nn.Module):
+def initialised(self, x):
     """By the first data that it meets; that it has been, an attribute says."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("scale", torch.ones(4))
-        self.is_new = True
-
-    def forward(self, x):
-        if self.is_new:
-            self.scale.copy_(x.detach().abs().sum(0) + 1)
-            self.is_new = False
-        return (x * self.scale).square()
+    if not hasattr(self, "is_old"):
+        self.scale.copy_(x.detach().abs().sum(0) + 1)
+        self.is_old = True
+    return (x * self.scale).square()
 
 
-def test_a_buffer_is_rewound_and_an_attribute_beside_it_is_not():
-    """A limit, which one call before lifts."""
+@pytest.mark.parametrize(
+    ("function", "buffers"), [(registers, {}), (initialised, {"scale": torch.ones(4)})]
+)
+def test_a_buffer_is_rewound_and_an_attribute_beside_it_is_not(function, buffers):
+    """Nor is what the first call registers: limits, which one call before lifts."""
 
-    def gradient(door, before):
-        model, x = Initialised(), leaf()
+    def after_calls(door, before):
+        model, x = copy.deepcopy(WithBuffers(function, **buffers)), leaf()
         for _ in range(before):
             model(x)
         door(model)(x).sum().backward()
-        return bits(x.grad)
+        return bits([x.grad, list(model.buffers())])
 
-    assert gradient(checkpointed, before=1) == gradient(plain, before=1)
-    assert gradient(checkpointed, before=0) != gradient(plain, before=0)
+    assert after_calls(checkpointed, 1) == after_calls(plain, 1)
+    assert after_calls(checkpointed, 0) != after_calls(plain, 0)
 
 
 def test_a_buffer_that_is_deleted_before_backward():
     """The rerun finds it, and afterwards it is gone."""
-    module, x = nn.Module(), torch.ones(3, requires_grad=True)
-    module.register_buffer("twice", torch.full((3,), 2.0))
-    module.forward = lambda x: (x * module.twice).square()
+    module = WithBuffers(lambda self, x: (x * self.twice).square(), twice=torch.full((3,), 2.0))
+    x = torch.ones(3, requires_grad=True)
     y = checkpointed(module)(x)
     del module.twice
     y.sum().backward()
     assert (x.grad == 8).all()
     assert not hasattr(module, "twice")
-
-
-# ---- training flags
-
-
-def regular():
-    """With modules that behave otherwise in evaluation."""
-    torch.manual_seed(1)
-    inner = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.BatchNorm1d(4))
-    return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), inner)
 
 
 SWITCHES = {
@@ -764,7 +613,7 @@ def test_a_rerun_finds_the_training_flags_of_the_forward(switch, door):
 
     def run(door):
         torch.manual_seed(0)
-        model, x = regular(), leaf()
+        model, x = made("modes"), leaf()
         before(model)
         y = door(model)(x)
         between(model)
@@ -774,25 +623,7 @@ def test_a_rerun_finds_the_training_flags_of_the_forward(switch, door):
     assert run(DOORS[door]) == run(plain)
 
 
-@WAY
-def test_training_flags_of_modules_wherever_they_are_looked_for(way):
-    """The same places as for buffers."""
-
-    def run(door):
-        torch.manual_seed(0)
-        model, x = regular(), leaf()
-        y = region_of(way, door, model)(x)
-        model.eval()
-        y.square().sum().backward()
-        return left(model, y, x.grad)
-
-    assert run(checkpointed) == run(plain)
-
-
-# ---- tensors of other types
-
-
-@pytest.mark.parametrize("door", DOORS)
+@DOOR
 def test_a_memory_estimate_with_fake_tensors(door):
     """Nothing is computed; shapes come out, and buffers are written once."""
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -812,14 +643,12 @@ def test_a_wrapper_whose_view_is_saved_while_it_is_rewound():
     from torch.testing._internal.two_tensor import TwoTensor
 
     def run(door):
-        module, x = nn.Module(), TwoTensor(leaf().detach(), leaf().detach() * 2).requires_grad_()
-        module.register_buffer("mean", TwoTensor(torch.ones(4), torch.ones(4)))
+        def forward(self, x):
+            self.mean.add_(1)
+            return (x * self.mean).sin() * self.mean[None].expand(6, 4)
 
-        def forward(x):
-            module.mean.add_(1)
-            return (x * module.mean).sin() * module.mean[None].expand(6, 4)
-
-        module.forward = forward
+        module = WithBuffers(forward, mean=TwoTensor(torch.ones(4), torch.ones(4)))
+        x = TwoTensor(leaf().detach(), leaf().detach() * 2).requires_grad_()
         for _ in range(2):
             door(module)(x).sum().backward()
         return bits([x.grad.a, x.grad.b, module.mean.a, module.mean.b])
@@ -847,31 +676,14 @@ def test_the_first_call_of_a_lazy_module_with_debug():
     assert x.grad is not None and model[0].weight.grad is not None
 
 
-class Doubles(nn.Module):
-    """Writes its buffer, sets it anew, and saves a view of it."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("scale", torch.ones(4))
-
-    def forward(self, x):
-        self.scale.add_(1)
-        y = x * self.scale
-        self.scale = self.scale * 2
-        return (y + self.scale[None].expand(6, 4)).tanh() * self.scale[None].expand(6, 4)
-
-
-@pytest.mark.parametrize(
-    "make", [lambda: nn.BatchNorm1d(4), Doubles], ids=["BatchNorm1d", "set anew"]
-)
-@pytest.mark.parametrize("door", DOORS)
-def test_buffers_of_a_distributed_module(mesh, make, door):
+@pytest.mark.parametrize("module", ["BatchNorm1d", "saved and set anew"])
+@DOOR
+def test_buffers_of_a_distributed_module(mesh, module, door):
     """`distribute_module` makes a DTensor of each: rewound as others are."""
     from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
 
     def run(door):
-        torch.manual_seed(0)
-        model = distribute_module(nn.Sequential(nn.Linear(4, 4), make(), nn.Tanh()), mesh)
+        model = distribute_module(made(module), mesh)
         x = distribute_tensor(leaf().detach(), mesh, [Shard(0)]).requires_grad_()
         for _ in range(2):
             door(model)(x).square().sum().backward()
@@ -885,7 +697,6 @@ def test_buffers_of_a_distributed_module(mesh, make, door):
 def test_long_lists_are_not_searched_for_modules(count, times):
     """They may be data: what their modules write is written again."""
     norms = [nn.BatchNorm1d(3) for _ in range(count)]
-    checkpointed(lambda x: norms[-1](x).sin().exp())(
-        torch.rand(4, 3, requires_grad=True)
-    ).sum().backward()
+    region = checkpointed(lambda x: norms[-1](x).sin().exp())
+    region(torch.rand(4, 3, requires_grad=True)).sum().backward()
     assert int(norms[-1].num_batches_tracked) == times

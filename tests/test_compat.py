@@ -12,18 +12,17 @@ import functools
 import inspect
 import itertools
 import pickle
-import threading
+import re
 import types
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint as theirs
-from oracle import Counting, Watching, words
+from oracle import Counting, Hooks, Watching, at_once, bits, leaf, words
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
@@ -44,28 +43,13 @@ NAMES_OF_2_15 = OWN + words("""
 """)
 
 
-# ---- programs
-
 CASES: dict[str, Callable[[Any], Any]] = {}
-ANSWERS: dict[str, Any] = {}  # by name: a result, or the class of an error and a sentence in it
 
 
-def case(program=None, *, answer=None):
+def case(program):
     """Put a program into the table."""
-
-    def add(program):
-        CASES[program.__name__] = program
-        if answer is not None:
-            ANSWERS[program.__name__] = answer
-        return program
-
-    return add if program is None else add(program)
-
-
-def leaf(*shape):
-    return torch.randn(
-        *(shape or (4, 4)), generator=torch.Generator().manual_seed(0)
-    ).requires_grad_()
+    CASES[program.__name__] = program
+    return program
 
 
 def gradient(y, *inputs):
@@ -112,17 +96,9 @@ def counting(*steps):
     return lambda x: functools.reduce(lambda x, step: step(x), steps, x), counts
 
 
-# ---- one function of one tensor
-
-
 def inside_gradients(x):
     y = x.sin().exp()
     return y * torch.autograd.grad(y.sum(), x, create_graph=True)[0]
-
-
-def without_autocast(x):
-    with torch.autocast("cpu", enabled=False):
-        return (x @ x).sin()
 
 
 def fails(x):
@@ -134,7 +110,6 @@ FUNCTIONS = {
     "dropout": lambda x: F.dropout(x.sin(), 0.5).exp(),
     "gradients inside": inside_gradients,
     "product": lambda x: (x @ x).sin(),
-    "product without autocast": without_autocast,
     "new tensors": lambda x: x.sin() * torch.ones(4, device=x.device).exp(),
     "nothing saved": lambda x: x + 1,
     "an error": fails,
@@ -150,7 +125,6 @@ AROUND = {
 for (name, fn), where, preserve in itertools.product(FUNCTIONS.items(), AROUND, (True, False)):
 
     def program(m, fn=fn, around=AROUND[where], preserve=preserve):
-        """The result, its derivatives, the random stream, and the number of runs."""
         x, found = leaf(), []
         counted, counts = counting(fn)
         with around():
@@ -172,34 +146,6 @@ def arguments_and_results_of_any_kind(m):
     x, y = leaf(), leaf(4)
     result, same, *others = region(m, fn, x, 3, "s", [{"z": y}], n=2, b=1)
     return gradient(result["y"][0], x, y), same is x, others
-
-
-@case
-def nested_regions(m):
-    x = leaf()
-    outer, counts = counting(torch.sin, lambda x: region(m, lambda x: x.exp().cos(), x), torch.tanh)
-    return gradient(region(m, outer, x), x), counts
-
-
-# ---- how often, and up to where
-
-
-@case
-def one_recompute_for_each_backward_and_part_of_a_graph(m):
-    x = leaf()
-    fn, counts = counting(lambda x: (x.sin().exp(), x.cos().exp()))
-    a, b = region(m, fn, x)
-    return gradient(a, x), gradient(b, x), counts
-
-
-@case
-def saved_tensors_read_outside_of_a_backward(m):
-    x = leaf()
-    fn, counts = counting(torch.exp)
-    y = region(m, fn, x)
-    first, second = y.grad_fn._saved_result, y.grad_fn._saved_result
-    y.sum().backward()
-    return torch.equal(first, second), counts
 
 
 def stops(m, switches, **argument):
@@ -224,30 +170,23 @@ def early_stop(m):
 
 
 @case
-def early_stop_as_a_decorator_and_after_blocks_inside(m):
+def early_stop_as_a_decorator_and_after_an_error(m):
     decorated = m.set_checkpoint_early_stop(False)(lambda: stops(m, ()))
     found = [decorated(), decorated()]
     with contextlib.suppress(KeyError), m.set_checkpoint_early_stop(False):
         raise KeyError
-    found += [stops(m, ())]
-    with m.set_checkpoint_early_stop(False):
-        with m.set_checkpoint_early_stop(True):
-            pass
-        return [*found, stops(m, ())]
+    return [*found, stops(m, ())]
 
 
-@case
-def a_group_of_backwards_shares_a_recompute(m):
-    def run(context):
-        x = leaf()
-        fn, counts = counting(lambda x: ((y := x.sin().cos()), y.sin().cos()))
-        y, z = region(m, fn, x)
-        with context:
-            (at_y,) = torch.autograd.grad(z.sum(), y)
-            (at_x,) = torch.autograd.grad(y, x, at_y)
-        return at_x, counts
-
-    return run(m.GraphExecGroup()), run(contextlib.nullcontext())
+def two_backwards(m, context):
+    """Through two parts of a graph, and how often its region has run by then."""
+    x = leaf()
+    fn, counts = counting(lambda x: ((y := x.sin().cos()), y.sin().cos()))
+    y, z = region(m, fn, x)
+    with context:
+        (at_y,) = torch.autograd.grad(z.sum(), y)
+        (at_x,) = torch.autograd.grad(y, x, at_y)
+    return at_x, counts
 
 
 def overlapping(m, fn=lambda x: x.sin().cos().exp()):
@@ -270,23 +209,6 @@ def one_group_after_another(m):
     return found, counts
 
 
-@case
-def a_variable_that_the_function_assigns(m):
-    n = 0
-
-    def fn(x):
-        nonlocal n
-        n += 1
-        return (x * 2).sin()
-
-    x = leaf()
-    region(m, fn, x).sum().backward()
-    return n, x.grad
-
-
-# ---- sequences
-
-
 def steps_of_seven(m, segments, use_reentrant):
     steps, counts = counted([torch.sin] * 7)
     x = leaf()
@@ -296,54 +218,37 @@ def steps_of_seven(m, segments, use_reentrant):
 
 @case
 def segments_of_a_sequence(m):
-    return [
-        steps_of_seven(m, n, reentrant) for n in (1, 2, 3, 4, 5, 7) for reentrant in (True, False)
-    ]
+    ways = itertools.product((1, 2, 3, 4, 5, 7), (True, False))
+    return [steps_of_seven(m, *way) for way in ways]
 
 
 @case
 def kinds_of_sequences(m):
-    torch.manual_seed(0)
-    layers, found = [nn.Linear(4, 4), nn.Tanh(), nn.Dropout(0.5), nn.Linear(4, 4), nn.Tanh()], []
-    for functions in (layers, tuple(layers), nn.Sequential(*layers), nn.ModuleList(layers)):
-        torch.manual_seed(1)
+    layers, found = [nn.Dropout(0.5), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 4), nn.Tanh()], []
+    kinds = list, tuple, nn.ModuleList, lambda layers: nn.Sequential(*layers)
+    for kind, preserve in itertools.product(kinds, (True, False)):
         x = leaf()
-        y = m.checkpoint_sequential(functions, 2, x, use_reentrant=False, preserve_rng_state=True)
+        options = {"use_reentrant": False, "preserve_rng_state": preserve}
+        y = m.checkpoint_sequential(kind(layers), 2, x, **options)
         found.append((y, gradient(y, x)))
     return found
 
 
 @case
-def a_sequence_of_functions_of_tuples(m):
-    x = leaf()
-    steps = [lambda pair: (pair[0].sin(), pair[1].exp()), lambda pair: pair[0] * pair[1]]
-    return gradient(m.checkpoint_sequential(steps, 2, (x, x * 2), use_reentrant=False), x)
-
-
-# ---- the decorator form
-
-
-@case(answer=[True, 2, 1, True])
 def a_decorated_function(m):
     @m.checkpoint(use_reentrant=False, early_stop=False)
     def fn(x, *, k=1):
         """What it does."""
-        runs.append(1)
+        nonlocal runs
+        runs += 1
         return x.sin() * k
 
-    x, runs = leaf(), []
+    x, runs = leaf(), 0
     same = torch.equal(gradient(fn(x, k=3), x)[0], x.detach().cos() * 3)
-    with torch.no_grad():
-        fn(x)
-    return [
-        same,
-        len(runs) - 1,
-        len(runs[2:]),
-        (fn.__name__, fn.__doc__) == ("fn", "What it does."),
-    ]
+    return [same, runs, (fn.__name__, fn.__doc__)]
 
 
-@case(answer=[True, True, True, True])
+@case
 def a_decorated_method(m):
     class Thing(nn.Module):
         scale = 2.0
@@ -357,25 +262,14 @@ def a_decorated_method(m):
         def of_class(cls, x):
             return (x * cls.scale).sin().exp()
 
-        @staticmethod
-        @m.checkpoint(use_reentrant=False)
-        def static(x):
-            return (x * 2.0).sin().exp()
+        partial = functools.partial(lambda k, x: (x * k).sin().exp(), 2.0)
+        static = staticmethod(m.checkpoint(use_reentrant=False)(partial))
+        applied = m.checkpoint(use_reentrant=False)(partial)
 
-        applied = m.checkpoint(use_reentrant=False)(
-            functools.partial(lambda k, x: (x * k).sin().exp(), 2.0)
-        )
-
-    x = leaf()
+    x, thing = leaf(), Thing()
     (want,) = gradient((x * 2.0).sin().exp(), x)
-    thing = Thing()
-    return [
-        torch.equal(gradient(fn(x), x)[0], want)
-        for fn in (thing, thing.of_class, thing.static, thing.applied)
-    ]
-
-
-# ---- contexts
+    functions = thing, thing.of_class, thing.static, thing.applied
+    return [torch.equal(gradient(fn(x), x)[0], want) for fn in functions]
 
 
 @case
@@ -388,18 +282,15 @@ def contexts_are_entered_around_both_runs(m):
         yield
         log.append(f"exit {name}")
 
-    y = region(
-        m,
-        lambda x: (log.append("fn"), x.sin())[1],
-        x,
-        context_fn=lambda: (noting("forward"), noting("again")),
-    )
+    def fn(x):
+        log.append("fn")
+        return x.sin()
+
+    y = region(m, fn, x, context_fn=lambda: (noting("forward"), noting("again")))
     log.append("between")
     gradient(y, x)
     return log
 
-
-# ---- errors: each ends its program
 
 ONLY = "`respect_saved_tensors_hooks` is only supported when use_reentrant=False"
 suppressing = lambda: (contextlib.suppress(ArithmeticError), contextlib.nullcontext())  # noqa: E731
@@ -415,13 +306,21 @@ def without_grad(m, **options):
         return region(m, torch.sin, leaf(), **options)
 
 
+def legacy_sine(m, **options):
+    return reentrant(m, torch.sin, leaf(), **options)
+
+
+def in_sequence(m, function, *inputs, **options):
+    return m.checkpoint_sequential([function], 1, *inputs, use_reentrant=False, **options)
+
+
 def nest_groups(m):
     with m.GraphExecGroup(), m.GraphExecGroup():
         pass
 
 
 CASES |= {
-    "no function": lambda m: m.checkpoint(None, leaf(), use_reentrant=False),
+    "no function": lambda m: region(m, None, leaf()),
     "three contexts": lambda m: region(m, torch.sin, leaf(), context_fn=lambda: (1, 2, 3)),
     "no context function": lambda m: region(m, torch.sin, leaf(), context_fn=None),
     "a context that suppresses errors": lambda m: region(m, fails, leaf(), context_fn=suppressing),
@@ -430,71 +329,46 @@ CASES |= {
     "contexts with debug switched off": lambda m: with_debug(m, False),
     "an unknown check": lambda m: region(m, torch.sin, leaf(), determinism_check="values"),
     "an unknown check without grad mode": lambda m: without_grad(m, determinism_check="x"),
+    "a group of backwards shares a recompute": lambda m: two_backwards(m, m.GraphExecGroup()),
+    "backwards without a group don't": lambda m: two_backwards(m, contextlib.nullcontext()),
     "a group in a group": nest_groups,
     "backwards that overlap in a group": overlapping,
-    "... with parameters": lambda m: overlapping(
-        m, nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Tanh())
-    ),
-    "unknown keywords of a sequence": lambda m: m.checkpoint_sequential(
-        [torch.sin], 1, leaf(), use_reentrant=False, foo=1, bar=2
-    ),
-    "a sequence of two inputs": lambda m: m.checkpoint_sequential(
-        [torch.add], 1, leaf(), leaf(), use_reentrant=False
-    ),
+    "... with parameters": lambda m: overlapping(m, nn.Sequential(nn.Linear(4, 4), nn.Tanh())),
+    "unknown keywords of a sequence": lambda m: in_sequence(m, torch.sin, leaf(), foo=1, bar=2),
+    "a sequence of two inputs": lambda m: in_sequence(m, torch.add, leaf(), leaf()),
     "unknown keywords of the decorator": lambda m: m.checkpoint(use_reentrant=False, foo=1, bar=2),
-    "keywords of a decorated reentrant function": lambda m: m.checkpoint(use_reentrant=True)(
-        torch.mul
-    )(leaf(), y=2),
-    "a policy that lists packets": lambda m: m.create_selective_checkpoint_contexts(
-        [torch.ops.aten.mm]
+    "keywords of a decorated reentrant function": lambda m: m.checkpoint(use_reentrant=True)(fails)(
+        leaf(), y=2
     ),
-    "reentrant contexts": lambda m: reentrant(m, torch.sin, leaf(), context_fn=selective(m, [MM])),
-    "reentrant debug": lambda m: reentrant(m, torch.sin, leaf(), debug=True),
-    "reentrant and hooks to respect": lambda m: reentrant(
-        m, torch.sin, leaf(), respect_saved_tensors_hooks=False
+    "a policy that lists packets": lambda m: selective(m, [torch.ops.aten.mm])(),
+    "no determinism check": lambda m: gradient(
+        region(m, Fickle(torch.exp, torch.sigmoid), x := leaf(), determinism_check="none"), x
     ),
+    "reentrant contexts": lambda m: legacy_sine(m, context_fn=selective(m, [MM])),
+    "reentrant debug": lambda m: legacy_sine(m, debug=True),
+    "reentrant and hooks to respect": lambda m: legacy_sine(m, respect_saved_tensors_hooks=False),
     "reentrant keywords": lambda m: reentrant(m, torch.mul, leaf(), other=2),
-    "reentrant where nothing requires grad": lambda m: (
-        reentrant(m, torch.sin, torch.ones(2)).requires_grad
-    ),
+    "reentrant where nothing requires grad": lambda m: reentrant(m, torch.sin, torch.ones(2)),
     "reentrant and backward with inputs": lambda m: (
         reentrant(m, torch.sin, x := leaf()).sum().backward(inputs=[x])
     ),
-    "reentrant and detached results": lambda m: (
-        reentrant(m, torch.Tensor.detach, leaf()).sum().backward()
+    "reentrant and detached results": lambda m: backward_twice(
+        reentrant(m, torch.Tensor.detach, leaf())
     ),
     "reentrant and autograd.grad": lambda m: gradient(reentrant(m, torch.sin, x := leaf()), x),
     "the variant left out": lambda m: m.checkpoint(torch.sin, leaf()),
-    "the variant left out of a sequence": lambda m: m.checkpoint_sequential(
-        [torch.sin, torch.cos], 2, leaf()
-    ),
+    "the variant left out of a sequence": lambda m: m.checkpoint_sequential([fails], 1, leaf()),
     "a list to detach": lambda m: m.detach_variable([leaf()]),
 }
-ANSWERS |= {
+ANSWERS = {  # a result, or the class of an error and a sentence in it
+    "a_decorated_function": [True, 2, ("fn", "What it does.")],
+    "a_decorated_method": [True] * 4,
     "unknown keywords of the decorator": (ValueError, "Unexpected keyword arguments: foo,bar"),
     "keywords of a decorated reentrant function": (ValueError, "Unexpected keyword arguments: y"),
     "reentrant contexts": (ValueError, ONLY),
     "reentrant debug": (ValueError, ONLY),
     "reentrant and hooks to respect": (ValueError, ONLY),
 }
-
-
-@case
-def no_determinism_check(m):
-    x = leaf()
-    y = region(
-        m, Fickle(lambda x: x.sin().exp(), lambda x: x.cos().exp()), x, determinism_check="none"
-    )
-    return gradient(y, x)
-
-
-@case
-def a_backward_after_an_error_in_the_recompute(m):
-    x, ways = leaf(), iter([torch.exp, fails, torch.exp])
-    y = region(m, lambda x: next(ways)(x.sin()), x).sum()
-    with pytest.raises(ArithmeticError):
-        torch.autograd.grad(y, x, retain_graph=True)
-    return torch.autograd.grad(y, x)
 
 
 MISMATCHES = {
@@ -512,14 +386,10 @@ for name, stop in itertools.product(MISMATCHES, (True, False)):
     CASES[f"{name}, {'with' if stop else 'without'} early stop"] = program
 
 
-# ---- selective checkpointing: the contexts are torch's, the regions ours
+Answer = theirs.CheckpointPolicy
 
 
-def saves(
-    *ops,
-    answer=theirs.CheckpointPolicy.MUST_SAVE,
-    otherwise=theirs.CheckpointPolicy.PREFER_RECOMPUTE,
-):
+def saves(*ops, answer=Answer.MUST_SAVE, otherwise=Answer.PREFER_RECOMPUTE):
     return lambda ctx, op, *args, **kwargs: answer if op in ops else otherwise
 
 
@@ -537,8 +407,8 @@ POLICIES = {
     "a list": [MM],
     "an empty list": [],
     "a bool": lambda ctx, op, *args, **kwargs: op is MM,
-    "PREFER_SAVE of everything": saves(otherwise=theirs.CheckpointPolicy.PREFER_SAVE),
-    "MUST_CPU_OFFLOAD": saves(MM, answer=theirs.CheckpointPolicy.MUST_CPU_OFFLOAD),
+    "PREFER_SAVE of everything": saves(otherwise=Answer.PREFER_SAVE),
+    "MUST_CPU_OFFLOAD": saves(MM, answer=Answer.MUST_CPU_OFFLOAD),
     "views": [torch.ops.aten.view.default, torch.ops.aten.t.default],
     "several results": [torch.ops.aten.var_mean.correction],
 }
@@ -569,11 +439,9 @@ def regions_with_policies_nest(m):
     return [gradient(y, x) for y in outer]
 
 
-@case
-def a_second_backward_under_a_policy(m):
-    y = region(m, two_products, leaf(), context_fn=selective(m, [MM])).sum()
-    y.backward(retain_graph=True)
-    y.backward()
+def backward_twice(y, retain_graph=False):
+    y.sum().backward(retain_graph=retain_graph)
+    y.sum().backward()
 
 
 def selected(*ways, **options):
@@ -585,6 +453,10 @@ def selected(*ways, **options):
 
 
 CASES |= {
+    "a second backward under a policy": lambda m: backward_twice(
+        region(m, two_products, leaf(), context_fn=selective(m, [MM])), retain_graph=True
+    ),
+    "a second backward without retain_graph": lambda m: backward_twice(legacy_sine(m)),
     "a kept result is written in place": selected(lambda x: x.sin().mul_(2).cos().exp()),
     "and may be": selected(lambda x: x.sin().mul_(2).cos().exp(), allow_cache_entry_mutation=True),
     "an operator that the forward did not run": selected(
@@ -603,14 +475,12 @@ def under_hooks(where, respect):
     """What the hooks see, where they enclose regions in this way."""
 
     def program(m):
-        seen, x = [], leaf() * 1
+        hooks, x = Hooks(), leaf() * 1
+        option = {"respect_saved_tensors_hooks": respect}
 
         def within(run):
             def call(x):
-                with torch.autograd.graph.saved_tensors_hooks(
-                    lambda t: (seen.append(f"pack {tuple(t.shape)}"), t * 1)[1],
-                    lambda t: (seen.append("unpack"), t)[1],
-                ):
+                with hooks:
                     return run(x)
 
             return call
@@ -618,30 +488,24 @@ def under_hooks(where, respect):
         def fn(x):
             return (x @ x).sin().exp()
 
-        def kept(fn, x):
-            return region(
-                m, fn, x, context_fn=selective(m, [MM]), respect_saved_tensors_hooks=respect
-            )
+        def kept(fn):
+            return lambda x: region(m, fn, x, context_fn=selective(m, [MM]), **option)
 
+        def backward(y):
+            return gradient(y, x)
+
+        inner = kept(fn)
         y = {
-            "around": within(lambda x: kept(fn, x)),
-            "inside": lambda x: kept(within(fn), x),
-            "around two regions with policies": within(
-                lambda x: kept(lambda x: kept(fn, x) @ x, x)
-            ),
-            "between two regions": lambda x: region(m, within(lambda x: kept(fn, x)), x),
-            "around the backward": lambda x: kept(fn, x),
-            "around no policy": within(
-                lambda x: region(m, fn, x, respect_saved_tensors_hooks=respect)
-            ),
-            "nowhere": lambda x: kept(lambda x: region(m, fn, x).sin(), x),
+            "around": within(inner),
+            "inside": kept(within(fn)),
+            "around two regions with policies": within(kept(lambda x: inner(x) @ x)),
+            "between two regions": lambda x: region(m, within(inner), x),
+            "around the backward": inner,
+            "around no policy": within(lambda x: region(m, fn, x, **option)),
+            "nowhere": kept(lambda x: region(m, fn, x).sin()),
         }[where](x)
-        found = (
-            within(lambda y: gradient(y, x))(y)
-            if where == "around the backward"
-            else gradient(y, x)
-        )
-        return found, len(seen), seen.count("unpack")
+        found = (within(backward) if where == "around the backward" else backward)(y)
+        return found, len(hooks.packed), hooks.unpacked
 
     return program
 
@@ -651,9 +515,6 @@ HOOKS += ["around the backward", "around no policy", "nowhere"]
 if VERSION >= (2, 14):
     for where, respect in itertools.product(HOOKS, (None, True, False)):
         CASES[f"hooks {where}, respect={respect}"] = under_hooks(where, respect)
-
-
-# ---- the reentrant variant
 
 
 for name, fn, options in (
@@ -678,40 +539,13 @@ for name, fn, options in (
 
 @case
 def reentrant_arguments_and_results(m):
+    def fn(x, y, k, inside):
+        return (x * y).sin() * k + inside[0], x.detach(), k, None, "s"
+
     x, y, hidden = leaf(), leaf(4), leaf(4)
-    first, detached, *others = reentrant(
-        m,
-        lambda x, y, k, inside: ((x * y).sin() * k + inside[0], x.detach(), k, None, "s"),
-        x,
-        y,
-        3,
-        [hidden],
-    )
+    first, detached, *others = reentrant(m, fn, x, y, 3, [hidden])
     first.sum().backward()
     return x.grad, y.grad, hidden.grad, detached.requires_grad, others
-
-
-@case
-def reentrant_autocast_and_nesting(m):
-    x, seen = leaf(), []
-    with torch.autocast("cpu", torch.bfloat16):
-        y = reentrant(
-            m,
-            lambda x: (
-                seen.append((x @ x).dtype),
-                reentrant(m, torch.sin, x) * region(m, torch.cos, x),
-            )[1],
-            x,
-        )
-    y.float().sum().backward()
-    return x.grad, seen
-
-
-@case
-def reentrant_twice_without_retain_graph(m):
-    y = reentrant(m, torch.sin, leaf()).sum()
-    y.backward()
-    y.backward()
 
 
 @case
@@ -722,55 +556,29 @@ def reentrant_and_an_argument_changed_in_place(m):
     y.backward()
 
 
-# ---- small helpers
-
-
 @case
 def helpers(m):
     x = leaf()
     parts = m.detach_variable((x, 3, x.detach(), x * 2))
     m.CheckpointFunction.apply(lambda x, k: x.sin() * k, True, x, 2).sum().backward()
     m.set_device_states([], [])
-    return [
-        [(p.requires_grad, p.is_leaf, p is x) if isinstance(p, torch.Tensor) else p for p in parts],
-        x.grad,
-        m.get_device_states(leaf(), {"a": torch.ones(2)}),
-        m.check_backward_validity([leaf(), 3]),
-        m.check_backward_validity([torch.ones(2), 3]),
-    ]
-
-
-# ---- the test of them all
-
-
-def plain_value(value):
-    """Something that can be compared; tensors bit for bit."""
-    if isinstance(value, torch.Tensor):
-        return str(value.dtype), value.requires_grad, value.detach().tolist()
-    if isinstance(value, list | tuple):
-        return [plain_value(part) for part in value]
-    if isinstance(value, dict):
-        return {key: plain_value(part) for key, part in value.items()}
-    return value
-
-
-@dataclass(frozen=True)
-class Observed:
-    result: Any
-    error: tuple[type[Exception], str] | None
-    warnings: list[warnings.WarningMessage]
+    for values in ([leaf(), 3], [torch.ones(2), 3]):
+        m.check_backward_validity(values)
+    states = m.get_device_states(leaf(), {"a": torch.ones(2)})
+    return parts, [part is x for part in parts], x.grad, states
 
 
 def observe(program, module):
-    """What a program does with the functions of a module."""
+    """What a program does with the functions of a module: its result, its error, its warnings."""
     torch.manual_seed(0)
+    result = error = None
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            result, error = plain_value(program(module)), None
+            result = bits(program(module))
         except Exception as failed:
-            result, error = None, (type(failed), str(failed))
-    return Observed(result, error, caught)
+            error = failed
+    return result, error, caught
 
 
 def first_sentence(text):
@@ -780,30 +588,27 @@ def first_sentence(text):
 @pytest.mark.parametrize("name", CASES)
 def test_the_same_as_torch(name):
     """Results, errors (class and first sentence)."""
-    have = observe(CASES[name], ours)
-    assert {w.filename for w in have.warnings if w.category is UserWarning} <= {__file__}
+    result, error, caught = observe(CASES[name], ours)
+    assert {w.filename for w in caught if w.category is UserWarning} <= {__file__}
     if name in ANSWERS and VERSION < (2, 14):
         answer = ANSWERS[name]
-        if have.error is None:
-            assert have.result == plain_value(answer)
+        if error is None:
+            assert result == bits(answer)
         else:
-            assert issubclass(have.error[0], answer[0]) and answer[1] in have.error[1]
+            assert isinstance(error, answer[0]) and answer[1] in str(error)
         return
-    want = observe(CASES[name], theirs)
-    assert have.result == want.result
-    assert (have.error is None) == (want.error is None), have.error or want.error
-    if want.error is not None:
-        assert issubclass(have.error[0], want.error[0]), have.error
-        assert first_sentence(want.error[1]) in have.error[1]
+    their_result, their_error, their_warnings = observe(CASES[name], theirs)
+    assert result == their_result
+    assert (error is None) == (their_error is None), error or their_error
+    if error is not None:
+        assert isinstance(error, type(their_error))
+        assert first_sentence(str(their_error)) in str(error)
     # Each version threatens in other words, and torch's own warnings may point into torch.
-    said = [
-        [(w.category, str(w.message).split(". ")[0]) for w in seen.warnings]
-        for seen in (have, want)
-    ]
-    assert said[0] == said[1]
-
-
-# ---- better than torch
+    said, they_said = (
+        [(w.category, str(w.message).split(". ")[0]) for w in seen]
+        for seen in (caught, their_warnings)
+    )
+    assert said == they_said
 
 
 @pytest.mark.parametrize("segments", [0, -1, 3])
@@ -815,18 +620,13 @@ def test_a_sequence_is_cut_into_segments_that_exist(segments):
 
 def test_switches_stay_in_their_thread():
     """torch's are global variables, which count, too."""
-    found = []
     with ours.set_checkpoint_early_stop(False):
-        worker = threading.Thread(target=lambda: found.append(stops(ours, ())))
-        worker.start()
-        worker.join()
+        found = at_once(lambda: stops(ours, ()))
     with theirs.set_checkpoint_early_stop(False):
         found += [stops(ours, ()), stops(ours, (True,))]
     assert found == [[2, 2, 1], [2, 2, 2], [2, 2, 1]]
-    with (
-        theirs.set_checkpoint_debug_enabled(True),
-        pytest.raises(ValueError, match="debug=True is incompatible"),
-    ):
+    refused = pytest.raises(ValueError, match="debug=True is incompatible")
+    with theirs.set_checkpoint_debug_enabled(True), refused:
         region(ours, torch.sin, leaf(), context_fn=selective(ours, [MM]))
 
 
@@ -854,29 +654,23 @@ def test_backwards_of_other_regions_may_overlap_in_a_group(door):
         assert torch.equal(first, torch.autograd.grad(y, x)[0])
 
 
-# ---- errors in full
-
-
-@pytest.mark.parametrize("debug", ["argument", "around"])
 @pytest.mark.parametrize("name", MISMATCHES)
-def test_debug_shows_the_operators_of_both_runs(name, debug):
+def test_debug_shows_the_operators_of_both_runs(name):
     """With the lines that led to them; torch's headings, and its error as the cause."""
-    x, fn = leaf(), Fickle(*MISMATCHES[name])
-    with ours.set_checkpoint_debug_enabled(True if debug == "around" else None):
-        y = region(ours, fn, x, debug=debug == "argument", early_stop=False)
+    with ours.set_checkpoint_debug_enabled(True):
+        y = region(ours, Fickle(*MISMATCHES[name]), leaf(), early_stop=False)
     with pytest.raises(ours.CheckpointError) as caught:
         y.sum().backward()
     text = str(caught.value)
+    _, forward, recompute = text.split("Operations executed during ")
     assert "An error happened while unpacking tensors" in text
     assert "You are seeing this error because you passed `debug=True` to checkpoint" in text
-    _, forward, recompute = text.split("Operations executed during ")
-    assert forward.startswith("the original forward") and recompute.startswith("recomputation")
-    assert (
-        "float32[4, 4] = aten.sin.default(float32[4, 4])" in forward and f"{__file__}:" in forward
-    )
+    assert forward.startswith("the original forward") and f"{__file__}:" in forward
+    assert "float32[4, 4] = aten.sin.default(float32[4, 4])" in forward
+    assert recompute.startswith("recomputation")
     assert ("aten.sin" in recompute) is (name != "no tensors")
-    assert first_sentence(str(caught.value.__cause__)) in text
     assert isinstance(caught.value.__cause__, ours.CheckpointError)
+    assert first_sentence(str(caught.value.__cause__)) in text
 
 
 def test_debug_shows_the_recompute_that_failed():
@@ -888,21 +682,19 @@ def test_debug_shows_the_recompute_that_failed():
     with pytest.raises(ours.CheckpointError) as caught:
         y.backward()
     forward, recompute = str(caught.value).split("Operations executed during ")[1:]
-    assert (
-        "aten.sin" in forward and "aten.sin" not in recompute and recompute.count("aten.exp") == 1
-    )
+    assert "aten.sin" in forward
+    assert (recompute.count("aten.sin"), recompute.count("aten.exp")) == (0, 1)
 
 
 @pytest.mark.parametrize("name", ["fewer tensors", "no tensors", "another dtype", "another shape"])
-def test_errors_count_tensors_as_torch_does(name):
-    """The numbers under the first sentence, too."""
+def test_errors_count_and_show_tensors_as_torch_does(name):
+    """In the lines under the first sentence."""
     texts = []
     for m in (theirs, ours):
         with pytest.raises(theirs.CheckpointError) as caught:
             gradient(region(m, Fickle(*MISMATCHES[name]), x := leaf(), early_stop=False), x)
-        lines = str(caught.value).splitlines()
-        texts.append([line for line in lines if line.startswith(("Number", "saved", "recomp"))])
-    assert texts[0] == texts[1] and texts[0]
+        texts.append(re.findall(r"(?m)^(?:Number|saved|recomp).*", str(caught.value)))
+    assert texts[0] == texts[1] != []
 
 
 def test_an_accelerator_first_used_in_a_region_is_refused(monkeypatch):
@@ -914,9 +706,7 @@ def test_an_accelerator_first_used_in_a_region_is_refused(monkeypatch):
         module._initialized = True
         return x.sin()
 
-    with pytest.raises(
-        RuntimeError, match="device state was initialized in the forward pass of a Checkpoint"
-    ):
+    with pytest.raises(RuntimeError, match="device state was initialized in the forward pass"):
         region(ours, wakes, leaf())
     region(ours, wakes, leaf())
     module._initialized = False
@@ -932,20 +722,13 @@ def test_an_option_that_torch_can_not_honour_is_refused():
         region(ours, two_products, leaf(), context_fn=contexts, respect_saved_tensors_hooks=True)
 
 
-# ---- the module
-
-
 def test_every_public_name_of_torch_is_there():
     """As of 2.15 and of the installed torch; data, enums and contexts are torch's own objects."""
     assert set(ours.__all__) == {*NAMES_OF_2_15} >= set(theirs.__all__)
     mine = {name for name in NAMES_OF_2_15 if getattr(ours, name) is not getattr(theirs, name)}
     assert mine == {*OWN}
     assert issubclass(ours.CheckpointError, theirs.CheckpointError)
-
-
-def test_private_names_of_torch_are_there():
-    """Other people's code imports those, too; what exists nowhere is an error."""
-    assert ours._infer_device_type is theirs._infer_device_type
+    assert ours._infer_device_type is theirs._infer_device_type  # others import private ones, too
     for name in ("_no_such_name", "no_such_name"):
         with pytest.raises(AttributeError):
             getattr(ours, name)
@@ -953,19 +736,17 @@ def test_private_names_of_torch_are_there():
 
 def test_signatures_are_those_of_2_15():
     """Names, order, kinds and defaults."""
-    parameters = list(inspect.signature(ours.checkpoint).parameters.values())
     names = words("""
         function args use_reentrant preserve_rng_state context_fn determinism_check debug early_stop
         respect_saved_tensors_hooks kwargs
     """)
-    assert [p.name for p in parameters] == names
+    assert [*inspect.signature(ours.checkpoint).parameters] == names
     same = ["checkpoint_sequential", "detach_variable", *["checkpoint"] * (VERSION >= (2, 14))]
     for name in same:
-        want, have = (
-            [(p.name, p.kind, p.default) for p in signature.parameters.values()]
-            for signature in (inspect.signature(getattr(m, name)) for m in (theirs, ours))
-        )
-        assert have == want
+        want, have = (inspect.signature(getattr(m, name)).parameters for m in (theirs, ours))
+        assert [*have] == [*want]
+        for mine, its in zip(have.values(), want.values(), strict=True):
+            assert (mine.kind, mine.default) == (its.kind, its.default)
 
 
 @pytest.mark.parametrize("again", [copy.deepcopy, lambda thing: pickle.loads(pickle.dumps(thing))])
@@ -978,17 +759,14 @@ def test_a_decorator_can_be_copied(again):
 @pytest.mark.parametrize("form", ["call", "decorator", "sequence", "torch's wrapper"])
 def test_warnings_point_at_the_users_line(form):
     """Not at torch's or ours, which Python's filters would show once and for all."""
+    wrapped = checkpoint_wrapper(nn.Tanh(), checkpoint_fn=ours.checkpoint)
     call = {
         "call": lambda: ours.checkpoint(torch.sin, leaf()),
         "decorator": lambda: ours.checkpoint()(torch.sin)(leaf()),
         "sequence": lambda: ours.checkpoint_sequential([torch.sin, torch.cos], 2, leaf()),
-        "torch's wrapper": lambda: checkpoint_wrapper(nn.Tanh(), checkpoint_fn=ours.checkpoint)(
-            leaf()
-        ),
+        "torch's wrapper": lambda: wrapped(leaf()),
     }[form]
-    with pytest.warns(
-        UserWarning, match="the use_reentrant parameter should be passed explicitly"
-    ) as caught:
+    with pytest.warns(UserWarning, match="use_reentrant parameter should be passed") as caught:
         call()
     assert [(w.filename, w.lineno) for w in caught] == [(__file__, call.__code__.co_firstlineno)]
 
@@ -997,18 +775,14 @@ def test_warnings_point_at_the_users_line(form):
 @pytest.mark.parametrize("policies", [(), ("outer",), ("inner",), ("outer", "inner")])
 def test_regions_of_torch_and_ours_nest(outer, inner, policies):
     """Either may be the outer one, with the same contexts around it."""
-    options = {
-        "context_fn": selective(theirs, [MM]),
-        **({"respect_saved_tensors_hooks": True} if VERSION >= (2, 14) else {}),
-    }
+    options = {"context_fn": selective(theirs, [MM])}
+    if VERSION >= (2, 14):
+        options["respect_saved_tensors_hooks"] = True
     around, inside = (options if name in policies else {} for name in ("outer", "inner"))
     x = leaf()
     with torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone):
         y = region(outer, lambda x: region(inner, two_products, x, **inside) @ x, x, **around)
     assert torch.equal(gradient(y, x)[0], gradient(two_products(x) @ x, x)[0])
-
-
-# ---- memory
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
@@ -1037,46 +811,15 @@ def test_as_much_is_held_as_with_torch(no_gc, use_reentrant, offloads):
 
 
 @pytest.mark.parametrize("kept", [False, True])
-@pytest.mark.parametrize("way", ["dropped", "backward", "retained", "failed"])
+@pytest.mark.parametrize("way", ["dropped", "backward", "retained"])
 def test_a_graph_dies_with_its_last_reference(no_gc, way, kept):
     """No cycle, whatever became of it."""
     x, options = leaf(), {"context_fn": selective(ours, [MM])} if kept else {}
     with Watching() as watching:
-        inside = x * 1
-        y = region(ours, lambda x: (x @ x).sin().exp(), inside, **options).sum()
+        y = region(ours, lambda x: (x @ x).sin().exp(), x * 1, **options).sum()
         assert watching.alive() == ["mul", *["mm"] * kept, "sum"]
-        if way in ("backward", "retained"):
+        if way != "dropped":
             y.backward(retain_graph=way == "retained")
-        if way == "failed":
-            with torch.no_grad():
-                inside.add_(1)
-            with pytest.raises(RuntimeError):
-                y.backward()
     x.grad = None
-    del y, inside
+    del y
     assert watching.alive() == []
-
-
-# As transformers, diffusers and Swin call it.
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True])
-@pytest.mark.parametrize("call", ["__call__", "closure", "method"])
-def test_statistics_are_updated_once(call, use_reentrant):
-    """However models call it, in both variants; two steps of two blocks."""
-
-    def train(checkpoint):
-        torch.manual_seed(0)
-        blocks = [nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 8), nn.Dropout(0.2)) for _ in "12"]
-        model, seen = nn.ModuleList(blocks), []
-        for _ in range(2):
-            x = y = torch.randn(4, 8, requires_grad=True)
-            for b in blocks:
-                fns = {"__call__": b.__call__, "closure": lambda x, b=b: b(x), "method": b.forward}
-                y = y + checkpoint(fns[call], y)
-            y.square().mean().backward()
-            seen += [y.detach(), x.grad, torch.rand(1), *(t.clone() for t in model.buffers())]
-        return [*seen, *(p.grad for p in model.parameters())]
-
-    have = train(functools.partial(ours.checkpoint, use_reentrant=use_reentrant))
-    assert all(map(torch.equal, have, train(lambda fn, x: fn(x))))

@@ -7,11 +7,12 @@ import pytest
 import torch
 import torch.utils.checkpoint as theirs
 from functorch.compile import min_cut_rematerialization_partition, nop
+from oracle import leaf, r, s
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 
 import checkpointing.torch_compat as ours
-from checkpointing import checkpoint_modules, checkpoint_scope, checkpointed
+from checkpointing import checkpoint_modules, checkpointed
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what the compiler says is not ours
 
@@ -30,8 +31,8 @@ def fn(x, y):
 
 
 def arguments():
-    generator = torch.Generator().manual_seed(0)
-    return [torch.randn(4, 4, generator=generator).requires_grad_() for _ in range(2)]
+    torch.manual_seed(0)
+    return leaf(), leaf()
 
 
 def products(program, **options):
@@ -46,11 +47,10 @@ def products(program, **options):
     backend = aot_autograd(
         fw_compiler=compiler, bw_compiler=compiler, partition_fn=min_cut_rematerialization_partition
     )
-    x, y = arguments()
-    torch.compile(program, backend=backend, **options)(x, y).sum().backward()
-    a, b = arguments()
-    program(a, b).sum().backward()
-    torch.testing.assert_close((x.grad, y.grad), (a.grad, b.grad))
+    inputs, same = arguments(), arguments()
+    torch.compile(program, backend=backend, **options)(*inputs).sum().backward()
+    program(*same).sum().backward()
+    torch.testing.assert_close([x.grad for x in inputs], [x.grad for x in same])
     return found
 
 
@@ -65,9 +65,13 @@ def kept(m):
     )(m)
 
 
-def nested(m):
-    inner = called(use_reentrant=False)(m)
-    return lambda x, y: m.checkpoint(lambda x, y: inner(x, y).sin(), x, y, use_reentrant=False)
+def region_of(inside):
+    return lambda m: lambda x, y: m.checkpoint(inside(m), x, y, use_reentrant=False)
+
+
+def breaks(x, y):
+    torch._dynamo.graph_break()
+    return fn(x, y)
 
 
 def in_a_module(m):
@@ -81,14 +85,6 @@ def in_a_module(m):
     return Block()
 
 
-def broken(m):
-    def breaks(x, y):
-        torch._dynamo.graph_break()
-        return fn(x, y)
-
-    return lambda x, y: m.checkpoint(breaks, x, y, use_reentrant=False)
-
-
 OTHERS = {"preserve_rng_state": False, "early_stop": False, "determinism_check": "none"}
 PROGRAMS = {
     "rerun": called(use_reentrant=False),
@@ -96,7 +92,7 @@ PROGRAMS = {
     "unsaid": called(),
     "options": called(use_reentrant=False, **OTHERS),
     "kept": kept,
-    "nested": nested,
+    "nested": region_of(lambda m: lambda x, y: called(use_reentrant=False)(m)(x, y).sin()),
     "in a module": in_a_module,
 }
 
@@ -109,38 +105,33 @@ def test_compiled_as_torchs(name):
 
 
 def test_graph_breaks_inside_are_torchs():
+    broken = region_of(lambda m: breaks)
     assert products(broken(ours)) == products(broken(theirs))
 
 
-def decorated_method():
-    class Thing:
-        @ours.checkpoint(use_reentrant=False)
-        def run(self, x, y):
-            return fn(x, y)
-
-    thing = Thing()
-    return lambda x, y: thing.run(x, y)
+class Thing:
+    @ours.checkpoint(use_reentrant=False)
+    def run(self, x, y):
+        return fn(x, y)
 
 
-def a_sequence():
-    steps = [
-        lambda pair: (pair[0] @ pair[1], pair[1]),
-        lambda pair: (pair[0].sin() @ pair[1]).sigmoid(),
-        torch.neg,
-    ]
-    return lambda x, y: ours.checkpoint_sequential(steps, 3, (x, y), use_reentrant=False)
+STEPS = [
+    lambda pair: (pair[0] @ pair[1], pair[1]),
+    lambda pair: (pair[0].sin() @ pair[1]).sigmoid(),
+    torch.neg,
+]
 
 
-def inside():
-    options = {"use_reentrant": False, "respect_saved_tensors_hooks": True}
-    return lambda x, y: ours.checkpoint(**options)(fn)(x, y)
+def sequence(x, y):
+    return ours.checkpoint_sequential(STEPS, 3, (x, y), use_reentrant=False)
 
 
+OPTIONS = {"use_reentrant": False, "respect_saved_tensors_hooks": True}
 FORMS = {  # with the number of products in backward
     "function": (lambda: ours.checkpoint(use_reentrant=False)(fn), 6),
-    "inside": (inside, 6),
-    "method": (decorated_method, 6),
-    "sequence": (a_sequence, 5),
+    "inside": (lambda: lambda x, y: ours.checkpoint(**OPTIONS)(fn)(x, y), 6),
+    "method": (lambda: Thing().run, 6),
+    "sequence": (lambda: sequence, 5),
     "own": (lambda: checkpointed(fn), 6),
     "own inside": (lambda: lambda x, y: checkpointed(fn)(x, y), 6),
     "own legacy": (lambda: checkpointed(fn, backend="reentrant"), 6),
@@ -155,8 +146,13 @@ def test_other_forms_compile_in_one_graph(form):
     assert products(program(), fullgraph=True) == [2, count]
 
 
+def in_place(block):
+    checkpoint_modules(block, type(block))
+    return block
+
+
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-@pytest.mark.parametrize("door", ["checkpointed", "checkpoint", "checkpoint_modules"])
+@pytest.mark.parametrize("door", [checkpointed, ours.checkpoint(use_reentrant=False), in_place])
 def test_one_graph_for_all_sizes_with_the_results_of_eager_code(door, backend):
     torch._dynamo.reset()
     graphs, inner = [], torch._dynamo.lookup_backend(backend)
@@ -165,12 +161,7 @@ def test_one_graph_for_all_sizes_with_the_results_of_eager_code(door, backend):
         def forward(self, x, y):
             return (x * y[0]).sin().exp() * y[1]
 
-    block, (_, y) = Block(), arguments()
-    region = {"checkpointed": checkpointed, "checkpoint": ours.checkpoint(use_reentrant=False)}.get(
-        door, lambda b: b
-    )(block)
-    if door == "checkpoint_modules":
-        checkpoint_modules(block, Block)
+    y, region = leaf(), door(Block())
 
     def program(x, y):
         return region(x * 2, y).cos()
@@ -193,21 +184,12 @@ def test_one_graph_for_all_sizes_with_the_results_of_eager_code(door, backend):
 def test_regions_that_record_break_the_graph_and_are_right(door, seen_before):
     """Whatever was entered before: Dynamo guards the values of dicts that it traces."""
     torch._dynamo.reset()
-    torch.manual_seed(0)
-    linear, x = nn.Linear(4, 4), torch.randn(4, 4, requires_grad=True)
+    linear, x = nn.Linear(4, 4), leaf()
 
     def inside(x):
         return (linear(x).sin() @ x).exp()
 
-    def scoped(x):
-        with checkpoint_scope():
-            return inside(x)
-
-    doors = {
-        "replay": checkpointed(inside, backend="replay"),
-        "policy": checkpointed(inside, policy=[MM]),
-        "scope": scoped,
-    }
+    doors = {"replay": r(inside), "policy": checkpointed(inside, policy=[MM]), "scope": s(inside)}
     if seen_before:
         doors["replay"](x)
         doors["scope"](x)
@@ -237,10 +219,9 @@ def test_compiled_functions_in_eager_regions():
         return aot_autograd(fw_compiler=nop, bw_compiler=nop)(graph, inputs)
 
     inside = torch.compile(fn, backend=backend)
+    region = ours.checkpoint(use_reentrant=False)(inside)
     for _ in range(3):
-        found = torch.autograd.grad(
-            ours.checkpoint(inside, x, y, use_reentrant=False).sum(), (x, y)
-        )
+        found = torch.autograd.grad(region(x, y).sum(), (x, y))
         torch.testing.assert_close(found, torch.autograd.grad(fn(x, y).sum(), (x, y)))
     assert len(compiled) == 1
 
@@ -251,9 +232,8 @@ def test_compiled_autograd_over_eager_regions(door):
     torch._dynamo.reset()
     runs, (x, y) = [], arguments()
     result = door(lambda x, y: (runs.append(1), fn(x, y))[1])(x, y).sum()
-    with torch._dynamo.compiled_autograd._enable(
-        lambda graph: torch.compile(graph, backend="aot_eager")
-    ):
+    compiler = functools.partial(torch.compile, backend="aot_eager")
+    with torch._dynamo.compiled_autograd._enable(compiler):
         result.backward()
     assert runs == [1, 1]
     torch.testing.assert_close((x.grad, y.grad), torch.autograd.grad(fn(x, y).sum(), (x, y)))

@@ -11,13 +11,7 @@ from oracle import r as replay
 from oracle import s as scope
 from torch import nn
 
-from checkpointing import (
-    ChangedError,
-    CheckpointError,
-    MismatchError,
-    checkpoint_scope,
-    checkpointed,
-)
+from checkpointing import CheckpointError, MismatchError, checkpoint_scope, checkpointed
 
 LINE = re.escape(__file__)
 DOOR = pytest.mark.parametrize("door", [rerun, replay, scope])
@@ -34,10 +28,10 @@ class Two:
         return self.first if self.runs == 1 else self.later
 
 
-def failed(fn, *args, error=MismatchError, **options):
+def failed(fn, *args, **options):
     """The message of the error that backward of a region raises."""
-    y = checkpointed(fn, **{"name": "mine", **options})(*args)
-    with pytest.raises(error) as caught:
+    y = checkpointed(fn, name="mine", **options)(*args)
+    with pytest.raises(MismatchError) as caught:
         y.sum().backward()
     assert str(caught.value).startswith(f"region 'mine' (entered at {__file__}:"), str(caught.value)
     return str(caught.value)
@@ -52,30 +46,16 @@ def repeated(often):
     return fn
 
 
-# ---- number
-
-
 def test_fewer_tensors():
     """The message has both numbers, the operator that asked, the slot, and a way out."""
     text = failed(repeated(Two(3, 1)), leaf(3))
-    for words in (
-        "different number of tensors",
-        "during forward: 6",
-        "during recomputation: 2",
-        "keep()",
-    ):
-        assert words in text
+    assert "different number of tensors" in text and "keep()" in text
+    assert "during forward: 6" in text and "during recomputation: 2" in text
     assert "ExpBackward0 asked for slot 5" in text
     assert "during recomputation: 0" in failed(repeated(Two(1, 0)), leaf(3))
-
-
-def test_fewer_tensors_in_the_middle():
-    """A tensor left out early shows as a shift of shapes or as a missing last one, never as wrong
-    gradients."""
     skip = Two(False, True)
-    assert "different number of tensors" in failed(
-        lambda x: (x.sin() if skip() else x.sin().exp()).cos(), leaf(3)
-    )
+    text = failed(lambda x: (x.sin() if skip() else x.sin().exp()).cos(), leaf(3))
+    assert "different number of tensors" in text
 
 
 @pytest.mark.parametrize("early_stop", [True, False])
@@ -91,56 +71,33 @@ def test_more_tensors(early_stop):
         assert re.search(rf"{LINE}:\d+: .*x\.sin\(\)", text)
 
 
-# ---- metadata
-
-METADATA = {
-    "shape": (lambda x, first: x[: 3 if first else 2], r"\[3\]", r"\[2\]"),
-    "dtype": (
-        lambda x, first: x.to(torch.float32 if first else torch.float64),
-        "float32",
-        "float64",
-    ),
-    "device": (lambda x, first: x.to("cpu" if first else "meta"), r"type='cpu'", r"type='meta'"),
-    "rank": (lambda x, first: x if first else x[None], r"Size\(\[3\]\)", r"Size\(\[1, 3\]\)"),
+METADATA = {  # what is done to the tensor in forward and in the recompute, and how that is told
+    "shape": (lambda x: x[:3], lambda x: x[:2], r"\[3\]", r"\[2\]"),
+    "dtype": (torch.Tensor.float, torch.Tensor.double, "float32", "float64"),
+    "device": (torch.clone, lambda x: x.to("meta"), r"type='cpu'", r"type='meta'"),
+    "rank": (torch.clone, lambda x: x[None], r"Size\(\[3\]\)", r"Size\(\[1, 3\]\)"),
 }
-
-
-# What code may match on, of each line of torch's own.
-TIPS = [
-    "Tip: To see a more detailed error message, either pass `debug=True` to",
-    "If this error occurs under torch.compile with automatic_dynamic_shapes enabled",
-    "Use torch._dynamo.mark_dynamic() to explicitly mark varying dimensions as dynamic upfront",
-    "Call torch._C._dynamo.eval_frame._set_lru_cache(False) to disable LRU cache reordering",
-]
-
-
-def test_the_tips_are_torchs():
-    """In their words, wherever torch breaks the lines."""
-    theirs = " ".join(torch.utils.checkpoint._debug_tip_msg.split())
-    assert [words for words in TIPS if words not in theirs] == []
 
 
 @pytest.mark.parametrize("what", METADATA)
 @pytest.mark.parametrize("early_stop", [True, False])
 def test_other_metadata(what, early_stop):
     """The message has region, position, the operators that asked and made it, both sides."""
-    change, saved, recomputed = METADATA[what]
-    first, cos = Two(True, False), nn.Sequential(nn.Identity(), nn.Tanh())
+    *changes, saved, recomputed = METADATA[what]
+    change, tanh = Two(*changes), nn.Sequential(nn.Identity(), nn.Tanh())
 
     def fn(x):
-        return cos(change(x.exp(), first()) * 1)
+        return tanh(change()(x.exp()) * 1)
 
     text = failed(fn, leaf(3), early_stop=early_stop)
-    assert "different metadata" in text
-    assert "position 1" in text
-    assert "slot 1" in text
-    assert "made by" in text
-    assert "TanhBackward0 asked for the recompute" in text
+    for words in ("different metadata", "position 1", "slot 1", "made by", "TanhBackward0 asked"):
+        assert words in text
     assert re.search(rf"saved metadata: .*{saved}", text)
     assert re.search(rf"recomputed metadata: .*{recomputed}", text)
-    assert re.search(rf"saved in the recompute at {LINE}:\d+: .*cos\(change", text)
+    assert re.search(rf"saved in the recompute at {LINE}:\d+: .*tanh\(change", text)
     assert text.count("position") == 1
-    assert [words for words in TIPS if words not in text.splitlines()[-1]] == []
+    tip = " ".join(torch.utils.checkpoint._debug_tip_msg.split()).partition("`debug=True`")[0]
+    assert tip in text and "mark_dynamic" in text  # as torch says
     assert "opaque" not in text
     assert len(text) < 4000
 
@@ -153,16 +110,8 @@ def test_every_tensor_that_differs_is_listed_and_the_rest_counted():
     assert "So do 2 more, in slots [3, 4]" in text
 
 
-@pytest.mark.parametrize("kind", [MismatchError, ChangedError])
-def test_kinds_of_errors(kind):
-    """They share one base, and that one is torch's."""
-    for base in (CheckpointError, torch.utils.checkpoint.CheckpointError, RuntimeError):
-        assert issubclass(kind, base)
-
-
 def test_a_failed_check_can_be_tried_again():
-    """Nothing wrong stays behind: when the reason is gone, backward succeeds, in a region in a
-    region as well."""
+    """When the reason is gone, backward succeeds, in nested regions as well."""
     table = {"dtype": torch.float32}
     x = leaf(3)
     inner = checkpointed(lambda x: x.to(table["dtype"]).sin().exp(), name="inner")
@@ -177,13 +126,9 @@ def test_a_failed_check_can_be_tried_again():
     assert torch.equal(x.grad, torch.autograd.grad(x.exp().sin().exp().cos().sum(), x)[0])
 
 
-# ---- "values"
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64], ids=str)
 def test_values_finds_another_number(dtype):
-    """One element of a thousand; the first tensor, its operators and the lines of both runs are
-    named."""
+    """One element of a thousand. The error names the tensor, its operators and both lines."""
     x = torch.ones(1000, dtype=dtype, requires_grad=True)
     table = {"offset": torch.zeros(1000, dtype=dtype)}
 
@@ -194,8 +139,7 @@ def test_values_finds_another_number(dtype):
 
         table["offset"] = torch.zeros(1000, dtype=dtype)
         y = checkpointed(fn, name="mine", **options)(x)
-        table["offset"] = torch.zeros(1000, dtype=dtype)
-        table["offset"][500] = 0.05
+        table["offset"] = table["offset"].index_fill(0, torch.tensor(500), 0.05)
         return y.sum().abs()
 
     run().backward()
@@ -205,11 +149,9 @@ def test_values_finds_another_number(dtype):
     assert text.startswith("region 'mine'")
     assert re.findall(r"position (\d+)", text) == ["1"]  # exp saves position 0
     assert "slot 1, made by AddBackward0" in text
-    for run_ in ("forward", "recompute"):
-        assert re.search(
-            rf"saved in the {run_} at {LINE}:\d+: return \(y \+ table\[\"offset\"\]\)\.sin\(\)",
-            text,
-        )
+    code = re.escape('return (y + table["offset"]).sin() * y')
+    for which in ("forward", "recompute"):
+        assert re.search(rf"saved in the {which} at {LINE}:\d+: {code}", text)
     assert re.search(r"So do 1 more, in slots \[\d\]", text)
 
 
@@ -243,10 +185,7 @@ def test_values_finds_nothing_where_nothing_differs(make, backend):
     [
         ([1.0, 2.0], [2.0, 1.0]),
         ([0.0, 1.0], [-0.0, 1.0]),
-        ([1.0, 1.0], [1.5, 0.5]),
         ([1, 1, 1, 0, 0], [0, 0, 0, 0, 1]),
-        ([3, 0, 0], [0, 1, 0]),
-        ([1, 0, 1], [0, 2, 0]),
         ([True, False, False], [False, False, True]),
     ],
     ids=str,
@@ -266,23 +205,17 @@ def test_values_tells_small_numbers_apart(first, later):
     )
 
 
-# ---- other checks
-
-
 def test_a_function_as_check():
-    """It is called for every saved tensor and every recomputed one; `==` of its results decides."""
-    which, seen, x = Two(1.0, 1.01), [], torch.ones(3, requires_grad=True)
+    """`==` of its results decides, which the error shows."""
+    which, x = Two(1.0, 1.01), torch.ones(3, requires_grad=True)
 
     def rounded(tensor):
-        seen.append(tensor.requires_grad or torch.is_grad_enabled())
         return round(float(tensor.sum()), 0)
 
     checkpointed(lambda x: (x * which()).sin().exp(), determinism_check=rounded)(x).sum().backward()
-    assert seen == [False] * 4
     which = Two(1.0, 2.0)
     text = failed(lambda x: (x * which()).sin(), x, determinism_check=rounded)
-    assert re.search(r"saved metadata: .*3", text)
-    assert re.search(r"recomputed metadata: .*6", text)
+    assert re.search(r"(?s)saved metadata: .*3.*recomputed metadata: .*6", text)
 
 
 @pytest.mark.parametrize("backend", ["rerun", "replay"])
@@ -290,11 +223,14 @@ def test_a_function_as_check():
     "check", [lambda t: (t * 2).cos().sum(), lambda t: t.clone(), lambda t: (t.shape, t.dtype)]
 )
 def test_a_check_may_compute_and_return_tensors(backend, check):
-    """They are compared by value; what it computes wants no gradient, is part of no region, and
-    saves nothing."""
+    """They are compared by value. What it computes is part of no region and wants no gradient."""
     x, modes = torch.ones(3, requires_grad=True), []
-    options = {"determinism_check": lambda t: modes.append(torch.is_grad_enabled()) or check(t)}
-    y = checkpointed(lambda x: x.sin().exp(), backend=backend, **options)(x).sum()
+
+    def noted(tensor):
+        modes.append(tensor.requires_grad or torch.is_grad_enabled())
+        return check(tensor)
+
+    y = checkpointed(lambda x: x.sin().exp(), backend=backend, determinism_check=noted)(x).sum()
     (have,) = torch.autograd.grad(y, x, create_graph=True)
     assert torch.equal(have, torch.autograd.grad(x.sin().exp().sum(), x)[0])
     assert modes == [False] * 4
@@ -314,9 +250,6 @@ def test_none_checks_nothing_but_the_number():
     which = Two(torch.float32, torch.float64)
     checkpointed(lambda x: x.to(which()).sin(), determinism_check="none")(leaf(3)).sum().backward()
     assert "different number" in failed(repeated(Two(1, 0)), leaf(3), determinism_check="none")
-
-
-# ---- debug
 
 
 @DOOR
@@ -342,6 +275,14 @@ def test_debug_logs_operators_of_both_runs(door, debug):
         assert f"{__file__}:{fn.__code__.co_firstlineno + 1}" in logs[0]
 
 
+def test_debug_shows_the_operator_that_the_recompute_could_not_run():
+    """Tensors of other sizes meet in it."""
+    width = Two(3, 2)
+    text = failed(lambda x: (x[: width()].exp() @ torch.ones(3)).sin(), leaf(3), debug=True)
+    assert "other sizes" in text
+    assert "aten.dot" in text.split("recomputation:")[1]
+
+
 def test_debug_says_nothing_when_all_is_well(capsys, caplog):
     """Logs are shown on failure only; gradients are plain's."""
     x = leaf(3)
@@ -352,9 +293,6 @@ def test_debug_says_nothing_when_all_is_well(capsys, caplog):
     assert capsys.readouterr() == ("", "")
     assert not caplog.records
     assert torch.equal(x.grad, torch.autograd.grad(2 * x.sin().exp().sum(), x)[0])
-
-
-# ---- a way out
 
 
 @pytest.mark.parametrize(
@@ -374,9 +312,8 @@ def test_an_operator_that_makes_another_size_in_replay_is_an_error(use):
         w = torch.ones((), requires_grad=True)
         with checkpoint_scope(name="grown"):
             y = use(torch.ops.checkpointing_tests.growing(torch.rand(3) * 2) * w) * w
-        with pytest.raises(
-            CheckpointError, match=r"grown.*growing.* made 16 bytes .* 20 in the recompute"
-        ):
+        said = r"grown.*growing.* made 16 bytes .* 20 in the recompute"
+        with pytest.raises(CheckpointError, match=said):
             y.sum().backward()
 
 
@@ -384,19 +321,14 @@ def test_jagged_tensors_made_inside_have_other_ragged_sizes_each_time():
     """As under torch's own checkpoint."""
 
     def ragged(x):
-        return (
-            torch.nested.nested_tensor_from_jagged(x.sin(), offsets=torch.tensor([0, 1, 4]))
-            .sin()
-            .values()
-        )
+        offsets = torch.tensor([0, 1, 4])
+        return torch.nested.nested_tensor_from_jagged(x.sin(), offsets).sin().values()
 
     x = torch.ones(4, 3, requires_grad=True)
     with pytest.raises(MismatchError, match="metadata"):
-        checkpointed(ragged)(x).sum().backward()
-    (want,) = torch.autograd.grad(x.sin().sin().sum(), x)
-    assert torch.equal(
-        torch.autograd.grad(checkpointed(ragged, backend="replay")(x).sum(), x)[0], want
-    )
+        rerun(ragged)(x).sum().backward()
+    replay(ragged)(x).sum().backward()
+    assert torch.equal(x.grad, torch.autograd.grad(x.sin().sin().sum(), x)[0])
 
 
 @DOOR

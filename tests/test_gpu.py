@@ -4,28 +4,16 @@ test_main.py.)"""
 import pytest
 import torch
 import torch.nn.functional as F
-from oracle import s
+from oracle import a, c, r, s
 from torch import nn
 
-from checkpointing import auto, checkpointed
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
-]
+CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+pytestmark = [pytest.mark.gpu, CUDA]
 
 
-DOORS = {
-    "rerun": checkpointed,
-    "replay": checkpointed(backend="replay"),
-    "scope": s,
-    "auto": lambda fn: s(fn, policy=auto()),
-}
-
-
-@pytest.fixture(params=DOORS)
+@pytest.fixture(params=[c, r, s, a])
 def door(request):
-    return DOORS[request.param]
+    return request.param
 
 
 @pytest.fixture

@@ -5,12 +5,11 @@ import copy
 import functools
 import pickle
 import re
-import threading
 from pathlib import Path
 
 import pytest
 import torch
-from oracle import leaf
+from oracle import at_once, leaf, plain, s
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -37,9 +36,8 @@ def test_rows_are_few_and_each_has_its_test():
     assert len(ROWS) <= 25
     for row in ROWS:
         file, name = re.search(r"<!-- (\S+)::(\w+) -->", row).groups()
-        assert re.search(
-            rf"^(def )?{name}\b", (Path(__file__).parents[1] / file).read_text(), re.M
-        ), row
+        text = (Path(__file__).parents[1] / file).read_text()
+        assert re.search(rf"^(def )?{name}\b", text, re.M), row
 
 
 def test_another_thread_sees_buffers_as_they_were():
@@ -50,9 +48,7 @@ def test_another_thread_sees_buffers_as_they_were():
     def fn(x):
         y = norm(x).sin()
         if is_recomputing():
-            thread = threading.Thread(target=lambda: seen.append(norm.num_batches_tracked.item()))
-            thread.start()
-            thread.join()
+            seen.extend(at_once(norm.num_batches_tracked.item))
         return y.exp()
 
     y = fn(leaf())
@@ -69,14 +65,14 @@ def test_false_alarms_of_a_check_of_values(what):
         torch.manual_seed(0)
         x, norm = leaf(), nn.BatchNorm1d(4)
         with checkpoint_scope(**options):
+            y = x.sin()
             if what == "rrelu":
-                y = F.rrelu(x.sin() - 0.5, training=True)
+                y = F.rrelu(y - 0.5, training=True)
             elif what == "twice":
-                y = norm(norm(x).sin())
+                y = norm(norm(y).sin())
             else:
-                h = x.sin()
                 with opaque():
-                    y = norm(h)
+                    y = norm(y)
             y = y.exp()
         return torch.autograd.grad(y.sum(), x)[0]
 
@@ -102,7 +98,7 @@ class Momentum(nn.Module):
         return (x * (self.weight if self.weight.requires_grad else self.weight.clone())).square()
 
 
-@pytest.mark.parametrize(("wrap", "times"), [(lambda fn: fn, 2), (forward_only, 1)])
+@pytest.mark.parametrize(("wrap", "times"), [(plain, 2), (forward_only, 1)])
 def test_parameters_that_a_region_writes(wrap, times):
     """Refused where the region saves them; else written again, and what helps."""
     model = Momentum(wrap, trains=False)
@@ -123,10 +119,7 @@ def test_copies_that_are_not_deep():
     model = nn.Sequential(nn.Linear(4, 4))
     checkpoint_modules(model, "0")
     shallow = copy.copy(model[0])
-    shallow._parameters = {
-        "weight": nn.Parameter(torch.zeros(4, 4)),
-        "bias": nn.Parameter(torch.zeros(4)),
-    }
+    shallow._parameters = {key: nn.Parameter(p * 0) for key, p in model[0].named_parameters()}
     assert torch.equal(shallow(torch.ones(1, 4)), model(torch.ones(1, 4)))
 
 
@@ -139,12 +132,7 @@ def test_code_that_a_rerun_skips_is_the_first_to_read():
             w.sum()
         return (x.sin() * w.exp()).cos() * (x * w.sin())
 
-    @checkpointed
-    def fn(x):
-        with checkpoint_scope():
-            return body(x)
-
-    have, want = (torch.autograd.grad(f(x * 1).sum(), x)[0] for f in (fn, body))
+    have, want = (torch.autograd.grad(f(x * 1).sum(), x)[0] for f in (checkpointed(s(body)), body))
     assert not torch.equal(have, want)
 
 
@@ -173,13 +161,6 @@ def test_a_parameter_that_torchs_own_checkpoint_takes_as_an_argument():
     """With a scope in it, in a region: other gradients. By closure it is right."""
     x, w = leaf(), nn.Parameter(torch.rand(4, 4))
 
-    def scope(fn):
-        def call(*args):
-            with checkpoint_scope():
-                return fn(*args)
-
-        return call
-
     def body(x, w):
         return (x * w).sin().exp() * w
 
@@ -187,9 +168,9 @@ def test_a_parameter_that_torchs_own_checkpoint_takes_as_an_argument():
         return torch.autograd.grad(fn(x * 2, w).sum(), (x, w))
 
     def inside(x, w):
-        return checkpoint(lambda x: scope(body)(x, w), x, use_reentrant=False)
+        return checkpoint(lambda x: s(body)(x, w), x, use_reentrant=False)
 
-    given = functools.partial(checkpoint, scope(body), use_reentrant=False)
+    given = functools.partial(checkpoint, s(body), use_reentrant=False)
     want = gradients(body)
-    assert all(map(torch.equal, gradients(scope(inside)), want))
-    assert not any(map(torch.equal, gradients(scope(given)), want))
+    assert all(map(torch.equal, gradients(s(inside)), want))
+    assert not any(map(torch.equal, gradients(s(given)), want))

@@ -1,6 +1,7 @@
 """The comparison run: its table, its exit status, and the picture drawn with it."""
 
 import importlib
+import re
 from collections import namedtuple
 from pathlib import Path
 
@@ -11,13 +12,13 @@ from beside import Program
 from checkpointing import __main__ as job
 from checkpointing import checkpointed
 
-pytestmark = pytest.mark.usefixtures(
-    "frozen"
-)  # memory is measured after collections, which are quick then
+# Memory is measured after collections, which are quick then.
+pytestmark = pytest.mark.usefixtures("frozen")
 
 SMALL = ["--steps", "2", "--layers", "3", "--width", "32", "--context", "64", "--batch", "4"]
 
 
+TITLES = "way|held for backward|peak in a step|recomputed|ms/step|ratio|loss|against plain"
 Row = namedtuple("Row", "held peak recomputed ms ratio loss verdict")
 
 
@@ -26,83 +27,56 @@ def run(capsys, *arguments):
     status = job.main([*SMALL, *arguments])
     out, err = capsys.readouterr()
     heading, *lines = out.splitlines()
-    assert [title.strip() for title in heading.split("  ") if title.strip()] == [
-        *(
-            "way",
-            "held for backward",
-            "peak in a step",
-            "recomputed",
-            "ms/step",
-            "ratio",
-            "loss",
-            "against plain",
-        )
-    ]
+    assert re.split(r" {2,}", heading.strip()) == TITLES.split("|")
     rows = {}
     for line in lines:
-        way, *numbers, verdict = [part.strip() for part in line.split("  ") if part.strip()]
-        held, peak, *others = [float(word) for word in " ".join(numbers).replace("MiB", "").split()]
-        rows[way] = Row(held, peak, *others, verdict)
+        way, *numbers, verdict = re.split(r" {2,}", line.strip())
+        assert line.rindex(verdict) == heading.rindex("against plain")
+        numbers = [float(word) for word in " ".join(numbers).replace("MiB", "").split()]
+        rows[way] = Row(*numbers, verdict)
     return status, rows, err
 
 
-def test_table_has_a_row_for_each_way_and_all_are_bit_equal(capsys):
-    """Progress on stderr, one aligned table on stdout; the random stream is left alone."""
-    before = torch.get_rng_state()
-    assert job.main(SMALL) == 0
-    out, err = capsys.readouterr()
-    heading, *rows = out.splitlines()
-    assert [row.split("  ")[0] for row in rows] == list(job.WAYS)
-    assert {row.rindex("  bit-equal") for row in rows} == {heading.rindex("  against plain")}
-    assert "step 2 of 2" in err
-    assert torch.equal(torch.get_rng_state(), before)
-
-
 def test_no_way_needs_more_than_torchs_does(capsys):
-    """Memory, recompute and losses beside plain and beside torch's checkpoint."""
-    status, rows, _ = run(capsys)
-    assert status == 0
+    """Bit-equal to plain, in one aligned table; the random stream is left alone."""
+    before = torch.get_rng_state()
+    status, rows, err = run(capsys)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert status == 0 and "step 2 of 2" in err
     assert list(rows) == list(job.WAYS)
     plain = rows.pop("plain")
     for row in rows.values():
-        assert row.loss == plain.loss
+        assert (row.loss, row.verdict) == (plain.loss, "bit-equal")
         assert 0 < row.held < plain.held / 2
         assert row.held < row.peak < plain.peak
     torchs = rows["torch.utils.checkpoint per block"]
     assert plain.recomputed == 0 and rows["one scope, auto()"].recomputed < torchs.recomputed < 1
     assert rows["@checkpointed per block"].held == torchs.held
-    limits = {
-        "@checkpointed per block": 1.02,
-        "checkpoint_scope per block": 1.03,
-        "one scope, auto()": 1.15,
-    }
-    for way, limit in limits.items():
-        assert rows[way].peak <= limit * torchs.peak, way
+    for way, limit in (("@checkpointed", 1.02), ("checkpoint_scope", 1.03)):
+        assert rows[f"{way} per block"].peak <= limit * torchs.peak, way
+    assert rows["one scope, auto()"].peak <= 1.15 * torchs.peak
 
 
-def test_a_way_with_other_gradients_fails_the_run(capsys, monkeypatch):
+def one_draw_more(model, text):
+    loss = model.loss(text, job.plain)
+    torch.rand(())
+    return loss
+
+
+@pytest.mark.parametrize(
+    ("wrong", "steps", "verdict"),
+    [
+        (job.each_block(lambda block, x: block(x) * 1.001), 2, "gradients, losses, weights"),
+        (one_draw_more, 1, "random stream"),
+    ],
+)
+def test_a_way_that_differs_fails_the_run(capsys, monkeypatch, wrong, steps, verdict):
     """The table names what differs; the exit status is 1."""
-    wrong = job.each_block(lambda block, x: block(x) * 1.001)
     monkeypatch.setattr(job, "WAYS", {"plain": job.WAYS["plain"], "wrong": wrong})
-    status, rows, _ = run(capsys)
+    status, rows, _ = run(capsys, "--steps", str(steps))
     assert status == 1
     assert rows["plain"].verdict == "bit-equal"
-    assert rows["wrong"].verdict == "other gradients, losses, weights"
-
-
-def test_a_way_that_moves_the_random_stream_fails_the_run(capsys, monkeypatch):
-    """Also where the gradients of the only step are still the same."""
-
-    def one_draw_more(model, text):
-        loss = model.loss(text, job.plain)
-        torch.rand(())
-        return loss
-
-    monkeypatch.setattr(job, "WAYS", {"plain": job.WAYS["plain"], "wrong": one_draw_more})
-    status, rows, _ = run(capsys, "--steps", "1")
-    assert status == 1
-    assert rows["plain"].verdict == "bit-equal"
-    assert rows["wrong"].verdict == "other random stream"
+    assert rows["wrong"].verdict == f"other {verdict}"
 
 
 @pytest.mark.parametrize("arguments", [["--context", "many"], ["--layer-count", "3"]], ids=" ".join)
@@ -125,17 +99,16 @@ def test_the_picture_is_the_same_each_time_and_names_each_line(tmp_path, monkeyp
         picture.draw(str(file), [*SMALL, "--layers", "2", "--context", "32"])
     text = files[0].read_text(encoding="utf-8")
     assert text == files[1].read_text(encoding="utf-8")
-    for word in [
-        "plain",
-        picture.TORCH,
-        picture.AUTO,
-        "forward",
-        "backward",
-        "torch's selective",
-        "recomputed FLOPs",
-    ]:
+    titles = ["forward", "backward", "torch's selective", "recomputed FLOPs"]
+    for word in ["plain", picture.TORCH, picture.AUTO, *titles]:
         assert f">{word}" in text, word
     assert len(text) < 100_000
+
+
+def test_bits_are_compared():
+    """Not numbers."""
+    zero, nan = torch.zeros(2), torch.tensor(float("nan"))
+    assert job.same_bits(nan, nan) and not job.same_bits(zero, -zero)
 
 
 def test_operations_are_counted_in_forward_and_in_recompute():

@@ -6,15 +6,14 @@ import contextlib
 import pytest
 import torch
 import torch.nn.functional as F
-from oracle import apply, bits
+from oracle import apply, bits, leaf
 from torch import nn
 
 from checkpointing import __main__ as job
 from checkpointing import auto, checkpoint_scope, keep
 
-pytestmark = pytest.mark.usefixtures(
-    "frozen"
-)  # memory is measured after collections, which are quick then
+# Memory is measured after collections, which are quick then.
+pytestmark = pytest.mark.usefixtures("frozen")
 
 DEPTH, WIDTH, ROWS = 12, 32, 64
 ACTIVATION = ROWS * WIDTH * 4  # bytes
@@ -32,12 +31,6 @@ class Block(nn.Module):
         return x + F.dropout(self.down(F.gelu(self.up(self.norm(x)))), 0.1)
 
 
-def plain(blocks, x):
-    for block in blocks:
-        x = block(x)
-    return x
-
-
 def per_block(door):
     def run(blocks, x):
         for block in blocks:
@@ -46,6 +39,9 @@ def per_block(door):
 
     run.__name__ = f"{door} per block"
     return run
+
+
+plain = per_block("")
 
 
 def one_scope(blocks, x):
@@ -70,15 +66,11 @@ def bytes_of(run, depth=DEPTH):
     "run", [per_block("c"), per_block("s"), one_scope], ids=lambda run: run.__name__
 )
 def test_each_further_block_costs_one_activation(run):
-    """What is held grows by a block's input (and, where a mask must be drawn again, a generator's
-    state)."""
+    """Its input, and a generator's state where a mask must be drawn again."""
     stash = torch.get_rng_state().nbytes
     bytes_of(run)
     (small, _), (large, _) = bytes_of(run, 6), bytes_of(run, 12)
     assert (large - small) / 6 in (ACTIVATION, ACTIVATION + stash)
-
-
-# ---- whole training steps in one block
 
 
 @pytest.mark.parametrize("policy", [None, auto()], ids=["scope", "auto"])
@@ -118,17 +110,14 @@ def test_training_steps_in_one_scope_need_what_forwards_in_scopes_do(policy, cli
     assert trained(8, True)[0] <= 1.01 * peak_in_one
 
 
-# ---- bytes of one region, by hand
-
 N = 1000 * 4  # bytes of one tensor below
 
 
-def held_by(fn, *shapes):
+def held_by(fn):
     """Bytes held between forward and backward, without the sum's 4."""
-    inputs = [torch.rand(shape).requires_grad_() for shape in shapes or [(1000,)]]
-    run = lambda: fn(*inputs).sum()  # noqa: E731
-    job.step_on_cpu(run)
-    return job.step_on_cpu(run).memory()[0] - 4
+    x = leaf(1000)
+    job.step_on_cpu(lambda: fn(x).sum())
+    return job.step_on_cpu(lambda: fn(x).sum()).memory()[0] - 4
 
 
 @pytest.mark.parametrize("door", ["", "c", "r", "s"])
@@ -151,9 +140,6 @@ def test_an_input_that_no_recompute_reads_is_released(door):
         return apply(door, lambda a, b: a.exp() + (b + 1))(a, b)
 
     assert held_by(fn) == N
-
-
-# ---- what a scope reports
 
 
 @pytest.mark.parametrize("own", [False, True])

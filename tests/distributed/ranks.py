@@ -35,10 +35,8 @@ from torch.utils.checkpoint import checkpoint
 from checkpointing import auto, checkpoint_modules, checkpoint_scope, checkpointed
 
 N, WIDTH = 4, 8  # blocks, features
-PROGRAMS = {
-    2: {},
-    4: {},
-}  # by world size and name: given the doors for a block and for the model, (model, step)
+# By world size and name: given the doors for a block and for the model, (model, step).
+PROGRAMS = {2: {}, 4: {}}
 SCOPES = []  # of one step: each with its stats at its end
 
 
@@ -81,17 +79,11 @@ DOORS = {  # for each block, for the model
 
 
 def doors(name):
-    inside = (
-        "inside" in name or "lambda" in name
-    )  # for `auto`, which puts nothing inside, the same as around
-    return [
-        door
-        for door in DOORS
-        if not (" in " in door and "collectives" not in name) and not (door == "auto" and inside)
-    ]
-
-
-# ---- models
+    """Those that a program runs through; for `auto`, inside is the same as around."""
+    nests = "collectives" in name
+    inside = "inside" in name or "lambda" in name
+    found = [door for door in DOORS if nests or " in " not in door]
+    return [door for door in found if door != "auto" or not inside]
 
 
 class Scale(nn.Module):
@@ -116,7 +108,8 @@ class Block(nn.Module):
 def put_inside(model, door):
     if door in IN_PLACE:
         checkpoint_modules(model, "blocks.*", **IN_PLACE[door])
-    for block in () if door in IN_PLACE else model.blocks:
+        return
+    for block in model.blocks:
         block.forward = door(block.forward)
 
 
@@ -127,32 +120,30 @@ class Net(nn.Module):
         super().__init__()
         self.blocks = nn.ModuleList(block() for _ in range(n))
         self.head = nn.Linear(WIDTH, 4)
-        self.around = {"around": door, "lambda": lambda block: door(lambda x: block(x))}.get(
-            where, plain
-        )
+        ways = {"around": door, "lambda": lambda block: door(lambda x: block(x))}
+        self.around = ways.get(where, plain)
         self.double()
         with torch.no_grad():
             for i, p in enumerate(self.parameters()):
                 p.copy_(((torch.arange(p.numel()) * 7 // 3 + i) % 3 - 1).view_as(p))
 
+    def run(self, block, x):
+        return self.around(block)(x)
+
     def forward(self, x):
         for block in self.blocks:
-            x = self.around(block)(x)
+            x = self.run(block, x)
         return self.head(x)
 
 
 class Twice(Net):
-    def forward(self, x):
-        for block in self.blocks:
-            x = self.around(block)(self.around(block)(x) / 2)
-        return self.head(x)
+    def run(self, block, x):
+        return super().run(block, super().run(block, x) / 2)
 
 
 class Unused(Net):
-    def forward(self, x):
-        for block in self.blocks[::2]:
-            x = self.around(block)(x)
-        return self.head(x)
+    def run(self, block, x):
+        return x if block is self.blocks[0] else super().run(block, x)
 
 
 def data(step, *shape):
@@ -168,9 +159,6 @@ def once(call, step, *shape, factor=1):
 def two_forwards(call, step):
     x = data(step)
     (call(x) + 2 * call(2 * x)).sum().backward()
-
-
-# ---- DDP
 
 
 @program("ddp")
@@ -197,8 +185,7 @@ def ddp(door, whole, kind=Net, where="around", block=Block, accumulate=False, **
     return model, step
 
 
-# ---- FSDP2, tensor parallel, both
-
+KEPT = {"reshard_after_forward": False}
 MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 TENSOR = {"up": ColwiseParallel(), "down": RowwiseParallel()}
 SEQUENCE = {
@@ -222,21 +209,16 @@ def in_sequence(call, step):
 @program("fsdp2, inside, mixed precision", where="inside", mp_policy=MIXED)
 @program("fsdp2, around")
 @program("fsdp2, around, deep", n=16)
-@program("fsdp2, around, not resharded", reshard_after_forward=False)
+@program("fsdp2, around, not resharded", **KEPT)
 @program("fsdp2, around, two forwards", step=two_forwards)
 @program("fsdp2, around, frozen", frozen=True)
 @program("fsdp2, around, root only", root_only=True)
 @program("fsdp2, compiled", where="inside", compiled=True)
 @program("fsdp2, a lambda", where="lambda")
 @program("fsdp2, the model", where="whole")
-@program("fsdp2, the model, not resharded", where="whole", reshard_after_forward=False)
+@program("fsdp2, the model, not resharded", where="whole", **KEPT)
 @program("fsdp2, the model twice in a region", where="whole", two=True)
-@program(
-    "fsdp2, the model twice in a region, not resharded",
-    where="whole",
-    two=True,
-    reshard_after_forward=False,
-)
+@program("fsdp2, the model twice, not resharded", where="whole", two=True, **KEPT)
 @program("tensor parallel, inside", where="inside", shape=(1, 2), plan=TENSOR)
 @program("sequence parallel, around", shape=(1, 2), plan=SEQUENCE, step=in_sequence)
 @program("fsdp2 x tensor parallel, inside", world=4, where="inside", shape=(2, 2), plan=TENSOR)
@@ -271,9 +253,6 @@ def sharded(door, whole, where="around", shape=(2, 1), plan=None, step=once, **o
     )
 
 
-# ---- collectives in a region
-
-
 class Synced(torch.autograd.Function):
     """As `nn.SyncBatchNorm` on an accelerator: sums over all ranks, in forward and in backward."""
 
@@ -302,12 +281,6 @@ class SyncNorm(Scale):
         return Synced.apply(x, self.weight, self.running)
 
 
-def in_place(x):
-    total = x.detach().sum(0)
-    dist.all_reduce(total)
-    return x * total.sign()
-
-
 def asynchronous(x):
     total = x.detach().sum(0).sign()
     work = dist.all_reduce(total, async_op=True)
@@ -327,9 +300,8 @@ def written_afterwards(x):
 def exchanged(x):
     mine, theirs = x.detach().sum(0).sign(), torch.empty(WIDTH).double()
     peer = 1 - dist.get_rank()
-    for work in dist.batch_isend_irecv(
-        [dist.P2POp(dist.isend, mine, peer), dist.P2POp(dist.irecv, theirs, peer)]
-    ):
+    both = [dist.P2POp(dist.isend, mine, peer), dist.P2POp(dist.irecv, theirs, peer)]
+    for work in dist.batch_isend_irecv(both):
         work.wait()
     return x * theirs
 
@@ -339,13 +311,10 @@ def functional_style(x):
 
 
 def differentiable(x):
-    every = functional.all_gather_tensor_autograd(x, 0, dist.group.WORLD)
-    mine = functional.reduce_scatter_tensor_autograd(every.relu(), "sum", 0, dist.group.WORLD)
-    half = [len(x) // 2] * 2
-    return (
-        mine
-        + functional.all_to_all_single_autograd(x.relu() * x, half, half, dist.group.WORLD).relu()
-    )
+    world, half = dist.group.WORLD, [len(x) // 2] * 2
+    every = functional.all_gather_tensor_autograd(x, 0, world)
+    mine = functional.reduce_scatter_tensor_autograd(every.relu(), "sum", 0, world)
+    return mine + functional.all_to_all_single_autograd(x.relu() * x, half, half, world).relu()
 
 
 class Talk(Block):
@@ -357,7 +326,6 @@ class Talk(Block):
         return super().forward(self.function(x).clamp(-2, 2))
 
 
-@program("collectives, in place", function=in_place)
 @program("collectives, asynchronous", function=asynchronous)
 @program("collectives, written afterwards", function=written_afterwards)
 @program("collectives, exchanged", function=exchanged)
@@ -366,9 +334,6 @@ class Talk(Block):
 def collectives(door, whole, function):
     model = Net(door, block=functools.partial(Talk, function))
     return model, functools.partial(once, whole(model))
-
-
-# ---- what runs them
 
 
 def taken_part():
@@ -395,11 +360,9 @@ def train(name, program):
         for key, p in model.named_parameters():
             if p.grad is not None:
                 found[f"step {i}, gradient of {key}"] = local(p.grad).clone()
-                grad = (
-                    p.grad.redistribute(p.device_mesh, p.placements)
-                    if isinstance(p, DTensor)
-                    else p.grad
-                )
+                grad = p.grad
+                if isinstance(p, DTensor):
+                    grad = grad.redistribute(p.device_mesh, p.placements)
                 with torch.no_grad():
                     local(p).sub_(local(grad).sign()).clamp_(-1, 1)
                 p.grad = None
@@ -412,11 +375,9 @@ def main(rank, world, folder, only=""):
     """What a rank finds is in the file `world.rank`: a row for each program and door."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    options = {
-        "timeout": timedelta(seconds=60),
-        "store": dist.FileStore(f"{folder}/store of {world}", world),
-    }
-    dist.init_process_group("gloo", rank=rank, world_size=world, **options)
+    store = dist.FileStore(f"{folder}/store of {world}", world)
+    timeout = timedelta(seconds=60)
+    dist.init_process_group("gloo", rank=rank, world_size=world, store=store, timeout=timeout)
     want = {}
     with open(f"{folder}/{world}.{rank}", "w") as file:
         for name, program in PROGRAMS[world].items():
@@ -437,11 +398,8 @@ def run(seconds, *given):
     """Prints a row for each rank, program and door."""
     fork, end = multiprocessing.get_context("fork"), time.monotonic() + float(seconds)
     with tempfile.TemporaryDirectory() as folder:
-        ranks = [
-            fork.Process(target=main, args=(rank, world, folder, *given))
-            for world in PROGRAMS
-            for rank in range(world)
-        ]
+        places = [(rank, world) for world in PROGRAMS for rank in range(world)]
+        ranks = [fork.Process(target=main, args=(*place, folder, *given)) for place in places]
         for process in ranks:
             process.start()
         for process in ranks:
@@ -449,10 +407,8 @@ def run(seconds, *given):
             if process.is_alive():
                 print(f"a rank was killed after {seconds} seconds", file=sys.stderr)
                 process.kill()
-        print(
-            *(row for file in Path(folder).glob("*.*") for row in file.read_text().splitlines()),
-            sep="\n",
-        )
+        for file in Path(folder).glob("*.*"):
+            print(file.read_text(), end="")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.utils.checkpoint
-from oracle import Counting, bits
+from oracle import Counting, bits, c, plain, r
 from torch import nn
 
 import checkpointing
@@ -50,23 +50,16 @@ def assert_same(make, train, prepare=None, train_in_regions=None, outside=0, pla
     assert once < twice if places else twice == 2 * once - outside
 
 
-# ---- transformers
-
-
 def gpt2():
     transformers = pytest.importorskip("transformers")
-    config = transformers.GPT2Config(n_layer=3, n_embd=16, n_head=2, vocab_size=32, n_positions=16)
-    return transformers.GPT2LMHeadModel(config).train()
+    sizes = {"n_layer": 3, "n_embd": 16, "n_head": 2, "n_positions": 16}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, vocab_size=32)).train()
 
 
 def llama():
     transformers = pytest.importorskip("transformers")
-    sizes = {
-        "hidden_size": 16,
-        "intermediate_size": 32,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 2,
-    }
+    sizes = {"hidden_size": 16, "intermediate_size": 32}
+    sizes |= {"num_hidden_layers": 3, "num_attention_heads": 2}
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, vocab_size=32)).train()
 
 
@@ -76,6 +69,11 @@ ACTIVATION = {gpt2: "tanh", llama: "silu"}
 def batch(step=0):
     tokens = (torch.arange(16).view(2, 8) * 7 + step) % 32
     return {"input_ids": tokens, "labels": tokens}
+
+
+def samples():
+    """The first row of each of four batches."""
+    return [{key: value[0] for key, value in batch(i).items()} for i in range(4)]
 
 
 def loss_in(region, model, inputs, use_cache=False):
@@ -110,21 +108,14 @@ def in_place(model):
 
 
 @pytest.mark.parametrize("make", [gpt2, llama])
-@pytest.mark.parametrize("prepare", [give_function, in_place])
-def test_transformers(make, prepare):
-    """By the function that their layers call, and in place."""
-    assert_same(make, two_steps, prepare)
-
-
-@pytest.mark.parametrize("make", [gpt2, llama])
 def test_transformers_with_a_cache(make):
     """By default there is one for keys and values; it is not written again."""
-    plain, scoped = (
+    without, scoped = (
         functools.partial(two_steps, loss_of=functools.partial(loss_in, region, use_cache=True))
         for region in (contextlib.nullcontext, checkpoint_scope)
     )
-    assert_same(make, plain, train_in_regions=scoped)
-    assert_same(make, plain, in_place)
+    assert_same(make, without, train_in_regions=scoped)
+    assert_same(make, without, in_place)
 
 
 @pytest.mark.parametrize("make", [gpt2, llama])
@@ -134,37 +125,28 @@ def test_transformers_with_a_cache_that_the_region_fills(make, attention, given)
     """A rerun finds it filled; the error says what helps, which does."""
     transformers = pytest.importorskip("transformers")
 
-    def loss_of(model, region, **options):
-        cache, inputs = transformers.DynamicCache(config=model.config), batch()
+    def loss_of(model, region):
+        options = {"past_key_values": transformers.DynamicCache(config=model.config)}
+        options["use_cache"] = True
         if given == "argument":
-            return region(
-                lambda inputs, past: model(**inputs, past_key_values=past, **options).loss
-            )(inputs, past=cache)
+            return region(model)(**batch(), **options).loss
         if given == "variable":
-            return region(lambda inputs: model(**inputs, past_key_values=cache, **options).loss)(
-                inputs
-            )
+            return region(lambda inputs: model(**inputs, **options).loss)(batch())
         inner = model.transformer if make is gpt2 else model.model
-        hidden = region(inner)(
-            inputs["input_ids"], past_key_values=cache, **options
-        ).last_hidden_state
+        hidden = region(inner)(batch()["input_ids"], **options).last_hidden_state
         return model.lm_head(hidden).square().mean()
 
-    def gradients(region, **options):
+    def gradients(region):
         torch.manual_seed(0)
         model = make().eval()
         model.set_attn_implementation(attention)
-        loss_of(model, region, **options).backward()
+        loss_of(model, region).backward()
         return bits([p.grad for p in model.parameters()])
 
     with pytest.raises(checkpointing.CheckpointError, match="use_cache=False") as caught:
-        gradients(checkpointing.checkpointed, use_cache=True)
+        gradients(c)
     assert "backend='replay'" in str(caught.value) and "opaque" not in str(caught.value)
-    want = gradients(lambda fn: fn, use_cache=True)
-    assert (
-        gradients(functools.partial(checkpointing.checkpointed, backend="replay"), use_cache=True)
-        == want
-    )
+    assert gradients(r) == gradients(plain)
 
 
 @pytest.mark.parametrize("how", ["compute_loss", "modules", "function"])
@@ -183,16 +165,12 @@ def test_trainer(how, tmp_path):
             tmp_path, max_steps=2, per_device_train_batch_size=2, report_to=[], save_strategy="no",
             use_cpu=True, logging_strategy="no", disable_tqdm=True, dataloader_pin_memory=False,
         )  # fmt: skip
-        data = [{key: value[0] for key, value in batch(i).items()} for i in range(4)]
-        return trainer(model, arguments, train_dataset=data).train().training_loss
+        return trainer(model, arguments, train_dataset=samples()).train().training_loss
 
     if how == "compute_loss":
         assert_same(gpt2, train, train_in_regions=functools.partial(train, trainer=InScope))
     else:
         assert_same(gpt2, train, in_place if how == "modules" else give_function)
-
-
-# ---- accelerate, peft, Lightning
 
 
 @pytest.mark.parametrize("how", ["modules first", "modules after", "scope", "bf16"])
@@ -202,13 +180,10 @@ def test_accelerate(how):
 
     def train(model, scope=False, modules=False):
         accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
-        accelerator = accelerate.Accelerator(
-            cpu=True, mixed_precision="bf16" if how == "bf16" else "no"
-        )
+        precision = "bf16" if how == "bf16" else "no"
+        accelerator = accelerate.Accelerator(cpu=True, mixed_precision=precision)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        data = torch.utils.data.DataLoader(
-            [{k: v[0] for k, v in batch(i).items()} for i in range(4)], batch_size=2
-        )
+        data = torch.utils.data.DataLoader(samples(), batch_size=2)
         prepared, optimizer, data = accelerator.prepare(model, optimizer, data)
         if modules:
             checkpoint_modules(prepared, "transformer.h.*")
@@ -230,18 +205,6 @@ def test_accelerate(how):
         assert_same(gpt2, train, train_in_regions=functools.partial(train, **chosen))
 
 
-def test_accelerate_hooks():
-    """A block's `forward` that accelerate has wrapped, before and after the regions came."""
-    hooks = pytest.importorskip("accelerate.hooks")
-
-    def hooked(model):
-        hooks.add_hook_to_module(model.transformer.h[0], hooks.ModelHook())
-        checkpoint_modules(model, "transformer.h.*")
-        hooks.add_hook_to_module(model.transformer.h[1], hooks.ModelHook())
-
-    assert_same(gpt2, two_steps, hooked)
-
-
 def lora(make, **options):
     """Adapters on a frozen base, all of them with gradients."""
     peft = pytest.importorskip("peft")
@@ -259,21 +222,15 @@ LORA = {
 ACTIVATION |= {LORA[make]: ACTIVATION[make] for make in LORA}
 
 
-@pytest.mark.parametrize("prepare", [give_function, in_place])
 @pytest.mark.parametrize("make", [gpt2, llama])
-def test_peft(make, prepare):
-    """LoRA on a frozen base: first the adapters, then the regions."""
+def test_peft(make):
+    """LoRA on a frozen base, through the switch of transformers. (In place: `test_readme`.)"""
 
-    def prepared(model):
-        if prepare is give_function:
-            model.enable_input_require_grads()
-            prepare(model.base_model.model)
-        else:
-            checkpoint_modules(
-                model, ["base_model.model.transformer.h.*", "base_model.model.model.layers.*"]
-            )
+    def prepare(model):
+        model.enable_input_require_grads()
+        give_function(model.base_model.model)
 
-    assert_same(LORA[make], two_steps, prepared)
+    assert_same(LORA[make], two_steps, prepare)
 
 
 @pytest.mark.parametrize("how", ["scope", "modules"])
@@ -296,16 +253,12 @@ def test_lightning(how, tmp_path):
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
     def train(model, scope=False):
-        data = torch.utils.data.DataLoader(
-            [{k: v[0] for k, v in batch(i).items()} for i in range(4)], batch_size=2
-        )
+        data = torch.utils.data.DataLoader(samples(), batch_size=2)
         module = Module(model, scope)
-        quiet = dict.fromkeys(
-            ["logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"], False
-        )
-        lightning.Trainer(max_steps=2, accelerator="cpu", default_root_dir=tmp_path, **quiet).fit(
-            module, data
-        )
+        features = ["checkpointing", "progress_bar", "model_summary"]
+        quiet = {"logger": False, **{f"enable_{feature}": False for feature in features}}
+        options = {"max_steps": 2, "accelerator": "cpu", "default_root_dir": tmp_path}
+        lightning.Trainer(**options, **quiet).fit(module, data)
         assert len(module.losses) == 2
         return module.losses
 
@@ -315,29 +268,22 @@ def test_lightning(how, tmp_path):
         assert_same(gpt2, train, train_in_regions=functools.partial(train, scope=True))
 
 
-# ---- timm, diffusers, torch's own wrapper
-
-
 def vit():
     timm = pytest.importorskip("timm")
-    return timm.create_model(
-        "vit_tiny_patch16_224", img_size=32, embed_dim=24, depth=3, num_classes=4, drop_rate=0.1
-    )
+    sizes = {"img_size": 32, "embed_dim": 24, "depth": 3, "num_classes": 4}
+    return timm.create_model("vit_tiny_patch16_224", **sizes, drop_rate=0.1)
 
 
 def unet():
     diffusers = pytest.importorskip("diffusers")
-    sizes = {
-        "block_out_channels": (8, 16),
-        "layers_per_block": 1,
-        "norm_num_groups": 4,
-        "sample_size": 8,
-    }
-    kinds = {
-        "down_block_types": ("DownBlock2D", "AttnDownBlock2D"),
-        "up_block_types": ("AttnUpBlock2D", "UpBlock2D"),
-    }
-    return diffusers.UNet2DModel(**sizes, **kinds, attention_head_dim=8).train()
+    sizes = {"layers_per_block": 1, "norm_num_groups": 4, "sample_size": 8}
+    return diffusers.UNet2DModel(
+        block_out_channels=(8, 16),
+        down_block_types=("DownBlock2D", "AttnDownBlock2D"),
+        up_block_types=("AttnUpBlock2D", "UpBlock2D"),
+        attention_head_dim=8,
+        **sizes,
+    ).train()
 
 
 class Block(nn.Sequential):
@@ -345,11 +291,12 @@ class Block(nn.Sequential):
 
 
 def mlp():
-    parts = [
-        [nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(), nn.GELU(), nn.Linear(16, 8)]
-        for _ in range(3)
-    ]
-    return nn.Sequential(*(Block(*part) for part in parts))
+    def block():
+        return Block(
+            nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(), nn.GELU(), nn.Linear(16, 8)
+        )
+
+    return nn.Sequential(block(), block(), block())
 
 
 ACTIVATION |= {vit: "gelu", unet: "silu", mlp: "gelu"}
@@ -365,22 +312,10 @@ def three_backwards(model):
     return [loss.detach() for loss in losses]
 
 
-# ---- what the README says
-
 README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
-LINES = [
-    block
-    for found in re.findall(r"^```py\n(.*?)^```", README, re.M | re.S)
-    for block in found.split("\n\n")
-]
-MAKERS = {
-    "transformers": llama,
-    "peft": LORA[llama],
-    "timm": vit,
-    "diffusers": unet,
-    "torch": mlp,
-    "any": any,
-}
+LISTINGS = re.findall(r"^```py\n(.*?)^```", README, re.M | re.S)
+LINES = [block for listing in LISTINGS for block in listing.split("\n\n")]
+MAKERS = {"transformers": llama, "peft": LORA[llama], "timm": vit, "diffusers": unet, "torch": mlp}
 
 
 @pytest.mark.parametrize("lines", LINES, ids=lambda lines: lines.splitlines()[0])
@@ -388,31 +323,21 @@ def test_readme(lines, monkeypatch):
     """Each block of lines there, on a model of the library that its comment begins with."""
     from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as theirs
 
-    make = MAKERS[re.match(r"# (\w+)", lines)[1]]
-    monkeypatch.setattr(
-        torch.utils.checkpoint, "checkpoint", torch.utils.checkpoint.checkpoint
-    )  # to be put back
-    names = {
-        **vars(theirs),
-        **vars(checkpointing),
-        "torch": torch,
-        "torch_compat": torch_compat,
-        "Block": Block,
-    }
-    names["partial"] = functools.partial
+    library = re.match(r"# (\w+)", lines)[1]
+    whole = torch.utils.checkpoint
+    monkeypatch.setattr(whole, "checkpoint", whole.checkpoint)  # to be put back
+    names = {"torch": torch, "torch_compat": torch_compat, "partial": functools.partial}
+    names |= {**vars(theirs), **vars(checkpointing), "Block": Block}
 
     def run(model, batch=None):
         here = names | {"model": model, "batch": dict(batch or {}, use_cache=False)}
         exec(lines, here)
         return here.get("loss")
 
-    if make is any:
-        assert_same(
-            llama,
-            two_steps,
-            train_in_regions=functools.partial(two_steps, loss_of=run),
-            places=True,
-        )
+    in_regions = functools.partial(two_steps, loss_of=run)
+    make = MAKERS.get(library)
+    if library == "any":
+        assert_same(llama, two_steps, train_in_regions=in_regions, places=True)
     elif make in (llama, LORA[llama]):
         assert_same(make, two_steps, run)
     else:
