@@ -806,11 +806,11 @@ def test_a_plan_is_not_made_anew_at_every_change(change, monkeypatch):
     monkeypatch.setattr(
         _replay, "plan_of", lambda *given: planned.append(step) or _plan.plan_of(*given)
     )
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(8)))
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(8)))
     clear_programs()
     step = 0
     for step in range(24):
-        x = torch.randn(4 if change == "accumulated gradients" else 4 << (step % 3), 8)
+        x = torch.randn(4 if change == "accumulated gradients" else 4 << (step % 3), 64)
         with checkpoint_scope(policy=auto()):
             y = model(x if change != "sizes and branches" or step // 3 % 2 else x.sin())
         y.sum().backward()
