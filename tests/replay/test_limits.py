@@ -1,6 +1,5 @@
 """The limits of replay, one test for each row of the table in the README, and `opaque()`."""
 
-import ctypes
 import threading
 from contextlib import nullcontext, suppress
 
@@ -33,13 +32,6 @@ def door(request):
 
 # ---- kept: what is filled unseen, or in `opaque()`
 @case
-def numpy_fills_fresh_memory(x, y):
-    n = torch.empty(4, 6, dtype=torch.float64)
-    n.numpy()[:] = numpy.arange(24.0).reshape(4, 6)
-    return (x * n).sin() * n, n * y
-
-
-@case
 def numpy_fills_the_rest(x, y):
     part, larger = torch.empty(4, 6, dtype=torch.float64), y.detach()[:2].exp()
     part[:2].copy_(x.detach()[:2])
@@ -56,12 +48,13 @@ def numpy_fills_what_was_kept_empty(x, y):
 
 
 @case
-def numpy_in_opaque(x, y):
+def numpy_in_opaque_that_raises(x, y):
     h = x.sin() * y
     n = torch.zeros(4, 6, dtype=torch.float64)
     before = h * (n + 1)
-    with opaque():
+    with suppress(ValueError), opaque():
         n.numpy()[:] = numpy.arange(24.0).reshape(4, 6)
+        raise ValueError
     return (h * n).exp(), before * h, n * y
 
 
@@ -79,34 +72,14 @@ def numpy_in_opaque_on_what_is_from_outside(region, x, y):
 
 
 @case
-def ctypes_in_opaque(x, y):
-    h = (x * y).tanh()
-    n = (h.detach() * 2).clone()
-    before = (h * (n * 3)).exp()
-    with opaque():
-        ctypes.memset(n.data_ptr(), 0, n.nbytes // 2)
-    return before, (h * n).cos() * y
-
-
-@case
 def another_thread_in_opaque(x, y):
     n = torch.ones(4, 6, dtype=torch.float64)
-    h = x * (n * 2)
+    h, views = x * (n * 2) @ y.t(), []
     with opaque():
-        thread = threading.Thread(target=lambda: n.mul_(3))
+        thread = threading.Thread(target=lambda: views.extend([n.mul_(3), h.t()]))
         thread.start()
         thread.join()
-    return h.exp(), (x * n).sin() * y
-
-
-@case
-def views_of_another_thread_in_opaque(x, y):
-    h, views = x @ y.t(), []
-    thread = threading.Thread(target=lambda: views.append(h.t()))
-    with opaque():
-        thread.start()
-        thread.join()
-    return views[0] @ h, h.sin()
+    return views[1] @ h, h.sin(), (x * n).sin() * y
 
 
 _library = torch.library.Library("checkpointing_limits", "FRAGMENT")
@@ -156,17 +129,6 @@ def opaque_in_a_scope_in_the_block(x, y):
 
 
 @case
-def opaque_that_raises(x, y):
-    n = torch.ones(4, 6, dtype=torch.float64)
-    try:
-        with opaque():
-            n.numpy()[0] = 3
-            raise ValueError
-    except ValueError:
-        return (x * n).sin() * n * y
-
-
-@case
 def backward_in_opaque(x, y):
     h = x.sin() * y
     n = torch.ones(4, 6, dtype=torch.float64)
@@ -178,10 +140,8 @@ def backward_in_opaque(x, y):
 
 @case
 def written_in_opaque_before_it_is_saved_again(x, y):
-    n, p = (
-        torch.ones(4, 6, dtype=torch.float64),
-        nn.Parameter(y.detach().clone(), requires_grad=False),
-    )
+    n = torch.ones(4, 6, dtype=torch.float64)
+    p = nn.Parameter(y.detach().clone(), requires_grad=False)
     with opaque():
         for tensor in (n, p, n[1:]):
             (x[:1] * tensor[:1]).sum()  # nobody wants its gradient
@@ -356,34 +316,17 @@ numpy_noise.register_autograd(lambda ctx, g: g)
 def test_custom_operators_that_draw_from_elsewhere():
     """With the generators of Python and NumPy if asked to; else a check of values finds them."""
 
-    def function(x):
-        return numpy_noise(x * 2).exp()
-
     def gradient(**options):
         numpy.random.seed(4)
         x = torch.ones(3, dtype=torch.float64, requires_grad=True)
         with checkpoint_scope(**options):
-            y = function(x)
+            y = numpy_noise(x * 2).exp()
         y.sum().backward()
-        return x.grad, numpy.random.rand()
+        return x.grad.tolist(), numpy.random.rand()
 
-    want, after = gradient(enabled=False)
-    got, after_too = gradient(preserve_rng_state="all")
-    assert torch.equal(want, got) and after == after_too
+    assert gradient(preserve_rng_state="all") == gradient(enabled=False)
     with pytest.raises(CheckpointError, match="numpy_noise"):
         gradient(determinism_check="values")
-
-
-# ---- refused: what the region has read and others have changed
-class Saves(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, w):
-        ctx.save_for_backward(w)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, g):
-        return g * ctx.saved_tensors[0], None
 
 
 READ = {  # a function of x and w, what w is, and how the error describes it
@@ -396,16 +339,6 @@ READ = {  # a function of x and w, what w is, and how the error describes it
         lambda x, w: nn.functional.batch_norm(x, torch.zeros(6), w),
         torch.ones(6),
         r"a tensor that it saved \(float32 tensor of shape \(6,\)",
-    ),
-    "index": (
-        lambda x, w: x[w].exp(),
-        torch.tensor([1, 0]),
-        r"(an input of aten.index.Tensor|a tensor that it saved) \(int64 .* \(2,\)",
-    ),
-    "saved": (
-        lambda x, w: Saves.apply(x, w),
-        torch.ones(4, 6),
-        r"a tensor that it saved \(float32 .* \(4, 6\)",
     ),
 }
 
@@ -422,9 +355,8 @@ def test_what_has_been_changed_is_named(what, door):
         out.sum().backward()
 
 
-# ---- as it was read, though plain code would use what came later
 @WHERE
-@pytest.mark.parametrize("how", ["exchanged", "written"])
+@pytest.mark.parametrize("how", ["exchanged", "written through .data", "written unseen"])
 def test_memory_that_changes_under_a_saved_tensor(how, door):
     """Backward gets what the operator read."""
     x = torch.ones(3, requires_grad=True)
@@ -434,6 +366,8 @@ def test_memory_that_changes_under_a_saved_tensor(how, door):
         y = x * n
         if how == "exchanged":
             n.data = torch.full((3,), 5.0)
+        elif how == "written through .data":
+            n.data.add_(1)
         else:
             with opaque():
                 n.numpy()[:] = 5
@@ -467,21 +401,3 @@ def test_a_mode_that_changes_results_belongs_inside(inside, door):
 
 
 # ---- kept: tensors without storage of their own
-@WHERE
-@pytest.mark.filterwarnings("ignore:Sparse CSR")
-@pytest.mark.parametrize("layout", ["coo", "csr", "mkldnn"])
-def test_tensors_without_storage_are_kept(layout, door):
-    """The very tensor comes back, and what dense ones need is replayed."""
-    x, y = (torch.rand(4, 4, requires_grad=True) for _ in range(2))
-
-    def function(x, y):
-        h = y.sin()
-        if layout == "coo":
-            return torch.sparse.mm((x * 2).to_sparse(), h.exp())
-        if layout == "csr":
-            return (x.detach() * 2).to_sparse_csr() @ h.exp()
-        return torch.relu((x * h).to_mkldnn()).to_dense()
-
-    want = torch.autograd.grad(function(x, y).exp().sum(), (x, y), allow_unused=True)
-    got = torch.autograd.grad(door(function, x, y).exp().sum(), (x, y), allow_unused=True)
-    assert all(a is b or torch.equal(a, b) for a, b in zip(want, got, strict=True))
