@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 import torch
-from oracle import bits, count, leaf
+from oracle import Hooks, bits, count, leaf
 from oracle import r as replay
 from oracle import s as scope
 from torch.utils.checkpoint import CheckpointPolicy
@@ -49,9 +49,6 @@ def ran_again(fn, *args):
 DOORS = pytest.mark.parametrize("door", [scope, checkpointed], ids=["scope", "fn"])
 
 
-# ---- policies are values
-
-
 def asking(ctx, op, *args, **kwargs):
     return op == EXP
 
@@ -65,7 +62,6 @@ PRINTED = {
     ),
     "save_ops(aten.mm.default) | save_tagged('a')": lambda: [MM] | save_tagged("a"),
     "offload()": lambda: offload(min_bytes="1 KiB"),  # by default
-    "offload(save_ops(aten.sin.default))": lambda: offload([SIN]),
     "offload(auto(), device='cuda:1', pin_memory=False)": lambda: offload(
         auto(), device="cuda:1", pin_memory=False
     ),
@@ -106,11 +102,7 @@ def test_different_policies_differ():
         (lambda: save_ops(MM) | 3, TypeError, "not 3"),
         (lambda: checkpoint_scope(policy=3), TypeError, "not 3"),
         (lambda: checkpoint_scope(policy="mm"), TypeError, "not 'mm'"),
-        (
-            lambda: checkpoint_scope(policy=auto),
-            TypeError,
-            r"such as `auto\(\)`, .* not <function auto",
-        ),
+        (lambda: checkpoint_scope(policy=auto), TypeError, r"`auto\(\)`, .* not <function auto"),
         (lambda: checkpoint_scope(policy=[torch.mm]), ValueError, "OpOverloads such as"),
         (lambda: tag(torch.ones(2), 3), TypeError, "a tag is a string"),
         (lambda: offload(device="meta"), ValueError, "meta"),
@@ -119,20 +111,12 @@ def test_different_policies_differ():
         (lambda: offload(min_bytes=None), TypeError, "min_bytes"),
         (lambda: offload(3), TypeError, "not 3"),
         (lambda: offload([torch.sin]), ValueError, "OpOverloads such as"),
-        (
-            lambda: checkpointed(len, backend="rerun", policy=save_ops(MM)),
-            ValueError,
-            "recorded operators",
-        ),
     ],
 )
 def test_mistakes_are_said_at_once(make, error, says):
     """Not in the first backward."""
     with pytest.raises(error, match=says):
         make()
-
-
-# ---- what they do
 
 
 @DOORS
@@ -200,14 +184,10 @@ def test_in_place_on_what_is_kept():
     def program(x):
         return torch.selu_(x @ x).sin()
 
-    assert gradient(scope(program, policy=[MM])) == gradient(program)
-    assert gradient(scope(program, policy=[aten.elu_.default])) == gradient(program)
-    assert "elu_" not in count(
-        scope(program, policy=[aten.elu_.default])(leaf(3, 3)).sum().backward
-    )
-
-
-# ---- tags
+    for op in (MM, aten.elu_.default):
+        kept = scope(program, policy=[op])
+        assert gradient(kept) == gradient(program)
+    assert "elu_" not in count(kept(leaf(3, 3)).sum().backward)
 
 
 def test_a_tag_is_nothing_without_a_policy_that_asks_for_it():
@@ -220,11 +200,8 @@ def test_a_tag_is_nothing_without_a_policy_that_asks_for_it():
         with checkpoint_scope(policy=policy) as entered:
             z = x.sin()
             assert tag(z, "a") is z
-            recorded = entered.stats.ops_recorded
-        assert recorded == 1
-        assert entered.stats.bytes_kept == 0
-    assert y.grad_fn is node
-    assert y._version == 0
+        assert (entered.stats.ops_recorded, entered.stats.bytes_kept) == (1, 0)
+    assert (y.grad_fn, y._version) == (node, 0)
 
 
 @DOORS
@@ -244,9 +221,6 @@ def test_a_tagged_value_is_kept_by_the_policy_that_names_it(door):
         assert gradient(door(tagged, policy=policy)) == gradient(program)
 
 
-# ---- regions in regions
-
-
 @pytest.mark.parametrize(
     ("outer", "inner", "again"),
     [
@@ -264,10 +238,8 @@ def test_the_inner_policy_wins_inside(outer, inner, again, wrap):
     """What the inner one keeps is not made again, for the outer one neither."""
     options = {} if inner is None else {"policy": inner}
     wrap = wrap if inner is not None else scope
-    nested = scope(
-        lambda x: wrap(lambda x: (x.sin() @ x).exp().atan(), **options)(x).tanh().cos(),
-        policy=outer,
-    )
+    region = wrap(lambda x: (x.sin() @ x).exp().atan(), **options)
+    nested = scope(lambda x: region(x).tanh().cos(), policy=outer)
     assert gradient(nested) == gradient(program)
     assert " ".join(sorted(ran_again(nested))).replace("atan ", "") == again
 
@@ -337,14 +309,10 @@ def test_a_disabled_scope_inside_a_scope_keeps_what_it_saves():
 
 def test_a_disabled_scope_elsewhere_is_a_plain_block():
     """Also where other hooks stand between it and the region around."""
-    x = leaf(3, 3)
-    packed = []
-    hooks = torch.autograd.graph.saved_tensors_hooks(
-        lambda t: packed.append(t) or t.detach(), lambda t: t
-    )
+    x, hooks = leaf(3, 3), Hooks()
     with checkpoint_scope() as entered, hooks, checkpoint_scope(enabled=False):
         y = x.exp().sin()
-    assert len(packed) == 2
+    assert len(hooks.packed) == 2
     assert entered.stats.bytes_kept == 0
     assert count(y.sum().backward).get("exp", 0) == 0
 
