@@ -237,24 +237,6 @@ def test_many_steps_leave_no_growth(word):
     assert len(gc.get_objects()) - before <= 2
 
 
-@pytest.mark.parametrize("word", ["c", "s"])
-def test_one_long_block_forgets_what_it_dropped(word):
-    """A region's tape doesn't hold a dead branch's values."""
-    x = leaf(3)
-    counts = []
-
-    def fn(x):
-        for i in range(300):
-            x.sin().exp().tanh()
-            if i in (99, 299):
-                counts.append(len(watching.alive()))
-        return x.sin()
-
-    with Watching() as watching:
-        apply(word, fn)(x).sum().backward()
-    assert counts[0] == counts[1]
-
-
 def test_code_that_a_program_makes_is_not_remembered_forever():
     """Some programs make functions at every step: a recorded region knows the latest of them."""
     made = []

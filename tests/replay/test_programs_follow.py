@@ -45,7 +45,7 @@ NOT_IN_RERUN = words("""
     parameters_exchanged parameter_or_not written_aliases views_that_die whole_step
 """)
 # The next step writes what the backward of this one reads.
-NOT_LATE = words("freezing train_and_eval last_results whole_step")
+NOT_LATE = words("freezing train_and_eval whole_step")
 POLICIES = (
     None,
     auto(),
@@ -175,20 +175,10 @@ class Cases:
         return region(lambda x: net(x).sin().exp() * x, m.leaf(6, 8, wants=n != 1))
 
     def train_and_eval(n, region, m):
-        make = nn.Conv1d(3, 4, 3), nn.BatchNorm1d(4), nn.Dropout(0.3), nn.ReLU(inplace=True)
-        net = m.once("net", lambda: nn.Sequential(*make)).train(n % 2 == 0)
+        layers = nn.Conv1d(3, 4, 3), nn.BatchNorm1d(4), nn.Dropout(0.3), nn.ReLU(inplace=True)
+        net = m.once("net", lambda: nn.Sequential(*layers)).train(n % 2 == 0)
         net[1].momentum, net[2].p = None if n == 4 else 0.1 * (n + 1), n / 5
         return region(lambda x: net(x * 2).sin().exp(), m.leaf(2, 3, 9))
-
-    def autocast(n, region, m):
-        net = m.once("net", lambda: nn.Linear(16, 16)).float()
-
-        def f(x):
-            kind = torch.bfloat16 if n % 3 else torch.float16
-            with torch.autocast("cpu", kind, n % 2 == 0, cache_enabled=n < 3):
-                return net(net(x).sin()).exp()
-
-        return region(f, m.leaf(4, 16, dtype=torch.float32))
 
     def grad_mode(n, region, m):
         def f(x, w):
@@ -342,16 +332,6 @@ class Cases:
             return total
 
         return region(f, m.leaf(8, 8))
-
-    def last_results(n, region, m):
-        def f(x, state):
-            state = (x @ state + x).tanh()
-            return state, state.exp().sin()
-
-        before = getattr(m, "state", torch.zeros(8, 8, dtype=torch.float64))
-        state, out = region(f, m.leaf(8, 8), before)
-        m.state = state.detach().requires_grad_(n % 2 == 0)
-        return state, out
 
     def other_numbers_that_fail(n, region, m):
         def f(x):

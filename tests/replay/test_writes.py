@@ -111,7 +111,6 @@ def test_statistics_of_an_evaluation_before_training_are_those_that_it_read():
     assert not torch.equal(gradient("plain", training=True), gradient("plain", training=False))
 
 
-# ---- outside: each write once
 @case(whole=True, doors=REPLAY)
 def outside_written_after_read(region, x, y):
     b = torch.ones(4, 6, dtype=torch.float64)
@@ -127,20 +126,6 @@ def outside_written_after_read(region, x, y):
     return region(f, x), region(f, y), b
 
 
-@case(whole=True, doors=REPLAY)
-def leaf_written_under_no_grad(region, x, y):
-    w = torch.ones(6, dtype=torch.float64, requires_grad=True)
-
-    def f(x):
-        h = x.sin() + w
-        with torch.no_grad():
-            w.mul_(0.5)
-        return h.exp()
-
-    return region(f, x), region(f, y)
-
-
-# ---- unseen
 @case
 def empty_filled_by_numpy_in_two_steps(x, y):
     b = torch.empty(4, 6, dtype=x.dtype)
@@ -148,20 +133,6 @@ def empty_filled_by_numpy_in_two_steps(x, y):
     a = x[:2] * b[:2].clone()
     b[2:].numpy()[...] = 2.0
     return a.exp().sum() * (x * b)
-
-
-@case(whole=True, doors=REPLAY)
-def from_numpy_of_an_array_filled_later(region, x, y):
-    import numpy as np
-
-    a = np.zeros((4, 6))
-    t = torch.from_numpy(a)
-
-    def f(x):
-        a[...] = x.detach().numpy()
-        return x * t.sin()
-
-    return region(f, x)
 
 
 @case
