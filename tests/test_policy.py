@@ -25,9 +25,17 @@ aten = torch.ops.aten
 MM, SIN, EXP, TANH = aten.mm.default, aten.sin.default, aten.exp.default, aten.tanh.default
 
 
+def first_half(x):
+    return (x.sin() @ x).exp().atan()
+
+
 def program(x):
     """Each of its operators saves its input or its result."""
-    return (x.sin() @ x).exp().atan().tanh().cos()
+    return first_half(x).tanh().cos()
+
+
+def in_halves(region, policy):
+    return scope(lambda x: region(x).tanh().cos(), policy=policy)
 
 
 def gradient(fn):
@@ -124,12 +132,10 @@ def test_mistakes_are_said_at_once(make, error, says):
     ("policy", "again"),
     [
         (None, "sin mm exp atan tanh"),
-        ([], "sin mm exp atan tanh"),
         ([MM], "sin exp atan tanh"),
         ((MM, EXP), "sin atan tanh"),
         ({TANH}, "sin mm exp"),
         (save_ops(MM, EXP, SIN, TANH), ""),
-        (save_ops(MM) | save_ops(EXP), "sin atan tanh"),
         (save_ops(MM) | [EXP], "sin atan tanh"),
         pytest.param(asking, "sin atan tanh", id="asking"),
         (asking | save_ops(TANH), "sin"),
@@ -238,22 +244,18 @@ def test_the_inner_policy_wins_inside(outer, inner, again, wrap):
     """What the inner one keeps is not made again, for the outer one neither."""
     options = {} if inner is None else {"policy": inner}
     wrap = wrap if inner is not None else scope
-    region = wrap(lambda x: (x.sin() @ x).exp().atan(), **options)
-    nested = scope(lambda x: region(x).tanh().cos(), policy=outer)
+    nested = in_halves(wrap(first_half, **options), outer)
     assert gradient(nested) == gradient(program)
     assert " ".join(sorted(ran_again(nested))).replace("atan ", "") == again
 
 
-@pytest.mark.parametrize(
-    ("inner", "times"), [(checkpointed, 1), (lambda f: checkpointed(scope(f)), 2)]
-)
-def test_a_region_that_is_called_again_makes_everything_again(inner, times):
+def test_a_region_that_is_called_again_makes_everything_again():
     """A policy needs a tape; a scope inside of the function has one, and what it saves is made
     once more."""
-    region = inner(lambda x: (x.sin() @ x).exp().atan())
-    fn = scope(lambda x: region(x).tanh().cos(), policy=[EXP])
-    assert gradient(fn) == gradient(program)
-    assert ran_again(fn)["exp"] == times
+    for region, times in ((checkpointed(first_half), 1), (checkpointed(scope(first_half)), 2)):
+        fn = in_halves(region, [EXP])
+        assert gradient(fn) == gradient(program)
+        assert ran_again(fn)["exp"] == times
 
 
 def test_tags_ask_the_innermost_policy():
@@ -300,11 +302,9 @@ def test_a_disabled_scope_inside_a_scope_keeps_what_it_saves():
         return y.tanh().cos()
 
     assert ran_again(scope(fn)) == {"sin": 1, "atan": 1, "tanh": 1}  # mm's input, and tanh's result
-    assert gradient(scope(fn)) == gradient(program)
-    assert gradient(scope(scope(fn))) == gradient(program)
-    assert gradient(checkpointed(scope(fn))) == gradient(program)
-    assert gradient(scope(checkpointed(fn))) == gradient(program)
     assert "exp" not in ran_again(scope(scope(fn)))
+    for nest in (scope(fn), scope(scope(fn)), checkpointed(scope(fn)), scope(checkpointed(fn))):
+        assert gradient(nest) == gradient(program)
 
 
 def test_a_disabled_scope_elsewhere_is_a_plain_block():

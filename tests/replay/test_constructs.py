@@ -3,11 +3,9 @@ small models."""
 
 import pytest
 import torch
-from bitwise import REPLAY, RERUN, Table, leaves
+from bitwise import REPLAY, Table, leaves
 from torch import nn
 from torch.autograd import Function
-
-from checkpointing import keep
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # prototypes and betas of torch
 case = Table(leaves())
@@ -138,18 +136,6 @@ def user_hooks_inside(x, y):
     ):
         k = (h * y).exp()
     return k * h
-
-
-@case(whole=True, refused=RERUN)
-def kept_then_written(region, x, y):
-    def f(x):
-        h = keep(x.exp())
-        k = h.clone()
-        g = keep(k * 2)
-        g.mul_(h)
-        return g.sin() * h
-
-    return region(f, x)
 
 
 class Recurrent(nn.Module):

@@ -394,6 +394,3 @@ def test_a_mode_that_changes_results_belongs_inside(inside, door):
     y.sum().backward()
     without = (x.sin() * (1 + inside)).exp().mul(x.cos()).detach()
     assert torch.equal(x.grad, without) or (door is DOORS["auto"] and x.grad.isfinite().all())
-
-
-# ---- kept: tensors without storage of their own

@@ -133,16 +133,6 @@ def resize_storage(x, y, w):
 
 
 @case
-def assign_data(x, y, w):
-    h = x * 2
-    with torch.no_grad():
-        k = h.detach()
-        k.data = (y * 3).detach()
-        k.data.mul_(2)
-    return x * k * h.exp()
-
-
-@case
 def write_through_data(x, y, w):
     h = x.sin()
     h.data.mul_(2)  # autograd doesn't see it
@@ -156,21 +146,6 @@ def output_written_outside(region, x, y, w):
     h.mul_(2)
     h[1:].add_(x[1:])
     return h.sin()
-
-
-@case
-def out_variants(x, y, w):
-    with torch.no_grad():
-        b = torch.empty(4, 6, dtype=x.dtype)
-        torch.mul(x, y, out=b)
-        m = torch.empty(0, dtype=x.dtype)
-        torch.mm(x, w, out=m)
-        torch.add(m, b, out=m)
-        v = torch.empty(2, dtype=x.dtype), torch.empty(2, dtype=torch.long)
-        torch.topk(x[0], 2, out=v)
-        whole = torch.zeros(8, 6, dtype=x.dtype)
-        torch.cos(y, out=whole[2:6])
-    return x * b * m, x[:, :2] * v[0], x[:, v[1]] * 2, x * whole[2:6].exp(), whole[:4] * x
 
 
 @case

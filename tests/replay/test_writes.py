@@ -111,21 +111,6 @@ def test_statistics_of_an_evaluation_before_training_are_those_that_it_read():
     assert not torch.equal(gradient("plain", training=True), gradient("plain", training=False))
 
 
-@case(whole=True, doors=REPLAY)
-def outside_written_after_read(region, x, y):
-    b = torch.ones(4, 6, dtype=torch.float64)
-
-    def f(x):
-        h = x * b.clone()
-        k = (x + b).sin()  # reads b, saves x + b
-        b.mul_(3)
-        m = k * h
-        b.sub_(1)
-        return m * (b + x).exp()
-
-    return region(f, x), region(f, y), b
-
-
 @case
 def empty_filled_by_numpy_in_two_steps(x, y):
     b = torch.empty(4, 6, dtype=x.dtype)
