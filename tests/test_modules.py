@@ -99,8 +99,7 @@ def test_bits_are_those_of_the_plain_model(options):
 
 
 @pytest.mark.filterwarnings("ignore:backend='reentrant' is deprecated:FutureWarning")
-def test_legacy_backend():
-    """As for `checkpointed`."""
+def test_the_reentrant_backend():
     model = Model()
     want = plain(model)
     checkpoint_modules(model, "layers.*.linear", backend="reentrant")
@@ -231,24 +230,17 @@ def test_copies_run_their_own_parameters_in_regions(regions, how):
     assert step(model)[1] == 3
 
 
-def test_without_their_forwards_copies_run_plain():
-    """Whatever becomes of the original's handle."""
+def test_a_handle_is_for_its_own_model():
+    """Copies have regions of their own, and with a copy of the handle they can be removed."""
     model = Model()
     handle = checkpoint_modules(model, Block)
-    twin = copy.deepcopy(model)
+    twin, (other, its_handle) = copy.deepcopy(model), copy.deepcopy((model, handle))
     handle.remove()
-    assert (step(twin)[1], step(model)[1]) == (3, 0)
+    assert [step(each)[1] for each in (model, twin, other)] == [0, 3, 3]
+    its_handle.remove()
     for layer in twin.layers:
         del layer.forward
-    assert step(twin)[1] == 0
-
-
-def test_a_model_with_its_handle_can_be_copied():
-    """The copy of the handle is for the copy of the model."""
-    model = Model()
-    twin, handle = copy.deepcopy((model, checkpoint_modules(model, Block)))
-    handle.remove()
-    assert (step(twin)[1], step(model)[1]) == (0, 3)
+    assert [step(each)[1] for each in (twin, other)] == [0, 0]
 
 
 def test_the_model_looks_as_before():

@@ -102,14 +102,6 @@ def mkldnn(x, y):
     return h.to_dense().exp() * y.float()
 
 
-@case
-def quantised(x, y):
-    q = torch.quantize_per_tensor(x.detach().float(), 0.1, 3, torch.quint8)
-    d = q.dequantize()
-    f = torch.fake_quantize_per_tensor_affine(x.sin().float(), 0.1, 0, -128, 127)
-    return (f * d).exp()
-
-
 @pytest.mark.parametrize("door", ALL)
 def test_distributed_tensors(door, mesh):
     """Made inside, kept, redistributed, and as parameters."""
