@@ -33,7 +33,6 @@ from checkpointing import (
     keep,
     offload,
     opaque,
-    save_ops,
     save_tagged,
     tag,
 )
@@ -46,14 +45,8 @@ NOT_IN_RERUN = words("""
 """)
 # The next step writes what the backward of this one reads.
 NOT_LATE = words("freezing train_and_eval whole_step")
-POLICIES = (
-    None,
-    auto(),
-    save_ops(torch.ops.aten.mm.default),
-    save_tagged("a"),
-    auto(budget="2 KiB"),
-    offload(auto()),
-)
+MM = torch.ops.aten.mm.default
+POLICIES = (None, auto(), [MM], save_tagged("a"), auto(budget="2 KiB"), offload(auto()))
 INNER = (
     *(DOORS[door] for door in ("plain", "scope", "rerun", "replay")),
     lambda f, *a: torch.utils.checkpoint.checkpoint(f, *a, use_reentrant=False),
@@ -179,6 +172,16 @@ class Cases:
         net = m.once("net", lambda: nn.Sequential(*layers)).train(n % 2 == 0)
         net[1].momentum, net[2].p = None if n == 4 else 0.1 * (n + 1), n / 5
         return region(lambda x: net(x * 2).sin().exp(), m.leaf(2, 3, 9))
+
+    def autocast(n, region, m):
+        net = m.once("net", lambda: nn.Linear(16, 16)).float()
+
+        def f(x):
+            kind = torch.bfloat16 if n % 3 else torch.float16
+            with torch.autocast("cpu", kind, n % 2 == 0, cache_enabled=n < 3):
+                return net(net(x).sin()).exp()
+
+        return region(f, m.leaf(4, 16, dtype=torch.float32))
 
     def grad_mode(n, region, m):
         def f(x, w):

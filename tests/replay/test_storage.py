@@ -91,17 +91,6 @@ def in_place_on_input(x, y, w):
     return a * y * z
 
 
-@case(whole=True, refused=RERUN)
-def in_place_on_the_result_of_another_region(region, x, y, w):
-    def second(h):
-        h.mul_(2)
-        return h.exp() * h
-
-    h = region(lambda y: y.sin() * 2, y * 1.5)
-    k = region(second, h)
-    return k, h * y, region(lambda h: torch.relu_(h) @ w * h, x @ w)
-
-
 @case
 def set_to_another(x, y, w):
     h, g = (x * 2).detach(), (y * 3).detach()
