@@ -15,6 +15,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 from checkpointing import (
     ChangedError,
+    auto,
     checkpoint_scope,
     checkpointed,
     disabled,
@@ -92,6 +93,16 @@ def test_bytes_kept_are_those_of_storages_counted_once():
     assert entered.stats.bytes_kept == 40
     z.sum().backward()
     assert entered.stats.bytes_kept == 0
+
+
+def test_kept_values_take_from_the_budget_of_a_plan_that_was_made_for_smaller_ones():
+    for size in (100, 100, 120):
+        with checkpoint_scope(policy=auto(budget=1600)) as entered:
+            y = keep(leaf(size).sin())
+            for _ in range(12):
+                y = y.sin()
+    assert entered.stats.bytes_kept <= 1600
+    del y
 
 
 HOOKS = {

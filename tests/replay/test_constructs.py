@@ -105,30 +105,6 @@ def retain_grad_inside(region, x, y):
 
 
 @case
-def islands(x, y):
-    with torch.no_grad():
-        s = (x.exp() @ y.t()).softmax(-1)
-        s.mul_(2)
-    with torch.inference_mode():
-        t = x * 2
-        t.mul_(3)
-    torch.set_grad_enabled(False)
-    a = x.exp()
-    torch.set_grad_enabled(True)
-    return s @ x.sin() * y.detach().cos() * t.clone(), a * x.sin()
-
-
-@case(whole=True)
-def gradient_of_a_leaf_inside(region, x, y):
-    def f(x):
-        w = torch.ones(6, dtype=x.dtype, requires_grad=True)
-        (x.detach() * w).exp().sum().backward()
-        return x * w.grad
-
-    return region(f, x)
-
-
-@case
 def user_hooks_inside(x, y):
     h = x.sin()
     with torch.autograd.graph.saved_tensors_hooks(

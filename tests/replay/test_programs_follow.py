@@ -134,7 +134,7 @@ class Cases:
     def parts_in_other_numbers(n, region, m):
         def f(x, y):
             parts = x.split((2, 3, 4, 6, 12, 5)[n])
-            return [part.sin().exp() for part in (*parts, *y.unbind())]
+            return [part.sin().exp() for part in (*parts, *y.unbind(), torch.cat(parts[: n + 1]))]
 
         return region(f, m.leaf(12), m.leaf(n + 1, 4))
 
@@ -282,6 +282,10 @@ class Cases:
             return (x * y[: x.shape[-2], : x.shape[-1]]).sin().sum(-1) * 2, x.abs().exp()
 
         return region(f, x, y)
+
+    def noise_like_other_strides(n, region, m):
+        x = m.leaf(8, 8)
+        return region(lambda x: torch.rand_like(x.sin()) * x.exp(), x.t() if n % 2 else x)
 
     def subclasses_and_layouts(n, region, m):
         def f(x, w):

@@ -44,7 +44,9 @@ def dtype_view_written(x, y, w):
     h.view(torch.int64).bitwise_and_(-256)
     a = x * k.clone()
     k.view(torch.int32)[:, ::2].zero_()
-    return x * h * h, a * k * x
+    small = k.view(torch.int32).view(-1)[24:36]
+    k.view(-1)[12:18].mul_(2)  # the same memory
+    return x * h * h, a * k * x, x.view(-1)[:12] * small
 
 
 @case

@@ -111,6 +111,18 @@ def test_statistics_of_an_evaluation_before_training_are_those_that_it_read():
     assert not torch.equal(gradient("plain", training=True), gradient("plain", training=False))
 
 
+@case(whole=True, doors=REPLAY)
+def lists_of_which_a_part_is_from_before(region, x, y):
+    before = torch.ones(4, 6, dtype=x.dtype)
+
+    def f(x):
+        inside = before.exp()
+        torch._foreach_mul_([before, inside], [2.0, 3.0])
+        return (x * before.clone()).sin() * inside
+
+    return region(f, x), region(f, y), before
+
+
 @case
 def empty_filled_by_numpy_in_two_steps(x, y):
     b = torch.empty(4, 6, dtype=x.dtype)
