@@ -144,6 +144,20 @@ def test_keep_then_in_place(door, modify, hooks):
             assert bits(have) == bits(want)
 
 
+@DOORS
+def test_a_kept_value_does_not_stand_for_what_was_in_its_memory_before(door):
+    def fn(x):
+        h = x.detach() * 2
+        before = h.exp()
+        h[:2].mul_(3)
+        keep(h)
+        return x * (before * h)
+
+    x = leaf(3)
+    want, have = (torch.autograd.grad(f(x).sum(), x) for f in (fn, door(fn)))
+    assert bits(have) == bits(want)
+
+
 @pytest.mark.parametrize("door", [replay, scope])
 def test_a_kept_value_changed_after_the_block(door):
     """Changed in place outside, before backward: an error, as autograd says for plain code."""

@@ -11,6 +11,7 @@ from test_auto import NESTINGS, gradients
 from test_auto import net as auto_net
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import CheckpointPolicy
 
 from checkpointing import (
     _offload,
@@ -136,6 +137,15 @@ def test_small_storages_stay(sent, least, sizes):
     assert scope.stats.ops_replayed == 0
 
 
+def test_a_policys_own_answer_to_offload_stands(sent):
+    """Inside of `offload`, whose place takes larger ones only."""
+    offloads = lambda ctx, op, *args, **kwargs: CheckpointPolicy.MUST_CPU_OFFLOAD  # noqa: E731
+    with checkpoint_scope(policy=offload(offloads, min_bytes=5000)):
+        y = torch.rand(1000).requires_grad_().sin().exp()
+    assert {nbytes for nbytes, _ in sent} == {4000}
+    y.sum().backward()
+
+
 def test_what_is_kept_by_hand_goes_along(sent):
     """`keep` in the block, and in blocks inside that bring no policy."""
     x = torch.rand(1000).requires_grad_()
@@ -204,9 +214,6 @@ def test_nothing_outlives_its_use(no_gc):
                 branches(x)
                 raise ZeroDivisionError
             assert watching.alive() == []
-
-
-# ---- streams
 
 
 class FakeStreams:

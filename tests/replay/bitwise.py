@@ -27,7 +27,6 @@ _libc = ctypes.CDLL(None)
 Function = Callable[..., Any]
 
 
-# ---- doors: region(function, *args, **kwargs)
 def _hooked(fn: Function) -> Function:
     def run(*args: Any, **kwargs: Any) -> Any:
         with same_place():
@@ -55,7 +54,6 @@ REPLAY = ("scope", "replay", "auto", "in hooks")
 ALL = (*REPLAY, *RERUN)
 
 
-# ---- observing
 def weights_like(outputs: list[Tensor]) -> list[Tensor]:
     """Fixed cotangents, the same in every run; sums and products of them are exact."""
     return [
@@ -155,7 +153,6 @@ def no_garbage() -> Iterator[None]:
         gc.enable()
 
 
-# ---- tables of programs
 @dataclasses.dataclass
 class Case:
     """A program; `refused` names the doors that may raise a CheckpointError instead, `doors` those

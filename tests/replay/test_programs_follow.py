@@ -441,7 +441,6 @@ class Cases:
 CASES = {name: case for name, case in vars(Cases).items() if not name.startswith("_")}
 
 
-# ---- running them
 def forward(case, n, region, m):
     m.leaves, m.modules = [], []
     torch.manual_seed(n)

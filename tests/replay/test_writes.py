@@ -194,20 +194,21 @@ class Gives(torch.autograd.Function):
         return ctx.saved_tensors[0]
 
 
-@pytest.mark.parametrize(("policy", "is_made_again"), [(None, True), (auto(), True)], ids=str)
-def test_a_value_that_a_backward_inside_has_brought_back_outlives_a_write(policy, is_made_again):
+@pytest.mark.parametrize("policy", [None, auto()], ids=str)
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_a_value_that_a_backward_inside_has_brought_back_outlives_a_write(create_graph, policy):
     """On its own memory it is what it was, when the memory that it had first is written."""
 
     def function(x, copied):
         h = x.sin()
         again = h.detach().requires_grad_()
-        (g,) = torch.autograd.grad(Gives.apply(again), again)
-        g = g.clone() if copied else g
+        (g,) = torch.autograd.grad(Gives.apply(again), again, create_graph=create_graph)
+        g = g.detach().clone() if copied else g.detach()
         h.mul_(3)
         return (x * g * (h + 1)).sum()
 
     x = torch.rand(12, requires_grad=True)
-    (want,) = torch.autograd.grad(function(x, is_made_again), x)
+    (want,) = torch.autograd.grad(function(x, True), x)
     with checkpoint_scope(policy=policy):
         y = function(x, False)
     assert torch.equal(torch.autograd.grad(y, x)[0], want)
