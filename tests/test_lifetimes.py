@@ -110,10 +110,6 @@ def test_kept_values_die_as_backward_passes_by():
     assert watching.alive("sin") == []
 
 
-def once(y, inner):
-    y.sum().backward()
-
-
 def retained(y, inner):
     y.sum().backward(retain_graph=True)
 
@@ -142,7 +138,7 @@ def differentiable(y, inner):
 @WORD
 @EARLY_STOP
 @pytest.mark.parametrize(
-    "backward", [once, retained, partial, failing, failing_in_a_function, differentiable]
+    "backward", [retained, partial, failing, failing_in_a_function, differentiable]
 )
 def test_nothing_recomputed_is_alive_after_backward(word, early_stop, backward):
     """Although the graph may be."""

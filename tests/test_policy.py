@@ -368,3 +368,15 @@ def test_selective_saving(matmul, nested):
     ran = count(y.sum().backward)
     assert ran["mm"] == 4 + 1  # of backward, and the second product
     assert bits(x.grad) == bits(torch.autograd.grad(inner(x).sum(), x)[0])
+
+
+def test_a_plan_makes_room_for_gradients_that_do_not_exist_yet():
+    w, peaks = torch.nn.Parameter(torch.rand(64, 64)), []
+    for w.grad in (None, torch.zeros(64, 64)):
+        with checkpoint_scope(policy=auto()) as entered:
+            y = leaf(64, 64)
+            for _ in range(20):
+                y = y.sin()
+            y = (y @ w).sum()
+        peaks.append(entered.stats.peak_predicted)
+    assert peaks[0] - peaks[1] == w.nbytes
