@@ -7,10 +7,7 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
-from oracle import SavesItsOutput, Watching, apply, leaf, same_bits
-from oracle import c as rerun
-from oracle import r as replay
-from oracle import s as scope
+from oracle import SavesItsOutput, Watching, apply, leaf
 
 from checkpointing import (
     CheckpointError,
@@ -37,6 +34,10 @@ class Canary:
 
 
 class Fails(torch.autograd.Function):
+    """If it is told so, after it has read what it saved."""
+
+    is_told = False
+
     @staticmethod
     def forward(ctx, x):
         ctx.save_for_backward(x)
@@ -45,10 +46,10 @@ class Fails(torch.autograd.Function):
     @staticmethod
     def backward(ctx, g):
         assert ctx.saved_tensors
-        raise ValueError
+        if Fails.is_told:
+            raise ZeroDivisionError
+        return g * 2
 
-
-# ---- graphs
 
 REGIONS = {
     "network": lambda x, w: network(x * 2, w),
@@ -81,18 +82,6 @@ def test_a_graph_dies(word, early_stop, name):
 
 
 @WORD
-def test_nothing_recomputed_outlives_a_backward_that_fails_in_a_custom_function(word):
-    """The graph lives on."""
-    y = apply(word, lambda x: Fails.apply(x.exp().sin().exp()).tanh())(leaf(3)).sum()
-    with Watching() as watching:
-        for _ in range(2):
-            with contextlib.suppress(ValueError):
-                y.backward(retain_graph=True)
-    assert watching.alive("exp", "sin", "tanh") == []
-    assert y.grad_fn is not None
-
-
-@WORD
 def test_what_no_saved_tensor_needs_is_freed_when_the_region_ends(word):
     """After the block only the inputs and the output live."""
     x, w = leaf(40, 40), leaf(40, 40)  # a mask larger than the state of the generator
@@ -121,13 +110,6 @@ def test_kept_values_die_as_backward_passes_by():
     assert watching.alive("sin") == []
 
 
-# ---- what is recomputed
-
-
-def once(y, inner):
-    y.sum().backward()
-
-
 def retained(y, inner):
     y.sum().backward(retain_graph=True)
 
@@ -138,9 +120,14 @@ def partial(y, inner):
 
 def failing(y, inner):
     inner.register_hook(lambda grad: 1 / 0)
-    with contextlib.suppress(ZeroDivisionError):
+    with pytest.raises(ZeroDivisionError):
         y.sum().backward(retain_graph=True)
-        raise AssertionError
+
+
+def failing_in_a_function(y, inner):
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr(Fails, "is_told", True)
+        y.sum().backward(retain_graph=True)
 
 
 def differentiable(y, inner):
@@ -151,7 +138,7 @@ def differentiable(y, inner):
 @WORD
 @EARLY_STOP
 @pytest.mark.parametrize(
-    "backward", [once, retained, partial, failing, differentiable], ids=lambda b: b.__name__
+    "backward", [retained, partial, failing, failing_in_a_function, differentiable]
 )
 def test_nothing_recomputed_is_alive_after_backward(word, early_stop, backward):
     """Although the graph may be."""
@@ -161,7 +148,7 @@ def test_nothing_recomputed_is_alive_after_backward(word, early_stop, backward):
         h = (x @ w).sin().exp()
         if not is_recomputing():
             inner.append(h)
-        return (h @ w).tanh().cos()
+        return Fails.apply((h @ w).tanh()).cos()
 
     x, w = leaf(3, 3), leaf(3, 3)
     y = apply(word, fn, early_stop)(x, w)
@@ -178,12 +165,10 @@ def test_a_recomputed_tensor_is_dead_once_its_node_has_run(word):
     y = apply(word, lambda x: x.sin().exp().tanh().sigmoid())(leaf(3))
     alive = []
     with Watching() as watching:
-        node = y.grad_fn
-        while node.next_functions and node.next_functions[0][0].next_functions:
+        node = y.grad_fn.next_functions[0][0]
+        while node.next_functions:
+            node.register_prehook(lambda grads: alive.append(watching.alive("sin", "exp", "tanh")))
             node = node.next_functions[0][0]
-            node.register_prehook(
-                lambda grads: alive.append(watching.alive("sin", "exp", "tanh", "sigmoid"))
-            )
         del node
         y.sum().backward(retain_graph=True)
     assert alive == [["exp", "tanh"], ["exp"], []]
@@ -200,7 +185,14 @@ def test_a_tensor_read_outside_of_backward_is_the_readers(word):
         assert watching.alive() == []
 
 
-@pytest.mark.parametrize("fault", ["shape", "number", "parameter"])
+FAULTS = {
+    "shape": lambda x, linear: (x[:2] if is_recomputing() else x).sin().exp(),
+    "number": lambda x, linear: x.sin() if is_recomputing() else x.sin().exp(),
+    "parameter": lambda x, linear: linear(x).sin(),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
 def test_an_error_of_the_recompute_dies_with_its_handler(fault):
     """A traceback holds frames, one of which must not hold the error."""
     linear, x = torch.nn.Linear(3, 3), leaf(3)
@@ -208,27 +200,16 @@ def test_an_error_of_the_recompute_dies_with_its_handler(fault):
     for _ in range(3):  # the first makes torch remember things of its own
         canary = Canary()
         dead.append(weakref.ref(canary))
-
-        def fn(x, canary=canary):
-            if is_recomputing() and fault == "shape":
-                x = x[:2]
-            if is_recomputing() and fault == "number":
-                return x.sin()
-            return linear(x).sin() if fault == "parameter" else x.sin().exp()
-
         with Watching() as watching:
-            y = apply("c", fn)(x)
+            y = apply("c", lambda x, canary=canary: FAULTS[fault](x, linear))(x)
             with torch.no_grad():
                 linear.weight.add_(1)
             with contextlib.suppress(CheckpointError):
                 y.sum().backward()
                 raise AssertionError
-            del canary, fn, y
+            del canary, y
     assert [ref() for ref in dead[1:]] == [None, None]
     assert watching.alive() == []
-
-
-# ---- many steps
 
 
 @WORD
@@ -250,24 +231,6 @@ def test_many_steps_leave_no_growth(word):
     before = len(gc.get_objects())
     steps(100)
     assert len(gc.get_objects()) - before <= 2
-
-
-@pytest.mark.parametrize("word", ["c", "s"])
-def test_one_long_block_forgets_what_it_dropped(word):
-    """A region's tape doesn't hold a dead branch's values."""
-    x = leaf(3)
-    counts = []
-
-    def fn(x):
-        for i in range(300):
-            x.sin().exp().tanh()
-            if i in (99, 299):
-                counts.append(len(watching.alive()))
-        return x.sin()
-
-    with Watching() as watching:
-        apply(word, fn)(x).sum().backward()
-    assert counts[0] == counts[1]
 
 
 def test_code_that_a_program_makes_is_not_remembered_forever():
@@ -297,29 +260,22 @@ def test_what_a_forward_only_function_has_saved_goes_with_the_graph():
     assert seen[0]() is None
 
 
-DOOR = pytest.mark.parametrize("door", [rerun, replay, scope])
-
-
 @pytest.mark.parametrize("order", [(0, 1, 2, 3, 4), (4, 3, 2, 1, 0), (2, 4, 0, 3, 1)])
-@DOOR
-def test_the_order_of_unpacking_is_relied_on(door, order):
+@pytest.mark.parametrize("word", ["c", "r", "s"])
+def test_the_order_of_unpacking_is_not_relied_on(word, order):
     """Saved tensors are read in any order, by whomever; each read gives the value."""
+    outputs = []
 
-    def program(door):
-        x, outputs = leaf(4, 4), []
+    def fn(x):
+        for op in (torch.exp, torch.tanh, torch.exp, torch.sigmoid, torch.tanh):
+            x = op(x)
+            outputs.append(x)
+        return x
 
-        def fn(x):
-            for op in (torch.sin, torch.exp, torch.tanh, torch.cos, torch.sigmoid):
-                x = op(x)
-                outputs.append(x)
-            return x
-
-        y = door(fn)(x)
-        nodes = [out.grad_fn for out in outputs]
-        reads = {n: getattr(nodes[n], "_saved_result", None) for n in order}
-        values = [
-            (nodes[n]._saved_self if reads[n] is None else reads[n]).clone() for n in sorted(order)
-        ]
-        return *values, torch.autograd.grad(y.sum(), x)[0]
-
-    same_bits(door, program)
+    x = leaf(4, 4)
+    y = apply(word, fn)(x)
+    nodes = [out.grad_fn for out in outputs]
+    reads = {n: nodes[n]._saved_result for n in order}
+    assert all(torch.equal(reads[n], outputs[n]) for n in order)
+    (want,) = torch.autograd.grad(fn(x).sum(), x)
+    assert torch.equal(torch.autograd.grad(y.sum(), x)[0], want)

@@ -13,7 +13,6 @@ import weakref
 import pytest
 import torch
 from oracle import COPIES, bits, count
-from oracle import whole as leaf
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -24,7 +23,6 @@ from checkpointing import (
     auto,
     checkpoint_modules,
     checkpointed,
-    disabled,
 )
 from checkpointing.torch_compat import checkpoint
 
@@ -62,12 +60,7 @@ OPTIONS = {
     "rerun": {},
     "replay": {"backend": "replay"},
     "policy": {"policy": keeps_products},
-    "everything": {
-        "preserve_rng_state": "all",
-        "early_stop": False,
-        "determinism_check": "values",
-        "debug": True,
-    },
+    "checks": {"preserve_rng_state": "all", "determinism_check": "values", "debug": True},
 }
 each_option = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 
@@ -78,21 +71,14 @@ def step(model, run=None):
     model.zero_grad()
     loss = (model if run is None else run)(X).square().sum()
     again = count(loss.backward).get("relu", 0)
-    return bits(
-        [
-            loss,
-            [p.grad for p in model.parameters()],
-            dict(model.named_buffers()),
-            torch.get_rng_state(),
-        ]
-    ), again
+    grads = [p.grad for p in model.parameters()]
+    return bits([loss, grads, [*model.buffers()], torch.get_rng_state()]), again
 
 
 def state(model):
     """What a model is made of."""
-    return [
-        (name, type(m), set(vars(m)), len(m._forward_hooks)) for name, m in model.named_modules()
-    ]
+    named = model.named_modules()
+    return [(name, type(m), set(vars(m)), len(m._forward_hooks)) for name, m in named]
 
 
 def plain(model):
@@ -112,8 +98,7 @@ def test_bits_are_those_of_the_plain_model(options):
 
 
 @pytest.mark.filterwarnings("ignore:backend='reentrant' is deprecated:FutureWarning")
-def test_legacy_backend():
-    """As for `checkpointed`."""
+def test_the_reentrant_backend():
     model = Model()
     want = plain(model)
     checkpoint_modules(model, "layers.*.linear", backend="reentrant")
@@ -143,9 +128,7 @@ def test_select(select):
     model = Model()
     select, names = SELECTIONS[select]
     if names is None:
-        names = [
-            name for name, module in model.named_modules() if not isinstance(module, nn.ModuleList)
-        ]
+        names = [name for name, module in model.named_modules() if module is not model.layers]
     before, want = state(model), plain(model)
     handle = checkpoint_modules(model, select)
     assert list(handle.names) == names
@@ -167,42 +150,96 @@ def test_shared_modules_once():
     assert step(model) == (want, 3)
 
 
+@checkpointed
+class Decorated(Block):
+    pass
+
+
+class DecoratedMethod(Block):
+    @checkpointed
+    def forward(self, x, *, scale=1.0):
+        return super().forward(x, scale=scale)
+
+
+class Holding(nn.Module):
+    """With a region in an attribute."""
+
+    def __init__(self, backend="rerun"):
+        super().__init__()
+        self.block = Block()
+        self.run = checkpointed(self.block, backend=backend)
+
+    def forward(self, x, *, scale=1.0):
+        return self.run(x, scale=scale)
+
+
+def with_handle(select="layers.1", **options):
+    model = Model()
+    checkpoint_modules(model, select, **options)
+    return model
+
+
+def with_decorated_forwards(wrap=checkpointed):
+    model = Model()
+    for layer in model.layers:
+        layer.forward = wrap(layer.forward)
+    return model
+
+
+REGIONS = {
+    **{name: functools.partial(with_handle, "layers.*", **OPTIONS[name]) for name in OPTIONS},
+    "decorated class": lambda: Model(Decorated),
+    "decorated method": lambda: Model(DecoratedMethod),
+    "instance in an attribute": lambda: Model(Holding),
+    "replay in an attribute": lambda: Model(lambda: Holding("replay")),
+    "forward": with_decorated_forwards,
+    "forward, replay": lambda: with_decorated_forwards(checkpointed(backend="replay")),
+    "forward in the drop-in": lambda: with_decorated_forwards(checkpoint(use_reentrant=False)),
+    "forward in a partial": lambda: with_decorated_forwards(
+        lambda forward: functools.partial(checkpoint, forward, use_reentrant=False)
+    ),
+}
 WITH_FORWARDS = {
     **COPIES,
     "pickled by the forward of a block": lambda model: pickle.loads(
         pickle.dumps((model.layers[0].forward, model))
     )[1],
-    "with its handle": lambda model: copy.deepcopy((model.layers[1].forward, model))[1],
+    "after a forward": lambda model: copy.deepcopy((model.layers[1].forward, model))[1],
 }
 
 
-@pytest.mark.parametrize("how", WITH_FORWARDS)
-@each_option
-def test_copies_run_their_own_parameters_in_regions(how, options):
+@pytest.mark.parametrize(
+    ("regions", "how"),
+    [(name, how) for name in REGIONS for how in (WITH_FORWARDS if name in OPTIONS else COPIES)],
+)
+def test_copies_run_their_own_parameters_in_regions(regions, how):
     """And get the gradients; the original's are left alone, and it still runs its own."""
-    model = Model()
-    handle = checkpoint_modules(model, "layers.*", **options)
+    model = REGIONS[regions]()
     twin, plain_twin = WITH_FORWARDS[how](model), Model()
     with torch.no_grad():
         for p in twin.parameters():
             p.mul_(2)
-    plain_twin.load_state_dict(twin.state_dict())
+    plain_twin.load_state_dict(
+        dict(zip(plain_twin.state_dict(), twin.state_dict().values(), strict=True))
+    )
     before = bits(model.state_dict())
-    assert step(twin) == (step(plain_twin)[0], 3)
+    is_by_name = regions in ("forward", "forward, replay") and how in ("pickle", "torch.save")
+    assert step(twin) == (step(plain_twin)[0], 0 if is_by_name else 3)
     assert all(p.grad is None for p in model.parameters()) and bits(model.state_dict()) == before
-    handle.remove()  # of the original
-    assert step(twin) == (step(plain_twin)[0], 3)
+    assert step(model)[1] == 3
+
+
+def test_a_handle_is_for_its_own_model():
+    """Copies have regions of their own, and with a copy of the handle they can be removed."""
+    model = Model()
+    handle = checkpoint_modules(model, Block)
+    twin, (other, its_handle) = copy.deepcopy(model), copy.deepcopy((model, handle))
+    handle.remove()
+    assert [step(each)[1] for each in (model, twin, other)] == [0, 3, 3]
+    its_handle.remove()
     for layer in twin.layers:
         del layer.forward
-    assert step(twin) == (step(plain_twin)[0], 0)
-
-
-def test_a_model_with_its_handle_can_be_copied():
-    """The copy of the handle is for the copy of the model."""
-    model = Model()
-    twin, handle = copy.deepcopy((model, checkpoint_modules(model, Block)))
-    handle.remove()
-    assert (step(twin)[1], step(model)[1]) == (0, 3)
+    assert [step(each)[1] for each in (twin, other)] == [0, 0]
 
 
 def test_the_model_looks_as_before():
@@ -235,40 +272,19 @@ def test_handles_are_removed_in_any_order_and_more_than_once():
     """Nothing is left behind; what waits for backward is still recomputed."""
     model = Model()
     before = state(model)
-    handles = [checkpoint_modules(model, select) for select in ("layers.*", nn.Linear, Model)]
     for order in itertools.permutations(range(3)):
-        for i in order:
-            handles[i].remove()
+        handles = [checkpoint_modules(model, select) for select in ("layers.*", nn.Linear, Model)]
+        for i in (*order, *order):
             handles[i].remove()
         assert state(model) == before
-        handles = [checkpoint_modules(model, select) for select in ("layers.*", nn.Linear, Model)]
-    for handle in handles:
-        handle.remove()
     with pytest.raises(KeyError), checkpoint_modules(model, Block):
         loss = model(X).sum()
         raise KeyError
     assert state(model) == before
     assert count(loss.backward)["relu"] == 3
-    with (
-        pytest.raises(CheckpointError, match=r"CheckpointedModules\('layers.0', .* once more"),
-        handles[0],
-    ):
+    message = r"CheckpointedModules\('layers.0', .* once more"
+    with pytest.raises(CheckpointError, match=message), handles[0]:
         pass
-
-
-def test_switches():
-    """`enabled=False`, `disabled()` and grad mode make plain calls."""
-    model = Model()
-    with checkpoint_modules(model, Block, enabled=False):
-        assert step(model)[1] == 0
-    checkpoint_modules(model, Block)
-    with disabled():
-        assert step(model)[1] == 0
-    with torch.no_grad():
-        assert not model(X).requires_grad
-
-
-# ---- errors
 
 
 class Generating(nn.Module):
@@ -297,36 +313,15 @@ def test_a_forward_may_be_a_partial_method():
     assert torch.equal(torch.autograd.grad(model(x).sum(), x)[0], expected)
 
 
-@checkpointed
-class Decorated(Block):
-    pass
-
-
-def with_handle():
-    model = Model()
-    checkpoint_modules(model, "layers.1")
-    return model
-
-
-def with_decorated_forward():
-    model = Model()
-    model.layers[1].forward = checkpointed(model.layers[1].forward)
-    return model
-
-
-def hooked(model, module):
-    """A forward replaced as accelerate's hooks do."""
+def hooked(model, layer=1):
+    """With a forward replaced as accelerate's hooks do."""
+    module = model.layers[layer]
     old = module.forward
     module._old_forward = old
     module.forward = functools.update_wrapper(
         functools.partial(lambda m, *a, **k: m._old_forward(*a, **k), module), old
     )
     return model
-
-
-def with_hook_over_a_region():
-    model = with_handle()
-    return hooked(model, model.layers[1])
 
 
 STAR = r"stands for one part of a name\): did you mean "
@@ -348,13 +343,9 @@ ERRORS = {
     "a module as select": (Model, nn.ReLU(), f"{KIND} ReLU"),
     "a number": (Model, 3, f"{KIND} int"),
     "a handle before": (with_handle, Block, IN_REGION),
-    "a forward decorated before": (with_decorated_forward, Block, IN_REGION),
-    "a hook over a region": (with_hook_over_a_region, Block, IN_REGION),
-    "a decorated class": (
-        lambda: Model(Decorated),
-        Block,
-        r".*layers\.0 \(Decorated\) runs in a re",
-    ),
+    "a forward decorated before": (with_decorated_forwards, "layers.1", IN_REGION),
+    "a hook over a region": (lambda: hooked(with_handle()), Block, IN_REGION),
+    "a decorated class": (lambda: Model(Decorated), Block, r".*layers\.0 \(Decorated\) runs in"),
     "a generator": (lambda: nn.Sequential(Generating()), "*", "TypeError: .*can't wrap the gen"),
     "a scripted module": (lambda: torch.jit.script(nn.Sequential(nn.ReLU())), "*", NO_FORWARD),
     "a static forward": (lambda: nn.Sequential(Static()), "*", f"{NO_FORWARD} in Python"),
@@ -377,9 +368,7 @@ def test_errors_leave_the_model_as_it_was(case):
     assert before is None or state(model) == before
 
 
-@pytest.mark.parametrize(
-    ("name", "shown"), [(None, r"region 'layers\.1'"), ("mine", "region 'mine'")]
-)
+@pytest.mark.parametrize(("name", "shown"), [(None, r"'layers\.1'"), ("mine", "'mine'")])
 def test_errors_of_a_region_name_the_module(name, shown):
     """Or bear the name that was given."""
     model = Model()
@@ -389,23 +378,24 @@ def test_errors_of_a_region_name_the_module(name, shown):
     x.data.add_(0)
     with torch.no_grad():
         x.add_(1)
-    with pytest.raises(ChangedError, match=f"(?s){shown}.*args"):
+    with pytest.raises(ChangedError, match=f"(?s)region {shown}.*args"):
         y.sum().backward()
-
-
-# ---- with others who change modules in place
 
 
 def test_forwards_that_somebody_else_has_replaced():
     """Hooks like accelerate's, below a region and over one; both may be taken off in any order."""
     model = Model()
     want = plain(model)
-    before = state(hooked(model, model.layers[0]))
+    before = state(hooked(model, 0))
     handle = checkpoint_modules(model, Block)
-    hooked(model, model.layers[1])
+    twin = copy.deepcopy(model)
+    del twin.layers[0]._old_forward
+    with pytest.raises(AttributeError, match="_old_forward"):  # its region runs the hook, too
+        twin(X)
+    hooked(model)
     assert step(model) == (want, 3)
     handle.remove()
-    assert step(model)[1] == 0
+    assert step(model)[1] == 0 and "forward" in vars(model.layers[1])  # the hook stays
     model.layers[1].forward = model.layers[1]._old_forward  # as accelerate takes its hooks off
     del model.layers[1]._old_forward
     assert step(model)[1] == 0
@@ -463,9 +453,8 @@ def test_fully_sharded(group, when, options):
     assert [bits(p.grad.to_local()) for p in model.parameters()] == want[2][1:]
     assert all(isinstance(m, Block) for m in model.layers)
     handle.remove()
-    assert [(name, "forward" in vars(m)) for name, m in model.named_modules()] == [
-        (name, False) for name, *_ in before
-    ]
+    assert [name for name, _ in model.named_modules()] == [name for name, *_ in before]
+    assert not any("forward" in vars(m) for m in model.modules())
 
 
 @pytest.mark.parametrize("wrap_first", [True, False])
@@ -482,23 +471,6 @@ def test_data_parallel(group, wrap_first, options):
     assert step(model, ddp) == (want, 3)
 
 
-# ---- torch.compile
-
-
-def regions_in_graph(model):
-    """How many of torch's operators for checkpointed regions compiled code holds."""
-    found = []
-
-    def backend(graph, _):
-        found.append(sum("checkpoint" in str(node.target) for node in graph.graph.nodes))
-        return graph
-
-    torch._dynamo.reset()
-    torch.compile(model, backend=backend, fullgraph=True)(X)
-    (number,) = found
-    return number
-
-
 @pytest.mark.filterwarnings("ignore")  # what the compiler says is not ours
 @pytest.mark.parametrize(
     ("how", "backend"),
@@ -506,7 +478,7 @@ def regions_in_graph(model):
     + [("compiled first", "inductor")],
 )
 def test_compiled(how, backend):
-    """Torch's own operator stands in one graph."""
+    """As plain, before there are regions, with them and after."""
     model = Model()
     for layer in model.layers:
         layer.dropout.p = 0.0
@@ -536,33 +508,27 @@ def test_compiled(how, backend):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_compiled_regions_are_in_the_graph():
-    """As many as modules were picked, and none after `remove`."""
-    model = Model()
+def test_compiled_regions_are_in_one_graph():
+    """As torch's own operator: as many as modules were picked, and none after `remove`."""
+    model, found = Model(), []
+
+    def backend(graph, _):
+        found.append(sum("checkpoint" in str(node.target) for node in graph.graph.nodes))
+        return graph
+
+    torch._dynamo.reset()
     with checkpoint_modules(model, Block):
-        assert regions_in_graph(model) == 3
-    assert regions_in_graph(model) == 0
+        torch.compile(model, backend=backend, fullgraph=True)(X)
+    torch._dynamo.reset()
+    torch.compile(model, backend=backend, fullgraph=True)(X)
+    assert found == [3, 0]
 
 
-def test_remove_leaves_what_others_have_put_around():
-    """A wrapper that came later stays, and calls what was there before."""
-    model = nn.Sequential(nn.Linear(2, 2))
-    handle = checkpoint_modules(model, "0")
-    inner = model[0].forward
-    model[0].forward = lambda x: inner(x) * 2
-    handle.remove()
-    x = torch.ones(1, 2)
-    assert torch.equal(model(x), nn.functional.linear(x, model[0].weight, model[0].bias) * 2)
-
-
-# ---- shards first
-
-
-@pytest.mark.parametrize("how", ["lambda", "method", "drop-in"])
+@pytest.mark.parametrize("how", ["lambda", "method", "replay", "drop-in"])
 @pytest.mark.parametrize("frozen", [False, True])
-@pytest.mark.parametrize("backend", ["rerun", "replay"])
-def test_sharded_first_and_regions_second(group, how, frozen, backend):
+def test_sharded_first_and_regions_second(group, how, frozen):
     """Regions around modules that FSDP2 has sharded already."""
+    backend = "replay" if how == "replay" else "rerun"
 
     def run(wrap):
         torch.manual_seed(0)
@@ -581,86 +547,3 @@ def test_sharded_first_and_regions_second(group, how, frozen, backend):
         return bits([x.grad, *(g if g is None else g.to_local() for g in grads)])
 
     assert run(True) == run(False)
-
-
-# ---- copies of what `checkpointed` returns
-
-
-class Counting(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.register_buffer("calls", torch.zeros(()))
-
-    def forward(self, x):
-        self.calls += 1
-        return self.linear(x).relu().square()
-
-
-@checkpointed
-class CheckpointedBlock(Counting):
-    pass
-
-
-class MethodBlock(Counting):
-    @checkpointed
-    def forward(self, x):
-        return super().forward(x)
-
-
-class Holding(nn.Module):
-    def __init__(self, kind, backend=None):
-        super().__init__()
-        self.block = kind()
-        if backend is not None:
-            self.run = checkpointed(self.block, backend=backend)
-
-    def forward(self, x):
-        return getattr(self, "run", self.block)(x * 2)
-
-
-def with_forward(wrap):
-    """The block's `forward` replaced on the instance."""
-    model = Holding(Counting)
-    model.block.forward = wrap(model.block.forward)
-    return model
-
-
-DROP_IN = {
-    "decorator": checkpoint(use_reentrant=False),
-    "partial": lambda forward: functools.partial(checkpoint, forward, use_reentrant=False),
-}
-WRAPPED = {
-    "decorated class": lambda: Holding(CheckpointedBlock),
-    "decorated method": lambda: Holding(MethodBlock),
-    "instance in an attribute": lambda: Holding(Counting, "rerun"),
-    "instance in an attribute, replay": lambda: Holding(Counting, "replay"),
-    "forward of the instance": lambda: with_forward(checkpointed),
-    "forward of the instance, replay": lambda: with_forward(checkpointed(backend="replay")),
-    "forward in the drop-in's decorator": lambda: with_forward(DROP_IN["decorator"]),
-    "forward in a partial of the drop-in": lambda: with_forward(DROP_IN["partial"]),
-}
-
-
-@pytest.mark.parametrize("wrapped", WRAPPED)
-@pytest.mark.parametrize("how", COPIES)
-def test_copies_run_their_own_parameters(wrapped, how):
-    """And get the gradients; the original's are left alone, and it still runs its own."""
-    model = WRAPPED[wrapped]()
-    twin, want = COPIES[how](model), Holding(Counting)
-    with torch.no_grad():
-        for p in twin.parameters():
-            p.mul_(2)
-    want.load_state_dict(twin.state_dict())
-    x, plain_x = leaf(4, 4), leaf(4, 4)
-    twin(x).sum().backward()
-    want(plain_x).sum().backward()
-    assert bits(x.grad) == bits(plain_x.grad)
-    assert [bits(p.grad) for p in twin.parameters()] == [bits(p.grad) for p in want.parameters()]
-    assert all(p.grad is None for p in model.parameters())
-    assert (model.block.calls, twin.block.calls) == (0, 1)
-    assert "relu" in count(model(leaf(4, 4)).sum().backward)
-    if not (
-        wrapped.startswith("forward") and how in ("torch.save", "pickle")
-    ):  # pickled by name: the class's again
-        assert "relu" in count(twin(leaf(4, 4)).sum().backward)

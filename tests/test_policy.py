@@ -1,13 +1,11 @@
 """What to keep: policies as values, tags, and regions inside regions."""
 
-import collections
-import dataclasses
 import pickle
 from collections import Counter
 
 import pytest
 import torch
-from oracle import bits, count, leaf
+from oracle import Hooks, bits, count, leaf
 from oracle import r as replay
 from oracle import s as scope
 from torch.utils.checkpoint import CheckpointPolicy
@@ -17,7 +15,6 @@ from checkpointing import (
     auto,
     checkpoint_scope,
     checkpointed,
-    keep,
     offload,
     save_ops,
     save_tagged,
@@ -28,9 +25,17 @@ aten = torch.ops.aten
 MM, SIN, EXP, TANH = aten.mm.default, aten.sin.default, aten.exp.default, aten.tanh.default
 
 
+def first_half(x):
+    return (x.sin() @ x).exp().atan()
+
+
 def program(x):
     """Each of its operators saves its input or its result."""
-    return (x.sin() @ x).exp().atan().tanh().cos()
+    return first_half(x).tanh().cos()
+
+
+def in_halves(region, policy):
+    return scope(lambda x: region(x).tanh().cos(), policy=policy)
 
 
 def gradient(fn):
@@ -52,9 +57,6 @@ def ran_again(fn, *args):
 DOORS = pytest.mark.parametrize("door", [scope, checkpointed], ids=["scope", "fn"])
 
 
-# ---- policies are values
-
-
 def asking(ctx, op, *args, **kwargs):
     return op == EXP
 
@@ -68,7 +70,6 @@ PRINTED = {
     ),
     "save_ops(aten.mm.default) | save_tagged('a')": lambda: [MM] | save_tagged("a"),
     "offload()": lambda: offload(min_bytes="1 KiB"),  # by default
-    "offload(save_ops(aten.sin.default))": lambda: offload([SIN]),
     "offload(auto(), device='cuda:1', pin_memory=False)": lambda: offload(
         auto(), device="cuda:1", pin_memory=False
     ),
@@ -109,11 +110,7 @@ def test_different_policies_differ():
         (lambda: save_ops(MM) | 3, TypeError, "not 3"),
         (lambda: checkpoint_scope(policy=3), TypeError, "not 3"),
         (lambda: checkpoint_scope(policy="mm"), TypeError, "not 'mm'"),
-        (
-            lambda: checkpoint_scope(policy=auto),
-            TypeError,
-            r"such as `auto\(\)`, .* not <function auto",
-        ),
+        (lambda: checkpoint_scope(policy=auto), TypeError, r"`auto\(\)`, .* not <function auto"),
         (lambda: checkpoint_scope(policy=[torch.mm]), ValueError, "OpOverloads such as"),
         (lambda: tag(torch.ones(2), 3), TypeError, "a tag is a string"),
         (lambda: offload(device="meta"), ValueError, "meta"),
@@ -122,11 +119,6 @@ def test_different_policies_differ():
         (lambda: offload(min_bytes=None), TypeError, "min_bytes"),
         (lambda: offload(3), TypeError, "not 3"),
         (lambda: offload([torch.sin]), ValueError, "OpOverloads such as"),
-        (
-            lambda: checkpointed(len, backend="rerun", policy=save_ops(MM)),
-            ValueError,
-            "recorded operators",
-        ),
     ],
 )
 def test_mistakes_are_said_at_once(make, error, says):
@@ -135,20 +127,15 @@ def test_mistakes_are_said_at_once(make, error, says):
         make()
 
 
-# ---- what they do
-
-
 @DOORS
 @pytest.mark.parametrize(
     ("policy", "again"),
     [
         (None, "sin mm exp atan tanh"),
-        ([], "sin mm exp atan tanh"),
         ([MM], "sin exp atan tanh"),
         ((MM, EXP), "sin atan tanh"),
         ({TANH}, "sin mm exp"),
         (save_ops(MM, EXP, SIN, TANH), ""),
-        (save_ops(MM) | save_ops(EXP), "sin atan tanh"),
         (save_ops(MM) | [EXP], "sin atan tanh"),
         pytest.param(asking, "sin atan tanh", id="asking"),
         (asking | save_ops(TANH), "sin"),
@@ -203,14 +190,10 @@ def test_in_place_on_what_is_kept():
     def program(x):
         return torch.selu_(x @ x).sin()
 
-    assert gradient(scope(program, policy=[MM])) == gradient(program)
-    assert gradient(scope(program, policy=[aten.elu_.default])) == gradient(program)
-    assert "elu_" not in count(
-        scope(program, policy=[aten.elu_.default])(leaf(3, 3)).sum().backward
-    )
-
-
-# ---- tags
+    for op in (MM, aten.elu_.default):
+        kept = scope(program, policy=[op])
+        assert gradient(kept) == gradient(program)
+    assert "elu_" not in count(kept(leaf(3, 3)).sum().backward)
 
 
 def test_a_tag_is_nothing_without_a_policy_that_asks_for_it():
@@ -223,11 +206,8 @@ def test_a_tag_is_nothing_without_a_policy_that_asks_for_it():
         with checkpoint_scope(policy=policy) as entered:
             z = x.sin()
             assert tag(z, "a") is z
-            recorded = entered.stats.ops_recorded
-        assert recorded == 1
-        assert entered.stats.bytes_kept == 0
-    assert y.grad_fn is node
-    assert y._version == 0
+        assert (entered.stats.ops_recorded, entered.stats.bytes_kept) == (1, 0)
+    assert (y.grad_fn, y._version) == (node, 0)
 
 
 @DOORS
@@ -247,43 +227,6 @@ def test_a_tagged_value_is_kept_by_the_policy_that_names_it(door):
         assert gradient(door(tagged, policy=policy)) == gradient(program)
 
 
-@dataclasses.dataclass
-class Pair:
-    a: object
-    b: object
-
-
-Named = collections.namedtuple("Named", "a b")
-
-
-@pytest.mark.parametrize(
-    "wrap",
-    [
-        lambda a, b: [a, b],
-        lambda a, b: {"x": (a, [b])},
-        lambda a, b: Pair((a,), {"b": b, "n": 3}),
-        lambda a, b: Named([a], b),
-    ],
-)
-@pytest.mark.parametrize("mark", [keep, lambda value: tag(value, "both")], ids=["keep", "tag"])
-def test_every_tensor_in_a_structure_is_kept(mark, wrap):
-    """By hand, and by a policy that names its tag."""
-    x = leaf(10)
-    with checkpoint_scope(policy=save_tagged("both")) as entered:
-        a, b = x.sin(), x.cos()
-        value = wrap(a, b)
-        assert mark(value) is value
-        y = a.exp().sin() * b.exp().sin()
-    assert entered.stats.bytes_kept == 80
-    y.sum().backward()
-    assert entered.stats.ops_replayed == 4  # the exponentials and their sines
-    want = (x.sin().exp().sin() * x.cos().exp().sin()).sum()
-    assert bits(x.grad) == bits(torch.autograd.grad(want, x)[0])
-
-
-# ---- regions in regions
-
-
 @pytest.mark.parametrize(
     ("outer", "inner", "again"),
     [
@@ -301,27 +244,18 @@ def test_the_inner_policy_wins_inside(outer, inner, again, wrap):
     """What the inner one keeps is not made again, for the outer one neither."""
     options = {} if inner is None else {"policy": inner}
     wrap = wrap if inner is not None else scope
-    nested = scope(
-        lambda x: wrap(lambda x: (x.sin() @ x).exp().atan(), **options)(x).tanh().cos(),
-        policy=outer,
-    )
+    nested = in_halves(wrap(first_half, **options), outer)
     assert gradient(nested) == gradient(program)
     assert " ".join(sorted(ran_again(nested))).replace("atan ", "") == again
 
 
 def test_a_region_that_is_called_again_makes_everything_again():
-    """A policy needs a tape; regions inside of the function have one."""
-    fn = scope(
-        lambda x: checkpointed(lambda x: (x.sin() @ x).exp().atan())(x).tanh().cos(), policy=[EXP]
-    )
-    assert gradient(fn) == gradient(program)
-    assert ran_again(fn)["exp"] == 1
-    fn = scope(
-        lambda x: checkpointed(scope(lambda x: (x.sin() @ x).exp().atan()))(x).tanh().cos(),
-        policy=[EXP],
-    )
-    assert gradient(fn) == gradient(program)
-    assert ran_again(fn)["exp"] == 2  # once in the rerun, once for what the outer block saves
+    """A policy needs a tape; a scope inside of the function has one, and what it saves is made
+    once more."""
+    for region, times in ((checkpointed(first_half), 1), (checkpointed(scope(first_half)), 2)):
+        fn = in_halves(region, [EXP])
+        assert gradient(fn) == gradient(program)
+        assert ran_again(fn)["exp"] == times
 
 
 def test_tags_ask_the_innermost_policy():
@@ -368,23 +302,17 @@ def test_a_disabled_scope_inside_a_scope_keeps_what_it_saves():
         return y.tanh().cos()
 
     assert ran_again(scope(fn)) == {"sin": 1, "atan": 1, "tanh": 1}  # mm's input, and tanh's result
-    assert gradient(scope(fn)) == gradient(program)
-    assert gradient(scope(scope(fn))) == gradient(program)
-    assert gradient(checkpointed(scope(fn))) == gradient(program)
-    assert gradient(scope(checkpointed(fn))) == gradient(program)
     assert "exp" not in ran_again(scope(scope(fn)))
+    for nest in (scope(fn), scope(scope(fn)), checkpointed(scope(fn)), scope(checkpointed(fn))):
+        assert gradient(nest) == gradient(program)
 
 
 def test_a_disabled_scope_elsewhere_is_a_plain_block():
     """Also where other hooks stand between it and the region around."""
-    x = leaf(3, 3)
-    packed = []
-    hooks = torch.autograd.graph.saved_tensors_hooks(
-        lambda t: packed.append(t) or t.detach(), lambda t: t
-    )
+    x, hooks = leaf(3, 3), Hooks()
     with checkpoint_scope() as entered, hooks, checkpoint_scope(enabled=False):
         y = x.exp().sin()
-    assert len(packed) == 2
+    assert len(hooks.packed) == 2
     assert entered.stats.bytes_kept == 0
     assert count(y.sum().backward).get("exp", 0) == 0
 
@@ -440,3 +368,15 @@ def test_selective_saving(matmul, nested):
     ran = count(y.sum().backward)
     assert ran["mm"] == 4 + 1  # of backward, and the second product
     assert bits(x.grad) == bits(torch.autograd.grad(inner(x).sum(), x)[0])
+
+
+def test_a_plan_makes_room_for_gradients_that_do_not_exist_yet():
+    w, peaks = torch.nn.Parameter(torch.rand(64, 64)), []
+    for w.grad in (None, torch.zeros(64, 64)):
+        with checkpoint_scope(policy=auto()) as entered:
+            y = leaf(64, 64)
+            for _ in range(20):
+                y = y.sin()
+            y = (y @ w).sum()
+        peaks.append(entered.stats.peak_predicted)
+    assert peaks[0] - peaks[1] == w.nbytes

@@ -3,19 +3,12 @@ small models."""
 
 import pytest
 import torch
-import torch.utils.checkpoint
-from bitwise import REPLAY, RERUN, Table, leaves
-from oracle import Double
+from bitwise import REPLAY, Table, leaves
 from torch import nn
 from torch.autograd import Function
 
-from checkpointing import keep
-
 pytestmark = pytest.mark.filterwarnings("ignore")  # prototypes and betas of torch
 case = Table(leaves())
-
-
-# ---- custom functions
 
 
 class NewStyle(Function):
@@ -38,32 +31,23 @@ class NewStyle(Function):
         return gx, (g * e if ctx.needs_input_grad[1] else None)
 
 
-class Once(Function):
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x.cos())
-        ctx.plain = x.sin()
-        return x.sin()
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, g):
-        return g * ctx.saved_tensors[0] + 0 * ctx.plain
-
-
 class SavesIntermediate(Function):
+    """A graph inside, and a backward that can't be differentiated."""
+
     @staticmethod
     def forward(ctx, x):
         with torch.enable_grad():
             d = x.detach().requires_grad_()
             y = d.sin().exp()
+        ctx.save_for_backward(x.cos())
         ctx.inner = (d, y)
         return y.detach()
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx, g):
         d, y = ctx.inner
-        return torch.autograd.grad(y, d, g)
+        return torch.autograd.grad(y, d, g)[0] + ctx.saved_tensors[0]
 
 
 @case
@@ -73,35 +57,14 @@ def new_style(x, y):
     return a * b, e
 
 
-@case(backwards=("first", "partial"))
-def once_differentiable(x, y):
-    return Once.apply(x * y).exp()
-
-
-@case
-def mark_dirty(x, y):
-    h = x.sin()
-    k = Double.apply(h)
-    return k * h.exp()
-
-
 @case(backwards=("first",))
 def function_with_a_graph_inside(x, y):
     return SavesIntermediate.apply(x * y) * 2
 
 
-# ---- custom operators
-
-
 @torch.library.custom_op("bitwise_tests::bump", mutates_args=("x",))
 def bump(x: torch.Tensor, by: float) -> None:
     x.numpy()[...] += by
-
-
-@torch.library.custom_op("bitwise_tests::bump_and_tell", mutates_args=("x",))
-def bump_and_tell(x: torch.Tensor) -> torch.Tensor:
-    x.add_(1)
-    return x * 2
 
 
 @case(whole=True, doors=REPLAY)
@@ -111,13 +74,11 @@ def custom_op_that_writes_outside(region, x, y):
     def f(x):
         h = x * b.clone()
         bump(b, 1.0)
-        t = bump_and_tell(b)
-        return h.exp() * b.clone() * t
+        return h.exp() * b.clone()
 
     return region(f, x), region(f, y), b
 
 
-# ---- hooks
 @case(whole=True)
 def tensor_hooks(region, x, y):
     def f(x, y):
@@ -126,71 +87,6 @@ def tensor_hooks(region, x, y):
         k = (h * y).exp()
         k.register_hook(lambda g: g + h.detach())
         return k * h
-
-    return region(f, x, y * 1)
-
-
-@case(whole=True, make=leaves(lambda: nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))))
-def module_hooks(region, x, y, m):
-    calls = []
-    handles = [
-        m[0].register_forward_hook(lambda m, i, o: o * 1.5),
-        m[1].register_forward_pre_hook(lambda m, i: (i[0].cos(),)),
-        m[2].register_full_backward_hook(lambda m, gi, go: (gi[0] * 2,)),
-        m.register_forward_hook(lambda m, i, o: calls.append(1)),
-    ]
-    assert handles
-    out = region(m, x * y)
-    return out * len(calls)
-
-
-@case(whole=True)
-def retain_grad_inside(region, x, y):
-    seen = []
-
-    def f(x):
-        h = x.sin()
-        h.retain_grad()
-        seen.append(h)
-        return h.exp()
-
-    return region(f, x)
-
-
-# ---- islands
-@case
-def islands(x, y):
-    with torch.no_grad():
-        s = (x.exp() @ y.t()).softmax(-1)
-        s.mul_(2)
-    with torch.inference_mode():
-        t = x * 2
-        t.mul_(3)
-    torch.set_grad_enabled(False)
-    a = x.exp()
-    torch.set_grad_enabled(True)
-    return s @ x.sin() * y.detach().cos() * t.clone(), a * x.sin()
-
-
-@case(whole=True)
-def gradient_of_a_leaf_inside(region, x, y):
-    def f(x):
-        w = torch.ones(6, dtype=x.dtype, requires_grad=True)
-        (x.detach() * w).exp().sum().backward()
-        return x * w.grad
-
-    return region(f, x)
-
-
-# ---- other regions and hooks
-
-
-@case(whole=True, backwards=("first",))
-def reentrant_checkpoint_inside(region, x, y):
-    def f(x, y):
-        return torch.utils.checkpoint.checkpoint(
-            lambda x: (x * 2).sin().exp(), x * y, use_reentrant=True
-        ).cos()
 
     return region(f, x, y * 1)
 
@@ -205,36 +101,17 @@ def user_hooks_inside(x, y):
     return k * h
 
 
-@case(whole=True, refused=RERUN)
-def kept_then_written(region, x, y):
-    def f(x):
-        h = keep(x.exp())
-        k = h.clone()
-        g = keep(k * 2)
-        g.mul_(h)
-        return g.sin() * h
-
-    return region(f, x)
-
-
-# ---- small models, of an input of 4 by 6
-
-
 class Recurrent(nn.Module):
     def __init__(self):
         super().__init__()
         self.lstm = nn.LSTM(6, 5, num_layers=2, dropout=0.3, batch_first=True)
         self.gru = nn.GRU(5, 4, bidirectional=True)
-        self.rnn = nn.RNNCell(8, 4)
-        self.cell = nn.LSTMCell(4, 4)
 
     def forward(self, x):
         h, (c, n) = self.lstm(x.view(2, 2, 6))
         packed = nn.utils.rnn.pack_padded_sequence(h, torch.tensor([2, 1]), batch_first=True)
-        g, _ = self.gru(packed)
-        g, _ = nn.utils.rnn.pad_packed_sequence(g, batch_first=True)
-        a, b = self.cell(self.rnn(g[:, 0]))
-        return g * 2, c.sum() * n.exp(), a * b
+        g, _ = nn.utils.rnn.pad_packed_sequence(self.gru(packed)[0], batch_first=True)
+        return g * 2, c.sum() * n.exp()
 
 
 @case(make=leaves(Recurrent))
@@ -258,5 +135,5 @@ def weights_written_in_the_forward(region, x, y, m):
     return region(m, x * 1), region(lambda x: m(x * 1) * m((x * y).sin()), y)
 
 
-# Plain code makes a cycle in these, too.
-test_constructs, test_nothing_stays = case.tests(("retain_grad_inside", "tensor_hooks"))
+# Plain code makes a cycle in it, too.
+test_constructs, test_nothing_stays = case.tests(("tensor_hooks",))

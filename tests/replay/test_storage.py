@@ -3,7 +3,7 @@ addresses."""
 
 import pytest
 import torch
-from bitwise import DOORS, REPLAY, RERUN, Table
+from bitwise import RERUN, Table
 
 
 def tensors():
@@ -14,29 +14,13 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # prototypes and betas of tor
 case = Table(tensors)
 
 
-# ---- views
-
-
-@case
-def expanded_and_overlapping(x, y, w):
-    h = x.sin()
-    e = h[:, :1].expand(4, 6)
-    o = h.flatten().as_strided((5, 4), (2, 1))
-    return e * e.exp(), o * o
-
-
 @case
 def zero_size_and_zero_dim(x, y, w):
     h = x.sin()
     empty = h[:0] * y[:0]
     e = torch.empty(0, 6, dtype=x.dtype)
     e.add_(1)
-    return (
-        empty.exp() * empty,
-        h.sum() * h.sum().exp(),
-        h[2, 3] * h.mean(),
-        torch.cat([e * x[:0], h]).exp(),
-    )
+    return empty.exp() * empty, h.sum() * h[2, 3].exp(), torch.cat([e * x[:0], h]).exp()
 
 
 @case
@@ -49,23 +33,9 @@ def conj_and_neg(x, y, w):
 
 @case
 def conj_in_place(x, y, w):
-    z = torch.complex(x.sin(), y) * 2
+    z = torch.view_as_complex((x * y).view(4, 3, 2)) * 2
     z.conj().mul_(z.detach().clone())
     return torch.view_as_real(z * z).square()
-
-
-@case
-def view_as_complex(x, y, w):
-    z = torch.view_as_complex((x * y).view(4, 3, 2))
-    return torch.view_as_real(z * z.conj() * z)
-
-
-@case
-def dtype_view(x, y, w):
-    h = x * 3
-    mask = (h.detach().view(torch.int64) & 1).to(h.dtype)
-    small = h.detach().view(torch.float32)[:, ::2].to(h.dtype)
-    return h * mask * small.nan_to_num(0, 0, 0).clamp(-1, 1)
 
 
 @case
@@ -74,24 +44,9 @@ def dtype_view_written(x, y, w):
     h.view(torch.int64).bitwise_and_(-256)
     a = x * k.clone()
     k.view(torch.int32)[:, ::2].zero_()
-    return x * h * h, a * k * x
-
-
-# ---- writes in place
-
-
-@case(refused=RERUN)
-def in_place_between_uses(x, y, w):
-    h = x * 2
-    a = h.cos()
-    with torch.no_grad():
-        a.detach().add_(0)
-    h2 = h.clone()
-    h2.mul_(y)
-    k = h2 * 1
-    k[0] = 3.0
-    k[:, 1].mul_(2)
-    return a * h2 * k.sin()
+    small = k.view(torch.int32).view(-1)[24:36]
+    k.view(-1)[12:18].mul_(2)  # the same memory
+    return x * h * h, a * k * x, x.view(-1)[:12] * small
 
 
 @case
@@ -131,32 +86,13 @@ def written_after_it_was_read_by_an_unsaving_op(x, y, w):
 
 @case(refused=RERUN)
 def in_place_on_input(x, y, w):
-    y.mul_(2)
-    z = y + 1
-    y.add_(1)
-    return z.sin() * y.exp()
-
-
-@case(refused=RERUN)
-def in_place_on_view_of_input(x, y, w):
     a = x * y[0].clone()
     y[1:3].mul_(x[1:3])
+    z = (y + 1).sin()
     y.t()[0].exp_()
-    return a * y
+    return a * y * z
 
 
-@case(whole=True, refused=RERUN)
-def in_place_on_the_result_of_another_region(region, x, y, w):
-    def second(h):
-        h.mul_(2)
-        return h.exp() * h
-
-    h = region(lambda y: y.sin() * 2, y * 1.5)
-    k = region(second, h)
-    return k, h * y, region(lambda h: torch.relu_(h) @ w * h, x @ w)
-
-
-# ---- set_, resize_, data, swap
 @case
 def set_to_another(x, y, w):
     h, g = (x * 2).detach(), (y * 3).detach()
@@ -188,28 +124,11 @@ def resize_storage(x, y, w):
 
 
 @case
-def assign_data(x, y, w):
-    h = x * 2
-    with torch.no_grad():
-        k = h.detach()
-        k.data = (y * 3).detach()
-        k.data.mul_(2)
-    return x * k * h.exp()
-
-
-@case
 def write_through_data(x, y, w):
     h = x.sin()
     h.data.mul_(2)  # autograd doesn't see it
     k = h.exp()
     return k * h
-
-
-@case
-def inputs_outputs_and_both(x, y, w):
-    h = x.exp()
-    k = (x * y).sigmoid()
-    return x, h, y, x * y, h.view(6, 4), x.view(-1), k[1:3], k
 
 
 @case(whole=True)
@@ -218,31 +137,6 @@ def output_written_outside(region, x, y, w):
     h.mul_(2)
     h[1:].add_(x[1:])
     return h.sin()
-
-
-@case
-def out_variants(x, y, w):
-    with torch.no_grad():
-        b = torch.empty(4, 6, dtype=x.dtype)
-        torch.mul(x, y, out=b)
-        m = torch.empty(0, dtype=x.dtype)
-        torch.mm(x, w, out=m)
-        torch.add(m, b, out=m)
-        v = torch.empty(2, dtype=x.dtype), torch.empty(2, dtype=torch.long)
-        torch.topk(x[0], 2, out=v)
-        whole = torch.zeros(8, 6, dtype=x.dtype)
-        torch.cos(y, out=whole[2:6])
-    return x * b * m, x[:, :2] * v[0], x[:, v[1]] * 2, x * whole[2:6].exp(), whole[:4] * x
-
-
-@case
-def index_and_scatter_in_place(x, y, w):
-    h = torch.cat([x, y * 2])
-    h.index_add_(0, torch.tensor([0, 2, 2]), y[:3])
-    h[h.detach() > 1] = 0.5
-    h.scatter_(1, torch.tensor([[0, 1], [2, 3]]), 2.0)
-    h.masked_fill_(h.detach() < -1, 0.0)
-    return h.square() * h
 
 
 @case
@@ -279,18 +173,3 @@ def empty_read_between_writes_in_nested_regions(region, x, y, w):
 
 
 test_storage, test_nothing_stays = case.tests()
-
-
-@pytest.mark.parametrize("door", REPLAY)
-def test_write_that_autograd_does_not_see(door):
-    """A limit: plain backward reads what `.data` has written since."""
-
-    def hidden(x):
-        k = x.exp()
-        k.data.add_(1)
-        return k * x
-
-    x = torch.randn(4, 6, dtype=torch.float64, requires_grad=True)
-    (got,) = torch.autograd.grad(DOORS[door](hidden, x).sum(), x)
-    e = x.detach().exp()
-    assert torch.equal(got, x * e + (e + 1))

@@ -8,13 +8,12 @@ from oracle import noisy
 from torch import nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
-import checkpointing
 from checkpointing import ChangedError, auto, checkpoint_scope
 
 case = Table(leaves())
 
 
-def norm(name, build, shape, refused=()):
+def norm(name, build, shape):
     """A module in a region that is called several times, through a closure and in evaluation
     mode."""
 
@@ -33,14 +32,13 @@ def norm(name, build, shape, refused=()):
         m(x.reshape(shape)), m.eval()
         return region(m, (x * y).reshape(shape)).exp()
 
-    # what writes in evaluation mode, too, is refused
-    for program, options in (
-        (many, {"refused": refused}),
-        (closure, {"doors": REPLAY}),
-        (evaluated, {"refused": RERUN}),
-    ):
+    def add(program, **options):
         program.__name__ = f"{name}_{program.__name__}"
         case(program, make=leaves(build), whole=True, **options)
+
+    add(many)
+    add(closure, doors=REPLAY)
+    add(evaluated, refused=RERUN)  # of those that write in evaluation mode, too
 
 
 class Ema(nn.Module):
@@ -64,41 +62,11 @@ def quantizer():
     return torch.ao.quantization.FakeQuantize(observer=observer, quant_min=0, quant_max=255)
 
 
-def convolutional():
-    layers = (
-        nn.Conv1d(3, 4, 1),
-        nn.BatchNorm1d(4),
-        nn.ReLU(inplace=True),
-        nn.Conv1d(4, 3, 1),
-        nn.BatchNorm1d(3),
-    )
-    return nn.Sequential(*layers)
-
-
 norm("batch_norm_1d", lambda: nn.BatchNorm1d(6), (4, 6))
-# where the module is an argument of a rerun: nobody knows its buffers
-norm(
-    "instance_norm",
-    lambda: nn.InstanceNorm1d(3, affine=True, track_running_stats=True),
-    (4, 3, 2),
-    RERUN[1:],
-)
+norm("instance_norm", lambda: nn.InstanceNorm1d(3, track_running_stats=True), (4, 3, 2))
 norm("ema", Ema, (4, 6))
-norm("spectral_norm", lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6)), (4, 6))
 norm("old_spectral_norm", lambda: nn.utils.spectral_norm(nn.Linear(6, 6)), (4, 6))
 norm("fake_quantize", quantizer, (4, 6))
-norm("conv_bn_relu", convolutional, (4, 3, 2))
-
-
-@case(whole=True, make=leaves(lambda: nn.BatchNorm1d(6)), doors=REPLAY)
-def functional_batch_norm_on_buffers(region, x, y, m):
-    def f(x):
-        h = nn.functional.batch_norm(
-            x.sin(), m.running_mean, m.running_var, m.weight, m.bias, training=True
-        )
-        return h * h.exp()
-
-    return region(f, x), region(f, y)
 
 
 @case(whole=True, make=leaves(lambda: nn.BatchNorm1d(6)), doors=REPLAY)
@@ -143,44 +111,18 @@ def test_statistics_of_an_evaluation_before_training_are_those_that_it_read():
     assert not torch.equal(gradient("plain", training=True), gradient("plain", training=False))
 
 
-# ---- outside: each write once
 @case(whole=True, doors=REPLAY)
-def activation_in_place_from_before(region, x, y):
-    h = x @ y.t()
-    k = region(lambda: nn.functional.relu_(h).exp() * 2)
-    g = h * 1
-    return k, region(lambda: (g.mul_(2) + 1).sin() * h)
-
-
-@case(whole=True, doors=REPLAY)
-def outside_written_after_read(region, x, y):
-    b = torch.ones(4, 6, dtype=torch.float64)
+def lists_of_which_a_part_is_from_before(region, x, y):
+    before = torch.ones(4, 6, dtype=x.dtype)
 
     def f(x):
-        h = x * b.clone()
-        k = (x + b).sin()  # reads b, saves x + b
-        b.mul_(3)
-        m = k * h
-        b.sub_(1)
-        return m * (b + x).exp()
+        inside = before.exp()
+        torch._foreach_mul_([before, inside], [2.0, 3.0])
+        return (x * before.clone()).sin() * inside
 
-    return region(f, x), region(f, y), b
+    return region(f, x), region(f, y), before
 
 
-@case(whole=True, doors=REPLAY)
-def leaf_written_under_no_grad(region, x, y):
-    w = torch.ones(6, dtype=torch.float64, requires_grad=True)
-
-    def f(x):
-        h = x.sin() + w
-        with torch.no_grad():
-            w.mul_(0.5)
-        return h.exp()
-
-    return region(f, x), region(f, y)
-
-
-# ---- unseen
 @case
 def empty_filled_by_numpy_in_two_steps(x, y):
     b = torch.empty(4, 6, dtype=x.dtype)
@@ -188,23 +130,6 @@ def empty_filled_by_numpy_in_two_steps(x, y):
     a = x[:2] * b[:2].clone()
     b[2:].numpy()[...] = 2.0
     return a.exp().sum() * (x * b)
-
-
-@case(whole=True, doors=REPLAY)
-def from_numpy_of_an_array_filled_later(region, x, y):
-    import numpy as np
-
-    a = np.zeros((4, 6))
-    t = torch.from_numpy(a)
-
-    def f(x):
-        a[...] = x.detach().numpy()
-        return x * t.sin()
-
-    return region(f, x)
-
-
-# ---- random
 
 
 @case
@@ -219,41 +144,8 @@ test_writes, test_nothing_stays = case.tests(
 )
 
 
-# ---- what changes after the region has read it
-CHANGES = {
-    "in place": lambda t: t.mul_(2),
-    "a view in place": lambda t: t.view(-1)[:3].zero_(),
-    "a detached alias in place": lambda t: t.detach().add_(1),
-}
-
-
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("door", (*REPLAY, *RERUN))
-@pytest.mark.parametrize("what", ["argument", "closure", "leaf"])
-def test_inputs_changed_later(what, door, change):
-    """Never silently wrong: an error that says so."""
-    x, y = torch.randn(4, 6, requires_grad=True), torch.randn(4, 6)
-    w = torch.randn(4, 6, requires_grad=True)
-
-    def run(door):
-        if what == "argument":
-            return DOORS[door](lambda x, y: (x * y).sin() * y, x, y)
-        return DOORS[door](lambda x: (x * (y if what == "closure" else w)).sin() * 2, x)
-
-    if (what, door) == ("closure", "scope in rerun"):
-        pytest.skip("what the region's own function calls has a closure of its own: contract, 2")
-    (want,) = torch.autograd.grad(run("plain").sum(), x)
-    out = run(door)
-    with torch.no_grad():
-        CHANGES[change](w if what == "leaf" else y)
-    if door == "in hooks":
-        assert torch.equal(torch.autograd.grad(out.sum(), x)[0], want)
-        return
-    with pytest.raises(
-        (checkpointing.CheckpointError, RuntimeError),
-        match=r"(chang|modif).*in.?place|different meta",
-    ):
-        out.sum().backward()
+def same(tensor):
+    return tensor
 
 
 @pytest.mark.parametrize("hooks", [save_on_cpu, lambda: saved_tensors_hooks(same, same)])
@@ -270,10 +162,6 @@ def test_hooks_that_hand_on_what_they_are_given(hooks, door):
         out.backward()
         assert door == "auto" and torch.equal(x.grad, 1 + 2 * torch.cos(2 * torch.ones(3)))
         raise ChangedError  # `auto()` keeps what is computed from it, once it knows the program
-
-
-def same(tensor):
-    return tensor
 
 
 @pytest.mark.parametrize("policy", [None, auto(), auto(budget=10**6)], ids=str)
@@ -306,20 +194,21 @@ class Gives(torch.autograd.Function):
         return ctx.saved_tensors[0]
 
 
-@pytest.mark.parametrize(("policy", "is_made_again"), [(None, True), (auto(), True)], ids=str)
-def test_a_value_that_a_backward_inside_has_brought_back_outlives_a_write(policy, is_made_again):
+@pytest.mark.parametrize("policy", [None, auto()], ids=str)
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_a_value_that_a_backward_inside_has_brought_back_outlives_a_write(create_graph, policy):
     """On its own memory it is what it was, when the memory that it had first is written."""
 
     def function(x, copied):
         h = x.sin()
         again = h.detach().requires_grad_()
-        (g,) = torch.autograd.grad(Gives.apply(again), again)
-        g = g.clone() if copied else g
+        (g,) = torch.autograd.grad(Gives.apply(again), again, create_graph=create_graph)
+        g = g.detach().clone() if copied else g.detach()
         h.mul_(3)
         return (x * g * (h + 1)).sum()
 
     x = torch.rand(12, requires_grad=True)
-    (want,) = torch.autograd.grad(function(x, is_made_again), x)
+    (want,) = torch.autograd.grad(function(x, True), x)
     with checkpoint_scope(policy=policy):
         y = function(x, False)
     assert torch.equal(torch.autograd.grad(y, x)[0], want)
