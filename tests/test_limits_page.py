@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from oracle import at_once, leaf, plain, s
+from oracle import at_once, c, leaf, plain, s, whole
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -155,6 +155,22 @@ def test_tensors_whose_memory_is_exchanged_in_a_block():
     assert not torch.equal(gradient(True), want)
     with checkpoint_scope(), pytest.raises(RuntimeError, match="weakref"):
         torch.utils.swap_tensors(torch.ones(3) * 2, torch.ones(3) * 3)
+
+    def written(read, door):
+        def block(a, alias):
+            a.mul_(3)
+            return (a + alias).sin()
+
+        def body(x):
+            a = x * 1.5
+            return door(lambda a: (a + 1).exp())(a) + door(block)(a, read(a))
+
+        x = whole()
+        return torch.autograd.grad((c(body) if door is s else body)(x).sum(), x)[0]
+
+    for read in (torch.Tensor.detach, lambda a: a.data):
+        is_right = torch.equal(written(read, s), written(read, lambda fn: fn))
+        assert is_right is (read is torch.Tensor.detach)
 
 
 def test_a_parameter_that_torchs_own_checkpoint_takes_as_an_argument():
