@@ -66,7 +66,6 @@ def units(n):
     return lambda: units_of(x, n)
 
 
-
 def test_twelve_blocks_need_no_more_than_checkpoints_by_hand():
     """One scope around everything needs less than torch's checkpoint per block."""
     by_hand = bytes_of(programs.transformer(12, 64, by_hand=True))
@@ -279,7 +278,6 @@ def test_the_last_stretch_is_not_made_again():
     assert ran["tanh"] > 0
 
 
-
 def cuts_of(run):
     """What a run leaves behind, as numbers: what is kept, and what backward does."""
     loss = run()
@@ -468,7 +466,6 @@ def test_every_schedule_is_bit_equal(build, kind, door):
     assert gradients(build, lambda fn: NESTINGS[door](fn, auto(**kind))) == want
 
 
-
 class Meter(TorchDispatchMode):
     """Asks a scope after each operator how much it keeps."""
 
@@ -605,7 +602,6 @@ def test_what_is_no_number_of_bytes(budget):
         auto(budget=budget)
 
 
-
 def test_auto_and_other_policies():
     """What either keeps is kept."""
     x, w = torch.rand(8, 8).requires_grad_(), torch.rand(8, 8)
@@ -632,7 +628,6 @@ def test_auto_and_other_policies():
         auto() | auto(budget=3)
 
 
-
 @pytest.mark.parametrize("options", [{}, {"budget": 1200}, {"budget": 500}], ids=str)
 def test_nothing_outlives_its_use(options, no_gc):
     """Without the garbage collector: after backward, without one, after an exception, after two."""
@@ -653,7 +648,6 @@ def test_nothing_outlives_its_use(options, no_gc):
                 torch.autograd.grad(y, x)
             del y
             assert watching.alive() == [], ending
-
 
 
 def sharded(depth, wide):
