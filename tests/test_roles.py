@@ -43,11 +43,7 @@ HOOKS = {
 }
 
 
-def two_leaves():
-    return leaf(4, 4), leaf(4, 4)
-
-
-def gradients(function, hooks=contextlib.nullcontext, make=two_leaves):
+def gradients(function, hooks=contextlib.nullcontext, make=lambda: (leaf(4, 4), leaf(4, 4))):
     """Two backwards through one graph, and a second derivative."""
     torch.manual_seed(1)
     leaves = make()
@@ -182,44 +178,27 @@ def reads_and_writes(write, region, reader, x, w):
     return y + write(region, a, w).cos()
 
 
-def as_argument(region, a, w):
-    def block(a, w):
-        a.mul_(2).relu_()
-        return (a + 1).sin() * w
+unseen_mul = torch.no_grad()(torch.Tensor.mul_)
 
-    return region(block)(a, w)
+
+def as_argument(region, a, w):
+    return region(lambda a, w: (a.mul_(2).relu_() + 1).sin() * w)(a, w)
 
 
 def by_closure(region, a, w):
-    def block(w):
-        a.mul_(0.5)
-        return (a + 1).sin() * w
-
-    return region(block)(w)
+    return region(lambda w: (a.mul_(0.5) + 1).sin() * w)(w)
 
 
 def through_a_view(region, a, w):
-    def block(a, row, w):
-        row.mul_(3)
-        return (a + 1).sin() * w
-
-    return region(block)(a, a[1], w)
+    return region(lambda a, row, w: (row.mul_(3), (a + 1).sin() * w)[1])(a, a[1], w)
 
 
 def without_grad(region, a, w):
-    def block(a, w):
-        with torch.no_grad():
-            a.mul_(3)
-        return (a + 1).sin() * w
-
-    return region(block)(a, w)
+    return region(lambda a, w: (unseen_mul(a, 3) + 1).sin() * w)(a, w)
 
 
 def further_inside(region, a, w):
-    def block(a, w):
-        return region(lambda w: as_argument(region, a, w) * 2)(w)
-
-    return region(block)(a, w)
+    return region(lambda a, w: region(lambda w: as_argument(region, a, w) * 2)(w))(a, w)
 
 
 WRITES = [as_argument, by_closure, through_a_view, without_grad, further_inside]
@@ -269,7 +248,6 @@ LAYOUTS = {
     "steps": lambda t: t[:, ::2],
     "transposed gaps": lambda t: t[:, 1:98].t(),
     "windows": lambda t: t.unfold(1, 5, 3),
-    "expanded": lambda t: t[:, None, :50].expand(-1, 3, -1),
     "expanded gaps": lambda t: t[:, None, 3:99:3].expand(2, -1, 4, -1),
     "odd offset": lambda t: t.view(-1)[1:-6],
     "one row": lambda t: t[1],
