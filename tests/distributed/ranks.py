@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
+from oracle import plain
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -58,10 +59,6 @@ def scope(fn, policy=None):
         return result
 
     return run
-
-
-def plain(fn):
-    return fn
 
 
 replay = functools.partial(checkpointed, backend="replay")
@@ -205,7 +202,6 @@ def in_sequence(call, step):
 
 
 @program("fsdp2, inside", where="inside")
-@program("fsdp2, inside, sharded first", where="inside", late=True)
 @program("fsdp2, inside, mixed precision", where="inside", mp_policy=MIXED)
 @program("fsdp2, around")
 @program("fsdp2, around, deep", n=16)
@@ -226,9 +222,9 @@ def in_sequence(call, step):
 @program("fsdp2 x tensor parallel, the model", world=4, where="whole", shape=(2, 2), plan=TENSOR)
 @program("fsdp2 x sequence parallel", world=4, shape=(2, 2), plan=SEQUENCE, step=in_sequence)
 def sharded(door, whole, where="around", shape=(2, 1), plan=None, step=once, **options):
-    """In the order that the README recommends, if not `late`."""
-    flags = ("frozen", "late", "compiled", "two", "root_only")
-    frozen, late, compiled, two, root_only = (options.pop(flag, False) for flag in flags)
+    """In the order that the README recommends. (The other one: test_modules.py.)"""
+    flags = ("frozen", "compiled", "two", "root_only")
+    frozen, compiled, two, root_only = (options.pop(flag, False) for flag in flags)
     mesh = mesh_of(shape)
     if where == "whole" and whole is plain:
         door, whole = plain, door
@@ -237,7 +233,7 @@ def sharded(door, whole, where="around", shape=(2, 1), plan=None, step=once, **o
         block.requires_grad_(not (frozen and i % 2))
         if plan is not None:
             parallelize_module(block, mesh["model"], plan)
-    if where == "inside" and not late:
+    if where == "inside":
         put_inside(model, door)
     for block in model.blocks:
         if compiled:
@@ -246,8 +242,6 @@ def sharded(door, whole, where="around", shape=(2, 1), plan=None, step=once, **o
             fully_shard(block, mesh=mesh["data"], **options)
     if shape[0] > 1:
         fully_shard(model, mesh=mesh["data"], **options)
-    if where == "inside" and late:
-        put_inside(model, door)
     return model, functools.partial(
         step, whole((lambda x: model(x) + model(2 * x)) if two else model)
     )
@@ -306,10 +300,6 @@ def exchanged(x):
     return x * theirs
 
 
-def functional_style(x):
-    return x * functional.all_reduce(x.detach().sum(0).sign(), "sum", dist.group.WORLD)
-
-
 def differentiable(x):
     world, half = dist.group.WORLD, [len(x) // 2] * 2
     every = functional.all_gather_tensor_autograd(x, 0, world)
@@ -329,7 +319,6 @@ class Talk(Block):
 @program("collectives, asynchronous", function=asynchronous)
 @program("collectives, written afterwards", function=written_afterwards)
 @program("collectives, exchanged", function=exchanged)
-@program("collectives, functional", function=functional_style)
 @program("collectives, differentiable", function=differentiable)
 def collectives(door, whole, function):
     model = Net(door, block=functools.partial(Talk, function))

@@ -87,10 +87,6 @@ class Scale(torch.autograd.Function):
 
 
 class Cases:
-    def sizes(n, region, m):
-        x, w = m.leaf(3 + 2 * n, 16), m.leaf(16, 16)
-        return region(lambda x, w: (x @ w).sin().cumsum(0)[: n + 1].exp() @ w, x, w)
-
     def numbers(n, region, m):
         number = (1, 1.0, True, 0.0, -0.0, float("nan"))[n]
 
@@ -147,7 +143,11 @@ class Cases:
                 y = y + fits
             except RuntimeError:
                 y = y + other
-            return y.sin().exp()
+            try:
+                z = y.topk((1, 2, 9, 3, 12, 4)[n])[0]
+            except RuntimeError:
+                z = y * 1000
+            return y.sin().exp(), z.sin() * z
 
         return region(f, m.leaf(3, 4 + n % 2))
 
@@ -337,17 +337,6 @@ class Cases:
                 total = (total * noise).sin() + (noise.exp() if i % 2 else noise)
                 del noise
             return total
-
-        return region(f, m.leaf(8, 8))
-
-    def other_numbers_that_fail(n, region, m):
-        def f(x):
-            y = x.sin()
-            try:
-                z = y.topk((1, 2, 9, 3, 12, 4)[n])[0]
-            except RuntimeError:
-                z = y * 1000
-            return z.sin() * z
 
         return region(f, m.leaf(8, 8))
 

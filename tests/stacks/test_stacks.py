@@ -151,7 +151,6 @@ def test_transformers_with_a_cache_that_the_region_fills(make, attention, given)
 
 @pytest.mark.parametrize("how", ["compute_loss", "modules", "function"])
 def test_trainer(how, tmp_path):
-    """Hugging Face's `Trainer`, two steps."""
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
 
@@ -175,7 +174,6 @@ def test_trainer(how, tmp_path):
 
 @pytest.mark.parametrize("how", ["modules first", "modules after", "scope", "bf16"])
 def test_accelerate(how):
-    """A loop with `Accelerator.prepare`."""
     accelerate = pytest.importorskip("accelerate")
 
     def train(model, scope=False, modules=False):
@@ -235,7 +233,6 @@ def test_peft(make):
 
 @pytest.mark.parametrize("how", ["scope", "modules"])
 def test_lightning(how, tmp_path):
-    """`Trainer.fit`, two steps."""
     lightning = pytest.importorskip("lightning")
 
     class Module(lightning.LightningModule):
