@@ -34,6 +34,12 @@ def seeded():
     torch.manual_seed(0)
 
 
+@pytest.fixture
+def little(monkeypatch):
+    """Programs of few bytes are not planned, as outside of these tests."""
+    monkeypatch.setattr(_plan, "_LITTLE", LITTLE)
+
+
 @pytest.fixture(scope="module")
 def frozen():
     """What is there already is left out of counts and collections."""

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 import torch
 from beside import Program
-from conftest import LITTLE
 from oracle import Watching, bits, count, same_place
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -166,8 +165,7 @@ def beyond_exact(seed):
 
 
 @pytest.mark.parametrize(("size", "replays"), [(10, 1), (1000, 7)])
-def test_few_bytes_are_not_worth_a_checkpoint(size, replays, monkeypatch):
-    monkeypatch.setattr(_plan, "_LITTLE", LITTLE)
+def test_few_bytes_are_not_worth_a_checkpoint(size, replays, little):
     clear_programs()  # a plan serves smaller runs, too
     x = torch.linspace(-1, 1, size).requires_grad_()
     run = scoped(lambda: units_of(x, 50))
