@@ -11,8 +11,8 @@ held, among positions that little crosses; bisection finds the least peak. Then 
 saves most recompute per byte, as long as there is room under a peak. `choose` compares a few peaks:
 from the least one up to that of a checkpoint around each block that the program repeats, which is
 what users place by hand. It takes the least recompute until no more is computed than with those,
-and beyond that as much memory as saves the same part of a forward. At last, cuts go that make no
-difference to the peak, because each window takes time.
+and beyond that as much memory as saves the same part of a forward. Finally, cuts that make no
+difference to the peak are dropped, because each window takes time.
 
 The model looks at memories, not at tensors: views cost nothing, and a segment that reads a value
 from before its beginning keeps the memory of that value. Values that are cheap to make from inputs,
@@ -588,7 +588,7 @@ _LITTLE = 8 * 1024  # bytes that autograd saves: too few to be worth the time of
 _MOST_CANDIDATES = 64
 _LONGEST_BLOCK = 2000  # steps
 _MOST_ROUNDS = 4
-_SURE = 0.9  # of the peak: what stays below it does not matter, in spite of what the model misses
+_SURE = 0.9  # of the peak: a window that needs less does not raise it (the model is not exact)
 _MOST_SLACK = 1 / 3  # what may be spent on less recompute: a part of the least peak
 _TRIES = 3
 # The same, within a window: what it keeps first is made by a replay, which should be short.
