@@ -363,7 +363,7 @@ class Walk:
 
     def __init__(self, stretch: Stretch, end: int, kept: Set[int] = frozenset()) -> None:
         self.stretch, self.kept = stretch, kept
-        self.index = end
+        self.index = self.end = end
         self.found: list[Segment] = []
         self.again: list[int] = []  # steps that run again
         self.need = 0
@@ -442,7 +442,9 @@ def choose(stretch: Stretch, budget: int | None = None) -> Choice:
         return max(filling.flops(stretch.last), enough), memory + work / forward
 
     peaks = {least + room * n // _TRIES for n in range(_TRIES + 1)}
-    return min(map(filled, sorted(peaks)), key=price).choice()
+    best = min(map(filled, sorted(peaks)), key=price)
+    best.join()
+    return best.choice()
 
 
 class Filling:
@@ -469,9 +471,6 @@ class Filling:
             if before == (self.kept, self.ends):
                 break
         self._look()
-        if peak and budget is None:
-            self._join()
-            self._look()
 
     def choice(self) -> Choice:
         return Choice(
@@ -502,7 +501,7 @@ class Filling:
                 if walk.index in positions and walk.index < end - 1:
                     crosses.append((walk.index, walk.across))
             self.again.update(walk.again)
-            self.peaks.append(self.held[start] + walk.need + model.besides[end])
+            self.peaks.append(self._peak(walk))
             self.forward.append(max(map(add, self.stretch.live[start:end], dead[start:end])))
         for index in self.again:
             for number in model.reads[index]:
@@ -510,20 +509,22 @@ class Filling:
         self.wanted = self.stretch.dear & self.readers.keys() | self.stretch.saved.keys()
         return crosses
 
-    def _join(self) -> None:
-        """Drop cuts that make no difference to the peak: each window takes time."""
-        most, end, start = max(self.peaks) * _SURE, self.ends[-1], self.ends[-1]
-        joined = [end]
-        walk = Walk(self.stretch, end, self.kept)
-        for position in reversed(self.ends[:-1]):
-            walk.down_to(position)
-            if start < end and self.held[position] + walk.need + self.model.besides[end] > most:
-                joined.append(start)
-                end = start
+    def _peak(self, walk: Walk) -> int:
+        """That of backward, while it works on the segment that a walk has come through."""
+        return self.held[walk.index] + walk.need + self.model.besides[walk.end]
+
+    def join(self) -> None:
+        """Drop cuts that make no difference to the peak, because each window takes time."""
+        most, ends = max(self.peaks) * _SURE, [self.ends[-1]]
+        walk = Walk(self.stretch, ends[0], self.kept)
+        for start, end in reversed([*pairwise(self.ends)]):
+            walk.down_to(start)
+            if end < walk.end and self._peak(walk) > most:
+                ends.append(end)
                 walk = Walk(self.stretch, end, self.kept)
-                walk.down_to(position)
-            start = position
-        self.ends = [start, *reversed(joined)]
+                walk.down_to(start)
+        self.ends = [self.ends[0], *reversed(ends)]
+        self._look()
 
     def _fill(self) -> None:
         """Take the steps whose results save most. Of equal ones the last is held for the shortest
@@ -588,7 +589,7 @@ _LITTLE = 8 * 1024  # bytes that autograd saves: too few to be worth the time of
 _MOST_CANDIDATES = 64
 _LONGEST_BLOCK = 2000  # steps
 _MOST_ROUNDS = 4
-_SURE = 0.9  # of the peak: a window that needs less does not raise it (the model is not exact)
+_SURE = 0.9  # of the peak: segments that need less may be joined, though the model is not exact
 _MOST_SLACK = 1 / 3  # what may be spent on less recompute: a part of the least peak
 _TRIES = 3
 # The same, within a window: what it keeps first is made by a replay, which should be short.

@@ -80,6 +80,8 @@ class Recorder:
         self._state: dict[int, str] = {}  # by memory
         self._written: dict[int, int] = {}  # by memory: the last step that wrote to it
         self._writers: dict[int, list[Step]] = defaultdict(list)  # by memory
+        # By memory: the layouts that its writers compare, by cell.
+        self._compared: dict[int, dict[int, Any]] = defaultdict(dict)
         self._again: set[int] = set()  # memory from outside that the block writes
         self._lost: set[int] = set()  # cells that steps have filled which are not replayed
         self._held: set[int] = set()  # cells that are held, and views of them
@@ -149,6 +151,9 @@ class Recorder:
     def _add_write(self, memory: int, step: Step) -> None:
         self._written[memory] = step.index
         self._writers[memory].append(step)
+        for template in step.args.values():
+            if type(template) is Apart:
+                self._compared[memory].update(template.layouts)
         self._held_on.pop(memory, None)
         if self._state[memory] is OUTSIDE and step.event is not UNSEEN:
             self._again.add(memory)
@@ -207,23 +212,27 @@ class Recorder:
         """The live cells on its memory that a write to this one leaves alone, with how they lie."""
         target = self._tensor_in(cell)
         mine = _torch.layout_of(target)
+        # By id of a tensor: None if it is not left alone. One tensor may have many cells, since
+        # in-place operators return their argument.
+        layouts: dict[int, Any] = {}
         found: dict[int, Any] = {}
         for other in self._cells_on[self.memory_of[cell]]:
             tensor = self._tensor_in(other)
-            if tensor is not None and tensor.dtype is target.dtype:
+            if tensor is None:
+                continue
+            if id(tensor) not in layouts:
                 layout = _torch.layout_of(tensor)
-                if _torch.lie_apart(mine, layout):
-                    found[other] = layout
+                is_apart = tensor.dtype is target.dtype and _torch.lie_apart(mine, layout)
+                layouts[id(tensor)] = layout if is_apart else None
+            layout = layouts[id(tensor)]
+            if layout is not None:
+                found[other] = layout
         return {**found, cell: mine} if found else found
 
     def _not_compared(self, layouts: dict[int, Any], memory: int) -> dict[int, Any]:
-        """Those that no step before compares. What an in-place operator returns is its argument."""
-        known: dict[int, Any] = {}  # by id of a tensor
-        for step in self._writers[memory]:
-            for template in step.args.values():
-                if type(template) is Apart:
-                    for cell, layout in template.layouts.items():
-                        known[id(self._tensor_in(cell))] = layout
+        """The layouts that no earlier step compares."""
+        compared = self._compared[memory].items()
+        known = {id(self._tensor_in(cell)): layout for cell, layout in compared}
         found: dict[int, Any] = {}
         for cell, layout in layouts.items():
             tensor = id(self._tensor_in(cell))

@@ -24,7 +24,7 @@ from . import _torch, errors
 from ._ambient import Undo, enter_switches, undo_all
 from ._engine import Frame, Holder, Holding, Recompute, Source
 from ._gathered import check_there
-from ._held import Aliased, Held, check_version
+from ._held import Held, check_version
 from ._offload import Moved, prefetch
 from ._ops import tensors_of
 from ._plan import Plan, attach, plan_of
@@ -42,10 +42,9 @@ class Stock:
         self, group: Group, held: dict[Any, Any], run: Run | Stock, slots: Sequence[int]
     ) -> None:
         self.group = group
-        self.random = _NO_RANDOM
-        key = group.only
-        if key is not None:
-            self.held = {key: held[key]}
+        self.random: dict[int, Any] = {}
+        if group.only is not None:
+            self.held = {group.only: held[group.only]}
         else:
             sources, randoms = group.needs(slots)
             self.held = {source: held[source] for source in sources}
@@ -215,24 +214,21 @@ class Replay(Source):
 
     def _referenced(self, held: Any, where: Frame) -> Tensor | None:
         """A tensor that is held as it is."""
+        if isinstance(held, Held) and held.is_packed:
+            return None
         try:
-            if type(held) is Aliased and not held.is_parameter:  # the usual case
-                return held.fetch(where)
-            if isinstance(held, Held) and held.is_packed:
-                return None
             return self.fetch(held, where, {})
         except errors.CheckpointError:
             return None  # it will be raised again, from a recompute
 
     def _view(self, window: Window, stock: Stock, table: list[Any], cell: int) -> Tensor | None:
         """A view of what is on the table, which no mode sees being made."""
-        if window.instructions:
-            if _torch.mode_count() or not stock.numbers.keys().isdisjoint(window.order):
-                return None
-            with _torch.below_autograd():
-                for instruction in window.instructions:
-                    result = instruction.call(*[table[place] for place in instruction.args])
-                    [table[instruction.results[0]]] = tensors_of(result)
+        if _torch.mode_count() or not stock.numbers.keys().isdisjoint(window.order):
+            return None
+        with _torch.below_autograd():
+            for instruction in window.instructions:
+                result = instruction.call(*[table[place] for place in instruction.args])
+                [table[instruction.results[0]]] = tensors_of(result)
         return table[window.place_of[cell]]  # type: ignore[no-any-return]
 
     def fetch(self, held: Any, where: Frame, inputs: dict[Any, Tensor]) -> Tensor:
@@ -335,9 +331,6 @@ class Replay(Source):
             part_stock = Stock(part, held, stock, mine)
             found.update((stock.owner(slot), part_stock) for slot in mine)
         return found
-
-
-_NO_RANDOM: dict[int, Any] = {}
 
 
 def _moved_in(stock: Stock) -> list[Moved]:

@@ -429,7 +429,7 @@ class Group:
         self.only: Any = keys.pop() if len(keys) == 1 else None
 
     def shown(self) -> Window | None:
-        """The window of the only slot, if that is held, or a view of what is held."""
+        """The window of the only slot, if that is a view of what is held."""
         if len(self.slots) > 1 or self.parts:
             return None
         window = self.window((self.slots[0],))
