@@ -6,7 +6,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from oracle import apply, c, r, s
+from oracle import A, apply, c, r, s
 from torch import nn
 
 from checkpointing import auto, checkpoint_scope, checkpointed, keep, offload
@@ -212,7 +212,7 @@ def test_in_place_operators_are_recomputed_where_a_compiler_is_loaded():
 
 TRACED = {
     "scope": s,
-    "auto": lambda fn: s(fn, policy=auto()),
+    "auto": A,
     "replay": r,
     "rerun": c,
     "a scope in a rerun": lambda fn: c(s(fn)),

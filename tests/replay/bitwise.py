@@ -18,10 +18,10 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import bits, c, r, s, same_place, tensors
+from oracle import A, bits, c, r, s, same_place, tensors
 from torch import Tensor, nn
 
-from checkpointing import CheckpointError, auto
+from checkpointing import CheckpointError
 
 _libc = ctypes.CDLL(None)
 Function = Callable[..., Any]
@@ -43,7 +43,7 @@ DOORS = {
     "plain": _door(lambda fn: fn),
     "scope": _door(s),
     "replay": _door(lambda fn: r(fn, early_stop=False)),
-    "auto": _door(lambda fn: s(fn, policy=auto())),
+    "auto": _door(A),
     "in hooks": _door(_hooked),
     "rerun": _door(c),
     "scope in rerun": _door(lambda fn: c(s(fn))),

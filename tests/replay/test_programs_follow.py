@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.utils.checkpoint
 from bitwise import DOORS, differences
-from oracle import at_once, bits, r, s, tensors, weigh, words
+from oracle import A, at_once, bits, r, s, tensors, weigh, words
 from torch import nn
 from torch.func import functional_call
 from torch.nn import functional as F
@@ -505,7 +505,7 @@ def test_a_program_that_is_left_in_the_middle(name, monkeypatch):
     check("scope", [(name, n) for n in STEPS[:7]])
 
 
-@pytest.mark.parametrize("door", [s, r, functools.partial(s, policy=auto())])
+@pytest.mark.parametrize("door", [s, r, A])
 def test_threads_through_one_site(door):
     """Whoever records it, and whoever follows."""
 
