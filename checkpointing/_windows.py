@@ -224,14 +224,15 @@ class Path:
         )
 
     def _merged(self, groups: list[list[int]]) -> list[list[int]]:
-        """The same with views of parameters, and what is drawn from nothing (the masks of dropout),
-        beside the rest: each of them alone would cost a window."""
+        """The same with parameters, views of inputs, and what is drawn from nothing (the masks of
+        dropout), beside the rest: each of them alone would cost a window."""
         small: list[int] = []
         others: list[list[int]] = []
         for slots in groups:
             steps, starts = self.slice_of([self.slots[slot].value for slot in slots])
             is_view = all(self.steps[index].is_view for index in steps)
-            needs = starts.keys() - self.parameters if is_view else starts
+            free = self.given if steps else self.parameters  # an input itself needs no window
+            needs = starts.keys() - free if is_view else starts
             if needs:
                 others.append(slots)
             else:
