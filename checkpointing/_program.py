@@ -302,7 +302,7 @@ class Step:
     def vary(self, places: list[Any]) -> None:
         """From here on these arguments may be any numbers."""
         self.varies += (*places,)
-        self.needs_preparation = self.is_special = True
+        self.is_special = True
         self.args.update((place, Varying(type(self.args[place]))) for place in places)
 
 

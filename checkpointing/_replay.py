@@ -223,7 +223,10 @@ class Replay(Source):
 
     def _view(self, window: Window, stock: Stock, table: list[Any], cell: int) -> Tensor | None:
         """A view of what is on the table, which no mode sees being made."""
-        if _torch.mode_count() or not stock.numbers.keys().isdisjoint(window.order):
+        if _torch.mode_count():
+            return None
+        own = [(each, stock.numbers.get(each.index)) for each in window.instructions]
+        if not all([each.take(numbers, table) for each, numbers in own if numbers is not None]):
             return None
         with _torch.below_autograd():
             for instruction in window.instructions:
@@ -371,7 +374,10 @@ class _Execution:
         table, numbers = self.table, self.stock.numbers
         self._begin()
         for instruction in self.window.instructions:
-            if instruction.is_quick and instruction.index not in numbers:
+            is_quick = instruction.is_quick
+            if instruction.index in numbers:
+                is_quick &= instruction.take(numbers[instruction.index], table)
+            if is_quick:
                 result = instruction.call(*[table[place] for place in instruction.args])
             else:
                 result = self._call(instruction)
@@ -398,9 +404,6 @@ class _Execution:
     def _call(self, instruction: Instruction) -> Any:
         """Run a step with all that may belong to it."""
         _torch.set_grad_enabled(instruction.step.grad_mode)
-        own = self.stock.numbers.get(instruction.index)
-        if own is not None:
-            instruction.take(own, self.table)
         draws = instruction.step.draws
         state = self.stock.random.get(instruction.index) if draws else None
         if state is not None:

@@ -393,8 +393,10 @@ class Run(TorchDispatchMode, Region):
         ones."""
         state: Any = None
         try:
+            if step.varies:
+                self._note_numbers(step, args, kwargs)
             if step.needs_preparation:
-                self._prepare(step, args, kwargs)
+                self._prepare(step, args)
             if step.draws:
                 state = self._random_state(step, args, kwargs)
             result = step.run(*args, **kwargs) if kwargs else step.run(*args)
@@ -416,11 +418,9 @@ class Run(TorchDispatchMode, Region):
             self._decide(step, args, kwargs, result)
         return result
 
-    def _prepare(self, step: Step, args: Any, kwargs: Any) -> None:
+    def _prepare(self, step: Step, args: Any) -> None:
         """Before an operator runs: hold what a recompute starts from, and what the operator is
         about to write."""
-        if step.varies:
-            self._note_numbers(step, args, kwargs)
         for first in step.holds:
             self._hold(first)
         for cell in step.freezes:
@@ -452,8 +452,9 @@ class Run(TorchDispatchMode, Region):
             self._pending += [(True, tensor) for tensor in tensors_of(result)]
 
     def _note_numbers(self, step: Step, args: Any, kwargs: Any) -> None:
-        own = {place: kwargs[place] if type(place) is str else args[place] for place in step.varies}
-        self.numbers[step.index] = own
+        self.numbers[step.index] = own = {}
+        for place in step.varies:
+            own[place] = kwargs[place] if type(place) is str else args[place]
 
     def _note_metadata(self, step: Step, args: Any) -> None:
         """The operator reads only how this argument looks: if not as it did, that belongs to the
