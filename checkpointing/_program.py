@@ -254,7 +254,7 @@ class Step:
         self.call: Any = None
         self.info: Info = NO_OPERATOR
         self.run: Callable[..., Any] = func
-        self.args: dict[int | str, Any] = {}  # templates by place, as a run meets them
+        self.args: list[Any] = []  # templates as a run meets them, those of keywords last
         self.inputs: list[Any] = []  # templates, as a replay passes them
         self.named: dict[str, Any] = NO_KEYWORDS
         self.event: str | None = None
@@ -269,8 +269,7 @@ class Step:
         self.freezes: tuple[int, ...] = ()  # held cells on memory that it is about to write
         self.firsts: tuple[First, ...] = ()  # in the order of their cells
         self.holds: tuple[First, ...] = ()  # those that the run holds
-        # Places of the arguments that are numbers of the run.
-        self.varies: tuple[int | str, ...] = ()
+        self.varies: tuple[int, ...] = ()  # places of the arguments that are numbers of the run
         self.reads_metadata = False  # and nothing else, of its first argument
         self.effect = False  # it is never replayed
         self.is_view = False
@@ -299,11 +298,12 @@ class Step:
         """Whether it computes something, and can be replayed."""
         return not any((self.event, self.is_view, self.effect))
 
-    def vary(self, places: list[Any]) -> None:
+    def vary(self, places: list[int]) -> None:
         """From here on these arguments may be any numbers."""
         self.varies += (*places,)
         self.is_special = True
-        self.args.update((place, Varying(type(self.args[place]))) for place in places)
+        for place in places:
+            self.args[place] = Varying(type(self.args[place]))
 
 
 def with_saves(run: Any) -> Iterable[tuple[Step, list[Slot]]]:

@@ -151,7 +151,7 @@ class Recorder:
     def _add_write(self, memory: int, step: Step) -> None:
         self._written[memory] = step.index
         self._writers[memory].append(step)
-        for template in step.args.values():
+        for template in step.args:
             if type(template) is Apart:
                 self._compared[memory].update(template.layouts)
         self._held_on.pop(memory, None)
@@ -358,9 +358,9 @@ class Recorder:
             self._step_of_view(step, given)
         else:
             self._step_of_operator(step, args, given, updates)
-        step.inputs = [*step.args.values()][: len(args)]
+        step.inputs = step.args[: len(args)]
         if kwargs:
-            step.named = {name: step.args[name] for name in kwargs}
+            step.named = dict(zip(kwargs, step.args[len(args) :], strict=True))
         if step.reads_metadata:
             step.inputs[0] = Like(args[0])
         for place in info.statistics if updates else ():
@@ -381,7 +381,7 @@ class Recorder:
             bases.append(is_there)
             return template
 
-        step.args = {place: self._map(base, arg) for place, arg in given.items()}
+        step.args = [self._map(base, arg) for arg in given.values()]
         step.effect = not all((*bases, step.info.base != "set_"))
 
     def _step_of_operator(
@@ -400,9 +400,7 @@ class Recorder:
         step.draws = info.may_draw and not step.effect
         has_generator = torch.Generator in map(type, given.values())
         step.is_quick_draw = not (info.custom or has_generator)
-        step.args = {
-            place: self._template(step, place, arg, updates) for place, arg in given.items()
-        }
+        step.args = [self._template(step, place, arg, updates) for place, arg in given.items()]
 
     def _template(self, step: Step, place: int | str, arg: Any, updates: bool) -> Any:
         """The template of an operator's argument; `updates`: of the statistics that it takes."""
@@ -541,7 +539,7 @@ class Recorder:
     def event(self, event: str, args: tuple[Any, ...]) -> Step:
         """What else has happened."""
         step = self._begin(None)
-        step.event, step.args = event, dict(enumerate(args))
+        step.event, step.args = event, [*args]
         if event is KEEP:
             (tensor,) = args
             cell = self._find(tensor)
@@ -563,7 +561,7 @@ class Recorder:
             if event is UNSEEN:
                 alive = [m for m in self._held_on if m not in self._parameters]
                 step.freezes = tuple([cell for memory in alive for cell in self._held_on[memory]])
-        step.inputs = [*step.args.values()]
+        step.inputs = step.args
         return self._end(step)
 
     def slot(self, tensor: Tensor) -> Slot:

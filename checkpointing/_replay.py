@@ -223,10 +223,9 @@ class Replay(Source):
 
     def _view(self, window: Window, stock: Stock, table: list[Any], cell: int) -> Tensor | None:
         """A view of what is on the table, which no mode sees being made."""
-        if _torch.mode_count():
-            return None
         own = [(each, stock.numbers.get(each.index)) for each in window.instructions]
-        if not all([each.take(numbers, table) for each, numbers in own if numbers is not None]):
+        is_bound = not all(each.take(numbers, table) for each, numbers in own if numbers)
+        if is_bound or _torch.mode_count():
             return None
         with _torch.below_autograd():
             for instruction in window.instructions:

@@ -211,13 +211,13 @@ class Run(TorchDispatchMode, Region):
         """Which of these steps a call is, if any."""
         cells = self.cells
         mark = len(cells)
-        call = func, _is_grad_enabled(), len(args), (*kwargs,)
-        given = (*args, *kwargs.values()) if kwargs else args
+        names, given = ((*kwargs,), (*args, *kwargs.values())) if kwargs else ((), args)
+        call = func, _is_grad_enabled(), len(args), names
         for step in following:
             if step.call != call:
                 continue
             # The usual cases, past one call.
-            for known, arg in zip(step.args.values(), given):  # noqa: B905
+            for known, arg in zip(step.args, given):  # noqa: B905
                 kind = type(known)
                 if kind is Known:
                     if cells[known.cell]() is not arg:
@@ -452,9 +452,8 @@ class Run(TorchDispatchMode, Region):
             self._pending += [(True, tensor) for tensor in tensors_of(result)]
 
     def _note_numbers(self, step: Step, args: Any, kwargs: Any) -> None:
-        self.numbers[step.index] = own = {}
-        for place in step.varies:
-            own[place] = kwargs[place] if type(place) is str else args[place]
+        given = (*args, *kwargs.values())
+        self.numbers[step.index] = {place: given[place] for place in step.varies}
 
     def _note_metadata(self, step: Step, args: Any) -> None:
         """The operator reads only how this argument looks: if not as it did, that belongs to the
@@ -616,7 +615,7 @@ class Run(TorchDispatchMode, Region):
 
     def _fewer_saves(self) -> Step:
         step = Step(self.step, None)
-        step.event, step.effect, step.args = FEWER_SAVES, True, {0: self.saved}
+        step.event, step.effect, step.args = FEWER_SAVES, True, [self.saved]
         return step
 
     # ---- recording
@@ -673,13 +672,13 @@ class Run(TorchDispatchMode, Region):
         """A known next step that differs in numbers alone. It will not compare them any more."""
         mark = len(self.cells)
         call = func, _is_grad_enabled(), len(args), (*kwargs,)
-        given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+        given = (*args, *kwargs.values())
         for step in self.step.next:
             if step.call != call:
                 continue
-            known = step.args
-            others = [place for place in known if not self._matches(known[place], given[place])]
-            is_like_it = all(_are_numbers(known[place], given[place]) for place in others)
+            pairs = [*zip(step.args, given, strict=True)]
+            others = [place for place, pair in enumerate(pairs) if not self._matches(*pair)]
+            is_like_it = all(_are_numbers(*pairs[place]) for place in others)
             if is_like_it and self.own_program():
                 step.vary(others)
                 return step
@@ -696,7 +695,7 @@ class Run(TorchDispatchMode, Region):
         mark = len(self.cells)
         for known in following:
             if known.event is event:
-                if all(map(self._matches, known.args.values(), args)):
+                if all(map(self._matches, known.args, args)):
                     self.cells += map(ref, results)
                     break
                 self._go_back_to(mark)

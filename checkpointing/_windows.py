@@ -269,12 +269,12 @@ class Instruction:
     wanted: list[tuple[int, int, bool]]
     dead: list[int]  # places that nothing reads any more
 
-    def take(self, own: dict[int | str, Any], table: list[Any]) -> bool:
+    def take(self, own: dict[int, Any], table: list[Any]) -> bool:
         """Put arguments that the run has of its own in their places. Returns whether `call` finds
-        them there: it has keywords of its own."""
-        for name, value in own.items():
-            place = self.kwargs[name] if type(name) is str else self.args[name]  # type: ignore[index]
-            table[place] = value
+        them there: it has bound the keywords."""
+        places = [*self.args, *self.kwargs.values()] if self.kwargs else self.args
+        for number, value in own.items():
+            table[places[number]] = value
         return not self.kwargs
 
 
