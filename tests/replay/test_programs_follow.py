@@ -102,6 +102,15 @@ class Cases:
         bounds = ({"min": 0}, {"max": 0}, {"min": 0.0}, {"max": -0.0}, {"min": -1, "max": 1})[n % 5]
         return region(lambda x: torch.add(x, x.exp(), **more).clamp(**bounds).exp(), m.leaf(8, 8))
 
+    def views_of_inputs(n, region, m):
+        def f(x, table):
+            rotated = x * table[n : n + 4].unsqueeze(0) + x.flip(-1) * table.narrow(0, n % 3, 4)
+            kept = keep(rotated.sin() @ rotated.mT)
+            picked = kept.select(1, n % 4) * table[:2]
+            return rotated.exp() * table[0], kept[0, n % 2 :].exp(), picked
+
+        return region(f, m.leaf(2, 4, 4), m.leaf(12, 4, wants=False)[: 11 - n // 5])
+
     def sizes_that_depend_on_data(n, region, m):
         return region(
             lambda x: (x[x > n / 2 - 1].sin().exp(), x.detach().gt(0).nonzero() * x.sum()),
