@@ -24,7 +24,7 @@ from . import _torch, errors
 from ._ambient import Undo, enter_switches, undo_all
 from ._engine import Frame, Holder, Holding, Recompute, Source
 from ._gathered import check_there
-from ._held import Held, check_version
+from ._held import Aliased, Held, check_version
 from ._offload import Moved, prefetch
 from ._ops import tensors_of
 from ._plan import Plan, attach, plan_of
@@ -214,6 +214,8 @@ class Replay(Source):
 
     def _referenced(self, held: Any, where: Frame) -> Tensor | None:
         """A tensor that is held as it is."""
+        if type(held) is Aliased and not (held.is_stale or held.is_parameter):
+            return held.packed  # type: ignore[no-any-return]
         if isinstance(held, Held) and held.is_packed:
             return None
         try:
@@ -239,8 +241,8 @@ class Replay(Source):
             return held
         if type(held) is tuple:
             parameter, version = held
-            check_version(where, "a parameter", parameter, version)
-            if not parameter.data_ptr():
+            if parameter._version != version or not parameter.data_ptr():
+                check_version(where, "a parameter", parameter, version)
                 check_there(where, parameter)
             return parameter  # type: ignore[no-any-return]
         tensor = inputs.get(held)

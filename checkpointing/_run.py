@@ -779,7 +779,7 @@ class Run(TorchDispatchMode, Region):
             if self.planned_bytes + self.kept_bytes + nbytes > budget:
                 return
             self.planned_bytes += nbytes
-        hooks = self._taker(self._mover(place), tensor)
+        hooks = self.hooks if place is None else self._taker(self._mover(place), tensor)
         if hooks is None and type(tensor) is Tensor:  # the usual case, past other questions
             self.held[value] = Aliased(_torch.alias(tensor), "a kept tensor")
         else:
