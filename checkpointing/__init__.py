@@ -14,6 +14,7 @@ from ._policy import opaque as opaque
 from ._policy import save_ops as save_ops
 from ._policy import save_tagged as save_tagged
 from ._policy import tag as tag
+from ._program import clear_programs as clear_programs
 from ._report import RegionReport as RegionReport
 from ._report import Report as Report
 from ._report import Stats as Stats

@@ -29,6 +29,7 @@ from checkpointing import _program as programs
 from checkpointing import (
     auto,
     checkpoint_scope,
+    clear_programs,
     forward_only,
     keep,
     offload,
@@ -540,16 +541,26 @@ def test_threads_through_one_site(door):
     sys.setswitchinterval(1e-6)
     try:
         for _ in range(6):
-            programs.clear_programs()
+            clear_programs()
             at_once(*(functools.partial(work, k) for k in range(4)))
     finally:
         sys.setswitchinterval(interval)
 
 
+def test_programs_that_are_cleared_between_forward_and_backward():
+    x = torch.randn(8, requires_grad=True)
+    for _ in range(3):
+        with checkpoint_scope():
+            y = x.sin().exp()
+            clear_programs()
+        (grad,) = torch.autograd.grad(y.sum(), x)
+        assert torch.equal(grad, x.cos() * x.sin().exp())
+
+
 def test_nothing_grows_with_the_number_of_programs(monkeypatch):
     """300 different programs through one site."""
     monkeypatch.setattr(programs, "MOST_STEPS", 600)
-    programs.clear_programs()
+    clear_programs()
     alive = weakref.WeakSet()
 
     def step(i):
