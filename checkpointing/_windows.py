@@ -224,23 +224,33 @@ class Path:
         )
 
     def _merged(self, groups: list[list[int]]) -> list[list[int]]:
-        """The same with parameters, views of inputs, and what is drawn from nothing (the masks of
-        dropout), beside the rest: each of them alone would cost a window."""
-        small: list[int] = []
-        others: list[list[int]] = []
+        """The same with what would cost a window of its own beside the rest: parameters and their
+        views, what is drawn from nothing (the masks of dropout), and views of inputs that the rest
+        starts from, too."""
+        computed: dict[int, tuple[list[int], set[int]]] = {}  # by slot: its group, and the inputs
+        small: list[tuple[list[int], set[int]]] = []
+        found: list[list[int]] = []
         for slots in groups:
             steps, starts = self.slice_of([self.slots[slot].value for slot in slots])
-            is_view = all(self.steps[index].is_view for index in steps)
-            free = self.given if steps else self.parameters  # an input itself needs no window
-            needs = starts.keys() - free if is_view else starts
-            if needs:
-                others.append(slots)
+            inputs = starts.keys() - self.parameters
+            if starts and not all(self.steps[index].is_view for index in steps):
+                computed.update(dict.fromkeys(slots, (slots, inputs)))
+            elif steps or not inputs:
+                small.append((slots, inputs))
+                continue
+            found.append(slots)
+        rest: list[int] = []
+        order = sorted(computed)
+        for slots, inputs in small:
+            # With what was saved before, mostly by the same operator: that is needed for longer, so
+            # that no input is held for longer than without.
+            before = bisect_right(order, min(slots)) - 1
+            theirs, held = computed[order[max(0, before)]] if order else (rest, set())
+            if not inputs or (before >= 0 and inputs <= held):
+                theirs += slots
             else:
-                small += slots
-        if small:
-            others = others or [[]]
-            others[0] = others[0] + small
-        return [sorted(slots) for slots in others]
+                found.append(slots)
+        return [sorted(slots) for slots in [*found, rest] if slots]
 
 
 def maker_of(value: Value, steps: Sequence[Step]) -> Step | None:
