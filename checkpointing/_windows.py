@@ -20,7 +20,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from functools import partial
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -146,20 +145,16 @@ class Path:
         return sorted(found), starts
 
     def newest(self, value: Value) -> int:
-        """The last operator that made something of a value; -1 if it is held."""
-        return self._origin(value)[0]
-
-    def _origin(self, value: Value) -> tuple[int, Any]:
-        """The same, and in which case what is held there, of which the value may be a view."""
+        """The last operator that made something of a value; -1 if it is held, or a view of that."""
         newest = -1
-        while (source := self.source_of(value)) is None:
+        while self.source_of(value) is None:
             maker, *writer = self.makers(value)
             newest = max(newest, *writer) if writer else newest
             step = self.steps[maker]
             if not step.is_view or not step.reads:
-                return max(newest, maker), None
+                return max(newest, maker)
             value = step.reads[0]
-        return newest, source
+        return newest
 
     def groups(self, slots: Iterable[int] | None = None) -> list[list[int]]:
         """All slots, or these, by window: those of a segment that share operators have one."""
@@ -170,14 +165,13 @@ class Path:
             else:
                 bundles.append([number])
         segments: dict[int, list[list[int]]] = defaultdict(list)
-        at_hand: dict[Any, list[int]] = defaultdict(list)  # by what is kept: it, and views of it
+        at_hand: dict[Value, list[int]] = defaultdict(list)  # what is kept
         for bundle in bundles:
-            newest, source = max(
-                [self._origin(self.slots[slot].value) for slot in bundle], key=itemgetter(0)
-            )
-            if newest < 0 and type(source) is tuple and len(bundle) == 1:
-                at_hand[source] += bundle
+            values = [self.slots[slot].value for slot in bundle]
+            if len(values) == 1 and values[0] in self.kept:
+                at_hand[values[0]] += bundle
                 continue
+            newest = max(map(self.newest, values))
             # Views of what is held go with what was saved beside them.
             position = newest if newest >= 0 else self.saved_after[bundle[0]]
             segments[bisect_right(self.cuts, position)].append(bundle)
@@ -225,9 +219,10 @@ class Path:
 
     def _merged(self, groups: list[list[int]]) -> list[list[int]]:
         """The same with what would cost a window of its own beside the rest: parameters and their
-        views, what is drawn from nothing (the masks of dropout), and views of inputs that the rest
-        starts from, too."""
-        computed: dict[int, tuple[list[int], set[int]]] = {}  # by slot: its group, and the inputs
+        views, what is drawn from nothing (the masks of dropout), and views of what the rest starts
+        from, too."""
+        # By slot: its group, and the inputs and kept values that this starts from.
+        computed: dict[int, tuple[list[int], set[int]]] = {}
         small: list[tuple[list[int], set[int]]] = []
         found: list[list[int]] = []
         for slots in groups:
