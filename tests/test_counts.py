@@ -182,6 +182,18 @@ def test_a_mask_is_drawn_in_the_window_beside_it():
     assert scope.stats.replays == 1
 
 
+def test_a_view_of_an_input_pulls_in_nothing():
+    """Neither operators of a branch beside it, nor the other way round."""
+    w, u, x = leaf(3), leaf(4), torch.ones(8)
+    with checkpoint_scope() as scope:
+        one, two = (w * x[:3]).sum(), u.sin().exp().cos().sum()
+    one.backward()
+    assert scope.stats.ops_replayed == 0
+    x.zero_()
+    two.backward()
+    assert scope.stats.ops_replayed == 2
+
+
 @REPLAY
 def test_a_dropout_mask_does_not_pull_in_the_matmul_before_it(door):
     """A mask takes only its shape from the product, so the product isn't computed again."""

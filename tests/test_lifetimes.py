@@ -11,6 +11,7 @@ from oracle import SavesItsOutput, Watching, apply, leaf
 
 from checkpointing import (
     CheckpointError,
+    auto,
     checkpoint_scope,
     forward_only,
     is_recomputing,
@@ -107,6 +108,22 @@ def test_kept_values_die_as_backward_passes_by():
     assert kept == 3 * 9 * 4, "nothing needs the last one"
     assert sorted(living, reverse=True) == living
     assert watching.alive("sin") == []
+
+
+@pytest.mark.parametrize("policy", [None, auto()])
+def test_inputs_die_as_backward_passes_by_views_of_them(policy):
+    """Though the window that backward opens first starts from all of them."""
+    weights, living = [leaf(3) for _ in range(4)], []
+    for w in weights:
+        w.register_hook(lambda grad: living.append(len(watching.alive("ones"))))
+    for _ in range(2):  # the first time nothing is planned
+        with Watching() as watching:
+            inputs = [torch.ones(4) for _ in weights]
+            with checkpoint_scope(policy=policy):
+                y = sum([w * x[:3] for w, x in zip(weights, inputs, strict=True)]).sin().sum()
+            inputs.clear()
+            y.backward()
+    assert living[4:] == [3, 2, 1, 0]
 
 
 BACKWARDS = {

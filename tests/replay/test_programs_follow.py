@@ -112,6 +112,10 @@ class Cases:
 
         return region(f, m.leaf(2, 4, 4), m.leaf(12, 4, wants=False)[: 11 - n // 5])
 
+    def programs_that_are_cleared(n, region, m):
+        y = region(lambda x: (x.sin().exp(), clear_programs() if n > 3 else None)[0], m.leaf(8))
+        return y, clear_programs() if n % 2 else None
+
     def sizes_that_depend_on_data(n, region, m):
         return region(
             lambda x: (x[x > n / 2 - 1].sin().exp(), x.detach().gt(0).nonzero() * x.sum()),
@@ -545,16 +549,6 @@ def test_threads_through_one_site(door):
             at_once(*(functools.partial(work, k) for k in range(4)))
     finally:
         sys.setswitchinterval(interval)
-
-
-def test_programs_that_are_cleared_between_forward_and_backward():
-    x = torch.randn(8, requires_grad=True)
-    for _ in range(3):
-        with checkpoint_scope():
-            y = x.sin().exp()
-            clear_programs()
-        (grad,) = torch.autograd.grad(y.sum(), x)
-        assert torch.equal(grad, x.cos() * x.sin().exp())
 
 
 def test_nothing_grows_with_the_number_of_programs(monkeypatch):
