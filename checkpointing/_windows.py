@@ -222,12 +222,12 @@ class Path:
         views, what is drawn from nothing (the masks of dropout), and views of what the rest starts
         from, too."""
         # By slot: its group, and the inputs and kept values that this starts from.
-        computed: dict[int, tuple[list[int], set[int]]] = {}
-        small: list[tuple[list[int], set[int]]] = []
+        computed: dict[int, tuple[list[int], set[Any]]] = {}
+        small: list[tuple[list[int], set[Any]]] = []
         found: list[list[int]] = []
         for slots in groups:
             steps, starts = self.slice_of([self.slots[slot].value for slot in slots])
-            inputs = starts.keys() - self.parameters
+            inputs = {start for start in starts.items() if start[0] not in self.parameters}
             if starts and not all(self.steps[index].is_view for index in steps):
                 computed.update(dict.fromkeys(slots, (slots, inputs)))
             elif steps or not inputs:
