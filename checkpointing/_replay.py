@@ -225,12 +225,13 @@ class Replay(Source):
 
     def _view(self, window: Window, stock: Stock, table: list[Any], cell: int) -> Tensor | None:
         """A view of what is on the table, which no mode sees being made."""
-        own = [(each, stock.numbers.get(each.index)) for each in window.instructions]
-        is_bound = not all(each.take(numbers, table) for each, numbers in own if numbers)
-        if is_bound or _torch.mode_count():
+        if _torch.mode_count():
             return None
+        numbers = stock.numbers
         with _torch.below_autograd():
             for instruction in window.instructions:
+                if instruction.index in numbers:
+                    instruction.take(numbers[instruction.index], table)
                 result = instruction.call(*[table[place] for place in instruction.args])
                 [table[instruction.results[0]]] = tensors_of(result)
         return table[window.place_of[cell]]  # type: ignore[no-any-return]

@@ -312,8 +312,8 @@ class Window:
                 self._place(cell)
         self.instructions = [self._instruction(step) for step in steps]
         self.is_view = all(
-            instruction.is_quick and instruction.step.is_view and len(instruction.results) == 1
-            for instruction in self.instructions
+            each.is_quick and each.step.is_view and len(each.results) == 1 and not each.kwargs
+            for each in self.instructions
         )
         grad_mode = None
         for instruction in self.instructions:  # those that are not quick set the grad mode
