@@ -377,9 +377,9 @@ def program_of(site: Any) -> Program:
 def clear_programs() -> None:
     """Forget the programs of all call sites: every block is recorded again.
 
-    A program takes about 2 KiB per operator and holds no tensor. A process keeps those of the last
-    256 call sites, with at most 20,000 operators each. Blocks that run in this moment, and
-    backwards that are still to come, go on with the programs that they have.
+    Programs hold no tensors, and take about 2 KiB per operator. A process keeps them for at most
+    256 call sites, with at most 20,000 operators each. Blocks that are running, and backward passes
+    that are still to come, keep the programs that they have.
 
     >>> from checkpointing import clear_programs
     >>> clear_programs()

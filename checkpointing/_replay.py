@@ -242,8 +242,8 @@ class Replay(Source):
             return held
         if type(held) is tuple:
             parameter, version = held
-            if parameter._version != version or not parameter.data_ptr():
-                check_version(where, "a parameter", parameter, version)
+            check_version(where, "a parameter", parameter, version)
+            if not parameter.data_ptr():
                 check_there(where, parameter)
             return parameter  # type: ignore[no-any-return]
         tensor = inputs.get(held)
@@ -378,7 +378,8 @@ class _Execution:
         for instruction in self.window.instructions:
             is_quick = instruction.is_quick
             if instruction.index in numbers:
-                is_quick &= instruction.take(numbers[instruction.index], table)
+                instruction.take(numbers[instruction.index], table)
+                is_quick = is_quick and not instruction.kwargs
             if is_quick:
                 result = instruction.call(*[table[place] for place in instruction.args])
             else:

@@ -211,7 +211,10 @@ class Run(TorchDispatchMode, Region):
         """Which of these steps a call is, if any."""
         cells = self.cells
         mark = len(cells)
-        names, given = ((*kwargs,), (*args, *kwargs.values())) if kwargs else ((), args)
+        names: tuple[str, ...] = ()
+        given = args
+        if kwargs:
+            names, given = (*kwargs,), (*args, *kwargs.values())
         call = func, _is_grad_enabled(), len(args), names
         for step in following:
             if step.call != call:

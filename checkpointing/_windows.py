@@ -145,7 +145,8 @@ class Path:
         return sorted(found), starts
 
     def newest(self, value: Value) -> int:
-        """The last operator that made something of a value; -1 if it is held, or a view of that."""
+        """The last operator that made something of a value; -1 if the value, or what it is a view
+        of, is held."""
         newest = -1
         while self.source_of(value) is None:
             maker, *writer = self.makers(value)
@@ -165,7 +166,7 @@ class Path:
             else:
                 bundles.append([number])
         segments: dict[int, list[list[int]]] = defaultdict(list)
-        at_hand: dict[Value, list[int]] = defaultdict(list)  # what is kept
+        at_hand: dict[Value, list[int]] = defaultdict(list)  # by what is kept
         for bundle in bundles:
             values = [self.slots[slot].value for slot in bundle]
             if len(values) == 1 and values[0] in self.kept:
@@ -228,17 +229,18 @@ class Path:
         for slots in groups:
             steps, starts = self.slice_of([self.slots[slot].value for slot in slots])
             inputs = {start for start in starts.items() if start[0] not in self.parameters}
-            if starts and not all(self.steps[index].is_view for index in steps):
+            if inputs and not steps:  # held, and handed out as it is
+                found.append(slots)
+            elif starts and not all(self.steps[index].is_view for index in steps):
+                found.append(slots)
                 computed.update(dict.fromkeys(slots, (slots, inputs)))
-            elif steps or not inputs:
+            else:
                 small.append((slots, inputs))
-                continue
-            found.append(slots)
         rest: list[int] = []
         order = sorted(computed)
         for slots, inputs in small:
-            # With what was saved before, mostly by the same operator: that is needed for longer, so
-            # that no input is held for longer than without.
+            # Join what was saved just before, mostly by the same operator. Backward needs that for
+            # longer, so no input is held for longer than before.
             before = bisect_right(order, min(slots)) - 1
             theirs, held = computed[order[max(0, before)]] if order else (rest, set())
             if not inputs or (before >= 0 and inputs <= held):
@@ -274,13 +276,12 @@ class Instruction:
     wanted: list[tuple[int, int, bool]]
     dead: list[int]  # places that nothing reads any more
 
-    def take(self, own: dict[int, Any], table: list[Any]) -> bool:
-        """Put arguments that the run has of its own in their places. Returns whether `call` finds
-        them there: it has bound the keywords."""
+    def take(self, own: dict[int, Any], table: list[Any]) -> None:
+        """Put arguments that the run has of its own in their places. (`call` has bound the
+        keywords, and does not look there for them.)"""
         places = [*self.args, *self.kwargs.values()] if self.kwargs else self.args
         for number, value in own.items():
             table[places[number]] = value
-        return not self.kwargs
 
 
 class Window:

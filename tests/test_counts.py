@@ -183,7 +183,7 @@ def test_a_mask_is_drawn_in_the_window_beside_it():
 
 
 def test_a_view_of_an_input_pulls_in_nothing():
-    """Neither operators of a branch beside it, nor the other way round."""
+    """It runs no operators of a branch beside it, which in turn does not need the input."""
     w, u, x = leaf(3), leaf(4), torch.ones(8)
     with checkpoint_scope() as scope:
         one, two = (w * x[:3]).sum(), u.sin().exp().cos().sum()
