@@ -74,6 +74,9 @@ class Held:
         """The tensor as it was. Others may read it, too: it must not be written."""
         raise NotImplementedError
 
+    def renew(self) -> None:
+        """The region has written to other parts of its memory."""
+
     def freeze(self, copied: Copier = None) -> None:
         """The region is about to write the tensor: hold a copy from here on. `copied` copies the
         live tensor, which may be quicker than fetching it."""
@@ -102,6 +105,9 @@ class Aliased(Held):
     def is_stale(self) -> bool:
         """Whether it has been written since."""
         return _torch.version(self.packed) != self._version
+
+    def renew(self) -> None:
+        self._version = _torch.version(self.packed)
 
     def freeze(self, copied: Copier = None) -> None:
         self.packed, self.is_parameter = without_recording(_torch.clone_storage, self.packed), False
@@ -145,6 +151,11 @@ class Packed(Held):
         tensor: Tensor = self._hooks[1](self.packed)
         laid_out = without_recording(_torch.laid_out, tensor, self._layout)
         return tensor if laid_out is tensor else _torch.in_place_of(tensor, laid_out)
+
+    def renew(self) -> None:
+        live = self._live()
+        if live is not None:
+            self._version = _torch.version(live)
 
     def freeze(self, copied: Copier = None) -> None:
         pack, unpacked = self._hooks

@@ -64,14 +64,13 @@ class Memory:
         # That are saved, or read by others than those who write to it.
         self.values: set[Value] = set()
 
-    def drop_unfinished(self, steps: list[Step]) -> None:
+    def drop_unfinished(self, path: Path) -> None:
         """Leave out the values that a later step writes to. What reads them comes before that
         step, and their backward runs after it, so no window needs one of them from a cut."""
-        self.values = {
-            (cell, version)
-            for cell, version in self.values
-            if all(cell in steps[index].spares for index in self.writers if index > version)
-        }
+        for value in [*self.values] if self.writers else ():
+            later = [index for index in self.writers if index > value[1]]
+            if any(path.writes_to(path.steps[index], value[0]) for index in later):
+                self.values.remove(value)
 
 
 class Model:
@@ -101,7 +100,7 @@ class Model:
             path.memory_of[cell] for cell in path.given
         }
         for memory in self.memories.values():
-            memory.drop_unfinished(path.steps)
+            memory.drop_unfinished(path)
             if not (memory.nbytes and memory.values):
                 memory.final = self.never
             if memory.number in elsewhere and not memory.is_cheap:
@@ -726,3 +725,7 @@ def attach(plan: Plan, old: Plan | None) -> None:
         memory = path.memory_of[value[0]]
         path.steps[path.there_after(value)].keeps += ((value, memory not in counted),)
         counted.add(memory)
+        for step in path.writers.get(memory, ()):
+            if step.index > path.there_after(value) and value not in step.passes:
+                step.passes += (value,)
+                step.is_special = step.needs_preparation = True

@@ -104,17 +104,6 @@ class Filling(Known):
         self.covers = covers
 
 
-class Apart(Known):
-    """A part of a memory that the operator writes, while it leaves other parts alone."""
-
-    __slots__ = ("layouts",)
-
-    def __init__(self, cell: int, layouts: dict[int, Any]) -> None:
-        super().__init__(cell)
-        # By cell: of this part, and of the parts that are left alone. Each is compared once.
-        self.layouts = layouts
-
-
 class Parts:
     """A list or tuple with tensors in it."""
 
@@ -232,6 +221,7 @@ class Step:
         "next",
         "note",
         "parent",
+        "passes",
         "plain",
         "plan",
         "reads",
@@ -239,7 +229,6 @@ class Step:
         "run",
         "saves",
         "sizes",
-        "spares",
         "states",
         "targets",
         "varies",
@@ -263,8 +252,6 @@ class Step:
         self.first_cell = 0  # of its results
         self.reads: tuple[Value, ...] = ()
         self.writes: tuple[int, ...] = ()  # memories that a replay writes, too
-        # Cells on these memories that it does not write to.
-        self.spares: frozenset[int] = frozenset()
         self.targets: tuple[int, ...] = ()  # cells on memory from outside that it writes
         self.freezes: tuple[int, ...] = ()  # held cells on memory that it is about to write
         self.firsts: tuple[First, ...] = ()  # in the order of their cells
@@ -277,6 +264,8 @@ class Step:
         self.is_quick_draw = False  # from the generator of the device of the first argument
         # Values there after it that plans keep, and whether their bytes count.
         self.keeps: tuple[tuple[Value, bool], ...] = ()
+        # Those of memories that it writes: to other parts of them, mostly.
+        self.passes: tuple[Value, ...] = ()
         self.is_special = False  # anything but an operator that reads tensors and returns new ones
         self.needs_preparation = False  # something must be held before it runs
         # What recording knows after it, beside what it knew before:

@@ -32,7 +32,6 @@ from ._program import (
     NOT_WRITTEN,
     PLAIN,
     UNSEEN,
-    Apart,
     Filling,
     First,
     Known,
@@ -79,9 +78,6 @@ class Recorder:
         self._born: list[float] = []
         self._state: dict[int, str] = {}  # by memory
         self._written: dict[int, int] = {}  # by memory: the last step that wrote to it
-        self._writers: dict[int, list[Step]] = defaultdict(list)  # by memory
-        # By memory: the layouts that its writers compare, by cell.
-        self._compared: dict[int, dict[int, Any]] = defaultdict(dict)
         self._again: set[int] = set()  # memory from outside that the block writes
         self._lost: set[int] = set()  # cells that steps have filled which are not replayed
         self._held: set[int] = set()  # cells that are held, and views of them
@@ -150,10 +146,6 @@ class Recorder:
 
     def _add_write(self, memory: int, step: Step) -> None:
         self._written[memory] = step.index
-        self._writers[memory].append(step)
-        for template in step.args:
-            if type(template) is Apart:
-                self._compared[memory].update(template.layouts)
         self._held_on.pop(memory, None)
         if self._state[memory] is OUTSIDE and step.event is not UNSEEN:
             self._again.add(memory)
@@ -201,44 +193,8 @@ class Recorder:
         return all(self._tensor_in(cell) is None for cell in self._cells_on[memory])
 
     def _value(self, cell: int) -> Value:
-        """What is in a cell: as the last step left it that wrote there, rather than to another part
-        of its memory."""
-        writers = self._writers[self.memory_of[cell]]
-        return cell, next(
-            (step.index for step in reversed(writers) if cell not in step.spares), NOT_WRITTEN
-        )
-
-    def _spared(self, cell: int) -> dict[int, Any]:
-        """The live cells on its memory that a write to this one leaves alone, with how they lie."""
-        target = self._tensor_in(cell)
-        mine = _torch.layout_of(target)
-        # By id of a tensor: None if it is not left alone. One tensor may have many cells, since
-        # in-place operators return their argument.
-        layouts: dict[int, Any] = {}
-        found: dict[int, Any] = {}
-        for other in self._cells_on[self.memory_of[cell]]:
-            tensor = self._tensor_in(other)
-            if tensor is None:
-                continue
-            if id(tensor) not in layouts:
-                layout = _torch.layout_of(tensor)
-                is_apart = tensor.dtype is target.dtype and _torch.lie_apart(mine, layout)
-                layouts[id(tensor)] = layout if is_apart else None
-            layout = layouts[id(tensor)]
-            if layout is not None:
-                found[other] = layout
-        return {**found, cell: mine} if found else found
-
-    def _not_compared(self, layouts: dict[int, Any], memory: int) -> dict[int, Any]:
-        """The layouts that no earlier step compares."""
-        compared = self._compared[memory].items()
-        known = {id(self._tensor_in(cell)): layout for cell, layout in compared}
-        found: dict[int, Any] = {}
-        for cell, layout in layouts.items():
-            tensor = id(self._tensor_in(cell))
-            if known.get(tensor) != layout:
-                known[tensor] = found[cell] = layout
-        return found
+        """What is in a cell: as the last step left it that wrote to any part of its memory."""
+        return cell, self._written.get(self.memory_of[cell], NOT_WRITTEN)
 
     def _state_at(self, cell: int | None) -> str | None:
         """What is known of the memory that a cell uses."""
@@ -454,8 +410,8 @@ class Recorder:
         memory = self.memory_of[cell]
         if is_outside:
             step.targets += (cell,)
-        elif not info.gathers:  # after whoever wrote to its memory before, also to another part
-            self._reads.append((cell, self._written.get(memory, NOT_WRITTEN)))
+        elif not info.gathers:  # after whoever wrote to its memory before
+            self._reads.append(self._value(cell))
         if info.gathers:
             # As it was before it had been given back, if it was there before.
             step.states += ((memory, OUTSIDE),)
@@ -464,12 +420,6 @@ class Recorder:
             template = self._fill_target(step, template, tensor)
         elif step.effect:
             step.states += ((memory, OUTSIDE),)
-        if len(info.targets) == 1 and type(template) is Known:
-            layouts = self._spared(cell)
-            step.spares = frozenset(layouts.keys() - {cell})
-            new = self._not_compared(layouts, memory)
-            if new:
-                template = Apart(cell, new)
         if memory not in step.writes:
             step.writes += (memory,)
             step.freezes += tuple(self._held_on[memory])

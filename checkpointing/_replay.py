@@ -5,9 +5,9 @@ When a block ends, its plan says which holders share a window, and each group of
 needs is freed when the block ends, and the rest goes as backward passes by (rule 9). Opening a
 holder runs the window of its group.
 
-Invariant: a window writes to no memory that it has been given or has given away. Tensors on memory
-that it writes are copied when they are fetched, and delivered as copies if a later step of it
-writes there.
+Invariant: a window writes to no memory that it has been given or gives away. Tensors on memory that
+it writes are copied when they are fetched. Before it writes, the slots that it has found and that
+overlap with the target are copied, by the geometry that both have in this very run.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ._ops import tensors_of
 from ._plan import Plan, attach, plan_of
 from ._program import NOT_WRITTEN, Like, Slot
 from ._run import Run, Wrapped, sizes_of, slots_of
-from ._windows import Group, Instruction, Path, Window, maker_of
+from ._windows import Found, Group, Instruction, Path, Window, maker_of
 
 
 class Stock:
@@ -359,8 +359,8 @@ class _Execution:
         self.source, self.request, self.stock, self.window = source, request, stock, window
         self.undo = undo
         self.holders = holders  # by slot
-        self.copies: dict[tuple[int, int], Tensor] = {}  # by storage and version
-        self.parts: dict[int, dict[int, Tensor]] = defaultdict(dict)
+        self.found: dict[int, Tensor] = {}  # by slot
+        self.exposed: dict[int, list[int]] = defaultdict(list)  # by memory: found, and not copied
         self.table = window.table.copy()
         # Before autograd is switched off: an enclosing region may have to rerun for them.
         frame, inputs = request.frame, request.task.memory
@@ -370,6 +370,7 @@ class _Execution:
     def run(self) -> None:
         with _torch.below_autograd():
             self._run()
+            self._deliver()
         self.source.replayed += self.window.counted
 
     def _run(self) -> None:
@@ -389,8 +390,8 @@ class _Execution:
             else:
                 self._take(instruction, result)
             result = None
-            for wanted in instruction.wanted:
-                self._deliver(wanted)
+            for found in instruction.wanted:
+                self._note(found)
             for place in instruction.dead:
                 table[place] = None
 
@@ -401,12 +402,20 @@ class _Execution:
             log += [(str(step.func), "") for step in steps if not step.is_view]
         if window.written:
             self._copy_what_is_written()
-        for wanted in window.at_once:
-            self._deliver(wanted)
+        for found in window.at_once:
+            self._note(found)
+
+    def _note(self, found: Found) -> None:
+        """A slot has been made."""
+        self.found[found.slot] = self.table[found.place]
+        if found.memory is not None:
+            self.exposed[found.memory].append(found.slot)
 
     def _call(self, instruction: Instruction) -> Any:
         """Run a step with all that may belong to it."""
         _torch.set_grad_enabled(instruction.step.grad_mode)
+        for memory in instruction.writes:
+            self._save_from(instruction, memory)
         draws = instruction.step.draws
         state = self.stock.random.get(instruction.index) if draws else None
         if state is not None:
@@ -448,44 +457,41 @@ class _Execution:
         kind, places = place
         return kind([self._look(part) for part in places])
 
-    def _copy_of(self, tensor: Tensor, slot: Slot) -> Tensor:
-        """A copy of what a later step will write to; a region inside may take several tensors that
-        share memory."""
-        if not slot.is_read:
-            return _torch.copy(tensor)
-        key = _torch.storage_id(tensor), slot.version
-        if key not in self.copies:
-            self.copies[key] = _torch.clone_storage(tensor)
-        return _torch.lay_as(tensor, self.copies[key])
+    def _save_from(self, instruction: Instruction, memory: int) -> None:
+        """Copy the slots that an instruction is about to write to. A region inside may take several
+        tensors that share memory."""
+        targets = tensors_of([self._look(place) for place in instruction.targets])
+        slots, exposed = self.window.targets, self.exposed[memory]
+        hit = {n for n in exposed if any(_torch.overlap(self.found[n], t) for t in targets)}
+        if any(slots[number].is_read for number in hit):
+            hit.update([number for number in exposed if slots[number].is_read])
+        copies = _torch.Copies()
+        for number in hit:
+            copy = copies.copy if slots[number].is_read else _torch.copy
+            self.found[number] = copy(self.found[number])
+        self.exposed[memory] = [number for number in exposed if number not in hit]
 
-    def _deliver(self, wanted: tuple[int, int, bool]) -> None:
-        number, place, is_written = wanted
-        tensor = self.table[place]
-        if is_written:
-            tensor = self._copy_of(tensor, self.window.path.slots[number])
-        holder = self.holders[number]
-        saved = holder.saved
-        if type(saved) is Wrapped:
-            parts = self.parts[holder.slot]
-            parts[number] = tensor
-            if len(parts) < len([*slots_of(saved)]):
-                return
-            tensor = _wrap(saved, iter([parts[number] for number in sorted(parts)]))
-        elif not hasattr(holder, "stock"):
-            self.source.tape.adopt(tensor, saved)
-        self.request.deliver(holder, tensor)
+    def _deliver(self) -> None:
+        """Hand out what has been found."""
+        parts: dict[int, list[Tensor]] = defaultdict(list)  # by holder
+        for number, tensor in sorted(self.found.items()):
+            holder = self.holders[number]
+            saved = holder.saved
+            if type(saved) is Wrapped:
+                parts[holder.slot].append(tensor)
+                if len(parts[holder.slot]) == len([*slots_of(saved)]):
+                    self.request.deliver(holder, _wrap(saved, iter(parts[holder.slot])))
+                continue
+            if not hasattr(holder, "stock"):
+                self.source.tape.adopt(tensor, saved)
+            self.request.deliver(holder, tensor)
 
 
 class _Filling(_Execution):
     """One replay that makes what other windows start from."""
 
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
-        self.found: dict[int, Tensor] = {}
-
-    def _deliver(self, wanted: tuple[int, int, bool]) -> None:
-        number, place, is_written = wanted
-        self.found[number] = _torch.copy(self.table[place]) if is_written else self.table[place]
+    def _deliver(self) -> None:
+        """They take it from `found`."""
 
 
 def _wrap(saved: Wrapped, parts: Any) -> Tensor:

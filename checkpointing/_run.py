@@ -38,7 +38,6 @@ from ._program import (
     KEEP,
     NO_KEYWORDS,
     UNSEEN,
-    Apart,
     Filling,
     First,
     Known,
@@ -76,7 +75,7 @@ class Placement(NamedTuple):
 
 NOWHERE = Places(None, None, None)
 
-PLANNED = "planned"  # in place of an answer
+PLANNED, PASSED = "planned", "passed"  # in place of an answer
 RESTING = -1  # no depth of recomputes
 
 _Parameter = nn.Parameter
@@ -428,6 +427,8 @@ class Run(TorchDispatchMode, Region):
             self._hold(first)
         for cell in step.freezes:
             self._freeze(cell, step)
+        for value in step.passes:
+            self._pass(value, step, args)
         if step.targets and self._around is not None:
             targets = [self.cells[cell]() for cell in step.targets]
             note_written(self._around, {*map(_storage_of, targets)})
@@ -496,17 +497,31 @@ class Run(TorchDispatchMode, Region):
         self.held[key] = held
         return held
 
-    def _freeze(self, cell: int, step: Step) -> None:
-        """What is held there is about to be written: hold a copy."""
-        held = self.held.get(cell)
+    def _pass(self, value: Value, step: Step, args: Any) -> None:
+        """The memory of a kept value is about to be written: hold a copy, unless only other parts
+        are."""
+        held = self.held.get(value)
+        if held is None:
+            return
+        tensor = held.packed if type(held) is Aliased else self.cells[value[0]]()
+        written = [args[place] for place in step.info.targets if type(place) is int]
+        is_seen = tensor is not None and 0 < len(written) == len(step.info.targets)
+        if is_seen and not any(_torch.overlap(tensor, target) for target in tensors_of(written)):
+            self._pending.append((PASSED, held))
+        else:
+            self._freeze(value, step)
+
+    def _freeze(self, key: Any, step: Step) -> None:
+        """What is held is about to be written: hold a copy."""
+        held = self.held.get(key)
         if type(held) is tuple:
             parameter, version = held
-            held = self.held[cell] = Aliased(parameter, "a parameter", version=version)
+            held = self.held[key] = Aliased(parameter, "a parameter", version=version)
         if held is None:
             return
         # Custom operators count versions up before they run.
         if step.info.custom or not held.is_stale:
-            tensor = self.cells[cell]()
+            tensor = self.cells[key if type(key) is int else key[0]]()
             held.freeze(None if tensor is None else lambda: _torch.copy(tensor))
 
     # ---- what autograd saves
@@ -756,6 +771,8 @@ class Run(TorchDispatchMode, Region):
             answer, tensor = self._pending.pop(0)
             if answer is PLANNED:
                 self._hold_planned(*tensor)
+            elif answer is PASSED:
+                tensor.renew()
             else:
                 self._obey(answer, tensor)
 
@@ -876,24 +893,11 @@ def _matches_filling(run: Run, known: Filling, arg: Any) -> bool:
     return bool(known.covers == (arg.nbytes >= arg.untyped_storage().nbytes()))
 
 
-def _matches_apart(run: Run, known: Apart, arg: Any) -> bool:
-    if not _is_known(run, known, arg):
-        return False
-    for cell, layout in known.layouts.items():
-        tensor = run.cells[cell]()
-        if tensor is None:
-            return False
-        if (tensor.shape, tensor.stride(), tensor.storage_offset()) != layout:
-            return False
-    return True
-
-
 # By the type of a template: whether an argument is what it was.
 _TEMPLATES: dict[type, Callable[[Run, Any, Any], bool]] = {
     Known: _is_known,
     First: Run._meets,
     Filling: _matches_filling,
-    Apart: _matches_apart,
     Parts: _matches_parts,
     Varying: lambda run, known, arg: known.kind is type(arg) and _is_plain(arg),
     Thing: lambda run, known, arg: known.kind is type(arg),

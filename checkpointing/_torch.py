@@ -526,15 +526,18 @@ def are_of_checkpoint(hooks: Hooks) -> bool:
     return getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint"
 
 
-def lie_apart(one: Layout | None, other: Layout | None) -> bool:
-    """Whether two tensors of one type and storage share no element: two ranges, or columns of one
-    matrix."""
-    if one is None or other is None:
-        return False
+def overlap(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors may share an element. They do not if they are two ranges of a storage, or
+    columns of one matrix."""
+    if one is other or storage_of(one) != storage_of(other):
+        return one is other
+    mine, others = layout_of(one), layout_of(other)
+    if mine is None or others is None or one.dtype is not other.dtype:
+        return True
     rows = [sys.maxsize]  # all memory is one row
-    if one[1] == other[1]:
-        rows.append(max([1, *one[1]]))
-    return any(_are_other_columns(one, other, row) for row in rows)
+    if mine[1] == others[1]:
+        rows.append(max([1, *mine[1]]))
+    return not any(_are_other_columns(mine, others, row) for row in rows)
 
 
 def _are_other_columns(one: Layout, other: Layout, row: int) -> bool:

@@ -20,7 +20,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ from torch import Tensor
 from ._program import (
     BROUGHT_BACK,
     KEEP,
+    Filling,
     First,
     Known,
     Like,
@@ -53,6 +54,8 @@ class Path:
         self._maker: dict[int, int] = {}
         self.given: set[int] = set()
         self.parameters: set[int] = set()
+        self.writers: dict[int, list[Step]] = defaultdict(list)  # by memory
+        self._bases: dict[int, int] = {}  # by cell of a view, or of a tensor that has been written
         self.trained: list[int] = []  # cells of parameters
         self.differentiable: set[int] = set()  # memories from outside
         for step, saves in with_saves(run):
@@ -61,6 +64,10 @@ class Path:
             for cell, memory in step.memories:
                 self.memory_of[cell] = memory
                 self._maker[cell] = step.index
+                if step.reads and (step.is_view or memory in step.writes):
+                    self._bases[cell] = step.reads[0][0]
+            for memory in step.writes:
+                self.writers[memory].append(step)
             if step.event is KEEP and not step.effect:
                 self.kept[step.reads[0]] = step.first_cell
                 self.cuts.append(step.index)
@@ -106,6 +113,25 @@ class Path:
         cell, version = value
         maker = self._maker[cell]
         return (maker,) if version <= maker else (maker, version)
+
+    def writes_to(self, step: Step, cell: int) -> bool:
+        """Whether a step writes to the tensor in this cell, to what that is a view of, or to a view
+        of it. Two views of one tensor are parts of it: mostly, they lie apart."""
+        for place in step.info.targets:
+            target = step.named[place] if isinstance(place, str) else step.args[place]
+            if type(target) not in _TENSORS:
+                return True
+            line, other = self._line(cell), self._line(target.cell)
+            if line[0] in other or other[0] in line:
+                return True
+        return not step.info.targets
+
+    def _line(self, cell: int) -> list[int]:
+        """A tensor, and what it is a view of."""
+        line = [cell]
+        while line[-1] in self._bases:
+            line.append(self._bases[line[-1]])
+        return line
 
     def there_after(self, source: Any) -> int:
         """The step after which a run holds what it keeps."""
@@ -262,6 +288,14 @@ def maker_of(value: Value, steps: Sequence[Step]) -> Step | None:
     return None
 
 
+class Found(NamedTuple):
+    """A slot that a window has made."""
+
+    slot: int
+    place: int
+    memory: int | None  # if the window writes there later
+
+
 class Instruction:
     """One step of a window: where on the table its arguments are, and where its results go."""
 
@@ -273,8 +307,10 @@ class Instruction:
     kwargs: dict[str, Any]
     is_quick: bool  # whether there is nothing to do but to call `call` with the tensors in `args`
     results: list[int]
-    wanted: list[tuple[int, int, bool]]
+    wanted: list[Found]  # after it
     dead: list[int]  # places that nothing reads any more
+    writes: list[int]  # memories of slots that were found before it
+    targets: list[Any]  # the places where it writes
 
     def take(self, own: dict[int, Any], table: list[Any]) -> None:
         """Put arguments that the run has of its own in their places. (`call` has bound the
@@ -292,15 +328,12 @@ class Window:
     ) -> None:
         self.path = path
         self.slots = [*slots]
-        self._targets = path.slots if targets is None else targets  # what the slots are numbers in
-        values = [self._targets[slot].value for slot in self.slots]
+        self.targets = path.slots if targets is None else targets  # what the slots are numbers in
+        values = [self.targets[slot].value for slot in self.slots]
         self.order, starts = path.slice_of(values)
         steps = [path.steps[index] for index in self.order]
         self.counted = sum(step.is_counted for step in steps)
-        self.written: dict[int, list[Step]] = defaultdict(list)  # by memory
-        for step in steps:
-            for memory in step.writes:
-                self.written[memory].append(step)
+        self.written = {memory for step in steps for memory in step.writes}
         self.table: list[Any] = []
         self.place_of: dict[int, int] = {}  # by cell
         self.starts = [
@@ -320,9 +353,7 @@ class Window:
         for instruction in self.instructions:  # those that are not quick set the grad mode
             instruction.is_quick &= instruction.step.grad_mode is grad_mode
             grad_mode = instruction.step.grad_mode
-        self.at_once = [
-            self._wanted(n) for n in self.slots if self._ready_after(self._targets[n], starts) < 0
-        ]
+        self.at_once: list[Found] = []
         self._find_wanted(starts)
         self._find_last_uses()
 
@@ -362,11 +393,14 @@ class Window:
         made.results = [self.place_of[cell] for cell, _ in step.memories]
         made.wanted = []
         made.dead = []
+        made.writes = []
+        arguments: dict[Any, Any] = {**dict(enumerate(made.args)), **made.kwargs}
+        made.targets = [arguments[place] for place in step.info.targets if place in arguments]
         return made
 
     def _brought_back(self, step: Step) -> Any:
         memories = {self.path.memory_of[step.reads[0][0]], self.path.memory_of[step.first_cell]}
-        return torch.clone if memories & self.written.keys() else _same
+        return torch.clone if memories & self.written else _same
 
     def _ready_after(self, slot: Slot, starts: dict[int, Any]) -> int:
         """The step after which a slot can be delivered; -1 if it is held."""
@@ -374,23 +408,27 @@ class Window:
             return -1
         return max(self.path.makers(slot.value))
 
-    def _wanted(self, number: int) -> tuple[int, int, bool]:
-        """A slot, its place, and whether it must be copied because a later step writes to its
-        memory."""
-        slot = self._targets[number]
-        later = [
-            step
-            for step in self.written.get(self.path.memory_of[slot.cell], ())
-            if step.index > slot.version
-        ]
-        return number, self.place_of[slot.cell], any(slot.cell not in step.spares for step in later)
-
-    def _find_wanted(self, starts: dict[int, int]) -> None:
+    def _find_wanted(self, starts: dict[int, Any]) -> None:
+        """Find when each slot is there, and which writes come after that."""
         at = {instruction.index: instruction for instruction in self.instructions}
+        writers: dict[int, list[Instruction]] = defaultdict(list)  # by memory
+        for instruction in self.instructions:
+            for memory in instruction.step.writes:
+                writers[memory].append(instruction)
+        first: dict[int, int] = {}  # by memory: the step after which its first slot is there
         for number in self.slots:
-            index = self._ready_after(self._targets[number], starts)
-            if index >= 0:
-                at[index].wanted.append(self._wanted(number))
+            slot = self.targets[number]
+            index = self._ready_after(slot, starts)
+            memory = self.path.memory_of[slot.cell]
+            is_written = memory in writers and writers[memory][-1].index > index
+            wanted = self.at_once if index < 0 else at[index].wanted
+            wanted.append(Found(number, self.place_of[slot.cell], memory if is_written else None))
+            first[memory] = min(index, first.get(memory, index))
+        for memory in writers.keys() & first.keys():
+            for instruction in writers[memory]:
+                if instruction.index > first[memory]:
+                    instruction.writes.append(memory)
+                    instruction.is_quick = False
 
     def _find_last_uses(self) -> None:
         last: dict[int, Instruction] = {}
@@ -401,7 +439,7 @@ class Window:
                 *_flatten(instruction.kwargs.values()),
                 *instruction.results,
             ]
-            places += [place for _, place, _ in instruction.wanted]
+            places += [found.place for found in instruction.wanted]
             last.update((place, instruction) for place in places if place in tensors)
         for place, instruction in last.items():
             instruction.dead.append(place)
@@ -495,3 +533,4 @@ class Group:
 
 
 _MOST_WINDOWS = 4
+_TENSORS = (Known, First, Filling)

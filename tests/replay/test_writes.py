@@ -1,6 +1,8 @@
 """Writes that schemas hide, that go outside, that nobody sees; random operators; inputs that change
 later."""
 
+import random
+
 import pytest
 import torch
 from bitwise import DOORS, REPLAY, RERUN, Table, leaves
@@ -214,15 +216,44 @@ def test_a_value_that_a_backward_inside_has_brought_back_outlives_a_write(create
     assert torch.equal(torch.autograd.grad(y, x)[0], want)
 
 
-def test_layouts_are_compared_once_per_tensor_and_write(monkeypatch):
-    """A loop that writes four columns in turn: recording it takes no longer at its end."""
+def test_what_is_saved_of_a_memory_is_compared_with_later_writes_until_it_is_copied(monkeypatch):
+    """A loop that writes four columns in turn: replaying it takes no longer at its end."""
     compared = []
-    lie_apart = _torch.lie_apart
-    monkeypatch.setattr(_torch, "lie_apart", lambda *a: compared.append(a) or lie_apart(*a))
+    overlap = _torch.overlap
+    monkeypatch.setattr(_torch, "overlap", lambda *a: compared.append(a) or overlap(*a))
     x = torch.rand(8, 4, requires_grad=True)
     with checkpoint_scope():
         y = x * 1
         columns = [y[:, n : n + 1] for n in range(4)]
         for n in range(100):
-            columns[n % 4].mul_(0.5)
-    assert len(compared) <= 100 * 9
+            columns[n % 4].tanh_()
+    y.sum().backward()
+    assert 0 < len(compared) <= 100 * 4
+
+
+def test_tensors_that_share_an_element_overlap():
+    """Ten thousand pairs of strided views, against the elements themselves."""
+    random.seed(0)
+    base = torch.arange(120)
+    apart = 0
+    for _ in range(10_000):
+        views = []
+        for _ in range(2):
+            size = [random.randint(0, 4) for _ in range(random.randint(0, 3))]
+            stride = [random.choice([0, 1, 2, 3, 5, 6, 12]) for _ in size]
+            if random.random() < 0.5 and views and len(views[0].shape) == len(size):
+                stride = views[0].stride()
+            last = sum(step * max(0, n - 1) for n, step in zip(size, stride, strict=True))
+            views.append(base.as_strided(size, stride, random.randint(0, 59 - min(59, last))))
+        one, other = views
+        share = not {*one.flatten().tolist()}.isdisjoint(other.flatten().tolist())
+        found = _torch.overlap(one, other)
+        assert found or not share
+        apart += not found
+    assert apart > 2_000
+    x = torch.rand(2, 3)
+    assert _torch.overlap(x[:0], x) is False
+    assert _torch.overlap(x, x)
+    assert _torch.overlap(x, x.view(torch.int32))
+    assert not _torch.overlap(x, x.clone())
+    assert not any(_torch.overlap(*x.chunk(3, 1)[n : n + 2]) for n in range(2))
