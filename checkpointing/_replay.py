@@ -192,49 +192,27 @@ class Replay(Source):
         return Path(self.tape) if self.plan is None else self.plan.path
 
     def at_hand(self, holder: Holder, where: Frame) -> Tensor | None:
-        """A value that is held, and that hooks have not taken: nothing to compute, nothing to
-        share."""
+        """A value that is held, or a view of one, that hooks have not taken: nothing to compute,
+        nothing to share."""
         slot = holder.saved
         is_replayed = where.check is not None or not where.early_stop
         if is_replayed or type(slot) is not Slot:
             return None
         stock = self._stock_of(holder, where)
-        key = slot.cell if slot.is_held else stock.group.only
-        if key is not None:
-            return self._referenced(stock.held[key], where)
-        window = stock.group.shown()
-        if window is None:
-            return None
-        table = window.table.copy()
-        for place, key, _ in window.starts:
-            table[place] = self._referenced(stock.held[key], where)
-            if table[place] is None:
-                return None
-        return self._view(window, stock, table, slot.cell)
-
-    def _referenced(self, held: Any, where: Frame) -> Tensor | None:
-        """A tensor that is held as it is."""
+        held = stock.held.get(slot.cell if slot.is_held else stock.group.only)
         if type(held) is Aliased and not (held.is_stale or held.is_parameter):
             return held.packed  # type: ignore[no-any-return]
-        if isinstance(held, Held) and held.is_packed:
+        window = None if held is not None else stock.group.shown()
+        if any(isinstance(each, Held) and each.is_packed for each in stock.held.values()):
             return None
         try:
-            return self.fetch(held, where, {})
+            if held is not None:
+                return self.fetch(held, where, {})
+            if window is not None and not _torch.mode_count():  # which would see it being made
+                return _Execution(self, where, stock, window, {}, []).run().popitem()[1]
         except errors.CheckpointError:
-            return None  # it will be raised again, from a recompute
-
-    def _view(self, window: Window, stock: Stock, table: list[Any], cell: int) -> Tensor | None:
-        """A view of what is on the table, which no mode sees being made."""
-        if _torch.mode_count():
-            return None
-        numbers = stock.numbers
-        with _torch.below_autograd():
-            for instruction in window.instructions:
-                if instruction.index in numbers:
-                    instruction.take(numbers[instruction.index], table)
-                result = instruction.call(*[table[place] for place in instruction.args])
-                [table[instruction.results[0]]] = tensors_of(result)
-        return table[window.place_of[cell]]  # type: ignore[no-any-return]
+            pass  # it will be raised again, from a recompute
+        return None
 
     def fetch(self, held: Any, where: Frame, inputs: dict[Any, Tensor]) -> Tensor:
         """What a run holds in a cell."""
@@ -293,14 +271,27 @@ class Replay(Source):
             task.memory.clear()
 
     def _replay(self, holder: Holder, request: Recompute, undo: Undo) -> None:
-        """Run the window of a holder."""
+        """Run the window of a holder, and hand out what it makes."""
+        frame = request.frame
         stock = self._part_of(holder, request, undo)
         holders = stock.wanted(request)
         window = stock.group.window(tuple(holders))
-        execution = _Execution(self, request, stock, window, holders, undo)
-        if self.tape.movers and request.frame.complete:
-            self._prefetch(stock, request.frame)
-        execution.run()
+        execution = _Execution(self, frame, stock, window, request.task.memory, undo)
+        if self.tape.movers and frame.complete:
+            self._prefetch(stock, frame)
+        parts: dict[int, list[Tensor]] = defaultdict(list)  # by holder
+        for number, tensor in sorted(execution.run().items()):
+            holder = holders[number]
+            saved = holder.saved
+            if type(saved) is Wrapped:
+                mine = parts[holder.slot]
+                mine.append(tensor)
+                if len(mine) == len([*slots_of(saved)]):
+                    request.deliver(holder, _wrap(saved, iter(mine)))
+                continue
+            if not hasattr(holder, "stock"):
+                self.tape.adopt(tensor, saved)
+            request.deliver(holder, tensor)
 
     def _part_of(self, holder: Holder, request: Recompute, undo: Undo) -> Stock:
         """What the window of a holder starts from. Where the run has not held it, it is made now,
@@ -327,10 +318,8 @@ class Replay(Source):
         values, window = stock.group.filling(
             {source for part, mine in parts for source in part.needs(mine)[0]}
         )
-        execution = _Filling(self, request, stock, window, {}, undo)
-        execution.run()
-        held = {**stock.held}
-        held.update((value, execution.found[number]) for number, value in enumerate(values))
+        made = _Execution(self, request.frame, stock, window, request.task.memory, undo).run()
+        held = {**stock.held, **{value: made[number] for number, value in enumerate(values)}}
         found: dict[int, Stock] = {}
         for part, mine in parts:
             part_stock = Stock(part, held, stock, mine)
@@ -350,28 +339,27 @@ class _Execution:
     def __init__(
         self,
         source: Replay,
-        request: Recompute,
+        frame: Frame,
         stock: Stock,
         window: Window,
-        holders: dict[int, Holder],
+        inputs: dict[Any, Tensor],
         undo: Undo,
     ) -> None:
-        self.source, self.request, self.stock, self.window = source, request, stock, window
+        self.source, self.frame, self.stock, self.window = source, frame, stock, window
         self.undo = undo
-        self.holders = holders  # by slot
         self.found: dict[int, Tensor] = {}  # by slot
         self.exposed: dict[int, list[int]] = defaultdict(list)  # by memory: found, and not copied
         self.table = window.table.copy()
         # Before autograd is switched off: an enclosing region may have to rerun for them.
-        frame, inputs = request.frame, request.task.memory
         for place, key, _ in window.starts:
             self.table[place] = source.fetch(stock.held[key], frame, inputs)
 
-    def run(self) -> None:
+    def run(self) -> dict[int, Tensor]:
+        """What the window makes, by slot."""
         with _torch.below_autograd():
             self._run()
-            self._deliver()
         self.source.replayed += self.window.counted
+        return self.found
 
     def _run(self) -> None:
         table, numbers = self.table, self.stock.numbers
@@ -448,7 +436,7 @@ class _Execution:
         was = self.stock.sizes.get(instruction.index)
         if was is not None and was != (now := sizes_of(result)):
             name = str(instruction.step.func)
-            raise errors.another_size(self.request.frame, name, sum(was), sum(now))
+            raise errors.another_size(self.frame, name, sum(was), sum(now))
 
     def _look(self, place: Any) -> Any:
         if type(place) is int:
@@ -470,28 +458,6 @@ class _Execution:
             copy = copies.copy if slots[number].is_read else _torch.copy
             self.found[number] = copy(self.found[number])
         self.exposed[memory] = [number for number in exposed if number not in hit]
-
-    def _deliver(self) -> None:
-        """Hand out what has been found."""
-        parts: dict[int, list[Tensor]] = defaultdict(list)  # by holder
-        for number, tensor in sorted(self.found.items()):
-            holder = self.holders[number]
-            saved = holder.saved
-            if type(saved) is Wrapped:
-                parts[holder.slot].append(tensor)
-                if len(parts[holder.slot]) == len([*slots_of(saved)]):
-                    self.request.deliver(holder, _wrap(saved, iter(parts[holder.slot])))
-                continue
-            if not hasattr(holder, "stock"):
-                self.source.tape.adopt(tensor, saved)
-            self.request.deliver(holder, tensor)
-
-
-class _Filling(_Execution):
-    """One replay that makes what other windows start from."""
-
-    def _deliver(self) -> None:
-        """They take it from `found`."""
 
 
 def _wrap(saved: Wrapped, parts: Any) -> Tensor:

@@ -210,10 +210,18 @@ class Path:
     def _connected(self, bundles: list[list[int]]) -> list[list[int]]:
         """The slots of these bundles, in groups whose slices share operators; that two share a view
         is no reason."""
-        group_of: dict[int, tuple[list[int], list[int]]] = {}  # by step: slots and steps
-        for bundle in reversed(bundles):  # mostly, the last one needs whatever the others need
-            mine: tuple[list[int], list[int]] = (list(bundle), [])
-            stack = [self.slots[slot].value for slot in bundle]
+        leader = [*range(len(bundles))]  # by bundle: another one of its group, or itself
+        first: dict[int, int] = {}  # by operator: the bundle that was seen to run it first
+
+        def find(bundle: int) -> int:
+            while leader[bundle] != bundle:
+                leader[bundle] = bundle = leader[leader[bundle]]
+            return bundle
+
+        for number in reversed(
+            range(len(bundles))
+        ):  # mostly, the last one needs whatever the others need
+            stack = [self.slots[slot].value for slot in bundles[number]]
             views: set[int] = set()
             while stack:
                 value = stack.pop()
@@ -222,55 +230,44 @@ class Path:
                 for index in self.makers(value):
                     step = self.steps[index]
                     if step.is_view:
-                        if index not in views:
-                            views.add(index)
-                            stack += step.reads
-                        continue
-                    theirs = group_of.get(index)
-                    if theirs is None:
-                        group_of[index] = mine
-                        mine[1].append(index)
+                        is_known = index in views
+                        views.add(index)
+                    else:
+                        is_known = index in first
+                        leader[find(number)] = find(first.setdefault(index, number))
+                    if not is_known:
                         stack += step.reads
-                    elif theirs is not mine:
-                        small, mine = (
-                            (mine, theirs) if len(mine[1]) < len(theirs[1]) else (theirs, mine)
-                        )
-                        mine[0].extend(small[0])
-                        mine[1].extend(small[1])
-                        group_of.update(dict.fromkeys(small[1], mine))
-            if not mine[1]:
-                group_of[-1 - bundle[0]] = mine
-        return self._merged(
-            [slots for slots, _ in {id(group): group for group in group_of.values()}.values()]
-        )
+        groups: dict[int, list[int]] = defaultdict(list)
+        for number, bundle in enumerate(bundles):
+            groups[find(number)] += bundle
+        return self._joined([*groups.values()])
 
-    def _merged(self, groups: list[list[int]]) -> list[list[int]]:
-        """The same with what would cost a window of its own beside the rest: parameters and their
-        views, what is drawn from nothing (the masks of dropout), and views of what the rest starts
-        from, too."""
-        # By slot: its group, and the inputs and kept values that this starts from.
-        computed: dict[int, tuple[list[int], set[Any]]] = {}
-        small: list[tuple[list[int], set[Any]]] = []
+    def _joined(self, groups: list[list[int]]) -> list[list[int]]:
+        """Groups, where what would cost a window of its own has joined the group saved just
+        before, mostly by the same operator: parameters and their views, what is drawn from nothing
+        (the masks of dropout), and views of what that group starts from, too. Backward needs that
+        group for longer, so no input is held for longer than before."""
         found: list[list[int]] = []
+        small: list[tuple[list[int], set[Any]]] = []
+        # By slot: its group, and the inputs and kept values that this starts from.
+        hosts: dict[int, tuple[list[int], set[Any]]] = {}
         for slots in groups:
             steps, starts = self.slice_of([self.slots[slot].value for slot in slots])
             inputs = {start for start in starts.items() if start[0] not in self.parameters}
-            if inputs and not steps:  # held, and handed out as it is
+            computes = starts and not all(self.steps[index].is_view for index in steps)
+            if computes:
+                hosts.update(dict.fromkeys(slots, (slots, inputs)))
+            if computes or (inputs and not steps):  # that is held, and handed out as it is
                 found.append(slots)
-            elif starts and not all(self.steps[index].is_view for index in steps):
-                found.append(slots)
-                computed.update(dict.fromkeys(slots, (slots, inputs)))
             else:
                 small.append((slots, inputs))
         rest: list[int] = []
-        order = sorted(computed)
+        order = sorted(hosts)
         for slots, inputs in small:
-            # Join what was saved just before, mostly by the same operator. Backward needs that for
-            # longer, so no input is held for longer than before.
             before = bisect_right(order, min(slots)) - 1
-            theirs, held = computed[order[max(0, before)]] if order else (rest, set())
+            host, held = hosts[order[max(0, before)]] if order else (rest, set())
             if not inputs or (before >= 0 and inputs <= held):
-                theirs += slots
+                host += slots
             else:
                 found.append(slots)
         return [sorted(slots) for slots in [*found, rest] if slots]
@@ -345,10 +342,7 @@ class Window:
             for cell, _ in step.memories:
                 self._place(cell)
         self.instructions = [self._instruction(step) for step in steps]
-        self.is_view = all(
-            each.is_quick and each.step.is_view and len(each.results) == 1 and not each.kwargs
-            for each in self.instructions
-        )
+        self.is_view = all(step.is_view for step in steps)
         grad_mode = None
         for instruction in self.instructions:  # those that are not quick set the grad mode
             instruction.is_quick &= instruction.step.grad_mode is grad_mode
