@@ -485,7 +485,11 @@ class _Block:
         code, place = where if fn is None else (getattr(fn, "__code__", type(fn)), 0)
         rng = options.preserve_rng_state
         # A weak reference hashes a code object once, rather than in each run.
-        site = (ref(code), place, placement, rng, hooks is None, is_noted, options.debug)
+        check = check_of(options.determinism_check)
+        if options.determinism_check == "metadata":  # a replay has the same, by construction
+            check = None
+        asked = (placement, rng, hooks is None, is_noted, options.debug, check is None)
+        site = (ref(code), place, *asked)
         self._run = run = Run(program_of(site), hooks, rng, options.policy)
         if placement is not None:
             run.placement = placement
@@ -494,9 +498,6 @@ class _Block:
             run.holds_planned = not _is_rerun(hooks)
         log: Any = [] if options.debug else None
         self._source = Follow(run, log)
-        check = check_of(options.determinism_check)
-        if options.determinism_check == "metadata":  # a replay has the same, by construction
-            check = None
         run.is_checked = check is not None
         kind = Reported if is_noted else Frame
         self.frame = kind(self._source, name, where, options.early_stop, check)

@@ -24,12 +24,12 @@ from torch import Tensor
 
 from . import _torch
 from ._ops import COMMUNICATION, Info, tensors_of
+from ._program import WRITTEN_UNSEEN
 from ._region import put_before
 
 _Run: Any = object  # `Run`, once an instance is made
 
 INDUCTOR = "torch._inductor.output_code"  # loaded before compiled code runs
-WRITTEN_UNSEEN = "written by compiled code"  # an event
 
 _SHOWN = "inductor_compiled_code"
 _REGIONS: WeakKeyDictionary[Any, Info] = WeakKeyDictionary()

@@ -42,6 +42,7 @@ NO_KEYWORDS: dict[str, Any] = {}
 # Events: what else happens between two steps.
 KEEP = "keep"
 BROUGHT_BACK = "brought back"  # a backward inside the block has made this tensor again
+WRITTEN_UNSEEN = "written unseen"  # by compiled code, or by an operator that has failed
 UNSEEN = "unseen"  # anything alive may have been written
 FEWER_SAVES = "fewer saves"  # what autograd saves after the step before differs from here on
 
@@ -220,6 +221,7 @@ class Step:
         "needs_preparation",
         "next",
         "note",
+        "offset",
         "parent",
         "passes",
         "plain",
@@ -257,6 +259,9 @@ class Step:
         self.firsts: tuple[First, ...] = ()  # in the order of their cells
         self.holds: tuple[First, ...] = ()  # those that the run holds
         self.varies: tuple[int, ...] = ()  # places of the arguments that are numbers of the run
+        self.offset: int | None = (
+            None  # the place of one that counts from that of its first argument
+        )
         self.reads_metadata = False  # and nothing else, of its first argument
         self.effect = False  # it is never replayed
         self.is_view = False

@@ -23,7 +23,6 @@ import torch
 from torch import Tensor, nn
 
 from . import _torch
-from ._compiled import WRITTEN_UNSEEN
 from ._engine import is_parameter, root_of
 from ._ops import Info, tensors_of
 from ._program import (
@@ -32,6 +31,7 @@ from ._program import (
     NOT_WRITTEN,
     PLAIN,
     UNSEEN,
+    WRITTEN_UNSEEN,
     Filling,
     First,
     Known,
@@ -321,8 +321,11 @@ class Recorder:
             step.inputs[0] = Like(args[0])
         for place in info.statistics if updates else ():
             step.inputs[place] = None
+        if info.offset in given and given[info.offset] is not None:
+            step.offset = info.offset
         self._end(step)
-        step.needs_preparation = any((step.holds, step.freezes, step.targets, step.reads_metadata))
+        is_noted = step.reads_metadata or step.offset is not None
+        step.needs_preparation = any((step.holds, step.freezes, step.targets, is_noted))
         step.is_special = any(
             (step.needs_preparation, step.draws, step.effect, step.run is not info.run)
         )

@@ -115,6 +115,7 @@ class Replay(Source):
         if old is not None and old.suits(run):
             plan = old
         else:
+            run.own_program()
             plan = run.step.plan = plan_of(run, old)
             if not run.is_alone:
                 attach(plan, old)

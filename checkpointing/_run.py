@@ -15,6 +15,7 @@ saves.
 
 from __future__ import annotations
 
+import struct
 import sys
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -38,6 +39,7 @@ from ._program import (
     KEEP,
     NO_KEYWORDS,
     UNSEEN,
+    WRITTEN_UNSEEN,
     Filling,
     First,
     Known,
@@ -184,7 +186,7 @@ class Run(TorchDispatchMode, Region):
         try:
             result = step.run(*args, **kwargs) if kwargs else step.run(*args)
         except BaseException:
-            self._go_back_to(mark)
+            self._has_failed(step, args, kwargs, mark)
             raise
         if type(result) is Tensor:
             cells.append(ref(result))
@@ -256,7 +258,8 @@ class Run(TorchDispatchMode, Region):
             self.held = held
             self._note_numbers(other, args, kwargs)
             return other
-        recorder = self._record()
+        self.own_program()
+        recorder = self._recorded()
         step = recorder.step(step.info, step.func, args, kwargs)
         self.held = held
         self.cells += map(ref, recorder.met)
@@ -407,9 +410,7 @@ class Run(TorchDispatchMode, Region):
             else:
                 step = self._take(step, args, kwargs, result, mark)
         except BaseException:
-            self._go_back_to(mark)
-            self.numbers.pop(step.index, None)
-            self._recorder = None
+            self._has_failed(step, args, kwargs, mark)
             raise
         self._go_to(step)
         if step.draws:
@@ -419,6 +420,16 @@ class Run(TorchDispatchMode, Region):
         if step.keeps or self._ask is not None:
             self._decide(step, args, kwargs, result)
         return result
+
+    def _has_failed(self, step: Step, args: Any, kwargs: dict[str, Any], mark: int) -> None:
+        """An operator has raised. Nobody has seen what it has written before that."""
+        self._go_back_to(mark)
+        self.numbers.pop(step.index, None)
+        self._recorder = None
+        given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+        for place in step.info.targets:
+            for tensor in tensors_of(given.get(place)):
+                self._event(WRITTEN_UNSEEN, (tensor,))
 
     def _prepare(self, step: Step, args: Any) -> None:
         """Before an operator runs: hold what a recompute starts from, and what the operator is
@@ -434,6 +445,9 @@ class Run(TorchDispatchMode, Region):
             note_written(self._around, {*map(_storage_of, targets)})
         if step.reads_metadata:
             self._note_metadata(step, args)
+        if step.offset is not None:  # what a replay reads may lie elsewhere in its storage
+            own = self.numbers.setdefault(step.index, {})
+            own[step.offset] = args[step.offset] - args[0].storage_offset()
 
     def _random_state(self, step: Step, args: Any, kwargs: Any) -> Any:
         """Where the generators stand that an operator is about to draw from."""
@@ -593,7 +607,7 @@ class Run(TorchDispatchMode, Region):
         if any((step.next, step.plan, self.saved != len(step.saves))):
             self._branch()
             return self._save(tensor)
-        recorder = self._record()
+        recorder = self._recorded()
         slot = recorder.slot(tensor)
         slot.joins, slot.is_read = self._joins, self.is_read
         slot.is_usual = not any((slot.first, slot.joins, slot.is_read))
@@ -618,7 +632,8 @@ class Run(TorchDispatchMode, Region):
             if known.event is FEWER_SAVES and known.args[0] == self.saved:
                 break
         else:
-            if not self.own_program():
+            self.own_program()
+            if self.step is not step:
                 return self.step
             known = self.program.add(self._fewer_saves())
         self._go_to(known)
@@ -626,8 +641,6 @@ class Run(TorchDispatchMode, Region):
 
     def finish_step(self) -> None:
         """Nothing more is saved after the last step."""
-        if self.step.plan is None:
-            self.own_program()
         while self.saved != len(self.step.saves):
             self._branch()
 
@@ -638,19 +651,16 @@ class Run(TorchDispatchMode, Region):
 
     # ---- recording
 
-    def own_program(self) -> bool:
+    def own_program(self) -> None:
         """Before the program changes. While a run in another thread changes it, this one goes on in
-        a program of its own, which nobody follows. Returns whether nothing had to be done for that.
-        """
+        a program of its own, which nobody follows, from a step that has no next one."""
         if self.program.is_written_by(self):
-            return True
+            return
         self.program, self.is_alone = Program(), True
         self.program.writer = ref(self)
         self._go_to(self._fewer_saves())  # which the step before does not know
-        return False
 
-    def _record(self) -> Recorder:
-        self.own_program()
+    def _recorded(self) -> Recorder:
         recorder = self._recorder
         # It has followed in between.
         if recorder is None or len(recorder.memory_of) != len(self.cells):
@@ -665,10 +675,11 @@ class Run(TorchDispatchMode, Region):
         if info.name in _PASSED or not info.has_tensors:
             return info.run(*args, **kwargs)
         mark = len(self.cells)
+        self.own_program()
         step = self._with_other_numbers(func, args, kwargs)
         if step is not None:
             return self._run(step, args, kwargs, mark)
-        recorder = self._record()
+        recorder = self._recorded()
         step = recorder.step(info, func, args, kwargs)
         self.cells += [ref(tensor) for tensor in recorder.met]
         if self.note is not None:
@@ -694,10 +705,14 @@ class Run(TorchDispatchMode, Region):
         for step in self.step.next:
             if step.call != call:
                 continue
-            pairs = [*zip(step.args, given, strict=True)]
-            others = [place for place, pair in enumerate(pairs) if not self._matches(*pair)]
-            is_like_it = all(_are_numbers(*pairs[place]) for place in others)
-            if is_like_it and self.own_program():
+            others = []
+            for place, (known, arg) in enumerate(zip(step.args, given, strict=True)):
+                if self._matches(known, arg):
+                    continue
+                if not _are_numbers(known, arg):
+                    break  # what follows may name a cell that this argument has not taken
+                others.append(place)
+            else:
                 step.vary(others)
                 return step
             self._go_back_to(mark)
@@ -718,7 +733,8 @@ class Run(TorchDispatchMode, Region):
                     break
                 self._go_back_to(mark)
         else:
-            recorder = self._record()
+            self.own_program()
+            recorder = self._recorded()
             known = recorder.event(event, args)
             self.cells += map(ref, recorder.met)
             recorder.has_run(known, results)
@@ -909,9 +925,18 @@ def _are_same(known: Any, arg: Any) -> bool:
     kind = type(known)
     if type(arg) is not kind or kind in (Slot, torch.ScriptObject):
         return False
-    if kind in (float, complex, list, tuple):  # the same bits: 0.0 is not -0.0, nor 0
-        return repr(known) == repr(arg)
+    if kind in (float, complex, list, tuple):  # 0.0 is not -0.0, nor 0
+        return bool(_bits(known) == _bits(arg))
     return bool(known == arg)
+
+
+def _bits(number: Any) -> Any:
+    """What tells numbers apart that are equal, and nan from nan."""
+    if type(number) is float:
+        return struct.pack("d", number)
+    if type(number) is complex:
+        return _bits(number.real), _bits(number.imag)
+    return [*map(_bits, number)] if type(number) in (list, tuple) else repr(number)
 
 
 def _are_numbers(known: Any, arg: Any) -> bool:

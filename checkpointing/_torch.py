@@ -409,7 +409,7 @@ def copy(tensor: Tensor, layout: Layout | None = None) -> Tensor:
         return tensor.clone()
     size, stride, offset = layout
     with _C._AutoDispatchBelowADInplaceOrView():  # quicker, and leaves the version at 0
-        if (tensor.stride(), 0) == (stride, offset) and tensor.is_contiguous():
+        if (tensor.shape, tensor.stride(), 0) == layout and tensor.is_contiguous():
             return tensor.clone()
         shift = offset % (_ALIGNMENT // tensor.itemsize)
         length = shift + _length(size, stride)
@@ -441,8 +441,10 @@ def one_each(tensor: Tensor, like: Tensor | None = None) -> Tensor:
 
 
 def laid_out(tensor: Tensor, layout: Layout | None) -> Tensor:
-    """The tensor itself if it has these strides, else a copy."""
-    return tensor if layout is None or tensor.stride() == layout[1] else copy(tensor, layout)
+    """The tensor itself if it has this size and these strides, else a copy."""
+    if layout is None or (tensor.shape, tensor.stride()) == layout[:2]:
+        return tensor
+    return copy(tensor, layout)
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
@@ -751,6 +753,7 @@ SWITCHES: tuple[Any, ...] = (
     (_get_matmul_precision, _set_matmul_precision),
     (_C._get_flash_sdp_enabled, _C._set_sdp_use_flash),
     (_C._get_math_sdp_enabled, _C._set_sdp_use_math),
+    (_C._get_mkldnn_enabled, _C._set_mkldnn_enabled),
 )
 if torch.backends.cuda.is_built():
     SWITCHES += (

@@ -374,6 +374,8 @@ class Window:
         made.run = step.run
         made.args = [self._argument(template) for template in step.inputs]
         made.kwargs = {name: self._argument(template) for name, template in step.named.items()}
+        if step.offset is not None:
+            made.run = partial(_call_with_offset, step.run, step.offset)
         if step.event is BROUGHT_BACK:
             made.run = self._brought_back(step)
             made.args = [self._place(step.reads[0][0])]
@@ -450,6 +452,12 @@ def _flatten(places: Iterable[Any]) -> Iterable[int]:
 def _call_like(function: Callable[..., Any], like: Like, *args: Any) -> Any:
     """Call a function that reads only the metadata of its first argument."""
     return function(like.make(), *args)
+
+
+def _call_with_offset(function: Callable[..., Any], place: int, *args: Any) -> Any:
+    """Call a function whose offset counts from that of its first argument."""
+    offset = args[place] + args[0].storage_offset()
+    return function(*args[:place], offset, *args[place + 1 :])
 
 
 def _same(tensor: Tensor) -> Tensor:

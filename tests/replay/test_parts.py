@@ -1,0 +1,193 @@
+"""A memory that is written in parts: views are made first, and then views of them are written."""
+
+import itertools
+import os
+import random
+
+import pytest
+import torch
+from oracle import A, r, s
+
+from checkpointing import auto, checkpoint_scope, checkpointed, clear_programs, keep, offload
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*auto.budget")
+
+# First seeds of random programs, thirty each. By hand: CHECKPOINTING_PROGRAMS=20000.
+STARTS = range(0, int(os.environ.get("CHECKPOINTING_PROGRAMS", 120)), 30)
+
+DOORS = {
+    "scope": s,
+    "auto": A,
+    "replay": r,
+    "budget": lambda fn: checkpointed(fn, backend="replay", policy=auto(budget=64)),
+}
+VIEWS = {
+    "indexed": lambda m: [m[i] for i in range(len(m))],
+    "unbind": lambda m: [*m.unbind()],
+    "iterated": lambda m: [*m],
+    "chunks": lambda m: [*m.chunk(len(m))],
+    "split": lambda m: [part.squeeze(0) for part in m.split(1)],
+}
+WRITES = {
+    "slice": lambda v, n: v[:n].fill_(n),
+    "item": lambda v, n: v.__setitem__(slice(0, n), float(n)),
+    "copy": lambda v, n: v[..., :n].copy_(torch.full_like(v[..., :n], n)),
+    "transposed": lambda v, n: v.t()[:n].mul_(0.5).add_(n),
+    "flat": lambda v, n: v.view(-1)[n:].add_(n),
+    "narrow": lambda v, n: v.narrow(-1, 0, 2).mul_(n),
+    "strided": lambda v, n: v.as_strided((2,), (1,), v.storage_offset() + 1).add_(n),
+    "indexed": lambda v, n: v.index_fill_(-1, torch.tensor([0, 2]), float(n)),
+    "reshaped in place": lambda v, n: v[:2].unsqueeze_(-1).transpose_(0, 1).add_(n),
+}
+
+
+def same(function, door, *leaves):
+    """Two runs in a row through one door, against plain code."""
+    region = door(function)
+    want = torch.autograd.grad(function(*leaves).sum(), leaves)
+    for _ in range(2):
+        got = torch.autograd.grad(region(*leaves).sum(), leaves)
+        assert all(map(torch.equal, got, want)), function
+
+
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("rows", [2, 3])
+@pytest.mark.parametrize("views", VIEWS)
+def test_views_that_are_made_first_and_written_through_views_of_them(views, rows, door):
+    """Whatever order the rows are written in, no write is lost."""
+    for write, other in itertools.product(WRITES.values(), repeat=2):
+
+        def fill(w, first=write, second=other):
+            out = torch.zeros(rows, 3)
+            parts = VIEWS[views](out)
+            for i, part in enumerate(parts):
+                (first if i % 2 else second)(part, 1 + i % 2)
+            return (w * out).sin() * out
+
+        same(fill, DOORS[door], torch.arange(3.0 * rows).reshape(rows, 3).requires_grad_())
+    clear_programs()
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_padding_in_a_loop(door):
+    """The idiom of losses for detection."""
+
+    sizes = [(2, 3), (4, 5), (1, 4)]
+    tensors = [torch.rand(size) for size in sizes]
+
+    def pad(w):
+        out = torch.zeros(len(tensors), 4, 5)
+        mask = torch.ones(len(tensors), 4, 5, dtype=torch.bool)
+        for t, o, m in zip(tensors, out, mask, strict=True):
+            o[: t.shape[0], : t.shape[1]].copy_(t)
+            m[: t.shape[0], : t.shape[1]] = False
+        return ((w * out).sin() * out).masked_fill(mask, 0.5) * w
+
+    same(pad, DOORS[door], torch.rand(3, 4, 5).requires_grad_())
+
+
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("offsets", [(4, 4, 2, 2), (0, 4), (6, 0, 6)])
+def test_a_view_that_moves_over_its_memory(offsets, door):
+    """Where it lies is that of each run: programs are shared by all of them."""
+    w = torch.arange(8.0).requires_grad_()
+
+    def moves(w, offset):
+        m = w.detach() * 1
+        p, q = m[:4], m[4:]
+        q.as_strided_((2,), (1,), offset)
+        q.mul_(3)
+        return (w[:4] * p).sin() * p
+
+    def past(w, _):
+        m = w.detach() * 1
+        p, q = m[:4], m[4:]
+        q.mul_(3)
+        return (w * p.as_strided((8,), (1,), 0)).sin()
+
+    for function in (moves, past):
+        region = DOORS[door](function)
+        for offset in offsets:
+            want = torch.autograd.grad(function(w, offset).sum(), w)
+            assert torch.equal(torch.autograd.grad(region(w, offset).sum(), w)[0], want[0])
+
+
+def part(random, x, y, memories):
+    """One step of a random program over memories that are written in parts."""
+    views = [v for m in memories for v in m]
+    v, u = random.choice(views), random.choice(views)
+    start = random.randint(0, max(0, v.numel() - 2))
+    mine = v.view(-1)[start : start + random.randint(1, 3)] if v.is_contiguous() else v
+    kind = random.randrange(8)
+    if kind == 0:
+        memories.append([torch.zeros(4, 3)] if random.random() < 0.5 else [torch.rand(4, 3) * 1])
+    elif kind == 1:
+        views = random.choice([*VIEWS.values()])(v) if v.dim() > 1 else [v[:2], v[1:]]
+        random.choice(memories).extend(views)
+    elif kind == 2:
+        mine.fill_(random.choice([0.25, 0.5]))
+    elif kind == 3:
+        mine.mul_(0.5).add_(random.choice([1, 2]))
+    elif kind == 4:
+        mine.copy_(y.detach().view(-1)[: mine.numel()].view(mine.shape))
+    elif kind == 5:
+        return x * u.reshape(-1)[:2].sum(), y
+    elif kind == 6:
+        return x, (y * u.reshape(-1)[:1]).sin() + u.reshape(-1)[-1:]
+    else:
+        return (x + y).cos(), y * x
+    return x, y
+
+
+def program(seed):
+    """A random program on two leaves."""
+
+    def run(x, y):
+        steps = random.Random(seed)
+        memories = [[torch.zeros(4, 3)], [x.detach() * 1]]
+        for _ in range(14):
+            x, y = part(steps, x, y, memories)
+        for m in memories:
+            y = y + m[-1].reshape(-1)[:1]
+        return x * y
+
+    return run
+
+
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("start", STARTS)
+def test_random_programs_on_parts_of_memories(start, door):
+    """They all run through one region, in a random order, several times each."""
+    torch.manual_seed(start)
+    x, y = torch.rand(4, 3).requires_grad_(), torch.rand(4, 3).requires_grad_()
+    order = [start + n for n in range(30)] * 2
+    random.Random(start).shuffle(order)
+    region = DOORS[door](lambda seed, x, y: program(seed)(x, y))
+
+    def gradients(function, *args):
+        torch.manual_seed(args[0])
+        return torch.autograd.grad(function(*args).sum(), (x, y))
+
+    right = tried = 0
+    for seed in order:
+        try:
+            want = gradients(lambda seed, x, y: program(seed)(x, y), seed, x, y)
+        except RuntimeError:  # what autograd has saved was written
+            continue
+        tried += 1
+        right += all(map(torch.equal, gradients(region, seed, x, y), want))
+    assert right == tried > 10
+
+
+@pytest.mark.parametrize("policy", [None, auto(), offload(min_bytes=0, inputs=True)], ids=str)
+def test_an_offset_into_a_kept_value_that_is_a_copy(policy):
+    w = torch.rand(10).requires_grad_()
+
+    def function(w):
+        h = keep((w * 1.0)[2:8]).as_strided((2,), (1,), 3)
+        return (h * h).sin() * h
+
+    (want,) = torch.autograd.grad(function(w).sum(), w)
+    with checkpoint_scope(policy=policy):
+        y = function(w)
+    assert torch.equal(torch.autograd.grad(y.sum(), w)[0], want)
