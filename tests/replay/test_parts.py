@@ -176,7 +176,7 @@ def test_random_programs_on_parts_of_memories(start, door):
             continue
         tried += 1
         right += all(map(torch.equal, gradients(region, seed, x, y), want))
-    assert right == tried > 10
+    assert right == tried > 5
 
 
 @pytest.mark.parametrize("policy", [None, auto(), offload(min_bytes=0, inputs=True)], ids=str)
