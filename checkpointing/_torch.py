@@ -278,14 +278,12 @@ _exclude = _C._dispatch_tls_set_dispatch_key_excluded
 def alias(tensor: Tensor) -> Tensor:
     """A detached alias that shares the version counter, also when called below autograd.
 
-    Inside `__torch_dispatch__`, the key that shares version counters between views is excluded. The
-    alias of an inference tensor, which has no counter, is an ordinary tensor with one.
+    Inside `__torch_dispatch__`, the key that shares version counters between views is excluded. An
+    inference tensor has no counter, so that nobody sees when it is written: it is copied.
     """
     if tensor.is_inference() and has_storage(tensor):
-        with torch.inference_mode(False), torch.no_grad():
-            plain = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-            plain.set_(tensor.untyped_storage())
-            return lay_as(tensor, plain)
+        with torch.inference_mode(False), _C._DisableTorchDispatch():
+            return copy(tensor)
     if type(tensor) not in _PLAIN:
         with _C._SetExcludeDispatchKeyGuard(_adinplace_key, False):
             return tensor.detach()

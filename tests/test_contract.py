@@ -272,6 +272,97 @@ def test_what_the_function_writes_itself_is_refused_by_rerun(door, write, how):
         same(step(door), step(plain))
 
 
+@pytest.mark.parametrize("door", [*RERUNS, "rerun in scope", "rerun in replay"])
+@pytest.mark.parametrize("kind", ["data", "leaf", "parameter"])
+@pytest.mark.parametrize("how", ["positional", "keyword", "in a list", "wrapped"])
+def test_default_arguments_are_guarded_like_arguments(door, kind, how):
+    """Under their names."""
+    tensor, x = MAKE[kind](), leaf(3)
+
+    def positional(x, other=None, t=tensor):
+        return ((t * 2) * x).square()
+
+    def keyword(x, *, other=None, t=tensor):
+        return ((t * 2) * x).square()
+
+    def contained(x, t=[{"a": tensor}]):  # noqa: B006
+        return ((t[0]["a"] * 2) * x).square()
+
+    def wrapped(*args):
+        return positional(*args)
+
+    fn = {"keyword": keyword, "in a list": contained}.get(how, positional)
+    if how == "wrapped":
+        fn = functools.wraps(positional)(wrapped)
+    ways = WAYS | {"rerun in replay": lambda fn: replay(rerun(fn))}
+    y = ways[door](fn)(x)
+    with torch.no_grad():
+        tensor.add_(1)
+    if door not in RERUNS:  # replays of the whole name what read it
+        with pytest.raises(ChangedError):
+            y.sum().backward()
+        return
+    path = r"\['t'\]\[0\]\['a'\]" if how == "in a list" else r"\['t'\]"
+    with pytest.raises(ChangedError, match=rf"defaults{path} \(float32 .* was changed in place"):
+        y.sum().backward()
+
+
+@program(*RERUNS, "replay", "scope", "rerun in scope")
+def generators_and_modules_that_are_default_arguments(door):
+    """They draw the numbers of the forward, and go on from where they were."""
+    one, two = torch.Generator().manual_seed(1), torch.Generator().manual_seed(2)
+    norm, x = nn.BatchNorm1d(4), leaf(4, 4)
+
+    def fn(x, one=one, *, two=two, norm=norm):
+        noise = torch.rand(4, generator=one) + torch.rand(4, generator=two)
+        return norm(x * noise).square()
+
+    y = door(fn)(x)
+    return *torch.autograd.grad(y.sum(), x), norm.running_mean, one.get_state(), two.get_state()
+
+
+@pytest.mark.parametrize("door", [*RERUNS, "rerun in scope", "scope in rerun"])
+@pytest.mark.parametrize("kind", ["data", "leaf", "parameter", "frozen"])
+@pytest.mark.parametrize("how", ["argument", "closure", "default"])
+def test_requires_grad_of_an_argument_is_that_of_the_forward(door, kind, how):
+    """Or it is refused: the recompute would save other tensors."""
+    tensor = nn.Parameter(data(), requires_grad=False) if kind == "frozen" else MAKE[kind]()
+
+    def step(door, changes):
+        w = leaf(3)
+        calls = {
+            "argument": lambda: door(lambda t, w: (t * w).exp() * w)(tensor, w),
+            "closure": lambda: door(lambda w: (tensor * w).exp() * w)(w),
+            "default": lambda: door(lambda w, t=tensor: (t * w).exp() * w)(w),
+        }
+        y = calls[how]()
+        if changes:
+            tensor.requires_grad_(not tensor.requires_grad)
+        return torch.autograd.grad(y.sum(), w)
+
+    want = step(plain, False)
+    outcome = contextlib.suppress(CheckpointError)
+    if door in ("rerun", "rerun to the end"):
+        outcome = pytest.raises(ChangedError, match=r"`requires_grad` of .*was changed in place")
+    with outcome:
+        same(step(WAYS[door], True), want)
+
+
+@DOOR
+@pytest.mark.parametrize("view", [False, True])
+def test_inference_tensors_are_copied(door, view):
+    """They have no version: nobody sees that they are written."""
+    with torch.inference_mode():
+        x = data(4)
+        x = x[:2] if view else x
+    w = leaf(*x.shape)
+    y = door(lambda x, w: ((x + 0) * w).square())(x, w)
+    want = 2 * w.detach() * (x + 0) ** 2
+    with torch.inference_mode():
+        x.add_(1)
+    same(torch.autograd.grad(y.sum(), w), [want])
+
+
 CHANGES = {
     "append": (lambda t: [t], lambda s, t: s.insert(0, t)),
     "dict replace": (lambda t: {"a": t}, lambda s, t: s.update(a=t)),
