@@ -337,6 +337,8 @@ class Rerun(Region, Source, Inputs):
         function, args, kwargs, cells = self.restored(where)
         undo: Undo = []
         try:
+            if self._buffers is not None and (written := self._buffers.written(where)):
+                request.guard(written, tensors_in([args, kwargs, [value for _, value in cells]]))
             context = self.go_back(where, cells, undo)
             if self._buffers:
                 request.rewound = self._buffers.storages()

@@ -783,6 +783,90 @@ def test_weights_cached_around_a_region(door):
         y.sum().backward()
 
 
+class Reads(nn.Module):
+    """Reads parameters in ways in which no operator saves them; `later` not at all."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.bias = nn.Embedding(3, 4), nn.Parameter(torch.ones(4))
+        self.last, self.later = nn.Parameter(torch.ones(4)), nn.Linear(4, 4)
+
+    def forward(self, x):
+        y = self.embedding(torch.tensor([0, 1, 0, 2])) * x
+        return y.sin() + self.last, (x + self.bias).cos()
+
+
+@pytest.mark.parametrize("door", [*RERUNS, "replay", "scope", "rerun in scope"])
+@pytest.mark.parametrize("name", ["embedding.weight", "bias"])
+@pytest.mark.parametrize("how", ["module", "method", "lambda"])
+def test_parameters_that_are_read_but_not_saved_are_guarded(door, name, how):
+    """By an update between forward and backward."""
+    net, x = Reads(), leaf(4, 4)
+    region = {"module": net, "method": net.forward, "lambda": lambda x: net(x)}[how]
+    one, two = WAYS[door](region)(x)
+    with torch.no_grad():
+        net.get_parameter(name).mul_(2)
+    match = rf"parameter .*{name.split('.')[-1]}" if door in RERUNS else None
+    with pytest.raises(ChangedError, match=match):
+        (one.sum() + two.sum()).backward()
+
+
+@program(*RERUNS, "replay")
+def parameters_whose_update_does_not_matter(door):
+    """Read after all that is recomputed, or not read."""
+    net, x = Reads(), leaf(4, 4)
+    one, two = door(net)(x)
+    with torch.no_grad():
+        net.last.mul_(2)
+        net.later.weight.mul_(2)
+    (one.sum() + two.sum()).backward()
+    return x.grad, *(p.grad for p in net.parameters())
+
+
+@program()
+def an_optimizer_that_steps_in_backward(door):
+    """Each parameter as soon as its gradient is there; every region could reach all of them."""
+    torch.manual_seed(1)
+    net, x = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3))), leaf(4)
+
+    def step(p):
+        with torch.no_grad():
+            p.sub_(p.grad)
+        p.grad = None
+
+    for p in net.parameters():
+        p.register_post_accumulate_grad_hook(step)
+    for _ in range(2):
+        y = x
+        for i in range(3):
+            y = door(lambda y, i=i: net[i](y) * 2)(y)
+        y.sum().backward()
+    return x.grad, *net.parameters()
+
+
+@pytest.mark.parametrize("door", [*RERUNS, "replay", "scope", "rerun in scope"])
+def test_tensors_in_the_place_of_parameters_are_those_of_the_forward(door):
+    """As inner loops of `higher` exchange them, step by step. Refused by a rerun."""
+
+    def step(door):
+        net, x, total = Net(), leaf(2, 4), 0
+        base = [leaf(4, 4), leaf(4, 4) * 2]
+        weights = base
+        for _ in range(2):
+            net.one._parameters["weight"], net.two._parameters["weight"] = weights
+            total = total + door(net)(x).sum()
+            weights = [w * 2 for w in weights]
+        return torch.autograd.grad(total, [x, *base])
+
+    if door in (*RERUNS, "rerun in scope"):
+        with pytest.raises(
+            MismatchError, match=r"another tensor in the place of a parameter.*replay"
+        ):
+            step(WAYS[door])
+    else:
+        same(step(WAYS[door]), step(plain))
+
+
 @program()
 def parameters_that_are_exchanged_inside_a_region(door):
     """By a functional call, with parameters from around it, of which one comes of another."""
