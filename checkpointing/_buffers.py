@@ -25,7 +25,8 @@ from ._region import without_recording
 from ._tree import Field
 
 _parts_of, _has_storage, _version = _torch.parts_of_module, _torch.has_storage, _torch.version
-_Generator = torch.Generator
+_Generator, _Parameter = torch.Generator, nn.Parameter
+_quick_version: Any = operator.attrgetter("_version")
 _OF_EVERY_MODULE = len(vars(nn.Module()))  # attributes, before its own
 _SMALL = 1 << 16  # bytes: cheap to copy before every forward
 _NONE = -1.0  # bytes: not even empty buffers
@@ -40,13 +41,14 @@ class Buffers:
     Larger buffers, and those of modules in evaluation mode, are guarded by version.
     """
 
-    __slots__ = ("_entries", "_flags", "_guarded", "_then")
+    __slots__ = ("_entries", "_flags", "_guarded", "_parameters", "_then")
 
     def __init__(self, inputs: Any) -> None:
         """Capture `inputs.modules` and their children; add their devices and generators to
         `inputs`."""
         flags: dict[nn.Module, bool | None] = {}  # None: frozen TorchScript, which has no flag
         entries: list[Entry] = []
+        found: list[Tensor] = []
         stack: list[Any] = [*inputs.modules]
         while stack:
             module = stack.pop()
@@ -57,7 +59,10 @@ class Buffers:
             if children:
                 stack += children.values()
             for parameter in parameters.values():
-                if parameter is not None and not parameter.is_cpu:
+                if parameter is None:
+                    continue
+                found.append(parameter)
+                if not parameter.is_cpu:
                     inputs.devices |= {parameter.device}
             if type(module).__module__[:6] != "torch.":  # no module of torch has a generator
                 own = islice(vars(module).values(), _OF_EVERY_MODULE, None)
@@ -65,6 +70,7 @@ class Buffers:
             if buffers:
                 entries.append((module, dict(buffers)))
         self._flags = flags
+        self._parameters = _states_of(found)
         self._entries: Sequence[Entry] = ()  # few objects for the garbage collector
         self._guarded: Sequence[Guarded] = ()
         self._then = _NOTHING
@@ -90,6 +96,23 @@ class Buffers:
         self._guarded = guarded or ()
         if small:
             self._then = _Moment.of(small)
+
+    def written(self, where: object) -> list[Tensor]:
+        """The parameters that train and have been written since the forward. Another parameter may
+        have been put in the place of one (FSDP2 gathers them), but no other tensor."""
+        stores = [_parts_of(module)[1].values() for module in self._flags]
+        parameters = [parameter for store in stores for parameter in store if parameter is not None]
+        now, written = _states_of(parameters), []
+        if now == self._parameters:
+            return []
+        states = zip(parameters, *now, *self._parameters, strict=False)
+        for parameter, key, version, key_then, version_then in states:
+            if key == key_then:
+                if version != version_then and parameter.requires_grad:
+                    written.append(parameter)
+            elif not isinstance(parameter, _Parameter):
+                raise errors.exchanged(where, named("a parameter", parameter))
+        return written
 
     def __bool__(self) -> bool:
         """Whether there is anything to rewind."""
@@ -122,6 +145,15 @@ class Buffers:
         _set(self._entries)
         if self:
             undo.append((_Moment.go_back, self._then.exchange()))
+
+
+def _states_of(parameters: list[Tensor]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The identities of parameters, which are not held, and their versions."""
+    try:
+        versions = tuple(map(_quick_version, parameters))
+    except RuntimeError:  # made in inference mode
+        versions = tuple(map(_version, parameters))
+    return tuple(map(id, parameters)), versions
 
 
 def _can_be_rewound(tensor: Tensor) -> bool:

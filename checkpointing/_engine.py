@@ -323,6 +323,7 @@ class Recompute:
     _stopped = False
     _is_watched = False
     _copies: _torch.Copies | None = None
+    _changed: _torch.Leaves | None = None  # parameters that the region must not read
     _role: object = None  # of the tensor that is packed next: None if an operator saves it
 
     def __init__(self, frame: Frame, task: TaskTensors, holder: Holder) -> None:
@@ -368,7 +369,7 @@ class Recompute:
         self.is_in_order = True
         holders = self.frame.holders
         self._count = len(holders)
-        self._is_watched = bool(self.rewound or self.frame.inputs)
+        self._is_watched = bool(self.rewound or self.frame.inputs or self._changed)
         if self.frame.early_stop:
             for ref in reversed(holders):
                 holder = ref()
@@ -391,7 +392,7 @@ class Recompute:
         elif type(given) is Tensor and given._version == 0:
             self._filling = node_count()
         if self._is_watched:
-            tensor = self._watch(slot, tensor)
+            tensor = self._watch(slot, given, tensor)
         if slot < self._count:
             holder = self.frame.holders[slot]()
             if holder is not None:
@@ -430,6 +431,10 @@ class Recompute:
         """A region inside is about to take this as an input."""
         self._role, self._is_watched = role, True
 
+    def guard(self, parameters: list[Tensor], inputs: list[Tensor]) -> None:
+        """Refuse slots that depend on these parameters otherwise than through the inputs."""
+        self._changed = _torch.Leaves(parameters, inputs)
+
     def replace(self, delivered: Tensor, copy: Tensor) -> None:
         """The function is about to write a delivered tensor: deliver a copy instead."""
         for slot, tensor in self.ready.items():
@@ -437,10 +442,13 @@ class Recompute:
                 self.ready[slot] = copy
                 self._versions[slot] = copy._version
 
-    def _watch(self, slot: int, tensor: Tensor) -> Tensor:
+    def _watch(self, slot: int, given: Tensor, tensor: Tensor) -> Tensor:
         """Compare roles: a region inside must take in the recompute what it took in the forward. A
         tensor that such a region writes, or that changes when the rerun ends, is delivered as a
         copy."""
+        changed = None if self._changed is None else self._changed.below(given.grad_fn)
+        if changed is not None:
+            raise errors.changed(self.frame, self._described((0, 0, True, _ref(changed)))[0])
         role, self._role = self._role, None
         then, storage = self.frame.inputs.get(slot, (None, None))
         if slot < self._count and role != then:

@@ -1,9 +1,10 @@
-"""Tensors that a recompute starts from: inputs and kept values, each held in one of five ways.
+"""Tensors that a recompute starts from: inputs and kept values, each held in one of six ways.
 
 | class | of which tensors | the object held | guarded by (rule 8) |
 |---|---|---|---|
 | `Aliased` | leaves and their views (rule 2); others without hooks | an alias | its version |
-| `Saved` | an argument of a rerun | autograd's saved tensor, with its graph | autograd |
+| `Referenced` | parameters and defaults given to a rerun | the tensor | version, `requires_grad` |
+| `Saved` | other arguments of a rerun | autograd's saved tensor | autograd, `requires_grad` |
 | `Packed` | any, with hooks of the user around | their object | its version, else the tensor's |
 | `InSlot` | any, with a region of ours around | a slot of that region | that region |
 | `Elsewhere` | any, with a `Mover` around | a copy | nothing: nobody can write it |
@@ -114,18 +115,45 @@ class Aliased(Held):
         self._version = _torch.version(self.packed)
 
 
+class Referenced(Aliased):
+    """The tensor itself, as an argument of a rerun."""
+
+    __slots__ = ("_requires_grad",)
+
+    def __init__(self, tensor: Tensor, name: Name) -> None:
+        super().__init__(tensor, name, True)
+        self._requires_grad = tensor.requires_grad
+
+    def fetch(self, where: object) -> Tensor:
+        return _with_flag(super().fetch(where), self._requires_grad, where, self.name)
+
+
 class Saved(Held):
     """The saved tensor that autograd makes for an operator."""
 
-    __slots__ = ()
+    __slots__ = ("_requires_grad",)
+
+    def __init__(self, tensor: Tensor, name: Name) -> None:
+        self.packed = _save_input(tensor, False)
+        self.name = name
+        self.is_parameter = False
+        self._requires_grad = tensor.requires_grad
 
     def fetch(self, where: object) -> Tensor:
         try:
-            return self.packed.unpack()  # type: ignore[no-any-return]
+            tensor = self.packed.unpack()
         except RuntimeError as error:
             if type(error) is RuntimeError and "modified by an inplace" in str(error):
                 raise errors.changed(where, named(self.name)) from error
             raise
+        return _with_flag(tensor, self._requires_grad, where, self.name)
+
+
+def _with_flag(tensor: Tensor, requires_grad: bool, where: object, name: Name) -> Tensor:
+    """The tensor, if it requires grad as in the forward. (Autograd saves a leaf by reference.)"""
+    if tensor.requires_grad is not requires_grad:
+        raise errors.changed(where, f"`requires_grad` of {named(name, tensor)}")
+    return tensor
 
 
 class Packed(Held):
@@ -245,16 +273,16 @@ def hold_argument(tensor: Tensor, hooks: _torch.Hooks | None, name: Name) -> Hel
     is_plain = type(tensor) is Tensor and tensor._base is None
     is_usual = hooks is None and tensor.requires_grad
     if is_usual and is_plain:  # checked first
-        return Saved(_save_input(tensor, False), name)
+        return Saved(tensor, name)
     if _is_referenced(tensor, hooks):
-        return Aliased(tensor, name, True)
+        return Referenced(tensor, name)
     if tensor.is_inference():
         return hold(tensor, hooks, name)
     if _is_users(hooks):
         return Packed(tensor, (hooks[0], _unpack_saved), name, _save_input(tensor, False))
     if hooks is not None:
         announce(hooks, name, tensor)
-    return Saved(_save_input(tensor, False), name)
+    return Saved(tensor, name)
 
 
 _unpack_saved = _torch.SavedTensor.unpack

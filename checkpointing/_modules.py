@@ -15,6 +15,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import re
+import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -22,6 +23,7 @@ from fnmatch import fnmatchcase
 from typing import Any, Union
 
 from torch import nn
+from torch.compiler import is_dynamo_compiling
 from typing_extensions import Self, Unpack
 
 from . import _api, errors
@@ -194,9 +196,21 @@ class _Forward(_api.CheckpointedObject):
         self.own = module.__dict__.get("forward")  # from accelerate's hooks, or a compiler
         self.options = options._replace(name=options.name or name or type(module).__qualname__)
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module, options = self._module(), self.options
+        if not is_dynamo_compiling():
+            caller = sys._getframe(1).f_locals.get("self")
+            # A shallow copy (of `copy.copy`, or of the package `higher`) has this object, too.
+            if isinstance(caller, nn.Module) and vars(caller).get("forward") is self:
+                module = caller
+        fn = self._forward_of(module)
+        return _api.runner_of(options)(fn, args, kwargs, options.name, options)
+
     @property
     def __wrapped__(self) -> Callable[..., Any]:
-        module = self._module()
+        return self._forward_of(self._module())
+
+    def _forward_of(self, module: nn.Module | None) -> Callable[..., Any]:
         assert module is not None  # the caller of its forward holds it
         if self.own is not None:
             return self.own  # type: ignore[no-any-return]

@@ -44,7 +44,7 @@ from ._engine import (
     named,
     root_of,
 )
-from ._held import Held, check_version, hold, hold_argument, note_written
+from ._held import Held, Referenced, check_version, hold, hold_argument, note_written
 from ._region import Region, thread, without_recording
 from ._tree import ATOMS, leaves_of, put_together, take_apart, tensors_in
 
@@ -65,6 +65,7 @@ class Inputs:
     devices: frozenset[torch.device] = frozenset()
     generators: tuple[torch.Generator, ...] = ()
     modules: tuple[nn.Module, ...] = ()
+    defaults: tuple[Held, ...] = ()  # tensors that a call need not name
     _hooks: _torch.Hooks | None = None
     # With hooks around, while the function runs: the tensors that it was given, by id.
     _given: dict[int, Given] | None = None
@@ -121,9 +122,27 @@ class Inputs:
         for name in names:
             if isinstance(scope.get(name), _Module):
                 self.modules += (scope[name],)
-        for defaults in (function.__defaults__, function.__kwdefaults__):
-            if defaults:
-                self.look_at(defaults)
+        if function.__defaults__ or function.__kwdefaults__:
+            self._hold_defaults(function)
+
+    def _hold_defaults(self, function: FunctionType) -> None:
+        """Guard the tensors among a function's default arguments, which live as long as it does.
+        Look for generators and modules there."""
+        defaults = dict(function.__kwdefaults__ or {})
+        if positional := function.__defaults__:
+            code = function.__code__
+            names = code.co_varnames[: code.co_argcount]
+            defaults |= zip(names[-len(positional) :], positional, strict=True)
+        if ATOMS.issuperset(map(type, defaults.values())):
+            return
+
+        def guard(value: Any, name: Name) -> None:
+            if isinstance(value, Tensor):
+                self.defaults += (Referenced(value, name),)
+            else:
+                self.hold(value, name)
+
+        take_apart(defaults, guard, "defaults")
 
     def look_at(self, value: Any, depth: int = 2) -> None:
         """Find modules: the object itself, its attributes, the items of a small container, and the
@@ -318,6 +337,8 @@ class Rerun(Region, Source, Inputs):
         function, args, kwargs, cells = self.restored(where)
         undo: Undo = []
         try:
+            if self._buffers is not None and (written := self._buffers.written(where)):
+                request.guard(written, tensors_in([args, kwargs, [value for _, value in cells]]))
             context = self.go_back(where, cells, undo)
             if self._buffers:
                 request.rewound = self._buffers.storages()
@@ -338,6 +359,8 @@ class Rerun(Region, Source, Inputs):
         fetch: Any = _partial(_fetch, where)
         if self._is_shared or self._written:
             fetch = _Fetched(where, self._written)
+        for default in self.defaults:
+            default.fetch(where)
         met: dict[int, Any] = {}
         args = [put_together(saved, fetch, met) for saved in self._args]
         kwargs = {key: put_together(saved, fetch, met) for key, saved in self._kwargs.items()}

@@ -110,6 +110,29 @@ run_backward_code: CodeType = torch.autograd.graph._engine_run_backward.__code__
 PythonNode: type = _C._FunctionBase
 
 
+class Leaves:
+    """Finds leaves of the autograd graph that nodes depend on."""
+
+    def __init__(self, leaves: list[Tensor], ends: list[Tensor]) -> None:
+        """Look for these leaves, down to where `ends` were made."""
+        self._wanted = {id(leaf): leaf for leaf in leaves}
+        self._met: set[Any] = {None, *[tensor.grad_fn for tensor in ends]}
+
+    def below(self, node: Any) -> Tensor | None:
+        """One of the leaves that this node depends on, but for those nodes that have been asked."""
+        nodes = [node]
+        while nodes:
+            node = nodes.pop()
+            if node in self._met:
+                continue
+            self._met.add(node)
+            leaf = self._wanted.get(id(getattr(node, "variable", None)))
+            if leaf is not None:
+                return leaf
+            nodes += [other for other, _ in node.next_functions]
+        return None
+
+
 # ---- operators, as they are named in dispatch modes and policies
 OpOverload = torch._ops.OpOverload
 HigherOrderOperator = torch._ops.HigherOrderOperator
@@ -278,14 +301,12 @@ _exclude = _C._dispatch_tls_set_dispatch_key_excluded
 def alias(tensor: Tensor) -> Tensor:
     """A detached alias that shares the version counter, also when called below autograd.
 
-    Inside `__torch_dispatch__`, the key that shares version counters between views is excluded. The
-    alias of an inference tensor, which has no counter, is an ordinary tensor with one.
+    Inside `__torch_dispatch__`, the key that shares version counters between views is excluded. An
+    inference tensor has no counter, so that nobody sees when it is written: it is copied.
     """
     if tensor.is_inference() and has_storage(tensor):
-        with torch.inference_mode(False), torch.no_grad():
-            plain = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-            plain.set_(tensor.untyped_storage())
-            return lay_as(tensor, plain)
+        with torch.inference_mode(False), _C._DisableTorchDispatch():
+            return copy(tensor)
     if type(tensor) not in _PLAIN:
         with _C._SetExcludeDispatchKeyGuard(_adinplace_key, False):
             return tensor.detach()

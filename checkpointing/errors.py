@@ -131,6 +131,13 @@ def other_parameter(where: Any, slot: int, line: str, then: str, now: str) -> Mi
     )
 
 
+def exchanged(where: Any, name: str) -> MismatchError:
+    return MismatchError(
+        f"{where}: a module has another tensor in the place of {name} than in the forward. "
+        f"{where.source.hint}"
+    )
+
+
 def other_role(where: object, slot: int, line: str, then: object, now: object) -> MismatchError:
     saved, recomputed = [
         "no input of a region inside" if r is None else "such an input" for r in (then, now)

@@ -272,6 +272,97 @@ def test_what_the_function_writes_itself_is_refused_by_rerun(door, write, how):
         same(step(door), step(plain))
 
 
+@pytest.mark.parametrize("door", [*RERUNS, "rerun in scope", "rerun in replay"])
+@pytest.mark.parametrize("kind", ["data", "leaf", "parameter"])
+@pytest.mark.parametrize("how", ["positional", "keyword", "in a list", "wrapped"])
+def test_default_arguments_are_guarded_like_arguments(door, kind, how):
+    """Under their names."""
+    tensor, x = MAKE[kind](), leaf(3)
+
+    def positional(x, other=None, t=tensor):
+        return ((t * 2) * x).square()
+
+    def keyword(x, *, other=None, t=tensor):
+        return ((t * 2) * x).square()
+
+    def contained(x, t=[{"a": tensor}]):  # noqa: B006
+        return ((t[0]["a"] * 2) * x).square()
+
+    def wrapped(*args):
+        return positional(*args)
+
+    fn = {"keyword": keyword, "in a list": contained}.get(how, positional)
+    if how == "wrapped":
+        fn = functools.wraps(positional)(wrapped)
+    ways = WAYS | {"rerun in replay": lambda fn: replay(rerun(fn))}
+    y = ways[door](fn)(x)
+    with torch.no_grad():
+        tensor.add_(1)
+    if door not in RERUNS:  # replays of the whole name what read it
+        with pytest.raises(ChangedError):
+            y.sum().backward()
+        return
+    path = r"\['t'\]\[0\]\['a'\]" if how == "in a list" else r"\['t'\]"
+    with pytest.raises(ChangedError, match=rf"defaults{path} \(float32 .* was changed in place"):
+        y.sum().backward()
+
+
+@program(*RERUNS, "replay", "scope", "rerun in scope")
+def generators_and_modules_that_are_default_arguments(door):
+    """They draw the numbers of the forward, and go on from where they were."""
+    one, two = torch.Generator().manual_seed(1), torch.Generator().manual_seed(2)
+    norm, x = nn.BatchNorm1d(4), leaf(4, 4)
+
+    def fn(x, one=one, *, two=two, norm=norm):
+        noise = torch.rand(4, generator=one) + torch.rand(4, generator=two)
+        return norm(x * noise).square()
+
+    y = door(fn)(x)
+    return *torch.autograd.grad(y.sum(), x), norm.running_mean, one.get_state(), two.get_state()
+
+
+@pytest.mark.parametrize("door", [*RERUNS, "rerun in scope", "scope in rerun"])
+@pytest.mark.parametrize("kind", ["data", "leaf", "parameter", "frozen"])
+@pytest.mark.parametrize("how", ["argument", "closure", "default"])
+def test_requires_grad_of_an_argument_is_that_of_the_forward(door, kind, how):
+    """Or it is refused: the recompute would save other tensors."""
+    tensor = nn.Parameter(data(), requires_grad=False) if kind == "frozen" else MAKE[kind]()
+
+    def step(door, changes):
+        w = leaf(3)
+        calls = {
+            "argument": lambda: door(lambda t, w: (t * w).exp() * w)(tensor, w),
+            "closure": lambda: door(lambda w: (tensor * w).exp() * w)(w),
+            "default": lambda: door(lambda w, t=tensor: (t * w).exp() * w)(w),
+        }
+        y = calls[how]()
+        if changes:
+            tensor.requires_grad_(not tensor.requires_grad)
+        return torch.autograd.grad(y.sum(), w)
+
+    want = step(plain, False)
+    outcome = contextlib.suppress(CheckpointError)
+    if door in ("rerun", "rerun to the end"):
+        outcome = pytest.raises(ChangedError, match=r"`requires_grad` of .*was changed in place")
+    with outcome:
+        same(step(WAYS[door], True), want)
+
+
+@DOOR
+@pytest.mark.parametrize("view", [False, True])
+def test_inference_tensors_are_copied(door, view):
+    """They have no version: nobody sees that they are written."""
+    with torch.inference_mode():
+        x = data(4)
+        x = x[:2] if view else x
+    w = leaf(*x.shape)
+    y = door(lambda x, w: ((x + 0) * w).square())(x, w)
+    want = 2 * w.detach() * (x + 0) ** 2
+    with torch.inference_mode():
+        x.add_(1)
+    same(torch.autograd.grad(y.sum(), w), [want])
+
+
 CHANGES = {
     "append": (lambda t: [t], lambda s, t: s.insert(0, t)),
     "dict replace": (lambda t: {"a": t}, lambda s, t: s.update(a=t)),
@@ -690,6 +781,90 @@ def test_weights_cached_around_a_region(door):
         y = WAYS[door](layer)(x)
     with pytest.raises(MismatchError, match=r"parametrizations\.weight\.original"):
         y.sum().backward()
+
+
+class Reads(nn.Module):
+    """Reads parameters in ways in which no operator saves them; `later` not at all."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.bias = nn.Embedding(3, 4), nn.Parameter(torch.ones(4))
+        self.last, self.later = nn.Parameter(torch.ones(4)), nn.Linear(4, 4)
+
+    def forward(self, x):
+        y = self.embedding(torch.tensor([0, 1, 0, 2])) * x
+        return y.sin() + self.last, (x + self.bias).cos()
+
+
+@pytest.mark.parametrize("door", [*RERUNS, "replay", "scope", "rerun in scope"])
+@pytest.mark.parametrize("name", ["embedding.weight", "bias"])
+@pytest.mark.parametrize("how", ["module", "method", "lambda"])
+def test_parameters_that_are_read_but_not_saved_are_guarded(door, name, how):
+    """By an update between forward and backward."""
+    net, x = Reads(), leaf(4, 4)
+    region = {"module": net, "method": net.forward, "lambda": lambda x: net(x)}[how]
+    one, two = WAYS[door](region)(x)
+    with torch.no_grad():
+        net.get_parameter(name).mul_(2)
+    match = rf"parameter .*{name.split('.')[-1]}" if door in RERUNS else None
+    with pytest.raises(ChangedError, match=match):
+        (one.sum() + two.sum()).backward()
+
+
+@program(*RERUNS, "replay")
+def parameters_whose_update_does_not_matter(door):
+    """Read after all that is recomputed, or not read."""
+    net, x = Reads(), leaf(4, 4)
+    one, two = door(net)(x)
+    with torch.no_grad():
+        net.last.mul_(2)
+        net.later.weight.mul_(2)
+    (one.sum() + two.sum()).backward()
+    return x.grad, *(p.grad for p in net.parameters())
+
+
+@program()
+def an_optimizer_that_steps_in_backward(door):
+    """Each parameter as soon as its gradient is there; every region could reach all of them."""
+    torch.manual_seed(1)
+    net, x = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3))), leaf(4)
+
+    def step(p):
+        with torch.no_grad():
+            p.sub_(p.grad)
+        p.grad = None
+
+    for p in net.parameters():
+        p.register_post_accumulate_grad_hook(step)
+    for _ in range(2):
+        y = x
+        for i in range(3):
+            y = door(lambda y, i=i: net[i](y) * 2)(y)
+        y.sum().backward()
+    return x.grad, *net.parameters()
+
+
+@pytest.mark.parametrize("door", [*RERUNS, "replay", "scope", "rerun in scope"])
+def test_tensors_in_the_place_of_parameters_are_those_of_the_forward(door):
+    """As inner loops of `higher` exchange them, step by step. Refused by a rerun."""
+
+    def step(door):
+        net, x, total = Net(), leaf(2, 4), 0
+        base = [leaf(4, 4), leaf(4, 4) * 2]
+        weights = base
+        for _ in range(2):
+            net.one._parameters["weight"], net.two._parameters["weight"] = weights
+            total = total + door(net)(x).sum()
+            weights = [w * 2 for w in weights]
+        return torch.autograd.grad(total, [x, *base])
+
+    if door in (*RERUNS, "rerun in scope"):
+        with pytest.raises(
+            MismatchError, match=r"another tensor in the place of a parameter.*replay"
+        ):
+            step(WAYS[door])
+    else:
+        same(step(WAYS[door]), step(plain))
 
 
 @program()
