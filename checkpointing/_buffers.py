@@ -26,7 +26,9 @@ from ._tree import Field
 
 _parts_of, _has_storage, _version = _torch.parts_of_module, _torch.has_storage, _torch.version
 _Generator, _Parameter = torch.Generator, nn.Parameter
-_quick_version: Any = operator.attrgetter("_version")
+_version_of: Any = operator.attrgetter("_version")
+_MAY_HOLD_ONE = {torch.Generator, list, tuple, dict}
+_MOST_ITEMS = 100  # of a list or dict
 _OF_EVERY_MODULE = len(vars(nn.Module()))  # attributes, before its own
 _SMALL = 1 << 16  # bytes: cheap to copy before every forward
 _NONE = -1.0  # bytes: not even empty buffers
@@ -41,14 +43,14 @@ class Buffers:
     Larger buffers, and those of modules in evaluation mode, are guarded by version.
     """
 
-    __slots__ = ("_entries", "_flags", "_guarded", "_parameters", "_then")
+    __slots__ = ("_entries", "_flags", "_guarded", "_then", "_trained", "_versions")
 
     def __init__(self, inputs: Any) -> None:
         """Capture `inputs.modules` and their children; add their devices and generators to
         `inputs`."""
         flags: dict[nn.Module, bool | None] = {}  # None: frozen TorchScript, which has no flag
         entries: list[Entry] = []
-        found: list[Tensor] = []
+        trained: list[Tensor] = []
         stack: list[Any] = [*inputs.modules]
         while stack:
             module = stack.pop()
@@ -56,21 +58,21 @@ class Buffers:
                 continue
             flags[module] = getattr(module, "training", None)
             children, parameters, buffers = _parts_of(module)
-            if children:
-                stack += children.values()
+            stack += children.values()
             for parameter in parameters.values():
                 if parameter is None:
                     continue
-                found.append(parameter)
+                if parameter.requires_grad:
+                    trained.append(parameter)
                 if not parameter.is_cpu:
                     inputs.devices |= {parameter.device}
             if type(module).__module__[:6] != "torch.":  # no module of torch has a generator
-                own = islice(vars(module).values(), _OF_EVERY_MODULE, None)
-                inputs.generators += tuple([part for part in own if type(part) is _Generator])
+                inputs.generators += _generators_of(module)
             if buffers:
                 entries.append((module, dict(buffers)))
         self._flags = flags
-        self._parameters = _states_of(found)
+        self._trained = trained
+        self._versions: tuple[int, ...] = ()
         self._entries: Sequence[Entry] = ()  # few objects for the garbage collector
         self._guarded: Sequence[Guarded] = ()
         self._then = _NOTHING
@@ -97,22 +99,32 @@ class Buffers:
         if small:
             self._then = _Moment.of(small)
 
+    def end(self) -> None:
+        """The region has run: the parameters that it has read must not change from here on."""
+        try:
+            self._versions = tuple(map(_version_of, self._trained))
+        except RuntimeError:  # made in inference mode, without versions
+            self._trained = []
+
     def written(self, where: object) -> list[Tensor]:
-        """The parameters that train and have been written since the forward. Another parameter may
-        have been put in the place of one (FSDP2 gathers them), but no other tensor."""
-        stores = [_parts_of(module)[1].values() for module in self._flags]
-        parameters = [parameter for store in stores for parameter in store if parameter is not None]
-        now, written = _states_of(parameters), []
-        if now == self._parameters:
+        """The parameters that train and have been written since the forward."""
+        trained, versions = self._trained, self._versions
+        for tensor in trained:
+            if type(tensor) is not _Parameter:
+                self._check_places(where)
+        if not versions or tuple(map(_version_of, trained)) == versions:
             return []
-        states = zip(parameters, *now, *self._parameters, strict=False)
-        for parameter, key, version, key_then, version_then in states:
-            if key == key_then:
-                if version != version_then and parameter.requires_grad:
-                    written.append(parameter)
-            elif not isinstance(parameter, _Parameter):
-                raise errors.exchanged(where, named("a parameter", parameter))
-        return written
+        then = zip(trained, versions, strict=True)
+        return [tensor for tensor, version in then if _version_of(tensor) != version]
+
+    def _check_places(self, where: object) -> None:
+        """Tensors in the place of parameters must be there still. (Parameters need not: hooks may
+        gather them.)"""
+        stores = [_parts_of(module)[1].values() for module in self._flags]
+        present = {id(tensor) for store in stores for tensor in store}
+        for tensor in self._trained:
+            if not isinstance(tensor, nn.Parameter) and id(tensor) not in present:
+                raise errors.exchanged(where, named("a parameter", tensor))
 
     def __bool__(self) -> bool:
         """Whether there is anything to rewind."""
@@ -147,13 +159,16 @@ class Buffers:
             undo.append((_Moment.go_back, self._then.exchange()))
 
 
-def _states_of(parameters: list[Tensor]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The identities of parameters, which are not held, and their versions."""
-    try:
-        versions = tuple(map(_quick_version, parameters))
-    except RuntimeError:  # made in inference mode
-        versions = tuple(map(_version, parameters))
-    return tuple(map(id, parameters)), versions
+def _generators_of(module: nn.Module) -> tuple[torch.Generator, ...]:
+    """The generators in attributes of a module, and in lists and dicts there."""
+    parts = [*islice(vars(module).values(), _OF_EVERY_MODULE, None)]
+    if _MAY_HOLD_ONE.isdisjoint(map(type, parts)):
+        return ()
+    for part in tuple(parts):
+        if type(part) in (list, tuple, dict):
+            items = part.values() if type(part) is dict else part
+            parts += islice(items, _MOST_ITEMS)
+    return tuple([part for part in parts if type(part) is _Generator])
 
 
 def _can_be_rewound(tensor: Tensor) -> bool:

@@ -508,6 +508,7 @@ class Recompute:
                 raise
         finally:
             here["region"], here["depth"] = region, depth
+            self._changed = None  # it knows nodes, whose hooks know this object
         self._check_outcome()
 
     def _explained(self, error: Any) -> Any:

@@ -239,6 +239,8 @@ class Rerun(Region, Source, Inputs):
     def end(self) -> None:
         """The function has run."""
         self.outer = None
+        if self._buffers is not None:
+            self._buffers.end()
         if self._given is not None:
             self._note_writes([*self._given.values()])
             self._given = None

@@ -581,6 +581,15 @@ def test_the_same_as_torch(name):
     assert said == they_said
 
 
+def test_a_sequence_of_two_inputs_by_mistake():
+    """The second one lands in `use_reentrant`: what cannot be called in turn is a TypeError."""
+    for m in (ours, theirs):
+        with pytest.raises(TypeError):
+            m.checkpoint_sequential(torch.nn.Bilinear(4, 4, 4), 1, leaf(), leaf())
+        y = m.checkpoint_sequential(torch.nn.Sequential(torch.nn.Tanh()), 1, x := leaf(), leaf())
+        assert torch.equal(y, x.tanh())
+
+
 @pytest.mark.parametrize("segments", [0, -1, 3])
 def test_a_sequence_is_cut_into_segments_that_exist(segments):
     """torch divides by zero, or runs everything in one."""

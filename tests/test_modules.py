@@ -229,6 +229,31 @@ def test_copies_run_their_own_parameters_in_regions(regions, how):
     assert step(model)[1] == 3
 
 
+@each_option
+@pytest.mark.parametrize("hooked", [False, True])
+def test_shallow_copies_run_their_own_parameters(options, hooked):
+    """By `copy.copy`, or with another class, as facebookresearch's `higher` makes them."""
+    block, x = Block(), X.clone().requires_grad_()
+    checkpoint_modules(nn.Sequential(block), "0", **options)
+
+    class Other(Block):
+        def forward(self, x, *, scale=1.0):
+            return super().forward(x, scale=scale * 3)
+
+    one, two = copy.copy(block), Other()
+    vars(two)["forward"] = block.forward
+    for twin in (one, two):
+        twin._modules = copy.deepcopy(block._modules)
+        twin.linear.weight.data.mul_(2)
+        if hooked:
+            twin._forward_hooks = {0: lambda *_: None}
+        want = copy.deepcopy(twin)
+        del want.forward
+        assert step(twin) == (step(want)[0], 1)
+    assert block.linear.weight.grad is None
+    assert torch.equal(block.forward(x), Block.forward(block, x)) or block.training
+
+
 def test_a_handle_is_for_its_own_model():
     """Copies have regions of their own, and with a copy of the handle they can be removed."""
     model = Model()

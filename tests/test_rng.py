@@ -122,12 +122,30 @@ def test_random_programs_are_plain(program, door):
     assert observe(lambda: step(door)) == observe(lambda: step(plain))
 
 
+class Owner(nn.Module):
+    """With a generator in an attribute, beside others."""
+
+    def __init__(self, fn, get, **attributes):
+        super().__init__()
+        self.fn, self.get = fn, get
+        vars(self).update(attributes)
+
+    def forward(self, x):
+        return self.fn(x, self.get(self))
+
+
 PASSED = {
     "positional": lambda door, fn, g, x: door(fn)(x, g),
     "keyword": lambda door, fn, g, x: door(fn)(x, generator=g),
     "nested": lambda door, fn, g, x: door(lambda x, s: fn(x, s[0]["g"]))(x, [{"g": g}]),
     "partial": lambda door, fn, g, x: door(functools.partial(fn, generator=g))(x),
     "closed over": lambda door, fn, g, x: door(lambda x: fn(x, g))(x),
+    "default": lambda door, fn, g, x: door(lambda x, g=g: fn(x, g))(x),
+    "list in a default": lambda door, fn, g, x: door(lambda x, *, s=(g,): fn(x, s[0]))(x),
+    "list of a module": lambda door, fn, g, x: door(Owner(fn, lambda m: m.a[1], a=[1, g]))(x),
+    "dict of a module": lambda door, fn, g, x: door(
+        nn.Sequential(nn.Identity(), Owner(fn, lambda m: m.a["g"], a={"g": g}, n=3))
+    )(x),
 }
 
 
