@@ -454,10 +454,10 @@ def _call_like(function: Callable[..., Any], like: Like, *args: Any) -> Any:
     return function(like.make(), *args)
 
 
-def _call_with_offset(function: Callable[..., Any], place: int, *args: Any) -> Any:
+def _call_with_offset(function: Callable[..., Any], place: int, *args: Any, **named: Any) -> Any:
     """Call a function whose offset counts from that of its first argument."""
     offset = args[place] + args[0].storage_offset()
-    return function(*args[:place], offset, *args[place + 1 :])
+    return function(*args[:place], offset, *args[place + 1 :], **named)
 
 
 def _same(tensor: Tensor) -> Tensor:
