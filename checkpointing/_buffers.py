@@ -72,7 +72,7 @@ class Buffers:
                 entries.append((module, dict(buffers)))
         self._flags = flags
         self._trained = trained
-        self._versions: tuple[int, ...] = ()
+        self._versions = _versions_of(trained)
         self._entries: Sequence[Entry] = ()  # few objects for the garbage collector
         self._guarded: Sequence[Guarded] = ()
         self._then = _NOTHING
@@ -100,11 +100,12 @@ class Buffers:
             self._then = _Moment.of(small)
 
     def end(self) -> None:
-        """The region has run: the parameters that it has read must not change from here on."""
-        try:
-            self._versions = tuple(map(_version_of, self._trained))
-        except RuntimeError:  # made in inference mode, without versions
-            self._trained = []
+        """The region has run: the parameters that it has not written stay as they are from here
+        on."""
+        if self._versions != _versions_of(self._trained):
+            pairs = zip(self._trained, self._versions, strict=True)
+            self._trained = [tensor for tensor, version in pairs if _version(tensor) == version]
+            self._versions = _versions_of(self._trained)
 
     def written(self, where: object) -> list[Tensor]:
         """The parameters that train and have been written since the forward."""
@@ -112,10 +113,10 @@ class Buffers:
         for tensor in trained:
             if type(tensor) is not _Parameter:
                 self._check_places(where)
-        if not versions or tuple(map(_version_of, trained)) == versions:
+        if versions == _versions_of(trained):
             return []
-        then = zip(trained, versions, strict=True)
-        return [tensor for tensor, version in then if _version_of(tensor) != version]
+        pairs = zip(trained, versions, strict=True)
+        return [tensor for tensor, version in pairs if _version(tensor) != version]
 
     def _check_places(self, where: object) -> None:
         """Tensors in the place of parameters must be there still. (Parameters need not: hooks may
@@ -157,6 +158,13 @@ class Buffers:
         _set(self._entries)
         if self:
             undo.append((_Moment.go_back, self._then.exchange()))
+
+
+def _versions_of(tensors: list[Tensor]) -> tuple[int, ...]:
+    try:
+        return tuple(map(_version_of, tensors))
+    except RuntimeError:  # some are made in inference mode
+        return tuple(map(_version, tensors))
 
 
 def _generators_of(module: nn.Module) -> tuple[torch.Generator, ...]:
