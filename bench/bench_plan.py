@@ -19,9 +19,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from checkpointing import auto, checkpoint_scope
+from checkpointing import auto, checkpoint_scope, clear_programs
 from checkpointing.__main__ import step_on_cpu
-from checkpointing._program import clear_programs
 
 sys.path.insert(0, str(Path(__file__).parent))
 import programs

@@ -14,8 +14,7 @@ import torch
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from torch.utils.flop_counter import flop_registry
 
-from checkpointing import __main__ as job
-from checkpointing import auto
+from checkpointing import __main__ as job, auto
 
 BLACK, ORANGE, BLUE = "black", "#d55e00", "#0072b2"  # for colour-blind readers, too
 TORCH, AUTO = "torch.utils.checkpoint per block", "one scope, auto()"

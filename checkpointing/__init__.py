@@ -1,27 +1,42 @@
-"""Activation checkpointing for PyTorch: a decorator and a with-block over one engine."""
+"""Activation checkpointing for PyTorch: a decorator and a with-block over one engine.
 
-from ._ambient import register_state as register_state
-from ._api import checkpoint_scope as checkpoint_scope
-from ._api import checkpointed as checkpointed
-from ._api import disabled as disabled
-from ._api import forward_only as forward_only
-from ._api import is_recomputing as is_recomputing
-from ._modules import checkpoint_modules as checkpoint_modules
-from ._policy import auto as auto
-from ._policy import keep as keep
-from ._policy import offload as offload
-from ._policy import opaque as opaque
-from ._policy import save_ops as save_ops
-from ._policy import save_tagged as save_tagged
-from ._policy import tag as tag
-from ._program import clear_programs as clear_programs
-from ._report import RegionReport as RegionReport
-from ._report import Report as Report
-from ._report import Stats as Stats
-from ._report import TensorReport as TensorReport
-from ._report import report as report
-from .errors import ChangedError as ChangedError
-from .errors import CheckpointError as CheckpointError
-from .errors import MismatchError as MismatchError
+In the order of reading, from the outside in:
+
+- `_entry`: what users call, the options and policies that they give, what they are told.
+- `_engine`: frames, holders and graph tasks; tensors that are held for backward.
+- `_rerun`: a region whose function is called again.
+- `_record`: a block as a program, recorded once and followed from then on.
+- `_replay`: a region whose recorded operators run again.
+- `_plan`: what a replay keeps, and what it brings back together.
+- `_torch`: private names of torch. `errors`: every message. `torch_compat`: torch's own functions.
+"""
+
+from ._engine import register_state as register_state
+from ._entry import (
+    RegionReport as RegionReport,
+    Report as Report,
+    Stats as Stats,
+    TensorReport as TensorReport,
+    auto as auto,
+    checkpoint_modules as checkpoint_modules,
+    checkpoint_scope as checkpoint_scope,
+    checkpointed as checkpointed,
+    disabled as disabled,
+    forward_only as forward_only,
+    is_recomputing as is_recomputing,
+    keep as keep,
+    offload as offload,
+    opaque as opaque,
+    report as report,
+    save_ops as save_ops,
+    save_tagged as save_tagged,
+    tag as tag,
+)
+from ._record import clear_programs as clear_programs
+from .errors import (
+    ChangedError as ChangedError,
+    CheckpointError as CheckpointError,
+    MismatchError as MismatchError,
+)
 
 __version__ = "0.1.0"

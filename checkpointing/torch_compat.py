@@ -24,27 +24,30 @@ import torch
 import torch.utils.checkpoint as _theirs
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import SAC_IGNORED_OPS as SAC_IGNORED_OPS
-from torch.utils.checkpoint import CheckpointPolicy as CheckpointPolicy
-from torch.utils.checkpoint import DefaultDeviceType as DefaultDeviceType
-from torch.utils.checkpoint import GraphExecGroup as GraphExecGroup
-from torch.utils.checkpoint import SelectiveCheckpointContext as SelectiveCheckpointContext
 from torch.utils.checkpoint import (
+    SAC_IGNORED_OPS as SAC_IGNORED_OPS,
+    CheckpointPolicy as CheckpointPolicy,
+    DefaultDeviceType as DefaultDeviceType,
+    GraphExecGroup as GraphExecGroup,
+    SelectiveCheckpointContext as SelectiveCheckpointContext,
     create_selective_checkpoint_contexts as create_selective_checkpoint_contexts,
+    detach_variable as detach_variable,
+    get_device_states as get_device_states,
+    noop_context_fn as noop_context_fn,
+    set_device_states as set_device_states,
 )
-from torch.utils.checkpoint import detach_variable as detach_variable
-from torch.utils.checkpoint import get_device_states as get_device_states
-from torch.utils.checkpoint import noop_context_fn as noop_context_fn
-from torch.utils.checkpoint import set_device_states as set_device_states
 from typing_extensions import Unpack
 
 from . import _torch
-from ._api import Options as RegionOptions
-from ._api import is_plain, run_rerun
-from ._debug import logged
-from ._reentrant import CheckpointFunction as CheckpointFunction
-from ._reentrant import check_backward_validity as check_backward_validity
-from ._where import entered_from, warn
+from ._engine import entered_from, warn
+from ._entry import (
+    CheckpointFunction as CheckpointFunction,
+    Options as RegionOptions,
+    check_backward_validity as check_backward_validity,
+    is_plain,
+    logged,
+    run_rerun,
+)
 from .errors import CheckpointError as CheckpointError
 
 # Bound here, since users replace torch's names by ours (`torch.utils.checkpoint.checkpoint = ...`).

@@ -11,7 +11,7 @@ import torch
 from hypothesis import settings
 from torch.utils.flop_counter import FlopCounterMode
 
-from checkpointing import _plan
+from checkpointing._plan import plan as _plan
 
 torch.set_num_threads(1)
 LITTLE, _plan._LITTLE = _plan._LITTLE, 0  # programs of tests are small, and planned all the same

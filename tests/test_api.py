@@ -11,10 +11,7 @@ import weakref
 
 import pytest
 import torch
-from oracle import at_once, bits, count, leaf, python_calls
-from oracle import c as rerun
-from oracle import r as replay
-from oracle import s as scope
+from oracle import at_once, bits, c as rerun, count, leaf, python_calls, r as replay, s as scope
 from torch import nn
 
 from checkpointing import (

@@ -17,18 +17,17 @@ from oracle import Watching, bits, count, same_place
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from checkpointing import __main__ as job
 from checkpointing import (
-    _plan,
-    _replay,
+    __main__ as job,
     auto,
     checkpoint_scope,
     checkpointed,
+    clear_programs,
     keep,
     save_tagged,
     tag,
 )
-from checkpointing._program import clear_programs
+from checkpointing._replay import replay
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
 import programs
@@ -733,9 +732,8 @@ def test_how_long_a_tensor_is_sent_decides_nothing(options):
 def test_a_plan_is_not_made_anew_at_every_change(change, monkeypatch):
     """Sizes that come and go, and gradients that exist at every other step, share one plan."""
     planned = []
-    monkeypatch.setattr(
-        _replay, "plan_of", lambda *given: planned.append(step) or _plan.plan_of(*given)
-    )
+    plan_of = replay.plan_of
+    monkeypatch.setattr(replay, "plan_of", lambda *given: planned.append(step) or plan_of(*given))
     model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(8)))
     clear_programs()
     step = 0

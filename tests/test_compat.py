@@ -679,7 +679,7 @@ def test_errors_count_and_show_tensors_as_torch_does(name):
 def test_an_accelerator_first_used_in_a_region_is_refused(monkeypatch):
     """Its random state from before can't be known; torch's error."""
     module = types.SimpleNamespace(_initialized=False)
-    monkeypatch.setattr("checkpointing._torch._device_module", module)
+    monkeypatch.setattr("checkpointing._torch.names._device_module", module)
 
     def wakes(x):
         module._initialized = True

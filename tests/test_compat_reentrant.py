@@ -12,7 +12,7 @@ from oracle import bits, leaf
 from torch import nn
 
 from checkpointing import CheckpointError, checkpointed, disabled, forward_only, is_recomputing
-from checkpointing import _reentrant as module
+from checkpointing._entry import reentrant as module
 from checkpointing.torch_compat import checkpoint, checkpoint_sequential
 
 

@@ -28,15 +28,15 @@ from oracle import (
     apply,
     at_once,
     bits,
+    c as rerun,
     plain,
     python_calls,
+    r as replay,
+    s as scope,
     same_bits,
     tensors,
+    whole as leaf,
 )
-from oracle import c as rerun
-from oracle import r as replay
-from oracle import s as scope
-from oracle import whole as leaf
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import register_pytree_node

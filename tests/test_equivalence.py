@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from oracle import Pair, SavesItsOutput, apply, assert_same, bits, weigh
 from torch import nn
 

@@ -24,7 +24,7 @@ from checkpointing import (
     keep,
     opaque,
 )
-from checkpointing._region import thread
+from checkpointing._engine.threads import thread
 
 WORDS = ["c", "r", "s", "cc", "cs", "sc", "ss"]
 WORD = pytest.mark.parametrize("word", WORDS)

@@ -16,21 +16,20 @@ import checkpointing
 
 PACKAGE = Path(checkpointing.__file__).parent
 
-# The layout table of the design, from the top down.
-LAYERS = words("""
-    __init__ __main__ torch_compat _modules _api _report _debug _reentrant _policy
-    _rerun _buffers _replay _plan _windows _run _record _compiled _gathered _program _ops
-    _held _engine _check _ambient _offload _region _where _tree _torch errors
+# The rooms, from the top down: each imports from those below it, and from their fronts.
+ROOMS = words("""
+    __init__ __main__ torch_compat _entry _rerun _replay _plan _record _engine _torch errors
 """)
-FILES = sorted(path.stem for path in PACKAGE.glob("*.py"))
-TREES = {name: ast.parse((PACKAGE / f"{name}.py").read_text(encoding="utf-8")) for name in FILES}
+PATHS = sorted(PACKAGE.rglob("*.py"))
+FILES = [".".join(path.relative_to(PACKAGE).with_suffix("").parts) for path in PATHS]
+TREES = {
+    name: ast.parse(path.read_text(encoding="utf-8"))
+    for name, path in zip(FILES, PATHS, strict=True)
+}
 EACH = pytest.mark.parametrize("name", FILES)
 
-# Private names of torch that may be used outside of `_torch.py`: the names, and where.
-ALLOWED = {
-    "torch.utils._pytree.SUPPORTED_NODES": {"_tree"},
-    "torch.utils._python_dispatch.TorchDispatchMode": set(FILES),
-}
+# Private names of torch that may be used outside of `_torch`: the names, and where.
+ALLOWED = {"torch.utils._python_dispatch.TorchDispatchMode": set(FILES)}
 
 
 def imports(tree):
@@ -44,13 +43,15 @@ def imports(tree):
                 yield node.level, node.module or "", alias.name, alias.asname
 
 
-def inner_imports(tree):
-    """The modules of this package that a file imports."""
-    for level, module, name, _ in imports(tree):
+def inner_imports(name):
+    """What a file imports from this package, as paths in it."""
+    here = name.split(".")
+    for level, module, part, _ in imports(TREES[name]):
         if level == 0 and module.partition(".")[0] != "checkpointing":
             continue
-        path = module if level else module.partition(".")[2]
-        yield path.partition(".")[0] or name
+        base = here[:-level] if level else []
+        inside = module if level else module.partition(".")[2]
+        yield ".".join([*base, inside or part])
 
 
 def is_private(part):
@@ -82,17 +83,42 @@ def torch_names(tree):
                 yield f"{known[head]}.{rest}"
 
 
+def room_of(path):
+    return path.partition(".")[0]
+
+
 @EACH
 def test_imports_point_down(name):
-    """A file imports only what is below it in the table."""
-    place = LAYERS.index(name)
-    above = {other for other in inner_imports(TREES[name]) if other in LAYERS[:place]}
-    assert above == set()
+    """A file imports from its own room, and from what is below that."""
+    place = ROOMS.index(room_of(name))
+    rooms = {room_of(other) for other in inner_imports(name)}
+    assert rooms & set(ROOMS[:place]) == set()
 
 
-@pytest.mark.parametrize("name", [name for name in FILES if name != "_torch"])
-def test_private_names_of_torch_are_in_one_file(name):
-    """`_torch.py` is the place to look when torch changes."""
+@EACH
+def test_a_room_is_entered_from_its_front(name):
+    """No file imports from a file in another room."""
+    others = {other for other in inner_imports(name) if room_of(other) != room_of(name)}
+    assert {other for other in others if "." in other} == set()
+
+
+@EACH
+def test_no_circle_within_a_room(name):
+    """Files of a room import one another in one direction."""
+
+    def reached(path, seen):
+        inside = {p for p in inner_imports(path) if "." in p and room_of(p) == room_of(name)}
+        for other in inside & set(FILES) - seen:
+            seen.add(other)
+            reached(other, seen)
+        return seen
+
+    assert name not in reached(name, set())
+
+
+@pytest.mark.parametrize("name", [name for name in FILES if room_of(name) != "_torch"])
+def test_private_names_of_torch_are_in_one_room(name):
+    """`_torch` is the place to look when torch changes."""
     known = [allowed for allowed, files in ALLOWED.items() if name in files]
 
     def is_allowed(full):

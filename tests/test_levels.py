@@ -7,8 +7,7 @@ import pytest
 import torch
 from oracle import bits
 
-from checkpointing import __main__ as job
-from checkpointing import auto, checkpoint_scope
+from checkpointing import __main__ as job, auto, checkpoint_scope
 
 SIZE = 1000
 UNIT = 4 * SIZE

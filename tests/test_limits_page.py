@@ -20,11 +20,11 @@ from checkpointing import (
     CheckpointError,
     checkpoint_scope,
     checkpointed,
+    clear_programs,
     forward_only,
     is_recomputing,
     opaque,
 )
-from checkpointing._program import clear_programs
 
 TEXT = (Path(checkpointing.__file__).parent / "LIMITS.md").read_text(encoding="utf-8")
 ROWS = [line for line in TEXT.splitlines() if re.match(r"\| (?!what \|)", line)]

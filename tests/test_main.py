@@ -9,8 +9,7 @@ import pytest
 import torch
 from beside import Program
 
-from checkpointing import __main__ as job
-from checkpointing import checkpointed
+from checkpointing import __main__ as job, checkpointed
 
 # Memory is measured after collections, which are quick then.
 pytestmark = pytest.mark.usefixtures("frozen")

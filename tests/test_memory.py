@@ -9,8 +9,7 @@ import torch.nn.functional as F
 from oracle import apply, bits, leaf
 from torch import nn
 
-from checkpointing import __main__ as job
-from checkpointing import auto, checkpoint_scope, keep
+from checkpointing import __main__ as job, auto, checkpoint_scope, keep
 
 # Memory is measured after collections, which are quick then.
 pytestmark = pytest.mark.usefixtures("frozen")

@@ -32,8 +32,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import checkpointing
 from checkpointing import auto, keep, offload, opaque, save_ops, save_tagged, tag, torch_compat
-from checkpointing._engine import Frame
-from checkpointing._region import thread
+from checkpointing._engine.frames import Frame
+from checkpointing._engine.threads import thread
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

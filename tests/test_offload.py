@@ -7,14 +7,12 @@ import weakref
 import pytest
 import torch
 from oracle import Watching, bits
-from test_auto import NESTINGS, gradients
-from test_auto import net as auto_net
+from test_auto import NESTINGS, gradients, net as auto_net
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import CheckpointPolicy
 
 from checkpointing import (
-    _offload,
     _torch,
     auto,
     checkpoint_scope,
@@ -25,6 +23,7 @@ from checkpointing import (
     save_tagged,
     tag,
 )
+from checkpointing._engine import offload as _offload
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*(smallest budget possible|no room for a single)")
 aten = torch.ops.aten

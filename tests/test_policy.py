@@ -5,9 +5,7 @@ from collections import Counter
 
 import pytest
 import torch
-from oracle import Hooks, SavesItsOutput, bits, count, leaf
-from oracle import r as replay
-from oracle import s as scope
+from oracle import Hooks, SavesItsOutput, bits, count, leaf, r as replay, s as scope
 from torch.utils.checkpoint import CheckpointPolicy
 
 from checkpointing import (

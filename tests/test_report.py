@@ -214,7 +214,7 @@ def test_regions_without_notes_call_nothing_of_reports(backend):
     calls = []
 
     def watch(frame, event, arg):
-        if event == "call" and frame.f_code.co_filename.endswith("/checkpointing/_report.py"):
+        if event == "call" and frame.f_code.co_filename.endswith("/checkpointing/_entry/report.py"):
             calls.append(frame.f_code.co_name)
 
     for noted in (False, True):

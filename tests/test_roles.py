@@ -7,8 +7,7 @@ import itertools
 
 import pytest
 import torch
-from oracle import bits, leaf, plain
-from oracle import s as scope
+from oracle import bits, leaf, plain, s as scope
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 from checkpointing import (

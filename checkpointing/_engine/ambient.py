@@ -24,8 +24,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from . import _torch
-from ._tree import put_together, take_apart
+from .. import _torch
+from .._torch import put_together, take_apart
 
 S = TypeVar("S")
 

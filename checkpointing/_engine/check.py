@@ -11,9 +11,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from . import _torch
-from ._region import without_recording
-from ._where import entered_from
+from .. import _torch
+from .threads import without_recording
+from .where import entered_from
 
 DeterminismCheck = Literal["metadata", "values", "none"] | Callable[[Tensor], Any]
 Check = Callable[[Tensor], Any] | None

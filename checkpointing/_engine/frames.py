@@ -38,12 +38,11 @@ from weakref import ref as _ref
 
 from torch import Tensor, nn
 
-from . import _torch, errors
-from ._check import Check, Evidence, maker_of
-from ._region import Region, thread, without_recording
-from ._torch import graph_task_id, node_count, pop_hooks, profiles, push_hooks
-from ._tree import Field
-from ._where import Line, described, line_number, user_line
+from .. import _torch, errors
+from .._torch import Field, graph_task_id, node_count, pop_hooks, profiles, push_hooks
+from .check import Check, Evidence, maker_of
+from .threads import Region, thread, without_recording
+from .where import Line, described, line_number, user_line
 
 # Bound once: these run for every saved tensor.
 _Parameter = nn.Parameter

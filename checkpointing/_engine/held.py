@@ -20,8 +20,8 @@ from typing import Any, TypeGuard
 
 from torch import Tensor
 
-from . import _torch, errors
-from ._engine import (
+from .. import _torch, errors
+from .frames import (
     Name,
     identity,
     is_internal,
@@ -30,8 +30,8 @@ from ._engine import (
     named,
     root_of,
 )
-from ._offload import Moved, Mover
-from ._region import without_recording
+from .offload import Moved, Mover
+from .threads import without_recording
 
 Copier = Callable[[], Tensor] | None
 

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import _torch
+from .. import _torch
 
 
 class Destination(NamedTuple):

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from . import _torch
+from .. import _torch
 
 R = TypeVar("R")
 

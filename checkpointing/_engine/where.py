@@ -13,11 +13,12 @@ import traceback
 import warnings
 from types import CodeType, FrameType
 
-import torch
-
 Line = tuple[CodeType, int]  # a code object and an instruction in it
 
-_NOT_USER_CODE = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep)
+_NOT_USER_CODE = tuple(
+    os.path.dirname(sys.modules[package].__file__ or "") + os.sep
+    for package in ("torch", __name__.partition(".")[0])
+)
 
 
 def entered_from(frame: FrameType) -> Line:

@@ -23,18 +23,27 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from typing_extensions import Unpack
 
-from . import _reentrant, _torch, errors
-from ._check import CHECKS, DeterminismCheck, check_of
-from ._debug import explain, logged
-from ._engine import Frame, is_internal, unpack
-from ._policy import as_policy
-from ._program import program_of
-from ._region import thread
-from ._replay import Replay as Follow
-from ._report import Report, Reported, Stats, measure, note, report_of
-from ._rerun import PreserveRngState, Rerun, call_within
-from ._run import Run
-from ._where import Line, entered_from, stack_of_user, warn
+from .. import _torch, errors
+from .._engine import (
+    CHECKS,
+    DeterminismCheck,
+    Frame,
+    Line,
+    check_of,
+    entered_from,
+    is_internal,
+    stack_of_user,
+    thread,
+    unpack,
+    warn,
+)
+from .._record import Run, program_of
+from .._replay import Replay as Follow
+from .._rerun import PreserveRngState, Rerun, call_within
+from . import reentrant as _reentrant
+from .debug import explain, logged
+from .policy import as_policy
+from .report import Report, Reported, Stats, measure, note, report_of
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -115,10 +124,10 @@ _is_grad_enabled, _hooks_are_enabled = torch.is_grad_enabled, _torch.hooks_are_e
 _innermost_transform = _torch.innermost_transform
 _mode_count, _is_tracing = _torch.mode_count, _torch.is_tracing
 
-_RUN_BY_HOOKS = "ambient buffers check compiled debug engine gathered held record region replay"
-_RUN_BY_HOOKS += " report rerun run torch where windows"
-for _name in _RUN_BY_HOOKS.split(" "):
-    _torch.keep_dynamo_out(sys.modules[f"{__package__}._{_name}"])
+_ENTERED = {f"{__package__}.{name}" for name in ("api", "modules", "policy", "reentrant")}
+for _name, _module in [*sys.modules.items()]:
+    if _name.startswith(f"{__package__.partition('.')[0]}._") and _name not in _ENTERED:
+        _torch.keep_dynamo_out(_module)  # hooks run it
 
 _disabled: contextvars.ContextVar[bool] = contextvars.ContextVar(
     "checkpointing.disabled", default=False

@@ -8,9 +8,8 @@ from typing import Any
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from . import _torch, errors
-from ._engine import Frame
-from ._where import stack_of_user
+from .. import _torch, errors
+from .._engine import Frame, stack_of_user
 
 
 class OpLog(TorchDispatchMode):

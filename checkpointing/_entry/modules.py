@@ -26,7 +26,8 @@ from torch import nn
 from torch.compiler import is_dynamo_compiling
 from typing_extensions import Self, Unpack
 
-from . import _api, errors
+from .. import errors
+from . import api as _api
 
 Picks = Callable[[str, nn.Module], bool]
 Select = Union[type, str, Picks, Sequence["Select"]]  # noqa: UP007

@@ -18,11 +18,10 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
-from . import _torch, errors
-from ._offload import Destination
-from ._region import aside, thread
-from ._run import NOWHERE, Answer, Placement, Places
-from ._tree import map_tensors
+from .. import _torch, errors
+from .._engine import Destination, aside, thread
+from .._record import NOWHERE, Answer, Placement, Places
+from .._torch import map_tensors
 
 T = TypeVar("T")
 

@@ -15,11 +15,9 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import detach_variable
 
-from . import _torch, errors
-from ._ambient import Undo, undo_all
-from ._region import Region, thread
-from ._rerun import Inputs, PreserveRngState, Rerun, contents_of
-from ._where import warn
+from .. import _torch, errors
+from .._engine import Region, Undo, thread, undo_all, warn
+from .._rerun import Inputs, PreserveRngState, Rerun, contents_of
 
 
 def _trains(value: Any) -> bool:

@@ -22,14 +22,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import _torch
-from ._check import maker_of
-from ._engine import Frame, Holder, is_referenced, root_of
-from ._held import Held
-from ._offload import Moved
-from ._region import Region
-from ._tree import tensors_in
-from ._where import described, user_line
+from .. import _torch
+from .._engine import (
+    Frame,
+    Held,
+    Holder,
+    Moved,
+    Region,
+    described,
+    is_referenced,
+    maker_of,
+    root_of,
+    user_line,
+)
+from .._torch import tensors_in
 
 
 class TensorReport(NamedTuple):

@@ -38,10 +38,9 @@ from itertools import accumulate, pairwise
 from operator import add, is_
 from typing import Any, NamedTuple
 
-from . import _torch
-from ._program import KEEP, MOST_GROWTH, NOT_WRITTEN, UNSEEN, Step, Value
-from ._run import Run
-from ._windows import Group, Path
+from .. import _torch
+from .._record import KEEP, MOST_GROWTH, NOT_WRITTEN, UNSEEN, Run, Step, Value
+from .windows import Group, Path
 
 
 class Memory:

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ._program import (
+from .._record import (
     BROUGHT_BACK,
     KEEP,
     Filling,
@@ -33,12 +33,12 @@ from ._program import (
     Known,
     Like,
     Parts,
+    Run,
     Slot,
     Step,
     Value,
     with_saves,
 )
-from ._run import Run
 
 
 class Path:

@@ -22,10 +22,10 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from . import _torch
-from ._ops import COMMUNICATION, Info, tensors_of
-from ._program import WRITTEN_UNSEEN
-from ._region import put_before
+from .. import _torch
+from .._engine import put_before
+from .ops import COMMUNICATION, Info, tensors_of
+from .program import WRITTEN_UNSEEN
 
 _Run: Any = object  # `Run`, once an instance is made
 

@@ -16,8 +16,8 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from . import _torch, errors
-from ._region import put_before
+from .. import _torch, errors
+from .._engine import put_before
 
 _Run: Any = object  # `Run`, once an instance is made
 

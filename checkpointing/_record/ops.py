@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _torch
-from ._ambient import Generators, has_rng
-from ._tree import ATOMS
+from .. import _torch
+from .._engine import Generators, has_rng
+from .._torch import ATOMS
 
 
 class Info:

@@ -27,7 +27,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from ._ops import NO_OPERATOR, Info
+from .ops import NO_OPERATOR, Info
 
 # A cell, and the last step that wrote to its memory; NOT_WRITTEN if none has.
 Value = tuple[int, int]

@@ -22,10 +22,10 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from . import _torch
-from ._engine import is_parameter, root_of
-from ._ops import Info, tensors_of
-from ._program import (
+from .. import _torch
+from .._engine import is_parameter, root_of
+from .ops import Info, tensors_of
+from .program import (
     BROUGHT_BACK,
     KEEP,
     NOT_WRITTEN,

@@ -25,15 +25,25 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from . import _torch
-from ._ambient import read_switches
-from ._compiled import INDUCTOR, see_compiled_code
-from ._engine import is_parameter, root_of
-from ._gathered import lend
-from ._held import Aliased, Held, hold, note_written
-from ._offload import Destination, Mover
-from ._ops import INFOS, Info, generators_of, tensors_of
-from ._program import (
+from .. import _torch
+from .._engine import (
+    Aliased,
+    Destination,
+    Held,
+    Mover,
+    Region,
+    aside,
+    hold,
+    is_parameter,
+    note_written,
+    read_switches,
+    root_of,
+    thread,
+)
+from .compiled import INDUCTOR, see_compiled_code
+from .gathered import lend
+from .ops import INFOS, Info, generators_of, tensors_of
+from .program import (
     BROUGHT_BACK,
     FEWER_SAVES,
     KEEP,
@@ -52,8 +62,7 @@ from ._program import (
     Value,
     Varying,
 )
-from ._record import NO_MEMORY, ON_MADE_MEMORY, Recorder
-from ._region import Region, aside, thread
+from .recorder import NO_MEMORY, ON_MADE_MEMORY, Recorder
 
 # What to do with a value: False to recompute it, True to keep it, or where it is kept.
 Answer = bool | Destination

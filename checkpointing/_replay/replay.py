@@ -20,17 +20,34 @@ from typing import Any
 
 from torch import Tensor
 
-from . import _torch, errors
-from ._ambient import Undo, enter_switches, undo_all
-from ._engine import Frame, Holder, Holding, Recompute, Source
-from ._gathered import check_there
-from ._held import Aliased, Held, check_version
-from ._offload import Moved, prefetch
-from ._ops import tensors_of
-from ._plan import Plan, attach, plan_of
-from ._program import NOT_WRITTEN, Like, Slot
-from ._run import Run, Wrapped, sizes_of, slots_of
-from ._windows import Found, Group, Instruction, Path, Window, maker_of
+from .. import _torch, errors
+from .._engine import (
+    Aliased,
+    Frame,
+    Held,
+    Holder,
+    Holding,
+    Moved,
+    Recompute,
+    Source,
+    Undo,
+    check_version,
+    enter_switches,
+    prefetch,
+    undo_all,
+)
+from .._plan import Found, Group, Instruction, Path, Plan, Window, attach, maker_of, plan_of
+from .._record import (
+    NOT_WRITTEN,
+    Like,
+    Run,
+    Slot,
+    Wrapped,
+    check_there,
+    sizes_of,
+    slots_of,
+    tensors_of,
+)
 
 
 class Stock:

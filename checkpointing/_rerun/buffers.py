@@ -18,11 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import _torch, errors
-from ._ambient import Undo
-from ._engine import named
-from ._region import without_recording
-from ._tree import Field
+from .. import _torch, errors
+from .._engine import Undo, named, without_recording
+from .._torch import Field
 
 _parts_of, _has_storage, _version = _torch.parts_of_module, _torch.has_storage, _torch.version
 _Generator, _Parameter = torch.Generator, nn.Parameter

@@ -29,24 +29,35 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from . import _torch, errors
-from ._ambient import Ambient, Generators, Undo, has_rng, undo_all
-from ._buffers import Buffers
-from ._engine import (
+from .. import _torch, errors
+from .._engine import (
+    Ambient,
     Frame,
+    Generators,
+    Held,
     Holder,
     Holding,
     Name,
     Recompute,
+    Referenced,
+    Region,
     Source,
+    Undo,
+    check_version,
+    has_rng,
+    hold,
+    hold_argument,
     identity,
     is_parameter,
     named,
+    note_written,
     root_of,
+    thread,
+    undo_all,
+    without_recording,
 )
-from ._held import Held, Referenced, check_version, hold, hold_argument, note_written
-from ._region import Region, thread, without_recording
-from ._tree import ATOMS, leaves_of, put_together, take_apart, tensors_in
+from .._torch import ATOMS, leaves_of, put_together, take_apart, tensors_in
+from .buffers import Buffers
 
 # Bound once: these run for every call.
 _enclosing_hooks = _torch.enclosing_hooks

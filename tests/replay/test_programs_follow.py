@@ -25,7 +25,6 @@ from torch.func import functional_call
 from torch.nn import functional as F
 from torch.testing._internal.two_tensor import TwoTensor
 
-from checkpointing import _program as programs
 from checkpointing import (
     auto,
     checkpoint_scope,
@@ -37,6 +36,7 @@ from checkpointing import (
     save_tagged,
     tag,
 )
+from checkpointing._record import program as programs
 
 STEPS = (0, 0, 1, 0, 2, 3, 1, 3, 4, 4, 0, 5, 2)
 FOLLOWED = ("scope", "replay", "auto", "scope in rerun")
