@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch.utils.checkpoint import CheckpointError as _TorchCheckpointError
 
 __all__ = ["ChangedError", "CheckpointError", "MismatchError"]
@@ -63,6 +64,8 @@ def different_metadata(
     if len(mismatches) > shown:
         others = [slot for slot, *_ in mismatches[shown:]]
         rows += f"So do {len(others)} more, in slots {others}.\n"
+    if any(map(_is_decision, mismatches)):
+        rows += f"{_DECIDED}\n"
     return MismatchError(
         f"{where}: Recomputed values for the following tensors have different metadata than during "
         "the forward pass.\n"
@@ -98,16 +101,37 @@ _TIP = (
 )
 
 
+_DECIDED = (
+    "Indices or masks are among them: a kernel that is not deterministic came before a choice "
+    "(`topk`, `argmax`, a comparison). Pin the choice with keep(), or use backend='replay', which "
+    "never chooses again."
+)
+
+
+def _is_decision(mismatch: Mismatch) -> bool:
+    saved = mismatch[1]
+    dtype = saved[1] if isinstance(saved, tuple) and len(saved) == 3 else None
+    return isinstance(dtype, torch.dtype) and not (dtype.is_floating_point or dtype.is_complex)
+
+
 def _readable(metadata: object) -> object:
     if isinstance(metadata, tuple) and len(metadata) == 3:
         return dict(zip(("shape", "dtype", "device"), metadata, strict=True))
     return metadata
 
 
-def another_size(where: object, op: str, was: int, now: int) -> MismatchError:
+def other_shapes(
+    where: object, op: str, line: str | None, was: list[Any], now: list[Any]
+) -> MismatchError:
+    then, again = [", ".join(str([*shape]) for shape in shapes) for shapes in (was, now)]
+    if line is None:
+        reason = "it depends on more than its arguments"
+    else:
+        reason = f"a kernel before it is not deterministic\n(called from {line})"
     return MismatchError(
-        f"{where}: {op} made {was} bytes in the forward, but {now} in the recompute: it depends on "
-        "more than its arguments. `keep` its result, or call it inside `with opaque():`."
+        f"{where}: {op} returned shapes {then} in the forward, but {again} in "
+        f"the recompute: {reason}.\n`keep` its result, or what it depends on, or call it inside "
+        "`with opaque():`."
     )
 
 

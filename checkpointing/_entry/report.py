@@ -197,7 +197,7 @@ class Stats(NamedTuple):
         replays: windows that were replayed so far.
         bytes_saved: the memory that plain autograd would hold for backward, without parameters.
         bytes_held: held now for recompute: inputs of the block and states of random generators.
-        bytes_kept: held now because of `keep` or a policy.
+        bytes_kept: held now because of `keep`, a policy, or a choice that is never made again.
         cuts: positions among the recorded operators. Every value that is needed there is kept, so
             no recompute crosses a cut.
         peak_predicted: the most memory that forward and backward of the block need according to the

@@ -68,6 +68,7 @@ class Path:
                     self._bases[cell] = step.reads[0][0]
             for memory in step.writes:
                 self.writers[memory].append(step)
+            self.kept.update(zip(step.decides, step.decides, strict=True))
             if step.event is KEEP and not step.effect:
                 self.kept[step.reads[0]] = step.first_cell
                 self.cuts.append(step.index)
@@ -332,7 +333,8 @@ class Window:
         self.counted = sum(step.is_counted for step in steps)
         self.written = {memory for step in steps for memory in step.writes}
         self.table: list[Any] = []
-        self.place_of: dict[int, int] = {}  # by cell
+        self.place_of: dict[Any, int] = {}  # by cell
+        self.given = starts.keys()
         self.starts = [
             (self._place(cell), source, path.memory_of[cell]) for cell, source in starts.items()
         ]
@@ -351,7 +353,7 @@ class Window:
         self._find_wanted(starts)
         self._find_last_uses()
 
-    def _place(self, cell: int) -> int:
+    def _place(self, cell: Any) -> int:
         place = self.place_of.get(cell)
         if place is None:
             place = self.place_of[cell] = len(self.table)
@@ -385,8 +387,12 @@ class Window:
             made.call = partial(_call_like, made.call)
         holds_tensors = any(isinstance(arg, Known | First | Parts) for arg in constants.values())
         is_flat = all(type(place) is int for place in made.args) and not holds_tensors
-        made.is_quick = is_flat and not step.draws
-        made.results = [self.place_of[cell] for cell, _ in step.memories]
+        made.is_quick = not any((not is_flat, step.draws, step.info.sizes_depend_on_data))
+        # A decision that is held is not replaced by what is computed beside it.
+        made.results = [
+            self._place(("again", cell) if cell in self.given else cell)
+            for cell, _ in step.memories
+        ]
         made.wanted = []
         made.dead = []
         made.writes = []

@@ -31,6 +31,6 @@ from .run import (
     Places as Places,
     Run as Run,
     Wrapped as Wrapped,
-    sizes_of as sizes_of,
+    shapes_of as shapes_of,
     slots_of as slots_of,
 )

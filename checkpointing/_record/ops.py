@@ -29,9 +29,10 @@ class Info:
         self.statistics, self._switch = STATISTICS.get(self.name, ((), None))
         self.communicates = self.space in COMMUNICATION
         self.gathers = self.space == "fsdp"  # parameters into memory that is given back
+        tags = getattr(func, "tags", ())
         # Custom operators may draw random numbers without torch's tag: compare the generators.
         self.custom = self.space not in ("aten", "prim", "prims")
-        is_random = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
+        is_random = torch.Tag.nondeterministic_seeded in tags
         self.may_draw = self.custom or is_random
         self._read(getattr(func, "_schema", _UNKNOWN))
         if self.writes:  # with `out=`
@@ -39,6 +40,9 @@ class Info:
         self.targets: tuple[int | str, ...] = self.writes
         if self.communicates:  # its schema does not show its writes
             self.targets = (0, "out") if self.base.endswith("_") else ("out",)
+        self.is_pointwise = torch.Tag.pointwise in tags or func is _torch.CAST
+        self.sizes_depend_on_data = torch.Tag.dynamic_output_shape in tags
+        self.pools = "_pool" in self.base  # its indices are for autograd alone
         # It allocates memory without filling it.
         self.allocates = self.name == "aten::resize_" or self.name.startswith(_ALLOCATE)
         writes_out = all(type(place) is str for place in self.writes)

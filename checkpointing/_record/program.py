@@ -20,7 +20,8 @@ objects. It has to be found out anew for every operator of every run.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import ref
 
@@ -47,46 +48,29 @@ UNSEEN = "unseen"  # anything alive may have been written
 FEWER_SAVES = "fewer saves"  # what autograd saves after the step before differs from here on
 
 
+@dataclass(slots=True, eq=False)
 class Known:
     """An argument that the run has met: the tensor in a cell."""
 
-    __slots__ = ("cell",)
-
-    def __init__(self, cell: int) -> None:
-        self.cell = cell
+    cell: int
 
 
+@dataclass(slots=True, eq=False)
 class First:
     """An argument that is not known yet, or not as it is now: it takes a new cell."""
 
-    __slots__ = (
-        "cell",
-        "copies",
-        "hides",
-        "holds",
-        "is_lent",
-        "is_parameter",
-        "is_referenced",
-        "memory",
-        "name",
-        "requires_grad",
-        "shares",
-        "was",
-    )
-
-    def __init__(self, cell: int, was: int | None, shares: int, memory: int) -> None:
-        self.cell = cell
-        self.memory = memory
-        self.was = was  # the cell that it was known by, before something wrote to it
-        self.shares = shares  # the first such cell on the same memory; its own, if there is none
-        self.holds = False  # whether a recompute starts from it
-        self.copies = False  # whether that must be a copy, because the memory will be written again
-        self.is_parameter = False
-        self.is_lent = False  # a gathered parameter
-        self.is_referenced = False  # a parameter that is held by itself, from its first use on
-        self.requires_grad = False
-        self.hides = False  # whether it must not be saved by what encloses the block
-        self.name: Any = None  # the operator that read it; None: autograd has saved it
+    cell: int
+    was: int | None  # the cell that it was known by, before something wrote to it
+    shares: int  # the first such cell on the same memory; its own, if there is none
+    memory: int
+    holds: bool = False  # whether a recompute starts from it
+    copies: bool = False  # whether that must be a copy, because the memory will be written again
+    is_parameter: bool = False
+    is_lent: bool = False  # a gathered parameter
+    is_referenced: bool = False  # a parameter that is held by itself, from its first use on
+    requires_grad: bool = False
+    hides: bool = False  # whether it must not be saved by what encloses the block
+    name: Any = None  # the operator that read it; None: autograd has saved it
 
 
 def to_hold(firsts: Iterable[First]) -> tuple[First, ...]:
@@ -94,43 +78,34 @@ def to_hold(firsts: Iterable[First]) -> tuple[First, ...]:
     return tuple([first for first in firsts if first.holds and not first.is_referenced])
 
 
+@dataclass(slots=True, eq=False)
 class Filling(Known):
     """A view of memory that has only been allocated: the operator writes all of the memory, or a
     part."""
 
-    __slots__ = ("covers",)
-
-    def __init__(self, cell: int, covers: bool) -> None:
-        super().__init__(cell)
-        self.covers = covers
+    covers: bool
 
 
+@dataclass(slots=True, eq=False)
 class Parts:
     """A list or tuple with tensors in it."""
 
-    __slots__ = ("items", "kind")
-
-    def __init__(self, kind: Any, items: list[Any]) -> None:
-        self.kind = kind
-        self.items = items
+    kind: Any
+    items: list[Any]
 
 
+@dataclass(slots=True, eq=False)
 class Varying:
     """A number, or a size, that has not always been the same: each run has its own."""
 
-    __slots__ = ("kind",)
-
-    def __init__(self, kind: type) -> None:
-        self.kind = kind
+    kind: type
 
 
+@dataclass(slots=True, eq=False)
 class Thing:
     """Any object of this type, handed to an operator that is never replayed: a process group."""
 
-    __slots__ = ("kind",)
-
-    def __init__(self, kind: type) -> None:
-        self.kind = kind
+    kind: type
 
 
 class Like:
@@ -155,137 +130,85 @@ class Like:
         return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
 
 
+@dataclass(slots=True, eq=False)
 class Slot:
     """A tensor that autograd saved at this place of the program."""
 
-    __slots__ = (
-        "cell",
-        "counts",
-        "first",
-        "holds",
-        "is_held",
-        "is_read",
-        "is_usual",
-        "joins",
-        "nbytes",
-        "version",
-    )
+    cell: int
+    version: int
+    first: First | None
+    is_held: bool = False  # whether a recompute starts from it, so that there is nothing to compute
+    is_read: bool = False  # whether a region inside takes it, rather than an operator
+    is_usual: bool = False  # neither that, nor a part, nor a tensor that is met here
+    joins: bool = False  # whether it is another part of the tensor that the slot before belongs to
+    counts: bool = False  # whether autograd saved something of this memory for the first time
+    nbytes: int = 0  # of the tensor
+    holds: tuple[First, ...] = ()
 
-    def __init__(self, cell: int, version: int, first: First | None) -> None:
-        # Whether a recompute starts from it, so that there is nothing to compute.
-        self.is_held = False
-        self.is_read = False  # whether a region inside takes it, rather than an operator
-        self.is_usual = False  # neither that, nor a part, nor a tensor that is met here
-        # Whether it is another part of the tensor that the slot before belongs to.
-        self.joins = False
-        self.counts = False  # whether autograd saved something of this memory for the first time
-        self.nbytes = 0  # of the tensor
-        self.cell = cell
-        self.version = version
-        self.first = first
-        self.holds = () if first is None else to_hold([first])
+    def __post_init__(self) -> None:
+        if self.first is not None:
+            self.holds = to_hold([self.first])
 
     @property
     def value(self) -> Value:
         return self.cell, self.version
 
 
+@dataclass(slots=True, eq=False)
 class Step:
     """One operator call, or an event between two of them (`keep`, `opaque`), at one place of a
     program."""
 
-    __slots__ = (
-        "args",
-        "call",
-        "count",
-        "draws",
-        "effect",
-        "event",
-        "first_cell",
-        "firsts",
-        "flops",
-        "freezes",
-        "func",
-        "gone",
-        "grad_mode",
-        "holds",
-        "index",
-        "info",
-        "inputs",
-        "is_quick_draw",
-        "is_special",
-        "is_view",
-        "keeps",
-        "memories",
-        "named",
-        "needs_preparation",
-        "next",
-        "note",
-        "offset",
-        "parent",
-        "passes",
-        "plain",
-        "plan",
-        "reads",
-        "reads_metadata",
-        "run",
-        "saves",
-        "sizes",
-        "states",
-        "targets",
-        "varies",
-        "writes",
-    )
+    parent: Step | None
+    func: Any
+    index: int = -1
+    # What another call must have, too: operator, grad mode, number of arguments, keywords.
+    call: Any = None
+    info: Info = NO_OPERATOR
+    run: Any = None
+    args: list[Any] = field(default_factory=list)  # templates as a run meets them; keywords last
+    inputs: list[Any] = field(default_factory=list)  # templates, as a replay passes them
+    named: dict[str, Any] = field(default_factory=dict)
+    event: str | None = None
+    count: int | None = None  # of its results; not known before it has run
+    grad_mode: bool = True  # kernels may look at it
+    first_cell: int = 0  # of its results
+    reads: tuple[Value, ...] = ()
+    writes: tuple[int, ...] = ()  # memories that a replay writes, too
+    targets: tuple[int, ...] = ()  # cells on memory from outside that it writes
+    freezes: tuple[Any, ...] = ()  # what is held on memory that it is about to write
+    firsts: tuple[First, ...] = ()  # in the order of their cells
+    holds: tuple[First, ...] = ()  # those that the run holds
+    varies: tuple[int, ...] = ()  # places of the arguments that are numbers of the run
+    offset: int | None = None  # the place of one that counts from that of its first argument
+    reads_metadata: bool = False  # and nothing else, of its first argument
+    effect: bool = False  # it is never replayed
+    is_view: bool = False
+    draws: bool = False  # random numbers, perhaps
+    is_quick_draw: bool = False  # from the generator of the device of the first argument
+    keeps: tuple[tuple[Value, bool], ...] = ()  # by plans, after it; whether their bytes count
+    decides: tuple[Value, ...] = ()  # there after it, and held by each run
+    sure: tuple[int, ...] = ()  # cells of results that a replay makes with the same bits
+    passes: tuple[Value, ...] = ()  # kept ones of memories that it writes: to other parts, mostly
+    is_special: bool = False  # anything but an operator that reads tensors and returns new ones
+    needs_preparation: bool = False  # something must be held before it runs
+    # What recording knows after it, beside what it knew before:
+    memories: tuple[tuple[int, int], ...] = ()  # the memory of each new cell
+    sizes: tuple[tuple[int, int], ...] = ()  # of memories that it made; those of the recorded run
+    gone: tuple[int, ...] = ()  # memories that nobody held any more, in the recorded run
+    flops: float = 0.0  # floating-point operations, as far as torch counts them
+    states: tuple[tuple[int, str], ...] = ()  # of memories that have another one now
+    saves: list[Slot] = field(default_factory=list)  # by autograd, after it and before the next one
+    plain: frozenset[type] = PLAIN  # types of arguments that are the same if they are equal
+    next: tuple[Step, ...] = ()  # with the first one, `saves` is complete
+    line: Any = None  # of the user's code, where the shapes of results depend on data
+    note: Any = None  # where the user's code called it, if somebody wants to know
+    plan: Any = None
 
-    def __init__(self, parent: Step | None, func: Any) -> None:
-        self.parent = parent
-        self.index: int = -1 if parent is None else parent.index + 1
-        self.func = func
-        # What another call must have, too: operator, grad mode, number of arguments, keywords.
-        self.call: Any = None
-        self.info: Info = NO_OPERATOR
-        self.run: Callable[..., Any] = func
-        self.args: list[Any] = []  # templates as a run meets them, those of keywords last
-        self.inputs: list[Any] = []  # templates, as a replay passes them
-        self.named: dict[str, Any] = NO_KEYWORDS
-        self.event: str | None = None
-        self.count: int | None = None  # of its results; not known before it has run
-        self.grad_mode = True  # kernels may look at it
-        self.first_cell = 0  # of its results
-        self.reads: tuple[Value, ...] = ()
-        self.writes: tuple[int, ...] = ()  # memories that a replay writes, too
-        self.targets: tuple[int, ...] = ()  # cells on memory from outside that it writes
-        self.freezes: tuple[int, ...] = ()  # held cells on memory that it is about to write
-        self.firsts: tuple[First, ...] = ()  # in the order of their cells
-        self.holds: tuple[First, ...] = ()  # those that the run holds
-        self.varies: tuple[int, ...] = ()  # places of the arguments that are numbers of the run
-        self.offset: int | None = (
-            None  # the place of one that counts from that of its first argument
-        )
-        self.reads_metadata = False  # and nothing else, of its first argument
-        self.effect = False  # it is never replayed
-        self.is_view = False
-        self.draws = False  # random numbers, perhaps
-        self.is_quick_draw = False  # from the generator of the device of the first argument
-        # Values there after it that plans keep, and whether their bytes count.
-        self.keeps: tuple[tuple[Value, bool], ...] = ()
-        # Those of memories that it writes: to other parts of them, mostly.
-        self.passes: tuple[Value, ...] = ()
-        self.is_special = False  # anything but an operator that reads tensors and returns new ones
-        self.needs_preparation = False  # something must be held before it runs
-        # What recording knows after it, beside what it knew before:
-        self.memories: tuple[tuple[int, int], ...] = ()  # the memory of each new cell
-        # Of memories that it made, in bytes; those of the recorded run.
-        self.sizes: tuple[tuple[int, int], ...] = ()
-        # Memories that nobody held any more when it had run, in the recorded run.
-        self.gone: tuple[int, ...] = ()
-        self.flops = 0.0  # floating-point operations, as far as torch counts them
-        self.states: tuple[tuple[int, str], ...] = ()  # of memories that have another one now
-        self.saves: list[Slot] = []  # what autograd saved after it, before the next one
-        self.plain = PLAIN  # types of arguments that are the same if they are equal
-        self.next: tuple[Step, ...] = ()  # with the first one, `saves` is complete
-        self.note: Any = None  # where the user's code called it, if somebody wants to know
-        self.plan: Any = None
+    def __post_init__(self) -> None:
+        self.run = self.func
+        if self.parent is not None:
+            self.index = self.parent.index + 1
 
     @property
     def is_counted(self) -> bool:

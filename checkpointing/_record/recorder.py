@@ -15,6 +15,7 @@ path, so it is found again when the run leaves the program.
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any, TypeGuard
@@ -23,7 +24,8 @@ import torch
 from torch import Tensor, nn
 
 from .. import _torch
-from .._engine import is_parameter, root_of
+from .._engine import entered_from, is_parameter, root_of
+from .decisions import Decisions, most_bytes
 from .ops import Info, tensors_of
 from .program import (
     BROUGHT_BACK,
@@ -85,13 +87,14 @@ class Recorder:
         self._copied: set[int] = set()  # cells that hold a copy
         self._read: set[int] = set()  # held cells that an operator reads
         # By memory: what to copy before it is written.
-        self._held_on: dict[int, list[int]] = defaultdict(list)
+        self._held_on: dict[int, list[Any]] = defaultdict(list)
         self._cells_on: dict[int, list[int]] = defaultdict(list)  # by memory
         self._parameters: set[int] = set()  # memories
         self._lent: set[int] = set()  # memories of gathered parameters
         self._saved: set[int] = set()  # memories that autograd has saved, and parameters
         self._names: dict[int, int] = {}  # by id of a tensor: its cell
         self._places: dict[int | None, int] = {}  # by storage: its memory
+        self._decisions = Decisions()
         self._sizes: dict[int, int] = {}  # by memory that may still live: bytes
         for step, saves in with_saves(run):
             for first in step.firsts:
@@ -128,6 +131,7 @@ class Recorder:
         self._sizes.update(step.sizes)
         for memory in step.gone:
             self._sizes.pop(memory, None)
+        self._decisions.add(step, self._cells_on)
         for memory in step.writes:
             self._add_write(memory, step)
         self._read.update([cell for cell, _ in step.reads if cell in self._held])
@@ -139,10 +143,15 @@ class Recorder:
                 self._held.add(cell)
         if step.event is KEEP and not step.effect:
             self._held_on[step.memories[0][1]].append(step.first_cell)
+        self._add_decisions(step)
         if step.event is UNSEEN:
             for memory in self._state.keys() - self._parameters:
                 self._state[memory] = OUTSIDE
                 self._add_write(memory, step)
+
+    def _add_decisions(self, step: Step) -> None:
+        for value in step.decides:
+            self._held_on[self.memory_of[value[0]]].append(value)
 
     def _add_write(self, memory: int, step: Step) -> None:
         self._written[memory] = step.index
@@ -479,8 +488,20 @@ class Recorder:
                 step.sizes += ((memory, _torch.memory_size(tensor)),)
             step.memories += ((cell, memory),)
             cell += 1
+        if step.event is None and not step.effect:
+            made = [(cell, self._version_after(step, memory)) for cell, memory in step.memories]
+            limit = most_bytes(self._run.saved_bytes, self._run.decided_bytes)
+            tensors = dict(zip(made, results, strict=True))
+            self._decisions.find(step, tensors, self._held, self._tensor_in, limit)
+        if info.sizes_depend_on_data:
+            step.line = entered_from(sys._getframe(1))
+            step.is_special = True
+        step.is_special |= bool(step.decides)
         self._add_results(step)
         self.met = []
+
+    def _version_after(self, step: Step, memory: int) -> int:
+        return step.index if memory in step.writes else self._written.get(memory, NOT_WRITTEN)
 
     def gone(self) -> tuple[int, ...]:
         """Memories of recorded operators that nobody holds any more."""

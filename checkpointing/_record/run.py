@@ -86,7 +86,7 @@ class Placement(NamedTuple):
 
 NOWHERE = Places(None, None, None)
 
-PLANNED, PASSED = "planned", "passed"  # in place of an answer
+PLANNED, PASSED, DECIDED = "planned", "passed", "decided"  # in place of an answer
 RESTING = -1  # no depth of recomputes
 
 _Parameter = nn.Parameter
@@ -151,10 +151,11 @@ class Run(TorchDispatchMode, Region):
         self.random: dict[int, Any] = {}  # by step: where the generators stood
         # By step and place: arguments that differ from the program's.
         self.numbers: dict[int, Any] = {}
-        self.sizes: dict[int, list[int]] = {}  # by step: what a custom operator has made, in bytes
+        # By step: of results whose shapes do not follow from those of the arguments.
+        self.shapes: dict[int, list[torch.Size]] = {}
         self.stocks: dict[int, Any] = {}  # by slot: what a backward inside the block starts from
         self.saved = 0  # how many tensors autograd has saved since the last step
-        self.saved_bytes = self.kept_bytes = self.planned_bytes = 0
+        self.saved_bytes = self.kept_bytes = self.planned_bytes = self.decided_bytes = 0
         self._pending: list[tuple[Any, Any]] = []  # written just now, and to be kept
         self._recorder: Recorder | None = None  # while something is recorded
         self._shared: dict[int | None, int] = {}  # by storage: the first cell from outside there
@@ -250,9 +251,12 @@ class Run(TorchDispatchMode, Region):
         many results."""
         tensors = tensors_of(result)
         # `split`, `unbind`: as many as there is room for.
-        if step.count is not None and len(tensors) != step.count:
-            step = self._with_other_results(step, args, kwargs, tensors, mark)
+        if step.count is None or len(tensors) == step.count:
+            self.cells += map(ref, tensors)
+            return step
+        step = self._with_other_results(step, args, kwargs, tensors, mark)
         self.cells += map(ref, tensors)
+        self._hold_decisions(step)
         return step
 
     def _with_other_results(
@@ -422,13 +426,21 @@ class Run(TorchDispatchMode, Region):
             self._has_failed(step, args, kwargs, mark)
             raise
         self._go_to(step)
-        if step.draws:
-            self._has_drawn(step, state, result)
-        if step.info.gathers:
-            lend(self, tensors_of(kwargs.get("out")))
+        self._has_run(step, state, kwargs, result)
         if step.keeps or self._ask is not None:
             self._decide(step, args, kwargs, result)
         return result
+
+    def _has_run(self, step: Step, state: Any, kwargs: Any, result: Any) -> None:
+        info = step.info
+        if step.draws:
+            self._has_drawn(step, state, result)
+        if info.gathers:
+            lend(self, tensors_of(kwargs.get("out")))
+        if info.custom or info.sizes_depend_on_data:
+            self.shapes[step.index] = shapes_of(result)
+        if step.decides:
+            self._hold_decisions(step)
 
     def _has_failed(self, step: Step, args: Any, kwargs: dict[str, Any], mark: int) -> None:
         """An operator has raised. Nobody has seen what it has written before that."""
@@ -469,10 +481,8 @@ class Run(TorchDispatchMode, Region):
 
     def _has_drawn(self, step: Step, state: Any, result: Any) -> None:
         """Note from where random numbers were drawn, or keep them where that takes less memory."""
-        if step.info.custom:
-            self.sizes[step.index] = sizes_of(result)
-            if not state.have_moved():
-                return
+        if step.info.custom and not state.have_moved():
+            return
         if self._preserve_rng_state:
             self.random[step.index] = state
         else:
@@ -695,6 +705,7 @@ class Run(TorchDispatchMode, Region):
             step.note = self.note()
         result = self._run(step, args, kwargs, mark)
         recorder.has_run(step, tensors_of(result))
+        self._hold_decisions(step)
         if self.placement is not None:
             step.gone = recorder.gone()
             formula = _torch.flop_formula(func)
@@ -796,10 +807,27 @@ class Run(TorchDispatchMode, Region):
             answer, tensor = self._pending.pop(0)
             if answer is PLANNED:
                 self._hold_planned(*tensor)
+            elif answer is DECIDED:
+                self._hold_decision(tensor)
             elif answer is PASSED:
                 tensor.renew()
             else:
                 self._obey(answer, tensor)
+
+    def _hold_decisions(self, step: Step) -> None:
+        for value in step.decides:
+            if step.writes:  # when the operator has returned, which has still to count versions up
+                self._pending.append((DECIDED, value))
+            else:
+                self._hold_decision(value)
+
+    def _hold_decision(self, value: Value) -> None:
+        tensor = self.cells[value[0]]()
+        if tensor is not None and value not in self.held:
+            self._hold_as(value, tensor, None, "a decision")
+            nbytes = _torch.memory_size(tensor)
+            self.decided_bytes += nbytes
+            self.kept_bytes += nbytes
 
     def _keep_planned(self, step: Step) -> None:
         """Hold what plans keep after this step: that of the last run, until this one goes another
@@ -1002,9 +1030,8 @@ class Wrapped:
         }
 
 
-def sizes_of(result: Any) -> list[int]:
-    """The bytes of each tensor in a result."""
-    return [_torch.memory_size(tensor) for tensor in tensors_of(result)]
+def shapes_of(result: Any) -> list[torch.Size]:
+    return [tensor.shape for tensor in tensors_of(result)]
 
 
 def slots_of(saved: Any) -> Iterable[Slot]:

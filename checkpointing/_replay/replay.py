@@ -32,6 +32,7 @@ from .._engine import (
     Source,
     Undo,
     check_version,
+    described,
     enter_switches,
     prefetch,
     undo_all,
@@ -44,7 +45,7 @@ from .._record import (
     Slot,
     Wrapped,
     check_there,
-    sizes_of,
+    shapes_of,
     slots_of,
     tensors_of,
 )
@@ -53,7 +54,7 @@ from .._record import (
 class Stock:
     """What the window of a group starts from in one run."""
 
-    __slots__ = ("first_holder", "group", "held", "numbers", "random", "sizes")
+    __slots__ = ("first_holder", "group", "held", "numbers", "random", "shapes")
 
     def __init__(
         self, group: Group, held: dict[Any, Any], run: Run | Stock, slots: Sequence[int]
@@ -69,7 +70,7 @@ class Stock:
                 self.random = {index: run.random[index] for index in randoms if index in run.random}
         self.first_holder: int = run.first_holder
         self.numbers: dict[int, Any] = run.numbers
-        self.sizes: dict[int, list[int]] = run.sizes
+        self.shapes: dict[int, Any] = run.shapes
 
     def owner(self, slot: int) -> int:
         """Which holder of the frame has a slot."""
@@ -429,8 +430,8 @@ class _Execution:
         args = [self._look(place) for place in instruction.args]
         kwargs = {name: self._look(place) for name, place in instruction.kwargs.items()}
         result = instruction.run(*args, **kwargs)
-        if self.stock.sizes:
-            self._check_sizes(instruction, result)
+        if self.stock.shapes:
+            self._check_shapes(instruction, result)
         return result
 
     def _take(self, instruction: Instruction, result: Any) -> None:
@@ -449,12 +450,12 @@ class _Execution:
                 else:
                     self.table[place] = _torch.lay_as(tensor, copies[storage])
 
-    def _check_sizes(self, instruction: Instruction, result: Any) -> None:
-        """A custom operator may depend on something besides its arguments."""
-        was = self.stock.sizes.get(instruction.index)
-        if was is not None and was != (now := sizes_of(result)):
-            name = str(instruction.step.func)
-            raise errors.another_size(self.frame, name, sum(was), sum(now))
+    def _check_shapes(self, instruction: Instruction, result: Any) -> None:
+        """An operator may depend on more than the shapes of its arguments."""
+        was, step = self.stock.shapes.get(instruction.index), instruction.step
+        if was is not None and was != (now := shapes_of(result)):
+            line = None if step.line is None else described(step.line)
+            raise errors.other_shapes(self.frame, str(step.func), line, was, now)
 
     def _look(self, place: Any) -> Any:
         if type(place) is int:

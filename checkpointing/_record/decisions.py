@@ -1,0 +1,85 @@
+"""Decisions: what a replay must not compute again, since it might come out otherwise.
+
+Kernels that add atomically round differently from call to call. Computed again, a near tie between
+two experts flips, and the tensors behind it have other sizes. So the indices and masks that follow
+from rounded numbers are held from the forward on.
+
+Invariant: a value is *sure* if a replay gives the same again on any device. It is held, or made
+from nothing, or by views, integral operators and pointwise operators from what is sure.
+
+Rejected: holding what is read, at the first reader. Readers read views, and autograd saves the
+base.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import _torch
+from .program import KEEP, Step, Value
+
+_INDICES = (torch.int64, torch.int32)
+_FEW = 1 << 16  # bytes of decisions that are always held; else an eighth of what autograd saves
+
+
+class Decisions:
+    """Which cells are sure, at one place of a path."""
+
+    def __init__(self) -> None:
+        self._sure: set[int] = set()
+
+    def add(self, step: Step, cells_on: dict[int, list[int]]) -> None:
+        """A step has run; `cells_on` are the cells before it, by memory."""
+        for memory in step.writes:
+            if not step.sure:
+                self._sure.difference_update(cells_on[memory])
+        self._sure.update(step.sure)
+        self._sure.update([cell for cell, _ in step.decides])
+        if step.event is KEEP and not step.effect:
+            self._sure.add(step.reads[0][0])
+
+    def find(
+        self,
+        step: Step,
+        made: dict[Value, Tensor],
+        held: set[int],
+        tensor_in: Callable[[int], Any],
+        limit: int,
+    ) -> None:
+        """Note in a new step which of its results are sure, and the decisions that it takes or
+        reads, up to `limit` bytes."""
+        sure = self._sure | held
+        unsure = [value for value in step.reads if value[0] not in sure]
+        if step.is_view:
+            step.sure = () if unsure else tuple([cell for cell, _ in made])
+            return
+        decided: dict[Value, Tensor] = {}
+        if step.info.sizes_depend_on_data and unsure:
+            read = {value: tensor_in(value[0]) for value in unsure}
+            decided = {value: tensor for value, tensor in read.items() if not _is_rounded(tensor)}
+            # Of rounded numbers alone (`unique`), the results are all there is to hold.
+            if not decided and len(unsure) == len(step.reads):
+                decided = made
+        is_exact = step.info.is_pointwise or not step.reads
+        for value, tensor in made.items():
+            if not unsure and (is_exact or not _is_rounded(tensor)):
+                step.sure += (value[0],)
+            elif tensor.dtype in _INDICES and not step.info.pools:
+                decided = {**decided, value: tensor}
+        for value, tensor in decided.items():
+            limit -= _torch.memory_size(tensor)
+            if limit >= 0:
+                step.decides += (value,)
+
+
+def most_bytes(saved: int, decided: int) -> int:
+    """How many more bytes of decisions are held in a run that has saved and decided so many."""
+    return max(_FEW, saved // 8) - decided
+
+
+def _is_rounded(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()

@@ -1,0 +1,308 @@
+"""A replay never makes a decision again: what was chosen by rounded numbers is held.
+
+A custom operator adds other noise at each call, as kernels that add atomically do. Plain code calls
+it once, so its gradients say what is right, up to the noise itself.
+"""
+
+import itertools
+import warnings
+
+import pytest
+import torch
+from oracle import bits
+from torch import nn
+
+from checkpointing import (
+    MismatchError,
+    auto,
+    checkpoint_scope,
+    checkpointed,
+    clear_programs,
+    keep,
+    offload,
+)
+
+CALLS = itertools.count()
+SEED = [CALLS]
+
+
+@torch.library.custom_op("checkpointing_tests::shaken", mutates_args=())
+def shaken(x: torch.Tensor) -> torch.Tensor:
+    noise = torch.Generator().manual_seed(next(SEED[0]))
+    return x * (1 + 0.003 * torch.randn(x.shape, generator=noise))
+
+
+shaken.register_autograd(lambda ctx, grad: grad)
+
+TOKENS, WIDTH, EXPERTS = 96, 16, 4
+CHOOSE = {
+    "topk": lambda p: p.topk(2).indices,
+    "topk of a view": lambda p: p.t().topk(2, dim=0).indices.t(),
+    "sort": lambda p: p.sort(descending=True).indices[:, :2],
+    "argmax": lambda p: p.argmax(-1, keepdim=True),
+    "max": lambda p: p.max(-1, keepdim=True).indices,
+    "multinomial": lambda p: p.multinomial(2),
+    "bucketize": lambda p: torch.bucketize(
+        p[:, :1].contiguous(), torch.linspace(0.1, 0.5, EXPERTS - 1)
+    ),
+    "long": lambda p: (p[:, :2] * EXPERTS).long().clamp(max=EXPERTS - 1),
+}
+FIND = {
+    "where": lambda chosen, e: torch.where(chosen == e)[0],
+    "nonzero": lambda chosen, e: (chosen == e).nonzero()[:, 0],
+    "masked_select": lambda chosen, e: (
+        torch.arange(TOKENS)[:, None].expand_as(chosen).masked_select(chosen == e)
+    ),
+    "mask": lambda chosen, e: torch.arange(TOKENS)[(chosen == e).any(-1)],
+}
+
+
+class Experts(nn.Module):
+    """A mixture of experts, with a router of this kind."""
+
+    def __init__(self, choose, find):
+        super().__init__()
+        self.choose, self.find = CHOOSE[choose], FIND[find]
+        self.router = nn.Linear(WIDTH, EXPERTS, bias=False)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(EXPERTS))
+
+    def forward(self, x):
+        p = self.router(shaken(x)).softmax(-1)
+        chosen = self.choose(p)
+        y = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            tokens = self.find(chosen, e)
+            y = y.index_add(0, tokens, expert(x[tokens]).tanh() * p[tokens, e, None])
+        return x + y
+
+
+def sections(x, p):
+    """By counts: sort, and split."""
+    chosen = p.argmax(-1)
+    order = chosen.argsort(stable=True)
+    ends = torch.bincount(chosen, minlength=EXPERTS).cumsum(0)[:-1]
+    parts = torch.tensor_split(x[order], ends)
+    return torch.cat([part.tanh() * (i + 1) for i, part in enumerate(parts)])
+
+
+def capacity(x, p):
+    chosen = p.argmax(-1)
+    place = (nn.functional.one_hot(chosen, EXPERTS).cumsum(0) - 1).gather(1, chosen[:, None])[:, 0]
+    kept = place < TOKENS // EXPERTS
+    return x[kept].tanh() * p[kept].max(-1, keepdim=True).values
+
+
+def counted(x, p):
+    n = int((p[:, 0] > 1 / EXPERTS).sum())
+    return x[:n].sin()
+
+
+def in_place(x, p):
+    chosen = torch.zeros(TOKENS, dtype=torch.int64)
+    chosen.copy_(p.argmax(-1))
+    first = chosen[: TOKENS // 2]
+    chosen += 1
+    return x[(chosen == 2).nonzero()[:, 0]].sin(), x[: TOKENS // 2][first == 3].sin()
+
+
+def varying(x, p):
+    """As many results as there are different numbers."""
+    parts = x.split([int(n) for n in torch.bincount(p.argmax(-1), minlength=EXPERTS)])
+    chosen = torch.stack([part.argmax(0) for part in p.split(30)])
+    return [part.tanh() for part in parts], [(c == 0).nonzero() * x[0, 0] for c in chosen.unbind()]
+
+
+FURTHER = {
+    "mask": lambda x, p: x[p.max(-1).values > 0.3].sin(),
+    "mask of two": lambda x, p: (x[(p[:, 0] > 0.2) & (p[:, 1] < 0.15)]).sin(),
+    "masked_scatter": lambda x, p: x.sin().masked_scatter(p[:, :1] > 0.2, x[p[:, 0] > 0.2].sin()),
+    "unique": lambda x, p: torch.unique((p.detach() * 20).round())[:, None] * x.sin()[0],
+    "unique of integers": lambda x, p: x[torch.unique(p.argmax(-1))].sin(),
+    "sections": sections,
+    "repeat_interleave": lambda x, p: x.repeat_interleave((p[:, 0] * 9).long(), 0).sin(),
+    "counted": counted,
+    "capacity": capacity,
+    "scatter": lambda x, p: (
+        x.sin() * torch.zeros_like(p).scatter(1, p.topk(2).indices, 1.0).sum(1, keepdim=True)
+    ),
+    "in place": in_place,
+    "varying": varying,
+}
+
+
+class Further(nn.Module):
+    def __init__(self, name):
+        super().__init__()
+        self.use = FURTHER[name]
+        self.router = nn.Linear(WIDTH, EXPERTS, bias=False)
+
+    def forward(self, x):
+        found = self.use(x, self.router(shaken(x)).softmax(-1))
+        parts = [found] if isinstance(found, torch.Tensor) else list(found)
+        flat = [q for part in parts for q in (part if isinstance(part, list) else [part])]
+        return x * sum(part.mean() for part in flat if part.numel()) + x
+
+
+def in_scope(**options):
+    def around(layers, x):
+        with checkpoint_scope(**options):
+            for layer in layers:
+                x = layer(x)
+            return x.square().sum()
+
+    return around
+
+
+def per_layer(door):
+    def around(layers, x):
+        for layer in layers:
+            x = door(layer)(x)
+        return x.square().sum()
+
+    return around
+
+
+def scoped(layer):
+    def run(x):
+        with checkpoint_scope():
+            return layer(x)
+
+    return run
+
+
+plain = per_layer(lambda layer: layer)
+DOORS = {
+    "replay per layer": per_layer(lambda layer: checkpointed(layer, backend="replay")),
+    "scope per layer": per_layer(scoped),
+    "auto": in_scope(policy=auto()),
+    "budget": in_scope(policy=auto(budget="4 KiB")),
+    "offload": in_scope(policy=offload(auto(), min_bytes=0)),
+}
+EACH_DOOR = pytest.mark.parametrize("door", DOORS.values(), ids=list(DOORS))
+
+
+def gradients(door, make, steps=2):
+    """Of three steps, with the noise of plain code in the forward."""
+    torch.manual_seed(0)
+    layers = [make() for _ in range(2)]
+    found = []
+    for step in range(steps):
+        SEED[0] = itertools.count(1000 * step)
+        x = torch.randn(TOKENS, WIDTH)
+        loss = door(layers, x.requires_grad_())
+        loss.backward()
+        grads = [p.grad for layer in layers for p in layer.parameters() if p.grad is not None]
+        found.append(torch.cat([grad.flatten() for grad in [x.grad, *grads]]))
+    return found
+
+
+def assert_close(door, make):
+    clear_programs()
+    want = gradients(plain, make)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*The smallest budget possible is.*")
+        have = gradients(door, make)
+    for one, two in zip(want, have, strict=True):
+        assert torch.cosine_similarity(one, two, dim=0) > 0.99
+
+
+ROUTERS = [(choose, find) for choose in ("topk", "sort", "argmax") for find in FIND]
+ROUTERS += [(choose, "where") for choose in CHOOSE if (choose, "where") not in ROUTERS]
+
+
+@EACH_DOOR
+@pytest.mark.parametrize(("choose", "find"), ROUTERS)
+def test_routes_are_never_chosen_again(choose, find, door):
+    assert_close(door, lambda: Experts(choose, find))
+
+
+@EACH_DOOR
+@pytest.mark.parametrize("name", FURTHER)
+def test_sizes_are_those_of_the_forward(name, door):
+    assert_close(door, lambda: Further(name))
+
+
+LARGE = 1 << 20
+
+
+def large_mask(x):
+    return x[shaken(x) > 1].sin()
+
+
+def test_what_is_too_large_to_be_held_is_an_error_that_names_it():
+    """A mask of a megabyte, of a tensor of four: not a raw error of autograd."""
+    SEED[0] = itertools.count()
+    x = torch.randn(LARGE, requires_grad=True)
+    with checkpoint_scope(name="large"):
+        y = large_mask(x)
+    with pytest.raises(MismatchError) as caught:
+        y.sum().backward()
+    text = str(caught.value)
+    assert "aten.index.Tensor" in text and "not deterministic" in text and "keep" in text
+    assert f"{__file__}:" in text and "return x[shaken(x) > 1].sin()" in text
+
+    def kept(x):
+        return x[keep(shaken(x) > 1)].sin()
+
+    with checkpoint_scope():
+        y = kept(x)
+    y.sum().backward()
+    assert x.grad.count_nonzero() == y.numel()
+
+
+def test_a_rerun_names_what_can_help():
+    """It decides again; the other backend does not, nor does what `keep` holds."""
+    SEED[0] = itertools.count()
+    torch.manual_seed(0)
+    layer = Experts("topk", "where")
+    x = torch.randn(50 * TOKENS, WIDTH, requires_grad=True)
+    with pytest.raises(MismatchError, match=r"(?s)int64.*Indices or masks.*backend='replay'"):
+        checkpointed(layer)(x).sum().backward()
+    choose = layer.choose
+    layer.choose = lambda p: keep(choose(p))
+    checkpointed(layer)(x).sum().backward()
+
+
+def held_bytes(fn, *args):
+    with checkpoint_scope() as scope:
+        y = fn(*args)
+    kept = scope.stats.bytes_kept
+    y.sum().backward()
+    return kept
+
+
+def test_decisions_count_as_kept():
+    x, p = torch.randn(TOKENS, WIDTH, requires_grad=True), torch.randn(TOKENS, EXPERTS)
+    p.requires_grad_()
+    assert (
+        held_bytes(lambda x, p: x[p.softmax(-1).topk(2).indices[:, 0]].sin(), x, p)
+        == TOKENS * 2 * 8
+    )
+    assert held_bytes(lambda x, p: x[p.topk(2).indices[:, 0]].sin(), x, p) == 0  # surely the same
+    assert held_bytes(lambda x, p: x.sin().cos() * p.sum(), x, p) == 0
+    pool = nn.MaxPool1d(2)
+    assert held_bytes(lambda x, p: pool(x.sin()).cos(), x, p) == 0
+    vocabulary = torch.randn(1 << 17, requires_grad=True)
+    assert held_bytes(lambda x: x.sin().sort().values.cos(), vocabulary) == 0  # too large
+
+
+def test_decisions_that_are_written_later():
+    """In place, whole or in part, as they are or by a view."""
+
+    def fn(x):
+        chosen = x.softmax(0).argsort(0)
+        first = x.cos()[chosen[:, 0].clone()]
+        chosen[: TOKENS // 2] += 1
+        second = x.cos()[chosen[:, 1] % TOKENS]
+        chosen.zero_()
+        return (first * second).sum() + x[chosen].sum()
+
+    def step(door):
+        x = torch.linspace(-3, 3, TOKENS * WIDTH).view(TOKENS, WIDTH).sin().requires_grad_()
+        door(fn)(x).backward()
+        return bits(x.grad)
+
+    want = step(lambda fn: fn)
+    for door in (scoped, lambda fn: checkpointed(fn, backend="replay")):
+        assert step(door) == want
+        assert step(door) == want
