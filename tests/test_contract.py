@@ -680,6 +680,29 @@ def afterwards(door, change):
     return x.grad, *(p.grad for p in (*then, *net.parameters()))
 
 
+@pytest.mark.parametrize("values", ["other", "the same"])
+@pytest.mark.parametrize("door", RERUNS)
+def test_frozen_parameters_that_are_exchanged(door, values):
+    """Another adapter, another teacher. (Hooks may bring the same values in for each call.)"""
+
+    def step(door):
+        net, x = Net().requires_grad_(False), leaf(2, 4)
+        y = door(net)(x)
+        factor = 2 if values == "other" and door is not plain else 1
+        net.two.weight = nn.Parameter(net.two.weight * factor, requires_grad=False)
+        y.sum().backward()
+        return x.grad
+
+    if values == "the same":
+        torch.manual_seed(0)
+        want = step(plain)
+        torch.manual_seed(0)
+        assert bits(step(WAYS[door])) == bits(want)
+        return
+    with pytest.raises(MismatchError, match=r"in the place of a parameter"):
+        step(WAYS[door])
+
+
 @pytest.mark.parametrize("door", [*RERUNS, "replay", "scope"])
 @pytest.mark.parametrize("change", [None, *EXCHANGES])
 def test_parameters_that_are_exchanged_around_a_region(door, change):

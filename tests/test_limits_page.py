@@ -7,6 +7,7 @@ import pickle
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from oracle import at_once, c, leaf, plain, s, whole
@@ -184,3 +185,49 @@ def test_a_parameter_that_torchs_own_checkpoint_takes_as_an_argument():
     want = gradients(body)
     assert all(map(torch.equal, gradients(s(inside)), want))
     assert not any(map(torch.equal, gradients(s(given)), want))
+
+
+def two_storages(w):
+    numbers = np.ones(4, dtype=np.float32)
+    p, q = torch.from_numpy(numbers), torch.from_numpy(numbers)
+    y = (w * p).sin()
+    q.mul_(2)
+    return y + (w * p).cos()
+
+
+def applied(w):
+    t = torch.zeros(4)
+    t.add_(1)
+    t.apply_(lambda number: number + 1)
+    return (w * t).sin().exp()
+
+
+def hooked(w):
+    w.register_hook(lambda grad: grad * 2)
+    return (w * 1).sin().exp()
+
+
+UNSEEN = {
+    "data": ([c, s], lambda w: w.sin().exp()),
+    "two storages": ([s], two_storages),
+    "apply_": ([s], applied),
+    "hook": ([c], hooked),
+}
+
+
+@pytest.mark.parametrize("name", UNSEEN)
+def test_what_torch_shows_to_nobody(name):
+    doors, fn = UNSEEN[name]
+
+    def step(door):
+        x = torch.ones(4, requires_grad=True)
+        w = x * 1
+        y = door(fn)(w)
+        if name == "data":
+            w.data.mul_(2)
+        y.sum().backward()
+        return x.grad.tolist()
+
+    want = step(plain)
+    for door in doors:
+        assert step(door) != want

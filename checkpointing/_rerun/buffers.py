@@ -29,7 +29,7 @@ _MAY_HOLD_ONE = {torch.Generator, list, tuple, dict}
 _MOST_ITEMS = 100  # of a list or dict
 _OF_EVERY_MODULE = len(vars(nn.Module()))  # attributes, before its own
 _SMALL = 1 << 16  # bytes: cheap to copy before every forward
-_NONE = -1.0  # bytes: not even empty buffers
+_NONE = -1  # bytes: not even empty buffers
 _LEAVES_NO_TRACE = (_torch.Normalisation, torch.jit.ScriptModule)  # kernels bypass version counters
 
 
@@ -41,14 +41,13 @@ class Buffers:
     Larger buffers, and those of modules in evaluation mode, are guarded by version.
     """
 
-    __slots__ = ("_entries", "_flags", "_guarded", "_then", "_trained", "_versions")
+    __slots__ = ("_entries", "_flags", "_guarded", "_parameters", "_then", "_trained", "_versions")
 
     def __init__(self, inputs: Any) -> None:
         """Capture `inputs.modules` and their children; add their devices and generators to
         `inputs`."""
         flags: dict[nn.Module, bool | None] = {}  # None: frozen TorchScript, which has no flag
         entries: list[Entry] = []
-        trained: list[Tensor] = []
         stack: list[Any] = [*inputs.modules]
         while stack:
             module = stack.pop()
@@ -58,19 +57,16 @@ class Buffers:
             children, parameters, buffers = _parts_of(module)
             stack += children.values()
             for parameter in parameters.values():
-                if parameter is None:
-                    continue
-                if parameter.requires_grad:
-                    trained.append(parameter)
-                if not parameter.is_cpu:
+                if parameter is not None and not parameter.is_cpu:
                     inputs.devices |= {parameter.device}
             if type(module).__module__[:6] != "torch.":  # no module of torch has a generator
                 inputs.generators += _generators_of(module)
             if buffers:
                 entries.append((module, dict(buffers)))
         self._flags = flags
-        self._trained = trained
-        self._versions = _versions_of(trained)
+        self._parameters = _parameters_of(flags)
+        self._trained = [tensor for tensor in self._parameters if tensor.requires_grad]
+        self._versions = _versions_of(self._trained)
         self._entries: Sequence[Entry] = ()  # few objects for the garbage collector
         self._guarded: Sequence[Guarded] = ()
         self._then = _NOTHING
@@ -82,9 +78,9 @@ class Buffers:
         guarded: list[Guarded] = []
         small: list[Tensor] = []  # two that share memory are rewound twice, to the same values
         for module, buffers in entries:
-            limit = _NONE  # in evaluation mode
-            if self._flags[module]:
-                limit = math.inf if isinstance(module, _LEAVES_NO_TRACE) else _SMALL
+            limit: float = _SMALL
+            if isinstance(module, _LEAVES_NO_TRACE):
+                limit = math.inf if self._flags[module] else _NONE
             for name, tensor in buffers.items():
                 if tensor is None:
                     continue
@@ -107,22 +103,22 @@ class Buffers:
 
     def written(self, where: object) -> list[Tensor]:
         """The parameters that train and have been written since the forward."""
+        now = _parameters_of(self._flags)
+        if len(now) != len(self._parameters) or not all(map(operator.is_, now, self._parameters)):
+            self._check_places(now, where)
         trained, versions = self._trained, self._versions
-        for tensor in trained:
-            if type(tensor) is not _Parameter:
-                self._check_places(where)
         if versions == _versions_of(trained):
             return []
         pairs = zip(trained, versions, strict=True)
         return [tensor for tensor, version in pairs if _version(tensor) != version]
 
-    def _check_places(self, where: object) -> None:
-        """Tensors in the place of parameters must be there still. (Parameters need not: hooks may
-        gather them.)"""
-        stores = [_parts_of(module)[1].values() for module in self._flags]
-        present = {id(tensor) for store in stores for tensor in store}
-        for tensor in self._trained:
-            if not isinstance(tensor, nn.Parameter) and id(tensor) not in present:
+    def _check_places(self, now: list[Tensor], where: object) -> None:
+        """Tensors in the place of parameters must be there still, and frozen parameters must have
+        the same values. (Hooks may gather parameters, or bring them in for each call.)"""
+        present = {*map(id, now)}
+        for tensor, other in zip(self._parameters, now, strict=False):
+            is_gone = not isinstance(tensor, _Parameter) and id(tensor) not in present
+            if is_gone or (tensor is not other and _is_another(tensor, other)):
                 raise errors.exchanged(where, named("a parameter", tensor))
 
     def __bool__(self) -> bool:
@@ -156,6 +152,24 @@ class Buffers:
         _set(self._entries)
         if self:
             undo.append((_Moment.go_back, self._then.exchange()))
+
+
+def _parameters_of(modules: Iterable[nn.Module]) -> list[Tensor]:
+    found = []
+    for module in modules:
+        stored = _parts_of(module)[1]
+        if stored:
+            found += [tensor for tensor in stored.values() if tensor is not None]
+    return found
+
+
+def _is_another(tensor: Tensor, other: Tensor) -> bool:
+    """Whether a frozen parameter is in the place of another frozen one, with other values."""
+    if not type(tensor) is type(other) is _Parameter or tensor.requires_grad:
+        return False
+    if tensor.is_meta or tensor.device != other.device or not _torch.memory_size(tensor):
+        return False
+    return tensor.shape == other.shape and not torch.equal(tensor, other)
 
 
 def _versions_of(tensors: list[Tensor]) -> tuple[int, ...]:
