@@ -275,7 +275,7 @@ def enter_switches(values: list[Any], undo: Undo) -> None:
     """Write the switches that differ; `undo` gets the functions that reset them."""
     present = read_switches()
     if present != values:
-        undo += [(_torch.set_precisions, _torch.precisions()), (_write_switches, present)]
+        undo.append((_write_switches, present))
         _write_switches(values)
 
 

@@ -6,33 +6,25 @@ compiled code are tensors from outside. Its writes show in version counters alon
 compares the version of a tensor that it has made with the version after the last recorded operator,
 at every read and save.
 
-torch can show a compiled region as one operator
-(`torch._inductor.config.wrap_inductor_compiled_regions`). That operator is a step like any other.
-
 Invariant: a run pays nothing while inductor is not loaded. It changes its class when it is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from copy import copy
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from .. import _torch
 from .._engine import put_before
-from .ops import COMMUNICATION, Info, tensors_of
+from .ops import tensors_of
 from .program import WRITTEN_UNSEEN
 
 _Run: Any = object  # `Run`, once an instance is made
 
 INDUCTOR = "torch._inductor.output_code"  # loaded before compiled code runs
-
-_SHOWN = "inductor_compiled_code"
-_REGIONS: WeakKeyDictionary[Any, Info] = WeakKeyDictionary()
 
 
 class BesideCompiledCode(_Run):  # type: ignore[misc]
@@ -46,9 +38,7 @@ class BesideCompiledCode(_Run):  # type: ignore[misc]
         if self._here["depth"] != self._depth and not self._wakes_up(func, args):
             return func(*args, **kwargs)
         if not torch.is_grad_enabled() and _torch.inductor_runs():
-            if getattr(func, "__name__", "") != _SHOWN:
-                return func(*args, **kwargs)
-            args = args[0], *args[1]
+            return func(*args, **kwargs)
         self._look_for_writes((*args, *kwargs.values()))
         result = super().__torch_dispatch__(func, types, args, kwargs)
         self._note_versions(args, kwargs, result)
@@ -57,10 +47,6 @@ class BesideCompiledCode(_Run):  # type: ignore[misc]
     def save(self, tensor: Tensor) -> Any:
         self._look_for_writes((tensor if self._announced is None else self._announced,))
         return super().save(tensor)
-
-    def info_of(self, func: Any, args: Any) -> Info:
-        info = super().info_of(func, args)
-        return info_of_region(info, args[0]) if info.name == _SHOWN else info
 
     def _look_for_writes(self, values: Iterable[Any]) -> None:
         """Note the writes of compiled code to these tensors."""
@@ -90,38 +76,3 @@ def see_compiled_code(run: Any) -> None:
     """From here on the run looks for writes of compiled code."""
     put_before(run, BesideCompiledCode)
     run._versions = {}
-
-
-# ---- compiled regions that torch shows as one operator
-
-
-def info_of_region(info: Info, region: Any) -> Info:
-    """The traits of a compiled region as an operator that takes its inputs one by one."""
-    found = _REGIONS.get(region)
-    if found is None:
-        found = _REGIONS[region] = copy(info)
-        nodes = region.original_gm.graph.nodes
-        operators = [node.target for node in nodes if isinstance(node.target, _torch.OpOverload)]
-        found.run, found.overwrites = run_region, False
-        found.targets = found.writes = tuple(1 + place for place in _written_by(nodes))
-        found.communicates = any(operator.namespace in COMMUNICATION for operator in operators)
-    return found
-
-
-def run_region(region: Any, *inputs: Any, **kwargs: Any) -> Any:
-    """The operator itself empties the list that it is given."""
-    return torch.ops.higher_order.inductor_compiled_code(region, list(inputs), **kwargs)
-
-
-def _written_by(nodes: Iterable[Any]) -> list[int]:
-    """The inputs that a compiled region may write in place. Its results are no views of inputs:
-    torch makes these outside of it."""
-    inputs = [node for node in nodes if node.op == "placeholder"]
-    written = {each for node in nodes if _writes(node.target) for each in node.all_input_nodes}
-    return [place for place, node in enumerate(inputs) if node in written]
-
-
-def _writes(target: Any) -> bool:
-    if isinstance(target, _torch.OpOverload):
-        return bool(target._schema.is_mutable)
-    return "mutation" in str(target)  # a user's Triton kernel

@@ -68,7 +68,8 @@ class Info:
         # were decided in the forward.
         is_new = [result.alias_info is None for result in results]
         does_something = any([self.writes, self.communicates, *is_new])
-        self.ignored = self.base in IGNORED or not does_something
+        self.is_passed = self.base in PASSED
+        self.ignored = self.base == "set_" or self.is_passed or not does_something
         self.inplace = bool(self.writes) and all(map(_is_write, results))
         types = " ".join([str(each.type) for each in (*schema.arguments, *results)])
         # Others belong to torch's profiler, or to other processes: they compute nothing.
@@ -92,10 +93,10 @@ _UNKNOWN = SimpleNamespace(arguments=(), returns=(_ANYTHING,))
 _OTHER_LISTS = re.compile(r"List\[(?!Tensor|int\])")  # than those of tensors, or of sizes
 _READS_METADATA = re.compile(r"aten::(new_|\w+_like\b|bernoulli\.p$)")
 _ALLOCATE = ("aten::empty", "aten::new_empty")
-# Operators that are not recorded. `set_` gives a tensor another storage and writes none; torch asks
-# for the sizes of a nested tensor where an exception would end the process; efficient zeros are
-# noticed when they are read.
-IGNORED = frozenset({"set_", "_nested_tensor_size", "_efficientzerotensor"})
+# Operators that are not recorded: torch asks for the sizes of a nested tensor where an exception
+# would end the process; efficient zeros are noticed when they are read. (`set_` gives a tensor
+# another storage and writes none.)
+PASSED = frozenset({"_nested_tensor_size", "_efficientzerotensor"})
 # In-place operators that do not read the memory that they write.
 OVERWRITES = frozenset(
     {"copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_", "random_", "exponential_"}

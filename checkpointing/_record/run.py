@@ -691,7 +691,7 @@ class Run(TorchDispatchMode, Region):
             see_compiled_code(self)
             return self.__torch_dispatch__(func, types, args, kwargs)
         info = self.info_of(func, args)
-        if info.name in _PASSED or not info.has_tensors:
+        if info.is_passed or not info.has_tensors:
             return info.run(*args, **kwargs)
         mark = len(self.cells)
         self.own_program()
@@ -925,9 +925,6 @@ class Run(TorchDispatchMode, Region):
     def alive(self) -> list[int]:
         """Cells that somebody else holds."""
         return [cell for cell, tensor in enumerate(self.cells) if tensor() is not None]
-
-
-_PASSED = frozenset({"aten::_nested_tensor_size", "aten::_efficientzerotensor"})
 
 
 def _matches_parts(run: Run, known: Parts, arg: Any) -> bool:

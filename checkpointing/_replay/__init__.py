@@ -3,4 +3,4 @@
 It imports all but `_entry` and `_rerun`. What it brings back has the bits of the forward.
 """
 
-from .replay import Replay as Replay
+from .replay import Replay

@@ -5,9 +5,9 @@ saw in the forward: arguments, buffers, random numbers, switches.
 """
 
 from .rerun import (
-    Inputs as Inputs,
-    PreserveRngState as PreserveRngState,
-    Rerun as Rerun,
-    call_within as call_within,
-    contents_of as contents_of,
+    Inputs,
+    PreserveRngState,
+    Rerun,
+    call_within,
+    contents_of,
 )

@@ -719,48 +719,18 @@ def set_function_modes(modes: Sequence[Any]) -> None:
 _warns_only = _C._get_deterministic_algorithms_warn_only
 
 
-# The settings for the precision of float32 products. Each follows the general ones before it,
-# unless it is set.
-_PRECISIONS = [("generic", "all")] + [
-    (b, o) for b in ("cuda", "mkldnn") for o in ("all", "matmul", "conv", "rnn")
-]
-
-
-def precisions() -> list[str]:
-    """All of these as they are now."""
-    return [_C._get_fp32_precision_getter(*which) for which in _PRECISIONS]
-
-
-def set_precisions(values: Sequence[str]) -> None:
-    """Put these back. A setting follows the more general ones again where that gives its value.
-
-    Not covered: a setting that equals the one that it would follow, and the legacy setting while
-    these contradict it, since nobody can read it then."""
-    for which, value in zip(_PRECISIONS, values, strict=True):
-        _C._set_fp32_precision_setter(*which, "none")
-        if _C._get_fp32_precision_getter(*which) != value:
-            _C._set_fp32_precision_setter(*which, value)
-
-
-def _get_matmul_precision() -> str | list[str]:
-    """The legacy setting, which raises where the newer `torch.backends.*.fp32_precision` contradict
-    it.
-
-    Not covered: newer settings for convolutions and recurrent layers alone, where it does not
-    raise."""
+def _get_matmul_precision() -> str | None:
+    """The precision of float32 products; None where newer settings
+    (`torch.backends.*.fp32_precision`) contradict the legacy one, which then raises."""
     try:
         return cast(str, _C._get_float32_matmul_precision())
     except RuntimeError:
-        return precisions()
+        return None
 
 
-def _set_matmul_precision(value: str | list[str]) -> None:
-    if not isinstance(value, str):
-        set_precisions(value)
-        return
-    if not isinstance(_get_matmul_precision(), str):
-        _C._set_fp32_precision_setter(*_PRECISIONS[0], "none")
-    _C._set_float32_matmul_precision(value)
+def _set_matmul_precision(value: str | None) -> None:
+    if value is not None:
+        _C._set_float32_matmul_precision(value)
 
 
 # Getters and setters of process-wide switches that select kernels, public ones among them. Every
