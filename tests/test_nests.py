@@ -404,6 +404,25 @@ TORCHS = {**PLAIN, **OF_TORCH}
 OPEN = {**NAMES, **OF_TORCH, **OURS}
 
 
+@contextlib.contextmanager
+def one_scope(**options: Any) -> Iterator[Any]:
+    """Scopes that are all entered at this line."""
+    with checkpointing.checkpoint_scope(**options) as scope:
+        yield scope
+
+
+def one_function(function: Any, **options: Any) -> Any:
+    """One that all replays call."""
+    return partial(checkpointing.checkpointed(call, backend="replay", **options), function)
+
+
+def call(function: Any, *args: Any) -> Any:
+    return function(*args)
+
+
+SHARED = {**OPEN, "scope": one_scope, "replay": one_function}
+
+
 def run(source: str, space: dict[str, Any]) -> list[Any]:
     """Everything that can be seen of a program."""
     seen: list[Any] = []
@@ -491,23 +510,23 @@ def repaired(lines: list[str]) -> list[str] | None:
 FINE = ("right", "refused", "skipped")
 
 
-def judge(source: str) -> str:
+def judge(source: str, space: dict[str, Any]) -> str:
     """Whether a program is right, refused or skipped, or what is wrong."""
     refusable = WRITES in source
     try:
         want = run(source, PLAIN)
     except Exception:
         return "skipped"
-    verdict = compared(source, want, refusable)
+    verdict = compared(source, space, want, refusable)
     behind = left_behind(source, refusable)
     if behind is not None:
         return f"{behind} left behind"
     return verdict if verdict in FINE or not torch_fails(source, want) else "skipped"
 
 
-def compared(source: str, want: list[Any], refusable: bool) -> str:
+def compared(source: str, space: dict[str, Any], want: list[Any], refusable: bool) -> str:
     try:
-        return "right" if run(source, OPEN) == want else "other bits"
+        return "right" if run(source, space) == want else "other bits"
     except checkpointing.CheckpointError as error:
         return "refused" if refusable else repr(error)
     except Exception:
@@ -529,7 +548,7 @@ def one(seed: int) -> tuple[str, str]:
     """A program, and what became of it."""
     lines = repaired(Writer(seed).program())
     source = "\n".join(lines or [])
-    return source, judge(source) if lines else "skipped"
+    return source, judge(source, OPEN) if lines else "skipped"
 
 
 DEEP = int(os.environ.get("CHECKPOINTING_NESTS", "0"))
@@ -544,6 +563,30 @@ def test_nests() -> None:
     assert not wrong, f"{len(wrong)} of {len(SEEDS)} programs, such as\n" + "\n".join(wrong[:3])
     kinds = Counter(verdict for _, verdict in found.values())
     assert kinds["refused"] <= 0.1 * len(SEEDS), kinds
+
+
+def shared(seed: int) -> Iterator[tuple[str, str]]:
+    """Programs that share their sites, several times each in random order, and what became of
+    them."""
+    draw = random.Random(seed)
+    programs = [repaired(Writer(seed * 4 + i).program()) for i in range(4)]
+    sources = ["\n".join(lines) for lines in programs if lines]
+    checkpointing.clear_programs()
+    for source in draw.choices(sources, k=3 * len(sources)):
+        yield source, judge(source, SHARED)
+        if draw.random() < 0.05:
+            checkpointing.clear_programs()
+
+
+def test_nests_that_share_their_sites() -> None:
+    """One decorated function and one `with` statement for all of them."""
+    wrong = [
+        f"seed {seed}: {said}\n{source}"
+        for seed in SEEDS[:: 1 if DEEP else 10]
+        for source, said in shared(seed)
+        if said not in FINE
+    ]
+    assert not wrong, f"{len(wrong)} runs are wrong, such as\n" + "\n".join(wrong[:3])
 
 
 def test_the_generator_finds_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -170,6 +170,10 @@ class Packed(Held):
         parts = made if type(made) is tuple else (made,)
         live = next((part for part in parts if isinstance(part, Tensor)), tensor)
         self._live: Callable[[], Tensor | None] = weakref.ref(live)
+        if live is not tensor and _share_memory(live, tensor):
+            # Below autograd, an alias of theirs counts versions of its own.
+            live = _alias(tensor)
+            self._live = lambda: live
         self._version = _torch.version(live)
 
     def fetch(self, where: object) -> Tensor:
@@ -255,6 +259,10 @@ def hold(tensor: Tensor, saver: Saver, name: Name, role: object = None) -> Held:
     if getattr(_owner_of(saver), "complete", False):  # a block around, left before this one
         return Aliased(alias, name)
     return InSlot(alias, saver, name, role or name, tensor)
+
+
+def _share_memory(a: Tensor, b: Tensor) -> bool:
+    return _torch.has_storage(a) and _torch.storage_of(a) == _torch.storage_of(b)
 
 
 def _needs_no_saver(tensor: Tensor) -> bool:

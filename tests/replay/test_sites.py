@@ -1,0 +1,141 @@
+"""One site, one memory, one set of hooks: small programs that each found a hole."""
+
+import contextlib
+import math
+
+import pytest
+import torch
+from oracle import bits, c, r, s
+from torch import nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+
+from checkpointing import ChangedError, auto, checkpoint_scope, clear_programs, keep, offload
+
+INPUTS = offload(min_bytes=0, inputs=True)
+AROUND = {
+    "scope": (contextlib.nullcontext, None),
+    "auto": (contextlib.nullcontext, auto()),
+    "offload": (contextlib.nullcontext, INPUTS),
+    "offload auto": (contextlib.nullcontext, offload(auto(), min_bytes=0, inputs=True)),
+    "hooks that clone": (lambda: saved_tensors_hooks(torch.clone, lambda t: t), None),
+    "save_on_cpu": (save_on_cpu, None),
+}
+
+
+def strided(w, x):
+    """The kept value is a copy, whose offset is another."""
+    h = keep((w * 1.0).flatten()[2:8]).as_strided((2,), (1,), 3)
+    return (h * h).sin() * h
+
+
+def expanded(w, x):
+    return (w * (x + 1)).sin()
+
+
+def failing(w, x):
+    """The first tensor is written before the second one fails."""
+    a = (w * 1.0).detach()
+    with contextlib.suppress(RuntimeError), torch.no_grad():
+        torch._foreach_mul_([a, torch.zeros(3).expand(2, 3)], 3.0)
+    return (w * a).sin() * a
+
+
+@pytest.mark.parametrize("around", AROUND)
+@pytest.mark.parametrize("program", [strided, expanded, failing])
+def test_what_is_held_has_its_layout_and_its_values(program, around):
+    context, policy = AROUND[around]
+
+    def step(enabled):
+        w = torch.arange(37 * 96.0).view(37, 96).remainder(7).requires_grad_()
+        x = torch.arange(96.0).remainder(5).view(1, 96)
+        x = x.expand(37, 96) if program is expanded else x
+        hooks = context() if enabled else contextlib.nullcontext()
+        with hooks, checkpoint_scope(policy=policy, enabled=enabled):
+            y = program(w, x)
+        y.sum().backward()
+        return bits(w.grad)
+
+    want = step(False)
+    clear_programs()
+    assert step(True) == want
+    assert step(True) == want
+
+
+@pytest.mark.parametrize("order", ["1010", "0101", "1100"])
+def test_operators_that_take_one_tensor_twice_or_two(order):
+    """Met at one site, none of them needing a gradient."""
+
+    def product(twice, s, m, w):
+        with checkpoint_scope():
+            x = s * 2
+            y = m * m if twice else x * m
+            return (w * y).sin(), y
+
+    clear_programs()
+    for twice in order:
+        s, m = torch.rand(3), torch.rand(3)
+        w = torch.rand(3, requires_grad=True)
+        z, y = product(twice == "1", s, m, w)
+        assert torch.equal(torch.autograd.grad(z.sum(), w)[0], (w * y).cos() * y)
+
+
+def test_numbers_are_compared_by_their_bits():
+    """nan has a sign, too."""
+
+    def slope(number, enabled):
+        w = torch.ones(3, requires_grad=True)
+        with checkpoint_scope(enabled=enabled):
+            t = torch.full((3,), number)
+            y = w * torch.ones(3).copysign(t).sin()
+        return bits(torch.autograd.grad(y.sum(), w))
+
+    clear_programs()
+    for number in (math.nan, -math.nan, 1.0, 0.0, -0.0, -math.nan, math.nan):
+        assert slope(number, True) == slope(number, False)
+
+
+def test_checks_that_change_at_one_site():
+    """What one run compares another may not have noted."""
+    norm = nn.BatchNorm1d(4)
+    clear_programs()
+    for check in ("metadata", "values", "none", "metadata", "values"):
+        x = torch.rand(5, 4, requires_grad=True)
+        with checkpoint_scope(determinism_check=check):
+            y = norm(x.sin()).exp()
+        y.sum().backward()
+    assert norm.num_batches_tracked == 5
+
+
+@pytest.mark.parametrize("door", [c, r, s])
+def test_kernels_are_chosen_as_in_the_forward(door):
+    """`mkldnn` is on again in backward."""
+    x = torch.rand(4, 4, requires_grad=True)
+    seen = []
+
+    def fn(x):
+        seen.append(torch.backends.mkldnn.enabled)
+        return (x @ x).sin().exp()
+
+    with torch.backends.mkldnn.flags(enabled=False, allow_tf32=None):
+        y = door(fn)(x)
+        want = torch.autograd.grad(fn(x).sum(), x)
+    assert bits(torch.autograd.grad(y.sum(), x)) == bits(want)
+    assert not any(seen)
+
+
+@pytest.mark.parametrize("door", [c, r, s])
+@pytest.mark.parametrize("alias", [torch.Tensor.detach, lambda t: t.view(-1)])
+def test_hooks_that_hand_on_an_alias(alias, door):
+    """Whose memory is written before backward: an error. Without the write, plain's bits."""
+    for is_written in (False, True):
+        w = torch.linspace(-1, 1, 16).view(4, 4).requires_grad_()
+        x = torch.arange(16.0).view(4, 4)
+        with saved_tensors_hooks(alias, lambda t: t.view(4, 4)):
+            y = door(lambda x, w: ((x + 1) * w).sin())(x, w)
+        if not is_written:
+            want = ((x + 1) * w.detach()).cos() * (x + 1)
+            assert torch.equal(torch.autograd.grad(y.sum(), w)[0], want)
+            continue
+        x.mul_(2)
+        with pytest.raises(ChangedError):
+            y.sum().backward()
