@@ -11,6 +11,7 @@ import torch
 from hypothesis import settings
 from torch.utils.flop_counter import FlopCounterMode
 
+import checkpointing
 from checkpointing._plan import plan as _plan
 
 torch.set_num_threads(1)
@@ -38,6 +39,16 @@ def seeded():
 def little(monkeypatch):
     """Programs of few bytes are not planned, as outside of these tests."""
     monkeypatch.setattr(_plan, "_LITTLE", LITTLE)
+
+
+@pytest.fixture(scope="module", params=[0, LITTLE], ids=["planned", "little"])
+def both_ways(request):
+    """As in these tests, and as outside of them."""
+    checkpointing.clear_programs()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_plan, "_LITTLE", request.param)
+        yield
+    checkpointing.clear_programs()
 
 
 @pytest.fixture(scope="module")

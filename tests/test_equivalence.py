@@ -12,6 +12,8 @@ from hypothesis import given, settings, strategies as st
 from oracle import Pair, SavesItsOutput, apply, assert_same, bits, weigh
 from torch import nn
 
+pytestmark = pytest.mark.usefixtures("both_ways")  # small programs are not planned
+
 
 def leaf(*shape):
     return torch.randn(*shape).mul_(0.5).requires_grad_()

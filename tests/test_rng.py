@@ -18,6 +18,8 @@ from checkpointing import auto, checkpoint_scope, checkpointed, forward_only
 
 HERE = Path(__file__).parent
 
+pytestmark = pytest.mark.usefixtures("both_ways")  # small programs are not planned
+
 
 def observe(step):
     """Results and gradients of a step, and the random stream after it, in bits."""
