@@ -218,7 +218,6 @@ class InSlot(Held):
             return
         # Packing again would be a slot that the forward did not have: deliver the copy instead.
         copy = without_recording(_torch.clone_storage, self.packed)
-        _torch.set_versions((copy,), (_torch.version(self.packed),))
         recompute = self._owner and self._owner()
         if recompute is not None:
             recompute.replace(self.packed, copy)

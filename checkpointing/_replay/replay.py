@@ -439,16 +439,9 @@ class _Execution:
             self.table[place] = tensor
 
     def _copy_what_is_written(self) -> None:
-        copies: dict[int, Tensor] = {}
         for place, _, memory in self.window.starts:
             if memory in self.window.written:
-                tensor = self.table[place]
-                storage = _torch.storage_id(tensor)
-                if storage not in copies:
-                    copies[storage] = _torch.clone_storage(tensor)
-                    self.table[place] = copies[storage]
-                else:
-                    self.table[place] = _torch.lay_as(tensor, copies[storage])
+                self.table[place] = _torch.clone_storage(self.table[place])
 
     def _check_shapes(self, instruction: Instruction, result: Any) -> None:
         """An operator may depend on more than the shapes of its arguments."""
