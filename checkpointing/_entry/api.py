@@ -630,7 +630,11 @@ class checkpoint_scope:
     _block: Any = None
     _frames: tuple[Frame, ...] = ()
 
-    def __init__(self, **options: Unpack[GivenToScope]) -> None:
+    def __init__(self, policy: Any = None, /, **options: Unpack[GivenToScope]) -> None:
+        if policy is not None:
+            if "policy" in options:
+                raise TypeError("checkpoint_scope() got two policies, by position and by name")
+            options["policy"] = policy
         if options:
             self._options = options_of("checkpoint_scope", options, "replay")
 

@@ -201,9 +201,10 @@ def _asking(function: Callable[..., Any]) -> Policy:
     )
 
 
-def _auto(budget: int | None) -> Policy:
-    given = "" if budget is None else f"budget={budget}"
-    return Policy((_auto, budget), f"auto({given})", placement=Placement(budget))
+def _auto(budget: int | None, peak: int | None) -> Policy:
+    given = [f"{name}={n}" for name, n in (("budget", budget), ("peak", peak)) if n is not None]
+    placement = Placement(budget, peak=peak)
+    return Policy((_auto, budget, peak), f"auto({''.join(given)})", placement=placement)
 
 
 def _either(first: Policy | None, second: Policy | None) -> Policy:
@@ -336,8 +337,8 @@ def save_tagged(*names: str) -> Policy:
     return Policy((save_tagged, *listed), text, on_tag=lambda name: name in listed)
 
 
-def auto(*, budget: int | str | None = None) -> Policy:
-    """A policy: plan the checkpoints of a block, for the least memory or within a budget.
+def auto(*, budget: int | str | None = None, peak: int | str | None = None) -> Policy:
+    """A policy: plan the checkpoints of a block, for little memory, within a budget, or for a peak.
 
     The first run of a block is recorded and keeps nothing. From the record, a plan is computed,
     once, by simulating the memory of forward and backward. Later runs keep the values of the plan.
@@ -357,16 +358,20 @@ def auto(*, budget: int | str | None = None) -> Policy:
             The bound is the peak of a checkpoint around each block that the program repeats, and
             is lower where more memory would save little recompute. A block for which autograd saves
             less than 8 KiB is recomputed as a whole.
+        peak: the most bytes that forward and backward of the block may need, beside what is there
+            when it begins: an int, or text as for `budget`, which it excludes. The plan is the one
+            with the least recompute under this peak. Gradients that do not exist yet count.
 
     Returns:
         A policy for `policy=`. Policies combine with `|`.
 
     Raises:
-        TypeError, ValueError: if `budget` is no number of bytes.
+        TypeError, ValueError: if `budget` or `peak` is no number of bytes, or both are given.
 
     Warns:
-        UserWarning: at the end of a block, if the budget has no room for one checkpoint of it. The
-            warning names the smallest budget that has.
+        UserWarning: at the end of a block, if the budget has no room for one checkpoint of it, or
+            if no plan stays under the peak. The warning names the smallest budget, or the least
+            peak, and the plan is the one with the least peak.
 
     A budget bounds the kept values, not the peak. A step also needs its inputs, parameters and
     states of random generators, the values that the model holds itself, and, in backward, the
@@ -394,7 +399,12 @@ def auto(*, budget: int | str | None = None) -> Policy:
     Source of the method: Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost"; values
     kept beside the checkpoints as in Jain et al. 2020, "Checkmate", by a greedy rule.
     """
-    return _auto(None if budget is None else _bytes("budget", budget))
+    if budget is not None and peak is not None:
+        raise ValueError("auto() takes a budget or a peak, not both")
+    return _auto(
+        None if budget is None else _bytes("budget", budget),
+        None if peak is None else _bytes("peak", peak),
+    )
 
 
 _MIN_BYTES = 1024

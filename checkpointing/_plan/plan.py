@@ -31,11 +31,11 @@ from __future__ import annotations
 
 import heapq
 import math
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Sequence, Set
 from itertools import accumulate, pairwise
-from operator import add, is_
+from operator import add
 from typing import Any, NamedTuple
 
 from .. import _torch
@@ -104,10 +104,12 @@ class Model:
                 memory.final = self.never
             if memory.number in elsewhere and not memory.is_cheap:
                 memory.cost = 0
-        self.live = self.sums((m.maker, m.dies - 1, m.nbytes) for m in self.memories.values())
+        spans = [(m.maker, m.dies - 1, m.nbytes) for m in self.memories.values()]
+        self.live = self.sums([*spans, *self._copies(0)])
         missing = {path.memory_of[cell] for cell in waiting}
         self.besides = self._besides(missing)
-        self.backward = self._needed_by_backward(missing)
+        # What the steps after it have made is there, too.
+        self.backward = [*map(add, self._needed_by_backward(missing), self.besides[1:])]
 
     def _add(self, step: Step) -> None:
         """Learn what a step does to memory."""
@@ -204,6 +206,17 @@ class Model:
         there += [(0, self._uses[n][-1], self._gradients[n]) for n in missing & self._uses.keys()]
         return self.sums(there)
 
+    def _copies(self, shift: int) -> list[tuple[int, int, int]]:
+        """What convolutions work with on their own: copies in another layout, about as large as
+        what they read and make (measured with oneDNN; those of cuDNN are no larger)."""
+        steps = [step.index for step in self.path.steps if step.func is _torch.CONVOLUTION]
+        found = []
+        for index in steps:
+            numbers = [*self.reads[index], *self.made[index]]
+            nbytes = sum([self.memories[number].nbytes for number in numbers])
+            found.append((index + shift, index + shift, nbytes))
+        return found
+
     def _needed_by_backward(self, missing: set[int]) -> list[int]:
         """By step: bytes that its backward works with, beside what is kept or was saved."""
         # A gradient is there from the backward of the last reader to that of the maker.
@@ -212,6 +225,7 @@ class Model:
             for m in self.memories.values()
             if m.has_gradient
         ]
+        pending += self._copies(1)
         for number, uses in self._uses.items():
             nbytes = self._gradients[number]
             pending += [(index + 1, index + 1, nbytes) for index in uses]
@@ -227,10 +241,21 @@ class Model:
 class Segment(NamedTuple):
     """What lies between two cuts."""
 
-    start: int
-    across: frozenset[int]  # memories that its window reads from before
+    end: int
+    across: tuple[int, ...]  # memories that its window reads from before
     need: int  # bytes that its backward needs at once, beside what is kept before it
+    work: float  # that its window does again
     worst: int  # the step of its forward at which most bytes are alive
+
+
+class Label(NamedTuple):
+    """One way to cut what lies before a position."""
+
+    held: int
+    work: float
+    kept: frozenset[int]
+    before: Any  # the label at the start of the last segment
+    start: int
 
 
 class Stretch:
@@ -258,7 +283,57 @@ class Stretch:
         self.dear = {m.number for m in dear if m.maker >= self.first}
         self.crossing = model.sums((m.maker + 1, m.last_use, m.cost) for m in dear)
         self.positions = self._candidates()
-        self._walks = {end: Walk(self, end) for end in self.positions}
+        self.ends_of = {*self.positions}
+        self.found = self._openings()
+
+    def _openings(self) -> dict[int, Opening]:
+        """What is known of the segments that begin at a position."""
+        self.lows: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        for number, at in self.saved.items():
+            if number in self.dear:
+                memory = self.memories[number]
+                self.lows[at].append((memory.maker, memory.cost))
+        found = {start: Opening(self, start) for start in self.positions[:-1]}
+        for number, uses in self._uses().items():
+            memory, end, above = self.memories[number], self.last + 1, self.last
+            for at, until in uses:  # from the last one
+                if until < end:
+                    self._cross(found, number, at + 1, above, end)
+                    end, above = until, at
+            self._cross(found, number, memory.maker + 1, above, end)
+        for opening in found.values():
+            opening.across.sort()
+        return found
+
+    def _uses(self) -> dict[int, list[tuple[int, int]]]:
+        """Find which windows run which steps. Returns, by memory, where it is read, the last first,
+        and up to where a window has to go to read it there."""
+        model, dear, never = self.model, self.dear, self.last + 1
+        self.done: dict[int, list[int]] = defaultdict(list)  # steps that windows up to here run
+        uses: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        soonest: dict[int, int] = {}
+        for index in range(self.last - 1, self.first - 1, -1):
+            for number in self.wanted.get(index, _NONE):
+                soonest[number] = index + 1
+                uses[number].append((index, index + 1))
+            end = min([soonest.get(number, never) for number in model.made[index]], default=never)
+            if end == never:
+                continue
+            self.done[end].append(index)
+            for number in dear.intersection(model.reads[index]):
+                uses[number].append((index, end))
+                soonest[number] = min(end, soonest.get(number, never))
+        return {number: uses[number] for number in sorted(dear & uses.keys())}
+
+    def _cross(
+        self, found: dict[int, Opening], number: int, first: int, last: int, end: int
+    ) -> None:
+        """From the positions between these on, windows that go to `end` read a memory."""
+        if end <= self.last:
+            begin, behind = bisect_left(self.positions, first), bisect_right(self.positions, last)
+            for at in self.positions[begin:behind]:
+                if at in found:
+                    found[at].across.append((end, number))
 
     def cost(self, kept: Iterable[int]) -> int:
         """Bytes, to hold these memories."""
@@ -278,119 +353,242 @@ class Stretch:
             best.setdefault(int((p - first) / size), p)
         return [first, *sorted(best.values()), last]
 
-    def segments(self, end: int, most: float) -> list[Segment]:
-        """Segments that end here: all that need no more than this, and perhaps others."""
-        walk = self._walks[end]
-        while walk.need <= most and walk.index > self.first:
-            walk.down()
-            if walk.index in self._walks:
-                worst = max(range(walk.index, end), key=self.live.__getitem__)
-                walk.found.append(Segment(walk.index, walk.across, walk.need, worst))
-        return walk.found
-
     def least_peak(self, budget: int | None) -> tuple[int, tuple[int, ...]]:
         """The least peak that cuts can have, and those cuts."""
-        low, high = 0, max(1024, *self.model.backward, *self.model.besides, *self.live)
-        while (best := self.cuts(high, budget)) is None:
+        low, high = 0, max(1024, *self.model.backward, *self.live)
+        while not (best := self.cuts(high, budget, 1)):
             low, high = high, 2 * high
-        while high - low > max(64, high // 1024):
+        while high - low > max(64, high // 256):
             middle = (low + high) // 2
-            cuts = self.cuts(middle, budget)
-            if cuts is None:
-                low = middle
-            else:
+            cuts = self.cuts(middle, budget, 1)
+            if cuts:
                 high, best = middle, cuts
-        return high, best
+            else:
+                low = middle
+        return high, best[0]
 
-    def cuts(self, peak: int, budget: int | None = None) -> tuple[int, ...] | None:
-        """The cuts under which no segment needs more than `peak`, and the least is held; None, if
-        there are none."""
-        # By position: the bytes held up to there, of which memories, and the starts of the
-        # segments.
-        best: dict[int, tuple[int, frozenset[int], tuple[int, ...]]] = {
-            self.first: (0, frozenset(), ())
-        }
-        for end in self.positions[1:]:
-            room = peak - self.model.besides[end]
-            least = peak if budget is None else min(peak, budget)
-            for segment in self.segments(end, peak):
-                if segment.start not in best:
-                    continue
-                held, kept, starts = best[segment.start]
-                new = segment.across - kept
-                # One that autograd saves anyway comes first.
-                held += self.cost(new) + len(new - self.saved.keys())
-                if held > min(least, room - segment.need):
-                    continue
-                kept |= new
-                dead = self.cost([n for n in kept if self.memories[n].dies <= segment.worst])
-                if self.live[segment.worst] + dead <= peak:
-                    best[end] = held, kept, (*starts, segment.start)
-                    least = held
-        return best[self.last][2][1:] if self.last in best else None
+    def cuts(self, peak: int, budget: int | None = None, most: int = 8) -> list[tuple[int, ...]]:
+        """Cuts under which no segment needs more than `peak`: those under which the least is held,
+        and others, under which less runs again."""
+        best: dict[int, list[Label]] = defaultdict(list)
+        best[self.first] = [Label(0, 0.0, frozenset(), None, 0)]
+        limit = peak if budget is None else min(peak, budget)
+        for start in self.positions[:-1]:
+            labels = best[start]
+            if not labels:
+                continue
+            for segment in self.found[start].segments(peak):
+                there, room = best[segment.end], min(limit, peak - segment.need)
+                for label in labels:
+                    new = [n for n in segment.across if n not in label.kept]
+                    held, work = label.held + self.cost(new), label.work + segment.work
+                    # One that autograd saves anyway comes first.
+                    held += len([n for n in new if n not in self.saved])
+                    if held > room or any(
+                        other.held <= held and (most == 1 or other.work <= work) for other in there
+                    ):
+                        continue
+                    kept = label.kept.union(new) if new else label.kept
+                    dead = self.cost([n for n in kept if self.memories[n].dies <= segment.worst])
+                    if self.live[segment.worst] + dead > peak:
+                        continue
+                    there = [
+                        other
+                        for other in there
+                        if other.held < held or (most > 1 and other.work < work)
+                    ]
+                    there.append(Label(held, work, kept, label, start))
+                    there.sort()
+                    if len(there) > most:  # leave out the one that is most like its neighbours
+                        near = min(
+                            range(1, most), key=lambda n: there[n + 1].held - there[n - 1].held
+                        )
+                        del there[near]
+                    best[segment.end] = there
+        found = []
+        for label in best[self.last]:
+            cuts = []
+            while label.before is not None:
+                cuts.append(label.start)
+                label = label.before
+            found.append(tuple(reversed(cuts))[1:])
+        return found
+
+    def by_hand(self, least: int, cuts: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
+        """What users place by hand, and its peak: a checkpoint around each block that repeats,
+        unless the blocks are so small that nobody would do that; elsewhere, the cuts of the least
+        peak."""
+        peak, most = least, least + int(least * _MOST_SLACK)
+        runs: list[range] = []
+        for blocks in self.blocks():
+            new = [*runs, blocks]
+            others = [at for at in cuts if not any(run[0] <= at <= run[-1] for run in new)]
+            placed = {*others, *[at for run in new for at in run if self.first < at < self.last]}
+            found = Filling(self, sorted(placed)).choice().peak
+            if found <= most:
+                margin = min(int(found * _MARGIN), max(self.crossing[at] for at in blocks))
+                peak, runs, cuts = max(least, found - margin), new, tuple(sorted(placed))
+        return peak, cuts
 
     def least_budget(self) -> int:
         """The smallest one with room for a cut."""
-        costs = [self.cost(segment.across) for segment in self.segments(self.last, math.inf)]
+        costs = [
+            self.cost([number for _, number in opening.across]) for opening in self.found.values()
+        ]
         return min(filter(None, costs), default=0)
 
-    def blocks(self) -> list[int]:
-        """Where the blocks begin that the program repeats, and where the last one ends; nothing, if
-        there are none."""
-        funcs = [step.func for step in self.model.path.steps]
+    def blocks(self) -> list[range]:
+        """The steps at which the blocks begin that the program repeats, and at which the last one
+        ends, by run of repeats."""
+        # By step: a number for the operators from it on, of which there are `length`.
+        ranks = [id(step.func) for step in self.model.path.steps]
+        length, runs = 1, []
+        while length < len(ranks):
+            numbers: dict[tuple[int, int], int] = {}
+            pairs = zip(ranks, ranks[length:], strict=False)
+            ranks = [numbers.setdefault(pair, len(numbers)) for pair in pairs]
+            length *= 2
+            runs += self._runs(ranks, length)
+            if len(numbers) == len(ranks):
+                break
+        found: list[range] = []
+        taken: list[tuple[int, int, int]] = []
+        for begin, end, period in sorted(runs, key=lambda run: run[0] - run[1] + 2 * run[2]):
+            for first, last, _ in taken:
+                if begin < first:
+                    end = min(end, first + period - 1)
+                elif end > last:
+                    begin = max(begin, last - period + 1)
+                else:
+                    end = begin
+            least = max([p for *_, p in taken], default=0)  # shorter ones are parts of a block
+            if end - begin >= max(3 * period, least):
+                taken.append((begin, end, period))
+                # What comes before the first block may look like the end of one.
+                starts = range(begin, min(begin + period, end - period))
+                first = min(starts, key=lambda at: self.crossing[at + period])
+                found.append(range(first, end + 1, period))
+        return found
 
-        def repeats(period: int) -> tuple[int, int]:
-            """The most steps in a row that come again a period later, and the first of them."""
-            same = bytes(map(is_, funcs[period:], funcs))
-            run = max(same.split(b"\0"))
-            return len(run), same.find(run)
+    def _runs(self, ranks: Sequence[int], length: int) -> list[tuple[int, int, int]]:
+        """Where operators repeat: begin, end, period."""
+        last: dict[int, int] = {}
+        far = [0] * len(ranks)  # how far the same operators come again
+        for at in range(len(ranks) - 1, -1, -1):
+            far[at] = last.get(ranks[at], at) - at
+            last[ranks[at]] = at
+        begin, runs = 0, []
+        for at in range(1, len(far) + 1):
+            if at == len(far) or far[at] != far[begin]:
+                period = far[begin]
+                if period and at - begin + length - 1 >= period and period >= length // 2:
+                    runs.append((begin, at + length - 1 + period, period))
+                begin = at
+        return runs
 
-        periods = range(1, min(len(funcs) // 2, _LONGEST_BLOCK))
-        period = max(periods, key=lambda p: repeats(p)[0], default=1)
-        length, begin = repeats(period)
-        # What comes before the first block may look like the end of one.
-        starts = range(begin, min(begin + period, len(self.crossing) - period))
-        first = min(starts, key=lambda at: self.crossing[at + period], default=self.last)
-        return [
-            at for at in range(first, begin + length + period + 1, period) if 0 < at < self.last
-        ]
+
+class Opening:
+    """The segments that begin at a position."""
+
+    def __init__(self, stretch: Stretch, start: int) -> None:
+        self.stretch, self.start = stretch, start
+        self.across: list[tuple[int, int]] = []  # from which end on what crosses it is read
+        self._found: list[Segment] = []
+        self._at = self._worst = start
+        self._held = self._need = 0
+        self._work = 0.0
+        self._seen: set[int] = set()
+
+    def segments(self, most: int) -> list[Segment]:
+        """All that need no more than this, and perhaps others."""
+        stretch = self.stretch
+        while self._need <= most and self._at < stretch.last:
+            self._go_on()
+            if self._at in stretch.ends_of:
+                last = bisect_left(self.across, (self._at + 1, -1))
+                numbers = tuple([number for _, number in self.across[:last]])
+                self._found.append(Segment(self._at, numbers, self._need, self._work, self._worst))
+        return self._found
+
+    def _go_on(self) -> None:
+        """Take one step more into the segment."""
+        stretch, start, at = self.stretch, self.start, self._at
+        for maker, cost in stretch.lows.get(at, ()):
+            if maker >= start:
+                self._held += cost
+        if at in stretch.wanted:  # what each window makes
+            for number in stretch.wanted[at] - stretch.dear - self._seen:
+                self._seen.add(number)
+                self._held += stretch.memories[number].cost
+        self._need = max(self._need, stretch.model.backward[at] + self._held)
+        if stretch.live[at] > stretch.live[self._worst]:
+            self._worst = at
+        self._at = at = at + 1
+        for index in stretch.done.get(at, ()):
+            if index >= start:
+                self._work += stretch.model.work[index]
 
 
 class Walk:
-    """Goes down through a segment: what its window runs, and what its backward needs."""
+    """Goes down through a segment: what its window runs, and what its backward needs.
+
+    Invariant: after `down_to(position)`, `need` is what the backward of the steps from `position`
+    to `end` needs at once, beside what is kept before them, and `again` are those that run again.
+    """
 
     def __init__(self, stretch: Stretch, end: int, kept: Set[int] = frozenset()) -> None:
         self.stretch, self.kept = stretch, kept
         self.index = self.end = end
-        self.found: list[Segment] = []
         self.again: list[int] = []  # steps that run again
         self.need = 0
         self._reading: set[int] = set()  # memories that they read, whose makers are still to come
         self._held = {*kept}  # memories that are kept, or delivered
 
-    def down(self) -> None:
-        self.index -= 1
-        index, stretch, model = self.index, self.stretch, self.stretch.model
-        wanted = stretch.wanted.get(index, _NONE) - self.kept
-        there = stretch.cost(wanted - stretch.dear - self._reading)  # each window makes it
-        self._held |= wanted & stretch.dear
-        self._reading |= wanted
-        made = [number for number in model.made[index] if stretch.memories[number].maker == index]
-        for number in self._held.intersection(made):
-            if stretch.saved.get(number, index) > index:
-                # It has gone when backward comes to its maker.
-                self.need += stretch.memories[number].cost
-            else:
-                there += stretch.memories[number].cost
-        self.need = max(self.need, model.backward[index]) + there
-        if not self._reading.isdisjoint(model.made[index]):
-            self.again.append(index)
-            self._reading.difference_update(made)
-            self._reading |= stretch.dear.intersection(model.reads[index]) - self.kept
-
     def down_to(self, position: int) -> None:
-        while self.index > position:
-            self.down()
+        model, need = self.stretch.model, self.need
+        for index in range(self.index - 1, position - 1, -1):
+            there = self._deliver(index) if index in self.stretch.wanted else 0
+            made = model.made[index]
+            if made:
+                gone, more = self._unmake(index, made)
+                need, there = need + gone, there + more
+            need = max(need, model.backward[index]) + there
+            if not self._reading.isdisjoint(made):
+                self._run_again(index, made)
+        self.index, self.need = position, need
+
+    def _deliver(self, index: int) -> int:
+        """Backward wants what was saved here. Returns the bytes that each window makes anew."""
+        stretch, there = self.stretch, 0
+        for number in stretch.wanted[index] - self.kept:
+            if number in stretch.dear:
+                self._held.add(number)
+            elif number not in self._reading:
+                there += stretch.memories[number].cost
+            self._reading.add(number)
+        return there
+
+    def _unmake(self, index: int, made: Iterable[int]) -> tuple[int, int]:
+        """The bytes that are there from here on, and those that have gone when backward comes to
+        this step."""
+        gone = there = 0
+        for number in self._held.intersection(made):
+            memory = self.stretch.memories[number]
+            if memory.maker != index:
+                continue
+            if self.stretch.saved.get(number, index) > index:
+                gone += memory.cost
+            else:
+                there += memory.cost
+        return gone, there
+
+    def _run_again(self, index: int, made: Iterable[int]) -> None:
+        stretch = self.stretch
+        self.again.append(index)
+        for number in made:
+            if stretch.memories[number].maker == index:
+                self._reading.discard(number)
+        self._reading |= stretch.dear.intersection(stretch.model.reads[index]) - self.kept
 
     @property
     def across(self) -> frozenset[int]:
@@ -404,45 +602,60 @@ class Choice(NamedTuple):
     kept: tuple[int, ...] = ()  # memories
     cuts: tuple[int, ...] = ()  # the first step of each segment but the first
     peak: int = 0
+    parts: Sequence[tuple[int, int]] = ()  # by segment: what is held before it, and its peak
+    forward: int = 0  # the peak of the forward
+    target: int = 0  # the peak that it was made for
     least: int = 0  # the smallest budget with room for a cut, if anything is computed again
+    exceeds: bool = False
 
 
-def choose(stretch: Stretch, budget: int | None = None) -> Choice:
-    """What to keep of a stretch."""
+def choose(
+    stretch: Stretch, budget: int | None = None, target: int = 0, peak: int | None = None
+) -> Choice:
+    """What to keep of a stretch, within a budget or under a peak. `target` is the peak of a plan
+    for a path much like it, which may not come again."""
     if not stretch.saved:
         return Choice(peak=max(stretch.live, default=0))
-    if budget is None and stretch.cost(stretch.saved) < _LITTLE:
+    if (budget, peak) == (None, None) and stretch.cost(stretch.saved) < _LITTLE:
         return Filling(stretch, ()).choice()
+    if target:
+        return _rough(stretch, target)
     least, cuts = stretch.least_peak(budget)
-
-    def filled(peak: int) -> Filling:
-        found = stretch.cuts(peak, budget)
-        return Filling(stretch, cuts if found is None else found, peak, budget)
-
     if budget is not None:
-        choice = filled(least if stretch.is_all else least + int(least * _SLACK_OF_PARTS)).choice()
+        most = least if stretch.is_all else least + int(least * _SLACK_OF_PARTS)
+        choice = _filled(stretch, cuts, most, budget).choice()
         if stretch.dear & stretch.saved.keys() - choice.kept:
             choice = choice._replace(least=stretch.least_budget())
         return choice
-    blocks = Filling(stretch, stretch.blocks())
-    enough = blocks.flops(blocks.ends[-2])  # what follows the last block is in no checkpoint
-    room, most = max(0, blocks.choice().peak - least), int(least * _MOST_SLACK)
-    worth = 2  # how many forwards of recompute all of the peak is worth
-    if room > most:  # blocks so small that nobody would checkpoint each of them
-        room, enough, worth = most, math.inf, 1
-    forward = max(1.0, sum(stretch.model.work))
+    if peak is None:
+        target, cuts = stretch.by_hand(least, cuts)
+    else:
+        target = max(least, peak)
+    best = _filled(stretch, cuts, target)
+    best.join(target if peak is None else 0)
+    return best.choice()._replace(target=target)
 
-    def price(filling: Filling) -> tuple[float, float]:
-        """Once no more is computed than by the blocks, a part of the peak is worth some of a
-        forward."""
-        work = sum(stretch.model.work[index] for index in filling.again)
-        memory = worth * filling.choice().peak / least
-        return max(filling.flops(stretch.last), enough), memory + work / forward
 
-    peaks = {least + room * n // _TRIES for n in range(_TRIES + 1)}
-    best = min(map(filled, sorted(peaks)), key=price)
-    best.join()
-    return best.choice()
+def _rough(stretch: Stretch, target: int) -> Choice:
+    """Few windows, and nothing kept beside the cuts."""
+    while not (found := stretch.cuts(target, None, 1)):
+        target += target // 4
+    rough = Filling(stretch, found[0])
+    rough.join(target)
+    return rough.choice()._replace(target=target)
+
+
+def _filled(
+    stretch: Stretch, cuts: tuple[int, ...], peak: int, budget: int | None = None
+) -> Filling:
+    """The least recompute under a peak, of a few ways to cut."""
+    ways = stretch.cuts(peak, budget)
+    few = {0, len(ways) // 2, len(ways) - 1} if ways else ()
+    starts = [ways[n] for n in sorted(few)]
+    if budget is None or not starts:
+        starts.append(cuts)
+    found = [Filling(stretch, each, peak, budget) for each in starts]
+    return min(found, key=lambda each: (each.flops(stretch.last), max(each.peaks)))
 
 
 class Filling:
@@ -450,7 +663,12 @@ class Filling:
     budget."""
 
     def __init__(
-        self, stretch: Stretch, cuts: Iterable[int], peak: int = 0, budget: int | None = None
+        self,
+        stretch: Stretch,
+        cuts: Iterable[int],
+        peak: int = 0,
+        budget: int | None = None,
+        rounds: int = 4,
     ) -> None:
         self.stretch, self.peak, self.budget = stretch, peak, budget
         self.model, self.memories = stretch.model, stretch.memories
@@ -459,7 +677,7 @@ class Filling:
         for start, across in self._look():
             if start in self.ends:
                 self.kept |= {number for number in across if self.memories[number].final <= start}
-        for _ in range(_MOST_ROUNDS if peak else 0):
+        for _ in range(rounds if peak else 0):
             before = {*self.kept}, self.ends
             # Where all that crosses is kept, a cut is free.
             self.ends = sorted({*self.ends, *[at for at, across in self._look() if not across]})
@@ -471,8 +689,13 @@ class Filling:
         self._look()
 
     def choice(self) -> Choice:
+        held = [self.held[at] for at in self.ends[:-1]]
         return Choice(
-            tuple(sorted(self.kept)), tuple(self.ends[1:-1]), max(self.peaks + self.forward)
+            tuple(sorted(self.kept)),
+            tuple(self.ends[1:-1]),
+            max(self.peaks + self.forward),
+            parts=[*zip(held, self.peaks, strict=True)],
+            forward=max(self.forward),
         )
 
     def flops(self, end: int) -> float:
@@ -482,7 +705,7 @@ class Filling:
     def _look(self) -> list[tuple[int, frozenset[int]]]:
         """Find what runs again and the peaks. Returns what crosses where a cut is possible, and is
         not kept."""
-        model, positions = self.model, {*self.stretch.positions, *self.ends}
+        model, positions = self.model, sorted({*self.stretch.positions, *self.ends})
         crosses = []
         self.again: set[int] = set()  # steps that run again
         self.peaks: list[int] = []  # of backward, by segment
@@ -492,15 +715,23 @@ class Filling:
         kept = [self.memories[number] for number in self.kept]
         self.held = model.sums((memory.maker + 1, model.count, memory.cost) for memory in kept)
         dead = model.sums((memory.dies, model.count, memory.cost) for memory in kept)
+        self._forward = [*map(add, self.stretch.live, dead)]
+        self._extra = [0] * len(self.ends)  # by segment: to add to these
+        self._suffix: list[list[int]] = []  # by segment and step: most of the forward from there on
         for start, end in pairwise(self.ends):
             walk = Walk(self.stretch, end, self.kept)
-            while walk.index > start:
-                walk.down()
-                if walk.index in positions and walk.index < end - 1:
-                    crosses.append((walk.index, walk.across))
+            for at in positions[bisect_right(positions, end - 2) - 1 :: -1] if end > 1 else ():
+                if at <= start:
+                    break
+                walk.down_to(at)
+                crosses.append((at, walk.across))
+            walk.down_to(start)
+            crosses.append((start, walk.across))
             self.again.update(walk.again)
             self.peaks.append(self._peak(walk))
-            self.forward.append(max(map(add, self.stretch.live[start:end], dead[start:end])))
+            here = self._forward[start:end]
+            self.forward.append(max(here))
+            self._suffix.append([*accumulate(reversed(here), max)][::-1])
         for index in self.again:
             for number in model.reads[index]:
                 self.readers.setdefault(number, set()).add(index)
@@ -509,11 +740,11 @@ class Filling:
 
     def _peak(self, walk: Walk) -> int:
         """That of backward, while it works on the segment that a walk has come through."""
-        return self.held[walk.index] + walk.need + self.model.besides[walk.end]
+        return self.held[walk.index] + walk.need
 
-    def join(self) -> None:
+    def join(self, peak: int = 0) -> None:
         """Drop cuts that make no difference to the peak, because each window takes time."""
-        most, ends = max(self.peaks) * _SURE, [self.ends[-1]]
+        most, ends = max(peak, *self.peaks) * _SURE, [self.ends[-1]]
         walk = Walk(self.stretch, ends[0], self.kept)
         for start, end in reversed([*pairwise(self.ends)]):
             walk.down_to(start)
@@ -533,11 +764,15 @@ class Filling:
         heapq.heapify(queue)
         while queue:
             _, place = heapq.heappop(queue)
+            made = self._results(order * place)
+            room = self._room_for(order * place, made) if made else None
+            if room is None:
+                continue
             worth = self._worth(order * place)
             if queue and -worth > queue[0][0]:  # it was worth more before others were kept
                 heapq.heappush(queue, (-worth, place))
             elif worth > 0:
-                self._take(order * place)
+                self._take(made, room)
 
     def _results(self, index: int) -> set[int]:
         """What to keep in order not to run a step again; nothing, if that is not possible."""
@@ -561,21 +796,42 @@ class Filling:
                     stack += sorted(new)
         return sum(self.model.work[step] for step in gone) / max(1, self.stretch.cost(made))
 
-    def _take(self, index: int) -> None:
-        """Keep the results of a step, if there is room."""
-        made, stretch = self._results(index), self.stretch
+    def _room_for(self, index: int, made: set[int]) -> Any:
+        """The peaks with the results of a step kept, if there is room."""
+        stretch = self.stretch
         nbytes, new = stretch.cost(made), stretch.cost(made - stretch.saved.keys())
+        if self.budget is not None and stretch.cost(self.kept) + nbytes > self.budget:
+            return None
         here = bisect_right(self.ends, index) - 1
-        after = bisect_right(self.ends, min(self.memories[number].dies for number in made)) - 1
         peaks = [self.peaks[here] + new, *[peak + nbytes for peak in self.peaks[here + 1 :]]]
-        forward = [peak + nbytes for peak in self.forward[after:]]
-        if self.budget is None:
-            fits = max(peaks + forward) <= self.peak
-        else:
-            fits = stretch.cost(self.kept) + nbytes <= self.budget
-        if fits:
-            self.kept.update(made)
-            self.peaks[here:], self.forward[after:] = peaks, forward
+        if self.budget is None and max(peaks) > self.peak:
+            return None
+        dies = min(self.memories[number].dies for number in made)
+        if dies >= stretch.last:
+            return here, peaks, len(self.ends), 0, 0
+        after = bisect_right(self.ends, dies) - 1
+        split = dies - self.ends[after]
+        old, extra = self._suffix[after], self._extra[after]
+        most = max(old[split] + extra, *self.forward[after + 1 :], 0) + nbytes
+        if self.budget is None and most > self.peak:
+            return None
+        return here, peaks, after, split, nbytes
+
+    def _take(self, made: set[int], room: Any) -> None:
+        here, peaks, after, split, nbytes = room
+        self.kept.update(made)
+        self.peaks[here:] = peaks
+        if after < len(self.forward):
+            suffix = self._suffix[after]
+            suffix[split:] = [peak + nbytes for peak in suffix[split:]]
+            for at in range(split - 1, -1, -1):
+                if suffix[at] >= suffix[split]:
+                    break
+                suffix[at] = suffix[split]
+            self.forward[after] = suffix[0] + self._extra[after]
+            for later in range(after + 1, len(self.forward)):
+                self.forward[later] += nbytes
+                self._extra[later] += nbytes
 
 
 _NONE: frozenset[int] = frozenset()
@@ -587,11 +843,13 @@ _LITTLE = 8 * 1024  # bytes that autograd saves: too few to be worth the time of
 _MOST_CANDIDATES = 64
 _LONGEST_BLOCK = 2000  # steps
 _MOST_ROUNDS = 4
+_MARGIN = 1 / 64  # of the peak of cuts by hand: the model is not exact
 _SURE = 0.9  # of the peak: segments that need less may be joined, though the model is not exact
 _MOST_SLACK = 1 / 3  # what may be spent on less recompute: a part of the least peak
 _TRIES = 3
 # The same, within a window: what it keeps first is made by a replay, which should be short.
 _SLACK_OF_PARTS = 1 / 8
+_MOST_NEW_PATHS = 3  # in a row; those that come after them may not come again
 _FAR = 64  # steps, when the worth of one is found
 
 
@@ -600,6 +858,8 @@ class Plan:
 
     whole: Group | None = None  # all slots, where nothing that `auto()` chose has been held
     peak = 0  # simulated
+    target = 0  # the peak that it was made for
+    exceeds = False  # whether it keeps more than its budget, which has no room for a checkpoint
     size = 0  # bytes that autograd saves, as the plan assumes
     first_size = 0  # those of the run whose bytes the steps have
     waiting: Sequence[int] = ()  # cells of parameters that it assumes to have no gradient
@@ -642,71 +902,112 @@ def _has_gradient(held: Any) -> bool:
 def plan_of(run: Run, old: Plan | None = None) -> Plan:
     """The plan for what the run has done, or for `old` where that had less room."""
     path = Path(run)
-    plan, choice = Plan(path), Choice()
     if run.placement is None or not path.slots:
-        return plan
+        return Plan(path)
     size = first_size = run.saved_bytes
     waiting: Sequence[int] = path.trained
     if old is not None:
         size, first_size, waiting = max(size, old.size), old.first_size, old.waiting
     waiting = [cell for cell in waiting if not _has_gradient(run.held.get(cell))]
-    # Where FSDP2 gives parameters back, no window may cross that.
-    if not (run.sees_gathering and path.cuts):
-        plan, choice = _planned(Model(path, run, waiting, size / max(1, first_size)), run)
+    if run.sees_gathering and path.cuts:  # no window may cross where FSDP2 gives parameters back
+        plan, choice = Plan(path), Choice()
+    else:
+        target = _target(run, size) if old is None else 0
+        plan, choice = _planned(Model(path, run, waiting, size / max(1, first_size)), run, target)
     plan.size, plan.first_size, plan.waiting = size, first_size, waiting
-    plan.peak = choice.peak + run.kept_bytes
+    plan.peak, plan.target = choice.peak + run.kept_bytes, choice.target
     plan.complaint = _complaint(run, choice)
     return plan
 
 
-def _planned(model: Model, run: Run) -> tuple[Plan, Choice]:
+def _target(run: Run, size: int) -> int:
+    """For a path that may not come again, the peak of the last plan; else 0."""
+    program, placement = run.program, run.placement
+    program.new_paths += 1
+    last = program.expected
+    asks = placement is not None and (placement.budget, placement.peak) != (None, None)
+    if asks or last is None or program.new_paths <= _MOST_NEW_PATHS:
+        return 0
+    return int(last.target * max(1, size / max(1, last.size)))
+
+
+def _planned(model: Model, run: Run, target: int) -> tuple[Plan, Choice]:
     """The plan for a run, and what it keeps."""
     assert run.placement is not None
-    path, budget = model.path, run.placement.budget
+    path, (budget, _, peak) = model.path, run.placement
     by_user = frozenset([path.memory_of[cell] for cell, _ in path.kept])
-    rest = None if budget is None else max(0, budget - run.kept_bytes)
-    choice = choose(Stretch(model, range(len(path.slots)), by_user), rest)
-    if not choice.kept and not choice.cuts:
+    stretch = Stretch(model, range(len(path.slots)), by_user)
+    if budget is not None:
+        rest = max(0, budget - run.kept_bytes)
+        choice = choose(stretch, rest)
+        if rest < choice.least:  # no room for a checkpoint: that must not cost the most memory
+            least = choose(stretch, peak=0)
+            choice = least._replace(least=choice.least, exceeds=True)
+    elif peak is not None:
+        choice = choose(stretch, peak=max(0, peak - run.kept_bytes))
+    else:
+        choice = choose(stretch, target=target)
+    if not choice.kept and not choice.cuts and budget is None:
         return Plan(path), choice
     values = model.values(choice.kept)
     plan = Plan(path.placed(values, choice.cuts))
-    plan.kept = frozenset(values)
-    plan.whole = Group(path, [*range(len(path.slots))])
-    plan.whole.parts = plan.groups
-    if budget is not None:
-        for group in plan.groups:
-            _split(group, model, by_user.union(choice.kept), max(budget, 1))
+    plan.kept, plan.exceeds = frozenset(values), choice.exceeds
+    if values:
+        plan.whole = Group(path, [*range(len(path.slots))])
+        plan.whole.parts = plan.groups
+    if budget is not None and choice.parts and not choice.exceeds:
+        backward = _split_all(plan.groups, model, by_user.union(choice.kept), budget, choice)
+        choice = choice._replace(peak=max(choice.forward, backward))
     return plan, choice
 
 
-def _split(group: Group, model: Model, held: frozenset[int], budget: int) -> None:
+def _split_all(
+    groups: Sequence[Group], model: Model, held: frozenset[int], budget: int, choice: Choice
+) -> int:
+    """Split what needs it. Returns the peak of backward."""
+    needs = [peak - before for before, peak in choice.parts]
+    found = [0] * len(needs)
+    for group in groups:
+        at = [model.saves[slot][0] for slot in group.slots if slot in model.saves]
+        part = bisect_right(choice.cuts, max(at, default=0))
+        need = _split(group, model, held, budget)
+        found[part] = max(found[part], needs[part] if need is None else min(need, needs[part]))
+    befores = [before for before, _ in choice.parts]
+    return max(map(add, befores, found), default=0)
+
+
+def _split(group: Group, model: Model, held: frozenset[int], budget: int) -> int | None:
     """Where a window would deliver more than the budget, a first replay makes what smaller windows
-    start from."""
+    start from. Returns what backward needs then."""
     order = group.window(tuple(group.slots)).order
     if not order:
-        return
+        return None if group.only is None else 0
     stretch = Stretch(model, group.slots, held, order)
-    if stretch.cost(stretch.dear & stretch.saved.keys()) <= budget:
-        return
-    choice = choose(stretch, budget)
-    if choice.kept:
-        group.split(model.values(choice.kept), choice.cuts)
-        if max(len(part.slots) for part in group.parts) == len(group.slots):
-            group.parts = []
-        for part in group.parts:
-            _split(part, model, held.union(choice.kept), budget)
+    if stretch.cost(stretch.dear & stretch.saved.keys()) <= max(budget, 1):
+        return None
+    choice = choose(stretch, max(budget, 1))
+    if not choice.kept:
+        return None
+    group.split(model.values(choice.kept), choice.cuts)
+    if max(len(part.slots) for part in group.parts) == len(group.slots):
+        group.parts = []
+        return None
+    return _split_all(group.parts, model, held.union(choice.kept), budget, choice)
 
 
 def _complaint(run: Run, choice: Choice) -> str:
-    """What to say of a budget that is too small."""
+    """What to say of a budget, or of a peak, that is too small."""
     assert run.placement is not None
-    budget, least = run.placement.budget, run.kept_bytes
+    (budget, _, peak), least = run.placement, run.kept_bytes
+    if peak is not None and choice.peak + least > peak:
+        why = "this block needs more in any plan. The least peak possible"
+        return f"auto(peak={peak}): {why} is {choice.peak + least} bytes."
     if budget is None:
         return ""
     if least > budget:
         why = "`keep`, other policies, or FSDP2 keep more than that in this block"
-    elif not least and budget < choice.least:
-        why = "no room for a single checkpoint, so backward recomputes all of the block at once"
+    elif choice.exceeds:
+        why = "no room for a single checkpoint, so the plan is that of the least peak"
         least = choice.least
     else:
         return ""
@@ -722,7 +1023,8 @@ def attach(plan: Plan, old: Plan | None) -> None:
     counted: set[int] = set()
     for value in sorted(plan.kept):
         memory = path.memory_of[value[0]]
-        path.steps[path.there_after(value)].keeps += ((value, memory not in counted),)
+        counts = memory not in counted and not plan.exceeds
+        path.steps[path.there_after(value)].keeps += ((value, counts),)
         counted.add(memory)
         for step in path.writers.get(memory, ()):
             if step.index > path.there_after(value) and value not in step.passes:

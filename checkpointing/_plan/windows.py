@@ -138,9 +138,7 @@ class Path:
         """The step after which a run holds what it keeps."""
         return self._maker[source] if type(source) is int else max(self.makers(source))
 
-    def slice_of(
-        self, values: Iterable[Value], without: frozenset[Any] = frozenset()
-    ) -> tuple[list[int], dict[int, Any]]:
+    def slice_of(self, values: Iterable[Value], without: frozenset[Any] = frozenset()) -> Slice:
         """The steps that make these values, in order, and what they start from: by cell, the cell
         that is held. Kept cells in `without` are not used."""
         found: set[int] = set()
@@ -286,6 +284,9 @@ def maker_of(value: Value, steps: Sequence[Step]) -> Step | None:
     return None
 
 
+Slice = tuple[list[int], dict[int, Any]]  # of a path: steps, and what they start from
+
+
 class Found(NamedTuple):
     """A slot that a window has made."""
 
@@ -322,13 +323,17 @@ class Window:
     """The instructions that make some slots, over a table of tensors and constants."""
 
     def __init__(
-        self, path: Path, slots: Iterable[int], targets: Sequence[Slot] | None = None
+        self,
+        path: Path,
+        slots: Iterable[int],
+        targets: Sequence[Slot] | None = None,
+        found: Slice | None = None,
     ) -> None:
         self.path = path
         self.slots = [*slots]
         self.targets = path.slots if targets is None else targets  # what the slots are numbers in
         values = [self.targets[slot].value for slot in self.slots]
-        self.order, starts = path.slice_of(values)
+        self.order, starts = found or path.slice_of(values)
         steps = [path.steps[index] for index in self.order]
         self.counted = sum(step.is_counted for step in steps)
         self.written = {memory for step in steps for memory in step.writes}
@@ -479,6 +484,7 @@ class Group:
         self.slots = slots
         self.parts: list[Group] = []
         self._windows: dict[Any, Window] = {}
+        self._slice: tuple[Any, Slice | None] = None, None  # of some slots, found just now
         keys = {path.source_of(path.slots[slot].value) for slot in slots}
         # Under which key the value of all its slots is held, if there is just one.
         self.only: Any = keys.pop() if len(keys) == 1 else None
@@ -491,7 +497,12 @@ class Group:
         return window if window.is_view else None
 
     def window(self, slots: tuple[int, ...]) -> Window:
-        return self._windows.get(slots) or self._found(slots, lambda: Window(self.path, slots))
+        found = self._windows.get(slots)
+        if found is None:
+            known = self._slice[1] if self._slice[0] == slots else None
+            found = self._found(slots, lambda: Window(self.path, slots, None, known))
+            self._slice = None, None
+        return found
 
     def _found(self, key: Any, make: Callable[[], Window]) -> Window:
         found = self._windows.get(key)
@@ -511,8 +522,14 @@ class Group:
         numbers."""
         slots = tuple(slots)
         if not self.parts:
-            window = self.window(slots)
-            return window.sources, {*window.randoms}
+            window = self._windows.get(slots)
+            if window is not None:
+                return window.sources, {*window.randoms}
+            # A window is made when it is opened for the first time.
+            path = self.path
+            order, starts = path.slice_of([path.slots[slot].value for slot in slots])
+            self._slice = slots, (order, starts)
+            return {*starts.values()}, {index for index in order if path.steps[index].draws}
         sources: set[Any] = set()
         randoms: set[int] = set()
         for more, drawn in [part.needs(mine) for part, mine in self.parts_of(slots)]:

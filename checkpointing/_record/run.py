@@ -82,6 +82,7 @@ class Placement(NamedTuple):
 
     budget: int | None  # bytes that may be kept
     place: Destination | None = None  # where they are kept
+    peak: int | None = None  # bytes that the step may need
 
 
 NOWHERE = Places(None, None, None)
@@ -846,7 +847,7 @@ class Run(TorchDispatchMode, Region):
         if tensor is None:
             return
         assert self.placement is not None
-        budget, place = self.placement
+        budget, place, _ = self.placement
         if budget is not None:
             nbytes = _torch.memory_size(tensor) if counts else 0
             if self.planned_bytes + self.kept_bytes + nbytes > budget:

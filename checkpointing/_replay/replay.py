@@ -131,7 +131,7 @@ class Replay(Source):
         run.finish_step()
         old = run.step.plan
         if old is not None and old.suits(run):
-            plan = old
+            plan, run.program.new_paths = old, 0
         else:
             run.own_program()
             plan = run.step.plan = plan_of(run, old)

@@ -635,6 +635,7 @@ def outside_of_batch() -> AbstractContextManager[Any]:
 
 # The operator that casts to another dtype or device.
 CAST = torch.ops.aten._to_copy.default
+CONVOLUTION = torch.ops.aten.convolution.default
 
 
 # ---- running recorded operators again
