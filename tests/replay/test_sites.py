@@ -139,3 +139,47 @@ def test_hooks_that_hand_on_an_alias(alias, door):
         x.mul_(2)
         with pytest.raises(ChangedError):
             y.sum().backward()
+
+
+@pytest.mark.parametrize("door", [c, r, s])
+@pytest.mark.parametrize("written", ["what was given", "what they made"])
+def test_hooks_that_copy(written, door):
+    """Their copy is guarded, not what it was made of."""
+    w, x, made = torch.rand(4, 4).requires_grad_(), torch.rand(4, 4), []
+    want = ((x + 1) * w.detach()).cos() * (x + 1)
+    with saved_tensors_hooks(lambda t: made.append(t.clone()) or made[-1], lambda t: t):
+        y = door(lambda x, w: ((x + 1) * w).sin())(x, w)
+    if written == "what was given":
+        x.mul_(2)
+        assert torch.equal(torch.autograd.grad(y.sum(), w)[0], want)
+        return
+    for copied in made:
+        copied.mul_(2)
+    with pytest.raises(ChangedError):
+        y.sum().backward()
+
+
+def test_an_operator_that_fails_leaves_no_trace_of_what_it_was_given():
+    """Another tensor takes its place and dies; then a view of the first is written."""
+
+    def function(w, a, alias, others):
+        with contextlib.suppress(RuntimeError):
+            torch.mm(a, others[0])
+        y = torch.zeros_like(others.pop()).sum() + w * a
+        alias.mul_(3)
+        return (y * a).sin()
+
+    def step(enabled):
+        w, a = torch.ones(4, 4, requires_grad=True), torch.arange(16.0).view(4, 4)
+        with checkpoint_scope(enabled=enabled):
+            y = function(w, a if not enabled else a, a.view(-1), [torch.ones(3, 3)])
+        return bits(torch.autograd.grad(y.sum(), w))
+
+    def want():
+        a = torch.arange(16.0).view(4, 4)
+        w = torch.ones(4, 4, requires_grad=True)
+        return bits(torch.autograd.grad(((w * a) * (a * 3)).sin().sum(), w))
+
+    clear_programs()
+    assert step(True) == want()
+    assert step(True) == want()
