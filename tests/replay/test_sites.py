@@ -11,6 +11,8 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 from checkpointing import ChangedError, auto, checkpoint_scope, clear_programs, keep, offload
 
+pytestmark = pytest.mark.usefixtures("both_ways")  # small programs are not planned
+
 INPUTS = offload(min_bytes=0, inputs=True)
 AROUND = {
     "scope": (contextlib.nullcontext, None),
