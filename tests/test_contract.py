@@ -1121,6 +1121,26 @@ def test_who_asks_for_states():
     assert calls == [("snapshot", False)]
 
 
+def test_all_states_are_put_back_even_if_one_fails():
+    """The error is shown, and the module is as it was before the recompute."""
+    norm, then = nn.BatchNorm1d(4), []
+
+    def restore(_):
+        then.append(1)
+        if len(then) == 2:
+            raise KeyError("restore")
+
+    with register_state(lambda: None, restore):
+        y = checkpointed(lambda x: norm(x.sin()).exp(), early_stop=False)(leaf(4, 4))
+    norm(leaf(4, 4))
+    norm.eval()
+    before = bits(dict(norm.named_buffers()))
+    with pytest.raises(KeyError, match="restore"):
+        y.sum().backward()
+    assert len(then) == 2 and not norm.training
+    assert bits(dict(norm.named_buffers())) == before
+
+
 # ---- forward_only
 
 
@@ -1143,6 +1163,24 @@ def test_a_forward_only_function_runs_once_and_its_results_come_back_in_order(do
         return bits(x.grad), next(numbers)
 
     assert step(door, early_stop=early_stop) == step(plain)
+
+
+@dataclasses.dataclass(eq=False)
+class Config:
+    """Without tensors, and told apart by identity."""
+
+    width: int
+
+
+@program(*WAYS)
+def objects_with_fields_that_are_keys_of_a_dict(door):
+    """As arguments, and among the results of `forward_only`."""
+    configs = [Config(2), Config(3)]
+    table = dict(zip(configs, (2.0, 3.0), strict=True))
+    pick = forward_only(lambda: configs[1])
+    x = leaf()
+    y = door(lambda x, given: (x * table[given[0]]).sin().exp() * table[pick()])(x, configs)
+    return torch.autograd.grad(y.sum(), x)
 
 
 @program(*DOORS)
@@ -1168,6 +1206,19 @@ def arguments_passed_through_a_forward_only_function_are_the_recomputes_own(door
     x = leaf().detach().clone().requires_grad_()  # no view
     (door(fn)(x).sum() + door(writes)(x).sum()).backward()
     return x.grad, len(norms)
+
+
+@program(*WAYS)
+def forward_only_functions_that_return_parts_of_views(door):
+    """An offset counts from that of the argument."""
+    part, detached = forward_only(lambda t: t[1:3]), forward_only(lambda t: t.detach()[1:3])
+
+    def fn(x):
+        y = x.exp()
+        return (part(y[1:]) * part(y) * detached(y[1:])).sin().exp()
+
+    x = leaf()
+    return torch.autograd.grad(door(fn)(x).sum(), x)
 
 
 @program(*WAYS)

@@ -178,6 +178,20 @@ def test_a_recomputed_tensor_is_dead_once_its_node_has_run(word):
     assert alive == [["exp", "tanh"], ["exp"], []]
 
 
+@WORD
+def test_a_recomputed_tensor_is_dead_once_its_custom_function_has_run(word):
+    """Which may read it more than once until then."""
+    y = apply(word, lambda x: SavesItsOutput.apply(x.sin()))(leaf(3)).sum()
+    alive = []
+    with Watching() as watching:
+        node = y.grad_fn.next_functions[0][0].next_functions[0][0]
+        node.register_prehook(lambda grads: alive.append(watching.alive("sigmoid")))
+        del node
+        y.backward(retain_graph=True)
+    assert "sigmoid" in [name for name, _ in watching.made]
+    assert alive == [[]]
+
+
 FAULTS = {
     "shape": lambda x, linear: (x[:2] if is_recomputing() else x).sin().exp(),
     "number": lambda x, linear: x.sin() if is_recomputing() else x.sin().exp(),

@@ -136,6 +136,18 @@ def test_small_storages_stay(sent, least, sizes):
     assert scope.stats.ops_replayed == 0
 
 
+@pytest.mark.parametrize("first", [0, "1 GiB"])
+def test_of_two_places_the_first_one_counts(first, sent):
+    """For what autograd saves, what is kept by hand, and inputs."""
+    second = "1 GiB" if first == 0 else 0
+    policy = offload(min_bytes=first, inputs=True) | offload(min_bytes=second, inputs=True)
+    x, big = torch.rand(1000).requires_grad_(), torch.rand(1000)
+    with checkpoint_scope(policy=policy):
+        y = keep((x * big).sin()).exp()
+    assert len(sent) == (4 if first == 0 else 0)
+    y.sum().backward()
+
+
 def test_a_policys_own_answer_to_offload_stands(sent):
     """Inside of `offload`, whose place takes larger ones only."""
     offloads = lambda ctx, op, *args, **kwargs: CheckpointPolicy.MUST_CPU_OFFLOAD  # noqa: E731

@@ -551,6 +551,22 @@ def test_threads_through_one_site(door):
         sys.setswitchinterval(interval)
 
 
+@pytest.mark.parametrize("door", [s, r, A])
+def test_a_run_that_is_over_may_live_while_others_change_the_program(door, monkeypatch):
+    """Its graph does. Only the first run of each kind is recorded."""
+    added = []
+    add = programs.Program.add
+    monkeypatch.setattr(programs.Program, "add", lambda *args: added.append(args) or add(*args))
+    clear_programs()
+    region = door(lambda x, n: x.sin().exp() if n else x.cos().tanh())
+    x, graphs, recorded = torch.rand(4, requires_grad=True), [], []
+    for n in (0, 1, 1, 0, 1):
+        added.clear()
+        graphs.append(region(x, n))
+        recorded.append(len(added) > 0)
+    assert recorded == [True, True, False, False, False]
+
+
 def test_nothing_grows_with_the_number_of_programs(monkeypatch):
     """300 different programs through one site."""
     monkeypatch.setattr(programs, "MOST_STEPS", 600)

@@ -11,6 +11,8 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 from checkpointing import ChangedError, auto, checkpoint_scope, clear_programs, keep, offload
 
+pytestmark = pytest.mark.usefixtures("both_ways")  # small programs are not planned
+
 INPUTS = offload(min_bytes=0, inputs=True)
 AROUND = {
     "scope": (contextlib.nullcontext, None),
@@ -139,3 +141,42 @@ def test_hooks_that_hand_on_an_alias(alias, door):
         x.mul_(2)
         with pytest.raises(ChangedError):
             y.sum().backward()
+
+
+@pytest.mark.parametrize("door", [c, r, s])
+@pytest.mark.parametrize("written", ["what was given", "what they made"])
+def test_hooks_that_copy(written, door):
+    """Their copy is guarded, not what it was made of."""
+    w, x, made = torch.rand(4, 4).requires_grad_(), torch.rand(4, 4), []
+    want = ((x + 1) * w.detach()).cos() * (x + 1)
+    with saved_tensors_hooks(lambda t: made.append(t.clone()) or made[-1], lambda t: t):
+        y = door(lambda x, w: ((x + 1) * w).sin())(x, w)
+    if written == "what was given":
+        x.mul_(2)
+        assert torch.equal(torch.autograd.grad(y.sum(), w)[0], want)
+        return
+    for copied in made:
+        copied.mul_(2)
+    with pytest.raises(ChangedError):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("policy", [None, auto()], ids=str)
+def test_an_operator_that_fails_leaves_no_trace_of_what_it_was_given(policy):
+    """What it was given second is met first; a view of the first is written."""
+
+    def step(enabled):
+        w, a = torch.ones(4, 4, requires_grad=True), torch.arange(16.0).view(4, 4)
+        other, alias = torch.ones(3, 3), a.view(-1)
+        with checkpoint_scope(policy=policy, enabled=enabled):
+            with contextlib.suppress(RuntimeError):
+                torch.mm(a, other)
+            y = other.sum() + w * (a * 1)
+            alias.mul_(3)
+            y = (y * (a * 1)).sin()
+        return bits(torch.autograd.grad(y.sum(), w))
+
+    want = step(False)
+    clear_programs()
+    assert step(True) == want
+    assert step(True) == want
