@@ -17,6 +17,7 @@ from torch import nn
 from checkpointing import (
     CheckpointError,
     Stats,
+    auto,
     checkpoint_scope,
     checkpointed,
     disabled,
@@ -170,13 +171,15 @@ def test_fn_is_positional_only_and_options_are_keyword_only():
     defaults |= {"determinism_check": "metadata", "policy": None, "debug": False, "report": False}
     defaults["name"] = None
     assert {option.name: option.default for option in options} == {"backend": None, **defaults}
-    scope = inspect.signature(checkpoint_scope).parameters.values()
-    assert {option.name: option.default for option in scope} == defaults
+    policy, *scope = inspect.signature(checkpoint_scope).parameters.values()
+    assert policy.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+    assert {option.name: option.default for option in [policy, *scope]} == defaults
     assert all(option.kind is inspect.Parameter.KEYWORD_ONLY for option in [*options, *scope])
     wrong = {
         "fn": lambda: checkpointed(fn=torch.sin),
         "positional": lambda: checkpointed(torch.sin, True),
-        "given": lambda: checkpoint_scope(True),
+        "a policy is one of": lambda: checkpoint_scope(True),
+        "multiple values": lambda: checkpoint_scope(auto(), policy=auto()),
         "checkpointed has no option 'polcy', only .*enabled": lambda: checkpointed(polcy=None),
         "checkpoint_scope has no option 'polcy', only .*": lambda: checkpoint_scope(polcy=None),
         "no option 'backend', only enabled": lambda: checkpoint_scope(backend="rerun"),

@@ -24,6 +24,7 @@ from checkpointing import (
     checkpointed,
     clear_programs,
     keep,
+    offload,
     save_tagged,
     tag,
 )
@@ -758,3 +759,35 @@ def test_a_state_that_is_written_in_place_is_kept():
     stats = scope.stats
     assert len(stats.cuts) > 1
     assert stats.ops_replayed <= stats.ops_recorded
+
+
+def test_a_peak_is_kept_and_costs_no_more_than_a_smaller_one():
+    """From the least one to plain's: measured by the profiler."""
+    forward = programs.transformer(8, 64)
+    plain = bytes_of(forward)[1]
+    with pytest.warns(UserWarning, match="The least peak possible is") as caught:
+        run = scoped(forward, peak=0)
+        run().backward()
+    least = int(re.search(r"least peak possible is (\d+) bytes", str(caught[0].message))[1])
+    again = []
+    for n in range(6):
+        peak = least + (plain - least) * n // 5
+        clear_programs()
+        run = scoped(forward, peak=peak)
+        assert bytes_of(run)[1] <= 1.03 * peak
+        assert run.scope.stats.peak_predicted <= peak
+        again.append(run.scope.stats.ops_replayed)
+    assert again == sorted(again, reverse=True)
+    assert again[0] > again[-1]
+
+
+def test_a_peak_and_a_budget_exclude_each_other():
+    with pytest.raises(ValueError, match="a budget or a peak"):
+        auto(budget=1, peak=1)
+    assert repr(auto(peak="1 KiB")) == "auto(peak=1024)"
+    assert repr(offload(auto(peak=3))).startswith("offload(auto(peak=3)")
+    for _ in range(2):  # nothing is kept while the program is not known
+        with checkpoint_scope(auto(peak="1 GiB")) as scope:
+            y = torch.ones(10, requires_grad=True).sin().exp()
+        y.sum().backward()
+    assert scope.stats.ops_replayed == 0

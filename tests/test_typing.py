@@ -119,7 +119,7 @@ checkpointed(fn, True)  # error
 checkpointed(determinism_check="value")  # error
 checkpointed(use_reentrant=False)  # error
 checkpoint_scope(backend="replay")  # error
-checkpoint_scope("name")  # error
+checkpoint_scope(None, True)  # error
 with checkpoint_scope() as scope:
     scope.stats = None  # error
     scope.stats.bytes_kept = 3  # error

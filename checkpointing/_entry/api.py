@@ -108,7 +108,6 @@ class GivenToScope(TypedDict, total=False):
     preserve_rng_state: PreserveRngState
     early_stop: bool
     determinism_check: DeterminismCheck
-    policy: Any
     debug: bool
     report: bool
     name: str | None
@@ -116,6 +115,7 @@ class GivenToScope(TypedDict, total=False):
 
 class Given(GivenToScope, total=False):
     backend: Backend | None
+    policy: Any
 
 
 # Bound once: these run for every call.
@@ -605,7 +605,8 @@ class checkpoint_scope:
         report: note the saved tensors for `report()`, also in inner regions, as does `debug`. Slow.
         name: the region's name in messages.
 
-    Options are keywords, with the defaults of `checkpointed`.
+    A policy may be given by position, all other options are keywords, with the defaults of
+    `checkpointed`.
 
     A scope object is entered once. After that, `stats` (a `Stats` of counts and bytes) and
     `report()` describe it at any time.
@@ -630,13 +631,10 @@ class checkpoint_scope:
     _block: Any = None
     _frames: tuple[Frame, ...] = ()
 
-    def __init__(self, policy: Any = None, /, **options: Unpack[GivenToScope]) -> None:
-        if policy is not None:
-            if "policy" in options:
-                raise TypeError("checkpoint_scope() got two policies, by position and by name")
-            options["policy"] = policy
-        if options:
-            self._options = options_of("checkpoint_scope", options, "replay")
+    def __init__(self, policy: Any = None, **options: Unpack[GivenToScope]) -> None:
+        if options or policy is not None:
+            given = {**options, "policy": policy}
+            self._options = options_of("checkpoint_scope", given, "replay")
 
     @property
     def name(self) -> str:
@@ -682,4 +680,7 @@ _SHOWN = [
     for p in inspect.signature(Options).parameters.values()
 ]
 vars(checkpointed)["__signature__"] = inspect.Signature([_FN, *_SHOWN])
-checkpoint_scope.__signature__ = inspect.Signature(_SHOWN[1:])  # type: ignore[attr-defined]
+_POLICY = inspect.Parameter("policy", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None)
+checkpoint_scope.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+    [_POLICY, *[option for option in _SHOWN[1:] if option.name != "policy"]]
+)

@@ -104,7 +104,9 @@ class Model:
                 memory.final = self.never
             if memory.number in elsewhere and not memory.is_cheap:
                 memory.cost = 0
-        spans = [(m.maker, m.dies - 1, m.nbytes) for m in self.memories.values()]
+        # When small ones die may depend on the garbage collector, which differs from rank to rank.
+        large = [m for m in self.memories.values() if m.nbytes >= _SMALL]
+        spans = [(m.maker, m.dies - 1, m.nbytes) for m in large]
         self.live = self.sums([*spans, *self._copies(0)])
         missing = {path.memory_of[cell] for cell in waiting}
         self.besides = self._besides(missing)
@@ -839,6 +841,7 @@ _AUTOGRAD = -1  # no step, but a reader
 _PER_BYTE = 10  # floating-point operations in the time in which a byte is written
 # As many bytes are written at most, for each byte of a value that is made again in each window.
 _CHEAP = 4
+_SMALL = 512  # bytes: a block of CUDA's allocator
 _LITTLE = 8 * 1024  # bytes that autograd saves: too few to be worth the time of a second window
 _MOST_CANDIDATES = 64
 _LONGEST_BLOCK = 2000  # steps
