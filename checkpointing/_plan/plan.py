@@ -657,7 +657,12 @@ def _filled(
     if budget is None or not starts:
         starts.append(cuts)
     found = [Filling(stretch, each, peak, budget) for each in starts]
-    return min(found, key=lambda each: (each.flops(stretch.last), max(each.peaks)))
+
+    def cost(filling: Filling) -> tuple[float, float, int]:
+        work = sum([stretch.model.work[index] for index in filling.again])
+        return filling.flops(stretch.last), work, max(filling.peaks)
+
+    return min(found, key=cost)
 
 
 class Filling:
