@@ -428,7 +428,7 @@ class Stretch:
             placed = {*others, *[at for run in new for at in run if self.first < at < self.last]}
             found = Filling(self, sorted(placed)).choice().peak
             if found <= most:
-                margin = min(int(found * _MARGIN), max(self.crossing[at] for at in blocks))
+                margin = min(int(found * _MARGIN), 2 * max(self.crossing[at] for at in blocks))
                 peak, runs, cuts = max(least, found - margin), new, tuple(sorted(placed))
         return peak, cuts
 
@@ -851,7 +851,7 @@ _LITTLE = 8 * 1024  # bytes that autograd saves: too few to be worth the time of
 _MOST_CANDIDATES = 64
 _LONGEST_BLOCK = 2000  # steps
 _MOST_ROUNDS = 4
-_MARGIN = 1 / 64  # of the peak of cuts by hand: the model is not exact
+_MARGIN = 1 / 48  # of the peak of cuts by hand: the model is not exact
 _SURE = 0.9  # of the peak: segments that need less may be joined, though the model is not exact
 _MOST_SLACK = 1 / 3  # what may be spent on less recompute: a part of the least peak
 _TRIES = 3
