@@ -9,6 +9,7 @@ import warnings
 
 import pytest
 import torch
+from noise import SEED, shaken
 from oracle import bits
 from torch import nn
 
@@ -21,18 +22,6 @@ from checkpointing import (
     keep,
     offload,
 )
-
-CALLS = itertools.count()
-SEED = [CALLS]
-
-
-@torch.library.custom_op("checkpointing_tests::shaken", mutates_args=())
-def shaken(x: torch.Tensor) -> torch.Tensor:
-    noise = torch.Generator().manual_seed(next(SEED[0]))
-    return x * (1 + 0.003 * torch.randn(x.shape, generator=noise))
-
-
-shaken.register_autograd(lambda ctx, grad: grad)
 
 TOKENS, WIDTH, EXPERTS = 96, 16, 4
 CHOOSE = {

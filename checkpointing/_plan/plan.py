@@ -2,17 +2,17 @@
 
 The memory model. Backward opens the segments of a block from the last one to the first. While it
 works on one, three things are there: what is kept for that segment and for those before it; what
-the window of the segment delivers; and gradients. What was kept for later segments is gone, and the
-gradients of parameters used there exist. The largest of these sums, or the worst moment of the
+the window of the segment delivers; and gradients, those of parameters from the step that makes them
+on. What was kept for later segments is gone. The largest of these sums, or the worst moment of the
 forward, is the simulated peak.
 
-The plan. For one peak, a dynamic program (`Stretch.cuts`) finds the cuts under which the least is
-held, among positions that little crosses; bisection finds the least peak. Then `Filling` keeps what
-saves most recompute per byte, as long as there is room under a peak. `choose` compares a few peaks:
-from the least one up to that of a checkpoint around each block that the program repeats, which is
-what users place by hand. It takes the least recompute until no more is computed than with those,
-and beyond that as much memory as saves the same part of a forward. Finally, cuts that make no
-difference to the peak are dropped, because each window takes time.
+The plan. For one peak, a dynamic program (`Stretch.cuts`) finds cuts among positions that little
+crosses: those under which the least is held, and a few under which less runs again. Bisection finds
+the least peak. The plan is made for a larger one: that of a checkpoint around each block that the
+program repeats, which is what users place by hand (`Stretch.by_hand`), or the one that the user
+asks for. Under it, `Filling` keeps what saves most recompute per byte, from each of these cuts, and
+the least recompute is taken. Finally, cuts that make no difference to the peak are dropped, because
+each window takes time.
 
 The model looks at memories, not at tensors: views cost nothing, and a segment that reads a value
 from before its beginning keeps the memory of that value. Values that are cheap to make from inputs,
@@ -210,7 +210,7 @@ class Model:
 
     def _copies(self, shift: int) -> list[tuple[int, int, int]]:
         """What convolutions work with on their own: copies in another layout, about as large as
-        what they read and make (measured with oneDNN; those of cuDNN are no larger)."""
+        what they read and make. (Measured with oneDNN on a CPU, and with nothing else.)"""
         steps = [step.index for step in self.path.steps if step.func is _torch.CONVOLUTION]
         found = []
         for index in steps:
@@ -665,6 +665,16 @@ def _filled(
     return min(found, key=cost)
 
 
+class Room(NamedTuple):
+    """How the peaks change with the results of one more step kept."""
+
+    here: int  # the segment of the step
+    peaks: list[int]  # of backward, from there on
+    after: int  # the segment in which they would have died; past the last one if in none
+    split: int  # the step in it
+    nbytes: int  # by which the forward needs more from there on
+
+
 class Filling:
     """Keeps what saves most recompute per byte, as long as there is room: under a peak, or in a
     budget."""
@@ -675,7 +685,6 @@ class Filling:
         cuts: Iterable[int],
         peak: int = 0,
         budget: int | None = None,
-        rounds: int = 4,
     ) -> None:
         self.stretch, self.peak, self.budget = stretch, peak, budget
         self.model, self.memories = stretch.model, stretch.memories
@@ -684,7 +693,7 @@ class Filling:
         for start, across in self._look():
             if start in self.ends:
                 self.kept |= {number for number in across if self.memories[number].final <= start}
-        for _ in range(rounds if peak else 0):
+        for _ in range(_MOST_ROUNDS if peak else 0):
             before = {*self.kept}, self.ends
             # Where all that crosses is kept, a cut is free.
             self.ends = sorted({*self.ends, *[at for at, across in self._look() if not across]})
@@ -722,7 +731,7 @@ class Filling:
         kept = [self.memories[number] for number in self.kept]
         self.held = model.sums((memory.maker + 1, model.count, memory.cost) for memory in kept)
         dead = model.sums((memory.dies, model.count, memory.cost) for memory in kept)
-        self._forward = [*map(add, self.stretch.live, dead)]
+        forward = [*map(add, self.stretch.live, dead)]
         self._extra = [0] * len(self.ends)  # by segment: to add to these
         self._suffix: list[list[int]] = []  # by segment and step: most of the forward from there on
         for start, end in pairwise(self.ends):
@@ -736,7 +745,7 @@ class Filling:
             crosses.append((start, walk.across))
             self.again.update(walk.again)
             self.peaks.append(self._peak(walk))
-            here = self._forward[start:end]
+            here = forward[start:end]
             self.forward.append(max(here))
             self._suffix.append([*accumulate(reversed(here), max)][::-1])
         for index in self.again:
@@ -803,7 +812,7 @@ class Filling:
                     stack += sorted(new)
         return sum(self.model.work[step] for step in gone) / max(1, self.stretch.cost(made))
 
-    def _room_for(self, index: int, made: set[int]) -> Any:
+    def _room_for(self, index: int, made: set[int]) -> Room | None:
         """The peaks with the results of a step kept, if there is room."""
         stretch = self.stretch
         nbytes, new = stretch.cost(made), stretch.cost(made - stretch.saved.keys())
@@ -815,16 +824,16 @@ class Filling:
             return None
         dies = min(self.memories[number].dies for number in made)
         if dies >= stretch.last:
-            return here, peaks, len(self.ends), 0, 0
+            return Room(here, peaks, len(self.ends), 0, 0)
         after = bisect_right(self.ends, dies) - 1
         split = dies - self.ends[after]
         old, extra = self._suffix[after], self._extra[after]
         most = max(old[split] + extra, *self.forward[after + 1 :], 0) + nbytes
         if self.budget is None and most > self.peak:
             return None
-        return here, peaks, after, split, nbytes
+        return Room(here, peaks, after, split, nbytes)
 
-    def _take(self, made: set[int], room: Any) -> None:
+    def _take(self, made: set[int], room: Room) -> None:
         here, peaks, after, split, nbytes = room
         self.kept.update(made)
         self.peaks[here:] = peaks
@@ -849,12 +858,10 @@ _CHEAP = 4
 _SMALL = 512  # bytes: a block of CUDA's allocator
 _LITTLE = 8 * 1024  # bytes that autograd saves: too few to be worth the time of a second window
 _MOST_CANDIDATES = 64
-_LONGEST_BLOCK = 2000  # steps
 _MOST_ROUNDS = 4
 _MARGIN = 1 / 48  # of the peak of cuts by hand: the model is not exact
 _SURE = 0.9  # of the peak: segments that need less may be joined, though the model is not exact
 _MOST_SLACK = 1 / 3  # what may be spent on less recompute: a part of the least peak
-_TRIES = 3
 # The same, within a window: what it keeps first is made by a replay, which should be short.
 _SLACK_OF_PARTS = 1 / 8
 _MOST_NEW_PATHS = 3  # in a row; those that come after them may not come again
@@ -964,7 +971,8 @@ def _planned(model: Model, run: Run, target: int) -> tuple[Plan, Choice]:
         plan.whole = Group(path, [*range(len(path.slots))])
         plan.whole.parts = plan.groups
     if budget is not None and choice.parts and not choice.exceeds:
-        backward = _split_all(plan.groups, model, by_user.union(choice.kept), budget, choice)
+        most = max(budget, 1)
+        backward = _split_all(plan.groups, model, by_user.union(choice.kept), most, choice)
         choice = choice._replace(peak=max(choice.forward, backward))
     return plan, choice
 
@@ -991,9 +999,9 @@ def _split(group: Group, model: Model, held: frozenset[int], budget: int) -> int
     if not order:
         return None if group.only is None else 0
     stretch = Stretch(model, group.slots, held, order)
-    if stretch.cost(stretch.dear & stretch.saved.keys()) <= max(budget, 1):
+    if stretch.cost(stretch.dear & stretch.saved.keys()) <= budget:
         return None
-    choice = choose(stretch, max(budget, 1))
+    choice = choose(stretch, budget)
     if not choice.kept:
         return None
     group.split(model.values(choice.kept), choice.cuts)

@@ -217,9 +217,8 @@ class Path:
                 leader[bundle] = bundle = leader[leader[bundle]]
             return bundle
 
-        for number in reversed(
-            range(len(bundles))
-        ):  # mostly, the last one needs whatever the others need
+        # Mostly, the last one needs whatever the others need.
+        for number in reversed(range(len(bundles))):
             stack = [self.slots[slot].value for slot in bundles[number]]
             views: set[int] = set()
             while stack:

@@ -167,9 +167,9 @@ def _is_another(tensor: Tensor, other: Tensor) -> bool:
     """Whether a frozen parameter is in the place of another frozen one, with other values."""
     if not type(tensor) is type(other) is _Parameter or tensor.requires_grad:
         return False
-    if tensor.is_meta or tensor.device != other.device or not _torch.memory_size(tensor):
+    if not _torch.memory_size(tensor) or not _torch.are_alike(tensor, other):
         return False
-    return tensor.shape == other.shape and not torch.equal(tensor, other)
+    return not _torch.same_bits(tensor, other)
 
 
 def _versions_of(tensors: list[Tensor]) -> tuple[int, ...]:

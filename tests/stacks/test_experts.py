@@ -5,20 +5,10 @@ import warnings
 
 import pytest
 import torch
+from noise import SEED, shaken
 from oracle import bits
 
 from checkpointing import auto, checkpoint_modules, checkpoint_scope, clear_programs, offload
-
-SEED = [itertools.count()]
-
-
-@torch.library.custom_op("checkpointing_tests::shaken_state", mutates_args=())
-def shaken(x: torch.Tensor) -> torch.Tensor:
-    noise = torch.Generator().manual_seed(next(SEED[0]))
-    return x * (1 + 0.003 * torch.randn(x.shape, generator=noise))
-
-
-shaken.register_autograd(lambda ctx, grad: grad)
 
 SIZES = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
 SIZES |= {"num_key_value_heads": 2, "num_experts_per_tok": 2, "intermediate_size": 16}
