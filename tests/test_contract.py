@@ -1121,7 +1121,8 @@ def test_who_asks_for_states():
     assert calls == [("snapshot", False)]
 
 
-def test_all_states_are_put_back_even_if_one_fails():
+@pytest.mark.parametrize("early_stop", [True, False])
+def test_all_states_are_put_back_even_if_one_fails(early_stop):
     """The error is shown, and the module is as it was before the recompute."""
     norm, then = nn.BatchNorm1d(4), []
 
@@ -1131,7 +1132,7 @@ def test_all_states_are_put_back_even_if_one_fails():
             raise KeyError("restore")
 
     with register_state(lambda: None, restore):
-        y = checkpointed(lambda x: norm(x.sin()).exp(), early_stop=False)(leaf(4, 4))
+        y = checkpointed(lambda x: norm(x.sin()).exp(), early_stop=early_stop)(leaf(4, 4))
     norm(leaf(4, 4))
     norm.eval()
     before = bits(dict(norm.named_buffers()))

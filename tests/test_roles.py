@@ -343,3 +343,20 @@ def test_slots_that_have_shifted_are_a_mismatch():
     y = function(leaf(4), leaf(4))
     with pytest.raises(MismatchError, match="region inside"):
         y.sum().backward()
+
+
+VIEWS = {"rows": lambda a: a[:2], "t": lambda a: a.t(), "a leaf": lambda a: a, "made": torch.exp}
+
+
+@pytest.mark.parametrize("hooks", HOOKS.values(), ids=HOOKS)
+@pytest.mark.parametrize("region", RERUNS.values(), ids=RERUNS)
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
+def test_a_view_of_a_leaf_is_the_same_input_in_the_recompute(view, region, hooks):
+    """Hooks may bring it back as a tensor of its own, which a region inside takes then."""
+
+    def function(wrap, a, b):
+        inner = wrap(lambda x, y: x.sin() * y[: x.shape[0]].cos())
+        return wrap(lambda x, y: inner(x, y + 1).exp())(view(a), b)
+
+    found = gradients(functools.partial(function, region), hooks)
+    assert found == gradients(functools.partial(function, plain))

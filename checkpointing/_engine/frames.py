@@ -306,12 +306,12 @@ NO_NODE = -1
 class Recompute:
     """One recompute under way: the part of it that is the engine's.
 
-    A rerun begins with `begin_in_order`, and passes the saved tensors to `pack`, slot by slot.
-    Other sources call `deliver`.
+    A rerun calls the function in `run_in_order`, which passes the saved tensors to `pack`, slot by
+    slot. Other sources call `deliver`.
     """
 
     is_in_order = False
-    ran_to_its_end = False  # set by a rerun that was not stopped
+    _ran_to_its_end = False
     rewound: Set[int] = frozenset()  # storages with older values, until the rerun ends
     written: frozenset[int] = frozenset()  # storages that the forward knows inner regions write
     _mismatches: tuple[errors.Mismatch, ...] = ()
@@ -363,8 +363,22 @@ class Recompute:
             details += f"; saved in the recompute at {user_line()}"
         self._mismatches += ((holder.slot, expected, found, details),)
 
-    def begin_in_order(self) -> None:
-        """A rerun is about to start: find the last slot that is wanted, to stop there (rule 5)."""
+    def run_in_order(self, function: Callable[[], Any]) -> None:
+        """Rerun a function. It may turn the stop signal into another exception; what is raised
+        after that, where state is put back, is an error."""
+        self._begin_in_order()
+        push_hooks(self.pack, identity)
+        try:
+            function()
+            self._ran_to_its_end = True
+        except (Exception, SystemExit):
+            if not self._stopped:
+                raise
+        finally:
+            pop_hooks()
+
+    def _begin_in_order(self) -> None:
+        """Find the last slot that is wanted, to stop there (rule 5)."""
         self.is_in_order = True
         holders = self.frame.holders
         self._count = len(holders)
@@ -499,12 +513,10 @@ class Recompute:
             if not self._stopped:  # that of an enclosing rerun
                 raise
         except BaseException as error:
-            # User code may have turned the stop signal into another exception.
-            if not (self._stopped and isinstance(error, Exception | SystemExit)):
-                self._explained(error)
-                if self.is_in_order and errors.is_about_sizes(error):
-                    raise self._explained(errors.other_sizes(self.frame)) from error
-                raise
+            self._explained(error)
+            if self.is_in_order and errors.is_about_sizes(error):
+                raise self._explained(errors.other_sizes(self.frame)) from error
+            raise
         finally:
             here["region"], here["depth"] = region, depth
             self._changed = None  # it knows nodes, whose hooks know this object
@@ -534,7 +546,7 @@ class Recompute:
             if slot == self.holder.slot:
                 raise self._explained(errors.overwritten(self.frame, slot in self.frame.inputs))
             del self.ready[slot]  # an error only if backward asks for it, as in plain code
-        if self.ran_to_its_end:
+        if self._ran_to_its_end:
             self._check_count()
 
     def _check_count(self) -> None:

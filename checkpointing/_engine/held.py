@@ -300,11 +300,13 @@ def _is_users(saver: Saver) -> TypeGuard[_torch.Hooks]:
 
 
 def _is_referenced(tensor: Tensor, saver: Saver) -> bool:
-    """Whether a tensor is referenced, not saved. Leaves are, except for hooks of the user."""
+    """Whether a tensor is referenced, not saved: a parameter, a view of one, or a leaf, which lives
+    as long as its graph. (Hooks of the user get leaves. A view of one may come back from them as a
+    tensor of its own, so it is saved in any case.)"""
     root = root_of(tensor)
-    if _is_users(saver):
-        return is_parameter(root)
-    return is_referenced(root)
+    if root is tensor and not _is_users(saver):
+        return is_referenced(tensor)
+    return is_parameter(root)
 
 
 def _owner_of(hooks: _torch.Hooks | None) -> Any:

@@ -357,13 +357,7 @@ class Rerun(Region, Source, Inputs):
                 request.rewound = self._buffers.storages()
             if any([self._pins, self._results, self.policy, not where.complete]):
                 thread.region = Repeated(self, where)
-            request.begin_in_order()
-            _push_hooks(request.pack, identity)
-            try:
-                context.run(function, *args, **kwargs)
-                request.ran_to_its_end = True
-            finally:
-                _pop_hooks()
+            request.run_in_order(_partial(context.run, function, *args, **kwargs))
         finally:
             undo_all(undo)
 
