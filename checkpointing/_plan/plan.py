@@ -63,13 +63,16 @@ class Memory:
         # That are saved, or read by others than those who write to it.
         self.values: set[Value] = set()
 
-    def drop_unfinished(self, path: Path) -> None:
-        """Leave out the values that a later step writes to. What reads them comes before that
-        step, and their backward runs after it, so no window needs one of them from a cut."""
-        for value in [*self.values] if self.writers else ():
+    def drop_unfinished(self, path: Path) -> set[Value]:
+        """Leave out the values that a later step writes to: to hold the memory is not to hold them.
+        What reads them comes before that step."""
+        dropped: set[Value] = set()
+        for value in self.values if self.writers else ():
             later = [index for index in self.writers if index > value[1]]
             if any(path.writes_to(path.steps[index], value[0]) for index in later):
-                self.values.remove(value)
+                dropped.add(value)
+        self.values -= dropped
+        return dropped
 
 
 class Model:
@@ -98,12 +101,19 @@ class Model:
         elsewhere = {path.memory_of[cell] for cell in run.alive()} - {
             path.memory_of[cell] for cell in path.given
         }
+        unfinished: set[Value] = set()
         for memory in self.memories.values():
-            memory.drop_unfinished(path)
+            unfinished |= memory.drop_unfinished(path)
             if not (memory.nbytes and memory.values):
                 memory.final = self.never
             if memory.number in elsewhere and not memory.is_cheap:
                 memory.cost = 0
+        # By step: memories of which it reads what a later step writes over.
+        self.early = {
+            step.index: {path.memory_of[cell] for cell, _ in unfinished.intersection(step.reads)}
+            for step in path.steps
+            if not unfinished.isdisjoint(step.reads)
+        }
         # When small ones die may depend on the garbage collector, which differs from rank to rank.
         large = [m for m in self.memories.values() if m.nbytes >= _SMALL]
         spans = [(m.maker, m.dies - 1, m.nbytes) for m in large]
@@ -544,7 +554,7 @@ class Walk:
         self.again: list[int] = []  # steps that run again
         self.need = 0
         self._reading: set[int] = set()  # memories that they read, whose makers are still to come
-        self._held = {*kept}  # memories that are kept, or delivered
+        self.held: set[int] = set()  # memories that are delivered, or kept for its windows
 
     def down_to(self, position: int) -> None:
         model, need = self.stretch.model, self.need
@@ -562,10 +572,12 @@ class Walk:
     def _deliver(self, index: int) -> int:
         """Backward wants what was saved here. Returns the bytes that each window makes anew."""
         stretch, there = self.stretch, 0
-        for number in stretch.wanted[index] - self.kept:
-            if number in stretch.dear:
-                self._held.add(number)
-            elif number not in self._reading:
+        for number in stretch.wanted[index]:
+            if number in self.kept or number in stretch.dear:
+                self.held.add(number)
+            if number in self.kept:
+                continue
+            if not (number in stretch.dear or number in self._reading):
                 there += stretch.memories[number].cost
             self._reading.add(number)
         return there
@@ -574,7 +586,7 @@ class Walk:
         """The bytes that are there from here on, and those that have gone when backward comes to
         this step."""
         gone = there = 0
-        for number in self._held.intersection(made):
+        for number in self.held.intersection(made):
             memory = self.stretch.memories[number]
             if memory.maker != index:
                 continue
@@ -590,7 +602,10 @@ class Walk:
         for number in made:
             if stretch.memories[number].maker == index:
                 self._reading.discard(number)
-        self._reading |= stretch.dear.intersection(stretch.model.reads[index]) - self.kept
+        kept = self.kept - stretch.model.early.get(index, _NONE)
+        reads = stretch.dear.intersection(stretch.model.reads[index])
+        self._reading |= reads - kept
+        self.held |= reads & kept
 
     @property
     def across(self) -> frozenset[int]:
@@ -658,9 +673,10 @@ def _filled(
         starts.append(cuts)
     found = [Filling(stretch, each, peak, budget) for each in starts]
 
-    def cost(filling: Filling) -> tuple[float, float, int]:
+    def cost(filling: Filling) -> tuple[float, float, float, int]:
         work = sum([stretch.model.work[index] for index in filling.again])
-        return filling.flops(stretch.last), work, max(filling.peaks)
+        most = max(filling.peaks)
+        return max(peak, most), filling.flops(stretch.last), work, most
 
     return min(found, key=cost)
 
@@ -729,7 +745,7 @@ class Filling:
         # By memory: those of the steps that read it. Autograd reads what it has saved.
         self.readers = {number: {_AUTOGRAD} for number in self.stretch.saved}
         kept = [self.memories[number] for number in self.kept]
-        self.held = model.sums((memory.maker + 1, model.count, memory.cost) for memory in kept)
+        self.first: dict[int, int] = {}  # by memory: the first segment whose windows need it
         dead = model.sums((memory.dies, model.count, memory.cost) for memory in kept)
         forward = [*map(add, self.stretch.live, dead)]
         self._extra = [0] * len(self.ends)  # by segment: to add to these
@@ -744,10 +760,17 @@ class Filling:
             walk.down_to(start)
             crosses.append((start, walk.across))
             self.again.update(walk.again)
-            self.peaks.append(self._peak(walk))
+            self.first.update(dict.fromkeys(walk.held & self.kept - self.first.keys(), start))
+            self.peaks.append(walk.need)
             here = forward[start:end]
             self.forward.append(max(here))
             self._suffix.append([*accumulate(reversed(here), max)][::-1])
+        # Backward holds what is kept down to the first segment that needs it.
+        spans = [(max(m.maker + 1, self.first.get(m.number, model.count)), m.cost) for m in kept]
+        self.held = model.sums((first, model.count, cost) for first, cost in spans)
+        self.peaks = [
+            self.held[start] + need for start, need in zip(self.ends, self.peaks, strict=False)
+        ]
         for index in self.again:
             for number in model.reads[index]:
                 self.readers.setdefault(number, set()).add(index)
@@ -756,7 +779,9 @@ class Filling:
 
     def _peak(self, walk: Walk) -> int:
         """That of backward, while it works on the segment that a walk has come through."""
-        return self.held[walk.index] + walk.need
+        there = [number for number, first in self.first.items() if first < walk.end]
+        before = [number for number in there if self.memories[number].maker < walk.index]
+        return self.stretch.cost(before) + walk.need
 
     def join(self, peak: int = 0) -> None:
         """Drop cuts that make no difference to the peak, because each window takes time."""
@@ -819,7 +844,12 @@ class Filling:
         if self.budget is not None and stretch.cost(self.kept) + nbytes > self.budget:
             return None
         here = bisect_right(self.ends, index) - 1
-        peaks = [self.peaks[here] + new, *[peak + nbytes for peak in self.peaks[here + 1 :]]]
+        reads = set().union(*[self.readers[number] for number in made]) - {_AUTOGRAD}
+        reads.update([stretch.saved[number] for number in made & stretch.saved.keys()])
+        first = bisect_right(self.ends, min(reads)) - 1
+        peaks = self.peaks[here:first] + [peak + nbytes for peak in self.peaks[max(here, first) :]]
+        if first <= here:
+            peaks[0] = self.peaks[here] + new
         if self.budget is None and max(peaks) > self.peak:
             return None
         dies = min(self.memories[number].dies for number in made)

@@ -557,10 +557,15 @@ def overlap(one: Tensor, other: Tensor) -> bool:
     mine, others = layout_of(one), layout_of(other)
     if mine is None or others is None or one.dtype is not other.dtype:
         return True
+    return _may_overlap(mine, others)
+
+
+@functools.lru_cache(1024)  # a window asks for the same layouts in each run
+def _may_overlap(one: Layout, other: Layout) -> bool:
     rows = [sys.maxsize]  # all memory is one row
-    if mine[1] == others[1]:
-        rows.append(max([1, *mine[1]]))
-    return not any(_are_other_columns(mine, others, row) for row in rows)
+    if one[1] == other[1]:
+        rows.append(max([1, *one[1]]))
+    return not any(_are_other_columns(one, other, row) for row in rows)
 
 
 def _are_other_columns(one: Layout, other: Layout, row: int) -> bool:
