@@ -86,7 +86,7 @@ def smallest_budget(forward):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         scoped(forward, auto(budget=0))().backward()
-    return int(re.search(r"smallest budget possible is (\d+) bytes", str(caught[0].message))[1])
+    return int(re.search(r"A budget of (\d+) bytes", str(caught[0].message))[1])
 
 
 def budgets(forward, count=10):

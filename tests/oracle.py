@@ -72,7 +72,7 @@ def b(fn: Function, early_stop: bool = True) -> Function:
 
     def scoped(*args: Any, **kwargs: Any) -> Any:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", ".*The smallest budget possible is.*")
+            warnings.filterwarnings("ignore", ".*A budget of.*")
             with checkpoint_scope(early_stop=early_stop, policy=auto(budget=100)):
                 return fn(*args, **kwargs)
 

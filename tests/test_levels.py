@@ -170,7 +170,7 @@ def chunks(x):
 
 @pytest.mark.parametrize("program", [rows, sums, chunks])
 @pytest.mark.parametrize("budget", [None, 3000, 9000, 25000, 60000])
-@pytest.mark.filterwarnings("ignore:.*smallest budget possible")
+@pytest.mark.filterwarnings("ignore:.*A budget of")
 def test_writes_in_place_between_cuts_and_levels(program, budget):
     """What an earlier replay has delivered or stored is not overwritten by a later one."""
     torch.manual_seed(0)

@@ -370,7 +370,7 @@ def auto(*, budget: int | str | None = None, peak: int | str | None = None) -> P
 
     Warns:
         UserWarning: at the end of a block, if the budget has no room for one checkpoint of it, or
-            if no plan stays under the peak. The warning names the smallest budget, or the least
+            if no plan stays under the peak. The warning names a budget that is enough, or the least
             peak, and the plan is the one with the least peak.
 
     A budget bounds the kept values, not the peak. A step also needs its inputs, parameters and

@@ -442,13 +442,6 @@ class Stretch:
                 peak, runs, cuts = max(least, found - margin), new, tuple(sorted(placed))
         return peak, cuts
 
-    def least_budget(self) -> int:
-        """The smallest one with room for a cut."""
-        costs = [
-            self.cost([number for _, number in opening.across]) for opening in self.found.values()
-        ]
-        return min(filter(None, costs), default=0)
-
     def blocks(self) -> list[range]:
         """The steps at which the blocks begin that the program repeats, and at which the last one
         ends, by run of repeats."""
@@ -622,28 +615,18 @@ class Choice(NamedTuple):
     parts: Sequence[tuple[int, int]] = ()  # by segment: what is held before it, and its peak
     forward: int = 0  # the peak of the forward
     target: int = 0  # the peak that it was made for
-    least: int = 0  # the smallest budget with room for a cut, if anything is computed again
-    exceeds: bool = False
+    nbytes: int = 0  # of what is kept
+    exceeds: bool = False  # whether that is more than the budget
 
 
-def choose(
-    stretch: Stretch, budget: int | None = None, target: int = 0, peak: int | None = None
-) -> Choice:
-    """What to keep of a stretch, within a budget or under a peak. `target` is the peak of a plan
-    for a path much like it, which may not come again."""
-    if not stretch.saved:
-        return Choice(peak=max(stretch.live, default=0))
-    if (budget, peak) == (None, None) and stretch.cost(stretch.saved) < _LITTLE:
+def choose(stretch: Stretch, target: int = 0, peak: int | None = None) -> Choice:
+    """What to keep of a stretch, under a peak. `target` is the peak of a plan for a path much like
+    it, which may not come again."""
+    if peak is None and stretch.cost(stretch.saved) < _LITTLE:
         return Filling(stretch, ()).choice()
     if target:
         return _rough(stretch, target)
-    least, cuts = stretch.least_peak(budget)
-    if budget is not None:
-        most = least if stretch.is_all else least + int(least * _SLACK_OF_PARTS)
-        choice = _filled(stretch, cuts, most, budget).choice()
-        if stretch.dear & stretch.saved.keys() - choice.kept:
-            choice = choice._replace(least=stretch.least_budget())
-        return choice
+    least, cuts = stretch.least_peak(None)
     if peak is None:
         target, cuts = stretch.by_hand(least, cuts)
     else:
@@ -651,6 +634,34 @@ def choose(
     best = _filled(stretch, cuts, target)
     best.join(target if peak is None else 0)
     return best.choice()._replace(target=target)
+
+
+def choose_within(stretch: Stretch, budget: int) -> Choice:
+    """What to keep of a stretch, in a budget: under the largest of a few peaks for which it is
+    enough, so that a smaller budget never means a larger peak."""
+    least, cuts = stretch.least_peak(None)
+    best = _filled(stretch, cuts, least)
+    low, high = 0, _MOST_PEAKS
+    most = Filling(stretch, ()).choice().peak
+    while stretch.cost(best.kept) <= budget and high - low > 0:
+        middle = (low + high + 1) // 2
+        peak = int(least * max(1, most / least) ** (middle / _MOST_PEAKS))
+        tried = _filled(stretch, cuts, peak)
+        if stretch.cost(tried.kept) <= budget:
+            low, best = middle, tried
+        else:
+            high = middle - 1
+    best.join()
+    choice = best.choice()
+    return choice._replace(exceeds=choice.nbytes > budget)
+
+
+def choose_first(stretch: Stretch, budget: int) -> Choice:
+    """What to keep in a budget that is too small for the least peak: windows of what lies between
+    make that in pieces."""
+    least, cuts = stretch.least_peak(budget)
+    most = least if stretch.is_all else least + int(least * _SLACK_OF_PARTS)
+    return _filled(stretch, cuts, most, budget).choice()
 
 
 def _rough(stretch: Stretch, target: int) -> Choice:
@@ -728,6 +739,7 @@ class Filling:
             max(self.peaks + self.forward),
             parts=[*zip(held, self.peaks, strict=True)],
             forward=max(self.forward),
+            nbytes=self.stretch.cost(self.kept),
         )
 
     def flops(self, end: int) -> float:
@@ -889,6 +901,8 @@ _SMALL = 512  # bytes: a block of CUDA's allocator
 _LITTLE = 8 * 1024  # bytes that autograd saves: too few to be worth the time of a second window
 _MOST_CANDIDATES = 64
 _MOST_ROUNDS = 4
+_MOST_PEAKS = 16  # that are tried for a budget
+_MOST_HALVES = 6  # of what the least peak needs: smaller budgets have no room for a checkpoint
 _MARGIN = 1 / 48  # of the peak of cuts by hand: the model is not exact
 _SURE = 0.9  # of the peak: segments that need less may be joined, though the model is not exact
 _MOST_SLACK = 1 / 3  # what may be spent on less recompute: a part of the least peak
@@ -982,63 +996,89 @@ def _planned(model: Model, run: Run, target: int) -> tuple[Plan, Choice]:
     path, (budget, _, peak) = model.path, run.placement
     by_user = frozenset([path.memory_of[cell] for cell, _ in path.kept])
     stretch = Stretch(model, range(len(path.slots)), by_user)
-    if budget is not None:
-        rest = max(0, budget - run.kept_bytes)
-        choice = choose(stretch, rest)
-        if rest < choice.least:  # no room for a checkpoint: that must not cost the most memory
-            least = choose(stretch, peak=0)
-            choice = least._replace(least=choice.least, exceeds=True)
-    elif peak is not None:
-        choice = choose(stretch, peak=max(0, peak - run.kept_bytes))
-    else:
-        choice = choose(stretch, target=target)
-    if not choice.kept and not choice.cuts and budget is None:
-        return Plan(path), choice
+    if not stretch.saved:
+        return Plan(path), Choice(peak=max(stretch.live, default=0))
+    if budget is None:
+        rest = None if peak is None else max(0, peak - run.kept_bytes)
+        choice = choose(stretch, target, rest)
+        return _laid_over(model, choice), choice
+    rest = max(0, budget - run.kept_bytes)
+    choice = choose_within(stretch, rest)
+    for tried in _budgets(rest, choice.nbytes):
+        first = choose_first(stretch, tried)
+        plan = _laid_over(model, first)
+        held = by_user.union(first.kept)
+        backward = _split_all(plan.groups, model, held, max(tried, 1), first, first.forward)
+        peak = max(first.forward, backward)
+        if peak <= choice.peak * (1 if tried <= rest else _SURE):
+            plan.exceeds = tried > rest
+            return plan, first._replace(peak=peak, nbytes=tried, exceeds=plan.exceeds)
+    return _laid_over(model, choice), choice
+
+
+def _budgets(budget: int, enough: int) -> list[int]:
+    """What to try for a budget that is too small for the least peak: it, smaller ones, under which
+    the peak may be less, and at last larger ones, which may have room for the first checkpoint."""
+    if budget >= enough:
+        return []
+    sizes = [enough >> n for n in range(_MOST_HALVES, 0, -1)]
+    smaller = [size for size in reversed(sizes) if size < budget]
+    return [budget, *smaller, *[size for size in sizes if size > budget]]
+
+
+def _laid_over(model: Model, choice: Choice) -> Plan:
+    """The plan that keeps this."""
+    if not choice.kept and not choice.cuts:
+        return Plan(model.path)
     values = model.values(choice.kept)
-    plan = Plan(path.placed(values, choice.cuts))
+    plan = Plan(model.path.placed(values, choice.cuts))
     plan.kept, plan.exceeds = frozenset(values), choice.exceeds
     if values:
-        plan.whole = Group(path, [*range(len(path.slots))])
+        plan.whole = Group(model.path, [*range(len(model.path.slots))])
         plan.whole.parts = plan.groups
-    if budget is not None and choice.parts and not choice.exceeds:
-        most = max(budget, 1)
-        backward = _split_all(plan.groups, model, by_user.union(choice.kept), most, choice)
-        choice = choice._replace(peak=max(choice.forward, backward))
-    return plan, choice
+    return plan
 
 
 def _split_all(
-    groups: Sequence[Group], model: Model, held: frozenset[int], budget: int, choice: Choice
+    groups: Sequence[Group],
+    model: Model,
+    held: frozenset[int],
+    budget: int,
+    choice: Choice,
+    peak: int,
 ) -> int:
-    """Split what needs it. Returns the peak of backward."""
-    needs = [peak - before for before, peak in choice.parts]
-    found = [0] * len(needs)
+    """Split what needs more than `peak`. Returns the peak of backward."""
+    ends = [0, *choice.cuts, model.count]
+    found = [max(model.backward[start:end], default=0) for start, end in pairwise(ends)]
     for group in groups:
         at = [model.saves[slot][0] for slot in group.slots if slot in model.saves]
         part = bisect_right(choice.cuts, max(at, default=0))
-        need = _split(group, model, held, budget)
-        found[part] = max(found[part], needs[part] if need is None else min(need, needs[part]))
-    befores = [before for before, _ in choice.parts]
-    return max(map(add, befores, found), default=0)
+        before, most = choice.parts[part]
+        need = most - before
+        if most > peak:
+            need = min(need, _split(group, model, held, budget, peak - before))
+        found[part] = max(found[part], need)
+    return max([before + need for (before, _), need in zip(choice.parts, found, strict=True)])
 
 
-def _split(group: Group, model: Model, held: frozenset[int], budget: int) -> int | None:
+def _split(group: Group, model: Model, held: frozenset[int], budget: int, peak: int) -> int:
     """Where a window would deliver more than the budget, a first replay makes what smaller windows
     start from. Returns what backward needs then."""
     order = group.window(tuple(group.slots)).order
     if not order:
-        return None if group.only is None else 0
+        return 0
     stretch = Stretch(model, group.slots, held, order)
+    need = Filling(stretch, ()).choice().peak
     if stretch.cost(stretch.dear & stretch.saved.keys()) <= budget:
-        return None
-    choice = choose(stretch, budget)
+        return need
+    choice = choose_first(stretch, budget)
     if not choice.kept:
-        return None
+        return need
     group.split(model.values(choice.kept), choice.cuts)
     if max(len(part.slots) for part in group.parts) == len(group.slots):
         group.parts = []
-        return None
-    return _split_all(group.parts, model, held.union(choice.kept), budget, choice)
+        return need
+    return _split_all(group.parts, model, held.union(choice.kept), budget, choice, peak)
 
 
 def _complaint(run: Run, choice: Choice) -> str:
@@ -1053,11 +1093,11 @@ def _complaint(run: Run, choice: Choice) -> str:
     if least > budget:
         why = "`keep`, other policies, or FSDP2 keep more than that in this block"
     elif choice.exceeds:
-        why = "no room for a single checkpoint, so the plan is that of the least peak"
-        least = choice.least
+        why = "no room for checkpoints that lower the peak, so more is kept"
+        least += choice.nbytes
     else:
         return ""
-    return f"auto(budget={budget}): {why}. The smallest budget possible is {least} bytes."
+    return f"auto(budget={budget}): {why}. A budget of {least} bytes is enough."
 
 
 def attach(plan: Plan, old: Plan | None) -> None:

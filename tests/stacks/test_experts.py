@@ -63,7 +63,7 @@ def test_routes_are_never_chosen_again(name, policy):
     clear_programs()
     want, right = steps(name)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*The smallest budget possible is.*")
+        warnings.filterwarnings("ignore", ".*A budget of.*")
         have, found = steps(name, policy, regions=True)
     assert have == want
     for one, two in zip(right, found, strict=True):
