@@ -226,8 +226,9 @@ def bench_program(name, way):
 
 @pytest.mark.parametrize("way", ["scope", "auto"])
 def bench_bytes(way):
-    """Counted, not timed, so the mark is asserted even in a quick run."""
-    assert bytes_of_operators(way) <= 310
+    """Counted, not timed, so the mark is asserted even in a quick run. The first tensors of a
+    process find no freed objects to use again."""
+    assert min(bytes_of_operators(way) for _ in range(3)) <= 300
 
 
 def main():

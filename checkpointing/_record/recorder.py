@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, TypeGuard
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .. import _torch
 from .._engine import entered_from, is_parameter, root_of
@@ -243,7 +243,7 @@ class Recorder:
         self._add_first(first, len(self._run.path) + (0.5 if more.get("name", 0) is None else 0))
         if was is None:
             is_as_it_is = not any((first.copies, first.is_lent))
-            first.is_referenced = first.holds and is_as_it_is and type(tensor) is nn.Parameter
+            first.is_referenced = first.holds and is_as_it_is and _torch.is_whole_parameter(tensor)
             self._run.take_first(first, tensor)
         self._firsts.append(first)
         return first

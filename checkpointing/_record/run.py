@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import _torch
@@ -90,7 +90,6 @@ NOWHERE = Places(None, None, None)
 PLANNED, PASSED, DECIDED = "planned", "passed", "decided"  # in place of an answer
 RESTING = -1  # no depth of recomputes
 
-_Parameter = nn.Parameter
 _plain_dispatch = Tensor.__torch_dispatch__
 _is_grad_enabled, _graph_task_id = torch.is_grad_enabled, _torch.graph_task_id
 _storage_id, _has_storage = _torch.storage_id, _torch.has_storage
@@ -119,6 +118,7 @@ class Run(TorchDispatchMode, Region):
         self._begin()
         self.note: Callable[[], Any] | None = None  # what to note of each operator that is recorded
         self.switches = read_switches()
+        self.fake_mode = _torch.fake_mode()
         self._here = here = thread.__dict__
         self._depth = here["depth"]
         self._graph_task = _graph_task_id()  # of the rerun that this is part of, if of one
@@ -180,7 +180,7 @@ class Run(TorchDispatchMode, Region):
         # An operator of a recompute (rule 3).
         if self._here["depth"] != self._depth and not self._wakes_up(func, args):
             return func(*args, **kwargs)
-        if types and any(_dispatches(kind) for kind in types):
+        if types and not self._follows(func, types):
             return _leave_to_subclass(func, types, args, kwargs)
         if self._pending:
             self.settle()
@@ -189,7 +189,7 @@ class Run(TorchDispatchMode, Region):
             following = self._following()
         cells = self.cells
         mark = len(cells)
-        step = None if types else self._known_step(following, func, args, kwargs)
+        step = self._known_step(following, func, args, kwargs)
         if step is None:
             return self._do_something_new(func, types, args, kwargs)
         if step.is_special:
@@ -209,6 +209,14 @@ class Run(TorchDispatchMode, Region):
         if step.keeps or self._ask is not None:
             self._decide(step, args, kwargs, result)
         return result
+
+    def _follows(self, func: Any, types: Any) -> bool:
+        """Whether tensors of these types are like plain ones here."""
+        if not any(map(_dispatches, types)):
+            return True
+        if func is _torch.DEVICE or _torch.fake_mode() is not self.fake_mode:
+            return False
+        return all(issubclass(kind, _torch.FakeTensor) for kind in types)
 
     def _following(self) -> tuple[Step, ...]:
         """The steps that came next before, after as many saves as there are now."""
@@ -301,7 +309,7 @@ class Run(TorchDispatchMode, Region):
             return self.cells[first.was]() is tensor
         if self.shares(tensor, first.cell) != first.shares:
             return False
-        if type(tensor) is _Parameter:
+        if _torch.is_whole_parameter(tensor):
             is_same_kind = first.is_parameter
         else:
             is_same_kind = first.is_lent or is_parameter(root_of(tensor)) is first.is_parameter
@@ -329,7 +337,7 @@ class Run(TorchDispatchMode, Region):
             cells = self.cells
             if shared >= len(cells) or cells[shared]() is not None or shared in self.held:
                 return shared
-        if type(tensor) is not _Parameter:
+        if not _torch.is_whole_parameter(tensor):
             if self._is_made(place):
                 return ON_MADE_MEMORY
             if _torch.is_zeros(tensor):
@@ -504,7 +512,7 @@ class Run(TorchDispatchMode, Region):
         tensor = self.cells[first.cell]()
         if first.is_lent:
             lend(self, [tensor])
-        if type(tensor) is _Parameter and not first.copies:
+        if _torch.is_whole_parameter(tensor) and not first.copies:
             self.held[first.cell] = tensor, tensor._version
             return
         hooks = self.hooks
@@ -792,7 +800,7 @@ class Run(TorchDispatchMode, Region):
         """While the block still runs, a backward inside it has brought a value back in other
         memory. Who reads that reads the value: to hold it once more would be a waste, and a slot
         that no rerun would have."""
-        if type(tensor) is Tensor and _has_storage(tensor):
+        if type(tensor) in _torch.UNWRAPPED and _has_storage(tensor):
             self._event(BROUGHT_BACK, (slot,), (tensor,))
 
     def look_away(self) -> None:

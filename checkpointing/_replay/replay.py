@@ -235,12 +235,12 @@ class Replay(Source):
 
     def fetch(self, held: Any, where: Frame, inputs: dict[Any, Tensor]) -> Tensor:
         """What a run holds in a cell."""
-        if type(held) is Tensor:  # an earlier replay has made it
-            return held
+        if type(held) in _torch.UNWRAPPED:  # an earlier replay has made it
+            return held  # type: ignore[no-any-return]
         if type(held) is tuple:
             parameter, version = held
             check_version(where, "a parameter", parameter, version)
-            if not parameter.data_ptr():
+            if type(parameter) is not _torch.FakeTensor and not parameter.data_ptr():
                 check_there(where, parameter)
             return parameter  # type: ignore[no-any-return]
         tensor = inputs.get(held)
@@ -274,6 +274,9 @@ class Replay(Source):
         run.settle()
         # Those of the block's beginning: kernels look at them.
         undo: Undo = []
+        if run.fake_mode is not None and _torch.fake_mode() is None:  # backward runs outside of it
+            run.fake_mode.__enter__()
+            undo.append((lambda mode: mode.__exit__(None, None, None), run.fake_mode))
         if task.memory is None:
             task.memory = {}
         before = self.replayed

@@ -137,6 +137,7 @@ class Leaves:
 OpOverload = torch._ops.OpOverload
 HigherOrderOperator = torch._ops.HigherOrderOperator
 FakeTensor = torch._subclasses.FakeTensor  # infers shapes without computing, for DTensor for one
+DEVICE = torch.ops.prim.device.default  # asked of fake tensors, at any time
 
 
 def quick_call(func: Any) -> Any:
@@ -188,6 +189,12 @@ def shows_users_hooks(mode: Any) -> Iterator[None]:
 def is_tracing() -> bool:
     """Whether AOTAutograd, export or `make_fx` is tracing."""
     return any([_infra_mode(_proxy), _infra_mode(_functional), _is_exporting()])
+
+
+def fake_mode() -> Any:
+    """The mode under which tensors are made without memory now, or None. It runs below all modes of
+    users, whenever it has been entered."""
+    return _infra_mode(_keys.FAKE)
 
 
 mode_count: _Int = _C._len_torch_dispatch_stack
@@ -317,6 +324,14 @@ def alias(tensor: Tensor) -> Tensor:
 
 
 _PLAIN = (Tensor, nn.Parameter)
+_WITH_LAYOUT = (*_PLAIN, FakeTensor)
+UNWRAPPED = (Tensor, FakeTensor)
+
+
+def is_whole_parameter(tensor: Tensor) -> bool:
+    """Whether a tensor is a parameter, and no wrapper of one."""
+    kind = type(tensor)
+    return kind is nn.Parameter or (kind is FakeTensor and isinstance(tensor, nn.Parameter))
 
 
 def _detach_with_version(tensor: Tensor) -> Tensor:
@@ -415,7 +430,7 @@ Layout = tuple[torch.Size, tuple[int, ...], int]  # size, stride and offset
 
 def layout_of(tensor: Tensor) -> Layout | None:
     """The geometry of a plain tensor; None for others."""
-    if type(tensor) not in _PLAIN:
+    if type(tensor) not in _WITH_LAYOUT:
         return None
     if any([tensor.layout is not torch.strided, tensor.is_nested, tensor.is_quantized]):
         return None

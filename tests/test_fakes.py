@@ -1,0 +1,185 @@
+"""Dry runs: a block under `FakeTensorMode` is followed, planned and replayed as it would be with
+memory."""
+
+import contextlib
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._subclasses import FakeTensorMode
+from torch.distributed._tools.mem_tracker import MemTracker
+
+from checkpointing import (
+    auto,
+    checkpoint_scope,
+    checkpointed,
+    clear_programs,
+    keep,
+    save_ops,
+)
+
+WIDTH = 64
+
+
+class Block(nn.Module):
+    """Attention, and a product with dropout."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.wide = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Dropout(0.1))
+        self.back = nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        q, k, v = self.qkv(self.norm(x)).chunk(3, -1)
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v))
+        return x + self.back(self.wide(x))
+
+
+class Routed(Block):
+    """Which rows are read depends on data only in their order."""
+
+    def forward(self, x):
+        rows = self.norm(x).sum(-1).topk(16, -1).indices
+        chosen = x.gather(1, rows[..., None].expand(-1, -1, WIDTH))
+        return super().forward(x) + super().forward(chosen).mean(1, keepdim=True)
+
+
+class Writing(Block):
+    """Writes in place, into parts of a memory, too."""
+
+    def forward(self, x):
+        y = super().forward(x)
+        padded = torch.zeros_like(y)
+        for row in range(len(y)):
+            padded[row][:8].copy_(y[row][:8])
+        return y.mul_(2) + padded.tanh_()
+
+
+class Convolving(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Conv1d(32, 32, 3, padding=1), nn.BatchNorm1d(32), nn.ReLU())
+
+
+def whole(**options):
+    def run(blocks, x):
+        with checkpoint_scope(**options) as run.scope:
+            for block in blocks:
+                x = block(x)
+            return x.square().mean()
+
+    return run
+
+
+def each(region):
+    def run(blocks, x):
+        for block in blocks:
+            x = region(block, x)
+        return x.square().mean()
+
+    return run
+
+
+def in_scope(block, x):
+    with checkpoint_scope():
+        return block(x)
+
+
+def kept(block, x):
+    with checkpoint_scope():
+        return block(keep(x * 2))
+
+
+PRODUCTS = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
+WAYS = {
+    "plain": each(lambda block, x: block(x)),
+    "rerun": each(lambda block, x: checkpointed(block)(x)),
+    "replay": each(lambda block, x: checkpointed(block, backend="replay")(x)),
+    "scope": each(in_scope),
+    "keep": each(kept),
+    "whole": whole(),
+    "products": whole(policy=save_ops(*PRODUCTS)),
+    "auto": whole(policy=auto()),
+    "budget": whole(policy=auto(budget="200 KiB")),
+    "peak": whole(policy=auto(peak="3 MiB")),
+}
+
+
+def measured(way, kind, mode=None, outside=False):
+    """The peak of the second step as torch's tracker sees it, and what the block counts. With
+    `outside`, backward runs outside of the mode."""
+    clear_programs()
+    within = mode if mode is not None else contextlib.nullcontext()
+    with within:
+        torch.manual_seed(0)
+        blocks, x = nn.ModuleList(kind() for _ in range(4)), torch.randn(4, 32, WIDTH)
+    for _ in range(2):
+        blocks.zero_grad()
+        tracker = MemTracker()
+        tracker.track_external(blocks, x)
+        with contextlib.ExitStack() as stack:
+            if not outside:
+                stack.enter_context(within)
+            stack.enter_context(tracker)
+            with within if outside else contextlib.nullcontext():
+                loss = way(blocks, x)
+            loss.backward()
+            del loss
+    peak = sum(found["Total"] for found in tracker.get_tracker_snapshot("peak").values())
+    scope = getattr(way, "scope", None)
+    return peak, None if scope is None else scope.stats
+
+
+@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.filterwarnings("ignore:.*A budget of")
+def test_a_dry_run_needs_what_a_real_run_needs(name):
+    """To the byte, with as many operators recomputed."""
+    way = WAYS[name]
+    assert measured(way, Block, FakeTensorMode()) == measured(way, Block)
+
+
+@pytest.mark.parametrize("kind", [Routed, Convolving])
+@pytest.mark.parametrize("name", ["scope", "auto", "peak"])
+def test_so_does_one_of_another_model(name, kind):
+    way = WAYS[name]
+    assert measured(way, kind, FakeTensorMode()) == measured(way, kind)
+
+
+@pytest.mark.parametrize("name", ["scope", "auto"])
+def test_a_dry_run_of_writes_through_views_is_close(name):
+    """After a write, autograd makes views of a fake tensor by the operators that made them, and
+    those of a real one in one step: the programs differ, and what is kept may, too."""
+    way = WAYS[name]
+    real, fake = measured(way, Writing), measured(way, Writing, FakeTensorMode())
+    assert fake[0] == pytest.approx(real[0], rel=0.03)
+
+
+def test_a_block_saves_memory_in_a_dry_run():
+    """It would be plain's peak if nothing were followed."""
+    mode = FakeTensorMode()
+    plain, _ = measured(WAYS["plain"], Block, mode)
+    for name in ("scope", "replay", "auto", "budget"):
+        assert measured(WAYS[name], Block, mode)[0] < 0.8 * plain
+
+
+@pytest.mark.parametrize("name", ["scope", "auto", "products"])
+def test_backward_may_run_outside_of_the_mode(name):
+    """A replay enters the mode again."""
+    mode = FakeTensorMode()
+    found = measured(WAYS[name], Block, mode, outside=True)
+    assert found[1:] == measured(WAYS[name], Block)[1:]
+    assert torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is None
+
+
+def test_real_and_dry_runs_share_a_site():
+    """One program, and the same counts, in any order."""
+    way, counts = WAYS["auto"], []
+    torch.manual_seed(0)
+    for mode in (None, None, FakeTensorMode(), None, FakeTensorMode()):
+        with mode or contextlib.nullcontext():
+            blocks, x = nn.ModuleList(Block() for _ in range(4)), torch.randn(4, 32, WIDTH)
+            way(blocks, x).backward()
+        counts.append(way.scope.stats)
+    assert counts[2:] == counts[1:-1]  # the first step plans while it runs
