@@ -13,6 +13,7 @@ In the order of reading, from the outside in:
 
 from ._engine import register_state as register_state
 from ._entry import (
+    Forecast as Forecast,
     RegionReport as RegionReport,
     Report as Report,
     Stats as Stats,
@@ -22,6 +23,7 @@ from ._entry import (
     checkpoint_scope as checkpoint_scope,
     checkpointed as checkpointed,
     disabled as disabled,
+    forecast as forecast,
     forward_only as forward_only,
     is_recomputing as is_recomputing,
     keep as keep,

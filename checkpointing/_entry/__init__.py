@@ -14,6 +14,7 @@ from .api import (
     run_rerun,
 )
 from .debug import logged
+from .forecast import Forecast, forecast
 from .modules import checkpoint_modules
 from .policy import (
     auto,

@@ -402,8 +402,8 @@ def auto(*, budget: int | str | None = None, peak: int | str | None = None) -> P
     if budget is not None and peak is not None:
         raise ValueError("auto() takes a budget or a peak, not both")
     return _auto(
-        None if budget is None else _bytes("budget", budget),
-        None if peak is None else _bytes("peak", peak),
+        None if budget is None else bytes_of("budget", budget),
+        None if peak is None else bytes_of("peak", peak),
     )
 
 
@@ -459,11 +459,11 @@ def offload(
     device = torch.device(device)
     if device.type == "meta":
         raise ValueError("nothing can wait on the device 'meta', which holds no data")
-    there = Destination(device, bool(pin_memory), _bytes("min_bytes", min_bytes))
+    there = Destination(device, bool(pin_memory), bytes_of("min_bytes", min_bytes))
     return _offload(as_policy(policy), there, bool(inputs))
 
 
-def _bytes(name: str, given: Any) -> int:
+def bytes_of(name: str, given: Any) -> int:
     if isinstance(given, str):
         match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+(?:e[0-9]+)?)\s*([kmgt]i?)?b?\s*", given.lower())
         if match is None:

@@ -92,15 +92,15 @@ class Report(NamedTuple):
     def __str__(self) -> str:
         lines = ["would hold   held now  region"]
         for region in self.regions[:_ROWS]:
-            saved = "" if region.bytes_saved is None else _size(region.bytes_saved)
-            held = _size(region.bytes_held)
+            saved = "" if region.bytes_saved is None else size(region.bytes_saved)
+            held = size(region.bytes_held)
             lines.append(f"{saved:>10} {held:>10}  {region.name}  {_short(region.line)}")
         tensors = [tensor for region in self.regions for tensor in (*region.held, *region.saved)]
         lines += ["", f"the largest of {len(tensors)} tensors in {len(self.regions)} regions:"]
         for tensor in _sorted(tensors)[:_ROWS]:
             shape = f"{str(tensor.dtype)[6:]}{list(tensor.shape)}"
-            size = _size(tensor.nbytes)
-            lines.append(f"{size:>10}  {tensor.kind:<12}  {shape:<26}  {tensor.operator or ''}")
+            nbytes = size(tensor.nbytes)
+            lines.append(f"{nbytes:>10}  {tensor.kind:<12}  {shape:<26}  {tensor.operator or ''}")
             if tensor.line is not None:
                 lines.append(f"{'':12}{tensor.module or ''} {_short(tensor.line)}")
         return "\n".join(line[:80].rstrip() for line in lines)
@@ -113,9 +113,17 @@ def _sorted(tensors: Iterable[TensorReport]) -> tuple[TensorReport, ...]:
     return tuple(sorted(tensors, key=lambda tensor: -tensor.nbytes))
 
 
-def _size(nbytes: int) -> str:
-    unit = min(max(nbytes.bit_length() - 1, 0) // 10, 3)
-    return f"{nbytes / 1024**unit:.2f} {('B', 'KiB', 'MiB', 'GiB')[unit]}"
+def size(nbytes: int) -> str:
+    """A number of bytes, as text."""
+    unit = unit_of(nbytes)
+    return f"{nbytes / 1024**unit:.2f} {UNITS[unit]}"
+
+
+def unit_of(nbytes: int) -> int:
+    return min(max(nbytes.bit_length() - 1, 0) // 10, 3)
+
+
+UNITS = ("B", "KiB", "MiB", "GiB")
 
 
 def _short(line: str) -> str:

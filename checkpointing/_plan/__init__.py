@@ -4,6 +4,7 @@ It imports `_record` and what is below. A plan follows from a program alone, so 
 same one.
 """
 
+from .outlook import Block, Cost, Outlook
 from .plan import Plan, attach, plan_of
 from .windows import (
     Found,

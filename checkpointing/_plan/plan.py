@@ -552,14 +552,16 @@ class Walk:
     def down_to(self, position: int) -> None:
         model, need = self.stretch.model, self.need
         for index in range(self.index - 1, position - 1, -1):
-            there = self._deliver(index) if index in self.stretch.wanted else 0
+            there = spike = self._deliver(index) if index in self.stretch.wanted else 0
             made = model.made[index]
+            gone = more = 0
             if made:
                 gone, more = self._unmake(index, made)
-                need, there = need + gone, there + more
-            need = max(need, model.backward[index]) + there
-            if not self._reading.isdisjoint(made):
+            if self._reading.isdisjoint(made):  # they have a window of their own
+                there = 0
+            else:
                 self._run_again(index, made)
+            need = max(need + gone + there, model.backward[index] + spike) + more
         self.index, self.need = position, need
 
     def _deliver(self, index: int) -> int:
@@ -617,6 +619,7 @@ class Choice(NamedTuple):
     target: int = 0  # the peak that it was made for
     nbytes: int = 0  # of what is kept
     exceeds: bool = False  # whether that is more than the budget
+    again: Set[int] = frozenset()  # the steps that run again
 
 
 def choose(stretch: Stretch, target: int = 0, peak: int | None = None) -> Choice:
@@ -740,6 +743,7 @@ class Filling:
             parts=[*zip(held, self.peaks, strict=True)],
             forward=max(self.forward),
             nbytes=self.stretch.cost(self.kept),
+            again=self.again,
         )
 
     def flops(self, end: int) -> float:

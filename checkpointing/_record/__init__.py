@@ -17,6 +17,7 @@ from .program import (
     Known,
     Like,
     Parts,
+    Program,
     Slot,
     Step,
     Value,

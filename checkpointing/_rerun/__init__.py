@@ -4,6 +4,7 @@ It imports `_engine` and what is below. What the function sees during a rerun is
 saw in the forward: arguments, buffers, random numbers, switches.
 """
 
+from .buffers import Moment
 from .rerun import (
     Inputs,
     PreserveRngState,

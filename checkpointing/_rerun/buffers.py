@@ -91,7 +91,7 @@ class Buffers:
         self._entries = entries
         self._guarded = guarded or ()
         if small:
-            self._then = _Moment.of(small)
+            self._then = Moment.of(small)
 
     def end(self) -> None:
         """The region has run: the parameters that it has not written stay as they are from here
@@ -151,7 +151,7 @@ class Buffers:
         undo.append((_set, now))
         _set(self._entries)
         if self:
-            undo.append((_Moment.go_back, self._then.exchange()))
+            undo.append((Moment.go_back, self._then.exchange()))
 
 
 def _parameters_of(modules: Iterable[nn.Module]) -> list[Tensor]:
@@ -224,7 +224,7 @@ def _set(entries: Iterable[Entry]) -> None:
 _PLAIN = {Tensor}
 
 
-class _Moment:
+class Moment:
     """The values, sizes and versions of tensors at one moment."""
 
     __slots__ = ("_memory", "_versions", "tensors", "values")
@@ -236,14 +236,14 @@ class _Moment:
         self._versions = [tensor._version for tensor in tensors]
 
     @classmethod
-    def of(cls, tensors: list[Tensor]) -> _Moment:
+    def of(cls, tensors: list[Tensor]) -> Moment:
         memory = [tensor if _is_dense(tensor) else _torch.bytes_of(tensor) for tensor in tensors]
         return cls(tensors, memory, without_recording(_torch.clones, memory))
 
-    def exchange(self) -> _Moment:
+    def exchange(self) -> Moment:
         """Go back; returns the present moment."""
         values = without_recording(_torch.exchange, self._memory, self.values)
-        now = _Moment(self.tensors, self._memory, values)
+        now = Moment(self.tensors, self._memory, values)
         _torch.set_versions(self.tensors, self._versions)
         return now
 
@@ -259,4 +259,4 @@ def _is_dense(tensor: Tensor) -> bool:
     return tensor.is_contiguous() and not tensor.is_complex()
 
 
-_NOTHING = _Moment([], [], [])
+_NOTHING = Moment([], [], [])

@@ -7,6 +7,7 @@ an operator of the forward runs again for each region says that they are there.
 
 import contextlib
 import functools
+import inspect
 import re
 from pathlib import Path
 
@@ -126,13 +127,13 @@ def test_transformers_with_a_cache_that_the_region_fills(make, attention, given)
     transformers = pytest.importorskip("transformers")
 
     def loss_of(model, region):
-        options = {"past_key_values": transformers.DynamicCache(config=model.config)}
-        options["use_cache"] = True
+        forward = type(inner := model.transformer if make is gpt2 else model.model).forward
+        name = "cache" if "cache" in inspect.signature(forward).parameters else "past_key_values"
+        options = {name: transformers.DynamicCache(config=model.config), "use_cache": True}
         if given == "argument":
             return region(model)(**batch(), **options).loss
         if given == "variable":
             return region(lambda inputs: model(**inputs, **options).loss)(batch())
-        inner = model.transformer if make is gpt2 else model.model
         hidden = region(inner)(batch()["input_ids"], **options).last_hidden_state
         return model.lm_head(hidden).square().mean()
 

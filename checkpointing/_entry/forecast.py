@@ -1,0 +1,229 @@
+"""The forecast: what a step would cost with each choice of checkpoints, before it is trained.
+
+The function runs once, as a block that is recorded and never brought back. Whatever it has written
+is put back afterwards: memory from outside, buffers that were exchanged, generators.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+from .. import _torch
+from .._engine import Frame, Generators, entered_from
+from .._plan import Block, Cost, Outlook
+from .._record import Placement, Program, Run, Step
+from .._replay import Replay
+from .._rerun import Moment
+from .api import disabled
+from .policy import bytes_of
+from .report import UNITS, size, unit_of
+
+
+class Row(NamedTuple):
+    """What one choice of checkpoints would cost.
+
+    `write` is what to write: the policy of a scope around the function, or a description. `peak`
+    is the most bytes that forward and backward allocate beside what was there before, gradients
+    that do not exist yet included. `kept` are the bytes that are kept for backward when it begins,
+    and `recomputed` is the part of a forward that backward computes again, in floating-point
+    operations of matrix products, convolutions and attention.
+    """
+
+    write: str
+    peak: int
+    kept: int
+    recomputed: float
+
+
+class Forecast(NamedTuple):
+    """Rows, the largest peak first. `str()` is a table in 80 columns."""
+
+    rows: tuple[Row, ...]
+
+    def __str__(self) -> str:
+        lines = ["peak of a step  recomputed        kept  what to write"]
+        lines += [
+            f"{size(row.peak):>14} {row.recomputed:>11.2f} {size(row.kept):>11}  {row.write}"
+            for row in self.rows
+        ]
+        return "\n".join(lines)
+
+    def plot(self, path: str) -> None:
+        """Draw recompute over peak into a file, an .svg or a .png. Needs matplotlib (the extra
+        `plot`)."""
+        figures: Any = importlib.import_module("matplotlib.figure")
+        matplotlib: Any = importlib.import_module("matplotlib")
+        with matplotlib.rc_context(STYLE):
+            figure = figures.Figure(figsize=(8, 4), layout="constrained")
+            draw_costs(figure.subplots(), self.rows)
+            figure.savefig(path)
+
+
+STYLE = {"svg.fonttype": "none", "svg.hashsalt": "", "font.size": 9}
+BLACK, ORANGE, BLUE = "black", "#d55e00", "#0072b2"  # for colour-blind readers, too
+_COLOURS = {"plain": BLACK, "auto()": BLUE}
+
+
+def draw_costs(axes: Any, rows: Sequence[Row]) -> None:
+    """Draw recompute over peak: a curve through the policies with a number, and a point for each
+    other row."""
+    unit = unit_of(max(row.peak for row in rows))
+    curve = [row for row in rows if row.write.startswith("auto(") and "=" in row.write]
+    points = [(row.peak / 1024**unit, row.recomputed) for row in curve]
+    axes.plot(*zip(*points, strict=True), "o-", color=BLUE)
+    middle = len(curve) // 2
+    labels = [(curve[middle].write.partition("=")[0] + "=...)", points[middle], BLUE)]
+    for row in rows:
+        if row not in curve:
+            place, colour = (row.peak / 1024**unit, row.recomputed), _COLOURS.get(row.write, ORANGE)
+            axes.plot(*place, "s", color=colour)
+            labels.append((row.write, place, colour))
+    for text, place, colour in labels:
+        axes.annotate(text, place, xytext=(6, 6), textcoords="offset points", color=colour)
+    axes.set(xlim=0, ylim=(None, 1.1), xlabel=f"peak memory of a step ({UNITS[unit]})")
+    axes.set(ylabel="recomputed FLOPs (1: a forward)")
+
+
+class _Rehearsal(Run):
+    """A run that is told apart from others by its program, and notes what it writes over."""
+
+    def __init__(self) -> None:
+        super().__init__(Program(), None, True, None)
+        self.placement = Placement(None)
+        self.moments: dict[int, Moment] = {}  # by storage
+        self.buffers: dict[nn.Module, dict[str, Any]] = {}
+        self.calls: dict[str, list[Block]] = defaultdict(list)  # by class of module
+        self._open: list[int] = []
+
+    def calls_module(self, module: nn.Module, args: Any) -> None:
+        if module not in self.buffers:
+            self.buffers[module] = dict(_torch.buffers_of_module(module)[0])
+        self._open.append(len(self.path))
+
+    def has_called_module(self, module: nn.Module, args: Any, result: Any) -> None:
+        calls, block = self.calls[type(module).__qualname__], (self._open.pop(), len(self.path))
+        calls[:] = [*[call for call in calls if call[0] < block[0]], block]
+
+    def _prepare(self, step: Step, args: Any) -> None:
+        for cell in step.targets:
+            tensor = self.cells[cell]()
+            storage = _torch.storage_id(tensor)
+            if storage not in self.moments:
+                self.moments[storage] = Moment.of([tensor])
+        super()._prepare(step, args)
+
+
+@contextmanager
+def _put_back(run: _Rehearsal) -> Iterator[None]:
+    """Afterwards, generators, buffers and memory from outside are as they were."""
+    generators = Generators(True, python=True)
+    hooks = [
+        register_module_forward_pre_hook(run.calls_module),
+        register_module_forward_hook(run.has_called_module),
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for moment in run.moments.values():
+            moment.go_back()
+        for module, buffers in run.buffers.items():
+            _torch.buffers_of_module(module)[0].update(buffers)
+        for state in reversed(run.random.values()):
+            state.enter([])
+        generators.enter([])
+
+
+def forecast(function: Callable[[], Any], /) -> Forecast:
+    """Say what a training step would cost with each choice of checkpoints.
+
+    The function runs once, with gradients enabled and without backward, and inner regions of this
+    library run as plain code. Buffers, random states and other memory that it writes are put back.
+    The peak of forward and backward is then simulated for plain code, for a checkpoint around each
+    block that the program repeats, for `auto()`, and for `auto(peak=...)` from the largest peak to
+    the least.
+
+    Under `torch._subclasses.FakeTensorMode`, with the model made in the same mode, this takes no
+    memory, and little time.
+
+    Args:
+        function: takes nothing, and returns what backward begins with, such as a loss. Leave
+            backward out.
+
+    Returns:
+        A `Forecast`: `rows` are named tuples of bytes and fractions, `str()` is a table, and
+        `plot(path)` draws them. Peaks leave out what was there before: parameters, inputs, states
+        of the optimizer.
+
+    Raises:
+        ValueError: if autograd saves nothing in the function.
+
+    Example:
+        >>> import torch
+        >>> from checkpointing import forecast
+        >>> layers = [torch.nn.Linear(64, 64) for _ in range(8)]
+        >>> model = torch.nn.Sequential(*layers)
+        >>> found = forecast(lambda: model(torch.ones(512, 64)).tanh().sum())
+        >>> found.rows[0].write, found.rows[0].recomputed
+        ('plain', 0.0)
+
+    Source of the method: the simulation of `auto()`, which plans by it.
+    """
+    run = _Rehearsal()
+    frame = Frame(Replay(run), "forecast", entered_from(sys._getframe(1)), True, None)
+    with _put_back(run), disabled(), torch.enable_grad(), run:
+        frame.enter(run)
+        try:
+            result = function()
+        finally:
+            frame.leave(run)
+        run.finish_step()
+        if not run.saved_bytes:
+            raise ValueError("forecast: autograd saves nothing in this function")
+        rows = _rows(Outlook(run), run.calls)
+        run.close()
+    del result
+    return Forecast(tuple(rows))
+
+
+def _rows(outlook: Outlook, calls: dict[str, list[Block]]) -> list[Row]:
+    plain = outlook.plain()
+    named: list[tuple[str, Cost]] = [("plain", plain), ("auto()", outlook.planned(None))]
+    by_hand = {
+        f"checkpoint_modules(model, {name})": outlook.by_hand(blocks)
+        for name, blocks in calls.items()
+        if len(blocks) > 1
+    }
+    if not by_hand and (blocks := outlook.repeats()):
+        by_hand["a checkpoint around each block"] = outlook.by_hand(blocks)
+    named += sorted(by_hand.items(), key=lambda item: item[1])[:1]
+    least = outlook.least()
+    for n in range(_MOST_ROWS):
+        text = _rounded(least * (plain.peak / least) ** (n / _MOST_ROWS))
+        cost = outlook.planned(bytes_of("peak", text))
+        if all((cost.peak, cost.recomputed) != (c.peak, c.recomputed) for _, c in named):
+            named.append((f'auto(peak="{text}")', cost))
+    rows = [Row(text, *cost) for text, cost in named]
+    return sorted(rows, key=lambda row: (-row.peak, row.recomputed))
+
+
+def _rounded(nbytes: float) -> str:
+    """The next larger number of bytes that has three digits."""
+    unit = unit_of(int(nbytes))
+    number = nbytes / 1024**unit
+    step = 10.0 ** (math.floor(math.log10(number)) - 2)
+    return f"{math.ceil(number / step) * step:.4g} {UNITS[unit]}"
+
+
+_MOST_ROWS = 8  # that differ in their peak
