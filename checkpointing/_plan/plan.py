@@ -39,7 +39,17 @@ from operator import add
 from typing import Any, NamedTuple
 
 from .. import _torch
-from .._record import KEEP, MOST_GROWTH, NOT_WRITTEN, UNSEEN, Run, Step, Value
+from .._record import (
+    KEEP,
+    MOST_GROWTH,
+    NOT_WRITTEN,
+    UNSEEN,
+    First,
+    Known,
+    Run,
+    Step,
+    Value,
+)
 from .windows import Group, Path
 
 
@@ -88,6 +98,8 @@ class Model:
         self.made: list[list[int]] = [[] for _ in path.steps]
         self.reads: list[list[int]] = [[] for _ in path.steps]
         self.work = [0.0] * self.count  # of each step, in floating-point operations
+        # Threads of the backend hold what they send for a time that differs from rank to rank.
+        self._sent: dict[int, int] = {}  # by memory: the last step that does
         # By memory of a parameter that trains: its bytes, and the steps that read it.
         held = {path.memory_of[cell]: run.held.get(cell) for cell in path.trained}
         self._gradients = {number: h[0].nbytes for number, h in held.items() if type(h) is tuple}
@@ -98,6 +110,9 @@ class Model:
             self._add(step)
         for number in range(len(path.slots)):
             self._add_slot(number)
+        for number in self._sent.keys() & self.memories.keys():
+            memory = self.memories[number]
+            memory.dies = max(memory.last_use, self._sent[number])
         elsewhere = {path.memory_of[cell] for cell in run.alive()} - {
             path.memory_of[cell] for cell in path.given
         }
@@ -126,8 +141,11 @@ class Model:
     def _add(self, step: Step) -> None:
         """Learn what a step does to memory."""
         index, memories = step.index, self.memories
-        for number in memories.keys() & step.gone:
+        for number in memories.keys() & {*step.gone}:
             memories[number].dies = index
+        if step.info.communicates:
+            cells = [arg.cell for arg in step.args if isinstance(arg, Known | First)]
+            self._sent.update([(self.path.memory_of[cell], index) for cell in cells])
         written = memories.keys() & step.writes
         if step.effect or step.is_view or step.event is KEEP:
             for number in memories if step.event is UNSEEN else written:
