@@ -501,13 +501,13 @@ class _Block:
         site = (ref(code), place, *asked)
         self._run = run = Run(program_of(site), hooks, rng, options.policy)
         if placement is not None:
-            run.placement = placement
+            run.store.placement = placement
             # A rerun around the block expects the same slots in each run, whatever has been
             # planned.
             run.holds_planned = not _is_rerun(hooks)
         log: Any = [] if options.debug else None
         self._source = Follow(run, log)
-        run.is_checked = check is not None
+        run.store.is_checked = check is not None
         kind = Reported if is_noted else Frame
         self.frame = kind(self._source, name, where, options.early_stop, check)
         if is_noted:

@@ -21,7 +21,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from .. import _torch
 from .._engine import Frame, Generators, entered_from
 from .._plan import Block, Cost, Outlook
-from .._record import Placement, Program, Run, Step
+from .._record import Placement, Program, Run, Step, tensors_of
 from .._replay import Replay
 from .._rerun import Moment
 from .api import disabled
@@ -99,7 +99,7 @@ class _Rehearsal(Run):
 
     def __init__(self) -> None:
         super().__init__(Program(), None, True, None)
-        self.placement = Placement(None)
+        self.store.placement = Placement(None)
         self.moments: dict[int, Moment] = {}  # by storage
         self.buffers: dict[nn.Module, dict[str, Any]] = {}
         self.calls: dict[str, list[Block]] = defaultdict(list)  # by class of module
@@ -114,13 +114,15 @@ class _Rehearsal(Run):
         calls, block = self.calls[type(module).__qualname__], (self._open.pop(), len(self.path))
         calls[:] = [*[call for call in calls if call[0] < block[0]], block]
 
-    def _prepare(self, step: Step, args: Any) -> None:
-        for cell in step.targets:
-            tensor = self.cells[cell]()
-            storage = _torch.storage_id(tensor)
-            if storage not in self.moments:
-                self.moments[storage] = Moment.of([tensor])
-        super()._prepare(step, args)
+    def _prepare(self, step: Step, args: Any, kwargs: Any) -> None:
+        if step.writes and (step.effect or step.updates):
+            given = {**dict(enumerate(args)), **kwargs}
+            places = (*step.info.targets, *(step.info.statistics if step.updates else ()))
+            for tensor in tensors_of([given.get(place) for place in places]):
+                storage = _torch.storage_id(tensor)
+                if storage not in self.moments:
+                    self.moments[storage] = Moment.of([tensor])
+        super()._prepare(step, args, kwargs)
 
 
 @contextmanager
@@ -140,7 +142,7 @@ def _put_back(run: _Rehearsal) -> Iterator[None]:
             moment.go_back()
         for module, buffers in run.buffers.items():
             _torch.buffers_of_module(module)[0].update(buffers)
-        for state in reversed(run.random.values()):
+        for state in reversed(run.store.random.values()):
             state.enter([])
         generators.enter([])
 
@@ -189,7 +191,7 @@ def forecast(function: Callable[[], Any], /) -> Forecast:
         finally:
             frame.leave(run)
         run.finish_step()
-        if not run.saved_bytes:
+        if not run.store.saved_bytes:
             raise ValueError("forecast: autograd saves nothing in this function")
         rows = _rows(Outlook(run), run.calls)
         run.close()

@@ -189,7 +189,7 @@ def _region(frame: Frame) -> RegionReport:
     saved, held = _sorted(frame.noted or ()), _sorted(_held_by(frame))
     would_hold: int | None = sum(tensor.nbytes for tensor in saved)
     if frame.noted is None:
-        would_hold = source.tape.saved_bytes if hasattr(source, "tape") else None
+        would_hold = source.run.store.saved_bytes if hasattr(source, "run") else None
     bytes_held = sum(tensor.nbytes for tensor in held)
     replays = getattr(source, "replays", None)
     line = described(frame.entered_from)
@@ -231,7 +231,7 @@ def measure(frame: Frame) -> Stats:
     held = nbytes["input"] + nbytes["random state"]
     recorded, cuts = source.counts()
     peak = 0 if source.plan is None else source.plan.peak
-    counts = recorded, source.replayed, source.replays, source.tape.saved_bytes
+    counts = recorded, source.replayed, source.replays, source.run.store.saved_bytes
     return Stats(*counts, held, nbytes.total() - held, cuts, peak)
 
 

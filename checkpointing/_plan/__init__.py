@@ -4,13 +4,7 @@ It imports `_record` and what is below. A plan follows from a program alone, so 
 same one.
 """
 
+from .groups import Group
 from .outlook import Block, Cost, Outlook
 from .plan import Plan, attach, plan_of
-from .windows import (
-    Found,
-    Group,
-    Instruction,
-    Path,
-    Window,
-    maker_of,
-)
+from .windows import Found, Instruction, Window

@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 from .._record import Run
 from .plan import Model, Stretch, choose
-from .windows import Path
 
 Block = tuple[int, int]  # its first step, and the first one after it
 
@@ -32,8 +31,9 @@ class Outlook:
     """The costs of a block that has just run."""
 
     def __init__(self, run: Run) -> None:
-        path = Path(run)
-        waiting = [cell for cell in path.trained if run.held[cell][0].grad is None]
+        path = run.so_far()
+        trained = [(cell, run.store.parameter(cell)) for cell in path.trained]
+        waiting = [cell for cell, p in trained if p is not None and p.grad is None]
         self._model = Model(path, run, waiting, 1.0)
         by_user = frozenset([path.memory_of[cell] for cell, _ in path.kept])
         self._stretch = Stretch(self._model, range(len(path.slots)), by_user)

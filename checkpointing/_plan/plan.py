@@ -45,12 +45,14 @@ from .._record import (
     NOT_WRITTEN,
     UNSEEN,
     First,
+    Hold,
     Known,
+    Path,
     Run,
     Step,
     Value,
 )
-from .windows import Group, Path
+from .groups import Group, grouped
 
 
 class Memory:
@@ -101,8 +103,8 @@ class Model:
         # Threads of the backend hold what they send for a time that differs from rank to rank.
         self._sent: dict[int, int] = {}  # by memory: the last step that does
         # By memory of a parameter that trains: its bytes, and the steps that read it.
-        held = {path.memory_of[cell]: run.held.get(cell) for cell in path.trained}
-        self._gradients = {number: h[0].nbytes for number, h in held.items() if type(h) is tuple}
+        held = {path.memory_of[cell]: run.store.parameter(cell) for cell in path.trained}
+        self._gradients = {number: p.nbytes for number, p in held.items() if p is not None}
         self._uses: dict[int, list[int]] = defaultdict(list)
         # By slot that the block has made: the position at which backward wants it, and the memory.
         self.saves: dict[int, tuple[int, int]] = {}
@@ -114,7 +116,7 @@ class Model:
             memory = self.memories[number]
             memory.dies = max(memory.last_use, self._sent[number])
         elsewhere = {path.memory_of[cell] for cell in run.alive()} - {
-            path.memory_of[cell] for cell in path.given
+            path.memory_of[cell] for cell, _ in path.given
         }
         unfinished: set[Value] = set()
         for memory in self.memories.values():
@@ -175,7 +177,7 @@ class Model:
         read: set[int] = set()
         for value in step.reads:
             number = self.path.memory_of[value[0]]
-            if value[0] in self.path.given or number not in self.memories:
+            if value in self.path.given or number not in self.memories:
                 continue
             memory = self.memories[number]
             memory.last_read = memory.last_use = step.index
@@ -213,7 +215,7 @@ class Model:
         """Find where backward wants a slot."""
         slot, after = self.path.slots[number], self.path.saved_after[number]
         memory = self.memories.get(self.path.memory_of[slot.cell])
-        if memory is None or slot.cell in self.path.given:
+        if memory is None or slot.value in self.path.given:
             return
         is_input = self.path.there_after(slot.value) < after
         position = min(max(after, 0) + is_input, self.count - 1)
@@ -949,16 +951,16 @@ class Plan:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.groups = [Group(path, slots) for slots in path.groups()]
+        self.groups = [Group(path, slots) for slots in grouped(path)]
 
     def suits(self, run: Run) -> bool:
         """Whether a run has the room that the plan assumes. A plan is not exchanged for one with
         more room: runs of several sizes, and runs that accumulate gradients, would plan anew at
         every change."""
-        if run.placement is None:
+        if run.store.placement is None:
             return True
-        has_gradient = any(map(_has_gradient, map(run.held.get, self.waiting)))
-        return run.saved_bytes <= MOST_GROWTH * self.size and not has_gradient
+        has_gradient = any(map(_has_gradient, map(run.store.parameter, self.waiting)))
+        return run.store.saved_bytes <= MOST_GROWTH * self.size and not has_gradient
 
     def drops(self, value: Value, step: Step) -> bool:
         """Whether the plan passes this step, and does not keep this value there."""
@@ -969,41 +971,41 @@ class Plan:
 
     def groups_for(self, run: Run) -> list[Group]:
         """What to give a run's holders: by what it holds."""
-        if self.whole is None or run.held.keys() >= self.kept:
+        if self.whole is None or run.store.held.keys() >= self.kept:
             return self.groups
-        if run.is_checked:  # whatever is computed is to be compared
+        if run.store.is_checked:  # whatever is computed is to be compared
             return Plan(self.whole.path).groups
         return [self.whole]
 
 
-def _has_gradient(held: Any) -> bool:
-    return type(held) is tuple and held[0].grad is not None
+def _has_gradient(parameter: Any) -> bool:
+    return parameter is not None and parameter.grad is not None
 
 
 def plan_of(run: Run, old: Plan | None = None) -> Plan:
     """The plan for what the run has done, or for `old` where that had less room."""
-    path = Path(run)
-    if run.placement is None or not path.slots:
+    path, store = run.so_far(), run.store
+    if store.placement is None or not path.slots:
         return Plan(path)
-    size = first_size = run.saved_bytes
+    size = first_size = store.saved_bytes
     waiting: Sequence[int] = path.trained
     if old is not None:
         size, first_size, waiting = max(size, old.size), old.first_size, old.waiting
-    waiting = [cell for cell in waiting if not _has_gradient(run.held.get(cell))]
+    waiting = [cell for cell in waiting if not _has_gradient(store.parameter(cell))]
     if run.sees_gathering and path.cuts:  # no window may cross where FSDP2 gives parameters back
         plan, choice = Plan(path), Choice()
     else:
         target = _target(run, size) if old is None else 0
         plan, choice = _planned(Model(path, run, waiting, size / max(1, first_size)), run, target)
     plan.size, plan.first_size, plan.waiting = size, first_size, waiting
-    plan.peak, plan.target = choice.peak + run.kept_bytes, choice.target
+    plan.peak, plan.target = choice.peak + store.kept_bytes, choice.target
     plan.complaint = _complaint(run, choice)
     return plan
 
 
 def _target(run: Run, size: int) -> int:
     """For a path that may not come again, the peak of the last plan; else 0."""
-    program, placement = run.program, run.placement
+    program, placement = run.program, run.store.placement
     program.new_paths += 1
     last = program.expected
     asks = placement is not None and (placement.budget, placement.peak) != (None, None)
@@ -1014,17 +1016,18 @@ def _target(run: Run, size: int) -> int:
 
 def _planned(model: Model, run: Run, target: int) -> tuple[Plan, Choice]:
     """The plan for a run, and what it keeps."""
-    assert run.placement is not None
-    path, (budget, _, peak) = model.path, run.placement
+    store = run.store
+    assert store.placement is not None
+    path, (budget, _, peak) = model.path, store.placement
     by_user = frozenset([path.memory_of[cell] for cell, _ in path.kept])
     stretch = Stretch(model, range(len(path.slots)), by_user)
     if not stretch.saved:
         return Plan(path), Choice(peak=max(stretch.live, default=0))
     if budget is None:
-        rest = None if peak is None else max(0, peak - run.kept_bytes)
+        rest = None if peak is None else max(0, peak - store.kept_bytes)
         choice = choose(stretch, target, rest)
         return _laid_over(model, choice), choice
-    rest = max(0, budget - run.kept_bytes)
+    rest = max(0, budget - store.kept_bytes)
     choice = choose_within(stretch, rest)
     for tried in _budgets(rest, choice.nbytes):
         first = choose_first(stretch, tried)
@@ -1086,7 +1089,7 @@ def _split_all(
 def _split(group: Group, model: Model, held: frozenset[int], budget: int, peak: int) -> int:
     """Where a window would deliver more than the budget, a first replay makes what smaller windows
     start from. Returns what backward needs then."""
-    order = group.window(tuple(group.slots)).order
+    order, _ = group.path.slice_of([group.path.slots[slot].value for slot in group.slots])
     if not order:
         return 0
     stretch = Stretch(model, group.slots, held, order)
@@ -1105,8 +1108,8 @@ def _split(group: Group, model: Model, held: frozenset[int], budget: int, peak: 
 
 def _complaint(run: Run, choice: Choice) -> str:
     """What to say of a budget, or of a peak, that is too small."""
-    assert run.placement is not None
-    (budget, _, peak), least = run.placement, run.kept_bytes
+    assert run.store.placement is not None
+    (budget, _, peak), least = run.store.placement, run.store.kept_bytes
     if peak is not None and choice.peak + least > peak:
         why = "this block needs more in any plan. The least peak possible"
         return f"auto(peak={peak}): {why} is {choice.peak + least} bytes."
@@ -1127,14 +1130,10 @@ def attach(plan: Plan, old: Plan | None) -> None:
     path, gone = plan.path, plan.kept if old is None else plan.kept | old.kept
     for step in path.steps:
         if step.keeps:
-            step.keeps = tuple([each for each in step.keeps if each[0] not in gone])
+            step.keeps = tuple([each for each in step.keeps if each[0].value not in gone])
     counted: set[int] = set()
     for value in sorted(plan.kept):
         memory = path.memory_of[value[0]]
         counts = memory not in counted and not plan.exceeds
-        path.steps[path.there_after(value)].keeps += ((value, counts),)
+        path.steps[path.there_after(value)].keeps += ((Hold(value, memory, None), counts),)
         counted.add(memory)
-        for step in path.writers.get(memory, ()):
-            if step.index > path.there_after(value) and value not in step.passes:
-                step.passes += (value,)
-                step.is_special = step.needs_preparation = True

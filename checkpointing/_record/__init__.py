@@ -4,16 +4,18 @@ It imports `_engine` and what is below. A program holds no tensor: a run says wh
 slots, values and numbers are those of this step.
 """
 
+from .follow import shapes_of
 from .gathered import check_there
 from .ops import tensors_of
+from .path import Path
 from .program import (
     BROUGHT_BACK,
     KEEP,
     MOST_GROWTH,
     NOT_WRITTEN,
     UNSEEN,
-    Filling,
     First,
+    Hold,
     Known,
     Like,
     Parts,
@@ -23,15 +25,6 @@ from .program import (
     Value,
     clear_programs,
     program_of,
-    with_saves,
 )
-from .run import (
-    NOWHERE,
-    Answer,
-    Placement,
-    Places,
-    Run,
-    Wrapped,
-    shapes_of,
-    slots_of,
-)
+from .run import Run, Wrapped, slots_of
+from .store import NOWHERE, Answer, Placement, Places

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from .. import _torch
-from .program import KEEP, Step, Value
+from .program import Step, Value
 
 _INDICES = (torch.int64, torch.int32)
 _FEW = 1 << 16  # bytes of decisions that are always held; else an eighth of what autograd saves
@@ -32,31 +32,28 @@ class Decisions:
     def __init__(self) -> None:
         self._sure: set[int] = set()
 
-    def add(self, step: Step, cells_on: dict[int, list[int]]) -> None:
-        """A step has run; `cells_on` are the cells before it, by memory."""
-        for memory in step.writes:
-            if not step.sure:
-                self._sure.difference_update(cells_on[memory])
+    def add(self, step: Step, written: list[int]) -> None:
+        """A step has run; `written` are the cells on memory that it has written."""
+        if not step.sure:
+            self._sure.difference_update(written)
         self._sure.update(step.sure)
-        self._sure.update([cell for cell, _ in step.decides])
-        if step.event is KEEP and not step.effect:
-            self._sure.add(step.reads[0][0])
+        self._sure.update([held.value[0] for held in step.decides])
 
     def find(
         self,
         step: Step,
+        computed: list[Value],
         made: dict[Value, Tensor],
-        held: set[int],
         tensor_in: Callable[[int], Any],
         limit: int,
-    ) -> None:
-        """Note in a new step which of its results are sure, and the decisions that it takes or
-        reads, up to `limit` bytes."""
-        sure = self._sure | held
-        unsure = [value for value in step.reads if value[0] not in sure]
+    ) -> list[Value]:
+        """The decisions that a new step takes or reads, up to `limit` bytes; its sure results are
+        noted. `computed` are the values that it reads, without those that are held, and `made`
+        its results."""
+        unsure = [value for value in computed if value[0] not in self._sure]
         if step.is_view:
             step.sure = () if unsure else tuple([cell for cell, _ in made])
-            return
+            return []
         decided: dict[Value, Tensor] = {}
         if step.info.sizes_depend_on_data and unsure:
             read = {value: tensor_in(value[0]) for value in unsure}
@@ -70,10 +67,12 @@ class Decisions:
                 step.sure += (value[0],)
             elif tensor.dtype in _INDICES and not step.info.pools:
                 decided = {**decided, value: tensor}
+        found = []
         for value, tensor in decided.items():
             limit -= _torch.memory_size(tensor)
             if limit >= 0:
-                step.decides += (value,)
+                found.append(value)
+        return found
 
 
 def most_bytes(saved: int, decided: int) -> int:

@@ -76,6 +76,10 @@ class Info:
         self.has_tensors = "Tensor" in types
         self.has_sizes = _OTHER_LISTS.search(types) is None
 
+    def targets_of(self, given: dict[Any, Any]) -> list[Tensor]:
+        """The tensors that a call with these arguments, by place or name, writes."""
+        return tensors_of([given.get(place) for place in self.targets])
+
     def updates_statistics(self, args: Any) -> bool:
         """Whether a call with these arguments updates the statistics that it takes."""
         if not self.statistics:
@@ -116,6 +120,12 @@ COMMUNICATION = frozenset(
 )
 
 INFOS: dict[int, Info] = {}  # by id: an `OpOverload` is hashed by a Python function
+
+
+def info_of(func: Any) -> Info:
+    return INFOS.get(id(func)) or Info(func)
+
+
 NO_OPERATOR = Info(None)  # of what happens between two operators
 NO_OPERATOR.custom = NO_OPERATOR.may_draw = False
 

@@ -8,7 +8,7 @@ a block is found once, and every later run pays no more than the comparison.
 Tensors are named by *cells*: every tensor that a run meets, or that an operator returns, takes the
 next free cell of its path. Steps refer to cells, and a run knows which tensor lies in each of its
 cells. What a tensor holds changes when an operator writes to its memory, so a *value* is a cell
-together with the last step that wrote to that memory.
+together with the last step that wrote to that memory, to any part of it.
 
 Invariant: a step depends on nothing but its path. Programs are shared by all runs through one call
 site, in every thread, and hold no tensor.
@@ -34,7 +34,6 @@ from .ops import NO_OPERATOR, Info
 Value = tuple[int, int]
 NOT_WRITTEN = -1
 
-
 # Objects of these types are the same if they are equal.
 PLAIN = frozenset({int, bool, str, torch.dtype, torch.device})
 
@@ -47,6 +46,13 @@ WRITTEN_UNSEEN = "written unseen"  # by compiled code, or by an operator that ha
 UNSEEN = "unseen"  # anything alive may have been written
 FEWER_SAVES = "fewer saves"  # what autograd saves after the step before differs from here on
 
+# The origin of a tensor that a run has not met: the cell of a tensor from outside on the same
+# memory, or one of these.
+OWN = "memory of its own"
+ON_MADE = "memory that recorded operators have made"
+ZEROS = "efficient zeros"  # for which operators run in another way
+Origin = int | str
+
 
 @dataclass(slots=True, eq=False)
 class Known:
@@ -56,34 +62,29 @@ class Known:
 
 
 @dataclass(slots=True, eq=False)
-class First:
-    """An argument that is not known yet, or not as it is now: it takes a new cell."""
+class Hold:
+    """A value that a replay starts from. The run holds it before the operator that reads it."""
 
-    cell: int
-    was: int | None  # the cell that it was known by, before something wrote to it
-    shares: int  # the first such cell on the same memory; its own, if there is none
+    value: Value
     memory: int
-    holds: bool = False  # whether a recompute starts from it
-    copies: bool = False  # whether that must be a copy, because the memory will be written again
+    reader: Any  # an operator; None: autograd has saved it
     is_parameter: bool = False
-    is_lent: bool = False  # a gathered parameter
-    is_referenced: bool = False  # a parameter that is held by itself, from its first use on
-    requires_grad: bool = False
-    hides: bool = False  # whether it must not be saved by what encloses the block
-    name: Any = None  # the operator that read it; None: autograd has saved it
-
-
-def to_hold(firsts: Iterable[First]) -> tuple[First, ...]:
-    """Those that the run must hold when it has met them."""
-    return tuple([first for first in firsts if first.holds and not first.is_referenced])
+    is_lent: bool = False
+    is_hidden: bool = False  # from the hooks around the block: nothing is in it yet
+    is_copied: bool = False  # since it may be written unseen
 
 
 @dataclass(slots=True, eq=False)
-class Filling(Known):
-    """A view of memory that has only been allocated: the operator writes all of the memory, or a
-    part."""
+class First:
+    """An argument that the run meets here. It takes the next cell."""
 
-    covers: bool
+    cell: int
+    origin: Origin
+    memory: int
+    is_parameter: bool
+    requires_grad: bool
+    is_lent: bool = False  # a gathered parameter
+    refers: Hold | None = None  # a parameter that is held by itself, from here on
 
 
 @dataclass(slots=True, eq=False)
@@ -114,15 +115,11 @@ class Like:
     __slots__ = ("device", "dtype", "size", "stride")
 
     def __init__(self, tensor: Tensor) -> None:
-        self.size, self.stride, self.dtype, self.device = (
-            tensor.shape,
-            tensor.stride(),
-            tensor.dtype,
-            tensor.device,
-        )
+        self.size, self.stride = tensor.shape, tensor.stride()
+        self.dtype, self.device = tensor.dtype, tensor.device
 
     def suits(self, tensor: Tensor) -> bool:
-        """Whether this tensor looks the same."""
+        """Whether this tensor looks like it."""
         is_same_kind = tensor.dtype is self.dtype and tensor.device == self.device
         return is_same_kind and tensor.shape == self.size and tensor.stride() == self.stride
 
@@ -134,24 +131,19 @@ class Like:
 class Slot:
     """A tensor that autograd saved at this place of the program."""
 
-    cell: int
-    version: int
-    first: First | None
-    is_held: bool = False  # whether a recompute starts from it, so that there is nothing to compute
+    value: Value
+    first: First | None = None
+    hold: Hold | None = None
+    is_held: bool = False  # so that there is nothing to compute
     is_read: bool = False  # whether a region inside takes it, rather than an operator
     is_usual: bool = False  # neither that, nor a part, nor a tensor that is met here
     joins: bool = False  # whether it is another part of the tensor that the slot before belongs to
     counts: bool = False  # whether autograd saved something of this memory for the first time
     nbytes: int = 0  # of the tensor
-    holds: tuple[First, ...] = ()
+    cell: int = -1
 
     def __post_init__(self) -> None:
-        if self.first is not None:
-            self.holds = to_hold([self.first])
-
-    @property
-    def value(self) -> Value:
-        return self.cell, self.version
+        self.cell = self.value[0]
 
 
 @dataclass(slots=True, eq=False)
@@ -161,11 +153,11 @@ class Step:
 
     parent: Step | None
     func: Any
-    index: int = -1
     # What another call must have, too: operator, grad mode, number of arguments, keywords.
     call: Any = None
     info: Info = NO_OPERATOR
     run: Any = None
+    index: int = -1
     args: list[Any] = field(default_factory=list)  # templates as a run meets them; keywords last
     inputs: list[Any] = field(default_factory=list)  # templates, as a replay passes them
     named: dict[str, Any] = field(default_factory=dict)
@@ -174,24 +166,22 @@ class Step:
     grad_mode: bool = True  # kernels may look at it
     first_cell: int = 0  # of its results
     reads: tuple[Value, ...] = ()
-    writes: tuple[int, ...] = ()  # memories that a replay writes, too
-    targets: tuple[int, ...] = ()  # cells on memory from outside that it writes
-    freezes: tuple[Any, ...] = ()  # what is held on memory that it is about to write
+    writes: tuple[int, ...] = ()  # memories
+    targets: tuple[int, ...] = ()  # cells that it writes to
     firsts: tuple[First, ...] = ()  # in the order of their cells
-    holds: tuple[First, ...] = ()  # those that the run holds
+    holds: tuple[Hold, ...] = ()
     varies: tuple[int, ...] = ()  # places of the arguments that are numbers of the run
     offset: int | None = None  # the place of one that counts from that of its first argument
     reads_metadata: bool = False  # and nothing else, of its first argument
+    updates: bool = False  # statistics, unseen
     effect: bool = False  # it is never replayed
     is_view: bool = False
     draws: bool = False  # random numbers, perhaps
     is_quick_draw: bool = False  # from the generator of the device of the first argument
-    keeps: tuple[tuple[Value, bool], ...] = ()  # by plans, after it; whether their bytes count
-    decides: tuple[Value, ...] = ()  # there after it, and held by each run
+    keeps: tuple[tuple[Hold, bool], ...] = ()  # by plans, after it; whether their bytes count
+    decides: tuple[Hold, ...] = ()  # there after it, and held by each run
     sure: tuple[int, ...] = ()  # cells of results that a replay makes with the same bits
-    passes: tuple[Value, ...] = ()  # kept ones of memories that it writes: to other parts, mostly
     is_special: bool = False  # anything but an operator that reads tensors and returns new ones
-    needs_preparation: bool = False  # something must be held before it runs
     # What recording knows after it, beside what it knew before:
     memories: tuple[tuple[int, int], ...] = ()  # the memory of each new cell
     sizes: tuple[tuple[int, int], ...] = ()  # of memories that it made; those of the recorded run
@@ -223,14 +213,9 @@ class Step:
             self.args[place] = Varying(type(self.args[place]))
 
 
-def with_saves(run: Any) -> Iterable[tuple[Step, list[Slot]]]:
-    """The steps of a run so far, from the root, each with what autograd has saved after it."""
-    steps = [run.root, *run.path]
-    for step, after in zip(steps, [*steps[1:], None], strict=True):
-        if after is None:
-            yield step, step.saves[: run.saved]
-        else:
-            yield step, step.saves[: after.args[0]] if after.event is FEWER_SAVES else step.saves
+def fewer_saves(parent: Step, count: int) -> Step:
+    """The event that autograd saves only so many tensors after a step."""
+    return Step(parent, None, (FEWER_SAVES,), event=FEWER_SAVES, effect=True, args=[count])
 
 
 class Program:
@@ -303,3 +288,16 @@ def clear_programs() -> None:
     >>> clear_programs()
     """
     _programs.clear()
+
+
+def with_saves(root: Step, path: Iterable[Step], last: int) -> Iterable[tuple[Step, list[Slot]]]:
+    """The steps from the root on, each with what autograd has saved after it; after the last one,
+    so many tensors."""
+    steps = [root, *path]
+    for step, after in zip(steps, [*steps[1:], None], strict=True):
+        count = len(step.saves)
+        if after is None:
+            count = last
+        elif after.event is FEWER_SAVES:
+            count = after.args[0]
+        yield step, step.saves[:count]

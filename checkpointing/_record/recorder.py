@@ -5,9 +5,19 @@ The recorder looks at storages and at the operator's schema to find who wrote to
 each argument uses, and what the run must hold. It may take its time, since it runs once for each
 new step, in all runs together.
 
-Invariant: replaying a step on its inputs gives the bits that it gave the first time. Where that
-cannot be promised, the run holds the tensor: memory that existed before the block, memory that is
-read before a step wrote to it, and memory that somebody else writes.
+A value is replayable, or it is held. Replayable is what recorded operators make from what is held:
+
+- Of memory that recorded operators have made, and nobody else has written (`MADE`), all is
+  replayable.
+- Memory that is allocated, and not yet filled by a recorded operator (`UNFILLED`), has no value.
+  Who reads it reads what something unseen has filled: it is from outside.
+- Of all other memory (`OUTSIDE`) a value is held as it is when it is read. Views of what is held
+  are replayable.
+
+An operator that writes to memory from outside is an *effect*: it runs once, and what it writes and
+returns is from outside.
+
+Invariant: replaying a step on its inputs gives the bits that it gave the first time.
 
 Rejected: keeping a recorder while a run follows its program. What a recorder knows follows from the
 path, so it is found again when the run leaves the program.
@@ -16,26 +26,29 @@ path, so it is found again when the run leaves the program.
 from __future__ import annotations
 
 import sys
-from collections import defaultdict
-from collections.abc import Callable, Iterable
-from typing import Any, TypeGuard
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import _torch
 from .._engine import entered_from, is_parameter, root_of
-from .decisions import Decisions, most_bytes
+from .decisions import Decisions
 from .ops import Info, tensors_of
+from .origins import Cells, Origins
 from .program import (
     BROUGHT_BACK,
     KEEP,
     NOT_WRITTEN,
+    ON_MADE,
+    OWN,
     PLAIN,
     UNSEEN,
     WRITTEN_UNSEEN,
-    Filling,
     First,
+    Hold,
     Known,
     Like,
     Parts,
@@ -43,18 +56,9 @@ from .program import (
     Step,
     Thing,
     Value,
-    to_hold,
-    with_saves,
 )
 
-# What is known of a memory:
-MADE = "made by recorded operators"
-UNFILLED = "allocated, and not yet filled by a recorded operator"
-OUTSIDE = "from outside, or written from there"
-
-# In place of the cell that an unknown tensor shares its memory with:
-ON_MADE_MEMORY = -2
-NO_MEMORY = -3  # efficient zeros, for which operators run in another way
+MADE, UNFILLED, OUTSIDE = "made", "unfilled", "outside"
 
 # Types of arguments that are compared with `==`, by whether all lists are sizes, and all floats
 # usual.
@@ -64,120 +68,148 @@ _COMPARED = {
     (True, False): PLAIN | {list},
     (True, True): PLAIN | {list, float},
 }
+_NO_CELLS: dict[int, int] = {}
 _is_grad_enabled = torch.is_grad_enabled
 _storage_of, _has_storage = _torch.storage_of, _torch.has_storage
 
 
+@dataclass(slots=True, eq=False)
+class Memory:
+    """What is known of one memory."""
+
+    number: int  # the first cell on it
+    state: str
+    version: int = NOT_WRITTEN  # the last step that wrote to it
+    cells: list[int] = field(default_factory=list)
+    whole: set[int] = field(default_factory=set)  # the cells that cover it, if it is made here
+    # On memory from outside: the cells with what is held now, and with views of that; whether
+    # a copy is held.
+    there: dict[int, bool] = field(default_factory=dict)
+    is_parameter: bool = False
+    is_lent: bool = False
+    is_state: bool = False  # from outside, and written by the block: as by the next run, perhaps
+    is_saved: bool = False  # autograd has saved something of it; or it is a parameter
+
+    def has(self, cell: int) -> bool:
+        """Whether a replay can come by what is in a cell now."""
+        return cell in self.there if self.state is OUTSIDE else self.state is MADE
+
+    def write(self, index: int) -> None:
+        self.version = index
+        self.there.clear()
+
+
 class Recorder:
-    """What recording knows: which memory each cell uses, and what has become of it. It follows from
-    the path."""
+    """The memories at one place of a path, and the next step there."""
 
-    def __init__(self, run: Any) -> None:
-        self._run = run
-        self._start()
-        self.memory_of: list[int] = []  # by cell
-        # By cell: after which step; the halves are what was saved after a step.
-        self._born: list[float] = []
-        self._state: dict[int, str] = {}  # by memory
-        self._written: dict[int, int] = {}  # by memory: the last step that wrote to it
-        self._again: set[int] = set()  # memory from outside that the block writes
-        self._lost: set[int] = set()  # cells that steps have filled which are not replayed
-        self._held: set[int] = set()  # cells that are held, and views of them
-        self._starts: set[int] = set()  # cells that are held
-        self._copied: set[int] = set()  # cells that hold a copy
-        self._read: set[int] = set()  # held cells that an operator reads
-        # By memory: what to copy before it is written.
-        self._held_on: dict[int, list[Any]] = defaultdict(list)
-        self._cells_on: dict[int, list[int]] = defaultdict(list)  # by memory
-        self._parameters: set[int] = set()  # memories
-        self._lent: set[int] = set()  # memories of gathered parameters
-        self._saved: set[int] = set()  # memories that autograd has saved, and parameters
+    def __init__(
+        self,
+        cells: Cells,
+        origins: Origins,
+        steps: Iterable[tuple[Step, list[Slot]]],
+        saves_freely: bool,
+    ) -> None:
+        """`steps` are those of the path; `saves_freely`: no hooks are around the block."""
+        self._cells, self._origins, self._saves_freely = cells, origins, saves_freely
+        self._memories: dict[int, Memory] = {}
+        self._memory_of: list[Memory] = []  # by cell
         self._names: dict[int, int] = {}  # by id of a tensor: its cell
-        self._places: dict[int | None, int] = {}  # by storage: its memory
+        self._places: dict[int | None, Memory] = {}  # by storage
+        self._held: set[Value] = set()
         self._decisions = Decisions()
-        self._sizes: dict[int, int] = {}  # by memory that may still live: bytes
-        for step, saves in with_saves(run):
+        self._alive: list[Memory] = []  # of those that steps have made
+        self._start()
+        for step, saves in steps:
             for first in step.firsts:
-                self._add_first(first, step.index)
-            self._add_results(step)
+                self._add_first(first)
+            for asked in step.holds:
+                self._add_hold(asked)
+            self._add(step)
             for slot in saves:
-                self._add_slot(slot, step.index)
+                self._add_slot(slot)
 
-    def _add_first(self, first: First, born: float) -> None:
-        memory, cell = first.memory, first.cell
-        self._state.setdefault(memory, OUTSIDE)
-        if first.shares == ON_MADE_MEMORY:
-            self._state[memory] = OUTSIDE
-        self._add_cell(cell, memory, born)
-        if first.is_parameter:
-            self._parameters.add(memory)
-            self._saved.add(memory)
-        if not first.holds:
-            return
-        self._held.add(cell)
-        self._starts.add(cell)
-        if first.copies:
-            self._copied.add(cell)
-        elif not first.hides:
-            self._held_on[memory].append(cell)
-        if first.name is not None:
-            self._read.add(cell)
+    def _start(self) -> None:
+        self.met: list[Tensor] = []  # tensors that take the next cells
+        self._reads: list[Value] = []
+        self._firsts: list[First] = []
+        self._holds: list[Hold] = []
 
-    def _add_results(self, step: Step) -> None:
+    # ---- what follows from the path
+
+    def _add_first(self, first: First) -> None:
+        memory = self._memory(first.memory, OUTSIDE)
+        if first.origin is ON_MADE:
+            memory.state = OUTSIDE
+        memory.is_parameter |= first.is_parameter
+        memory.is_saved |= first.is_parameter
+        memory.is_lent |= first.is_lent
+        self._add_cell(first.cell, memory)
+        if first.refers is not None:
+            self._add_hold(first.refers)
+
+    def _add_hold(self, asked: Hold) -> None:
+        self._held.add(asked.value)
+        if not asked.is_hidden:
+            self._memories[asked.memory].there[asked.value[0]] = asked.is_copied
+
+    def _add(self, step: Step) -> None:
         """Learn what a step has changed."""
-        self._state.update(step.states)
-        if step.info.gathers:
-            self._lent.update([memory for memory, _ in step.states])
-        self._sizes.update(step.sizes)
-        for memory in step.gone:
-            self._sizes.pop(memory, None)
-        self._decisions.add(step, self._cells_on)
-        for memory in step.writes:
-            self._add_write(memory, step)
-        self._read.update([cell for cell, _ in step.reads if cell in self._held])
-        for cell, memory in step.memories:
-            self._add_cell(cell, memory, step.index, is_name=step.event is not KEEP)
-            if step.effect:
-                self._lost.add(cell)
-            elif step.is_view and self._state[memory] is OUTSIDE:
-                self._held.add(cell)
-        if step.event is KEEP and not step.effect:
-            self._held_on[step.memories[0][1]].append(step.first_cell)
-        self._add_decisions(step)
+        for number, state in step.states:
+            self._memory(number, state).state = state
+        self._alive += [self._memories[number] for number, _ in step.sizes]
+        if step.gone:
+            self._alive = [memory for memory in self._alive if memory.number not in step.gone]
+        written = [self._memories[number] for number in step.writes]
+        self._decisions.add(step, [cell for memory in written for cell in memory.cells])
+        for memory in written:
+            memory.write(step.index)
+            memory.is_state |= memory.state is OUTSIDE
+        for cell, number in step.memories:
+            memory = self._memories[number]
+            is_shown = step.is_view and not step.effect and memory.state is OUTSIDE
+            if cell == number or not memory.whole.isdisjoint(step.targets):
+                memory.whole.add(cell)
+            self._add_cell(cell, memory)
+            if is_shown:
+                memory.there[cell] = False
+        for number, _ in step.states if step.info.gathers else ():
+            self._memories[number].is_lent = True
         if step.event is UNSEEN:
-            for memory in self._state.keys() - self._parameters:
-                self._state[memory] = OUTSIDE
-                self._add_write(memory, step)
+            self._write_unseen(step.index)
 
-    def _add_decisions(self, step: Step) -> None:
-        for value in step.decides:
-            self._held_on[self.memory_of[value[0]]].append(value)
+    def _write_unseen(self, index: int) -> None:
+        """Anything but parameters may have been written."""
+        for memory in self._memories.values():
+            if not memory.is_parameter:
+                memory.state = OUTSIDE
+                memory.write(index)
 
-    def _add_write(self, memory: int, step: Step) -> None:
-        self._written[memory] = step.index
-        self._held_on.pop(memory, None)
-        if self._state[memory] is OUTSIDE and step.event is not UNSEEN:
-            self._again.add(memory)
-
-    def _add_slot(self, slot: Slot, index: int) -> None:
+    def _add_slot(self, slot: Slot) -> None:
         if slot.first is not None:
-            self._add_first(slot.first, index + 0.5)
+            self._add_first(slot.first)
+        memory = self._memory_of[slot.value[0]]
+        if slot.hold is not None:
+            self._add_hold(slot.hold)
             if slot.is_read:  # if it was allocated here, something unseen has filled it
-                self._state[slot.first.memory] = OUTSIDE
-        self._saved.add(self.memory_of[slot.cell])
+                memory.state = OUTSIDE
+        memory.is_saved = True
 
-    def _add_cell(self, cell: int, memory: int, born: float, is_name: bool = True) -> None:
-        assert cell == len(self.memory_of), "cells are filled in order"
-        self.memory_of.append(memory)
-        self._born.append(born)
-        self._cells_on[memory].append(cell)
+    def _memory(self, number: int, state: str) -> Memory:
+        if number not in self._memories:
+            self._memories[number] = Memory(number, state)
+        return self._memories[number]
+
+    def _add_cell(self, cell: int, memory: Memory) -> None:
+        assert cell == len(self._memory_of), "cells are filled in order"
+        self._memory_of.append(memory)
+        memory.cells.append(cell)
         tensor = self._tensor_in(cell)
-        if tensor is not None and is_name:
+        if tensor is not None:
             self._names[id(tensor)] = cell
             self._places[_storage_of(tensor)] = memory
 
     def _tensor_in(self, cell: int) -> Any:
-        cells = self._run.cells
+        cells = self._cells
         return cells[cell]() if cell < len(cells) else self.met[cell - len(cells)]
 
     # ---- names
@@ -190,99 +222,78 @@ class Recorder:
         if not _has_storage(tensor):
             return cell
         # Unless `tensor.data = ...` has given it other memory.
-        return cell if self._places.get(_storage_of(tensor)) == self.memory_of[cell] else None
+        return cell if self._places.get(_storage_of(tensor)) is self._memory_of[cell] else None
 
-    def _memory_at(self, tensor: Tensor) -> int | None:
+    def _memory_at(self, tensor: Tensor) -> Memory | None:
         """The known memory that a tensor uses, as far as something there is alive."""
         memory = self._places.get(_storage_of(tensor)) if _has_storage(tensor) else None
         return None if memory is None or self._is_gone(memory) else memory
 
-    def _is_gone(self, memory: int) -> bool:
+    def _is_gone(self, memory: Memory) -> bool:
         """Whether nobody holds a tensor there any more."""
-        return all(self._tensor_in(cell) is None for cell in self._cells_on[memory])
+        return all(self._tensor_in(cell) is None for cell in memory.cells)
+
+    def gone(self) -> tuple[int, ...]:
+        """Memories of recorded operators that nobody holds any more."""
+        gone = [memory for memory in self._alive if self._is_gone(memory)]
+        self._alive = [memory for memory in self._alive if memory not in gone]
+        return tuple([memory.number for memory in gone])
 
     def _value(self, cell: int) -> Value:
         """What is in a cell: as the last step left it that wrote to any part of its memory."""
-        return cell, self._written.get(self.memory_of[cell], NOT_WRITTEN)
-
-    def _state_at(self, cell: int | None) -> str | None:
-        """What is known of the memory that a cell uses."""
-        return None if cell is None else self._state[self.memory_of[cell]]
-
-    def _is_there(self, cell: int | None) -> TypeGuard[int]:
-        """Whether a replay can come by what is in a cell now."""
-        if cell is None or cell in self._lost:
-            return False
-        memory = self.memory_of[cell]
-        if self._state[memory] is OUTSIDE:
-            return cell in self._held and self._born[cell] > self._written.get(memory, NOT_WRITTEN)
-        return self._state[memory] is MADE
-
-    def _first(self, tensor: Tensor, was: int | None, **more: Any) -> First:
-        """A new cell for a tensor."""
-        cell = len(self._run.cells) + len(self.met)
-        self.met.append(tensor)
-        shares = cell
-        memory = cell if was is None else self.memory_of[was]
-        if was is None:
-            shares = self._run.shares(tensor, cell)
-            if shares == ON_MADE_MEMORY:
-                there = self._memory_at(tensor)
-                memory = cell if there is None else there
-            elif shares not in (cell, NO_MEMORY):
-                memory = self.memory_of[shares]
-        first = First(cell, was, shares, memory)
-        first.is_parameter = is_parameter(root_of(tensor))
-        first.requires_grad = tensor.requires_grad
-        if memory in self._lent:
-            first.is_lent = first.is_parameter = True
-        elif first.is_parameter and shares == cell and self._memory_at(tensor) is not None:
-            first.is_lent = True  # on memory that the block has made: gathered from one process
-        for name, value in more.items():
-            setattr(first, name, value)
-        self._add_first(first, len(self._run.path) + (0.5 if more.get("name", 0) is None else 0))
-        if was is None:
-            is_as_it_is = not any((first.copies, first.is_lent))
-            first.is_referenced = first.holds and is_as_it_is and _torch.is_whole_parameter(tensor)
-            self._run.take_first(first, tensor)
-        self._firsts.append(first)
-        return first
+        return cell, self._memory_of[cell].version
 
     def _name(self, tensor: Tensor) -> Known | First:
         """The template of a tensor whose contents do not matter."""
         cell = self._find(tensor)
-        return Known(cell) if cell is not None else self._first(tensor, None)
+        return self._meet(tensor) if cell is None else Known(cell)
 
-    def _read_tensor(self, tensor: Tensor, reader: Any, copies: bool = False) -> Known | First:
-        """The template of a tensor whose contents an operator reads."""
-        cell = self._find(tensor)
-        if cell is not None:
-            copies = copies or self.memory_of[cell] in self._again
-        if self._is_there(cell):
-            needs_copy = copies and self._state_at(cell) is OUTSIDE
-            if not needs_copy or cell in self._copied:
-                self._reads.append(self._value(cell))
-                return Known(cell)
-        first = self._first(tensor, cell, holds=True, copies=copies, name=reader)
-        self._reads.append((first.cell, NOT_WRITTEN))
+    def _meet(self, tensor: Tensor) -> First:
+        """A tensor that is not known takes the next cell."""
+        cell, origin = len(self._memory_of), self._origins.of(tensor, self.met)
+        there = self._memory_at(tensor)
+        memory = there if origin is ON_MADE else None
+        if type(origin) is int:
+            memory = self._memory_of[origin]
+        number = cell if memory is None else memory.number
+        first = First(
+            cell, origin, number, is_parameter(root_of(tensor)), requires_grad=tensor.requires_grad
+        )
+        if memory is not None and memory.is_lent:
+            first.is_lent = first.is_parameter = True
+        elif first.is_parameter and origin is OWN and there is not None:
+            first.is_lent = True  # on memory that the block has made: gathered from one process
+        self.met.append(tensor)
+        self._add_first(first)
+        self._firsts.append(first)
         return first
 
-    def _base(self, tensor: Tensor, reader: Any) -> tuple[Known | First, bool]:
-        """The template of a tensor that a view is made of, and whether a replay can come by its
-        memory."""
-        cell = self._find(tensor)
-        if cell is None:
-            holds = self._run.hooks is None or is_parameter(root_of(tensor))
-            first = self._first(tensor, None, holds=holds, name=reader)
-            if holds:
-                self._reads.append((first.cell, NOT_WRITTEN))
-            return first, holds
-        is_there = self._is_there(cell)
-        if self._state_at(cell) is UNFILLED:
-            is_there = cell not in self._lost
-        if is_there:
-            self._reads.append(self._value(cell))
-        return Known(cell), is_there
+    def _hold(self, template: Known | First, reader: Any, **how: bool) -> None:
+        """The run is to hold what is in a cell."""
+        cell = template.cell
+        memory = self._memory_of[cell]
+        asked = Hold(self._value(cell), memory.number, reader, memory.is_parameter, **how)
+        asked.is_lent = memory.is_lent
+        self._add_hold(asked)
+        is_whole = _torch.is_whole_parameter(self._tensor_in(cell))
+        if isinstance(template, First) and is_whole and not (how or asked.is_lent):
+            template.refers = asked
+        else:
+            self._holds.append(asked)
+
+    def _read(self, tensor: Tensor, reader: Any, is_copied: bool = False) -> Known | First:
+        """The template of a tensor whose contents an operator reads."""
+        template = self._name(tensor)
+        memory = self._memory_of[template.cell]
+        if memory.state is OUTSIDE and (is_copied or memory.is_state):
+            if not memory.there.get(template.cell):
+                if is_copied and template.cell in memory.there:  # autograd has saved the tensor
+                    template = self._meet(tensor)
+                self._hold(template, reader, is_copied=True)
+        elif not memory.has(template.cell):
+            self._hold(template, reader)
+        self._reads.append(self._value(template.cell))
+        return template
 
     def _map(self, function: Callable[[Tensor], Any], arg: Any) -> Any:
         """A template of an argument, with `function` of the tensors in it."""
@@ -294,275 +305,217 @@ class Recorder:
 
     # ---- steps
 
-    def _start(self) -> None:
-        self.met: list[Tensor] = []
-        self._reads: list[Value] = []
-        self._firsts: list[First] = []
-
-    def _begin(self, func: Any) -> Step:
-        self._start()
-        return Step(self._run.step, func)
-
-    def _end(self, step: Step) -> Step:
-        step.reads, step.firsts = tuple(self._reads), tuple(self._firsts)
-        step.holds = to_hold(self._firsts)
-        return step
-
-    def step(self, info: Info, func: Any, args: Any, kwargs: dict[str, Any]) -> Step:
+    def step(self, parent: Step, info: Info, func: Any, args: Any, kwargs: dict[str, Any]) -> Step:
         """What an operator is about to do."""
-        step = self._begin(func)
-        step.info, step.grad_mode = info, _is_grad_enabled()
+        self._start()
+        step = Step(parent, func, info=info, grad_mode=_is_grad_enabled())
         step.call = func, step.grad_mode, len(args), (*kwargs,)
         step.plain = _COMPARED[info.has_sizes, _has_usual_floats((*args, *kwargs.values()))]
         step.run = info.run
         if any(map(_torch.is_zeros, tensors_of(args))):
             step.run = _torch.with_zeros(info.run)
         given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
-        updates = info.updates_statistics(args)
         if info.ignored:
-            self._step_of_view(step, given)
+            self._view(step, given)
         else:
-            self._step_of_operator(step, args, given, updates)
+            self._operate(step, args, given)
         step.inputs = step.args[: len(args)]
         if kwargs:
             step.named = dict(zip(kwargs, step.args[len(args) :], strict=True))
         if step.reads_metadata:
             step.inputs[0] = Like(args[0])
-        for place in info.statistics if updates else ():
+        for place in info.statistics if step.updates else ():
             step.inputs[place] = None
         if info.offset in given and given[info.offset] is not None:
             step.offset = info.offset
-        self._end(step)
+        return self._end(step)
+
+    def _end(self, step: Step) -> Step:
+        step.reads, step.firsts = tuple(self._reads), tuple(self._firsts)
+        step.holds = tuple(self._holds)
+        changes: Any = step.holds, step.writes, step.draws, step.effect
         is_noted = step.reads_metadata or step.offset is not None
-        step.needs_preparation = any((step.holds, step.freezes, step.targets, is_noted))
-        step.is_special = any(
-            (step.needs_preparation, step.draws, step.effect, step.run is not info.run)
-        )
+        step.is_special = any((*changes, is_noted, step.run is not step.info.run))
         return step
 
-    def _step_of_view(self, step: Step, given: dict[int | str, Any]) -> None:
+    def _view(self, step: Step, given: dict[int | str, Any]) -> None:
         step.is_view = True
-        bases = []
+        are_there = [step.info.base != "set_"]
 
         def base(tensor: Tensor) -> Known | First:
-            template, is_there = self._base(tensor, step.func)
-            bases.append(is_there)
+            template = self._name(tensor)
+            memory = self._memory_of[template.cell]
+            if type(template) is First and (self._saves_freely or template.is_parameter):
+                self._hold(template, step.func)
+            is_there = memory.state is UNFILLED or memory.has(template.cell)
+            if is_there:
+                self._reads.append(self._value(template.cell))
+            are_there.append(is_there)
             return template
 
         step.args = [self._map(base, arg) for arg in given.values()]
-        step.effect = not all((*bases, step.info.base != "set_"))
+        step.effect = not all(are_there)
 
-    def _step_of_operator(
-        self, step: Step, args: Any, given: dict[int | str, Any], updates: bool
-    ) -> None:
+    def _operate(self, step: Step, args: Any, given: dict[int | str, Any]) -> None:
         info = step.info
         places = info.targets
-        written = [tensor for place in places for tensor in tensors_of(given.get(place))]
-        if any(self._is_unfilled(tensor) for tensor in written):
-            # The operator may read one part of this memory and write to another: then it has been
-            # filled unseen.
-            read = [arg for place, arg in enumerate(args) if place not in places]
-            self._fill(step, [tensor for tensor in tensors_of(read) if self._is_unfilled(tensor)])
-        outside = [self._is_outside(tensor, info.fills) for tensor in written]
-        step.effect = info.communicates or (info.inplace and all(outside))
+        for place, arg in given.items():
+            if place not in places and not (place == 0 and info.metadata_only):
+                self._fill_unseen(step, tensors_of(arg))
+        written = info.targets_of(given)
+        step.updates = info.updates_statistics(args)
+        step.effect = info.communicates or any(self._is_outside(each, info) for each in written)
         step.draws = info.may_draw and not step.effect
         has_generator = torch.Generator in map(type, given.values())
         step.is_quick_draw = not (info.custom or has_generator)
-        step.args = [self._template(step, place, arg, updates) for place, arg in given.items()]
+        step.args = [self._template(step, place, arg) for place, arg in given.items()]
 
-    def _template(self, step: Step, place: int | str, arg: Any, updates: bool) -> Any:
-        """The template of an operator's argument; `updates`: of the statistics that it takes."""
+    def _fill_unseen(self, step: Step, read: Iterable[Tensor]) -> None:
+        """Something unseen has filled what is read: a raw kernel, `ctypes`, NumPy."""
+        for tensor in read:
+            cell = self._find(tensor)
+            if cell is not None and (memory := self._memory_of[cell]).state is UNFILLED:
+                memory.state = OUTSIDE
+                step.states += ((memory.number, OUTSIDE),)
+
+    def _is_outside(self, tensor: Tensor, info: Info) -> bool:
+        """Whether what is written cannot be made again: it was there before, or something unseen
+        has filled it."""
+        cell = self._find(tensor)
+        if cell is None:
+            return True
+        state = self._memory_of[cell].state
+        return state is OUTSIDE or (state is UNFILLED and not info.fills)
+
+    def _template(self, step: Step, place: int | str, arg: Any) -> Any:
+        """The template of an operator's argument."""
         info = step.info
         if place in info.targets:
             return self._map(lambda tensor: self._target(step, tensor), arg)
         if step.effect:
-            return Thing(type(arg)) if _is_script_object(arg) else self._map(self._name, arg)
+            is_object = isinstance(arg, torch.ScriptObject)
+            return Thing(type(arg)) if is_object else self._map(self._name, arg)
         if isinstance(arg, Tensor):
             if place == 0 and info.metadata_only and _has_storage(arg):
                 step.reads_metadata = True
                 return self._name(arg)
             if place in info.statistics:
-                return self._statistics(step, arg, updates)
-        return self._map(lambda tensor: self._read_filled(step, tensor), arg)
+                return self._statistics(step, arg)
+        return self._map(lambda tensor: self._read(tensor, step.func), arg)
 
-    def _read_filled(self, step: Step, tensor: Tensor) -> Known | First:
-        if self._is_unfilled(tensor):
-            self._fill(step, [tensor])
-        return self._read_tensor(tensor, step.func)
-
-    def _is_unfilled(self, tensor: Tensor) -> bool:
-        return self._state_at(self._find(tensor)) is UNFILLED
-
-    def _is_outside(self, tensor: Tensor, fills: bool) -> bool:
-        """Whether what is written cannot be made again: it was there before, or something unseen
-        has filled it."""
-        cell = self._find(tensor)
-        if cell is None or cell in self._lost:
-            return True
-        state = self._state_at(cell)
-        return not fills if state is UNFILLED else state is OUTSIDE
-
-    def _fill(self, step: Step, tensors: list[Tensor]) -> None:
-        """Something unseen has filled these: a raw kernel, `ctypes`, NumPy."""
-        for tensor in tensors:
-            cell = self._find(tensor)
-            assert cell is not None
-            self._state[self.memory_of[cell]] = OUTSIDE
-            step.states += ((self.memory_of[cell], OUTSIDE),)
-
-    def _target(self, step: Step, tensor: Tensor) -> Any:
+    def _target(self, step: Step, tensor: Tensor) -> Known | First:
         """The template of a tensor that the operator writes."""
-        info = step.info
-        is_outside = self._is_outside(tensor, info.fills)
-        if is_outside and not step.effect:  # a replay lets it write to a copy
-            template = self._read_tensor(tensor, step.func, copies=True)
-        else:
-            template = self._name(tensor)
-        cell = template.cell
-        memory = self.memory_of[cell]
-        if is_outside:
-            step.targets += (cell,)
-        elif not info.gathers:  # after whoever wrote to its memory before
-            self._reads.append(self._value(cell))
-        if info.gathers:
-            # As it was before it had been given back, if it was there before.
-            step.states += ((memory, OUTSIDE),)
-            return template
-        if not is_outside:
-            template = self._fill_target(step, template, tensor)
-        elif step.effect:
-            step.states += ((memory, OUTSIDE),)
-        if memory not in step.writes:
-            step.writes += (memory,)
-            step.freezes += tuple(self._held_on[memory])
-        return template
-
-    def _fill_target(self, step: Step, template: Known | First, tensor: Tensor) -> Known | First:
-        """An operator writes to memory that recorded operators have made: is it filled then?"""
-        info, cell = step.info, template.cell
-        memory = self.memory_of[cell]
+        info, template = step.info, self._name(tensor)
+        memory = self._memory_of[template.cell]
+        state = memory.state
         if step.effect:
-            step.states += ((memory, OUTSIDE),)
-            return template
-        if info.allocates:  # `resize_`, or with `out=`
-            step.states += ((memory, UNFILLED),)
-        if self._state[memory] is not UNFILLED:
-            return template
-        covers = tensor.nbytes >= tensor.untyped_storage().nbytes()
-        if not info.allocates and (covers or not info.overwrites):
-            step.states += ((memory, MADE),)
-        is_all = tensor._base is None and covers
-        return template if is_all else Filling(cell, covers)
-
-    def _statistics(self, step: Step, tensor: Tensor, updates: bool) -> Any:
-        """The template of statistics that a normalisation reads, or updates without saying so."""
-        if not updates:
-            return self._read_tensor(tensor, step.func, copies=True)
-        template = self._name(tensor)
-        memory = self.memory_of[template.cell]
-        step.writes += (memory,)
-        step.states += ((memory, OUTSIDE),)
-        # Something else than the node that saves it has read it.
-        read = [
-            cell for cell in self._held_on[memory] if cell in self._read or self._run.is_checked
-        ]
-        step.freezes += tuple(read)
+            state = OUTSIDE
+        else:  # after whoever wrote to its memory before
+            self._reads.append(self._value(template.cell))
+            if info.allocates:  # `resize_`, or with `out=`
+                state = UNFILLED
+            elif template.cell in memory.whole or not info.overwrites:
+                state = MADE
+        step.states += ((memory.number, state),)
+        step.targets += (template.cell,)
+        # FSDP2 gathers parameters: they are as they were before their memory had been given back.
+        if memory.number not in step.writes and not info.gathers:
+            step.writes += (memory.number,)
         return template
 
-    def has_run(self, step: Step, results: Iterable[Tensor]) -> None:
-        """What has become of it."""
+    def _statistics(self, step: Step, tensor: Tensor) -> Known | First:
+        """The template of statistics that a normalisation reads, or updates without saying so."""
+        if not step.updates:
+            return self._read(tensor, step.func, is_copied=True)
+        template = self._name(tensor)
+        memory = self._memory_of[template.cell]
+        step.writes += (memory.number,)
+        step.states += ((memory.number, OUTSIDE),)
+        return template
+
+    def has_run(self, step: Step, results: list[Tensor], limit: int) -> None:
+        """Record the results of an operator, which are in their cells. `limit`: bytes of decisions
+        that may be held."""
         info = step.info
-        results = [*results]
-        step.count = len(results)
-        step.first_cell = cell = len(self.memory_of)
-        self.met = results
-        for tensor in results:
+        self.met = []
+        step.count, step.first_cell = len(results), len(self._memory_of)
+        made: dict[Value, Tensor] = {}
+        for cell, tensor in enumerate(results, step.first_cell):
             known = None if info.base == "set_" else self._find(tensor)
-            memory = self.memory_of[known] if known is not None else self._memory_at(tensor)
+            memory = self._memory_at(tensor) if known is None else self._memory_of[known]
             if step.event is BROUGHT_BACK or memory is None:
-                memory = cell
                 state = UNFILLED if info.allocates else MADE
                 if step.effect or not _has_storage(tensor):
                     state = OUTSIDE
-                step.states += ((memory, state),)
-                step.sizes += ((memory, _torch.memory_size(tensor)),)
-            step.memories += ((cell, memory),)
-            cell += 1
+                memory = Memory(cell, state)
+                step.states += ((cell, state),)
+                step.sizes += ((cell, _torch.memory_size(tensor)),)
+            step.memories += ((cell, memory.number),)
+            version = step.index if memory.number in step.writes else memory.version
+            made[cell, version] = tensor
         if step.event is None and not step.effect:
-            made = [(cell, self._version_after(step, memory)) for cell, memory in step.memories]
-            limit = most_bytes(self._run.saved_bytes, self._run.decided_bytes)
-            tensors = dict(zip(made, results, strict=True))
-            self._decisions.find(step, tensors, self._held, self._tensor_in, limit)
+            computed = [
+                each for each in step.reads if self._memory_of[each[0]].state is not OUTSIDE
+            ]
+            decided = self._decisions.find(step, computed, made, self._tensor_in, limit)
+            numbers = dict(step.memories)
+            step.decides = tuple([self._kept(value, numbers) for value in decided])
         if info.sizes_depend_on_data:
             step.line = entered_from(sys._getframe(1))
-            step.is_special = True
-        step.is_special |= bool(step.decides)
-        self._add_results(step)
-        self.met = []
+        step.is_special |= bool(step.decides) or info.sizes_depend_on_data
+        self._add(step)
 
-    def _version_after(self, step: Step, memory: int) -> int:
-        return step.index if memory in step.writes else self._written.get(memory, NOT_WRITTEN)
+    def _kept(self, value: Value, new: Mapping[int, int] = _NO_CELLS) -> Hold:
+        """A value to hold though it could be computed. `new` cells have these memories."""
+        cell = value[0]
+        return Hold(value, new[cell] if cell in new else self._memory_of[cell].number, None)
 
-    def gone(self) -> tuple[int, ...]:
-        """Memories of recorded operators that nobody holds any more."""
-        gone = [memory for memory in self._sizes if self._is_gone(memory)]
-        for memory in gone:
-            del self._sizes[memory]
-        return tuple(gone)
-
-    def event(self, event: str, args: tuple[Any, ...]) -> Step:
+    def event(self, parent: Step, event: str, args: tuple[Any, ...]) -> Step:
         """What else has happened."""
-        step = self._begin(None)
-        step.event, step.args = event, [*args]
+        self._start()
+        step = Step(parent, None, (event,), event=event, args=[*args])
+        step.effect = True
         if event is KEEP:
-            (tensor,) = args
-            cell = self._find(tensor)
-            if self._is_there(cell) and self._state_at(cell) is MADE:
+            step.args = [self._name(*args)]
+            cell = step.args[0].cell
+            memory = self._memory_of[cell]
+            if memory.state is MADE:
+                step.effect = False
                 self._reads.append(self._value(cell))
-            else:
-                step.effect = True
-            step.args[0] = self._name(tensor)
+                step.decides = (self._kept(self._value(cell)),)
         elif event is BROUGHT_BACK:
             (slot,) = args
             self._reads.append(slot.value)
-            step.effect = self._value(slot.cell) != slot.value
+            step.effect = self._value(slot.value[0]) != slot.value
         elif event is WRITTEN_UNSEEN:
-            step.args[0] = self._name(*args)
-            memory = self.memory_of[step.args[0].cell]
-            step.effect, step.writes, step.states = True, (memory,), ((memory, OUTSIDE),)
-        else:
-            step.effect = True
-            if event is UNSEEN:
-                alive = [m for m in self._held_on if m not in self._parameters]
-                step.freezes = tuple([cell for memory in alive for cell in self._held_on[memory]])
+            step.args = [self._name(*args)]
+            number = self._memory_of[step.args[0].cell].number
+            step.writes, step.states = (number,), ((number, OUTSIDE),)
         step.inputs = step.args
         return self._end(step)
 
-    def slot(self, tensor: Tensor) -> Slot:
-        """What autograd saves now."""
+    def slot(self, tensor: Tensor, is_read: bool, joins: bool) -> Slot:
+        """What autograd saves now; `is_read`: for a region inside, `joins`: as another part of the
+        tensor before."""
         self._start()
-        cell = self._find(tensor)
-        if self._is_there(cell):
-            slot = Slot(*self._value(cell), None)
-        else:
-            # Autograd saves it before the operator runs that fills it: there is nothing in it yet.
-            hides = self._state_at(cell) is UNFILLED
-            if self._run.is_read:  # then something unseen has filled it
-                hides = False
-                if cell is not None:
-                    self._state[self.memory_of[cell]] = OUTSIDE
-            first = self._first(tensor, cell, holds=True, hides=hides, name=None)
-            slot = Slot(first.cell, NOT_WRITTEN, first)
-        memory = self.memory_of[slot.cell]
-        slot.is_held = slot.cell in self._starts
+        template = self._name(tensor)
+        cell = template.cell
+        memory = self._memory_of[cell]
+        if memory.state is UNFILLED and is_read:  # then something unseen has filled it
+            memory.state = OUTSIDE
+        if not memory.has(cell):
+            # Autograd saves it before the operator runs that fills it: nothing is in it yet.
+            how = {"is_hidden": True} if memory.state is UNFILLED else {}
+            self._hold(template, None, **how)
+        slot = Slot(self._value(cell), is_read=is_read, joins=joins)
+        slot.first = template if type(template) is First else None
+        slot.hold = self._holds[0] if self._holds else None
+        slot.is_held = slot.value in self._held
+        slot.is_usual = not any((slot.first, slot.hold, joins, is_read))
         slot.nbytes = tensor.nbytes if _has_storage(tensor) else 0
-        slot.counts = memory not in self._saved
-        self._saved.add(memory)
+        slot.counts = not memory.is_saved
+        memory.is_saved = True
         return slot
-
-
-def _is_script_object(arg: Any) -> bool:
-    return isinstance(arg, torch.ScriptObject)
 
 
 def _has_usual_floats(args: Any) -> bool:

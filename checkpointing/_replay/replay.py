@@ -4,17 +4,13 @@ When a block ends, its plan says which holders share a window, and each group of
 `Stock`: what its window starts from. Stocks belong to holders, so that whatever no live holder
 needs is freed when the block ends, and the rest goes as backward passes by (rule 9). Opening a
 holder runs the window of its group.
-
-Invariant: a window writes to no memory that it has been given or gives away. Tensors on memory that
-it writes are copied when they are fetched. Before it writes, the slots that it has found and that
-overlap with the target are copied, by the geometry that both have in this very run.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -31,24 +27,13 @@ from .._engine import (
     Recompute,
     Source,
     Undo,
-    check_version,
-    described,
     enter_switches,
     prefetch,
     undo_all,
 )
-from .._plan import Found, Group, Instruction, Path, Plan, Window, attach, maker_of, plan_of
-from .._record import (
-    NOT_WRITTEN,
-    Like,
-    Run,
-    Slot,
-    Wrapped,
-    check_there,
-    shapes_of,
-    slots_of,
-    tensors_of,
-)
+from .._plan import Group, Plan, attach, plan_of
+from .._record import Path, Run, Slot, Value, Wrapped, slots_of
+from .execution import Execution, fetch
 
 
 class Stock:
@@ -57,20 +42,19 @@ class Stock:
     __slots__ = ("first_holder", "group", "held", "numbers", "random", "shapes")
 
     def __init__(
-        self, group: Group, held: dict[Any, Any], run: Run | Stock, slots: Sequence[int]
+        self, group: Group, held: Mapping[Value, Any], source: Any, slots: Sequence[int], first: int
     ) -> None:
+        """`source` is a store, or the stock of which this is a part."""
+        values, randoms = group.needs(slots)
         self.group = group
+        self.held = {value: held[value] for value in values}
         self.random: dict[int, Any] = {}
-        if group.only is not None:
-            self.held = {group.only: held[group.only]}
-        else:
-            sources, randoms = group.needs(slots)
-            self.held = {source: held[source] for source in sources}
-            if run.random:
-                self.random = {index: run.random[index] for index in randoms if index in run.random}
-        self.first_holder: int = run.first_holder
-        self.numbers: dict[int, Any] = run.numbers
-        self.shapes: dict[int, Any] = run.shapes
+        if source.random:
+            known = source.random
+            self.random = {index: known[index] for index in randoms if index in known}
+        self.first_holder = first
+        self.numbers: dict[int, Any] = source.numbers
+        self.shapes: dict[int, Any] = source.shapes
 
     def owner(self, slot: int) -> int:
         """Which holder of the frame has a slot."""
@@ -87,12 +71,17 @@ class Stock:
                 found[slot] = holder
         return found
 
+    def moved(self) -> list[Moved]:
+        """What waits elsewhere."""
+        packed = [held.moved for held in self.held.values() if isinstance(held, Held)]
+        return [moved for moved in packed if moved is not None]
+
 
 class Replay(Source):
     """The run of one block as a source."""
 
     def __init__(self, run: Run, log: list[tuple[str, str]] | None = None) -> None:
-        self.tape = run
+        self.run = run
         self.save = run.save
         self.log = log
         self.replays = 0
@@ -106,28 +95,28 @@ class Replay(Source):
 
     def close(self, frame: Frame) -> None:
         """The block has ended: what its windows need goes to the holders."""
-        run = self.tape
-        plan = self._hand_over(frame)
-        self.plan, self.complaint = plan, plan.complaint
-        run.held, run.random, run.path, run.stocks, run.cells = {}, {}, [], {}, []
-        run.is_over = True
+        run = self.run
+        self.plan = plan = self._hand_over(frame)
+        self.complaint = plan.complaint
+        run.end()
 
     def _hand_over(self, frame: Frame) -> Plan:
         """What windows need goes to the holders, which own it from here on."""
-        run = self.tape
+        run, store = self.run, self.run.store
         plan = self._find_plan()
         holders = [ref() for ref in frame.holders[run.first_holder :]]
         owners = plan.path.owners
         for group in plan.groups_for(run):
             alive = [slot for slot in group.slots if holders[owners[slot]] is not None]
-            stock = Stock(group, run.held, run, alive) if alive else None
-            for slot in alive:
-                holders[owners[slot]].stock = stock  # type: ignore[union-attr]
+            if alive:
+                stock = Stock(group, store.held, store, alive, run.first_holder)
+                for slot in alive:
+                    holders[owners[slot]].stock = stock  # type: ignore[union-attr]
         return plan
 
     def _find_plan(self) -> Plan:
         """The plan for what the run has done so far."""
-        run = self.tape
+        run = self.run
         run.finish_step()
         old = run.step.plan
         if old is not None and old.suits(run):
@@ -147,132 +136,41 @@ class Replay(Source):
             return holder.stock  # type: ignore[no-any-return]
         except AttributeError:
             pass
-        slot, run = holder.slot, self.tape
-        if run.may_begin_anew:
+        slot, run = holder.slot, self.run
+        if run.may_begin_anew():
             self._counted += sum(step.is_counted for step in self._hand_over(frame).path.steps)
             run.begin_anew(frame.holders)
             return holder.stock  # type: ignore[no-any-return]
         if slot not in run.stocks:  # a backward inside the block
-            plan = self._find_plan()
-            for group in plan.groups_for(run):
-                stock = Stock(group, run.held, run, group.slots)
+            store = run.store
+            for group in self._find_plan().groups_for(run):
+                stock = Stock(group, store.held, store, group.slots, run.first_holder)
                 run.stocks.update((stock.owner(slot), stock) for slot in group.slots)
         return run.stocks[slot]  # type: ignore[no-any-return]
 
     # ---- as a source
 
     def announce(self, tensor: Tensor) -> None:
-        self.tape.announce(tensor)
-
-    def maker(self, holder: Holder) -> str | None:
-        """The operator that made what the holder saved."""
-        path = holder.stock.group.path
-        made = max([path.newest(slot.value) for slot in slots_of(holder.saved)], default=-1)
-        return None if made < 0 else str(path.steps[made].func)
-
-    def holdings(self, frame: Frame) -> Iterable[Holding]:
-        run = self.tape
-        held, random = run.held, run.random  # while the block runs
-        if self.plan is not None:
-            holders = [holder for ref in frame.holders if (holder := ref()) is not None]
-            stocks = {
-                id(holder.stock): holder.stock for holder in holders if hasattr(holder, "stock")
-            }.values()
-            held = {cell: entry for stock in stocks for cell, entry in stock.held.items()}
-            random = {index: state for stock in stocks for index, state in stock.random.items()}
-        path = self.path()
-        for key, entry in held.items():
-            if type(entry) is tuple or entry.is_parameter:
-                continue
-            if key in path.given:
-                readers = (step for step in path.steps if key in dict(step.reads))
-                kind, step = "input", next(readers, None)
-            else:
-                value = key if type(key) is tuple else (key, NOT_WRITTEN)
-                kind, step = "kept", maker_of(value, path.steps)
-            operator, note = (None, None) if step is None else (str(step.func), step.note)
-            yield Holding(kind, entry, operator, note)
-        for index, state in random.items():
-            step = path.steps[index]
-            for tensor in state.states:
-                yield Holding("random state", tensor, str(step.func), step.note)
-
-    def operator_of(self, holder: Holder) -> str | None:
-        steps = [maker_of(slot.value, self.tape.path) for slot in slots_of(holder.saved)]
-        return next((str(step.func) for step in steps if step is not None), None)
-
-    def counts(self) -> tuple[int, tuple[int, ...]]:
-        """How many operators were recorded, and where among them the cuts are."""
-        path = self.path()
-        before = [*accumulate([step.is_counted for step in path.steps], initial=0)]
-        return self._counted + before[-1], tuple([before[cut] for cut in path.cuts])
-
-    def path(self) -> Path:
-        return Path(self.tape) if self.plan is None else self.plan.path
+        self.run.announce(tensor)
 
     def at_hand(self, holder: Holder, where: Frame) -> Tensor | None:
-        """A value that is held, or a view of one, that hooks have not taken: nothing to compute,
-        nothing to share."""
+        """A value that is held by itself: nothing to compute, nothing to share."""
         slot = holder.saved
-        is_replayed = where.check is not None or not where.early_stop
-        if is_replayed or type(slot) is not Slot:
+        if where.check is not None or not where.early_stop or type(slot) is not Slot:
             return None
-        stock = self._stock_of(holder, where)
-        held = stock.held.get(slot.cell if slot.is_held else stock.group.only)
+        held = self._stock_of(holder, where).held.get(slot.value)
         if type(held) is Aliased and not (held.is_stale or held.is_parameter):
             return held.packed  # type: ignore[no-any-return]
-        window = None if held is not None else stock.group.shown()
-        if any(isinstance(each, Held) and each.is_packed for each in stock.held.values()):
+        if held is None or held.is_packed:
             return None
         try:
-            if held is not None:
-                return self.fetch(held, where, {})
-            if window is not None and not _torch.mode_count():  # which would see it being made
-                return _Execution(self, where, stock, window, {}, []).run().popitem()[1]
+            return fetch(held, where, {})
         except errors.CheckpointError:
-            pass  # it will be raised again, from a recompute
-        return None
-
-    def fetch(self, held: Any, where: Frame, inputs: dict[Any, Tensor]) -> Tensor:
-        """What a run holds in a cell."""
-        if type(held) in _torch.UNWRAPPED:  # an earlier replay has made it
-            return held  # type: ignore[no-any-return]
-        if type(held) is tuple:
-            parameter, version = held
-            check_version(where, "a parameter", parameter, version)
-            if type(parameter) is not _torch.FakeTensor and not parameter.data_ptr():
-                check_there(where, parameter)
-            return parameter  # type: ignore[no-any-return]
-        tensor = inputs.get(held)
-        if tensor is None:
-            tensor = held.fetch(where)
-            if held.is_parameter:
-                check_there(where, tensor)
-            # Else it can be fetched again.
-            if held.is_packed and held.moved is None:
-                inputs[held] = tensor
-        return tensor
-
-    def _prefetch(self, stock: Stock, frame: Frame) -> None:
-        """Start to bring back the next tensors: backward opens first the one saved last."""
-        if self._order is None:
-            self._order = []
-            holders = [holder for ref in reversed(frame.holders) if (holder := ref()) is not None]
-            for held in {
-                id(s): s for holder in holders for s in [self._stock_of(holder, frame)]
-            }.values():
-                for moved in _moved_in(held):
-                    if moved.rank < 0:
-                        moved.rank = len(self._order)
-                        self._order.append(weakref.ref(moved))
-        prefetch(
-            self._order, max([moved.rank for moved in _moved_in(stock)], default=len(self._order))
-        )
+            return None  # it will be raised again, from a recompute
 
     def recompute(self, request: Recompute) -> None:
-        run, task = self.tape, request.task
-        run.settle()
-        # Those of the block's beginning: kernels look at them.
+        run, task = self.run, request.task
+        run.store.settle()
         undo: Undo = []
         if run.fake_mode is not None and _torch.fake_mode() is None:  # backward runs outside of it
             run.fake_mode.__enter__()
@@ -281,6 +179,7 @@ class Replay(Source):
             task.memory = {}
         before = self.replayed
         try:
+            # Those of the block's beginning: kernels look at them.
             enter_switches(run.switches, undo)
             self._replay(request.holder, request, undo)
             for holder in () if request.frame.early_stop else request.wanted():
@@ -298,192 +197,117 @@ class Replay(Source):
         stock = self._part_of(holder, request, undo)
         holders = stock.wanted(request)
         window = stock.group.window(tuple(holders))
-        execution = _Execution(self, frame, stock, window, request.task.memory, undo)
-        if self.tape.movers and frame.complete:
+        execution = Execution(window, stock, frame, request.task.memory, undo)
+        if self.run.store.movers and frame.complete:
             self._prefetch(stock, frame)
         parts: dict[int, list[Tensor]] = defaultdict(list)  # by holder
-        for number, tensor in sorted(execution.run().items()):
+        for number, tensor in sorted(self._made_by(execution).items()):
             holder = holders[number]
             saved = holder.saved
             if type(saved) is Wrapped:
                 mine = parts[holder.slot]
                 mine.append(tensor)
                 if len(mine) == len([*slots_of(saved)]):
-                    request.deliver(holder, _wrap(saved, iter(mine)))
+                    request.deliver(holder, saved.unwrapped(iter(mine)))
                 continue
             if not hasattr(holder, "stock"):
-                self.tape.adopt(tensor, saved)
+                self.run.adopt(tensor, saved)
             request.deliver(holder, tensor)
+
+    def _made_by(self, execution: Execution) -> dict[int, Tensor]:
+        window = execution.window
+        if self.log is not None:
+            steps = [instruction.step for instruction in window.instructions]
+            self.log += [(str(step.func), "") for step in steps if not step.is_view]
+        self.replayed += window.counted
+        return execution.make()
 
     def _part_of(self, holder: Holder, request: Recompute, undo: Undo) -> Stock:
         """What the window of a holder starts from. Where the run has not held it, it is made now,
         for all parts at once, and stays until the windows of the parts have run, or the graph task
         ends."""
-        stock, inputs = self._stock_of(holder, request.frame), request.task.memory
+        stock, memory = self._stock_of(holder, request.frame), request.task.memory
         passed = []
         while stock.group.parts:
-            parts = inputs.get(stock, {})
+            parts = memory.get(stock, {})
             if holder.slot not in parts:
-                parts = inputs[stock] = self._fill(stock, request, undo)
+                parts = memory[stock] = self._fill(stock, request, undo)
             passed.append(stock)
             stock = parts[holder.slot]
         for outer in passed:
             for slot in stock.group.slots:
-                inputs[outer].pop(stock.owner(slot), None)
-            if not inputs[outer]:
-                del inputs[outer]
+                memory[outer].pop(stock.owner(slot), None)
+            if not memory[outer]:
+                del memory[outer]
         return stock
 
     def _fill(self, stock: Stock, request: Recompute, undo: Undo) -> dict[int, Stock]:
         """What the parts of a group start from, by holder."""
-        parts = stock.group.parts_of(stock.wanted(request))
-        values, window = stock.group.filling(
-            {source for part, mine in parts for source in part.needs(mine)[0]}
-        )
-        made = _Execution(self, request.frame, stock, window, request.task.memory, undo).run()
+        wanted = stock.wanted(request)
+        values, window = stock.group.filling(wanted)
+        execution = Execution(window, stock, request.frame, request.task.memory, undo)
+        made = self._made_by(execution)
         held = {**stock.held, **{value: made[number] for number, value in enumerate(values)}}
         found: dict[int, Stock] = {}
-        for part, mine in parts:
-            part_stock = Stock(part, held, stock, mine)
+        for part, mine in stock.group.parts_of(wanted):
+            part_stock = Stock(part, held, stock, mine, stock.first_holder)
             found.update((stock.owner(slot), part_stock) for slot in mine)
         return found
 
+    def _prefetch(self, stock: Stock, frame: Frame) -> None:
+        """Start to bring back the next tensors: backward opens first the one saved last."""
+        if self._order is None:
+            self._order = []
+            holders = [holder for ref in reversed(frame.holders) if (holder := ref()) is not None]
+            for one in {id(s): s for h in holders for s in [self._stock_of(h, frame)]}.values():
+                for moved in one.moved():
+                    if moved.rank < 0:
+                        moved.rank = len(self._order)
+                        self._order.append(weakref.ref(moved))
+        last = max([moved.rank for moved in stock.moved()], default=len(self._order))
+        prefetch(self._order, last)
 
-def _moved_in(stock: Stock) -> list[Moved]:
-    """What of a stock waits elsewhere."""
-    packed = [held.moved for held in stock.held.values() if isinstance(held, Held)]
-    return [moved for moved in packed if moved is not None]
+    # ---- for messages and reports
 
+    def path(self) -> Path:
+        return self.run.so_far() if self.plan is None else self.plan.path
 
-class _Execution:
-    """One replay of a window."""
+    def maker(self, holder: Holder) -> str | None:
+        """The operator that made what the holder saved."""
+        path = holder.stock.group.path
+        made = max([path.newest(slot.value) for slot in slots_of(holder.saved)], default=-1)
+        return None if made < 0 else str(path.steps[made].func)
 
-    def __init__(
-        self,
-        source: Replay,
-        frame: Frame,
-        stock: Stock,
-        window: Window,
-        inputs: dict[Any, Tensor],
-        undo: Undo,
-    ) -> None:
-        self.source, self.frame, self.stock, self.window = source, frame, stock, window
-        self.undo = undo
-        self.found: dict[int, Tensor] = {}  # by slot
-        self.exposed: dict[int, list[int]] = defaultdict(list)  # by memory: found, and not copied
-        self.table = window.table.copy()
-        # Before autograd is switched off: an enclosing region may have to rerun for them.
-        for place, key, _ in window.starts:
-            self.table[place] = source.fetch(stock.held[key], frame, inputs)
+    def operator_of(self, holder: Holder) -> str | None:
+        path = self.path()
+        steps = [path.maker_of(slot.value) for slot in slots_of(holder.saved)]
+        return next((str(step.func) for step in steps if step is not None), None)
 
-    def run(self) -> dict[int, Tensor]:
-        """What the window makes, by slot."""
-        with _torch.below_autograd():
-            self._run()
-        self.source.replayed += self.window.counted
-        return self.found
+    def counts(self) -> tuple[int, tuple[int, ...]]:
+        """How many operators were recorded, and where among them the cuts are."""
+        path = self.path()
+        before = [*accumulate([step.is_counted for step in path.steps], initial=0)]
+        return self._counted + before[-1], tuple([before[cut] for cut in path.cuts])
 
-    def _run(self) -> None:
-        table, numbers = self.table, self.stock.numbers
-        self._begin()
-        for instruction in self.window.instructions:
-            is_quick = instruction.is_quick
-            if instruction.index in numbers:
-                instruction.take(numbers[instruction.index], table)
-                is_quick = is_quick and not instruction.kwargs
-            if is_quick:
-                result = instruction.call(*[table[place] for place in instruction.args])
+    def holdings(self, frame: Frame) -> Iterable[Holding]:
+        stocks: Iterable[Any] = [self.run.store]  # while the block runs
+        if self.plan is not None:
+            holders = [holder for ref in frame.holders if (holder := ref()) is not None]
+            found = [holder.stock for holder in holders if hasattr(holder, "stock")]
+            stocks = {id(stock): stock for stock in found}.values()
+        path = self.path()
+        for value, held in {v: held for stock in stocks for v, held in stock.held.items()}.items():
+            if held.is_parameter:
+                continue
+            if value in path.given:
+                readers = (step for step in path.steps if value in step.reads)
+                kind, step = "input", next(readers, None)
             else:
-                result = self._call(instruction)
-            if type(result) is Tensor:
-                table[instruction.results[0]] = result
-            else:
-                self._take(instruction, result)
-            result = None
-            for found in instruction.wanted:
-                self._note(found)
-            for place in instruction.dead:
-                table[place] = None
-
-    def _begin(self) -> None:
-        window, log = self.window, self.source.log
-        if log is not None:
-            steps = [instruction.step for instruction in window.instructions]
-            log += [(str(step.func), "") for step in steps if not step.is_view]
-        if window.written:
-            self._copy_what_is_written()
-        for found in window.at_once:
-            self._note(found)
-
-    def _note(self, found: Found) -> None:
-        """A slot has been made."""
-        self.found[found.slot] = self.table[found.place]
-        if found.memory is not None:
-            self.exposed[found.memory].append(found.slot)
-
-    def _call(self, instruction: Instruction) -> Any:
-        """Run a step with all that may belong to it."""
-        _torch.set_grad_enabled(instruction.step.grad_mode)
-        for memory in instruction.writes:
-            self._save_from(instruction, memory)
-        draws = instruction.step.draws
-        state = self.stock.random.get(instruction.index) if draws else None
-        if state is not None:
-            state.enter(self.undo)
-        args = [self._look(place) for place in instruction.args]
-        kwargs = {name: self._look(place) for name, place in instruction.kwargs.items()}
-        result = instruction.run(*args, **kwargs)
-        if self.stock.shapes:
-            self._check_shapes(instruction, result)
-        return result
-
-    def _take(self, instruction: Instruction, result: Any) -> None:
-        for place, tensor in zip(instruction.results, tensors_of(result), strict=True):
-            self.table[place] = tensor
-
-    def _copy_what_is_written(self) -> None:
-        for place, _, memory in self.window.starts:
-            if memory in self.window.written:
-                self.table[place] = _torch.clone_storage(self.table[place])
-
-    def _check_shapes(self, instruction: Instruction, result: Any) -> None:
-        """An operator may depend on more than the shapes of its arguments."""
-        was, step = self.stock.shapes.get(instruction.index), instruction.step
-        if was is not None and was != (now := shapes_of(result)):
-            line = None if step.line is None else described(step.line)
-            raise errors.other_shapes(self.frame, str(step.func), line, was, now)
-
-    def _look(self, place: Any) -> Any:
-        if type(place) is int:
-            found = self.table[place]
-            return found.make() if type(found) is Like else found
-        kind, places = place
-        return kind([self._look(part) for part in places])
-
-    def _save_from(self, instruction: Instruction, memory: int) -> None:
-        """Copy the slots that an instruction is about to write to. A region inside may take several
-        tensors that share memory."""
-        targets = tensors_of([self._look(place) for place in instruction.targets])
-        slots, exposed = self.window.targets, self.exposed[memory]
-        hit = {n for n in exposed if any(_torch.overlap(self.found[n], t) for t in targets)}
-        if any(slots[number].is_read for number in hit):
-            hit.update([number for number in exposed if slots[number].is_read])
-        copies = _torch.Copies()
-        for number in hit:
-            copy = copies.copy if slots[number].is_read else _torch.copy
-            self.found[number] = copy(self.found[number])
-        self.exposed[memory] = [number for number in exposed if number not in hit]
-
-
-def _wrap(saved: Wrapped, parts: Any) -> Tensor:
-    """The other way of `Wrapped`."""
-    tensors = {}
-    for name, part in saved.parts.items():
-        tensors[name] = (
-            _wrap(part, parts)
-            if type(part) is Wrapped
-            else next(parts)
-            if type(part) is Slot
-            else part
-        )
-    return _torch.unflatten(saved.kind, tensors, saved.context, saved.size, saved.stride)
+                kind, step = "kept", path.maker_of(value)
+            operator, note = (None, None) if step is None else (str(step.func), step.note)
+            yield Holding(kind, held, operator, note)
+        states = {index: state for stock in stocks for index, state in stock.random.items()}
+        for index, state in states.items():
+            step = path.steps[index]
+            for tensor in state.states:
+                yield Holding("random state", tensor, str(step.func), step.note)

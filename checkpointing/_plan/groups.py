@@ -1,0 +1,191 @@
+"""Groups: the slots of a path that one replay brings back.
+
+Opening a holder replays its *window*: the steps that its value depends on, back to inputs and kept
+values, together with those of the other live holders of the same segment (the stretch between two
+cuts) that share operators with it. So within a graph task an operator of a segment runs at most
+once, a dropout mask does not drag in the matrix product beside it, and one block around a whole
+model with kept values between the layers needs the memory of one layer at a time.
+
+Rejected: replaying whole blocks (memory of plain), whole segments (they hold what all of their
+slots start from until the last of them is gone), and widening a window by whatever it touches (a
+mask or a rotary table that all layers share would make one window of the whole model).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence, Set
+from typing import Any, TypeVar
+
+from .._record import Path, Slot, Value
+from .windows import Window
+
+T = TypeVar("T")
+Needs = tuple[Set[Value], Set[int]]  # values to start from, and steps that draw random numbers
+
+
+class Group:
+    """Slots of one path that a window brings back together; or, with `parts`, in pieces: a replay
+    from what the group starts from makes what the parts start from."""
+
+    def __init__(self, path: Path, slots: list[int]) -> None:
+        self.path = path
+        self.slots = slots
+        self.parts: list[Group] = []
+        self._windows: dict[Any, Window] = {}
+        self._needs: dict[Any, Needs] = {}
+
+    def window(self, slots: tuple[int, ...]) -> Window:
+        """The window for some of its slots, found when it is opened for the first time."""
+        targets = self.path.slots
+        make = lambda: Window(self.path, {slot: targets[slot] for slot in slots})  # noqa: E731
+        return _found(self._windows, slots, make)
+
+    def split(self, values: Iterable[Value], cuts: Iterable[int]) -> None:
+        """Bring back what it has in pieces."""
+        path = self.path.placed(values, cuts)
+        self.parts = [Group(path, slots) for slots in grouped(path, self.slots)]
+
+    def needs(self, slots: Iterable[int]) -> Needs:
+        """What a run has to hold for some of its slots."""
+        slots = tuple(slots)
+        return _found(self._needs, slots, lambda: self._find_needs(slots))
+
+    def _find_needs(self, slots: tuple[int, ...]) -> Needs:
+        if not self.parts:
+            return self._needs_of([self.path.slots[slot].value for slot in slots])
+        sources: set[Value] = set()
+        randoms: set[int] = set()
+        for part, mine in self.parts_of(slots):
+            more, drawn = part.needs(mine)
+            sources |= more
+            randoms |= drawn
+        missing = self._missing(sources)
+        starts, drawn = self._needs_of(missing)
+        return sources.difference(missing) | starts, randoms | drawn
+
+    def _needs_of(self, values: Iterable[Value]) -> Needs:
+        order, starts = self.path.slice_of(values)
+        return starts, {index for index in order if self.path.steps[index].draws}
+
+    def parts_of(self, slots: Iterable[int]) -> list[tuple[Group, list[int]]]:
+        """The parts that have some of these slots, and which."""
+        wanted = {*slots}
+        found = [(part, [slot for slot in part.slots if slot in wanted]) for part in self.parts]
+        return [(part, mine) for part, mine in found if mine]
+
+    def filling(self, slots: Iterable[int]) -> tuple[list[Value], Window]:
+        """What its parts start from for these slots and no run holds, and the window that makes
+        it."""
+        sources = set().union(*[part.needs(mine)[0] for part, mine in self.parts_of(slots)])
+        missing = self._missing(sources)
+        targets = {number: Slot(value) for number, value in enumerate(missing)}
+        key = "fills", *missing
+        return missing, _found(self._windows, key, lambda: Window(self.path, targets))
+
+    def _missing(self, sources: Iterable[Value]) -> list[Value]:
+        missing = [source for source in sources if not self.path.is_held(source)]
+        return sorted(missing, key=lambda value: (self.path.there_after(value), value))
+
+
+_MOST_WINDOWS = 4
+
+
+def _found(known: dict[Any, T], key: Any, make: Callable[[], T]) -> T:
+    found = known.get(key)
+    if found is None:
+        if len(known) >= _MOST_WINDOWS:
+            known.clear()
+        found = known[key] = make()
+    return found
+
+
+def grouped(path: Path, slots: Iterable[int] | None = None) -> list[list[int]]:
+    """All slots of a path, or these, by window: those of a segment that share operators have
+    one."""
+    bundles: list[list[int]] = []  # the slots of one holder
+    for number in range(len(path.slots)) if slots is None else slots:
+        if path.slots[number].joins:
+            bundles[-1].append(number)
+        else:
+            bundles.append([number])
+    segments: dict[int, list[list[int]]] = defaultdict(list)
+    at_hand: dict[Value, list[int]] = defaultdict(list)  # by what is kept
+    for bundle in bundles:
+        values = [path.slots[slot].value for slot in bundle]
+        if len(values) == 1 and values[0] in path.kept:
+            at_hand[values[0]] += bundle
+            continue
+        newest = max(map(path.newest, values))
+        # Views of what is held go with what was saved beside them.
+        position = newest if newest >= 0 else path.saved_after[bundle[0]]
+        segments[bisect_right(path.cuts, position)].append(bundle)
+    found = [*at_hand.values()]
+    for segment in segments.values():
+        found += _joined(path, _connected(path, segment))
+    return found
+
+
+def _connected(path: Path, bundles: Sequence[list[int]]) -> list[list[int]]:
+    """The slots of these bundles, in groups whose slices share operators; that two share a view is
+    no reason."""
+    leader = [*range(len(bundles))]  # by bundle: another one of its group, or itself
+    first: dict[int, int] = {}  # by operator: the bundle that was seen to run it first
+
+    def find(bundle: int) -> int:
+        while leader[bundle] != bundle:
+            leader[bundle] = bundle = leader[leader[bundle]]
+        return bundle
+
+    # Mostly, the last one needs whatever the others need.
+    for number in reversed(range(len(bundles))):
+        stack = [path.slots[slot].value for slot in bundles[number]]
+        seen: set[Value] = set()
+        while stack:
+            value = stack.pop()
+            if value in seen or path.is_held(value):
+                continue
+            seen.add(value)
+            index, reads = path.made_by(value)
+            if not path.steps[index].is_view:
+                if index in first:
+                    leader[find(number)] = find(first[index])
+                    continue
+                first[index] = number
+            stack += reads
+    groups: dict[int, list[int]] = defaultdict(list)
+    for number, bundle in enumerate(bundles):
+        groups[find(number)] += bundle
+    return [*groups.values()]
+
+
+def _joined(path: Path, groups: Sequence[list[int]]) -> list[list[int]]:
+    """Groups, where what would cost a window of its own has joined the group saved just before,
+    mostly by the same operator: parameters and their views, what is drawn from nothing (the masks
+    of dropout), and views of what that group starts from, too. Backward needs that group for
+    longer, so no input is held for longer than before."""
+    found: list[list[int]] = []
+    small: list[tuple[list[int], Set[Value]]] = []
+    # By slot: its group, and the inputs and kept values that this starts from.
+    hosts: dict[int, tuple[list[int], Set[Value]]] = {}
+    for slots in groups:
+        steps, starts = path.slice_of([path.slots[slot].value for slot in slots])
+        inputs = starts - path.parameters
+        computes = starts and not all(path.steps[index].is_view for index in steps)
+        if computes:
+            hosts.update(dict.fromkeys(slots, (slots, inputs)))
+        if computes or (inputs and not steps):  # that is held, and handed out as it is
+            found.append(slots)
+        else:
+            small.append((slots, inputs))
+    rest: list[int] = []
+    order = sorted(hosts)
+    for slots, inputs in small:
+        before = bisect_right(order, min(slots)) - 1
+        host, held = hosts[order[max(0, before)]] if order else (rest, frozenset())
+        if not inputs or (before >= 0 and inputs <= held):
+            host += slots
+        else:
+            found.append(slots)
+    return [sorted(slots) for slots in [*found, rest] if slots]

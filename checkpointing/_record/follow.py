@@ -1,0 +1,563 @@
+"""Following: a block does as its program says, and what is new is recorded.
+
+The mode sits below autograd, autocast and function modes, where every tensor is plain data. An
+operator call that does as a known next step does *is* that step. Otherwise a `Recorder` is asked
+for a new step, and the run goes on from there. A tensor is known by the identity of its object,
+through weak references: torch keeps the Python object of a tensor as long as the tensor lives, so a
+live reference is proof.
+
+A call is compared first, without any effect; then the tensors that it meets take their cells, what
+it needs is held, and it runs.
+
+Rejected: holding results strongly while a block runs. It changes what torch does, and what it
+saves.
+"""
+
+from __future__ import annotations
+
+import struct
+import sys
+from collections.abc import Callable
+from itertools import repeat
+from typing import Any, Protocol
+from weakref import ref
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .. import _torch
+from .._engine import is_parameter, root_of, thread
+from .decisions import most_bytes
+from .ops import Info, info_of, tensors_of
+from .origins import Cells, Origins
+from .program import (
+    FEWER_SAVES,
+    NO_KEYWORDS,
+    UNSEEN,
+    WRITTEN_UNSEEN,
+    First,
+    Hold,
+    Known,
+    Parts,
+    Program,
+    Slot,
+    Step,
+    Thing,
+    Varying,
+    fewer_saves,
+    with_saves,
+)
+from .recorder import Recorder
+from .store import Store
+
+_plain_dispatch = Tensor.__torch_dispatch__
+_is_grad_enabled = torch.is_grad_enabled
+_modules = sys.modules
+
+
+class Watcher(Protocol):
+    """Looks at the operators of a run that has met what needs it."""
+
+    def before(self, values: Any) -> bool:
+        """Before an operator reads these, or autograd saves them. False: it is none of the
+        block's."""
+
+    def after(self, step: Step, args: Any, kwargs: Any, result: Any) -> None: ...
+
+
+class Follower(TorchDispatchMode):
+    """A run of a block, on its way through the program."""
+
+    supports_higher_order_operators = True
+    is_over = False
+    is_alone = False  # whether its program is its own
+    _is_watched = False
+
+    def __init__(self, program: Program, store: Store) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.program, self.store = program, store
+        self.fake_mode = _torch.fake_mode()
+        self.note: Callable[[], Any] | None = None  # what to note of each operator that is recorded
+        self.watchers: tuple[Watcher, ...] = ()
+        self._ask: Any = None  # what to keep of results
+        self._here = here = thread.__dict__
+        self._depth = here["depth"]
+        self._later = store.later
+        self.begin()
+
+    def begin(self) -> None:
+        """Nothing is known, held or counted."""
+        self.store.begin()
+        self.go_to_root()
+
+    def go_to_root(self) -> None:
+        """At the root of the program: nothing is known of any tensor."""
+        self.root = self.step = self.program.root
+        self.path: list[Step] = []
+        self.saved = 0  # how many tensors autograd has saved since the last step
+        self.cells: Cells = self.store.cells
+        self.origins = Origins(self.cells, self.store.held)
+        self._recorder: Recorder | None = None
+        self._recorded: Any = None  # up to where
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Else torch wraps `__torch_dispatch__` once more, and every operator pays for it.
+        return False
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        # Else compiled code runs eagerly in the block, and in torch 2.13 also after it.
+        return True
+
+    # ---- comparing
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or NO_KEYWORDS
+        if types or self.watchers or self._later or self._here["depth"] != self._depth:
+            is_ours, result = self._look_at(func, types, args, kwargs)
+            if not is_ours:
+                return result
+        following = self.step.next  # another thread may record: read before the saves
+        if self.saved != len(self.step.saves):
+            following = self._following()
+        names: tuple[str, ...] = ()
+        given = args
+        if kwargs:
+            names, given = (*kwargs,), (*args, *kwargs.values())
+        call = func, _is_grad_enabled(), len(args), names
+        mark = len(self.cells)
+        step = self._known_step(following, call, given)
+        if step is None:
+            return self._do_something_new(call, types, args, kwargs)
+        if step.is_special:
+            return self._run(step, args, kwargs, mark)
+        try:
+            result = step.run(*args, **kwargs) if kwargs else step.run(*args)
+        except BaseException:
+            self._has_failed(step, args, kwargs, mark)
+            raise
+        if type(result) is Tensor:
+            self.cells.append(ref(result))
+        else:
+            step = self._take(step, args, kwargs, result, mark)
+        self.step = step
+        self.saved = 0
+        self.path.append(step)
+        if step.keeps or self._ask is not None:
+            self._decide(step, args, kwargs, result)
+        return result
+
+    def _look_at(self, func: Any, types: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
+        """Whether an operator is followed here, and its result if not."""
+        # One of a recompute is not (rule 3).
+        if self._here["depth"] != self._depth and not self._wakes_up(func):
+            return False, func(*args, **kwargs)
+        if types and not self._follows(func, types):
+            return False, _leave_to_subclass(func, types, args, kwargs)
+        if self.watchers and not self._is_watched:
+            return False, self._watched(func, types, args, kwargs)
+        self.store.settle()
+        return True, None
+
+    def _follows(self, func: Any, types: Any) -> bool:
+        """Whether tensors of these types are like plain ones here."""
+        if not any(map(_dispatches, types)):
+            return True
+        if func is _torch.DEVICE or _torch.fake_mode() is not self.fake_mode:
+            return False
+        return all(issubclass(kind, _torch.FakeTensor) for kind in types)
+
+    def _watched(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Follow an operator, with those who watch before and after."""
+        values = (*args, *kwargs.values())
+        for watcher in self.watchers:
+            if not watcher.before(values):
+                return func(*args, **kwargs)
+        self._is_watched = True
+        try:
+            result = self.__torch_dispatch__(func, types, args, kwargs)
+        finally:
+            self._is_watched = False
+        for watcher in self.watchers:
+            watcher.after(self.step, args, kwargs, result)
+        return result
+
+    def _following(self) -> tuple[Step, ...]:
+        """The steps that came next before, after as many saves as there are now."""
+        following = self.step.next
+        while self.saved != len(self.step.saves):
+            following = self._branch().next
+        return following
+
+    def _known_step(self, following: tuple[Step, ...], call: Any, given: Any) -> Step | None:
+        """Which of these steps a call is, if any. Then tensors that it meets take their cells."""
+        cells = self.cells
+        for step in following:
+            if step.call != call:
+                continue
+            if step.firsts:
+                if self._meets(step, given):
+                    return step
+                continue
+            # The usual cases, past one call.
+            for known, arg in zip(step.args, given):  # noqa: B905
+                kind = type(known)
+                if kind is Known:
+                    if cells[known.cell]() is not arg:
+                        break
+                elif known is not arg:
+                    is_plain = type(arg) is kind and kind in step.plain
+                    if not (known == arg if is_plain else self._matches(known, arg, [])):
+                        break
+            else:
+                return step
+        return None
+
+    def _meets(self, step: Step, given: Any) -> bool:
+        """Whether a call is a step that meets tensors."""
+        met: list[Tensor] = []
+        if not all(map(self._matches, step.args, given, repeat(met))):
+            return False
+        self._meet(step.firsts, met)
+        return True
+
+    def _meet(self, firsts: tuple[First, ...], met: list[Tensor]) -> None:
+        """These tensors take the next cells."""
+        for first, tensor in zip(firsts, met, strict=True):
+            self.cells.append(ref(tensor))
+            self.origins.note(first, tensor)
+            if first.refers is not None:
+                self.store.refer(first.refers, tensor)
+
+    def _matches(self, known: Any, arg: Any, met: list[Tensor]) -> bool:
+        """Whether an argument is what it was. `met` gets the tensors that it meets."""
+        kind = type(known)
+        if kind is Known:
+            cell = known.cell - len(self.cells)
+            return (self.cells[known.cell]() if cell < 0 else met[cell]) is arg
+        if kind is First:
+            is_one = isinstance(arg, Tensor) and self._comes_from(known, arg, met)
+            met += [arg] * is_one
+            return is_one
+        if kind is Parts:
+            is_alike = type(arg) is known.kind and len(arg) == len(known.items)
+            return is_alike and all(map(self._matches, known.items, arg, repeat(met)))
+        if kind is Varying or kind is Thing:
+            return known.kind is type(arg) and (kind is Thing or _is_plain(arg))
+        return known is arg or _are_same(known, arg)
+
+    def _comes_from(self, first: First, tensor: Tensor, met: list[Tensor]) -> bool:
+        """Whether a tensor comes from where it came from then."""
+        if self.origins.of(tensor, met) != first.origin:
+            return False
+        if _torch.is_whole_parameter(tensor):
+            return first.is_parameter
+        is_one = first.is_lent or is_parameter(root_of(tensor)) is first.is_parameter
+        return is_one and first.refers is None
+
+    # ---- running
+
+    def _run(self, step: Step, args: Any, kwargs: Any, mark: int) -> Any:
+        """Run an operator that does more than to read tensors that are known, and to return new
+        ones."""
+        store, state = self.store, None
+        try:
+            self._prepare(step, args, kwargs)
+            if step.draws:
+                state = store.generators(step, args, kwargs)
+            result = step.run(*args, **kwargs) if kwargs else step.run(*args)
+            if type(result) is Tensor:
+                self.cells.append(ref(result))
+            else:
+                step = self._take(step, args, kwargs, result, mark)
+        except BaseException:
+            self._has_failed(step, args, kwargs, mark)
+            raise
+        self._go_to(step)
+        if step.draws and store.has_drawn(step, state):
+            self._later += [(self._obey, (True, tensor)) for tensor in tensors_of(result)]
+        if step.info.gathers:
+            self._lend(tensors_of(kwargs.get("out")))
+        if step.info.custom or step.info.sizes_depend_on_data:
+            store.shapes[step.index] = shapes_of(result)
+        if step.decides:
+            self._hold_decisions(step)
+        if step.keeps or self._ask is not None:
+            self._decide(step, args, kwargs, result)
+        return result
+
+    def _prepare(self, step: Step, args: Any, kwargs: Any) -> None:
+        """Before an operator runs: hold what a replay starts from, and what is about to be
+        written."""
+        store = self.store
+        if step.varies:
+            store.note_numbers(step, (*args, *kwargs.values()))
+        for asked in step.holds:
+            self._hold(asked)
+        if step.writes:
+            targets = step.info.targets_of({**dict(enumerate(args)), **kwargs})
+            if step.effect:
+                self.writes_outside(targets)
+            store.before_write(step, targets)
+        if step.reads_metadata or step.offset is not None:
+            store.note_metadata(step, args)
+
+    def _take(self, step: Step, args: Any, kwargs: Any, result: Any, mark: int) -> Step:
+        """Put the tensors of a result into the next cells. Returns the step that this was: with as
+        many results."""
+        tensors = tensors_of(result)
+        # `split`, `unbind`: as many as there is room for.
+        if step.count is not None and len(tensors) != step.count:
+            return self._with_other_results(step, args, kwargs, tensors, mark)
+        self.cells += map(ref, tensors)
+        return step
+
+    def _with_other_results(
+        self, step: Step, args: Any, kwargs: Any, tensors: list[Tensor], mark: int
+    ) -> Step:
+        self._forget(mark)
+        given = (*args, *kwargs.values())
+        following = tuple([other for other in self.step.next if other.count == len(tensors)])
+        other = self._known_step(following, step.call, given)
+        is_new = other is None
+        if other is None:
+            self.own_program()
+            other = self._new_step(step.info, step.func, args, kwargs)
+        self._prepare(other, args, kwargs)
+        self.cells += map(ref, tensors)
+        if is_new:
+            self._add(other, tensors)
+        self._hold_decisions(other)
+        return other
+
+    def _has_failed(self, step: Step, args: Any, kwargs: dict[str, Any], mark: int) -> None:
+        """An operator has raised. Nobody has seen what it has written before that."""
+        self._forget(mark)
+        self.store.forget(mark, step.index)
+        self._recorder = None
+        for tensor in step.info.targets_of({**dict(enumerate(args)), **kwargs}):
+            self.written_unseen(tensor)
+
+    def _forget(self, mark: int) -> None:
+        """The cells from here on are empty again."""
+        del self.cells[mark:]
+        self.origins.forget(mark)
+
+    def _go_to(self, step: Step) -> None:
+        """This is the step that has just been taken."""
+        self.step = step
+        self.saved = 0
+        self.path.append(step)
+
+    # ---- recording
+
+    def own_program(self) -> None:
+        """Before the program changes. While a run in another thread changes it, this one goes on in
+        a program of its own, which nobody follows, from a step that has no next one."""
+        if not self.program.is_written_by(self):
+            self.program, self.is_alone = Program(), True
+            self.program.is_written_by(self)
+            self._go_to(fewer_saves(self.step, self.saved))  # which the step before does not know
+
+    def _do_something_new(self, call: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        func = call[0]
+        if self._sees_more():
+            return self.__torch_dispatch__(func, types, args, kwargs)
+        info = info_of(func)
+        if info.is_passed or not info.has_tensors:
+            return info.run(*args, **kwargs)
+        mark = len(self.cells)
+        self.own_program()
+        step = self._with_other_numbers(call, (*args, *kwargs.values()))
+        if step is not None:
+            return self._run(step, args, kwargs, mark)
+        step = self._new_step(info, func, args, kwargs)
+        if self.note is not None:
+            step.note = self.note()
+        result = self._run(step, args, kwargs, mark)
+        if self.store.placement is not None and (formula := _torch.flop_formula(func)) is not None:
+            step.flops = formula(args, kwargs, result)
+        self._add(step, tensors_of(result))
+        self._hold_decisions(step)
+        return result
+
+    def _with_other_numbers(self, call: Any, given: Any) -> Step | None:
+        """A known next step that differs in numbers alone. It will not compare them any more."""
+        for step in self.step.next:
+            if step.call != call:
+                continue
+            met: list[Tensor] = []
+            others = []
+            for place, (known, arg) in enumerate(zip(step.args, given, strict=True)):
+                if self._matches(known, arg, met):
+                    continue
+                if not _are_numbers(known, arg):
+                    break  # what follows may name a cell that this argument has not taken
+                others.append(place)
+            else:
+                step.vary(others)
+                self._meet(step.firsts, met)
+                return step
+        return None
+
+    def _recorder_here(self) -> Recorder:
+        if self._recorder is None or self._recorded != (self.step, self.saved):
+            steps = with_saves(self.root, self.path, self.saved)
+            saves_freely = self.store.hooks is None
+            self._recorder = Recorder(self.cells, self.origins, steps, saves_freely)
+        return self._recorder
+
+    def _new_step(self, info: Info, func: Any, args: Any, kwargs: dict[str, Any]) -> Step:
+        recorder = self._recorder_here()
+        step = recorder.step(self.step, info, func, args, kwargs)
+        self._meet(step.firsts, recorder.met)
+        return step
+
+    def _add(self, step: Step, results: list[Tensor]) -> None:
+        """A new step has run."""
+        recorder, store = self._recorder, self.store
+        assert recorder is not None
+        recorder.has_run(step, results, most_bytes(store.saved_bytes, store.decided_bytes))
+        if store.placement is not None:
+            step.gone = recorder.gone()
+        self._recorded = step, 0
+        self.program.add(step)
+
+    def _new_slot(self, tensor: Tensor, is_read: bool, joins: bool) -> Slot:
+        """What autograd saves has not been saved here before."""
+        recorder = self._recorder_here()
+        slot = recorder.slot(tensor, is_read, joins)
+        if slot.first is not None:
+            self._meet((slot.first,), recorder.met)
+        self.step.saves.append(slot)
+        self._recorded = self.step, self.saved + 1
+        return slot
+
+    # ---- events
+
+    def _event(
+        self, event: str, args: tuple[Any, ...] = (), results: tuple[Tensor, ...] = ()
+    ) -> Step:
+        """Something has happened between two steps."""
+        step = self._known_step(self._following(), (event,), args)
+        is_new = step is None
+        if step is None:
+            self.own_program()
+            recorder = self._recorder_here()
+            step = recorder.event(self.step, event, args)
+            self._meet(step.firsts, recorder.met)
+        self.cells += map(ref, results)
+        if is_new:
+            self._add(step, [*results])
+        if event is UNSEEN:
+            self.store.before_unseen_writes()
+        self.store.has_been_written(step.writes)
+        self._go_to(step)
+        return step
+
+    def written_unseen(self, tensor: Tensor) -> None:
+        """Something has written to a tensor, and no operator has shown it."""
+        self._event(WRITTEN_UNSEEN, (tensor,))
+
+    def _branch(self) -> Step:
+        """After as many saves as there are now, the run goes another way than the step knows."""
+        step = self.step
+        for known in step.next:
+            if known.event is FEWER_SAVES and known.args[0] == self.saved:
+                break
+        else:
+            self.own_program()
+            if self.step is not step:
+                return self.step
+            known = self.program.add(fewer_saves(step, self.saved))
+        self._go_to(known)
+        return known
+
+    def finish_step(self) -> None:
+        """Nothing more is saved after the last step."""
+        while self.saved != len(self.step.saves):
+            self._branch()
+
+    def alive(self) -> list[int]:
+        """Cells that somebody else holds."""
+        return [cell for cell, tensor in enumerate(self.cells) if tensor() is not None]
+
+    # ---- what a run does beside following
+
+    def _wakes_up(self, func: Any) -> bool:
+        """Whether the run goes on, though recomputes are under way."""
+        return False
+
+    def _sees_more(self) -> bool:
+        """Whether somebody watches from here on who did not before."""
+        return False
+
+    def _hold(self, asked: Hold) -> None:
+        self.store.hold(asked)
+
+    def _lend(self, tensors: list[Tensor]) -> None:
+        """FSDP2 has gathered parameters into the memory of these."""
+
+    def writes_outside(self, targets: list[Tensor]) -> None:
+        """An operator is about to write to memory from outside."""
+
+    def _decide(self, step: Step, args: Any, kwargs: Any, result: Any) -> None:
+        """Keep what a plan, or a policy, keeps of a result."""
+
+    def _obey(self, answer: Any, tensor: Tensor) -> None:
+        """Keep a value, or not."""
+
+    def _hold_decisions(self, step: Step) -> None:
+        if step.writes:  # when the operator has returned, which has still to count versions up
+            self._later += [(self.store.decide, (asked,)) for asked in step.decides]
+        else:
+            for asked in step.decides:
+                self.store.decide(asked)
+
+
+def _are_same(known: Any, arg: Any) -> bool:
+    """Whether two arguments that hold no tensor are the same."""
+    kind = type(known)
+    if type(arg) is not kind or kind in (Slot, torch.ScriptObject):
+        return False
+    if kind in (float, complex, list, tuple):  # 0.0 is not -0.0, nor 0
+        return bool(_bits(known) == _bits(arg))
+    return bool(known == arg)
+
+
+def _bits(number: Any) -> Any:
+    """What tells numbers apart that are equal, and nan from nan."""
+    if type(number) is float:
+        return struct.pack("d", number)
+    if type(number) is complex:
+        return _bits(number.real), _bits(number.imag)
+    return [*map(_bits, number)] if type(number) in (list, tuple) else repr(number)
+
+
+def _are_numbers(known: Any, arg: Any) -> bool:
+    """Whether two arguments are plain numbers, or sizes, of one kind."""
+    return type(known) is type(arg) and _is_plain(known) and _is_plain(arg)
+
+
+def _is_plain(number: Any) -> bool:
+    if type(number) in (list, tuple, torch.Size):
+        return {*map(type, number)} <= {int, float}
+    return type(number) in (int, float, complex)
+
+
+def _dispatches(kind: type[Tensor]) -> bool:
+    """Whether a subclass of Tensor has a `__torch_dispatch__` of its own. (A `DeviceMesh` comes by,
+    too: no tensor.)"""
+    return getattr(kind, "__torch_dispatch__", _plain_dispatch) is not _plain_dispatch
+
+
+def _leave_to_subclass(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    if any(issubclass(kind, _torch.FakeTensor) for kind in types):
+        return func(*args, **kwargs)  # their own mode is at work, to find out shapes
+    return NotImplemented  # the subclass takes itself apart, and plain tensors come by
+
+
+def shapes_of(result: Any) -> list[torch.Size]:
+    return [tensor.shape for tensor in tensors_of(result)]

@@ -1,0 +1,189 @@
+"""Paths: which steps of one way through a program make which values.
+
+Invariant: a path follows from the steps alone, and holds no tensor.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterable, Sequence, Set
+from copy import copy
+
+from .program import KEEP, NOT_WRITTEN, First, Hold, Slot, Step, Value, with_saves
+
+Slice = tuple[list[int], Set[Value]]  # steps, and the values that they start from
+
+
+class Path:
+    """One way through a program, as far as it has been run."""
+
+    def __init__(self, root: Step, steps: Sequence[Step], saved: int) -> None:
+        """`saved` tensors have been saved after the last step."""
+        self.steps = [*steps]
+        self.slots: list[Slot] = []
+        self.saved_after: list[int] = []  # by slot: a step
+        self.owners: list[int] = []  # by slot: which of the frame's holders has it
+        self.given: set[Value] = set()  # held, since no step makes them
+        self.parameters: set[Value] = set()  # those among them
+        self.kept: set[Value] = set()  # held, though steps make them
+        self.cuts: list[int] = []  # steps at which something was kept
+        self.memory_of: dict[int, int] = {}
+        self.writers: dict[int, list[int]] = defaultdict(list)  # steps, by memory
+        self.trained: list[int] = []  # cells of parameters
+        self.differentiable: set[int] = set()  # memories from outside
+        self._maker: dict[int, int] = {}
+        self._bases: dict[int, int] = {}  # by cell of a view: that of what it shows
+        for step, saves in with_saves(root, self.steps, saved):
+            self._add_step(step)
+            for slot in saves:
+                self._add_slot(slot, step.index)
+
+    def _add_step(self, step: Step) -> None:
+        for first in step.firsts:
+            self._add_first(first)
+        for asked in step.holds:
+            self._add_given(asked)
+        for cell, memory in step.memories:
+            self.memory_of[cell] = memory
+            self._maker[cell] = step.index
+            if step.reads and (step.is_view or memory in step.writes):
+                self._bases[cell] = step.reads[0][0]
+        for memory in step.writes:
+            self.writers[memory].append(step.index)
+        self.kept.update([asked.value for asked in step.decides])
+        if step.event is KEEP and not step.effect:
+            self.cuts.append(step.index)
+
+    def _add_first(self, first: First) -> None:
+        self.memory_of[first.cell] = first.memory
+        if first.requires_grad:
+            self.differentiable.add(first.memory)
+        if first.refers is not None:
+            self._add_given(first.refers)
+            if first.requires_grad:
+                self.trained.append(first.cell)
+
+    def _add_given(self, asked: Hold) -> None:
+        self.given.add(asked.value)
+        if asked.is_parameter or asked.is_lent:
+            self.parameters.add(asked.value)
+
+    def _add_slot(self, slot: Slot, index: int) -> None:
+        if slot.first is not None:
+            self._add_first(slot.first)
+        if slot.hold is not None:
+            self._add_given(slot.hold)
+        last = self.owners[-1] if self.owners else -1
+        self.owners.append(last if slot.joins else last + 1)
+        self.slots.append(slot)
+        self.saved_after.append(index)
+
+    def placed(self, values: Iterable[Value], cuts: Iterable[int]) -> Path:
+        """The path of a run that keeps these values, too, and has segments that begin at these
+        steps."""
+        path = copy(self)
+        path.kept = self.kept.union(values)
+        path.cuts = sorted([*self.cuts, *cuts])
+        return path
+
+    def is_held(self, value: Value) -> bool:
+        """Whether a run holds a value, so that nothing need compute it."""
+        return value in self.given or value in self.kept
+
+    def made_by(self, value: Value) -> tuple[int, list[Value]]:
+        """The step after which a value is there, and the values that it takes: what the step reads,
+        and, if it has written to a tensor that was there, that tensor as it was before."""
+        cell, version = value
+        index = self.there_after(value)
+        reads = [*self.steps[index].reads]
+        if index != self._maker[cell]:
+            writers = self.writers[self.memory_of[cell]]
+            before = bisect_left(writers, version) - 1
+            reads.append((cell, writers[before] if before >= 0 else NOT_WRITTEN))
+        return index, reads
+
+    def there_after(self, value: Value) -> int:
+        """The step after which a run can keep a value."""
+        cell, version = value
+        return max(self._maker[cell], version)
+
+    def slice_of(self, values: Iterable[Value], without: Set[Value] = frozenset()) -> Slice:
+        """The steps that make these values, in order, and what they start from, but for kept values
+        in `without`."""
+        found: set[int] = set()
+        starts: set[Value] = set()
+        seen: set[Value] = set()
+        stack = [*values]
+        while stack:
+            value = stack.pop()
+            if value in seen:
+                continue
+            seen.add(value)
+            if self.is_held(value) and value not in without:
+                starts.add(value)
+            else:
+                index, reads = self.made_by(value)
+                found.add(index)
+                stack += reads
+        if banned := self._not_for_all(found, starts - self.given):
+            return self.slice_of(values, without | banned)
+        return sorted(found), starts
+
+    def _not_for_all(self, found: Set[int], kept: Set[Value]) -> Set[Value]:
+        """The kept values that can't stand for their memory, since these steps make it, too, as it
+        was before. In
+
+            y = x.exp()
+            row = y[0]
+            y.mul_(2)  # `y` is kept here
+            y.add_(1)
+
+        `row` needs `y` as it was when `row` was made. `add_` on a copy of the kept `y` would not
+        show in it."""
+        if not kept:
+            return frozenset()
+        made_at: dict[int, int] = {}
+        for index in sorted(found, reverse=True):
+            if not self.steps[index].is_view:
+                made_at.update((memory, index) for _, memory in self.steps[index].memories)
+        after = {value: self.there_after(value) for value in kept}
+        return {v for v in kept if made_at.get(self.memory_of[v[0]], after[v]) < after[v]}
+
+    def newest(self, value: Value) -> int:
+        """The last operator that made something of a value; -1 if the value, or what it is a view
+        of, is held."""
+        while not self.is_held(value):
+            index, reads = self.made_by(value)
+            if not (self.steps[index].is_view and reads):
+                return index
+            value = reads[0]
+        return -1
+
+    def maker_of(self, value: Value) -> Step | None:
+        """The operator that made a value, for reports; None if it is from outside."""
+        cell, version = value
+        for step in reversed(self.steps):
+            if step.index != version and self._maker.get(cell) != step.index:
+                continue
+            if not step.reads or not (step.is_view or step.event):
+                return step
+            cell, version = step.reads[0]
+        return None
+
+    def writes_to(self, step: Step, cell: int) -> bool:
+        """Whether a step writes to the tensor in this cell, to what that is a view of, or to a view
+        of it. Two views of one tensor are parts of it: mostly, they lie apart."""
+        line = self._line(cell)
+        for target in step.targets:
+            other = self._line(target)
+            if line[0] in other or other[0] in line:
+                return True
+        return not step.targets
+
+    def _line(self, cell: int) -> list[int]:
+        """A tensor, and what it is a view of."""
+        line = [cell]
+        while line[-1] in self._bases:
+            line.append(self._bases[line[-1]])
+        return line

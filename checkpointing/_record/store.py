@@ -1,0 +1,275 @@
+"""What a run has of its own: the values that it holds, random states, and numbers.
+
+A program says when a value is to be held; the store holds it, under that value. Before an operator
+writes to a memory, what is held there and overlaps with the target is replaced by a copy, by the
+geometry that both have in this very run.
+
+Invariant: a value that is held stays as it was when it was read, or fetching it is an error.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import _torch
+from .._engine import Aliased, Destination, Held, Mover, hold, thread
+from .ops import generators_of
+from .origins import Cells
+from .program import NOT_WRITTEN, Hold, Like, Step, Value
+
+_graph_task_id = _torch.graph_task_id
+
+# What to do with a value: False to recompute it, True to keep it, or where it is kept.
+Answer = bool | Destination
+
+
+class Places(NamedTuple):
+    """Where a policy puts things about which it is not asked. None: where they would be without
+    it."""
+
+    kept: Destination | None  # what `keep` is given
+    saved: Destination | None  # all that autograd saves, which is then kept
+    inputs: Destination | None
+
+
+NOWHERE = Places(None, None, None)
+
+
+class Placement(NamedTuple):
+    """What the user asks of a plan."""
+
+    budget: int | None  # bytes that may be kept
+    place: Destination | None = None  # where they are kept
+    peak: int | None = None  # bytes that the step may need
+
+
+class Store:
+    """The values that a run holds, and what else differs from run to run."""
+
+    def __init__(
+        self, hooks: Any, preserve_rng_state: bool | str, inputs: Destination | None
+    ) -> None:
+        self.placement: Placement | None = None  # what `auto()` is asked for
+        self.is_checked = False  # whether values are compared when they come back
+        self.movers: dict[Destination, Mover] = {}
+        self.hooks: Any = hooks if inputs is None else self.mover(inputs)
+        self._preserve_rng_state = preserve_rng_state
+        self._task = _torch.graph_task_id()  # of the rerun that this is part of, if of one
+        self._here = thread.__dict__
+        self._depth = self._here["depth"]
+        # What to do when the last operator has returned, which has still to count versions up.
+        self.later: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
+        self.begin()
+
+    def begin(self) -> None:
+        """Hold nothing, and count from 0."""
+        self.release()
+        self.saved_bytes = self.kept_bytes = self.decided_bytes = self._planned_bytes = 0
+
+    def release(self) -> None:
+        """Hold nothing: others have what they need."""
+        self.cells: Cells = []
+        self.held: dict[Value, Held] = {}
+        self.random: dict[int, Any] = {}  # by step: where the generators stood
+        # By step and place: arguments that differ from the program's.
+        self.numbers: dict[int, Any] = {}
+        # By step: of results whose shapes do not follow from those of the arguments.
+        self.shapes: dict[int, list[torch.Size]] = {}
+        self._on: dict[int, list[Hold]] = defaultdict(list)  # what is held, by memory
+
+    def mover(self, destination: Destination | None) -> Mover | None:
+        if destination is None:
+            return None
+        return self.movers.setdefault(destination, Mover(destination))
+
+    def settle(self) -> None:
+        """The last operator has returned."""
+        while self.later:
+            function, given = self.later.pop(0)
+            function(*given)
+
+    def parameter(self, cell: int) -> Tensor | None:
+        """The parameter in a cell, if it is held by itself."""
+        held = self.held.get((cell, NOT_WRITTEN))
+        return held.packed if type(held) is Aliased and held.is_parameter else None
+
+    def close(self) -> None:
+        """The block has ended."""
+        self.settle()
+        for mover in self.movers.values():
+            mover.settle()
+
+    # ---- holding
+
+    def hold(self, asked: Hold) -> None:
+        """From here on a replay can start from what is in this cell now."""
+        tensor = self.cells[asked.value[0]]()
+        if asked.value not in self.held:
+            hooks = self.hooks
+            # A backward inside the block runs, which a rerun of the enclosing region may meet at
+            # another time.
+            is_apart = self._here["depth"] != self._depth or _graph_task_id() != self._task
+            # Autograd saves it before it is filled; or nobody sees whether that is so (`opaque()`).
+            if asked.is_hidden or asked.is_lent or is_apart:
+                hooks = None
+            held = self._hold_as(asked, tensor, hooks, asked.reader, "an input")
+            held.is_parameter |= asked.is_lent
+        if asked.is_copied:
+            self.held[asked.value].freeze(lambda: _torch.copy(tensor))
+
+    def refer(self, asked: Hold, parameter: Tensor) -> None:
+        """Hold a parameter by itself."""
+        self.held[asked.value] = Aliased(parameter, "a parameter", True)
+        self._on[asked.memory].append(asked)
+
+    def keep(self, asked: Hold, mover: Mover | None) -> None:
+        """Hold a value that could be computed. The mover says where; None: as an input."""
+        tensor = self.cells[asked.value[0]]()
+        self._hold_as(asked, tensor, self._taker(mover, tensor), _KEPT)
+        self.kept_bytes += _torch.memory_size(tensor)
+
+    def keep_planned(self, asked: Hold, counts: bool) -> None:
+        """Hold what a plan keeps, if there is room; `counts`: in the budget."""
+        tensor = self.cells[asked.value[0]]()
+        if tensor is None:
+            return
+        assert self.placement is not None
+        budget, place, _ = self.placement
+        if budget is not None:
+            nbytes = _torch.memory_size(tensor) if counts else 0
+            if self._planned_bytes + self.kept_bytes + nbytes > budget:
+                return
+            self._planned_bytes += nbytes
+        self._hold_as(asked, tensor, self._taker(self.mover(place), tensor), _KEPT)
+
+    def decide(self, asked: Hold) -> None:
+        """Hold a decision."""
+        tensor = self.cells[asked.value[0]]()
+        if tensor is not None and asked.value not in self.held:
+            self._hold_as(asked, tensor, None, "a decision")
+            nbytes = _torch.memory_size(tensor)
+            self.decided_bytes += nbytes
+            self.kept_bytes += nbytes
+
+    def _taker(self, mover: Mover | None, tensor: Tensor) -> Any:
+        """Who takes a tensor that is held: the mover, where it takes such, or the hooks."""
+        return self.hooks if mover is None or not mover.takes(tensor) else mover
+
+    def _hold_as(
+        self, asked: Hold, tensor: Tensor, hooks: Any, name: Any, role: object = None
+    ) -> Held:
+        if not asked.is_hidden:
+            self._on[asked.memory].append(asked)
+        try:
+            held = hold(tensor, hooks, name, role)
+        except BaseException:  # of a hook of the user: the block may go on
+            self.held[asked.value] = hold(tensor, None, name, role)
+            raise
+        self.held[asked.value] = held
+        return held
+
+    # ---- memory that is about to be written
+
+    def before_write(self, step: Step, targets: list[Tensor]) -> None:
+        """Copy what is held where a step writes."""
+        for memory in step.writes:
+            for asked in self._on.pop(memory, ()):
+                held = self.held[asked.value]
+                if step.updates:  # of statistics: only operators that have read them find it
+                    if asked.reader is not None or self.is_checked:
+                        self._freeze(asked, held)
+                elif targets and self._lies_apart(asked, held, targets):
+                    self._on[memory].append(asked)
+                    self.later.append((held.renew, ()))
+                elif step.info.custom or not held.is_stale:  # those count versions up before
+                    self._freeze(asked, held)
+
+    def before_unseen_writes(self) -> None:
+        """Copy all that is held, but parameters."""
+        for asked in [asked for there in self._on.values() for asked in there]:
+            held = self.held[asked.value]
+            if not (asked.is_parameter or held.is_stale):
+                self._freeze(asked, held)
+        self._on.clear()
+
+    def has_been_written(self, memories: Iterable[int]) -> None:
+        """Nobody saw it: it is too late to copy."""
+        for memory in memories:
+            self._on.pop(memory, None)
+
+    def _lies_apart(self, asked: Hold, held: Held, targets: list[Tensor]) -> bool:
+        tensor = held.packed if type(held) is Aliased else self.cells[asked.value[0]]()
+        if tensor is None:
+            return False
+        return not any(_torch.overlap(tensor, target) for target in targets)
+
+    def _freeze(self, asked: Hold, held: Held) -> None:
+        live = self.cells[asked.value[0]]()
+        held.freeze(None if live is None else lambda: _torch.copy(live))
+
+    def forget(self, mark: int, index: int) -> None:
+        """A step has failed. The cells from `mark` on are empty again."""
+        for value in [value for value in self.held if value[0] >= mark]:
+            del self.held[value]
+        for memory, there in self._on.items():
+            self._on[memory] = [asked for asked in there if asked.value in self.held]
+        self.numbers.pop(index, None)
+
+    # ---- random states, numbers and shapes
+
+    def generators(self, step: Step, args: Any, kwargs: Any) -> Any:
+        """Where the generators stand that an operator is about to draw from."""
+        if step.is_quick_draw and type(args[0]) is Tensor and args[0].is_cpu:
+            return CpuState() if self._preserve_rng_state else None
+        if step.info.custom:
+            return generators_of(args, kwargs, self._preserve_rng_state == "all")
+        return generators_of(args, kwargs, False) if self._preserve_rng_state else None
+
+    def has_drawn(self, step: Step, state: Any) -> bool:
+        """Note from where random numbers were drawn. Returns whether to keep them instead."""
+        if step.info.custom and not state.have_moved():
+            return False
+        if self._preserve_rng_state:
+            self.random[step.index] = state
+            return False
+        return True
+
+    def note_numbers(self, step: Step, given: Any) -> None:
+        self.numbers[step.index] = {place: given[place] for place in step.varies}
+
+    def note_metadata(self, step: Step, args: Any) -> None:
+        """What a replay passes otherwise than the program: an argument of which only the metadata
+        is read, an offset in a storage that may be another one."""
+        own: dict[int, Any] = {}
+        if step.reads_metadata and not step.inputs[0].suits(args[0]):
+            own[0] = Like(args[0])
+        if step.offset is not None:
+            own[step.offset] = args[step.offset] - args[0].storage_offset()
+        if own:
+            self.numbers.setdefault(step.index, {}).update(own)
+
+
+_KEPT = "a kept tensor"
+
+
+class CpuState:
+    """Where the generator of the CPU stood."""
+
+    __slots__ = ("state",)
+
+    def __init__(self) -> None:
+        self.state = _torch.get_cpu_state()
+
+    @property
+    def states(self) -> list[Tensor]:
+        return [self.state]
+
+    def enter(self, undo: Any) -> None:
+        if all(function is not _torch.set_cpu_state for function, _ in undo):
+            undo.append((_torch.set_cpu_state, _torch.get_cpu_state()))
+        _torch.set_cpu_state(self.state)

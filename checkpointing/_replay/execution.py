@@ -1,0 +1,135 @@
+"""Running a window.
+
+Invariant: a window writes to no memory that it has been given or gives away. Tensors on memory that
+it writes are copied when they are fetched. Before it writes, the targets that it has found and that
+overlap with what is written are copied, by the geometry that both have in this very run.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+from torch import Tensor
+
+from .. import _torch, errors
+from .._engine import Frame, Undo, described
+from .._plan import Found, Instruction, Window
+from .._record import Like, check_there, shapes_of, tensors_of
+
+
+def fetch(held: Any, where: Frame, inputs: dict[Any, Tensor]) -> Tensor:
+    """What a run holds. `inputs` has what has been fetched before, and costs something."""
+    if type(held) in _torch.UNWRAPPED:  # an earlier replay has made it
+        return held  # type: ignore[no-any-return]
+    tensor = inputs.get(held)
+    if tensor is None:
+        tensor = held.fetch(where)
+        if held.is_parameter:
+            check_there(where, tensor)
+        # Else it can be fetched again.
+        if held.is_packed and held.moved is None:
+            inputs[held] = tensor
+    return tensor
+
+
+class Execution:
+    """One replay of a window."""
+
+    def __init__(
+        self, window: Window, stock: Any, frame: Frame, inputs: dict[Any, Tensor], undo: Undo
+    ) -> None:
+        """`stock` has what the run holds for the window."""
+        self.window, self.frame, self.undo = window, frame, undo
+        self.random, self.numbers, self.shapes = stock.random, stock.numbers, stock.shapes
+        self.found: dict[int, Tensor] = {}  # by target
+        self.exposed: dict[int, list[int]] = defaultdict(list)  # by memory: found, and not copied
+        self.table = window.table.copy()
+        # Before autograd is switched off: an enclosing region may have to rerun for them.
+        for place, value, _ in window.starts:
+            self.table[place] = fetch(stock.held[value], frame, inputs)
+
+    def make(self) -> dict[int, Tensor]:
+        """What the window makes, by target."""
+        with _torch.below_autograd():
+            self._make()
+        return self.found
+
+    def _make(self) -> None:
+        table, numbers = self.table, self.numbers
+        for place, _, is_written in self.window.starts:
+            if is_written:
+                table[place] = _torch.clone_storage(table[place])
+        for found in self.window.at_once:
+            self._note(found)
+        for instruction in self.window.instructions:
+            is_quick = instruction.is_quick
+            if instruction.index in numbers:
+                instruction.take(numbers[instruction.index], table)
+                is_quick = is_quick and not instruction.kwargs
+            if is_quick:
+                result = instruction.call(*[table[place] for place in instruction.args])
+            else:
+                result = self._call(instruction)
+            if type(result) is Tensor:
+                table[instruction.results[0]] = result
+            else:
+                self._take(instruction, result)
+            result = None
+            for found in instruction.wanted:
+                self._note(found)
+            for place in instruction.dead:
+                table[place] = None
+
+    def _take(self, instruction: Instruction, result: Any) -> None:
+        for place, tensor in zip(instruction.results, tensors_of(result), strict=True):
+            self.table[place] = tensor
+
+    def _note(self, found: Found) -> None:
+        """A target has been made."""
+        self.found[found.number] = self.table[found.place]
+        if found.memory is not None:
+            self.exposed[found.memory].append(found.number)
+
+    def _call(self, instruction: Instruction) -> Any:
+        """Run a step with all that may belong to it."""
+        _torch.set_grad_enabled(instruction.step.grad_mode)
+        for memory in instruction.writes:
+            self._save_from(instruction, memory)
+        state = self.random.get(instruction.index) if instruction.step.draws else None
+        if state is not None:
+            state.enter(self.undo)
+        args = [self._look(place) for place in instruction.args]
+        kwargs = {name: self._look(place) for name, place in instruction.kwargs.items()}
+        result = instruction.run(*args, **kwargs)
+        if self.shapes:
+            self._check_shapes(instruction, result)
+        return result
+
+    def _check_shapes(self, instruction: Instruction, result: Any) -> None:
+        """An operator may depend on more than the shapes of its arguments."""
+        was, step = self.shapes.get(instruction.index), instruction.step
+        if was is not None and was != (now := shapes_of(result)):
+            line = None if step.line is None else described(step.line)
+            raise errors.other_shapes(self.frame, str(step.func), line, was, now)
+
+    def _look(self, place: Any) -> Any:
+        if type(place) is int:
+            found = self.table[place]
+            return found.make() if type(found) is Like else found
+        kind, places = place
+        return kind([self._look(part) for part in places])
+
+    def _save_from(self, instruction: Instruction, memory: int) -> None:
+        """Copy the targets that an instruction is about to write to. A region inside may take
+        several tensors that share memory."""
+        written = tensors_of([self._look(place) for place in instruction.targets])
+        slots, exposed = self.window.targets, self.exposed[memory]
+        hit = {n for n in exposed if any(_torch.overlap(self.found[n], t) for t in written)}
+        if any(slots[number].is_read for number in hit):
+            hit.update([number for number in exposed if slots[number].is_read])
+        copies = _torch.Copies()
+        for number in hit:
+            copy = copies.copy if slots[number].is_read else _torch.copy
+            self.found[number] = copy(self.found[number])
+        self.exposed[memory] = [number for number in exposed if number not in hit]
