@@ -50,7 +50,8 @@ class Group:
     def needs(self, slots: Iterable[int]) -> Needs:
         """What a run has to hold for some of its slots."""
         slots = tuple(slots)
-        return _found(self._needs, slots, lambda: self._find_needs(slots))
+        known = self._needs.get(slots)
+        return known or _found(self._needs, slots, lambda: self._find_needs(slots))
 
     def _find_needs(self, slots: tuple[int, ...]) -> Needs:
         if not self.parts:

@@ -23,7 +23,7 @@ from typing import Any, Protocol
 from weakref import ref
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import _torch
@@ -39,6 +39,7 @@ from .program import (
     First,
     Hold,
     Known,
+    Met,
     Parts,
     Program,
     Slot,
@@ -52,7 +53,7 @@ from .recorder import Recorder
 from .store import Store
 
 _plain_dispatch = Tensor.__torch_dispatch__
-_is_grad_enabled = torch.is_grad_enabled
+_is_grad_enabled, _Parameter = torch.is_grad_enabled, nn.Parameter
 _modules = sys.modules
 
 
@@ -87,12 +88,8 @@ class Follower(TorchDispatchMode):
         self.begin()
 
     def begin(self) -> None:
-        """Nothing is known, held or counted."""
+        """At the root of the program: nothing is known, held or counted."""
         self.store.begin()
-        self.go_to_root()
-
-    def go_to_root(self) -> None:
-        """At the root of the program: nothing is known of any tensor."""
         self.root = self.step = self.program.root
         self.path: list[Step] = []
         self.saved = 0  # how many tensors autograd has saved since the last step
@@ -131,7 +128,7 @@ class Follower(TorchDispatchMode):
         step = self._known_step(following, call, given)
         if step is None:
             return self._do_something_new(call, types, args, kwargs)
-        if step.is_special:
+        if step.is_special or (step.writes and self.store.holds_on(step.writes)):
             return self._run(step, args, kwargs, mark)
         try:
             result = step.run(*args, **kwargs) if kwargs else step.run(*args)
@@ -197,10 +194,7 @@ class Follower(TorchDispatchMode):
         for step in following:
             if step.call != call:
                 continue
-            if step.firsts:
-                if self._meets(step, given):
-                    return step
-                continue
+            met: list[Tensor] = []
             # The usual cases, past one call.
             for known, arg in zip(step.args, given):  # noqa: B905
                 kind = type(known)
@@ -209,25 +203,20 @@ class Follower(TorchDispatchMode):
                         break
                 elif known is not arg:
                     is_plain = type(arg) is kind and kind in step.plain
-                    if not (known == arg if is_plain else self._matches(known, arg, [])):
+                    if not (known == arg if is_plain else self._matches(known, arg, met)):
                         break
             else:
+                if met:
+                    self._meet(step.firsts, met)
                 return step
         return None
-
-    def _meets(self, step: Step, given: Any) -> bool:
-        """Whether a call is a step that meets tensors."""
-        met: list[Tensor] = []
-        if not all(map(self._matches, step.args, given, repeat(met))):
-            return False
-        self._meet(step.firsts, met)
-        return True
 
     def _meet(self, firsts: tuple[First, ...], met: list[Tensor]) -> None:
         """These tensors take the next cells."""
         for first, tensor in zip(firsts, met, strict=True):
             self.cells.append(ref(tensor))
-            self.origins.note(first, tensor)
+            if type(first.origin) is str:
+                self.origins.note(first.cell, tensor)
             if first.refers is not None:
                 self.store.refer(first.refers, tensor)
 
@@ -235,8 +224,9 @@ class Follower(TorchDispatchMode):
         """Whether an argument is what it was. `met` gets the tensors that it meets."""
         kind = type(known)
         if kind is Known:
-            cell = known.cell - len(self.cells)
-            return (self.cells[known.cell]() if cell < 0 else met[cell]) is arg
+            return self.cells[known.cell]() is arg
+        if kind is Met:
+            return met[known.cell - len(self.cells)] is arg
         if kind is First:
             is_one = isinstance(arg, Tensor) and self._comes_from(known, arg, met)
             met += [arg] * is_one
@@ -252,7 +242,7 @@ class Follower(TorchDispatchMode):
         """Whether a tensor comes from where it came from then."""
         if self.origins.of(tensor, met) != first.origin:
             return False
-        if _torch.is_whole_parameter(tensor):
+        if type(tensor) is _Parameter or _torch.is_whole_parameter(tensor):
             return first.is_parameter
         is_one = first.is_lent or is_parameter(root_of(tensor)) is first.is_parameter
         return is_one and first.refers is None
@@ -264,7 +254,10 @@ class Follower(TorchDispatchMode):
         ones."""
         store, state = self.store, None
         try:
-            self._prepare(step, args, kwargs)
+            if step.is_prepared:
+                self._prepare(step, args, kwargs)
+            if step.writes:
+                self._before_write(step, args, kwargs)
             if step.draws:
                 state = store.generators(step, args, kwargs)
             result = step.run(*args, **kwargs) if kwargs else step.run(*args)
@@ -278,31 +271,36 @@ class Follower(TorchDispatchMode):
         self._go_to(step)
         if step.draws and store.has_drawn(step, state):
             self._later += [(self._obey, (True, tensor)) for tensor in tensors_of(result)]
-        if step.info.gathers:
-            self._lend(tensors_of(kwargs.get("out")))
-        if step.info.custom or step.info.sizes_depend_on_data:
-            store.shapes[step.index] = shapes_of(result)
-        if step.decides:
-            self._hold_decisions(step)
+        self._has_run(step, kwargs, result)
         if step.keeps or self._ask is not None:
             self._decide(step, args, kwargs, result)
         return result
 
+    def _has_run(self, step: Step, kwargs: Any, result: Any) -> None:
+        info = step.info
+        if info.gathers:
+            self._lend(tensors_of(kwargs.get("out")))
+        if info.custom or info.sizes_depend_on_data:
+            self.store.shapes[step.index] = shapes_of(result)
+        if step.decides:
+            self._hold_decisions(step)
+
     def _prepare(self, step: Step, args: Any, kwargs: Any) -> None:
-        """Before an operator runs: hold what a replay starts from, and what is about to be
-        written."""
+        """Before an operator runs, hold what a replay starts from."""
         store = self.store
         if step.varies:
             store.note_numbers(step, (*args, *kwargs.values()))
         for asked in step.holds:
             self._hold(asked)
-        if step.writes:
+        if step.reads_metadata or step.offset is not None:
+            store.note_metadata(step, args)
+
+    def _before_write(self, step: Step, args: Any, kwargs: Any) -> None:
+        if self.store.holds_on(step.writes) or step.effect:
             targets = step.info.targets_of({**dict(enumerate(args)), **kwargs})
             if step.effect:
                 self.writes_outside(targets)
-            store.before_write(step, targets)
-        if step.reads_metadata or step.offset is not None:
-            store.note_metadata(step, args)
+            self.store.before_write(step, targets)
 
     def _take(self, step: Step, args: Any, kwargs: Any, result: Any, mark: int) -> Step:
         """Put the tensors of a result into the next cells. Returns the step that this was: with as

@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Sequence
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from .. import _torch
-from .program import NOT_WRITTEN, ON_MADE, OWN, ZEROS, First, Origin
+from .program import NOT_WRITTEN, ON_MADE, OWN, ZEROS, Origin
 
-_storage_of = _torch.storage_of
+_storage_of, _has_storage, _storage_id = _torch.storage_of, _torch.has_storage, _torch.storage_id
+_Parameter = nn.Parameter
 Cells = list[Callable[[], Any]]
 
 
@@ -30,27 +31,28 @@ class Origins:
 
     def of(self, tensor: Tensor, met: Sequence[Tensor] = ()) -> Origin:
         """The origin of a tensor that no cell has. `met` are those that take the next cells."""
-        place = _storage_of(tensor)
-        if place is None:
+        if not _has_storage(tensor):
             return OWN
+        place = _storage_id(tensor)
         cells, known = self._cells, self._outside.get(place)
-        is_held = (known, NOT_WRITTEN) in self._held
-        if known is not None and (is_held or cells[known]() is not None):
+        if known is not None and self._is_there(known):
             return known
-        for number, other in enumerate(met):
+        for number, other in enumerate(met) if met else ():
             if _storage_of(other) == place:
                 return len(cells) + number
-        if not _torch.is_whole_parameter(tensor):
+        if type(tensor) is not _Parameter and not _torch.is_whole_parameter(tensor):
             if self._is_made(place):
                 return ON_MADE
             if _torch.is_zeros(tensor):
                 return ZEROS
         return OWN
 
-    def note(self, first: First, tensor: Tensor) -> None:
-        """This tensor has taken its cell: who uses its memory from here on shares it."""
-        if type(first.origin) is str:
-            self._outside[_storage_of(tensor)] = first.cell
+    def _is_there(self, cell: int) -> bool:
+        return self._cells[cell]() is not None or (cell, NOT_WRITTEN) in self._held
+
+    def note(self, cell: int, tensor: Tensor) -> None:
+        """This is the first tensor there that is from outside, and has this cell."""
+        self._outside[_storage_of(tensor)] = cell
 
     def forget(self, mark: int) -> None:
         """The cells from here on are empty again."""

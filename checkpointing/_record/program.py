@@ -61,6 +61,10 @@ class Known:
     cell: int
 
 
+class Met(Known):
+    """An argument that this very call has met, as another argument."""
+
+
 @dataclass(slots=True, eq=False)
 class Hold:
     """A value that a replay starts from. The run holds it before the operator that reads it."""
@@ -181,6 +185,7 @@ class Step:
     keeps: tuple[tuple[Hold, bool], ...] = ()  # by plans, after it; whether their bytes count
     decides: tuple[Hold, ...] = ()  # there after it, and held by each run
     sure: tuple[int, ...] = ()  # cells of results that a replay makes with the same bits
+    is_prepared: bool = False  # something is held or noted before it runs
     is_special: bool = False  # anything but an operator that reads tensors and returns new ones
     # What recording knows after it, beside what it knew before:
     memories: tuple[tuple[int, int], ...] = ()  # the memory of each new cell
@@ -208,7 +213,7 @@ class Step:
     def vary(self, places: list[int]) -> None:
         """From here on these arguments may be any numbers."""
         self.varies += (*places,)
-        self.is_special = True
+        self.is_special = self.is_prepared = True
         for place in places:
             self.args[place] = Varying(type(self.args[place]))
 

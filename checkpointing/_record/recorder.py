@@ -51,6 +51,7 @@ from .program import (
     Hold,
     Known,
     Like,
+    Met,
     Parts,
     Slot,
     Step,
@@ -246,7 +247,9 @@ class Recorder:
     def _name(self, tensor: Tensor) -> Known | First:
         """The template of a tensor whose contents do not matter."""
         cell = self._find(tensor)
-        return self._meet(tensor) if cell is None else Known(cell)
+        if cell is None:
+            return self._meet(tensor)
+        return Known(cell) if cell < len(self._cells) else Met(cell)
 
     def _meet(self, tensor: Tensor) -> First:
         """A tensor that is not known takes the next cell."""
@@ -333,9 +336,9 @@ class Recorder:
     def _end(self, step: Step) -> Step:
         step.reads, step.firsts = tuple(self._reads), tuple(self._firsts)
         step.holds = tuple(self._holds)
-        changes: Any = step.holds, step.writes, step.draws, step.effect
-        is_noted = step.reads_metadata or step.offset is not None
-        step.is_special = any((*changes, is_noted, step.run is not step.info.run))
+        step.is_prepared = any((step.holds, step.reads_metadata, step.offset is not None))
+        is_other = step.run is not step.info.run
+        step.is_special = any((step.is_prepared, step.updates, step.draws, step.effect, is_other))
         return step
 
     def _view(self, step: Step, given: dict[int | str, Any]) -> None:

@@ -21,7 +21,7 @@ from .gathered import Gathering
 from .ops import info_of, tensors_of
 from .path import Path
 from .program import BROUGHT_BACK, KEEP, UNSEEN, Hold, Program, Slot, Step
-from .store import NOWHERE, Answer, Store
+from .store import Answer, Store
 
 _RESTING = -1  # no depth of recomputes
 _is_grad_enabled, _graph_task_id = torch.is_grad_enabled, _torch.graph_task_id
@@ -37,6 +37,8 @@ class Run(Follower, Region):
     _compiled: CompiledCode | None = None
     _gathering: Gathering | None = None
     _announced: Tensor | None = None
+    _keeper: Mover | None = None  # takes what `keep` is given
+    _saver: Mover | None = None  # takes all that autograd saves, which is then kept
     _inner = 0  # runs that have been entered just inside this one: they ask for themselves
 
     def __init__(
@@ -48,14 +50,17 @@ class Run(Follower, Region):
     ) -> None:
         self.outer = outer = thread.region
         self.policy = outer.policy if policy is None and outer is not None else policy
-        places = NOWHERE if self.policy is None else self.policy.places
-        super().__init__(program, Store(hooks, preserve_rng_state, places.inputs))
+        store = Store(hooks, preserve_rng_state)
+        super().__init__(program, store)
         self.switches = read_switches()
-        self._ask = None if self.policy is None else self.policy.on_op
         self._around = hooks
         self._graph_task = _graph_task_id()  # of the rerun that this is part of, if of one
-        self._keeper, self._saver = map(self.store.mover, (places.kept, places.saved))
         self.stocks: dict[int, Any] = {}  # by slot: what a backward inside the block starts from
+        if self.policy is not None:
+            self._ask = self.policy.on_op
+            kept, saved, inputs = self.policy.places
+            self._keeper, self._saver = store.mover(kept), store.mover(saved)
+            store.hooks = store.mover(inputs) or hooks
         self._sees_more()
 
     def _sees_more(self) -> bool:
@@ -92,8 +97,8 @@ class Run(Follower, Region):
     def end(self) -> None:
         """The block has ended, and holders have what they need."""
         self.store.release()
-        self.go_to_root()
-        self.stocks = {}
+        self.path, self.stocks = [], {}
+        del self.origins, self.cells  # they know what has been held
         self.is_over = True
 
     def so_far(self) -> Path:
@@ -144,13 +149,8 @@ class Run(Follower, Region):
 
     def save(self, tensor: Tensor) -> Any:
         """What a holder needs to bring `tensor` back."""
-        announced, self._announced = self._announced, None
-        if self._later:
-            self.store.settle()
-        if self._compiled is not None:
-            self._compiled.before((tensor if announced is None else announced,))
-        if announced is not None:
-            return self._save(announced, is_read=True)
+        if self._later or self._compiled is not None or self._announced is not None:
+            return self._save_carefully(tensor)
         saves, place = self.step.saves, self.saved
         if place < len(saves):  # the usual case
             slot = saves[place]
@@ -160,6 +160,15 @@ class Run(Follower, Region):
                     self.store.saved_bytes += _torch.memory_size(tensor)
                 return slot
         return self._save(tensor)
+
+    def _save_carefully(self, tensor: Tensor) -> Any:
+        announced, self._announced = self._announced, None
+        self.store.settle()
+        if self._compiled is not None:
+            self._compiled.before((tensor if announced is None else announced,))
+        if announced is None:
+            return self._save(tensor)
+        return self._save(announced, is_read=True)
 
     def _save(self, tensor: Tensor, is_read: bool = False, joins: bool = False) -> Any:
         """Save whatever it is: also an input of a region inside, which others may have filled

@@ -10,7 +10,7 @@ Invariant: a value that is held stays as it was when it was read, or fetching it
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -51,20 +51,17 @@ class Placement(NamedTuple):
 class Store:
     """The values that a run holds, and what else differs from run to run."""
 
-    def __init__(
-        self, hooks: Any, preserve_rng_state: bool | str, inputs: Destination | None
-    ) -> None:
+    def __init__(self, hooks: Any, preserve_rng_state: bool | str) -> None:
         self.placement: Placement | None = None  # what `auto()` is asked for
         self.is_checked = False  # whether values are compared when they come back
         self.movers: dict[Destination, Mover] = {}
-        self.hooks: Any = hooks if inputs is None else self.mover(inputs)
+        self.hooks = hooks  # or a mover: who takes inputs
         self._preserve_rng_state = preserve_rng_state
         self._task = _torch.graph_task_id()  # of the rerun that this is part of, if of one
         self._here = thread.__dict__
         self._depth = self._here["depth"]
         # What to do when the last operator has returned, which has still to count versions up.
         self.later: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
-        self.begin()
 
     def begin(self) -> None:
         """Hold nothing, and count from 0."""
@@ -81,6 +78,7 @@ class Store:
         # By step: of results whose shapes do not follow from those of the arguments.
         self.shapes: dict[int, list[torch.Size]] = {}
         self._on: dict[int, list[Hold]] = defaultdict(list)  # what is held, by memory
+        self._new: list[Hold] = []  # and is not there yet
 
     def mover(self, destination: Destination | None) -> Mover | None:
         if destination is None:
@@ -124,8 +122,8 @@ class Store:
 
     def refer(self, asked: Hold, parameter: Tensor) -> None:
         """Hold a parameter by itself."""
-        self.held[asked.value] = Aliased(parameter, "a parameter", True)
-        self._on[asked.memory].append(asked)
+        self.held[asked.value] = Aliased(parameter, "a parameter", True, parameter._version)
+        self._new.append(asked)
 
     def keep(self, asked: Hold, mover: Mover | None) -> None:
         """Hold a value that could be computed. The mover says where; None: as an input."""
@@ -164,7 +162,7 @@ class Store:
         self, asked: Hold, tensor: Tensor, hooks: Any, name: Any, role: object = None
     ) -> Held:
         if not asked.is_hidden:
-            self._on[asked.memory].append(asked)
+            self._new.append(asked)
         try:
             held = hold(tensor, hooks, name, role)
         except BaseException:  # of a hook of the user: the block may go on
@@ -174,6 +172,14 @@ class Store:
         return held
 
     # ---- memory that is about to be written
+
+    def holds_on(self, memories: tuple[int, ...]) -> bool:
+        """Whether something is held on one of these."""
+        on = self._on
+        for asked in self._new:
+            on[asked.memory].append(asked)
+        self._new.clear()
+        return not on.keys().isdisjoint(memories)
 
     def before_write(self, step: Step, targets: list[Tensor]) -> None:
         """Copy what is held where a step writes."""
@@ -191,14 +197,16 @@ class Store:
 
     def before_unseen_writes(self) -> None:
         """Copy all that is held, but parameters."""
-        for asked in [asked for there in self._on.values() for asked in there]:
+        for asked in [*self._new, *[asked for there in self._on.values() for asked in there]]:
             held = self.held[asked.value]
             if not (asked.is_parameter or held.is_stale):
                 self._freeze(asked, held)
         self._on.clear()
+        self._new.clear()
 
-    def has_been_written(self, memories: Iterable[int]) -> None:
+    def has_been_written(self, memories: tuple[int, ...]) -> None:
         """Nobody saw it: it is too late to copy."""
+        self.holds_on(memories)
         for memory in memories:
             self._on.pop(memory, None)
 
@@ -216,8 +224,8 @@ class Store:
         """A step has failed. The cells from `mark` on are empty again."""
         for value in [value for value in self.held if value[0] >= mark]:
             del self.held[value]
-        for memory, there in self._on.items():
-            self._on[memory] = [asked for asked in there if asked.value in self.held]
+        for there in (*self._on.values(), self._new):
+            there[:] = [asked for asked in there if asked.value in self.held]
         self.numbers.pop(index, None)
 
     # ---- random states, numbers and shapes
