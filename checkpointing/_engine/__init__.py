@@ -23,15 +23,12 @@ from .frames import (
     Frame,
     Holder,
     Holding,
-    Name,
-    Recompute,
-    Source,
+    Request,
+    Stop,
+    TaskTensors,
     identity,
     is_internal,
-    is_parameter,
-    is_referenced,
-    named,
-    root_of,
+    reader,
     unpack,
 )
 from .held import (
@@ -49,12 +46,28 @@ from .offload import (
     Mover,
     prefetch,
 )
+from .tensors import (
+    Name,
+    is_parameter,
+    is_referenced,
+    named,
+    root_of,
+)
 from .threads import (
     Region,
     aside,
     put_before,
     thread,
     without_recording,
+)
+from .tree import (
+    ATOMS,
+    Field,
+    leaves_of,
+    map_tensors,
+    put_together,
+    take_apart,
+    tensors_in,
 )
 from .where import (
     Line,

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from .. import _torch
-from .._torch import put_together, take_apart
+from .tree import put_together, take_apart
 
 S = TypeVar("S")
 

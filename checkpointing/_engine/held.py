@@ -21,16 +21,9 @@ from typing import Any, TypeGuard
 from torch import Tensor
 
 from .. import _torch, errors
-from .frames import (
-    Name,
-    identity,
-    is_internal,
-    is_parameter,
-    is_referenced,
-    named,
-    root_of,
-)
+from .frames import identity, is_internal
 from .offload import Moved, Mover
+from .tensors import Name, is_parameter, is_referenced, named, root_of
 from .threads import without_recording
 
 Copier = Callable[[], Tensor] | None
@@ -41,11 +34,11 @@ Saver = _torch.Hooks | Mover | None
 _save_input = _torch.save_input
 
 
-def check_version(where: object, name: Name, tensor: Tensor, version: int) -> None:
+def check_version(frame: object, name: Name, tensor: Tensor, version: int) -> None:
     """A tensor that recompute reads must be at the version that the forward read."""
     now = _torch.version(tensor)
     if now != version:
-        raise errors.changed(where, named(name, tensor), version, now)
+        raise errors.changed(frame, named(name, tensor), version, now)
 
 
 class Held:
@@ -71,7 +64,7 @@ class Held:
         """Whether it is referenced, and has been written since."""
         return False
 
-    def fetch(self, where: object) -> Tensor:
+    def fetch(self, frame: object) -> Tensor:
         """The tensor as it was. Others may read it, too: it must not be written."""
         raise NotImplementedError
 
@@ -98,8 +91,8 @@ class Aliased(Held):
         self.is_parameter = is_parameter
         self._version = _torch.version(packed) if version is None else version
 
-    def fetch(self, where: object) -> Tensor:
-        check_version(where, self.name, self.packed, self._version)
+    def fetch(self, frame: object) -> Tensor:
+        check_version(frame, self.name, self.packed, self._version)
         return self.packed  # type: ignore[no-any-return]
 
     @property
@@ -124,8 +117,8 @@ class Referenced(Aliased):
         super().__init__(tensor, name, True)
         self._requires_grad = tensor.requires_grad
 
-    def fetch(self, where: object) -> Tensor:
-        return _with_flag(super().fetch(where), self._requires_grad, where, self.name)
+    def fetch(self, frame: object) -> Tensor:
+        return _with_flag(super().fetch(frame), self._requires_grad, frame, self.name)
 
 
 class Saved(Held):
@@ -139,20 +132,20 @@ class Saved(Held):
         self.is_parameter = False
         self._requires_grad = tensor.requires_grad
 
-    def fetch(self, where: object) -> Tensor:
+    def fetch(self, frame: object) -> Tensor:
         try:
             tensor = self.packed.unpack()
         except RuntimeError as error:
             if type(error) is RuntimeError and "modified by an inplace" in str(error):
-                raise errors.changed(where, named(self.name)) from error
+                raise errors.changed(frame, named(self.name)) from error
             raise
-        return _with_flag(tensor, self._requires_grad, where, self.name)
+        return _with_flag(tensor, self._requires_grad, frame, self.name)
 
 
-def _with_flag(tensor: Tensor, requires_grad: bool, where: object, name: Name) -> Tensor:
+def _with_flag(tensor: Tensor, requires_grad: bool, frame: object, name: Name) -> Tensor:
     """The tensor, if it requires grad as in the forward. (Autograd saves a leaf by reference.)"""
     if tensor.requires_grad is not requires_grad:
-        raise errors.changed(where, f"`requires_grad` of {named(name, tensor)}")
+        raise errors.changed(frame, f"`requires_grad` of {named(name, tensor)}")
     return tensor
 
 
@@ -176,10 +169,10 @@ class Packed(Held):
             self._live = lambda: live
         self._version = _torch.version(live)
 
-    def fetch(self, where: object) -> Tensor:
+    def fetch(self, frame: object) -> Tensor:
         live = self._live()
         if live is not None:
-            check_version(where, self.name, live, self._version)
+            check_version(frame, self.name, live, self._version)
         tensor: Tensor = self._hooks[1](self.packed)
         laid_out = without_recording(_torch.laid_out, tensor, self._layout)
         return tensor if laid_out is tensor else _torch.in_place_of(tensor, laid_out)
@@ -210,7 +203,7 @@ class InSlot(Held):
         self._owner: Any = None if owner is None else weakref.ref(owner)
         super().__init__(pack(alias), name)
 
-    def fetch(self, where: object) -> Tensor:
+    def fetch(self, frame: object) -> Tensor:
         return self._unpack(self.packed)
 
     def freeze(self, copied: Copier = None) -> None:
@@ -218,9 +211,9 @@ class InSlot(Held):
             return
         # Packing again would be a slot that the forward did not have: deliver the copy instead.
         copy = without_recording(_torch.clone_storage, self.packed)
-        recompute = self._owner and self._owner()
-        if recompute is not None:
-            recompute.replace(self.packed, copy)
+        request = self._owner and self._owner()
+        if request is not None:
+            request.replace(self.packed, copy)
         self.packed = copy
 
 
@@ -233,7 +226,7 @@ class Elsewhere(Held):
     def moved(self) -> Moved:
         return self.packed  # type: ignore[no-any-return]
 
-    def fetch(self, where: object) -> Tensor:
+    def fetch(self, frame: object) -> Tensor:
         return self.packed.bring()  # type: ignore[no-any-return]
 
     def freeze(self, copied: Copier = None) -> None:
@@ -328,4 +321,4 @@ def note_written(hooks: _torch.Hooks | None, storages: Set[int | None]) -> None:
     """Tell the region around that an inner region has written to these storages."""
     owner = _owner_of(hooks)
     if owner is not None:
-        owner.written |= storages - {None}
+        owner.note_written(storages - {None})

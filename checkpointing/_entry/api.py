@@ -38,12 +38,12 @@ from .._engine import (
     warn,
 )
 from .._record import Run, program_of
-from .._replay import Replay as Follow
+from .._replay import Replay
 from .._rerun import PreserveRngState, Rerun, call_within
 from . import reentrant as _reentrant
 from .debug import explain, logged
 from .policy import as_policy
-from .report import Report, Reported, Stats, measure, note, report_of
+from .report import Notes, Report, Stats, measure, note, report_of
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -444,26 +444,29 @@ def run_rerun(
 ) -> Any:
     """Run a region that is called again in backward. `contexts` makes a context for the forward and
     one for the rerun; messages begin with `prefix`."""
-    source = Rerun(fn, args, kwargs, options.preserve_rng_state)
-    kind = Reported if _is_noted(options) else Frame
-    frame = kind(source, name, where, options.early_stop, check_of(options.determinism_check))
+    check = check_of(options.determinism_check)
+    rng = options.preserve_rng_state
+    frame = Rerun(fn, args, kwargs, rng, name, where, options.early_stop, check)
     frame.prefix = prefix
+    if _is_noted(options):
+        frame.is_noted, frame.notes = True, Notes()
     if contexts is not None:
-        forward, source.context = contexts(frame)
+        forward, frame.context = contexts(frame)
         fn = functools.partial(call_within, forward, fn)
-    frame.enter(source)
+    frame.enter(frame)
     try:
         result = fn(*args, **kwargs)
     finally:
-        in_order = frame.leave(source)
-        source.end()
+        in_order = frame.leave(frame)
+        frame.end()
     if not in_order:
         raise errors.crossed(frame)
     return result
 
 
 def _is_noted(options: Options) -> bool:
-    return options.report or getattr(thread.region, "noted", None) is not None
+    outer = thread.region
+    return options.report or (outer is not None and outer.is_noted)
 
 
 def _run_replay(fn: Any, args: Any, kwargs: Any, name: str, options: Options) -> Any:
@@ -506,14 +509,13 @@ class _Block:
             # planned.
             run.holds_planned = not _is_rerun(hooks)
         log: Any = [] if options.debug else None
-        self._source = Follow(run, log)
         run.is_checked = check is not None
-        kind = Reported if is_noted else Frame
-        self.frame = kind(self._source, name, where, options.early_stop, check)
+        self.frame = frame = Replay(run, log, name, where, options.early_stop, check)
         if is_noted:
             run.note = _note_with_stack if options.debug else note
+            run.is_noted, frame.notes = True, Notes()
         if options.debug:
-            self.frame.on_error = functools.partial(_explain, self._source, log)
+            frame.on_error = functools.partial(_explain, log)
 
     def __enter__(self) -> None:
         outer = thread.region
@@ -532,14 +534,14 @@ class _Block:
             if outer is not None:
                 outer.yield_to_inner(-1)
         run.close()
-        self._source.close(self.frame)
-        complaint = self._source.complaint
+        self.frame.close()
+        complaint = self.frame.complaint
         if error[0] is not None:
             return
         if not in_order:
             raise errors.crossed(self.frame)
         if complaint:
-            warn(f"{self.frame.place}: {complaint}")
+            warn(f"{self.frame.title}: {complaint}")
 
 
 def _is_rerun(hooks: _torch.Hooks | None) -> bool:
@@ -550,12 +552,12 @@ def _is_rerun(hooks: _torch.Hooks | None) -> bool:
 
 
 def _explain(
-    source: Follow, recompute: list[tuple[str, str]], error: errors.CheckpointError
+    recompute: list[tuple[str, str]], frame: Replay, error: errors.CheckpointError
 ) -> None:
     forward = [
-        (str(step.func), step.note[-1]) for step in source.path().steps if step.func is not None
+        (str(step.func), step.note[-1]) for step in frame.path().steps if step.func is not None
     ]
-    explain(error, forward, recompute)
+    explain(frame, error, forward, recompute)
 
 
 def _note_with_stack() -> tuple[str | None, ...]:
@@ -629,7 +631,7 @@ class checkpoint_scope:
     _options = Options("replay")
     _entered = False
     _block: Any = None
-    _frames: tuple[Frame, ...] = ()
+    _frames: tuple[Replay, ...] = ()
 
     def __init__(self, policy: Any = None, **options: Unpack[GivenToScope]) -> None:
         if options or policy is not None:

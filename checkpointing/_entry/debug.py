@@ -44,7 +44,9 @@ def _text(value: Any) -> str:
     return repr(value)
 
 
-def explain(error: errors.CheckpointError, forward: list[Any], recompute: list[Any]) -> None:
+def explain(
+    frame: Frame, error: errors.CheckpointError, forward: list[Any], recompute: list[Any]
+) -> None:
     """Raise an error again with the logs of both runs, under torch's headings."""
     logs = ""
     for title, lines in (("the original forward", forward), ("recomputation", recompute)):

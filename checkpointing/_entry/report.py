@@ -28,14 +28,13 @@ from .._engine import (
     Held,
     Holder,
     Moved,
-    Region,
     described,
     is_referenced,
-    maker_of,
     root_of,
+    tensors_in,
     user_line,
 )
-from .._torch import tensors_in
+from .._replay import Replay
 
 
 class TensorReport(NamedTuple):
@@ -172,9 +171,9 @@ def report(*outputs: Tensor) -> Report:
 
 def _find(packed: Any, frames: dict[Frame, None]) -> None:
     """Add the region of a holder, and the regions around it, which hold its inputs."""
-    if type(packed) is Holder and packed.frame not in frames:
+    if isinstance(packed, Holder) and packed.frame not in frames:
         frames[packed.frame] = None
-        for holding in packed.frame.source.holdings(packed.frame):
+        for holding in packed.frame.holdings():
             _find(_packed(holding.part), frames)
 
 
@@ -185,15 +184,14 @@ def report_of(frames: Iterable[Frame]) -> Report:
 
 
 def _region(frame: Frame) -> RegionReport:
-    source: Any = frame.source
-    saved, held = _sorted(frame.noted or ()), _sorted(_held_by(frame))
-    would_hold: int | None = sum(tensor.nbytes for tensor in saved)
-    if frame.noted is None:
-        would_hold = source.tape.saved_bytes if hasattr(source, "tape") else None
+    held, would_hold = _sorted(_held_by(frame)), frame.saved_bytes
+    saved: tuple[TensorReport, ...] = ()
+    if frame.notes is not None:
+        saved = _sorted(frame.notes.tensors)
+        would_hold = sum(tensor.nbytes for tensor in saved)
     bytes_held = sum(tensor.nbytes for tensor in held)
-    replays = getattr(source, "replays", None)
     line = described(frame.entered_from)
-    return RegionReport(frame.name, line, would_hold, bytes_held, replays, saved, held)
+    return RegionReport(frame.name, line, would_hold, bytes_held, frame.replays, saved, held)
 
 
 class Stats(NamedTuple):
@@ -222,44 +220,34 @@ class Stats(NamedTuple):
     peak_predicted: int = 0
 
 
-def measure(frame: Frame) -> Stats:
+def measure(frame: Replay) -> Stats:
     """The present numbers of a scope."""
-    source: Any = frame.source
     nbytes = Counter[str]()
     for tensor in _held_by(frame):
         nbytes[tensor.kind] += tensor.nbytes
     held = nbytes["input"] + nbytes["random state"]
-    recorded, cuts = source.counts()
-    peak = 0 if source.plan is None else source.plan.peak
-    counts = recorded, source.replayed, source.replays, source.tape.saved_bytes
+    recorded, cuts = frame.counts()
+    peak = 0 if frame.plan is None else frame.plan.peak
+    counts = recorded, frame.replayed, frame.replays, frame.saved_bytes
     return Stats(*counts, held, nbytes.total() - held, cuts, peak)
 
 
-class Reported(Frame):
-    """A region that notes the tensors that are saved in it."""
+class Notes:
+    """The tensors that are saved in a region."""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.noted: list[TensorReport] = []
-        self._storages: weakref.WeakSet[Any] = weakref.WeakSet()  # noted
+    def __init__(self) -> None:
+        self.tensors: list[TensorReport] = []
+        self._storages: weakref.WeakSet[Any] = weakref.WeakSet()
 
-    def enter(self, region: Region) -> None:
-        super().enter(region)
-        region.noted = self.noted
-
-    def pack(self, tensor: Tensor) -> Holder:
-        holder = super().pack(tensor)
+    def add(self, holder: Holder, tensor: Tensor) -> None:
         if is_referenced(root_of(tensor)):
-            return holder
-        operator = self.source.operator_of(holder) or maker_of(tensor)
+            return
+        operator = holder.frame.maker(holder, tensor)
         for part in _torch.plain_parts(tensor):
             storage = part.untyped_storage() if _torch.has_storage(part) else holder
             if storage not in self._storages:
                 self._storages.add(storage)
-                self.noted.append(_tensor("saved", part, operator, *note()))
-        return holder
-
-    _torch.mark_as_torchs_own(pack)
+                self.tensors.append(_tensor("saved", part, operator, *note()))
 
 
 def note() -> tuple[str | None, str | None]:
@@ -288,7 +276,7 @@ def _tensor(kind: str, tensor: Tensor, *about: str | None) -> TensorReport:
 def _held_by(frame: Frame) -> Iterable[TensorReport]:
     """Each storage that a region holds, once."""
     found: dict[int, TensorReport] = {}
-    for kind, part, operator, noted in frame.source.holdings(frame):
+    for kind, part, operator, noted in frame.holdings():
         packed = _packed(part)
         if type(packed) is Moved:
             kind, packed = "offloaded", packed.away

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from itertools import accumulate
 from typing import Any
 
@@ -28,12 +28,13 @@ from .._engine import (
     Holder,
     Holding,
     Moved,
-    Recompute,
-    Source,
+    Request,
+    TaskTensors,
     Undo,
     check_version,
     described,
     enter_switches,
+    maker_of as maker_of_tensor,
     prefetch,
     undo_all,
 )
@@ -76,7 +77,7 @@ class Stock:
         """Which holder of the frame has a slot."""
         return self.first_holder + self.group.path.owners[slot]
 
-    def wanted(self, request: Recompute) -> dict[int, Holder]:
+    def wanted(self, request: Request) -> dict[int, Holder]:
         """By slot: the live holders that the graph task may still open."""
         ready, refs = request.ready, request.frame.holders
         owners, first = self.group.path.owners, self.first_holder
@@ -88,14 +89,35 @@ class Stock:
         return found
 
 
-class Replay(Source):
-    """The run of one block as a source."""
+class _Holder(Holder):
+    __slots__ = ("stock",)
 
-    def __init__(self, run: Run, log: list[tuple[str, str]] | None = None) -> None:
+    stock: Stock  # once the block has ended
+
+
+class _Task(TaskTensors):
+    memory: dict[Any, Any]  # tensors that have been fetched, and parts of stocks
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory = {}
+
+    def is_needed(self) -> bool:
+        return True
+
+
+class Replay(Frame):
+    """A block whose operators run again."""
+
+    hint = errors.UNSEEN
+    kind_of_task = _Task
+
+    def __init__(self, run: Run, log: list[tuple[str, str]] | None, *about: Any) -> None:
+        super().__init__(*about)
         self.tape = run
         self.save = run.save
         self.log = log
-        self.replays = 0
+        self.replays: int = 0
         self.replayed = 0
         self._counted = 0  # operators, before the block began anew
         self.plan: Plan | None = None  # when the block has ended
@@ -104,25 +126,39 @@ class Replay(Source):
 
     # ---- what the holders get
 
-    def close(self, frame: Frame) -> None:
+    def pack(self, tensor: Tensor) -> Holder:
+        holder = _Holder()
+        holder.frame = self
+        holder.slot = len(self.holders)
+        self.holders.append(weakref.ref(holder))
+        holder.saved = self.save(tensor)
+        if self.check is not None:
+            holder.metadata = self.check(tensor)
+        if self.notes is not None:
+            self.notes.add(holder, tensor)
+        return holder
+
+    _torch.mark_as_torchs_own(pack)
+
+    def close(self) -> None:
         """The block has ended: what its windows need goes to the holders."""
         run = self.tape
-        plan = self._hand_over(frame)
+        plan = self._hand_over()
         self.plan, self.complaint = plan, plan.complaint
         run.held, run.random, run.path, run.stocks, run.cells = {}, {}, [], {}, []
         run.is_over = True
 
-    def _hand_over(self, frame: Frame) -> Plan:
+    def _hand_over(self) -> Plan:
         """What windows need goes to the holders, which own it from here on."""
         run = self.tape
         plan = self._find_plan()
-        holders = [ref() for ref in frame.holders[run.first_holder :]]
+        holders: Any = [ref() for ref in self.holders[run.first_holder :]]
         owners = plan.path.owners
         for group in plan.groups_for(run):
             alive = [slot for slot in group.slots if holders[owners[slot]] is not None]
             stock = Stock(group, run.held, run, alive) if alive else None
             for slot in alive:
-                holders[owners[slot]].stock = stock  # type: ignore[union-attr]
+                holders[owners[slot]].stock = stock
         return plan
 
     def _find_plan(self) -> Plan:
@@ -142,15 +178,15 @@ class Replay(Source):
             run.program.grow(plan.size)
         return plan  # type: ignore[no-any-return]
 
-    def _stock_of(self, holder: Holder, frame: Frame) -> Stock:
+    def _stock_of(self, holder: Any) -> Stock:
         try:
             return holder.stock  # type: ignore[no-any-return]
         except AttributeError:
             pass
         slot, run = holder.slot, self.tape
         if run.may_begin_anew:
-            self._counted += sum(step.is_counted for step in self._hand_over(frame).path.steps)
-            run.begin_anew(frame.holders)
+            self._counted += sum(step.is_counted for step in self._hand_over().path.steps)
+            run.begin_anew(self.holders)
             return holder.stock  # type: ignore[no-any-return]
         if slot not in run.stocks:  # a backward inside the block
             plan = self._find_plan()
@@ -159,22 +195,26 @@ class Replay(Source):
                 run.stocks.update((stock.owner(slot), stock) for slot in group.slots)
         return run.stocks[slot]  # type: ignore[no-any-return]
 
-    # ---- as a source
+    # ---- as a frame
 
-    def announce(self, tensor: Tensor) -> None:
+    def announce(self, role: object, tensor: Tensor) -> None:
         self.tape.announce(tensor)
 
-    def maker(self, holder: Holder) -> str | None:
-        """The operator that made what the holder saved."""
+    def note_written(self, storages: Set[int]) -> None:
+        """The run has seen the operators that wrote."""
+
+    def maker(self, holder: Any, tensor: Tensor) -> str | None:
+        if not hasattr(holder, "stock"):
+            return self._operator_of(holder) or maker_of_tensor(tensor)
         path = holder.stock.group.path
         made = max([path.newest(slot.value) for slot in slots_of(holder.saved)], default=-1)
         return None if made < 0 else str(path.steps[made].func)
 
-    def holdings(self, frame: Frame) -> Iterable[Holding]:
+    def holdings(self) -> Iterable[Holding]:
         run = self.tape
         held, random = run.held, run.random  # while the block runs
         if self.plan is not None:
-            holders = [holder for ref in frame.holders if (holder := ref()) is not None]
+            holders: Any = [holder for ref in self.holders if (holder := ref()) is not None]
             stocks = {
                 id(holder.stock): holder.stock for holder in holders if hasattr(holder, "stock")
             }.values()
@@ -197,9 +237,13 @@ class Replay(Source):
             for tensor in state.states:
                 yield Holding("random state", tensor, str(step.func), step.note)
 
-    def operator_of(self, holder: Holder) -> str | None:
+    def _operator_of(self, holder: Holder) -> str | None:
         steps = [maker_of(slot.value, self.tape.path) for slot in slots_of(holder.saved)]
         return next((str(step.func) for step in steps if step is not None), None)
+
+    @property
+    def saved_bytes(self) -> int:  # type: ignore[override]
+        return self.tape.saved_bytes
 
     def counts(self) -> tuple[int, tuple[int, ...]]:
         """How many operators were recorded, and where among them the cuts are."""
@@ -210,14 +254,14 @@ class Replay(Source):
     def path(self) -> Path:
         return Path(self.tape) if self.plan is None else self.plan.path
 
-    def at_hand(self, holder: Holder, where: Frame) -> Tensor | None:
+    def at_hand(self, holder: Holder) -> Tensor | None:
         """A value that is held, or a view of one, that hooks have not taken: nothing to compute,
         nothing to share."""
         slot = holder.saved
-        is_replayed = where.check is not None or not where.early_stop
+        is_replayed = self.check is not None or not self.early_stop
         if is_replayed or type(slot) is not Slot:
             return None
-        stock = self._stock_of(holder, where)
+        stock = self._stock_of(holder)
         held = stock.held.get(slot.cell if slot.is_held else stock.group.only)
         if type(held) is Aliased and not (held.is_stale or held.is_parameter):
             return held.packed  # type: ignore[no-any-return]
@@ -226,41 +270,39 @@ class Replay(Source):
             return None
         try:
             if held is not None:
-                return self.fetch(held, where, {})
+                return self.fetch(held, {})
             if window is not None and not _torch.mode_count():  # which would see it being made
-                return _Execution(self, where, stock, window, {}, []).run().popitem()[1]
+                return _Execution(self, stock, window, {}, []).run().popitem()[1]
         except errors.CheckpointError:
             pass  # it will be raised again, from a recompute
         return None
 
-    def fetch(self, held: Any, where: Frame, inputs: dict[Any, Tensor]) -> Tensor:
+    def fetch(self, held: Any, inputs: dict[Any, Tensor]) -> Tensor:
         """What a run holds in a cell."""
         if type(held) in _torch.UNWRAPPED:  # an earlier replay has made it
             return held  # type: ignore[no-any-return]
         if type(held) is tuple:
             parameter, version = held
-            check_version(where, "a parameter", parameter, version)
+            check_version(self, "a parameter", parameter, version)
             if type(parameter) is not _torch.FakeTensor and not parameter.data_ptr():
-                check_there(where, parameter)
+                check_there(self, parameter)
             return parameter  # type: ignore[no-any-return]
         tensor = inputs.get(held)
         if tensor is None:
-            tensor = held.fetch(where)
+            tensor = held.fetch(self)
             if held.is_parameter:
-                check_there(where, tensor)
+                check_there(self, tensor)
             # Else it can be fetched again.
             if held.is_packed and held.moved is None:
                 inputs[held] = tensor
         return tensor
 
-    def _prefetch(self, stock: Stock, frame: Frame) -> None:
+    def _prefetch(self, stock: Stock) -> None:
         """Start to bring back the next tensors: backward opens first the one saved last."""
         if self._order is None:
             self._order = []
-            holders = [holder for ref in reversed(frame.holders) if (holder := ref()) is not None]
-            for held in {
-                id(s): s for holder in holders for s in [self._stock_of(holder, frame)]
-            }.values():
+            holders = [holder for ref in reversed(self.holders) if (holder := ref()) is not None]
+            for held in {id(s): s for holder in holders for s in [self._stock_of(holder)]}.values():
                 for moved in _moved_in(held):
                     if moved.rank < 0:
                         moved.rank = len(self._order)
@@ -269,38 +311,36 @@ class Replay(Source):
             self._order, max([moved.rank for moved in _moved_in(stock)], default=len(self._order))
         )
 
-    def recompute(self, request: Recompute) -> None:
+    def recompute(self, request: Request) -> None:
         run, task = self.tape, request.task
+        assert isinstance(task, _Task)
         run.settle()
         # Those of the block's beginning: kernels look at them.
         undo: Undo = []
         if run.fake_mode is not None and _torch.fake_mode() is None:  # backward runs outside of it
             run.fake_mode.__enter__()
             undo.append((lambda mode: mode.__exit__(None, None, None), run.fake_mode))
-        if task.memory is None:
-            task.memory = {}
         before = self.replayed
         try:
             enter_switches(run.switches, undo)
-            self._replay(request.holder, request, undo)
-            for holder in () if request.frame.early_stop else request.wanted():
+            self._replay(request.holder, request, task.memory, undo)
+            for holder in () if self.early_stop else request.wanted():
                 if holder.slot not in request.ready:
-                    self._replay(holder, request, undo)
+                    self._replay(holder, request, task.memory, undo)
         finally:
             undo_all(undo)
         self.replays += self.replayed > before
         if task.memory and request.is_last:
             task.memory.clear()
 
-    def _replay(self, holder: Holder, request: Recompute, undo: Undo) -> None:
+    def _replay(self, holder: Holder, request: Request, inputs: dict[Any, Any], undo: Undo) -> None:
         """Run the window of a holder, and hand out what it makes."""
-        frame = request.frame
-        stock = self._part_of(holder, request, undo)
+        stock = self._part_of(holder, request, inputs, undo)
         holders = stock.wanted(request)
         window = stock.group.window(tuple(holders))
-        execution = _Execution(self, frame, stock, window, request.task.memory, undo)
-        if self.tape.movers and frame.complete:
-            self._prefetch(stock, frame)
+        execution = _Execution(self, stock, window, inputs, undo)
+        if self.tape.movers and self.complete:
+            self._prefetch(stock)
         parts: dict[int, list[Tensor]] = defaultdict(list)  # by holder
         for number, tensor in sorted(execution.run().items()):
             holder = holders[number]
@@ -315,16 +355,18 @@ class Replay(Source):
                 self.tape.adopt(tensor, saved)
             request.deliver(holder, tensor)
 
-    def _part_of(self, holder: Holder, request: Recompute, undo: Undo) -> Stock:
+    def _part_of(
+        self, holder: Holder, request: Request, inputs: dict[Any, Any], undo: Undo
+    ) -> Stock:
         """What the window of a holder starts from. Where the run has not held it, it is made now,
         for all parts at once, and stays until the windows of the parts have run, or the graph task
         ends."""
-        stock, inputs = self._stock_of(holder, request.frame), request.task.memory
+        stock = self._stock_of(holder)
         passed = []
         while stock.group.parts:
             parts = inputs.get(stock, {})
             if holder.slot not in parts:
-                parts = inputs[stock] = self._fill(stock, request, undo)
+                parts = inputs[stock] = self._fill(stock, request, inputs, undo)
             passed.append(stock)
             stock = parts[holder.slot]
         for outer in passed:
@@ -334,13 +376,15 @@ class Replay(Source):
                 del inputs[outer]
         return stock
 
-    def _fill(self, stock: Stock, request: Recompute, undo: Undo) -> dict[int, Stock]:
+    def _fill(
+        self, stock: Stock, request: Request, inputs: dict[Any, Any], undo: Undo
+    ) -> dict[int, Stock]:
         """What the parts of a group start from, by holder."""
         parts = stock.group.parts_of(stock.wanted(request))
         values, window = stock.group.filling(
             {source for part, mine in parts for source in part.needs(mine)[0]}
         )
-        made = _Execution(self, request.frame, stock, window, request.task.memory, undo).run()
+        made = _Execution(self, stock, window, inputs, undo).run()
         held = {**stock.held, **{value: made[number] for number, value in enumerate(values)}}
         found: dict[int, Stock] = {}
         for part, mine in parts:
@@ -361,20 +405,19 @@ class _Execution:
     def __init__(
         self,
         source: Replay,
-        frame: Frame,
         stock: Stock,
         window: Window,
         inputs: dict[Any, Tensor],
         undo: Undo,
     ) -> None:
-        self.source, self.frame, self.stock, self.window = source, frame, stock, window
+        self.source, self.stock, self.window = source, stock, window
         self.undo = undo
         self.found: dict[int, Tensor] = {}  # by slot
         self.exposed: dict[int, list[int]] = defaultdict(list)  # by memory: found, and not copied
         self.table = window.table.copy()
         # Before autograd is switched off: an enclosing region may have to rerun for them.
         for place, key, _ in window.starts:
-            self.table[place] = source.fetch(stock.held[key], frame, inputs)
+            self.table[place] = source.fetch(stock.held[key], inputs)
 
     def run(self) -> dict[int, Tensor]:
         """What the window makes, by slot."""
@@ -451,7 +494,7 @@ class _Execution:
         was, step = self.stock.shapes.get(instruction.index), instruction.step
         if was is not None and was != (now := shapes_of(result)):
             line = None if step.line is None else described(step.line)
-            raise errors.other_shapes(self.frame, str(step.func), line, was, now)
+            raise errors.other_shapes(self.source, str(step.func), line, was, now)
 
     def _look(self, place: Any) -> Any:
         if type(place) is int:

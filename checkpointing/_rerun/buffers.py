@@ -19,8 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import _torch, errors
-from .._engine import Undo, named, without_recording
-from .._torch import Field
+from .._engine import Field, Undo, named, without_recording
 
 _parts_of, _has_storage, _version = _torch.parts_of_module, _torch.has_storage, _torch.version
 _Generator, _Parameter = torch.Generator, nn.Parameter
@@ -101,25 +100,25 @@ class Buffers:
             self._trained = [tensor for tensor, version in pairs if _version(tensor) == version]
             self._versions = _versions_of(self._trained)
 
-    def written(self, where: object) -> list[Tensor]:
+    def written(self, frame: object) -> list[Tensor]:
         """The parameters that train and have been written since the forward."""
         now = _parameters_of(self._flags)
         if len(now) != len(self._parameters) or not all(map(operator.is_, now, self._parameters)):
-            self._check_places(now, where)
+            self._check_places(now, frame)
         trained, versions = self._trained, self._versions
         if versions == _versions_of(trained):
             return []
         pairs = zip(trained, versions, strict=True)
         return [tensor for tensor, version in pairs if _version(tensor) != version]
 
-    def _check_places(self, now: list[Tensor], where: object) -> None:
+    def _check_places(self, now: list[Tensor], frame: object) -> None:
         """Tensors in the place of parameters must be there still, and frozen parameters must have
         the same values. (Hooks may gather parameters, or bring them in for each call.)"""
         present = {*map(id, now)}
         for tensor, other in zip(self._parameters, now, strict=False):
             is_gone = not isinstance(tensor, _Parameter) and id(tensor) not in present
             if is_gone or (tensor is not other and _is_another(tensor, other)):
-                raise errors.exchanged(where, named("a parameter", tensor))
+                raise errors.exchanged(frame, named("a parameter", tensor))
 
     def __bool__(self) -> bool:
         """Whether there is anything to rewind."""
@@ -135,12 +134,12 @@ class Buffers:
     def copies(self) -> list[Tensor]:
         return self._then.values
 
-    def enter(self, where: object, undo: Undo) -> None:
+    def enter(self, frame: object, undo: Undo) -> None:
         """Go back to the forward; `undo` gets the functions that return."""
         for module, name, tensor, version in self._guarded:
             if _version(tensor) != version:
                 buffer = named((type(module).__name__, Field(name)), tensor)
-                raise errors.changed(where, buffer, version, _version(tensor))
+                raise errors.changed(frame, buffer, version, _version(tensor))
         flags = {module: getattr(module, "training", None) for module in self._flags}
         if flags != self._flags:
             undo.append((_set_flags, flags))

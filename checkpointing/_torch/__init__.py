@@ -11,12 +11,3 @@ from .names import (
     profiles,
     push_hooks,
 )
-from .tree import (
-    ATOMS,
-    Field,
-    leaves_of,
-    map_tensors,
-    put_together,
-    take_apart,
-    tensors_in,
-)

@@ -133,6 +133,9 @@ class Leaves:
         return None
 
 
+# Containers that are registered with pytree, by type: how to flatten and unflatten them.
+PYTREE_NODES: dict[type, Any] = torch.utils._pytree.SUPPORTED_NODES
+
 # ---- operators, as they are named in dispatch modes and policies
 OpOverload = torch._ops.OpOverload
 HigherOrderOperator = torch._ops.HigherOrderOperator

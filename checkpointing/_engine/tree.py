@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import SUPPORTED_NODES
+
+from .. import _torch
 
 # Types without tensors inside, which need no look.
 ATOMS = frozenset(
@@ -42,7 +43,7 @@ def open_container(value: Any) -> Container | None:
     kind: Any = type(value)
     if kind in (list, tuple):
         return Container(dict(enumerate(value)), lambda parts: kind(parts.values()))
-    node = SUPPORTED_NODES.get(kind)
+    node = _torch.PYTREE_NODES.get(kind)
     if node is not None:
         children, context = node.flatten_fn(value)
         has_keys = isinstance(value, dict) and len(value) == len(children)
