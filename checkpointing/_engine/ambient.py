@@ -261,14 +261,11 @@ def undo_all(undo: Undo) -> None:
         raise
 
 
-_QUICK_GETTERS = _torch.QUICK_GETTERS
+_GETTERS = [getter for getter, _ in _torch.SWITCHES]
 
 
 def read_switches() -> list[Any]:
-    try:
-        return [getter() for getter in _QUICK_GETTERS]
-    except RuntimeError:
-        return [getter() for getter, _ in _torch.SWITCHES]
+    return [getter() for getter in _GETTERS]
 
 
 def enter_switches(values: list[Any], undo: Undo) -> None:

@@ -150,7 +150,9 @@ class Buffers:
         undo.append((_set, now))
         _set(self._entries)
         if self:
-            undo.append((Moment.go_back, self._then.exchange()))
+            then = self._then
+            undo.append((Moment.go_back, Moment(then.tensors, then.memory)))
+            then.go_back()
 
 
 def _parameters_of(modules: Iterable[nn.Module]) -> list[Tensor]:
@@ -226,28 +228,20 @@ _PLAIN = {Tensor}
 class Moment:
     """The values, sizes and versions of tensors at one moment."""
 
-    __slots__ = ("_memory", "_versions", "tensors", "values")
+    __slots__ = ("_versions", "memory", "tensors", "values")
 
-    def __init__(self, tensors: list[Tensor], memory: list[Tensor], values: list[Tensor]) -> None:
+    def __init__(self, tensors: list[Tensor], memory: list[Tensor]) -> None:
         self.tensors = tensors
-        self._memory = memory
-        self.values = values
+        self.memory = memory
+        self.values: list[Tensor] = without_recording(lambda: [*map(_torch.copy, memory)])
         self._versions = [tensor._version for tensor in tensors]
 
     @classmethod
     def of(cls, tensors: list[Tensor]) -> Moment:
-        memory = [tensor if _is_dense(tensor) else _torch.bytes_of(tensor) for tensor in tensors]
-        return cls(tensors, memory, without_recording(_torch.clones, memory))
-
-    def exchange(self) -> Moment:
-        """Go back; returns the present moment."""
-        values = without_recording(_torch.exchange, self._memory, self.values)
-        now = Moment(self.tensors, self._memory, values)
-        _torch.set_versions(self.tensors, self._versions)
-        return now
+        return cls(tensors, [t if _is_dense(t) else _torch.bytes_of(t) for t in tensors])
 
     def go_back(self) -> None:
-        without_recording(_torch.overwrite, self._memory, self.values)
+        without_recording(_torch.overwrite, self.memory, self.values)
         _torch.set_versions(self.tensors, self._versions)
 
 
@@ -258,4 +252,4 @@ def _is_dense(tensor: Tensor) -> bool:
     return tensor.is_contiguous() and not tensor.is_complex()
 
 
-_NOTHING = Moment([], [], [])
+_NOTHING = Moment([], [])
