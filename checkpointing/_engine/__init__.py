@@ -3,16 +3,6 @@
 It imports `_torch` and `errors` alone. An engine never knows which source recomputes, or how.
 """
 
-from .ambient import (
-    Ambient,
-    Generators,
-    Undo,
-    enter_switches,
-    has_rng,
-    read_switches,
-    register_state,
-    undo_all,
-)
 from .check import (
     CHECKS,
     DeterminismCheck,
@@ -45,6 +35,14 @@ from .offload import (
     Moved,
     Mover,
     prefetch,
+)
+from .state import (
+    Generators,
+    Undo,
+    enter_switches,
+    has_rng,
+    read_switches,
+    undo_all,
 )
 from .tensors import (
     Name,

@@ -4,6 +4,7 @@ It imports `_engine` and what is below. What the function sees during a rerun is
 saw in the forward: arguments, buffers, random numbers, switches.
 """
 
+from .ambient import register_state
 from .buffers import Moment
 from .inputs import Inputs, contents_of
 from .rerun import Call, PreserveRngState, Rerun, call_within

@@ -40,8 +40,6 @@ class Buffers:
     Larger buffers, and those of modules in evaluation mode, are guarded by version.
     """
 
-    __slots__ = ("_entries", "_flags", "_guarded", "_parameters", "_then", "_trained", "_versions")
-
     def __init__(self, inputs: Any) -> None:
         """Capture `inputs.modules` and their children; add their devices and generators to
         `inputs`."""
@@ -227,8 +225,6 @@ _PLAIN = {Tensor}
 
 class Moment:
     """The values, sizes and versions of tensors at one moment."""
-
-    __slots__ = ("_versions", "memory", "tensors", "values")
 
     def __init__(self, tensors: list[Tensor], memory: list[Tensor]) -> None:
         self.tensors = tensors

@@ -26,7 +26,6 @@ from torch import Tensor
 
 from .. import _torch, errors
 from .._engine import (
-    Ambient,
     Generators,
     Held,
     Holding,
@@ -46,6 +45,7 @@ from .._engine import (
     thread,
     undo_all,
 )
+from .ambient import Ambient
 from .buffers import Buffers
 from .inputs import Cells, Fetched, Given, Inputs, contents_of, fill
 from .pins import Pin, Repeated, Result, without_slots
