@@ -39,6 +39,7 @@ from .offload import (
 from .state import (
     Generators,
     Undo,
+    enter_context,
     enter_switches,
     has_rng,
     read_switches,

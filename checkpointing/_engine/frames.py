@@ -32,6 +32,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterable, Set
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NamedTuple
 from weakref import ref as _ref
@@ -155,7 +156,7 @@ class Request:
         note = f"This happened during the recompute of {self.frame.title}."
         error.__notes__ = [*getattr(error, "__notes__", ()), note]  # `add_note` needs Python 3.11
         if isinstance(error, errors.CheckpointError) and self.frame.on_error is not None:
-            self.frame.on_error(self.frame, error)
+            self.frame.on_error(error)
 
     def check_outcome(self) -> None:
         """Raise if something else was computed than in the forward."""
@@ -186,7 +187,8 @@ class Frame:
     saved_bytes: int | None = None  # that autograd would hold, if that is known without notes
     replays: int | None = None  # of a recorded block: how many windows have run again
     complete = False  # backward may run before the region has ended (rule 6)
-    on_error: Callable[[Any, errors.CheckpointError], None] | None = None  # given the frame, too
+    on_error: Callable[[errors.CheckpointError], None] | None = None
+    context: AbstractContextManager[Any] | None = None  # entered around each recompute
     prefix: str | None = None  # of messages, for code that matches torch's
     kind_of_task: type[TaskTensors] = TaskTensors
     kind_of_request: type[Request] = Request

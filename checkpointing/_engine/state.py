@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import random
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -30,6 +31,12 @@ def undo_all(undo: Undo) -> None:
     except BaseException:
         undo_all(undo)
         raise
+
+
+def enter_context(context: AbstractContextManager[Any], undo: Undo) -> None:
+    """Enter a context; `undo` gets the function that leaves it."""
+    context.__enter__()
+    undo.append((lambda context: context.__exit__(None, None, None), context))
 
 
 class Generators:

@@ -32,7 +32,6 @@ from .._engine import (
     check_of,
     entered_from,
     is_internal,
-    stack_of_user,
     thread,
     unpack,
     warn,
@@ -41,7 +40,7 @@ from .._record import Run, program_of
 from .._replay import Replay
 from .._rerun import PreserveRngState, Rerun, call_within
 from . import reentrant as _reentrant
-from .debug import explain, logged
+from .debug import logged
 from .policy import as_policy
 from .report import Notes, Report, Stats, measure, note, report_of
 
@@ -508,14 +507,13 @@ class _Block:
             # A rerun around the block expects the same slots in each run, whatever has been
             # planned.
             run.holds_planned = not _is_rerun(hooks)
-        log: Any = [] if options.debug else None
         run.is_checked = check is not None
-        self.frame = frame = Replay(run, log, name, where, options.early_stop, check)
+        self.frame = frame = Replay(run, name, where, options.early_stop, check)
         if is_noted:
-            run.note = _note_with_stack if options.debug else note
-            run.is_noted, frame.notes = True, Notes()
+            run.note, run.is_noted, frame.notes = note, True, Notes()
+        self._log: Any = None
         if options.debug:
-            frame.on_error = functools.partial(_explain, log)
+            self._log, frame.context = logged(frame)
 
     def __enter__(self) -> None:
         outer = thread.region
@@ -523,9 +521,13 @@ class _Block:
             outer.yield_to_inner(1)
         self._run.__enter__()  # type: ignore[no-untyped-call]
         self.frame.enter(self._run)
+        if self._log is not None:
+            self._log.__enter__()
 
     def __exit__(self, *error: Any) -> None:
         run = self._run
+        if self._log is not None:
+            _torch.remove_mode(self._log)
         outer, in_order = run.outer, self.frame.leave(run)
         if not in_order:
             _torch.remove_mode(run)
@@ -549,19 +551,6 @@ def _is_rerun(hooks: _torch.Hooks | None) -> bool:
     if hooks is None:
         return False
     return is_internal(hooks) or _torch.are_of_checkpoint(hooks)
-
-
-def _explain(
-    recompute: list[tuple[str, str]], frame: Replay, error: errors.CheckpointError
-) -> None:
-    forward = [
-        (str(step.func), step.note[-1]) for step in frame.path().steps if step.func is not None
-    ]
-    explain(frame, error, forward, recompute)
-
-
-def _note_with_stack() -> tuple[str | None, ...]:
-    return *note(), stack_of_user()
 
 
 @contextmanager

@@ -181,7 +181,7 @@ def forecast(function: Callable[[], Any], /) -> Forecast:
     Source of the method: the simulation of `auto()`, which plans by it.
     """
     run = _Rehearsal()
-    frame = Replay(run, None, "forecast", entered_from(sys._getframe(1)), True, None)
+    frame = Replay(run, "forecast", entered_from(sys._getframe(1)), True, None)
     with _put_back(run), disabled(), torch.enable_grad(), run:
         frame.enter(run)
         try:

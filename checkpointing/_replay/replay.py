@@ -33,6 +33,7 @@ from .._engine import (
     Undo,
     check_version,
     described,
+    enter_context,
     enter_switches,
     maker_of as maker_of_tensor,
     prefetch,
@@ -112,11 +113,10 @@ class Replay(Frame):
     hint = errors.UNSEEN
     kind_of_task = _Task
 
-    def __init__(self, run: Run, log: list[tuple[str, str]] | None, *about: Any) -> None:
+    def __init__(self, run: Run, *about: Any) -> None:
         super().__init__(*about)
         self.tape = run
         self.save = run.save
-        self.log = log
         self.replays: int = 0
         self.replayed = 0
         self._counted = 0  # operators, before the block began anew
@@ -318,11 +318,12 @@ class Replay(Frame):
         # Those of the block's beginning: kernels look at them.
         undo: Undo = []
         if run.fake_mode is not None and _torch.fake_mode() is None:  # backward runs outside of it
-            run.fake_mode.__enter__()
-            undo.append((lambda mode: mode.__exit__(None, None, None), run.fake_mode))
+            enter_context(run.fake_mode, undo)
         before = self.replayed
         try:
             enter_switches(run.switches, undo)
+            if self.context is not None:
+                enter_context(self.context, undo)
             self._replay(request.holder, request, task.memory, undo)
             for holder in () if self.early_stop else request.wanted():
                 if holder.slot not in request.ready:
@@ -449,10 +450,7 @@ class _Execution:
                 table[place] = None
 
     def _begin(self) -> None:
-        window, log = self.window, self.source.log
-        if log is not None:
-            steps = [instruction.step for instruction in window.instructions]
-            log += [(str(step.func), "") for step in steps if not step.is_view]
+        window = self.window
         if window.written:
             self._copy_what_is_written()
         for found in window.at_once:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from .. import _torch
-from .._engine import Undo, enter_switches, put_together, read_switches, take_apart
+from .._engine import Undo, enter_context, enter_switches, put_together, read_switches, take_apart
 
 S = TypeVar("S")
 
@@ -135,9 +135,7 @@ class Ambient:
             undo.append((_torch.set_function_modes, modes))
             _torch.set_function_modes(self._modes or [])
         if _is_inference():  # backward runs in it; a region is never entered in it
-            mode = torch.inference_mode(False)
-            mode.__enter__()
-            undo.append((lambda mode: mode.__exit__(None, None, None), mode))
+            enter_context(torch.inference_mode(False), undo)
         is_on = _autocast_is_on()
         if is_on or self._autocast is not None:
             self._enter_autocast(is_on, undo)

@@ -62,7 +62,6 @@ PreserveRngState = bool | Literal["all"]
 class Call(Inputs):
     """One call of a function: its inputs, and the state in which it runs."""
 
-    context: AbstractContextManager[Any] | None = None  # entered around the rerun
     _buffers: Buffers | None = None
     _cpu_state: Tensor | None = None
     _rng: Generators | None = None
@@ -144,10 +143,7 @@ class Call(Inputs):
         args = [put_together(saved, fetch, met) for saved in self._args]
         kwargs = {key: put_together(saved, fetch, met) for key, saved in self._kwargs.items()}
         cells = [(cell, fetch(saved)) for cell, saved in self._variables]
-        function = self._function
-        if self.context is not None:
-            function = _partial(call_within, self.context, function)
-        return function, args, kwargs, cells
+        return self._function, args, kwargs, cells
 
     def go_back(self, frame: object, cells: Cells, undo: Undo) -> contextvars.Context:
         """Enter the state of the forward; `undo` gets the functions that leave it. Returns the
@@ -227,6 +223,8 @@ class Rerun(Region, Call, Slots):
     def recompute(self, request: Request) -> None:
         assert isinstance(request, Calling)
         function, args, kwargs, cells = self.restored(self)
+        if self.context is not None:
+            function = _partial(call_within, self.context, function)
         undo: Undo = []
         rewound: set[int] = set()
         changed = None

@@ -287,16 +287,10 @@ class Leaves:
 
     def below(self, node: Any) -> Tensor | None:
         """One of the leaves that this node depends on, but for those nodes that have been asked."""
-        nodes = [node]
-        while nodes:
-            node = nodes.pop()
-            if node in self._met:
-                continue
-            self._met.add(node)
-            leaf = self._wanted.get(id(getattr(node, "variable", None)))
+        for found in _torch.nodes_from([node], self._met):
+            leaf = self._wanted.get(id(getattr(found, "variable", None)))
             if leaf is not None:
                 return leaf
-            nodes += [other for other, _ in node.next_functions]
         return None
 
 

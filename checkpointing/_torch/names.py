@@ -110,6 +110,17 @@ run_backward_code: CodeType = torch.autograd.graph._engine_run_backward.__code__
 PythonNode: type = _C._FunctionBase
 
 
+def nodes_from(nodes: list[Any], met: set[Any]) -> Iterator[Any]:
+    """The nodes of the autograd graph behind these, each once. `met` has those to leave out, and
+    gets the others."""
+    while nodes:
+        node = nodes.pop()
+        if node not in met:
+            met.add(node)
+            yield node
+            nodes += [other for other, _ in node.next_functions]
+
+
 # Containers that are registered with pytree, by type: how to flatten and unflatten them.
 PYTREE_NODES: dict[type, Any] = torch.utils._pytree.SUPPORTED_NODES
 
