@@ -74,13 +74,10 @@ class TaskTensors:
     `guard` watches an object that the graph task owns (rule 4)."""
 
     guard: Any = None
+    holds_more = False  # than tensors that are ready
 
     def __init__(self) -> None:
         self.ready: dict[int, Tensor | None] = {}  # by slot; None once its node has the tensor
-
-    def is_needed(self) -> bool:
-        """Whether it holds more than the tensor that is being opened."""
-        return len(self.ready) > 1
 
 
 class Stop(BaseException):
@@ -288,7 +285,7 @@ class Frame:
                 else:
                     with _torch.profiled_range(f"recompute:{self.name}"):
                         request.run()
-                if task.is_needed() or group is not None:
+                if len(ready) > 1 or task.holds_more or group is not None:
                     self.remember(task, key)
             tensor = ready[slot]
             assert tensor is not None  # a request raises if it cannot deliver

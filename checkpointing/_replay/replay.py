@@ -97,14 +97,11 @@ class _Holder(Holder):
 
 
 class _Task(TaskTensors):
-    memory: dict[Any, Any]  # tensors that have been fetched, and parts of stocks
+    holds_more = True
 
     def __init__(self) -> None:
         super().__init__()
-        self.memory = {}
-
-    def is_needed(self) -> bool:
-        return True
+        self.memory: dict[Any, Any] = {}  # tensors that have been fetched, and parts of stocks
 
 
 class Replay(Frame):

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from .. import _torch, errors
 from .._engine import (
+    Frame,
     Generators,
     Held,
     Holding,
@@ -189,7 +190,8 @@ class Rerun(Region, Call, Slots):
     def __init__(
         self, function: Any, args: Any, kwargs: Any, preserve_rng_state: Any, *about: Any
     ) -> None:
-        Slots.__init__(self, *about)
+        Frame.__init__(self, *about)
+        self.inputs = {}
         outer = thread.region
         self.policy = None if outer is None else outer.policy
         Call.__init__(self, function, args, kwargs, preserve_rng_state)

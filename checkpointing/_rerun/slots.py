@@ -32,7 +32,6 @@ from .._engine import (
     Holder,
     Request,
     Stop,
-    TaskTensors,
     check_version,
     identity,
     is_parameter,
@@ -64,10 +63,6 @@ class Calling(Request):
     _copies: _torch.Copies | None = None
     _role: object = None  # of the tensor that is packed next: None if an operator saves it
 
-    def __init__(self, frame: Slots, task: TaskTensors, holder: Holder) -> None:
-        super().__init__(frame, task, holder)
-        self._versions: dict[int, int] = {}  # by slot: of the tensors that are delivered
-
     def call(self, function: Callable[[], Any], rewound: Set[int], changed: Leaves | None) -> None:
         """Call the function until the last slot that is wanted (rule 5). It may turn the signal to
         stop into another exception.
@@ -76,6 +71,7 @@ class Calling(Request):
         that the function must not read."""
         frame, holders = self.frame, self.frame.holders
         self._rewound, self._changed = rewound, changed
+        self._versions: dict[int, int] = {}  # by slot: of the tensors that are delivered
         self._count = len(holders)
         self._is_watched = bool(rewound or frame.inputs or changed)
         if frame.early_stop:
@@ -227,11 +223,8 @@ class Slots(Frame):
     hint = errors.CALLED_AGAIN
     kind_of_request = Calling
     written: frozenset[int] = frozenset()  # storages that regions inside write after reading
-
-    def __init__(self, *about: Any) -> None:
-        super().__init__(*about)
-        # By slot: the roles of tensors that regions inside take, and their storages.
-        self.inputs: dict[int, tuple[object, int | None]] = {}
+    # By slot: the roles of tensors that regions inside take, and their storages.
+    inputs: dict[int, tuple[object, int | None]]
 
     def pack(self, tensor: Tensor) -> Holder:
         holder = Holder()
