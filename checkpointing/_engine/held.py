@@ -25,6 +25,7 @@ from .frames import identity, is_internal
 from .offload import Moved, Mover
 from .tensors import Name, is_parameter, is_referenced, named, root_of
 from .threads import without_recording
+from .tree import tensors_in
 
 Copier = Callable[[], Tensor] | None
 
@@ -44,15 +45,12 @@ def check_version(frame: object, name: Name, tensor: Tensor, version: int) -> No
 class Held:
     """A tensor that is held."""
 
-    __slots__ = ("is_parameter", "name", "packed")
-
-    packed: Any
     is_packed = True  # whether fetching it may cost a copy or a recompute
+    is_parameter = False  # whether it is referenced rather than saved
 
     def __init__(self, packed: Any, name: Name) -> None:
         self.packed = packed
         self.name = name
-        self.is_parameter = False  # whether it is referenced rather than saved
 
     @property
     def moved(self) -> Moved | None:
@@ -79,15 +77,12 @@ class Held:
 class Aliased(Held):
     """The tensor itself, or an alias, at one version."""
 
-    __slots__ = ("_version",)
-
     is_packed = False
 
     def __init__(
         self, packed: Tensor, name: Name, is_parameter: bool = False, version: int | None = None
     ) -> None:
-        self.packed = packed
-        self.name = name
+        super().__init__(packed, name)
         self.is_parameter = is_parameter
         self._version = _torch.version(packed) if version is None else version
 
@@ -111,8 +106,6 @@ class Aliased(Held):
 class Referenced(Aliased):
     """The tensor itself, as an argument of a rerun."""
 
-    __slots__ = ("_requires_grad",)
-
     def __init__(self, tensor: Tensor, name: Name) -> None:
         super().__init__(tensor, name, True)
         self._requires_grad = tensor.requires_grad
@@ -124,12 +117,9 @@ class Referenced(Aliased):
 class Saved(Held):
     """The saved tensor that autograd makes for an operator."""
 
-    __slots__ = ("_requires_grad",)
-
     def __init__(self, tensor: Tensor, name: Name) -> None:
         self.packed = _save_input(tensor, False)
         self.name = name
-        self.is_parameter = False
         self._requires_grad = tensor.requires_grad
 
     def fetch(self, frame: object) -> Tensor:
@@ -153,17 +143,14 @@ class Packed(Held):
     """An object that hooks of the user have made. It may share memory with the tensor, and outlive
     it."""
 
-    __slots__ = ("_hooks", "_layout", "_live", "_version")
-
     def __init__(self, tensor: Tensor, hooks: _torch.Hooks, name: Name, packed: Any) -> None:
         super().__init__(packed, name)
         self._hooks = hooks
         self._layout = _torch.layout_of(tensor)
         made = packed.data if type(packed) is _torch.SavedTensor else packed
-        parts = made if type(made) is tuple else (made,)
-        live = next((part for part in parts if isinstance(part, Tensor)), tensor)
+        live = [*tensors_in(made), tensor][0]
         self._live: Callable[[], Tensor | None] = weakref.ref(live)
-        if live is not tensor and _share_memory(live, tensor):
+        if live is not tensor and _torch.is_on(live, {_torch.storage_of(tensor)}):
             # Below autograd, an alias of theirs counts versions of its own.
             live = _alias(tensor)
             self._live = lambda: live
@@ -192,8 +179,6 @@ class Packed(Held):
 class InSlot(Held):
     """A slot of the region around: a holder, or in a recompute the delivered tensor."""
 
-    __slots__ = ("_owner", "_unpack")
-
     def __init__(
         self, alias: Tensor, hooks: _torch.Hooks, name: Name, role: object, tensor: Tensor
     ) -> None:
@@ -220,8 +205,6 @@ class InSlot(Held):
 class Elsewhere(Held):
     """A copy that waits elsewhere."""
 
-    __slots__ = ()
-
     @property
     def moved(self) -> Moved:
         return self.packed  # type: ignore[no-any-return]
@@ -242,7 +225,8 @@ def hold(tensor: Tensor, saver: Saver, name: Name, role: object = None) -> Held:
     alias = _alias(tensor)
     if isinstance(saver, Mover) and not saver.takes(alias):
         saver = None
-    if saver is None or _needs_no_saver(tensor):
+    is_cheap = tensor.is_meta or _torch.is_cast_of_parameter(root_of(tensor))
+    if saver is None or is_cheap:
         return Aliased(alias, name)
     if isinstance(saver, Mover):
         return Elsewhere(without_recording(saver.send, alias), name)
@@ -251,14 +235,6 @@ def hold(tensor: Tensor, saver: Saver, name: Name, role: object = None) -> Held:
     if getattr(_owner_of(saver), "complete", False):  # a block around, left before this one
         return Aliased(alias, name)
     return InSlot(alias, saver, name, role or name, tensor)
-
-
-def _share_memory(a: Tensor, b: Tensor) -> bool:
-    return _torch.has_storage(a) and _torch.storage_of(a) == _torch.storage_of(b)
-
-
-def _needs_no_saver(tensor: Tensor) -> bool:
-    return tensor.is_meta or _torch.is_cast_of_parameter(root_of(tensor))
 
 
 def _alias(tensor: Tensor) -> Tensor:

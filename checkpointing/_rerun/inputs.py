@@ -131,7 +131,8 @@ class Inputs:
             for part in _wrapped_by(value):
                 self.look_at(part, depth - 1)
         else:
-            self.modules += tuple([part for part in _parts_of(value) if isinstance(part, _Module)])
+            parts = [*getattr(value, "__dict__", {}).values(), *items_of(value)]
+            self.modules += tuple([part for part in parts if isinstance(part, _Module)])
 
     def name_of(self, parameter: Tensor) -> str | None:
         """The name of a parameter in the modules that were found."""
@@ -143,7 +144,7 @@ class Inputs:
 
 
 _WRAPPERS = (FunctionType, MethodType, _partial)
-_MOST_ITEMS = 100  # larger containers are not searched for modules
+_MOST_ITEMS = 100  # larger containers are not searched for modules and generators
 
 
 def _wrapped_by(value: Any) -> list[Any]:
@@ -155,11 +156,12 @@ def _wrapped_by(value: Any) -> list[Any]:
     return parts
 
 
-def _parts_of(value: Any) -> Iterable[Any]:
+def items_of(value: Any) -> Iterable[Any]:
+    """The items of a small container; nothing of other objects."""
     if type(value) is dict:
         value = value.values()
     elif type(value) not in (list, tuple):
-        return getattr(value, "__dict__", {}).values()
+        return ()
     return value if len(value) <= _MOST_ITEMS else ()
 
 

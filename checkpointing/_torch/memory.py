@@ -42,7 +42,7 @@ def memory_size(tensor: Tensor) -> int:
     return tensor.untyped_storage().nbytes() if has_storage(tensor) else 0
 
 
-def is_on(tensor: Tensor, storages: Set[int]) -> bool:
+def is_on(tensor: Tensor, storages: Set[int | None]) -> bool:
     """Whether a tensor, or one of its parts, uses one of these storages."""
     if type(tensor) is Tensor:
         return has_storage(tensor) and storage_id(tensor) in storages
