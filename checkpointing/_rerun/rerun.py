@@ -164,18 +164,6 @@ class Call(Inputs):
             self._rng.enter(undo)
         return context
 
-    def holdings(self) -> Iterable[Holding]:
-        variables = [saved for _, saved in self._variables]
-        for leaf in leaves_of(*self._args, *self._kwargs.values(), *variables):
-            if isinstance(leaf, Held) and not leaf.is_parameter:
-                yield Holding("input", leaf, named(leaf.name))
-        states = [] if self._cpu_state is None else [self._cpu_state]
-        if self._rng is not None:
-            states += self._rng.states
-        yield from [Holding("random state", state, None) for state in states]
-        if self._buffers is not None:
-            yield from [Holding("buffers", copy, None) for copy in self._buffers.copies()]
-
 
 def _fetch(frame: object, saved: Any) -> Any:
     return saved.fetch(frame) if isinstance(saved, Held) else saved
@@ -244,11 +232,20 @@ class Rerun(Region, Call, Slots):
             undo_all(undo)
 
     def holdings(self) -> Iterable[Holding]:
-        results = [result.value for result in self._results]
-        pins = [leaf for leaf in leaves_of(*self._pins, *results) if type(leaf) is Pin]
-        held = [pin.held for pin in pins if not pin.held.is_parameter]
-        yield from [Holding("kept", one, named(one.name)) for one in held]
-        yield from super().holdings()
+        variables = [saved for _, saved in self._variables]
+        inputs = leaves_of(*self._args, *self._kwargs.values(), *variables)
+        pins = leaves_of(*self._pins, *[result.value for result in self._results])
+        found = [("input", each) for each in inputs if isinstance(each, Held)]
+        found += [("kept", each.held) for each in pins if type(each) is Pin]
+        for kind, held in found:
+            if not held.is_parameter:
+                yield Holding(kind, held, named(held.name))
+        states = [] if self._cpu_state is None else [self._cpu_state]
+        if self._rng is not None:
+            states += self._rng.states
+        yield from [Holding("random state", state, None) for state in states]
+        if self._buffers is not None:
+            yield from [Holding("buffers", copy, None) for copy in self._buffers.copies()]
 
 
 def call_within(
