@@ -361,7 +361,7 @@ def _wrap(fn: Any, options: Options) -> Any:
         return MethodType(_wrap(fn.__func__, options), fn.__self__)
     if not inspect.isroutine(fn):
         return CheckpointedObject(fn, options)
-    run, name = runner_of(options), options.name or fn.__qualname__
+    name = options.name or fn.__qualname__
 
     @functools.wraps(fn)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -382,11 +382,6 @@ def is_in_region(fn: Any) -> bool:
     return enters(inspect.unwrap(fn, stop=enters))
 
 
-def runner_of(options: Options) -> Callable[..., Any]:
-    """The function that runs a region: it takes function, args, kwargs, name and options."""
-    return _run_replay if options.backend == "replay" else _run
-
-
 class CheckpointedObject:
     """A callable object, run in regions. It is copied and pickled with that object."""
 
@@ -395,7 +390,7 @@ class CheckpointedObject:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         fn, options = self.__wrapped__, self.options
-        return runner_of(options)(fn, args, kwargs, options.name or type(fn).__qualname__, options)
+        return run(fn, args, kwargs, options.name or type(fn).__qualname__, options)
 
 
 def refuse_generators(entry: str, fn: Any) -> None:
@@ -417,7 +412,10 @@ _GENERATORS = (
 )
 
 
-def _run(fn: Any, args: Any, kwargs: Any, name: str, options: Options) -> Any:
+def run(fn: Any, args: Any, kwargs: Any, name: str, options: Options) -> Any:
+    """Call a function in a region."""
+    if options.backend == "replay":
+        return _run_replay(fn, args, kwargs, name, options)
     if _is_compiling() and options.enabled:
         is_reentrant, keeps_rng = options.backend == "reentrant", bool(options.preserve_rng_state)
         return torch.utils.checkpoint.checkpoint(
@@ -436,16 +434,15 @@ def run_rerun(
     args: Any,
     kwargs: Any,
     name: str,
-    where: Line,
+    line: Line,
     options: Options,
     contexts: Callable[[Frame], tuple[Any, Any]] | None = None,
     prefix: str | None = None,
 ) -> Any:
     """Run a region that is called again in backward. `contexts` makes a context for the forward and
     one for the rerun; messages begin with `prefix`."""
-    check = check_of(options.determinism_check)
-    rng = options.preserve_rng_state
-    frame = Rerun(fn, args, kwargs, rng, name, where, options.early_stop, check)
+    check, rng = check_of(options.determinism_check), options.preserve_rng_state
+    frame = Rerun(fn, args, kwargs, rng, name, line, options.early_stop, check)
     frame.prefix = prefix
     if _is_noted(options):
         frame.is_noted, frame.notes = True, Notes()
@@ -471,7 +468,7 @@ def _is_noted(options: Options) -> bool:
 def _run_replay(fn: Any, args: Any, kwargs: Any, name: str, options: Options) -> Any:
     if is_plain(options.enabled):
         return fn(*args, **kwargs)
-    with _Block(name, entered_from(sys._getframe(2)), options, fn):
+    with _Block(name, entered_from(sys._getframe(3)), options, fn):
         return fn(*args, **kwargs)
 
 
@@ -489,26 +486,23 @@ _torch.leave_eager(_run_replay, _RECORDS)
 class _Block:
     """One recorded region, entered and left."""
 
-    def __init__(self, name: str, where: Line, options: Options, fn: Any = None) -> None:
-        placement = None if options.policy is None else options.policy.placement
-        hooks = _torch.enclosing_hooks()
+    def __init__(self, name: str, line: Line, options: Options, fn: Any = None) -> None:
+        policy, rng, hooks = options.policy, options.preserve_rng_state, _torch.enclosing_hooks()
+        placement = policy and policy.placement
         is_noted = _is_noted(options)
-        code, place = where if fn is None else (getattr(fn, "__code__", type(fn)), 0)
-        rng = options.preserve_rng_state
-        # A weak reference hashes a code object once, rather than in each run.
+        code, instruction = line if fn is None else (getattr(fn, "__code__", type(fn)), 0)
         check = check_of(options.determinism_check)
         if options.determinism_check == "metadata":  # a replay has the same, by construction
             check = None
         asked = (placement, rng, hooks is None, is_noted, options.debug, check is None)
-        site = (ref(code), place, *asked)
-        self._run = run = Run(program_of(site), hooks, rng, options.policy)
-        if placement is not None:
-            run.placement = placement
-            # A rerun around the block expects the same slots in each run, whatever has been
-            # planned.
-            run.holds_planned = not _is_rerun(hooks)
+        # A weak reference hashes a code object once, rather than in each run.
+        program = program_of((ref(code), instruction, *asked))
+        self._run = run = Run(program, hooks, rng, policy)
+        run.placement = placement
+        # A rerun around the block expects the same slots in each run, whatever has been planned.
+        run.holds_planned = placement is not None and not _is_rerun(hooks)
         run.is_checked = check is not None
-        self.frame = frame = Replay(run, name, where, options.early_stop, check)
+        self.frame = frame = Replay(run, name, line, options.early_stop, check)
         if is_noted:
             run.note, run.is_noted, frame.notes = note, True, Notes()
         self._log: Any = None
@@ -525,10 +519,10 @@ class _Block:
             self._log.__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        run = self._run
+        run, frame = self._run, self.frame
         if self._log is not None:
             _torch.remove_mode(self._log)
-        outer, in_order = run.outer, self.frame.leave(run)
+        outer, in_order = run.outer, frame.leave(run)
         if not in_order:
             _torch.remove_mode(run)
         else:
@@ -536,21 +530,18 @@ class _Block:
             if outer is not None:
                 outer.yield_to_inner(-1)
         run.close()
-        self.frame.close()
-        complaint = self.frame.complaint
+        frame.close()
         if error[0] is not None:
             return
         if not in_order:
-            raise errors.crossed(self.frame)
-        if complaint:
-            warn(f"{self.frame.title}: {complaint}")
+            raise errors.crossed(frame)
+        if frame.complaint:
+            warn(f"{frame.title}: {frame.complaint}")
 
 
 def _is_rerun(hooks: _torch.Hooks | None) -> bool:
     """Whether hooks are those of a rerun, ours or torch's."""
-    if hooks is None:
-        return False
-    return is_internal(hooks) or _torch.are_of_checkpoint(hooks)
+    return hooks is not None and (is_internal(hooks) or _torch.are_of_checkpoint(hooks))
 
 
 @contextmanager
