@@ -21,7 +21,7 @@ TORCH, AUTO = "torch.utils.checkpoint per block", "one scope, auto()"
 PARTS = 200  # of forward, and of backward
 
 
-def selective(block: job.Layer, x: torch.Tensor) -> Any:
+def selective(block: Any, x: torch.Tensor) -> Any:
     """torch's selective checkpointing: keeps the results of matrix products and attention."""
 
     def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
@@ -48,9 +48,9 @@ def draw(file: str, arguments: Sequence[str] = ()) -> None:
     options = job.parse(arguments)
     text = job.batch_of(options, 0)
 
-    def measured(way: job.Way) -> job.Step:
-        run = job.Run(way, options)
-        steps = [run.measured(text) for _ in range(2)]
+    def measured(way: Any) -> job.Step:
+        training = job.Training(way, options)
+        steps = [training.measured(text) for _ in range(2)]
         return steps[-1]  # `auto()` makes its plan in the first one
 
     def cost(step: job.Step) -> tuple[float, float]:
@@ -58,7 +58,8 @@ def draw(file: str, arguments: Sequence[str] = ()) -> None:
 
     plain, torchs, autos = (measured(job.WAYS[name]) for name in ("plain", TORCH, AUTO))
     budgets = [int(plain.forward[-1] * 0.7**i) for i in range(10)]
-    costs = [cost(measured(job.one_scope(auto(budget=budget)))) for budget in budgets]
+    whole = job.each_block(job.plain)
+    costs = [cost(measured(job.in_scope(whole, auto(budget=budget)))) for budget in budgets]
 
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "", "font.size": 9}):
         figure = Figure(figsize=(8, 8), layout="constrained")

@@ -11,7 +11,6 @@ In the order of reading, from the outside in:
 - `_torch`: private names of torch. `errors`: every message. `torch_compat`: torch's own functions.
 """
 
-from ._engine import register_state as register_state
 from ._entry import (
     Forecast as Forecast,
     RegionReport as RegionReport,
@@ -35,6 +34,7 @@ from ._entry import (
     tag as tag,
 )
 from ._record import clear_programs as clear_programs
+from ._rerun import register_state as register_state
 from .errors import (
     ChangedError as ChangedError,
     CheckpointError as CheckpointError,

@@ -23,12 +23,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import profile, record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
-from torch.utils.flop_counter import flop_registry
 
-from checkpointing import auto, checkpoint_scope, checkpointed
+from . import auto, checkpoint_scope, checkpointed
+from ._torch import flop_formula, same_bits
 
 MIB = 2**20
 HEADS = 4
@@ -36,23 +36,7 @@ VOCABULARY = 256  # bytes
 DROPOUT = 0.1
 TEXT = torch.frombuffer(bytearray("\n".join(topics.values()).encode()), dtype=torch.uint8)
 
-Layer = Callable[[Tensor], Tensor]
-Call = Callable[[Layer, Tensor], Tensor]
-Way = Callable[["Model", Tensor], Tensor]
-
-
-class Block(nn.TransformerEncoderLayer):
-    """One causal pre-norm transformer block over ``(batch, context, width)``."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__(
-            width, HEADS, 4 * width, DROPOUT, "gelu", batch_first=True, norm_first=True
-        )
-
-    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
-        """Attention, then two linear layers."""
-        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1], x.device)
-        return super().forward(x, mask, is_causal=True)
+# ---- what is trained
 
 
 class Model(nn.Module):
@@ -63,10 +47,12 @@ class Model(nn.Module):
         self.token = nn.Embedding(VOCABULARY, width)
         self.position = nn.Parameter(0.02 * torch.randn(context, width))
         self.dropout = nn.Dropout(DROPOUT)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(layers))
+        block = functools.partial(nn.TransformerEncoderLayer, batch_first=True, norm_first=True)
+        sizes = width, HEADS, 4 * width, DROPOUT, "gelu"
+        self.blocks = nn.ModuleList(block(*sizes) for _ in range(layers))
         self.head = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, VOCABULARY))
 
-    def loss(self, text: Tensor, call: Call) -> Tensor:
+    def loss(self, text: Tensor, call: Any) -> Tensor:
         """The loss of predicting each byte of ``text``, int64 (batch, context + 1)."""
         x = self.dropout(self.token(text[:, :-1]) + self.position)
         for block in self.blocks:
@@ -74,91 +60,38 @@ class Model(nn.Module):
         return nn.functional.cross_entropy(self.head(x).flatten(0, 1), text[:, 1:].flatten())
 
 
-def plain(block: Layer, x: Tensor) -> Tensor:
-    """The block as it is."""
-    return block(x)
+def plain(block: Any, x: Tensor) -> Any:
+    """One causal block over ``(batch, context, width)``."""
+    mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1], x.device)
+    return block(x, mask, is_causal=True)
 
 
-def scoped(block: Layer, x: Tensor) -> Tensor:
-    """A scope around the block."""
-    with checkpoint_scope():
-        return block(x)
-
-
-def each_block(call: Call) -> Way:
+def each_block(call: Any) -> Any:
     """Every block through ``call``."""
     return lambda model, text: model.loss(text, call)
 
 
-def one_scope(policy: Any) -> Way:
-    """A scope around the whole model."""
+def in_scope(call: Any, policy: Any = None) -> Any:
+    """``call`` in a scope."""
 
-    def way(model: Model, text: Tensor) -> Tensor:
+    def scoped(*args: Any) -> Any:
         with checkpoint_scope(policy=policy):
-            return model.loss(text, plain)
+            return call(*args)
 
-    return way
+    return scoped
 
 
-torch_checkpoint = functools.partial(checkpoint, use_reentrant=False)
+torch_checkpoint = functools.partial(checkpoint, plain, use_reentrant=False)
 
-WAYS: dict[str, Way] = {
+WAYS = {
     "plain": each_block(plain),
     "torch.utils.checkpoint per block": each_block(torch_checkpoint),
     "@checkpointed per block": each_block(checkpointed(plain)),
-    "checkpoint_scope per block": each_block(scoped),
-    "one scope, auto()": one_scope(auto()),
+    "checkpoint_scope per block": each_block(in_scope(plain)),
+    "one scope, auto()": in_scope(each_block(plain), auto()),
 }
 
-
-class Run:
-    """The training of one way."""
-
-    def __init__(self, way: Way, options: argparse.Namespace) -> None:
-        torch.manual_seed(0)
-        self.way = way
-        self.device: torch.device = options.device
-        self.model = Model(options.layers, options.width, options.context).to(self.device)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
-        self.seconds: list[float] = []
-        # Must be the same in all runs. The random stream is sampled after each step.
-        self.results: dict[str, list[Any]] = {"losses": [], "random stream": []}
-
-    def step(self, text: Tensor, seed: int) -> None:
-        """One timed step of gradient descent."""
-        self.optimizer.zero_grad()
-        torch.manual_seed(seed)
-        begin = clock(self.device)
-        loss = self.way(self.model, text)
-        loss.backward()
-        self.optimizer.step()
-        self.seconds.append(clock(self.device) - begin)
-        self.results["losses"].append(loss.detach())
-        self.results["random stream"] += torch.rand(8), torch.rand(8, device=self.device)
-        self.results["weights"] = list(self.model.parameters())
-        self.results["gradients"] = [weight.grad for weight in self.model.parameters()]
-
-    def measured(self, text: Tensor) -> "Step":
-        """One more step, counted instead of timed."""
-        self.model.zero_grad()
-        step = step_on_cpu if self.device.type == "cpu" else step_on_accelerator
-        return step(lambda: self.way(self.model, text))
-
-    def differences(self, other: "Run") -> list[str]:
-        """The results that are not those of another run, bit for bit."""
-        mine, others = self.results, other.results
-        return [name for name in sorted(mine) if not all(map(same_bits, mine[name], others[name]))]
-
-
-def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Equal in memory, including the sign of a zero and the bits of a NaN."""
-    return torch.equal(a.flatten().view(torch.uint8), b.flatten().view(torch.uint8))
-
-
-def clock(device: torch.device) -> float:
-    """Seconds, after the device has finished its work."""
-    torch.get_device_module(device).synchronize()
-    return time.perf_counter()
+# ---- what is measured
 
 
 class Step(NamedTuple):
@@ -181,13 +114,14 @@ class Step(NamedTuple):
 class Flops(TorchDispatchMode):
     """Counts floating-point operations. (`FlopCounterMode` would hold outputs in a recompute.)"""
 
-    total = 0
+    total: Any = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if func.overloadpacket in flop_registry:
-            self.total += flop_registry[func.overloadpacket](*args, **kwargs, out_val=result)
+        formula = flop_formula(func)
+        if formula is not None:
+            self.total += formula(args, kwargs, result)
         return result
 
 
@@ -195,15 +129,14 @@ def step_on_cpu(forward: Callable[[], Tensor]) -> Step:
     """Add up the profiler's memory events: one for each block allocated or freed, in bytes."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # no messages on stderr
     gc.collect()  # garbage would be counted when it is freed
-    flops = Flops()  # type: ignore[no-untyped-call]
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled, flops:
+    with profile(profile_memory=True) as profiled, Flops() as flops:  # type: ignore[no-untyped-call]
         loss, flops_forward = forward(), flops.total
         with record_function("between"):
             pass
         loss.backward()
-    assert profiled.profiler is not None, "the profiler has run"
+    events: Any = profiled.profiler
     live, between = [0], 0
-    for event in sorted(profiled.profiler.kineto_results.events(), key=lambda e: e.start_ns()):
+    for event in sorted(events.kineto_results.events(), key=lambda event: event.start_ns()):
         if event.name() == "[memory]":
             live.append(live[-1] + event.nbytes())
         elif event.name() == "between":
@@ -214,22 +147,70 @@ def step_on_cpu(forward: Callable[[], Tensor]) -> Step:
 def step_on_accelerator(forward: Callable[[], Tensor]) -> Step:
     """Ask the allocator of the current device, which rounds each block up."""
     gc.collect()
-    allocated = torch.accelerator.memory_allocated
-    torch.accelerator.reset_peak_memory_stats()
-    before = allocated()
+    device = torch.accelerator
+    device.reset_peak_memory_stats()
+    before = device.memory_allocated()
     with Flops() as flops:  # type: ignore[no-untyped-call]
         loss, flops_forward = forward(), flops.total
-        held = allocated() - before
+        held = device.memory_allocated() - before
         loss.backward()
-    peak = torch.accelerator.max_memory_allocated() - before
+    peak = device.max_memory_allocated() - before
     return Step([held], [peak], flops_forward, flops.total)
 
 
-def batch_of(options: argparse.Namespace, number: int) -> Tensor:
+class Training:
+    """The training of one way."""
+
+    def __init__(self, way: Any, options: Any) -> None:
+        torch.manual_seed(0)
+        self.way = way
+        self.model = Model(options.layers, options.width, options.context).to(options.device)
+        self.weights = [*self.model.parameters()]
+        self.optimizer = torch.optim.SGD(self.weights, lr=0.1)
+        self.seconds: list[float] = []
+        # Must be the same in all ways. The random stream is sampled after each step.
+        self.results: dict[str, Any] = {"losses": [], "random stream": [], "weights": self.weights}
+
+    def step(self, text: Tensor, seed: int) -> None:
+        """One timed step of gradient descent."""
+        self.optimizer.zero_grad()
+        torch.manual_seed(seed)
+        begin = clock(text)
+        loss = self.way(self.model, text)
+        loss.backward()
+        self.optimizer.step()
+        self.seconds.append(clock(text) - begin)
+        self.results["losses"].append(loss.detach())
+        self.results["random stream"] += torch.rand(8), torch.rand(8, device=text.device)
+        self.results["gradients"] = [weight.grad for weight in self.weights]
+
+    def measured(self, text: Tensor) -> Step:
+        """One more step, counted instead of timed."""
+        self.model.zero_grad()
+        step = step_on_cpu if text.is_cpu else step_on_accelerator
+        return step(lambda: self.way(self.model, text))
+
+    def verdict(self, others: dict[str, Any]) -> str:
+        """Names the results that are not those of another way, bit for bit."""
+        differs = [
+            name
+            for name, values in sorted(self.results.items())
+            if not all(map(same_bits, values, others[name]))
+        ]
+        return f"other {', '.join(differs)}" if differs else "bit-equal"
+
+
+def clock(text: Tensor) -> float:
+    """Seconds, after the device has finished its work."""
+    torch.get_device_module(text.device).synchronize()
+    return time.perf_counter()
+
+
+def batch_of(options: Any, number: int) -> Tensor:
     """The next piece of the text, int64 (batch, context + 1)."""
     size = options.batch * (options.context + 1)
-    places = torch.arange(size) + number * size
-    return TEXT[places % len(TEXT)].view(options.batch, -1).long().to(options.device)
+    text = TEXT.roll(-number * size)[:size]
+    return text.view(options.batch, -1).long().to(options.device)
 
 
 HEADING = (
@@ -239,25 +220,32 @@ HEADING = (
 ROW = "{:<32} {:>14.2f} MiB  {:>10.2f} MiB {:>11.2f} {:>8.1f} {:>6.2f} {:>7.4f}  {}"
 
 
-def train(options: argparse.Namespace) -> bool:
+def train(options: Any) -> bool:
     """Train every way and print a table. Returns whether each is bit-equal to plain, the first."""
-    runs = [Run(way, options) for way in WAYS.values()]
-    plain_run = runs[0]
-    for i in range(options.steps):
-        batch = batch_of(options, i)
-        for run in runs:
-            run.step(batch, seed=i)
-        print(f"step {i + 1} of {options.steps}", file=sys.stderr, flush=True)
-    steps = [run.measured(batch) for run in runs]
-    times = [1e3 * statistics.median(run.seconds[1:] or run.seconds) for run in runs]
+    ways = [Training(way, options) for way in WAYS.values()]
+    for number in range(options.steps):
+        text = batch_of(options, number)
+        for way in ways:
+            way.step(text, number)
+        print(f"step {number + 1} of {options.steps}", file=sys.stderr, flush=True)
+    verdicts = [way.verdict(ways[0].results) for way in ways]
+    steps = [way.measured(text) for way in ways]
+    times = [1e3 * statistics.median(way.seconds[1:] or way.seconds) for way in ways]
     print(HEADING)
-    for name, run, step, ms in zip(WAYS, runs, steps, times, strict=True):
-        differs = ", ".join(run.differences(plain_run))
-        verdict = f"other {differs}" if differs else "bit-equal"
+    for name, way, step, ms, verdict in zip(WAYS, ways, steps, times, verdicts, strict=True):
         held, peak = (nbytes / MIB for nbytes in step.memory())
-        again, loss = step.recomputed(steps[0]), float(run.results["losses"][-1])
-        print(ROW.format(name, held, peak, again, ms, ms / times[0], loss, verdict))
-    return not any(run.differences(plain_run) for run in runs)
+        recomputed, loss = step.recomputed(steps[0]), float(way.results["losses"][-1])
+        print(ROW.format(name, held, peak, recomputed, ms, ms / times[0], loss, verdict))
+    return {*verdicts} == {"bit-equal"}
+
+
+SIZES = {
+    "steps": (6, "timed steps of each way, one to warm up"),
+    "layers": (12, "blocks"),
+    "width": (128, f"features, a multiple of {HEADS}"),
+    "context": (128, "bytes the model sees at once"),
+    "batch": (8, "sequences in a step"),
+}
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -271,15 +259,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.add_argument(f"--{name}", type=int, default=default, help=text)
     parser.add_argument("--device", type=torch.device, default="cpu", help="cpu, cuda, xpu, ...")
     return parser.parse_args(arguments)
-
-
-SIZES = {
-    "steps": (6, "timed steps of each way, one to warm up"),
-    "layers": (12, "blocks"),
-    "width": (128, f"features, a multiple of {HEADS}"),
-    "context": (128, "bytes the model sees at once"),
-    "batch": (8, "sequences in a step"),
-}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

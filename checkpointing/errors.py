@@ -31,29 +31,29 @@ class ChangedError(CheckpointError):
 Mismatch = tuple[int, object, object, str]
 
 
-def different_number(where: Any, slot: int, op: str, saved: int, recomputed: int) -> MismatchError:
+def different_number(frame: Any, slot: int, op: str, saved: int, recomputed: int) -> MismatchError:
     return MismatchError(
-        f"{where}: A different number of tensors was saved during the original forward and "
+        f"{frame}: A different number of tensors was saved during the original forward and "
         "recomputation.\n"
         f"Number of tensors saved during forward: {saved}\n"
         f"Number of tensors saved during recomputation: {recomputed}.\n"
         f"{op} asked for slot {slot}, which the recompute never reached. "
-        f"{where.source.hint}\n{_TIP}"
+        f"{frame.hint}\n{_TIP}"
     )
 
 
-def too_many(where: Any, saved: int, line: str) -> MismatchError:
+def too_many(frame: Any, saved: int, line: str) -> MismatchError:
     return MismatchError(
-        f"{where}: trying to save more tensors during recomputation than during the original "
+        f"{frame}: trying to save more tensors during recomputation than during the original "
         "forward pass.\n"
         f"Number of tensors saved during forward: {saved}. The first one too many is saved at "
         f"{line}.\n"
-        f"{where.source.hint}\n{_TIP}"
+        f"{frame.hint}\n{_TIP}"
     )
 
 
 def different_metadata(
-    where: Any, op: str, mismatches: Sequence[Mismatch], shown: int
+    frame: Any, op: str, mismatches: Sequence[Mismatch], shown: int
 ) -> MismatchError:
     rows = "".join(
         f"tensor at position {slot}:\n"
@@ -67,9 +67,9 @@ def different_metadata(
     if any(map(_is_decision, mismatches)):
         rows += f"{_DECIDED}\n"
     return MismatchError(
-        f"{where}: Recomputed values for the following tensors have different metadata than during "
+        f"{frame}: Recomputed values for the following tensors have different metadata than during "
         "the forward pass.\n"
-        f"{rows}{op} asked for the recompute. {where.source.hint}\n{_TIP}"
+        f"{rows}{op} asked for the recompute. {frame.hint}\n{_TIP}"
     )
 
 
@@ -79,9 +79,9 @@ def is_about_sizes(error: BaseException) -> bool:
     )
 
 
-def other_sizes(where: Any) -> MismatchError:
+def other_sizes(frame: Any) -> MismatchError:
     return MismatchError(
-        f"{where}: the recompute meets tensors of other sizes than the forward. {where.source.hint}"
+        f"{frame}: the recompute meets tensors of other sizes than the forward. {frame.hint}"
     )
 
 
@@ -121,7 +121,7 @@ def _readable(metadata: object) -> object:
 
 
 def other_shapes(
-    where: object, op: str, line: str | None, was: list[Any], now: list[Any]
+    frame: object, op: str, line: str | None, was: list[Any], now: list[Any]
 ) -> MismatchError:
     then, again = [", ".join(str([*shape]) for shape in shapes) for shapes in (was, now)]
     if line is None:
@@ -129,18 +129,18 @@ def other_shapes(
     else:
         reason = f"a kernel before it is not deterministic\n(called from {line})"
     return MismatchError(
-        f"{where}: {op} returned shapes {then} in the forward, but {again} in "
+        f"{frame}: {op} returned shapes {then} in the forward, but {again} in "
         f"the recompute: {reason}.\n`keep` its result, or what it depends on, or call it inside "
         "`with opaque():`."
     )
 
 
 def changed(
-    where: object, name: str, was: int | None = None, now: int | None = None
+    frame: object, name: str, was: int | None = None, now: int | None = None
 ) -> ChangedError:
     versions = "" if now is None else f" (it was at version {was}, it is at version {now} now)"
     return ChangedError(
-        f"{where}: {name} was changed in place after the region had read it{versions}, so the "
+        f"{frame}: {name} was changed in place after the region had read it{versions}, so the "
         "region can't be recomputed exactly. (In autograd's words, one of the variables needed for "
         "gradient computation has been modified by an inplace operation.) Change it after "
         "backward, or hand the region a clone of it. If the region writes it itself, use "
@@ -148,64 +148,64 @@ def changed(
     )
 
 
-def other_parameter(where: Any, slot: int, line: str, then: str, now: str) -> MismatchError:
+def other_parameter(frame: Any, slot: int, line: str, then: str, now: str) -> MismatchError:
     return MismatchError(
-        f"{where}: in slot {slot}, at {line}, the recompute saves {now} where the forward saved "
-        f"{then}. Both must save the same parameter if it trains. {where.source.hint}"
+        f"{frame}: in slot {slot}, at {line}, the recompute saves {now} where the forward saved "
+        f"{then}. Both must save the same parameter if it trains. {frame.hint}"
     )
 
 
-def exchanged(where: Any, name: str) -> MismatchError:
+def exchanged(frame: Any, name: str) -> MismatchError:
     return MismatchError(
-        f"{where}: a module has another tensor in the place of {name} than in the forward. "
-        f"{where.source.hint}"
+        f"{frame}: a module has another tensor in the place of {name} than in the forward. "
+        f"{frame.hint}"
     )
 
 
-def other_role(where: object, slot: int, line: str, then: object, now: object) -> MismatchError:
+def other_role(frame: object, slot: int, line: str, then: object, now: object) -> MismatchError:
     saved, recomputed = [
         "no input of a region inside" if r is None else "such an input" for r in (then, now)
     ]
     if then is not None and now is not None:
         recomputed = "another such input"
     return MismatchError(
-        f"{where}: in slot {slot}, at {line}, the recompute meets {recomputed} where the forward "
+        f"{frame}: in slot {slot}, at {line}, the recompute meets {recomputed} where the forward "
         f"met {saved}. The function took another path the second time, or one tensor of the "
         "forward is two in the recompute: make it depend on its arguments only, or use "
         "backend='replay', which calls nothing again."
     )
 
 
-def overwritten(where: object, is_input: bool) -> CheckpointError:
+def overwritten(frame: object, is_input: bool) -> CheckpointError:
     role = "the input of a region inside" if is_input else "needed for backward"
     return CheckpointError(
-        f"{where}: a tensor that is {role} is overwritten later in the function by an in-place "
+        f"{frame}: a tensor that is {role} is overwritten later in the function by an in-place "
         "operator. Use the operator that is not in-place, or backend='replay', which tells the "
         "versions of a tensor apart."
     )
 
 
-def given_back(where: object, shape: Sequence[int]) -> CheckpointError:
+def given_back(frame: object, shape: Sequence[int]) -> CheckpointError:
     return CheckpointError(
-        f"{where}: a parameter of shape {list(shape)} has no memory now: FSDP2 has freed it. It "
+        f"{frame}: a parameter of shape {list(shape)} has no memory now: FSDP2 has freed it. It "
         "was gathered when the region began, so the region does not gather it again. Put a region "
         "into each sharded module, or let FSDP2 reshard after every forward and backward: "
         "reshard_after_forward=True, set_reshard_after_backward(True)."
     )
 
 
-def overlapping(where: object) -> CheckpointError:
+def overlapping(frame: object) -> CheckpointError:
     return CheckpointError(
-        f"{where}: Unpack is being triggered for a tensor that was already unpacked once. "
+        f"{frame}: Unpack is being triggered for a tensor that was already unpacked once. "
         "Performing two backward calls that overlap (i.e. require the same saved activation in "
         "order to compute gradients) is not allowed while under the "
         "torch.utils.checkpoint.GraphExecGroup context. Use a group for each of them."
     )
 
 
-def crossed(where: object) -> CheckpointError:
+def crossed(frame: object) -> CheckpointError:
     return CheckpointError(
-        f"{where}: this region has ended, and a region that was entered later is still open. "
+        f"{frame}: this region has ended, and a region that was entered later is still open. "
         "Regions must end in the reverse order: do not `await` or `yield` inside a region while "
         "other tasks or generators enter theirs."
     )
@@ -219,9 +219,9 @@ def suppressed() -> RuntimeError:
     )
 
 
-def not_recorded(where: object, function: str) -> MismatchError:
+def not_recorded(frame: object, function: str) -> MismatchError:
     return MismatchError(
-        f"{where}: the recompute calls {function}, which is forward_only, but has no result of it: "
+        f"{frame}: the recompute calls {function}, which is forward_only, but has no result of it: "
         "in the forward it raised, or was not called. Make the number of calls depend on the "
         "arguments of the region only."
     )

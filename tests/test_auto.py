@@ -150,7 +150,7 @@ def beyond_exact(seed):
     clear_programs()  # one program, whatever the shapes
     run = scoped(forward)
     run().backward()
-    plan = run.scope._block._source.plan
+    plan = run.scope._block.frame.plan
     cells = {cell for cell, _ in plan.kept}
     made = [step for step in plan.path.steps if step.func is torch.ops.aten.tanh.default]
     kept = [

@@ -3,16 +3,6 @@
 It imports `_torch` and `errors` alone. An engine never knows which source recomputes, or how.
 """
 
-from .ambient import (
-    Ambient,
-    Generators,
-    Undo,
-    enter_switches,
-    has_rng,
-    read_switches,
-    register_state,
-    undo_all,
-)
 from .check import (
     CHECKS,
     DeterminismCheck,
@@ -23,15 +13,12 @@ from .frames import (
     Frame,
     Holder,
     Holding,
-    Name,
-    Recompute,
-    Source,
+    Request,
+    Stop,
+    TaskTensors,
     identity,
     is_internal,
-    is_parameter,
-    is_referenced,
-    named,
-    root_of,
+    reader,
     unpack,
 )
 from .held import (
@@ -49,12 +36,37 @@ from .offload import (
     Mover,
     prefetch,
 )
+from .state import (
+    Generators,
+    Undo,
+    enter_context,
+    enter_switches,
+    has_rng,
+    read_switches,
+    undo_all,
+)
+from .tensors import (
+    Name,
+    is_parameter,
+    is_referenced,
+    named,
+    root_of,
+)
 from .threads import (
     Region,
     aside,
     put_before,
     thread,
     without_recording,
+)
+from .tree import (
+    ATOMS,
+    Field,
+    leaves_of,
+    map_tensors,
+    put_together,
+    take_apart,
+    tensors_in,
 )
 from .where import (
     Line,

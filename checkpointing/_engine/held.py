@@ -21,17 +21,11 @@ from typing import Any, TypeGuard
 from torch import Tensor
 
 from .. import _torch, errors
-from .frames import (
-    Name,
-    identity,
-    is_internal,
-    is_parameter,
-    is_referenced,
-    named,
-    root_of,
-)
+from .frames import identity, is_internal
 from .offload import Moved, Mover
+from .tensors import Name, is_parameter, is_referenced, named, root_of
 from .threads import without_recording
+from .tree import tensors_in
 
 Copier = Callable[[], Tensor] | None
 
@@ -41,25 +35,22 @@ Saver = _torch.Hooks | Mover | None
 _save_input = _torch.save_input
 
 
-def check_version(where: object, name: Name, tensor: Tensor, version: int) -> None:
+def check_version(frame: object, name: Name, tensor: Tensor, version: int) -> None:
     """A tensor that recompute reads must be at the version that the forward read."""
     now = _torch.version(tensor)
     if now != version:
-        raise errors.changed(where, named(name, tensor), version, now)
+        raise errors.changed(frame, named(name, tensor), version, now)
 
 
 class Held:
     """A tensor that is held."""
 
-    __slots__ = ("is_parameter", "name", "packed")
-
-    packed: Any
     is_packed = True  # whether fetching it may cost a copy or a recompute
+    is_parameter = False  # whether it is referenced rather than saved
 
     def __init__(self, packed: Any, name: Name) -> None:
         self.packed = packed
         self.name = name
-        self.is_parameter = False  # whether it is referenced rather than saved
 
     @property
     def moved(self) -> Moved | None:
@@ -71,7 +62,7 @@ class Held:
         """Whether it is referenced, and has been written since."""
         return False
 
-    def fetch(self, where: object) -> Tensor:
+    def fetch(self, frame: object) -> Tensor:
         """The tensor as it was. Others may read it, too: it must not be written."""
         raise NotImplementedError
 
@@ -86,20 +77,17 @@ class Held:
 class Aliased(Held):
     """The tensor itself, or an alias, at one version."""
 
-    __slots__ = ("_version",)
-
     is_packed = False
 
     def __init__(
         self, packed: Tensor, name: Name, is_parameter: bool = False, version: int | None = None
     ) -> None:
-        self.packed = packed
-        self.name = name
+        super().__init__(packed, name)
         self.is_parameter = is_parameter
         self._version = _torch.version(packed) if version is None else version
 
-    def fetch(self, where: object) -> Tensor:
-        check_version(where, self.name, self.packed, self._version)
+    def fetch(self, frame: object) -> Tensor:
+        check_version(frame, self.name, self.packed, self._version)
         return self.packed  # type: ignore[no-any-return]
 
     @property
@@ -118,41 +106,36 @@ class Aliased(Held):
 class Referenced(Aliased):
     """The tensor itself, as an argument of a rerun."""
 
-    __slots__ = ("_requires_grad",)
-
     def __init__(self, tensor: Tensor, name: Name) -> None:
         super().__init__(tensor, name, True)
         self._requires_grad = tensor.requires_grad
 
-    def fetch(self, where: object) -> Tensor:
-        return _with_flag(super().fetch(where), self._requires_grad, where, self.name)
+    def fetch(self, frame: object) -> Tensor:
+        return _with_flag(super().fetch(frame), self._requires_grad, frame, self.name)
 
 
 class Saved(Held):
     """The saved tensor that autograd makes for an operator."""
 
-    __slots__ = ("_requires_grad",)
-
     def __init__(self, tensor: Tensor, name: Name) -> None:
         self.packed = _save_input(tensor, False)
         self.name = name
-        self.is_parameter = False
         self._requires_grad = tensor.requires_grad
 
-    def fetch(self, where: object) -> Tensor:
+    def fetch(self, frame: object) -> Tensor:
         try:
             tensor = self.packed.unpack()
         except RuntimeError as error:
             if type(error) is RuntimeError and "modified by an inplace" in str(error):
-                raise errors.changed(where, named(self.name)) from error
+                raise errors.changed(frame, named(self.name)) from error
             raise
-        return _with_flag(tensor, self._requires_grad, where, self.name)
+        return _with_flag(tensor, self._requires_grad, frame, self.name)
 
 
-def _with_flag(tensor: Tensor, requires_grad: bool, where: object, name: Name) -> Tensor:
+def _with_flag(tensor: Tensor, requires_grad: bool, frame: object, name: Name) -> Tensor:
     """The tensor, if it requires grad as in the forward. (Autograd saves a leaf by reference.)"""
     if tensor.requires_grad is not requires_grad:
-        raise errors.changed(where, f"`requires_grad` of {named(name, tensor)}")
+        raise errors.changed(frame, f"`requires_grad` of {named(name, tensor)}")
     return tensor
 
 
@@ -160,26 +143,23 @@ class Packed(Held):
     """An object that hooks of the user have made. It may share memory with the tensor, and outlive
     it."""
 
-    __slots__ = ("_hooks", "_layout", "_live", "_version")
-
     def __init__(self, tensor: Tensor, hooks: _torch.Hooks, name: Name, packed: Any) -> None:
         super().__init__(packed, name)
         self._hooks = hooks
         self._layout = _torch.layout_of(tensor)
         made = packed.data if type(packed) is _torch.SavedTensor else packed
-        parts = made if type(made) is tuple else (made,)
-        live = next((part for part in parts if isinstance(part, Tensor)), tensor)
+        live = [*tensors_in(made), tensor][0]
         self._live: Callable[[], Tensor | None] = weakref.ref(live)
-        if live is not tensor and _share_memory(live, tensor):
+        if live is not tensor and _torch.is_on(live, {_torch.storage_of(tensor)}):
             # Below autograd, an alias of theirs counts versions of its own.
             live = _alias(tensor)
             self._live = lambda: live
         self._version = _torch.version(live)
 
-    def fetch(self, where: object) -> Tensor:
+    def fetch(self, frame: object) -> Tensor:
         live = self._live()
         if live is not None:
-            check_version(where, self.name, live, self._version)
+            check_version(frame, self.name, live, self._version)
         tensor: Tensor = self._hooks[1](self.packed)
         laid_out = without_recording(_torch.laid_out, tensor, self._layout)
         return tensor if laid_out is tensor else _torch.in_place_of(tensor, laid_out)
@@ -199,8 +179,6 @@ class Packed(Held):
 class InSlot(Held):
     """A slot of the region around: a holder, or in a recompute the delivered tensor."""
 
-    __slots__ = ("_owner", "_unpack")
-
     def __init__(
         self, alias: Tensor, hooks: _torch.Hooks, name: Name, role: object, tensor: Tensor
     ) -> None:
@@ -210,7 +188,7 @@ class InSlot(Held):
         self._owner: Any = None if owner is None else weakref.ref(owner)
         super().__init__(pack(alias), name)
 
-    def fetch(self, where: object) -> Tensor:
+    def fetch(self, frame: object) -> Tensor:
         return self._unpack(self.packed)
 
     def freeze(self, copied: Copier = None) -> None:
@@ -218,22 +196,20 @@ class InSlot(Held):
             return
         # Packing again would be a slot that the forward did not have: deliver the copy instead.
         copy = without_recording(_torch.clone_storage, self.packed)
-        recompute = self._owner and self._owner()
-        if recompute is not None:
-            recompute.replace(self.packed, copy)
+        request = self._owner and self._owner()
+        if request is not None:
+            request.replace(self.packed, copy)
         self.packed = copy
 
 
 class Elsewhere(Held):
     """A copy that waits elsewhere."""
 
-    __slots__ = ()
-
     @property
     def moved(self) -> Moved:
         return self.packed  # type: ignore[no-any-return]
 
-    def fetch(self, where: object) -> Tensor:
+    def fetch(self, frame: object) -> Tensor:
         return self.packed.bring()  # type: ignore[no-any-return]
 
     def freeze(self, copied: Copier = None) -> None:
@@ -249,7 +225,8 @@ def hold(tensor: Tensor, saver: Saver, name: Name, role: object = None) -> Held:
     alias = _alias(tensor)
     if isinstance(saver, Mover) and not saver.takes(alias):
         saver = None
-    if saver is None or _needs_no_saver(tensor):
+    is_cheap = tensor.is_meta or _torch.is_cast_of_parameter(root_of(tensor))
+    if saver is None or is_cheap:
         return Aliased(alias, name)
     if isinstance(saver, Mover):
         return Elsewhere(without_recording(saver.send, alias), name)
@@ -258,14 +235,6 @@ def hold(tensor: Tensor, saver: Saver, name: Name, role: object = None) -> Held:
     if getattr(_owner_of(saver), "complete", False):  # a block around, left before this one
         return Aliased(alias, name)
     return InSlot(alias, saver, name, role or name, tensor)
-
-
-def _share_memory(a: Tensor, b: Tensor) -> bool:
-    return _torch.has_storage(a) and _torch.storage_of(a) == _torch.storage_of(b)
-
-
-def _needs_no_saver(tensor: Tensor) -> bool:
-    return tensor.is_meta or _torch.is_cast_of_parameter(root_of(tensor))
 
 
 def _alias(tensor: Tensor) -> Tensor:
@@ -328,4 +297,4 @@ def note_written(hooks: _torch.Hooks | None, storages: Set[int | None]) -> None:
     """Tell the region around that an inner region has written to these storages."""
     owner = _owner_of(hooks)
     if owner is not None:
-        owner.written |= storages - {None}
+        owner.note_written(storages - {None})

@@ -23,7 +23,7 @@ class Region:
     handle."""
 
     outer: Region | None = None  # while the region runs
-    noted: Any = None  # of a region that is reported; regions inside it are reported, too
+    is_noted = False  # for a report, as are regions inside
     policy: Any = None  # also of inner regions without one
 
     def keep(self, tensor: Tensor) -> Tensor:

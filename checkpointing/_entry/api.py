@@ -32,18 +32,17 @@ from .._engine import (
     check_of,
     entered_from,
     is_internal,
-    stack_of_user,
     thread,
     unpack,
     warn,
 )
 from .._record import Run, program_of
-from .._replay import Replay as Follow
+from .._replay import Replay
 from .._rerun import PreserveRngState, Rerun, call_within
 from . import reentrant as _reentrant
-from .debug import explain, logged
+from .debug import logged
 from .policy import as_policy
-from .report import Report, Reported, Stats, measure, note, report_of
+from .report import Notes, Report, Stats, measure, note, report_of
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -362,7 +361,7 @@ def _wrap(fn: Any, options: Options) -> Any:
         return MethodType(_wrap(fn.__func__, options), fn.__self__)
     if not inspect.isroutine(fn):
         return CheckpointedObject(fn, options)
-    run, name = runner_of(options), options.name or fn.__qualname__
+    name = options.name or fn.__qualname__
 
     @functools.wraps(fn)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -383,11 +382,6 @@ def is_in_region(fn: Any) -> bool:
     return enters(inspect.unwrap(fn, stop=enters))
 
 
-def runner_of(options: Options) -> Callable[..., Any]:
-    """The function that runs a region: it takes function, args, kwargs, name and options."""
-    return _run_replay if options.backend == "replay" else _run
-
-
 class CheckpointedObject:
     """A callable object, run in regions. It is copied and pickled with that object."""
 
@@ -396,7 +390,7 @@ class CheckpointedObject:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         fn, options = self.__wrapped__, self.options
-        return runner_of(options)(fn, args, kwargs, options.name or type(fn).__qualname__, options)
+        return run(fn, args, kwargs, options.name or type(fn).__qualname__, options)
 
 
 def refuse_generators(entry: str, fn: Any) -> None:
@@ -418,7 +412,10 @@ _GENERATORS = (
 )
 
 
-def _run(fn: Any, args: Any, kwargs: Any, name: str, options: Options) -> Any:
+def run(fn: Any, args: Any, kwargs: Any, name: str, options: Options) -> Any:
+    """Call a function in a region."""
+    if options.backend == "replay":
+        return _run_replay(fn, args, kwargs, name, options)
     if _is_compiling() and options.enabled:
         is_reentrant, keeps_rng = options.backend == "reentrant", bool(options.preserve_rng_state)
         return torch.utils.checkpoint.checkpoint(
@@ -437,39 +434,41 @@ def run_rerun(
     args: Any,
     kwargs: Any,
     name: str,
-    where: Line,
+    line: Line,
     options: Options,
     contexts: Callable[[Frame], tuple[Any, Any]] | None = None,
     prefix: str | None = None,
 ) -> Any:
     """Run a region that is called again in backward. `contexts` makes a context for the forward and
     one for the rerun; messages begin with `prefix`."""
-    source = Rerun(fn, args, kwargs, options.preserve_rng_state)
-    kind = Reported if _is_noted(options) else Frame
-    frame = kind(source, name, where, options.early_stop, check_of(options.determinism_check))
+    check, rng = check_of(options.determinism_check), options.preserve_rng_state
+    frame = Rerun(fn, args, kwargs, rng, name, line, options.early_stop, check)
     frame.prefix = prefix
+    if _is_noted(options):
+        frame.is_noted, frame.notes = True, Notes()
     if contexts is not None:
-        forward, source.context = contexts(frame)
+        forward, frame.context = contexts(frame)
         fn = functools.partial(call_within, forward, fn)
-    frame.enter(source)
+    frame.enter(frame)
     try:
         result = fn(*args, **kwargs)
     finally:
-        in_order = frame.leave(source)
-        source.end()
+        in_order = frame.leave(frame)
+        frame.end()
     if not in_order:
         raise errors.crossed(frame)
     return result
 
 
 def _is_noted(options: Options) -> bool:
-    return options.report or getattr(thread.region, "noted", None) is not None
+    outer = thread.region
+    return options.report or (outer is not None and outer.is_noted)
 
 
 def _run_replay(fn: Any, args: Any, kwargs: Any, name: str, options: Options) -> Any:
     if is_plain(options.enabled):
         return fn(*args, **kwargs)
-    with _Block(name, entered_from(sys._getframe(2)), options, fn):
+    with _Block(name, entered_from(sys._getframe(3)), options, fn):
         return fn(*args, **kwargs)
 
 
@@ -487,33 +486,28 @@ _torch.leave_eager(_run_replay, _RECORDS)
 class _Block:
     """One recorded region, entered and left."""
 
-    def __init__(self, name: str, where: Line, options: Options, fn: Any = None) -> None:
-        placement = None if options.policy is None else options.policy.placement
-        hooks = _torch.enclosing_hooks()
+    def __init__(self, name: str, line: Line, options: Options, fn: Any = None) -> None:
+        policy, rng, hooks = options.policy, options.preserve_rng_state, _torch.enclosing_hooks()
+        placement = policy and policy.placement
         is_noted = _is_noted(options)
-        code, place = where if fn is None else (getattr(fn, "__code__", type(fn)), 0)
-        rng = options.preserve_rng_state
-        # A weak reference hashes a code object once, rather than in each run.
+        code, instruction = line if fn is None else (getattr(fn, "__code__", type(fn)), 0)
         check = check_of(options.determinism_check)
         if options.determinism_check == "metadata":  # a replay has the same, by construction
             check = None
         asked = (placement, rng, hooks is None, is_noted, options.debug, check is None)
-        site = (ref(code), place, *asked)
-        self._run = run = Run(program_of(site), hooks, rng, options.policy)
-        if placement is not None:
-            run.store.placement = placement
-            # A rerun around the block expects the same slots in each run, whatever has been
-            # planned.
-            run.holds_planned = not _is_rerun(hooks)
-        log: Any = [] if options.debug else None
-        self._source = Follow(run, log)
+        # A weak reference hashes a code object once, rather than in each run.
+        program = program_of((ref(code), instruction, *asked))
+        self._run = run = Run(program, hooks, rng, policy)
+        run.store.placement = placement
+        # A rerun around the block expects the same slots in each run, whatever has been planned.
+        run.holds_planned = placement is not None and not _is_rerun(hooks)
         run.store.is_checked = check is not None
-        kind = Reported if is_noted else Frame
-        self.frame = kind(self._source, name, where, options.early_stop, check)
+        self.frame = frame = Replay(run, name, line, options.early_stop, check)
         if is_noted:
-            run.note = _note_with_stack if options.debug else note
+            run.note, run.is_noted, frame.notes = note, True, Notes()
+        self._log: Any = None
         if options.debug:
-            self.frame.on_error = functools.partial(_explain, self._source, log)
+            self._log, frame.context = logged(frame)
 
     def __enter__(self) -> None:
         outer = thread.region
@@ -521,10 +515,14 @@ class _Block:
             outer.yield_to_inner(1)
         self._run.__enter__()  # type: ignore[no-untyped-call]
         self.frame.enter(self._run)
+        if self._log is not None:
+            self._log.__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        run = self._run
-        outer, in_order = run.outer, self.frame.leave(run)
+        run, frame = self._run, self.frame
+        if self._log is not None:
+            _torch.remove_mode(self._log)
+        outer, in_order = run.outer, frame.leave(run)
         if not in_order:
             _torch.remove_mode(run)
         else:
@@ -532,34 +530,18 @@ class _Block:
             if outer is not None:
                 outer.yield_to_inner(-1)
         run.close()
-        self._source.close(self.frame)
-        complaint = self._source.complaint
+        frame.close()
         if error[0] is not None:
             return
         if not in_order:
-            raise errors.crossed(self.frame)
-        if complaint:
-            warn(f"{self.frame.place}: {complaint}")
+            raise errors.crossed(frame)
+        if frame.complaint:
+            warn(f"{frame.title}: {frame.complaint}")
 
 
 def _is_rerun(hooks: _torch.Hooks | None) -> bool:
     """Whether hooks are those of a rerun, ours or torch's."""
-    if hooks is None:
-        return False
-    return is_internal(hooks) or _torch.are_of_checkpoint(hooks)
-
-
-def _explain(
-    source: Follow, recompute: list[tuple[str, str]], error: errors.CheckpointError
-) -> None:
-    forward = [
-        (str(step.func), step.note[-1]) for step in source.path().steps if step.func is not None
-    ]
-    explain(error, forward, recompute)
-
-
-def _note_with_stack() -> tuple[str | None, ...]:
-    return *note(), stack_of_user()
+    return hooks is not None and (is_internal(hooks) or _torch.are_of_checkpoint(hooks))
 
 
 @contextmanager
@@ -629,7 +611,7 @@ class checkpoint_scope:
     _options = Options("replay")
     _entered = False
     _block: Any = None
-    _frames: tuple[Frame, ...] = ()
+    _frames: tuple[Replay, ...] = ()
 
     def __init__(self, policy: Any = None, **options: Unpack[GivenToScope]) -> None:
         if options or policy is not None:

@@ -27,9 +27,7 @@ class OpLog(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        parts = [_text(value) for value in args]
-        parts += [f"{key}={_text(value)}" for key, value in kwargs.items()]
-        line = [f"{func}({', '.join(parts)})", stack_of_user()]
+        line = [f"{func}({_text([*args, *kwargs.values()])[1:-1]})", stack_of_user()]
         self.lines.append(line)  # the operator may raise
         result = func(*args, **kwargs)
         line[0] = f"{_text(result)} = {line[0]}"
@@ -44,7 +42,7 @@ def _text(value: Any) -> str:
     return repr(value)
 
 
-def explain(error: errors.CheckpointError, forward: list[Any], recompute: list[Any]) -> None:
+def _explain(forward: list[Any], recompute: list[Any], error: errors.CheckpointError) -> None:
     """Raise an error again with the logs of both runs, under torch's headings."""
     logs = ""
     for title, lines in (("the original forward", forward), ("recomputation", recompute)):
@@ -64,5 +62,5 @@ def logged(frame: Frame) -> tuple[OpLog, OpLog]:
     """Contexts that log the operators of the forward and of the recompute, for errors of the
     frame."""
     forward, recompute = OpLog(), OpLog()
-    frame.on_error = functools.partial(explain, forward=forward.lines, recompute=recompute.lines)
+    frame.on_error = functools.partial(_explain, forward.lines, recompute.lines)
     return forward, recompute

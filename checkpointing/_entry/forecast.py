@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from .. import _torch
-from .._engine import Frame, Generators, entered_from
+from .._engine import Generators, entered_from
 from .._plan import Block, Cost, Outlook
 from .._record import Placement, Program, Run, Step, tensors_of
 from .._replay import Replay
@@ -183,7 +183,7 @@ def forecast(function: Callable[[], Any], /) -> Forecast:
     Source of the method: the simulation of `auto()`, which plans by it.
     """
     run = _Rehearsal()
-    frame = Frame(Replay(run), "forecast", entered_from(sys._getframe(1)), True, None)
+    frame = Replay(run, "forecast", entered_from(sys._getframe(1)), True, None)
     with _put_back(run), disabled(), torch.enable_grad(), run:
         frame.enter(run)
         try:

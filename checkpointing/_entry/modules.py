@@ -12,7 +12,6 @@ class).
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import re
 import sys
@@ -133,24 +132,19 @@ def _is_called(module: nn.Module) -> bool:
 
 
 def _nothing_picked(model: nn.Module, select: Select) -> str:
-    named = dict(model.named_modules())
-    classes = Counter(
-        type(module).__qualname__ + ("" if _is_called(module) else " (never called)")
-        for module in named.values()
+    """What there is: `3 Block 'layers.*', 3 Linear 'layers.*.inner'`."""
+    found = Counter(
+        f"{type(module).__qualname__} {re.sub(_NUMBER, '*', name)!r}"
+        for name, module in model.named_modules()
+        if _is_called(module)
     )
-    there = ", ".join(f"{count} {name}" for name, count in classes.most_common())
-    known = {re.sub(r"\b\d+\b", "*", name) for name, module in named.items() if _is_called(module)}
-    close: list[str] = []
-    for pattern in select if isinstance(select, tuple | list) else [select]:
-        if isinstance(pattern, str):
-            close += difflib.get_close_matches(pattern, known - {""}, 1, cutoff=0.4)
-    hint = "."
-    if close:
-        names = " or ".join(map(repr, close))
-        hint = f" (a `*` stands for one part of a name): did you mean {names}?"
+    there = ", ".join(f"{count} {kind}" for kind, count in found.items())
     shown = select.__qualname__ if isinstance(select, type) else repr(select)
     picks = f"checkpoint_modules: {shown} picks no module of this {type(model).__qualname__}"
-    return f"{picks}{hint} There are {there}."
+    return f"{picks}. There are {there}."
+
+
+_NUMBER = r"\b\d+\b"
 
 
 class CheckpointedModules:
@@ -205,7 +199,7 @@ class _Forward(_api.CheckpointedObject):
             if isinstance(caller, nn.Module) and vars(caller).get("forward") is self:
                 module = caller
         fn = self._forward_of(module)
-        return _api.runner_of(options)(fn, args, kwargs, options.name, options)
+        return _api.run(fn, args, kwargs, str(options.name), options)
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:

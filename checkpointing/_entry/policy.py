@@ -19,9 +19,8 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
 from .. import _torch, errors
-from .._engine import Destination, aside, thread
+from .._engine import Destination, aside, map_tensors, thread
 from .._record import NOWHERE, Answer, Placement, Places
-from .._torch import map_tensors
 
 T = TypeVar("T")
 

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import detach_variable
 
 from .. import _torch, errors
 from .._engine import Region, Undo, thread, undo_all, warn
-from .._rerun import Inputs, PreserveRngState, Rerun, contents_of
+from .._rerun import Call, Inputs, PreserveRngState, contents_of
 
 
 def _trains(value: Any) -> bool:
@@ -37,11 +37,11 @@ class CheckpointFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, function: Any, preserve_rng_state: PreserveRngState, *args: Any) -> Any:
         check_backward_validity(args)
-        ctx.source = Rerun(function, args, {}, preserve_rng_state)
+        ctx.call = Call(function, args, {}, preserve_rng_state)
         try:
             return function(*args)  # without grad mode, as in all of these
         finally:
-            ctx.source.end()
+            ctx.call.end()
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -53,9 +53,9 @@ class CheckpointFunction(torch.autograd.Function):
                 "passing the `inputs` argument."
             )
         _ = ctx.saved_tensors  # empty, but an error if the graph was not retained
-        inputs, outputs = _rerun(ctx.source, len(ctx.needs_input_grad) - 2)
+        inputs, outputs = _rerun(ctx.call, len(ctx.needs_input_grad) - 2)
         if not _torch.keeps_graph():
-            ctx.source = None
+            ctx.call = None
         _run_backward(outputs, grads)
         found = [value.grad if isinstance(value, Tensor) else None for value in inputs]
         return None, None, *found
@@ -79,17 +79,17 @@ def _run_backward(outputs: Any, grads: Any) -> None:
         ) from error
 
 
-def _rerun(source: Rerun, count: int) -> tuple[Any, Any]:
+def _rerun(call: Call, count: int) -> tuple[Any, Any]:
     """The last `count` arguments (a partial adds others before), detached; and the outputs."""
-    where = "the reentrant backend"
+    name = "the reentrant backend"
     undo: Undo = []
     region, thread.region = thread.region, _NO_RESULTS
     thread.depth += 1
     try:
-        function, args, kwargs, cells = source.restored(where)
+        function, args, kwargs, cells = call.restored(name)
         first = args[: len(args) - count]
         inputs = detach_variable(tuple(args[len(first) :]))
-        outputs = source.go_back(where, cells, undo).run(function, *first, *inputs, **kwargs)
+        outputs = call.go_back(name, cells, undo).run(function, *first, *inputs, **kwargs)
     finally:
         undo_all(undo)
         thread.depth -= 1

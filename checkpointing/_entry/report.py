@@ -28,14 +28,13 @@ from .._engine import (
     Held,
     Holder,
     Moved,
-    Region,
     described,
     is_referenced,
-    maker_of,
     root_of,
+    tensors_in,
     user_line,
 )
-from .._torch import tensors_in
+from .._replay import Replay
 
 
 class TensorReport(NamedTuple):
@@ -95,14 +94,13 @@ class Report(NamedTuple):
             saved = "" if region.bytes_saved is None else size(region.bytes_saved)
             held = size(region.bytes_held)
             lines.append(f"{saved:>10} {held:>10}  {region.name}  {_short(region.line)}")
-        tensors = [tensor for region in self.regions for tensor in (*region.held, *region.saved)]
+        tensors = _sorted(t for region in self.regions for t in (*region.held, *region.saved))
         lines += ["", f"the largest of {len(tensors)} tensors in {len(self.regions)} regions:"]
-        for tensor in _sorted(tensors)[:_ROWS]:
-            shape = f"{str(tensor.dtype)[6:]}{list(tensor.shape)}"
-            nbytes = size(tensor.nbytes)
-            lines.append(f"{nbytes:>10}  {tensor.kind:<12}  {shape:<26}  {tensor.operator or ''}")
-            if tensor.line is not None:
-                lines.append(f"{'':12}{tensor.module or ''} {_short(tensor.line)}")
+        for kind, nbytes, shape, dtype, operator, module, line in tensors[:_ROWS]:
+            described = f"{dtype}{[*shape]}"[6:]
+            lines.append(f"{size(nbytes):>10}  {kind:<12}  {described:<26}  {operator or ''}")
+            if line is not None:
+                lines.append(f"{'':12}{module or ''} {_short(line)}")
         return "\n".join(line[:80].rstrip() for line in lines)
 
 
@@ -157,43 +155,65 @@ def report(*outputs: Tensor) -> Report:
         if not isinstance(output, Tensor):
             raise TypeError(f"report takes tensors, such as a loss, not {output!r}")
     frames: dict[Frame, None] = {}
-    met: set[Any] = {None}
-    nodes: list[Any] = [output.grad_fn for output in outputs]
-    while nodes:
-        node = nodes.pop()
-        if node in met:
-            continue
-        met.add(node)
+    for node in _torch.nodes_from([output.grad_fn for output in outputs], {None}):
         for packed in _torch.saved_by(node):
             _find(packed, frames)
-        nodes += [other for other, _ in node.next_functions]
     return report_of(frames)
 
 
 def _find(packed: Any, frames: dict[Frame, None]) -> None:
     """Add the region of a holder, and the regions around it, which hold its inputs."""
-    if type(packed) is Holder and packed.frame not in frames:
+    if isinstance(packed, Holder) and packed.frame not in frames:
         frames[packed.frame] = None
-        for holding in packed.frame.source.holdings(packed.frame):
+        for holding in packed.frame.holdings():
             _find(_packed(holding.part), frames)
+
+
+def _packed(part: Held | Tensor) -> Any:
+    """A held tensor, or the object that hooks have made of it."""
+    packed = getattr(part, "packed", part)
+    return packed.data if isinstance(packed, _torch.SavedTensor) else packed
 
 
 def report_of(frames: Iterable[Frame]) -> Report:
     """The report of these regions."""
-    regions = [_region(frame) for frame in frames]
+    regions = []
+    for frame in frames:
+        held, bytes_saved = _sorted(_held_by(frame)), frame.saved_bytes
+        saved: tuple[TensorReport, ...] = ()
+        if frame.notes is not None:
+            saved = _sorted(frame.notes.tensors)
+            bytes_saved = _bytes_of(saved)
+        about = frame.name, described(frame.entered_from), bytes_saved, _bytes_of(held)
+        regions.append(RegionReport(*about, frame.replays, saved, held))
     return Report(tuple(sorted(regions, key=lambda r: -(r.bytes_saved or r.bytes_held))))
 
 
-def _region(frame: Frame) -> RegionReport:
-    source: Any = frame.source
-    saved, held = _sorted(frame.noted or ()), _sorted(_held_by(frame))
-    would_hold: int | None = sum(tensor.nbytes for tensor in saved)
-    if frame.noted is None:
-        would_hold = source.run.store.saved_bytes if hasattr(source, "run") else None
-    bytes_held = sum(tensor.nbytes for tensor in held)
-    replays = getattr(source, "replays", None)
-    line = described(frame.entered_from)
-    return RegionReport(frame.name, line, would_hold, bytes_held, replays, saved, held)
+def _bytes_of(tensors: Iterable[TensorReport]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def _held_by(frame: Frame) -> Iterable[TensorReport]:
+    """Each storage that a region holds, once. A region around it holds what is in its slots."""
+    found: dict[int, TensorReport] = {}
+    for kind, part, operator, note in frame.holdings():
+        packed = _packed(part)
+        if type(packed) is Moved:
+            kind, packed = "offloaded", packed.away
+        for tensor in tensors_in(packed)[:1]:
+            if not is_referenced(tensor):
+                found |= _described(kind, tensor, operator, *(note or (None, None)))
+    return found.values()
+
+
+def _described(kind: str, tensor: Tensor, *about: str | None) -> dict[int, TensorReport]:
+    """The storages of a tensor, by their identity."""
+    return {
+        _torch.storage_of(part) or id(part): TensorReport(
+            kind, _torch.memory_size(part), tuple(_torch.shape_of(part)), part.dtype, *about
+        )
+        for part in _torch.plain_parts(tensor)
+    }
 
 
 class Stats(NamedTuple):
@@ -222,44 +242,34 @@ class Stats(NamedTuple):
     peak_predicted: int = 0
 
 
-def measure(frame: Frame) -> Stats:
+def measure(frame: Replay) -> Stats:
     """The present numbers of a scope."""
-    source: Any = frame.source
     nbytes = Counter[str]()
     for tensor in _held_by(frame):
         nbytes[tensor.kind] += tensor.nbytes
     held = nbytes["input"] + nbytes["random state"]
-    recorded, cuts = source.counts()
-    peak = 0 if source.plan is None else source.plan.peak
-    counts = recorded, source.replayed, source.replays, source.run.store.saved_bytes
+    recorded, cuts = frame.counts()
+    peak = 0 if frame.plan is None else frame.plan.peak
+    counts = recorded, frame.replayed, frame.replays, frame.saved_bytes
     return Stats(*counts, held, nbytes.total() - held, cuts, peak)
 
 
-class Reported(Frame):
-    """A region that notes the tensors that are saved in it."""
+class Notes:
+    """The tensors that are saved in a region, each storage once."""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.noted: list[TensorReport] = []
-        self._storages: weakref.WeakSet[Any] = weakref.WeakSet()  # noted
+    def __init__(self) -> None:
+        self.tensors: list[TensorReport] = []
+        self._known: weakref.WeakSet[Any] = weakref.WeakSet()  # storages
 
-    def enter(self, region: Region) -> None:
-        super().enter(region)
-        region.noted = self.noted
-
-    def pack(self, tensor: Tensor) -> Holder:
-        holder = super().pack(tensor)
+    def add(self, holder: Holder, tensor: Tensor) -> None:
         if is_referenced(root_of(tensor)):
-            return holder
-        operator = self.source.operator_of(holder) or maker_of(tensor)
+            return
+        operator = holder.frame.maker(holder, tensor)
         for part in _torch.plain_parts(tensor):
             storage = part.untyped_storage() if _torch.has_storage(part) else holder
-            if storage not in self._storages:
-                self._storages.add(storage)
-                self.noted.append(_tensor("saved", part, operator, *note()))
-        return holder
-
-    _torch.mark_as_torchs_own(pack)
+            if storage not in self._known:
+                self._known.add(storage)
+                self.tensors += _described("saved", part, operator, *note()).values()
 
 
 def note() -> tuple[str | None, str | None]:
@@ -271,41 +281,8 @@ def _module_path() -> str | None:
     """The module whose `forward` runs, by its name in the outermost one."""
     frames = traceback.walk_stack(sys._getframe(1))
     modules = [f.f_locals["self"] for f, _ in frames if f.f_code is _torch.module_call_code]
-    if not modules:
-        return None
     names = []
     for inner, outer in pairwise(modules):
         known = {module: name for name, module in outer.named_modules()}
         names.append(known.get(inner, type(inner).__name__))
-    return ".".join(reversed(names))
-
-
-def _tensor(kind: str, tensor: Tensor, *about: str | None) -> TensorReport:
-    nbytes = _torch.memory_size(tensor)
-    return TensorReport(kind, nbytes, tuple(_torch.shape_of(tensor)), tensor.dtype, *about)
-
-
-def _held_by(frame: Frame) -> Iterable[TensorReport]:
-    """Each storage that a region holds, once."""
-    found: dict[int, TensorReport] = {}
-    for kind, part, operator, noted in frame.source.holdings(frame):
-        packed = _packed(part)
-        if type(packed) is Moved:
-            kind, packed = "offloaded", packed.away
-        module, line = (noted or (None, None))[:2]
-        for tensor in _plain_parts_of(packed):
-            key = _torch.storage_id(tensor) if _torch.has_storage(tensor) else id(tensor)
-            found[key] = _tensor(kind, tensor, operator, module, line)
-    return found.values()
-
-
-def _packed(part: Held | Tensor) -> Any:
-    """A held tensor, or the object that hooks have made of it."""
-    packed = getattr(part, "packed", part)
-    return packed.data if isinstance(packed, _torch.SavedTensor) else packed
-
-
-def _plain_parts_of(packed: Any) -> list[Tensor]:
-    """The plain tensors in such an object. A `Holder` has none: the region around holds them."""
-    found = [tensor for tensor in tensors_in(packed)[:1] if not is_referenced(tensor)]
-    return [part for tensor in found for part in _torch.plain_parts(tensor)]
+    return ".".join(reversed(names)) if modules else None

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import _torch
-from .._engine import Generators, has_rng
-from .._torch import ATOMS
+from .._engine import ATOMS, Generators, has_rng
 
 
 class Info:

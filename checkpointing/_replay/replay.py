@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from itertools import accumulate
 from typing import Any
 
@@ -24,10 +24,12 @@ from .._engine import (
     Holder,
     Holding,
     Moved,
-    Recompute,
-    Source,
+    Request,
+    TaskTensors,
     Undo,
+    enter_context,
     enter_switches,
+    maker_of,
     prefetch,
     undo_all,
 )
@@ -60,7 +62,7 @@ class Stock:
         """Which holder of the frame has a slot."""
         return self.first_holder + self.group.path.owners[slot]
 
-    def wanted(self, request: Recompute) -> dict[int, Holder]:
+    def wanted(self, request: Request) -> dict[int, Holder]:
         """By slot: the live holders that the graph task may still open."""
         ready, refs = request.ready, request.frame.holders
         owners, first = self.group.path.owners, self.first_holder
@@ -77,14 +79,31 @@ class Stock:
         return [moved for moved in packed if moved is not None]
 
 
-class Replay(Source):
-    """The run of one block as a source."""
+class _Holder(Holder):
+    __slots__ = ("stock",)
 
-    def __init__(self, run: Run, log: list[tuple[str, str]] | None = None) -> None:
+    stock: Stock  # once the block has ended
+
+
+class _Task(TaskTensors):
+    holds_more = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory: dict[Any, Any] = {}  # tensors that have been fetched, and parts of stocks
+
+
+class Replay(Frame):
+    """A block whose operators run again."""
+
+    hint = errors.UNSEEN
+    kind_of_task = _Task
+
+    def __init__(self, run: Run, *about: Any) -> None:
+        super().__init__(*about)
         self.run = run
         self.save = run.save
-        self.log = log
-        self.replays = 0
+        self.replays: int = 0
         self.replayed = 0
         self._counted = 0  # operators, before the block began anew
         self.plan: Plan | None = None  # when the block has ended
@@ -93,25 +112,38 @@ class Replay(Source):
 
     # ---- what the holders get
 
-    def close(self, frame: Frame) -> None:
-        """The block has ended: what its windows need goes to the holders."""
-        run = self.run
-        self.plan = plan = self._hand_over(frame)
-        self.complaint = plan.complaint
-        run.end()
+    def pack(self, tensor: Tensor) -> Holder:
+        holder = _Holder()
+        holder.frame = self
+        holder.slot = len(self.holders)
+        self.holders.append(weakref.ref(holder))
+        holder.saved = self.save(tensor)
+        if self.check is not None:
+            holder.metadata = self.check(tensor)
+        if self.notes is not None:
+            self.notes.add(holder, tensor)
+        return holder
 
-    def _hand_over(self, frame: Frame) -> Plan:
+    _torch.mark_as_torchs_own(pack)
+
+    def close(self) -> None:
+        """The block has ended: what its windows need goes to the holders."""
+        self.plan = plan = self._hand_over()
+        self.complaint = plan.complaint
+        self.run.end()
+
+    def _hand_over(self) -> Plan:
         """What windows need goes to the holders, which own it from here on."""
         run, store = self.run, self.run.store
         plan = self._find_plan()
-        holders = [ref() for ref in frame.holders[run.first_holder :]]
+        holders: Any = [ref() for ref in self.holders[run.first_holder :]]
         owners = plan.path.owners
         for group in plan.groups_for(run):
             alive = [slot for slot in group.slots if holders[owners[slot]] is not None]
             if alive:
                 stock = Stock(group, store.held, store, alive, run.first_holder)
                 for slot in alive:
-                    holders[owners[slot]].stock = stock  # type: ignore[union-attr]
+                    holders[owners[slot]].stock = stock
         return plan
 
     def _find_plan(self) -> Plan:
@@ -131,15 +163,15 @@ class Replay(Source):
             run.program.grow(plan.size)
         return plan  # type: ignore[no-any-return]
 
-    def _stock_of(self, holder: Holder, frame: Frame) -> Stock:
+    def _stock_of(self, holder: Any) -> Stock:
         try:
             return holder.stock  # type: ignore[no-any-return]
         except AttributeError:
             pass
         slot, run = holder.slot, self.run
         if run.may_begin_anew():
-            self._counted += sum(step.is_counted for step in self._hand_over(frame).path.steps)
-            run.begin_anew(frame.holders)
+            self._counted += sum(step.is_counted for step in self._hand_over().path.steps)
+            run.begin_anew(self.holders)
             return holder.stock  # type: ignore[no-any-return]
         if slot not in run.stocks:  # a backward inside the block
             store = run.store
@@ -148,58 +180,60 @@ class Replay(Source):
                 run.stocks.update((stock.owner(slot), stock) for slot in group.slots)
         return run.stocks[slot]  # type: ignore[no-any-return]
 
-    # ---- as a source
+    # ---- as a frame
 
-    def announce(self, tensor: Tensor) -> None:
+    def announce(self, role: object, tensor: Tensor) -> None:
         self.run.announce(tensor)
 
-    def at_hand(self, holder: Holder, where: Frame) -> Tensor | None:
+    def note_written(self, storages: Set[int]) -> None:
+        """The run has seen the operators that wrote."""
+
+    def at_hand(self, holder: Holder) -> Tensor | None:
         """A value that is held by itself: nothing to compute, nothing to share."""
         slot = holder.saved
-        if where.check is not None or not where.early_stop or type(slot) is not Slot:
+        if self.check is not None or not self.early_stop or type(slot) is not Slot:
             return None
-        held = self._stock_of(holder, where).held.get(slot.value)
+        held = self._stock_of(holder).held.get(slot.value)
         if type(held) is Aliased and not (held.is_stale or held.is_parameter):
             return held.packed  # type: ignore[no-any-return]
         if held is None or held.is_packed:
             return None
         try:
-            return fetch(held, where, {})
+            return fetch(held, self, {})
         except errors.CheckpointError:
             return None  # it will be raised again, from a recompute
 
-    def recompute(self, request: Recompute) -> None:
+    def recompute(self, request: Request) -> None:
         run, task = self.run, request.task
+        assert isinstance(task, _Task)
         run.store.settle()
         undo: Undo = []
         if run.fake_mode is not None and _torch.fake_mode() is None:  # backward runs outside of it
-            run.fake_mode.__enter__()
-            undo.append((lambda mode: mode.__exit__(None, None, None), run.fake_mode))
-        if task.memory is None:
-            task.memory = {}
+            enter_context(run.fake_mode, undo)
         before = self.replayed
         try:
             # Those of the block's beginning: kernels look at them.
             enter_switches(run.switches, undo)
-            self._replay(request.holder, request, undo)
-            for holder in () if request.frame.early_stop else request.wanted():
+            if self.context is not None:
+                enter_context(self.context, undo)
+            self._replay(request.holder, request, task.memory, undo)
+            for holder in () if self.early_stop else request.wanted():
                 if holder.slot not in request.ready:
-                    self._replay(holder, request, undo)
+                    self._replay(holder, request, task.memory, undo)
         finally:
             undo_all(undo)
         self.replays += self.replayed > before
         if task.memory and request.is_last:
             task.memory.clear()
 
-    def _replay(self, holder: Holder, request: Recompute, undo: Undo) -> None:
+    def _replay(self, holder: Holder, request: Request, memory: dict[Any, Any], undo: Undo) -> None:
         """Run the window of a holder, and hand out what it makes."""
-        frame = request.frame
-        stock = self._part_of(holder, request, undo)
+        stock = self._part_of(holder, request, memory, undo)
         holders = stock.wanted(request)
         window = stock.group.window(tuple(holders))
-        execution = Execution(window, stock, frame, request.task.memory, undo)
-        if self.run.store.movers and frame.complete:
-            self._prefetch(stock, frame)
+        execution = Execution(window, stock, self, memory, undo)
+        if self.run.store.movers and self.complete:
+            self._prefetch(stock)
         parts: dict[int, list[Tensor]] = defaultdict(list)  # by holder
         for number, tensor in sorted(self._made_by(execution).items()):
             holder = holders[number]
@@ -215,23 +249,21 @@ class Replay(Source):
             request.deliver(holder, tensor)
 
     def _made_by(self, execution: Execution) -> dict[int, Tensor]:
-        window = execution.window
-        if self.log is not None:
-            steps = [instruction.step for instruction in window.instructions]
-            self.log += [(str(step.func), "") for step in steps if not step.is_view]
-        self.replayed += window.counted
+        self.replayed += execution.window.counted
         return execution.make()
 
-    def _part_of(self, holder: Holder, request: Recompute, undo: Undo) -> Stock:
+    def _part_of(
+        self, holder: Holder, request: Request, memory: dict[Any, Any], undo: Undo
+    ) -> Stock:
         """What the window of a holder starts from. Where the run has not held it, it is made now,
         for all parts at once, and stays until the windows of the parts have run, or the graph task
         ends."""
-        stock, memory = self._stock_of(holder, request.frame), request.task.memory
+        stock = self._stock_of(holder)
         passed = []
         while stock.group.parts:
             parts = memory.get(stock, {})
             if holder.slot not in parts:
-                parts = memory[stock] = self._fill(stock, request, undo)
+                parts = memory[stock] = self._fill(stock, request, memory, undo)
             passed.append(stock)
             stock = parts[holder.slot]
         for outer in passed:
@@ -241,12 +273,13 @@ class Replay(Source):
                 del memory[outer]
         return stock
 
-    def _fill(self, stock: Stock, request: Recompute, undo: Undo) -> dict[int, Stock]:
+    def _fill(
+        self, stock: Stock, request: Request, memory: dict[Any, Any], undo: Undo
+    ) -> dict[int, Stock]:
         """What the parts of a group start from, by holder."""
         wanted = stock.wanted(request)
         values, window = stock.group.filling(wanted)
-        execution = Execution(window, stock, request.frame, request.task.memory, undo)
-        made = self._made_by(execution)
+        made = self._made_by(Execution(window, stock, self, memory, undo))
         held = {**stock.held, **{value: made[number] for number, value in enumerate(values)}}
         found: dict[int, Stock] = {}
         for part, mine in stock.group.parts_of(wanted):
@@ -254,12 +287,12 @@ class Replay(Source):
             found.update((stock.owner(slot), part_stock) for slot in mine)
         return found
 
-    def _prefetch(self, stock: Stock, frame: Frame) -> None:
+    def _prefetch(self, stock: Stock) -> None:
         """Start to bring back the next tensors: backward opens first the one saved last."""
         if self._order is None:
             self._order = []
-            holders = [holder for ref in reversed(frame.holders) if (holder := ref()) is not None]
-            for one in {id(s): s for h in holders for s in [self._stock_of(h, frame)]}.values():
+            holders = [holder for ref in reversed(self.holders) if (holder := ref()) is not None]
+            for one in {id(s): s for h in holders for s in [self._stock_of(h)]}.values():
                 for moved in one.moved():
                     if moved.rank < 0:
                         moved.rank = len(self._order)
@@ -269,16 +302,21 @@ class Replay(Source):
 
     # ---- for messages and reports
 
+    @property
+    def saved_bytes(self) -> int:  # type: ignore[override]
+        return self.run.store.saved_bytes
+
     def path(self) -> Path:
         return self.run.so_far() if self.plan is None else self.plan.path
 
-    def maker(self, holder: Holder) -> str | None:
-        """The operator that made what the holder saved."""
+    def maker(self, holder: Any, tensor: Tensor) -> str | None:
+        if not hasattr(holder, "stock"):
+            return self._operator_of(holder) or maker_of(tensor)
         path = holder.stock.group.path
         made = max([path.newest(slot.value) for slot in slots_of(holder.saved)], default=-1)
         return None if made < 0 else str(path.steps[made].func)
 
-    def operator_of(self, holder: Holder) -> str | None:
+    def _operator_of(self, holder: Holder) -> str | None:
         path = self.path()
         steps = [path.maker_of(slot.value) for slot in slots_of(holder.saved)]
         return next((str(step.func) for step in steps if step is not None), None)
@@ -289,10 +327,10 @@ class Replay(Source):
         before = [*accumulate([step.is_counted for step in path.steps], initial=0)]
         return self._counted + before[-1], tuple([before[cut] for cut in path.cuts])
 
-    def holdings(self, frame: Frame) -> Iterable[Holding]:
+    def holdings(self) -> Iterable[Holding]:
         stocks: Iterable[Any] = [self.run.store]  # while the block runs
         if self.plan is not None:
-            holders = [holder for ref in frame.holders if (holder := ref()) is not None]
+            holders: Any = [holder for ref in self.holders if (holder := ref()) is not None]
             found = [holder.stock for holder in holders if hasattr(holder, "stock")]
             stocks = {id(stock): stock for stock in found}.values()
         path = self.path()

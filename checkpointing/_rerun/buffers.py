@@ -1,7 +1,7 @@
-"""Modules in a rerun: their training flags, and their buffers, which the region writes only once.
+"""Modules in a rerun: training flags, buffers, which the region writes only once, and parameters.
 
 Invariant: a rerun finds the tensors and modules of the forward as they were then, and leaves them
-as they are now. Both directions are one operation: go to a moment.
+as they are now.
 
 Rejected: exchanging the buffers for copies. Aliases, views and caches keyed by a tensor would still
 refer to the originals.
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from itertools import islice
 from typing import Any
 
@@ -19,18 +19,19 @@ import torch
 from torch import Tensor, nn
 
 from .. import _torch, errors
-from .._engine import Undo, named, without_recording
-from .._torch import Field
+from .._engine import Field, Undo, check_version, named, without_recording
+from .inputs import Inputs, items_of
 
 _parts_of, _has_storage, _version = _torch.parts_of_module, _torch.has_storage, _torch.version
 _Generator, _Parameter = torch.Generator, nn.Parameter
 _version_of: Any = operator.attrgetter("_version")
 _MAY_HOLD_ONE = {torch.Generator, list, tuple, dict}
-_MOST_ITEMS = 100  # of a list or dict
 _OF_EVERY_MODULE = len(vars(nn.Module()))  # attributes, before its own
 _SMALL = 1 << 16  # bytes: cheap to copy before every forward
 _NONE = -1  # bytes: not even empty buffers
 _LEAVES_NO_TRACE = (_torch.Normalisation, torch.jit.ScriptModule)  # kernels bypass version counters
+
+Entry = tuple[nn.Module, dict[str, Any]]  # a module, with the buffers that it had
 
 
 class Buffers:
@@ -41,9 +42,9 @@ class Buffers:
     Larger buffers, and those of modules in evaluation mode, are guarded by version.
     """
 
-    __slots__ = ("_entries", "_flags", "_guarded", "_parameters", "_then", "_trained", "_versions")
+    _then: Moment | None = None
 
-    def __init__(self, inputs: Any) -> None:
+    def __init__(self, inputs: Inputs) -> None:
         """Capture `inputs.modules` and their children; add their devices and generators to
         `inputs`."""
         flags: dict[nn.Module, bool | None] = {}  # None: frozen TorchScript, which has no flag
@@ -66,16 +67,14 @@ class Buffers:
         self._flags = flags
         self._parameters = _parameters_of(flags)
         self._trained = [tensor for tensor in self._parameters if tensor.requires_grad]
-        self._versions = _versions_of(self._trained)
-        self._entries: Sequence[Entry] = ()  # few objects for the garbage collector
-        self._guarded: Sequence[Guarded] = ()
-        self._then = _NOTHING
+        self._entries = entries
+        self._guarded: list[tuple[nn.Module, str, Tensor, int]] = []  # with their versions
         if entries:
             self._capture(entries)
+        self.end()
 
     def _capture(self, entries: list[Entry]) -> None:
         """Copy the buffers that can be rewound, and note the versions of the others."""
-        guarded: list[Guarded] = []
         small: list[Tensor] = []  # two that share memory are rewound twice, to the same values
         for module, buffers in entries:
             limit: float = _SMALL
@@ -87,60 +86,46 @@ class Buffers:
                 if _can_be_rewound(tensor) and tensor.nbytes <= limit:
                     small.append(tensor)
                 else:
-                    guarded.append((module, name, tensor, _version(tensor)))
-        self._entries = entries
-        self._guarded = guarded or ()
+                    self._guarded.append((module, name, tensor, _version(tensor)))
         if small:
             self._then = Moment.of(small)
 
     def end(self) -> None:
-        """The region has run: the parameters that it has not written stay as they are from here
-        on."""
-        if self._versions != _versions_of(self._trained):
-            pairs = zip(self._trained, self._versions, strict=True)
-            self._trained = [tensor for tensor, version in pairs if _version(tensor) == version]
-            self._versions = _versions_of(self._trained)
+        """The region has run: parameters stay as they are from here on."""
+        self._versions = _versions_of(self._trained)
 
-    def written(self, where: object) -> list[Tensor]:
+    def written(self, frame: object) -> list[Tensor]:
         """The parameters that train and have been written since the forward."""
         now = _parameters_of(self._flags)
         if len(now) != len(self._parameters) or not all(map(operator.is_, now, self._parameters)):
-            self._check_places(now, where)
-        trained, versions = self._trained, self._versions
-        if versions == _versions_of(trained):
+            self._check_places(now, frame)
+        versions = _versions_of(self._trained)
+        if versions == self._versions:
             return []
-        pairs = zip(trained, versions, strict=True)
-        return [tensor for tensor, version in pairs if _version(tensor) != version]
+        found = zip(self._trained, self._versions, versions, strict=True)
+        return [tensor for tensor, version, now in found if now != version]
 
-    def _check_places(self, now: list[Tensor], where: object) -> None:
+    def _check_places(self, now: list[Tensor], frame: object) -> None:
         """Tensors in the place of parameters must be there still, and frozen parameters must have
         the same values. (Hooks may gather parameters, or bring them in for each call.)"""
         present = {*map(id, now)}
         for tensor, other in zip(self._parameters, now, strict=False):
             is_gone = not isinstance(tensor, _Parameter) and id(tensor) not in present
             if is_gone or (tensor is not other and _is_another(tensor, other)):
-                raise errors.exchanged(where, named("a parameter", tensor))
-
-    def __bool__(self) -> bool:
-        """Whether there is anything to rewind."""
-        return self._then is not _NOTHING
+                raise errors.exchanged(frame, named("a parameter", tensor))
 
     def storages(self) -> set[int]:
         """The storages of the buffers that are rewound."""
-        tensors = self._then.tensors
-        if {*map(type, tensors)} != _PLAIN:
-            tensors = [part for tensor in tensors for part in _torch.plain_parts(tensor)]
-        return set(map(_torch.storage_id, tensors))
+        tensors = [] if self._then is None else self._then.tensors
+        return {_torch.storage_id(part) for each in tensors for part in _torch.plain_parts(each)}
 
     def copies(self) -> list[Tensor]:
-        return self._then.values
+        return [] if self._then is None else self._then.values
 
-    def enter(self, where: object, undo: Undo) -> None:
+    def enter(self, frame: object, undo: Undo) -> None:
         """Go back to the forward; `undo` gets the functions that return."""
         for module, name, tensor, version in self._guarded:
-            if _version(tensor) != version:
-                buffer = named((type(module).__name__, Field(name)), tensor)
-                raise errors.changed(where, buffer, version, _version(tensor))
+            check_version(frame, (type(module).__name__, Field(name)), tensor, version)
         flags = {module: getattr(module, "training", None) for module in self._flags}
         if flags != self._flags:
             undo.append((_set_flags, flags))
@@ -150,8 +135,10 @@ class Buffers:
         now = [(module, dict(_torch.buffers_of_module(module)[0])) for module, _ in self._entries]
         undo.append((_set, now))
         _set(self._entries)
-        if self:
-            undo.append((Moment.go_back, self._then.exchange()))
+        then = self._then
+        if then is not None:
+            undo.append((Moment.go_back, Moment(then.tensors, then.memory)))
+            then.go_back()
 
 
 def _parameters_of(modules: Iterable[nn.Module]) -> list[Tensor]:
@@ -172,11 +159,11 @@ def _is_another(tensor: Tensor, other: Tensor) -> bool:
     return not _torch.same_bits(tensor, other)
 
 
-def _versions_of(tensors: list[Tensor]) -> tuple[int, ...]:
+def _versions_of(tensors: list[Tensor]) -> list[int]:
     try:
-        return tuple(map(_version_of, tensors))
+        return [*map(_version_of, tensors)]
     except RuntimeError:  # some are made in inference mode
-        return tuple(map(_version, tensors))
+        return [*map(_version, tensors)]
 
 
 def _generators_of(module: nn.Module) -> tuple[torch.Generator, ...]:
@@ -184,11 +171,8 @@ def _generators_of(module: nn.Module) -> tuple[torch.Generator, ...]:
     parts = [*islice(vars(module).values(), _OF_EVERY_MODULE, None)]
     if _MAY_HOLD_ONE.isdisjoint(map(type, parts)):
         return ()
-    for part in tuple(parts):
-        if type(part) in (list, tuple, dict):
-            items = part.values() if type(part) is dict else part
-            parts += islice(items, _MOST_ITEMS)
-    return tuple([part for part in parts if type(part) is _Generator])
+    found = [each for part in parts for each in (part, *items_of(part))]
+    return tuple([each for each in found if type(each) is _Generator])
 
 
 def _can_be_rewound(tensor: Tensor) -> bool:
@@ -201,10 +185,6 @@ def _set_flags(flags: dict[nn.Module, bool | None]) -> None:
     for module, is_training in flags.items():
         if is_training is not None:
             module.training = is_training
-
-
-Entry = tuple[nn.Module, dict[str, Any]]  # a module, with the buffers that it had
-Guarded = tuple[nn.Module, str, Tensor, int]  # a module, the name of a buffer, it, and its version
 
 
 def _set(entries: Iterable[Entry]) -> None:
@@ -221,34 +201,21 @@ def _set(entries: Iterable[Entry]) -> None:
             store[name] = tensor
 
 
-_PLAIN = {Tensor}
-
-
 class Moment:
     """The values, sizes and versions of tensors at one moment."""
 
-    __slots__ = ("_memory", "_versions", "tensors", "values")
-
-    def __init__(self, tensors: list[Tensor], memory: list[Tensor], values: list[Tensor]) -> None:
+    def __init__(self, tensors: list[Tensor], memory: list[Tensor]) -> None:
         self.tensors = tensors
-        self._memory = memory
-        self.values = values
+        self.memory = memory  # the tensors themselves, or whole storages
+        self.values: list[Tensor] = without_recording(lambda: [*map(_torch.copy, memory)])
         self._versions = [tensor._version for tensor in tensors]
 
     @classmethod
     def of(cls, tensors: list[Tensor]) -> Moment:
-        memory = [tensor if _is_dense(tensor) else _torch.bytes_of(tensor) for tensor in tensors]
-        return cls(tensors, memory, without_recording(_torch.clones, memory))
-
-    def exchange(self) -> Moment:
-        """Go back; returns the present moment."""
-        values = without_recording(_torch.exchange, self._memory, self.values)
-        now = Moment(self.tensors, self._memory, values)
-        _torch.set_versions(self.tensors, self._versions)
-        return now
+        return cls(tensors, [t if _is_dense(t) else _torch.bytes_of(t) for t in tensors])
 
     def go_back(self) -> None:
-        without_recording(_torch.overwrite, self._memory, self.values)
+        without_recording(_torch.overwrite, self.memory, self.values)
         _torch.set_versions(self.tensors, self._versions)
 
 
@@ -257,6 +224,3 @@ def _is_dense(tensor: Tensor) -> bool:
     if type(tensor) is not Tensor:
         return True
     return tensor.is_contiguous() and not tensor.is_complex()
-
-
-_NOTHING = Moment([], [], [])

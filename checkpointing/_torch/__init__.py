@@ -1,22 +1,7 @@
-"""The private names of torch that this library uses, each with its reason.
+"""Private names of torch, each with its reason (`names`); the memory of tensors (`memory`).
 
-It imports nothing of this package but `errors`, so it is the place to look when torch changes.
+It imports nothing of this package: it is the place to look when torch changes.
 """
 
+from .memory import *  # noqa: F403
 from .names import *  # noqa: F403
-from .names import (
-    graph_task_id,
-    node_count,
-    pop_hooks,
-    profiles,
-    push_hooks,
-)
-from .tree import (
-    ATOMS,
-    Field,
-    leaves_of,
-    map_tensors,
-    put_together,
-    take_apart,
-    tensors_in,
-)

@@ -1,7 +1,7 @@
 """Every private name of torch that this library uses, one function each, with the reason.
 
 Nothing else in the package reaches into `torch._C`. All of these names exist, unchanged, in torch
-2.13 to 2.15. Copies, and how tensors use memory, are here too: most of that has no public form.
+2.13 to 2.15.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import operator
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, cast
@@ -110,28 +110,19 @@ run_backward_code: CodeType = torch.autograd.graph._engine_run_backward.__code__
 PythonNode: type = _C._FunctionBase
 
 
-class Leaves:
-    """Finds leaves of the autograd graph that nodes depend on."""
-
-    def __init__(self, leaves: list[Tensor], ends: list[Tensor]) -> None:
-        """Look for these leaves, down to where `ends` were made."""
-        self._wanted = {id(leaf): leaf for leaf in leaves}
-        self._met: set[Any] = {None, *[tensor.grad_fn for tensor in ends]}
-
-    def below(self, node: Any) -> Tensor | None:
-        """One of the leaves that this node depends on, but for those nodes that have been asked."""
-        nodes = [node]
-        while nodes:
-            node = nodes.pop()
-            if node in self._met:
-                continue
-            self._met.add(node)
-            leaf = self._wanted.get(id(getattr(node, "variable", None)))
-            if leaf is not None:
-                return leaf
+def nodes_from(nodes: list[Any], met: set[Any]) -> Iterator[Any]:
+    """The nodes of the autograd graph behind these, each once. `met` has those to leave out, and
+    gets the others."""
+    while nodes:
+        node = nodes.pop()
+        if node not in met:
+            met.add(node)
+            yield node
             nodes += [other for other, _ in node.next_functions]
-        return None
 
+
+# Containers that are registered with pytree, by type: how to flatten and unflatten them.
+PYTREE_NODES: dict[type, Any] = torch.utils._pytree.SUPPORTED_NODES
 
 # ---- operators, as they are named in dispatch modes and policies
 OpOverload = torch._ops.OpOverload
@@ -270,16 +261,6 @@ storage_id: Callable[[Tensor], int] = _C._storage_id
 has_storage: _OfTensor = _C._has_storage
 
 
-def storage_of(tensor: Tensor) -> int | None:
-    """The storage of a tensor, by which memory is known; None where it has none of its own."""
-    return storage_id(tensor) if has_storage(tensor) else None
-
-
-def memory_size(tensor: Tensor) -> int:
-    """The bytes of the memory that a tensor uses, as far as it has some of its own."""
-    return tensor.untyped_storage().nbytes() if has_storage(tensor) else 0
-
-
 @functools.cache
 def flop_formula(func: Any) -> Callable[..., float] | None:
     """The function that counts floating-point operations of a call, given (args, kwargs, result);
@@ -300,31 +281,6 @@ def flop_formula(func: Any) -> Callable[..., float] | None:
 
 
 # ---- tensors
-_adinplace_key = _C.DispatchKey.ADInplaceOrView
-_is_excluded = _C._dispatch_tls_is_dispatch_key_excluded
-_exclude = _C._dispatch_tls_set_dispatch_key_excluded
-
-
-def alias(tensor: Tensor) -> Tensor:
-    """A detached alias that shares the version counter, also when called below autograd.
-
-    Inside `__torch_dispatch__`, the key that shares version counters between views is excluded. An
-    inference tensor has no counter, so that nobody sees when it is written: it is copied.
-    """
-    if tensor.is_inference() and has_storage(tensor):
-        with torch.inference_mode(False), _C._DisableTorchDispatch():
-            return copy(tensor)
-    if type(tensor) not in _PLAIN:
-        with _C._SetExcludeDispatchKeyGuard(_adinplace_key, False):
-            return tensor.detach()
-    if mode_count():  # none may see it, least of all our own
-        with _C._DisableTorchDispatch():
-            return _detach_with_version(tensor)
-    return _detach_with_version(tensor)
-
-
-_PLAIN = (Tensor, nn.Parameter)
-_WITH_LAYOUT = (*_PLAIN, FakeTensor)
 UNWRAPPED = (Tensor, FakeTensor)
 
 
@@ -334,13 +290,26 @@ def is_whole_parameter(tensor: Tensor) -> bool:
     return kind is nn.Parameter or (kind is FakeTensor and isinstance(tensor, nn.Parameter))
 
 
-def _detach_with_version(tensor: Tensor) -> Tensor:
-    is_excluded = _is_excluded(_adinplace_key)
-    _exclude(_adinplace_key, False)  # the guard for this costs more than the call
+_views_key = _C.DispatchKey.ADInplaceOrView
+_is_excluded = _C._dispatch_tls_is_dispatch_key_excluded
+_exclude = _C._dispatch_tls_set_dispatch_key_excluded
+
+
+def detach_with_version(tensor: Tensor) -> Tensor:
+    """A detached alias that shares the version counter, also when called below autograd: inside
+    `__torch_dispatch__`, the key that shares version counters between views is excluded."""
+    is_excluded = _is_excluded(_views_key)
+    _exclude(_views_key, False)  # the guard for this costs more than the call
     try:
         return tensor.detach()
     finally:
-        _exclude(_adinplace_key, is_excluded)
+        _exclude(_views_key, is_excluded)
+
+
+# Operators make no views inside, and count no versions up; quicker, too.
+below_versions: Callable[[], AbstractContextManager[Any]] = _C._AutoDispatchBelowADInplaceOrView
+# No mode sees what runs inside, least of all our own.
+unseen_by_modes: Callable[[], AbstractContextManager[Any]] = _C._DisableTorchDispatch
 
 
 def version(tensor: Tensor) -> int:
@@ -383,13 +352,6 @@ def plain_parts(tensor: Any) -> list[Tensor]:
     return [leaf for part in tensors for leaf in plain_parts(part)] or [tensor]
 
 
-def is_on(tensor: Tensor, storages: Set[int]) -> bool:
-    """Whether a tensor, or one of its parts, uses one of these storages."""
-    if type(tensor) is Tensor:
-        return has_storage(tensor) and storage_id(tensor) in storages
-    return any(is_on(part, storages) for part in plain_parts(tensor) if part is not tensor)
-
-
 def set_versions(tensors: Sequence[Tensor], versions: Sequence[int]) -> None:
     """Count on from these versions."""
     _autograd._unsafe_set_version_counter(tuple(tensors), tuple(versions))
@@ -425,206 +387,9 @@ save_input: Callable[[Tensor, bool], Any] = _autograd._make_saved_tensor
 SavedTensor: Any = _autograd.SavedTensor  # the type of its result
 
 
-Layout = tuple[torch.Size, tuple[int, ...], int]  # size, stride and offset
-
-
-def layout_of(tensor: Tensor) -> Layout | None:
-    """The geometry of a plain tensor; None for others."""
-    if type(tensor) not in _WITH_LAYOUT:
-        return None
-    if any([tensor.layout is not torch.strided, tensor.is_nested, tensor.is_quantized]):
-        return None
-    return tensor.shape, tensor.stride(), int(tensor.storage_offset())
-
-
-def copy(tensor: Tensor, layout: Layout | None = None) -> Tensor:
-    """A copy with the strides, gaps, shared elements and alignment of `tensor`, or of `layout`:
-    kernels may add in another order otherwise."""
-    layout = layout or layout_of(tensor)
-    if layout is None:
-        return tensor.clone()
-    size, stride, offset = layout
-    with _C._AutoDispatchBelowADInplaceOrView():  # quicker, and leaves the version at 0
-        if (tensor.shape, tensor.stride(), 0) == layout and tensor.is_contiguous():
-            return tensor.clone()
-        shift = offset % (_ALIGNMENT // tensor.itemsize)
-        length = shift + _length(size, stride)
-        memory = torch.empty(length, dtype=tensor.dtype, device=tensor.device)
-        new = lay_as(tensor, memory, (size, stride, shift))
-        fill(new, tensor)
-        return new
-
-
-_ALIGNMENT = 64  # bytes
-
-
-def _length(size: Sequence[int], stride: Sequence[int]) -> int:
-    """The number of elements from the first in memory to the last."""
-    return 0 if 0 in size else 1 + sum(step * (n - 1) for n, step in zip(size, stride, strict=True))
-
-
-def fill(target: Tensor, values: Tensor) -> None:
-    """Write these values, once for elements that share their memory."""
-    one_each(target).copy_(one_each(values, target))
-
-
-def one_each(tensor: Tensor, like: Tensor | None = None) -> Tensor:
-    """The same without the repetition in expanded dimensions, those of `like` if given."""
-    for dim, step in enumerate((tensor if like is None else like).stride()):
-        if step == 0:
-            tensor = tensor.narrow(dim, 0, min(1, tensor.shape[dim]))
-    return tensor
-
-
-def laid_out(tensor: Tensor, layout: Layout | None) -> Tensor:
-    """The tensor itself if it has this size and these strides, else a copy."""
-    if layout is None or (tensor.shape, tensor.stride()) == layout[:2]:
-        return tensor
-    return copy(tensor, layout)
-
-
-def bytes_of(tensor: Tensor) -> Tensor:
-    """The whole storage of `tensor`, as bytes."""
-    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
-
-
-def clones(tensors: list[Tensor]) -> list[Tensor]:
-    """Copies of several."""
-    return [copy(tensor) for tensor in tensors]
-
-
-_is_same_size = Tensor.is_same_size
-
-
-def overwrite(tensors: list[Tensor], values: list[Tensor]) -> None:
-    """Give tensors these values, and their sizes."""
-    with _C._AutoDispatchBelowADInplaceOrView():  # quicker, too
-        try:
-            if all(map(_is_same_size, tensors, values)):
-                torch._foreach_copy_(tensors, values)
-                return
-        except NotImplementedError:  # not all subclasses have these
-            pass
-        for tensor, value in zip(tensors, values, strict=True):
-            if tensor.shape != value.shape:
-                tensor.resize_(value.shape)
-            tensor.copy_(value)
-
-
-def exchange(tensors: list[Tensor], values: list[Tensor]) -> list[Tensor]:
-    """The same; returns the values that they had."""
-    now = clones(tensors)
-    overwrite(tensors, values)
-    return now
-
-
-def clone_storage(tensor: Tensor) -> Tensor:
-    """The same tensor on a copy of its whole storage."""
-    with torch.no_grad():
-        return lay_as(tensor, copy(bytes_of(tensor)))
-
-
-class Copies:
-    """Copies of tensors that share memory with each other where these do."""
-
-    def __init__(self) -> None:
-        # By storage and version. The storage lives as long, since the tensor is held, too.
-        self._made: dict[Any, tuple[Tensor, Tensor]] = {}
-
-    def copy(self, tensor: Tensor) -> Tensor:
-        if not has_storage(tensor):
-            return copy(tensor)
-        key = storage_id(tensor), version(tensor)
-        if key not in self._made:
-            self._made[key] = tensor, clone_storage(tensor)
-        copied = lay_as(tensor, self._made[key][1])
-        return copied.detach()  # a view could not be written with a graph
-
-
-def lay_as(tensor: Tensor, base: Tensor, layout: Layout | None = None) -> Tensor:
-    """A tensor on the storage of `base`, detached, with the geometry that `tensor` has on its own,
-    or with `layout`."""
-    size, stride, offset = layout or (tensor.shape, tensor.stride(), int(tensor.storage_offset()))
-    if _type_of(base) == (tensor.dtype, False, False):
-        new = base.as_strided(size, stride, offset)
-    else:
-        new = torch.empty(0, dtype=tensor.dtype, device=base.device)
-        new.set_(base.untyped_storage(), offset, size, stride)
-    if tensor.is_conj():
-        new = torch._conj(new)
-    return torch._neg_view(new) if tensor.is_neg() else new
-
-
-def _type_of(tensor: Tensor) -> tuple[torch.dtype, bool, bool]:
-    return tensor.dtype, tensor.is_conj(), tensor.is_neg()
-
-
 def are_of_checkpoint(hooks: Hooks) -> bool:
     """Whether these hooks are those of torch's checkpoint or its recompute, which count slots."""
     return getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint"
-
-
-def overlap(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors may share an element. They do not if they are two ranges of a storage, or
-    columns of one matrix."""
-    if one is other or storage_of(one) != storage_of(other):
-        return one is other
-    mine, others = layout_of(one), layout_of(other)
-    if mine is None or others is None or one.dtype is not other.dtype:
-        return True
-    return _may_overlap(mine, others)
-
-
-@functools.lru_cache(1024)  # a window asks for the same layouts in each run
-def _may_overlap(one: Layout, other: Layout) -> bool:
-    rows = [sys.maxsize]  # all memory is one row
-    if one[1] == other[1]:
-        rows.append(max([1, *one[1]]))
-    return not any(_are_other_columns(one, other, row) for row in rows)
-
-
-def _are_other_columns(one: Layout, other: Layout, row: int) -> bool:
-    spans = []
-    for size, stride, offset in (one, other):
-        columns = [n if step < row else 1 for n, step in zip(size, stride, strict=True)]
-        start = offset % row
-        spans.append((start, start + _length(columns, stride)))
-    (_, end), (start, last) = sorted(spans)
-    return end <= start and last <= row
-
-
-def lies_in(tensor: Tensor, other: Tensor) -> bool:
-    """Whether a tensor uses only memory of another one of its type."""
-    mine, others = layout_of(tensor), layout_of(other)
-    if mine is None or others is None:
-        return False
-    if (storage_id(tensor), _type_of(tensor)) != (storage_id(other), _type_of(other)):
-        return False
-    start = mine[2] - others[2]
-    return 0 <= start <= _length(*others[:2]) - _length(*mine[:2])
-
-
-def are_alike(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors are plain, and of one size, type and device."""
-    if None in (layout_of(one), layout_of(other)):
-        return False
-    return (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
-
-
-def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Whether two such tensors are equal, bit for bit."""
-    return one.is_meta or torch.equal(_as_bytes(one), _as_bytes(other))
-
-
-def _as_bytes(tensor: Tensor) -> Tensor:
-    plain = tensor.resolve_conj().resolve_neg().contiguous()
-    return plain.view(-1).view(torch.uint8)
-
-
-def write(tensor: Tensor, values: Tensor) -> None:
-    """Write values into a tensor without counting up its version."""
-    with _C._AutoDispatchBelowADInplaceOrView():
-        fill(tensor, values)
 
 
 def in_place_of(tensor: Tensor, data: Tensor) -> Tensor:
@@ -669,7 +434,7 @@ class below_autograd:
         self._grad_mode = torch.is_grad_enabled()
         set_grad_enabled(False)
         self._guards = (
-            _C._AutoDispatchBelowADInplaceOrView(),
+            below_versions(),
             _C.DisableTorchFunction(),
             _C._DisableAutocast(),
         )
@@ -740,18 +505,13 @@ def set_function_modes(modes: Sequence[Any]) -> None:
 _warns_only = _C._get_deterministic_algorithms_warn_only
 
 
-def _get_matmul_precision() -> str | None:
+def _matmul_precision() -> str | None:
     """The precision of float32 products; None where newer settings
     (`torch.backends.*.fp32_precision`) contradict the legacy one, which then raises."""
     try:
         return cast(str, _C._get_float32_matmul_precision())
     except RuntimeError:
         return None
-
-
-def _set_matmul_precision(value: str | None) -> None:
-    if value is not None:
-        _C._set_float32_matmul_precision(value)
 
 
 # Getters and setters of process-wide switches that select kernels, public ones among them. Every
@@ -762,7 +522,7 @@ SWITCHES: tuple[Any, ...] = (
         _C._get_deterministic_algorithms,
         lambda on: _C._set_deterministic_algorithms(on, warn_only=_warns_only()),
     ),
-    (_get_matmul_precision, _set_matmul_precision),
+    (_matmul_precision, lambda value: value and _C._set_float32_matmul_precision(value)),
     (_C._get_flash_sdp_enabled, _C._set_sdp_use_flash),
     (_C._get_math_sdp_enabled, _C._set_sdp_use_math),
     (_C._get_mkldnn_enabled, _C._set_mkldnn_enabled),
@@ -775,11 +535,6 @@ if torch.backends.cuda.is_built():
         (_C._get_cudnn_deterministic, _C._set_cudnn_deterministic),
         (_C._get_cudnn_benchmark, _C._set_cudnn_benchmark),
     )
-# Without a Python function among them; may raise a RuntimeError.
-QUICK_GETTERS: tuple[Any, ...] = tuple(
-    _C._get_float32_matmul_precision if getter is _get_matmul_precision else getter
-    for getter, _ in SWITCHES
-)
 
 
 def is_cast_of_parameter(tensor: Tensor) -> bool:

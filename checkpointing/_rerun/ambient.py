@@ -1,102 +1,31 @@
-"""State outside the arguments that a rerun needs: captured in the forward, entered in the
+"""State outside the arguments, but for random generators: captured in the forward, entered in the
 recompute.
 
 Every region pays for the capture, so it is a handful of getters. The recompute enters only the
-state that differs from the present one, and puts that back at its end (rule 7). A random generator
-is forked: the rerun draws the numbers of the forward, and the stream then goes on where it was.
+state that differs from the present one, and puts that back at its end (rule 7).
 
 The owner of other state (a tracker of random states, the scales of FP8 casts) registers it with
 `register_state`.
 
-Rejected: entering `autocast`, `fork_rng` and other context managers in every recompute, as torch
-does. They would be most of a region's overhead.
+Rejected: entering `autocast` and other context managers in every recompute, as torch does. They
+would be most of a region's overhead.
 """
 
 from __future__ import annotations
 
 import contextvars
-import importlib
-import random
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from .. import _torch
-from .._torch import put_together, take_apart
+from .._engine import Undo, enter_context, enter_switches, put_together, read_switches, take_apart
 
 S = TypeVar("S")
-
-Undo = list[tuple[Callable[[Any], object], Any]]  # functions that put a state back, with the state
-_Stream = tuple[Callable[[Any], Any], Callable[[], Any]]  # setter and getter
-
-
-class Generators:
-    """States of random generators at one moment."""
-
-    __slots__ = ("_python", "_streams")
-
-    def __init__(
-        self,
-        cpu: bool,
-        devices: Iterable[torch.device] = (),
-        generators: Iterable[torch.Generator] = (),
-        python: bool = False,
-    ) -> None:
-        """The default generators of the CPU (if `cpu`) and of `devices`, and `generators`; with
-        `python`, also those of the `random` module and of NumPy."""
-        streams: list[_Stream] = [(_torch.set_cpu_state, _torch.get_cpu_state)] if cpu else []
-        streams += [_device_stream(device) for device in devices]
-        streams += [(generator.set_state, generator.get_state) for generator in generators]
-        if python:
-            streams += _python_streams()
-        self._python = python
-        self._streams = [(setter, getter, getter()) for setter, getter in streams]
-
-    @property
-    def states(self) -> list[Tensor]:
-        return [state for _, _, state in self._streams if isinstance(state, Tensor)]
-
-    def have_moved(self) -> bool:
-        """Whether one of them has been used since; always True with those of Python and NumPy."""
-        return self._python or any(
-            not torch.equal(state, getter()) for _, getter, state in self._streams
-        )
-
-    def enter(self, undo: Undo) -> None:
-        """Go back to this moment. `undo` gets the functions that return, unless it has an older
-        state of a generator."""
-        known = [setter for setter, _ in undo]
-        for setter, getter, state in self._streams:
-            if setter not in known:
-                undo.append((setter, getter()))
-            setter(state)
-
-
-def _python_streams() -> list[_Stream]:
-    """The global generators of Python and, where it is installed, NumPy."""
-    streams: list[_Stream] = [(random.setstate, random.getstate)]
-    try:
-        numpy = importlib.import_module("numpy.random")
-    except ImportError:
-        return streams
-    return [*streams, (numpy.set_state, lambda: numpy.get_state(legacy=False))]
-
-
-def _device_stream(device: torch.device) -> _Stream:
-    """An accelerator's default generator (`torch.<type>.get_rng_state`, one uint8 tensor)."""
-    module = torch.get_device_module(device)
-    return lambda state: module.set_rng_state(state, device), lambda: module.get_rng_state(device)
-
-
-def has_rng(device: torch.device) -> bool:
-    """Whether the device is an accelerator with a generator of its own."""
-    return hasattr(getattr(torch, device.type, None), "set_rng_state")
-
-
-# ---- state of the user
 
 
 class StateHandle:
@@ -179,8 +108,6 @@ class Ambient:
     """All state but random generators: autocast, function modes, switches, context variables, and
     registered states."""
 
-    __slots__ = ("_autocast", "_collections", "_context", "_modes", "_states", "_switches")
-
     def __init__(self) -> None:
         self._context = context = contextvars.copy_context()
         # A recompute may collect values in them: it gets copies. Their tensors are not kept alive.
@@ -193,7 +120,7 @@ class Ambient:
             context.run(variable.set, None)
         self._switches = read_switches()
         self._modes = _torch.function_modes() if _function_mode_count() else None
-        self._autocast = _read_autocast() if _autocast_is_on() else None
+        self._autocast = _autocast_state() if _autocast_is_on() else None
         self._states = [handle.capture() for handle in [*_registered]] if _registered else ()
 
     def enter(self, undo: Undo) -> contextvars.Context:
@@ -202,16 +129,13 @@ class Ambient:
         context = self._context.copy()
         for variable, saved in self._collections:
             context.run(variable.set, put_together(saved, _restored))
-        if read_switches() != self._switches:
-            enter_switches(self._switches, undo)
+        enter_switches(self._switches, undo)
         if self._modes is not None or _function_mode_count():
             modes = _torch.function_modes()
             undo.append((_torch.set_function_modes, modes))
             _torch.set_function_modes(self._modes or [])
         if _is_inference():  # backward runs in it; a region is never entered in it
-            mode = torch.inference_mode(False)
-            mode.__enter__()
-            undo.append((lambda mode: mode.__exit__(None, None, None), mode))
+            enter_context(torch.inference_mode(False), undo)
         is_on = _autocast_is_on()
         if is_on or self._autocast is not None:
             self._enter_autocast(is_on, undo)
@@ -222,13 +146,29 @@ class Ambient:
 
     def _enter_autocast(self, is_on: bool, undo: Undo) -> None:
         """Enter autocast without the casts of weights that it has cached, and leave none behind."""
-        undo.append((_write_autocast, _read_autocast()))
-        _write_autocast(self._autocast)
+        undo += _autocast_state()
+        if self._autocast is None:
+            for kind in _torch.autocast_device_types():
+                torch.set_autocast_enabled(kind, False)
+        else:
+            for setter, value in self._autocast:
+                setter(value)
         if is_on:  # the casts of the autocast around the backward must stay
             torch.set_autocast_cache_enabled(False)
         else:
             torch.clear_autocast_cache()
             undo.append((lambda _: torch.clear_autocast_cache(), None))
+
+
+def _autocast_state() -> Undo:
+    """The state of autocast, as functions that restore it."""
+    state: Undo = [(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())]
+    for kind in _torch.autocast_device_types():
+        state += [
+            (partial(torch.set_autocast_enabled, kind), torch.is_autocast_enabled(kind)),
+            (partial(torch.set_autocast_dtype, kind), torch.get_autocast_dtype(kind)),
+        ]
+    return state
 
 
 _COLLECTIONS = (list, dict, set, tuple)
@@ -248,57 +188,3 @@ def _restored(part: Any) -> Any:
     if type(part) is _Weak:
         return part()
     return {*part} if type(part) is set else part
-
-
-def undo_all(undo: Undo) -> None:
-    """Call these functions with their states, the last first, even if one fails."""
-    try:
-        while undo:
-            function, argument = undo.pop()
-            function(argument)
-    except BaseException:
-        undo_all(undo)
-        raise
-
-
-_QUICK_GETTERS = _torch.QUICK_GETTERS
-
-
-def read_switches() -> list[Any]:
-    try:
-        return [getter() for getter in _QUICK_GETTERS]
-    except RuntimeError:
-        return [getter() for getter, _ in _torch.SWITCHES]
-
-
-def enter_switches(values: list[Any], undo: Undo) -> None:
-    """Write the switches that differ; `undo` gets the functions that reset them."""
-    present = read_switches()
-    if present != values:
-        undo.append((_write_switches, present))
-        _write_switches(values)
-
-
-def _write_switches(values: list[Any]) -> None:
-    for (getter, setter), value in zip(_torch.SWITCHES, values, strict=True):
-        if getter() != value:
-            setter(value)
-
-
-def _read_autocast() -> Any:
-    return torch.is_autocast_cache_enabled(), [
-        (t, torch.is_autocast_enabled(t), torch.get_autocast_dtype(t))
-        for t in _torch.autocast_device_types()
-    ]
-
-
-def _write_autocast(state: Any) -> None:
-    if state is None:
-        for t in _torch.autocast_device_types():
-            torch.set_autocast_enabled(t, False)
-        return
-    cache, types = state
-    torch.set_autocast_cache_enabled(cache)
-    for t, enabled, dtype in types:
-        torch.set_autocast_enabled(t, enabled)
-        torch.set_autocast_dtype(t, dtype)

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import SUPPORTED_NODES
+
+from .. import _torch
 
 # Types without tensors inside, which need no look.
 ATOMS = frozenset(
@@ -40,9 +41,7 @@ class Container(NamedTuple):
 def open_container(value: Any) -> Container | None:
     """The parts of a container, or None for other objects. The result does not refer to `value`."""
     kind: Any = type(value)
-    if kind in (list, tuple):
-        return Container(dict(enumerate(value)), lambda parts: kind(parts.values()))
-    node = SUPPORTED_NODES.get(kind)
+    node = _torch.PYTREE_NODES.get(kind)
     if node is not None:
         children, context = node.flatten_fn(value)
         has_keys = isinstance(value, dict) and len(value) == len(children)
@@ -121,17 +120,25 @@ def leaves_of(*saved: Any) -> list[Any]:
 
 def tensors_in(value: Any) -> list[Tensor]:
     """The tensors in a structure, in order."""
-    leaves = leaves_of(take_apart(value, lambda part, _: part))
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    found: list[Tensor] = []
+
+    def leaf(part: Any, _: Any) -> None:
+        if isinstance(part, Tensor):
+            found.append(part)
+
+    take_apart(value, leaf)
+    return found
 
 
 def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
     """Apply `function` to the tensors in a structure; `value` itself if that changes nothing."""
-    if isinstance(value, Tensor):
-        return function(value)
-    opened = None if type(value) in ATOMS else open_container(value)
-    if opened is None:
-        return value
-    new = {key: map_tensors(function, part) for key, part in opened.parts.items()}
-    is_same = all(map(is_, new.values(), opened.parts.values()))
-    return value if is_same else opened.build(new)
+    changed = False
+
+    def leaf(part: Any, _: Any) -> Any:
+        nonlocal changed
+        new = function(part) if isinstance(part, Tensor) else part
+        changed |= new is not part
+        return new
+
+    taken = take_apart(value, leaf)
+    return put_together(taken, lambda part: part) if changed else value

@@ -1,0 +1,120 @@
+"""State that operators depend on besides their arguments: random generators, and switches that
+select kernels.
+
+Invariant: whatever enters an older state leaves it again, in the reverse order, also after an
+error. A list named `undo` collects the functions that do so.
+"""
+
+from __future__ import annotations
+
+import importlib
+import random
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import _torch
+
+Undo = list[tuple[Callable[[Any], object], Any]]  # functions that put a state back, with the state
+_Stream = tuple[Callable[[Any], Any], Callable[[], Any]]  # setter and getter
+
+
+def undo_all(undo: Undo) -> None:
+    """Call these functions with their states, the last first, even if one fails."""
+    try:
+        while undo:
+            function, argument = undo.pop()
+            function(argument)
+    except BaseException:
+        undo_all(undo)
+        raise
+
+
+def enter_context(context: AbstractContextManager[Any], undo: Undo) -> None:
+    """Enter a context; `undo` gets the function that leaves it."""
+    context.__enter__()
+    undo.append((lambda context: context.__exit__(None, None, None), context))
+
+
+class Generators:
+    """States of random generators at one moment."""
+
+    def __init__(
+        self,
+        cpu: bool,
+        devices: Iterable[torch.device] = (),
+        generators: Iterable[torch.Generator] = (),
+        python: bool = False,
+    ) -> None:
+        """The default generators of the CPU (if `cpu`) and of `devices`, and `generators`; with
+        `python`, also those of the `random` module and of NumPy."""
+        streams: list[_Stream] = [(_torch.set_cpu_state, _torch.get_cpu_state)] if cpu else []
+        streams += [_device_stream(device) for device in devices]
+        streams += [(generator.set_state, generator.get_state) for generator in generators]
+        if python:
+            streams += _python_streams()
+        self._python = python
+        self._streams = [(setter, getter, getter()) for setter, getter in streams]
+
+    @property
+    def states(self) -> list[Tensor]:
+        return [state for _, _, state in self._streams if isinstance(state, Tensor)]
+
+    def have_moved(self) -> bool:
+        """Whether one of them has been used since; always True with those of Python and NumPy."""
+        return self._python or any(
+            not torch.equal(state, getter()) for _, getter, state in self._streams
+        )
+
+    def enter(self, undo: Undo) -> None:
+        """Go back to this moment. `undo` gets the functions that return, unless it has an older
+        state of a generator."""
+        known = [setter for setter, _ in undo]
+        for setter, getter, state in self._streams:
+            if setter not in known:
+                undo.append((setter, getter()))
+            setter(state)
+
+
+def _python_streams() -> list[_Stream]:
+    """The global generators of Python and, where it is installed, NumPy."""
+    streams: list[_Stream] = [(random.setstate, random.getstate)]
+    try:
+        numpy = importlib.import_module("numpy.random")
+    except ImportError:
+        return streams
+    return [*streams, (numpy.set_state, lambda: numpy.get_state(legacy=False))]
+
+
+def _device_stream(device: torch.device) -> _Stream:
+    """An accelerator's default generator (`torch.<type>.get_rng_state`, one uint8 tensor)."""
+    module = torch.get_device_module(device)
+    return lambda state: module.set_rng_state(state, device), lambda: module.get_rng_state(device)
+
+
+def has_rng(device: torch.device) -> bool:
+    """Whether the device is an accelerator with a generator of its own."""
+    return hasattr(getattr(torch, device.type, None), "set_rng_state")
+
+
+# ---- switches
+
+_GETTERS = [getter for getter, _ in _torch.SWITCHES]
+
+
+def read_switches() -> list[Any]:
+    return [getter() for getter in _GETTERS]
+
+
+def enter_switches(values: list[Any], undo: Undo) -> None:
+    """Write the switches that differ; `undo` gets the functions that reset them."""
+    if read_switches() == values:
+        return
+    for (getter, setter), value in zip(_torch.SWITCHES, values, strict=True):
+        present = getter()
+        if present != value:
+            undo.append((setter, present))
+            setter(value)

@@ -1,0 +1,227 @@
+"""The inputs of a function that is called again: held when it is called, found by type.
+
+Arguments, defaults and the variables that the function closes over are held as an operator would
+save them: through the enclosing hooks, parameters by reference. Devices, generators and modules are
+collected on the way.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import inspect
+from collections.abc import Iterable, Mapping
+from types import CellType, CodeType, FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import _torch, errors
+from .._engine import (
+    ATOMS,
+    Held,
+    Name,
+    Referenced,
+    hold_argument,
+    named,
+    take_apart,
+    without_recording,
+)
+
+_Module, _partial = nn.Module, functools.partial
+
+Given = tuple[Tensor, int, Held]  # a tensor, its version, and the `Held` of it
+Cells = list[tuple[CellType, Any]]  # variables that a function closes over, with their contents
+
+
+class Inputs:
+    """The inputs of one call: holds them, and collects their devices, generators and modules."""
+
+    devices: frozenset[torch.device] = frozenset()
+    generators: tuple[torch.Generator, ...] = ()
+    modules: tuple[nn.Module, ...] = ()
+    defaults: tuple[Held, ...] = ()  # tensors that a call need not name
+    _hooks: _torch.Hooks | None = None
+    # With hooks around, while the function runs: the tensors that it was given, by id.
+    _given: dict[int, Given] | None = None
+    _is_shared = False  # whether one of them was given twice
+
+    def hold(self, value: Any, name: Name) -> Any:
+        """Hold an argument, a part of one, or a variable until the rerun. A tensor that comes twice
+        is held once, even if hooks make something else of it the second time."""
+        if isinstance(value, Tensor):
+            if not value.is_cpu:
+                self.devices |= {value.device}
+            held = hold_argument(value, self._hooks, name)
+            if self._given is None:
+                return held
+            first = self._given.setdefault(id(value), (value, _torch.version(value), held))[2]
+            self._is_shared |= first is not held
+            return first
+        if isinstance(value, torch.Generator):
+            self.generators += (value,)
+        elif type(value) not in ATOMS:
+            self.look_at(value)
+        return value
+
+    def capture(self, function: Any) -> Cells:
+        """Look for modules in a function, and hold the variables that it closes over."""
+        if type(function) is MethodType:
+            self.look_at(function.__self__)
+            function = function.__func__
+        if type(function) is not FunctionType:  # a module, or another object that can be called
+            self.look_at(function)
+            return []
+        self._look_into(function)
+        if hasattr(function, "__wrapped__"):  # as `checkpointed` leaves it
+            wrapped = inspect.unwrap(function)
+            if type(wrapped) is FunctionType:
+                self._look_into(wrapped)
+        if function.__closure__ is None:
+            return []
+        code = function.__code__
+        own = _assigned_by(code)
+        return [
+            (cell, self.hold(contents_of(cell), f"the variable '{name}'"))
+            for name, cell in zip(code.co_freevars, function.__closure__, strict=True)
+            if name not in own
+        ]
+
+    def _look_into(self, function: FunctionType) -> None:
+        """Find modules among the globals that a function names, and its defaults."""
+        code, scope = function.__code__, function.__globals__
+        names = code.co_names
+        if CodeType in map(type, code.co_consts):  # comprehensions, lambdas
+            inner = [const for const in code.co_consts if type(const) is CodeType]
+            names = (*names, *[name for const in inner for name in const.co_names])
+        for name in names:
+            if isinstance(scope.get(name), _Module):
+                self.modules += (scope[name],)
+        if function.__defaults__ or function.__kwdefaults__:
+            self._hold_defaults(function)
+
+    def _hold_defaults(self, function: FunctionType) -> None:
+        """Guard the tensors among a function's default arguments, which live as long as it does.
+        Look for generators and modules there."""
+        defaults = dict(function.__kwdefaults__ or {})
+        if positional := function.__defaults__:
+            code = function.__code__
+            names = code.co_varnames[: code.co_argcount]
+            defaults |= zip(names[-len(positional) :], positional, strict=True)
+
+        def guard(value: Any, name: Name) -> None:
+            if isinstance(value, Tensor):
+                self.defaults += (Referenced(value, name),)
+            else:
+                self.hold(value, name)
+
+        if not ATOMS.issuperset(map(type, defaults.values())):
+            take_apart(defaults, guard, "defaults")
+
+    def look_at(self, value: Any, depth: int = 2) -> None:
+        """Find modules: the object itself, its attributes, the items of a small container, and the
+        same in functions that it wraps and variables that these close over."""
+        kind = type(value)
+        if kind in ATOMS or isinstance(value, Tensor | type):
+            return
+        if isinstance(value, _Module):
+            self.modules += (value,)
+        elif kind in _WRAPPERS and depth:
+            for part in _wrapped_by(value):
+                self.look_at(part, depth - 1)
+        else:
+            parts = [*getattr(value, "__dict__", {}).values(), *items_of(value)]
+            self.modules += tuple([part for part in parts if isinstance(part, _Module)])
+
+    def name_of(self, parameter: Tensor) -> str | None:
+        """The name of a parameter in the modules that were found."""
+        for module in self.modules:
+            for name, other in module.named_parameters():
+                if other is parameter:
+                    return f"{type(module).__name__}.{name}"
+        return None
+
+
+_WRAPPERS = (FunctionType, MethodType, _partial)
+_MOST_ITEMS = 100  # larger containers are not searched for modules and generators
+
+
+def _wrapped_by(value: Any) -> list[Any]:
+    if type(value) is _partial:
+        return [value.func, *value.args, *value.keywords.values()]
+    parts = [contents_of(cell) for cell in value.__closure__ or ()]
+    if type(value) is MethodType:
+        parts.append(value.__self__)
+    return parts
+
+
+def items_of(value: Any) -> Iterable[Any]:
+    """The items of a small container; nothing of other objects."""
+    if type(value) is dict:
+        value = value.values()
+    elif type(value) not in (list, tuple):
+        return ()
+    return value if len(value) <= _MOST_ITEMS else ()
+
+
+class Fetched:
+    """Fetches inputs: a tensor that is two arguments once, and one that the function writes as a
+    copy, since others may read the fetched one."""
+
+    def __init__(self, frame: object, written: Mapping[Held, int]) -> None:
+        self._frame, self._written = frame, written
+        self._met: dict[Held, Tensor] = {}
+        self._copies = _torch.Copies()
+        self._storages: dict[int, int] = {}  # by the storage in the forward
+
+    def __call__(self, saved: Any) -> Any:
+        if not isinstance(saved, Held):
+            return saved
+        if saved not in self._met:
+            tensor = saved.fetch(self._frame)
+            if saved in self._written:
+                tensor = self._copied(saved, tensor)
+            self._met[saved] = tensor
+        return self._met[saved]
+
+    def _copied(self, saved: Held, tensor: Tensor) -> Tensor:
+        storage = _torch.storage_id(tensor)
+        if self._storages.setdefault(self._written[saved], storage) != storage:
+            # Hooks have made two storages of one.
+            raise errors.changed(self._frame, named(saved.name, tensor))
+        return _torch.in_place_of(tensor, without_recording(self._copies.copy, tensor))
+
+
+# ---- variables
+
+
+@functools.lru_cache  # bounded, since it holds the code
+def _assigned_by(code: CodeType) -> frozenset[str]:
+    """The variables that a function, or one defined in it, assigns (`nonlocal`)."""
+    names = {
+        step.argval
+        for step in dis.get_instructions(code)
+        if step.opname in ("STORE_DEREF", "DELETE_DEREF")
+    }
+    names = names.union(
+        *(_assigned_by(const) for const in code.co_consts if type(const) is CodeType)
+    )
+    return frozenset(code.co_freevars) & names
+
+
+def contents_of(cell: CellType) -> Any:
+    """The contents of a cell; the cell itself while it is empty."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return cell
+
+
+def fill(cells: Cells) -> None:
+    """Give these contents to the cells that have others."""
+    for cell, value in cells:
+        if value is cell:
+            del cell.cell_contents
+        elif contents_of(cell) is not value:
+            cell.cell_contents = value

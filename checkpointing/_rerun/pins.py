@@ -1,0 +1,199 @@
+"""Values that a rerun takes over from the forward: those given to `keep`, and the results of
+`forward_only` functions.
+
+The forward saves them in order, and the function meets them in the same order when it is called
+again. What a `forward_only` function has passed on or viewed of its arguments is made anew from the
+arguments of the recompute.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import _torch, errors
+from .._engine import (
+    ATOMS,
+    Frame,
+    Generators,
+    Held,
+    Name,
+    Region,
+    hold,
+    identity,
+    is_parameter,
+    named,
+    put_together,
+    root_of,
+    take_apart,
+    tensors_in,
+    thread,
+    without_recording,
+)
+
+
+class Pin(NamedTuple):
+    """A value of the forward that the rerun takes over."""
+
+    held: Held
+    in_graph: bool
+    live: weakref.ref[Tensor]
+
+    @classmethod
+    def of(cls, tensor: Tensor, hooks: _torch.Hooks | None, name: Name) -> Pin:
+        in_graph = tensor.requires_grad and not tensor.is_leaf
+        return cls(hold(tensor, hooks, name), in_graph, weakref.ref(tensor))
+
+    def restored(self, tensor: Tensor) -> Tensor:
+        """A fetched tensor that the recompute may write. (The forward did not write one that is no
+        copy.)"""
+        if tensor.requires_grad:  # a leaf
+            return tensor
+        copy = _torch.copy if self.held.is_packed else _torch.alias
+        data: Tensor = without_recording(copy, tensor)
+        if not self.in_graph:
+            return data
+        with torch.enable_grad():
+            node = data.new_zeros((), requires_grad=True).clone()
+        return _torch.in_place_of(node, data)
+
+
+class Passed(NamedTuple):
+    """An argument that a `forward_only` function returned."""
+
+    number: int
+
+
+class View(NamedTuple):
+    """The geometry of a returned tensor that is a view of an argument."""
+
+    number: int
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int  # from that of the argument
+    in_graph: bool
+
+    @classmethod
+    def among(cls, given: list[Any], part: Tensor) -> View | None:
+        in_graph = part.requires_grad
+        for number, value in enumerate(given):
+            if not isinstance(value, Tensor):
+                continue
+            if in_graph and not value.requires_grad:
+                continue
+            if _torch.lies_in(part, value):
+                offset = int(part.storage_offset() - value.storage_offset())
+                return cls(number, part.shape, part.stride(), offset, in_graph)
+        return None
+
+    def of(self, tensor: Tensor) -> Tensor:
+        with torch.enable_grad():
+            base = tensor if self.in_graph else tensor.detach()
+            return base.as_strided(
+                self.size, self.stride, self.offset + int(tensor.storage_offset())
+            )
+
+
+class Result:
+    """The result of one call of a `forward_only` function."""
+
+    has_returned = False
+    after: Generators | None = None  # the generators after the call, if it drew numbers
+    value: Any = None
+
+    def save(self, value: Any, args: Any, kwargs: Any, hooks: _torch.Hooks | None) -> None:
+        given = _given_to(args, kwargs)
+        passed = {id(v): Passed(i) for i, v in enumerate(given) if type(v) not in ATOMS}
+
+        def save(part: Any, _: Name) -> Any:
+            if id(part) in passed:  # the recompute has its own
+                return passed[id(part)]
+            if not isinstance(part, Tensor):
+                return part
+            name = "the result of a forward_only function"
+            return View.among(given, part) or Pin.of(part, hooks, name)
+
+        self.value = passed.get(id(value)) or take_apart(value, save)
+        self.has_returned = True
+
+
+class Repeated(Region):
+    """The region of a rerun: returns the kept values of the forward, in order."""
+
+    def __init__(
+        self, pins: Iterable[Pin], results: Iterable[Result], policy: Any, frame: Frame
+    ) -> None:
+        self._pins: Iterator[Pin] = iter(pins)
+        self._results: Iterator[Result] = iter(results)
+        self.policy = policy  # regions inside must keep the same values as in the forward
+        self._frame = frame
+
+    def keep(self, tensor: Tensor) -> Tensor:
+        if is_parameter(root_of(tensor)):
+            return tensor
+        pin = next(self._pins, None)
+        if pin is None:  # the forward still runs, and has not come so far
+            return tensor
+        value = self._outside(pin.held.fetch)
+        ours, theirs = _torch.plain_parts(tensor), _torch.plain_parts(value)
+        if not all(map(_torch.are_alike, ours, theirs)):
+            return pin.restored(value)
+        for one, other in zip(ours, theirs, strict=True):
+            if without_recording(_torch.same_bits, one, other):
+                continue
+            if pin.live() is tensor:  # it existed before the recompute, and has been changed
+                raise errors.changed(self._frame, named(pin.held.name, tensor))
+            without_recording(_torch.write, one, other)
+        return tensor
+
+    def once(self, function: Any, args: Any, kwargs: Any) -> Any:
+        result = next(self._results, None)
+        if result is None or not result.has_returned:
+            if not self._frame.complete:  # a rerun for a backward inside the region
+                return without_slots(function, args, kwargs)
+            name = getattr(function, "__qualname__", repr(function))
+            raise errors.not_recorded(self._frame, name)
+        if result.after is not None:
+            result.after.enter([])
+        given = _given_to(args, kwargs)
+
+        def restore(saved: Any) -> Any:
+            if type(saved) is Passed:
+                return given[saved.number]
+            if type(saved) is View:
+                return saved.of(given[saved.number])
+            if type(saved) is Pin:
+                return saved.restored(self._outside(saved.held.fetch))
+            return saved
+
+        return put_together(result.value, restore)
+
+    def _outside(self, fetch: Callable[[Frame], Tensor]) -> Tensor:
+        """Fetch with no region active, since hooks may call functions again (rule 3)."""
+        region, thread.region = thread.region, None
+        try:
+            return fetch(self._frame)
+        finally:
+            thread.region = region
+
+
+def _given_to(args: Any, kwargs: Any) -> list[Any]:
+    """The arguments, then the tensors in them, in order."""
+    given = [*args, *kwargs.values()]
+    return given + tensors_in(given)
+
+
+def without_slots(function: Any, args: Any, kwargs: Any, outer: Region | None = None) -> Any:
+    """Call a function that recomputes skip: tensors saved in it are no slots."""
+    # A graph that owned a live output would be a cycle.
+    _torch.push_hooks(Tensor.detach, identity)
+    try:
+        if outer is not None:
+            return outer.once(function, args, kwargs)
+        return function(*args, **kwargs)
+    finally:
+        _torch.pop_hooks()

@@ -1,0 +1,303 @@
+"""The slots of a function that is called again: the tensors that autograd saves in it, in order.
+
+The forward and its recompute save the same tensors, so the place in the order tells which is which.
+A region inside takes its inputs as slots of the one around, and says so, on both sides:
+
+    forward: `Slots`                           recompute: `Calling`
+    pack(t)           a new slot               pack(t)    the next slot: compared and delivered
+    announce(role, t) the next slot is the     announce   the next slot must be the same input
+                      input `role` of a
+                      region inside
+    note_written(s)   such a region has        --         inputs in these storages are delivered
+                      written its inputs                  as copies
+    --                                         replace    such a region is about to write a
+                                                          delivered tensor: a copy replaces it
+    modules           their buffers change     rewound    tensors on them are delivered as copies
+
+Invariant: a tensor is delivered to the slot of the tensor that it repeats, or backward raises.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Set
+from typing import Any
+from weakref import ref as _ref
+
+from torch import Tensor, nn
+
+from .. import _torch, errors
+from .._engine import (
+    Frame,
+    Holder,
+    Request,
+    Stop,
+    check_version,
+    identity,
+    is_parameter,
+    maker_of,
+    named,
+    reader,
+    user_line,
+    without_recording,
+)
+from .._torch import node_count, pop_hooks, push_hooks
+
+_Parameter = nn.Parameter  # bound once
+
+NEVER = sys.maxsize  # a slot that is never reached
+NO_NODE = -1
+
+
+class Calling(Request):
+    """The recompute: each saved tensor is compared with its slot, and delivered."""
+
+    frame: Slots
+    _count = 0  # the slots of the forward
+    _passed = 0  # slots so far
+    _stop_at = NEVER  # the slot at which to stop
+    _filling = NO_NODE  # the last node whose saved memory the operator may still fill, as RReLU
+    _stopped = False
+    _ran_to_its_end = False
+    _is_watched = False
+    _copies: _torch.Copies | None = None
+    _role: object = None  # of the tensor that is packed next: None if an operator saves it
+
+    def call(self, function: Callable[[], Any], rewound: Set[int], changed: Leaves | None) -> None:
+        """Call the function until the last slot that is wanted (rule 5). It may turn the signal to
+        stop into another exception.
+
+        `rewound` are storages that have older values until the call ends, `changed` are parameters
+        that the function must not read."""
+        frame, holders = self.frame, self.frame.holders
+        self._rewound, self._changed = rewound, changed
+        self._versions: dict[int, int] = {}  # by slot: of the tensors that are delivered
+        self._count = len(holders)
+        self._is_watched = bool(rewound or frame.inputs or changed)
+        if frame.early_stop:
+            for ref in reversed(holders):
+                holder = ref()
+                if holder is not None and holder.slot not in self.ready:
+                    self._stop_at = holder.slot
+                    break
+        push_hooks(self.pack, identity)
+        try:
+            function()
+            self._ran_to_its_end = True
+        except (Exception, SystemExit, Stop) as error:
+            if self._stopped:
+                return
+            if errors.is_about_sizes(error):
+                raise errors.other_sizes(frame) from error
+            raise
+        finally:
+            pop_hooks()
+            self._changed = None  # it knows nodes, whose hooks know this object
+
+    def pack(self, given: Tensor) -> Tensor:
+        """Autograd's pack hook during the call. It returns a tensor for the graph of the call, so
+        that backward inside it works (rule 6); detached, because a graph must not own itself."""
+        slot = self._passed
+        self._passed = slot + 1
+        tensor = given
+        if given.requires_grad:
+            if type(given) is not _Parameter:
+                tensor = given.detach()
+        elif type(given) is Tensor and given._version == 0:
+            self._filling = node_count()
+        if self._is_watched:
+            tensor = self._watch(slot, given, tensor)
+        if slot < self._count:
+            holder = self.frame.holders[slot]()
+            if holder is not None:
+                self._take(holder, given, tensor)
+        elif self.frame.complete and not self._stopped:
+            raise errors.too_many(self.frame, self._count, user_line())
+        # An operator that has yet to fill the memory that it saved must still run.
+        if slot >= self._stop_at and (self._stopped or self._filling != node_count()):
+            self._stopped = True
+            raise Stop
+        return tensor
+
+    _torch.mark_as_torchs_own(pack)
+
+    def announce(self, role: object, tensor: Tensor) -> None:
+        self._role, self._is_watched = role, True
+
+    def note_written(self, storages: Set[int]) -> None:
+        """The forward has noted them."""
+
+    def replace(self, delivered: Tensor, copy: Tensor) -> None:
+        """A region inside is about to write a delivered tensor: deliver a copy instead."""
+        for slot, tensor in self.ready.items():
+            if tensor is delivered:
+                self.ready[slot] = copy
+                self._versions[slot] = copy._version
+
+    def _watch(self, slot: int, given: Tensor, tensor: Tensor) -> Tensor:
+        """Compare roles, and copy a tensor that will change before it is read."""
+        frame = self.frame
+        changed = None if self._changed is None else self._changed.below(given.grad_fn)
+        if changed is not None:
+            raise errors.changed(frame, self._described((0, 0, True, _ref(changed)))[0])
+        role, self._role = self._role, None
+        then, storage = frame.inputs.get(slot, (None, None))
+        if slot < self._count and role != then:
+            raise errors.other_role(frame, slot, user_line(), then, role)
+        if _torch.is_on(tensor, self._rewound):
+            return without_recording(_torch.copy, tensor)
+        if storage not in frame.written:
+            return tensor
+        self._copies = copies = self._copies or _torch.Copies()
+        return without_recording(copies.copy, tensor)
+
+    def _take(self, holder: Holder, given: Tensor, tensor: Tensor) -> None:
+        """Compare a saved tensor with that of the forward, and deliver it where it is wanted."""
+        saved, slot = holder.saved, holder.slot
+        found = None
+        if type(given) is not Tensor or given._base is not None:
+            found = parameter_in(given)
+        if found != saved:
+            self._compare_parameters(holder, found)
+        if saved is not None:
+            _, _, is_whole, parameter = saved
+            if is_whole and parameter() is not None:
+                return  # it is at hand
+        if slot in self.ready:
+            return
+        check = self.frame.check
+        if check is not None and (now := check(tensor)) != holder.metadata:
+            self.note_mismatch(holder, now, given, f"; saved in the recompute at {user_line()}")
+        self.ready[slot] = tensor
+        self._versions[slot] = tensor._version
+
+    def _compare_parameters(self, holder: Holder, found: Shown | None) -> None:
+        """Where either run saves a parameter that trains, or a view of one, the other must save the
+        same one, unwritten. Parameters that the function makes are new each time, and hooks may
+        bring in frozen ones anew."""
+        frame, saved = self.frame, holder.saved
+        (then, must_stay), (now, must_be) = map(self._described, (saved, found))
+        if saved is not None and found is not None:
+            if saved[0] == found[0]:
+                raise errors.changed(frame, now, saved[1], found[1])
+            if not (must_stay or must_be):
+                return
+        raise errors.other_parameter(frame, holder.slot, user_line(), then, now)
+
+    def _described(self, shown: Shown | None) -> tuple[str, bool]:
+        """A parameter for messages, and whether it trains and existed before the region."""
+        if shown is None:
+            return "no parameter", False
+        parameter = shown[3]()
+        if parameter is None:
+            return "a parameter that is gone", False
+        name = self.frame.name_of(parameter)
+        text = named(f"the parameter {name}" if name else "a parameter", parameter)
+        return text, parameter.requires_grad and name is not None
+
+    def check_outcome(self) -> None:
+        super().check_outcome()
+        for slot, version in self._versions.items():
+            tensor = self.ready[slot]
+            if tensor is None or tensor._version == version:
+                continue
+            if slot == self.holder.slot:
+                raise errors.overwritten(self.frame, slot in self.frame.inputs)
+            del self.ready[slot]  # an error only if backward asks for it, as in plain code
+        if self._ran_to_its_end:
+            self._check_count()
+
+    def _check_count(self) -> None:
+        """The last slot that is wanted should have stopped the call."""
+        frame, last = self.frame, self.holder.slot
+        count = len(frame.holders)
+        if frame.early_stop or frame.complete:
+            last = min(self._stop_at, count - 1)
+        if self._passed <= last:
+            raise errors.different_number(frame, last, reader(), count, self._passed)
+
+
+class Slots(Frame):
+    """The forward: each saved tensor becomes a slot."""
+
+    hint = errors.CALLED_AGAIN
+    kind_of_request = Calling
+    written: frozenset[int] = frozenset()  # storages that regions inside write after reading
+    # By slot: the roles of tensors that regions inside take, and their storages.
+    inputs: dict[int, tuple[object, int | None]]
+
+    def pack(self, tensor: Tensor) -> Holder:
+        holder = Holder()
+        holder.frame = self
+        holders, check = self.holders, self.check
+        holder.slot = len(holders)
+        holders.append(_ref(holder))  # the slot is taken even if the user's check fails below
+        if type(tensor) is Tensor and tensor._base is None:
+            holder.saved = None
+        else:
+            shown = holder.saved = parameter_in(tensor)
+            is_whole = shown is not None and shown[2]
+            if is_whole and tensor.requires_grad:
+                check = None  # it is compared by identity
+        if check is not None:
+            holder.metadata = check(tensor)
+        if self.notes is not None:
+            self.notes.add(holder, tensor)
+        return holder
+
+    _torch.mark_as_torchs_own(pack)
+
+    def announce(self, role: object, tensor: Tensor) -> None:
+        self.inputs[len(self.holders)] = role, _torch.storage_of(tensor)
+
+    def note_written(self, storages: Set[int]) -> None:
+        self.written |= storages
+
+    def at_hand(self, holder: Holder) -> Tensor | None:
+        """A parameter: it is referenced (rule 2)."""
+        _, version, is_whole, ref = holder.saved
+        parameter: Tensor | None = ref()
+        if not is_whole or parameter is None:
+            return None
+        check_version(self, "a parameter", parameter, version)
+        return parameter
+
+    def maker(self, holder: Holder, tensor: Tensor) -> str | None:
+        return maker_of(tensor)
+
+    def name_of(self, parameter: Tensor) -> str | None:
+        """The name of a parameter in the modules that existed before the region."""
+        raise NotImplementedError
+
+
+class Leaves:
+    """Finds leaves of the autograd graph that nodes depend on."""
+
+    def __init__(self, leaves: list[Tensor], ends: list[Tensor]) -> None:
+        """Look for these leaves, down to where `ends` were made."""
+        self._wanted = {id(leaf): leaf for leaf in leaves}
+        self._met: set[Any] = {None, *[tensor.grad_fn for tensor in ends]}
+
+    def below(self, node: Any) -> Tensor | None:
+        """One of the leaves that this node depends on, but for those nodes that have been asked."""
+        for found in _torch.nodes_from([node], self._met):
+            leaf = self._wanted.get(id(getattr(found, "variable", None)))
+            if leaf is not None:
+                return leaf
+        return None
+
+
+def parameter_in(tensor: Tensor) -> Shown | None:
+    """The parameter that a tensor is, or a view of."""
+    kind = type(tensor)
+    root = tensor._base if kind is Tensor else tensor
+    if root is None or not (kind is _Parameter or is_parameter(root)):
+        return None
+    # One that trains lives as long as the graph, which ends in it. A frozen one may go.
+    ref = _ref(root)
+    return id(ref), tensor._version, root is tensor, ref
+
+
+# The identity of a parameter, its version, whether it is all of it, and itself: last, so that no
+# two parameters are compared.
+Shown = tuple[int, int, bool, _ref[Tensor]]

@@ -1,0 +1,245 @@
+"""The memory of tensors: storages, layouts and copies.
+
+Invariant: a copy has the strides, gaps, shared elements and alignment of the original, since
+kernels look at them and may add in another order otherwise.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Sequence, Set
+
+import torch
+from torch import Tensor, nn
+
+from .names import (
+    FakeTensor,
+    below_versions,
+    detach_with_version,
+    has_storage,
+    mode_count,
+    plain_parts,
+    storage_id,
+    unseen_by_modes,
+    version,
+)
+
+_PLAIN = (Tensor, nn.Parameter)
+_WITH_LAYOUT = (*_PLAIN, FakeTensor)
+_ALIGNMENT = 64  # bytes
+
+# ---- storages
+
+
+def storage_of(tensor: Tensor) -> int | None:
+    """The storage of a tensor, by which memory is known; None where it has none of its own."""
+    return storage_id(tensor) if has_storage(tensor) else None
+
+
+def memory_size(tensor: Tensor) -> int:
+    """The bytes of the memory that a tensor uses, as far as it has some of its own."""
+    return tensor.untyped_storage().nbytes() if has_storage(tensor) else 0
+
+
+def is_on(tensor: Tensor, storages: Set[int | None]) -> bool:
+    """Whether a tensor, or one of its parts, uses one of these storages."""
+    if type(tensor) is Tensor:
+        return has_storage(tensor) and storage_id(tensor) in storages
+    return any(is_on(part, storages) for part in plain_parts(tensor) if part is not tensor)
+
+
+def alias(tensor: Tensor) -> Tensor:
+    """A detached alias that shares the version counter, also when called below autograd. An
+    inference tensor has no counter, so that nobody sees when it is written: it is copied."""
+    if tensor.is_inference() and has_storage(tensor):
+        with torch.inference_mode(False), unseen_by_modes():
+            return copy(tensor)
+    if type(tensor) in _PLAIN and mode_count():
+        with unseen_by_modes():
+            return detach_with_version(tensor)
+    return detach_with_version(tensor)
+
+
+# ---- layouts
+
+Layout = tuple[torch.Size, tuple[int, ...], int]  # size, stride and offset
+
+
+def layout_of(tensor: Tensor) -> Layout | None:
+    """The geometry of a plain tensor; None for others."""
+    if type(tensor) not in _WITH_LAYOUT:
+        return None
+    if any([tensor.layout is not torch.strided, tensor.is_nested, tensor.is_quantized]):
+        return None
+    return tensor.shape, tensor.stride(), int(tensor.storage_offset())
+
+
+def lay_as(tensor: Tensor, base: Tensor, layout: Layout | None = None) -> Tensor:
+    """A tensor on the storage of `base`, detached, with the geometry that `tensor` has on its own,
+    or with `layout`."""
+    size, stride, offset = layout or (tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+    if _type_of(base) == (tensor.dtype, False, False):
+        new = base.as_strided(size, stride, offset)
+    else:
+        new = torch.empty(0, dtype=tensor.dtype, device=base.device)
+        new.set_(base.untyped_storage(), offset, size, stride)
+    if tensor.is_conj():
+        new = torch._conj(new)
+    return torch._neg_view(new) if tensor.is_neg() else new
+
+
+def _type_of(tensor: Tensor) -> tuple[torch.dtype, bool, bool]:
+    return tensor.dtype, tensor.is_conj(), tensor.is_neg()
+
+
+def _length(size: Sequence[int], stride: Sequence[int]) -> int:
+    """The number of elements from the first in memory to the last."""
+    return 0 if 0 in size else 1 + sum(step * (n - 1) for n, step in zip(size, stride, strict=True))
+
+
+def one_each(tensor: Tensor, like: Tensor | None = None) -> Tensor:
+    """`tensor` with its expanded (stride-0) dimensions narrowed to one element; those of `like`, if
+    given."""
+    for dim, step in enumerate((tensor if like is None else like).stride()):
+        if step == 0:
+            tensor = tensor.narrow(dim, 0, min(1, tensor.shape[dim]))
+    return tensor
+
+
+# ---- copies
+
+
+def copy(tensor: Tensor, layout: Layout | None = None) -> Tensor:
+    """A copy on memory of its own, with the layout of `tensor`, or with `layout`."""
+    layout = layout or layout_of(tensor)
+    if layout is None:
+        return tensor.clone()
+    size, stride, offset = layout
+    with below_versions():  # which leaves the version at 0
+        if (tensor.shape, tensor.stride(), 0) == layout and tensor.is_contiguous():
+            return tensor.clone()
+        shift = offset % (_ALIGNMENT // tensor.itemsize)
+        length = shift + _length(size, stride)
+        memory = torch.empty(length, dtype=tensor.dtype, device=tensor.device)
+        new = lay_as(tensor, memory, (size, stride, shift))
+        write(new, tensor)
+        return new
+
+
+def laid_out(tensor: Tensor, layout: Layout | None) -> Tensor:
+    """The tensor itself if it has this size and these strides, else a copy."""
+    if layout is None or (tensor.shape, tensor.stride()) == layout[:2]:
+        return tensor
+    return copy(tensor, layout)
+
+
+def bytes_of(tensor: Tensor) -> Tensor:
+    """The whole storage of `tensor`, as bytes."""
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+
+
+class Copies:
+    """Copies of tensors with their whole storages: those that share memory do so as copies, too."""
+
+    def __init__(self) -> None:
+        # By storage and version. The storage lives as long, since the tensor is held, too.
+        self._made: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+
+    def copy(self, tensor: Tensor) -> Tensor:
+        if not has_storage(tensor):
+            return copy(tensor)
+        key = storage_id(tensor), version(tensor)
+        if key not in self._made:
+            self._made[key] = tensor, copy(bytes_of(tensor))
+        copied = lay_as(tensor, self._made[key][1])
+        return copied.detach()  # a view could not be written with a graph
+
+
+def clone_storage(tensor: Tensor) -> Tensor:
+    """A copy of a tensor with its whole storage."""
+    return Copies().copy(tensor)
+
+
+def write(tensor: Tensor, values: Tensor) -> None:
+    """Write values, once for elements that share their memory, without counting up the version."""
+    with below_versions():
+        one_each(tensor).copy_(one_each(values, tensor))
+
+
+_is_same_size = Tensor.is_same_size
+
+
+def overwrite(tensors: list[Tensor], values: list[Tensor]) -> None:
+    """Give tensors these values, and their sizes, without counting up versions."""
+    with below_versions():
+        try:
+            if all(map(_is_same_size, tensors, values)):
+                torch._foreach_copy_(tensors, values)
+                return
+        except NotImplementedError:  # not all subclasses have these
+            pass
+        for tensor, value in zip(tensors, values, strict=True):
+            if tensor.shape != value.shape:
+                tensor.resize_(value.shape)
+            tensor.copy_(value)
+
+
+# ---- comparisons
+
+
+def overlap(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors may share an element. They do not if they are two ranges of a storage, or
+    columns of one matrix."""
+    if one is other or storage_of(one) != storage_of(other):
+        return one is other
+    mine, others = layout_of(one), layout_of(other)
+    if mine is None or others is None or one.dtype is not other.dtype:
+        return True
+    return _may_overlap(mine, others)
+
+
+@functools.lru_cache(1024)  # a window asks for the same layouts in each run
+def _may_overlap(one: Layout, other: Layout) -> bool:
+    rows = [sys.maxsize]  # all memory is one row
+    if one[1] == other[1]:
+        rows.append(max([1, *one[1]]))
+    return not any(_are_other_columns(one, other, row) for row in rows)
+
+
+def _are_other_columns(one: Layout, other: Layout, row: int) -> bool:
+    spans = []
+    for size, stride, offset in (one, other):
+        columns = [n if step < row else 1 for n, step in zip(size, stride, strict=True)]
+        start = offset % row
+        spans.append((start, start + _length(columns, stride)))
+    (_, end), (start, last) = sorted(spans)
+    return end <= start and last <= row
+
+
+def lies_in(tensor: Tensor, other: Tensor) -> bool:
+    """Whether a tensor uses only memory of another one of its type."""
+    mine, others = layout_of(tensor), layout_of(other)
+    if mine is None or others is None:
+        return False
+    if (storage_id(tensor), _type_of(tensor)) != (storage_id(other), _type_of(other)):
+        return False
+    start = mine[2] - others[2]
+    return 0 <= start <= _length(*others[:2]) - _length(*mine[:2])
+
+
+def are_alike(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are plain, and of one size, type and device."""
+    if None in (layout_of(one), layout_of(other)):
+        return False
+    return (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Whether two such tensors are equal, bit for bit."""
+    return one.is_meta or torch.equal(_as_bytes(one), _as_bytes(other))
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    plain = tensor.resolve_conj().resolve_neg().contiguous()
+    return plain.view(-1).view(torch.uint8)
