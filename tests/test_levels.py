@@ -5,9 +5,9 @@ from collections import Counter
 
 import pytest
 import torch
-from oracle import bits
+from oracle import bits, memory_of
 
-from checkpointing import __main__ as job, auto, checkpoint_scope
+from checkpointing import auto, checkpoint_scope
 
 SIZE = 1000
 UNIT = 4 * SIZE
@@ -91,7 +91,7 @@ def test_how_often_each_step_runs_again(n, units, times):
 def peak(n, units):
     run = scoped(chain(n)[0], units * UNIT)
     run().backward()
-    return job.step_on_cpu(run).memory()[1] / UNIT
+    return memory_of(run).peak / UNIT
 
 
 def test_memory_grows_like_the_logarithm_of_depth_with_one_checkpoint():

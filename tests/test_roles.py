@@ -7,13 +7,12 @@ import itertools
 
 import pytest
 import torch
-from oracle import bits, leaf, plain, s as scope
+from oracle import NO_ROOM, PLANNED, bits, leaf, plain, planned, s as scope
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 from checkpointing import (
     CheckpointError,
     MismatchError,
-    auto,
     checkpointed,
     forward_only,
     keep,
@@ -21,6 +20,7 @@ from checkpointing import (
 )
 from checkpointing.torch_compat import checkpoint
 
+pytestmark = NO_ROOM
 RERUNS = {
     "rerun": checkpointed,
     "all of it": checkpointed(early_stop=False),
@@ -30,9 +30,9 @@ REGIONS = {
     **RERUNS,
     "replay": checkpointed(backend="replay"),
     "scope": scope,
-    "auto": functools.partial(scope, policy=auto()),
+    "planned": planned,
     "offload": functools.partial(scope, policy=offload(inputs=True, min_bytes=0)),
-    "offload auto": functools.partial(scope, policy=offload(auto(), inputs=True, min_bytes=0)),
+    "offload planned": functools.partial(scope, policy=offload(PLANNED, inputs=True, min_bytes=0)),
 }
 HOOKS = {
     "no hooks": contextlib.nullcontext,
@@ -76,7 +76,7 @@ def assert_right_or_refused(want, function, hooks=contextlib.nullcontext):
     return True
 
 
-OUTER = ["rerun", "compat", "replay", "offload auto"]
+OUTER = ["rerun", "compat", "replay", "offload planned"]
 INNER = ["rerun", "all of it", "scope", "offload"]
 AROUND = pytest.mark.parametrize("hooks", HOOKS.values(), ids=HOOKS)
 

@@ -6,18 +6,18 @@ import random
 
 import pytest
 import torch
-from oracle import A, r, s
+from oracle import NO_ROOM, PLANNED, planned, r, s
 
 from checkpointing import auto, checkpoint_scope, checkpointed, clear_programs, keep, offload
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*auto.budget")
+pytestmark = NO_ROOM
 
 # First seeds of random programs, thirty each. By hand: CHECKPOINTING_PROGRAMS=20000.
 STARTS = range(0, int(os.environ.get("CHECKPOINTING_PROGRAMS", 120)), 30)
 
 DOORS = {
     "scope": s,
-    "auto": A,
+    "planned": planned,
     "replay": r,
     "budget": lambda fn: checkpointed(fn, backend="replay", policy=auto(budget=64)),
 }
@@ -179,7 +179,7 @@ def test_random_programs_on_parts_of_memories(start, door):
     assert right == tried > 5
 
 
-@pytest.mark.parametrize("policy", [None, auto(), offload(min_bytes=0, inputs=True)], ids=str)
+@pytest.mark.parametrize("policy", [None, PLANNED, offload(min_bytes=0, inputs=True)], ids=str)
 def test_an_offset_into_a_kept_value_that_is_a_copy(policy):
     w = torch.rand(10).requires_grad_()
 
