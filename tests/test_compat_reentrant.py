@@ -7,7 +7,7 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
-from beside import Program
+from beside import Code
 from oracle import bits, leaf
 from torch import nn
 
@@ -187,7 +187,7 @@ print(warning.category.__name__, warning.filename, warning.lineno, str(warning.m
 
 def test_it_is_deprecated_once_per_process_and_not_through_the_drop_in():
     """A `FutureWarning` at the first line that chooses it."""
-    before, said = Program("-c", DEPRECATED).output.splitlines()
+    before, said = Code(DEPRECATED).output.splitlines()
     assert before == "0"
     assert said.startswith("FutureWarning <string> 15 ") and "backend='rerun'" in said
 

@@ -30,6 +30,7 @@ from oracle import (
     PassThrough,
     SavesItsOutput,
     bits,
+    freeze,
     noisy,
     state,
     tensors,
@@ -455,24 +456,21 @@ def run(source: str, space: dict[str, Any]) -> list[Any]:
 def watched(frozen: None) -> Iterator[None]:
     """Only reference counts may free what the library makes. Numbers are doubles."""
     torch.set_default_dtype(torch.float64)
-    gc.collect()
     gc.disable()
     yield
     gc.enable()
     torch.set_default_dtype(torch.float32)
 
 
-def left_behind(before: int, sources: list[str]) -> str | None:
-    """What programs have left behind, if anything."""
-    more = tensors_alive() - before
+def left_behind(sources: list[str]) -> str | None:
+    """What programs have left behind since `freeze`, if anything."""
     # Plain code, too, leaves a cycle where hooks hand on a result, or where it is written later.
     if any(word in source for word in (WRITES, "identical(", "save_on_cpu(") for source in sources):
-        gc.collect()
         return None
-    if more and any("torchs(" in source for source in sources):  # torch's checkpoint leaves cycles
+    if any("torchs(" in source for source in sources):  # torch's checkpoint leaves cycles
         gc.collect()
-        more = tensors_alive() - before
-    return f"{more} tensors left behind" if more else None
+    count = tensors_alive()
+    return f"{count} tensors left behind" if count else None
 
 
 def repaired(lines: list[str]) -> list[str] | None:
@@ -538,14 +536,14 @@ def one(seed: int) -> tuple[str, str]:
     """A program, and what became of it."""
     lines = repaired(Writer(seed).program())
     source = "\n".join(lines or [])
-    before = tensors_alive()
+    freeze()
     verdict = judge(source, OPEN) if lines else "skipped"
-    return source, left_behind(before, [source]) or verdict
+    return source, left_behind([source]) or verdict
 
 
 DEEP = int(os.environ.get("CHECKPOINTING_NESTS", "0"))
 START = random.randrange(1 << 40) if DEEP else 0
-SEEDS = range(START, START + (DEEP or 300))
+SEEDS = range(START, START + (DEEP or 240))
 
 
 def test_nests() -> None:
@@ -577,14 +575,14 @@ def shared(seed: int) -> Iterator[tuple[str, str]]:
     lines = Writer(seed).program()
     programs = [repaired(lines), *(repaired(varied(lines, draw)) for _ in range(3))]
     sources = ["\n".join(lines) for lines in programs if lines]
-    before = tensors_alive()
+    freeze()
     for source in draw.choices(sources, k=3 * len(sources)):
         said = judge(source, SHARED)
         # What is wrong alone, too, is the subject of the test above.
         yield source, said if said in FINE or judge(source, OPEN) in FINE else "skipped"
         if draw.random() < 0.05:
             checkpointing.clear_programs()
-    yield "\n".join(sources), left_behind(before, sources) or "right"
+    yield "\n".join(sources), left_behind(sources) or "right"
 
 
 def test_nests_that_share_their_sites() -> None:
