@@ -11,11 +11,7 @@ import torch
 from hypothesis import settings
 from torch.utils.flop_counter import FlopCounterMode
 
-import checkpointing
-from checkpointing._plan import plan as _plan
-
 torch.set_num_threads(1)
-LITTLE, _plan._LITTLE = _plan._LITTLE, 0  # programs of tests are small, and planned all the same
 with contextlib.suppress(ImportError):  # the compiler shows progress where tqdm is installed
     import tqdm
 
@@ -33,22 +29,6 @@ settings.load_profile("ci")
 def seeded():
     """Every test starts from the same random stream."""
     torch.manual_seed(0)
-
-
-@pytest.fixture
-def little(monkeypatch):
-    """Programs of few bytes are not planned, as outside of these tests."""
-    monkeypatch.setattr(_plan, "_LITTLE", LITTLE)
-
-
-@pytest.fixture(scope="module", params=[0, LITTLE], ids=["planned", "little"])
-def both_ways(request):
-    """As in these tests, and as outside of them."""
-    checkpointing.clear_programs()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_plan, "_LITTLE", request.param)
-        yield
-    checkpointing.clear_programs()
 
 
 @pytest.fixture(scope="module")

@@ -7,31 +7,44 @@ left.
 
     c  checkpointed (rerun)        s  a `with checkpoint_scope()` around the call
     r  checkpointed (replay)       g  the gradients with respect to the arguments
-    a  a scope that places its own checkpoints: as many as it can;  b  on a small budget
+    a  a scope with `auto()`;  b  on a small budget;  p  for as small a peak as possible
 """
 
 import collections
+import contextlib
 import copy
 import dataclasses
 import functools
+import gc
 import io
+import os
 import pickle
 import sys
 import threading
-import warnings
+import weakref
 from collections import Counter
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.swa_utils import AveragedModel
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.profiler import ProfilerActivity, profile, record_function
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    is_in_any_mode_without_ignore_compile_internals,
+)
 from torch.utils._pytree import tree_map_only
 
-from checkpointing import auto, checkpoint_scope, checkpointed
+from checkpointing import (
+    auto,
+    checkpoint_scope,
+    checkpointed,
+    forward_only,
+    is_recomputing,
+)
 
 Function = Callable[..., Any]
 
@@ -67,18 +80,6 @@ def g(fn: Function, early_stop: bool = True) -> Function:
     return gradients
 
 
-def b(fn: Function, early_stop: bool = True) -> Function:
-    """In a scope that keeps a little, gives it up again, and complains if it is too little."""
-
-    def scoped(*args: Any, **kwargs: Any) -> Any:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", ".*A budget of.*")
-            with checkpoint_scope(early_stop=early_stop, policy=auto(budget=100)):
-                return fn(*args, **kwargs)
-
-    return scoped
-
-
 def plain(fn: Function, **options: Any) -> Function:
     return fn
 
@@ -95,8 +96,20 @@ DOORS: dict[str, Callable[..., Function]] = {
 
 DOOR = pytest.mark.parametrize("door", DOORS.values(), ids=list(DOORS))
 
-A = functools.partial(s, policy=auto())  # with a cut wherever there can be one
-LETTERS: dict[str, Callable[..., Function]] = {"a": A, "b": b, "c": c, "r": r, "s": s, "g": g}
+# `auto()` makes no plan for blocks that save a few KiB. For as little memory as possible it does,
+# and complains that more is needed.
+PLANNED = auto(peak=1)
+NO_ROOM = pytest.mark.filterwarnings("ignore:.*(A budget of|The least peak possible is)")
+planned = functools.partial(s, policy=PLANNED)
+LETTERS: dict[str, Callable[..., Function]] = {
+    "a": functools.partial(s, policy=auto()),
+    "b": functools.partial(s, policy=auto(budget=100)),
+    "c": c,
+    "g": g,
+    "p": planned,
+    "r": r,
+    "s": s,
+}
 
 
 def apply(word: str, fn: Function, early_stop: bool = True) -> Function:
@@ -487,6 +500,83 @@ class Watching(TorchDispatchMode):
         return [
             name for name, ref in self.made if not ref.expired() and (not names or name in names)
         ]
+
+
+class Step(NamedTuple):
+    """What a forward and its backward need: bytes beyond those before them."""
+
+    held: int  # between the two
+    peak: int
+
+
+def memory_of(forward: Callable[[], Tensor]) -> Step:
+    """Each block that is allocated or freed, from torch's profiler."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # no messages on stderr
+    gc.collect()  # garbage would be counted when it is freed
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        loss = forward()
+        with record_function("between"):
+            pass
+        loss.backward()
+    live = held = peak = 0
+    for event in sorted(profiled.profiler.kineto_results.events(), key=lambda e: e.start_ns()):
+        if event.name() == "[memory]":
+            live += event.nbytes()
+            peak = max(peak, live)
+        elif event.name() == "between":
+            held = live
+    return Step(held, peak)
+
+
+def freeze() -> None:
+    """What is there now is left out of `tensors_alive`."""
+    gc.collect()
+    gc.freeze()
+
+
+def tensors_alive() -> int:
+    """How many tensors Python knows of that have been made since `freeze`."""
+    kinds = Counter(map(type, gc.get_objects()))
+    return sum(count for kind, count in kinds.items() if issubclass(kind, Tensor))
+
+
+@contextlib.contextmanager
+def no_garbage() -> Iterator[None]:
+    """No tensor that is made inside is there at the end, without the garbage collector (rule 9)."""
+    freeze()
+    gc.disable()
+    try:
+        yield
+        assert tensors_alive() == 0
+    finally:
+        gc.enable()
+
+
+class Canary:
+    """Something that can be referred to weakly; it dies with what holds it."""
+
+
+def is_in_a_region() -> bool:
+    """Whether one holds what functions that it does not repeat return."""
+    dead = weakref.ref(forward_only(lambda: Canary())())
+    return dead() is not None
+
+
+def state() -> dict[str, Any]:
+    """All that a region or a recompute changes while it runs, and no user does."""
+    return {
+        "in a region": is_in_a_region(),
+        "recomputing": is_recomputing(),
+        "hooks": torch._C._autograd._top_saved_tensors_default_hooks(True),
+        "dispatch modes": torch._C._len_torch_dispatch_stack(),
+        "function modes": torch._C._len_torch_function_stack(),
+        "functions enabled": torch._C._is_torch_function_enabled(),
+        "excluded keys": repr(torch._C._dispatch_tls_local_exclude_set()),
+        "in a mode": is_in_any_mode_without_ignore_compile_internals(),
+        "grad mode": torch.is_grad_enabled(),
+        "autocast": torch.is_autocast_enabled("cpu"),
+        "default dtype": torch.get_default_dtype(),
+    }
 
 
 def saved_and_loaded(model):

@@ -13,7 +13,6 @@ import inspect
 import itertools
 import pickle
 import re
-import types
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -674,22 +673,6 @@ def test_errors_count_and_show_tensors_as_torch_does(name):
             gradient(region(m, Fickle(*MISMATCHES[name]), x := leaf(), early_stop=False), x)
         texts.append(re.findall(r"(?m)^(?:Number|saved|recomp).*", str(caught.value)))
     assert texts[0] == texts[1] != []
-
-
-def test_an_accelerator_first_used_in_a_region_is_refused(monkeypatch):
-    """Its random state from before can't be known; torch's error."""
-    module = types.SimpleNamespace(_initialized=False)
-    monkeypatch.setattr("checkpointing._torch.names._device_module", module)
-
-    def wakes(x):
-        module._initialized = True
-        return x.sin()
-
-    with pytest.raises(RuntimeError, match="device state was initialized in the forward pass"):
-        region(ours, wakes, leaf())
-    region(ours, wakes, leaf())
-    module._initialized = False
-    region(ours, wakes, leaf(), preserve_rng_state=False)
 
 
 @pytest.mark.skipif(VERSION >= (2, 14), reason="torch can do it")

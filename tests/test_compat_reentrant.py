@@ -3,22 +3,19 @@ where it can't."""
 
 import contextlib
 import functools
-import warnings
 
 import pytest
 import torch
 import torch.nn.functional as F
+from beside import Code
 from oracle import bits, leaf
 from torch import nn
 
 from checkpointing import CheckpointError, checkpointed, disabled, forward_only, is_recomputing
-from checkpointing._entry import reentrant as module
 from checkpointing.torch_compat import checkpoint, checkpoint_sequential
 
-
-@pytest.fixture(autouse=True)
-def warned(monkeypatch):
-    monkeypatch.setattr(module, "_warned", [True])
+# Given once in a process: by whichever test comes first.
+pytestmark = pytest.mark.filterwarnings("ignore:backend='reentrant' is deprecated:FutureWarning")
 
 
 def reentrant(fn, **options):
@@ -168,24 +165,33 @@ def test_nothing_that_requires_grad_at_all_is_a_warning():
     assert caught[0].filename == __file__
 
 
-def test_it_is_deprecated_once_per_process_and_not_through_the_drop_in(monkeypatch):
+DEPRECATED = """
+import warnings
+import torch
+from checkpointing import checkpointed
+from checkpointing.torch_compat import checkpoint, checkpoint_sequential
+
+x = torch.ones(3, requires_grad=True)
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    checkpoint(torch.sin, x, use_reentrant=True).sum().backward()
+    checkpoint_sequential([torch.sin, torch.cos], 2, x, use_reentrant=True).sum().backward()
+    checkpointed(torch.sin)(x)
+    print(len(caught))
+    for _ in range(3):
+        checkpointed(torch.sin, backend="reentrant")(x)  # line 15
+(warning,) = caught
+print(warning.category.__name__, warning.filename, warning.lineno, str(warning.message))
+"""
+
+
+def test_it_is_deprecated_once_per_process_and_not_through_the_drop_in():
     """A `FutureWarning` at the first line that chooses it."""
-    monkeypatch.setattr(module, "_warned", [])
-    x = leaf()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        checkpoint(torch.sin, x, use_reentrant=True).sum().backward()
-        checkpoint_sequential([torch.sin, torch.cos], 2, x, use_reentrant=True).sum().backward()
-        checkpointed(torch.sin)(x)
-        assert not caught
-        for _ in range(3):
-            reentrant(torch.sin)(x)
-    (warning,) = caught
-    assert warning.category is FutureWarning and "backend='rerun'" in str(warning.message)
-    assert (warning.filename, warning.lineno) == (__file__, reentrant.__code__.co_firstlineno + 1)
+    before, said = Code(DEPRECATED).output.splitlines()
+    assert before == "0"
+    assert said.startswith("FutureWarning <string> 15 ") and "backend='rerun'" in said
 
 
-@pytest.mark.filterwarnings("ignore:backend='reentrant' is deprecated:FutureWarning")
 def test_ddp_with_the_reentrant_backend(group):
     """A block used twice: the error says what to use instead; that works."""
 

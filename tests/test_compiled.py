@@ -6,10 +6,10 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from oracle import A, apply, c, r, s
+from oracle import PLANNED, apply, c, planned, r, s
 from torch import nn
 
-from checkpointing import auto, checkpoint_scope, checkpointed, keep, offload
+from checkpointing import checkpoint_scope, checkpointed, keep, offload
 from checkpointing.torch_compat import checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what the compiler says is not ours
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # what the compiler says is n
 BACKENDS = ["aot_eager", "inductor", "shown"]  # the last one is inductor, with a private option
 DOORS = {
     "scope": checkpoint_scope,
-    "auto": lambda: checkpoint_scope(policy=auto()),
+    "planned": lambda: checkpoint_scope(policy=PLANNED),
     "values": lambda: checkpoint_scope(determinism_check="values"),
     "plain": nullcontext,
 }
@@ -82,7 +82,7 @@ def test_compiled_before_inside_and_after_a_block(compiler):
     models = Layer(), Layer()
     models[1].load_state_dict(models[0].state_dict())
     runs = [compiler(model) for model in models]
-    sizes = [("plain", 4), ("scope", 4), ("auto", 6), ("plain", 8), ("values", 4), ("scope", 6)]
+    sizes = [("plain", 4), ("scope", 4), ("planned", 6), ("plain", 8), ("values", 4), ("scope", 6)]
     for i, (door, n) in enumerate(sizes):
         (want, _), (have, replayed) = (
             step(*each, n) for each in zip(models, runs, ["plain", door], strict=True)
@@ -116,7 +116,7 @@ def after_another_write(double, x):
     return (made * x).sin()
 
 
-@pytest.mark.parametrize("door", ["scope", "auto"])
+@pytest.mark.parametrize("door", ["scope", "planned"])
 @pytest.mark.parametrize("program", [of_the_block, just_made, after_another_write])
 def test_what_compiled_code_writes_in_place_is_noticed(compiler, program, door):
     """Also where no operator shows it."""
@@ -212,7 +212,7 @@ def test_in_place_operators_are_recomputed_where_a_compiler_is_loaded():
 
 TRACED = {
     "scope": s,
-    "auto": A,
+    "planned": planned,
     "replay": r,
     "rerun": c,
     "a scope in a rerun": lambda fn: c(s(fn)),

@@ -11,12 +11,10 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
-from oracle import Counting, Watching, apply, bits, count, leaf
-from torch.utils._python_dispatch import is_in_any_mode_without_ignore_compile_internals
+from oracle import NO_ROOM, PLANNED, Counting, Watching, apply, bits, count, leaf, state
 
 from checkpointing import (
     CheckpointError,
-    auto,
     checkpoint_scope,
     checkpointed,
     disabled,
@@ -24,30 +22,13 @@ from checkpointing import (
     keep,
     opaque,
 )
-from checkpointing._engine.threads import thread
 
+pytestmark = NO_ROOM
 WORDS = ["c", "r", "s", "cc", "cs", "sc", "ss"]
 WORD = pytest.mark.parametrize("word", WORDS)
 RERUN = pytest.mark.parametrize("word", ["c", "cc", "sc"])
 EARLY_STOP = pytest.mark.parametrize("early_stop", [True, False], ids=["early", "late"])
 ERRORS = pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-
-
-def state():
-    """All that a region or a recompute changes while it runs."""
-    return {
-        "hooks": torch._C._autograd._top_saved_tensors_default_hooks(True),
-        "dispatch modes": torch._C._len_torch_dispatch_stack(),
-        "function modes": torch._C._len_torch_function_stack(),
-        "functions disabled": torch._C._is_torch_function_enabled(),
-        "excluded keys": repr(torch._C._dispatch_tls_local_exclude_set()),
-        "grad mode": torch.is_grad_enabled(),
-        "autocast": torch.is_autocast_enabled("cpu"),
-        "default dtype": torch.get_default_dtype(),
-        "recomputing": is_recomputing(),
-        "region": thread.region,
-        "in a mode": is_in_any_mode_without_ignore_compile_internals(),
-    }
 
 
 @contextlib.contextmanager
@@ -292,7 +273,7 @@ def test_what_a_function_makes_of_the_stop_signal(error):
 SCOPES = {
     "plain": contextlib.nullcontext,
     "scope": checkpoint_scope,
-    "auto": lambda: checkpoint_scope(policy=auto()),
+    "planned": lambda: checkpoint_scope(policy=PLANNED),
     "reported": lambda: checkpoint_scope(report=True),
     "hooks": lambda: torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t),
     "mode": Counting,
@@ -326,7 +307,7 @@ def in_turns(tasks, order):
 
 
 @pytest.mark.parametrize(
-    "kinds", [*itertools.product(["scope", "auto", "reported"], repeat=2), ("scope",) * 3]
+    "kinds", [*itertools.product(["scope", "planned", "reported"], repeat=2), ("scope",) * 3]
 )
 def test_scopes_of_several_tasks(kinds):
     """Who leaves while a later one is inside is told so."""
@@ -354,11 +335,11 @@ def test_hooks_and_modes_of_others_survive(other):
     with unchanged():
         next(first)
         with entered:
-            inside = state()
+            inside = torch._C._len_torch_dispatch_stack()
             next(second)
             in_turns([first], [])
             in_turns([second], [])
-            assert torch._C._len_torch_dispatch_stack() == inside["dispatch modes"] - 1
+            assert torch._C._len_torch_dispatch_stack() == inside - 1
             assert (state()["hooks"] is None) == (other == "mode")
 
 

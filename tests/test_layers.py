@@ -1,5 +1,5 @@
-"""The package is layered: imports point down, private names of torch are in one file, no state is
-process-wide."""
+"""The package is layered: imports point one way, private names of torch are in one room, no state
+is process-wide."""
 
 import ast
 import contextlib
@@ -10,26 +10,20 @@ from pathlib import Path
 import pytest
 import torch
 from beside import Program
-from oracle import c, leaf, r, words
+from oracle import c, leaf, r
 
 import checkpointing
 
 PACKAGE = Path(checkpointing.__file__).parent
 
-# The rooms, from the top down: each imports from those below it, and from their fronts.
-ROOMS = words("""
-    __init__ __main__ torch_compat _entry _rerun _replay _plan _record _engine _torch errors
-""")
 PATHS = sorted(PACKAGE.rglob("*.py"))
 FILES = [".".join(path.relative_to(PACKAGE).with_suffix("").parts) for path in PATHS]
 TREES = {
     name: ast.parse(path.read_text(encoding="utf-8"))
     for name, path in zip(FILES, PATHS, strict=True)
 }
-EACH = pytest.mark.parametrize("name", FILES)
-
-# Private names of torch that may be used outside of `_torch`: the names, and where.
-ALLOWED = {"torch.utils._python_dispatch.TorchDispatchMode": set(FILES)}
+# Private names of torch that any file may use.
+ALLOWED = "torch.utils._python_dispatch.TorchDispatchMode"
 
 
 def imports(tree):
@@ -87,45 +81,60 @@ def room_of(path):
     return path.partition(".")[0]
 
 
-@EACH
-def test_imports_point_down(name):
-    """A file imports from its own room, and from what is below that."""
-    place = ROOMS.index(room_of(name))
-    rooms = {room_of(other) for other in inner_imports(name)}
-    assert rooms & set(ROOMS[:place]) == set()
+def reached(start, next_of):
+    """What can be reached from here, step by step."""
+    found, waiting = set(), [start]
+    while waiting:
+        more = next_of(waiting.pop()) - found
+        found |= more
+        waiting += more
+    return found
 
 
-@EACH
+def rooms_below(room):
+    """The folders, and files at the top, from which a room imports."""
+    paths = [other for name in FILES if room_of(name) == room for other in inner_imports(name)]
+    return {room_of(path) for path in paths} - {room}
+
+
+@pytest.mark.parametrize("room", sorted({room_of(name) for name in FILES}))
+def test_imports_between_rooms_point_in_one_direction(room):
+    """No room imports from one that needs it."""
+    assert room not in reached(room, rooms_below)
+
+
+@pytest.mark.parametrize("name", FILES)
 def test_a_room_is_entered_from_its_front(name):
     """No file imports from a file in another room."""
     others = {other for other in inner_imports(name) if room_of(other) != room_of(name)}
     assert {other for other in others if "." in other} == set()
 
 
-@EACH
+@pytest.mark.parametrize("name", FILES)
 def test_no_circle_within_a_room(name):
     """Files of a room import one another in one direction."""
 
-    def reached(path, seen):
-        inside = {p for p in inner_imports(path) if "." in p and room_of(p) == room_of(name)}
-        for other in inside & set(FILES) - seen:
-            seen.add(other)
-            reached(other, seen)
-        return seen
+    def inside(path):
+        found = {other for other in inner_imports(path) if room_of(other) == room_of(name)}
+        return {other for other in found if other in TREES and "." in other}
 
-    assert name not in reached(name, set())
+    assert name not in reached(name, inside)
 
 
-@pytest.mark.parametrize("name", [name for name in FILES if room_of(name) != "_torch"])
-def test_private_names_of_torch_are_in_one_room(name):
-    """`_torch` is the place to look when torch changes."""
-    known = [allowed for allowed, files in ALLOWED.items() if name in files]
+def test_the_map_names_each_room():
+    """The docstring of the package says where to read on."""
+    rooms = {room_of(name) for name in FILES} - {"__init__", "__main__"}
+    assert {room for room in rooms if f"`{room}`" not in checkpointing.__doc__} == set()
 
-    def is_allowed(full):
-        return any(f"{a}.".startswith(f"{full}.") or full.startswith(f"{a}.") for a in known)
 
-    names = [full for full in torch_names(TREES[name]) if any(map(is_private, full.split(".")))]
-    assert [full for full in names if not is_allowed(full)] == []
+def test_private_names_of_torch_are_in_one_room():
+    """It is the place to look when torch changes."""
+
+    def private(name):
+        used = [full for full in torch_names(TREES[name]) if any(map(is_private, full.split(".")))]
+        return [full for full in used if not f"{ALLOWED}.".startswith(f"{full}.")]
+
+    assert len({room_of(name) for name in FILES if private(name)}) == 1
 
 
 IMPORT = """

@@ -5,9 +5,9 @@ from collections import Counter
 
 import pytest
 import torch
-from oracle import bits
+from oracle import bits, memory_of
 
-from checkpointing import __main__ as job, auto, checkpoint_scope
+from checkpointing import auto, checkpoint_scope
 
 SIZE = 1000
 UNIT = 4 * SIZE
@@ -91,7 +91,7 @@ def test_how_often_each_step_runs_again(n, units, times):
 def peak(n, units):
     run = scoped(chain(n)[0], units * UNIT)
     run().backward()
-    return job.step_on_cpu(run).memory()[1] / UNIT
+    return memory_of(run).peak / UNIT
 
 
 def test_memory_grows_like_the_logarithm_of_depth_with_one_checkpoint():
@@ -140,7 +140,7 @@ def test_partial_backwards_in_any_order(order, budget):
 
 def rows(x):
     h, s = x, torch.zeros_like(x)
-    for i in range(24):
+    for i in range(16):
         h = (h * 1.01).sin()
         s = s + 0
         s[i].mul_(2).add_(1)
@@ -151,7 +151,7 @@ def rows(x):
 def sums(x):
     """Into memory that is exchanged now and then, all of it and one number."""
     h, s = x, torch.zeros_like(x)
-    for i in range(24):
+    for i in range(16):
         h = (h * 1.01).sin()
         s = s.clone() if i % 6 == 0 else s
         s.add_(h.detach())
@@ -169,7 +169,7 @@ def chunks(x):
 
 
 @pytest.mark.parametrize("program", [rows, sums, chunks])
-@pytest.mark.parametrize("budget", [None, 3000, 9000, 25000, 60000])
+@pytest.mark.parametrize("budget", [None, 3000, 25000])
 @pytest.mark.filterwarnings("ignore:.*A budget of")
 def test_writes_in_place_between_cuts_and_levels(program, budget):
     """What an earlier replay has delivered or stored is not overwritten by a later one."""

@@ -7,18 +7,17 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
-from oracle import SavesItsOutput, Watching, apply, leaf
+from oracle import NO_ROOM, PLANNED, SavesItsOutput, Watching, apply, leaf
 
 from checkpointing import (
     CheckpointError,
-    auto,
     checkpoint_scope,
     forward_only,
     is_recomputing,
     keep,
 )
 
-pytestmark = pytest.mark.usefixtures("no_gc")
+pytestmark = [NO_ROOM, pytest.mark.usefixtures("no_gc")]
 
 WORD = pytest.mark.parametrize("word", ["c", "r", "s", "cc", "cs", "sc", "ss"])
 EARLY_STOP = pytest.mark.parametrize("early_stop", [True, False], ids=["early", "late"])
@@ -110,7 +109,7 @@ def test_kept_values_die_as_backward_passes_by():
     assert watching.alive("sin") == []
 
 
-@pytest.mark.parametrize("policy", [None, auto()])
+@pytest.mark.parametrize("policy", [None, PLANNED])
 def test_inputs_die_as_backward_passes_by_views_of_them(policy):
     """Though the window that backward opens first starts from all of them."""
     weights, living = [leaf(3) for _ in range(4)], []

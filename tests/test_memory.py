@@ -6,10 +6,10 @@ import contextlib
 import pytest
 import torch
 import torch.nn.functional as F
-from oracle import apply, bits, leaf
+from oracle import apply, bits, leaf, memory_of
 from torch import nn
 
-from checkpointing import __main__ as job, auto, checkpoint_scope, keep
+from checkpointing import auto, checkpoint_scope, keep
 
 # Memory is measured after collections, which are quick then.
 pytestmark = pytest.mark.usefixtures("frozen")
@@ -58,7 +58,7 @@ def bytes_of(run, depth=DEPTH):
     x = torch.rand(ROWS, WIDTH).requires_grad_()
     for parameter in (x, *blocks.parameters()):
         parameter.grad = torch.zeros_like(parameter)  # gradients are no part of it
-    return job.step_on_cpu(lambda: run(blocks, x).sum()).memory()
+    return memory_of(lambda: run(blocks, x).sum())
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_training_steps_in_one_scope_need_what_forwards_in_scopes_do(policy, cli
             return torch.ones(1, requires_grad=True).sum()
 
         run(2)  # the state of the optimizer, and what the block does
-        return job.step_on_cpu(run).memory()[1], bits([*losses, *blocks.parameters()])
+        return memory_of(run).peak, bits([*losses, *blocks.parameters()])
 
     peak, want = trained(4, False)
     peak_in_one, have = trained(4, True)
@@ -115,8 +115,8 @@ N = 1000 * 4  # bytes of one tensor below
 def held_by(fn):
     """Bytes held between forward and backward, without the sum's 4."""
     x = leaf(1000)
-    job.step_on_cpu(lambda: fn(x).sum())
-    return job.step_on_cpu(lambda: fn(x).sum()).memory()[0] - 4
+    memory_of(lambda: fn(x).sum())
+    return memory_of(lambda: fn(x).sum()).held - 4
 
 
 @pytest.mark.parametrize("door", ["", "c", "r", "s"])

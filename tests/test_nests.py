@@ -16,7 +16,6 @@ import os
 import random
 import re
 import traceback
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -25,16 +24,25 @@ from typing import Any
 import pytest
 import torch
 import torch.utils.checkpoint
-from oracle import Double, Pair, PassThrough, SavesItsOutput, bits, noisy, tensors, weigh
+from oracle import (
+    Double,
+    Pair,
+    PassThrough,
+    SavesItsOutput,
+    bits,
+    freeze,
+    noisy,
+    state,
+    tensors,
+    tensors_alive,
+    weigh,
+)
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.nn import functional as F
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import checkpointing
 from checkpointing import auto, keep, offload, opaque, save_ops, save_tagged, tag, torch_compat
-from checkpointing._engine.frames import Frame
-from checkpointing._engine.threads import thread
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -129,14 +137,14 @@ BACKWARD = table("""
     grad([{x} * {y}], [{y}], create_graph=True) ; own_backward({x})
 """)
 POLICIES = table("""
-    policy=auto() ; policy=auto() ; policy=auto(budget=300) ; policy=auto(budget=10000) ;
+    policy=auto() ; policy=auto(peak=1) ; policy=auto(budget=300) ; policy=auto(budget=10000) ;
     policy=save_ops(aten.mul.Tensor, aten.mm.default) ;
     policy=[aten.sin.default, aten.add.Tensor, aten.cat.default] ;
     policy=lambda ctx, op, *args, **kwargs: 'softmax' in str(op) or 'clone' in str(op) ;
     policy=save_tagged('t') ; policy=offload(min_bytes=0) ;
     policy=offload(min_bytes=0, inputs=True) ;
     policy=offload(save_ops(aten.mul.Tensor), min_bytes=0) ;
-    policy=offload(auto(), min_bytes=0, inputs=True) ;
+    policy=offload(auto(peak=1), min_bytes=0, inputs=True) ;
     policy=offload(save_tagged('t'), min_bytes=0) | save_ops(aten.sin.default) ;
     preserve_rng_state=False
 """)
@@ -444,45 +452,25 @@ def run(source: str, space: dict[str, Any]) -> list[Any]:
     return seen
 
 
-FRAMES: weakref.WeakSet[Frame] = weakref.WeakSet()
-
-
 @pytest.fixture(autouse=True)
-def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Know the frames that are made; only reference counts may free them. Numbers are doubles."""
-    plain_init = Frame.__init__
-
-    def init(self: Frame, *args: Any, **kwargs: Any) -> None:
-        plain_init(self, *args, **kwargs)
-        FRAMES.add(self)
-
-    monkeypatch.setattr(Frame, "__init__", init)
+def watched(frozen: None) -> Iterator[None]:
+    """Only reference counts may free what the library makes. Numbers are doubles."""
     torch.set_default_dtype(torch.float64)
-    gc.collect()
     gc.disable()
     yield
     gc.enable()
     torch.set_default_dtype(torch.float32)
 
 
-def left_behind(source: str, refusable: bool) -> str | None:
+def left_behind(sources: list[str]) -> str | None:
+    """What programs have left behind since `freeze`, if anything."""
     # Plain code, too, leaves a cycle where hooks hand on a result, or where it is written later.
-    if refusable or "identical(" in source or "save_on_cpu(" in source:
-        FRAMES.clear()
-    if FRAMES and "torchs(" in source:  # torch's checkpoint leaves cycles
+    if any(word in source for word in (WRITES, "identical(", "save_on_cpu(") for source in sources):
+        return None
+    if any("torchs(" in source for source in sources):  # torch's checkpoint leaves cycles
         gc.collect()
-    found = {
-        "regions": len(FRAMES) > 0,
-        "a region": thread.region is not None,
-        "a depth": thread.depth or thread.aside,
-        "hooks": torch._C._autograd._top_saved_tensors_default_hooks(True) is not None,
-        "dispatch modes": bool(_get_current_dispatch_mode_stack()),
-        "function modes": torch._C._len_torch_function_stack() > 0,
-        "grad mode": not torch.is_grad_enabled(),
-    }
-    FRAMES.clear()
-    thread.region, thread.depth, thread.aside = None, 0, 0
-    return next((what for what, is_there in found.items() if is_there), None)
+    count = tensors_alive()
+    return f"{count} tensors left behind" if count else None
 
 
 def repaired(lines: list[str]) -> list[str] | None:
@@ -513,15 +501,14 @@ FINE = ("right", "refused", "skipped")
 
 def judge(source: str, space: dict[str, Any]) -> str:
     """Whether a program is right, refused or skipped, or what is wrong."""
-    refusable = WRITES in source
     try:
         want = run(source, PLAIN)
     except Exception:
         return "skipped"
-    verdict = compared(source, space, want, refusable)
-    behind = left_behind(source, refusable)
-    if behind is not None:
-        return f"{behind} left behind"
+    before = state()
+    verdict = compared(source, space, want, WRITES in source)
+    if state() != before:
+        return f"left behind: {state()}"
     return verdict if verdict in FINE or not torch_fails(source, want) else "skipped"
 
 
@@ -549,12 +536,14 @@ def one(seed: int) -> tuple[str, str]:
     """A program, and what became of it."""
     lines = repaired(Writer(seed).program())
     source = "\n".join(lines or [])
-    return source, judge(source, OPEN) if lines else "skipped"
+    freeze()
+    verdict = judge(source, OPEN) if lines else "skipped"
+    return source, left_behind([source]) or verdict
 
 
 DEEP = int(os.environ.get("CHECKPOINTING_NESTS", "0"))
 START = random.randrange(1 << 40) if DEEP else 0
-SEEDS = range(START, START + (DEEP or 300))
+SEEDS = range(START, START + (DEEP or 240))
 
 
 def test_nests() -> None:
@@ -586,13 +575,14 @@ def shared(seed: int) -> Iterator[tuple[str, str]]:
     lines = Writer(seed).program()
     programs = [repaired(lines), *(repaired(varied(lines, draw)) for _ in range(3))]
     sources = ["\n".join(lines) for lines in programs if lines]
-    checkpointing.clear_programs()
+    freeze()
     for source in draw.choices(sources, k=3 * len(sources)):
         said = judge(source, SHARED)
         # What is wrong alone, too, is the subject of the test above.
         yield source, said if said in FINE or judge(source, OPEN) in FINE else "skipped"
         if draw.random() < 0.05:
             checkpointing.clear_programs()
+    yield "\n".join(sources), left_behind(sources) or "right"
 
 
 def test_nests_that_share_their_sites() -> None:

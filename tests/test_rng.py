@@ -11,14 +11,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from beside import Program
-from oracle import DOOR, DOORS, bits, plain
+from oracle import DOOR, DOORS, NO_ROOM, PLANNED, bits, plain
 from torch import nn
 
-from checkpointing import auto, checkpoint_scope, checkpointed, forward_only
+from checkpointing import checkpoint_scope, checkpointed, forward_only
 
+pytestmark = NO_ROOM
 HERE = Path(__file__).parent
-
-pytestmark = pytest.mark.usefixtures("both_ways")  # small programs are not planned
 
 
 def observe(step):
@@ -244,7 +243,7 @@ def test_on_an_accelerator(outcomes, kind, case):
     assert outcomes[kind][case] is None, f"\n{outcomes[kind][case]}"
 
 
-@pytest.mark.parametrize("options", [{}, {"backend": "replay"}, {"policy": auto()}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"backend": "replay"}, {"policy": PLANNED}], ids=str)
 def test_what_a_forward_only_function_draws_is_drawn_once(options):
     """Numbers that are drawn after it are the same in the recompute."""
     sample = forward_only(lambda x: torch.rand_like(x).mean())

@@ -7,13 +7,12 @@ import itertools
 
 import pytest
 import torch
-from oracle import bits, leaf, plain, s as scope
+from oracle import NO_ROOM, PLANNED, bits, leaf, plain, planned, s as scope
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 from checkpointing import (
     CheckpointError,
     MismatchError,
-    auto,
     checkpointed,
     forward_only,
     keep,
@@ -21,6 +20,7 @@ from checkpointing import (
 )
 from checkpointing.torch_compat import checkpoint
 
+pytestmark = NO_ROOM
 RERUNS = {
     "rerun": checkpointed,
     "all of it": checkpointed(early_stop=False),
@@ -30,9 +30,9 @@ REGIONS = {
     **RERUNS,
     "replay": checkpointed(backend="replay"),
     "scope": scope,
-    "auto": functools.partial(scope, policy=auto()),
+    "planned": planned,
     "offload": functools.partial(scope, policy=offload(inputs=True, min_bytes=0)),
-    "offload auto": functools.partial(scope, policy=offload(auto(), inputs=True, min_bytes=0)),
+    "offload planned": functools.partial(scope, policy=offload(PLANNED, inputs=True, min_bytes=0)),
 }
 HOOKS = {
     "no hooks": contextlib.nullcontext,
@@ -76,17 +76,28 @@ def assert_right_or_refused(want, function, hooks=contextlib.nullcontext):
     return True
 
 
-OUTER = ["rerun", "compat", "replay", "offload auto"]
+OUTER = ["rerun", "compat", "replay", "offload planned"]
 INNER = ["rerun", "all of it", "scope", "offload"]
 AROUND = pytest.mark.parametrize("hooks", HOOKS.values(), ids=HOOKS)
 
 
+def in_hooks_by_turns(names, *tables):
+    """Each without hooks around, and in one kind by turns; names are looked up in these tables."""
+    some = [(*each, hooks) for i, each in enumerate(names) for hooks in ("no hooks", NTH[i % 3])]
+    tables = *tables, HOOKS
+    return [
+        pytest.param(*(table[name] for table, name in zip(tables, each, strict=True)), id=str(each))
+        for each in some
+    ]
+
+
+NTH = [name for name in HOOKS if name != "no hooks"]
+
+
 def nested_in_hooks(inner):
-    """Each of these in each outer region: without hooks around, and in one kind by turns."""
-    pairs = enumerate(itertools.product(OUTER, inner))
-    some = [(*pair, hooks) for i, pair in pairs for hooks in ("no hooks", [*HOOKS][1 + i % 3])]
-    cases = [(REGIONS[outer], REGIONS[inner], HOOKS[hooks]) for outer, inner, hooks in some]
-    return pytest.mark.parametrize(("outer", "inner", "hooks"), cases, ids=map("-".join, some))
+    """Each of these in each outer region."""
+    cases = in_hooks_by_turns(itertools.product(OUTER, inner), REGIONS, REGIONS)
+    return pytest.mark.parametrize(("outer", "inner", "hooks"), cases)
 
 
 transposed = forward_only(torch.t)
@@ -200,19 +211,32 @@ def further_inside(region, a, w):
     return region(lambda a, w: region(lambda w: as_argument(region, a, w) * 2)(w))(a, w)
 
 
-WRITES = [as_argument, by_closure, through_a_view, without_grad, further_inside]
+WRITES = {
+    function.__name__: function
+    for function in (as_argument, by_closure, through_a_view, without_grad, further_inside)
+}
 
 
-@nested_in_hooks([*INNER, "compat"])
-@pytest.mark.parametrize("write", WRITES)
-def test_a_region_that_writes_what_another_one_reads(write, outer, inner, hooks):
+READERS = itertools.cycle(["the same", "rerun", "scope"])  # by turns
+READ_AND_WRITTEN = itertools.product(OUTER, [*INNER, "compat"], WRITES)
+
+
+@pytest.mark.parametrize(
+    ("outer", "inner", "write", "reader", "hooks"),
+    in_hooks_by_turns(
+        [(*each, next(READERS)) for each in READ_AND_WRITTEN],
+        REGIONS,
+        REGIONS,
+        WRITES,
+        REGIONS | {"the same": None},
+    ),
+)
+def test_a_region_that_writes_what_another_one_reads(outer, inner, write, reader, hooks):
     """In the forward and in each recompute, which writes what is its own; of one kind or two."""
     want = of(reads_and_writes, write, plain, plain)
-    for reader in (inner, checkpointed, scope):
-        works = assert_right_or_refused(
-            want, outer(of(reads_and_writes, write, inner, reader)), hooks
-        )
-        assert works or (write is through_a_view and hooks is not contextlib.nullcontext)
+    nested = outer(of(reads_and_writes, write, inner, reader or inner))
+    works = assert_right_or_refused(want, nested, hooks)
+    assert works or (write is through_a_view and hooks is not contextlib.nullcontext)
 
 
 @nested_in_hooks(RERUNS)
@@ -265,8 +289,9 @@ def test_what_a_forward_only_function_made_is_written_by_each_recompute(hooks):
     assert works == (hooks not in (contextlib.nullcontext, save_on_cpu))
 
 
-@AROUND
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize(
+    ("layout", "hooks"), in_hooks_by_turns([(name,) for name in LAYOUTS], LAYOUTS)
+)
 def test_layouts_stay(layout, hooks):
     """Strides decide in which order kernels add."""
     seen = []

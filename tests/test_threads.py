@@ -6,7 +6,7 @@ import time
 
 import pytest
 import torch
-from beside import Program
+from beside import Code
 from oracle import apply, at_once, bits, count, leaf
 from torch import nn
 
@@ -121,7 +121,7 @@ at_once(*[work] * 4)
 
 def test_garbage_collection_while_the_generator_is_read_is_no_deadlock():
     """Torch holds the generator's mutex there, another thread the GIL."""
-    assert Program("-c", HURRIED).output == ""
+    assert Code(HURRIED).output == ""
 
 
 def test_recomputes_of_one_region_take_turns():

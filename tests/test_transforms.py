@@ -4,7 +4,7 @@ they work."""
 import pytest
 import torch
 import torch.autograd.forward_ad as fwd
-from beside import Program
+from beside import Code
 from oracle import DOOR, DOORS, apply, bits, plain
 from torch import func, nn
 
@@ -86,7 +86,7 @@ for _ in range(3):
 @pytest.mark.parametrize("door", ["rerun", "scope"])
 def test_the_warning_is_given_once_and_points_at_user_code(door):
     """One per process, whatever transforms follow; at the line that enters the region."""
-    warned = Program("-c", PROGRAM, door)
+    warned = Code(PROGRAM, door)
     assert warned.output == ""
     said = warned.outcome.stderr
     line = 1 + next(n for n, text in enumerate(PROGRAM.splitlines()) if text.endswith(f"# {door}"))

@@ -25,8 +25,10 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 SHARDS = 16
 ALL = os.environ.get("CHECKPOINTING_OPS") == "all"
-# By default replay, and by turns one of the others.
-WHERE = [("rerun", "replay", "scope", "auto")] if ALL else [("replay", "rerun"), ("replay", "auto")]
+# By default replay in one form, and a rerun by turns.
+WHERE = [("replay", "rerun"), ("scope",), ("planned",)]
+if ALL:
+    WHERE = [("rerun", "replay", "scope", "planned")]
 F64, C128, F32, BF16 = torch.float64, torch.complex128, torch.float32, torch.bfloat16
 FOREACH = [
     op

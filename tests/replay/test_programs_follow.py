@@ -1,494 +1,26 @@
 """Blocks that change from step to step: each step leaves the bits of plain code, whatever the last
-step did.
+step did."""
 
-A case is step `n` of a training loop, `case(n, region, m)`, with `region(function, *args)` where a
-region may stand; `m` makes leaves and keeps what lives from one step to the next. It returns
-tensors.
-"""
-
-import contextlib
 import functools
-import gc
 import random
 import sys
-import warnings
-import weakref
-from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.utils.checkpoint
-from bitwise import DOORS, differences
-from oracle import A, at_once, bits, r, s, tensors, weigh, words
-from torch import nn
-from torch.func import functional_call
-from torch.nn import functional as F
-from torch.testing._internal.two_tensor import TwoTensor
+from changing import CASES, check
+from oracle import NO_ROOM, at_once, bits, planned, python_calls, r, s, words
 
-from checkpointing import (
-    auto,
-    checkpoint_scope,
-    clear_programs,
-    forward_only,
-    keep,
-    offload,
-    opaque,
-    save_tagged,
-    tag,
-)
-from checkpointing._record import program as programs
+from checkpointing import clear_programs
 
+pytestmark = NO_ROOM
 STEPS = (0, 0, 1, 0, 2, 3, 1, 3, 4, 4, 0, 5, 2)
-FOLLOWED = ("scope", "replay", "auto", "scope in rerun")
+FOLLOWED = ("scope", "replay", "planned", "scope in rerun")
 # A rerun refuses these: they exchange parameters, or write what was there before.
 NOT_IN_RERUN = words("""
     parameters_exchanged parameter_or_not written_aliases views_that_die whole_step
 """)
 # The next step writes what the backward of this one reads.
 NOT_LATE = words("freezing train_and_eval whole_step")
-MM = torch.ops.aten.mm.default
-POLICIES = (None, auto(), [MM], save_tagged("a"), auto(budget="2 KiB"), offload(auto()))
-INNER = (
-    *(DOORS[door] for door in ("plain", "scope", "rerun", "replay")),
-    lambda f, *a: torch.utils.checkpoint.checkpoint(f, *a, use_reentrant=False),
-    DOORS["auto"],
-)
-
-
-class Memory(SimpleNamespace):
-    """What a loop keeps, and the leaves of the step."""
-
-    def leaf(self, *shape, dtype=torch.float64, wants=True):
-        if dtype is torch.int64:
-            return torch.ones(shape, dtype=dtype)
-        self.leaves.append(torch.randn(shape, dtype=dtype, requires_grad=wants))
-        return self.leaves[-1]
-
-    def once(self, name, make):
-        if not hasattr(self, name):
-            made = make()
-            setattr(self, name, made.double() if isinstance(made, nn.Module) else made)
-        self.modules += [made for made in [getattr(self, name)] if isinstance(made, nn.Module)]
-        return getattr(self, name)
-
-
-class Scale(torch.autograd.Function):
-    """Saves, marks and returns other things at other times."""
-
-    @staticmethod
-    def forward(ctx, x, y, n):
-        out = x.mul_(2) if n == 1 else x * y
-        ctx.mark_dirty(x) if n == 1 else None
-        ctx.save_for_backward(*((y,), (out,), (x, y), (out, y, x), (), (y, y))[n])
-        return (out, y.exp()) if n % 2 else out
-
-    @staticmethod
-    def backward(ctx, g, *more):
-        return g * sum((t.sin() for t in ctx.saved_tensors), torch.ones(())), None, None
-
-
-class Cases:
-    def numbers(n, region, m):
-        number = (1, 1.0, True, 0.0, -0.0, float("nan"))[n]
-
-        def f(x, k):
-            y = x * number + (k * number).sum() + torch.copysign(x, torch.full_like(x, number))
-            z = k * number, torch.add(x, x.sin(), alpha=float(number)).exp()
-            return (y / 3).sin() * torch.full((8, 8), number), z
-
-        return region(f, m.leaf(8, 8), m.leaf(4, dtype=torch.int64))
-
-    def keywords(n, region, m):
-        more = ({}, {"alpha": 2}, {"alpha": 2.0}, {"alpha": 3}, {}, {"alpha": -0.0})[n]
-        bounds = ({"min": 0}, {"max": 0}, {"min": 0.0}, {"max": -0.0}, {"min": -1, "max": 1})[n % 5]
-        return region(lambda x: torch.add(x, x.exp(), **more).clamp(**bounds).exp(), m.leaf(8, 8))
-
-    def views_of_inputs(n, region, m):
-        def f(x, table):
-            rotated = x * table[n : n + 4].unsqueeze(0) + x.flip(-1) * table.narrow(0, n % 3, 4)
-            kept = keep(rotated.sin() @ rotated.mT)
-            picked = kept.select(1, n % 4) * table[:2]
-            return rotated.exp() * table[0], kept[0, n % 2 :].exp(), picked
-
-        return region(f, m.leaf(2, 4, 4), m.leaf(12, 4, wants=False)[: 11 - n // 5])
-
-    def programs_that_are_cleared(n, region, m):
-        y = region(lambda x: (x.sin().exp(), clear_programs() if n > 3 else None)[0], m.leaf(8))
-        return y, clear_programs() if n % 2 else None
-
-    def sizes_that_depend_on_data(n, region, m):
-        return region(
-            lambda x: (x[x > n / 2 - 1].sin().exp(), x.detach().gt(0).nonzero() * x.sum()),
-            m.leaf(9, 9),
-        )
-
-    def lists_of_numbers(n, region, m):
-        number = (0.0, -0.0, 1.0, 2.0, 0.0, -0.0)[n]
-
-        def f(x):
-            with torch.no_grad():
-                mask = torch._foreach_mul([torch.ones(8)], [number])[0]
-            return torch.copysign(x, mask).sin(), x * mask
-
-        return region(f, m.leaf(8))
-
-    def parts_that_lie_apart_or_not(n, region, m):
-        def f(x):
-            whole = x * 2
-            part, other = whole[:3], whole.view(2, -1)[1]
-            other.mul_(2)
-            return part.sin().exp()
-
-        return region(f, m.leaf((8, 4, 6, 4, 10, 8)[n]))
-
-    def parts_in_other_numbers(n, region, m):
-        def f(x, y):
-            parts = x.split((2, 3, 4, 6, 12, 5)[n])
-            return [part.sin().exp() for part in (*parts, *y.unbind(), torch.cat(parts[: n + 1]))]
-
-        return region(f, m.leaf(12), m.leaf(n + 1, 4))
-
-    def operators_that_fail(n, region, m):
-        fits, other = (nn.Parameter(m.leaf(size).detach()) for size in (4, 5))
-
-        def f(x):
-            y = x.sin()
-            try:
-                y = y + fits
-            except RuntimeError:
-                y = y + other
-            try:
-                z = y.topk((1, 2, 9, 3, 12, 4)[n])[0]
-            except RuntimeError:
-                z = y * 1000
-            return y.sin().exp(), z.sin() * z
-
-        return region(f, m.leaf(3, 4 + n % 2))
-
-    def loops_and_stochastic_depth(n, region, m):
-        def f(x, w):
-            for i in range(1 + 2 * n):
-                if n < 4 or torch.rand(()).item() < 0.5:
-                    x = F.dropout((x @ w / 4).tanh() * (i + 1), 0.1 * (i + n) / 20) + x
-            return x
-
-        return region(f, m.leaf(8, 16), m.leaf(16, 16))
-
-    def freezing(n, region, m):
-        layers = nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.LayerNorm(8)
-        net = m.once("net", lambda: nn.Sequential(*layers))
-        for i, p in enumerate(net.parameters()):
-            p.requires_grad_((i + n) % 3 != 0)
-        return region(lambda x: net(x).sin().exp() * x, m.leaf(6, 8, wants=n != 1))
-
-    def train_and_eval(n, region, m):
-        layers = nn.Conv1d(3, 4, 3), nn.BatchNorm1d(4), nn.Dropout(0.3), nn.ReLU(inplace=True)
-        net = m.once("net", lambda: nn.Sequential(*layers)).train(n % 2 == 0)
-        net[1].momentum, net[2].p = None if n == 4 else 0.1 * (n + 1), n / 5
-        return region(lambda x: net(x * 2).sin().exp(), m.leaf(2, 3, 9))
-
-    def autocast(n, region, m):
-        net = m.once("net", lambda: nn.Linear(16, 16)).float()
-
-        def f(x):
-            kind = torch.bfloat16 if n % 3 else torch.float16
-            with torch.autocast("cpu", kind, n % 2 == 0, cache_enabled=n < 3):
-                return net(net(x).sin()).exp()
-
-        return region(f, m.leaf(4, 16, dtype=torch.float32))
-
-    def grad_mode(n, region, m):
-        def f(x, w):
-            with torch.set_grad_enabled(n % 2 == 0):
-                y = (x @ w).sin()
-            with torch.set_grad_enabled(n != 3):
-                z = torch.inference_mode(n == 4)(lambda: w.detach().exp())()
-            return (x @ w * (y.detach() if n == 5 else y)).exp() * z.clone()
-
-        return region(f, m.leaf(8, 8), m.leaf(8, 8))
-
-    def switches(n, region, m):
-        before = torch.get_default_dtype()
-        torch.set_default_dtype((torch.float32, torch.float64, torch.bfloat16)[n % 3])
-        try:
-            return region(
-                lambda x: (x * torch.ones(8)).exp() * torch.rand(8) * torch.tensor([0.1]),
-                m.leaf(8, 8),
-            )
-        finally:
-            torch.set_default_dtype(before)
-
-    def parameters_exchanged(n, region, m):
-        net = m.once("net", lambda: nn.Linear(8, 8))
-        if n % 2:
-            net.weight = nn.Parameter(torch.randn(8, 8, dtype=torch.float64))
-        other = {"weight": m.leaf(8, 8), "bias": m.leaf(8)} if n > 2 else {}
-        return region(
-            lambda x: functional_call(net, other, functional_call(net, other, x).sin()).exp(),
-            m.leaf(4, 8),
-        )
-
-    def parameter_or_not(n, region, m):
-        def f(x, weight):
-            before = (x @ (weight.t() * 2)).sin() * weight.cos()
-            with opaque():
-                if not weight.requires_grad:
-                    weight.numpy()[:] += 1
-            return before.exp() @ weight.t().clone()[:, 1:], weight.sin()
-
-        def weight():
-            copied = y.detach().clone()
-            made = nn.Parameter(copied) if n % 2 else copied if n % 3 else y * 2
-            m.leaves += [made] * made.is_leaf
-            return made
-
-        x, y = m.leaf(8, 8), m.leaf(8, 8)
-        inside = lambda x, weight: region(f, x, weight)[0].sin()  # noqa: E731
-        return region(f, x, weight()), region(inside, x, weight())
-
-    def one_tensor_or_two(n, region, m):
-        x, y = m.leaf(8, 8) * 2, m.leaf(8, 8).exp()
-        return region(lambda x, y: ((x @ y).sin() @ x).exp() * y, x, x if n % 2 else y)
-
-    def written_aliases(n, region, m):
-        x, base = m.leaf(4, 8), torch.randn(6, 8, dtype=torch.float64)
-        a, moved = base[:4], base.t()[:, :4].t()
-        others = base[:4], base[1:5], base[2:].clone(), base[2:].detach(), base[:4].clone()
-        b = (*others, moved)[n]
-
-        def f(x):
-            first, second = x * a.sin(), x.exp() * b.cos()
-            a.mul_(2) if n % 2 else b.add_(1)
-            return (first * second * b.tanh()).sin() * a.exp(), x * b.clone().cos()
-
-        return region(f, x)
-
-    def views_and_their_bases(n, region, m):
-        def f(x):
-            y = x.sin()
-            part = (y[1:], y[:5], y.t(), y.view(-1)[8:], y.clone()[1:], y[0])[n]
-            part.mul_(2) if n % 2 else None
-            return (y * 3).exp(), part.cos()
-
-        return region(f, m.leaf(8, 8))
-
-    def views_that_die(n, region, m):
-        base = torch.randn(6, 8, dtype=torch.float64)
-        views = [
-            (base[:4], base[2:], base.clone()[:4], base.t()[:, :4].t(), base[1:5], base[:4])[n]
-        ]
-
-        def f(x):
-            y = x * views.pop().sin()
-            (base.mul_(2) if n % 2 else base[1:].add_(1)) if n != 4 else None
-            return (y * base[2:].cos()).exp()
-
-        return region(f, m.leaf(4, 8))
-
-    def strides_and_dtypes(n, region, m):
-        kinds = torch.float64, torch.float32, torch.complex64, torch.float64, torch.bfloat16
-        kind = (*kinds, torch.float16)[n]
-        x, y = m.leaf(8, 8, dtype=kind), m.leaf(8, 8, dtype=torch.int64 if n == 3 else kind)
-        views = x.t(), x[::2, ::2], x.conj(), x.expand(2, 8, 8), x.contiguous()
-        x = (*views, x.unfold(0, 2, 1)[..., 0])[n]
-
-        def f(x, y):
-            return (x * y[: x.shape[-2], : x.shape[-1]]).sin().sum(-1) * 2, x.abs().exp()
-
-        return region(f, x, y)
-
-    def noise_like_other_strides(n, region, m):
-        x = m.leaf(8, 8)
-        return region(lambda x: torch.rand_like(x.sin()) * x.exp(), x.t() if n % 2 else x)
-
-    def subclasses_and_layouts(n, region, m):
-        def f(x, w):
-            if n % 3 == 2:
-                return torch.sparse.mm(x.to_sparse(), w).sin().exp()
-            a, b = (TwoTensor(x, x * 2), TwoTensor(w, w * 2)) if n % 3 else (x, w)
-            y = (a * 2 @ b).sin().exp()
-            return (y.a * y.b if n % 3 else y * y) @ w
-
-        return region(f, m.leaf(8, 8), m.leaf(8, 8))
-
-    def memory_filled_unseen(n, region, m):
-        def f(x):
-            rest = torch.empty(0 if n in (0, 3) else 4 + n, 8, dtype=torch.float64)
-            rest[: n % 3].copy_(x.detach()[: n % 3]) if n else rest
-            rest.numpy()[n % 3 :] = n + 1
-            return (x[: len(rest)] * rest.sin()).exp() * rest
-
-        return region(f, m.leaf(9, 8))
-
-    def resized_and_given_as_out(n, region, m):
-        def f(x):
-            out = x.detach()[:2].exp()
-            out.resize_(1 + n, 8)
-            out.numpy()[2:] = n
-            others = torch.empty(0), torch.empty(9, 8), torch.zeros(18, 8)[:9], torch.ones(8, 9).t()
-            other = others[n % 4].double()
-            torch.exp(x.detach(), out=other)
-            return (x[: 1 + n] * out.sin()).exp() * other[: 1 + n].cos()
-
-        return region(f, m.leaf(9, 8))
-
-    def exchanged_memory(n, region, m):
-        def f(x):
-            y = x.detach().sin()
-            z = (y.data if n % 3 else y).view(-1)
-            return (x.view(-1) * z).exp() * z * other.view(-1)
-
-        x, other = m.leaf(8, 8), torch.randn(8, 8, dtype=torch.float64)
-        if n % 2:
-            other.data = x.data
-        return region(f, x)
-
-    def ids_used_again(n, region, m):
-        def f(x):
-            total = x
-            for i in range(8):
-                noise = torch.rand(8, 8, dtype=torch.float64) if (i * n) % 3 else x.detach() + i
-                total = (total * noise).sin() + (noise.exp() if i % 2 else noise)
-                del noise
-            return total
-
-        return region(f, m.leaf(8, 8))
-
-    def exceptions(n, region, m):
-        def f(x, w):
-            y = (x @ w).sin()
-            if n == 1:
-                raise KeyError
-            return (y.view(7) if n == 2 else torch.addmm(x, w, y[:3]) if n == 3 else y * y) @ w
-
-        try:
-            return region(f, m.leaf(8, 8), m.leaf(8, 8))
-        except (KeyError, RuntimeError):
-            return region(lambda x: x.exp().sin(), m.leaf(8, 8))
-
-    def hooks_that_come_and_go(n, region, m):
-        x, w = m.leaf(8, 8), m.leaf(8, 8)
-        with torch.autograd.graph.save_on_cpu() if n % 2 else contextlib.nullcontext():
-            return region(lambda x: (x.exp() @ w).sin() @ w.t(), x * 2)
-
-    def inner_regions(n, region, m):
-        def f(x, w):
-            y = INNER[n](lambda x: (x @ w).sin().exp(), x)
-            z = INNER[(n * 2) % 5](lambda y, z: y * F.dropout(z, 0.3).exp(), y, x)
-            return (z @ w).sin() * y
-
-        return region(f, m.leaf(8, 16), m.leaf(16, 16))
-
-    def kept_opaque_and_done_once(n, region, m):
-        def f(x):
-            y = keep((x.sin() * 2).exp()) if n % 2 else (x.sin() * 2).exp()
-            if n % 3 == 0:
-                with opaque():
-                    y = y.cos() * 1
-            z = forward_only(lambda y: torch.rand_like(y))(y.detach()) if n > 2 else y.tanh()
-            return (tag(y * z, "middle") if n != 4 else y * z).sin().exp()
-
-        return region(f, m.leaf(8, 8))
-
-    def policies(n, region, m):
-        def f(x, w):
-            with checkpoint_scope(policy=POLICIES[n]):
-                for i in range(4):
-                    with checkpoint_scope(enabled=i % 2 == 0):
-                        x = tag((x @ w / 4).tanh(), "a" if i else "b") * x.exp()
-                return x.sin()
-
-        return region(f, m.leaf(16, 16), m.leaf(16, 16))
-
-    def backward_inside(n, region, m):
-        def f(x, w):
-            y = (x @ w).sin().exp()
-            if n % 2 and y.requires_grad:
-                y = y * torch.autograd.grad(y.sum(), x, create_graph=n == 3, retain_graph=True)[0]
-            return (y @ w).sin()
-
-        return region(f, m.leaf(8, 8) * 1, m.leaf(8, 8))
-
-    def whole_step(n, region, m):
-        layers = nn.Linear(8, 8), nn.Tanh(), nn.BatchNorm1d(8), nn.Linear(8, 8)
-        net = m.once("net", lambda: nn.Sequential(*layers))
-        adam = m.once("adam", lambda: torch.optim.Adam(net.parameters(), foreach=True))
-
-        def f(x):
-            if n != 3:
-                net(net(x).sin()).exp().mean().backward()
-                adam.step() if n % 2 == 0 else None
-                adam.zero_grad(set_to_none=n > 3)
-            return net(x).sin().exp()
-
-        return region(f, m.leaf(4, 8))
-
-    def custom_functions(n, region, m):
-        def f(x, y):
-            return [t.sin().exp() for t in tensors([Scale.apply(x * 1, y, n)])]
-
-        return region(f, m.leaf(8, 8), m.leaf(8, 8))
-
-    def generators(n, region, m):
-        generator = m.once("generator", torch.Generator) if n % 2 else torch.Generator()
-        generator.manual_seed(n)
-
-        def f(x):
-            y = x * torch.rand(8, 8, generator=generator, dtype=torch.float64)
-            y = y * (torch.randn_like(x) if n % 3 else torch.empty_like(x).uniform_(0.0, 1.0 + n))
-            return F.dropout(y.exp(), n / 5).sin(), generator.get_state()
-
-        return region(f, m.leaf(8, 8))
-
-
-CASES = {name: case for name, case in vars(Cases).items() if not name.startswith("_")}
-
-
-def forward(case, n, region, m):
-    m.leaves, m.modules = [], []
-    torch.manual_seed(n)
-    outputs = tensors(case(n, region, m))
-    seen = {"outputs": bits(outputs), "random stream": bits(torch.get_rng_state())}
-    wanted = {id(t): t for t in [*m.leaves, *(p for each in m.modules for p in each.parameters())]}
-    return seen, outputs, [t for t in wanted.values() if t.requires_grad], m.modules
-
-
-def backward(n, seen, outputs, wanted, modules):
-    loss = weigh(outputs)
-    if n % 3 == 2:
-        first = torch.autograd.grad(loss, wanted, create_graph=True, allow_unused=True)
-        seen["first"], loss = bits(first), weigh(first)
-    if loss.requires_grad:
-        seen["gradients"] = bits(torch.autograd.grad(loss, wanted, allow_unused=True))
-    seen["state"] = bits([dict(module.state_dict()) for module in modules])
-    seen["random stream after backward"] = bits(torch.get_rng_state())
-
-
-def loop(door, steps, late=False):
-    """What each step leaves behind; `late`: each backward comes after the next forward."""
-    memories, waiting, seen = {}, [], []
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for name, n in steps:
-            m = memories.setdefault(name, Memory())
-            waiting.append((n, *forward(CASES[name], n, DOORS[door], m)))
-            seen.append(waiting[-1][1])
-            while len(waiting) > late:
-                backward(*waiting.pop(0))
-        while waiting:
-            backward(*waiting.pop(0))
-    return seen
-
-
-@functools.lru_cache(maxsize=2)
-def plain_loop(steps, late):
-    return loop("plain", steps, late)
-
-
-def check(door, steps, late=False):
-    wanted = plain_loop(tuple(steps), late)
-    for step, want, have in zip(steps, wanted, loop(door, steps, late), strict=True):
-        assert not differences(want, have), f"step {step}: {differences(want, have)}"
 
 
 def pairs():
@@ -500,7 +32,7 @@ def test_a_block_that_changes_from_step_to_step(name, door):
     """Recorded, followed, and after others; backward at once, and after the next forward."""
     steps = [(name, n) for n in STEPS]
     check(door, steps)
-    if name not in NOT_LATE and door != "replay":
+    if name not in NOT_LATE and door.startswith("scope"):
         check(door, steps, late=True)
 
 
@@ -512,14 +44,7 @@ def test_programs_of_all_shapes_through_one_site(door):
     check(door, steps)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_a_program_that_is_left_in_the_middle(name, monkeypatch):
-    """The tree grows too large while a run is in it."""
-    monkeypatch.setattr(programs, "MOST_STEPS", 7)
-    check("scope", [(name, n) for n in STEPS[:7]])
-
-
-@pytest.mark.parametrize("door", [s, r, A])
+@pytest.mark.parametrize("door", [s, r, planned])
 def test_threads_through_one_site(door):
     """Whoever records it, and whoever follows."""
 
@@ -544,51 +69,18 @@ def test_threads_through_one_site(door):
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
-        for _ in range(6):
+        for _ in range(3):
             clear_programs()
             at_once(*(functools.partial(work, k) for k in range(4)))
     finally:
         sys.setswitchinterval(interval)
 
 
-@pytest.mark.parametrize("door", [s, r, A])
-def test_a_run_that_is_over_may_live_while_others_change_the_program(door, monkeypatch):
+@pytest.mark.parametrize("door", [s, r, planned])
+def test_a_run_that_is_over_may_live_while_others_change_the_program(door):
     """Its graph does. Only the first run of each kind is recorded."""
-    added = []
-    add = programs.Program.add
-    monkeypatch.setattr(programs.Program, "add", lambda *args: added.append(args) or add(*args))
     clear_programs()
     region = door(lambda x, n: x.sin().exp() if n else x.cos().tanh())
-    x, graphs, recorded = torch.rand(4, requires_grad=True), [], []
-    for n in (0, 1, 1, 0, 1):
-        added.clear()
-        graphs.append(region(x, n))
-        recorded.append(len(added) > 0)
-    assert recorded == [True, True, False, False, False]
-
-
-def test_nothing_grows_with_the_number_of_programs(monkeypatch):
-    """300 different programs through one site."""
-    monkeypatch.setattr(programs, "MOST_STEPS", 600)
-    clear_programs()
-    alive = weakref.WeakSet()
-
-    def step(i):
-        x = torch.randn(8, 8, requires_grad=True)
-        given = lambda ctx, op, *args, **kwargs: x is None  # noqa: E731
-        alive.update([x, given])
-        with checkpoint_scope(policy=given if i % 50 == 0 else auto()):
-            y = x
-            for k in range(9):
-                y = y.sin() if i >> k & 1 else y * 1.5
-        y.sum().backward()
-
-    def steps():
-        gc.collect()
-        return sum(type(each) is programs.Step for each in gc.get_objects())
-
-    before = steps()
-    for i in range(300):
-        step(i)
-    assert steps() - before < 900
-    assert not alive
+    x, graphs = torch.rand(4, requires_grad=True), []
+    calls = [python_calls(lambda n=n: graphs.append(region(x, n))) for n in (0, 1, 1, 0, 1)]
+    assert min(calls[:2]) > 1.5 * max(calls[2:]), calls

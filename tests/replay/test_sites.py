@@ -5,20 +5,20 @@ import math
 
 import pytest
 import torch
-from oracle import bits, c, r, s
+from oracle import NO_ROOM, PLANNED, bits, c, r, s
 from torch import nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 from checkpointing import ChangedError, auto, checkpoint_scope, clear_programs, keep, offload
 
-pytestmark = pytest.mark.usefixtures("both_ways")  # small programs are not planned
-
+pytestmark = NO_ROOM
 INPUTS = offload(min_bytes=0, inputs=True)
 AROUND = {
     "scope": (contextlib.nullcontext, None),
     "auto": (contextlib.nullcontext, auto()),
+    "planned": (contextlib.nullcontext, PLANNED),
     "offload": (contextlib.nullcontext, INPUTS),
-    "offload auto": (contextlib.nullcontext, offload(auto(), min_bytes=0, inputs=True)),
+    "offload planned": (contextlib.nullcontext, offload(PLANNED, min_bytes=0, inputs=True)),
     "hooks that clone": (lambda: saved_tensors_hooks(torch.clone, lambda t: t), None),
     "save_on_cpu": (save_on_cpu, None),
 }
@@ -161,7 +161,7 @@ def test_hooks_that_copy(written, door):
         y.sum().backward()
 
 
-@pytest.mark.parametrize("policy", [None, auto()], ids=str)
+@pytest.mark.parametrize("policy", [None, PLANNED], ids=str)
 def test_an_operator_that_fails_leaves_no_trace_of_what_it_was_given(policy):
     """What it was given second is met first; a view of the first is written."""
 

@@ -1,18 +1,17 @@
 """Writes that schemas hide, that go outside, that nobody sees; random operators; inputs that change
 later."""
 
-import random
-
 import pytest
 import torch
 from bitwise import DOORS, REPLAY, RERUN, Table, leaves
-from oracle import noisy
+from oracle import NO_ROOM, PLANNED, noisy, python_calls
 from torch import nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
-from checkpointing import ChangedError, _torch, auto, checkpoint_scope
+from checkpointing import ChangedError, auto, checkpoint_scope
 
 case = Table(leaves())
+pytestmark = NO_ROOM
 
 
 def norm(name, build, shape):
@@ -88,7 +87,7 @@ def statistics_that_the_block_has_made(x, y):
     return (h * mean).exp() * y, h * var
 
 
-@case(whole=True, make=leaves(lambda: nn.BatchNorm1d(6)), doors=("scope", "replay", "auto"))
+@case(whole=True, make=leaves(lambda: nn.BatchNorm1d(6)), doors=("scope", "replay", "planned"))
 def evaluation_before_training(region, x, y, m):
     def f(x, y):
         h = m.eval()(x.sin())
@@ -162,11 +161,11 @@ def test_hooks_that_hand_on_what_they_are_given(hooks, door):
     del h
     with pytest.raises(ChangedError):
         out.backward()
-        assert door == "auto" and torch.equal(x.grad, 1 + 2 * torch.cos(2 * torch.ones(3)))
-        raise ChangedError  # `auto()` keeps what is computed from it, once it knows the program
+        assert door == "planned" and torch.equal(x.grad, 1 + 2 * torch.cos(2 * torch.ones(3)))
+        raise ChangedError  # a plan keeps what is computed from it, once the program is known
 
 
-@pytest.mark.parametrize("policy", [None, auto(), auto(budget=10**6)], ids=str)
+@pytest.mark.parametrize("policy", [None, PLANNED, auto(budget=10**6)], ids=str)
 def test_windows_of_one_storage_that_overlap(policy):
     """One has been delivered before the next one is written."""
 
@@ -196,7 +195,7 @@ class Gives(torch.autograd.Function):
         return ctx.saved_tensors[0]
 
 
-@pytest.mark.parametrize("policy", [None, auto()], ids=str)
+@pytest.mark.parametrize("policy", [None, PLANNED], ids=str)
 @pytest.mark.parametrize("create_graph", [False, True])
 def test_a_value_that_a_backward_inside_has_brought_back_outlives_a_write(create_graph, policy):
     """On its own memory it is what it was, when the memory that it had first is written."""
@@ -216,44 +215,16 @@ def test_a_value_that_a_backward_inside_has_brought_back_outlives_a_write(create
     assert torch.equal(torch.autograd.grad(y, x)[0], want)
 
 
-def test_what_is_saved_of_a_memory_is_compared_with_later_writes_until_it_is_copied(monkeypatch):
-    """A loop that writes four columns in turn: replaying it takes no longer at its end."""
-    compared = []
-    overlap = _torch.overlap
-    monkeypatch.setattr(_torch, "overlap", lambda *a: compared.append(a) or overlap(*a))
-    x = torch.rand(8, 4, requires_grad=True)
-    with checkpoint_scope():
-        y = x * 1
-        columns = [y[:, n : n + 1] for n in range(4)]
-        for n in range(100):
-            columns[n % 4].tanh_()
-    y.sum().backward()
-    assert 0 < len(compared) <= 100 * 4
+def test_a_loop_that_writes_columns_in_turn_takes_no_longer_at_its_end():
+    """What has been delivered of a memory is compared with later writes until it is copied."""
 
+    def calls(times):
+        x = torch.rand(8, 4, requires_grad=True)
+        with checkpoint_scope():
+            y = x * 1
+            columns = [y[:, n : n + 1] for n in range(4)]
+            for n in range(times):
+                columns[n % 4].tanh_()
+        return python_calls(y.sum().backward)
 
-def test_tensors_that_share_an_element_overlap():
-    """Ten thousand pairs of strided views, against the elements themselves."""
-    random.seed(0)
-    base = torch.arange(120)
-    apart = 0
-    for _ in range(10_000):
-        views = []
-        for _ in range(2):
-            size = [random.randint(0, 4) for _ in range(random.randint(0, 3))]
-            stride = [random.choice([0, 1, 2, 3, 5, 6, 12]) for _ in size]
-            if random.random() < 0.5 and views and len(views[0].shape) == len(size):
-                stride = views[0].stride()
-            last = sum(step * max(0, n - 1) for n, step in zip(size, stride, strict=True))
-            views.append(base.as_strided(size, stride, random.randint(0, 59 - min(59, last))))
-        one, other = views
-        share = not {*one.flatten().tolist()}.isdisjoint(other.flatten().tolist())
-        found = _torch.overlap(one, other)
-        assert found or not share
-        apart += not found
-    assert apart > 2_000
-    x = torch.rand(2, 3)
-    assert _torch.overlap(x[:0], x) is False
-    assert _torch.overlap(x, x)
-    assert _torch.overlap(x, x.view(torch.int32))
-    assert not _torch.overlap(x, x.clone())
-    assert not any(_torch.overlap(*x.chunk(3, 1)[n : n + 2]) for n in range(2))
+    assert calls(400) - calls(200) < 1.2 * (calls(300) - calls(100))

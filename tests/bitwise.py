@@ -11,14 +11,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
-import gc
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from oracle import A, bits, c, r, s, same_place, tensors
+from oracle import bits, c, no_garbage, planned, r, s, same_place, tensors
 from torch import Tensor, nn
 
 from checkpointing import CheckpointError
@@ -43,14 +42,14 @@ DOORS = {
     "plain": _door(lambda fn: fn),
     "scope": _door(s),
     "replay": _door(lambda fn: r(fn, early_stop=False)),
-    "auto": _door(A),
+    "planned": _door(planned),
     "in hooks": _door(_hooked),
     "rerun": _door(c),
     "scope in rerun": _door(lambda fn: c(s(fn))),
 }
 plain = DOORS["plain"]
 RERUN = ("rerun", "scope in rerun")
-REPLAY = ("scope", "replay", "auto", "in hooks")
+REPLAY = ("scope", "replay", "planned", "in hooks")
 ALL = (*REPLAY, *RERUN)
 
 
@@ -137,20 +136,6 @@ def garbage_in_fresh_memory(byte: int) -> Iterator[None]:
         yield
     finally:
         perturb(-6, 0)
-
-
-@contextlib.contextmanager
-def no_garbage() -> Iterator[None]:
-    """What the library makes inside is gone at the end, without the garbage collector (rule 9)."""
-    gc.disable()
-    gc.freeze()
-    try:
-        yield
-        kinds = [type(each) for each in gc.get_objects()]
-        left = {kind.__name__ for kind in kinds if kind.__module__.startswith("checkpointing.")}
-        assert not left & {"Frame", "Holder", "Tape"}, left
-    finally:
-        gc.enable()
 
 
 @dataclasses.dataclass
