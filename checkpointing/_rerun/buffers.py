@@ -71,7 +71,7 @@ class Buffers:
         self._guarded: list[tuple[nn.Module, str, Tensor, int]] = []  # with their versions
         if entries:
             self._capture(entries)
-        self.end()
+        self._versions = _versions_of(self._trained)
 
     def _capture(self, entries: list[Entry]) -> None:
         """Copy the buffers that can be rewound, and note the versions of the others."""
@@ -91,8 +91,14 @@ class Buffers:
             self._then = Moment.of(small)
 
     def end(self) -> None:
-        """The region has run: parameters stay as they are from here on."""
-        self._versions = _versions_of(self._trained)
+        """The region has run: the parameters that it has not written stay as they are from here
+        on."""
+        versions = _versions_of(self._trained)
+        if versions != self._versions:
+            known = zip(self._trained, self._versions, versions, strict=True)
+            self._trained = [tensor for tensor, version, now in known if now == version]
+            versions = _versions_of(self._trained)
+        self._versions = versions
 
     def written(self, frame: object) -> list[Tensor]:
         """The parameters that train and have been written since the forward."""
