@@ -15,10 +15,8 @@ saves.
 
 from __future__ import annotations
 
-import struct
 import sys
 from collections.abc import Callable
-from itertools import repeat
 from typing import Any, Protocol
 from weakref import ref
 
@@ -27,29 +25,15 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import _torch
-from .._engine import is_parameter, root_of, thread
-from .decisions import most_bytes
-from .ops import Info, info_of, tensors_of
-from .origins import Cells, Origins
+from .._engine import thread
+from .ops import info_of, tensors_of
+from .position import Position
 from .program import (
-    FEWER_SAVES,
     NO_KEYWORDS,
-    UNSEEN,
-    WRITTEN_UNSEEN,
-    First,
     Hold,
-    Known,
-    Met,
-    Parts,
     Program,
-    Slot,
     Step,
-    Thing,
-    Varying,
-    fewer_saves,
-    with_saves,
 )
-from .recorder import Recorder
 from .store import Store
 
 _plain_dispatch = Tensor.__torch_dispatch__
@@ -67,17 +51,15 @@ class Watcher(Protocol):
     def after(self, step: Step, args: Any, kwargs: Any, result: Any) -> None: ...
 
 
-class Follower(TorchDispatchMode):
+class Follower(TorchDispatchMode, Position):
     """A run of a block, on its way through the program."""
 
     supports_higher_order_operators = True
-    is_over = False
-    is_alone = False  # whether its program is its own
     _is_watched = False
 
     def __init__(self, program: Program, store: Store) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.program, self.store = program, store
+        TorchDispatchMode.__init__(self)
+        Position.__init__(self, program, store)
         self.fake_mode = _torch.fake_mode()
         self.note: Callable[[], Any] | None = None  # what to note of each operator that is recorded
         self.watchers: tuple[Watcher, ...] = ()
@@ -85,18 +67,6 @@ class Follower(TorchDispatchMode):
         self._here = here = thread.__dict__
         self._depth = here["depth"]
         self._later = store.later
-        self.begin()
-
-    def begin(self) -> None:
-        """At the root of the program: nothing is known, held or counted."""
-        self.store.begin()
-        self.root = self.step = self.program.root
-        self.path: list[Step] = []
-        self.saved = 0  # how many tensors autograd has saved since the last step
-        self.cells: Cells = self.store.cells
-        self.origins = Origins(self.cells, self.store.held)
-        self._recorder: Recorder | None = None
-        self._recorded: Any = None  # up to where
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -125,7 +95,7 @@ class Follower(TorchDispatchMode):
             names, given = (*kwargs,), (*args, *kwargs.values())
         call = func, _is_grad_enabled(), len(args), names
         mark = len(self.cells)
-        step = self._known_step(following, call, given)
+        step = self.known.find(following, call, given)
         if step is None:
             return self._do_something_new(call, types, args, kwargs)
         if step.is_special or (step.writes and self.store.holds_on(step.writes)):
@@ -180,72 +150,6 @@ class Follower(TorchDispatchMode):
         for watcher in self.watchers:
             watcher.after(self.step, args, kwargs, result)
         return result
-
-    def _following(self) -> tuple[Step, ...]:
-        """The steps that came next before, after as many saves as there are now."""
-        following = self.step.next
-        while self.saved != len(self.step.saves):
-            following = self._branch().next
-        return following
-
-    def _known_step(self, following: tuple[Step, ...], call: Any, given: Any) -> Step | None:
-        """Which of these steps a call is, if any. Then tensors that it meets take their cells."""
-        cells = self.cells
-        for step in following:
-            if step.call != call:
-                continue
-            met: list[Tensor] = []
-            # The usual cases, past one call.
-            for known, arg in zip(step.args, given):  # noqa: B905
-                kind = type(known)
-                if kind is Known:
-                    if cells[known.cell]() is not arg:
-                        break
-                elif known is not arg:
-                    is_plain = type(arg) is kind and kind in step.plain
-                    if not (known == arg if is_plain else self._matches(known, arg, met)):
-                        break
-            else:
-                if met:
-                    self._meet(step.firsts, met)
-                return step
-        return None
-
-    def _meet(self, firsts: tuple[First, ...], met: list[Tensor]) -> None:
-        """These tensors take the next cells."""
-        for first, tensor in zip(firsts, met, strict=True):
-            self.cells.append(ref(tensor))
-            if type(first.origin) is str:
-                self.origins.note(first.cell, tensor)
-            if first.refers is not None:
-                self.store.refer(first.refers, tensor)
-
-    def _matches(self, known: Any, arg: Any, met: list[Tensor]) -> bool:
-        """Whether an argument is what it was. `met` gets the tensors that it meets."""
-        kind = type(known)
-        if kind is Known:
-            return self.cells[known.cell]() is arg
-        if kind is Met:
-            return met[known.cell - len(self.cells)] is arg
-        if kind is First:
-            is_one = isinstance(arg, Tensor) and self._comes_from(known, arg, met)
-            met += [arg] * is_one
-            return is_one
-        if kind is Parts:
-            is_alike = type(arg) is known.kind and len(arg) == len(known.items)
-            return is_alike and all(map(self._matches, known.items, arg, repeat(met)))
-        if kind is Varying or kind is Thing:
-            return known.kind is type(arg) and (kind is Thing or _is_plain(arg))
-        return known is arg or _are_same(known, arg)
-
-    def _comes_from(self, first: First, tensor: Tensor, met: list[Tensor]) -> bool:
-        """Whether a tensor comes from where it came from then."""
-        if self.origins.of(tensor, met) != first.origin:
-            return False
-        if type(tensor) is _Parameter or _torch.is_whole_parameter(tensor):
-            return first.is_parameter
-        is_one = first.is_lent or is_parameter(root_of(tensor)) is first.is_parameter
-        return is_one and first.refers is None
 
     # ---- running
 
@@ -318,7 +222,7 @@ class Follower(TorchDispatchMode):
         self._forget(mark)
         given = (*args, *kwargs.values())
         following = tuple([other for other in self.step.next if other.count == len(tensors)])
-        other = self._known_step(following, step.call, given)
+        other = self.known.find(following, step.call, given)
         is_new = other is None
         if other is None:
             self.own_program()
@@ -338,27 +242,6 @@ class Follower(TorchDispatchMode):
         for tensor in step.info.targets_of({**dict(enumerate(args)), **kwargs}):
             self.written_unseen(tensor)
 
-    def _forget(self, mark: int) -> None:
-        """The cells from here on are empty again."""
-        del self.cells[mark:]
-        self.origins.forget(mark)
-
-    def _go_to(self, step: Step) -> None:
-        """This is the step that has just been taken."""
-        self.step = step
-        self.saved = 0
-        self.path.append(step)
-
-    # ---- recording
-
-    def own_program(self) -> None:
-        """Before the program changes. While a run in another thread changes it, this one goes on in
-        a program of its own, which nobody follows, from a step that has no next one."""
-        if not self.program.is_written_by(self):
-            self.program, self.is_alone = Program(), True
-            self.program.is_written_by(self)
-            self._go_to(fewer_saves(self.step, self.saved))  # which the step before does not know
-
     def _do_something_new(self, call: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         func = call[0]
         if self._sees_more():
@@ -368,7 +251,8 @@ class Follower(TorchDispatchMode):
             return info.run(*args, **kwargs)
         mark = len(self.cells)
         self.own_program()
-        step = self._with_other_numbers(call, (*args, *kwargs.values()))
+        given = (*args, *kwargs.values())
+        step = self.known.find_with_other_numbers(self.step.next, call, given)
         if step is not None:
             return self._run(step, args, kwargs, mark)
         step = self._new_step(info, func, args, kwargs)
@@ -380,107 +264,6 @@ class Follower(TorchDispatchMode):
         self._add(step, tensors_of(result))
         self._hold_decisions(step)
         return result
-
-    def _with_other_numbers(self, call: Any, given: Any) -> Step | None:
-        """A known next step that differs in numbers alone. It will not compare them any more."""
-        for step in self.step.next:
-            if step.call != call:
-                continue
-            met: list[Tensor] = []
-            others = []
-            for place, (known, arg) in enumerate(zip(step.args, given, strict=True)):
-                if self._matches(known, arg, met):
-                    continue
-                if not _are_numbers(known, arg):
-                    break  # what follows may name a cell that this argument has not taken
-                others.append(place)
-            else:
-                step.vary(others)
-                self._meet(step.firsts, met)
-                return step
-        return None
-
-    def _recorder_here(self) -> Recorder:
-        if self._recorder is None or self._recorded != (self.step, self.saved):
-            steps = with_saves(self.root, self.path, self.saved)
-            saves_freely = self.store.hooks is None
-            self._recorder = Recorder(self.cells, self.origins, steps, saves_freely)
-        return self._recorder
-
-    def _new_step(self, info: Info, func: Any, args: Any, kwargs: dict[str, Any]) -> Step:
-        recorder = self._recorder_here()
-        step = recorder.step(self.step, info, func, args, kwargs)
-        self._meet(step.firsts, recorder.met)
-        return step
-
-    def _add(self, step: Step, results: list[Tensor]) -> None:
-        """A new step has run."""
-        recorder, store = self._recorder, self.store
-        assert recorder is not None
-        recorder.has_run(step, results, most_bytes(store.saved_bytes, store.decided_bytes))
-        if store.placement is not None:
-            step.gone = recorder.gone()
-        self._recorded = step, 0
-        self.program.add(step)
-
-    def _new_slot(self, tensor: Tensor, is_read: bool, joins: bool) -> Slot:
-        """What autograd saves has not been saved here before."""
-        recorder = self._recorder_here()
-        slot = recorder.slot(tensor, is_read, joins)
-        if slot.first is not None:
-            self._meet((slot.first,), recorder.met)
-        self.step.saves.append(slot)
-        self._recorded = self.step, self.saved + 1
-        return slot
-
-    # ---- events
-
-    def _event(
-        self, event: str, args: tuple[Any, ...] = (), results: tuple[Tensor, ...] = ()
-    ) -> Step:
-        """Something has happened between two steps."""
-        step = self._known_step(self._following(), (event,), args)
-        is_new = step is None
-        if step is None:
-            self.own_program()
-            recorder = self._recorder_here()
-            step = recorder.event(self.step, event, args)
-            self._meet(step.firsts, recorder.met)
-        self.cells += map(ref, results)
-        if is_new:
-            self._add(step, [*results])
-        if event is UNSEEN:
-            self.store.before_unseen_writes()
-        self.store.has_been_written(step.writes)
-        self._go_to(step)
-        return step
-
-    def written_unseen(self, tensor: Tensor) -> None:
-        """Something has written to a tensor, and no operator has shown it."""
-        self._event(WRITTEN_UNSEEN, (tensor,))
-
-    def _branch(self) -> Step:
-        """After as many saves as there are now, the run goes another way than the step knows."""
-        step = self.step
-        for known in step.next:
-            if known.event is FEWER_SAVES and known.args[0] == self.saved:
-                break
-        else:
-            self.own_program()
-            if self.step is not step:
-                return self.step
-            known = self.program.add(fewer_saves(step, self.saved))
-        self._go_to(known)
-        return known
-
-    def finish_step(self) -> None:
-        """Nothing more is saved after the last step."""
-        while self.saved != len(self.step.saves):
-            self._branch()
-
-    def alive(self) -> list[int]:
-        """Cells that somebody else holds."""
-        return [cell for cell, tensor in enumerate(self.cells) if tensor() is not None]
 
     # ---- what a run does beside following
 
@@ -513,36 +296,6 @@ class Follower(TorchDispatchMode):
         else:
             for asked in step.decides:
                 self.store.decide(asked)
-
-
-def _are_same(known: Any, arg: Any) -> bool:
-    """Whether two arguments that hold no tensor are the same."""
-    kind = type(known)
-    if type(arg) is not kind or kind in (Slot, torch.ScriptObject):
-        return False
-    if kind in (float, complex, list, tuple):  # 0.0 is not -0.0, nor 0
-        return bool(_bits(known) == _bits(arg))
-    return bool(known == arg)
-
-
-def _bits(number: Any) -> Any:
-    """What tells numbers apart that are equal, and nan from nan."""
-    if type(number) is float:
-        return struct.pack("d", number)
-    if type(number) is complex:
-        return _bits(number.real), _bits(number.imag)
-    return [*map(_bits, number)] if type(number) in (list, tuple) else repr(number)
-
-
-def _are_numbers(known: Any, arg: Any) -> bool:
-    """Whether two arguments are plain numbers, or sizes, of one kind."""
-    return type(known) is type(arg) and _is_plain(known) and _is_plain(arg)
-
-
-def _is_plain(number: Any) -> bool:
-    if type(number) in (list, tuple, torch.Size):
-        return {*map(type, number)} <= {int, float}
-    return type(number) in (int, float, complex)
 
 
 def _dispatches(kind: type[Tensor]) -> bool:

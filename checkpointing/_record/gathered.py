@@ -25,7 +25,9 @@ class Keeper(Protocol):
     """A run, as far as it is needed here."""
 
     cells: Cells
-    origins: Origins
+
+    @property
+    def known(self) -> Origins: ...
 
     def keep_at(self, tensor: Tensor, mover: None) -> None: ...
 
@@ -60,7 +62,7 @@ class Gathering:
         numbers = [*self._alive, *range(self._cut_at, len(cells))]
         self._alive = [cell for cell in numbers if cells[cell]() is not None]
         for tensor in [cells[cell]() for cell in self._alive]:
-            if _torch.has_storage(tensor) and not self._run.origins.has_met(tensor):
+            if _torch.has_storage(tensor) and not self._run.known.has_met(tensor):
                 self._keep_once(tensor)
         self._cut_at = len(cells)
 

@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -35,17 +34,15 @@ from torch import Tensor
 
 from .. import _torch
 from .._engine import entered_from, is_parameter, root_of
-from .decisions import Decisions
+from .memories import MADE, OUTSIDE, UNFILLED, Memories, Memory
 from .ops import Info, tensors_of
 from .origins import Cells, Origins
 from .program import (
     BROUGHT_BACK,
     KEEP,
-    NOT_WRITTEN,
     ON_MADE,
     OWN,
     PLAIN,
-    UNSEEN,
     WRITTEN_UNSEEN,
     First,
     Hold,
@@ -58,8 +55,6 @@ from .program import (
     Thing,
     Value,
 )
-
-MADE, UNFILLED, OUTSIDE = "made", "unfilled", "outside"
 
 # Types of arguments that are compared with `==`, by whether all lists are sizes, and all floats
 # usual.
@@ -74,34 +69,8 @@ _is_grad_enabled = torch.is_grad_enabled
 _storage_of, _has_storage = _torch.storage_of, _torch.has_storage
 
 
-@dataclass(slots=True, eq=False)
-class Memory:
-    """What is known of one memory."""
-
-    number: int  # the first cell on it
-    state: str
-    version: int = NOT_WRITTEN  # the last step that wrote to it
-    cells: list[int] = field(default_factory=list)
-    whole: set[int] = field(default_factory=set)  # the cells that cover it, if it is made here
-    # On memory from outside: the cells with what is held now, and with views of that; whether
-    # a copy is held.
-    there: dict[int, bool] = field(default_factory=dict)
-    is_parameter: bool = False
-    is_lent: bool = False
-    is_state: bool = False  # from outside, and written by the block: as by the next run, perhaps
-    is_saved: bool = False  # autograd has saved something of it; or it is a parameter
-
-    def has(self, cell: int) -> bool:
-        """Whether a replay can come by what is in a cell now."""
-        return cell in self.there if self.state is OUTSIDE else self.state is MADE
-
-    def write(self, index: int) -> None:
-        self.version = index
-        self.there.clear()
-
-
-class Recorder:
-    """The memories at one place of a path, and the next step there."""
+class Recorder(Memories):
+    """What comes next at one place of a path."""
 
     def __init__(
         self,
@@ -110,154 +79,30 @@ class Recorder:
         steps: Iterable[tuple[Step, list[Slot]]],
         saves_freely: bool,
     ) -> None:
-        """`steps` are those of the path; `saves_freely`: no hooks are around the block."""
-        self._cells, self._origins, self._saves_freely = cells, origins, saves_freely
-        self._memories: dict[int, Memory] = {}
-        self._memory_of: list[Memory] = []  # by cell
-        self._names: dict[int, int] = {}  # by id of a tensor: its cell
-        self._places: dict[int | None, Memory] = {}  # by storage
-        self._held: set[Value] = set()
-        self._decisions = Decisions()
-        self._alive: list[Memory] = []  # of those that steps have made
-        self._start()
-        for step, saves in steps:
-            for first in step.firsts:
-                self._add_first(first)
-            for asked in step.holds:
-                self._add_hold(asked)
-            self._add(step)
-            for slot in saves:
-                self._add_slot(slot)
+        """`saves_freely`: no hooks are around the block."""
+        super().__init__(cells, steps)
+        self._origins, self._saves_freely = origins, saves_freely
 
     def _start(self) -> None:
-        self.met: list[Tensor] = []  # tensors that take the next cells
+        self.met = []
         self._reads: list[Value] = []
         self._firsts: list[First] = []
         self._holds: list[Hold] = []
 
-    # ---- what follows from the path
-
-    def _add_first(self, first: First) -> None:
-        memory = self._memory(first.memory, OUTSIDE)
-        if first.origin is ON_MADE:
-            memory.state = OUTSIDE
-        memory.is_parameter |= first.is_parameter
-        memory.is_saved |= first.is_parameter
-        memory.is_lent |= first.is_lent
-        self._add_cell(first.cell, memory)
-        if first.refers is not None:
-            self._add_hold(first.refers)
-
-    def _add_hold(self, asked: Hold) -> None:
-        self._held.add(asked.value)
-        if not asked.is_hidden:
-            self._memories[asked.memory].there[asked.value[0]] = asked.is_copied
-
-    def _add(self, step: Step) -> None:
-        """Learn what a step has changed."""
-        for number, state in step.states:
-            self._memory(number, state).state = state
-        self._alive += [self._memories[number] for number, _ in step.sizes]
-        if step.gone:
-            self._alive = [memory for memory in self._alive if memory.number not in step.gone]
-        written = [self._memories[number] for number in step.writes]
-        self._decisions.add(step, [cell for memory in written for cell in memory.cells])
-        for memory in written:
-            memory.write(step.index)
-            memory.is_state |= memory.state is OUTSIDE
-        for cell, number in step.memories:
-            memory = self._memories[number]
-            is_shown = step.is_view and not step.effect and memory.state is OUTSIDE
-            if cell == number or not memory.whole.isdisjoint(step.targets):
-                memory.whole.add(cell)
-            self._add_cell(cell, memory)
-            if is_shown:
-                memory.there[cell] = False
-        for number, _ in step.states if step.info.gathers else ():
-            self._memories[number].is_lent = True
-        if step.event is UNSEEN:
-            self._write_unseen(step.index)
-
-    def _write_unseen(self, index: int) -> None:
-        """Anything but parameters may have been written."""
-        for memory in self._memories.values():
-            if not memory.is_parameter:
-                memory.state = OUTSIDE
-                memory.write(index)
-
-    def _add_slot(self, slot: Slot) -> None:
-        if slot.first is not None:
-            self._add_first(slot.first)
-        memory = self._memory_of[slot.value[0]]
-        if slot.hold is not None:
-            self._add_hold(slot.hold)
-            if slot.is_read:  # if it was allocated here, something unseen has filled it
-                memory.state = OUTSIDE
-        memory.is_saved = True
-
-    def _memory(self, number: int, state: str) -> Memory:
-        if number not in self._memories:
-            self._memories[number] = Memory(number, state)
-        return self._memories[number]
-
-    def _add_cell(self, cell: int, memory: Memory) -> None:
-        assert cell == len(self._memory_of), "cells are filled in order"
-        self._memory_of.append(memory)
-        memory.cells.append(cell)
-        tensor = self._tensor_in(cell)
-        if tensor is not None:
-            self._names[id(tensor)] = cell
-            self._places[_storage_of(tensor)] = memory
-
-    def _tensor_in(self, cell: int) -> Any:
-        cells = self._cells
-        return cells[cell]() if cell < len(cells) else self.met[cell - len(cells)]
-
-    # ---- names
-
-    def _find(self, tensor: Tensor) -> int | None:
-        """The cell of a tensor; None if it is not known."""
-        cell = self._names.get(id(tensor))
-        if cell is None or self._tensor_in(cell) is not tensor:
-            return None
-        if not _has_storage(tensor):
-            return cell
-        # Unless `tensor.data = ...` has given it other memory.
-        return cell if self._places.get(_storage_of(tensor)) is self._memory_of[cell] else None
-
-    def _memory_at(self, tensor: Tensor) -> Memory | None:
-        """The known memory that a tensor uses, as far as something there is alive."""
-        memory = self._places.get(_storage_of(tensor)) if _has_storage(tensor) else None
-        return None if memory is None or self._is_gone(memory) else memory
-
-    def _is_gone(self, memory: Memory) -> bool:
-        """Whether nobody holds a tensor there any more."""
-        return all(self._tensor_in(cell) is None for cell in memory.cells)
-
-    def gone(self) -> tuple[int, ...]:
-        """Memories of recorded operators that nobody holds any more."""
-        gone = [memory for memory in self._alive if self._is_gone(memory)]
-        self._alive = [memory for memory in self._alive if memory not in gone]
-        return tuple([memory.number for memory in gone])
-
-    def _value(self, cell: int) -> Value:
-        """What is in a cell: as the last step left it that wrote to any part of its memory."""
-        return cell, self._memory_of[cell].version
-
     def _name(self, tensor: Tensor) -> Known | First:
         """The template of a tensor whose contents do not matter."""
-        cell = self._find(tensor)
+        cell = self.find(tensor)
         if cell is None:
             return self._meet(tensor)
         return Known(cell) if cell < len(self._cells) else Met(cell)
 
     def _meet(self, tensor: Tensor) -> First:
         """A tensor that is not known takes the next cell."""
-        cell, origin = len(self._memory_of), self._origins.of(tensor, self.met)
-        there = self._memory_at(tensor)
+        cell, origin = len(self.memory_of), self._origins.of(tensor, self.met)
+        there = self.memory_at(tensor)
         memory = there if origin is ON_MADE else None
         if type(origin) is int:
-            memory = self._memory_of[origin]
+            memory = self.memory_of[origin]
         number = cell if memory is None else memory.number
         first = First(
             cell, origin, number, is_parameter(root_of(tensor)), requires_grad=tensor.requires_grad
@@ -267,18 +112,18 @@ class Recorder:
         elif first.is_parameter and origin is OWN and there is not None:
             first.is_lent = True  # on memory that the block has made: gathered from one process
         self.met.append(tensor)
-        self._add_first(first)
+        self.add_first(first)
         self._firsts.append(first)
         return first
 
     def _hold(self, template: Known | First, reader: Any, **how: bool) -> None:
         """The run is to hold what is in a cell."""
         cell = template.cell
-        memory = self._memory_of[cell]
-        asked = Hold(self._value(cell), memory.number, reader, memory.is_parameter, **how)
+        memory = self.memory_of[cell]
+        asked = Hold(self.value(cell), memory.number, reader, memory.is_parameter, **how)
         asked.is_lent = memory.is_lent
-        self._add_hold(asked)
-        is_whole = _torch.is_whole_parameter(self._tensor_in(cell))
+        self.add_hold(asked)
+        is_whole = _torch.is_whole_parameter(self.tensor_in(cell))
         if isinstance(template, First) and is_whole and not (how or asked.is_lent):
             template.refers = asked
         else:
@@ -287,7 +132,7 @@ class Recorder:
     def _read(self, tensor: Tensor, reader: Any, is_copied: bool = False) -> Known | First:
         """The template of a tensor whose contents an operator reads."""
         template = self._name(tensor)
-        memory = self._memory_of[template.cell]
+        memory = self.memory_of[template.cell]
         if memory.state is OUTSIDE and (is_copied or memory.is_state):
             if not memory.there.get(template.cell):
                 if is_copied and template.cell in memory.there:  # autograd has saved the tensor
@@ -295,7 +140,7 @@ class Recorder:
                 self._hold(template, reader, is_copied=True)
         elif not memory.has(template.cell):
             self._hold(template, reader)
-        self._reads.append(self._value(template.cell))
+        self._reads.append(self.value(template.cell))
         return template
 
     def _map(self, function: Callable[[Tensor], Any], arg: Any) -> Any:
@@ -347,12 +192,12 @@ class Recorder:
 
         def base(tensor: Tensor) -> Known | First:
             template = self._name(tensor)
-            memory = self._memory_of[template.cell]
+            memory = self.memory_of[template.cell]
             if type(template) is First and (self._saves_freely or template.is_parameter):
                 self._hold(template, step.func)
             is_there = memory.state is UNFILLED or memory.has(template.cell)
             if is_there:
-                self._reads.append(self._value(template.cell))
+                self._reads.append(self.value(template.cell))
             are_there.append(is_there)
             return template
 
@@ -376,18 +221,18 @@ class Recorder:
     def _fill_unseen(self, step: Step, read: Iterable[Tensor]) -> None:
         """Something unseen has filled what is read: a raw kernel, `ctypes`, NumPy."""
         for tensor in read:
-            cell = self._find(tensor)
-            if cell is not None and (memory := self._memory_of[cell]).state is UNFILLED:
+            cell = self.find(tensor)
+            if cell is not None and (memory := self.memory_of[cell]).state is UNFILLED:
                 memory.state = OUTSIDE
                 step.states += ((memory.number, OUTSIDE),)
 
     def _is_outside(self, tensor: Tensor, info: Info) -> bool:
         """Whether what is written cannot be made again: it was there before, or something unseen
         has filled it."""
-        cell = self._find(tensor)
+        cell = self.find(tensor)
         if cell is None:
             return True
-        state = self._memory_of[cell].state
+        state = self.memory_of[cell].state
         return state is OUTSIDE or (state is UNFILLED and not info.fills)
 
     def _template(self, step: Step, place: int | str, arg: Any) -> Any:
@@ -409,12 +254,12 @@ class Recorder:
     def _target(self, step: Step, tensor: Tensor) -> Known | First:
         """The template of a tensor that the operator writes."""
         info, template = step.info, self._name(tensor)
-        memory = self._memory_of[template.cell]
+        memory = self.memory_of[template.cell]
         state = memory.state
         if step.effect:
             state = OUTSIDE
         else:  # after whoever wrote to its memory before
-            self._reads.append(self._value(template.cell))
+            self._reads.append(self.value(template.cell))
             if info.allocates:  # `resize_`, or with `out=`
                 state = UNFILLED
             elif template.cell in memory.whole or not info.overwrites:
@@ -431,7 +276,7 @@ class Recorder:
         if not step.updates:
             return self._read(tensor, step.func, is_copied=True)
         template = self._name(tensor)
-        memory = self._memory_of[template.cell]
+        memory = self.memory_of[template.cell]
         step.writes += (memory.number,)
         step.states += ((memory.number, OUTSIDE),)
         return template
@@ -441,11 +286,11 @@ class Recorder:
         that may be held."""
         info = step.info
         self.met = []
-        step.count, step.first_cell = len(results), len(self._memory_of)
+        step.count, step.first_cell = len(results), len(self.memory_of)
         made: dict[Value, Tensor] = {}
         for cell, tensor in enumerate(results, step.first_cell):
-            known = None if info.base == "set_" else self._find(tensor)
-            memory = self._memory_at(tensor) if known is None else self._memory_of[known]
+            known = None if info.base == "set_" else self.find(tensor)
+            memory = self.memory_at(tensor) if known is None else self.memory_of[known]
             if step.event is BROUGHT_BACK or memory is None:
                 state = UNFILLED if info.allocates else MADE
                 if step.effect or not _has_storage(tensor):
@@ -457,21 +302,19 @@ class Recorder:
             version = step.index if memory.number in step.writes else memory.version
             made[cell, version] = tensor
         if step.event is None and not step.effect:
-            computed = [
-                each for each in step.reads if self._memory_of[each[0]].state is not OUTSIDE
-            ]
-            decided = self._decisions.find(step, computed, made, self._tensor_in, limit)
+            computed = [each for each in step.reads if self.memory_of[each[0]].state is not OUTSIDE]
+            decided = self.decisions.find(step, computed, made, self.tensor_in, limit)
             numbers = dict(step.memories)
             step.decides = tuple([self._kept(value, numbers) for value in decided])
         if info.sizes_depend_on_data:
             step.line = entered_from(sys._getframe(1))
         step.is_special |= bool(step.decides) or info.sizes_depend_on_data
-        self._add(step)
+        self.add(step)
 
     def _kept(self, value: Value, new: Mapping[int, int] = _NO_CELLS) -> Hold:
         """A value to hold though it could be computed. `new` cells have these memories."""
         cell = value[0]
-        return Hold(value, new[cell] if cell in new else self._memory_of[cell].number, None)
+        return Hold(value, new[cell] if cell in new else self.memory_of[cell].number, None)
 
     def event(self, parent: Step, event: str, args: tuple[Any, ...]) -> Step:
         """What else has happened."""
@@ -481,18 +324,18 @@ class Recorder:
         if event is KEEP:
             step.args = [self._name(*args)]
             cell = step.args[0].cell
-            memory = self._memory_of[cell]
+            memory = self.memory_of[cell]
             if memory.state is MADE:
                 step.effect = False
-                self._reads.append(self._value(cell))
-                step.decides = (self._kept(self._value(cell)),)
+                self._reads.append(self.value(cell))
+                step.decides = (self._kept(self.value(cell)),)
         elif event is BROUGHT_BACK:
             (slot,) = args
             self._reads.append(slot.value)
-            step.effect = self._value(slot.value[0]) != slot.value
+            step.effect = self.value(slot.value[0]) != slot.value
         elif event is WRITTEN_UNSEEN:
             step.args = [self._name(*args)]
-            number = self._memory_of[step.args[0].cell].number
+            number = self.memory_of[step.args[0].cell].number
             step.writes, step.states = (number,), ((number, OUTSIDE),)
         step.inputs = step.args
         return self._end(step)
@@ -503,17 +346,17 @@ class Recorder:
         self._start()
         template = self._name(tensor)
         cell = template.cell
-        memory = self._memory_of[cell]
+        memory = self.memory_of[cell]
         if memory.state is UNFILLED and is_read:  # then something unseen has filled it
             memory.state = OUTSIDE
         if not memory.has(cell):
             # Autograd saves it before the operator runs that fills it: nothing is in it yet.
             how = {"is_hidden": True} if memory.state is UNFILLED else {}
             self._hold(template, None, **how)
-        slot = Slot(self._value(cell), is_read=is_read, joins=joins)
+        slot = Slot(self.value(cell), is_read=is_read, joins=joins)
         slot.first = template if type(template) is First else None
         slot.hold = self._holds[0] if self._holds else None
-        slot.is_held = slot.value in self._held
+        slot.is_held = slot.value in self.held
         slot.is_usual = not any((slot.first, slot.hold, joins, is_read))
         slot.nbytes = tensor.nbytes if _has_storage(tensor) else 0
         slot.counts = not memory.is_saved

@@ -19,7 +19,6 @@ from .compiled import INDUCTOR, CompiledCode
 from .follow import Follower
 from .gathered import Gathering
 from .ops import info_of, tensors_of
-from .path import Path
 from .program import BROUGHT_BACK, KEEP, UNSEEN, Hold, Program, Slot, Step
 from .store import Answer, Store
 
@@ -66,7 +65,7 @@ class Run(Follower, Region):
     def _sees_more(self) -> bool:
         if self._compiled is not None or INDUCTOR not in _modules:
             return False
-        has_made = lambda tensor: self.origins.has_made(tensor)  # noqa: E731
+        has_made = lambda tensor: self.known.has_made(tensor)  # noqa: E731
         self._compiled = CompiledCode(has_made, self.written_unseen)
         self.watchers += (self._compiled,)
         return True
@@ -98,12 +97,8 @@ class Run(Follower, Region):
         """The block has ended, and holders have what they need."""
         self.store.release()
         self.path, self.stocks = [], {}
-        del self.origins, self.cells  # they know what has been held
+        del self.known, self.cells  # they know what has been held
         self.is_over = True
-
-    def so_far(self) -> Path:
-        """What the run has done."""
-        return Path(self.root, self.path, self.saved)
 
     # ---- a backward inside the block
 
@@ -203,9 +198,9 @@ class Run(Follower, Region):
         first = slot.first
         if first is None:
             return slot if self.cells[slot.cell]() is tensor else None
-        if not self._matches(first, tensor, met):
+        if not self.known.matches(first, tensor, met):
             return None
-        self._meet((first,), met)
+        self.known.meet((first,), met)
         return slot
 
     # ---- what is kept

@@ -1,0 +1,141 @@
+"""Comparing: which known step an operator call is.
+
+A call is compared without any effect. When a step has been found, the tensors that the call meets
+take their cells.
+"""
+
+from __future__ import annotations
+
+import struct
+from itertools import repeat
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+
+from .. import _torch
+from .._engine import is_parameter, root_of
+from .origins import Origins
+from .program import First, Known, Met, Parts, Slot, Step, Thing, Varying
+from .store import Store
+
+_Parameter = nn.Parameter
+
+
+class Matcher(Origins):
+    """The tensors that a run has met, and their comparison with those that a step expects."""
+
+    def __init__(self, store: Store) -> None:
+        super().__init__(store.cells, store.held)
+        self._store = store
+
+    def find(self, following: tuple[Step, ...], call: Any, given: Any) -> Step | None:
+        """Which of these steps a call is, if any. Then tensors that it meets take their cells."""
+        cells = self._cells
+        for step in following:
+            if step.call != call:
+                continue
+            met: list[Tensor] = []
+            # The usual cases, past one call.
+            for known, arg in zip(step.args, given):  # noqa: B905
+                kind = type(known)
+                if kind is Known:
+                    if cells[known.cell]() is not arg:
+                        break
+                elif known is not arg:
+                    is_plain = type(arg) is kind and kind in step.plain
+                    if not (known == arg if is_plain else self.matches(known, arg, met)):
+                        break
+            else:
+                if met:
+                    self.meet(step.firsts, met)
+                return step
+        return None
+
+    def meet(self, firsts: tuple[First, ...], met: list[Tensor]) -> None:
+        """These tensors take the next cells."""
+        for first, tensor in zip(firsts, met, strict=True):
+            self._cells.append(ref(tensor))
+            if type(first.origin) is str:
+                self.note(first.cell, tensor)
+            if first.refers is not None:
+                self._store.refer(first.refers, tensor)
+
+    def matches(self, known: Any, arg: Any, met: list[Tensor]) -> bool:
+        """Whether an argument is what it was. `met` gets the tensors that it meets."""
+        kind = type(known)
+        if kind is Known:
+            return self._cells[known.cell]() is arg
+        if kind is Met:
+            return met[known.cell - len(self._cells)] is arg
+        if kind is First:
+            is_one = isinstance(arg, Tensor) and self._comes_from(known, arg, met)
+            met += [arg] * is_one
+            return is_one
+        if kind is Parts:
+            is_alike = type(arg) is known.kind and len(arg) == len(known.items)
+            return is_alike and all(map(self.matches, known.items, arg, repeat(met)))
+        if kind is Varying or kind is Thing:
+            return known.kind is type(arg) and (kind is Thing or _is_plain(arg))
+        return known is arg or _are_same(known, arg)
+
+    def _comes_from(self, first: First, tensor: Tensor, met: list[Tensor]) -> bool:
+        """Whether a tensor comes from where it came from then."""
+        if self.of(tensor, met) != first.origin:
+            return False
+        if type(tensor) is _Parameter or _torch.is_whole_parameter(tensor):
+            return first.is_parameter
+        is_one = first.is_lent or is_parameter(root_of(tensor)) is first.is_parameter
+        return is_one and first.refers is None
+
+    def find_with_other_numbers(
+        self, following: tuple[Step, ...], call: Any, given: Any
+    ) -> Step | None:
+        """A known next step that differs in numbers alone. It will not compare them any more."""
+        for step in following:
+            if step.call != call:
+                continue
+            met: list[Tensor] = []
+            others = []
+            for place, (known, arg) in enumerate(zip(step.args, given, strict=True)):
+                if self.matches(known, arg, met):
+                    continue
+                if not _are_numbers(known, arg):
+                    break  # what follows may name a cell that this argument has not taken
+                others.append(place)
+            else:
+                step.vary(others)
+                self.meet(step.firsts, met)
+                return step
+        return None
+
+
+def _are_same(known: Any, arg: Any) -> bool:
+    """Whether two arguments that hold no tensor are the same."""
+    kind = type(known)
+    if type(arg) is not kind or kind in (Slot, torch.ScriptObject):
+        return False
+    if kind in (float, complex, list, tuple):  # 0.0 is not -0.0, nor 0
+        return bool(_bits(known) == _bits(arg))
+    return bool(known == arg)
+
+
+def _bits(number: Any) -> Any:
+    """What tells numbers apart that are equal, and nan from nan."""
+    if type(number) is float:
+        return struct.pack("d", number)
+    if type(number) is complex:
+        return _bits(number.real), _bits(number.imag)
+    return [*map(_bits, number)] if type(number) in (list, tuple) else repr(number)
+
+
+def _are_numbers(known: Any, arg: Any) -> bool:
+    """Whether two arguments are plain numbers, or sizes, of one kind."""
+    return type(known) is type(arg) and _is_plain(known) and _is_plain(arg)
+
+
+def _is_plain(number: Any) -> bool:
+    if type(number) in (list, tuple, torch.Size):
+        return {*map(type, number)} <= {int, float}
+    return type(number) in (int, float, complex)

@@ -1,0 +1,162 @@
+"""Positions: where a run is in its program, and how the program grows there."""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import ref
+
+from torch import Tensor
+
+from .decisions import most_bytes
+from .match import Matcher
+from .ops import Info
+from .origins import Cells
+from .path import Path
+from .program import (
+    FEWER_SAVES,
+    UNSEEN,
+    WRITTEN_UNSEEN,
+    Program,
+    Slot,
+    Step,
+    fewer_saves,
+    with_saves,
+)
+from .recorder import Recorder
+from .store import Store
+
+
+class Position:
+    """A path through a program so far, and the tensors in its cells."""
+
+    is_over = False
+    is_alone = False  # whether its program is its own
+
+    def __init__(self, program: Program, store: Store) -> None:
+        self.program, self.store = program, store
+        self.begin()
+
+    def begin(self) -> None:
+        """At the root of the program: nothing is known, held or counted."""
+        self.store.begin()
+        self.root = self.step = self.program.root
+        self.path: list[Step] = []
+        self.saved = 0  # how many tensors autograd has saved since the last step
+        self.cells: Cells = self.store.cells
+        self.known = Matcher(self.store)
+        self._recorder: Recorder | None = None
+        self._recorded: Any = None  # up to where
+
+    def _forget(self, mark: int) -> None:
+        """The cells from here on are empty again."""
+        del self.cells[mark:]
+        self.known.forget(mark)
+
+    def _go_to(self, step: Step) -> None:
+        """This is the step that has just been taken."""
+        self.step = step
+        self.saved = 0
+        self.path.append(step)
+
+    def _following(self) -> tuple[Step, ...]:
+        """The steps that came next before, after as many saves as there are now."""
+        following = self.step.next
+        while self.saved != len(self.step.saves):
+            following = self._branch().next
+        return following
+
+    def own_program(self) -> None:
+        """Before the program changes. While a run in another thread changes it, this one goes on in
+        a program of its own, which nobody follows, from a step that has no next one."""
+        if not self.program.is_written_by(self):
+            self.program, self.is_alone = Program(), True
+            self.program.is_written_by(self)
+            self._go_to(fewer_saves(self.step, self.saved))  # which the step before does not know
+
+    # ---- what is new
+
+    def _recorder_here(self) -> Recorder:
+        if self._recorder is None or self._recorded != (self.step, self.saved):
+            steps = with_saves(self.root, self.path, self.saved)
+            saves_freely = self.store.hooks is None
+            self._recorder = Recorder(self.cells, self.known, steps, saves_freely)
+        return self._recorder
+
+    def _new_step(self, info: Info, func: Any, args: Any, kwargs: dict[str, Any]) -> Step:
+        recorder = self._recorder_here()
+        step = recorder.step(self.step, info, func, args, kwargs)
+        self.known.meet(step.firsts, recorder.met)
+        return step
+
+    def _add(self, step: Step, results: list[Tensor]) -> None:
+        """A new step has run."""
+        recorder, store = self._recorder, self.store
+        assert recorder is not None
+        recorder.has_run(step, results, most_bytes(store.saved_bytes, store.decided_bytes))
+        if store.placement is not None:
+            step.gone = recorder.gone()
+        self._recorded = step, 0
+        self.program.add(step)
+
+    def _new_slot(self, tensor: Tensor, is_read: bool, joins: bool) -> Slot:
+        """What autograd saves has not been saved here before."""
+        recorder = self._recorder_here()
+        slot = recorder.slot(tensor, is_read, joins)
+        if slot.first is not None:
+            self.known.meet((slot.first,), recorder.met)
+        self.step.saves.append(slot)
+        self._recorded = self.step, self.saved + 1
+        return slot
+
+    # ---- events
+
+    def _event(
+        self, event: str, args: tuple[Any, ...] = (), results: tuple[Tensor, ...] = ()
+    ) -> Step:
+        """Something has happened between two steps."""
+        step = self.known.find(self._following(), (event,), args)
+        is_new = step is None
+        if step is None:
+            self.own_program()
+            recorder = self._recorder_here()
+            step = recorder.event(self.step, event, args)
+            self.known.meet(step.firsts, recorder.met)
+        self.cells += map(ref, results)
+        if is_new:
+            self._add(step, [*results])
+        if event is UNSEEN:
+            self.store.before_unseen_writes()
+        self.store.has_been_written(step.writes)
+        self._go_to(step)
+        return step
+
+    def written_unseen(self, tensor: Tensor) -> None:
+        """Something has written to a tensor, and no operator has shown it."""
+        self._event(WRITTEN_UNSEEN, (tensor,))
+
+    def _branch(self) -> Step:
+        """After as many saves as there are now, the run goes another way than the step knows."""
+        step = self.step
+        for known in step.next:
+            if known.event is FEWER_SAVES and known.args[0] == self.saved:
+                break
+        else:
+            self.own_program()
+            if self.step is not step:
+                return self.step
+            known = self.program.add(fewer_saves(step, self.saved))
+        self._go_to(known)
+        return known
+
+    def finish_step(self) -> None:
+        """Nothing more is saved after the last step."""
+        while self.saved != len(self.step.saves):
+            self._branch()
+
+    def alive(self) -> list[int]:
+        """Cells that somebody else holds."""
+        return [cell for cell, tensor in enumerate(self.cells) if tensor() is not None]
+
+    def so_far(self) -> Path:
+        """What the run has done."""
+        return Path(self.root, self.path, self.saved)
