@@ -717,9 +717,7 @@ class Run(TorchDispatchMode, Region):
         self._hold_decisions(step)
         if self.placement is not None:
             step.gone = recorder.gone()
-            formula = _torch.flop_formula(func)
-            if formula is not None:
-                step.flops = formula(args, kwargs, result)
+            step.flops = _torch.flops_of(func, args, kwargs, result)
         self.program.add(step)
         return result
 
