@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from . import auto, checkpoint_scope, checkpointed
-from ._torch import flop_formula, same_bits
+from ._torch import flops_of, same_bits
 
 MIB = 2**20
 HEADS = 4
@@ -114,14 +114,12 @@ class Step(NamedTuple):
 class Flops(TorchDispatchMode):
     """Counts floating-point operations. (`FlopCounterMode` would hold outputs in a recompute.)"""
 
-    total: Any = 0
+    total = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        formula = flop_formula(func)
-        if formula is not None:
-            self.total += formula(args, kwargs, result)
+        self.total += flops_of(func, args, kwargs, result)
         return result
 
 

@@ -18,35 +18,27 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
+from types import MethodType
 from typing import Any, ParamSpec, TypedDict, TypeVar, overload
 
 import torch
 import torch.utils.checkpoint as _theirs
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import (
-    SAC_IGNORED_OPS as SAC_IGNORED_OPS,
-    CheckpointPolicy as CheckpointPolicy,
-    DefaultDeviceType as DefaultDeviceType,
-    GraphExecGroup as GraphExecGroup,
-    SelectiveCheckpointContext as SelectiveCheckpointContext,
-    create_selective_checkpoint_contexts as create_selective_checkpoint_contexts,
-    detach_variable as detach_variable,
-    get_device_states as get_device_states,
-    noop_context_fn as noop_context_fn,
-    set_device_states as set_device_states,
-)
+from torch.utils.checkpoint import noop_context_fn as noop_context_fn
 from typing_extensions import Unpack
 
 from . import _torch
 from ._engine import entered_from, warn
 from ._entry import (
+    CheckpointedObject,
     CheckpointFunction as CheckpointFunction,
     Options as RegionOptions,
     check_backward_validity as check_backward_validity,
     is_plain,
     logged,
     run_rerun,
+    wrap,
 )
 from .errors import CheckpointError as CheckpointError
 
@@ -66,10 +58,10 @@ __all__ = _theirs.__all__
 
 
 def __getattr__(name: str) -> Any:
-    """Private names are torch's: other code imports them, too."""
-    if name.startswith("_") and not name.startswith("__"):
-        return getattr(_theirs, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    """Names that are not defined here are torch's: other code imports private ones, too."""
+    if name.startswith("__"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(_theirs, name)
 
 
 _early_stop: Switch = ContextVar("checkpointing.early_stop", default=None)
@@ -179,8 +171,8 @@ def checkpoint(
     }
     if function is None and not args:
         _refuse_keywords(kwargs)
-        return functools.partial(_Checkpointed, options=options)
-    return _checkpoint(function, args, kwargs, options)
+        return functools.partial(_decorated, options=options)
+    return _checkpoint(options, function, args, kwargs)
 
 
 def _refuse_keywords(given: dict[str, Any]) -> None:
@@ -188,31 +180,17 @@ def _refuse_keywords(given: dict[str, Any]) -> None:
         raise ValueError("Unexpected keyword arguments: " + ",".join(given))
 
 
-class _Checkpointed:
-    """The result of `checkpoint(**options)(function)`; as a method it binds."""
-
-    def __init__(self, function: Callable[..., Any], options: Options) -> None:
-        self.function = function
-        self.options = options
-        functools.update_wrapper(self, function, updated=())
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return _checkpoint(self.function, args, kwargs, self.options)
-
-    def __get__(self, instance: object, owner: type | None = None) -> Any:
-        bind = getattr(self.function, "__get__", None)
-        return (
-            self
-            if instance is None or bind is None
-            else _Checkpointed(bind(instance, owner), self.options)
-        )
+def _decorated(function: Callable[..., Any], options: Options) -> Any:
+    if isinstance(function, MethodType):  # which would be pickled by its name
+        return CheckpointedObject(function, _checkpoint, options)
+    return wrap(function, _checkpoint, options)
 
 
 _DEFAULTS: dict[str, Any] = checkpoint.__kwdefaults__  # type: ignore[assignment]
 _CHECKS: dict[str, Any] = {"default": "metadata", "none": "none"}
 
 
-def _checkpoint(function: Any, args: Any, kwargs: Any, options: Options) -> Any:
+def _checkpoint(options: Options, function: Any, args: Any, kwargs: Any, name: str = "") -> Any:
     if torch.compiler.is_dynamo_compiling() or _torch.is_tracing():
         # The compiler looks at the arguments that a call names: leave the defaults out.
         named: dict[str, Any] = {

@@ -345,4 +345,4 @@ def _keep_until_done(holder: Holder, tensor: Tensor) -> None:
         if (task := weak()) is not None:
             task.ready[slot] = None
 
-    handle = node.register_hook(done)  # type: ignore[attr-defined]
+    handle = node.register_hook(done)

@@ -4,6 +4,7 @@ It may import every other room. A door decides, region by region, which source b
 """
 
 from .api import (
+    CheckpointedObject,
     Options,
     checkpoint_scope,
     checkpointed,
@@ -12,6 +13,7 @@ from .api import (
     is_plain,
     is_recomputing,
     run_rerun,
+    wrap,
 )
 from .debug import logged
 from .forecast import Forecast, forecast

@@ -324,7 +324,7 @@ def checkpointed(fn: Any = None, /, **options: Unpack[Given]) -> Any:
     saved-tensors hooks as in `torch.utils.checkpoint.checkpoint(use_reentrant=False)`.
     """
     chosen = options_of("checkpointed", options)
-    return functools.partial(_wrap, options=chosen) if fn is None else _wrap(fn, chosen)
+    return functools.partial(wrap, run=run, options=chosen) if fn is None else wrap(fn, run, chosen)
 
 
 def options_of(entry: str, given: Any, *backend: Any) -> Options:
@@ -338,16 +338,17 @@ def options_of(entry: str, given: Any, *backend: Any) -> Options:
     return options
 
 
-def _wrap(fn: Any, options: Options) -> Any:
+def wrap(fn: Any, run: Callable[..., Any], options: Any, name: str = "") -> Any:
+    """A callable that calls `run(options, fn, args, kwargs, name)`."""
     if isinstance(fn, staticmethod | classmethod):
-        return type(fn)(_wrap(fn.__func__, options))
+        return type(fn)(wrap(fn.__func__, run, options))
     if isinstance(fn, type):
         if not issubclass(fn, nn.Module):
             reason = "is no nn.Module"
         elif fn.__module__.partition(".")[0] == "torch":
             reason = "is torch's own: derive from it"
         else:
-            fn.forward = _wrap(fn.forward, options._replace(name=options.name or fn.__qualname__))
+            fn.forward = wrap(fn.forward, run, options, fn.__qualname__)
             return fn
         raise TypeError(
             f"checkpointed can't wrap the class {fn.__name__}: it {reason}, or decorate a method."
@@ -358,25 +359,25 @@ def _wrap(fn: Any, options: Options) -> Any:
         )
     refuse_generators("checkpointed", fn)
     if isinstance(fn, MethodType):
-        return MethodType(_wrap(fn.__func__, options), fn.__self__)
+        return MethodType(wrap(fn.__func__, run, options), fn.__self__)
     if not inspect.isroutine(fn):
-        return CheckpointedObject(fn, options)
-    name = options.name or fn.__qualname__
+        return CheckpointedObject(fn, run, options)
+    name = name or fn.__qualname__
 
     @functools.wraps(fn)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        return run(fn, args, kwargs, name, options)
+        return run(options, fn, args, kwargs, name)
 
     return wrapper
 
 
 def is_in_region(fn: Any) -> bool:
     """Whether calling a function enters a region, as far as `functools.wraps` tells."""
-    codes = _wrap.__code__.co_consts  # among them the code of `wrapper`
+    codes = wrap.__code__.co_consts  # among them the code of `wrapper`
 
     def enters(fn: Any) -> bool:
-        if isinstance(options := getattr(fn, "options", None), Options):
-            return options.enabled
+        if isinstance(fn, CheckpointedObject):
+            return bool(fn.options.enabled)
         return getattr(fn, "__code__", fn) in codes
 
     return enters(inspect.unwrap(fn, stop=enters))
@@ -385,12 +386,12 @@ def is_in_region(fn: Any) -> bool:
 class CheckpointedObject:
     """A callable object, run in regions. It is copied and pickled with that object."""
 
-    def __init__(self, fn: Any, options: Options) -> None:
-        self.__wrapped__, self.options = fn, options
+    def __init__(self, fn: Any, run: Callable[..., Any], options: Any) -> None:
+        self.__wrapped__, self.run, self.options = fn, run, options
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        fn, options = self.__wrapped__, self.options
-        return run(fn, args, kwargs, options.name or type(fn).__qualname__, options)
+        fn = self.__wrapped__
+        return self.run(self.options, fn, args, kwargs, type(fn).__qualname__)
 
 
 def refuse_generators(entry: str, fn: Any) -> None:
@@ -412,8 +413,9 @@ _GENERATORS = (
 )
 
 
-def run(fn: Any, args: Any, kwargs: Any, name: str, options: Options) -> Any:
+def run(options: Options, fn: Any, args: Any, kwargs: Any, name: str) -> Any:
     """Call a function in a region."""
+    name = options.name or name
     if options.backend == "replay":
         return _run_replay(fn, args, kwargs, name, options)
     if _is_compiling() and options.enabled:

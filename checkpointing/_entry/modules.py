@@ -199,7 +199,7 @@ class _Forward(_api.CheckpointedObject):
             if isinstance(caller, nn.Module) and vars(caller).get("forward") is self:
                 module = caller
         fn = self._forward_of(module)
-        return _api.run(fn, args, kwargs, str(options.name), options)
+        return _api.run(options, fn, args, kwargs, "")
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:

@@ -259,8 +259,8 @@ class Follower(TorchDispatchMode, Position):
         if self.note is not None:
             step.note = self.note()
         result = self._run(step, args, kwargs, mark)
-        if self.store.placement is not None and (formula := _torch.flop_formula(func)) is not None:
-            step.flops = formula(args, kwargs, result)
+        if self.store.placement is not None:
+            step.flops = _torch.flops_of(func, args, kwargs, result)
         self._add(step, tensors_of(result))
         self._hold_decisions(step)
         return result

@@ -31,18 +31,14 @@ _Bool = Callable[[], bool]
 _Int = Callable[[], int]
 _OfTensor = Callable[[Tensor], bool]
 
-# ---- saved-tensors hooks. `torch.autograd.graph.saved_tensors_hooks` is the public form, but its
-# context manager costs as much as a region.
-push_hooks: Callable[..., None] = _autograd._push_saved_tensors_default_hooks
-pop_hooks: Callable[[], None] = _autograd._pop_saved_tensors_default_hooks
+# ---- saved-tensors hooks
+
+# `torch.autograd.graph.saved_tensors_hooks` is the public form, but its context manager costs as
+# much as a region.
+push_hooks = _autograd._push_saved_tensors_default_hooks
+pop_hooks = _autograd._pop_saved_tensors_default_hooks
 # torch.func transforms and some graph captures forbid hooks. A region is then a plain call.
 hooks_are_enabled: _Bool = _autograd._saved_tensors_hooks_is_enabled
-
-
-# The `torch.func` transform that runs in this thread, or None.
-innermost_transform: Callable[[], object | None] = _C._functorch.peek_interpreter_stack
-
-
 # The pair of hooks that autograd would use now, or None.
 enclosing_hooks: Callable[[], Hooks | None] = functools.partial(
     _autograd._top_saved_tensors_default_hooks, True
@@ -61,88 +57,26 @@ def remove_hooks(pack: Any) -> None:
         push_hooks(*hooks)
 
 
-def remove_mode(mode: TorchDispatchMode) -> None:
-    """Leave a dispatch mode, and enter again those that were entered after it."""
-    if mode_count():
-        top = _C._get_dispatch_stack_at(mode_count() - 1)
-        TorchDispatchMode.__exit__(top, None, None, None)
-        if top is not mode:
-            remove_mode(mode)
-            TorchDispatchMode.__enter__(top)
+def are_of_checkpoint(hooks: Hooks) -> bool:
+    """Whether these hooks are those of torch's checkpoint or its recompute, which count slots."""
+    return getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint"
 
 
-# ---- the running backward call
-NO_GRAPH_TASK = -1  # outside of backward; the others are unique in the process
-graph_task_id: _Int = _C._current_graph_task_id
-current_node: Callable[[], Any] = _C._current_autograd_node
-# `torch.utils.checkpoint.GraphExecGroup` that is entered in this thread, or None.
-graph_exec_group: Callable[[], object | None] = _C._get_graph_exec_group
+# Save a tensor as a node of autograd would: through the enclosing hooks, without a reference cycle,
+# and unpacked with the same `grad_fn`.
+save_input = _autograd._make_saved_tensor
+SavedTensor: Any = _autograd.SavedTensor  # the type of its result
 
 
-# Whether a profiler runs in this thread, and a range in its output.
-# `torch.profiler.record_function` would be an operator, which modes see.
-profiles: _Bool = _autograd._profiler_enabled
-profiled_range: Callable[[str], AbstractContextManager[Any]] = _C._profiler._RecordFunctionFast
-
-
-def saved_by(node: Any) -> list[Any]:
-    """The objects that autograd, or its hooks, have stored in a node for the tensors that it
-    saves."""
-    found: list[Any] = []
-    for name in dir(node):
-        if name.startswith("_raw_saved_"):
-            with contextlib.suppress(RuntimeError):  # a custom Function, after backward
-                saved = getattr(node, name)
-                found += saved if isinstance(saved, list | tuple) else [saved]
-    return [one.data for one in found]
-
-
-# Call a function when the running backward call ends. If that fails, the function is only dropped.
-at_graph_task_end: Callable[[Callable[[], None]], None] = (
-    torch.autograd.Variable._execution_engine.queue_callback
-)
-
-
-# The Python function that all backward calls go through. The autograd engine calls hooks right
-# below it, or in a thread of its own, without any Python frame.
-run_backward_code: CodeType = torch.autograd.graph._engine_run_backward.__code__
-# A custom `autograd.Function`, as a node: its backward may read a saved tensor twice.
-PythonNode: type = _C._FunctionBase
-
-
-def nodes_from(nodes: list[Any], met: set[Any]) -> Iterator[Any]:
-    """The nodes of the autograd graph behind these, each once. `met` has those to leave out, and
-    gets the others."""
-    while nodes:
-        node = nodes.pop()
-        if node not in met:
-            met.add(node)
-            yield node
-            nodes += [other for other, _ in node.next_functions]
-
-
-# Containers that are registered with pytree, by type: how to flatten and unflatten them.
-PYTREE_NODES: dict[type, Any] = torch.utils._pytree.SUPPORTED_NODES
-
-# ---- operators, as they are named in dispatch modes and policies
-OpOverload = torch._ops.OpOverload
-HigherOrderOperator = torch._ops.HigherOrderOperator
-FakeTensor = torch._subclasses.FakeTensor  # infers shapes without computing, for DTensor for one
-DEVICE = torch.ops.prim.device.default  # asked of fake tensors, at any time
-
-
-def quick_call(func: Any) -> Any:
-    """The C++ function that an `OpOverload` calls; operators of other kinds stay as they are."""
-    return func._op if type(func) is OpOverload else func
-
-
-# ---- compiled code
-def inductor_runs() -> bool:
-    """Whether this is called from code that inductor has compiled, which always runs without grad
-    mode."""
-    frames = traceback.walk_stack(sys._getframe(2))
-    modules = (frame.f_globals.get("__name__", "") for frame, _ in frames)
-    return any(module.startswith("torch._inductor.") for module in modules)
+def in_place_of(tensor: Tensor, data: Tensor) -> Tensor:
+    """`data`, with the `grad_fn` of a tensor."""
+    if not tensor.requires_grad:
+        return data
+    push_hooks(lambda _: data, lambda data: data)
+    try:
+        return cast(Tensor, save_input(tensor, False).unpack())
+    finally:
+        pop_hooks()
 
 
 # The mode of torch's selective checkpointing around a forward.
@@ -177,6 +111,86 @@ def shows_users_hooks(mode: Any) -> Iterator[None]:
         pack.__dict__.clear()  # autograd holds it, unseen by the garbage collector
 
 
+# ---- backward
+
+NO_GRAPH_TASK = -1  # outside of backward; the others are unique in the process
+graph_task_id: _Int = _C._current_graph_task_id
+# Call a function when the running backward call ends. If that fails, the function is only dropped.
+at_graph_task_end = torch.autograd.Variable._execution_engine.queue_callback
+# `torch.utils.checkpoint.GraphExecGroup` that is entered in this thread, or None.
+graph_exec_group = _C._get_graph_exec_group
+# Whether the running backward has `retain_graph=True`.
+keeps_graph: _Bool = _autograd._get_current_graph_task_keep_graph
+# Whether the running backward has no `inputs=` and is not `torch.autograd.grad`.
+is_checkpoint_valid: _Bool = torch.autograd._is_checkpoint_valid
+# The Python function that all backward calls go through. The autograd engine calls hooks right
+# below it, or in a thread of its own, without any Python frame.
+run_backward_code = torch.autograd.graph._engine_run_backward.__code__
+# Whether a profiler runs in this thread, and a range in its output.
+# `torch.profiler.record_function` would be an operator, which modes see.
+profiles: _Bool = _autograd._profiler_enabled
+profiled_range = _C._profiler._RecordFunctionFast
+
+current_node = _C._current_autograd_node
+# A custom `autograd.Function`, as a node: its backward may read a saved tensor twice.
+PythonNode: Any = _C._FunctionBase
+# How many nodes this thread has made. One operator saves all of its tensors at the same count, some
+# of them before its kernel runs.
+node_count: _Int = _autograd._get_sequence_nr
+
+
+def nodes_from(nodes: list[Any], met: set[Any]) -> Iterator[Any]:
+    """The nodes of the autograd graph behind these, each once. `met` has those to leave out, and
+    gets the others."""
+    while nodes:
+        node = nodes.pop()
+        if node not in met:
+            met.add(node)
+            yield node
+            nodes += [other for other, _ in node.next_functions]
+
+
+def saved_by(node: Any) -> list[Any]:
+    """The objects that autograd, or its hooks, have stored in a node for the tensors that it
+    saves."""
+    found: list[Any] = []
+    for name in dir(node):
+        if name.startswith("_raw_saved_"):
+            with contextlib.suppress(RuntimeError):  # a custom Function, after backward
+                saved = getattr(node, name)
+                found += saved if isinstance(saved, list | tuple) else [saved]
+    return [one.data for one in found]
+
+
+def is_cast_of_parameter(tensor: Tensor) -> bool:
+    """Whether autocast may have made this from a parameter. Autocast caches such casts, so a region
+    may find one in the forward and make it in a rerun: it counts as the parameter. (Below autocast,
+    where this is asked, autocast says that it is off.)"""
+    node = tensor.grad_fn
+    if node is None or node.name() != "ToCopyBackward0":
+        return False
+    source = node.next_functions[0][0]
+    return source is not None and source.name() == "torch::autograd::AccumulateGrad"
+
+
+# Batched backward: `torch.autograd.grad(..., is_grads_batched=True)` runs unpack hooks inside of
+# torch's older vmap, which refuses random operators. Recomputed tensors do not depend on it.
+_vmap_key = _C._parse_dispatch_key("VmapMode")
+in_batched_backward: _Bool = functools.partial(_C._dispatch_tls_is_dispatch_key_included, _vmap_key)
+outside_of_batch: Callable[[], AbstractContextManager[Any]] = functools.partial(
+    _C._ExcludeDispatchKeyGuard, _C.DispatchKeySet(_vmap_key)
+)
+
+# ---- modes and transforms
+
+# The `torch.func` transform that runs in this thread, or None.
+innermost_transform = _C._functorch.peek_interpreter_stack
+mode_count: _Int = _C._len_torch_dispatch_stack
+_infra_mode, _keys = _C._get_dispatch_mode, _C._TorchDispatchModeKey
+_proxy, _functional = _keys.PROXY, _keys.FUNCTIONAL  # AOTAutograd begins with the second
+_is_exporting = torch.compiler.is_exporting  # which may enter no mode
+
+
 def is_tracing() -> bool:
     """Whether AOTAutograd, export or `make_fx` is tracing."""
     return any([_infra_mode(_proxy), _infra_mode(_functional), _is_exporting()])
@@ -188,35 +202,197 @@ def fake_mode() -> Any:
     return _infra_mode(_keys.FAKE)
 
 
-mode_count: _Int = _C._len_torch_dispatch_stack
-_infra_mode, _keys = _C._get_dispatch_mode, _C._TorchDispatchModeKey
-_proxy, _functional = _keys.PROXY, _keys.FUNCTIONAL  # AOTAutograd begins with the second
-_is_exporting = torch.compiler.is_exporting  # which may enter no mode
+def remove_mode(mode: TorchDispatchMode) -> None:
+    """Leave a dispatch mode, and enter again those that were entered after it."""
+    if mode_count():
+        top = _C._get_dispatch_stack_at(mode_count() - 1)
+        TorchDispatchMode.__exit__(top, None, None, None)
+        if top is not mode:
+            remove_mode(mode)
+            TorchDispatchMode.__enter__(top)
 
 
-# Whether the running backward has `retain_graph=True`.
-keeps_graph: _Bool = _autograd._get_current_graph_task_keep_graph
-# Whether the running backward has no `inputs=` and is not `torch.autograd.grad`.
-is_checkpoint_valid: _Bool = torch.autograd._is_checkpoint_valid
+# No mode sees what runs inside, least of all our own.
+unseen_by_modes: Callable[[], AbstractContextManager[Any]] = _C._DisableTorchDispatch
+function_mode_count: _Int = _C._len_torch_function_stack
+_function_mode_at = _C._get_function_stack_at
 
+
+def function_modes() -> list[Any]:
+    """The function modes of this thread, such as `torch.device(...)` contexts, outermost first."""
+    return [_function_mode_at(i) for i in range(function_mode_count())]
+
+
+def set_function_modes(modes: Sequence[Any]) -> None:
+    """Replace the function modes of this thread; torch only offers to push and pop at the top."""
+    for _ in range(function_mode_count()):
+        _C._pop_torch_function_stack()
+    for mode in modes:
+        _C._push_on_torch_function_stack(mode)
+
+
+# ---- operators
+
+OpOverload = torch._ops.OpOverload
+HigherOrderOperator = torch._ops.HigherOrderOperator
+DEVICE = torch.ops.prim.device.default  # asked of fake tensors, at any time
+CAST = torch.ops.aten._to_copy.default  # to another dtype or device
+CONVOLUTION = torch.ops.aten.convolution.default
+
+
+def quick_call(func: Any) -> Any:
+    """The C++ function that an `OpOverload` calls; operators of other kinds stay as they are."""
+    return func._op if type(func) is OpOverload else func
+
+
+def flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> int:
+    """The floating-point operations of a call; 0 if torch does not count the operator, or does not
+    know the shapes."""
+    from torch.utils.flop_counter import flop_registry  # `import torch` does not import it
+
+    formula = flop_registry.get(getattr(func, "overloadpacket", func))
+    try:
+        return 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
+    except (AssertionError, IndexError, TypeError, ValueError):
+        return 0
+
+
+# The context manager costs more than the setting.
+set_grad_enabled = _C._set_grad_enabled
+# Operators make no views inside, and count no versions up; quicker, too.
+below_versions: Callable[[], AbstractContextManager[Any]] = _C._AutoDispatchBelowADInplaceOrView
+
+
+class below_autograd:
+    """Recorded operators ran below autograd, autocast and function modes. So do they here.
+
+    Inside, operators may set grad mode; it is put back at the end.
+    """
+
+    def __enter__(self) -> None:
+        self._grad_mode = torch.is_grad_enabled()
+        set_grad_enabled(False)
+        self._guards = below_versions(), _C.DisableTorchFunction(), _C._DisableAutocast()
+        for guard in self._guards:
+            guard.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        for guard in reversed(self._guards):
+            guard.__exit__(*error)
+        set_grad_enabled(self._grad_mode)
+
+
+is_zeros: _OfTensor = Tensor._is_zerotensor
+_zeros_key = _C.DispatchKey.ZeroTensor
+
+
+def with_zeros(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Let an operator take efficient zeros in `__torch_dispatch__`.
+
+    These tensors have no memory. Autograd makes them for gradients of gradients and in forward
+    mode. The dispatch key that handles them is excluded in a dispatch mode, so kernels would read
+    no memory.
+    """
+
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        with _C._SetExcludeDispatchKeyGuard(_zeros_key, False):
+            return run(*args, **kwargs)
+
+    return guarded
+
+
+# ---- tensors
+
+FakeTensor = torch._subclasses.FakeTensor  # infers shapes without computing, for DTensor for one
+UNWRAPPED = (Tensor, FakeTensor)
+# The public way to a storage (`untyped_storage()`) builds a Python object per call.
+storage_id: Callable[[Tensor], int] = _C._storage_id
+has_storage: _OfTensor = _C._has_storage  # False for sparse, MKLDNN and other opaque layouts
+
+
+def is_whole_parameter(tensor: Tensor) -> bool:
+    """Whether a tensor is a parameter, and no wrapper of one."""
+    kind = type(tensor)
+    return kind is nn.Parameter or (kind is FakeTensor and isinstance(tensor, nn.Parameter))
+
+
+def version(tensor: Tensor) -> int:
+    """The version counter; `NO_VERSION` for inference tensors, which have none."""
+    try:
+        return tensor._version
+    except RuntimeError:
+        return NO_VERSION
+
+
+NO_VERSION = -1
+
+
+def set_versions(tensors: Sequence[Tensor], versions: Sequence[int]) -> None:
+    """Count on from these versions."""
+    _autograd._unsafe_set_version_counter(tuple(tensors), tuple(versions))
+
+
+_views_key = _C.DispatchKey.ADInplaceOrView
+_is_excluded = _C._dispatch_tls_is_dispatch_key_excluded
+_exclude = _C._dispatch_tls_set_dispatch_key_excluded
+
+
+def detach_with_version(tensor: Tensor) -> Tensor:
+    """A detached alias that shares the version counter, also when called below autograd: inside
+    `__torch_dispatch__`, the key that shares version counters between views is excluded."""
+    is_excluded = _is_excluded(_views_key)
+    _exclude(_views_key, False)  # the guard for this costs more than the call
+    try:
+        return tensor.detach()
+    finally:
+        _exclude(_views_key, is_excluded)
+
+
+def shape_of(tensor: Tensor) -> Any:
+    """The shape; for strided nested tensors the shapes of their parts."""
+    try:
+        return tensor.shape
+    except RuntimeError:
+        if is_lazy(tensor):
+            return ("?",)
+        return tuple(map(tuple, tensor._nested_tensor_size().tolist()))
+
+
+def plain_parts(tensor: Any) -> list[Tensor]:
+    """The plain tensors that a wrapper subclass consists of; or the tensor itself."""
+    if type(tensor) is Tensor or not hasattr(tensor, "__tensor_flatten__"):
+        return [tensor]
+    names, _ = tensor.__tensor_flatten__()
+    parts = [getattr(tensor, name) for name in names]
+    tensors = [part for part in parts if isinstance(part, Tensor)]  # one may be a `DeviceMesh`
+    return [leaf for part in tensors for leaf in plain_parts(part)] or [tensor]
+
+
+def unflatten(kind: Any, parts: dict[str, Any], context: Any, size: Any, stride: Any) -> Tensor:
+    """The inverse of `__tensor_flatten__`."""
+    if kind.__module__ == "torch.nested._internal.nested_tensor":
+        # torch finds the symbol of a ragged size by the tensor of its offsets.
+        source = parts.get("_lengths", parts["_offsets"])
+        sys.modules[kind.__module__]._tensor_symint_registry[source] = size[context["ragged_idx"]]
+    return cast(Tensor, kind.__tensor_unflatten__(parts, context, size, stride))
+
+
+# Containers that are registered with pytree, by type: how to flatten and unflatten them.
+PYTREE_NODES: dict[type, Any] = torch.utils._pytree.SUPPORTED_NODES
+
+# ---- modules
 
 # The dictionaries of a module's children, parameters and buffers. The public iterators make names
 # and sets as well.
-parts_of_module: Callable[[nn.Module], Any] = operator.attrgetter(
-    "_modules", "_parameters", "_buffers"
-)
+parts_of_module = operator.attrgetter("_modules", "_parameters", "_buffers")
 # Its buffers by name, and which of the names are not persistent.
-buffers_of_module: Callable[[nn.Module], Any] = operator.attrgetter(
-    "_buffers", "_non_persistent_buffers_set"
-)
-
+buffers_of_module = operator.attrgetter("_buffers", "_non_persistent_buffers_set")
 # The Python function in whose frames a module's `forward` runs.
-module_call_code: CodeType = cast(Any, nn.Module._wrapped_call_impl).__code__
-
-
+module_call_code = cast(Any, nn.Module._wrapped_call_impl).__code__
 # Batch and instance normalisation. Their kernels update statistics without counting up versions.
-Normalisation: type = torch.nn.modules.batchnorm._NormBase
+Normalisation: Any = torch.nn.modules.batchnorm._NormBase
 
+# ---- generators, devices and switches
 
 # `get_state` makes a Python object while it holds the generator's mutex (as of torch 2.15). Garbage
 # collection may then hand the GIL to a thread that waits in `set_state` for the mutex and keeps the
@@ -253,253 +429,13 @@ def streams_of(device: torch.device) -> Any:
     return torch.get_device_module(device) if device.type in ("cuda", "xpu") else None
 
 
-# ---- storages. The public way (`untyped_storage()`) builds a Python object per call.
-storage_id: Callable[[Tensor], int] = _C._storage_id
-
-
-# False for sparse, MKLDNN and other opaque layouts.
-has_storage: _OfTensor = _C._has_storage
-
-
-@functools.cache
-def flop_formula(func: Any) -> Callable[..., float] | None:
-    """The function that counts floating-point operations of a call, given (args, kwargs, result);
-    None for operators that torch does not count."""
-    from torch.utils.flop_counter import flop_registry  # `import torch` does not import it
-
-    formula = flop_registry.get(getattr(func, "overloadpacket", func))
-    if formula is None:
-        return None
-
-    def count(args: Any, kwargs: Any, result: Any) -> float:
-        try:
-            return cast(float, formula(*args, **kwargs, out_val=result))
-        except (AssertionError, IndexError, TypeError, ValueError):  # shapes that it does not know
-            return 0.0
-
-    return count
-
-
-# ---- tensors
-UNWRAPPED = (Tensor, FakeTensor)
-
-
-def is_whole_parameter(tensor: Tensor) -> bool:
-    """Whether a tensor is a parameter, and no wrapper of one."""
-    kind = type(tensor)
-    return kind is nn.Parameter or (kind is FakeTensor and isinstance(tensor, nn.Parameter))
-
-
-_views_key = _C.DispatchKey.ADInplaceOrView
-_is_excluded = _C._dispatch_tls_is_dispatch_key_excluded
-_exclude = _C._dispatch_tls_set_dispatch_key_excluded
-
-
-def detach_with_version(tensor: Tensor) -> Tensor:
-    """A detached alias that shares the version counter, also when called below autograd: inside
-    `__torch_dispatch__`, the key that shares version counters between views is excluded."""
-    is_excluded = _is_excluded(_views_key)
-    _exclude(_views_key, False)  # the guard for this costs more than the call
-    try:
-        return tensor.detach()
-    finally:
-        _exclude(_views_key, is_excluded)
-
-
-# Operators make no views inside, and count no versions up; quicker, too.
-below_versions: Callable[[], AbstractContextManager[Any]] = _C._AutoDispatchBelowADInplaceOrView
-# No mode sees what runs inside, least of all our own.
-unseen_by_modes: Callable[[], AbstractContextManager[Any]] = _C._DisableTorchDispatch
-
-
-def version(tensor: Tensor) -> int:
-    """The version counter; `NO_VERSION` for inference tensors, which have none."""
-    try:
-        return tensor._version
-    except RuntimeError:
-        return NO_VERSION
-
-
-NO_VERSION = -1
-
-
-def shape_of(tensor: Tensor) -> Any:
-    """The shape; for strided nested tensors the shapes of their parts."""
-    try:
-        return tensor.shape
-    except RuntimeError:
-        if is_lazy(tensor):
-            return ("?",)
-        return tuple(map(tuple, tensor._nested_tensor_size().tolist()))
-
-
-def unflatten(kind: Any, parts: dict[str, Any], context: Any, size: Any, stride: Any) -> Tensor:
-    """The inverse of `__tensor_flatten__`."""
-    if kind.__module__ == "torch.nested._internal.nested_tensor":
-        # torch finds the symbol of a ragged size by the tensor of its offsets.
-        source = parts.get("_lengths", parts["_offsets"])
-        sys.modules[kind.__module__]._tensor_symint_registry[source] = size[context["ragged_idx"]]
-    return cast(Tensor, kind.__tensor_unflatten__(parts, context, size, stride))
-
-
-def plain_parts(tensor: Any) -> list[Tensor]:
-    """The plain tensors that a wrapper subclass consists of; or the tensor itself."""
-    if type(tensor) is Tensor or not hasattr(tensor, "__tensor_flatten__"):
-        return [tensor]
-    names, _ = tensor.__tensor_flatten__()
-    parts = [getattr(tensor, name) for name in names]
-    tensors = [part for part in parts if isinstance(part, Tensor)]  # one may be a `DeviceMesh`
-    return [leaf for part in tensors for leaf in plain_parts(part)] or [tensor]
-
-
-def set_versions(tensors: Sequence[Tensor], versions: Sequence[int]) -> None:
-    """Count on from these versions."""
-    _autograd._unsafe_set_version_counter(tuple(tensors), tuple(versions))
-
-
-# How many nodes this thread has made. One operator saves all of its tensors at the same count, some
-# of them before its kernel runs.
-node_count: _Int = _autograd._get_sequence_nr
-
-
-is_zeros: _OfTensor = Tensor._is_zerotensor
-_zeros_key = _C.DispatchKey.ZeroTensor
-
-
-def with_zeros(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Let an operator take efficient zeros in `__torch_dispatch__`.
-
-    These tensors have no memory. Autograd makes them for gradients of gradients and in forward
-    mode. The dispatch key that handles them is excluded in a dispatch mode, so kernels would read
-    no memory.
-    """
-
-    def guarded(*args: Any, **kwargs: Any) -> Any:
-        with _C._SetExcludeDispatchKeyGuard(_zeros_key, False):
-            return run(*args, **kwargs)
-
-    return guarded
-
-
-# Save a tensor as a node of autograd would: through the enclosing hooks, without a reference cycle,
-# and unpacked with the same `grad_fn`.
-save_input: Callable[[Tensor, bool], Any] = _autograd._make_saved_tensor
-SavedTensor: Any = _autograd.SavedTensor  # the type of its result
-
-
-def are_of_checkpoint(hooks: Hooks) -> bool:
-    """Whether these hooks are those of torch's checkpoint or its recompute, which count slots."""
-    return getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint"
-
-
-def in_place_of(tensor: Tensor, data: Tensor) -> Tensor:
-    """`data`, with the `grad_fn` of a tensor."""
-    if not tensor.requires_grad:
-        return data
-    push_hooks(lambda _: data, lambda data: data)
-    try:
-        return cast(Tensor, save_input(tensor, False).unpack())
-    finally:
-        pop_hooks()
-
-
-# ---- batched backward. `torch.autograd.grad(..., is_grads_batched=True)` runs unpack hooks inside
-# of torch's older vmap, which refuses random operators. Recomputed tensors do not depend on it.
-_vmap_key = _C._parse_dispatch_key("VmapMode")
-_is_included = _C._dispatch_tls_is_dispatch_key_included
-
-
-in_batched_backward: _Bool = functools.partial(_is_included, _vmap_key)
-
-
-def outside_of_batch() -> AbstractContextManager[Any]:
-    return cast(
-        "AbstractContextManager[Any]", _C._ExcludeDispatchKeyGuard(_C.DispatchKeySet(_vmap_key))
-    )
-
-
-# The operator that casts to another dtype or device.
-CAST = torch.ops.aten._to_copy.default
-CONVOLUTION = torch.ops.aten.convolution.default
-
-
-# ---- running recorded operators again
-class below_autograd:
-    """Recorded operators ran below autograd, autocast and function modes. So do they here.
-
-    Inside, operators may set grad mode; it is put back at the end.
-    """
-
-    def __enter__(self) -> None:
-        self._grad_mode = torch.is_grad_enabled()
-        set_grad_enabled(False)
-        self._guards = (
-            below_versions(),
-            _C.DisableTorchFunction(),
-            _C._DisableAutocast(),
-        )
-        for guard in self._guards:
-            guard.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        for guard in reversed(self._guards):
-            guard.__exit__(*error)
-        set_grad_enabled(self._grad_mode)
-
-
-# The context manager costs more than the setting.
-set_grad_enabled: Callable[[bool], None] = _C._set_grad_enabled
-
-
-def keep_dynamo_out(module: ModuleType) -> None:
-    """Tell Dynamo to run the functions of a module, and all that they call, in eager mode. Compiled
-    code calls hooks while it runs, and a rerun must save the same tensors as the forward."""
-    codes = [code for value in vars(module).values() for code in _codes_of(value, module.__name__)]
-    while codes:
-        code = codes.pop()
-        _skip_in_dynamo(code)
-        codes.extend(const for const in code.co_consts if isinstance(const, CodeType))
-
-
-def _skip_in_dynamo(code: CodeType) -> None:
-    dynamo = _C._dynamo.eval_frame
-    dynamo.set_code_exec_strategy(
-        code, dynamo._FrameExecStrategy(dynamo._FrameAction.SKIP, dynamo._FrameAction.SKIP)
-    )
-
-
-def leave_eager(function: Any, reason: str) -> None:
-    """`torch.compiler.disable`, without the import of all of Dynamo."""
-    function._torchdynamo_disable = True  # Dynamo looks at this before it traces a call
-    function._torchdynamo_disable_msg = reason
-    _skip_in_dynamo(function.__code__)
-
-
-def _codes_of(value: Any, module: str) -> list[CodeType]:
-    if getattr(value, "__module__", None) != module:
-        return []
-    parts = vars(value).values() if isinstance(value, type) else [value]
-    functions = [getattr(part, "fget", part) for part in parts]
-    return [function.__code__ for function in functions if isinstance(function, FunctionType)]
-
-
-# ---- ambient state without a public getter, or without a cheap one
 autocast_is_on_somewhere: _Bool = _C._is_any_autocast_enabled
-function_mode_count: _Int = _C._len_torch_function_stack
-_function_mode_at = _C._get_function_stack_at
 
 
-def function_modes() -> list[Any]:
-    """The function modes of this thread, such as `torch.device(...)` contexts, outermost first."""
-    return [_function_mode_at(i) for i in range(function_mode_count())]
-
-
-def set_function_modes(modes: Sequence[Any]) -> None:
-    """Replace the function modes of this thread; torch only offers to push and pop at the top."""
-    for _ in range(function_mode_count()):
-        _C._pop_torch_function_stack()
-    for mode in modes:
-        _C._push_on_torch_function_stack(mode)
+def autocast_device_types() -> list[str]:
+    """The device types with an autocast of their own that this build may use."""
+    other = torch.accelerator.current_accelerator() or torch.device("cuda")
+    return [t for t in ("cpu", other.type) if torch.amp.is_autocast_available(t)]
 
 
 _warns_only = _C._get_deterministic_algorithms_warn_only
@@ -536,19 +472,39 @@ if torch.backends.cuda.is_built():
         (_C._get_cudnn_benchmark, _C._set_cudnn_benchmark),
     )
 
-
-def is_cast_of_parameter(tensor: Tensor) -> bool:
-    """Whether autocast may have made this from a parameter. Autocast caches such casts, so a region
-    may find one in the forward and make it in a rerun: it counts as the parameter. (Below autocast,
-    where this is asked, autocast says that it is off.)"""
-    node = tensor.grad_fn
-    if node is None or node.name() != "ToCopyBackward0":
-        return False
-    source = node.next_functions[0][0]
-    return source is not None and source.name() == "torch::autograd::AccumulateGrad"
+# ---- compiled code
 
 
-def autocast_device_types() -> list[str]:
-    """The device types with an autocast of their own that this build may use."""
-    other = torch.accelerator.current_accelerator() or torch.device("cuda")
-    return [t for t in ("cpu", other.type) if torch.amp.is_autocast_available(t)]
+def inductor_runs() -> bool:
+    """Whether this is called from code that inductor has compiled, which always runs without grad
+    mode."""
+    frames = traceback.walk_stack(sys._getframe(2))
+    modules = (frame.f_globals.get("__name__", "") for frame, _ in frames)
+    return any(module.startswith("torch._inductor.") for module in modules)
+
+
+def keep_dynamo_out(module: ModuleType) -> None:
+    """Tell Dynamo to run the functions of a module, and all that they call, in eager mode. Compiled
+    code calls hooks while it runs, and a rerun must save the same tensors as the forward."""
+    own = [v for v in vars(module).values() if getattr(v, "__module__", None) == module.__name__]
+    own += [part for kind in own if isinstance(kind, type) for part in vars(kind).values()]
+    functions = [getattr(part, "fget", part) for part in own]
+    codes = [function.__code__ for function in functions if isinstance(function, FunctionType)]
+    while codes:
+        code = codes.pop()
+        _skip_in_dynamo(code)
+        codes += [const for const in code.co_consts if isinstance(const, CodeType)]
+
+
+def _skip_in_dynamo(code: CodeType) -> None:
+    dynamo = _C._dynamo.eval_frame
+    dynamo.set_code_exec_strategy(
+        code, dynamo._FrameExecStrategy(dynamo._FrameAction.SKIP, dynamo._FrameAction.SKIP)
+    )
+
+
+def leave_eager(function: Any, reason: str) -> None:
+    """`torch.compiler.disable`, without the import of all of Dynamo."""
+    function._torchdynamo_disable = True  # Dynamo looks at this before it traces a call
+    function._torchdynamo_disable_msg = reason
+    _skip_in_dynamo(function.__code__)
