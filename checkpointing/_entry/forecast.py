@@ -114,15 +114,15 @@ class _Rehearsal(Run):
         calls, block = self.calls[type(module).__qualname__], (self._open.pop(), len(self.path))
         calls[:] = [*[call for call in calls if call[0] < block[0]], block]
 
-    def _prepare(self, step: Step, args: Any, kwargs: Any) -> None:
-        if step.writes and (step.effect or step.updates):
+    def _before_write(self, step: Step, args: Any, kwargs: Any) -> None:
+        if step.effect or step.updates:
             given = {**dict(enumerate(args)), **kwargs}
             places = (*step.info.targets, *(step.info.statistics if step.updates else ()))
             for tensor in tensors_of([given.get(place) for place in places]):
                 storage = _torch.storage_id(tensor)
                 if storage not in self.moments:
                     self.moments[storage] = Moment.of([tensor])
-        super()._prepare(step, args, kwargs)
+        super()._before_write(step, args, kwargs)
 
 
 @contextmanager
