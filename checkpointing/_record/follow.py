@@ -58,7 +58,7 @@ class Follower(TorchDispatchMode, Position):
     _is_watched = False
 
     def __init__(self, program: Program, store: Store) -> None:
-        TorchDispatchMode.__init__(self)
+        super().__init__()  # type: ignore[no-untyped-call]
         Position.__init__(self, program, store)
         self.fake_mode = _torch.fake_mode()
         self.note: Callable[[], Any] | None = None  # what to note of each operator that is recorded
