@@ -52,7 +52,7 @@ from .._record import (
     Step,
     Value,
 )
-from .groups import Group, grouped
+from .groups import MOST_WRITTEN, Group, grouped
 
 
 class Memory:
@@ -196,7 +196,7 @@ class Model:
         effort = written + sum(memory.effort for memory in reads)
         if step.draws:  # the random numbers would have to be drawn in each window
             effort = math.inf
-        is_quick = max(flops / _PER_BYTE, effort / _CHEAP) <= written
+        is_quick = max(flops / _PER_BYTE, effort / MOST_WRITTEN) <= written
         is_cheap = is_quick and all(memory.is_cheap for memory in reads)
         depends = any([reads_leaf, *[memory.has_gradient for memory in reads]])
         for memory in made:
@@ -919,8 +919,6 @@ class Filling:
 _NONE: frozenset[int] = frozenset()
 _AUTOGRAD = -1  # no step, but a reader
 _PER_BYTE = 10  # floating-point operations in the time in which a byte is written
-# As many bytes are written at most, for each byte of a value that is made again in each window.
-_CHEAP = 4
 _SMALL = 512  # bytes: a block of CUDA's allocator
 _LITTLE = 8 * 1024  # bytes that autograd saves: too few to be worth the time of a second window
 _MOST_CANDIDATES = 64
