@@ -210,7 +210,9 @@ def _rows(outlook: Outlook, calls: dict[str, list[Block]]) -> list[Row]:
         costs[f'auto(peak="{text}")'] = outlook.planned(bytes_of("peak", text))
         number += 1
     known = {(cost.peak, cost.recomputed) for cost in found.values()}
-    found.update((w, cost) for w, cost in costs.items() if (cost.peak, cost.recomputed) not in known)
+    found.update(
+        (w, cost) for w, cost in costs.items() if (cost.peak, cost.recomputed) not in known
+    )
     rows = [Row(text, *cost) for text, cost in found.items()]
     return sorted(rows, key=lambda row: (-row.peak, row.recomputed))
 
