@@ -45,13 +45,16 @@ def draw(file: str, arguments: Sequence[str] = ()) -> None:
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    options = job.parse(arguments)
-    text = job.batch_of(options, 0)
+    options = job.parser.parse_args(arguments)
+    text = job.batch_of(options)
 
     def measured(way: Any) -> job.Step:
-        training = job.Training(way, options)
-        steps = [training.measured(text) for _ in range(2)]
-        return steps[-1]  # `auto()` makes its plan in the first one
+        torch.manual_seed(0)
+        model = job.model_of(options)
+        for _ in range(2):  # `auto()` makes its plan in the first
+            model.zero_grad()
+            step = job.step_of(lambda: way(model, text))
+        return step
 
     def cost(step: job.Step) -> tuple[float, float]:
         return step.memory()[1] / job.MIB, step.recomputed(plain)

@@ -14,9 +14,7 @@ import os
 import sys
 import traceback
 import weakref
-from collections import Counter
 from collections.abc import Iterable
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +23,6 @@ from torch import Tensor
 from .. import _torch
 from .._engine import (
     Frame,
-    Held,
     Holder,
     Moved,
     described,
@@ -92,13 +89,13 @@ class Report(NamedTuple):
         lines = ["would hold   held now  region"]
         for region in self.regions[:_ROWS]:
             saved = "" if region.bytes_saved is None else size(region.bytes_saved)
-            held = size(region.bytes_held)
-            lines.append(f"{saved:>10} {held:>10}  {region.name}  {_short(region.line)}")
-        tensors = _sorted(t for region in self.regions for t in (*region.held, *region.saved))
+            about = f"{region.name}  {_short(region.line)}"
+            lines.append(f"{saved:>10} {size(region.bytes_held):>10}  {about}")
+        tensors = _sorted(t for region in self.regions for t in region.held + region.saved)
         lines += ["", f"the largest of {len(tensors)} tensors in {len(self.regions)} regions:"]
         for kind, nbytes, shape, dtype, operator, module, line in tensors[:_ROWS]:
-            described = f"{dtype}{[*shape]}"[6:]
-            lines.append(f"{size(nbytes):>10}  {kind:<12}  {described:<26}  {operator or ''}")
+            about = f"{dtype}{[*shape]}"[6:]
+            lines.append(f"{size(nbytes):>10}  {kind:<12}  {about:<26}  {operator or ''}")
             if line is not None:
                 lines.append(f"{'':12}{module or ''} {_short(line)}")
         return "\n".join(line[:80].rstrip() for line in lines)
@@ -169,7 +166,7 @@ def _find(packed: Any, frames: dict[Frame, None]) -> None:
             _find(_packed(holding.part), frames)
 
 
-def _packed(part: Held | Tensor) -> Any:
+def _packed(part: Any) -> Any:
     """A held tensor, or the object that hooks have made of it."""
     packed = getattr(part, "packed", part)
     return packed.data if isinstance(packed, _torch.SavedTensor) else packed
@@ -177,23 +174,24 @@ def _packed(part: Held | Tensor) -> Any:
 
 def report_of(frames: Iterable[Frame]) -> Report:
     """The report of these regions."""
-    regions = []
-    for frame in frames:
-        held, bytes_saved = _sorted(_held_by(frame)), frame.saved_bytes
-        saved: tuple[TensorReport, ...] = ()
-        if frame.notes is not None:
-            saved = _sorted(frame.notes.tensors)
-            bytes_saved = _bytes_of(saved)
-        about = frame.name, described(frame.entered_from), bytes_saved, _bytes_of(held)
-        regions.append(RegionReport(*about, frame.replays, saved, held))
+    regions = map(_region, frames)
     return Report(tuple(sorted(regions, key=lambda r: -(r.bytes_saved or r.bytes_held))))
+
+
+def _region(frame: Frame) -> RegionReport:
+    held, bytes_saved, saved = _held_by(frame), frame.saved_bytes, _sorted(())
+    if frame.notes is not None:
+        saved = _sorted(frame.notes.tensors)
+        bytes_saved = _bytes_of(saved)
+    about = frame.name, described(frame.entered_from), bytes_saved, _bytes_of(held)
+    return RegionReport(*about, frame.replays, saved, held)
 
 
 def _bytes_of(tensors: Iterable[TensorReport]) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 
-def _held_by(frame: Frame) -> Iterable[TensorReport]:
+def _held_by(frame: Frame) -> tuple[TensorReport, ...]:
     """Each storage that a region holds, once. A region around it holds what is in its slots."""
     found: dict[int, TensorReport] = {}
     for kind, part, operator, note in frame.holdings():
@@ -201,19 +199,15 @@ def _held_by(frame: Frame) -> Iterable[TensorReport]:
         if type(packed) is Moved:
             kind, packed = "offloaded", packed.away
         for tensor in tensors_in(packed)[:1]:
-            if not is_referenced(tensor):
-                found |= _described(kind, tensor, operator, *(note or (None, None)))
-    return found.values()
+            for plain in () if is_referenced(tensor) else _torch.plain_parts(tensor):
+                key = _torch.storage_of(plain) or id(plain)
+                found[key] = _described(kind, plain, operator, *(note or (None, None)))
+    return _sorted(found.values())
 
 
-def _described(kind: str, tensor: Tensor, *about: str | None) -> dict[int, TensorReport]:
-    """The storages of a tensor, by their identity."""
-    return {
-        _torch.storage_of(part) or id(part): TensorReport(
-            kind, _torch.memory_size(part), tuple(_torch.shape_of(part)), part.dtype, *about
-        )
-        for part in _torch.plain_parts(tensor)
-    }
+def _described(kind: str, tensor: Tensor, *about: str | None) -> TensorReport:
+    nbytes, shape = _torch.memory_size(tensor), tuple(_torch.shape_of(tensor))
+    return TensorReport(kind, nbytes, shape, tensor.dtype, *about)
 
 
 class Stats(NamedTuple):
@@ -244,14 +238,12 @@ class Stats(NamedTuple):
 
 def measure(frame: Replay) -> Stats:
     """The present numbers of a scope."""
-    nbytes = Counter[str]()
-    for tensor in _held_by(frame):
-        nbytes[tensor.kind] += tensor.nbytes
-    held = nbytes["input"] + nbytes["random state"]
+    tensors = _held_by(frame)
+    kept = _bytes_of(t for t in tensors if t.kind not in ("input", "random state"))
     recorded, cuts = frame.counts()
     peak = 0 if frame.plan is None else frame.plan.peak
     counts = recorded, frame.replayed, frame.replays, frame.saved_bytes
-    return Stats(*counts, held, nbytes.total() - held, cuts, peak)
+    return Stats(*counts, _bytes_of(tensors) - kept, kept, cuts, peak)
 
 
 class Notes:
@@ -264,25 +256,19 @@ class Notes:
     def add(self, holder: Holder, tensor: Tensor) -> None:
         if is_referenced(root_of(tensor)):
             return
-        operator = holder.frame.maker(holder, tensor)
+        about = holder.frame.maker(holder, tensor), *note()
         for part in _torch.plain_parts(tensor):
             storage = part.untyped_storage() if _torch.has_storage(part) else holder
             if storage not in self._known:
                 self._known.add(storage)
-                self.tensors += _described("saved", part, operator, *note()).values()
+                self.tensors.append(_described("saved", part, *about))
 
 
 def note() -> tuple[str | None, str | None]:
-    """Where an operator runs: the module, and the user's line."""
-    return _module_path(), user_line()
-
-
-def _module_path() -> str | None:
-    """The module whose `forward` runs, by its name in the outermost one."""
+    """Where an operator runs: the module, by its name in the outermost one, and the user's line."""
     frames = traceback.walk_stack(sys._getframe(1))
     modules = [f.f_locals["self"] for f, _ in frames if f.f_code is _torch.module_call_code]
-    names = []
-    for inner, outer in pairwise(modules):
-        known = {module: name for name, module in outer.named_modules()}
-        names.append(known.get(inner, type(inner).__name__))
-    return ".".join(reversed(names)) if modules else None
+    if not modules:
+        return None, user_line()
+    names = {module: name for name, module in modules[-1].named_modules()}
+    return names.get(modules[0], type(modules[0]).__name__), user_line()
