@@ -159,8 +159,8 @@ FILL = table("""
 """)
 MEMORY = table("""
     torch.zeros(N, N) ; {x}.detach() * 1 ; torch.empty(N, N).copy_({x}.detach()) ;
-    {x}.detach().clone() ; torch.ones(3, N) ; torch.full((N, N), 0.5) ; torch.empty_like({x}).zero_() ;
-    {x}.detach().t() * 2 ; torch.rand(N, N)
+    {x}.detach().clone() ; torch.ones(3, N) ; torch.full((N, N), 0.5) ;
+    torch.empty_like({x}).zero_() ; {x}.detach().t() * 2 ; torch.rand(N, N)
 """)
 MULTI = table("""
     torch.var_mean({x}, 0) ; torch.std_mean({x}, -1, keepdim=True) ; torch.aminmax({x}, dim=0) ;
@@ -174,7 +174,8 @@ MULTI = table("""
 """)
 FAILS = table("""
     {x} @ torch.ones(N + 1, 2) ; {x}.view(7, 3) ; {x}.topk(99)[0] ; {x} + torch.ones(N + 1) ;
-    F.layer_norm({x}, (N + 1,)) ; torch.cat([{x}, torch.ones(1)]) ; SavesItsOutput.apply({x}).view(7)
+    F.layer_norm({x}, (N + 1,)) ; torch.cat([{x}, torch.ones(1)]) ;
+    SavesItsOutput.apply({x}).view(7)
 """)
 FAILS_AND_WRITES = table("""
     torch._foreach_mul_([{t}, torch.zeros(1).expand(2)], 2.0) ; {t}.add_({y}).view(7, 7, 7) ;
