@@ -12,8 +12,7 @@ from types import SimpleNamespace
 
 import torch
 import torch.utils.checkpoint
-from bitwise import DOORS, differences
-from oracle import PLANNED, bits, tensors, weigh
+from oracle import PLANNED, REGIONS, bits, differences, tensors, weigh
 from torch import nn
 from torch.func import functional_call
 from torch.nn import functional as F
@@ -34,9 +33,9 @@ from checkpointing import (
 MM = torch.ops.aten.mm.default
 POLICIES = (None, PLANNED, [MM], save_tagged("a"), auto(budget="2 KiB"), offload(PLANNED))
 INNER = (
-    *(DOORS[door] for door in ("plain", "scope", "rerun", "replay")),
+    *(REGIONS[door] for door in ("plain", "scope", "rerun", "replay")),
     lambda f, *a: torch.utils.checkpoint.checkpoint(f, *a, use_reentrant=False),
-    DOORS["planned"],
+    REGIONS["planned"],
 )
 
 
@@ -456,7 +455,7 @@ def loop(door, steps, late=False):
         warnings.simplefilter("ignore")
         for name, n in steps:
             m = memories.setdefault(name, Memory())
-            waiting.append((n, *forward(CASES[name], n, DOORS[door], m)))
+            waiting.append((n, *forward(CASES[name], n, REGIONS[door], m)))
             seen.append(waiting[-1][1])
             while len(waiting) > late:
                 backward(*waiting.pop(0))

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from oracle import DOOR, DOORS, at_once, bits, plain
+from oracle import DOORS, EACH_DOOR, at_once, bits, plain
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
@@ -158,7 +158,7 @@ def step(fn, around, backward_around=contextlib.nullcontext, run=lambda backward
 
 
 @STATE
-@DOOR
+@EACH_DOOR
 def test_recompute_sees_the_state_of_the_forward_and_not_that_of_backward(state, door):
     """Gone when backward runs, in this thread or in another; entered then; around all of a step."""
     around, fn = STATES[state]
@@ -173,7 +173,7 @@ def test_recompute_sees_the_state_of_the_forward_and_not_that_of_backward(state,
 
 
 @STATE
-@DOOR
+@EACH_DOOR
 def test_the_state_is_left_as_it_was_after_an_error(state, door):
     """A recompute that fails restores everything."""
     around, fn = STATES[state]
@@ -187,7 +187,7 @@ def test_the_state_is_left_as_it_was_after_an_error(state, door):
     assert everything() == before
 
 
-@DOOR
+@EACH_DOOR
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
 def test_backward_in_another_grad_mode(door, mode):
     """Whatever backward is called in, the recompute is in that of the forward."""
@@ -217,7 +217,7 @@ def test_a_switch_that_a_function_puts_back_without_try_stays_set_where_the_reru
         assert torch.get_default_dtype() is (torch.float64 if stop else torch.float32)
 
 
-@DOOR
+@EACH_DOOR
 @pytest.mark.parametrize("inside", [True, False])
 def test_weights_that_autocast_has_cast(door, inside):
     """Cast before two regions and used after them."""
@@ -354,7 +354,7 @@ def test_casts_of_a_rerun_are_not_cached_for_others():
 COLLECTED = contextvars.ContextVar("COLLECTED", default=None)
 
 
-@DOOR
+@EACH_DOOR
 def test_collectors_in_context_variables(door, no_gc):
     """Nothing is collected twice or kept alive."""
     made = []

@@ -11,7 +11,7 @@ import weakref
 
 import pytest
 import torch
-from oracle import at_once, bits, c as rerun, count, leaf, python_calls, r as replay, s as scope
+from oracle import at_once, bits, count, leaf, python_calls, replay, rerun, scope
 from torch import nn
 
 from checkpointing import (

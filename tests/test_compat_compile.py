@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.utils.checkpoint as theirs
 from functorch.compile import min_cut_rematerialization_partition, nop
-from oracle import leaf, r, s
+from oracle import leaf, replay, scope
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 
@@ -195,7 +195,11 @@ def test_regions_that_record_break_the_graph_and_are_right(door, seen_before):
     def inside(x):
         return (linear(x).sin() @ x).exp()
 
-    doors = {"replay": r(inside), "policy": checkpointed(inside, policy=[MM]), "scope": s(inside)}
+    doors = {
+        "replay": replay(inside),
+        "policy": checkpointed(inside, policy=[MM]),
+        "scope": scope(inside),
+    }
     if seen_before:
         doors["replay"](x)
         doors["scope"](x)

@@ -21,21 +21,21 @@ import pytest
 import torch
 import torch.utils.checkpoint
 from oracle import (
-    DOOR,
     DOORS,
+    EACH_DOOR,
     Hooks,
     Programs,
     apply,
     at_once,
     bits,
-    c as rerun,
+    integers as leaf,
     plain,
     python_calls,
-    r as replay,
-    s as scope,
+    replay,
+    rerun,
     same_bits,
+    scope,
     tensors,
-    whole as leaf,
 )
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
@@ -348,7 +348,7 @@ def test_requires_grad_of_an_argument_is_that_of_the_forward(door, kind, how):
         same(step(WAYS[door], True), want)
 
 
-@DOOR
+@EACH_DOOR
 @pytest.mark.parametrize("view", [False, True])
 def test_inference_tensors_are_copied(door, view):
     """They have no version: nobody sees that they are written."""
@@ -982,7 +982,7 @@ def streams():
     return random.getstate(), repr(np.random.get_state(legacy=False)), bits(torch.get_rng_state())
 
 
-@DOOR
+@EACH_DOOR
 def test_all_preserves_the_random_numbers_of_python_and_numpy(door):
     """Gradients as plain, and so are the three streams afterwards; True preserves torch's only."""
 
@@ -1145,7 +1145,7 @@ def test_all_states_are_put_back_even_if_one_fails(early_stop):
 # ---- forward_only
 
 
-@DOOR
+@EACH_DOOR
 @pytest.mark.parametrize("early_stop", [True, False])
 def test_a_forward_only_function_runs_once_and_its_results_come_back_in_order(door, early_stop):
     """Also where the results decide; with `keep`, which has an order of its own."""
@@ -1354,7 +1354,7 @@ def test_a_forward_only_function_in_a_scope_in_a_rerun_leaves_no_trace_there(wor
     assert len(seen) == 2 * runs
 
 
-@DOOR
+@EACH_DOOR
 @pytest.mark.parametrize("where", ["check", "snapshot", "hook"])
 def test_is_recomputing_is_false_in_what_the_forward_calls(door, where):
     """Checks, snapshots and saved-tensors hooks of the user run in the forward, too."""

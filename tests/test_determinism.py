@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 import torch.utils.checkpoint
-from oracle import c as rerun, leaf, r as replay, s as scope
+from oracle import leaf, replay, rerun, scope
 from torch import nn
 
 from checkpointing import CheckpointError, MismatchError, checkpoint_scope, checkpointed

@@ -7,7 +7,7 @@ import types
 
 import pytest
 import torch
-from oracle import Hooks, bits, c as rerun, leaf, r as replay, s as scope
+from oracle import Hooks, bits, leaf, replay, rerun, scope
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 from checkpointing import (

@@ -5,6 +5,7 @@ import copy
 import functools
 import gc
 import inspect
+import io
 import itertools
 import pickle
 import re
@@ -12,10 +13,11 @@ import weakref
 
 import pytest
 import torch
-from oracle import COPIES, bits, count
+from oracle import bits, count
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.optim.swa_utils import AveragedModel
 
 from checkpointing import (
     ChangedError,
@@ -198,6 +200,22 @@ REGIONS = {
     "forward in a partial": lambda: with_decorated_forwards(
         lambda forward: functools.partial(checkpoint, forward, use_reentrant=False)
     ),
+}
+
+
+def saved_and_loaded(model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+# How programs copy models.
+COPIES = {
+    "deepcopy": copy.deepcopy,
+    "AveragedModel": lambda model: AveragedModel(model).module,
+    "torch.save": saved_and_loaded,
+    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
 }
 WITH_FORWARDS = {
     **COPIES,

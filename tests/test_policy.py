@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 import torch
-from oracle import Hooks, SavesItsOutput, bits, count, leaf, r as replay, s as scope
+from oracle import Hooks, SavesItsOutput, bits, count, leaf, replay, scope
 from torch.utils.checkpoint import CheckpointPolicy
 
 from checkpointing import (

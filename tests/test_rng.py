@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from beside import Program
-from oracle import DOOR, DOORS, NO_ROOM, PLANNED, bits, plain
+from oracle import DOORS, EACH_DOOR, NO_ROOM, PLANNED, bits, plain
 from torch import nn
 
 from checkpointing import checkpoint_scope, checkpointed, forward_only
@@ -106,7 +106,7 @@ PROGRAMS = {
 
 
 @pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
-@DOOR
+@EACH_DOOR
 def test_random_programs_are_plain(program, door):
     """Output, gradients of two backwards, and the stream after forward and after each backward."""
     leaf = torch.linspace(-1, 1, 50).requires_grad_()
@@ -150,7 +150,7 @@ PASSED = {
 }
 
 
-@DOOR
+@EACH_DOOR
 @pytest.mark.parametrize("how", PASSED)
 def test_generators(door, how):
     """`torch.Generator`s are drawn from as in the forward, and left where plain leaves them."""

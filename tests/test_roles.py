@@ -7,7 +7,7 @@ import itertools
 
 import pytest
 import torch
-from oracle import NO_ROOM, PLANNED, bits, leaf, plain, planned, s as scope
+from oracle import NO_ROOM, PLANNED, bits, leaf, plain, planned, scope
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 from checkpointing import (

@@ -5,7 +5,7 @@ import random
 
 import pytest
 import torch
-from oracle import NO_ROOM, PLANNED, planned, r, s
+from oracle import NO_ROOM, PLANNED, planned, replay, scope
 
 from checkpointing import auto, checkpoint_scope, checkpointed, clear_programs, keep, offload
 
@@ -15,9 +15,9 @@ pytestmark = NO_ROOM
 STARTS = range(0, int(os.environ.get("CHECKPOINTING_PROGRAMS", 120)), 30)
 
 DOORS = {
-    "scope": s,
+    "scope": scope,
     "planned": planned,
-    "replay": r,
+    "replay": replay,
     "budget": lambda fn: checkpointed(fn, backend="replay", policy=auto(budget=64)),
 }
 VIEWS = {

@@ -3,8 +3,7 @@ later."""
 
 import pytest
 import torch
-from bitwise import DOORS, REPLAY, RERUN, Table, leaves
-from oracle import NO_ROOM, PLANNED, noisy, python_calls
+from oracle import NO_ROOM, PLANNED, REGIONS, REPLAY, RERUN, Table, leaves, noisy, python_calls
 from torch import nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
@@ -106,7 +105,7 @@ def test_statistics_of_an_evaluation_before_training_are_those_that_it_read():
             return h if not training else h + 0 * m.train()(x.detach() * 3)
 
         m, x = nn.BatchNorm1d(4), torch.arange(24.0).view(6, 4).requires_grad_()
-        return torch.autograd.grad(DOORS[door](f, x).sum(), x)[0]
+        return torch.autograd.grad(REGIONS[door](f, x).sum(), x)[0]
 
     assert torch.equal(gradient("rerun", training=True), gradient("plain", training=False))
     assert not torch.equal(gradient("plain", training=True), gradient("plain", training=False))
@@ -156,7 +155,7 @@ def test_hooks_that_hand_on_what_they_are_given(hooks, door):
     x = torch.ones(3, requires_grad=True)
     with hooks():
         h = x * 1
-        h += DOORS[door](lambda h: (h * 2).sin(), h)
+        h += REGIONS[door](lambda h: (h * 2).sin(), h)
         out = h.sum()
     del h
     with pytest.raises(ChangedError):
