@@ -47,20 +47,20 @@ class Filling:
         self.model, self.memories = stretch.model, stretch.memories
         self.ends = [stretch.first, *cuts, stretch.last]
         self.kept: set[int] = set()
-        for start, across in self._simulate():
+        for start, across in self._find_windows():
             if start in self.ends:
                 self.kept |= {number for number in across if self.memories[number].final <= start}
         crosses = self._simulate()
-        for _ in range(_MOST_ROUNDS if peak else 0):
-            before = {*self.kept}, self.ends
+        for n in range(_MOST_ROUNDS if peak else 0):
             # Where all that crosses is kept, a cut is free.
-            self.ends = sorted({*self.ends, *[at for at, across in crosses if not across]})
-            self.kept &= self._readers.keys()
+            ends = sorted({*self.ends, *[at for at, across in crosses if not across]})
+            kept = self.kept & self._readers.keys()
+            if n and (ends, kept) == (self.ends, self.kept):
+                break
+            self.ends, self.kept = ends, kept
             self._simulate()
             self._fill()
             crosses = self._simulate()
-            if before == (self.kept, self.ends):
-                break
 
     def choice(self) -> Choice:
         return Choice(
@@ -120,6 +120,7 @@ class Filling:
         self._made: list[int] = [*accumulate(made)]
         self._there: list[int] = [*map(add, there, self._made[1:])]
         self.peaks = [self._peak_of(start, end) for start, end in pairwise(self.ends)]
+        self._backward = Peaks(self.peaks)
         return crosses
 
     def _peak_of(self, start: int, end: int) -> int:
@@ -135,6 +136,7 @@ class Filling:
         self._first: dict[int, int] = {}  # by memory: the first segment whose windows need it
         # By memory: those of the steps that read it. Autograd reads what it has saved.
         self._readers = {number: {_AUTOGRAD} for number in stretch.saved}
+        self._lowest = {**stretch.saved}  # the first of them, or where autograd has saved it
         for start, end in pairwise(self.ends):
             reading: set[int] = set()  # memories that are not kept, whose makers are still to come
             needed: set[int] = set()  # what is kept
@@ -151,6 +153,7 @@ class Filling:
                         (needed if number in there else reading).add(number)
                     for number in model.reads[index]:
                         self._readers.setdefault(number, set()).add(index)
+                        self._lowest[number] = min(index, self._lowest.get(number, index))
                 if index == start or (index in positions and index < end - 1):
                     crosses.append((index, reading & stretch.dear))
             for number in needed:
@@ -169,14 +172,11 @@ class Filling:
         heapq.heapify(queue)
         while queue:
             _, place = heapq.heappop(queue)
-            made = self._results(order * place)
-            if not made or not self._has_room(order * place, made):
-                continue
             worth = self._worth(order * place)
             if queue and -worth > queue[0][0]:  # it was worth more before others were kept
                 heapq.heappush(queue, (-worth, place))
             elif worth > 0:
-                self._take(order * place, made)
+                self._take(order * place)
 
     def _results(self, index: int) -> set[int]:
         """What to keep in order not to run a step again; nothing, if that is not possible."""
@@ -200,34 +200,29 @@ class Filling:
                     stack += sorted(new)
         return sum(self.model.work[step] for step in gone) / max(1, self.stretch.cost(made))
 
-    def _has_room(self, index: int, made: set[int]) -> bool:
-        nbytes = self.stretch.cost(made)
+    def _take(self, index: int) -> None:
+        """Keep the results of a step, if there is room."""
+        stretch, made = self.stretch, self._results(index)
+        nbytes, new = stretch.cost(made), stretch.cost(made.difference(stretch.saved))
         if self.budget is not None:
-            return self.stretch.cost(self.kept) + nbytes <= self.budget
-        forward = self._forward.after(self._dies(made)) + nbytes
-        return self.peak >= max(forward, *self._peaks_with(index, made))
-
-    def _dies(self, made: set[int]) -> int:
-        return min(self.memories[number].dies for number in made)
-
-    def _peaks_with(self, index: int, made: set[int]) -> list[int]:
-        """The peaks of backward with the results of a step kept, from its segment on."""
-        stretch = self.stretch
-        nbytes, new = stretch.cost(made), stretch.cost(made - stretch.saved.keys())
-        here = bisect_right(self.ends, index) - 1
-        reads = set().union(*[self._readers[number] for number in made]) - {_AUTOGRAD}
-        reads.update([stretch.saved[number] for number in made & stretch.saved.keys()])
-        first = bisect_right(self.ends, min(reads)) - 1
-        peaks = self.peaks[here:first] + [peak + nbytes for peak in self.peaks[max(here, first) :]]
-        if first <= here:
-            peaks[0] = self.peaks[here] + new
-        return peaks
-
-    def _take(self, index: int, made: set[int]) -> None:
-        here = bisect_right(self.ends, index) - 1
-        self.peaks[here:] = self._peaks_with(index, made)
-        self.kept |= made
-        self._forward.add(self._dies(made), self.stretch.cost(made))
+            if stretch.cost(self.kept) + nbytes <= self.budget:
+                self.kept |= made
+            return
+        lowest = min([self._lowest[number] for number in made])
+        here, first = (bisect_right(self.ends, at) - 1 for at in (index, lowest))
+        if first > here:
+            changes = [(self._backward, first, nbytes)]
+        else:  # its window delivers what is saved there, kept or not
+            changes = [(self._backward, here, new), (self._backward, here + 1, nbytes - new)]
+        dies = min([self.memories[number].dies for number in made])
+        changes.append((self._forward, dies, nbytes))
+        for peaks, at, more in changes:
+            peaks.add(at, more)
+        if all(peaks.after(at) <= self.peak for peaks, at, _ in changes):
+            self.kept |= made
+            return
+        for peaks, at, more in changes:
+            peaks.add(at, -more)
 
 
 class Peaks:
