@@ -19,7 +19,7 @@ from checkpointing import (
     clear_programs,
     forecast,
 )
-from checkpointing.__main__ import step_on_cpu
+from checkpointing.__main__ import step_of
 
 MIB = 2**20
 
@@ -137,7 +137,7 @@ def measured(model, loss, policy=None):
 
     for _ in range(2):
         model.zero_grad()
-        step = step_on_cpu(forward)
+        step = step_of(forward)
     model.zero_grad()
     return step
 
