@@ -54,6 +54,17 @@ def test_no_way_needs_more_than_torchs_does(capsys):
     assert rows["one scope, auto()"].peak <= 1.15 * torchs.peak
 
 
+def test_a_forecast_says_what_the_comparison_measures(capsys):
+    _, measured, _ = run(capsys)
+    assert job.main(["forecast", *SMALL[2:]]) == 0
+    heading, *lines = capsys.readouterr().out.splitlines()
+    assert heading.endswith("what to write")
+    peaks = {line[48:]: line.split()[0] for line in lines}
+    for way, row in {"plain": "plain", "auto()": "one scope, auto()"}.items():
+        (peak,) = [float(peak) for write, peak in peaks.items() if write == way]
+        assert peak == pytest.approx(measured[row].peak, rel=0.05)
+
+
 def one_draw_more(model, text):
     loss = job.WAYS["plain"](model, text)
     torch.rand(())
