@@ -410,12 +410,12 @@ def refuse_generators(entry: str, fn: Any) -> None:
     code = fn.func if isinstance(fn, functools.partial) else fn
     if not inspect.isroutine(code):
         code = code.forward if isinstance(code, nn.Module) else type(code).__call__
-    kinds = inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction
-    if any(is_one(code) for is_one in kinds):
+    is_async = inspect.iscoroutinefunction(code) or inspect.isasyncgenfunction(code)
+    if is_async or inspect.isgeneratorfunction(code):
+        kind, name = "async" if is_async else "generator", getattr(fn, "__qualname__", fn)
         raise TypeError(
-            f"{entry} can't wrap the generator function or async function "
-            f"{getattr(fn, '__qualname__', fn)}: calling it computes nothing. Decorate a plain "
-            "function that it calls."
+            f"{entry} can't wrap the {kind} function {name}: calling it computes nothing. Decorate a "
+            "plain function that it calls."
         )
 
 
