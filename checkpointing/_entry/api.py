@@ -1,7 +1,7 @@
 """The entry points `checkpointed` and `checkpoint_scope`, and the one `Options` behind them.
 
 An entry point decides whether there is a region at all (grad mode, `enabled`, `disabled()`), builds
-frame and source, and enters and leaves them so that nothing stays behind after an exception. The
+a frame, and enters and leaves it so that nothing stays behind after an exception. The
 engine does the rest.
 """
 
@@ -414,8 +414,8 @@ def refuse_generators(entry: str, fn: Any) -> None:
     if is_async or inspect.isgeneratorfunction(code):
         kind, name = "async" if is_async else "generator", getattr(fn, "__qualname__", fn)
         raise TypeError(
-            f"{entry} can't wrap the {kind} function {name}: calling it computes nothing. Decorate a "
-            "plain function that it calls."
+            f"{entry} can't wrap the {kind} function {name}: calling it computes nothing. Decorate "
+            "a plain function that it calls."
         )
 
 

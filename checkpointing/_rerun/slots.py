@@ -73,7 +73,7 @@ class Calling(Request):
         self._rewound, self._changed = rewound, changed
         self._versions: dict[int, int] = {}  # by slot: of the tensors that are delivered
         self._count = len(holders)
-        self._is_watched = any([rewound, frame.inputs, changed])
+        self._is_watched = any([rewound, frame.inner_inputs, changed])
         if frame.early_stop:
             for ref in reversed(holders):
                 holder = ref()
@@ -143,7 +143,7 @@ class Calling(Request):
         if changed is not None:
             raise errors.changed(frame, self._described((0, 0, True, _ref(changed)))[0])
         role, self._role = self._role, None
-        then, storage = frame.inputs.get(slot, (None, None))
+        then, storage = frame.inner_inputs.get(slot, (None, None))
         if slot < self._count and role != then:
             raise errors.other_role(frame, slot, user_line(), then, role)
         if _torch.is_on(tensor, self._rewound):
@@ -202,7 +202,7 @@ class Calling(Request):
             if tensor is None or tensor._version == version:
                 continue
             if slot == self.holder.slot:
-                raise errors.overwritten(self.frame, slot in self.frame.inputs)
+                raise errors.overwritten(self.frame, slot in self.frame.inner_inputs)
             del self.ready[slot]  # an error only if backward asks for it, as in plain code
         if self._ran_to_its_end:
             self._check_count()
@@ -223,8 +223,8 @@ class Slots(Frame):
     hint = errors.CALLED_AGAIN
     kind_of_request = Calling
     written: frozenset[int] = frozenset()  # storages that regions inside write after reading
-    # By slot: the roles of tensors that regions inside take, and their storages.
-    inputs: dict[int, tuple[object, int | None]]
+    # By slot: the roles of tensors that regions inside take as inputs, and their storages.
+    inner_inputs: dict[int, tuple[object, int | None]]
 
     def pack(self, tensor: Tensor) -> Holder:
         holder = Holder()
@@ -246,7 +246,7 @@ class Slots(Frame):
     _torch.mark_as_torchs_own(pack)
 
     def announce(self, role: object, tensor: Tensor) -> None:
-        self.inputs[len(self.holders)] = role, _torch.storage_of(tensor)
+        self.inner_inputs[len(self.holders)] = role, _torch.storage_of(tensor)
 
     def note_written(self, storages: Set[int]) -> None:
         self.written |= storages
