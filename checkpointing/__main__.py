@@ -94,7 +94,7 @@ WAYS = {
 # ---- what is measured
 
 
-class Step(NamedTuple):
+class Measured(NamedTuple):
     """One step: live bytes in excess of those before it, and floating-point operations."""
 
     forward: list[int]  # after each allocation and release
@@ -106,7 +106,7 @@ class Step(NamedTuple):
         """Bytes held between forward and backward, and at the peak of both."""
         return self.forward[-1], max(self.forward + self.backward)
 
-    def recomputed(self, base: "Step") -> float:
+    def recomputed(self, base: "Measured") -> float:
         """The operations in excess of ``base``, as a fraction of a forward."""
         return (self.flops - base.flops) / base.flops_forward
 
@@ -123,13 +123,13 @@ class Flops(TorchDispatchMode):
         return result
 
 
-def step_of(forward: Any, device: str = "cpu") -> Step:
+def step_of(forward: Any, device: str = "cpu") -> Measured:
     """Run a forward that returns a loss, and its backward, and measure both."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # no messages on stderr
     gc.collect()  # garbage would be counted when it is freed
     loss, live, flops = counted(forward, device)
     _, changes, more = counted(loss.backward, device)
-    return Step(live, [live[-1] + change for change in changes], flops, flops + more)
+    return Measured(live, [live[-1] + change for change in changes], flops, flops + more)
 
 
 def counted(run: Any, device: str) -> Any:
@@ -148,8 +148,8 @@ def counted(run: Any, device: str) -> Any:
 
 
 def training(way: Any, options: Any) -> Any:
-    """Train in one way, then measure one more step. Yields what is known after each: the `Step`,
-    the milliseconds of the quickest of the others, and all that must be the same in each way."""
+    """Train in one way, then measure one more step. Yields what is known after each step: what was
+    measured, the milliseconds of the quickest one, and all that must be the same in each way."""
     torch.manual_seed(0)
     model, text = model_of(options), batch_of(options)
     weights = [*model.parameters()]

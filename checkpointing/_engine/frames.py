@@ -114,7 +114,7 @@ class Request:
             self.note_mismatch(holder, found, tensor)
         self.ready[holder.slot] = tensor
 
-    def note_mismatch(self, holder: Holder, found: Any, tensor: Tensor, where: str = "") -> None:
+    def note_mismatch(self, holder: Holder, found: Any, tensor: Tensor, more: str = "") -> None:
         """The check has found something else than in the forward."""
         expected, details = holder.metadata, f"slot {holder.slot}"
         made_by = self.frame.maker(holder, tensor)
@@ -122,7 +122,7 @@ class Request:
             details += f", made by {made_by}"
         if type(expected) is Evidence:
             details += f"; saved in the forward at {described(expected.line)}"
-        self._mismatches += ((holder.slot, expected, found, details + where),)
+        self._mismatches += ((holder.slot, expected, found, details + more),)
 
     def check_outcome(self) -> None:
         """Raise if something else was computed than in the forward."""
@@ -154,7 +154,7 @@ class Frame:
     notes: Any = None  # for a report: of the tensors that are saved
     saved_bytes: int | None = None  # that autograd would hold, if that is known without notes
     replays: int | None = None  # of a recorded block: how many windows have run again
-    complete = False  # backward may run before the region has ended (rule 6)
+    complete = False  # whether the region has ended; backward may run before that (rule 6)
     on_error: Callable[[errors.CheckpointError], None] | None = None
     context: AbstractContextManager[Any] | None = None  # entered around each recompute
     prefix: str | None = None  # of messages, for code that matches torch's
