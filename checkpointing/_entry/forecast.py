@@ -153,8 +153,8 @@ def forecast(function: Callable[[], Any], /) -> Forecast:
 
     The function runs once, with gradients enabled and without backward, and inner regions of this
     library run as plain code. Buffers, random states and other memory that it writes are put back;
-    what Python notes elsewhere, such as a counter, is not. Switch off checkpoints of other libraries
-    first: they are no part of the simulation, and neither is memory that kernels work in.
+    what Python notes elsewhere, such as a counter, is not. Switch off checkpoints of other
+    libraries first: they are no part of the simulation, and neither is memory that kernels work in.
     The peak of forward and backward is then simulated for plain code, for a checkpoint around each
     block that the program repeats, for `auto()`, and for `auto(peak=...)` from the largest peak to
     the least.
