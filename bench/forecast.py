@@ -1,4 +1,6 @@
-"""What a step of a large Llama would need, forecast without memory: `python bench/forecast.py 8b 70b`.
+"""What a step of a large Llama would need, forecast without memory.
+
+`python bench/forecast.py 8b 70b` prints it.
 
 Weights, gradients and activations are fake tensors, so this runs anywhere. Gradients are there
 before, as when they are accumulated: the rows are activations alone.
