@@ -41,8 +41,8 @@ class TensorReport(NamedTuple):
     are held now: an `"input"`; `"kept"`, by `keep` or a policy; `"offloaded"`; a `"random state"`;
     a copy of `"buffers"`.
 
-    `nbytes` is the size of the storage; 0 for tensors without one, such as sparse ones. Wrappers
-    such as DTensor are described by the tensors inside them.
+    `nbytes` is the size of the storage in bytes; 0 for tensors without one, such as sparse ones.
+    Wrappers such as DTensor are described by the tensors inside them.
 
     `operator` made the tensor, or read it first if it is an input of a block. For an argument of a
     function it is the name of the argument. `module` is the module whose `forward` ran then, by its
@@ -64,9 +64,9 @@ class RegionReport(NamedTuple):
 
     `saved` lists the tensors that autograd would hold without the region, `held` those that are
     held now: each storage once, the largest first, without parameters and other leaves that require
-    grad. Tensors that a region around this one brings back are not held here. `line` is where the
-    region was entered. `replays` counts the windows that a recorded block has replayed; it is None
-    for a rerun.
+    grad. `bytes_saved` and `bytes_held` are their sums. Tensors that a region around this one
+    brings back are not held here. `line` is where the region was entered. `replays` counts the
+    windows that a recorded block has replayed; it is None for a rerun.
 
     Without `report=True`, `saved` is empty, and the `bytes_saved` of a rerun are None.
     """
@@ -140,13 +140,17 @@ def report(*outputs: Tensor) -> Report:
     Raises:
         TypeError: if an argument is not a tensor.
 
-    >>> import torch
-    >>> from checkpointing import checkpointed, report
-    >>> block = checkpointed(lambda x: x.sin().exp().tanh(), report=True, preserve_rng_state=False)
-    >>> x = torch.ones(1024, requires_grad=True)
-    >>> (region,) = report(block(x * 2).sum()).regions
-    >>> region.bytes_saved, region.bytes_held, region.held[0].operator
-    (12288, 4096, 'args[0]')
+    Example:
+        >>> import torch
+        >>> from checkpointing import checkpointed, report
+        >>> options = {"report": True, "preserve_rng_state": False}
+        >>> block = checkpointed(lambda x: x.sin().exp().tanh(), **options)
+        >>> x = torch.ones(1024, requires_grad=True)
+        >>> (region,) = report(block(x * 2).sum()).regions
+        >>> region.bytes_saved, region.bytes_held, region.held[0].operator
+        (12288, 4096, 'args[0]')
+
+    Source of the method: `jax.ad_checkpoint.print_saved_residuals`.
     """
     for output in outputs:
         if not isinstance(output, Tensor):
