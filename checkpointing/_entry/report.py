@@ -10,7 +10,7 @@ in ranges named `recompute:<region>`.
 
 from __future__ import annotations
 
-import os
+import re
 import sys
 import traceback
 import weakref
@@ -122,8 +122,7 @@ UNITS = ("B", "KiB", "MiB", "GiB")
 
 
 def _short(line: str) -> str:
-    file, colon, rest = line.partition(":")
-    return os.path.basename(file) + colon + rest
+    return re.sub(r"^[^:]*/", "", line)  # no folders
 
 
 def report(*outputs: Tensor) -> Report:
@@ -155,19 +154,15 @@ def report(*outputs: Tensor) -> Report:
     for output in outputs:
         if not isinstance(output, Tensor):
             raise TypeError(f"report takes tensors, such as a loss, not {output!r}")
+    nodes = _torch.nodes_from([output.grad_fn for output in outputs], {None})
+    packed = [saved for node in nodes for saved in _torch.saved_by(node)]
     frames: dict[Frame, None] = {}
-    for node in _torch.nodes_from([output.grad_fn for output in outputs], {None}):
-        for packed in _torch.saved_by(node):
-            _find(packed, frames)
+    for one in packed:
+        if isinstance(one, Holder) and one.frame not in frames:
+            frames[one.frame] = None
+            # Regions around it hold its inputs.
+            packed += [_packed(holding.part) for holding in one.frame.holdings()]
     return report_of(frames)
-
-
-def _find(packed: Any, frames: dict[Frame, None]) -> None:
-    """Add the region of a holder, and the regions around it, which hold its inputs."""
-    if isinstance(packed, Holder) and packed.frame not in frames:
-        frames[packed.frame] = None
-        for holding in packed.frame.holdings():
-            _find(_packed(holding.part), frames)
 
 
 def _packed(part: Any) -> Any:
@@ -183,10 +178,8 @@ def report_of(frames: Iterable[Frame]) -> Report:
 
 
 def _region(frame: Frame) -> RegionReport:
-    held, bytes_saved, saved = _held_by(frame), frame.saved_bytes, _sorted(())
-    if frame.notes is not None:
-        saved = _sorted(frame.notes.tensors)
-        bytes_saved = _bytes_of(saved)
+    held, saved = _held_by(frame), _sorted(frame.notes or ())
+    bytes_saved = frame.saved_bytes if frame.notes is None else _bytes_of(saved)
     about = frame.name, described(frame.entered_from), bytes_saved, _bytes_of(held)
     return RegionReport(*about, frame.replays, saved, held)
 
@@ -250,14 +243,14 @@ def measure(frame: Replay) -> Stats:
     return Stats(*counts, _bytes_of(tensors) - kept, kept, cuts, peak)
 
 
-class Notes:
+class Notes(list[TensorReport]):
     """The tensors that are saved in a region, each storage once."""
 
     def __init__(self) -> None:
-        self.tensors: list[TensorReport] = []
         self._known: weakref.WeakSet[Any] = weakref.WeakSet()  # storages
 
     def add(self, holder: Holder, tensor: Tensor) -> None:
+        """Note a tensor of `holder.frame`."""
         if is_referenced(root_of(tensor)):
             return
         about = holder.frame.maker(holder, tensor), *note()
@@ -265,7 +258,7 @@ class Notes:
             storage = part.untyped_storage() if _torch.has_storage(part) else holder
             if storage not in self._known:
                 self._known.add(storage)
-                self.tensors.append(_described("saved", part, *about))
+                self.append(_described("saved", part, *about))
 
 
 def note() -> tuple[str | None, str | None]:
