@@ -70,13 +70,29 @@ _debug: Switch = ContextVar("checkpointing.debug", default=None)
 
 def set_checkpoint_early_stop(enable: bool) -> AbstractContextManager[None]:
     """Override `early_stop` of every `checkpoint` that is called inside, in this thread and
-    context."""
+    context.
+
+    Example:
+        >>> import torch
+        >>> from checkpointing.torch_compat import checkpoint, set_checkpoint_early_stop
+        >>> x = torch.randn(3, requires_grad=True)
+        >>> with set_checkpoint_early_stop(False):  # backward runs all of the function again
+        ...     y = checkpoint(lambda x: x.sin().cos(), x, use_reentrant=False)
+    """
     return _overridden(_early_stop, enable)
 
 
 def set_checkpoint_debug_enabled(enabled: bool | None) -> AbstractContextManager[None]:
     """Override `debug` of every `checkpoint` that is called inside, in this thread and context.
-    None overrides nothing."""
+    None overrides nothing.
+
+    Example:
+        >>> import torch
+        >>> from checkpointing.torch_compat import checkpoint, set_checkpoint_debug_enabled
+        >>> x = torch.randn(3, requires_grad=True)
+        >>> with set_checkpoint_debug_enabled(True):  # errors list the operators of both runs
+        ...     y = checkpoint(lambda x: x.sin().cos(), x, use_reentrant=False)
+    """
     return _overridden(_debug, enabled)
 
 
@@ -155,10 +171,11 @@ def checkpoint(
 
     Under `torch.compile` the call is torch's own.
 
-    >>> import torch
-    >>> from checkpointing.torch_compat import checkpoint
-    >>> x = torch.randn(3, requires_grad=True)
-    >>> checkpoint(lambda x: x.sin().cos(), x, use_reentrant=False).sum().backward()
+    Example:
+        >>> import torch
+        >>> from checkpointing.torch_compat import checkpoint
+        >>> x = torch.randn(3, requires_grad=True)
+        >>> checkpoint(lambda x: x.sin().cos(), x, use_reentrant=False).sum().backward()
     """
     options: Keywords = {
         "use_reentrant": use_reentrant,
@@ -292,11 +309,15 @@ def checkpoint_sequential(
     Raises:
         ValueError: if there are no segments, more segments than functions, or unknown keywords.
 
-    >>> import torch
-    >>> from checkpointing.torch_compat import checkpoint_sequential
-    >>> layers = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(6)))
-    >>> x = torch.randn(2, 4, requires_grad=True)
-    >>> y = checkpoint_sequential(layers, 3, x, use_reentrant=False)
+    Returns:
+        The result of the last function.
+
+    Example:
+        >>> import torch
+        >>> from checkpointing.torch_compat import checkpoint_sequential
+        >>> layers = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(6)))
+        >>> x = torch.randn(2, 4, requires_grad=True)
+        >>> y = checkpoint_sequential(layers, 3, x, use_reentrant=False)
     """
     threat = "we will raise an exception if use_reentrant is not passed."
     use_reentrant = _chooses_reentrant(use_reentrant, ".checkpoint_sequential", threat)

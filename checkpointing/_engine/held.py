@@ -223,16 +223,16 @@ def hold(tensor: Tensor, saver: Saver, name: Name, role: object = None) -> Held:
         parameter = tensor if tensor._base is None else _alias(tensor)
         return Aliased(parameter, name, True)
     alias = _alias(tensor)
-    if isinstance(saver, Mover) and not saver.takes(alias):
+    if tensor.is_meta or _torch.is_cast_of_parameter(root_of(tensor)):  # costs nothing
         saver = None
-    is_cheap = tensor.is_meta or _torch.is_cast_of_parameter(root_of(tensor))
-    if saver is None or is_cheap:
-        return Aliased(alias, name)
     if isinstance(saver, Mover):
-        return Elsewhere(without_recording(saver.send, alias), name)
+        if saver.takes(alias):
+            return Elsewhere(without_recording(saver.send, alias), name)
+        saver = None
     if _is_users(saver):
         return Packed(alias, saver, name, without_recording(saver[0], alias))
-    if getattr(_owner_of(saver), "complete", False):  # a block around, left before this one
+    owner = _owner_of(saver)
+    if saver is None or getattr(owner, "complete", False):  # a block around, left before this one
         return Aliased(alias, name)
     return InSlot(alias, saver, name, role or name, tensor)
 

@@ -16,8 +16,7 @@ from types import CodeType, FrameType
 Line = tuple[CodeType, int]  # a code object and an instruction in it
 
 _NOT_USER_CODE = tuple(
-    os.path.dirname(sys.modules[package].__file__ or "") + os.sep
-    for package in ("torch", __name__.partition(".")[0])
+    sys.modules[package].__path__[0] + os.sep for package in ("torch", __name__.partition(".")[0])
 )
 
 

@@ -15,13 +15,10 @@ class OpLog(TorchDispatchMode):
     """A log of operators, each with the lines of user code that led to it."""
 
     supports_higher_order_operators = True
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.lines: list[Any] = []
+    lines: list[Any] = []  # noqa: RUF012  # before it is entered
 
     def __enter__(self) -> Any:
-        self.lines.clear()  # of the recompute before this one
+        self.lines = []  # without those of the recompute before this one
         return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -44,7 +41,7 @@ def _text(value: Any) -> str:
 def logged(frame: Frame) -> tuple[OpLog, OpLog]:
     """Contexts that log the operators of the forward and of the recompute, for errors of the
     frame."""
-    forward, recompute = OpLog(), OpLog()
+    forward, recompute = OpLog(), OpLog()  # type: ignore[no-untyped-call]
 
     def explain(error: Any) -> None:
         """Raise an error again with both logs, under torch's headings."""

@@ -10,7 +10,7 @@ in ranges named `recompute:<region>`.
 
 from __future__ import annotations
 
-import os
+import re
 import sys
 import traceback
 import weakref
@@ -41,8 +41,8 @@ class TensorReport(NamedTuple):
     are held now: an `"input"`; `"kept"`, by `keep` or a policy; `"offloaded"`; a `"random state"`;
     a copy of `"buffers"`.
 
-    `nbytes` is the size of the storage; 0 for tensors without one, such as sparse ones. Wrappers
-    such as DTensor are described by the tensors inside them.
+    `nbytes` is the size of the storage in bytes; 0 for tensors without one, such as sparse ones.
+    Wrappers such as DTensor are described by the tensors inside them.
 
     `operator` made the tensor, or read it first if it is an input of a block. For an argument of a
     function it is the name of the argument. `module` is the module whose `forward` ran then, by its
@@ -64,9 +64,9 @@ class RegionReport(NamedTuple):
 
     `saved` lists the tensors that autograd would hold without the region, `held` those that are
     held now: each storage once, the largest first, without parameters and other leaves that require
-    grad. Tensors that a region around this one brings back are not held here. `line` is where the
-    region was entered. `replays` counts the windows that a recorded block has replayed; it is None
-    for a rerun.
+    grad. `bytes_saved` and `bytes_held` are their sums. Tensors that a region around this one
+    brings back are not held here. `line` is where the region was entered. `replays` counts the
+    windows that a recorded block has replayed; it is None for a rerun.
 
     Without `report=True`, `saved` is empty, and the `bytes_saved` of a rerun are None.
     """
@@ -122,8 +122,7 @@ UNITS = ("B", "KiB", "MiB", "GiB")
 
 
 def _short(line: str) -> str:
-    file, colon, rest = line.partition(":")
-    return os.path.basename(file) + colon + rest
+    return re.sub(r"^[^:]*/", "", line)  # no folders
 
 
 def report(*outputs: Tensor) -> Report:
@@ -140,30 +139,30 @@ def report(*outputs: Tensor) -> Report:
     Raises:
         TypeError: if an argument is not a tensor.
 
-    >>> import torch
-    >>> from checkpointing import checkpointed, report
-    >>> block = checkpointed(lambda x: x.sin().exp().tanh(), report=True, preserve_rng_state=False)
-    >>> x = torch.ones(1024, requires_grad=True)
-    >>> (region,) = report(block(x * 2).sum()).regions
-    >>> region.bytes_saved, region.bytes_held, region.held[0].operator
-    (12288, 4096, 'args[0]')
+    Example:
+        >>> import torch
+        >>> from checkpointing import checkpointed, report
+        >>> options = {"report": True, "preserve_rng_state": False}
+        >>> block = checkpointed(lambda x: x.sin().exp().tanh(), **options)
+        >>> x = torch.ones(1024, requires_grad=True)
+        >>> (region,) = report(block(x * 2).sum()).regions
+        >>> region.bytes_saved, region.bytes_held, region.held[0].operator
+        (12288, 4096, 'args[0]')
+
+    Source of the method: `jax.ad_checkpoint.print_saved_residuals`.
     """
     for output in outputs:
         if not isinstance(output, Tensor):
             raise TypeError(f"report takes tensors, such as a loss, not {output!r}")
+    nodes = _torch.nodes_from([output.grad_fn for output in outputs], {None})
+    packed = [saved for node in nodes for saved in _torch.saved_by(node)]
     frames: dict[Frame, None] = {}
-    for node in _torch.nodes_from([output.grad_fn for output in outputs], {None}):
-        for packed in _torch.saved_by(node):
-            _find(packed, frames)
+    for one in packed:
+        if isinstance(one, Holder) and one.frame not in frames:
+            frames[one.frame] = None
+            # Regions around it hold its inputs.
+            packed += [_packed(holding.part) for holding in one.frame.holdings()]
     return report_of(frames)
-
-
-def _find(packed: Any, frames: dict[Frame, None]) -> None:
-    """Add the region of a holder, and the regions around it, which hold its inputs."""
-    if isinstance(packed, Holder) and packed.frame not in frames:
-        frames[packed.frame] = None
-        for holding in packed.frame.holdings():
-            _find(_packed(holding.part), frames)
 
 
 def _packed(part: Any) -> Any:
@@ -179,10 +178,8 @@ def report_of(frames: Iterable[Frame]) -> Report:
 
 
 def _region(frame: Frame) -> RegionReport:
-    held, bytes_saved, saved = _held_by(frame), frame.saved_bytes, _sorted(())
-    if frame.notes is not None:
-        saved = _sorted(frame.notes.tensors)
-        bytes_saved = _bytes_of(saved)
+    held, saved = _held_by(frame), _sorted(frame.notes or ())
+    bytes_saved = frame.saved_bytes if frame.notes is None else _bytes_of(saved)
     about = frame.name, described(frame.entered_from), bytes_saved, _bytes_of(held)
     return RegionReport(*about, frame.replays, saved, held)
 
@@ -246,14 +243,14 @@ def measure(frame: Replay) -> Stats:
     return Stats(*counts, _bytes_of(tensors) - kept, kept, cuts, peak)
 
 
-class Notes:
+class Notes(list[TensorReport]):
     """The tensors that are saved in a region, each storage once."""
 
     def __init__(self) -> None:
-        self.tensors: list[TensorReport] = []
         self._known: weakref.WeakSet[Any] = weakref.WeakSet()  # storages
 
     def add(self, holder: Holder, tensor: Tensor) -> None:
+        """Note a tensor of `holder.frame`."""
         if is_referenced(root_of(tensor)):
             return
         about = holder.frame.maker(holder, tensor), *note()
@@ -261,7 +258,7 @@ class Notes:
             storage = part.untyped_storage() if _torch.has_storage(part) else holder
             if storage not in self._known:
                 self._known.add(storage)
-                self.tensors.append(_described("saved", part, *about))
+                self.append(_described("saved", part, *about))
 
 
 def note() -> tuple[str | None, str | None]:

@@ -64,11 +64,11 @@ class Calling(Request):
     _role: object = None  # of the tensor that is packed next: None if an operator saves it
 
     def call(self, function: Callable[[], Any], rewound: Set[int], changed: Leaves | None) -> None:
-        """Call the function until the last slot that is wanted (rule 5). It may turn the signal to
-        stop into another exception.
+        """Call the function until the last slot that is wanted (rule 5). The function may catch
+        `Stop` and raise something else instead.
 
-        `rewound` are storages that have older values until the call ends, `changed` are parameters
-        that the function must not read."""
+        Tensors on the storages `rewound` have older values until the call ends. The function must
+        not read the parameters `changed`."""
         frame, holders = self.frame, self.frame.holders
         self._rewound, self._changed = rewound, changed
         self._versions: dict[int, int] = {}  # by slot: of the tensors that are delivered
