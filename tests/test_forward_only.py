@@ -10,16 +10,7 @@ import inspect
 import pytest
 import torch
 import torch.utils.checkpoint
-from oracle import (
-    DOORS,
-    EACH_DOOR,
-    Programs,
-    apply,
-    bits,
-    integers as leaf,
-    plain,
-    rerun,
-)
+from oracle import DOORS, EACH_DOOR, Programs, apply, bits, integers as leaf, plain, rerun
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 

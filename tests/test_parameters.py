@@ -8,15 +8,7 @@ import weakref
 import pytest
 import torch
 import torch.utils.checkpoint
-from oracle import (
-    DOORS,
-    Programs,
-    bits,
-    integers as leaf,
-    plain,
-    rerun,
-    same_bits,
-)
+from oracle import DOORS, Programs, bits, integers as leaf, plain, rerun, same_bits
 from torch import nn
 
 from checkpointing import ChangedError, MismatchError, checkpointed, is_recomputing

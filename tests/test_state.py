@@ -21,11 +21,7 @@ from oracle import (
 )
 from torch import nn
 
-from checkpointing import (
-    checkpointed,
-    is_recomputing,
-    register_state,
-)
+from checkpointing import checkpointed, is_recomputing, register_state
 
 program = Programs(DOORS)
 

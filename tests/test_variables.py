@@ -1,25 +1,15 @@
 """Variables that a function closes over: a rerun finds those of its own forward, of containers the
 live ones, and leaves alone what the function itself assigns."""
 
-import copy
 import functools
 
 import pytest
 import torch
 import torch.utils.checkpoint
-from oracle import (
-    DOORS,
-    Programs,
-    bits,
-    integers as leaf,
-    rerun,
-)
+from oracle import DOORS, Programs, bits, integers as leaf, rerun
 from torch import nn
 
-from checkpointing import (
-    checkpointed,
-    is_recomputing,
-)
+from checkpointing import checkpointed
 
 WAYS = {**DOORS, "rerun to the end": functools.partial(rerun, early_stop=False)}
 program = Programs(WAYS, default=["rerun", "rerun to the end", "rerun in rerun", "replay", "scope"])
