@@ -310,20 +310,6 @@ def test_collections_in_context_variables_are_those_of_the_forward_as_copies(kin
     contextvars.copy_context().run(run)
 
 
-def test_data_in_a_collection_is_there_for_the_recompute():
-    """Although its owner has emptied the collection since."""
-
-    def run():
-        VARIABLE.set(data := [torch.full((4,), 2.0)])
-        x = leaf()
-        y = checkpointed(lambda x: (x * VARIABLE.get()[0]).sin())(x)
-        data.clear()
-        y.sum().backward()
-        assert torch.equal(x.grad, 2 * (x * 2).cos())
-
-    contextvars.copy_context().run(run)
-
-
 @pytest.mark.parametrize("door", [DOORS["rerun"], DOORS["replay"]], ids=["rerun", "replay"])
 def test_newer_settings_of_precision_are_left_alone(door):
     """They contradict the legacy one, which is then as it is during the recompute."""
@@ -335,20 +321,6 @@ def test_newer_settings_of_precision_are_left_alone(door):
         assert torch._C._get_fp32_precision_getter("generic", "all") == "tf32"
     finally:
         setter("generic", "all", "none")
-
-
-def test_casts_of_a_rerun_are_not_cached_for_others():
-    """A backward in another autocast leaves no old casts of its weights behind."""
-    linear, x = nn.Linear(4, 4), leaf()
-    with torch.autocast("cpu"):
-        y = checkpointed(lambda x: linear(x).sin())(x).sum()
-    with torch.autocast("cpu"):
-        y.backward()
-        with torch.no_grad():
-            linear.weight.mul_(2)
-        have = linear(x)
-    with torch.autocast("cpu"):
-        assert bits(have) == bits(linear(x))
 
 
 COLLECTED = contextvars.ContextVar("COLLECTED", default=None)

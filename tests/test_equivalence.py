@@ -9,17 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings, strategies as st
-from oracle import (
-    NO_ROOM,
-    Pair,
-    SavesItsOutput,
-    apply,
-    bits,
-    called,
-    differences,
-    observe,
-    weigh,
-)
+from oracle import NO_ROOM, Pair, SavesItsOutput, apply, bits, called, differences, observe, weigh
 from torch import nn
 from torch.utils._pytree import tree_map_only
 

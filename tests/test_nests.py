@@ -396,7 +396,7 @@ class Writer:
         return self.line(OPERATORS if self.rich and self.chance(0.6) else NEW)
 
     def once(self) -> list[str]:
-        is_graph = not self.backward_inside and self.chance(0.2)
+        is_graph = not (self.backward_inside or self.in_torchs) and self.chance(0.2)
         return self.line(GRAPH if is_graph else FORWARD_ONLY)
 
     def drop(self) -> list[str]:
