@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from .cuts import Cuts, Cutting
 from .fill import Choice, Filling
-from .repeats import repeats
 from .stretch import Stretch
 
 
@@ -26,10 +25,10 @@ def choose(stretch: Stretch, target: int = 0, peak: int | None = None) -> Choice
     if target:
         return _rough(cutting, target)
     least, cuts = cutting.least_peak()
-    if peak is None:
-        target, cuts = _by_hand(stretch, least, cuts)
-    else:
-        target = max(least, peak)
+    # Where blocks are so small that they need more, nobody would place them.
+    most = int(least * (1 + _MOST_SLACK)) if peak is None else peak
+    by_hand, cuts = _by_hand(stretch, cuts, most)
+    target = max(least, by_hand if peak is None else peak)
     best = _filled(cutting, cuts, target)
     best.join(target if peak is None else 0)
     return best.choice()._replace(target=target)
@@ -74,24 +73,19 @@ def _rough(cutting: Cutting, target: int) -> Choice:
     return rough.choice()._replace(target=target)
 
 
-def blocks_of(stretch: Stretch) -> list[range]:
-    """The steps at which the blocks begin that a program repeats, by run of repeats."""
-    return repeats([step.func for step in stretch.model.path.steps], stretch.crossing)
-
-
-def _by_hand(stretch: Stretch, least: int, cuts: Cuts) -> tuple[int, Cuts]:
+def _by_hand(stretch: Stretch, cuts: Cuts, most: int) -> tuple[int, Cuts]:
     """What users place by hand, and its peak: a checkpoint around each block that repeats, unless
-    the blocks are so small that nobody would do that; elsewhere, the cuts of the least peak."""
-    peak, most = least, least + int(least * _MOST_SLACK)
+    that needs more than `most`; elsewhere, these cuts."""
+    peak = 0
     runs: list[range] = []
-    for blocks in blocks_of(stretch):
+    for blocks in stretch.blocks:
         new = [*runs, blocks]
         others = [at for at in cuts if not any(run[0] <= at <= run[-1] for run in new)]
         placed = {*others, *[at for run in new for at in run if stretch.first < at < stretch.last]}
         found = Filling(stretch, sorted(placed)).choice().peak
         if found <= most:
             margin = min(int(found * _MARGIN), 2 * max(stretch.crossing[at] for at in blocks))
-            peak, runs, cuts = max(least, found - margin), new, tuple(sorted(placed))
+            peak, runs, cuts = found - margin, new, tuple(sorted(placed))
     return peak, cuts
 
 

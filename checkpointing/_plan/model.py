@@ -26,6 +26,8 @@ from .. import _torch
 from .._record import KEEP, NOT_WRITTEN, UNSEEN, First, Known, Path, Run, Step, Value
 from .groups import MOST_WRITTEN
 
+Span = tuple[int, int, int]  # the first and the last position, and bytes
+
 
 class Memory:
     """What a plan knows of a memory that the block has made."""
@@ -106,11 +108,15 @@ class Model:
         # When small ones die may depend on the garbage collector, which differs from rank to rank.
         large = [m for m in self.memories.values() if m.nbytes >= _SMALL]
         spans = [(m.maker, m.dies - 1, m.nbytes) for m in large]
-        self.live = self.sums([*spans, *self._copies(0)])
+        states = [
+            (index, self.count, sum([state.nbytes for state in drawn.states]))
+            for index, drawn in run.store.random.items()
+        ]
+        self.live = self.sums([*spans, *states, *self._copies(0)])
         missing = {path.memory_of[cell] for cell in waiting}
-        self.besides = self._besides(missing)
+        besides = self.sums([*states, *self._besides(missing)])
         # What the steps after it have made is there, too.
-        self.backward = [*map(add, self._needed_by_backward(missing), self.besides[1:])]
+        self.backward = [*map(add, self._needed_by_backward(missing), besides[1:])]
 
     def _add(self, step: Step) -> None:
         """Learn what a step does to memory."""
@@ -195,7 +201,7 @@ class Model:
         memory.last_use = max(memory.last_use, position)
         self.saves[number] = position, memory.number
 
-    def sums(self, spans: Iterable[tuple[int, int, int]]) -> list[int]:
+    def sums(self, spans: Iterable[Span]) -> list[int]:
         """By position: the bytes that are there. Each is there from one position to another."""
         change = [0] * (self.count + 3)
         for first, last, nbytes in spans:
@@ -203,14 +209,14 @@ class Model:
             change[max(first, min(last, self.count)) + 1] -= nbytes
         return [*accumulate(change)]
 
-    def _besides(self, missing: set[int]) -> list[int]:
+    def _besides(self, missing: set[int]) -> list[Span]:
         """By position to which backward has come: bytes that are there whatever the block keeps:
         gradients that did not exist before, and what somebody else holds."""
         there = [(0, self.count, m.nbytes) for m in self.memories.values() if not m.cost]
         there += [(0, self._uses[n][-1], self._gradients[n]) for n in missing & self._uses.keys()]
-        return self.sums(there)
+        return there
 
-    def _copies(self, shift: int) -> list[tuple[int, int, int]]:
+    def _copies(self, shift: int) -> list[Span]:
         """What convolutions work with on their own: copies in another layout, about as large as
         what they read and make. (Measured with oneDNN on a CPU, and with nothing else.)"""
         steps = [step.index for step in self.path.steps if step.func is _torch.CONVOLUTION]

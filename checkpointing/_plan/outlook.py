@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from .._record import Run
-from .choose import blocks_of, choose
+from .choose import choose
 from .cuts import Cutting
 from .model import Model
 from .stretch import Stretch
@@ -58,7 +58,7 @@ class Outlook:
 
     def repeats(self) -> list[Block]:
         """The blocks that the program repeats."""
-        return [block for run in blocks_of(self._stretch) for block in pairwise(run)]
+        return [block for run in self._stretch.blocks for block in pairwise(run)]
 
     def by_hand(self, blocks: list[Block]) -> Cost:
         """With a checkpoint around each of these blocks."""

@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 from .model import Model
+from .repeats import repeats
 
 
 class Stretch:
@@ -36,25 +37,31 @@ class Stretch:
         # A window that reads it must have made it.
         self.dear = {m.number for m in dear if m.maker >= self.first}
         self.crossing = model.sums((m.maker + 1, m.last_use, m.cost) for m in dear)
+        # The steps at which the blocks begin that the program repeats, by run of repeats.
+        funcs = [step.func for step in model.path.steps] if self.is_all else []
+        self.blocks = repeats(funcs, self.crossing)
         self.positions = self._candidates()
 
     def _candidates(self) -> list[int]:
-        """Positions that little crosses, and the ends."""
+        """Positions that little crosses, where blocks begin, and the ends."""
         crossing, first, last = self.crossing, self.first, self.last
         minima = [
             p
             for p in range(first + 1, last)
             if crossing[p] <= min(crossing[p - 1], crossing[p + 1]) and self.model.made[p - 1]
         ]
-        size = max(1.0, (last - first) / MOST_CANDIDATES) if len(minima) > MOST_CANDIDATES else 1.0
+        size = (
+            max(1.0, (last - first) / _MOST_CANDIDATES) if len(minima) > _MOST_CANDIDATES else 1.0
+        )
         best: dict[int, int] = {}  # by part
         for p in sorted(minima, key=crossing.__getitem__):
             best.setdefault(int((p - first) / size), p)
-        return [first, *sorted(best.values()), last]
+        begins = [at for run in self.blocks for at in run if first < at < last]
+        return [first, *sorted({*best.values(), *begins}), last]
 
     def cost(self, kept: Iterable[int]) -> int:
         """Bytes, to hold these memories."""
         return sum([self.memories[number].cost for number in kept])
 
 
-MOST_CANDIDATES = 64
+_MOST_CANDIDATES = 64
