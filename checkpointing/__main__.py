@@ -26,7 +26,7 @@ from torch.profiler import profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from . import auto, checkpoint_scope, checkpointed
+from . import auto, checkpoint_scope, checkpointed, forecast
 from ._torch import flops_of, same_bits
 
 MIB = 2**20
@@ -184,11 +184,13 @@ ROW = "{:<32} {:>14.2f} MiB  {:>10.2f} MiB {:>11.2f} {:>8.1f} {:>6.2f} {:>7.4f} 
 parser = argparse.ArgumentParser(
     prog="python -m checkpointing",
     description="Train a small transformer in five ways; compare memory, time and bits. The width "
-    "(a multiple of 4) is in features, the context in tokens, the batch in sequences.",
+    "(a multiple of 4) is in features, the context in tokens, the batch in sequences. With "
+    "`forecast`, say what each choice of checkpoints would cost, without training.",
 )
 SIZES = {"steps": 6, "layers": 12, "width": 128, "context": 128, "batch": 8}
 for name, default in SIZES.items():
     parser.add_argument(f"--{name}", type=int, default=default, help="default: %(default)s")
+parser.add_argument("what", nargs="?", choices=("train", "forecast"), default="train")
 parser.add_argument("--device", type=torch.device, default="cpu", help="cpu, cuda, xpu, ...")
 
 
@@ -203,6 +205,10 @@ def main(arguments: Any = None) -> int:
     if options.device.type != "cpu":  # bits are compared, so kernels must be deterministic
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
+    if options.what == "forecast":
+        model, text = model_of(options), batch_of(options)
+        print(forecast(lambda: WAYS["plain"](model, text)))
+        return 0
     runs = [training(way, options) for way in WAYS.values()]
     for number, turn in enumerate(zip(*runs, strict=True), 1):
         base, quickest, plains = turn[0]

@@ -9,13 +9,7 @@ import torch
 import torch.nn.functional as F
 from oracle import NO_ROOM, PLANNED, SavesItsOutput, Watching, apply, leaf
 
-from checkpointing import (
-    CheckpointError,
-    checkpoint_scope,
-    forward_only,
-    is_recomputing,
-    keep,
-)
+from checkpointing import CheckpointError, checkpoint_scope, forward_only, is_recomputing, keep
 
 pytestmark = [NO_ROOM, pytest.mark.usefixtures("no_gc")]
 

@@ -54,6 +54,16 @@ def test_no_way_needs_more_than_torchs_does(capsys):
     assert rows["one scope, auto()"].peak <= 1.15 * torchs.peak
 
 
+def test_a_forecast_says_what_the_comparison_measures(capsys):
+    _, measured, _ = run(capsys)
+    assert job.main(["forecast", *SMALL[2:]]) == 0
+    heading, *lines = capsys.readouterr().out.splitlines()
+    assert heading.endswith("what to write")
+    peaks = {line.split("  ")[-1]: float(line.split()[0]) for line in lines}
+    for write, way in {"plain": "plain", "auto()": "one scope, auto()"}.items():
+        assert peaks[write] == pytest.approx(measured[way].peak, rel=0.05)
+
+
 def one_draw_more(model, text):
     loss = job.WAYS["plain"](model, text)
     torch.rand(())
@@ -76,14 +86,14 @@ def test_a_way_that_differs_fails_the_run(capsys, monkeypatch, wrong, steps, ver
     assert rows["wrong"].verdict == f"other {verdict}"
 
 
-@pytest.mark.parametrize("arguments", [["--context", "many"], ["--layer-count", "3"]], ids=" ".join)
+@pytest.mark.parametrize("arguments", [["--context", "many"], ["--layer-count=3"]], ids=" ".join)
 def test_wrong_values_get_status_2(capsys, arguments):
     """No traceback, nothing on stdout."""
     with pytest.raises(SystemExit) as exit_:
         job.main(arguments)
     out, err = capsys.readouterr()
     assert (exit_.value.code, out) == (2, "")
-    assert arguments[0] in err
+    assert arguments[0].partition("=")[0] in err
 
 
 def test_the_picture_names_each_line(tmp_path, monkeypatch):

@@ -116,7 +116,8 @@ class Run(Follower, Region):
         self.begin()
         self.stocks = {}
         self._holders, self.first_holder = holders, len(holders)
-        self._awake, self._depth = self._here["depth"], _RESTING
+        if self._depth != _RESTING:
+            self._awake, self._depth = self._depth, _RESTING
 
     def _wakes_up(self, func: Any) -> bool:
         if self._depth != _RESTING or self._here["depth"] != self._awake:

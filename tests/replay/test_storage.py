@@ -3,7 +3,7 @@ addresses."""
 
 import pytest
 import torch
-from bitwise import RERUN, Table
+from oracle import RERUN, Table
 
 
 def tensors():

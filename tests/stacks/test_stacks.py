@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.utils.checkpoint
-from oracle import Counting, bits, c, plain, r
+from oracle import Counting, bits, plain, replay, rerun
 from torch import nn
 
 import checkpointing
@@ -145,9 +145,9 @@ def test_transformers_with_a_cache_that_the_region_fills(make, attention, given)
         return bits([p.grad for p in model.parameters()])
 
     with pytest.raises(checkpointing.CheckpointError, match="use_cache=False") as caught:
-        gradients(c)
+        gradients(rerun)
     assert "backend='replay'" in str(caught.value) and "opaque" not in str(caught.value)
-    assert gradients(r) == gradients(plain)
+    assert gradients(replay) == gradients(plain)
 
 
 @pytest.mark.parametrize("how", ["compute_loss", "modules", "function"])
