@@ -59,7 +59,7 @@ class Evidence:
         self.line = entered_from(sys._getframe(1))
 
     def __eq__(self, other: object) -> bool:
-        return type(other) is Evidence and bool(self.finding == other.finding)
+        return bool(self.finding == getattr(other, "finding", None))
 
     def __str__(self) -> str:
         return str(self.finding)

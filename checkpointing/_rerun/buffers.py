@@ -58,7 +58,7 @@ class Buffers:
             children, parameters, buffers = _parts_of(module)
             stack += children.values()
             for parameter in parameters.values():
-                if parameter is not None and not parameter.is_cpu:
+                if not getattr(parameter, "is_cpu", True):
                     inputs.devices |= {parameter.device}
             if type(module).__module__[:6] != "torch.":  # no module of torch has a generator
                 inputs.generators += _generators_of(module)
@@ -99,7 +99,7 @@ class Buffers:
     def written(self, frame: object) -> list[Tensor]:
         """The parameters that train and have been written since the forward."""
         now = _parameters_of(self._flags)
-        if len(now) != len(self._parameters) or not all(map(operator.is_, now, self._parameters)):
+        if [*map(id, now)] != [*map(id, self._parameters)]:
             self._check_places(now, frame)
         return self._written()
 
