@@ -71,7 +71,7 @@ PRODUCTS = {
 }
 
 
-@pytest.mark.parametrize("order", itertools.permutations(PRODUCTS), ids=str)
+@pytest.mark.parametrize("order", [*itertools.permutations(PRODUCTS)], ids=str)
 def test_operators_that_take_one_tensor_twice_or_two(order):
     """Met at one site, none of them needing a gradient."""
 
