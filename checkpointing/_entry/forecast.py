@@ -211,12 +211,10 @@ def _rows(outlook: Outlook, calls: dict[str, list[Block]]) -> list[Row]:
         text = _rounded(least.peak * ratio ** (number / _MOST_PEAKS))
         costs[f'auto(peak="{text}")'] = outlook.planned(bytes_of("peak", text))
         number += 1
-    known = {(cost.peak, cost.recomputed) for cost in found.values()}
-    found.update(
-        (w, cost) for w, cost in costs.items() if (cost.peak, cost.recomputed) not in known
-    )
-    rows = [Row(text, *cost) for text, cost in found.items()]
-    return sorted(rows, key=lambda row: (-row.peak, row.recomputed))
+    rows: dict[tuple[int, float], Row] = {}  # that differ by something
+    for write, cost in (found | costs).items():
+        rows.setdefault((cost.peak, cost.recomputed), Row(write, *cost))
+    return sorted(rows.values(), key=lambda row: (-row.peak, row.recomputed))
 
 
 def _by_hand(outlook: Outlook, calls: dict[str, list[Block]]) -> dict[str, Cost]:
