@@ -21,14 +21,17 @@ class Stretch:
     ) -> None:
         self.model, self.memories = model, model.memories
         self.is_all = not window
-        self.first, self.last = (window[0], window[-1] + 1) if window else (0, model.count)
-        self.live = model.live if self.is_all else [0] * model.count  # a replay is no forward
+        wanted = [model.saves[slot] for slot in model.saves.keys() & slots]
+        wanted = [(position, memory) for position, memory in wanted if memory not in held]
+        self.first, self.last = 0, model.count
+        if window:
+            self.first = window[0]
+            self.last = 1 + max([window[-1], *[position for position, _ in wanted]])
+        self.live = model.live if self.is_all else self._live_in_replay(window)
         # By position: memories that autograd has saved.
         self.wanted: dict[int, set[int]] = defaultdict(set)
-        for slot in model.saves.keys() & slots:
-            position, memory = model.saves[slot]
-            if memory not in held:
-                self.wanted[min(max(position, self.first), self.last - 1)].add(memory)
+        for position, memory in wanted:
+            self.wanted[max(position, self.first)].add(memory)
         # The position down to which backward needs them.
         self.saved = {
             number: at for at in sorted(self.wanted, reverse=True) for number in self.wanted[at]
@@ -41,6 +44,14 @@ class Stretch:
         funcs = [step.func for step in model.path.steps] if self.is_all else []
         self.blocks = repeats(funcs, self.crossing)
         self.positions = self._candidates()
+
+    def _live_in_replay(self, window: Sequence[int]) -> list[int]:
+        """What is there while a replay runs these steps: what it has made and still reads, and
+        gradients."""
+        made = {number for index in window for number in self.model.made[index]}
+        found = [self.memories[number] for number in sorted(made)]
+        spans = [(m.maker, m.last_read, m.nbytes) for m in found if m.maker >= self.first]
+        return self.model.sums([*spans, (0, self.model.count, self.model.backward[self.last - 1])])
 
     def _candidates(self) -> list[int]:
         """Positions that little crosses, where blocks begin, and the ends."""
