@@ -232,4 +232,4 @@ def attach(plan: Plan, old: Plan | None) -> None:
 
 _MOST_NEW_PATHS = 3  # in a row; those that come after them may not come again
 _MOST_HALVES = 6  # of what the least peak needs: smaller budgets have no room for a checkpoint
-_SURE, _ABOUT = 0.9, 1.05  # of the peak: the model is not exact
+_SURE, _ABOUT = 0.9, 1.1  # of the peak: the model is not exact

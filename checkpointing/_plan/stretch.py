@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 
 from .model import Model
 from .repeats import repeats
@@ -40,9 +41,6 @@ class Stretch:
         # A window that reads it must have made it.
         self.dear = {m.number for m in dear if m.maker >= self.first}
         self.crossing = model.sums((m.maker + 1, m.last_use, m.cost) for m in dear)
-        # The steps at which the blocks begin that the program repeats, by run of repeats.
-        funcs = [step.func for step in model.path.steps] if self.is_all else []
-        self.blocks = repeats(funcs, self.crossing)
         self.positions = self._candidates()
 
     def _live_in_replay(self, window: Sequence[int]) -> list[int]:
@@ -54,7 +52,7 @@ class Stretch:
         return self.model.sums([*spans, (0, self.model.count, self.model.backward[self.last - 1])])
 
     def _candidates(self) -> list[int]:
-        """Positions that little crosses, where blocks begin, and the ends."""
+        """Positions that little crosses, and the ends."""
         crossing, first, last = self.crossing, self.first, self.last
         minima = [
             p
@@ -67,8 +65,16 @@ class Stretch:
         best: dict[int, int] = {}  # by part
         for p in sorted(minima, key=crossing.__getitem__):
             best.setdefault(int((p - first) / size), p)
-        begins = [at for run in self.blocks for at in run if first < at < last]
-        return [first, *sorted({*best.values(), *begins}), last]
+        return [first, *sorted(best.values()), last]
+
+    @cached_property
+    def blocks(self) -> list[range]:
+        """The steps at which the blocks begin that the program repeats, by run of repeats. Cuts may
+        be there, too."""
+        found = repeats([step.func for step in self.model.path.steps], self.crossing)
+        begins = {at for run in found for at in run if self.first < at < self.last}
+        self.positions = sorted(begins.union(self.positions))
+        return found
 
     def cost(self, kept: Iterable[int]) -> int:
         """Bytes, to hold these memories."""
