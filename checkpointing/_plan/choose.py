@@ -21,13 +21,14 @@ def choose(stretch: Stretch, target: int = 0, peak: int | None = None) -> Choice
     it, which may not come again."""
     if peak is None and stretch.cost(stretch.saved) < _LITTLE:
         return Filling(stretch, ()).choice()
-    cutting = Cutting(stretch)
     if target:
-        return _rough(cutting, target)
+        return _rough(stretch, target)
+    blocks = stretch.blocks
+    cutting = Cutting(stretch)
     least, cuts = cutting.least_peak()
     # Where blocks are so small that they need more, nobody would place them.
     most = int(least * (1 + _MOST_SLACK)) if peak is None else peak
-    by_hand, cuts = _by_hand(stretch, cuts, most)
+    by_hand, cuts = _by_hand(stretch, blocks, cuts, most)
     target = max(least, by_hand if peak is None else peak)
     best = _filled(cutting, cuts, target)
     best.join(target if peak is None else 0)
@@ -64,21 +65,22 @@ def choose_first(stretch: Stretch, budget: int) -> Choice:
     return _filled(cutting, cuts, most, budget).choice()
 
 
-def _rough(cutting: Cutting, target: int) -> Choice:
+def _rough(stretch: Stretch, target: int) -> Choice:
     """Few windows, and nothing kept beside the cuts."""
-    while not (found := cutting.cuts(target, None, 1)):
+    cutting = Cutting(stretch)
+    while (cuts := cutting.in_one_pass(target)) is None:
         target += target // 4
-    rough = Filling(cutting.stretch, found[0])
-    rough.join(target)
-    return rough.choice()._replace(target=target)
+    return Filling(stretch, cuts).choice()._replace(target=target)
 
 
-def _by_hand(stretch: Stretch, cuts: Cuts, most: int) -> tuple[int, Cuts]:
+def _by_hand(
+    stretch: Stretch, runs_of_blocks: list[range], cuts: Cuts, most: int
+) -> tuple[int, Cuts]:
     """What users place by hand, and its peak: a checkpoint around each block that repeats, unless
     that needs more than `most`; elsewhere, these cuts."""
     peak = 0
     runs: list[range] = []
-    for blocks in stretch.blocks:
+    for blocks in runs_of_blocks:
         new = [*runs, blocks]
         others = [at for at in cuts if not any(run[0] <= at <= run[-1] for run in new)]
         placed = {*others, *[at for run in new for at in run if stretch.first < at < stretch.last]}

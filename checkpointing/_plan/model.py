@@ -195,7 +195,8 @@ class Model:
         memory = self.memories.get(self.path.memory_of[slot.cell])
         if memory is None or slot.value in self.path.given:
             return
-        is_input = self.path.there_after(slot.value) < after
+        # No view saves its result.
+        is_input = self.path.there_after(slot.value) < after or self.path.steps[after].is_view
         position = min(max(after, 0) + is_input, self.count - 1)
         memory.values.add(slot.value)
         memory.last_use = max(memory.last_use, position)
