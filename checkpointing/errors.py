@@ -16,15 +16,45 @@ __all__ = ["ChangedError", "CheckpointError", "MismatchError"]
 
 
 class CheckpointError(_TorchCheckpointError):
-    """A region can't be recomputed exactly. Its subclasses tell why."""
+    """A region can't be recomputed exactly, or is used in a way that is not supported.
+
+    Mostly raised from backward; it derives from `torch.utils.checkpoint.CheckpointError`, and so
+    from `RuntimeError`.
+    """
 
 
 class MismatchError(CheckpointError):
-    """The recompute saved other tensors than the forward."""
+    """The recompute does not save the tensors that the forward saved.
+
+    Example:
+        >>> import torch
+        >>> from checkpointing import MismatchError, checkpointed
+        >>> sizes = [3, 2]
+        >>> region = checkpointed(lambda x: x[: sizes.pop(0)].exp().sin())
+        >>> y = region(torch.ones(3, requires_grad=True))
+        >>> try:
+        ...     y.sum().backward()
+        ... except MismatchError as error:
+        ...     print("different metadata" in str(error))
+        True
+    """
 
 
 class ChangedError(CheckpointError):
-    """An input of the recompute was changed in place after the region had read it."""
+    """An input of the recompute was changed in place after the region had read it.
+
+    Example:
+        >>> import torch
+        >>> from checkpointing import ChangedError, checkpointed
+        >>> x, w = torch.ones(3, requires_grad=True), torch.ones(3)
+        >>> y = checkpointed(lambda x, w: (x * w).exp().sin())(x, w)
+        >>> w += 1
+        >>> try:
+        ...     y.sum().backward()
+        ... except ChangedError as error:
+        ...     print("args[1] was changed in place" in str(error))
+        True
+    """
 
 
 # The slot, the two sides of the comparison, and details: operators, lines and expressions.

@@ -17,11 +17,12 @@ COMMANDS = re.findall(r"^```(?:sh|bash|console)\n(.*?)^```", README, re.MULTILIN
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=range(len(PROGRAMS)))
 def test_program_runs(program):
-    """Each on its own, from its imports on; its tensors have gradients afterwards."""
+    """Each on its own, from its imports on; the parameters of its modules have gradients
+    afterwards."""
     names = {"__name__": "readme"}
     exec(compile(program, "README.md", "exec"), names)
-    leaves = [names["x"], *names["layers"].parameters()] if "layers" in names else [names["x"]]
-    assert all(leaf.grad is not None for leaf in leaves if leaf.requires_grad and leaf.is_leaf)
+    model = names.get("model", names.get("layers"))
+    assert all(parameter.grad is not None for parameter in model.parameters())
 
 
 def test_there_are_programs():

@@ -121,7 +121,8 @@ class _Rehearsal(Run):
             for tensor in tensors_of([given.get(place) for place in places]):
                 storage = _torch.storage_id(tensor)
                 if storage not in self.moments:
-                    self.moments[storage] = Moment.of([tensor])
+                    whole = _torch.bytes_of(tensor) if _torch.has_storage(tensor) else tensor
+                    self.moments[storage] = Moment([tensor], [whole])
         super()._before_write(step, args, kwargs)
 
 
@@ -151,7 +152,9 @@ def forecast(function: Callable[[], Any], /) -> Forecast:
     """Say what a training step would cost with each choice of checkpoints.
 
     The function runs once, with gradients enabled and without backward, and inner regions of this
-    library run as plain code. Buffers, random states and other memory that it writes are put back.
+    library run as plain code. Buffers, random states and other memory that it writes are put back;
+    what Python notes elsewhere, such as a counter, is not. Switch off checkpoints of other
+    libraries first: they are no part of the simulation, and neither is memory that kernels work in.
     The peak of forward and backward is then simulated for plain code, for a checkpoint around each
     block that the program repeats, for `auto()`, and for `auto(peak=...)` from the largest peak to
     the least.
@@ -200,24 +203,44 @@ def forecast(function: Callable[[], Any], /) -> Forecast:
 
 
 def _rows(outlook: Outlook, calls: dict[str, list[Block]]) -> list[Row]:
-    plain = outlook.plain()
-    named: list[tuple[str, Cost]] = [("plain", plain), ("auto()", outlook.planned(None))]
-    by_hand = {
-        f"checkpoint_modules(model, {name})": outlook.by_hand(blocks)
-        for name, blocks in calls.items()
-        if len(blocks) > 1
-    }
-    if not by_hand and (blocks := outlook.repeats()):
-        by_hand["a checkpoint around each block"] = outlook.by_hand(blocks)
-    named += sorted(by_hand.items(), key=lambda item: item[1])[:1]
-    least = outlook.least()
-    for n in range(_MOST_ROWS):
-        text = _rounded(least * (plain.peak / least) ** (n / _MOST_ROWS))
-        cost = outlook.planned(bytes_of("peak", text))
-        if all((cost.peak, cost.recomputed) != (c.peak, c.recomputed) for _, c in named):
-            named.append((f'auto(peak="{text}")', cost))
-    rows = [Row(text, *cost) for text, cost in named]
+    plain, least = outlook.plain(), outlook.planned(0)
+    found = {"plain": plain, "auto()": outlook.planned(None), **_by_hand(outlook, calls)}
+    costs: dict[str, Cost] = {}  # of peaks from the least one up, until nothing runs again
+    number, ratio = 0, max(1.0, plain.peak / least.peak)
+    while number < _MOST_PEAKS and all(cost.recomputed for cost in costs.values()):
+        text = _rounded(least.peak * ratio ** (number / _MOST_PEAKS))
+        costs[f'auto(peak="{text}")'] = outlook.planned(bytes_of("peak", text))
+        number += 1
+    known = {(cost.peak, cost.recomputed) for cost in found.values()}
+    found.update(
+        (w, cost) for w, cost in costs.items() if (cost.peak, cost.recomputed) not in known
+    )
+    rows = [Row(text, *cost) for text, cost in found.items()]
     return sorted(rows, key=lambda row: (-row.peak, row.recomputed))
+
+
+def _by_hand(outlook: Outlook, calls: dict[str, list[Block]]) -> dict[str, Cost]:
+    """The cost of a checkpoint around each call of the modules that are most like the blocks that
+    the program repeats."""
+    blocks = outlook.repeats()
+    if not blocks:
+        return {}
+    name = max(calls, key=lambda name: _likeness(blocks, calls[name]), default="")
+    if len(calls.get(name, ())) < 2:
+        return {"a checkpoint around each block": outlook.by_hand(blocks)}
+    return {f"checkpoint_modules(model, {name})": outlook.by_hand(calls[name])}
+
+
+def _likeness(blocks: list[Block], calls: list[Block]) -> float:
+    """How well these calls cover the blocks, 1 at most."""
+    total = 0.0
+    for begin, end in blocks:
+        shares = [
+            max(0, min(end, last) - max(begin, first)) / (max(end, last) - min(begin, first))
+            for first, last in calls
+        ]
+        total += max(shares)
+    return total / len(blocks)
 
 
 def _rounded(nbytes: float) -> str:
@@ -228,4 +251,4 @@ def _rounded(nbytes: float) -> str:
     return f"{math.ceil(number / step) * step:.4g} {UNITS[unit]}"
 
 
-_MOST_ROWS = 8  # that differ in their peak
+_MOST_PEAKS = 10  # that are tried, each by the same factor larger than the one before

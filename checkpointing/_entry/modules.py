@@ -73,6 +73,8 @@ def checkpoint_modules(
         ('0', '1', '2')
         >>> model(torch.randn(4, 8)).sum().backward()  # calls the three once more
         >>> handle.remove()
+
+    Source of the method: `apply_activation_checkpointing` of torch, which wraps modules instead.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"checkpoint_modules takes a module, not {model!r}")

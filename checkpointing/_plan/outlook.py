@@ -1,6 +1,6 @@
 """What a step of a block would cost, in each of several ways, by simulation.
 
-All ways share one memory model (`plan.py`). Plain code holds what autograd saves, each memory from
+All ways share one memory model (`model.py`). Plain code holds what autograd saves, each memory from
 its maker to the last backward that reads it. A checkpoint around each block that the program
 repeats holds what a block reads from outside, and what is saved outside of the blocks; in backward
 a block is called again, up to the last tensor that it saves.
@@ -13,7 +13,10 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from .._record import Run
-from .plan import Model, Stretch, choose
+from .choose import choose
+from .cuts import Cutting
+from .model import Model
+from .stretch import Stretch
 
 Block = tuple[int, int]  # its first step, and the first one after it
 
@@ -42,7 +45,7 @@ class Outlook:
 
     def least(self) -> int:
         """The least peak of any plan, in bytes."""
-        return self._stretch.least_peak(None)[0]
+        return Cutting(self._stretch).least_peak()[0]
 
     def planned(self, peak: int | None) -> Cost:
         """With `auto()`, or with `auto(peak=...)`."""
@@ -55,7 +58,7 @@ class Outlook:
 
     def repeats(self) -> list[Block]:
         """The blocks that the program repeats."""
-        return [block for run in self._stretch.blocks() for block in pairwise(run)]
+        return [block for run in self._stretch.blocks for block in pairwise(run)]
 
     def by_hand(self, blocks: list[Block]) -> Cost:
         """With a checkpoint around each of these blocks."""

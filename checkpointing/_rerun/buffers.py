@@ -91,25 +91,24 @@ class Buffers:
             self._then = Moment.of(small)
 
     def end(self) -> None:
-        """The region has run: the parameters that it has not written stay as they are from here
-        on."""
-        versions = _versions_of(self._trained)
-        if versions != self._versions:
-            known = zip(self._trained, self._versions, versions, strict=True)
-            self._trained = [tensor for tensor, version, now in known if now == version]
-            versions = _versions_of(self._trained)
-        self._versions = versions
+        """The region has run. Parameters that it has written itself are not guarded."""
+        if written := {*map(id, self._written())}:
+            self._trained = [tensor for tensor in self._trained if id(tensor) not in written]
+            self._versions = _versions_of(self._trained)
 
     def written(self, frame: object) -> list[Tensor]:
         """The parameters that train and have been written since the forward."""
         now = _parameters_of(self._flags)
         if len(now) != len(self._parameters) or not all(map(operator.is_, now, self._parameters)):
             self._check_places(now, frame)
+        return self._written()
+
+    def _written(self) -> list[Tensor]:
         versions = _versions_of(self._trained)
         if versions == self._versions:
             return []
-        found = zip(self._trained, self._versions, versions, strict=True)
-        return [tensor for tensor, version, now in found if now != version]
+        known = zip(self._trained, self._versions, versions, strict=True)
+        return [tensor for tensor, version, now in known if now != version]
 
     def _check_places(self, now: list[Tensor], frame: object) -> None:
         """Tensors in the place of parameters must be there still, and frozen parameters must have

@@ -310,14 +310,14 @@ def three_backwards(model):
     return [loss.detach() for loss in losses]
 
 
-README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
-LISTINGS = re.findall(r"^```py\n(.*?)^```", README, re.M | re.S)
+PAGE = Path(checkpointing.__file__).parent / "STACKS.md"
+LISTINGS = re.findall(r"^```py\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.M | re.S)
 LINES = [block for listing in LISTINGS for block in listing.split("\n\n")]
 MAKERS = {"transformers": llama, "peft": LORA[llama], "timm": vit, "diffusers": unet, "torch": mlp}
 
 
 @pytest.mark.parametrize("lines", LINES, ids=lambda lines: lines.splitlines()[0])
-def test_readme(lines, monkeypatch):
+def test_the_lines_of_the_page(lines, monkeypatch):
     """Each block of lines there, on a model of the library that its comment begins with."""
     from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as theirs
 

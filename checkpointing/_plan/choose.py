@@ -1,0 +1,108 @@
+"""Which of the ways to cut a stretch is taken, and for which peak.
+
+One rule. The target is the least peak, or, where that is more, what cuts at all blocks need that
+the program repeats, as users place them by hand. Under it, the least recompute is taken among a few
+ways to cut, each filled. In the end, cuts that make no difference to the peak go.
+
+Rejected: spending a fixed part of the least peak on less recompute. Where logits are most of the
+peak, a few percent of it are all the checkpoints of the model; where attention is, they are one of
+them.
+"""
+
+from __future__ import annotations
+
+from .cuts import Cuts, Cutting
+from .fill import Choice, Filling
+from .stretch import Stretch
+
+
+def choose(stretch: Stretch, target: int = 0, peak: int | None = None) -> Choice:
+    """What to keep of a stretch, under a peak. `target` is the peak of a plan for a path much like
+    it, which may not come again."""
+    if peak is None and stretch.cost(stretch.saved) < _LITTLE:
+        return Filling(stretch, ()).choice()
+    cutting = Cutting(stretch)
+    if target:
+        return _rough(cutting, target)
+    least, cuts = cutting.least_peak()
+    # Where blocks are so small that they need more, nobody would place them.
+    most = int(least * (1 + _MOST_SLACK)) if peak is None else peak
+    by_hand, cuts = _by_hand(stretch, cuts, most)
+    target = max(least, by_hand if peak is None else peak)
+    best = _filled(cutting, cuts, target)
+    best.join(target if peak is None else 0)
+    return best.choice()._replace(target=target)
+
+
+def choose_within(stretch: Stretch, budget: int) -> Choice:
+    """What to keep of a stretch, in a budget: under the largest of a few peaks for which it is
+    enough, so that a smaller budget never means a larger peak."""
+    cutting = Cutting(stretch)
+    least, cuts = cutting.least_peak()
+    best = _filled(cutting, cuts, least)
+    low, high = 0, _MOST_PEAKS
+    most = Filling(stretch, ()).choice().peak
+    while stretch.cost(best.kept) <= budget and high - low > 0:
+        middle = (low + high + 1) // 2
+        peak = int(least * max(1, most / least) ** (middle / _MOST_PEAKS))
+        tried = _filled(cutting, cuts, peak)
+        if stretch.cost(tried.kept) <= budget:
+            low, best = middle, tried
+        else:
+            high = middle - 1
+    best.join()
+    choice = best.choice()
+    return choice._replace(exceeds=choice.nbytes > budget)
+
+
+def choose_first(stretch: Stretch, budget: int) -> Choice:
+    """What to keep in a budget that is too small for the least peak: windows of what lies between
+    make that in pieces."""
+    cutting = Cutting(stretch)
+    least, cuts = cutting.least_peak(budget)
+    most = least if stretch.is_all else least + int(least * _SLACK_OF_PARTS)
+    return _filled(cutting, cuts, most, budget).choice()
+
+
+def _rough(cutting: Cutting, target: int) -> Choice:
+    """Few windows, and nothing kept beside the cuts."""
+    while not (found := cutting.cuts(target, None, 1)):
+        target += target // 4
+    rough = Filling(cutting.stretch, found[0])
+    rough.join(target)
+    return rough.choice()._replace(target=target)
+
+
+def _by_hand(stretch: Stretch, cuts: Cuts, most: int) -> tuple[int, Cuts]:
+    """What users place by hand, and its peak: a checkpoint around each block that repeats, unless
+    that needs more than `most`; elsewhere, these cuts."""
+    peak = 0
+    runs: list[range] = []
+    for blocks in stretch.blocks:
+        new = [*runs, blocks]
+        others = [at for at in cuts if not any(run[0] <= at <= run[-1] for run in new)]
+        placed = {*others, *[at for run in new for at in run if stretch.first < at < stretch.last]}
+        found = Filling(stretch, sorted(placed)).choice().peak
+        if found <= most:
+            margin = min(int(found * _MARGIN), 2 * max(stretch.crossing[at] for at in blocks))
+            peak, runs, cuts = found - margin, new, tuple(sorted(placed))
+    return peak, cuts
+
+
+def _filled(cutting: Cutting, cuts: Cuts, peak: int, budget: int | None = None) -> Filling:
+    """The least recompute under a peak, of a few ways to cut."""
+    ways = cutting.cuts(peak, budget)
+    few = {0, len(ways) // 2, len(ways) - 1} if ways else ()
+    starts = [ways[n] for n in sorted(few)]
+    if budget is None or not starts:
+        starts.append(cuts)
+    found = [Filling(cutting.stretch, each, peak, budget) for each in starts]
+    return min(found, key=lambda filling: (max(peak, *filling.peaks), *filling.work()))
+
+
+_LITTLE = 8 * 1024  # bytes that autograd saves: too few to be worth the time of a second window
+_MOST_PEAKS = 16  # that are tried for a budget
+_MARGIN = 1 / 48  # of the peak of cuts by hand: the model is not exact
+_MOST_SLACK = 1 / 3  # what may be spent on less recompute: a part of the least peak
+# The same, within a window: what it keeps first is made by a replay, which should be short.
+_SLACK_OF_PARTS = 1 / 8

@@ -1,0 +1,169 @@
+"""Where to cut a stretch, so that no segment needs more than a peak.
+
+A dynamic program goes over the positions at which a cut may be. At each it has a few *labels*: ways
+to cut what lies before, by the bytes that they hold and the work that they repeat, none of them
+worse in both. Bisection over the peak finds the least one.
+
+Invariant: `need` of a segment is what its backward needs at once if its window delivers all that
+was saved in it and made in it, beside what is kept before it.
+
+Rejected: placing cuts while the block runs, by what is alive at that moment: what is alive is not
+what will be read.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from .stretch import Stretch
+
+Cuts = tuple[int, ...]  # the first step of each segment but the first
+
+
+class Segment(NamedTuple):
+    """What lies between two cuts."""
+
+    end: int
+    across: tuple[int, ...]  # memories that its window reads from before
+    need: int
+    work: float  # that its window does again
+    worst: int  # the step of its forward at which most bytes are alive
+
+
+class Label(NamedTuple):
+    """One way to cut what lies before a position."""
+
+    held: int
+    work: float
+    kept: frozenset[int]
+    cuts: Cuts  # the starts of its segments
+
+
+class Cutting:
+    """The segments of a stretch."""
+
+    def __init__(self, stretch: Stretch) -> None:
+        self.stretch = stretch
+        # By position: steps that windows run if they go up to here.
+        self.done: dict[int, list[int]] = defaultdict(list)
+        self.ends = {*stretch.positions}
+        self._openings: dict[int, Opening] = {}
+        self._find_reads()
+
+    def _find_reads(self) -> None:
+        """Go down once, with the end of the shortest window that reads each memory from here on."""
+        stretch, model = self.stretch, self.stretch.model
+        soonest: dict[int, int] = {}
+        starts = {*stretch.positions[:-1]}
+        for index in range(stretch.last - 1, stretch.first - 1, -1):
+            soonest.update(dict.fromkeys(stretch.wanted.get(index, ()), index + 1))
+            ends = [soonest[number] for number in model.made[index] if number in soonest]
+            if ends:
+                end = min(ends)
+                self.done[end].append(index)
+                for number in stretch.dear.intersection(model.reads[index]):
+                    soonest[number] = min(end, soonest.get(number, end))
+            for number in model.made[index]:
+                if stretch.memories[number].maker == index:
+                    soonest.pop(number, None)
+            if index in starts:
+                across = [(end, n) for n, end in soonest.items() if n in stretch.dear]
+                self._openings[index] = Opening(self, index, sorted(across))
+
+    def least_peak(self, budget: int | None = None) -> tuple[int, Cuts]:
+        """The least peak that cuts can have, and those cuts."""
+        stretch = self.stretch
+        low, high = 0, max(1024, *stretch.model.backward, *stretch.live)
+        while not (best := self.cuts(high, budget, 1)):
+            low, high = high, 2 * high
+        while high - low > max(64, high // 256):
+            middle = (low + high) // 2
+            found = self.cuts(middle, budget, 1)
+            if found:
+                high, best = middle, found
+            else:
+                low = middle
+        return high, best[0]
+
+    def cuts(self, peak: int, budget: int | None = None, most: int = 8) -> list[Cuts]:
+        """Cuts under which no segment needs more than `peak`: those under which the least is held,
+        and others, under which less runs again."""
+        stretch = self.stretch
+        best: dict[int, list[Label]] = defaultdict(list)
+        best[stretch.first] = [Label(0, 0.0, frozenset(), ())]
+        limit = peak if budget is None else min(peak, budget)
+        for start in stretch.positions[:-1]:
+            for segment in self._openings[start].segments(peak) if best[start] else ():
+                there, room = best[segment.end], min(limit, peak - segment.need)
+                for label in best[start]:
+                    new = [number for number in segment.across if number not in label.kept]
+                    # Memory that autograd saves anyway comes first.
+                    others = [number for number in new if number not in stretch.saved]
+                    held = label.held + stretch.cost(new) + len(others)
+                    work = label.work + segment.work if most > 1 else 0.0
+                    if held > room or any(x.held <= held and x.work <= work for x in there):
+                        continue
+                    kept = label.kept.union(new) if new else label.kept
+                    if self._fits(held, kept, segment.worst, peak):
+                        _add(there, Label(held, work, kept, (*label.cuts, start)), most)
+        return [label.cuts[1:] for label in best[stretch.last]]
+
+    def _fits(self, held: int, kept: Iterable[int], worst: int, peak: int) -> bool:
+        """Whether the forward has room at this step for what is kept, and has died by then."""
+        stretch = self.stretch
+        room = peak - stretch.live[worst]
+        if held <= room:
+            return True
+        return stretch.cost([n for n in kept if stretch.memories[n].dies <= worst]) <= room
+
+
+def _add(labels: list[Label], new: Label, most: int) -> None:
+    """Add a label in place of those that hold as much, and repeat as much."""
+    better = [each for each in labels if each.held < new.held or each.work < new.work]
+    labels[:] = sorted([*better, new], key=lambda label: label[:2])
+    if len(labels) > most:  # leave out the one that is most like its neighbours
+        del labels[min(range(1, most), key=lambda n: labels[n + 1].held - labels[n - 1].held)]
+
+
+class Opening:
+    """The segments that begin at a position, found as far as they are asked for."""
+
+    def __init__(self, cutting: Cutting, start: int, across: list[tuple[int, int]]) -> None:
+        self._cutting, self._stretch, self._start = cutting, cutting.stretch, start
+        self._across = across  # memories by the least end of a window that reads them
+        self._found: list[Segment] = []
+        self._at = self._worst = start
+        self._held = self._need = 0
+        self._work = 0.0
+        self._seen: set[int] = set()
+
+    def segments(self, most: int) -> list[Segment]:
+        """All that need no more than this, and perhaps others."""
+        while self._need <= most and self._at < self._stretch.last:
+            self._go_on()
+            if self._at in self._cutting.ends:
+                last = bisect_left(self._across, (self._at + 1, -1))
+                numbers = tuple([number for _, number in self._across[:last]])
+                found = Segment(self._at, numbers, self._need, self._work, self._worst)
+                self._found.append(found)
+        return self._found
+
+    def _go_on(self) -> None:
+        """Take one step more into the segment."""
+        stretch, at = self._stretch, self._at
+        for number in stretch.wanted.get(at, ()):
+            if number not in self._seen:
+                self._seen.add(number)
+                memory = stretch.memories[number]
+                if memory.maker >= self._start or number not in stretch.dear:
+                    self._held += memory.cost
+        self._need = max(self._need, stretch.model.backward[at] + self._held)
+        if stretch.live[at] > stretch.live[self._worst]:
+            self._worst = at
+        self._at = at = at + 1
+        for index in self._cutting.done.get(at, ()):
+            if index >= self._start:
+                self._work += stretch.model.work[index]

@@ -1,0 +1,265 @@
+"""Filling: from given cuts on, keep what saves most recompute per byte, as long as there is room.
+
+Invariant: the simulated peak is at least what the block needs, kernels aside, at every step of
+forward and backward. In the forward, that is what lives there, and what is kept and would have died
+before. In backward, beside what it works with, each of these is there:
+
+- what is kept, from the end on down to the first segment whose windows need it;
+- what the window of a segment delivers, from the end of the segment down to where it was saved.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence, Set
+from itertools import accumulate, pairwise
+from operator import add
+from typing import NamedTuple
+
+from .cuts import Cuts
+from .stretch import Stretch
+
+Crosses = list[tuple[int, Set[int]]]
+
+
+class Choice(NamedTuple):
+    """What a plan keeps."""
+
+    kept: tuple[int, ...] = ()  # memories
+    cuts: Cuts = ()
+    peak: int = 0
+    parts: Sequence[tuple[int, int]] = ()  # by segment: what is held before it, and its peak
+    forward: int = 0  # the peak of the forward
+    target: int = 0  # the peak that it was made for
+    nbytes: int = 0  # of what is kept
+    exceeds: bool = False  # whether that is more than the budget
+    again: Set[int] = frozenset()  # the steps that run again
+
+
+class Filling:
+    """A way to cut a stretch, and what is kept of it: under a peak, or in a budget."""
+
+    def __init__(
+        self, stretch: Stretch, cuts: Iterable[int], peak: int = 0, budget: int | None = None
+    ) -> None:
+        self.stretch, self.peak, self.budget = stretch, peak, budget
+        self.model, self.memories = stretch.model, stretch.memories
+        self.ends = [stretch.first, *cuts, stretch.last]
+        self.kept: set[int] = set()
+        for start, across in self._find_windows():
+            if start in self.ends:
+                self.kept |= {number for number in across if self.memories[number].final <= start}
+        crosses = self._simulate()
+        for n in range(_MOST_ROUNDS if peak else 0):
+            # Where all that crosses is kept, a cut is free.
+            ends = sorted({*self.ends, *[at for at, across in crosses if not across]})
+            kept = self.kept & self._readers.keys()
+            if n and (ends, kept) == (self.ends, self.kept):
+                break
+            self.ends, self.kept = ends, kept
+            self._simulate()
+            self._fill()
+            crosses = self._simulate()
+
+    def choice(self) -> Choice:
+        return Choice(
+            tuple(sorted(self.kept)),
+            tuple(self.ends[1:-1]),
+            max(*self.peaks, self._forward.after(0)),
+            parts=[*zip([self._held[at] for at in self.ends], self.peaks, strict=False)],
+            forward=self._forward.after(0),
+            nbytes=self.stretch.cost(self.kept),
+            again=self.again,
+        )
+
+    def work(self) -> tuple[float, float]:
+        """What is done again: floating-point operations of products, and of all."""
+        steps, work = self.model.path.steps, self.model.work
+        return sum(steps[index].flops for index in self.again), sum(work[i] for i in self.again)
+
+    def join(self, peak: int = 0) -> None:
+        """Drop cuts that make no difference to the peak, because each window takes time."""
+        most, ends = max(peak, *self.peaks) * _SURE, [self.ends[-1]]
+        for start, end in reversed([*pairwise(self.ends)]):
+            if end < ends[-1] and self._peak_of(start, ends[-1]) > most:
+                ends.append(end)
+        self.ends = [self.ends[0], *reversed(ends)]
+        self._simulate()
+
+    # ---- the simulation
+
+    def _simulate(self) -> Crosses:
+        """Find what runs again and the peaks. Returns what crosses where a cut is possible, and is
+        not kept."""
+        model, memories, stretch = self.model, self.memories, self.stretch
+        crosses = self._find_windows()
+        kept = [memories[number] for number in self.kept]
+        dead = model.sums((memory.dies, model.count, memory.cost) for memory in kept)
+        forward = [*map(add, stretch.live, dead)][: stretch.last]
+        self._forward = Peaks(forward)
+        spans = [
+            (
+                max(
+                    self._first.get(m.number, model.count),
+                    min(m.maker + 1, stretch.saved.get(m.number, model.count)),
+                ),
+                m.cost,
+            )
+            for m in kept
+        ]
+        self._held = model.sums((first, model.count, cost) for first, cost in spans)
+        there = [*map(add, model.backward, self._held)]
+        made = [0] * (model.count + 1)  # by windows, and saved here
+        for number, at in stretch.saved.items():
+            cost = 0 if number in self.kept else memories[number].cost
+            if number in stretch.dear or at in self.again:
+                made[at + 1] += cost
+            else:
+                there[at] += cost  # it has a window of its own
+        self._made: list[int] = [*accumulate(made)]
+        self._there: list[int] = [*map(add, there, self._made[1:])]
+        self.peaks = [self._peak_of(start, end) for start, end in pairwise(self.ends)]
+        self._backward = Peaks(self.peaks)
+        return crosses
+
+    def _peak_of(self, start: int, end: int) -> int:
+        """That of backward, while it works on a segment."""
+        return max(self._there[start:end]) - self._made[start]
+
+    def _find_windows(self) -> Crosses:
+        """Go through the segments: what their windows run, read, and start from."""
+        model, stretch, memories = self.model, self.stretch, self.memories
+        positions = {*stretch.positions}
+        crosses: Crosses = []
+        self.again: set[int] = set()
+        self._first: dict[int, int] = {}  # by memory: the first segment whose windows need it
+        # By memory: those of the steps that read it. Autograd reads what it has saved.
+        self._readers = {number: {_AUTOGRAD} for number in stretch.saved}
+        self._lowest = {**stretch.saved}  # the first of them, or where autograd has saved it
+        for start, end in pairwise(self.ends):
+            reading: set[int] = set()  # memories that are not kept, whose makers are still to come
+            needed: set[int] = set()  # what is kept
+            for index in range(end - 1, start - 1, -1):
+                if index in stretch.wanted:
+                    needed |= stretch.wanted[index] & self.kept
+                    reading |= stretch.wanted[index] - self.kept
+                made = model.made[index]
+                if not reading.isdisjoint(made):
+                    self.again.add(index)
+                    reading.difference_update(n for n in made if memories[n].maker == index)
+                    there = self.kept.difference(model.early.get(index, ()))
+                    for number in stretch.dear.intersection(model.reads[index]):
+                        (needed if number in there else reading).add(number)
+                    for number in model.reads[index]:
+                        self._readers.setdefault(number, set()).add(index)
+                        self._lowest[number] = min(index, self._lowest.get(number, index))
+                if index == start or (index in positions and index < end - 1):
+                    crosses.append((index, reading & stretch.dear))
+            for number in needed:
+                self._first.setdefault(number, start)
+        self._wanted = stretch.dear & self._readers.keys() | stretch.saved.keys()
+        return crosses
+
+    # ---- filling
+
+    def _fill(self) -> None:
+        """Take the steps whose results save most. Of equal ones the last is held for the shortest
+        time; within a window it is the first, so that what remains is at the end, where no replay
+        has to come by it again."""
+        order = -1 if self.stretch.is_all else 1
+        queue = [(-self._worth(index), order * index) for index in self.again]
+        heapq.heapify(queue)
+        while queue:
+            _, place = heapq.heappop(queue)
+            worth = self._worth(order * place)
+            if queue and -worth > queue[0][0]:  # it was worth more before others were kept
+                heapq.heappush(queue, (-worth, place))
+            elif worth > 0:
+                self._take(order * place)
+
+    def _results(self, index: int) -> set[int]:
+        """What to keep in order not to run a step again; nothing, if that is not possible."""
+        made = self._wanted.intersection(self.model.made[index]) - self.kept
+        is_possible = all(self.memories[number].final == index + 1 for number in made)
+        return made if is_possible else set()
+
+    def _worth(self, index: int) -> float:
+        """Operations saved per byte."""
+        made = self._results(index)
+        if not made:
+            return 0.0
+        gone, stack = {index}, [index]
+        while stack and len(gone) < _FAR:
+            for number in self.model.reads[stack.pop()]:
+                is_needless = number in made or self._readers[number] <= gone
+                if is_needless and number not in self.kept:
+                    memory = self.memories[number]
+                    new = self.again.intersection([memory.maker, *memory.writers]) - gone
+                    gone |= new
+                    stack += sorted(new)
+        return sum(self.model.work[step] for step in gone) / max(1, self.stretch.cost(made))
+
+    def _take(self, index: int) -> None:
+        """Keep the results of a step, if there is room."""
+        stretch, made = self.stretch, self._results(index)
+        nbytes, new = stretch.cost(made), stretch.cost(made.difference(stretch.saved))
+        if self.budget is not None:
+            if stretch.cost(self.kept) + nbytes <= self.budget:
+                self.kept |= made
+            return
+        lowest = min([self._lowest[number] for number in made])
+        here, first = (bisect_right(self.ends, at) - 1 for at in (index, lowest))
+        if first > here:
+            changes = [(self._backward, first, nbytes)]
+        else:  # its window delivers what is saved there, kept or not
+            changes = [(self._backward, here, new), (self._backward, here + 1, nbytes - new)]
+        dies = min([self.memories[number].dies for number in made])
+        changes.append((self._forward, dies, nbytes))
+        for peaks, at, more in changes:
+            peaks.add(at, more)
+        if all(peaks.after(at) <= self.peak for peaks, at, _ in changes):
+            self.kept |= made
+            return
+        for peaks, at, more in changes:
+            peaks.add(at, -more)
+
+
+class Peaks:
+    """Numbers, to the last of which something is added now and then: a tree of maxima."""
+
+    def __init__(self, numbers: Sequence[int]) -> None:
+        self._count, self._size = len(numbers), 1 << len(numbers).bit_length()
+        rest = [0] * (self._size - self._count)
+        self._most = [0] * self._size + [*numbers, *rest]  # below each node, without what ...
+        self._more = [0] * 2 * self._size  # ... has been added to all below it
+        for node in range(self._size - 1, 0, -1):
+            self._most[node] = max(self._most[2 * node : 2 * node + 2])
+
+    def after(self, first: int) -> int:
+        """The largest one from there on."""
+        node = min(first, self._count) + self._size
+        most = self._most[node]
+        while node > 1:
+            if node % 2 == 0:
+                most = max(most, self._most[node + 1])
+            node //= 2
+            most += self._more[node]
+        return most
+
+    def add(self, first: int, number: int) -> None:
+        """To all from there on."""
+        node = min(first, self._count) + self._size
+        self._most[node] += number
+        while node > 1:
+            if node % 2 == 0:
+                self._most[node + 1] += number
+                self._more[node + 1] += number
+            node //= 2
+            self._most[node] = max(self._most[2 * node : 2 * node + 2]) + self._more[node]
+
+
+_AUTOGRAD = -1  # no step, but a reader
+_MOST_ROUNDS = 4
+_SURE = 0.9  # of the peak: segments that need less may be joined, though the model is not exact
+_FAR = 64  # steps, when the worth of one is found

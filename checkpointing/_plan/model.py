@@ -1,0 +1,252 @@
+"""The memory of a step: what a path makes, reads and saves, and how large that is.
+
+Positions are steps. The forward passes them upwards, backward downwards. Backward at a position
+works with gradients, with what is kept, and with what the window of its segment delivers:
+`backward` has the first of these by position, `live` what the forward has there. Both are sums of
+spans: every memory is there from one position to another.
+
+The model looks at memories, not at tensors: views cost nothing. Values that are cheap to make from
+inputs, such as casts of weights and masks, cross a cut for free, since each window makes them
+again. What somebody else holds anyway costs nothing.
+
+Invariant: a model depends on byte counts and positions alone, so it is the same on every rank.
+Memory that is handed to other processes counts as gone after its last use, since threads of the
+backend hold it for a time that differs from rank to rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable
+from itertools import accumulate
+from operator import add
+
+from .. import _torch
+from .._record import KEEP, NOT_WRITTEN, UNSEEN, First, Known, Path, Run, Step, Value
+from .groups import MOST_WRITTEN
+
+Span = tuple[int, int, int]  # the first and the last position, and bytes
+
+
+class Memory:
+    """What a plan knows of a memory that the block has made."""
+
+    has_gradient = False
+    is_cheap = False
+    effort = 0.0  # bytes written to make it from inputs, if that is cheap
+
+    def __init__(self, number: int, maker: int, nbytes: int, never: int) -> None:
+        self.number = number  # also the first cell on it
+        self.maker = maker
+        self.nbytes = nbytes
+        self.cost = nbytes  # to hold it
+        self.writers: list[int] = []  # steps, after the maker
+        self.final = maker + 1  # the first position at which it is what it will be
+        self.last_read = maker  # by a step
+        self.last_use = maker  # by a step or a slot
+        self.dies = never  # the step after which nobody outside holds it
+        # That are saved, or read by others than those who write to it.
+        self.values: set[Value] = set()
+
+    def drop_unfinished(self, path: Path) -> set[Value]:
+        """Leave out the values that a later step writes to: to hold the memory is not to hold them.
+        What reads them comes before that step."""
+        dropped: set[Value] = set()
+        for value in self.values if self.writers else ():
+            later = [index for index in self.writers if index > value[1]]
+            if any(path.writes_to(path.steps[index], value[0]) for index in later):
+                dropped.add(value)
+        self.values -= dropped
+        return dropped
+
+
+class Model:
+    """The memories of a path: who makes, reads and writes them, and what they cost."""
+
+    def __init__(self, path: Path, run: Run, waiting: Iterable[int], scale: float) -> None:
+        """`waiting` are cells of parameters that have no gradient yet."""
+        self.path, self.scale = path, scale
+        self.count = len(path.steps)
+        self.never = self.count + 1  # a position after all others
+        self.memories: dict[int, Memory] = {}
+        # Memories by step, also those that it writes.
+        self.made: list[list[int]] = [[] for _ in path.steps]
+        self.reads: list[list[int]] = [[] for _ in path.steps]
+        self.work = [0.0] * self.count  # of each step, in floating-point operations
+        # Threads of the backend hold what they send for a time that differs from rank to rank.
+        self._sent: dict[int, int] = {}  # by memory: the last step that does
+        # By memory of a parameter that trains: its bytes, and the steps that read it.
+        held = {path.memory_of[cell]: run.store.parameter(cell) for cell in path.trained}
+        self._gradients = {number: p.nbytes for number, p in held.items() if p is not None}
+        self._uses: dict[int, list[int]] = defaultdict(list)
+        # By slot that the block has made: the position at which backward wants it, and the memory.
+        self.saves: dict[int, tuple[int, int]] = {}
+        for step in path.steps:
+            self._add(step)
+        for number in range(len(path.slots)):
+            self._add_slot(number)
+        for number in self._sent.keys() & self.memories.keys():
+            memory = self.memories[number]
+            memory.dies = max(memory.last_use, self._sent[number])
+        elsewhere = {path.memory_of[cell] for cell in run.alive()} - {
+            path.memory_of[cell] for cell, _ in path.given
+        }
+        unfinished: set[Value] = set()
+        for memory in self.memories.values():
+            unfinished |= memory.drop_unfinished(path)
+            if not (memory.nbytes and memory.values):
+                memory.final = self.never
+            if memory.number in elsewhere and not memory.is_cheap:
+                memory.cost = 0
+        # By step: memories of which it reads what a later step writes over.
+        self.early = {
+            step.index: {path.memory_of[cell] for cell, _ in unfinished.intersection(step.reads)}
+            for step in path.steps
+            if not unfinished.isdisjoint(step.reads)
+        }
+        # When small ones die may depend on the garbage collector, which differs from rank to rank.
+        large = [m for m in self.memories.values() if m.nbytes >= _SMALL]
+        spans = [(m.maker, m.dies - 1, m.nbytes) for m in large]
+        states = [
+            (index, self.count, sum([state.nbytes for state in drawn.states]))
+            for index, drawn in run.store.random.items()
+        ]
+        self.live = self.sums([*spans, *states, *self._copies(0)])
+        missing = {path.memory_of[cell] for cell in waiting}
+        besides = self.sums([*states, *self._besides(missing)])
+        # What the steps after it have made is there, too.
+        self.backward = [*map(add, self._needed_by_backward(missing), besides[1:])]
+
+    def _add(self, step: Step) -> None:
+        """Learn what a step does to memory."""
+        index, memories = step.index, self.memories
+        for number in memories.keys() & {*step.gone}:
+            memories[number].dies = index
+        if step.info.communicates:
+            cells = [arg.cell for arg in step.args if isinstance(arg, Known | First)]
+            self._sent.update([(self.path.memory_of[cell], index) for cell in cells])
+        written = memories.keys() & step.writes
+        if step.effect or step.is_view or step.event is KEEP:
+            for number in memories if step.event is UNSEEN else written:
+                memories[number].final = self.never
+            return
+        read = {self.path.memory_of[cell] for cell, _ in step.reads}
+        if step.grad_mode:
+            for number in read & self._gradients.keys():
+                self._uses[number].append(index)
+        self._add_reads(step)
+        for number, nbytes in step.sizes:
+            memories[number] = memory = Memory(number, index, int(nbytes * self.scale), self.never)
+            if step.event is not None or not (step.reads or step.reads_metadata):
+                # Torch makes something else of `zeros()` if somebody holds it.
+                memory.final = self.never
+            self.made[index].append(number)
+        for number in written:
+            memory = memories[number]
+            memory.writers.append(index)
+            memory.final = max(memory.final, index + 1)
+            self.made[index].append(number)
+        self._weigh(step, not read.isdisjoint(self.path.differentiable))
+
+    def _add_reads(self, step: Step) -> None:
+        # It writes there, or splits it.
+        own = {*step.writes, *(number for _, number in step.memories)}
+        read: set[int] = set()
+        for value in step.reads:
+            number = self.path.memory_of[value[0]]
+            if value in self.path.given or number not in self.memories:
+                continue
+            memory = self.memories[number]
+            memory.last_read = memory.last_use = step.index
+            read.add(number)
+            if number not in own:
+                memory.values.add(value)
+        self.reads[step.index] = sorted(read)
+
+    def _weigh(self, step: Step, reads_leaf: bool) -> None:
+        """What a step costs, and whether what it makes is cheap and has a gradient."""
+        reads = [self.memories[number] for number in self.reads[step.index]]
+        made = [self.memories[number] for number in self.made[step.index]]
+        written = sum(memory.nbytes for memory in made)
+        flops = step.flops * self.scale
+        self.work[step.index] = flops + _PER_BYTE * written
+        effort = written + sum(memory.effort for memory in reads)
+        if step.draws:  # the random numbers would have to be drawn in each window
+            effort = math.inf
+        is_quick = max(flops / _PER_BYTE, effort / MOST_WRITTEN) <= written
+        is_cheap = is_quick and all(memory.is_cheap for memory in reads)
+        depends = any([reads_leaf, *[memory.has_gradient for memory in reads]])
+        for memory in made:
+            memory.is_cheap, memory.effort = is_cheap, effort
+            memory.has_gradient = step.grad_mode and depends
+
+    def values(self, kept: Iterable[int]) -> list[Value]:
+        """What to hold of these memories."""
+        found: list[Value] = []
+        for number in kept:
+            memory = self.memories[number]
+            found += sorted(memory.values) if memory.writers else [(number, NOT_WRITTEN)]
+        return found
+
+    def _add_slot(self, number: int) -> None:
+        """Find where backward wants a slot."""
+        slot, after = self.path.slots[number], self.path.saved_after[number]
+        memory = self.memories.get(self.path.memory_of[slot.cell])
+        if memory is None or slot.value in self.path.given:
+            return
+        is_input = self.path.there_after(slot.value) < after
+        position = min(max(after, 0) + is_input, self.count - 1)
+        memory.values.add(slot.value)
+        memory.last_use = max(memory.last_use, position)
+        self.saves[number] = position, memory.number
+
+    def sums(self, spans: Iterable[Span]) -> list[int]:
+        """By position: the bytes that are there. Each is there from one position to another."""
+        change = [0] * (self.count + 3)
+        for first, last, nbytes in spans:
+            change[first] += nbytes
+            change[max(first, min(last, self.count)) + 1] -= nbytes
+        return [*accumulate(change)]
+
+    def _besides(self, missing: set[int]) -> list[Span]:
+        """By position to which backward has come: bytes that are there whatever the block keeps:
+        gradients that did not exist before, and what somebody else holds."""
+        there = [(0, self.count, m.nbytes) for m in self.memories.values() if not m.cost]
+        there += [(0, self._uses[n][-1], self._gradients[n]) for n in missing & self._uses.keys()]
+        return there
+
+    def _copies(self, shift: int) -> list[Span]:
+        """What convolutions work with on their own: copies in another layout, about as large as
+        what they read and make. (Measured with oneDNN on a CPU, and with nothing else.)"""
+        steps = [step.index for step in self.path.steps if step.func is _torch.CONVOLUTION]
+        found = []
+        for index in steps:
+            numbers = [*self.reads[index], *self.made[index]]
+            nbytes = sum([self.memories[number].nbytes for number in numbers])
+            found.append((index + shift, index + shift, nbytes))
+        return found
+
+    def _needed_by_backward(self, missing: set[int]) -> list[int]:
+        """By step: bytes that its backward works with, beside what is kept or was saved."""
+        # A gradient is there from the backward of the last reader to that of the maker.
+        pending = [
+            (m.maker + 1, m.last_read + 1, m.nbytes)
+            for m in self.memories.values()
+            if m.has_gradient
+        ]
+        pending += self._copies(1)
+        for number, uses in self._uses.items():
+            nbytes = self._gradients[number]
+            pending += [(index + 1, index + 1, nbytes) for index in uses]
+            if len(uses) > 1:  # the sum over all uses waits for the first one
+                if number not in missing:
+                    pending.append((uses[0] + 1, uses[-1], nbytes))
+                # The first sum is a third one, beside both parts. Others are added to it in place.
+                if self.path.steps[uses[-1]].func is not _torch.CAST:
+                    pending.append((uses[-2] + 1, uses[-2] + 1, nbytes))
+        return self.sums(pending)[1:]
+
+
+_PER_BYTE = 10  # floating-point operations in the time in which a byte is written
+_SMALL = 512  # bytes: a block of CUDA's allocator
