@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from oracle import NO_ROOM, PLANNED, bits, replay, rerun, scope
+from oracle import EACH_WAY, NO_ROOM, PLANNED, bits, rerun
 from torch import nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
@@ -156,7 +156,7 @@ def test_checks_that_change_at_one_site():
     assert norm.num_batches_tracked == 5
 
 
-@pytest.mark.parametrize("door", [rerun, replay, scope])
+@EACH_WAY
 def test_kernels_are_chosen_as_in_the_forward(door):
     """`mkldnn` is on again in backward."""
     x = torch.rand(4, 4, requires_grad=True)
@@ -173,7 +173,7 @@ def test_kernels_are_chosen_as_in_the_forward(door):
     assert not any(seen)
 
 
-@pytest.mark.parametrize("door", [rerun, replay, scope])
+@EACH_WAY
 @pytest.mark.parametrize("alias", [torch.Tensor.detach, lambda t: t.view(-1)])
 def test_hooks_that_hand_on_an_alias(alias, door):
     """Whose memory is written before backward: an error. Without the write, plain's bits."""
@@ -191,7 +191,7 @@ def test_hooks_that_hand_on_an_alias(alias, door):
             y.sum().backward()
 
 
-@pytest.mark.parametrize("door", [rerun, replay, scope])
+@EACH_WAY
 @pytest.mark.parametrize("written", ["what was given", "what they made"])
 def test_hooks_that_copy(written, door):
     """Their copy is guarded, not what it was made of."""
