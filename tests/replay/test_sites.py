@@ -129,7 +129,8 @@ def test_kernels_run_in_the_grad_mode_of_the_forward(is_on):
     assert torch.equal(found, x * 2 * (2 + is_on))
 
 
-def test_numbers_are_compared_by_their_bits():
+@pytest.mark.parametrize("numbers", [(0.0, -0.0), (math.nan, -math.nan), (1, 1.0, -1.0)], ids=str)
+def test_numbers_are_compared_by_their_bits(numbers):
     """nan has a sign, too."""
 
     def slope(number, enabled):
@@ -140,8 +141,26 @@ def test_numbers_are_compared_by_their_bits():
         return bits(torch.autograd.grad(y.sum(), w))
 
     clear_programs()
-    for number in (math.nan, -math.nan, 1.0, 0.0, -0.0, -math.nan, math.nan):
+    for number in (*numbers, *reversed(numbers)):
         assert slope(number, True) == slope(number, False)
+
+
+@pytest.mark.parametrize("order", ["apart shared", "shared apart"])
+def test_two_tensors_that_an_operator_meets_may_share_memory(order):
+    """Or not: then a write to one is none to the other."""
+
+    def slope(how, enabled):
+        w, base = torch.ones(3, requires_grad=True), torch.arange(1.0, 5.0)
+        a, b = (base[:3], base[1:]) if how == "shared" else (base[:3], base[1:].clone())
+        with checkpoint_scope(enabled=enabled):
+            y = w * (a * b)
+            a.mul_(3)
+            y = y * (b * 1)
+        return bits(torch.autograd.grad(y.sum(), w))
+
+    clear_programs()
+    for how in order.split() * 2:
+        assert slope(how, True) == slope(how, False)
 
 
 def test_checks_that_change_at_one_site():
