@@ -11,7 +11,7 @@ import weakref
 
 import pytest
 import torch
-from oracle import at_once, bits, count, leaf, python_calls, replay, rerun, scope
+from oracle import EACH_WAY, at_once, bits, count, leaf, python_calls, replay, rerun, scope
 from torch import nn
 
 from checkpointing import (
@@ -379,7 +379,7 @@ def test_disabled_counts_when_a_region_is_entered(fn):
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-@pytest.mark.parametrize("door", [rerun, replay, scope])
+@EACH_WAY
 def test_grad_mode_off_is_a_plain_call(mode, door):
     """No hook, mode or operator, few function calls; arguments and values die at once."""
     seen, refs, x = [], [], leaf(3, 3)

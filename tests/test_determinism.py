@@ -5,13 +5,12 @@ import re
 import pytest
 import torch
 import torch.utils.checkpoint
-from oracle import leaf, replay, rerun, scope
+from oracle import EACH_WAY, leaf, replay, rerun
 from torch import nn
 
 from checkpointing import CheckpointError, MismatchError, checkpoint_scope, checkpointed
 
 LINE = re.escape(__file__)
-DOOR = pytest.mark.parametrize("door", [rerun, replay, scope])
 
 
 class Two:
@@ -240,7 +239,7 @@ def test_none_checks_nothing_but_the_number():
     assert "different number" in failed(repeated(Two(1, 0)), leaf(3), determinism_check="none")
 
 
-@DOOR
+@EACH_WAY
 @pytest.mark.parametrize("debug", [True, False])
 def test_debug_logs_operators_of_both_runs(door, debug):
     """In order, with the lines of user code that led to them; without it nothing of the kind."""

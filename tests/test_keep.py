@@ -6,11 +6,9 @@ import types
 
 import pytest
 import torch
-from oracle import bits, leaf, replay, rerun, scope
+from oracle import EACH_WAY, bits, leaf, replay, rerun, scope
 
 from checkpointing import auto, checkpoint_scope, checkpointed, disabled, keep, save_tagged, tag
-
-DOORS = pytest.mark.parametrize("door", [rerun, replay, scope], ids=["rerun", "replay", "scope"])
 
 
 @dataclasses.dataclass
@@ -91,7 +89,7 @@ def test_kept_values_take_from_the_budget_of_a_plan_that_was_made_for_smaller_on
     del y
 
 
-@DOORS
+@EACH_WAY
 def test_a_kept_value_does_not_stand_for_what_was_in_its_memory_before(door):
     def fn(x):
         h = x.detach() * 2

@@ -115,6 +115,30 @@ def test_more_budget_never_means_more_work():
     assert work == sorted(work, reverse=True)
 
 
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (2, 0, 3, 1), (1, 1, 3, 3)], ids=str)
+@pytest.mark.parametrize("budget", [400, 1600])
+@pytest.mark.filterwarnings("ignore:.*A budget of")
+def test_partial_backwards_in_any_order(order, budget):
+    """Results that leave a chain at several places; some are asked for twice."""
+    x = torch.rand(100).requires_grad_()
+
+    def run():
+        y, outs = x * 1, []
+        for i in range(60):
+            y = torch.dropout(y.tanh(), 0.05, True).sin()
+            if i % 15 == 14:
+                outs.append(y.exp().sum())
+        return outs
+
+    def found(fn):
+        torch.manual_seed(3)
+        outs = fn()
+        first = [torch.autograd.grad(outs[i], x, retain_graph=True) for i in order]
+        return bits([first, torch.autograd.grad(sum(outs), x)])
+
+    assert found(scoped(run, budget)) == found(run)
+
+
 def rows(x):
     h, s = x, torch.zeros_like(x)
     for i in range(16):

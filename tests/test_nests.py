@@ -676,8 +676,11 @@ def test_nests() -> None:
 
 
 def varied(lines: list[str], draw: random.Random) -> list[str]:
-    """The same program, in which some lines read another tensor."""
+    """The same program, in which some lines read another tensor, scopes have other options, or
+    tensors another size."""
     found = [*lines]
+    if draw.random() < 0.2:
+        found[0] = f"N = {draw.choice((4, 5, 26))}"
     for i in draw.choices(range(2, len(lines)), k=3):
         if " = " in lines[i] and "(f" not in lines[i]:
             name, text = lines[i].split(" = ", 1)
@@ -685,6 +688,8 @@ def varied(lines: list[str], draw: random.Random) -> list[str]:
             if read:
                 other = rf"\b{draw.choice(read)}\b"
                 found[i] = f"{name} = {re.sub(other, draw.choice(LEAVES), text, count=1)}"
+        elif "with scope(" in lines[i]:
+            found[i] = re.sub(r"scope\(.*\)", f"scope({draw.choice(OPTIONS)})", lines[i])
     return found
 
 

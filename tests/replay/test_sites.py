@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from oracle import NO_ROOM, PLANNED, bits, replay, rerun, scope
+from oracle import EACH_WAY, NO_ROOM, PLANNED, bits, rerun
 from torch import nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
@@ -129,7 +129,8 @@ def test_kernels_run_in_the_grad_mode_of_the_forward(is_on):
     assert torch.equal(found, x * 2 * (2 + is_on))
 
 
-def test_numbers_are_compared_by_their_bits():
+@pytest.mark.parametrize("numbers", [(0.0, -0.0), (math.nan, -math.nan), (1, 1.0, -1.0)], ids=str)
+def test_numbers_are_compared_by_their_bits(numbers):
     """nan has a sign, too."""
 
     def slope(number, enabled):
@@ -140,8 +141,46 @@ def test_numbers_are_compared_by_their_bits():
         return bits(torch.autograd.grad(y.sum(), w))
 
     clear_programs()
-    for number in (math.nan, -math.nan, 1.0, 0.0, -0.0, -math.nan, math.nan):
+    for number in (*numbers, *reversed(numbers)):
         assert slope(number, True) == slope(number, False)
+
+
+def test_zeros_that_have_no_memory():
+    """As autograd makes them for gradients that are zero; others come by at other times."""
+
+    def slope(is_zero, enabled):
+        w, u = torch.ones(3, requires_grad=True), torch.rand(3)
+        z = torch._efficientzerotensor(3) if is_zero else torch.arange(3.0)
+        with checkpoint_scope(enabled=enabled):
+            y = (w + z * 2).sin() * (w * (z + u)).exp()
+        return bits(torch.autograd.grad(y.sum(), w))
+
+    for order in ((True, False), (False, True)):
+        clear_programs()
+        for is_zero in order * 2:
+            found = []
+            for enabled in (True, False):
+                torch.manual_seed(1)
+                found.append(slope(is_zero, enabled))
+            assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("order", ["apart shared", "shared apart"])
+def test_two_tensors_that_an_operator_meets_may_share_memory(order):
+    """Or not: then a write to one is none to the other."""
+
+    def slope(how, enabled):
+        w, base = torch.ones(3, requires_grad=True), torch.arange(1.0, 5.0)
+        a, b = (base[:3], base[1:]) if how == "shared" else (base[:3], base[1:].clone())
+        with checkpoint_scope(enabled=enabled):
+            y = w * (a * b)
+            a.mul_(3)
+            y = y * (b * 1)
+        return bits(torch.autograd.grad(y.sum(), w))
+
+    clear_programs()
+    for how in order.split() * 2:
+        assert slope(how, True) == slope(how, False)
 
 
 def test_checks_that_change_at_one_site():
@@ -156,7 +195,7 @@ def test_checks_that_change_at_one_site():
     assert norm.num_batches_tracked == 5
 
 
-@pytest.mark.parametrize("door", [rerun, replay, scope])
+@EACH_WAY
 def test_kernels_are_chosen_as_in_the_forward(door):
     """`mkldnn` is on again in backward."""
     x = torch.rand(4, 4, requires_grad=True)
@@ -173,7 +212,7 @@ def test_kernels_are_chosen_as_in_the_forward(door):
     assert not any(seen)
 
 
-@pytest.mark.parametrize("door", [rerun, replay, scope])
+@EACH_WAY
 @pytest.mark.parametrize("alias", [torch.Tensor.detach, lambda t: t.view(-1)])
 def test_hooks_that_hand_on_an_alias(alias, door):
     """Whose memory is written before backward: an error. Without the write, plain's bits."""
@@ -191,7 +230,7 @@ def test_hooks_that_hand_on_an_alias(alias, door):
             y.sum().backward()
 
 
-@pytest.mark.parametrize("door", [rerun, replay, scope])
+@EACH_WAY
 @pytest.mark.parametrize("written", ["what was given", "what they made"])
 def test_hooks_that_copy(written, door):
     """Their copy is guarded, not what it was made of."""
