@@ -101,6 +101,8 @@ DOORS: dict[str, Callable[..., Function]] = {
     "scope in rerun": lambda fn, **options: rerun(scope(fn, **options), **options),
     "rerun in scope": lambda fn, **options: scope(rerun(fn, **options), **options),
 }
+WAYS = {**DOORS, "rerun to the end": functools.partial(rerun, early_stop=False)}
+RERUNS = ("rerun", "rerun to the end", "rerun in rerun")
 EACH_DOOR = pytest.mark.parametrize("door", DOORS.values(), ids=list(DOORS))
 EACH_WAY = pytest.mark.parametrize("door", [rerun, replay, scope], ids=["rerun", "replay", "scope"])
 LETTERS: dict[str, Callable[..., Function]] = {
@@ -541,14 +543,14 @@ class Programs:
     """A table of programs, `program(door)`, each with its doors: through them it leaves the same
     bits behind as without."""
 
-    def __init__(self, doors: dict[str, Any], default: Any = ()) -> None:
-        self.doors, self.default, self.cases = doors, default or doors, []
+    def __init__(self, default: Any = (*RERUNS, "replay", "scope")) -> None:
+        self.default, self.cases = default, []
 
     def __call__(self, *doors: str) -> Any:
         def add(program: Any) -> Any:
             for door in doors or self.default:
                 name = f"{program.__name__}-{door}"
-                self.cases.append(pytest.param(self.doors[door], program, id=name))
+                self.cases.append(pytest.param(WAYS[door], program, id=name))
             return program
 
         return add

@@ -17,6 +17,8 @@ from oracle import (
     DOORS,
     EACH_DOOR,
     EACH_WAY,
+    RERUNS,
+    WAYS,
     Hooks,
     Programs,
     bits,
@@ -34,9 +36,7 @@ from torch.utils._pytree import register_pytree_node
 
 from checkpointing import ChangedError, CheckpointError, MismatchError
 
-WAYS = {**DOORS, "rerun to the end": functools.partial(rerun, early_stop=False)}
-RERUNS = ("rerun", "rerun to the end", "rerun in rerun")
-program = Programs(WAYS, default=[*RERUNS, "replay", "scope"])
+program = Programs()
 
 
 def data(*shape):
@@ -275,20 +275,6 @@ def test_requires_grad_of_an_argument_is_that_of_the_forward(door, kind, given):
         outcome = pytest.raises(ChangedError, match=r"`requires_grad` of .*was changed in place")
     with outcome:
         same(step(WAYS[door], True), want)
-
-
-@program(*RERUNS, "replay", "scope", "rerun in scope")
-def generators_and_modules_that_are_default_arguments(door):
-    """They draw the numbers of the forward, and go on from where they were."""
-    one, two = torch.Generator().manual_seed(1), torch.Generator().manual_seed(2)
-    norm, x = nn.BatchNorm1d(4), leaf(4, 4)
-
-    def fn(x, one=one, *, two=two, norm=norm):
-        noise = torch.rand(4, generator=one) + torch.rand(4, generator=two)
-        return norm(x * noise).square()
-
-    y = door(fn)(x)
-    return *torch.autograd.grad(y.sum(), x), norm.running_mean, one.get_state(), two.get_state()
 
 
 @EACH_DOOR

@@ -4,13 +4,12 @@ import asyncio
 import contextlib
 import copy
 import dataclasses
-import functools
 import inspect
 
 import pytest
 import torch
 import torch.utils.checkpoint
-from oracle import DOORS, EACH_DOOR, Programs, apply, bits, integers as leaf, plain, rerun
+from oracle import DOORS, EACH_DOOR, WAYS, Programs, apply, bits, integers as leaf, plain
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -25,8 +24,7 @@ from checkpointing import (
     register_state,
 )
 
-WAYS = {**DOORS, "rerun to the end": functools.partial(rerun, early_stop=False)}
-program = Programs(WAYS, default=["rerun", "rerun to the end", "rerun in rerun", "replay", "scope"])
+program = Programs()
 
 
 @EACH_DOOR

@@ -466,15 +466,6 @@ def test_fully_sharded(group, when, options):
     assert not any("forward" in vars(m) for m in model.modules())
 
 
-@each_option
-def test_data_parallel_first(group, options):
-    """Then regions. (The other order: distributed/ranks.py.)"""
-    model = Model()
-    want, ddp = plain(model), nn.parallel.DistributedDataParallel(model)
-    assert checkpoint_modules(ddp, "module.layers.*", **options).names[0] == "module.layers.0"
-    assert step(model, ddp) == (want, 3)
-
-
 @pytest.mark.filterwarnings("ignore")  # what the compiler says is not ours
 @pytest.mark.parametrize(
     ("how", "backend"),
@@ -509,20 +500,3 @@ def test_compiled(how, backend):
     assert step(model, run)[0] == wants.pop(0)
     handle.remove()
     assert step(model, run)[0] == wants.pop(0)
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_compiled_regions_are_in_one_graph():
-    """As torch's own operator: as many as modules were picked, and none after `remove`."""
-    model, found = Model(), []
-
-    def backend(graph, _):
-        found.append(sum("checkpoint" in str(node.target) for node in graph.graph.nodes))
-        return graph
-
-    torch._dynamo.reset()
-    with checkpoint_modules(model, Block):
-        torch.compile(model, backend=backend, fullgraph=True)(X)
-    torch._dynamo.reset()
-    torch.compile(model, backend=backend, fullgraph=True)(X)
-    assert found == [3, 0]

@@ -216,7 +216,7 @@ OPTIONS = ["", "", "", "early_stop=False", "report=True"]
 OPTIONS += [f"determinism_check='{check}'" for check in ("values", "values", "none", "metadata")]
 AROUND = ["torch.no_grad()", "opaque()", "opaque()", "torch.enable_grad()", "torch.autocast('cpu')"]
 HOOKS = ["save_on_cpu()", "cloning()", "identical()"]
-CALLED = ["rerun", "rerun", "rerun", "compat", "replay", "torchs", "torchs"]  # doors of functions
+CALLED = ["rerun", "rerun", "rerun", "compat", "replay"]  # doors of functions
 LEAVES = ("a", "b", "c", "w")
 PARAMETERS = "a, b, c, w, bn, lin, drop"
 WRITES = "  # writes"  # behind each line that does
@@ -235,14 +235,11 @@ class Writer:
         self.level = 0  # how many blocks are around that are no regions
         self.called: list[tuple[str, int]] = []  # the functions that can be seen, with their arity
         self.favourite = ""  # what several regions take, and may write
-        self.in_torchs = False
         # Gradients of a backward inside do not flow through what `forward_only` functions return.
         self.backward_inside = self.chance(0.3)
         self.writes = self.chance(0.6)
         self.hooks = self.chance(0.4)
         self.rich = self.chance(0.5)  # all operators, loops and branches
-        # In torch's checkpoint `opaque` and a backward through its graph call its function at once.
-        self.torchs = self.chance(0.3)
         self.parts = self.writes and self.chance(0.6)  # memories are written in parts
         self.memories: list[str] = []
 
@@ -297,8 +294,6 @@ class Writer:
             self.level -= 1
             return [*lines, *block("except KeyError", [])]
         head = f"with {self.random.choice([*AROUND, *HOOKS * self.hooks])}"
-        if self.torchs and head == "with opaque()":
-            head = f"with {AROUND[0]}"
         if self.rich and self.chance(0.5):
             head = f"if float({self.pick()}.sum()) < {self.random.randrange(-2, 3)}"
             head = self.random.choice([head, "for _ in range(2)"])
@@ -314,7 +309,7 @@ class Writer:
                 raised = block("try", [*lines, "    raise KeyError"])
                 return [*raised, *block("except KeyError", [])]
             return lines
-        doors = [door for door in CALLED if door != "torchs" or self.torchs]
+        doors = CALLED
         if self.writes and self.backward_inside:  # which makes a rerun repeat its writes
             doors = ["replay"]
         door = self.random.choice(doors)
@@ -327,13 +322,8 @@ class Writer:
         self.fresh += 1
         name = f"f{self.fresh}"
         parameters = [f"p{self.fresh}_{i}" for i in range(len(arguments))]
-        names, local, in_torchs, called = self.names, self.local, self.in_torchs, self.called
+        names, local, called = self.names, self.local, self.called
         self.names, self.local = [*names, *parameters], [*parameters]
-        if (
-            door == "torchs"
-        ):  # which brings back a parameter as another tensor, and what is closed over
-            self.in_torchs = True
-            arguments = [f"{name} * 1" for name in arguments]
         if door != "replay" and self.writes:  # what a function closes over that is called inside
             self.called = []
         body: list[str] = []
@@ -343,7 +333,7 @@ class Writer:
             body += self.line(KEEP)
         body += self.body(depth + 1)
         inside = [self.random.choice(self.local[-3:]) for _ in range(self.random.randint(1, 2))]
-        self.names, self.local, self.in_torchs = names, local, in_torchs
+        self.names, self.local = names, local
         self.called = [*called, (name, len(parameters))]
         results = [self.new() for _ in dict.fromkeys(inside)]
         self.bind(results)
@@ -376,8 +366,7 @@ class Writer:
         kinds: list[Callable[[], list[str]]] = [self.value] * 8 + [lambda: self.line(VIEW)] * 3
         kinds += [lambda: self.line(RANDOM if self.rich else RANDOM[:3])]
         kinds += [lambda: self.line(KEEP)] * 3 + [self.once] * 2 + [lambda: self.line(PAIRS, 2)]
-        backward = BACKWARD[-1:] if self.torchs else BACKWARD
-        kinds += [lambda: self.line(backward)] * self.backward_inside
+        kinds += [lambda: self.line(BACKWARD)] * self.backward_inside
         kinds += [self.write] * (4 * self.writes)
         kinds += [lambda: self.line(MAKES), self.drop] * self.rich
         kinds += [lambda: self.line(PARTS, 2)] * 2 + [lambda: self.line(MULTI, 2), self.fails]
@@ -396,7 +385,7 @@ class Writer:
         return self.line(OPERATORS if self.rich and self.chance(0.6) else NEW)
 
     def once(self) -> list[str]:
-        is_graph = not (self.backward_inside or self.in_torchs) and self.chance(0.2)
+        is_graph = not self.backward_inside and self.chance(0.2)
         return self.line(GRAPH if is_graph else FORWARD_ONLY)
 
     def drop(self) -> list[str]:
@@ -421,7 +410,7 @@ class Writer:
     def fill(self) -> list[str]:
         """A write to a view of a view."""
         among = [name for name in self.memories if name in self.names]
-        if not among or self.in_torchs:
+        if not among:
             return self.memory()
         t, q = self.random.choice(among), self.pick()
         p = t + "".join(self.random.choices(PART, k=self.random.randrange(4)))
@@ -431,14 +420,12 @@ class Writer:
     def fails(self) -> list[str]:
         """An operator that raises, and the exception is caught."""
         among = [name for name in self.memories if name in self.names]
-        writes = bool(among) and not self.in_torchs and self.chance(0.5)
+        writes = bool(among) and self.chance(0.5)
         text = self.random.choice(FAILS_AND_WRITES if writes else FAILS)
         text = text.format(x=self.pick(), y=self.pick(), t=self.random.choice(among or ["c"]))
         return block("try", [text + WRITES * writes]) + block("except RuntimeError", [])
 
     def write(self, target: str | None = None) -> list[str]:
-        if self.in_torchs:  # torch does not notice it
-            return self.value()
         among = self.local or self.names
         t = target or (self.random.choice(among) if self.chance(0.7) else self.pick())
         if self.rich and self.chance(0.1):
@@ -521,7 +508,6 @@ NAMES = {
     "aten": torch.ops.aten,
 }
 OF_TORCH = {
-    "torchs": lambda f: partial(torch.utils.checkpoint.checkpoint, f, use_reentrant=False),
     "save_on_cpu": save_on_cpu,
     "cloning": lambda: saved_tensors_hooks(lambda t: t.clone(), lambda t: t),
     "identical": lambda: saved_tensors_hooks(lambda t: t, lambda t: t),
@@ -539,7 +525,7 @@ SHUT = {
         ("scope", "opaque", "save_on_cpu", "cloning", "identical"),
         lambda *_, **__: contextlib.nullcontext(),
     ),
-    **dict.fromkeys(("rerun", "replay", "compat", "torchs"), called),
+    **dict.fromkeys(("rerun", "replay", "compat"), called),
     **dict.fromkeys(("keep", "tag"), same),
     **ONCE,
 }
@@ -602,8 +588,6 @@ def left_behind(sources: list[str]) -> str | None:
     # Plain code, too, leaves a cycle where hooks hand on a result, or where it is written later.
     if any(word in source for word in (WRITES, "identical(", "save_on_cpu(") for source in sources):
         return None
-    if any("torchs(" in source for source in sources):  # torch's checkpoint leaves cycles
-        gc.collect()
     count = tensors_alive()
     return f"{count} tensors left behind" if count else None
 

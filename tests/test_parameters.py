@@ -8,14 +8,12 @@ import weakref
 import pytest
 import torch
 import torch.utils.checkpoint
-from oracle import DOORS, Programs, bits, integers as leaf, plain, rerun, same_bits
+from oracle import RERUNS, WAYS, Programs, bits, integers as leaf, plain, rerun, same_bits
 from torch import nn
 
 from checkpointing import ChangedError, MismatchError, checkpointed, is_recomputing
 
-WAYS = {**DOORS, "rerun to the end": functools.partial(rerun, early_stop=False)}
-RERUNS = ("rerun", "rerun to the end", "rerun in rerun")
-program = Programs(WAYS, default=["rerun", "rerun to the end", "rerun in rerun", "replay", "scope"])
+program = Programs()
 
 
 def data(*shape):

@@ -6,13 +6,12 @@ import functools
 import pytest
 import torch
 import torch.utils.checkpoint
-from oracle import DOORS, Programs, bits, integers as leaf, rerun
+from oracle import WAYS, Programs, bits, integers as leaf
 from torch import nn
 
 from checkpointing import checkpointed
 
-WAYS = {**DOORS, "rerun to the end": functools.partial(rerun, early_stop=False)}
-program = Programs(WAYS, default=["rerun", "rerun to the end", "rerun in rerun", "replay", "scope"])
+program = Programs()
 
 
 @program()
@@ -140,24 +139,6 @@ def methods_and_functions_that_are_defined_later_keep_their_variables(door):
     y = call(x)
     factor = 3.0
     return torch.autograd.grad(y.sum(), x)
-
-
-@program("rerun", "replay")
-def a_variable_that_something_else_in_the_region_sets(door):
-    """A helper or a hook that shares it by `nonlocal` finds what the forward found."""
-    scale, x = torch.tensor(2.0), leaf(4, 4)
-
-    def note(*given):
-        nonlocal scale
-        scale = scale + given[-1].detach().sum()
-
-    def fn(x):
-        note(x)
-        return (x * scale).square()
-
-    fn = door(fn)
-    (fn(x).sum() + fn(x).sum()).backward()
-    return scale, x.grad
 
 
 test_programs_are_plains = program.test()

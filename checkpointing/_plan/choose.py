@@ -84,8 +84,7 @@ def _by_hand(stretch: Stretch, cuts: Cuts, most: int) -> tuple[int, Cuts]:
         placed = {*others, *[at for run in new for at in run if stretch.first < at < stretch.last]}
         found = Filling(stretch, sorted(placed)).choice().peak
         if found <= most:
-            margin = min(int(found * _MARGIN), 2 * max(stretch.crossing[at] for at in blocks))
-            peak, runs, cuts = found - margin, new, tuple(sorted(placed))
+            peak, runs, cuts = found, new, tuple(sorted(placed))
     return peak, cuts
 
 
@@ -102,7 +101,6 @@ def _filled(cutting: Cutting, cuts: Cuts, peak: int, budget: int | None = None) 
 
 _LITTLE = 8 * 1024  # bytes that autograd saves: too few to be worth the time of a second window
 _MOST_PEAKS = 16  # that are tried for a budget
-_MARGIN = 1 / 48  # of the peak of cuts by hand: the model is not exact
 _MOST_SLACK = 1 / 3  # what may be spent on less recompute: a part of the least peak
 # The same, within a window: what it keeps first is made by a replay, which should be short.
 _SLACK_OF_PARTS = 1 / 8

@@ -69,6 +69,33 @@ def test_what_follows_a_backward_inside_is_recorded_where_it_runs():
     assert grads(checkpoint_scope) == grads(disabled)
 
 
+def test_what_a_backward_inside_brings_back_by_itself_stays_what_it_is():
+    """A rerun around the scopes meets the same inputs as the forward, in the same order."""
+    torch.manual_seed(0)
+    a, c = torch.randn(4, 4, requires_grad=True), torch.randn(4, 4)
+    v, was = a.sin(), c.clone()
+
+    @checkpointed
+    def inner(p):
+        with torch.enable_grad():
+            leaf = c.detach().requires_grad_()
+            assert torch.equal(leaf, was)
+            torch.autograd.grad((leaf.sin() * leaf).sum(), leaf)
+            torch.autograd.grad((v * v).sum(), v, create_graph=True)
+        with opaque():
+            return a.sin()
+
+    @checkpointed
+    def outer(p):
+        for _ in range(2):
+            with checkpoint_scope():
+                y = inner(a)
+        return y * 1
+
+    outer(a).sum().backward()
+    assert torch.equal(a.grad, a.detach().cos())
+
+
 def test_a_foreach_write_in_a_scope_counts_for_the_rerun_around_it():
     """In a dispatch mode, torch itself does not count these up."""
 

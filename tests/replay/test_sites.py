@@ -1,6 +1,7 @@
 """One site, one memory, one set of hooks: small programs that each found a hole."""
 
 import contextlib
+import itertools
 import math
 
 import pytest
@@ -63,22 +64,69 @@ def test_what_is_held_has_its_layout_and_its_values(program, around):
     assert step(True) == want
 
 
-@pytest.mark.parametrize("order", ["1010", "0101", "1100"])
+PRODUCTS = {
+    "of one": lambda x, a, b: a * a,
+    "of two": lambda x, a, b: a * b,
+    "of one that is known": lambda x, a, b: x * a,
+}
+
+
+@pytest.mark.parametrize("order", [*itertools.permutations(PRODUCTS)], ids=str)
 def test_operators_that_take_one_tensor_twice_or_two(order):
     """Met at one site, none of them needing a gradient."""
 
-    def product(twice, s, m, w):
+    def product(kind, s, a, b, w):
         with checkpoint_scope():
-            x = s * 2
-            y = m * m if twice else x * m
+            y = PRODUCTS[kind](s * 2, a, b)
             return (w * y).sin(), y
 
     clear_programs()
-    for twice in order:
-        s, m = torch.rand(3), torch.rand(3)
+    for kind in (*order, *order):
+        s, a, b = torch.rand(3), torch.rand(3), torch.rand(3)
         w = torch.rand(3, requires_grad=True)
-        z, y = product(twice == "1", s, m, w)
+        z, y = product(kind, s, a, b, w)
         assert torch.equal(torch.autograd.grad(z.sum(), w)[0], (w * y).cos() * y)
+
+
+@pytest.mark.parametrize("policy", [None, PLANNED], ids=str)
+def test_views_that_a_region_inside_takes_share_memory_in_the_recompute(policy):
+    """Of three, the first write meets two; the region itself writes the third."""
+
+    def step(enabled):
+        w = torch.linspace(0.1, 1, 4).requires_grad_()
+
+        def inner(first, whole, last, w):
+            last.add_(1)
+            first.mul_(2)
+            return ((whole + 1) * w).sin()
+
+        with checkpoint_scope(policy=policy, enabled=enabled):
+            m = w.detach() * 1.5
+            y = (rerun(inner) if enabled else inner)(m[:2], m, m[3:], w * 1)
+            z = y * m
+        return bits(torch.autograd.grad(z.sum(), w))
+
+    clear_programs()
+    assert step(True) == step(True) == step(False)
+
+
+_library = torch.library.Library("checkpointing_sites", "FRAGMENT")
+_library.define("by_grad_mode(Tensor x) -> Tensor")
+_library.impl(
+    "by_grad_mode", lambda x: x * (2 + torch.is_grad_enabled()), "CompositeExplicitAutograd"
+)
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+def test_kernels_run_in_the_grad_mode_of_the_forward(is_on):
+    """Some look at it, as attention does."""
+    w, x = torch.rand(3, requires_grad=True), torch.rand(3)
+    with checkpoint_scope():
+        with torch.set_grad_enabled(is_on):
+            h = torch.ops.checkpointing_sites.by_grad_mode(x * 2)
+        y = w * h
+    (found,) = torch.autograd.grad(y.sum(), w)
+    assert torch.equal(found, x * 2 * (2 + is_on))
 
 
 def test_numbers_are_compared_by_their_bits():
