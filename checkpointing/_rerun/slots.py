@@ -85,9 +85,9 @@ class Calling(Request):
             function()
             self._ran_to_its_end = True
         except (Exception, SystemExit, Stop) as error:
-            if not self._stopped and errors.is_about_sizes(error):
-                raise errors.other_sizes(frame) from error
             if not self._stopped:
+                if errors.is_about_sizes(error):
+                    raise errors.other_sizes(frame) from error
                 raise
         finally:
             pop_hooks()
