@@ -30,7 +30,7 @@ def metadata_of(tensor: Tensor) -> Any:
 def values_of(tensor: Tensor) -> Any:
     """The comparison of `determinism_check="values"`."""
     # Kernels of recurrent nets reserve such memory for their backward, and do not write all of it.
-    if tensor.dtype is torch.uint8 and tensor.dim() == 1:
+    if (tensor.dtype, tensor.dim()) == (torch.uint8, 1):
         return metadata_of(tensor)
     return Evidence(tensor, f"checksum {without_recording(checksum, tensor):016x}")
 
