@@ -29,7 +29,7 @@ def test_there_are_programs():
     for door in (
         "checkpoint_modules(",
         "with checkpoint_scope(policy=auto())",
-        "@checkpointed(policy=auto(budget=",
+        "@checkpointed(policy=auto(peak=",
     ):
         assert any(door in program for program in PROGRAMS)
 
