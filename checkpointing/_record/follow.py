@@ -154,8 +154,7 @@ class Follower(TorchDispatchMode, Position):
     # ---- running
 
     def _run(self, step: Step, args: Any, kwargs: Any, mark: int) -> Any:
-        """Run an operator that does more than to read tensors that are known, and to return new
-        ones."""
+        """Run an operator that also writes, draws random numbers, or reads what has to be held."""
         store, state = self.store, None
         try:
             if step.is_prepared:

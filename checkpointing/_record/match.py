@@ -63,7 +63,8 @@ class Matcher(Origins):
                 self._store.refer(first.refers, tensor)
 
     def matches(self, known: Any, arg: Any, met: list[Tensor]) -> bool:
-        """Whether an argument is what it was. `met` gets the tensors that it meets."""
+        """Whether `arg` is what the program has recorded here. `met` gets the tensors that are met
+        for the first time."""
         kind = type(known)
         if kind is Known:
             return self._cells[known.cell]() is arg

@@ -69,7 +69,6 @@ class Info:
         does_something = any([self.writes, self.communicates, *is_new])
         self.is_passed = self.base in PASSED
         self.ignored = self.base == "set_" or self.is_passed or not does_something
-        self.inplace = bool(self.writes) and all(map(_is_write, results))
         types = " ".join([str(each.type) for each in (*schema.arguments, *results)])
         # Others belong to torch's profiler, or to other processes: they compute nothing.
         self.has_tensors = "Tensor" in types

@@ -318,7 +318,7 @@ class Recorder(Memories):
         return Hold(value, new[cell] if cell in new else self.memory_of[cell].number, None)
 
     def event(self, parent: Step, event: str, args: tuple[Any, ...]) -> Step:
-        """What else has happened."""
+        """What has happened that is no operator: `keep`, `opaque`, a write that nobody saw."""
         self._start()
         step = Step(parent, None, (event,), event=event, args=[*args])
         step.effect = True

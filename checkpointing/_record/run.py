@@ -103,9 +103,9 @@ class Run(Follower, Region):
     # ---- a backward inside the block
 
     def may_begin_anew(self) -> bool:
-        """Whether a backward inside the block needs nothing more of what the run knows. In hooks,
-        each value that is met once more would be a slot, which a rerun must make at the same
-        place. With `create_graph` alone, gradients are wanted in backward."""
+        """Whether the rest of the block can be treated as a new run, since a backward inside has
+        begun. In hooks, each value that is met once more would be a slot, which a rerun must make
+        at the same place. With `create_graph` alone, gradients are wanted in backward."""
         keeps_graph = _is_grad_enabled()
         return self.store.hooks is None and not keeps_graph and _graph_task_id() != self._graph_task
 
