@@ -117,8 +117,10 @@ class _Rehearsal(Run):
         self._open.append(len(self.path))
 
     def has_called_module(self, module: nn.Module, args: Any, result: Any) -> None:
-        calls, block = self.calls[type(module).__qualname__], (self._open.pop(), len(self.path))
-        calls[:] = [*[call for call in calls if call[0] < block[0]], block]
+        calls, begin = self.calls[type(module).__qualname__], self._open.pop()
+        while calls and calls[-1][0] >= begin:  # inside this one
+            calls.pop()
+        calls.append((begin, len(self.path)))
 
     def _before_write(self, step: Step, args: Any, kwargs: Any) -> None:
         if step.effect or step.updates:
@@ -138,7 +140,7 @@ def _put_back(run: _Rehearsal) -> Iterator[None]:
     generators = Generators(True, python=True)
     hooks = [
         register_module_forward_pre_hook(run.calls_module),
-        register_module_forward_hook(run.has_called_module),
+        register_module_forward_hook(run.has_called_module, always_call=True),
     ]
     try:
         yield

@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 from .._record import Run
 from .choose import choose
-from .cuts import Cutting
 from .model import Model
 from .stretch import Stretch
 
@@ -42,10 +41,6 @@ class Outlook:
         self._stretch = Stretch(self._model, range(len(path.slots)), by_user)
         work = [step.flops for step in path.steps]
         self._work = work if any(work) else self._model.work
-
-    def least(self) -> int:
-        """The least peak of any plan, in bytes."""
-        return Cutting(self._stretch).least_peak()[0]
 
     def planned(self, peak: int | None) -> Cost:
         """With `auto()`, or with `auto(peak=...)`."""
