@@ -106,6 +106,7 @@ class _Rehearsal(Run):
         self._open: list[int] = []
 
     def calls_module(self, module: nn.Module, args: Any) -> None:
+        self._open.append(len(self.path))
         hooks = _torch.enclosing_hooks()
         if hooks is not None and hooks[1] is not unpack:
             raise ValueError(
@@ -114,7 +115,6 @@ class _Rehearsal(Run):
             )
         if module not in self.buffers:
             self.buffers[module] = dict(_torch.buffers_of_module(module)[0])
-        self._open.append(len(self.path))
 
     def has_called_module(self, module: nn.Module, args: Any, result: Any) -> None:
         calls, begin = self.calls[type(module).__qualname__], self._open.pop()
