@@ -233,10 +233,10 @@ class Model:
         index = memory.last_read
         if self.path.steps[index].info.base not in ("add", "add_"):
             return False
-        others = [self.memories[number] for number in self.reads[index]]
         return any(
-            other.has_gradient and other.maker < memory.maker and other.nbytes == memory.nbytes
-            for other in others
+            (other.has_gradient, other.last_read, other.nbytes) == (True, index, memory.nbytes)
+            for other in map(self.memories.__getitem__, self.reads[index])
+            if other.maker < memory.maker
         )
 
     def _needed_by_backward(self, missing: set[int]) -> list[int]:
