@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.profiler import profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -43,8 +42,8 @@ def model_of(options: Any) -> Any:
         )
         for _ in range(options.layers)
     ]
-    head = nn.LayerNorm(width), nn.Linear(width, 256)
-    return nn.Sequential(nn.Embedding(256, width), *blocks, *head).to(options.device)
+    model = nn.Embedding(256, width), *blocks, nn.LayerNorm(width), nn.Linear(width, 256)
+    return nn.Sequential(*model).to(options.device)
 
 
 def batch_of(options: Any) -> Tensor:
@@ -135,7 +134,7 @@ def step_of(forward: Any, device: str = "cpu") -> Measured:
 def counted(run: Any, device: str) -> Any:
     """The result; the live bytes after each of the profiler's memory events, of which there is one
     for each block allocated or freed; and the operations."""
-    memory: Any = profile(profile_memory=True)
+    memory: Any = torch.profiler.profile(profile_memory=True)
     with memory, Flops() as flops:  # type: ignore[no-untyped-call]
         result = run()
     events = memory.profiler.kineto_results.events()
@@ -159,7 +158,6 @@ def training(way: Any, options: Any) -> Any:
     found: Any = {"losses": [], "random stream": [], "weights": weights}
     for seed in range(options.steps):
         torch.manual_seed(seed)
-        synchronize()
         begin = time.perf_counter()
         loss = way(model, text)
         loss.backward()
@@ -174,10 +172,6 @@ def training(way: Any, options: Any) -> Any:
     yield step_of(lambda: way(model, text), text.device.type), quickest, found
 
 
-HEADING = (
-    "way                               held for backward  peak in a step  recomputed  ms/step"
-    "  ratio    loss  against plain"
-)
 ROW = "{:<32} {:>14.2f} MiB  {:>10.2f} MiB {:>11.2f} {:>8.1f} {:>6.2f} {:>7.4f}  {}"
 
 
@@ -190,7 +184,7 @@ parser = argparse.ArgumentParser(
 SIZES = {"steps": 6, "layers": 12, "width": 128, "context": 128, "batch": 8}
 for name, default in SIZES.items():
     parser.add_argument(f"--{name}", type=int, default=default, help="default: %(default)s")
-parser.add_argument("what", nargs="?", choices=("train", "forecast"), default="train")
+parser.add_argument("what", nargs="?", choices=["forecast"], help="instead of training")
 parser.add_argument("--device", type=torch.device, default="cpu", help="cpu, cuda, xpu, ...")
 
 
@@ -205,16 +199,18 @@ def main(arguments: Any = None) -> int:
     if options.device.type != "cpu":  # bits are compared, so kernels must be deterministic
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-    if options.what == "forecast":
-        model, text = model_of(options), batch_of(options)
-        print(forecast(lambda: WAYS["plain"](model, text)))
+    if options.what:
+        print(forecast(functools.partial(WAYS["plain"], model_of(options), batch_of(options))))
         return 0
     runs = [training(way, options) for way in WAYS.values()]
     for number, turn in enumerate(zip(*runs, strict=True), 1):
         base, quickest, plains = turn[0]
         print(f"step {number} of {options.steps + 1}", file=sys.stderr)
     status = 0
-    print(HEADING)
+    print(
+        "way                               held for backward  peak in a step  recomputed  ms/step"
+        "  ratio    loss  against plain"
+    )
     for name, (step, ms, found) in zip(WAYS, turn, strict=True):
         held, peak = (nbytes / MIB for nbytes in step.memory())
         differs = [key for key in sorted(found) if not all(map(same_bits, found[key], plains[key]))]

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch.utils.checkpoint import CheckpointError as _TorchCheckpointError
 
 __all__ = ["ChangedError", "CheckpointError", "MismatchError"]
@@ -140,14 +139,17 @@ _DECIDED = (
 
 def _is_decision(mismatch: Mismatch) -> bool:
     saved = mismatch[1]
-    dtype = saved[1] if isinstance(saved, tuple) and len(saved) == 3 else None
-    return isinstance(dtype, torch.dtype) and not (dtype.is_floating_point or dtype.is_complex)
+    if not isinstance(saved, tuple):
+        return False
+    _, dtype, _ = saved
+    return not (dtype.is_floating_point or dtype.is_complex)
 
 
-def _readable(metadata: object) -> object:
-    if isinstance(metadata, tuple) and len(metadata) == 3:
-        return dict(zip(("shape", "dtype", "device"), metadata, strict=True))
-    return metadata
+def _readable(found: object) -> object:
+    """Metadata by name; other findings as they are."""
+    if not isinstance(found, tuple):
+        return found
+    return dict(zip(("shape", "dtype", "device"), found, strict=True))
 
 
 def other_shapes(

@@ -1,11 +1,13 @@
 """The forecast: what it says before a step is what the step needs, and it leaves nothing behind."""
 
+import functools
 import random
 import warnings
 
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint
 from oracle import bits
 from torch import nn
 from torch._subclasses import FakeTensorMode
@@ -271,6 +273,15 @@ def test_what_is_raised_comes_through_and_memory_is_put_back():
 def test_a_function_in_which_nothing_is_saved_is_an_error():
     with pytest.raises(ValueError, match="autograd saves nothing"):
         forecast(lambda: torch.ones(3).sin())
+
+
+def test_checkpoints_that_hide_what_is_saved_are_an_error():
+    model, x = Decoder(3), ids()
+    for layer in model.layers:
+        call = functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=False)
+        layer.forward = functools.partial(call, layer.forward)
+    with pytest.raises(ValueError, match="hooks around LayerNorm"):
+        forecast(lambda: model(x))
 
 
 def test_gradients_are_enabled_and_regions_inside_are_plain_code():

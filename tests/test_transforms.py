@@ -106,7 +106,7 @@ REFUSED = {
 @pytest.mark.parametrize("backend", ["rerun", "replay"])
 @pytest.mark.parametrize("name", REFUSED)
 def test_transforms_that_torch_refuses_inside_a_region(name, backend):
-    """Both ways to recompute; README says so, and the warning does not advise it."""
+    """Both ways to recompute; LIMITS.md says so, and the warning does not advise it."""
     with pytest.raises(RuntimeError, match="saved tensor hooks"):
         checkpointed(REFUSED[name], backend=backend)(torch.ones(3, requires_grad=True))
 

@@ -87,7 +87,7 @@ class Stop(BaseException):
 class Request:
     """One recompute: of the tensor that a holder asks for, and of others on the way."""
 
-    _mismatches: tuple[errors.Mismatch, ...] = ()
+    mismatches: tuple[errors.Mismatch, ...] = ()  # between this and the forward
 
     def __init__(self, frame: Frame, task: TaskTensors, holder: Holder) -> None:
         self.frame = frame
@@ -122,15 +122,7 @@ class Request:
             details += f", made by {made_by}"
         if type(expected) is Evidence:
             details += f"; saved in the forward at {described(expected.line)}"
-        self._mismatches += ((holder.slot, expected, found, details + more),)
-
-    def check_outcome(self) -> None:
-        """Raise if something else was computed than in the forward."""
-        if self._mismatches:
-            _, expected, *_ = self._mismatches[0]
-            # A wrong value spreads: show the first one only.
-            shown = 1 if type(expected) is Evidence else 3
-            raise errors.different_metadata(self.frame, reader(), self._mismatches, shown)
+        self.mismatches += ((holder.slot, expected, found, details + more),)
 
 
 def reader() -> str:
@@ -273,7 +265,8 @@ class Frame:
                     self.recompute(request)
             else:
                 self.recompute(request)
-            request.check_outcome()
+            if request.mismatches:
+                self._refuse(request.mismatches)
         except Stop:  # of a rerun around this one
             raise
         except BaseException as error:
@@ -282,6 +275,12 @@ class Frame:
             raise
         finally:
             here["region"], here["depth"] = region, depth
+
+    def _refuse(self, mismatches: tuple[errors.Mismatch, ...]) -> None:
+        _, expected, *_ = mismatches[0]
+        # A wrong value spreads: show the first one only.
+        shown = 1 if type(expected) is Evidence else 3
+        raise errors.different_metadata(self, reader(), mismatches, shown)
 
     def _explain(self, error: Any) -> None:
         """Add a note, and the logs of the region, to an error."""

@@ -469,8 +469,7 @@ def run_rerun(
 
 
 def _is_noted(options: Options) -> bool:
-    outer = thread.region
-    return options.report or (outer is not None and outer.is_noted)
+    return options.report or getattr(thread.region, "is_noted", False)
 
 
 def _run_replay(fn: Any, args: Any, kwargs: Any, name: str, options: Options) -> Any:
@@ -496,7 +495,7 @@ class _Block:
 
     def __init__(self, name: str, line: Line, options: Options, fn: Any = None) -> None:
         policy, rng, hooks = options.policy, options.preserve_rng_state, _torch.enclosing_hooks()
-        placement = policy and policy.placement
+        placement = getattr(policy, "placement", None)
         is_noted = _is_noted(options)
         code, instruction = line if fn is None else (getattr(fn, "__code__", type(fn)), 0)
         check = None

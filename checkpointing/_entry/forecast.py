@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from .. import _torch
-from .._engine import Generators, entered_from
+from .._engine import Generators, entered_from, unpack
 from .._plan import Block, Cost, Outlook
 from .._record import Placement, Program, Run, Step, tensors_of
 from .._replay import Replay
@@ -106,6 +106,12 @@ class _Rehearsal(Run):
         self._open: list[int] = []
 
     def calls_module(self, module: nn.Module, args: Any) -> None:
+        hooks = _torch.enclosing_hooks()
+        if hooks is not None and hooks[1] is not unpack:
+            raise ValueError(
+                f"forecast: hooks around {type(module).__qualname__}, such as those of torch's own "
+                "checkpoint, hide what autograd saves. Switch them off first."
+            )
         if module not in self.buffers:
             self.buffers[module] = dict(_torch.buffers_of_module(module)[0])
         self._open.append(len(self.path))
@@ -153,8 +159,8 @@ def forecast(function: Callable[[], Any], /) -> Forecast:
 
     The function runs once, with gradients enabled and without backward, and inner regions of this
     library run as plain code. Buffers, random states and other memory that it writes are put back;
-    what Python notes elsewhere, such as a counter, is not. Switch off checkpoints of other
-    libraries first: they are no part of the simulation, and neither is memory that kernels work in.
+    what Python notes elsewhere, such as a counter, is not. Memory that kernels work in is no part
+    of the simulation.
     The peak of forward and backward is then simulated for plain code, for a checkpoint around each
     block that the program repeats, for `auto()`, and for `auto(peak=...)` from the largest peak to
     the least.
@@ -172,7 +178,8 @@ def forecast(function: Callable[[], Any], /) -> Forecast:
         of the optimizer.
 
     Raises:
-        ValueError: if autograd saves nothing in the function.
+        ValueError: if autograd saves nothing in the function, or if checkpoints of another library
+            hide what it saves.
 
     Example:
         >>> import torch
@@ -195,7 +202,9 @@ def forecast(function: Callable[[], Any], /) -> Forecast:
             frame.leave(run)
         run.finish_step()
         if not run.store.saved_bytes:
-            raise ValueError("forecast: autograd saves nothing in this function")
+            raise ValueError(
+                "forecast: autograd saves nothing in this function. Leave backward out of it."
+            )
         rows = _rows(Outlook(run), run.calls)
         run.close()
     del result
@@ -206,17 +215,16 @@ def _rows(outlook: Outlook, calls: dict[str, list[Block]]) -> list[Row]:
     plain, least = outlook.plain(), outlook.planned(0)
     found = {"plain": plain, "auto()": outlook.planned(None), **_by_hand(outlook, calls)}
     costs: dict[str, Cost] = {}  # of peaks from the least one up, until nothing runs again
-    number, ratio = 0, max(1.0, plain.peak / least.peak)
+    smallest = max(1, least.peak)
+    number, ratio = 0, max(1.0, plain.peak / smallest)
     while number < _MOST_PEAKS and all(cost.recomputed for cost in costs.values()):
-        text = _rounded(least.peak * ratio ** (number / _MOST_PEAKS))
+        text = _rounded(smallest * ratio ** (number / _MOST_PEAKS))
         costs[f'auto(peak="{text}")'] = outlook.planned(bytes_of("peak", text))
         number += 1
-    known = {(cost.peak, cost.recomputed) for cost in found.values()}
-    found.update(
-        (w, cost) for w, cost in costs.items() if (cost.peak, cost.recomputed) not in known
-    )
-    rows = [Row(text, *cost) for text, cost in found.items()]
-    return sorted(rows, key=lambda row: (-row.peak, row.recomputed))
+    rows: dict[tuple[int, float], Row] = {}  # that differ by something
+    for write, cost in (found | costs).items():
+        rows.setdefault((cost.peak, cost.recomputed), Row(write, *cost))
+    return sorted(rows.values(), key=lambda row: (-row.peak, row.recomputed))
 
 
 def _by_hand(outlook: Outlook, calls: dict[str, list[Block]]) -> dict[str, Cost]:

@@ -93,11 +93,11 @@ class Report(NamedTuple):
             lines.append(f"{saved:>10} {size(region.bytes_held):>10}  {about}")
         tensors = _sorted(t for region in self.regions for t in region.held + region.saved)
         lines += ["", f"the largest of {len(tensors)} tensors in {len(self.regions)} regions:"]
-        for kind, nbytes, shape, dtype, operator, module, line in tensors[:_ROWS]:
-            about = f"{dtype}{[*shape]}"[6:]
-            lines.append(f"{size(nbytes):>10}  {kind:<12}  {about:<26}  {operator or ''}")
-            if line is not None:
-                lines.append(f"{'':12}{module or ''} {_short(line)}")
+        for t in tensors[:_ROWS]:
+            about = f"{t.dtype}{[*t.shape]}"[6:]
+            lines.append(f"{size(t.nbytes):>10}  {t.kind:<12}  {about:<26}  {t.operator or ''}")
+            if t.line is not None:
+                lines.append(f"{'':12}{t.module or ''} {_short(t.line)}")
         return "\n".join(line[:80].rstrip() for line in lines)
 
 

@@ -21,13 +21,14 @@ def choose(stretch: Stretch, target: int = 0, peak: int | None = None) -> Choice
     it, which may not come again."""
     if peak is None and stretch.cost(stretch.saved) < _LITTLE:
         return Filling(stretch, ()).choice()
-    cutting = Cutting(stretch)
     if target:
-        return _rough(cutting, target)
+        return _rough(stretch, target)
+    blocks = stretch.blocks
+    cutting = Cutting(stretch)
     least, cuts = cutting.least_peak()
     # Where blocks are so small that they need more, nobody would place them.
     most = int(least * (1 + _MOST_SLACK)) if peak is None else peak
-    by_hand, cuts = _by_hand(stretch, cuts, most)
+    by_hand, cuts = _by_hand(stretch, blocks, cuts, most)
     target = max(least, by_hand if peak is None else peak)
     best = _filled(cutting, cuts, target)
     best.join(target if peak is None else 0)
@@ -64,28 +65,28 @@ def choose_first(stretch: Stretch, budget: int) -> Choice:
     return _filled(cutting, cuts, most, budget).choice()
 
 
-def _rough(cutting: Cutting, target: int) -> Choice:
+def _rough(stretch: Stretch, target: int) -> Choice:
     """Few windows, and nothing kept beside the cuts."""
-    while not (found := cutting.cuts(target, None, 1)):
+    cutting = Cutting(stretch)
+    while (cuts := cutting.in_one_pass(target)) is None:
         target += target // 4
-    rough = Filling(cutting.stretch, found[0])
-    rough.join(target)
-    return rough.choice()._replace(target=target)
+    return Filling(stretch, cuts).choice()._replace(target=target)
 
 
-def _by_hand(stretch: Stretch, cuts: Cuts, most: int) -> tuple[int, Cuts]:
+def _by_hand(
+    stretch: Stretch, runs_of_blocks: list[range], cuts: Cuts, most: int
+) -> tuple[int, Cuts]:
     """What users place by hand, and its peak: a checkpoint around each block that repeats, unless
     that needs more than `most`; elsewhere, these cuts."""
     peak = 0
     runs: list[range] = []
-    for blocks in stretch.blocks:
+    for blocks in runs_of_blocks:
         new = [*runs, blocks]
         others = [at for at in cuts if not any(run[0] <= at <= run[-1] for run in new)]
         placed = {*others, *[at for run in new for at in run if stretch.first < at < stretch.last]}
         found = Filling(stretch, sorted(placed)).choice().peak
         if found <= most:
-            margin = min(int(found * _MARGIN), 2 * max(stretch.crossing[at] for at in blocks))
-            peak, runs, cuts = found - margin, new, tuple(sorted(placed))
+            peak, runs, cuts = found, new, tuple(sorted(placed))
     return peak, cuts
 
 
@@ -102,7 +103,6 @@ def _filled(cutting: Cutting, cuts: Cuts, peak: int, budget: int | None = None) 
 
 _LITTLE = 8 * 1024  # bytes that autograd saves: too few to be worth the time of a second window
 _MOST_PEAKS = 16  # that are tried for a budget
-_MARGIN = 1 / 48  # of the peak of cuts by hand: the model is not exact
 _MOST_SLACK = 1 / 3  # what may be spent on less recompute: a part of the least peak
 # The same, within a window: what it keeps first is made by a replay, which should be short.
 _SLACK_OF_PARTS = 1 / 8

@@ -29,7 +29,7 @@ class Choice(NamedTuple):
     kept: tuple[int, ...] = ()  # memories
     cuts: Cuts = ()
     peak: int = 0
-    parts: Sequence[tuple[int, int]] = ()  # by segment: what is held before it, and its peak
+    parts: Sequence[tuple[int, int]] = ()  # by segment: what is held in it, and its peak
     forward: int = 0  # the peak of the forward
     target: int = 0  # the peak that it was made for
     nbytes: int = 0  # of what is kept
@@ -67,7 +67,7 @@ class Filling:
             tuple(sorted(self.kept)),
             tuple(self.ends[1:-1]),
             max(*self.peaks, self._forward.after(0)),
-            parts=[*zip([self._held[at] for at in self.ends], self.peaks, strict=False)],
+            parts=[*zip([self._held[end - 1] for end in self.ends[1:]], self.peaks, strict=True)],
             forward=self._forward.after(0),
             nbytes=self.stretch.cost(self.kept),
             again=self.again,

@@ -195,7 +195,8 @@ class Model:
         memory = self.memories.get(self.path.memory_of[slot.cell])
         if memory is None or slot.value in self.path.given:
             return
-        is_input = self.path.there_after(slot.value) < after
+        # No view saves its result.
+        is_input = self.path.there_after(slot.value) < after or self.path.steps[after].is_view
         position = min(max(after, 0) + is_input, self.count - 1)
         memory.values.add(slot.value)
         memory.last_use = max(memory.last_use, position)
@@ -227,13 +228,24 @@ class Model:
             found.append((index + shift, index + shift, nbytes))
         return found
 
+    def _shares_gradient(self, memory: Memory) -> bool:
+        """Whether its gradient is that of another memory: an addition hands one to both."""
+        index = memory.last_read
+        if self.path.steps[index].info.base not in ("add", "add_"):
+            return False
+        others = [self.memories[number] for number in self.reads[index]]
+        return any(
+            other.has_gradient and other.maker < memory.maker and other.nbytes == memory.nbytes
+            for other in others
+        )
+
     def _needed_by_backward(self, missing: set[int]) -> list[int]:
         """By step: bytes that its backward works with, beside what is kept or was saved."""
         # A gradient is there from the backward of the last reader to that of the maker.
         pending = [
             (m.maker + 1, m.last_read + 1, m.nbytes)
             for m in self.memories.values()
-            if m.has_gradient
+            if m.has_gradient and not self._shares_gradient(m)
         ]
         pending += self._copies(1)
         for number, uses in self._uses.items():

@@ -123,7 +123,7 @@ def _planned(model: Model, run: Run, target: int) -> tuple[Plan, Choice]:
         held = by_user.union(first.kept)
         backward = _split_all(plan.groups, model, held, max(tried, 1), first, first.forward)
         peak = max(first.forward, backward)
-        if peak <= choice.peak * (1 if tried <= rest else _SURE):
+        if peak <= choice.peak * (_ABOUT if tried <= rest else _SURE):
             plan.exceeds = tried > rest
             return plan, first._replace(peak=peak, nbytes=tried, exceeds=plan.exceeds)
     return _laid_over(model, choice), choice
@@ -162,16 +162,19 @@ def _split_all(
 ) -> int:
     """Split what needs more than `peak`. Returns the peak of backward."""
     ends = [0, *choice.cuts, model.count]
-    found = [max(model.backward[start:end], default=0) for start, end in pairwise(ends)]
+    found = [
+        held_here + max(model.backward[start:end], default=0)
+        for (held_here, _), (start, end) in zip(choice.parts, pairwise(ends), strict=True)
+    ]
     for group in groups:
         at = [model.saves[slot][0] for slot in group.slots if slot in model.saves]
         part = bisect_right(choice.cuts, max(at, default=0))
-        before, most = choice.parts[part]
-        need = most - before
+        held_here, most = choice.parts[part]
         if most > peak:
-            need = min(need, _split(group, model, held, budget, peak - before))
-        found[part] = max(found[part], need)
-    return max([before + need for (before, _), need in zip(choice.parts, found, strict=True)])
+            need = _split(group, model, held, budget, peak - held_here)
+            most = min(most, held_here + need)
+        found[part] = max(found[part], most)
+    return max(found)
 
 
 def _split(group: Group, model: Model, held: frozenset[int], budget: int, peak: int) -> int:
@@ -229,4 +232,4 @@ def attach(plan: Plan, old: Plan | None) -> None:
 
 _MOST_NEW_PATHS = 3  # in a row; those that come after them may not come again
 _MOST_HALVES = 6  # of what the least peak needs: smaller budgets have no room for a checkpoint
-_SURE = 0.9  # of the peak: the model is not exact
+_SURE, _ABOUT = 0.9, 1.1  # of the peak: the model is not exact

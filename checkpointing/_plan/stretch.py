@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 
 from .model import Model
 from .repeats import repeats
@@ -21,14 +22,17 @@ class Stretch:
     ) -> None:
         self.model, self.memories = model, model.memories
         self.is_all = not window
-        self.first, self.last = (window[0], window[-1] + 1) if window else (0, model.count)
-        self.live = model.live if self.is_all else [0] * model.count  # a replay is no forward
+        wanted = [model.saves[slot] for slot in model.saves.keys() & slots]
+        wanted = [(position, memory) for position, memory in wanted if memory not in held]
+        self.first, self.last = 0, model.count
+        if window:
+            self.first = window[0]
+            self.last = 1 + max([window[-1], *[position for position, _ in wanted]])
+        self.live = model.live if self.is_all else self._live_in_replay(window)
         # By position: memories that autograd has saved.
         self.wanted: dict[int, set[int]] = defaultdict(set)
-        for slot in model.saves.keys() & slots:
-            position, memory = model.saves[slot]
-            if memory not in held:
-                self.wanted[min(max(position, self.first), self.last - 1)].add(memory)
+        for position, memory in wanted:
+            self.wanted[max(position, self.first)].add(memory)
         # The position down to which backward needs them.
         self.saved = {
             number: at for at in sorted(self.wanted, reverse=True) for number in self.wanted[at]
@@ -37,13 +41,18 @@ class Stretch:
         # A window that reads it must have made it.
         self.dear = {m.number for m in dear if m.maker >= self.first}
         self.crossing = model.sums((m.maker + 1, m.last_use, m.cost) for m in dear)
-        # The steps at which the blocks begin that the program repeats, by run of repeats.
-        funcs = [step.func for step in model.path.steps] if self.is_all else []
-        self.blocks = repeats(funcs, self.crossing)
         self.positions = self._candidates()
 
+    def _live_in_replay(self, window: Sequence[int]) -> list[int]:
+        """What is there while a replay runs these steps: what it has made and still reads, and
+        gradients."""
+        made = {number for index in window for number in self.model.made[index]}
+        found = [self.memories[number] for number in sorted(made)]
+        spans = [(m.maker, m.last_read, m.nbytes) for m in found if m.maker >= self.first]
+        return self.model.sums([*spans, (0, self.model.count, self.model.backward[self.last - 1])])
+
     def _candidates(self) -> list[int]:
-        """Positions that little crosses, where blocks begin, and the ends."""
+        """Positions that little crosses, and the ends."""
         crossing, first, last = self.crossing, self.first, self.last
         minima = [
             p
@@ -56,8 +65,16 @@ class Stretch:
         best: dict[int, int] = {}  # by part
         for p in sorted(minima, key=crossing.__getitem__):
             best.setdefault(int((p - first) / size), p)
-        begins = [at for run in self.blocks for at in run if first < at < last]
-        return [first, *sorted({*best.values(), *begins}), last]
+        return [first, *sorted(best.values()), last]
+
+    @cached_property
+    def blocks(self) -> list[range]:
+        """The steps at which the blocks begin that the program repeats, by run of repeats. Cuts may
+        be there, too."""
+        found = repeats([step.func for step in self.model.path.steps], self.crossing)
+        begins = {at for run in found for at in run if self.first < at < self.last}
+        self.positions = sorted(begins.union(self.positions))
+        return found
 
     def cost(self, kept: Iterable[int]) -> int:
         """Bytes, to hold these memories."""

@@ -85,14 +85,15 @@ class Calling(Request):
             function()
             self._ran_to_its_end = True
         except (Exception, SystemExit, Stop) as error:
-            if self._stopped:
-                return
-            if errors.is_about_sizes(error):
-                raise errors.other_sizes(frame) from error
-            raise
+            if not self._stopped:
+                if errors.is_about_sizes(error):
+                    raise errors.other_sizes(frame) from error
+                raise
         finally:
             pop_hooks()
             self._changed = None  # it knows nodes, whose hooks know this object
+        if not self.mismatches:
+            self._check_outcome()
 
     def pack(self, given: Tensor) -> Tensor:
         """Autograd's pack hook during the call. It returns a tensor for the graph of the call, so
@@ -195,8 +196,7 @@ class Calling(Request):
         text = named(f"the parameter {name}" if name else "a parameter", parameter)
         return text, parameter.requires_grad and name is not None
 
-    def check_outcome(self) -> None:
-        super().check_outcome()
+    def _check_outcome(self) -> None:
         for slot, version in self._versions.items():
             tensor = self.ready[slot]
             if tensor is None or tensor._version == version:
