@@ -145,26 +145,6 @@ def test_numbers_are_compared_by_their_bits(numbers):
         assert slope(number, True) == slope(number, False)
 
 
-def test_zeros_that_have_no_memory():
-    """As autograd makes them for gradients that are zero; others come by at other times."""
-
-    def slope(is_zero, enabled):
-        w, u = torch.ones(3, requires_grad=True), torch.rand(3)
-        z = torch._efficientzerotensor(3) if is_zero else torch.arange(3.0)
-        with checkpoint_scope(enabled=enabled):
-            y = (w + z * 2).sin() * (w * (z + u)).exp()
-        return bits(torch.autograd.grad(y.sum(), w))
-
-    for order in ((True, False), (False, True)):
-        clear_programs()
-        for is_zero in order * 2:
-            found = []
-            for enabled in (True, False):
-                torch.manual_seed(1)
-                found.append(slope(is_zero, enabled))
-            assert found[0] == found[1]
-
-
 @pytest.mark.parametrize("order", ["apart shared", "shared apart"])
 def test_two_tensors_that_an_operator_meets_may_share_memory(order):
     """Or not: then a write to one is none to the other."""

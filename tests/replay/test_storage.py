@@ -131,14 +131,6 @@ def write_through_data(x, y, w):
     return k * h
 
 
-@case
-def data_that_is_read_and_written_later(x, y, w):
-    h = (x * 2).detach()
-    a = (x + h.data).sin()
-    h.mul_(2)
-    return a * x, (y + h.data).cos() * h, (x + h).exp()
-
-
 @case(whole=True)
 def output_written_outside(region, x, y, w):
     h = region(lambda x, y: (x * y) + 1, x, y * 1)
