@@ -354,9 +354,9 @@ def auto(*, budget: int | str | None = None, peak: int | str | None = None) -> P
         budget: the most bytes that the block keeps for backward, at any moment of the forward. An
             int, or text such as `"1.5 GiB"` or `"200 MB"`. The results that are most expensive to
             recompute per byte are kept first. None: the plan bounds the peak of the step instead.
-            The bound is the peak of a checkpoint around each block that the program repeats, and
-            is lower where more memory would save little recompute. A block for which autograd saves
-            less than 8 KiB is recomputed as a whole.
+            The bound is the peak of a checkpoint around each block that the program repeats, or the
+            least peak possible, if such checkpoints need over a third more. A block for which
+            autograd saves less than 8 KiB is recomputed as a whole.
         peak: the most bytes that forward and backward of the block may need, beside what is there
             when it begins: an int, or text as for `budget`, which it excludes. The plan is the one
             with the least recompute under this peak. Gradients that do not exist yet count.

@@ -1,8 +1,9 @@
 """Which of the ways to cut a stretch is taken, and for which peak.
 
 One rule. The target is the least peak, or, where that is more, what cuts at all blocks need that
-the program repeats, as users place them by hand. Under it, the least recompute is taken among a few
-ways to cut, each filled. In the end, cuts that make no difference to the peak go.
+the program repeats, as users place them by hand (of blocks so small that this is over a third more,
+nobody would). Under it, the least recompute is taken among a few ways to cut, each filled. In the
+end, cuts that make no difference to the peak go.
 
 Rejected: spending a fixed part of the least peak on less recompute. Where logits are most of the
 peak, a few percent of it are all the checkpoints of the model; where attention is, they are one of
@@ -26,7 +27,6 @@ def choose(stretch: Stretch, target: int = 0, peak: int | None = None) -> Choice
     blocks = stretch.blocks
     cutting = Cutting(stretch)
     least, cuts = cutting.least_peak()
-    # Where blocks are so small that they need more, nobody would place them.
     most = int(least * (1 + _MOST_SLACK)) if peak is None else peak
     by_hand, cuts = _by_hand(stretch, blocks, cuts, most)
     target = max(least, by_hand if peak is None else peak)

@@ -210,19 +210,18 @@ class Filling:
             return
         lowest = min([self._lowest[number] for number in made])
         here, first = (bisect_right(self.ends, at) - 1 for at in (index, lowest))
-        if first > here:
-            changes = [(self._backward, first, nbytes)]
-        else:  # its window delivers what is saved there, kept or not
-            changes = [(self._backward, here, new), (self._backward, here + 1, nbytes - new)]
         dies = min([self.memories[number].dies for number in made])
-        changes.append((self._forward, dies, nbytes))
-        for peaks, at, more in changes:
-            peaks.add(at, more)
-        if all(peaks.after(at) <= self.peak for peaks, at, _ in changes):
+        # What is added to which peaks, from where on; and how much that is in all.
+        changes = [(self._forward, dies, nbytes, nbytes)]
+        if first > here:
+            changes.append((self._backward, first, nbytes, nbytes))
+        else:  # its window delivers what is saved there, kept or not
+            changes.append((self._backward, here, new, new))
+            changes.append((self._backward, here + 1, nbytes - new, nbytes))
+        if all(peaks.after(at) + total <= self.peak for peaks, at, _, total in changes):
             self.kept |= made
-            return
-        for peaks, at, more in changes:
-            peaks.add(at, -more)
+            for peaks, at, more, _ in changes:
+                peaks.add(at, more)
 
 
 class Peaks:
