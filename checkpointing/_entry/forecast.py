@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from .. import _torch
@@ -101,7 +101,9 @@ class _Rehearsal(Run):
         super().__init__(Program(), None, True, None)
         self.store.placement = Placement(None)
         self.moments: dict[int, Moment] = {}  # by storage
+        self.bases: list[Tensor] = []  # of what is written, without a graph before
         self.buffers: dict[nn.Module, dict[str, Any]] = {}
+        self.weights: list[tuple[Tensor, Tensor]] = []  # with their data
         self.calls: dict[str, list[Block]] = defaultdict(list)  # by class of module
         self._open: list[int] = []
 
@@ -113,8 +115,9 @@ class _Rehearsal(Run):
                 f"forecast: hooks around {type(module).__qualname__}, such as those of torch's own "
                 "checkpoint, hide what autograd saves. Switch them off first."
             )
-        if module not in self.buffers:
-            self.buffers[module] = dict(_torch.buffers_of_module(module)[0])
+        for each in () if module in self.buffers else module.modules():
+            self.buffers[each] = dict(_torch.buffers_of_module(each)[0])
+            self.weights += [(p, p.data) for p in each.parameters(recurse=False)]
 
     def has_called_module(self, module: nn.Module, args: Any, result: Any) -> None:
         calls, begin = self.calls[type(module).__qualname__], self._open.pop()
@@ -128,6 +131,8 @@ class _Rehearsal(Run):
             places = (*step.info.targets, *(step.info.statistics if step.updates else ()))
             for tensor in tensors_of([given.get(place) for place in places]):
                 storage = _torch.storage_id(tensor)
+                base = tensor if tensor._base is None else tensor._base
+                self.bases += [base] * (not base.requires_grad)
                 if storage not in self.moments:
                     whole = _torch.bytes_of(tensor) if _torch.has_storage(tensor) else tensor
                     self.moments[storage] = Moment([tensor], [whole])
@@ -147,8 +152,14 @@ def _put_back(run: _Rehearsal) -> Iterator[None]:
     finally:
         for hook in hooks:
             hook.remove()
+        for base in run.bases:
+            if base.requires_grad:
+                base.detach_()
         for moment in run.moments.values():
             moment.go_back()
+        for parameter, data in run.weights:
+            if _torch.storage_id(parameter) != _torch.storage_id(data):
+                parameter.data = data
         for module, buffers in run.buffers.items():
             _torch.buffers_of_module(module)[0].update(buffers)
         for state in reversed(run.store.random.values()):
@@ -160,9 +171,9 @@ def forecast(function: Callable[[], Any], /) -> Forecast:
     """Say what a training step would cost with each choice of checkpoints.
 
     The function runs once, with gradients enabled and without backward, and inner regions of this
-    library run as plain code. Buffers, random states and other memory that it writes are put back;
-    what Python notes elsewhere, such as a counter, is not. Memory that kernels work in is no part
-    of the simulation.
+    library run as plain code. Buffers, random states and other memory that operators write are put
+    back; what Python notes elsewhere, such as a counter, is not. Memory that kernels work in is no
+    part of the simulation.
     The peak of forward and backward is then simulated for plain code, for a checkpoint around each
     block that the program repeats, for `auto()`, and for `auto(peak=...)` from the largest peak to
     the least.

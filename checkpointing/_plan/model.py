@@ -195,12 +195,21 @@ class Model:
         memory = self.memories.get(self.path.memory_of[slot.cell])
         if memory is None or slot.value in self.path.given:
             return
-        # No view saves its result.
-        is_input = self.path.there_after(slot.value) < after or self.path.steps[after].is_view
+        # What is saved just after its maker is the maker's result, saved for its own backward, or
+        # else an input of the next step, which has not run yet.
+        just_saved = [self.path.slots[n].value for n in range(max(0, number - _FEW), number)]
+        is_input = self.path.there_after(slot.value) < after or slot.value in just_saved
+        is_input |= not self._saves(self.path.steps[after], slot.cell)
         position = min(max(after, 0) + is_input, self.count - 1)
         memory.values.add(slot.value)
         memory.last_use = max(memory.last_use, position)
         self.saves[number] = position, memory.number
+
+    def _saves(self, step: Step, cell: int) -> bool:
+        """Whether autograd saves a result of a step for the backward of that step itself."""
+        if step.is_view or cell not in dict(step.memories):
+            return False
+        return cell != step.first_cell or _torch.saves_its_result(step.func)
 
     def sums(self, spans: Iterable[Span]) -> list[int]:
         """By position: the bytes that are there. Each is there from one position to another."""
@@ -248,6 +257,10 @@ class Model:
             if m.has_gradient and not self._shares_gradient(m)
         ]
         pending += self._copies(1)
+        for step in self.path.steps:
+            if step.func is _torch.POWER:  # its derivative is three operators, not one
+                nbytes = sum([self.memories[number].nbytes for number in self.made[step.index]])
+                pending.append((step.index + 1, step.index + 1, 2 * nbytes))
         for number, uses in self._uses.items():
             nbytes = self._gradients[number]
             pending += [(index + 1, index + 1, nbytes) for index in uses]
@@ -261,4 +274,5 @@ class Model:
 
 
 _PER_BYTE = 10  # floating-point operations in the time in which a byte is written
+_FEW = 4  # slots that one step saves
 _SMALL = 512  # bytes: a block of CUDA's allocator

@@ -58,12 +58,9 @@ class Outlook:
     def by_hand(self, blocks: list[Block]) -> Cost:
         """With a checkpoint around each of these blocks."""
         model = self._model
-        final = {end - 1 for _, end in blocks}
         needed: dict[int, int] = {}  # by memory: the step down to which it is held
         last: dict[Block, int] = {}  # by block: the last step that runs again
         for slot, (at, number) in model.saves.items():
-            # What is saved just after the last step of a block is the input of the next one.
-            at += at in final and model.memories[number].maker == at
             block = next((pair for pair in blocks if pair[0] <= at < pair[1]), None)
             if block is None:
                 needed[number] = min(at, needed.get(number, at))

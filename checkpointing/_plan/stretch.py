@@ -40,7 +40,11 @@ class Stretch:
         dear = [m for m in self.memories.values() if not m.is_cheap and m.number not in held]
         # A window that reads it must have made it.
         self.dear = {m.number for m in dear if m.maker >= self.first}
-        self.crossing = model.sums((m.maker + 1, m.last_use, m.cost) for m in dear)
+        spans = [(m.maker + 1, m.last_use, m.cost) for m in dear]
+        # Who cuts before an activation in place has to make what it writes to again.
+        soon = [m for m in dear if m.maker < m.final - 1 <= m.maker + _SOON]
+        spans += [(m.maker + 1, m.final - 1, m.cost) for m in soon]
+        self.crossing = model.sums(spans)
         self.positions = self._candidates()
 
     def _live_in_replay(self, window: Sequence[int]) -> list[int]:
@@ -81,4 +85,5 @@ class Stretch:
         return sum([self.memories[number].cost for number in kept])
 
 
+_SOON = 8  # steps
 _MOST_CANDIDATES = 64

@@ -237,12 +237,25 @@ OpOverload = torch._ops.OpOverload
 HigherOrderOperator = torch._ops.HigherOrderOperator
 DEVICE = torch.ops.prim.device.default  # asked of fake tensors, at any time
 CAST = torch.ops.aten._to_copy.default  # to another dtype or device
+POWER = torch.ops.aten.pow.Tensor_Scalar
 CONVOLUTION = torch.ops.aten.convolution.default
 
 
 def quick_call(func: Any) -> Any:
     """The C++ function that an `OpOverload` calls; operators of other kinds stay as they are."""
     return func._op if type(func) is OpOverload else func
+
+
+# Autograd saves what these return: their derivatives are formulas of it.
+_SAVED = {"relu", "sigmoid", "tanh", "exp", "expm1", "sqrt", "rsqrt", "reciprocal"}
+_SAVED |= {"softmax", "log_softmax", "safe_softmax"}
+_SAVED |= {"scaled_dot_product_flash_attention", "scaled_dot_product_efficient_attention"}
+_SAVED |= {"scaled_dot_product_flash_attention_for_cpu", "scaled_dot_product_cudnn_attention"}
+
+
+def saves_its_result(func: Any) -> bool:
+    """Whether autograd saves the result of an operator for that operator's own backward."""
+    return getattr(func, "__name__", "").partition(".")[0].strip("_") in _SAVED
 
 
 def flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> int:
