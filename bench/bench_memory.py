@@ -21,7 +21,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from checkpointing import auto, checkpoint_scope, offload
-from checkpointing.__main__ import step_on_cpu
+from checkpointing.__main__ import step_of
 
 sys.path.insert(0, str(Path(__file__).parent))
 import programs
@@ -43,7 +43,7 @@ def scoped(forward, policy):
 def peak_of(forward):
     """Bytes at the peak of a step; the first one fills caches."""
     forward().backward()
-    return step_on_cpu(forward).memory()[1]
+    return step_of(forward).memory()[1]
 
 
 def step(forward):
@@ -92,7 +92,7 @@ def smallest_budget(forward):
 def budgets(forward, count=10):
     """From the least that a checkpoint takes to what plain code holds."""
     forward().backward()
-    least, most = smallest_budget(forward), step_on_cpu(forward).memory()[0]
+    least, most = smallest_budget(forward), step_of(forward).memory()[0]
     return [least + (most - least) * i // (count - 1) for i in range(count)]
 
 

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from checkpointing import checkpoint_scope, checkpointed, keep
-from checkpointing.__main__ import step_on_cpu
+from checkpointing.__main__ import step_of
 
 sys.path.insert(0, str(Path(__file__).parent))
 from ratios import added, mark, ratio, timed
@@ -147,7 +147,7 @@ def calls_without_grad():
 def peak_of(step):
     """Peak bytes of the second step."""
     step().backward()
-    return step_on_cpu(step).memory()[1]
+    return step_of(step).memory()[1]
 
 
 def memory():

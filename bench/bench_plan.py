@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from checkpointing import auto, checkpoint_scope, clear_programs
-from checkpointing.__main__ import step_on_cpu
+from checkpointing.__main__ import step_of
 
 sys.path.insert(0, str(Path(__file__).parent))
 import programs
@@ -283,7 +283,7 @@ def measured(row, **options):
     def step(call):
         for each in clear:
             each()
-        return step_on_cpu(call)
+        return step_of(call)
 
     step(forward)
     first = step(run)

@@ -19,7 +19,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from checkpointing import auto, checkpoint_scope
-from checkpointing.__main__ import step_on_cpu
+from checkpointing.__main__ import step_of
 
 sys.path.insert(0, str(Path(__file__).parent))
 from ratios import mark, ratio, timed
@@ -106,7 +106,7 @@ def measured(ways):
     """A step of each way, in bytes and operations; the first one fills caches."""
     for forward in ways.values():
         forward().backward()
-    return {way: step_on_cpu(forward) for way, forward in ways.items()}
+    return {way: step_of(forward) for way, forward in ways.items()}
 
 
 # ---- for pytest-benchmark
@@ -123,7 +123,7 @@ def bench_real_model(benchmark, name, dtype):
     want, have = gradients(ways["plain"]()), benchmark.pedantic(lambda: gradients(ways["auto"]()))
     assert all(a is b is None or torch.equal(a, b) for a, b in zip(want, have, strict=True))
     ways["torch"]().backward()  # fills caches
-    torchs, autos = (step_on_cpu(ways[way]) for way in ("torch", "auto"))
+    torchs, autos = (step_of(ways[way]) for way in ("torch", "auto"))
     assert autos.memory()[1] <= 1.04 * torchs.memory()[1]
     assert autos.flops <= torchs.flops + 0.15 * torchs.flops_forward
 

@@ -31,7 +31,7 @@ def selective(block: Any, x: torch.Tensor) -> Any:
     return job.torch_checkpoint(block, x, context_fn=contexts)
 
 
-def curve(step: job.Step) -> list[float]:
+def curve(step: job.Measured) -> list[float]:
     """The most live MiB in each part of forward and of backward."""
     return [
         max(live[len(live) * i // PARTS : len(live) * (i + 1) // PARTS + 1]) / job.MIB
@@ -45,15 +45,18 @@ def draw(file: str, arguments: Sequence[str] = ()) -> None:
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    options = job.parse(arguments)
-    text = job.batch_of(options, 0)
+    options = job.parser.parse_args(arguments)
+    text = job.batch_of(options)
 
-    def measured(way: Any) -> job.Step:
-        training = job.Training(way, options)
-        steps = [training.measured(text) for _ in range(2)]
-        return steps[-1]  # `auto()` makes its plan in the first one
+    def measured(way: Any) -> job.Measured:
+        torch.manual_seed(0)
+        model = job.model_of(options)
+        for _ in range(2):  # `auto()` makes its plan in the first
+            model.zero_grad()
+            step = job.step_of(lambda: way(model, text))
+        return step
 
-    def cost(step: job.Step) -> tuple[float, float]:
+    def cost(step: job.Measured) -> tuple[float, float]:
         return step.memory()[1] / job.MIB, step.recomputed(plain)
 
     plain, torchs, autos = (measured(job.WAYS[name]) for name in ("plain", TORCH, AUTO))

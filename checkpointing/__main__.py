@@ -1,10 +1,10 @@
 """The comparison run, ``python -m checkpointing``: trains one small transformer in five ways.
 
-Every way starts from the same weights, seeds and batches. Afterwards its losses, gradients, weights
-and random stream must be bit for bit those of plain; otherwise the exit status is 1. Memory is
-the sum of all allocations in one step, from the profiler on the CPU and from the allocator on an
-accelerator. Recompute is counted in floating-point operations. Timed steps carry no measurement,
-and the ways take turns, so that a slow moment of the machine slows them all.
+Every way starts from the same weights, seeds and text. Its losses, gradients, weights and random
+stream must be bit for bit those of plain; otherwise the exit status is 1. Memory is the sum of all
+allocations in one step, from the profiler. Recompute is counted in floating-point operations. Times
+are those of the quickest of several steps without any measurement, and the ways take turns, so that
+a slow moment of the machine slows them all.
 
 Rejected: the resident size of the process. It includes free memory of the heap and varies from run
 to run.
@@ -13,62 +13,62 @@ to run.
 import argparse
 import functools
 import gc
+import math
 import os
-import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
-from pydoc_data.topics import topics
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.profiler import profile, record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from . import auto, checkpoint_scope, checkpointed
+from . import auto, checkpoint_scope, checkpointed, forecast
 from ._torch import flops_of, same_bits
 
 MIB = 2**20
-HEADS = 4
-VOCABULARY = 256  # bytes
-DROPOUT = 0.1
-TEXT = torch.frombuffer(bytearray("\n".join(topics.values()).encode()), dtype=torch.uint8)
 
 # ---- what is trained
 
 
-class Model(nn.Module):
-    """A byte-level language model. Its blocks run through ``call``, in which the ways differ."""
+def model_of(options: Any) -> Any:
+    """A language model of 256 tokens, without positions."""
+    width = options.width
+    blocks = [
+        nn.TransformerEncoderLayer(
+            width, 4, 4 * width, 0.1, "gelu", batch_first=True, norm_first=True
+        )
+        for _ in range(options.layers)
+    ]
+    model = nn.Embedding(256, width), *blocks, nn.LayerNorm(width), nn.Linear(width, 256)
+    return nn.Sequential(*model).to(options.device)
 
-    def __init__(self, layers: int, width: int, context: int) -> None:
-        super().__init__()
-        self.token = nn.Embedding(VOCABULARY, width)
-        self.position = nn.Parameter(0.02 * torch.randn(context, width))
-        self.dropout = nn.Dropout(DROPOUT)
-        block = functools.partial(nn.TransformerEncoderLayer, batch_first=True, norm_first=True)
-        sizes = width, HEADS, 4 * width, DROPOUT, "gelu"
-        self.blocks = nn.ModuleList(block(*sizes) for _ in range(layers))
-        self.head = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, VOCABULARY))
 
-    def loss(self, text: Tensor, call: Any) -> Tensor:
-        """The loss of predicting each byte of ``text``, int64 (batch, context + 1)."""
-        x = self.dropout(self.token(text[:, :-1]) + self.position)
-        for block in self.blocks:
+def batch_of(options: Any) -> Tensor:
+    """Text, int64 (batch, context + 1): the model learns to count to ten."""
+    text = torch.arange(options.context + 1, device=options.device) % 10
+    return text.expand(options.batch, -1)
+
+
+def each_block(call: Any) -> Any:
+    """The loss of a model, each block of which runs through ``call``."""
+
+    def loss(model: Any, text: Tensor) -> Tensor:
+        embedding, *blocks, norm, head = model
+        x = embedding(text[:, :-1])
+        for block in blocks:
             x = call(block, x)
-        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), text[:, 1:].flatten())
+        return nn.functional.cross_entropy(head(norm(x)).flatten(0, 1), text[:, 1:].flatten())
+
+    return loss
 
 
 def plain(block: Any, x: Tensor) -> Any:
     """One causal block over ``(batch, context, width)``."""
     mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1], x.device)
     return block(x, mask, is_causal=True)
-
-
-def each_block(call: Any) -> Any:
-    """Every block through ``call``."""
-    return lambda model, text: model.loss(text, call)
 
 
 def in_scope(call: Any, policy: Any = None) -> Any:
@@ -82,7 +82,6 @@ def in_scope(call: Any, policy: Any = None) -> Any:
 
 
 torch_checkpoint = functools.partial(checkpoint, plain, use_reentrant=False)
-
 WAYS = {
     "plain": each_block(plain),
     "torch.utils.checkpoint per block": each_block(torch_checkpoint),
@@ -94,11 +93,11 @@ WAYS = {
 # ---- what is measured
 
 
-class Step(NamedTuple):
+class Measured(NamedTuple):
     """One step: live bytes in excess of those before it, and floating-point operations."""
 
-    forward: list[int]  # after each allocation and release; on an accelerator, at the end only
-    backward: list[int]  # on an accelerator, the peak only
+    forward: list[int]  # after each allocation and release
+    backward: list[int]
     flops_forward: int
     flops: int
 
@@ -106,7 +105,7 @@ class Step(NamedTuple):
         """Bytes held between forward and backward, and at the peak of both."""
         return self.forward[-1], max(self.forward + self.backward)
 
-    def recomputed(self, base: "Step") -> float:
+    def recomputed(self, base: "Measured") -> float:
         """The operations in excess of ``base``, as a fraction of a forward."""
         return (self.flops - base.flops) / base.flops_forward
 
@@ -123,156 +122,103 @@ class Flops(TorchDispatchMode):
         return result
 
 
-def step_on_cpu(forward: Callable[[], Tensor]) -> Step:
-    """Add up the profiler's memory events: one for each block allocated or freed, in bytes."""
+def step_of(forward: Any, device: str = "cpu") -> Measured:
+    """Run a forward that returns a loss, and its backward, and measure both."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # no messages on stderr
     gc.collect()  # garbage would be counted when it is freed
-    with profile(profile_memory=True) as profiled, Flops() as flops:  # type: ignore[no-untyped-call]
-        loss, flops_forward = forward(), flops.total
-        with record_function("between"):
-            pass
-        loss.backward()
-    events: Any = profiled.profiler
-    live, between = [0], 0
-    for event in sorted(events.kineto_results.events(), key=lambda event: event.start_ns()):
-        if event.name() == "[memory]":
-            live.append(live[-1] + event.nbytes())
-        elif event.name() == "between":
-            between = len(live)
-    return Step(live[:between], live[between - 1 :], flops_forward, flops.total)
+    loss, live, flops = counted(forward, device)
+    _, changes, more = counted(loss.backward, device)
+    return Measured(live, [live[-1] + change for change in changes], flops, flops + more)
 
 
-def step_on_accelerator(forward: Callable[[], Tensor]) -> Step:
-    """Ask the allocator of the current device, which rounds each block up."""
-    gc.collect()
-    device = torch.accelerator
-    device.reset_peak_memory_stats()
-    before = device.memory_allocated()
-    with Flops() as flops:  # type: ignore[no-untyped-call]
-        loss, flops_forward = forward(), flops.total
-        held = device.memory_allocated() - before
-        loss.backward()
-    peak = device.max_memory_allocated() - before
-    return Step([held], [peak], flops_forward, flops.total)
+def counted(run: Any, device: str) -> Any:
+    """The result; the live bytes after each of the profiler's memory events, of which there is one
+    for each block allocated or freed; and the operations."""
+    memory: Any = torch.profiler.profile(profile_memory=True)
+    with memory, Flops() as flops:  # type: ignore[no-untyped-call]
+        result = run()
+    events = memory.profiler.kineto_results.events()
+    changes = [
+        event.nbytes()
+        for event in sorted(events, key=lambda event: event.start_ns())
+        if (event.name(), event.device_type().name) == ("[memory]", device.upper())
+    ]
+    return result, [*accumulate(changes, initial=0)], flops.total
 
 
-class Training:
-    """The training of one way."""
-
-    def __init__(self, way: Any, options: Any) -> None:
-        torch.manual_seed(0)
-        self.way = way
-        self.model = Model(options.layers, options.width, options.context).to(options.device)
-        self.weights = [*self.model.parameters()]
-        self.optimizer = torch.optim.SGD(self.weights, lr=0.1)
-        self.seconds: list[float] = []
-        # Must be the same in all ways. The random stream is sampled after each step.
-        self.results: dict[str, Any] = {"losses": [], "random stream": [], "weights": self.weights}
-
-    def step(self, text: Tensor, seed: int) -> None:
-        """One timed step of gradient descent."""
-        self.optimizer.zero_grad()
+def training(way: Any, options: Any) -> Any:
+    """Train in one way, then measure one more step. Yields what is known after each step: what was
+    measured, the milliseconds of the quickest one, and all that must be the same in each way."""
+    torch.manual_seed(0)
+    model, text = model_of(options), batch_of(options)
+    weights = [*model.parameters()]
+    optimizer = torch.optim.SGD(weights, lr=0.1)
+    synchronize = torch.get_device_module(options.device).synchronize
+    quickest = math.inf
+    found: Any = {"losses": [], "random stream": [], "weights": weights}
+    for seed in range(options.steps):
         torch.manual_seed(seed)
-        begin = clock(text)
-        loss = self.way(self.model, text)
+        begin = time.perf_counter()
+        loss = way(model, text)
         loss.backward()
-        self.optimizer.step()
-        self.seconds.append(clock(text) - begin)
-        self.results["losses"].append(loss.detach())
-        self.results["random stream"] += torch.rand(8), torch.rand(8, device=text.device)
-        self.results["gradients"] = [weight.grad for weight in self.weights]
-
-    def measured(self, text: Tensor) -> Step:
-        """One more step, counted instead of timed."""
-        self.model.zero_grad()
-        step = step_on_cpu if text.is_cpu else step_on_accelerator
-        return step(lambda: self.way(self.model, text))
-
-    def verdict(self, others: dict[str, Any]) -> str:
-        """Names the results that are not those of another way, bit for bit."""
-        differs = [
-            name
-            for name, values in sorted(self.results.items())
-            if not all(map(same_bits, values, others[name]))
-        ]
-        return f"other {', '.join(differs)}" if differs else "bit-equal"
+        optimizer.step()
+        synchronize()
+        quickest = min(quickest, 1e3 * (time.perf_counter() - begin))
+        found["losses"].append(loss.detach())
+        found["random stream"].append(torch.rand(8, device=text.device))
+        found["gradients"] = [weight.grad for weight in weights]
+        yield None, quickest, found
+        optimizer.zero_grad()
+    yield step_of(lambda: way(model, text), text.device.type), quickest, found
 
 
-def clock(text: Tensor) -> float:
-    """Seconds, after the device has finished its work."""
-    torch.get_device_module(text.device).synchronize()
-    return time.perf_counter()
-
-
-def batch_of(options: Any, number: int) -> Tensor:
-    """The next piece of the text, int64 (batch, context + 1)."""
-    size = options.batch * (options.context + 1)
-    text = TEXT.roll(-number * size)[:size]
-    return text.view(options.batch, -1).long().to(options.device)
-
-
-HEADING = (
-    "way                               held for backward  peak in a step  recomputed  ms/step"
-    "  ratio    loss  against plain"
-)
 ROW = "{:<32} {:>14.2f} MiB  {:>10.2f} MiB {:>11.2f} {:>8.1f} {:>6.2f} {:>7.4f}  {}"
 
 
-def train(options: Any) -> bool:
-    """Train every way and print a table. Returns whether each is bit-equal to plain, the first."""
-    ways = [Training(way, options) for way in WAYS.values()]
-    for number in range(options.steps):
-        text = batch_of(options, number)
-        for way in ways:
-            way.step(text, number)
-        print(f"step {number + 1} of {options.steps}", file=sys.stderr, flush=True)
-    verdicts = [way.verdict(ways[0].results) for way in ways]
-    steps = [way.measured(text) for way in ways]
-    times = [1e3 * statistics.median(way.seconds[1:] or way.seconds) for way in ways]
-    print(HEADING)
-    for name, way, step, ms, verdict in zip(WAYS, ways, steps, times, verdicts, strict=True):
-        held, peak = (nbytes / MIB for nbytes in step.memory())
-        recomputed, loss = step.recomputed(steps[0]), float(way.results["losses"][-1])
-        print(ROW.format(name, held, peak, recomputed, ms, ms / times[0], loss, verdict))
-    return {*verdicts} == {"bit-equal"}
+parser = argparse.ArgumentParser(
+    prog="python -m checkpointing",
+    description="Train a small transformer in five ways; compare memory, time and bits. The width "
+    "(a multiple of 4) is in features, the context in tokens, the batch in sequences. With "
+    "`forecast`, say what each choice of checkpoints would cost, without training.",
+)
+SIZES = {"steps": 6, "layers": 12, "width": 128, "context": 128, "batch": 8}
+for name, default in SIZES.items():
+    parser.add_argument(f"--{name}", type=int, default=default, help="default: %(default)s")
+parser.add_argument("what", nargs="?", choices=["forecast"], help="instead of training")
+parser.add_argument("--device", type=torch.device, default="cpu", help="cpu, cuda, xpu, ...")
 
 
-SIZES = {
-    "steps": (6, "timed steps of each way, one to warm up"),
-    "layers": (12, "blocks"),
-    "width": (128, f"features, a multiple of {HEADS}"),
-    "context": (128, "bytes the model sees at once"),
-    "batch": (8, "sequences in a step"),
-}
-
-
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The options."""
-    parser = argparse.ArgumentParser(
-        prog="python -m checkpointing",
-        description="Train a small transformer in five ways; compare memory, time and bits.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    for name, (default, text) in SIZES.items():
-        parser.add_argument(f"--{name}", type=int, default=default, help=text)
-    parser.add_argument("--device", type=torch.device, default="cpu", help="cpu, cuda, xpu, ...")
-    return parser.parse_args(arguments)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the comparison; the result is the exit status: 0 if every way is bit-equal, else 1.
+def main(arguments: Any = None) -> int:
+    """Train every way and print a table; the result is the exit status: 0 if each is bit-equal to
+    plain, the first, else 1.
 
     Args:
         arguments: the words of the command line; None takes those of the process.
-
     """
-    options = parse(arguments)
+    options = parser.parse_args(arguments)
     if options.device.type != "cpu":  # bits are compared, so kernels must be deterministic
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-        torch.accelerator.set_device_index(options.device.index or 0)
-    with torch.random.fork_rng([]):
-        return int(not train(options))
+    if options.what:
+        print(forecast(functools.partial(WAYS["plain"], model_of(options), batch_of(options))))
+        return 0
+    runs = [training(way, options) for way in WAYS.values()]
+    for number, turn in enumerate(zip(*runs, strict=True), 1):
+        base, quickest, plains = turn[0]
+        print(f"step {number} of {options.steps + 1}", file=sys.stderr)
+    status = 0
+    print(
+        "way                               held for backward  peak in a step  recomputed  ms/step"
+        "  ratio    loss  against plain"
+    )
+    for name, (step, ms, found) in zip(WAYS, turn, strict=True):
+        held, peak = (nbytes / MIB for nbytes in step.memory())
+        differs = [key for key in sorted(found) if not all(map(same_bits, found[key], plains[key]))]
+        verdict = f"other {', '.join(differs)}" if differs else "bit-equal"
+        numbers = held, peak, step.recomputed(base), ms, ms / quickest, found["losses"][-1]
+        print(ROW.format(name, *numbers, verdict))
+        status |= bool(differs)
+    return status
 
 
 if __name__ == "__main__":

@@ -9,22 +9,51 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch.utils.checkpoint import CheckpointError as _TorchCheckpointError
 
 __all__ = ["ChangedError", "CheckpointError", "MismatchError"]
 
 
 class CheckpointError(_TorchCheckpointError):
-    """A region can't be recomputed exactly. Its subclasses tell why."""
+    """A region can't be recomputed exactly, or is used in a way that is not supported.
+
+    Mostly raised from backward; it derives from `torch.utils.checkpoint.CheckpointError`, and so
+    from `RuntimeError`.
+    """
 
 
 class MismatchError(CheckpointError):
-    """The recompute saved other tensors than the forward."""
+    """The recompute does not save the tensors that the forward saved.
+
+    Example:
+        >>> import torch
+        >>> from checkpointing import MismatchError, checkpointed
+        >>> sizes = [3, 2]
+        >>> region = checkpointed(lambda x: x[: sizes.pop(0)].exp().sin())
+        >>> y = region(torch.ones(3, requires_grad=True))
+        >>> try:
+        ...     y.sum().backward()
+        ... except MismatchError as error:
+        ...     print("different metadata" in str(error))
+        True
+    """
 
 
 class ChangedError(CheckpointError):
-    """An input of the recompute was changed in place after the region had read it."""
+    """An input of the recompute was changed in place after the region had read it.
+
+    Example:
+        >>> import torch
+        >>> from checkpointing import ChangedError, checkpointed
+        >>> x, w = torch.ones(3, requires_grad=True), torch.ones(3)
+        >>> y = checkpointed(lambda x, w: (x * w).exp().sin())(x, w)
+        >>> w += 1
+        >>> try:
+        ...     y.sum().backward()
+        ... except ChangedError as error:
+        ...     print("args[1] was changed in place" in str(error))
+        True
+    """
 
 
 # The slot, the two sides of the comparison, and details: operators, lines and expressions.
@@ -110,14 +139,17 @@ _DECIDED = (
 
 def _is_decision(mismatch: Mismatch) -> bool:
     saved = mismatch[1]
-    dtype = saved[1] if isinstance(saved, tuple) and len(saved) == 3 else None
-    return isinstance(dtype, torch.dtype) and not (dtype.is_floating_point or dtype.is_complex)
+    if not isinstance(saved, tuple):
+        return False
+    _, dtype, _ = saved
+    return not (dtype.is_floating_point or dtype.is_complex)
 
 
-def _readable(metadata: object) -> object:
-    if isinstance(metadata, tuple) and len(metadata) == 3:
-        return dict(zip(("shape", "dtype", "device"), metadata, strict=True))
-    return metadata
+def _readable(found: object) -> object:
+    """Metadata by name; other findings as they are."""
+    if not isinstance(found, tuple):
+        return found
+    return dict(zip(("shape", "dtype", "device"), found, strict=True))
 
 
 def other_shapes(

@@ -33,7 +33,7 @@ from ._engine import entered_from, warn
 from ._entry import (
     CheckpointedObject,
     CheckpointFunction as CheckpointFunction,
-    Options as RegionOptions,
+    Options,
     check_backward_validity as check_backward_validity,
     is_plain,
     logged,
@@ -70,13 +70,29 @@ _debug: Switch = ContextVar("checkpointing.debug", default=None)
 
 def set_checkpoint_early_stop(enable: bool) -> AbstractContextManager[None]:
     """Override `early_stop` of every `checkpoint` that is called inside, in this thread and
-    context."""
+    context.
+
+    Example:
+        >>> import torch
+        >>> from checkpointing.torch_compat import checkpoint, set_checkpoint_early_stop
+        >>> x = torch.randn(3, requires_grad=True)
+        >>> with set_checkpoint_early_stop(False):  # backward runs all of the function again
+        ...     y = checkpoint(lambda x: x.sin().cos(), x, use_reentrant=False)
+    """
     return _overridden(_early_stop, enable)
 
 
 def set_checkpoint_debug_enabled(enabled: bool | None) -> AbstractContextManager[None]:
     """Override `debug` of every `checkpoint` that is called inside, in this thread and context.
-    None overrides nothing."""
+    None overrides nothing.
+
+    Example:
+        >>> import torch
+        >>> from checkpointing.torch_compat import checkpoint, set_checkpoint_debug_enabled
+        >>> x = torch.randn(3, requires_grad=True)
+        >>> with set_checkpoint_debug_enabled(True):  # errors list the operators of both runs
+        ...     y = checkpoint(lambda x: x.sin().cos(), x, use_reentrant=False)
+    """
     return _overridden(_debug, enabled)
 
 
@@ -97,7 +113,7 @@ def _switch(ours: Switch, theirs: str, argument: bool) -> bool:
     return argument
 
 
-class Options(TypedDict, total=False):
+class Keywords(TypedDict, total=False):
     """The keywords of `checkpoint`, which documents them."""
 
     use_reentrant: bool | None
@@ -113,7 +129,7 @@ class Options(TypedDict, total=False):
 def checkpoint(function: Callable[..., R], *args: Any, **kwargs: Any) -> R: ...
 @overload
 def checkpoint(
-    function: None = None, **options: Unpack[Options]
+    function: None = None, **options: Unpack[Keywords]
 ) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
 def checkpoint(
     function: Callable[..., Any] | None = None,
@@ -155,12 +171,13 @@ def checkpoint(
 
     Under `torch.compile` the call is torch's own.
 
-    >>> import torch
-    >>> from checkpointing.torch_compat import checkpoint
-    >>> x = torch.randn(3, requires_grad=True)
-    >>> checkpoint(lambda x: x.sin().cos(), x, use_reentrant=False).sum().backward()
+    Example:
+        >>> import torch
+        >>> from checkpointing.torch_compat import checkpoint
+        >>> x = torch.randn(3, requires_grad=True)
+        >>> checkpoint(lambda x: x.sin().cos(), x, use_reentrant=False).sum().backward()
     """
-    options: Options = {
+    options: Keywords = {
         "use_reentrant": use_reentrant,
         "preserve_rng_state": bool(preserve_rng_state),
         "context_fn": context_fn,
@@ -180,7 +197,7 @@ def _refuse_keywords(given: dict[str, Any]) -> None:
         raise ValueError("Unexpected keyword arguments: " + ",".join(given))
 
 
-def _decorated(function: Callable[..., Any], options: Options) -> Any:
+def _decorated(function: Callable[..., Any], options: Keywords) -> Any:
     if isinstance(function, MethodType):  # which would be pickled by its name
         return CheckpointedObject(function, _checkpoint, options)
     return wrap(function, _checkpoint, options)
@@ -190,7 +207,7 @@ _DEFAULTS: dict[str, Any] = checkpoint.__kwdefaults__  # type: ignore[assignment
 _CHECKS: dict[str, Any] = {"default": "metadata", "none": "none"}
 
 
-def _checkpoint(options: Options, function: Any, args: Any, kwargs: Any, name: str = "") -> Any:
+def _checkpoint(options: Keywords, function: Any, args: Any, kwargs: Any, name: str = "") -> Any:
     if torch.compiler.is_dynamo_compiling() or _torch.is_tracing():
         # The compiler looks at the arguments that a call names: leave the defaults out.
         named: dict[str, Any] = {
@@ -214,7 +231,7 @@ def _checkpoint(options: Options, function: Any, args: Any, kwargs: Any, name: s
     return result
 
 
-def _reentrant(function: Any, args: Any, kwargs: Any, options: Options) -> Any:
+def _reentrant(function: Any, args: Any, kwargs: Any, options: Keywords) -> Any:
     _refuse_keywords(kwargs)
     given: dict[str, Any] = {**options}
     unsupported = ("context_fn", "debug", "respect_saved_tensors_hooks")
@@ -227,7 +244,7 @@ def _reentrant(function: Any, args: Any, kwargs: Any, options: Options) -> Any:
     return CheckpointFunction.apply(function, preserves, *args)  # type: ignore[no-untyped-call]
 
 
-def _rerun(function: Any, args: Any, kwargs: Any, options: Options) -> Any:
+def _rerun(function: Any, args: Any, kwargs: Any, options: Keywords) -> Any:
     context_fn, check = options["context_fn"], options["determinism_check"]
     debug = _switch(_debug, "_checkpoint_debug_enabled", options["debug"])
     if debug and context_fn is not noop_context_fn:
@@ -243,10 +260,10 @@ def _rerun(function: Any, args: Any, kwargs: Any, options: Options) -> Any:
             forward = _selective(forward, options["respect_saved_tensors_hooks"])
         contexts = lambda frame: (forward, recompute)  # noqa: E731
     early_stop = _switch(_early_stop, "_enable_checkpoint_early_stop", options["early_stop"])
-    ours = RegionOptions("rerun", True, options["preserve_rng_state"], early_stop, _CHECKS[check])
+    ours = Options("rerun", True, options["preserve_rng_state"], early_stop, _CHECKS[check])
     name = getattr(function, "__qualname__", type(function).__qualname__)
-    where = entered_from(sys._getframe(1))
-    return run_rerun(function, args, kwargs, name, where, ours, contexts, "torch.utils.checkpoint")
+    line = entered_from(sys._getframe(1))
+    return run_rerun(function, args, kwargs, name, line, ours, contexts, "torch.utils.checkpoint")
 
 
 def _selective(mode: TorchDispatchMode, respect: bool | None) -> AbstractContextManager[Any]:
@@ -292,11 +309,15 @@ def checkpoint_sequential(
     Raises:
         ValueError: if there are no segments, more segments than functions, or unknown keywords.
 
-    >>> import torch
-    >>> from checkpointing.torch_compat import checkpoint_sequential
-    >>> layers = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(6)))
-    >>> x = torch.randn(2, 4, requires_grad=True)
-    >>> y = checkpoint_sequential(layers, 3, x, use_reentrant=False)
+    Returns:
+        The result of the last function.
+
+    Example:
+        >>> import torch
+        >>> from checkpointing.torch_compat import checkpoint_sequential
+        >>> layers = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(6)))
+        >>> x = torch.randn(2, 4, requires_grad=True)
+        >>> y = checkpoint_sequential(layers, 3, x, use_reentrant=False)
     """
     threat = "we will raise an exception if use_reentrant is not passed."
     use_reentrant = _chooses_reentrant(use_reentrant, ".checkpoint_sequential", threat)

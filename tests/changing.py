@@ -5,39 +5,21 @@ region may stand; `m` makes leaves and keeps what lives from one step to the nex
 tensors.
 """
 
-import contextlib
 import functools
 import warnings
 from types import SimpleNamespace
 
 import torch
 import torch.utils.checkpoint
-from bitwise import DOORS, differences
-from oracle import PLANNED, bits, tensors, weigh
+from oracle import REGIONS, bits, differences, tensors, weigh
 from torch import nn
 from torch.func import functional_call
 from torch.nn import functional as F
 from torch.testing._internal.two_tensor import TwoTensor
 
-from checkpointing import (
-    auto,
-    checkpoint_scope,
-    clear_programs,
-    forward_only,
-    keep,
-    offload,
-    opaque,
-    save_tagged,
-    tag,
-)
+from checkpointing import keep, opaque
 
 MM = torch.ops.aten.mm.default
-POLICIES = (None, PLANNED, [MM], save_tagged("a"), auto(budget="2 KiB"), offload(PLANNED))
-INNER = (
-    *(DOORS[door] for door in ("plain", "scope", "rerun", "replay")),
-    lambda f, *a: torch.utils.checkpoint.checkpoint(f, *a, use_reentrant=False),
-    DOORS["planned"],
-)
 
 
 class Memory(SimpleNamespace):
@@ -55,21 +37,6 @@ class Memory(SimpleNamespace):
             setattr(self, name, made.double() if isinstance(made, nn.Module) else made)
         self.modules += [made for made in [getattr(self, name)] if isinstance(made, nn.Module)]
         return getattr(self, name)
-
-
-class Scale(torch.autograd.Function):
-    """Saves, marks and returns other things at other times."""
-
-    @staticmethod
-    def forward(ctx, x, y, n):
-        out = x.mul_(2) if n == 1 else x * y
-        ctx.mark_dirty(x) if n == 1 else None
-        ctx.save_for_backward(*((y,), (out,), (x, y), (out, y, x), (), (y, y))[n])
-        return (out, y.exp()) if n % 2 else out
-
-    @staticmethod
-    def backward(ctx, g, *more):
-        return g * sum((t.sin() for t in ctx.saved_tensors), torch.ones(())), None, None
 
 
 class Cases:
@@ -97,10 +64,6 @@ class Cases:
 
         return region(f, m.leaf(2, 4, 4), m.leaf(12, 4, wants=False)[: 11 - n // 5])
 
-    def programs_that_are_cleared(n, region, m):
-        y = region(lambda x: (x.sin().exp(), clear_programs() if n > 3 else None)[0], m.leaf(8))
-        return y, clear_programs() if n % 2 else None
-
     def sizes_that_depend_on_data(n, region, m):
         return region(
             lambda x: (x[x > n / 2 - 1].sin().exp(), x.detach().gt(0).nonzero() * x.sum()),
@@ -117,15 +80,6 @@ class Cases:
 
         return region(f, m.leaf(8))
 
-    def parts_that_lie_apart_or_not(n, region, m):
-        def f(x):
-            whole = x * 2
-            part, other = whole[:3], whole.view(2, -1)[1]
-            other.mul_(2)
-            return part.sin().exp()
-
-        return region(f, m.leaf((8, 4, 6, 4, 10, 8)[n]))
-
     def parts_in_other_numbers(n, region, m):
         def f(x, y):
             parts = x.split((2, 3, 4, 6, 12, 5)[n])
@@ -133,22 +87,27 @@ class Cases:
 
         return region(f, m.leaf(12), m.leaf(n + 1, 4))
 
-    def operators_that_fail(n, region, m):
-        fits, other = (nn.Parameter(m.leaf(size).detach()) for size in (4, 5))
+    def lists_of_tensors(n, region, m):
+        def f(x):
+            parts = [*(x.detach() * 1).unbind()]
+            torch._foreach_mul_(parts[: n + 1], [float(k + n) for k in range(n + 1)])
+            torch._foreach_lerp_(parts[n:], parts[: len(parts) - n], 0.1 * n)
+            return x * torch.stack(parts), torch._foreach_exp([*x.unbind()])[n]
+
+        return region(f, m.leaf(8, 4))
+
+    def rows_that_are_filled(n, region, m):
+        """As detection pads its targets; each row as far as its own step says."""
 
         def f(x):
-            y = x.sin()
-            try:
-                y = y + fits
-            except RuntimeError:
-                y = y + other
-            try:
-                z = y.topk((1, 2, 9, 3, 12, 4)[n])[0]
-            except RuntimeError:
-                z = y * 1000
-            return y.sin().exp(), z.sin() * z
+            padded = torch.zeros(4, 9, dtype=x.dtype)
+            for i, (row, source) in enumerate(zip(padded, x.detach(), strict=True)):
+                row[: n + i].copy_(source[: n + i])
+            for part in padded.split(1 + n % 3, 1):
+                part[1:].mul_(n + 1)
+            return x * padded, (x[:n] * padded[:n].t().contiguous().t()).exp()
 
-        return region(f, m.leaf(3, 4 + n % 2))
+        return region(f, m.leaf(4, 9))
 
     def loops_and_stochastic_depth(n, region, m):
         def f(x, w):
@@ -231,10 +190,6 @@ class Cases:
         inside = lambda x, weight: region(f, x, weight)[0].sin()  # noqa: E731
         return region(f, x, weight()), region(inside, x, weight())
 
-    def one_tensor_or_two(n, region, m):
-        x, y = m.leaf(8, 8) * 2, m.leaf(8, 8).exp()
-        return region(lambda x, y: ((x @ y).sin() @ x).exp() * y, x, x if n % 2 else y)
-
     def written_aliases(n, region, m):
         x, base = m.leaf(4, 8), torch.randn(6, 8, dtype=torch.float64)
         a, moved = base[:4], base.t()[:, :4].t()
@@ -247,15 +202,6 @@ class Cases:
             return (first * second * b.tanh()).sin() * a.exp(), x * b.clone().cos()
 
         return region(f, x)
-
-    def views_and_their_bases(n, region, m):
-        def f(x):
-            y = x.sin()
-            part = (y[1:], y[:5], y.t(), y.view(-1)[8:], y.clone()[1:], y[0])[n]
-            part.mul_(2) if n % 2 else None
-            return (y * 3).exp(), part.cos()
-
-        return region(f, m.leaf(8, 8))
 
     def views_that_die(n, region, m):
         base = torch.randn(6, 8, dtype=torch.float64)
@@ -328,72 +274,6 @@ class Cases:
             other.data = x.data
         return region(f, x)
 
-    def ids_used_again(n, region, m):
-        def f(x):
-            total = x
-            for i in range(8):
-                noise = torch.rand(8, 8, dtype=torch.float64) if (i * n) % 3 else x.detach() + i
-                total = (total * noise).sin() + (noise.exp() if i % 2 else noise)
-                del noise
-            return total
-
-        return region(f, m.leaf(8, 8))
-
-    def exceptions(n, region, m):
-        def f(x, w):
-            y = (x @ w).sin()
-            if n == 1:
-                raise KeyError
-            return (y.view(7) if n == 2 else torch.addmm(x, w, y[:3]) if n == 3 else y * y) @ w
-
-        try:
-            return region(f, m.leaf(8, 8), m.leaf(8, 8))
-        except (KeyError, RuntimeError):
-            return region(lambda x: x.exp().sin(), m.leaf(8, 8))
-
-    def hooks_that_come_and_go(n, region, m):
-        x, w = m.leaf(8, 8), m.leaf(8, 8)
-        with torch.autograd.graph.save_on_cpu() if n % 2 else contextlib.nullcontext():
-            return region(lambda x: (x.exp() @ w).sin() @ w.t(), x * 2)
-
-    def inner_regions(n, region, m):
-        def f(x, w):
-            y = INNER[n](lambda x: (x @ w).sin().exp(), x)
-            z = INNER[(n * 2) % 5](lambda y, z: y * F.dropout(z, 0.3).exp(), y, x)
-            return (z @ w).sin() * y
-
-        return region(f, m.leaf(8, 16), m.leaf(16, 16))
-
-    def kept_opaque_and_done_once(n, region, m):
-        def f(x):
-            y = keep((x.sin() * 2).exp()) if n % 2 else (x.sin() * 2).exp()
-            if n % 3 == 0:
-                with opaque():
-                    y = y.cos() * 1
-            z = forward_only(lambda y: torch.rand_like(y))(y.detach()) if n > 2 else y.tanh()
-            return (tag(y * z, "middle") if n != 4 else y * z).sin().exp()
-
-        return region(f, m.leaf(8, 8))
-
-    def policies(n, region, m):
-        def f(x, w):
-            with checkpoint_scope(policy=POLICIES[n]):
-                for i in range(4):
-                    with checkpoint_scope(enabled=i % 2 == 0):
-                        x = tag((x @ w / 4).tanh(), "a" if i else "b") * x.exp()
-                return x.sin()
-
-        return region(f, m.leaf(16, 16), m.leaf(16, 16))
-
-    def backward_inside(n, region, m):
-        def f(x, w):
-            y = (x @ w).sin().exp()
-            if n % 2 and y.requires_grad:
-                y = y * torch.autograd.grad(y.sum(), x, create_graph=n == 3, retain_graph=True)[0]
-            return (y @ w).sin()
-
-        return region(f, m.leaf(8, 8) * 1, m.leaf(8, 8))
-
     def whole_step(n, region, m):
         layers = nn.Linear(8, 8), nn.Tanh(), nn.BatchNorm1d(8), nn.Linear(8, 8)
         net = m.once("net", lambda: nn.Sequential(*layers))
@@ -407,12 +287,6 @@ class Cases:
             return net(x).sin().exp()
 
         return region(f, m.leaf(4, 8))
-
-    def custom_functions(n, region, m):
-        def f(x, y):
-            return [t.sin().exp() for t in tensors([Scale.apply(x * 1, y, n)])]
-
-        return region(f, m.leaf(8, 8), m.leaf(8, 8))
 
     def generators(n, region, m):
         generator = m.once("generator", torch.Generator) if n % 2 else torch.Generator()
@@ -456,7 +330,7 @@ def loop(door, steps, late=False):
         warnings.simplefilter("ignore")
         for name, n in steps:
             m = memories.setdefault(name, Memory())
-            waiting.append((n, *forward(CASES[name], n, DOORS[door], m)))
+            waiting.append((n, *forward(CASES[name], n, REGIONS[door], m)))
             seen.append(waiting[-1][1])
             while len(waiting) > late:
                 backward(*waiting.pop(0))

@@ -1,26 +1,28 @@
-"""The oracle: plain code says what is right; a transformed program must leave exactly the same bits
-behind.
+"""The oracle: plain code says what is right; code with regions must leave exactly the same bits.
 
-Transforms are letters, and a word is a nest of them, outermost first: `gsc` is the gradient of a
-scope around a checkpointed function. What a word must equal is the word with nothing but its `g`s
-left.
+Doors are ways to put a region around a function, and take it: `rerun`, `scope`. A word is a nest of
+doors and gradients, a letter each, outermost first: `gsc` is the gradient of a scope around a
+checkpointed function. What a word must equal is the word with nothing but its `g`s left.
 
     c  checkpointed (rerun)        s  a `with checkpoint_scope()` around the call
     r  checkpointed (replay)       g  the gradients with respect to the arguments
     a  a scope with `auto()`;  b  on a small budget;  p  for as small a peak as possible
+
+A `Table` holds programs, `program(region, *tensors, *modules)`: they call `region(function, *args)`
+where a region may stand. Each is run plain and through every door, and compared in all that can be
+seen of it: outputs, gradients of two orders, random stream, inputs and module state.
 """
 
 import collections
 import contextlib
-import copy
+import ctypes
 import dataclasses
 import functools
 import gc
-import io
 import os
-import pickle
 import sys
 import threading
+import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -30,15 +32,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.optim.swa_utils import AveragedModel
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     is_in_any_mode_without_ignore_compile_internals,
 )
-from torch.utils._pytree import tree_map_only
 
 from checkpointing import (
+    CheckpointError,
     auto,
     checkpoint_scope,
     checkpointed,
@@ -47,22 +48,27 @@ from checkpointing import (
 )
 
 Function = Callable[..., Any]
+_libc = ctypes.CDLL(None)
 
 
-# ---- transforms
+# ---- doors
 
 
-def c(fn: Function, early_stop: bool = True, **options: Any) -> Function:
+def plain(fn: Function, **options: Any) -> Function:
+    return fn
+
+
+def rerun(fn: Function, early_stop: bool = True, **options: Any) -> Function:
     """Checkpointed; recompute calls the function again."""
     return checkpointed(fn, early_stop=early_stop, **options)
 
 
-def r(fn: Function, early_stop: bool = True, **options: Any) -> Function:
+def replay(fn: Function, early_stop: bool = True, **options: Any) -> Function:
     """Checkpointed; recompute replays operators."""
     return checkpointed(fn, backend="replay", early_stop=early_stop, **options)
 
 
-def s(fn: Function, early_stop: bool = True, **options: Any) -> Function:
+def scope(fn: Function, early_stop: bool = True, **options: Any) -> Function:
     def scoped(*args: Any, **kwargs: Any) -> Any:
         with checkpoint_scope(early_stop=early_stop, **options):
             return fn(*args, **kwargs)
@@ -70,53 +76,78 @@ def s(fn: Function, early_stop: bool = True, **options: Any) -> Function:
     return scoped
 
 
-def g(fn: Function, early_stop: bool = True) -> Function:
+def gradients(fn: Function, early_stop: bool = True) -> Function:
     """The gradients with respect to all tensors in the arguments, themselves differentiable."""
 
-    def gradients(*args: Any) -> tuple[Tensor | None, ...]:
+    def differentiated(*args: Any) -> tuple[Tensor | None, ...]:
         wanted = [t for t in tensors(args) if t.requires_grad]
         return torch.autograd.grad(weigh(fn(*args)), wanted, create_graph=True, allow_unused=True)
 
-    return gradients
+    return differentiated
 
-
-def plain(fn: Function, **options: Any) -> Function:
-    return fn
-
-
-# Functions that take one, and the options of a region.
-DOORS: dict[str, Callable[..., Function]] = {
-    "rerun": c,
-    "replay": r,
-    "scope": s,
-    "rerun in rerun": lambda fn, **options: c(c(fn, **options), **options),
-    "scope in rerun": lambda fn, **options: c(s(fn, **options), **options),
-    "rerun in scope": lambda fn, **options: s(c(fn, **options), **options),
-}
-
-DOOR = pytest.mark.parametrize("door", DOORS.values(), ids=list(DOORS))
 
 # `auto()` makes no plan for blocks that save a few KiB. For as little memory as possible it does,
 # and complains that more is needed.
 PLANNED = auto(peak=1)
 NO_ROOM = pytest.mark.filterwarnings("ignore:.*(A budget of|The least peak possible is)")
-planned = functools.partial(s, policy=PLANNED)
+planned = functools.partial(scope, policy=PLANNED)
+
+# Doors that take the options of a region.
+DOORS: dict[str, Callable[..., Function]] = {
+    "rerun": rerun,
+    "replay": replay,
+    "scope": scope,
+    "rerun in rerun": lambda fn, **options: rerun(rerun(fn, **options), **options),
+    "scope in rerun": lambda fn, **options: rerun(scope(fn, **options), **options),
+    "rerun in scope": lambda fn, **options: scope(rerun(fn, **options), **options),
+}
+WAYS = {**DOORS, "rerun to the end": functools.partial(rerun, early_stop=False)}
+RERUNS = ("rerun", "rerun to the end", "rerun in rerun")
+EACH_DOOR = pytest.mark.parametrize("door", DOORS.values(), ids=list(DOORS))
+EACH_WAY = pytest.mark.parametrize("door", [rerun, replay, scope], ids=["rerun", "replay", "scope"])
 LETTERS: dict[str, Callable[..., Function]] = {
-    "a": functools.partial(s, policy=auto()),
-    "b": functools.partial(s, policy=auto(budget=100)),
-    "c": c,
-    "g": g,
+    "a": functools.partial(scope, policy=auto()),
+    "b": functools.partial(scope, policy=auto(budget=100)),
+    "c": rerun,
+    "g": gradients,
     "p": planned,
-    "r": r,
-    "s": s,
+    "r": replay,
+    "s": scope,
 }
 
 
 def apply(word: str, fn: Function, early_stop: bool = True) -> Function:
-    """`fn` inside a nest of transforms, outermost first."""
+    """`fn` inside a nest of doors and gradients, outermost first."""
     for letter in reversed(word):
         fn = LETTERS[letter](fn, early_stop=early_stop)
     return fn
+
+
+def called(door: Function) -> Function:
+    """The region of a program in a table: it calls a function through a door."""
+    return lambda function, /, *args, **kwargs: door(function)(*args, **kwargs)
+
+
+def _in_hooks(fn: Function) -> Function:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with same_place():
+            return scope(fn)(*args, **kwargs)
+
+    return run
+
+
+REGIONS = {
+    "plain": called(plain),
+    "scope": called(scope),
+    "replay": called(functools.partial(replay, early_stop=False)),
+    "planned": called(planned),
+    "in hooks": called(_in_hooks),
+    "rerun": called(rerun),
+    "scope in rerun": called(DOORS["scope in rerun"]),
+}
+RERUN = ("rerun", "scope in rerun")
+REPLAY = ("scope", "replay", "planned", "in hooks")
+ALL = (*REPLAY, *RERUN)
 
 
 # ---- tensors
@@ -126,7 +157,7 @@ def leaf(*shape: int) -> Tensor:
     return torch.rand(*shape or (4, 4)).requires_grad_()
 
 
-def whole(*shape: int) -> Tensor:
+def integers(*shape: int) -> Tensor:
     """Small integers that want a gradient, the same each time."""
     numbers = torch.arange(1.0, torch.Size(shape or (4,)).numel() + 1) % 5 - 2
     return numbers.view(shape or (4,)).requires_grad_()
@@ -209,69 +240,200 @@ def bits(value: Any) -> Any:
     )
 
 
-# Gives a function and its arguments, new ones each time but always the same bits.
-Program = Callable[[], tuple[Function, tuple[Any, ...]]]
+# ---- what can be seen of a program
 
 
-def assert_same(
-    program: Program, word: str, early_stop: bool = True, computed: bool = False, order: int = 3
-) -> None:
-    """A word leaves the same bits behind as it does with nothing but its `g`s.
-
-    Compared are outputs, gradients from first to third order (the `g`s of the word count), `.grad`
-    after a backward, module buffers, and the random stream after each of them. With `computed` the
-    arguments are not leaves, but results of an operator.
-    """
-    want = _observe_once(program, "g" * word.count("g"), True, computed, order)
-    have = observe(program, word, early_stop, computed, order)
-    differs = [what for what in want if have.get(what) != want[what]]
-    assert have.keys() == want.keys() and not differs, (word, differs)
+def weights_like(outputs: list[Tensor]) -> list[Tensor]:
+    """Fixed cotangents, the same in every run; sums and products of them are exact."""
+    return [
+        torch.ones_like(t)
+        if t.layout != torch.strided or t.is_nested or hasattr(t, "__tensor_flatten__")
+        else (0.5 + torch.arange(t.numel()).remainder(32) / 32).reshape(t.shape).to(t.dtype)
+        for t in outputs
+    ]
 
 
-def observe(
-    program: Program, word: str, early_stop: bool = True, computed: bool = False, order: int = 3
-) -> dict[str, Any]:
-    """All that a program leaves behind, by name, in bits."""
-    seen: dict[str, Any] = {}
+def _first(seen: Any, outputs: Any, inputs: Any) -> None:
+    torch.autograd.backward(outputs, weights_like(outputs))
 
-    def note(what: str, value: Any) -> None:
-        seen[what] = bits(value)
-        seen[f"random stream after {what}"] = bits(torch.get_rng_state())
 
-    torch.manual_seed(0)
-    fn, arguments = program()
-    module = fn if isinstance(fn, nn.Module) else None
-    leaves = [t for t in tensors(arguments) if t.requires_grad]
-    if module is not None:
-        leaves += module.parameters()
-    transformed = apply(word, fn, early_stop)
+def _of_order(orders: int) -> Function:
+    """Gradients of gradients, each with a graph of those before."""
 
-    result = transformed(*(_computed(arguments) if computed else arguments))
-    note("outputs", result)
-    loss = weigh(result)
-    del result
-    for n in range(word.count("g") + 1, order + 1):
-        if not loss.requires_grad:
-            break
-        gradients = torch.autograd.grad(loss, leaves, create_graph=True, allow_unused=True)
-        note(f"gradients of order {n}", gradients)
-        loss = weigh(gradients)
-        del gradients
-    result = transformed(*(_computed(arguments) if computed else arguments))
-    loss = weigh(result)
-    if loss.requires_grad:
-        loss.backward()
-    note(".grad", [leaf.grad for leaf in leaves])
-    if module is not None:
-        note("buffers", dict(module.named_buffers()))
+    def run(seen: Any, outputs: Any, inputs: Any) -> None:
+        for order in range(1, orders + 1):
+            more = {"create_graph": order < orders, "allow_unused": True}
+            found = torch.autograd.grad(outputs, inputs, weights_like(outputs), **more)
+            seen[f"gradients of order {order}"] = bits(found)
+            seen[f"random stream after order {order}"] = bits(torch.get_rng_state())
+            outputs = [t for t in found if t is not None and t.requires_grad]
+            if not outputs:
+                break
+
+    return run
+
+
+def _partial(seen: Any, outputs: Any, inputs: Any) -> None:
+    """One output and one input at a time, last first; then all of them."""
+    for i, out in enumerate(reversed(outputs)):
+        for j, inp in enumerate(inputs[:3]):
+            weights = weights_like([out])
+            found = torch.autograd.grad(out, inp, weights, retain_graph=True, allow_unused=True)
+            seen[f"output -{i} by input {j}"] = bits(found)
+    torch.autograd.backward(outputs, weights_like(outputs))
+
+
+BACKWARDS = {
+    "first": _first,
+    "second": _of_order(2),
+    "third": _of_order(3),
+    "partial": _partial,
+}
+
+
+def observe(program: Function, region: Function, make: Function, backward: str) -> dict[str, Any]:
+    torch.manual_seed(1)
+    leaves = make()
+    modules = [m for m in leaves if isinstance(m, nn.Module)]
+    inputs = [t for t in tensors(leaves) if t.requires_grad]
+    inputs += [p for m in modules for p in m.parameters() if p.requires_grad]
+    torch.manual_seed(2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        returned = program(region, *leaves)
+        seen = {"outputs": bits(returned), "stream after forward": bits(torch.get_rng_state())}
+        outputs = [t for t in tensors(returned) if t.requires_grad]
+        del returned
+        if outputs:
+            BACKWARDS[backward](seen, outputs, inputs)
+    seen["random stream"] = bits(torch.get_rng_state())
+    seen["module state"] = [bits(dict(m.state_dict())) for m in modules]
+    seen["inputs"] = bits([t.detach() for t in tensors(leaves)])
+    seen["grad"] = bits([t.grad for t in inputs])
     return seen
 
 
-_observe_once = functools.cache(observe)  # plain programs
+def outcome(program: Any, region: Any, make: Any, backward: str) -> dict[str, Any]:
+    """As `observe`, with an exception as part of what is seen."""
+    try:
+        return observe(program, region, make, backward)
+    except Exception as error:
+        return {"exception": type(error).__name__, "message": str(error), "error": error}
 
 
-def _computed(value: Any) -> Any:
-    return tree_map_only(Tensor, lambda t: t * 1.25 if t.requires_grad else t, value)
+def differences(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
+    """The names of what differs between two observations."""
+    return [name for name in a.keys() | b.keys() if a.get(name) != b.get(name)]
+
+
+@contextlib.contextmanager
+def garbage_in_fresh_memory(byte: int) -> Iterator[None]:
+    """Let malloc fill what it hands out with `byte`."""
+    perturb = getattr(_libc, "mallopt", lambda option, byte: None)
+    perturb(-6, byte)  # M_PERTURB
+    try:
+        yield
+    finally:
+        perturb(-6, 0)
+
+
+@dataclasses.dataclass
+class Case:
+    """A program; `refused` names the doors that may raise a CheckpointError instead, `doors` those
+    that make sense."""
+
+    program: Any
+    make: Any
+    refused: Any = ()
+    backwards: Any = ("first", "second", "partial")
+    doors: Any = ALL
+    _wanted: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
+
+    def check(self, door: str) -> None:
+        """Same as plain, for every kind of backward."""
+        for backward in self.backwards:
+            want = self._wanted.get(backward) or outcome(
+                self.program, REGIONS["plain"], self.make, backward
+            )
+            got = outcome(self.program, REGIONS[door], self.make, backward)
+            if door in self.refused and isinstance(got.get("error"), CheckpointError):
+                continue
+            if "error" in want:
+                assert (backward, got.get("exception")) == ("second", want["exception"])
+                continue
+            self._wanted[backward] = want
+            if "error" in got:
+                raise got["error"]
+            assert not differences(want, got), f"{backward}: differs in {differences(want, got)}"
+
+    def check_lifetimes(self, door: str) -> None:
+        """Frames die with the graph: after a backward and without one."""
+        # An argument that its own function writes, which backward refuses, owns it.
+        if door not in self.refused:
+            with no_garbage():
+                self.program(REGIONS[door], *self.make())
+        # Torch itself keeps a graph of several outputs whose backward has failed.
+        if "exception" not in outcome(self.program, REGIONS[door], self.make, "first"):
+            with no_garbage():
+                outcome(self.program, REGIONS[door], self.make, "first").clear()
+
+
+class Table:
+    """The programs of one test file. One that isn't `whole` is itself the function in the
+    region."""
+
+    def __init__(self, make: Function) -> None:
+        self.make = make
+        self.cases: dict[str, Case] = {}
+
+    def __call__(self, *functions: Any, make: Any = None, whole: bool = False, **more: Any) -> Any:
+        def register(function: Any) -> Any:
+            def program(region: Any, x: Any, y: Any, *more: Any) -> Any:
+                return region(function, x, y * 1.5, *more)  # a leaf, and a result
+
+            assert function.__name__ not in self.cases
+            case = Case(function if whole else program, make or self.make, **more)
+            self.cases[function.__name__] = case
+            return function
+
+        return register(*functions) if functions else register
+
+    def pairs(self, doors: Any = ALL, but: Any = ()) -> list[Any]:
+        """Each program with each of its doors, for `parametrize`."""
+        return [
+            pytest.param(case, door, id=f"{name}-{door}")
+            for name, case in self.cases.items()
+            for door in doors
+            if door in case.doors and name not in but
+        ]
+
+    def tests(self, cycles: tuple[str, ...] = ()) -> tuple[Function, Function]:
+        """The tests of this table; in `cycles`, plain code makes one, too."""
+
+        @pytest.mark.parametrize(("program", "door"), self.pairs())
+        def bit_for_bit(program: Case, door: str) -> None:
+            program.check(door)
+
+        @pytest.mark.parametrize(("program", "door"), self.pairs(("scope", "rerun"), cycles))
+        def nothing_stays(program: Case, door: str, frozen: None) -> None:
+            """Frames die with the graph, without the garbage collector, also without a backward."""
+            program.check_lifetimes(door)
+
+        return bit_for_bit, nothing_stays
+
+
+def leaves(*modules: Function) -> Function:
+    """Two tensors of numbers that want gradients, and modules."""
+
+    def make() -> tuple[Any, ...]:
+        torch.manual_seed(3)
+        two = [torch.randn(4, 6, dtype=torch.float64, requires_grad=True) for _ in range(2)]
+        return (*two, *[m().double() for m in modules])
+
+    return make
+
+
+# ---- what programs are made of
 
 
 def same_place() -> Any:
@@ -381,14 +543,14 @@ class Programs:
     """A table of programs, `program(door)`, each with its doors: through them it leaves the same
     bits behind as without."""
 
-    def __init__(self, doors: dict[str, Any], default: Any = ()) -> None:
-        self.doors, self.default, self.cases = doors, default or doors, []
+    def __init__(self, default: Any = (*RERUNS, "replay", "scope")) -> None:
+        self.default, self.cases = default, []
 
     def __call__(self, *doors: str) -> Any:
         def add(program: Any) -> Any:
             for door in doors or self.default:
                 name = f"{program.__name__}-{door}"
-                self.cases.append(pytest.param(self.doors[door], program, id=name))
+                self.cases.append(pytest.param(WAYS[door], program, id=name))
             return program
 
         return add
@@ -577,19 +739,3 @@ def state() -> dict[str, Any]:
         "autocast": torch.is_autocast_enabled("cpu"),
         "default dtype": torch.get_default_dtype(),
     }
-
-
-def saved_and_loaded(model):
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
-# How programs copy models.
-COPIES = {
-    "deepcopy": copy.deepcopy,
-    "AveragedModel": lambda model: AveragedModel(model).module,
-    "torch.save": saved_and_loaded,
-    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
-}

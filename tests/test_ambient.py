@@ -9,7 +9,7 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from oracle import DOOR, DOORS, at_once, bits, plain
+from oracle import DOORS, EACH_DOOR, at_once, bits, plain
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
@@ -158,7 +158,7 @@ def step(fn, around, backward_around=contextlib.nullcontext, run=lambda backward
 
 
 @STATE
-@DOOR
+@EACH_DOOR
 def test_recompute_sees_the_state_of_the_forward_and_not_that_of_backward(state, door):
     """Gone when backward runs, in this thread or in another; entered then; around all of a step."""
     around, fn = STATES[state]
@@ -173,7 +173,7 @@ def test_recompute_sees_the_state_of_the_forward_and_not_that_of_backward(state,
 
 
 @STATE
-@DOOR
+@EACH_DOOR
 def test_the_state_is_left_as_it_was_after_an_error(state, door):
     """A recompute that fails restores everything."""
     around, fn = STATES[state]
@@ -187,7 +187,7 @@ def test_the_state_is_left_as_it_was_after_an_error(state, door):
     assert everything() == before
 
 
-@DOOR
+@EACH_DOOR
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
 def test_backward_in_another_grad_mode(door, mode):
     """Whatever backward is called in, the recompute is in that of the forward."""
@@ -217,7 +217,7 @@ def test_a_switch_that_a_function_puts_back_without_try_stays_set_where_the_reru
         assert torch.get_default_dtype() is (torch.float64 if stop else torch.float32)
 
 
-@DOOR
+@EACH_DOOR
 @pytest.mark.parametrize("inside", [True, False])
 def test_weights_that_autocast_has_cast(door, inside):
     """Cast before two regions and used after them."""
@@ -310,20 +310,6 @@ def test_collections_in_context_variables_are_those_of_the_forward_as_copies(kin
     contextvars.copy_context().run(run)
 
 
-def test_data_in_a_collection_is_there_for_the_recompute():
-    """Although its owner has emptied the collection since."""
-
-    def run():
-        VARIABLE.set(data := [torch.full((4,), 2.0)])
-        x = leaf()
-        y = checkpointed(lambda x: (x * VARIABLE.get()[0]).sin())(x)
-        data.clear()
-        y.sum().backward()
-        assert torch.equal(x.grad, 2 * (x * 2).cos())
-
-    contextvars.copy_context().run(run)
-
-
 @pytest.mark.parametrize("door", [DOORS["rerun"], DOORS["replay"]], ids=["rerun", "replay"])
 def test_newer_settings_of_precision_are_left_alone(door):
     """They contradict the legacy one, which is then as it is during the recompute."""
@@ -337,24 +323,10 @@ def test_newer_settings_of_precision_are_left_alone(door):
         setter("generic", "all", "none")
 
 
-def test_casts_of_a_rerun_are_not_cached_for_others():
-    """A backward in another autocast leaves no old casts of its weights behind."""
-    linear, x = nn.Linear(4, 4), leaf()
-    with torch.autocast("cpu"):
-        y = checkpointed(lambda x: linear(x).sin())(x).sum()
-    with torch.autocast("cpu"):
-        y.backward()
-        with torch.no_grad():
-            linear.weight.mul_(2)
-        have = linear(x)
-    with torch.autocast("cpu"):
-        assert bits(have) == bits(linear(x))
-
-
 COLLECTED = contextvars.ContextVar("COLLECTED", default=None)
 
 
-@DOOR
+@EACH_DOOR
 def test_collectors_in_context_variables(door, no_gc):
     """Nothing is collected twice or kept alive."""
     made = []

@@ -11,7 +11,7 @@ import weakref
 
 import pytest
 import torch
-from oracle import at_once, bits, c as rerun, count, leaf, python_calls, r as replay, s as scope
+from oracle import EACH_WAY, at_once, bits, count, leaf, python_calls, replay, rerun, scope
 from torch import nn
 
 from checkpointing import (
@@ -379,7 +379,7 @@ def test_disabled_counts_when_a_region_is_entered(fn):
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-@pytest.mark.parametrize("door", [rerun, replay, scope])
+@EACH_WAY
 def test_grad_mode_off_is_a_plain_call(mode, door):
     """No hook, mode or operator, few function calls; arguments and values die at once."""
     seen, refs, x = [], [], leaf(3, 3)
@@ -462,15 +462,3 @@ def test_name_is_what_messages_say(door, name):
         y.sum().backward()
     where = r"\S+oracle\.py" if door == "scope" else re.escape(__file__)
     assert re.match(rf"region '{re.escape(name or own)}' \(entered at {where}:", str(caught.value))
-
-
-@BACKENDS
-def test_regions_that_recurse(backend):
-    x = leaf(3, 3)
-
-    def deep(door, x, n):
-        again = door(functools.partial(deep, door))
-        return x if n == 0 else again(x.sin(), n - 1).exp()
-
-    have, want = (deep(door, x, 4) for door in (checkpointed(backend=backend), lambda fn: fn))
-    assert bits(torch.autograd.grad(have.sum(), x)) == bits(torch.autograd.grad(want.sum(), x))

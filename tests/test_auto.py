@@ -764,3 +764,25 @@ def test_a_peak_and_a_budget_exclude_each_other():
             y = x.sin().exp()
         y.sum().backward()
     assert scope.stats.ops_replayed == 0
+
+
+@pytest.mark.parametrize("shift", [None, 3.0])
+def test_labels_made_first_do_not_bring_the_first_layers_back(shift):
+    """The window of the loss makes them anew: they are quickly made, and the layers are not."""
+    layers, x = nn.ModuleList(programs.Block(32, 2) for _ in range(6)), torch.randn(8, 64, 32)
+
+    def forward(made_first):
+        y = x
+        labels = torch.ones(8, 64, dtype=torch.long) if made_first else ones
+        if shift is not None:
+            labels = labels.float().add(shift).long()
+        for layer in layers:
+            y = layer(y)
+        return nn.functional.cross_entropy(y.transpose(1, 2), labels)
+
+    ones, peaks = torch.ones(8, 64, dtype=torch.long), []
+    for made_first in (False, True):
+        run = scoped(forward)
+        run(made_first).backward()
+        peaks.append(memory_of(lambda: run(made_first)).peak)  # noqa: B023
+    assert peaks[1] <= 1.05 * peaks[0]

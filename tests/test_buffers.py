@@ -14,7 +14,7 @@ from oracle import DOORS, at_once, bits, count, plain
 from torch import nn
 from torch.nn.utils import parametrizations
 
-from checkpointing import ChangedError, auto, checkpoint_scope, checkpointed, is_recomputing, opaque
+from checkpointing import ChangedError, auto, checkpointed, is_recomputing
 from checkpointing.torch_compat import checkpoint
 
 DOORS = {
@@ -366,17 +366,6 @@ def test_large_buffers_that_are_written_are_refused_by_rerun(door):
             train(model, DOORS[door](model))
 
 
-def test_they_are_guarded_until_backward():
-    """Another's write in between is an error."""
-    module = CodeBook(5000)
-    fn = checkpointed(lambda x: (x * module.book[0]).square())
-    assert "clone" not in count(lambda: fn(leaf()))
-    y = fn(leaf())
-    module.book.add_(1)
-    with pytest.raises(ChangedError, match=r"CodeBook\.book"):
-        y.sum().backward()
-
-
 @pytest.mark.parametrize("mode", ["train", "eval"])
 def test_a_region_runs_no_operators_but_the_copies(mode):
     """One clone per buffer in training mode, none otherwise."""
@@ -448,25 +437,6 @@ def test_buffers_and_training_flags_are_put_back_after_an_error(error):
     with pytest.raises(error):
         y.sum().backward()
     assert state() == before
-
-
-@pytest.mark.parametrize("size", [4, 20_000], ids=["small", "large"])
-def test_an_opaque_block_finds_versions_that_tell_written_from_fresh(size):
-    """A scope in a rerun looks at them."""
-
-    def run(door):
-        torch.manual_seed(0)
-        norm, x = nn.BatchNorm1d(size).train(size == 4), torch.randn(3, size, requires_grad=True)
-
-        def f(x):
-            with checkpoint_scope(), opaque():
-                return norm(x)
-
-        for _ in range(2):
-            door(f)(x).square().sum().backward()
-        return left(norm, x.grad)
-
-    assert run(checkpointed) == run(plain)
 
 
 @pytest.mark.parametrize("door", ["rerun", "replay"])
@@ -554,17 +524,6 @@ def test_a_buffer_is_rewound_and_an_attribute_beside_it_is_not(function, buffers
     assert after_calls(checkpointed, 0) != after_calls(plain, 0)
 
 
-def test_a_buffer_that_is_deleted_before_backward():
-    """The rerun finds it, and afterwards it is gone."""
-    module = WithBuffers(lambda self, x: (x * self.twice).square(), twice=torch.full((3,), 2.0))
-    x = torch.ones(3, requires_grad=True)
-    y = checkpointed(module)(x)
-    del module.twice
-    y.sum().backward()
-    assert (x.grad == 8).all()
-    assert not hasattr(module, "twice")
-
-
 SWITCHES = {
     "to training": (lambda m: m.eval(), lambda m: m.train()),
     "one of them": (lambda m: m[3].eval(), lambda m: (m[3].train(), m[1].eval())),
@@ -591,39 +550,6 @@ def test_a_rerun_finds_the_training_flags_of_the_forward(switch, door):
     assert run(DOORS[door]) == run(plain)
 
 
-@DOOR
-def test_a_memory_estimate_with_fake_tensors(door):
-    """Nothing is computed; shapes come out, and buffers are written once."""
-    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-
-    with FakeTensorMode():
-        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh())
-        x = torch.randn(6, 4, requires_grad=True)
-        for _ in range(2):
-            DOORS[door](model)(x).square().sum().backward()
-    assert x.grad.shape == x.shape
-    assert type(model[1].running_mean) is FakeTensor
-    assert model[1].num_batches_tracked._version == 3  # one of which made it
-
-
-def test_a_wrapper_whose_view_is_saved_while_it_is_rewound():
-    """What lies on a rewound buffer is known by the tensors that it consists of."""
-    from torch.testing._internal.two_tensor import TwoTensor
-
-    def run(door):
-        def forward(self, x):
-            self.mean.add_(1)
-            return (x * self.mean).sin() * self.mean[None].expand(6, 4)
-
-        module = WithBuffers(forward, mean=TwoTensor(torch.ones(4), torch.ones(4)))
-        x = TwoTensor(leaf().detach(), leaf().detach() * 2).requires_grad_()
-        for _ in range(2):
-            door(module)(x).sum().backward()
-        return bits([x.grad.a, x.grad.b, module.mean.a, module.mean.b])
-
-    assert run(checkpointed) == run(plain)
-
-
 def test_frozen_torchscript_has_no_training_flag():
     """And no buffers either: what it computes is all there is."""
     module, x = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).eval(), leaf()
@@ -635,13 +561,6 @@ def test_frozen_torchscript_has_no_training_flag():
     (want,) = torch.autograd.grad(frozen(x).sin().sum(), x)
     assert torch.allclose(x.grad, want)
     assert not hasattr(frozen, "training")
-
-
-def test_the_first_call_of_a_lazy_module_with_debug():
-    """Its parameters have no shapes yet."""
-    model, x = nn.Sequential(nn.LazyLinear(4), nn.Tanh(), nn.LazyLinear(2)), leaf()
-    checkpointed(model, debug=True)(x).sum().backward()
-    assert x.grad is not None and model[0].weight.grad is not None
 
 
 @pytest.mark.parametrize("module", ["BatchNorm1d", "saved and set anew"])

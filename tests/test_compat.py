@@ -21,12 +21,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint as theirs
-from oracle import Counting, Hooks, Watching, at_once, bits, leaf, words
+from oracle import Counting, Hooks, at_once, bits, leaf, words
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import checkpointing.torch_compat as ours
-from checkpointing import checkpoint_scope, checkpointed
+from checkpointing import checkpointed
 
 VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
 MM = torch.ops.aten.mm.default
@@ -608,20 +608,6 @@ def test_switches_stay_in_their_thread():
         region(ours, torch.sin, leaf(), context_fn=selective(ours, [MM]))
 
 
-@pytest.mark.parametrize("grouped", [True, False])
-def test_a_group_shares_a_replay_too(grouped):
-    """The window of the first backward holds what the second one needs, too."""
-    x = leaf()
-    with checkpoint_scope() as scope:
-        y = x.sin().cos()
-        z = y.sin().cos()
-    with ours.GraphExecGroup() if grouped else contextlib.nullcontext():
-        (at_y,) = torch.autograd.grad(z.sum(), y)
-        (at_x,) = torch.autograd.grad(y, x, at_y)
-    assert torch.equal(at_x, gradient(x.sin().cos().sin().cos(), x)[0])
-    assert (scope.stats.replays, scope.stats.ops_replayed) == ((1, 3) if grouped else (2, 4))
-
-
 @pytest.mark.parametrize("door", [checkpointed, checkpointed(backend="replay")])
 def test_backwards_of_other_regions_may_overlap_in_a_group(door):
     """Only the drop-in refuses that, as torch does."""
@@ -649,19 +635,6 @@ def test_debug_shows_the_operators_of_both_runs(name):
     assert ("aten.sin" in recompute) is (name != "no tensors")
     assert isinstance(caught.value.__cause__, ours.CheckpointError)
     assert first_sentence(str(caught.value.__cause__)) in text
-
-
-def test_debug_shows_the_recompute_that_failed():
-    """Not those before it; and it prints nothing."""
-    x, ways = leaf(), iter([torch.sin, torch.sin, torch.sin, torch.Tensor.double])
-    y = region(ours, lambda x: next(ways)(x).exp(), x, debug=True).sum()
-    for _ in range(2):
-        torch.autograd.grad(y, x, retain_graph=True)
-    with pytest.raises(ours.CheckpointError) as caught:
-        y.backward()
-    forward, recompute = str(caught.value).split("Operations executed during ")[1:]
-    assert "aten.sin" in forward
-    assert (recompute.count("aten.sin"), recompute.count("aten.exp")) == (0, 1)
 
 
 @pytest.mark.parametrize("name", ["fewer tensors", "no tensors", "another dtype", "another shape"])
@@ -744,42 +717,3 @@ def test_regions_of_torch_and_ours_nest(outer, inner, policies):
     with torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone):
         y = region(outer, lambda x: region(inner, two_products, x, **inside) @ x, x, **around)
     assert torch.equal(gradient(y, x)[0], gradient(two_products(x) @ x, x)[0])
-
-
-@pytest.mark.parametrize("use_reentrant", [True, False])
-@pytest.mark.parametrize("offloads", [False, True])
-def test_as_much_is_held_as_with_torch(no_gc, use_reentrant, offloads):
-    """Of each region its input, or the copy that hooks have made of it."""
-    layer = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Dropout(0.5), nn.Linear(32, 8))
-    hooks = torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda t: t)
-
-    def held(m):
-        x = leaf(8, 8)
-        with Watching() as watching:
-            with hooks if offloads else contextlib.nullcontext():
-                y = x * 1
-                for _ in range(3):
-                    y = m.checkpoint(layer, y, use_reentrant=use_reentrant)
-            between = sorted(watching.alive())
-            y.sum().backward()
-            layer.zero_grad()
-            del y
-            return between, len(watching.alive())
-
-    between, afterwards = held(ours)
-    assert (len(between), afterwards) == (4, 1)  # the gradient of x
-    assert (between, afterwards) == held(theirs)
-
-
-@pytest.mark.parametrize("way", ["dropped", "backward", "retained"])
-def test_a_graph_dies_with_its_last_reference(no_gc, way):
-    """No cycle, whatever became of it. (Without a policy: test_lifetimes.py.)"""
-    x = leaf()
-    with Watching() as watching:
-        y = region(ours, two_products, x * 1, context_fn=selective(ours, [MM])).sum()
-        assert watching.alive() == ["mul", "mm", "mm", "sum"]
-        if way != "dropped":
-            y.backward(retain_graph=way == "retained")
-    x.grad = None
-    del y
-    assert watching.alive() == []

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.utils.checkpoint as theirs
 from functorch.compile import min_cut_rematerialization_partition, nop
-from oracle import leaf, r, s
+from oracle import leaf, replay, scope
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 
@@ -69,11 +69,6 @@ def region_of(inside):
     return lambda m: lambda x, y: m.checkpoint(inside(m), x, y, use_reentrant=False)
 
 
-def breaks(x, y):
-    torch._dynamo.graph_break()
-    return fn(x, y)
-
-
 def in_a_module(m):
     class Block(nn.Module):
         def forward(self, x, y):
@@ -102,11 +97,6 @@ def test_compiled_as_torchs(name):
     """In one graph, with the same recomputations."""
     want, have = (products(PROGRAMS[name](m), fullgraph=True) for m in (theirs, ours))
     assert have == want == ([2, 4] if name == "kept" else [2, 6])
-
-
-def test_graph_breaks_inside_are_torchs():
-    broken = region_of(lambda m: breaks)
-    assert products(broken(ours)) == products(broken(theirs))
 
 
 class Thing:
@@ -195,7 +185,11 @@ def test_regions_that_record_break_the_graph_and_are_right(door, seen_before):
     def inside(x):
         return (linear(x).sin() @ x).exp()
 
-    doors = {"replay": r(inside), "policy": checkpointed(inside, policy=[MM]), "scope": s(inside)}
+    doors = {
+        "replay": replay(inside),
+        "policy": checkpointed(inside, policy=[MM]),
+        "scope": scope(inside),
+    }
     if seen_before:
         doors["replay"](x)
         doors["scope"](x)
@@ -243,21 +237,3 @@ def test_compiled_autograd_over_eager_regions(door):
         result.backward()
     assert runs == [1, 1]
     torch.testing.assert_close((x.grad, y.grad), torch.autograd.grad(fn(x, y).sum(), (x, y)))
-
-
-@pytest.mark.parametrize("policy", [None, [MM]])
-def test_traced_as_torchs(policy):
-    """By `make_fx`: the same operators in the graph."""
-    from torch.fx.experimental.proxy_tensor import make_fx
-
-    def operators(m):
-        run = kept(m) if policy else called(use_reentrant=False)(m)
-
-        def slope(x, y):
-            x = x.detach().requires_grad_()
-            return torch.autograd.grad(run(x, y).sum(), x)[0]
-
-        graph = make_fx(slope)(*(t.detach() for t in arguments())).graph
-        return [str(node.target) for node in graph.nodes]
-
-    assert operators(ours) == operators(theirs)

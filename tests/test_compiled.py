@@ -6,7 +6,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from oracle import PLANNED, apply, c, planned, r, s
+from oracle import PLANNED, apply, planned, replay, rerun, scope
 from torch import nn
 
 from checkpointing import checkpoint_scope, checkpointed, keep, offload
@@ -151,7 +151,7 @@ def frozen(run, x):
 PROGRAMS = {
     "graph break": lambda run, x: run(x * 2).sin(),
     "backward inside": backward_inside,
-    "scope inside": lambda run, x: run(s(run)(x * 2) * 2),
+    "scope inside": lambda run, x: run(scope(run)(x * 2) * 2),
     "rerun inside": lambda run, x: checkpointed(lambda x: run(x * 2).sin())(x * 3),
     "no grad": frozen,
 }
@@ -171,7 +171,7 @@ def test_compiled_code_in_regions_of_every_kind(name, word):
     assert torch.equal(want, have)
 
 
-@pytest.mark.parametrize("door", [s, r])
+@pytest.mark.parametrize("door", [scope, replay])
 def test_a_region_that_records_breaks_a_whole_graph_with_one_sentence(door):
     torch._dynamo.reset()
     whole = torch.compile(lambda x: door(torch.sin)(x), backend="aot_eager", fullgraph=True)
@@ -211,15 +211,15 @@ def test_in_place_operators_are_recomputed_where_a_compiler_is_loaded():
 
 
 TRACED = {
-    "scope": s,
+    "scope": scope,
     "planned": planned,
-    "replay": r,
-    "rerun": c,
-    "a scope in a rerun": lambda fn: c(s(fn)),
-    "a rerun in a scope": lambda fn: s(c(fn)),
-    "disabled in a scope": lambda fn: s(s(fn, enabled=False)),
-    "offload": lambda fn: s(fn, policy=offload(min_bytes=0)),
-    "reported": lambda fn: s(fn, report=True),
+    "replay": replay,
+    "rerun": rerun,
+    "a scope in a rerun": lambda fn: rerun(scope(fn)),
+    "a rerun in a scope": lambda fn: scope(rerun(fn)),
+    "disabled in a scope": lambda fn: scope(scope(fn, enabled=False)),
+    "offload": lambda fn: scope(fn, policy=offload(min_bytes=0)),
+    "reported": lambda fn: scope(fn, report=True),
     "reentrant": lambda fn: checkpointed(fn, backend="reentrant"),
 }
 DROP_IN = {"drop-in": lambda fn: functools.partial(checkpoint, fn, use_reentrant=False)}

@@ -182,16 +182,30 @@ def test_a_mask_is_drawn_in_the_window_beside_it():
     assert scope.stats.replays == 1
 
 
-def test_a_view_of_an_input_pulls_in_nothing():
+@pytest.mark.parametrize("view_first", [True, False])
+def test_a_view_of_an_input_pulls_in_nothing(view_first):
     """It runs no operators of a branch beside it, which in turn does not need the input."""
     w, u, x = leaf(3), leaf(4), torch.ones(8)
+    branches = [lambda: (w * x[:3]).sum(), lambda: u.sin().exp().cos().sum()]
     with checkpoint_scope() as scope:
-        one, two = (w * x[:3]).sum(), u.sin().exp().cos().sum()
+        results = [branch() for branch in branches[:: 1 if view_first else -1]]
+    one, two = results[:: 1 if view_first else -1]
     one.backward()
     assert scope.stats.ops_replayed == 0
     x.zero_()
     two.backward()
     assert scope.stats.ops_replayed == 2
+
+
+@REPLAY
+def test_a_tensor_that_is_read_once_more_is_computed_alone(door):
+    """By a hook, when its node has run."""
+    x = leaf(3)
+    y = apply(door, chain)(x)
+    node = y.grad_fn.next_functions[0][0]
+    x.register_hook(lambda grad: node._saved_result.sum() * 0 + grad)
+    ran = count(lambda: y.sum().backward(retain_graph=True))
+    assert [ran[name] for name in ("sin", "exp", "tanh")] == [2, 2, 1]
 
 
 @REPLAY

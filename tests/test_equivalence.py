@@ -9,8 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings, strategies as st
-from oracle import NO_ROOM, Pair, SavesItsOutput, apply, assert_same, bits, weigh
+from oracle import NO_ROOM, Pair, SavesItsOutput, apply, bits, called, differences, observe, weigh
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 pytestmark = NO_ROOM
 
@@ -139,6 +140,29 @@ def small_model():
 def batch_norm():
     layers = nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Tanh(), nn.BatchNorm1d(3)
     return nn.Sequential(*layers), (leaf(5, 4),)
+
+
+@functools.cache
+def seen(program, word, early_stop, computed, order):
+    """What a program leaves behind in a nest: the `g`s of the word are some of its orders."""
+
+    def run(region, fn, arguments):
+        if computed:
+            arguments = tree_map_only(torch.Tensor, lambda t: t * 1.25, arguments)
+        return region(fn, *arguments)
+
+    region = called(functools.partial(apply, word, early_stop=early_stop))
+    higher = ("second",) * (order == 2) + ("third",) * (order > 2)
+    return [observe(run, region, program, backward) for backward in ("first", *higher)]
+
+
+def assert_same(program, word, early_stop=True, computed=False, order=3):
+    """A word leaves the same behind as with nothing but its `g`s."""
+    gradients = word.count("g")
+    want = seen(program, "g" * gradients, True, computed, order - gradients)
+    have = seen.__wrapped__(program, word, early_stop, computed, order - gradients)
+    for one, other in zip(want, have, strict=True):
+        assert not differences(one, other), (word, differences(one, other))
 
 
 PROGRAMS = [

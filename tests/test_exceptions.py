@@ -1,7 +1,6 @@
 """An exception anywhere leaves no hook, mode, random state or grad mode behind and says where it
 happened."""
 
-import asyncio
 import contextlib
 import gc
 import itertools
@@ -20,7 +19,6 @@ from checkpointing import (
     disabled,
     is_recomputing,
     keep,
-    opaque,
 )
 
 pytestmark = NO_ROOM
@@ -343,20 +341,6 @@ def test_hooks_and_modes_of_others_survive(other):
             assert (state()["hooks"] is None) == (other == "mode")
 
 
-def test_a_region_that_waits_inside_a_scope_of_a_task():
-    """`opaque` and disabled scopes there pass by."""
-
-    def inner(y):
-        with opaque(), checkpoint_scope(enabled=False):
-            yield
-            return y.cos()
-
-    x = leaf(3)
-    with unchanged():
-        results = in_turns([task(x, "scope", inner) for _ in range(3)], [0, 1, 2, 0, 2, 1])
-    assert sum(isinstance(result, CheckpointError) for result in results) == 2
-
-
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_function_that_leaves_a_scope_open(fails):
     """A generator waits in it; an exception of the function is not replaced."""
@@ -375,22 +359,3 @@ def test_a_function_that_leaves_a_scope_open(fails):
             with pytest.raises(error, match=words):
                 door(function)(torch.ones(3, requires_grad=True))
             waiting.pop().close()
-
-
-def test_scopes_of_asyncio_tasks():
-    """An error for those that another one is open over."""
-
-    async def step(i):
-        with checkpoint_scope():
-            y = leaf(3).sin()
-            await asyncio.sleep(0.001 * i)
-            y = y.exp()
-        y.sum().backward()
-
-    async def steps():
-        return await asyncio.gather(*map(step, range(3)), return_exceptions=True)
-
-    with unchanged(rng=False):
-        *errors, last = asyncio.run(steps())
-    assert last is None
-    assert all(isinstance(e, CheckpointError) and "await" in str(e) for e in errors)

@@ -11,14 +11,7 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 
-from checkpointing import (
-    auto,
-    checkpoint_scope,
-    checkpointed,
-    clear_programs,
-    keep,
-    save_ops,
-)
+from checkpointing import auto, checkpoint_scope, checkpointed, clear_programs, keep, save_ops
 
 WIDTH = 64
 

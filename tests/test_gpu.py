@@ -4,14 +4,14 @@ test_main.py.)"""
 import pytest
 import torch
 import torch.nn.functional as F
-from oracle import NO_ROOM, c, planned, r, s
+from oracle import NO_ROOM, planned, replay, rerun, scope
 from torch import nn
 
 CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 pytestmark = [pytest.mark.gpu, CUDA, NO_ROOM]
 
 
-@pytest.fixture(params=[c, r, s, planned])
+@pytest.fixture(params=[rerun, replay, scope, planned])
 def door(request):
     return request.param
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from beside import Program
-from oracle import c, leaf, r
+from oracle import leaf, replay, rerun
 
 import checkpointing
 
@@ -168,8 +168,8 @@ def test_no_state_builds_up_in_the_process(frozen):
 
     def step(seed):
         x = leaf()
-        inner = c(lambda x: torch.nn.functional.dropout(x.sin(), 0.5).exp(), name=f"n{seed}")
-        for door in (c, r):
+        inner = rerun(lambda x: torch.nn.functional.dropout(x.sin(), 0.5).exp(), name=f"n{seed}")
+        for door in (rerun, replay):
             with checkpointing.checkpoint_scope(name=f"s{seed}"):
                 y = checkpointing.keep(door(inner)(x)).cos()
             y.sum().backward()

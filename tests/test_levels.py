@@ -115,8 +115,9 @@ def test_more_budget_never_means_more_work():
     assert work == sorted(work, reverse=True)
 
 
-@pytest.mark.parametrize("order", [(0, 1, 2, 3), (2, 0, 3, 1), (1, 1, 3, 3)])
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (2, 0, 3, 1), (1, 1, 3, 3)], ids=str)
 @pytest.mark.parametrize("budget", [400, 1600])
+@pytest.mark.filterwarnings("ignore:.*A budget of")
 def test_partial_backwards_in_any_order(order, budget):
     """Results that leave a chain at several places; some are asked for twice."""
     x = torch.rand(100).requires_grad_()

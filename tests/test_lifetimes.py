@@ -9,13 +9,7 @@ import torch
 import torch.nn.functional as F
 from oracle import NO_ROOM, PLANNED, SavesItsOutput, Watching, apply, leaf
 
-from checkpointing import (
-    CheckpointError,
-    checkpoint_scope,
-    forward_only,
-    is_recomputing,
-    keep,
-)
+from checkpointing import CheckpointError, checkpoint_scope, forward_only, is_recomputing, keep
 
 pytestmark = [NO_ROOM, pytest.mark.usefixtures("no_gc")]
 
@@ -88,6 +82,24 @@ def test_what_no_saved_tensor_needs_is_freed_when_the_region_ends(word):
         y = apply(word, lambda x, w: network(x, w).cos().neg())(x, w)
         assert watching.alive() == ["neg"]
     del y
+
+
+@pytest.mark.parametrize("word", ["r", "s"])
+def test_what_only_a_dropped_result_needs_is_not_held(word):
+    """Though it is made together with one that lives."""
+    x = leaf(3)
+    with Watching() as watching:
+        data = torch.ones(3)
+
+        def fn(x, data):
+            h = x.sin()
+            (h * data).exp()
+            return h.exp()
+
+        y = apply(word, fn)(x, data)
+        del data
+        assert watching.alive("ones") == []
+        y.sum().backward()
 
 
 def test_kept_values_die_as_backward_passes_by():

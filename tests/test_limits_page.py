@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from oracle import at_once, c, leaf, plain, s, whole
+from oracle import at_once, integers as whole, leaf, plain, rerun as c, scope as s
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint

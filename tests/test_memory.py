@@ -141,6 +141,19 @@ def test_an_input_that_no_recompute_reads_is_released(door):
     assert held_by(fn) == N
 
 
+@pytest.mark.parametrize("door", ["r", "s"])
+def test_a_replay_frees_what_it_has_used(door):
+    """A chain of which only the end is saved, which runs again in one go."""
+
+    def fn(x):
+        for _ in range(20):
+            x = x.neg()
+        return x.sin()
+
+    region, x = apply(door, fn), leaf(1000)
+    assert memory_of(lambda: region(x).sum()).peak < 6 * N
+
+
 @pytest.mark.parametrize("own", [False, True])
 def test_stats_count_the_state_of_generators(own):
     """A mask that is larger than the state of its generator is drawn again."""

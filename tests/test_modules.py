@@ -5,6 +5,7 @@ import copy
 import functools
 import gc
 import inspect
+import io
 import itertools
 import pickle
 import re
@@ -12,18 +13,13 @@ import weakref
 
 import pytest
 import torch
-from oracle import COPIES, bits, count
+from oracle import bits, count
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.optim.swa_utils import AveragedModel
 
-from checkpointing import (
-    ChangedError,
-    CheckpointError,
-    auto,
-    checkpoint_modules,
-    checkpointed,
-)
+from checkpointing import ChangedError, CheckpointError, auto, checkpoint_modules, checkpointed
 from checkpointing.torch_compat import checkpoint
 
 
@@ -95,14 +91,6 @@ def test_bits_are_those_of_the_plain_model(options):
         assert step(model) == (step(twin)[0], 3)
         assert step(model) == (step(twin)[0], 3)
     assert step(model) == (step(twin)[0], 0)
-
-
-@pytest.mark.filterwarnings("ignore:backend='reentrant' is deprecated:FutureWarning")
-def test_the_reentrant_backend():
-    model = Model()
-    want = plain(model)
-    checkpoint_modules(model, "layers.*.linear", backend="reentrant")
-    assert step(model)[0] == want
 
 
 LAYERS = [f"layers.{i}" for i in range(3)]
@@ -198,6 +186,22 @@ REGIONS = {
     "forward in a partial": lambda: with_decorated_forwards(
         lambda forward: functools.partial(checkpoint, forward, use_reentrant=False)
     ),
+}
+
+
+def saved_and_loaded(model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+# How programs copy models.
+COPIES = {
+    "deepcopy": copy.deepcopy,
+    "AveragedModel": lambda model: AveragedModel(model).module,
+    "torch.save": saved_and_loaded,
+    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
 }
 WITH_FORWARDS = {
     **COPIES,
@@ -319,18 +323,6 @@ class Static(nn.Module):
     @staticmethod
     def forward(x):
         return x
-
-
-class OfAPartial(Block):
-    forward = functools.partialmethod(Block.forward)
-
-
-def test_a_forward_may_be_a_partial_method():
-    """It is a method in Python, too."""
-    model = Model(OfAPartial)
-    want = plain(model)
-    checkpoint_modules(model, OfAPartial)
-    assert step(model) == (want, 3)
 
 
 def hooked(model, layer=1):
@@ -474,15 +466,6 @@ def test_fully_sharded(group, when, options):
     assert not any("forward" in vars(m) for m in model.modules())
 
 
-@each_option
-def test_data_parallel_first(group, options):
-    """Then regions. (The other order: distributed/ranks.py.)"""
-    model = Model()
-    want, ddp = plain(model), nn.parallel.DistributedDataParallel(model)
-    assert checkpoint_modules(ddp, "module.layers.*", **options).names[0] == "module.layers.0"
-    assert step(model, ddp) == (want, 3)
-
-
 @pytest.mark.filterwarnings("ignore")  # what the compiler says is not ours
 @pytest.mark.parametrize(
     ("how", "backend"),
@@ -517,40 +500,3 @@ def test_compiled(how, backend):
     assert step(model, run)[0] == wants.pop(0)
     handle.remove()
     assert step(model, run)[0] == wants.pop(0)
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_compiled_regions_are_in_one_graph():
-    """As torch's own operator: as many as modules were picked, and none after `remove`."""
-    model, found = Model(), []
-
-    def backend(graph, _):
-        found.append(sum("checkpoint" in str(node.target) for node in graph.graph.nodes))
-        return graph
-
-    torch._dynamo.reset()
-    with checkpoint_modules(model, Block):
-        torch.compile(model, backend=backend, fullgraph=True)(X)
-    torch._dynamo.reset()
-    torch.compile(model, backend=backend, fullgraph=True)(X)
-    assert found == [3, 0]
-
-
-@pytest.mark.parametrize("wrap", [checkpointed, checkpoint(use_reentrant=False)])
-@pytest.mark.parametrize("frozen", [False, True])
-def test_sharded_first_and_regions_second(group, wrap, frozen):
-    """Around methods, and through the drop-in. (Around modules: distributed/ranks.py.)"""
-
-    def run(wrap):
-        torch.manual_seed(0)
-        model, x = Model(), X.clone().requires_grad_()
-        model.layers[0].requires_grad_(not frozen)
-        shard(model)
-        y = x * 2
-        for layer in model.layers:
-            y = wrap(layer.__call__)(y)
-        y.sum().backward()
-        grads = [p.grad for layer in model.layers for p in layer.parameters()]
-        return bits([x.grad, *(g if g is None else g.to_local() for g in grads)])
-
-    assert run(wrap) == run(lambda method: method)

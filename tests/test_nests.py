@@ -54,6 +54,16 @@ def bump(x: Tensor) -> Tensor:
     return x + 1
 
 
+def strided(x: Tensor) -> Tensor:
+    """A view of a part of a tensor's memory, one number behind its first."""
+    return x.as_strided((2,), (1,), x.storage_offset() + 1)
+
+
+def spread(x: Tensor) -> Tensor:
+    """A view of all of a tensor's memory, from its beginning."""
+    return x.as_strided((x.untyped_storage().nbytes() // x.element_size(),), (1,), 0)
+
+
 def hooked(x: Tensor) -> Tensor:
     y = x * 1
     if y.requires_grad:
@@ -108,7 +118,16 @@ VIEW = table("""
     {x}[:, :1].expand(N, N) ; {x}.expand(2, N, N) ; {x}.reshape(-1)[: 2 * N - 1].unfold(0, N, 1) ;
     {x}.unfold(1, 2, 1) ; {x}.narrow(0, 1, 2) ; {x}.diagonal() ; {x}.view_as({x}) ; {x}.detach() ;
     {x}.contiguous() ; {x}.chunk(2)[1] ; {x}.unbind()[0] ; {x}.as_strided((2, 2), (1, 1)) ;
-    {x}.movedim(0, -1) ; {x}[:0]
+    {x}.movedim(0, -1) ; {x}[:0] ; {x}.unbind(1)[-1] ; [*{x}][1] ; {x}.split(2)[0] ; {x}.mT ;
+    {x}.view(-1)[1:] ; strided({x}) ; spread({x}) ; {x}.tensor_split(3)[1] ; {x}[..., None] ;
+    {x}.flatten()[::3] ; {x}.select(-1, 0) ; {x}[1:, 1:] ; torch.complex({x}, {x}).conj().imag ;
+    torch.view_as_real(torch.complex({x}, {y}))[..., 0] ; {x}.view(torch.int64).view(torch.double)
+""")
+PARTS = table("""
+    {x}.unbind()[:2] ; {x}.unbind(-1)[1:3] ; {x}.chunk(2) ; {x}.split(3)[:2] ; [*{x}][1:3] ;
+    ({x}[:2], {x}[1:]) ; ({x}.t(), {x}[0]) ; ({x}.view(-1)[:6], {x}.view(-1)[4:]) ;
+    {x}.tensor_split(2, -1) ; ({x}.detach(), {x}[0]) ; ({x}[0].expand(N, N), {x}[0]) ;
+    ({x}[:, :2], {x}.unfold(-1, 2, 1)) ; (spread({x}), strided({x}))
 """)
 WRITE = table("""
     {t}.mul_(0.5) ; {t}.add_({y}) ; {t}.relu_() ; {t}.sin_() ; {t}.copy_({y}) ; {t}[0] = 0.25 ;
@@ -117,14 +136,59 @@ WRITE = table("""
     {t}.masked_fill_({t}.detach() > 0.3, 0.1) ; {t}[{t}.detach() > 0.3] = 0.2 ; {t}.cumsum_(0) ;
     {t}.index_add_(0, torch.tensor([0, 0]), {y}[:2]) ; {t}.uniform_() ; {t}.normal_() ;
     {t}.zero_() ; torch._foreach_mul_([{t}], 0.5) ; Double.apply({t}) ; bump({t}) ;
-    {t}.diagonal().exp_() ; {t}.lerp_({y}, 0.2)
+    {t}.diagonal().exp_() ; {t}.lerp_({y}, 0.2) ; torch._foreach_add_([{t}, {y}.clone()], {y}) ;
+    torch._foreach_copy_([{t}[0], {t}[1]], [{y}[1], {y}[0]]) ; {t}.t_() ; {t}.unsqueeze_(0) ;
+    torch._foreach_mul_([*{t}], 0.5) ; torch._foreach_lerp_([{t}], [{y}], 0.3) ;
+    torch._foreach_addcmul_([{t}], [{y}], [{y}]) ; torch._foreach_sqrt_([{t}[:1].abs_(), {t}[1:]]) ;
+    {t}.squeeze_().transpose_(0, -1) ; {t}.as_strided_((2, 2), (2, 1)) ;
+    torch._foreach_zero_([{t}[0], {t}.t()[0]]) ; {t}.set_({y}.detach().clone())
+""")
+PART = table("""
+    [:2] ; [1:] ; [..., :2] ; [..., 1:] ; [0] ; [-1:] ; .t() ; .view(-1) ; .detach() ;
+    .unbind()[1] ; .chunk(2)[0] ; .split(1)[-1] ; .narrow(-1, 0, 2) ; .diagonal() ; .mT ;
+    [:, None] ; .squeeze() ; .flatten()[1:] ; .unfold(0, 2, 2) ; [::2]
+""")
+FILL = table("""
+    {p}.mul_(0.5) ; {p}.add_(1) ; {p}.fill_(0.25) ; {p}.copy_({q}) ; {p}.zero_() ; {p}.sin_() ;
+    {p}.masked_fill_({p}.detach() > 0.3, 0.1) ; {p}.index_fill_(-1, torch.tensor([0]), 2.0) ;
+    {p}.add_({q}, alpha=2) ; {p}[:] = {q} ; {p}.uniform_() ; strided({p}).mul_(2) ;
+    spread({p}).add_(1) ; {p}.lerp_({q}, 0.3) ; {p}.unsqueeze_(-1).transpose_(0, -1).add_(1) ;
+    torch._foreach_mul_([{p}, {t}[:1]], 2.0) ; {p}.addcmul_({q}, {q}) ; F.relu_({p}) ;
+    for i, o in enumerate({p}): o[: i + 1].fill_(i) ; for o in {p}.split(2): o[1:].mul_(0.5) ;
+    for s, o in zip({q}, {p}): o[:2].copy_(s[:2]) ; for o in {p}: o[0].add_(o[-1])
+""")
+MEMORY = table("""
+    torch.zeros(N, N) ; {x}.detach() * 1 ; torch.empty(N, N).copy_({x}.detach()) ;
+    {x}.detach().clone() ; torch.ones(3, N) ; torch.full((N, N), 0.5) ;
+    torch.empty_like({x}).zero_() ; {x}.detach().t() * 2 ; torch.rand(N, N)
+""")
+MULTI = table("""
+    torch.var_mean({x}, 0) ; torch.std_mean({x}, -1, keepdim=True) ; torch.aminmax({x}, dim=0) ;
+    torch.native_layer_norm({x}, {x}.shape[-1:], None, None, 1e-5)[:2] ; torch.slogdet({x} + 9) ;
+    torch.linalg.qr({x} + torch.eye(N)) ; {x}.max(0) ; {x}.topk(2, 0) ; {x}.cummax(0) ; {x}.sort() ;
+    torch._foreach_mul([{x}, {y}], 0.5) ; torch._foreach_add([{x}, {y}], [{y}, {x}]) ;
+    torch._foreach_exp([{x} * 0.1, {x}]) ; torch.meshgrid({x}[0], {y}[0]) ; {x}.frexp() ;
+    torch.unbind_copy({x})[:2] ; F.max_pool1d({x}, 2, return_indices=True) ; {x}.median(0) ;
+    torch.split_copy({x}, 2)[:2] ; torch.native_dropout({x}, 0.3, True) ; {x}.mode(0) ;
+    torch.sort(torch.stack([{x}, {y}]), 0, stable=True) ; {x}.aminmax() ; {x}.kthvalue(2, 0)
+""")
+FAILS = table("""
+    {x} @ torch.ones(N + 1, 2) ; {x}.view(7, 3) ; {x}.topk(99)[0] ; {x} + torch.ones(N + 1) ;
+    F.layer_norm({x}, (N + 1,)) ; torch.cat([{x}, torch.ones(1)]) ;
+    SavesItsOutput.apply({x}).view(7)
+""")
+FAILS_AND_WRITES = table("""
+    torch._foreach_mul_([{t}, torch.zeros(1).expand(2)], 2.0) ; {t}.add_({y}).view(7, 7, 7) ;
+    torch._foreach_add_([{t}[0], torch.zeros(1).expand(2)], 1.0) ; {t}[:1].copy_({y}[:1]).view(5, 7)
 """)
 OUT = table("""
     torch.mul({x}, {y}, out={t}) ; torch.sin({x}, out={t}) ; torch.cumsum({x}, 0, out={t})
 """)
 KEEP = table("""
     keep({x}) ; keep({x}) ; keep({x}) ; keep({x}[:, ::2]) ; keep({x}[:, :-1]) ;
-    keep({x}[0].expand(N, N)) ; keep({x}.reshape(-1)[: 2 * N - 1].unfold(0, N, 1)) ; tag({x}, 't')
+    keep({x}[0].expand(N, N)) ; keep({x}.reshape(-1)[: 2 * N - 1].unfold(0, N, 1)) ; tag({x}, 't') ;
+    keep({x}.t()) ; strided(keep({x}.flatten()[1:])) ; spread(keep({x}[1:])) ; keep({x}.mT).mT ;
+    keep(torch.complex({x}, {y}).conj()).real ; keep({x}.expand(2, N, N)) ; keep({x}[1:, 1:])
 """)
 FORWARD_ONLY = table("""
     once_same({x}) ; once_view({x}) ; once_step({x}) ; once_wide({x}) ; once_new({x}) ;
@@ -148,10 +212,11 @@ POLICIES = table("""
     policy=offload(save_tagged('t'), min_bytes=0) | save_ops(aten.sin.default) ;
     preserve_rng_state=False
 """)
-OPTIONS = ["", "", "", "early_stop=False", "determinism_check='values'", "report=True"]
+OPTIONS = ["", "", "", "early_stop=False", "report=True"]
+OPTIONS += [f"determinism_check='{check}'" for check in ("values", "values", "none", "metadata")]
 AROUND = ["torch.no_grad()", "opaque()", "opaque()", "torch.enable_grad()", "torch.autocast('cpu')"]
 HOOKS = ["save_on_cpu()", "cloning()", "identical()"]
-CALLED = ["rerun", "rerun", "rerun", "compat", "replay", "torchs", "torchs"]  # doors of functions
+CALLED = ["rerun", "rerun", "rerun", "compat", "replay"]  # doors of functions
 LEAVES = ("a", "b", "c", "w")
 PARAMETERS = "a, b, c, w, bn, lin, drop"
 WRITES = "  # writes"  # behind each line that does
@@ -170,14 +235,13 @@ class Writer:
         self.level = 0  # how many blocks are around that are no regions
         self.called: list[tuple[str, int]] = []  # the functions that can be seen, with their arity
         self.favourite = ""  # what several regions take, and may write
-        self.in_torchs = False
         # Gradients of a backward inside do not flow through what `forward_only` functions return.
         self.backward_inside = self.chance(0.3)
         self.writes = self.chance(0.6)
         self.hooks = self.chance(0.4)
         self.rich = self.chance(0.5)  # all operators, loops and branches
-        # In torch's checkpoint `opaque` and a backward through its graph call its function at once.
-        self.torchs = self.chance(0.3)
+        self.parts = self.writes and self.chance(0.6)  # memories are written in parts
+        self.memories: list[str] = []
 
     def chance(self, probability: float) -> bool:
         return self.random.random() < probability
@@ -189,6 +253,8 @@ class Writer:
     def pick(self) -> str:
         if self.chance(0.2):
             return self.random.choice(LEAVES)
+        if self.memories and self.chance(0.2) and self.memories[-1] in self.names:
+            return self.random.choice([name for name in self.memories if name in self.names])
         if self.chance(0.2) and self.favourite in self.names:
             return self.favourite
         if self.local and self.chance(0.5):
@@ -222,9 +288,12 @@ class Writer:
         return self.simple()
 
     def around(self, depth: int) -> list[str]:
+        if self.chance(0.15):
+            self.level += 1
+            lines = block("try", [*self.body(depth), "raise KeyError"])
+            self.level -= 1
+            return [*lines, *block("except KeyError", [])]
         head = f"with {self.random.choice([*AROUND, *HOOKS * self.hooks])}"
-        if self.torchs and head == "with opaque()":
-            head = f"with {AROUND[0]}"
         if self.rich and self.chance(0.5):
             head = f"if float({self.pick()}.sum()) < {self.random.randrange(-2, 3)}"
             head = self.random.choice([head, "for _ in range(2)"])
@@ -235,8 +304,15 @@ class Writer:
 
     def region(self, depth: int) -> list[str]:
         if self.chance(0.4):
-            return block(f"with scope({self.options()})", self.body(depth + 1))
-        door = self.random.choice([door for door in CALLED if door != "torchs" or self.torchs])
+            lines = block(f"with scope({self.options()})", self.body(depth + 1))
+            if self.chance(0.1):
+                raised = block("try", [*lines, "    raise KeyError"])
+                return [*raised, *block("except KeyError", [])]
+            return lines
+        doors = CALLED
+        if self.writes and self.backward_inside:  # which makes a rerun repeat its writes
+            doors = ["replay"]
+        door = self.random.choice(doors)
         options = self.options() if door == "replay" else ""
         if door == "rerun":
             options = self.random.choice(OPTIONS)
@@ -246,9 +322,10 @@ class Writer:
         self.fresh += 1
         name = f"f{self.fresh}"
         parameters = [f"p{self.fresh}_{i}" for i in range(len(arguments))]
-        names, local, in_torchs, called = self.names, self.local, self.in_torchs, self.called
+        names, local, called = self.names, self.local, self.called
         self.names, self.local = [*names, *parameters], [*parameters]
-        self.in_torchs |= door == "torchs"
+        if door != "replay" and self.writes:  # what a function closes over that is called inside
+            self.called = []
         body: list[str] = []
         if self.writes and self.chance(0.2):  # as an activation in place, at the start of a block
             body += self.write(parameters[0])
@@ -256,7 +333,7 @@ class Writer:
             body += self.line(KEEP)
         body += self.body(depth + 1)
         inside = [self.random.choice(self.local[-3:]) for _ in range(self.random.randint(1, 2))]
-        self.names, self.local, self.in_torchs = names, local, in_torchs
+        self.names, self.local = names, local
         self.called = [*called, (name, len(parameters))]
         results = [self.new() for _ in dict.fromkeys(inside)]
         self.bind(results)
@@ -289,17 +366,20 @@ class Writer:
         kinds: list[Callable[[], list[str]]] = [self.value] * 8 + [lambda: self.line(VIEW)] * 3
         kinds += [lambda: self.line(RANDOM if self.rich else RANDOM[:3])]
         kinds += [lambda: self.line(KEEP)] * 3 + [self.once] * 2 + [lambda: self.line(PAIRS, 2)]
-        backward = BACKWARD[-1:] if self.torchs else BACKWARD
-        kinds += [lambda: self.line(backward)] * self.backward_inside
+        kinds += [lambda: self.line(BACKWARD)] * self.backward_inside
         kinds += [self.write] * (4 * self.writes)
         kinds += [lambda: self.line(MAKES), self.drop] * self.rich
+        kinds += [lambda: self.line(PARTS, 2)] * 2 + [lambda: self.line(MULTI, 2), self.fails]
+        kinds += [self.memory, self.memory, self.part] * self.parts
+        kinds += [self.fill] * (6 * self.parts)
         return self.random.choice(kinds)()
 
     def line(self, templates: list[str], binds: int = 1) -> list[str]:
         template, names = self.random.choice(templates), [self.new() for _ in range(binds)]
         text = template.format(x=self.pick(), y=self.pick())
         self.bind(names)
-        return [f"{', '.join(names)}{',' * ('grad(' in template)} = {text}"]
+        rest = ", *_" * (binds > 1) or "," * ("grad(" in template)
+        return [f"{', '.join(names)}{rest} = {text}"]
 
     def value(self) -> list[str]:
         return self.line(OPERATORS if self.rich and self.chance(0.6) else NEW)
@@ -311,9 +391,41 @@ class Writer:
     def drop(self) -> list[str]:
         return [f"del {self.random.choice(self.local or self.names)}"]
 
+    def memory(self) -> list[str]:
+        """One that nothing needs a gradient of, so that it may be written."""
+        self.memories.append(f"v{self.fresh + 1}")
+        return self.line(MEMORY)
+
+    def part(self) -> list[str]:
+        """Two views, of a memory or of a view of one."""
+        among = [name for name in self.memories if name in self.names]
+        if not among:
+            return self.memory()
+        text = self.random.choice(PARTS).format(x=self.random.choice(among))
+        names = [self.new(), self.new()]
+        self.memories += names
+        self.bind(names)
+        return [f"{names[0]}, {names[1]}, *_ = {text}"]
+
+    def fill(self) -> list[str]:
+        """A write to a view of a view."""
+        among = [name for name in self.memories if name in self.names]
+        if not among:
+            return self.memory()
+        t, q = self.random.choice(among), self.pick()
+        p = t + "".join(self.random.choices(PART, k=self.random.randrange(4)))
+        q += "".join(self.random.choices([".detach()", *PART], k=self.random.randrange(3)))
+        return [self.random.choice(FILL).format(t=t, p=p, q=f"{q}.detach()") + WRITES]
+
+    def fails(self) -> list[str]:
+        """An operator that raises, and the exception is caught."""
+        among = [name for name in self.memories if name in self.names]
+        writes = bool(among) and self.chance(0.5)
+        text = self.random.choice(FAILS_AND_WRITES if writes else FAILS)
+        text = text.format(x=self.pick(), y=self.pick(), t=self.random.choice(among or ["c"]))
+        return block("try", [text + WRITES * writes]) + block("except RuntimeError", [])
+
     def write(self, target: str | None = None) -> list[str]:
-        if self.in_torchs:  # torch does not notice it
-            return self.value()
         among = self.local or self.names
         t = target or (self.random.choice(among) if self.chance(0.7) else self.pick())
         if self.rich and self.chance(0.1):
@@ -323,19 +435,29 @@ class Writer:
         return [template.format(t=t, y=self.pick()) + WRITES]
 
     def end(self) -> list[str]:
-        outputs = self.names[4:][-3:] or ["a"]
-        inputs, whole = "a, b, w, *lin.parameters()", f"[{', '.join(outputs)}]"
-        backwards = [
-            [f"see(grad({whole}, [{inputs}]))"],
-            [f"weigh({whole}).backward(retain_graph=True)"] * 2,
-            [
-                f"g1 = grad({whole}, [{inputs}], create_graph=True)",
-                f"see([g1, grad(g1, [{inputs}])])",
-            ],
-            [f"see(grad([{one}], [{inputs}]))" for one in reversed(outputs)],
-            [f"weigh({whole}).backward()"],
+        """Gradients of some of the results, last ones too."""
+        names = self.names[len(LEAVES) :]
+        outputs = [*self.random.sample(names, min(3, len(names))), *names[-3:]]
+        # A line that makes a result may have been dropped.
+        found = (
+            f"out = [v for v in map(locals().get, {[*dict.fromkeys(outputs)]}) if v is not None]"
+        )
+        inputs = "a, b, w, *lin.parameters()"
+        second = [
+            f"g1 = grad(out, [{inputs}], create_graph=True)",
+            f"see([g1, grad(g1, [{inputs}])])",
         ]
-        return [*[f"see({one})" for one in outputs], *self.random.choice(backwards)]
+        backwards = [
+            [f"see(grad(out, [{inputs}]))"],
+            ["weigh(out).backward(retain_graph=True)"] * 2,
+            second,
+            second,
+            [f"for one in reversed(out): see(grad([one], [{inputs}]))"],
+            ["weigh(out).backward()"],
+        ]
+        late = [f"with torch.no_grad(): {self.random.choice('cw')}.mul_(0.5){WRITES}"]
+        late *= self.writes and self.chance(0.1)
+        return [found, "see(out)", *late, *self.random.choice(backwards)]
 
 
 # ---- running
@@ -378,7 +500,7 @@ def called(function: Any, **_: Any) -> Any:
 
 NAMES = {
     **{each.__name__: each for each in (SavesItsOutput, Pair, Double, auto, offload, save_ops)},
-    **{f.__name__: f for f in (save_tagged, hooked, weigh, grad, own_backward)},
+    **{f.__name__: f for f in (save_tagged, hooked, weigh, grad, own_backward, strided, spread)},
     "noisy": noisy,
     "bump": bump,
     "torch": torch,
@@ -386,7 +508,6 @@ NAMES = {
     "aten": torch.ops.aten,
 }
 OF_TORCH = {
-    "torchs": lambda f: partial(torch.utils.checkpoint.checkpoint, f, use_reentrant=False),
     "save_on_cpu": save_on_cpu,
     "cloning": lambda: saved_tensors_hooks(lambda t: t.clone(), lambda t: t),
     "identical": lambda: saved_tensors_hooks(lambda t: t, lambda t: t),
@@ -404,7 +525,7 @@ SHUT = {
         ("scope", "opaque", "save_on_cpu", "cloning", "identical"),
         lambda *_, **__: contextlib.nullcontext(),
     ),
-    **dict.fromkeys(("rerun", "replay", "compat", "torchs"), called),
+    **dict.fromkeys(("rerun", "replay", "compat"), called),
     **dict.fromkeys(("keep", "tag"), same),
     **ONCE,
 }
@@ -467,8 +588,6 @@ def left_behind(sources: list[str]) -> str | None:
     # Plain code, too, leaves a cycle where hooks hand on a result, or where it is written later.
     if any(word in source for word in (WRITES, "identical(", "save_on_cpu(") for source in sources):
         return None
-    if any("torchs(" in source for source in sources):  # torch's checkpoint leaves cycles
-        gc.collect()
     count = tensors_alive()
     return f"{count} tensors left behind" if count else None
 
@@ -516,7 +635,8 @@ def compared(source: str, space: dict[str, Any], want: list[Any], refusable: boo
     try:
         return "right" if run(source, space) == want else "other bits"
     except checkpointing.CheckpointError as error:
-        return "refused" if refusable else repr(error)
+        is_refusal = refusable and isinstance(error, checkpointing.ChangedError)
+        return "refused" if is_refusal else repr(error)
     except Exception:
         return traceback.format_exc()
 
@@ -556,8 +676,11 @@ def test_nests() -> None:
 
 
 def varied(lines: list[str], draw: random.Random) -> list[str]:
-    """The same program, in which some lines read another tensor."""
+    """The same program, in which some lines read another tensor, scopes have other options, or
+    tensors another size."""
     found = [*lines]
+    if draw.random() < 0.2:
+        found[0] = f"N = {draw.choice((4, 5, 26))}"
     for i in draw.choices(range(2, len(lines)), k=3):
         if " = " in lines[i] and "(f" not in lines[i]:
             name, text = lines[i].split(" = ", 1)
@@ -565,6 +688,8 @@ def varied(lines: list[str], draw: random.Random) -> list[str]:
             if read:
                 other = rf"\b{draw.choice(read)}\b"
                 found[i] = f"{name} = {re.sub(other, draw.choice(LEAVES), text, count=1)}"
+        elif "with scope(" in lines[i]:
+            found[i] = re.sub(r"scope\(.*\)", f"scope({draw.choice(OPTIONS)})", lines[i])
     return found
 
 

@@ -12,7 +12,6 @@ from torch import nn
 from checkpointing import (
     Report,
     auto,
-    checkpoint_modules,
     checkpoint_scope,
     checkpointed,
     disabled,
@@ -164,26 +163,6 @@ def test_the_text_has_80_columns():
     assert len(lines) == 23 + 20 + sum("return x.sin().exp().tanh()" in line for line in lines)
     large = found.regions[0]._replace(bytes_saved=5 * 2**30)
     assert "5.00 GiB" in str(Report((large,)))
-
-
-@DOORS
-def test_wrappers_are_told_by_what_is_in_them(backend):
-    """A nested tensor has sizes that are no numbers."""
-    x = torch.nested.nested_tensor([torch.ones(2, 8), torch.ones(3, 8)], layout=torch.jagged)
-    w = torch.ones(8, 8, requires_grad=True)
-    block = checkpointed(lambda x: (x @ w).sin().values().sum(), backend=backend, report=True)
-    (region,) = report(block(x)).regions
-    held = [(t.nbytes, t.shape) for t in region.held if t.kind != "random state"]
-    assert held[:2] == [(5 * 8 * 4, (5, 8)), (3 * 8, (3,))]
-
-
-def test_random_numbers_are_held_as_the_state_of_their_generator():
-    """The region is named after its module."""
-    model = nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)))
-    checkpoint_modules(model, "0", backend="replay", report=True)
-    found = report(model(torch.ones(1, 8)).sum())
-    assert kinds(found.regions[0]) == {"input": 4 * 8, "random state": torch.get_rng_state().nbytes}
-    assert "  0  test_report.py:" in str(found).splitlines()[1]
 
 
 def test_bad_input_and_plain_code():

@@ -7,17 +7,10 @@ import itertools
 
 import pytest
 import torch
-from oracle import NO_ROOM, PLANNED, bits, leaf, plain, planned, s as scope
+from oracle import NO_ROOM, PLANNED, bits, leaf, plain, planned, scope
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
-from checkpointing import (
-    CheckpointError,
-    MismatchError,
-    checkpointed,
-    forward_only,
-    keep,
-    offload,
-)
+from checkpointing import CheckpointError, MismatchError, checkpointed, forward_only, keep, offload
 from checkpointing.torch_compat import checkpoint
 
 pytestmark = NO_ROOM
@@ -63,10 +56,6 @@ def of(program, *doors):
     return lambda x, w: program(*doors, x, w)
 
 
-def assert_as_plain(want, function, hooks=contextlib.nullcontext):
-    assert gradients(function, hooks) == gradients(want)
-
-
 def assert_right_or_refused(want, function, hooks=contextlib.nullcontext):
     try:
         have = gradients(function, hooks)
@@ -98,87 +87,6 @@ def nested_in_hooks(inner):
     """Each of these in each outer region."""
     cases = in_hooks_by_turns(itertools.product(OUTER, inner), REGIONS, REGIONS)
     return pytest.mark.parametrize(("outer", "inner", "hooks"), cases)
-
-
-transposed = forward_only(torch.t)
-in_pieces = forward_only(lambda s: [s["a"][1:3].t(), s["a"], {"b": s["a"][:, ::2]}])
-
-
-def kept_leaf(region, x, w):
-    k = keep(x)
-    return region(lambda a, b, c: (a * b).exp() * (c.sin() * b))(x, w * 1.5, k) * k
-
-
-def kept_and_read_again(region, x, w):
-    h = x * w
-    k = keep(h)
-    m = h.sin()
-    return region(lambda a: (a * h).cos() * k.exp() + (a * m).tanh())(k) + h
-
-
-def kept_view(region, x, w):
-    h = (x @ w).tanh()
-    k = keep(h.t())
-    return region(lambda a, b: (a * b).exp() + (a @ b).sin())(h, k)
-
-
-def kept_without_grad(region, x, w):
-    h = x * w
-    with torch.no_grad():
-        k = keep(h)
-    return region(lambda a: (a * k).exp() * h.cos())(h)
-
-
-def view_from_forward_only(region, x, w):
-    k = transposed(x)
-    return region(lambda a, b: (a * x).exp() * (a @ b).sin())(k, w * 2)
-
-
-def views_from_forward_only(region, x, w):
-    h = (x * w).tanh()
-    piece, same, rest = in_pieces({"a": h})
-
-    def block(a, b):
-        return (a * b).exp() @ (piece.t() * 2)[:, :1].repeat(2, 1) + rest["b"].sum()
-
-    return region(block)(h, same)
-
-
-PROGRAMS = [
-    *(kept_leaf, kept_and_read_again, kept_view, kept_without_grad),
-    *(view_from_forward_only, views_from_forward_only),
-]
-
-
-@nested_in_hooks(INNER)
-@pytest.mark.parametrize("program", PROGRAMS)
-def test_kept_values_and_inner_regions(program, outer, inner, hooks):
-    """The inner region of the recompute meets the tensors that it met in the forward."""
-    views_apart = hooks is not contextlib.nullcontext and program is kept_view
-    check = assert_right_or_refused if views_apart else assert_as_plain
-    check(of(program, plain), outer(of(program, inner)), hooks)
-
-
-@nested_in_hooks(INNER)
-def test_one_tensor_that_is_two_arguments(outer, inner, hooks):
-    """It comes back as one: also in containers and closed over."""
-
-    def program(door, region, x, w):
-        h = x * 1.25
-
-        def block(a, pair, w):
-            last = h
-
-            def part(w):
-                return (a * w).exp() * pair[0] + (last * w).sin() * (a + pair[1])
-
-            return region(part)(w)
-
-        return door(block)(h, [h, h], w)
-
-    want, function = of(program, plain, plain), of(program, outer, inner)
-    assert_as_plain(want, function, hooks)
-    assert_as_plain(want, scope(function, policy=offload(inputs=True, min_bytes=0)), hooks)
 
 
 def reads_and_writes(write, region, reader, x, w):
@@ -277,18 +185,6 @@ LAYOUTS = {
 }
 
 
-@AROUND
-def test_what_a_forward_only_function_made_is_written_by_each_recompute(hooks):
-    """On memory of its own, if hooks have made copies; else it is refused."""
-    make = forward_only(lambda: torch.full((4, 4), 2.0))
-
-    def program(region, x, w):
-        return region(lambda x, w: (make().mul_(0.5) * x).exp() * w)(x, w)
-
-    works = assert_right_or_refused(of(program, plain), of(program, checkpointed), hooks)
-    assert works == (hooks not in (contextlib.nullcontext, save_on_cpu))
-
-
 @pytest.mark.parametrize(
     ("layout", "hooks"), in_hooks_by_turns([(name,) for name in LAYOUTS], LAYOUTS)
 )
@@ -368,20 +264,3 @@ def test_slots_that_have_shifted_are_a_mismatch():
     y = function(leaf(4), leaf(4))
     with pytest.raises(MismatchError, match="region inside"):
         y.sum().backward()
-
-
-VIEWS = {"rows": lambda a: a[:2], "t": lambda a: a.t(), "a leaf": lambda a: a, "made": torch.exp}
-
-
-@pytest.mark.parametrize("hooks", HOOKS.values(), ids=HOOKS)
-@pytest.mark.parametrize("region", RERUNS.values(), ids=RERUNS)
-@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
-def test_a_view_of_a_leaf_is_the_same_input_in_the_recompute(view, region, hooks):
-    """Hooks may bring it back as a tensor of its own, which a region inside takes then."""
-
-    def function(wrap, a, b):
-        inner = wrap(lambda x, y: x.sin() * y[: x.shape[0]].cos())
-        return wrap(lambda x, y: inner(x, y + 1).exp())(view(a), b)
-
-    found = gradients(functools.partial(function, region), hooks)
-    assert found == gradients(functools.partial(function, plain))

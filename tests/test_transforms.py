@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.autograd.forward_ad as fwd
 from beside import Code
-from oracle import DOOR, DOORS, apply, bits, plain
+from oracle import DOORS, EACH_DOOR, apply, bits, plain
 from torch import func, nn
 
 from checkpointing import checkpointed
@@ -41,13 +41,13 @@ OVER = {
 
 
 @pytest.mark.parametrize("over", OVER)
-@DOOR
+@EACH_DOOR
 def test_a_transform_over_a_region_is_plains(over, door):
     """It runs, without a region."""
     assert bits(OVER[over](door)) == bits(OVER[over](plain))
 
 
-@DOOR
+@EACH_DOOR
 def test_vmap_over_a_region_that_wants_gradients_afterwards(door):
     """What it would have saved are batches, which end with the transform; backward comes later."""
 
@@ -106,7 +106,7 @@ REFUSED = {
 @pytest.mark.parametrize("backend", ["rerun", "replay"])
 @pytest.mark.parametrize("name", REFUSED)
 def test_transforms_that_torch_refuses_inside_a_region(name, backend):
-    """Both ways to recompute; README says so, and the warning does not advise it."""
+    """Both ways to recompute; LIMITS.md says so, and the warning does not advise it."""
     with pytest.raises(RuntimeError, match="saved tensor hooks"):
         checkpointed(REFUSED[name], backend=backend)(torch.ones(3, requires_grad=True))
 

@@ -6,14 +6,7 @@ Wrong uses, at the end, are errors with these codes: an ignore that is not neede
 from torch import Tensor, nn
 from typing_extensions import assert_type
 
-from checkpointing import (
-    Stats,
-    checkpoint_scope,
-    checkpointed,
-    disabled,
-    is_recomputing,
-    keep,
-)
+from checkpointing import Stats, checkpoint_scope, checkpointed, disabled, is_recomputing, keep
 from checkpointing.torch_compat import checkpoint
 
 

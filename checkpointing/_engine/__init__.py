@@ -1,6 +1,6 @@
-"""What both sources share: frames, holders, graph tasks, and tensors that are held for backward.
+"""The engine: frames, holders, graph tasks, and tensors that are held for backward.
 
-It imports `_torch` and `errors` alone. An engine never knows which source recomputes, or how.
+It imports `_torch` and `errors` alone. It never knows which kind of frame recomputes, or how.
 """
 
 from .check import (
@@ -55,7 +55,6 @@ from .tensors import (
 from .threads import (
     Region,
     aside,
-    put_before,
     thread,
     without_recording,
 )

@@ -2,9 +2,9 @@
 
 While a region runs, autograd passes every tensor that it would save to `Frame.pack` and stores the
 small `Holder` that it returns. When backward opens a holder, its frame makes a `Request`, computes
-the tensor and others on the way, and hands them out. How it computes is up to the kind of frame: a
-rerun calls a function again, a replay runs recorded operators again. Checks, errors and lifetimes
-are here, once.
+the tensor and others on the way, and delivers them to the request. How it computes is up to the
+kind of frame: a rerun calls a function again, a replay runs recorded operators again. Checks,
+errors and lifetimes are here, once.
 
 References, none of which point back, so nothing needs the garbage collector (rule 9):
 
@@ -69,15 +69,13 @@ class Holder:
     saved: Any  # what the frame needs to bring the tensor back, besides the slot
 
 
-class TaskTensors:
-    """The recomputed tensors of one frame in one graph task. They end with the first of the two:
-    `guard` watches an object that the graph task owns (rule 4)."""
+class TaskTensors(dict[int, Tensor | None]):
+    """The recomputed tensors of one frame in one graph task, by slot; None once its node has the
+    tensor. They end with the first of the two: `guard` watches an object that the graph task owns
+    (rule 4)."""
 
     guard: Any = None
-    holds_more = False  # than tensors that are ready
-
-    def __init__(self) -> None:
-        self.ready: dict[int, Tensor | None] = {}  # by slot; None once its node has the tensor
+    holds_more = False  # than these tensors
 
 
 class Stop(BaseException):
@@ -89,13 +87,12 @@ class Stop(BaseException):
 class Request:
     """One recompute: of the tensor that a holder asks for, and of others on the way."""
 
-    _mismatches: tuple[errors.Mismatch, ...] = ()
+    mismatches: tuple[errors.Mismatch, ...] = ()  # between this and the forward
 
     def __init__(self, frame: Frame, task: TaskTensors, holder: Holder) -> None:
         self.frame = frame
-        self.task = task
-        self.ready = ready = task.ready
-        ready.pop(holder.slot, None)  # its node has had it, and opens it again
+        self.task = self.ready = task
+        task.pop(holder.slot, None)  # its node has had it, and opens it again
         self.holder = holder
 
     def wanted(self) -> list[Holder]:
@@ -107,8 +104,8 @@ class Request:
     def is_last(self) -> bool:
         """Whether this graph task has nothing left to open. Mostly the first look tells, since
         backward opens the last slots first."""
-        ready = self.ready
-        return all((holder := ref()) is None or holder.slot in ready for ref in self.frame.holders)
+        ready, holders = self.ready, (ref() for ref in self.frame.holders)
+        return all(holder.slot in ready for holder in holders if holder is not None)
 
     def deliver(self, holder: Holder, tensor: Tensor) -> None:
         """Take one recomputed tensor, for one of the holders that are wanted."""
@@ -117,7 +114,7 @@ class Request:
             self.note_mismatch(holder, found, tensor)
         self.ready[holder.slot] = tensor
 
-    def note_mismatch(self, holder: Holder, found: Any, tensor: Tensor, where: str = "") -> None:
+    def note_mismatch(self, holder: Holder, found: Any, tensor: Tensor, more: str = "") -> None:
         """The check has found something else than in the forward."""
         expected, details = holder.metadata, f"slot {holder.slot}"
         made_by = self.frame.maker(holder, tensor)
@@ -125,43 +122,7 @@ class Request:
             details += f", made by {made_by}"
         if type(expected) is Evidence:
             details += f"; saved in the forward at {described(expected.line)}"
-        self._mismatches += ((holder.slot, expected, found, details + where),)
-
-    def run(self) -> None:
-        """Compute, with this thread's regions out of the way (rule 3), and check the outcome."""
-        here = thread.__dict__
-        region, depth = here["region"], here["depth"]
-        try:
-            here["region"], here["depth"] = None, depth + 1
-            if _torch.in_batched_backward():
-                with _torch.outside_of_batch():
-                    self.frame.recompute(self)
-            else:
-                self.frame.recompute(self)
-            self.check_outcome()
-        except Stop:  # of a rerun around this one
-            raise
-        except BaseException as error:
-            self._explain(error)
-            raise
-        finally:
-            here["region"], here["depth"] = region, depth
-
-    def _explain(self, error: Any) -> None:
-        """Add a note to an error, and its logs. No recomputed tensor is used after it."""
-        self.ready.clear()
-        note = f"This happened during the recompute of {self.frame.title}."
-        error.__notes__ = [*getattr(error, "__notes__", ()), note]  # `add_note` needs Python 3.11
-        if isinstance(error, errors.CheckpointError) and self.frame.on_error is not None:
-            self.frame.on_error(error)
-
-    def check_outcome(self) -> None:
-        """Raise if something else was computed than in the forward."""
-        if self._mismatches:
-            _, expected, *_ = self._mismatches[0]
-            # A wrong value spreads: show the first one only.
-            shown = 1 if type(expected) is Evidence else 3
-            raise errors.different_metadata(self.frame, reader(), self._mismatches, shown)
+        self.mismatches += ((holder.slot, expected, found, details + more),)
 
 
 def reader() -> str:
@@ -179,11 +140,13 @@ def _forget(frame: _ref[Frame], key: Any, _: object) -> None:
 class Frame:
     """One region: its holders, and the recomputed tensors of each graph task."""
 
+    entered = 0  # regions in this process, since the last replay
+    is_alone = False  # whether one region was entered between backward passes that replay
     hint: str  # the remedy where a recompute differs from the forward, for messages
     notes: Any = None  # for a report: of the tensors that are saved
     saved_bytes: int | None = None  # that autograd would hold, if that is known without notes
     replays: int | None = None  # of a recorded block: how many windows have run again
-    complete = False  # backward may run before the region has ended (rule 6)
+    complete = False  # whether the region has ended; backward may run before that (rule 6)
     on_error: Callable[[errors.CheckpointError], None] | None = None
     context: AbstractContextManager[Any] | None = None  # entered around each recompute
     prefix: str | None = None  # of messages, for code that matches torch's
@@ -248,6 +211,7 @@ class Frame:
         here = thread.__dict__
         region.outer = here["region"]
         here["region"] = region
+        Frame.entered += 1
         push_hooks(self.pack, unpack)
 
     def leave(self, region: Region) -> bool:
@@ -273,24 +237,62 @@ class Frame:
         group = _torch.graph_exec_group()
         key = group or key  # torch's context that joins graph tasks
         with self.lock:
-            task = self.tasks.get(key) or self.kind_of_task()
-            ready, slot = task.ready, holder.slot
-            if ready.get(slot) is None:  # else another thread has computed it
-                is_second_read = slot in ready and group is not None
-                if is_second_read and self.prefix is not None:
+            task, slot = self.task_of(key), holder.slot
+            if task.get(slot) is None:  # else another thread has computed it
+                if group is not None and slot in task and self.prefix is not None:
                     raise errors.overlapping(self)  # as torch does
                 request = self.kind_of_request(self, task, holder)
                 if not profiles():
-                    request.run()
+                    self._answer(request)
                 else:
                     with _torch.profiled_range(f"recompute:{self.name}"):
-                        request.run()
-                if len(ready) > 1 or task.holds_more or group is not None:
+                        self._answer(request)
+                if len(task) > 1 or task.holds_more or group is not None:
                     self.remember(task, key)
-            tensor = ready[slot]
-            assert tensor is not None  # a request raises if it cannot deliver
-            ready[slot] = None
+            tensor = task[slot]
+            assert tensor is not None  # `recompute` raises if it cannot deliver
+            task[slot] = None
         return tensor
+
+    def _answer(self, request: Request) -> None:
+        """Recompute, with this thread's regions out of the way (rule 3), and check the outcome."""
+        here = thread.__dict__
+        region, depth = here["region"], here["depth"]
+        try:
+            here["region"], here["depth"] = None, depth + 1
+            if _torch.in_batched_backward():
+                with _torch.outside_of_batch():
+                    self.recompute(request)
+            else:
+                self.recompute(request)
+            if request.mismatches:
+                self._refuse(request.mismatches)
+        except Stop:  # of a rerun around this one
+            raise
+        except BaseException as error:
+            request.ready.clear()  # no recomputed tensor is used after an error
+            self._explain(error)
+            raise
+        finally:
+            here["region"], here["depth"] = region, depth
+
+    def _refuse(self, mismatches: tuple[errors.Mismatch, ...]) -> None:
+        _, expected, *_ = mismatches[0]
+        # A wrong value spreads: show the first one only.
+        shown = 1 if type(expected) is Evidence else 3
+        raise errors.different_metadata(self, reader(), mismatches, shown)
+
+    def _explain(self, error: Any) -> None:
+        """Add a note, and the logs of the region, to an error."""
+        note = f"This happened during the recompute of {self.title}."
+        error.__notes__ = [*getattr(error, "__notes__", ()), note]  # `add_note` needs Python 3.11
+        if isinstance(error, errors.CheckpointError) and self.on_error is not None:
+            self.on_error(error)
+
+    def task_of(self, key: Any) -> TaskTensors:
+        """The tensors of a graph task; no more than a fresh object if it has none yet."""
+        task = self.tasks.get(key)
+        return self.kind_of_task() if task is None else task
 
     def remember(self, task: TaskTensors, key: Any) -> None:
         """Hold tensors until the end of the graph task, or of torch's group, even if that fails."""
@@ -308,8 +310,8 @@ def unpack(holder: Holder) -> Tensor:
     """Autograd's unpack hook, the same for all regions."""
     frame, key = holder.frame, graph_task_id()
     task = frame.tasks.get(key)
-    if task is not None and (tensor := task.ready.get(holder.slot)) is not None:
-        task.ready[holder.slot] = None
+    if task is not None and (tensor := task.get(holder.slot)) is not None:
+        task[holder.slot] = None
     elif holder.saved is None or (tensor := frame.at_hand(holder)) is None:
         tensor = frame.bring_back(holder, key)
     reader = _getframe().f_back  # None in a thread of the autograd engine
@@ -335,14 +337,14 @@ def _keep_until_done(holder: Holder, tensor: Tensor) -> None:
     if not isinstance(node, _torch.PythonNode):
         return
     key = _torch.graph_exec_group() or graph_task_id()
-    task = frame.tasks.get(key) or frame.kind_of_task()
+    task = frame.task_of(key)
     frame.remember(task, key)
-    task.ready[slot] = tensor
+    task[slot] = tensor
     weak = _ref(task)  # a backward that fails in this node leaves the hook behind
 
     def done(*_: Any) -> None:
         handle.remove()
         if (task := weak()) is not None:
-            task.ready[slot] = None
+            task[slot] = None
 
     handle = node.register_hook(done)

@@ -4,7 +4,7 @@
 |---|---|---|---|
 | `Aliased` | leaves and their views (rule 2); others without hooks | an alias | its version |
 | `Referenced` | parameters and defaults given to a rerun | the tensor | version, `requires_grad` |
-| `Saved` | other arguments of a rerun | autograd's saved tensor | autograd, `requires_grad` |
+| `AsOperand` | other arguments of a rerun | autograd's saved tensor | autograd, `requires_grad` |
 | `Packed` | any, with hooks of the user around | their object | its version, else the tensor's |
 | `InSlot` | any, with a region of ours around | a slot of that region | that region |
 | `Elsewhere` | any, with a `Mover` around | a copy | nothing: nobody can write it |
@@ -43,7 +43,7 @@ def check_version(frame: object, name: Name, tensor: Tensor, version: int) -> No
 
 
 class Held:
-    """A tensor that is held."""
+    """A tensor that a recompute will need."""
 
     is_packed = True  # whether fetching it may cost a copy or a recompute
     is_parameter = False  # whether it is referenced rather than saved
@@ -54,12 +54,12 @@ class Held:
 
     @property
     def moved(self) -> Moved | None:
-        """The offloaded tensor, if it is one."""
+        """Its offloaded copy, if there is one."""
         return None
 
     @property
     def is_stale(self) -> bool:
-        """Whether it is referenced, and has been written since."""
+        """Whether it is referenced rather than saved, and has been written since."""
         return False
 
     def fetch(self, frame: object) -> Tensor:
@@ -114,8 +114,8 @@ class Referenced(Aliased):
         return _with_flag(super().fetch(frame), self._requires_grad, frame, self.name)
 
 
-class Saved(Held):
-    """The saved tensor that autograd makes for an operator."""
+class AsOperand(Held):
+    """A tensor that autograd saves, as it saves an operand."""
 
     def __init__(self, tensor: Tensor, name: Name) -> None:
         self.packed = _save_input(tensor, False)
@@ -223,16 +223,16 @@ def hold(tensor: Tensor, saver: Saver, name: Name, role: object = None) -> Held:
         parameter = tensor if tensor._base is None else _alias(tensor)
         return Aliased(parameter, name, True)
     alias = _alias(tensor)
-    if isinstance(saver, Mover) and not saver.takes(alias):
+    if tensor.is_meta or _torch.is_cast_of_parameter(root_of(tensor)):  # costs nothing
         saver = None
-    is_cheap = tensor.is_meta or _torch.is_cast_of_parameter(root_of(tensor))
-    if saver is None or is_cheap:
-        return Aliased(alias, name)
     if isinstance(saver, Mover):
-        return Elsewhere(without_recording(saver.send, alias), name)
+        if saver.takes(alias):
+            return Elsewhere(without_recording(saver.send, alias), name)
+        saver = None
     if _is_users(saver):
         return Packed(alias, saver, name, without_recording(saver[0], alias))
-    if getattr(_owner_of(saver), "complete", False):  # a block around, left before this one
+    owner = _owner_of(saver)
+    if saver is None or getattr(owner, "complete", False):  # a block around, left before this one
         return Aliased(alias, name)
     return InSlot(alias, saver, name, role or name, tensor)
 
@@ -249,7 +249,7 @@ def hold_argument(tensor: Tensor, hooks: _torch.Hooks | None, name: Name) -> Hel
     is_plain = type(tensor) is Tensor and tensor._base is None
     is_usual = hooks is None and tensor.requires_grad
     if is_usual and is_plain:  # checked first
-        return Saved(tensor, name)
+        return AsOperand(tensor, name)
     if _is_referenced(tensor, hooks):
         return Referenced(tensor, name)
     if tensor.is_inference():
@@ -258,7 +258,7 @@ def hold_argument(tensor: Tensor, hooks: _torch.Hooks | None, name: Name) -> Hel
         return Packed(tensor, (hooks[0], _unpack_saved), name, _save_input(tensor, False))
     if hooks is not None:
         announce(hooks, name, tensor)
-    return Saved(tensor, name)
+    return AsOperand(tensor, name)
 
 
 _unpack_saved = _torch.SavedTensor.unpack

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,8 +18,8 @@ _is_grad_enabled, _set_grad_enabled = torch.is_grad_enabled, _torch.set_grad_ena
 
 
 class Region:
-    """A region as code inside it meets it. It hands on to the region around what it does not
-    handle."""
+    """A region, as code inside it meets it. Calls that it does not handle go on to the region
+    around it."""
 
     outer: Region | None = None  # while the region runs
     is_noted = False  # for a report, as are regions inside
@@ -82,8 +81,8 @@ def aside() -> Iterator[None]:
 
 
 def without_recording(function: Callable[..., R], *values: Any) -> R:
-    """Call a check, a copy or a hook of the user: its operators are neither recorded nor in a
-    graph."""
+    """Call a check, a copy or a hook of the user, whose operators are neither recorded nor part of
+    a graph."""
     here = thread.__dict__
     region, depth, aside = here["region"], here["depth"], here["aside"]
     grad_mode = _is_grad_enabled()
@@ -94,13 +93,3 @@ def without_recording(function: Callable[..., R], *values: Any) -> R:
     finally:
         _set_grad_enabled(grad_mode)
         here["region"], here["depth"], here["aside"] = region, depth, aside
-
-
-def put_before(region: Any, kind: type) -> None:
-    """Put a class before that of a region, which gets its methods from here on."""
-    region.__class__ = _combined(kind, region.__class__)
-
-
-@functools.cache
-def _combined(kind: type, other: type) -> type:
-    return type(other.__name__, (kind, other), {})

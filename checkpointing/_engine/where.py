@@ -16,8 +16,7 @@ from types import CodeType, FrameType
 Line = tuple[CodeType, int]  # a code object and an instruction in it
 
 _NOT_USER_CODE = tuple(
-    os.path.dirname(sys.modules[package].__file__ or "") + os.sep
-    for package in ("torch", __name__.partition(".")[0])
+    sys.modules[package].__path__[0] + os.sep for package in ("torch", __name__.partition(".")[0])
 )
 
 
@@ -33,18 +32,18 @@ def user_line() -> str:
     return described(entered_from(sys._getframe(1)))
 
 
-def described(where: Line) -> str:
+def described(line: Line) -> str:
     """`file:line: code`."""
-    file, line = where[0].co_filename, line_number(where)
-    return f"{file}:{line}: {linecache.getline(file, line).strip()}"
+    file, number = line[0].co_filename, line_number(line)
+    return f"{file}:{number}: {linecache.getline(file, number).strip()}"
 
 
-def line_number(where: Line) -> int:
+def line_number(line: Line) -> int:
     """`frame.f_lineno` of a frame that no longer exists."""
-    code, instruction = where
-    for start, end, line in code.co_lines():
-        if start <= instruction < end and line is not None:
-            return line
+    code, instruction = line
+    for start, end, number in code.co_lines():
+        if start <= instruction < end and number is not None:
+            return number
     return code.co_firstlineno
 
 

@@ -1,6 +1,6 @@
 """The doors: what users call, the options and policies that they give, and what they are told.
 
-It may import every other room. A door decides, region by region, which source brings tensors back.
+It may import every other room. A door decides, region by region, whether to rerun or to replay.
 """
 
 from .api import (

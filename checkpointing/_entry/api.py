@@ -1,7 +1,7 @@
 """The entry points `checkpointed` and `checkpoint_scope`, and the one `Options` behind them.
 
 An entry point decides whether there is a region at all (grad mode, `enabled`, `disabled()`), builds
-frame and source, and enters and leaves them so that nothing stays behind after an exception. The
+a frame, and enters and leaves it so that nothing stays behind after an exception. The
 engine does the rest.
 """
 
@@ -52,8 +52,7 @@ Backend = Literal["rerun", "replay", "reentrant"]
 
 
 class Options(NamedTuple):
-    """The options of a region, spelled once. `checkpointed` and `checkpoint_scope` document
-    them."""
+    """The options of a region. `checkpointed` and `checkpoint_scope` document them."""
 
     backend: Backend | None = None
     enabled: bool = True
@@ -66,7 +65,7 @@ class Options(NamedTuple):
     name: str | None = None
 
     def checked(self) -> Options:
-        """The same, with backend and policy resolved.
+        """These options, with a backend, and with a `Policy` or None as the policy.
 
         Raises:
             ValueError: for options that contradict each other.
@@ -102,7 +101,7 @@ class Options(NamedTuple):
 
 
 class GivenToScope(TypedDict, total=False):
-    # The same for type checkers.
+    # For type checkers: the keywords of `checkpoint_scope`, and below those of `checkpointed`.
     enabled: bool
     preserve_rng_state: PreserveRngState
     early_stop: bool
@@ -137,13 +136,16 @@ _disabled: contextvars.ContextVar[bool] = contextvars.ContextVar(
 def disabled() -> Iterator[None]:
     """Run every region that is entered inside, in this thread and context, as plain code.
 
-    >>> import torch
-    >>> from checkpointing import checkpointed, disabled
-    >>> @checkpointed
-    ... def f(x):
-    ...     return x.sin().cos()
-    >>> with disabled():
-    ...     y = f(torch.ones(3, requires_grad=True))  # saves its activations, recomputes nothing
+    Regions that were entered before still recompute.
+
+    Example:
+        >>> import torch
+        >>> from checkpointing import checkpointed, disabled
+        >>> @checkpointed
+        ... def f(x):
+        ...     return x.sin().cos()
+        >>> with disabled():
+        ...     y = f(torch.ones(3, requires_grad=True))  # saves its activations
     """
     token = _disabled.set(True)
     try:
@@ -157,9 +159,17 @@ def is_recomputing() -> bool:
 
     A replay runs no Python code again, so there only custom operators ever see `True`.
 
-    >>> from checkpointing import is_recomputing
-    >>> is_recomputing()
-    False
+    Example:
+        >>> import torch
+        >>> from checkpointing import checkpointed, is_recomputing
+        >>> calls = []
+        >>> @checkpointed
+        ... def f(x):
+        ...     calls.append(is_recomputing())
+        ...     return x.sin().cos()
+        >>> f(torch.ones(3, requires_grad=True)).sum().backward()
+        >>> calls
+        [False, True]
     """
     return thread.depth > thread.aside
 
@@ -220,8 +230,8 @@ def forward_only(fn: Callable[P, R], /) -> Callable[P, R]:
 
 
 def is_plain(enabled: bool = True) -> bool:
-    """Whether to run without a region (rule 10). A traced graph contains the backward, or none: a
-    recompute would put the activations and random numbers of this run into it."""
+    """Whether to run without a region (rule 10), as while a graph is traced: the trace contains the
+    backward, or none, and a recompute would put the tensors of this run into it."""
     if not (enabled and _is_grad_enabled()):
         return True
     if _disabled.get():
@@ -368,17 +378,15 @@ def wrap(fn: Any, run: Callable[..., Any], options: Any, name: str = "") -> Any:
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         return run(options, fn, args, kwargs, name)
 
+    vars(wrapper)["enters_region"] = True
     return wrapper
 
 
 def is_in_region(fn: Any) -> bool:
     """Whether calling a function enters a region, as far as `functools.wraps` tells."""
-    codes = wrap.__code__.co_consts  # among them the code of `wrapper`
 
     def enters(fn: Any) -> bool:
-        if isinstance(fn, CheckpointedObject):
-            return bool(fn.options.enabled)
-        return getattr(fn, "__code__", fn) in codes
+        return getattr(fn, "enters_region", False)
 
     return enters(inspect.unwrap(fn, stop=enters))
 
@@ -389,6 +397,10 @@ class CheckpointedObject:
     def __init__(self, fn: Any, run: Callable[..., Any], options: Any) -> None:
         self.__wrapped__, self.run, self.options = fn, run, options
 
+    @property
+    def enters_region(self) -> bool:
+        return bool(self.options.enabled)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         fn = self.__wrapped__
         return self.run(self.options, fn, args, kwargs, type(fn).__qualname__)
@@ -398,19 +410,13 @@ def refuse_generators(entry: str, fn: Any) -> None:
     code = fn.func if isinstance(fn, functools.partial) else fn
     if not inspect.isroutine(code):
         code = code.forward if isinstance(code, nn.Module) else type(code).__call__
-    for kind, is_one in _GENERATORS:
-        if is_one(code):
-            raise TypeError(
-                f"{entry} can't wrap the {kind} function {getattr(fn, '__qualname__', fn)}: "
-                "calling it computes nothing. Decorate a plain function that it calls."
-            )
-
-
-_GENERATORS = (
-    ("generator", inspect.isgeneratorfunction),
-    ("async", inspect.iscoroutinefunction),
-    ("async", inspect.isasyncgenfunction),
-)
+    is_async = inspect.iscoroutinefunction(code) or inspect.isasyncgenfunction(code)
+    if is_async or inspect.isgeneratorfunction(code):
+        kind, name = "async" if is_async else "generator", getattr(fn, "__qualname__", fn)
+        raise TypeError(
+            f"{entry} can't wrap the {kind} function {name}: calling it computes nothing. Decorate "
+            "a plain function that it calls."
+        )
 
 
 def run(options: Options, fn: Any, args: Any, kwargs: Any, name: str) -> Any:
@@ -441,8 +447,8 @@ def run_rerun(
     contexts: Callable[[Frame], tuple[Any, Any]] | None = None,
     prefix: str | None = None,
 ) -> Any:
-    """Run a region that is called again in backward. `contexts` makes a context for the forward and
-    one for the rerun; messages begin with `prefix`."""
+    """Run a region whose function is called again in backward. `contexts` makes a context for the
+    forward and one for the rerun; messages begin with `prefix`."""
     check, rng = check_of(options.determinism_check), options.preserve_rng_state
     frame = Rerun(fn, args, kwargs, rng, name, line, options.early_stop, check)
     frame.prefix = prefix
@@ -463,8 +469,7 @@ def run_rerun(
 
 
 def _is_noted(options: Options) -> bool:
-    outer = thread.region
-    return options.report or (outer is not None and outer.is_noted)
+    return options.report or getattr(thread.region, "is_noted", False)
 
 
 def _run_replay(fn: Any, args: Any, kwargs: Any, name: str, options: Options) -> Any:
@@ -490,12 +495,12 @@ class _Block:
 
     def __init__(self, name: str, line: Line, options: Options, fn: Any = None) -> None:
         policy, rng, hooks = options.policy, options.preserve_rng_state, _torch.enclosing_hooks()
-        placement = policy and policy.placement
+        placement = getattr(policy, "placement", None)
         is_noted = _is_noted(options)
         code, instruction = line if fn is None else (getattr(fn, "__code__", type(fn)), 0)
-        check = check_of(options.determinism_check)
-        if options.determinism_check == "metadata":  # a replay has the same, by construction
-            check = None
+        check = None
+        if options.determinism_check != "metadata":  # which a replay has by construction
+            check = check_of(options.determinism_check)
         asked = (placement, rng, hooks is None, is_noted, options.debug, check is None)
         # A weak reference hashes a code object once, rather than in each run.
         program = program_of((ref(code), instruction, *asked))
@@ -548,7 +553,7 @@ def _is_rerun(hooks: _torch.Hooks | None) -> bool:
 
 @contextmanager
 def _excluded() -> Iterator[None]:
-    """A block inside a recorded region whose saved tensors are kept there."""
+    """Keep the tensors that are saved in a block, in the recorded region around it."""
     hooks, region = _torch.enclosing_hooks(), thread.region
     if is_plain() or not isinstance(region, Run):
         yield  # nothing is recorded
@@ -572,8 +577,8 @@ class checkpoint_scope:
     The block is recorded operator by operator. Backward runs again those operators that it needs,
     and no Python code. Scopes and checkpointed functions nest in any order.
 
-    A scope is lexical: it drops the tensors that operators *inside* the block save. Results that an
-    operator outside of the block saves are saved by that operator.
+    A scope covers the operators inside the block. If an operator after the block saves one of the
+    block's results, that tensor stays in memory.
 
     Args:
         enabled: False makes this a plain block. Inside another scope, that scope then keeps the

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .. import _torch, errors
+from .. import _torch
 from .._engine import Frame, stack_of_user
 
 
@@ -16,13 +15,10 @@ class OpLog(TorchDispatchMode):
     """A log of operators, each with the lines of user code that led to it."""
 
     supports_higher_order_operators = True
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.lines: list[Any] = []
+    lines: list[Any] = []  # noqa: RUF012  # before it is entered
 
     def __enter__(self) -> Any:
-        self.lines.clear()  # of the recompute before this one
+        self.lines = []  # without those of the recompute before this one
         return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -42,25 +38,25 @@ def _text(value: Any) -> str:
     return repr(value)
 
 
-def _explain(forward: list[Any], recompute: list[Any], error: errors.CheckpointError) -> None:
-    """Raise an error again with the logs of both runs, under torch's headings."""
-    logs = ""
-    for title, lines in (("the original forward", forward), ("recomputation", recompute)):
-        logs += f"\n\nOperations executed during {title}:\n"
-        logs += "".join(f"  {i}: {op}\n{stack}" for i, (op, stack) in enumerate(lines))
-    explained = type(error)(
-        f"{error}\n\nAn error happened while unpacking tensors; these are the operators of both "
-        f"runs, each with the lines of your code that led to it, innermost first.{logs}\n"
-        "You are seeing this error because you passed `debug=True` to checkpoint: the first "
-        "operator that differs above shows where the two runs part."
-    )
-    vars(explained).update(__notes__=getattr(error, "__notes__", []))
-    raise explained from error
-
-
 def logged(frame: Frame) -> tuple[OpLog, OpLog]:
     """Contexts that log the operators of the forward and of the recompute, for errors of the
     frame."""
-    forward, recompute = OpLog(), OpLog()
-    frame.on_error = functools.partial(_explain, forward.lines, recompute.lines)
+    forward, recompute = OpLog(), OpLog()  # type: ignore[no-untyped-call]
+
+    def explain(error: Any) -> None:
+        """Raise an error again with both logs, under torch's headings."""
+        logs = ""
+        for title, log in (("the original forward", forward), ("recomputation", recompute)):
+            logs += f"\n\nOperations executed during {title}:\n"
+            logs += "".join(f"  {i}: {op}\n{stack}" for i, (op, stack) in enumerate(log.lines))
+        explained = type(error)(
+            f"{error}\n\nAn error happened while unpacking tensors; these are the operators of "
+            "both runs, each with the lines of your code that led to it, innermost first."
+            f"{logs}\nYou are seeing this error because you passed `debug=True` to checkpoint: the "
+            "first operator that differs above shows where the two runs part."
+        )
+        explained.__notes__ = getattr(error, "__notes__", [])
+        raise explained from error
+
+    frame.on_error = explain
     return forward, recompute

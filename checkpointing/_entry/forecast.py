@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from .. import _torch
-from .._engine import Generators, entered_from
+from .._engine import Generators, entered_from, unpack
 from .._plan import Block, Cost, Outlook
 from .._record import Placement, Program, Run, Step, tensors_of
 from .._replay import Replay
@@ -106,6 +106,12 @@ class _Rehearsal(Run):
         self._open: list[int] = []
 
     def calls_module(self, module: nn.Module, args: Any) -> None:
+        hooks = _torch.enclosing_hooks()
+        if hooks is not None and hooks[1] is not unpack:
+            raise ValueError(
+                f"forecast: hooks around {type(module).__qualname__}, such as those of torch's own "
+                "checkpoint, hide what autograd saves. Switch them off first."
+            )
         if module not in self.buffers:
             self.buffers[module] = dict(_torch.buffers_of_module(module)[0])
         self._open.append(len(self.path))
@@ -121,7 +127,8 @@ class _Rehearsal(Run):
             for tensor in tensors_of([given.get(place) for place in places]):
                 storage = _torch.storage_id(tensor)
                 if storage not in self.moments:
-                    self.moments[storage] = Moment.of([tensor])
+                    whole = _torch.bytes_of(tensor) if _torch.has_storage(tensor) else tensor
+                    self.moments[storage] = Moment([tensor], [whole])
         super()._before_write(step, args, kwargs)
 
 
@@ -151,7 +158,9 @@ def forecast(function: Callable[[], Any], /) -> Forecast:
     """Say what a training step would cost with each choice of checkpoints.
 
     The function runs once, with gradients enabled and without backward, and inner regions of this
-    library run as plain code. Buffers, random states and other memory that it writes are put back.
+    library run as plain code. Buffers, random states and other memory that it writes are put back;
+    what Python notes elsewhere, such as a counter, is not. Memory that kernels work in is no part
+    of the simulation.
     The peak of forward and backward is then simulated for plain code, for a checkpoint around each
     block that the program repeats, for `auto()`, and for `auto(peak=...)` from the largest peak to
     the least.
@@ -169,7 +178,8 @@ def forecast(function: Callable[[], Any], /) -> Forecast:
         of the optimizer.
 
     Raises:
-        ValueError: if autograd saves nothing in the function.
+        ValueError: if autograd saves nothing in the function, or if checkpoints of another library
+            hide what it saves.
 
     Example:
         >>> import torch
@@ -192,7 +202,9 @@ def forecast(function: Callable[[], Any], /) -> Forecast:
             frame.leave(run)
         run.finish_step()
         if not run.store.saved_bytes:
-            raise ValueError("forecast: autograd saves nothing in this function")
+            raise ValueError(
+                "forecast: autograd saves nothing in this function. Leave backward out of it."
+            )
         rows = _rows(Outlook(run), run.calls)
         run.close()
     del result
@@ -200,24 +212,43 @@ def forecast(function: Callable[[], Any], /) -> Forecast:
 
 
 def _rows(outlook: Outlook, calls: dict[str, list[Block]]) -> list[Row]:
-    plain = outlook.plain()
-    named: list[tuple[str, Cost]] = [("plain", plain), ("auto()", outlook.planned(None))]
-    by_hand = {
-        f"checkpoint_modules(model, {name})": outlook.by_hand(blocks)
-        for name, blocks in calls.items()
-        if len(blocks) > 1
-    }
-    if not by_hand and (blocks := outlook.repeats()):
-        by_hand["a checkpoint around each block"] = outlook.by_hand(blocks)
-    named += sorted(by_hand.items(), key=lambda item: item[1])[:1]
-    least = outlook.least()
-    for n in range(_MOST_ROWS):
-        text = _rounded(least * (plain.peak / least) ** (n / _MOST_ROWS))
-        cost = outlook.planned(bytes_of("peak", text))
-        if all((cost.peak, cost.recomputed) != (c.peak, c.recomputed) for _, c in named):
-            named.append((f'auto(peak="{text}")', cost))
-    rows = [Row(text, *cost) for text, cost in named]
-    return sorted(rows, key=lambda row: (-row.peak, row.recomputed))
+    plain, least = outlook.plain(), outlook.planned(0)
+    found = {"plain": plain, "auto()": outlook.planned(None), **_by_hand(outlook, calls)}
+    costs: dict[str, Cost] = {}  # of peaks from the least one up, until nothing runs again
+    smallest = max(1, least.peak)
+    number, ratio = 0, max(1.0, plain.peak / smallest)
+    while number < _MOST_PEAKS and all(cost.recomputed for cost in costs.values()):
+        text = _rounded(smallest * ratio ** (number / _MOST_PEAKS))
+        costs[f'auto(peak="{text}")'] = outlook.planned(bytes_of("peak", text))
+        number += 1
+    rows: dict[tuple[int, float], Row] = {}  # that differ by something
+    for write, cost in (found | costs).items():
+        rows.setdefault((cost.peak, cost.recomputed), Row(write, *cost))
+    return sorted(rows.values(), key=lambda row: (-row.peak, row.recomputed))
+
+
+def _by_hand(outlook: Outlook, calls: dict[str, list[Block]]) -> dict[str, Cost]:
+    """The cost of a checkpoint around each call of the modules that are most like the blocks that
+    the program repeats."""
+    blocks = outlook.repeats()
+    if not blocks:
+        return {}
+    name = max(calls, key=lambda name: _likeness(blocks, calls[name]), default="")
+    if len(calls.get(name, ())) < 2:
+        return {"a checkpoint around each block": outlook.by_hand(blocks)}
+    return {f"checkpoint_modules(model, {name})": outlook.by_hand(calls[name])}
+
+
+def _likeness(blocks: list[Block], calls: list[Block]) -> float:
+    """How well these calls cover the blocks, 1 at most."""
+    total = 0.0
+    for begin, end in blocks:
+        shares = [
+            max(0, min(end, last) - max(begin, first)) / (max(end, last) - min(begin, first))
+            for first, last in calls
+        ]
+        total += max(shares)
+    return total / len(blocks)
 
 
 def _rounded(nbytes: float) -> str:
@@ -228,4 +259,4 @@ def _rounded(nbytes: float) -> str:
     return f"{math.ceil(number / step) * step:.4g} {UNITS[unit]}"
 
 
-_MOST_ROWS = 8  # that differ in their peak
+_MOST_PEAKS = 10  # that are tried, each by the same factor larger than the one before

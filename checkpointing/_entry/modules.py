@@ -73,6 +73,8 @@ def checkpoint_modules(
         ('0', '1', '2')
         >>> model(torch.randn(4, 8)).sum().backward()  # calls the three once more
         >>> handle.remove()
+
+    Source of the method: `apply_activation_checkpointing` of torch, which wraps modules instead.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"checkpoint_modules takes a module, not {model!r}")
@@ -109,13 +111,9 @@ def _as_function(select: Select) -> Picks:
     if isinstance(select, type):
         return lambda _, module: isinstance(module, select)
     if isinstance(select, str):
-        parts = select.split(".")
-
-        def matches(name: str, _: nn.Module) -> bool:
-            names = name.split(".") if name else []
-            return len(names) == len(parts) and all(map(fnmatchcase, names, parts))
-
-        return matches
+        # With as many dots as the name has, a `*` matches none of them.
+        dots = select.count(".")
+        return lambda name, _: name != "" and name.count(".") == dots and fnmatchcase(name, select)
     if isinstance(select, tuple | list):
         functions = [_as_function(part) for part in select]
         return lambda name, module: any(picks(name, module) for picks in functions)

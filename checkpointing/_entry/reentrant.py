@@ -8,6 +8,7 @@ the rest of the library.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from typing import Any
 
@@ -111,11 +112,7 @@ _NO_RESULTS = _NoResults()
 
 
 def run(
-    function: Any,
-    name: str,
-    preserve_rng_state: PreserveRngState,
-    args: Any,
-    kwargs: Any,
+    function: Any, name: str, preserve_rng_state: PreserveRngState, args: Any, kwargs: Any
 ) -> Any:
     """Enter a region of `checkpointed`. Unsupported inputs are an error in the forward."""
     if kwargs:
@@ -135,18 +132,15 @@ def run(
                 "would give the parameters that the function uses no gradients. Use "
                 "backend='rerun', or call requires_grad_() on an input."
             )
-    return CheckpointFunction.apply(function, preserve_rng_state, *args)  # type: ignore[no-untyped-call]
+    apply: Any = CheckpointFunction.apply
+    return apply(function, preserve_rng_state, *args)
 
 
-_warned: list[bool] = []
-
-
+@functools.cache
 def warn_once() -> None:
     """Warn once per process that the backend is deprecated."""
-    if not _warned:
-        _warned.append(True)
-        warn(
-            "backend='reentrant' is deprecated: backend='rerun', the default, supports more and is "
-            "faster. Leave backend out.",
-            FutureWarning,
-        )
+    warn(
+        "backend='reentrant' is deprecated: backend='rerun', the default, supports more and is "
+        "faster. Leave backend out.",
+        FutureWarning,
+    )

@@ -10,13 +10,11 @@ in ranges named `recompute:<region>`.
 
 from __future__ import annotations
 
-import os
+import re
 import sys
 import traceback
 import weakref
-from collections import Counter
 from collections.abc import Iterable
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +23,6 @@ from torch import Tensor
 from .. import _torch
 from .._engine import (
     Frame,
-    Held,
     Holder,
     Moved,
     described,
@@ -44,8 +41,8 @@ class TensorReport(NamedTuple):
     are held now: an `"input"`; `"kept"`, by `keep` or a policy; `"offloaded"`; a `"random state"`;
     a copy of `"buffers"`.
 
-    `nbytes` is the size of the storage; 0 for tensors without one, such as sparse ones. Wrappers
-    such as DTensor are described by the tensors inside them.
+    `nbytes` is the size of the storage in bytes; 0 for tensors without one, such as sparse ones.
+    Wrappers such as DTensor are described by the tensors inside them.
 
     `operator` made the tensor, or read it first if it is an input of a block. For an argument of a
     function it is the name of the argument. `module` is the module whose `forward` ran then, by its
@@ -67,9 +64,9 @@ class RegionReport(NamedTuple):
 
     `saved` lists the tensors that autograd would hold without the region, `held` those that are
     held now: each storage once, the largest first, without parameters and other leaves that require
-    grad. Tensors that a region around this one brings back are not held here. `line` is where the
-    region was entered. `replays` counts the windows that a recorded block has replayed; it is None
-    for a rerun.
+    grad. `bytes_saved` and `bytes_held` are their sums. Tensors that a region around this one
+    brings back are not held here. `line` is where the region was entered. `replays` counts the
+    windows that a recorded block has replayed; it is None for a rerun.
 
     Without `report=True`, `saved` is empty, and the `bytes_saved` of a rerun are None.
     """
@@ -92,15 +89,15 @@ class Report(NamedTuple):
         lines = ["would hold   held now  region"]
         for region in self.regions[:_ROWS]:
             saved = "" if region.bytes_saved is None else size(region.bytes_saved)
-            held = size(region.bytes_held)
-            lines.append(f"{saved:>10} {held:>10}  {region.name}  {_short(region.line)}")
-        tensors = _sorted(t for region in self.regions for t in (*region.held, *region.saved))
+            about = f"{region.name}  {_short(region.line)}"
+            lines.append(f"{saved:>10} {size(region.bytes_held):>10}  {about}")
+        tensors = _sorted(t for region in self.regions for t in region.held + region.saved)
         lines += ["", f"the largest of {len(tensors)} tensors in {len(self.regions)} regions:"]
-        for kind, nbytes, shape, dtype, operator, module, line in tensors[:_ROWS]:
-            described = f"{dtype}{[*shape]}"[6:]
-            lines.append(f"{size(nbytes):>10}  {kind:<12}  {described:<26}  {operator or ''}")
-            if line is not None:
-                lines.append(f"{'':12}{module or ''} {_short(line)}")
+        for t in tensors[:_ROWS]:
+            about = f"{t.dtype}{[*t.shape]}"[6:]
+            lines.append(f"{size(t.nbytes):>10}  {t.kind:<12}  {about:<26}  {t.operator or ''}")
+            if t.line is not None:
+                lines.append(f"{'':12}{t.module or ''} {_short(t.line)}")
         return "\n".join(line[:80].rstrip() for line in lines)
 
 
@@ -125,8 +122,7 @@ UNITS = ("B", "KiB", "MiB", "GiB")
 
 
 def _short(line: str) -> str:
-    file, colon, rest = line.partition(":")
-    return os.path.basename(file) + colon + rest
+    return re.sub(r"^[^:]*/", "", line)  # no folders
 
 
 def report(*outputs: Tensor) -> Report:
@@ -143,33 +139,33 @@ def report(*outputs: Tensor) -> Report:
     Raises:
         TypeError: if an argument is not a tensor.
 
-    >>> import torch
-    >>> from checkpointing import checkpointed, report
-    >>> block = checkpointed(lambda x: x.sin().exp().tanh(), report=True, preserve_rng_state=False)
-    >>> x = torch.ones(1024, requires_grad=True)
-    >>> (region,) = report(block(x * 2).sum()).regions
-    >>> region.bytes_saved, region.bytes_held, region.held[0].operator
-    (12288, 4096, 'args[0]')
+    Example:
+        >>> import torch
+        >>> from checkpointing import checkpointed, report
+        >>> options = {"report": True, "preserve_rng_state": False}
+        >>> block = checkpointed(lambda x: x.sin().exp().tanh(), **options)
+        >>> x = torch.ones(1024, requires_grad=True)
+        >>> (region,) = report(block(x * 2).sum()).regions
+        >>> region.bytes_saved, region.bytes_held, region.held[0].operator
+        (12288, 4096, 'args[0]')
+
+    Source of the method: `jax.ad_checkpoint.print_saved_residuals`.
     """
     for output in outputs:
         if not isinstance(output, Tensor):
             raise TypeError(f"report takes tensors, such as a loss, not {output!r}")
+    nodes = _torch.nodes_from([output.grad_fn for output in outputs], {None})
+    packed = [saved for node in nodes for saved in _torch.saved_by(node)]
     frames: dict[Frame, None] = {}
-    for node in _torch.nodes_from([output.grad_fn for output in outputs], {None}):
-        for packed in _torch.saved_by(node):
-            _find(packed, frames)
+    for one in packed:
+        if isinstance(one, Holder) and one.frame not in frames:
+            frames[one.frame] = None
+            # Regions around it hold its inputs.
+            packed += [_packed(holding.part) for holding in one.frame.holdings()]
     return report_of(frames)
 
 
-def _find(packed: Any, frames: dict[Frame, None]) -> None:
-    """Add the region of a holder, and the regions around it, which hold its inputs."""
-    if isinstance(packed, Holder) and packed.frame not in frames:
-        frames[packed.frame] = None
-        for holding in packed.frame.holdings():
-            _find(_packed(holding.part), frames)
-
-
-def _packed(part: Held | Tensor) -> Any:
+def _packed(part: Any) -> Any:
     """A held tensor, or the object that hooks have made of it."""
     packed = getattr(part, "packed", part)
     return packed.data if isinstance(packed, _torch.SavedTensor) else packed
@@ -177,23 +173,22 @@ def _packed(part: Held | Tensor) -> Any:
 
 def report_of(frames: Iterable[Frame]) -> Report:
     """The report of these regions."""
-    regions = []
-    for frame in frames:
-        held, bytes_saved = _sorted(_held_by(frame)), frame.saved_bytes
-        saved: tuple[TensorReport, ...] = ()
-        if frame.notes is not None:
-            saved = _sorted(frame.notes.tensors)
-            bytes_saved = _bytes_of(saved)
-        about = frame.name, described(frame.entered_from), bytes_saved, _bytes_of(held)
-        regions.append(RegionReport(*about, frame.replays, saved, held))
+    regions = map(_region, frames)
     return Report(tuple(sorted(regions, key=lambda r: -(r.bytes_saved or r.bytes_held))))
+
+
+def _region(frame: Frame) -> RegionReport:
+    held, saved = _held_by(frame), _sorted(frame.notes or ())
+    bytes_saved = frame.saved_bytes if frame.notes is None else _bytes_of(saved)
+    about = frame.name, described(frame.entered_from), bytes_saved, _bytes_of(held)
+    return RegionReport(*about, frame.replays, saved, held)
 
 
 def _bytes_of(tensors: Iterable[TensorReport]) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 
-def _held_by(frame: Frame) -> Iterable[TensorReport]:
+def _held_by(frame: Frame) -> tuple[TensorReport, ...]:
     """Each storage that a region holds, once. A region around it holds what is in its slots."""
     found: dict[int, TensorReport] = {}
     for kind, part, operator, note in frame.holdings():
@@ -201,19 +196,15 @@ def _held_by(frame: Frame) -> Iterable[TensorReport]:
         if type(packed) is Moved:
             kind, packed = "offloaded", packed.away
         for tensor in tensors_in(packed)[:1]:
-            if not is_referenced(tensor):
-                found |= _described(kind, tensor, operator, *(note or (None, None)))
-    return found.values()
+            for plain in () if is_referenced(tensor) else _torch.plain_parts(tensor):
+                key = _torch.storage_of(plain) or id(plain)
+                found[key] = _described(kind, plain, operator, *(note or (None, None)))
+    return _sorted(found.values())
 
 
-def _described(kind: str, tensor: Tensor, *about: str | None) -> dict[int, TensorReport]:
-    """The storages of a tensor, by their identity."""
-    return {
-        _torch.storage_of(part) or id(part): TensorReport(
-            kind, _torch.memory_size(part), tuple(_torch.shape_of(part)), part.dtype, *about
-        )
-        for part in _torch.plain_parts(tensor)
-    }
+def _described(kind: str, tensor: Tensor, *about: str | None) -> TensorReport:
+    nbytes, shape = _torch.memory_size(tensor), tuple(_torch.shape_of(tensor))
+    return TensorReport(kind, nbytes, shape, tensor.dtype, *about)
 
 
 class Stats(NamedTuple):
@@ -244,45 +235,37 @@ class Stats(NamedTuple):
 
 def measure(frame: Replay) -> Stats:
     """The present numbers of a scope."""
-    nbytes = Counter[str]()
-    for tensor in _held_by(frame):
-        nbytes[tensor.kind] += tensor.nbytes
-    held = nbytes["input"] + nbytes["random state"]
+    tensors = _held_by(frame)
+    kept = _bytes_of(t for t in tensors if t.kind not in ("input", "random state"))
     recorded, cuts = frame.counts()
     peak = 0 if frame.plan is None else frame.plan.peak
     counts = recorded, frame.replayed, frame.replays, frame.saved_bytes
-    return Stats(*counts, held, nbytes.total() - held, cuts, peak)
+    return Stats(*counts, _bytes_of(tensors) - kept, kept, cuts, peak)
 
 
-class Notes:
+class Notes(list[TensorReport]):
     """The tensors that are saved in a region, each storage once."""
 
     def __init__(self) -> None:
-        self.tensors: list[TensorReport] = []
         self._known: weakref.WeakSet[Any] = weakref.WeakSet()  # storages
 
     def add(self, holder: Holder, tensor: Tensor) -> None:
+        """Note a tensor of `holder.frame`."""
         if is_referenced(root_of(tensor)):
             return
-        operator = holder.frame.maker(holder, tensor)
+        about = holder.frame.maker(holder, tensor), *note()
         for part in _torch.plain_parts(tensor):
             storage = part.untyped_storage() if _torch.has_storage(part) else holder
             if storage not in self._known:
                 self._known.add(storage)
-                self.tensors += _described("saved", part, operator, *note()).values()
+                self.append(_described("saved", part, *about))
 
 
 def note() -> tuple[str | None, str | None]:
-    """Where an operator runs: the module, and the user's line."""
-    return _module_path(), user_line()
-
-
-def _module_path() -> str | None:
-    """The module whose `forward` runs, by its name in the outermost one."""
+    """Where an operator runs: the module, by its name in the outermost one, and the user's line."""
     frames = traceback.walk_stack(sys._getframe(1))
     modules = [f.f_locals["self"] for f, _ in frames if f.f_code is _torch.module_call_code]
-    names = []
-    for inner, outer in pairwise(modules):
-        known = {module: name for name, module in outer.named_modules()}
-        names.append(known.get(inner, type(inner).__name__))
-    return ".".join(reversed(names)) if modules else None
+    if not modules:
+        return None, user_line()
+    names = {module: name for name, module in modules[-1].named_modules()}
+    return names.get(modules[0], type(modules[0]).__name__), user_line()

@@ -91,6 +91,8 @@ class Group:
 
 
 _MOST_WINDOWS = 4
+# As many bytes are written at most, for each byte of a value that is made again in each window.
+MOST_WRITTEN = 4
 
 
 def _found(known: dict[Any, T], key: Any, make: Callable[[], T]) -> T:
@@ -118,14 +120,26 @@ def grouped(path: Path, slots: Iterable[int] | None = None) -> list[list[int]]:
         if len(values) == 1 and values[0] in path.kept:
             at_hand[values[0]] += bundle
             continue
-        newest = max(map(path.newest, values))
-        # Views of what is held go with what was saved beside them.
-        position = newest if newest >= 0 else path.saved_after[bundle[0]]
-        segments[bisect_right(path.cuts, position)].append(bundle)
+        newest, saved = max(map(path.newest, values)), path.saved_after[bundle[0]]
+        # Views of what is held go with what was saved beside them, and so does what is made again
+        # in each window that needs it: a mask that all layers share.
+        is_far = bisect_right(path.cuts, newest) < bisect_right(path.cuts, saved)
+        is_light = newest < 0 or (is_far and _is_light(path, values))
+        segments[bisect_right(path.cuts, saved if is_light else newest)].append(bundle)
     found = [*at_hand.values()]
     for segment in segments.values():
         found += _joined(path, _connected(path, segment))
     return found
+
+
+def _is_light(path: Path, values: Sequence[Value]) -> bool:
+    """Whether these values are quickly made from inputs."""
+    order, starts = path.slice_of(values)
+    steps = [path.steps[index] for index in order]
+    written = {number: nbytes for step in steps for number, nbytes in step.sizes}
+    own = sum([written.get(path.memory_of[cell], 0) for cell, _ in values])
+    is_quick = not any(step.flops or step.draws for step in steps)
+    return is_quick and starts <= path.given and sum(written.values()) <= MOST_WRITTEN * own
 
 
 def _connected(path: Path, bundles: Sequence[list[int]]) -> list[list[int]]:

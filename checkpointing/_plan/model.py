@@ -24,6 +24,7 @@ from operator import add
 
 from .. import _torch
 from .._record import KEEP, NOT_WRITTEN, UNSEEN, First, Known, Path, Run, Step, Value
+from .groups import MOST_WRITTEN
 
 Span = tuple[int, int, int]  # the first and the last position, and bytes
 
@@ -173,7 +174,7 @@ class Model:
         effort = written + sum(memory.effort for memory in reads)
         if step.draws:  # the random numbers would have to be drawn in each window
             effort = math.inf
-        is_quick = max(flops / _PER_BYTE, effort / _CHEAP) <= written
+        is_quick = max(flops / _PER_BYTE, effort / MOST_WRITTEN) <= written
         is_cheap = is_quick and all(memory.is_cheap for memory in reads)
         depends = any([reads_leaf, *[memory.has_gradient for memory in reads]])
         for memory in made:
@@ -260,6 +261,4 @@ class Model:
 
 
 _PER_BYTE = 10  # floating-point operations in the time in which a byte is written
-# As many bytes are written at most, for each byte of a value that is made again in each window.
-_CHEAP = 4
 _SMALL = 512  # bytes: a block of CUDA's allocator

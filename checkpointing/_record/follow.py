@@ -205,6 +205,8 @@ class Follower(TorchDispatchMode, Position):
             if step.effect:
                 self.writes_outside(targets)
             self.store.before_write(step, targets)
+            if step.info.base.startswith("_foreach_"):  # in a mode, torch does not count them up
+                torch.autograd.graph.increment_version(targets)
 
     def _take(self, step: Step, args: Any, kwargs: Any, result: Any, mark: int) -> Step:
         """Put the tensors of a result into the next cells. Returns the step that this was: with as

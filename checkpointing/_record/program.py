@@ -232,6 +232,7 @@ class Program:
         self.expected: Any = None  # the plan of the last run
         self.new_paths = 0  # how many runs in a row went a way that was not known
         self.largest = 0  # bytes that autograd saved in the run after which it was recorded anew
+        self.is_advised = False  # whether its user has been told of `auto()`
         self.writer: Any = None  # a weak reference to the run that may change the tree
 
     def is_written_by(self, run: Any) -> bool:

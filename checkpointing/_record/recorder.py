@@ -64,6 +64,7 @@ _COMPARED = {
     (True, False): PLAIN | {list},
     (True, True): PLAIN | {list, float},
 }
+_INSIDE = "an input of a region inside"
 _NO_CELLS: dict[int, int] = {}
 _is_grad_enabled = torch.is_grad_enabled
 _storage_of, _has_storage = _torch.storage_of, _torch.has_storage
@@ -352,7 +353,7 @@ class Recorder(Memories):
         if not memory.has(cell):
             # Autograd saves it before the operator runs that fills it: nothing is in it yet.
             how = {"is_hidden": True} if memory.state is UNFILLED else {}
-            self._hold(template, None, **how)
+            self._hold(template, _INSIDE if is_read else None, **how)
         slot = Slot(self.value(cell), is_read=is_read, joins=joins)
         slot.first = template if type(template) is First else None
         slot.hold = self._holds[0] if self._holds else None

@@ -116,7 +116,8 @@ class Run(Follower, Region):
         self.begin()
         self.stocks = {}
         self._holders, self.first_holder = holders, len(holders)
-        self._awake, self._depth = self._here["depth"], _RESTING
+        if self._depth != _RESTING:
+            self._awake, self._depth = self._depth, _RESTING
 
     def _wakes_up(self, func: Any) -> bool:
         if self._depth != _RESTING or self._here["depth"] != self._awake:
@@ -133,7 +134,10 @@ class Run(Follower, Region):
         """While the block still runs, a backward inside it has brought a value back in other
         memory. Who reads that reads the value: to hold it once more would be a waste, and a slot
         that no rerun would have."""
-        if type(tensor) in _torch.UNWRAPPED and _torch.has_storage(tensor):
+        if type(tensor) not in _torch.UNWRAPPED or not _torch.has_storage(tensor):
+            return
+        live = self.cells[slot.cell]()
+        if live is None or _torch.storage_of(live) != _torch.storage_of(tensor):
             self._event(BROUGHT_BACK, (slot,), (tensor,))
 
     # ---- what autograd saves

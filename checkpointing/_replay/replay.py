@@ -32,10 +32,13 @@ from .._engine import (
     maker_of,
     prefetch,
     undo_all,
+    warn,
 )
 from .._plan import Group, Plan, attach, plan_of
 from .._record import Path, Run, Slot, Value, Wrapped, slots_of
 from .execution import Execution, fetch
+
+_MUCH, _NEARLY_ALL = 1 << 26, 0.9  # bytes that a block saves, and the part that backward needs
 
 
 class Stock:
@@ -223,8 +226,26 @@ class Replay(Frame):
         finally:
             undo_all(undo)
         self.replays += self.replayed > before
+        if Frame.entered:
+            Frame.is_alone, Frame.entered = Frame.entered == 1, 0
+        if Frame.is_alone and run.store.placement is None:
+            self._advise(request)
         if task.memory and request.is_last:
             task.memory.clear()
+
+    def _advise(self, request: Request) -> None:
+        """Warn if this block, the only one in the step, has brought back all at once."""
+        program, saved = self.run.program, self.run.store.saved_bytes
+        if program.is_advised or saved <= _MUCH:
+            return
+        tensors = [tensor for tensor in request.ready.values() if tensor is not None]
+        made = {_torch.storage_id(t): t for t in tensors if _torch.has_storage(t)}
+        if sum(map(_torch.memory_size, made.values())) > _NEARLY_ALL * saved:
+            program.is_advised = True
+            warn(
+                f"{self.title}: backward brings back nearly all that was saved in it at once, so it"
+                " lowers the peak by next to nothing. checkpoint_scope(auto()) finds checkpoints."
+            )
 
     def _replay(self, holder: Holder, request: Request, memory: dict[Any, Any], undo: Undo) -> None:
         """Run the window of a holder, and hand out what it makes."""

@@ -1,7 +1,7 @@
-"""The first way to bring tensors back: call the function again.
+"""Reruns, the first way to bring tensors back: call the function again.
 
-It imports `_engine` and what is below. What the function sees during a rerun is what it
-saw in the forward: arguments, buffers, random numbers, switches.
+It imports `_engine` and what is below. During a rerun, the function sees the arguments, buffers,
+random numbers and switches of the forward.
 """
 
 from .ambient import register_state

@@ -1,4 +1,4 @@
-"""State outside the arguments, but for random generators: captured in the forward, entered in the
+"""State outside the arguments, except random generators: captured in the forward, entered in the
 recompute.
 
 Every region pays for the capture, so it is a handful of getters. The recompute enters only the
@@ -105,8 +105,7 @@ _autocast_is_on = _torch.autocast_is_on_somewhere
 
 
 class Ambient:
-    """All state but random generators: autocast, function modes, switches, context variables, and
-    registered states."""
+    """Autocast, function modes, switches, context variables, and registered states."""
 
     def __init__(self) -> None:
         self._context = context = contextvars.copy_context()

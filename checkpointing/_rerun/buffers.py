@@ -34,6 +34,27 @@ _LEAVES_NO_TRACE = (_torch.Normalisation, torch.jit.ScriptModule)  # kernels byp
 Entry = tuple[nn.Module, dict[str, Any]]  # a module, with the buffers that it had
 
 
+class Moment:
+    """The values, sizes and versions of tensors at one moment."""
+
+    def __init__(self, tensors: list[Tensor], memory: list[Tensor]) -> None:
+        self.tensors = tensors
+        self.memory = memory  # the tensors themselves, or whole storages
+        self.values: list[Tensor] = without_recording(lambda: [*map(_torch.copy, memory)])
+        self._versions = [tensor._version for tensor in tensors]
+
+    @classmethod
+    def of(cls, tensors: list[Tensor]) -> Moment:
+        return cls(tensors, [t if _is_dense(t) else _torch.bytes_of(t) for t in tensors])
+
+    def go_back(self) -> None:
+        without_recording(_torch.overwrite, self.memory, self.values)
+        _torch.set_versions(self.tensors, self._versions)
+
+
+_NOTHING = Moment([], [])
+
+
 class Buffers:
     """The modules that a region runs, as they were before it.
 
@@ -42,7 +63,7 @@ class Buffers:
     Larger buffers, and those of modules in evaluation mode, are guarded by version.
     """
 
-    _then: Moment | None = None
+    _then = _NOTHING  # the buffers that are rewound
 
     def __init__(self, inputs: Inputs) -> None:
         """Capture `inputs.modules` and their children; add their devices and generators to
@@ -58,7 +79,7 @@ class Buffers:
             children, parameters, buffers = _parts_of(module)
             stack += children.values()
             for parameter in parameters.values():
-                if parameter is not None and not parameter.is_cpu:
+                if not getattr(parameter, "is_cpu", True):
                     inputs.devices |= {parameter.device}
             if type(module).__module__[:6] != "torch.":  # no module of torch has a generator
                 inputs.generators += _generators_of(module)
@@ -91,25 +112,24 @@ class Buffers:
             self._then = Moment.of(small)
 
     def end(self) -> None:
-        """The region has run: the parameters that it has not written stay as they are from here
-        on."""
-        versions = _versions_of(self._trained)
-        if versions != self._versions:
-            known = zip(self._trained, self._versions, versions, strict=True)
-            self._trained = [tensor for tensor, version, now in known if now == version]
-            versions = _versions_of(self._trained)
-        self._versions = versions
+        """The region has run. Parameters that it has written itself are not guarded."""
+        if written := {*map(id, self._written())}:
+            self._trained = [tensor for tensor in self._trained if id(tensor) not in written]
+            self._versions = _versions_of(self._trained)
 
     def written(self, frame: object) -> list[Tensor]:
         """The parameters that train and have been written since the forward."""
         now = _parameters_of(self._flags)
-        if len(now) != len(self._parameters) or not all(map(operator.is_, now, self._parameters)):
+        if [*map(id, now)] != [*map(id, self._parameters)]:
             self._check_places(now, frame)
+        return self._written()
+
+    def _written(self) -> list[Tensor]:
         versions = _versions_of(self._trained)
         if versions == self._versions:
             return []
-        found = zip(self._trained, self._versions, versions, strict=True)
-        return [tensor for tensor, version, now in found if now != version]
+        known = zip(self._trained, self._versions, versions, strict=True)
+        return [tensor for tensor, version, now in known if now != version]
 
     def _check_places(self, now: list[Tensor], frame: object) -> None:
         """Tensors in the place of parameters must be there still, and frozen parameters must have
@@ -122,11 +142,11 @@ class Buffers:
 
     def storages(self) -> set[int]:
         """The storages of the buffers that are rewound."""
-        tensors = [] if self._then is None else self._then.tensors
-        return {_torch.storage_id(part) for each in tensors for part in _torch.plain_parts(each)}
+        parts = [part for each in self._then.tensors for part in _torch.plain_parts(each)]
+        return {*map(_torch.storage_id, parts)}
 
     def copies(self) -> list[Tensor]:
-        return [] if self._then is None else self._then.values
+        return self._then.values
 
     def enter(self, frame: object, undo: Undo) -> None:
         """Go back to the forward; `undo` gets the functions that return."""
@@ -142,18 +162,14 @@ class Buffers:
         undo.append((_set, now))
         _set(self._entries)
         then = self._then
-        if then is not None:
+        if then.tensors:
             undo.append((Moment.go_back, Moment(then.tensors, then.memory)))
             then.go_back()
 
 
 def _parameters_of(modules: Iterable[nn.Module]) -> list[Tensor]:
-    found = []
-    for module in modules:
-        stored = _parts_of(module)[1]
-        if stored:
-            found += [tensor for tensor in stored.values() if tensor is not None]
-    return found
+    stored = [_parts_of(module)[1] for module in modules]
+    return [tensor for each in stored for tensor in each.values() if tensor is not None]
 
 
 def _is_another(tensor: Tensor, other: Tensor) -> bool:
@@ -205,24 +221,6 @@ def _set(entries: Iterable[Entry]) -> None:
             store.clear()
         for name, tensor in {**then, **{name: now[name] for name in caches & now.keys()}}.items():
             store[name] = tensor
-
-
-class Moment:
-    """The values, sizes and versions of tensors at one moment."""
-
-    def __init__(self, tensors: list[Tensor], memory: list[Tensor]) -> None:
-        self.tensors = tensors
-        self.memory = memory  # the tensors themselves, or whole storages
-        self.values: list[Tensor] = without_recording(lambda: [*map(_torch.copy, memory)])
-        self._versions = [tensor._version for tensor in tensors]
-
-    @classmethod
-    def of(cls, tensors: list[Tensor]) -> Moment:
-        return cls(tensors, [t if _is_dense(t) else _torch.bytes_of(t) for t in tensors])
-
-    def go_back(self) -> None:
-        without_recording(_torch.overwrite, self.memory, self.values)
-        _torch.set_versions(self.tensors, self._versions)
 
 
 def _is_dense(tensor: Tensor) -> bool:

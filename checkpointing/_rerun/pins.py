@@ -2,8 +2,8 @@
 `forward_only` functions.
 
 The forward saves them in order, and the function meets them in the same order when it is called
-again. What a `forward_only` function has passed on or viewed of its arguments is made anew from the
-arguments of the recompute.
+again. Where a `forward_only` function returned its arguments, or views of them, the recompute gets
+its own arguments, or the same views of them.
 """
 
 from __future__ import annotations

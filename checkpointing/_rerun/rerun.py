@@ -179,7 +179,7 @@ class Rerun(Region, Call, Slots):
         self, function: Any, args: Any, kwargs: Any, preserve_rng_state: Any, *about: Any
     ) -> None:
         Frame.__init__(self, *about)
-        self.inputs = {}
+        self.inner_inputs = {}
         outer = thread.region
         self.policy = None if outer is None else outer.policy
         Call.__init__(self, function, args, kwargs, preserve_rng_state)

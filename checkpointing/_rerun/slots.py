@@ -64,16 +64,16 @@ class Calling(Request):
     _role: object = None  # of the tensor that is packed next: None if an operator saves it
 
     def call(self, function: Callable[[], Any], rewound: Set[int], changed: Leaves | None) -> None:
-        """Call the function until the last slot that is wanted (rule 5). It may turn the signal to
-        stop into another exception.
+        """Call the function until the last slot that is wanted (rule 5). The function may catch
+        `Stop` and raise something else instead.
 
-        `rewound` are storages that have older values until the call ends, `changed` are parameters
-        that the function must not read."""
+        Tensors on the storages `rewound` have older values until the call ends. The function must
+        not read the parameters `changed`."""
         frame, holders = self.frame, self.frame.holders
         self._rewound, self._changed = rewound, changed
         self._versions: dict[int, int] = {}  # by slot: of the tensors that are delivered
         self._count = len(holders)
-        self._is_watched = bool(rewound or frame.inputs or changed)
+        self._is_watched = any([rewound, frame.inner_inputs, changed])
         if frame.early_stop:
             for ref in reversed(holders):
                 holder = ref()
@@ -85,14 +85,15 @@ class Calling(Request):
             function()
             self._ran_to_its_end = True
         except (Exception, SystemExit, Stop) as error:
-            if self._stopped:
-                return
-            if errors.is_about_sizes(error):
-                raise errors.other_sizes(frame) from error
-            raise
+            if not self._stopped:
+                if errors.is_about_sizes(error):
+                    raise errors.other_sizes(frame) from error
+                raise
         finally:
             pop_hooks()
             self._changed = None  # it knows nodes, whose hooks know this object
+        if not self.mismatches:
+            self._check_outcome()
 
     def pack(self, given: Tensor) -> Tensor:
         """Autograd's pack hook during the call. It returns a tensor for the graph of the call, so
@@ -113,11 +114,13 @@ class Calling(Request):
                 self._take(holder, given, tensor)
         elif self.frame.complete and not self._stopped:
             raise errors.too_many(self.frame, self._count, user_line())
+        if slot < self._stop_at:
+            return tensor
         # An operator that has yet to fill the memory that it saved must still run.
-        if slot >= self._stop_at and (self._stopped or self._filling != node_count()):
-            self._stopped = True
-            raise Stop
-        return tensor
+        if self._filling == node_count() and not self._stopped:
+            return tensor
+        self._stopped = True
+        raise Stop
 
     _torch.mark_as_torchs_own(pack)
 
@@ -141,7 +144,7 @@ class Calling(Request):
         if changed is not None:
             raise errors.changed(frame, self._described((0, 0, True, _ref(changed)))[0])
         role, self._role = self._role, None
-        then, storage = frame.inputs.get(slot, (None, None))
+        then, storage = frame.inner_inputs.get(slot, (None, None))
         if slot < self._count and role != then:
             raise errors.other_role(frame, slot, user_line(), then, role)
         if _torch.is_on(tensor, self._rewound):
@@ -159,10 +162,8 @@ class Calling(Request):
             found = parameter_in(given)
         if found != saved:
             self._compare_parameters(holder, found)
-        if saved is not None:
-            _, _, is_whole, parameter = saved
-            if is_whole and parameter() is not None:
-                return  # it is at hand
+        if saved is not None and whole_parameter(saved) is not None:
+            return  # it is at hand
         if slot in self.ready:
             return
         check = self.frame.check
@@ -195,20 +196,19 @@ class Calling(Request):
         text = named(f"the parameter {name}" if name else "a parameter", parameter)
         return text, parameter.requires_grad and name is not None
 
-    def check_outcome(self) -> None:
-        super().check_outcome()
+    def _check_outcome(self) -> None:
         for slot, version in self._versions.items():
             tensor = self.ready[slot]
             if tensor is None or tensor._version == version:
                 continue
             if slot == self.holder.slot:
-                raise errors.overwritten(self.frame, slot in self.frame.inputs)
+                raise errors.overwritten(self.frame, slot in self.frame.inner_inputs)
             del self.ready[slot]  # an error only if backward asks for it, as in plain code
         if self._ran_to_its_end:
             self._check_count()
 
     def _check_count(self) -> None:
-        """The last slot that is wanted should have stopped the call."""
+        """Raise if the call has ended before the last slot that is wanted."""
         frame, last = self.frame, self.holder.slot
         count = len(frame.holders)
         if frame.early_stop or frame.complete:
@@ -223,8 +223,8 @@ class Slots(Frame):
     hint = errors.CALLED_AGAIN
     kind_of_request = Calling
     written: frozenset[int] = frozenset()  # storages that regions inside write after reading
-    # By slot: the roles of tensors that regions inside take, and their storages.
-    inputs: dict[int, tuple[object, int | None]]
+    # By slot: the roles of tensors that regions inside take as inputs, and their storages.
+    inner_inputs: dict[int, tuple[object, int | None]]
 
     def pack(self, tensor: Tensor) -> Holder:
         holder = Holder()
@@ -232,12 +232,10 @@ class Slots(Frame):
         holders, check = self.holders, self.check
         holder.slot = len(holders)
         holders.append(_ref(holder))  # the slot is taken even if the user's check fails below
-        if type(tensor) is Tensor and tensor._base is None:
-            holder.saved = None
-        else:
+        holder.saved = None
+        if type(tensor) is not Tensor or tensor._base is not None:
             shown = holder.saved = parameter_in(tensor)
-            is_whole = shown is not None and shown[2]
-            if is_whole and tensor.requires_grad:
+            if shown is not None and tensor.requires_grad and shown[2]:
                 check = None  # it is compared by identity
         if check is not None:
             holder.metadata = check(tensor)
@@ -248,18 +246,16 @@ class Slots(Frame):
     _torch.mark_as_torchs_own(pack)
 
     def announce(self, role: object, tensor: Tensor) -> None:
-        self.inputs[len(self.holders)] = role, _torch.storage_of(tensor)
+        self.inner_inputs[len(self.holders)] = role, _torch.storage_of(tensor)
 
     def note_written(self, storages: Set[int]) -> None:
         self.written |= storages
 
     def at_hand(self, holder: Holder) -> Tensor | None:
         """A parameter: it is referenced (rule 2)."""
-        _, version, is_whole, ref = holder.saved
-        parameter: Tensor | None = ref()
-        if not is_whole or parameter is None:
-            return None
-        check_version(self, "a parameter", parameter, version)
+        parameter = whole_parameter(holder.saved)
+        if parameter is not None:
+            check_version(self, "a parameter", parameter, holder.saved[1])
         return parameter
 
     def maker(self, holder: Holder, tensor: Tensor) -> str | None:
@@ -287,11 +283,16 @@ class Leaves:
         return None
 
 
+def whole_parameter(shown: Shown) -> Tensor | None:
+    """The parameter itself, if all of it was saved, and it is still there."""
+    _, _, is_whole, parameter = shown
+    return parameter() if is_whole else None
+
+
 def parameter_in(tensor: Tensor) -> Shown | None:
-    """The parameter that a tensor is, or a view of."""
-    kind = type(tensor)
-    root = tensor._base if kind is Tensor else tensor
-    if root is None or not (kind is _Parameter or is_parameter(root)):
+    """The parameter that a tensor is, or is a view of."""
+    root = tensor._base if type(tensor) is Tensor else tensor
+    if root is None or not is_parameter(root):
         return None
     # One that trains lives as long as the graph, which ends in it. A frozen one may go.
     ref = _ref(root)

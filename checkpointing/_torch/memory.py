@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Sequence, Set
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -193,10 +194,10 @@ def overlap(one: Tensor, other: Tensor) -> bool:
     columns of one matrix."""
     if one is other or storage_of(one) != storage_of(other):
         return one is other
-    mine, others = layout_of(one), layout_of(other)
-    if mine is None or others is None or one.dtype is not other.dtype:
+    layouts: Any = layout_of(one), layout_of(other)
+    if None in layouts or one.dtype is not other.dtype:
         return True
-    return _may_overlap(mine, others)
+    return _may_overlap(*layouts)
 
 
 @functools.lru_cache(1024)  # a window asks for the same layouts in each run
@@ -219,13 +220,14 @@ def _are_other_columns(one: Layout, other: Layout, row: int) -> bool:
 
 def lies_in(tensor: Tensor, other: Tensor) -> bool:
     """Whether a tensor uses only memory of another one of its type."""
-    mine, others = layout_of(tensor), layout_of(other)
-    if mine is None or others is None:
+    layouts: Any = layout_of(tensor), layout_of(other)
+    if None in layouts:
         return False
+    mine, others = layouts
     if (storage_id(tensor), _type_of(tensor)) != (storage_id(other), _type_of(other)):
         return False
     start = mine[2] - others[2]
-    return 0 <= start <= _length(*others[:2]) - _length(*mine[:2])
+    return 0 <= start <= _length(*others[:2]) - _length(*mine[:2])  # type: ignore[no-any-return]
 
 
 def are_alike(one: Tensor, other: Tensor) -> bool:

@@ -312,8 +312,7 @@ has_storage: _OfTensor = _C._has_storage  # False for sparse, MKLDNN and other o
 
 def is_whole_parameter(tensor: Tensor) -> bool:
     """Whether a tensor is a parameter, and no wrapper of one."""
-    kind = type(tensor)
-    return kind is nn.Parameter or (kind is FakeTensor and isinstance(tensor, nn.Parameter))
+    return type(tensor) in (nn.Parameter, FakeTensor) and isinstance(tensor, nn.Parameter)
 
 
 def version(tensor: Tensor) -> int:

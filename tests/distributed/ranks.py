@@ -228,7 +228,7 @@ def in_sequence(call, step):
 @program("fsdp2 x tensor parallel, the model", world=4, where="whole", shape=(2, 2), plan=TENSOR)
 @program("fsdp2 x sequence parallel", world=4, shape=(2, 2), plan=SEQUENCE, step=in_sequence)
 def sharded(door, whole, where="around", shape=(2, 1), plan=None, step=once, **options):
-    """In the order that the README recommends. (The other one: test_modules.py.)"""
+    """In the order that STACKS.md recommends. (The other one: test_modules.py.)"""
     flags = ("frozen", "compiled", "two", "root_only")
     frozen, compiled, two, root_only = (options.pop(flag, False) for flag in flags)
     mesh = mesh_of(shape)

@@ -3,7 +3,7 @@ small models."""
 
 import pytest
 import torch
-from bitwise import REPLAY, Table, leaves
+from oracle import REPLAY, Table, leaves
 from torch import nn
 from torch.autograd import Function
 
@@ -62,7 +62,7 @@ def function_with_a_graph_inside(x, y):
     return SavesIntermediate.apply(x * y) * 2
 
 
-@torch.library.custom_op("bitwise_tests::bump", mutates_args=("x",))
+@torch.library.custom_op("tests::bump", mutates_args=("x",))
 def bump(x: torch.Tensor, by: float) -> None:
     x.numpy()[...] += by
 

@@ -1,4 +1,4 @@
-"""The limits of replay, one test for each row of the table in the README, and `opaque()`."""
+"""The limits of replay, one test for each row of the table in LIMITS.md, and `opaque()`."""
 
 import threading
 from contextlib import nullcontext, suppress
@@ -6,8 +6,7 @@ from contextlib import nullcontext, suppress
 import numpy
 import pytest
 import torch
-from bitwise import DOORS, REPLAY, Table, leaves
-from oracle import NO_ROOM, PLANNED, s
+from oracle import NO_ROOM, PLANNED, REGIONS, REPLAY, Table, leaves, scope
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -29,7 +28,7 @@ pytestmark = NO_ROOM
 
 @pytest.fixture
 def door(request):
-    return DOORS[request.param]
+    return REGIONS[request.param]
 
 
 @case
@@ -202,7 +201,7 @@ SAVERS = {
     "a view": lambda h, w: h[0].sin() * w,
     "a rerun": lambda h, w: checkpointed(lambda h: (h + 1).exp() * w)(h),
     "the closure of a rerun": lambda h, w: checkpointed(lambda w: (h + 1).exp() * w)(w),
-    "a scope": s(lambda h, w: (h + 1).exp() * w),
+    "a scope": scope(lambda h, w: (h + 1).exp() * w),
 }
 
 
@@ -328,7 +327,7 @@ def test_what_has_been_changed_is_named(read, door):
     out = door(lambda x, ws: read(x, ws[0]).sin(), torch.randn(4, 6, requires_grad=True), [w])
     w.add_(1)
     text = r"(an input of aten.mul.Tensor|a tensor that it saved) \(float32 .* \(6,\)\)"
-    text = r"args\[1\]\[0\]" if door is DOORS["rerun"] else text
+    text = r"args\[1\]\[0\]" if door is REGIONS["rerun"] else text
     with pytest.raises(ChangedError, match=rf"{text} was changed"):
         out.sum().backward()
 
@@ -370,4 +369,4 @@ def test_a_mode_that_changes_results_belongs_inside(inside, door):
         y = door(function, x)
     y.sum().backward()
     without = (x.sin() * (1 + inside)).exp().mul(x.cos()).detach()
-    assert torch.equal(x.grad, without) or (door is DOORS["planned"] and x.grad.isfinite().all())
+    assert torch.equal(x.grad, without) or (door is REGIONS["planned"] and x.grad.isfinite().all())

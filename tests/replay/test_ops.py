@@ -13,11 +13,10 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
-import bitwise
+import oracle
 import pytest
 import torch
-from bitwise import DOORS, REPLAY, leaves, plain
-from oracle import PassThrough, tensors, words
+from oracle import REGIONS, REPLAY, PassThrough, leaves, tensors, words
 from torch import Tensor
 
 common = pytest.importorskip("torch.testing._internal.common_methods_invocations")
@@ -155,35 +154,35 @@ def check(op: Any, dtype: torch.dtype, limit: int, notes: list[str], turn: int) 
 
 def compare(program: Any, make: Any, where: Any, must_run: bool) -> Iterator[tuple[Any, str]]:
     def observed(region: Any, backward: str, byte: int) -> dict[str, Any]:
-        with bitwise.garbage_in_fresh_memory(byte):
-            seen = bitwise.outcome(program, region, make, backward)
+        with oracle.garbage_in_fresh_memory(byte):
+            seen = oracle.outcome(program, region, make, backward)
         error = seen.pop("error", None)
         if error is not None:
             error.__traceback__ = None
         return seen
 
     backward = "second"
-    want = observed(plain, backward, 0x55)
+    want = observed(REGIONS["plain"], backward, 0x55)
     if "exception" in want:
         if not must_run:
             return
         backward = "first"  # not differentiable twice
-        want = observed(plain, backward, 0x55)
+        want = observed(REGIONS["plain"], backward, 0x55)
     unstable: set[str] | None = None
     for door in where:
-        got = observed(DOORS[door], backward, 0x3A)
+        got = observed(REGIONS[door], backward, 0x3A)
         if "exception" in want and got.get("exception") == want["exception"]:
             continue
-        wrong = set(bitwise.differences(want, got))
+        wrong = set(oracle.differences(want, got))
         if not wrong:
             continue
         if unstable is None:
-            unstable = set(bitwise.differences(want, observed(plain, backward, 0xC3)))
+            unstable = set(oracle.differences(want, observed(REGIONS["plain"], backward, 0xC3)))
         wrong -= unstable
         if wrong and door != "rerun" and "outputs" in wrong and "exception" not in got:
             # Some composite operators take another way in any dispatch mode, in torch itself.
             with PassThrough():
-                wrong -= set(bitwise.differences(want, observed(plain, backward, 0x55)))
+                wrong -= set(oracle.differences(want, observed(REGIONS["plain"], backward, 0x55)))
         if wrong:
             error = f"{got['exception']}: {got['message'][:300]}" if "exception" in got else ""
             yield door, f"{error or sorted(wrong)} (plain: {want.get('exception')})"
@@ -244,4 +243,4 @@ def test_steps_of_fused_optimizers(name: str, where: str, door: str) -> None:
 
         return region(function, x), p
 
-    bitwise.Case(program, leaves(), backwards=("second",)).check(door)
+    oracle.Case(program, leaves(), backwards=("second",)).check(door)

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 from changing import CASES, check
-from oracle import NO_ROOM, at_once, bits, planned, python_calls, r, s, words
+from oracle import NO_ROOM, at_once, bits, planned, python_calls, replay, scope, words
 
 from checkpointing import clear_programs
 
@@ -44,7 +44,7 @@ def test_programs_of_all_shapes_through_one_site(door):
     check(door, steps)
 
 
-@pytest.mark.parametrize("door", [s, r, planned])
+@pytest.mark.parametrize("door", [scope, replay, planned])
 def test_threads_through_one_site(door):
     """Whoever records it, and whoever follows."""
 
@@ -76,7 +76,7 @@ def test_threads_through_one_site(door):
         sys.setswitchinterval(interval)
 
 
-@pytest.mark.parametrize("door", [s, r, planned])
+@pytest.mark.parametrize("door", [scope, replay, planned])
 def test_a_run_that_is_over_may_live_while_others_change_the_program(door):
     """Its graph does. Only the first run of each kind is recorded."""
     clear_programs()

@@ -1,11 +1,12 @@
 """One site, one memory, one set of hooks: small programs that each found a hole."""
 
 import contextlib
+import itertools
 import math
 
 import pytest
 import torch
-from oracle import NO_ROOM, PLANNED, bits, c, r, s
+from oracle import EACH_WAY, NO_ROOM, PLANNED, bits, rerun
 from torch import nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
@@ -63,25 +64,73 @@ def test_what_is_held_has_its_layout_and_its_values(program, around):
     assert step(True) == want
 
 
-@pytest.mark.parametrize("order", ["1010", "0101", "1100"])
+PRODUCTS = {
+    "of one": lambda x, a, b: a * a,
+    "of two": lambda x, a, b: a * b,
+    "of one that is known": lambda x, a, b: x * a,
+}
+
+
+@pytest.mark.parametrize("order", [*itertools.permutations(PRODUCTS)], ids=str)
 def test_operators_that_take_one_tensor_twice_or_two(order):
     """Met at one site, none of them needing a gradient."""
 
-    def product(twice, s, m, w):
+    def product(kind, s, a, b, w):
         with checkpoint_scope():
-            x = s * 2
-            y = m * m if twice else x * m
+            y = PRODUCTS[kind](s * 2, a, b)
             return (w * y).sin(), y
 
     clear_programs()
-    for twice in order:
-        s, m = torch.rand(3), torch.rand(3)
+    for kind in (*order, *order):
+        s, a, b = torch.rand(3), torch.rand(3), torch.rand(3)
         w = torch.rand(3, requires_grad=True)
-        z, y = product(twice == "1", s, m, w)
+        z, y = product(kind, s, a, b, w)
         assert torch.equal(torch.autograd.grad(z.sum(), w)[0], (w * y).cos() * y)
 
 
-def test_numbers_are_compared_by_their_bits():
+@pytest.mark.parametrize("policy", [None, PLANNED], ids=str)
+def test_views_that_a_region_inside_takes_share_memory_in_the_recompute(policy):
+    """Of three, the first write meets two; the region itself writes the third."""
+
+    def step(enabled):
+        w = torch.linspace(0.1, 1, 4).requires_grad_()
+
+        def inner(first, whole, last, w):
+            last.add_(1)
+            first.mul_(2)
+            return ((whole + 1) * w).sin()
+
+        with checkpoint_scope(policy=policy, enabled=enabled):
+            m = w.detach() * 1.5
+            y = (rerun(inner) if enabled else inner)(m[:2], m, m[3:], w * 1)
+            z = y * m
+        return bits(torch.autograd.grad(z.sum(), w))
+
+    clear_programs()
+    assert step(True) == step(True) == step(False)
+
+
+_library = torch.library.Library("checkpointing_sites", "FRAGMENT")
+_library.define("by_grad_mode(Tensor x) -> Tensor")
+_library.impl(
+    "by_grad_mode", lambda x: x * (2 + torch.is_grad_enabled()), "CompositeExplicitAutograd"
+)
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+def test_kernels_run_in_the_grad_mode_of_the_forward(is_on):
+    """Some look at it, as attention does."""
+    w, x = torch.rand(3, requires_grad=True), torch.rand(3)
+    with checkpoint_scope():
+        with torch.set_grad_enabled(is_on):
+            h = torch.ops.checkpointing_sites.by_grad_mode(x * 2)
+        y = w * h
+    (found,) = torch.autograd.grad(y.sum(), w)
+    assert torch.equal(found, x * 2 * (2 + is_on))
+
+
+@pytest.mark.parametrize("numbers", [(0.0, -0.0), (math.nan, -math.nan), (1, 1.0, -1.0)], ids=str)
+def test_numbers_are_compared_by_their_bits(numbers):
     """nan has a sign, too."""
 
     def slope(number, enabled):
@@ -92,8 +141,46 @@ def test_numbers_are_compared_by_their_bits():
         return bits(torch.autograd.grad(y.sum(), w))
 
     clear_programs()
-    for number in (math.nan, -math.nan, 1.0, 0.0, -0.0, -math.nan, math.nan):
+    for number in (*numbers, *reversed(numbers)):
         assert slope(number, True) == slope(number, False)
+
+
+def test_zeros_that_have_no_memory():
+    """As autograd makes them for gradients that are zero; others come by at other times."""
+
+    def slope(is_zero, enabled):
+        w, u = torch.ones(3, requires_grad=True), torch.rand(3)
+        z = torch._efficientzerotensor(3) if is_zero else torch.arange(3.0)
+        with checkpoint_scope(enabled=enabled):
+            y = (w + z * 2).sin() * (w * (z + u)).exp()
+        return bits(torch.autograd.grad(y.sum(), w))
+
+    for order in ((True, False), (False, True)):
+        clear_programs()
+        for is_zero in order * 2:
+            found = []
+            for enabled in (True, False):
+                torch.manual_seed(1)
+                found.append(slope(is_zero, enabled))
+            assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("order", ["apart shared", "shared apart"])
+def test_two_tensors_that_an_operator_meets_may_share_memory(order):
+    """Or not: then a write to one is none to the other."""
+
+    def slope(how, enabled):
+        w, base = torch.ones(3, requires_grad=True), torch.arange(1.0, 5.0)
+        a, b = (base[:3], base[1:]) if how == "shared" else (base[:3], base[1:].clone())
+        with checkpoint_scope(enabled=enabled):
+            y = w * (a * b)
+            a.mul_(3)
+            y = y * (b * 1)
+        return bits(torch.autograd.grad(y.sum(), w))
+
+    clear_programs()
+    for how in order.split() * 2:
+        assert slope(how, True) == slope(how, False)
 
 
 def test_checks_that_change_at_one_site():
@@ -108,7 +195,7 @@ def test_checks_that_change_at_one_site():
     assert norm.num_batches_tracked == 5
 
 
-@pytest.mark.parametrize("door", [c, r, s])
+@EACH_WAY
 def test_kernels_are_chosen_as_in_the_forward(door):
     """`mkldnn` is on again in backward."""
     x = torch.rand(4, 4, requires_grad=True)
@@ -125,7 +212,7 @@ def test_kernels_are_chosen_as_in_the_forward(door):
     assert not any(seen)
 
 
-@pytest.mark.parametrize("door", [c, r, s])
+@EACH_WAY
 @pytest.mark.parametrize("alias", [torch.Tensor.detach, lambda t: t.view(-1)])
 def test_hooks_that_hand_on_an_alias(alias, door):
     """Whose memory is written before backward: an error. Without the write, plain's bits."""
@@ -143,7 +230,7 @@ def test_hooks_that_hand_on_an_alias(alias, door):
             y.sum().backward()
 
 
-@pytest.mark.parametrize("door", [c, r, s])
+@EACH_WAY
 @pytest.mark.parametrize("written", ["what was given", "what they made"])
 def test_hooks_that_copy(written, door):
     """Their copy is guarded, not what it was made of."""

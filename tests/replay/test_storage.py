@@ -3,7 +3,7 @@ addresses."""
 
 import pytest
 import torch
-from bitwise import RERUN, Table
+from oracle import RERUN, Table
 
 
 def tensors():
@@ -129,6 +129,14 @@ def write_through_data(x, y, w):
     h.data.mul_(2)  # autograd doesn't see it
     k = h.exp()
     return k * h
+
+
+@case
+def data_that_is_read_and_written_later(x, y, w):
+    h = (x * 2).detach()
+    a = (x + h.data).sin()
+    h.mul_(2)
+    return a * x, (y + h.data).cos() * h, (x + h).exp()
 
 
 @case(whole=True)

@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from bitwise import ALL, DOORS, RERUN, Table, leaves
-from oracle import bits
+from oracle import ALL, REGIONS, RERUN, Table, bits, leaves
 from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
 
@@ -123,7 +122,7 @@ def test_distributed_tensors(door, mesh):
         c = checkpointing.keep(a.sin() * b.redistribute(mesh, [Shard(0)])).exp()
         return (c @ b.t()).redistribute(mesh, [Replicate()]).to_local() @ model(x)
 
-    got, want = DOORS[door](function, x, y), function(x, y)
+    got, want = REGIONS[door](function, x, y), function(x, y)
     wanted = (x, y, *model.parameters())
     got_first, want_first = (
         torch.autograd.grad(o.sin().sum(), wanted, create_graph=True) for o in (got, want)

@@ -3,12 +3,10 @@ later."""
 
 import pytest
 import torch
-from bitwise import DOORS, REPLAY, RERUN, Table, leaves
-from oracle import NO_ROOM, PLANNED, noisy, python_calls
+from oracle import NO_ROOM, PLANNED, REGIONS, REPLAY, RERUN, Table, leaves, noisy, python_calls
 from torch import nn
-from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
-from checkpointing import ChangedError, auto, checkpoint_scope
+from checkpointing import auto, checkpoint_scope
 
 case = Table(leaves())
 pytestmark = NO_ROOM
@@ -106,7 +104,7 @@ def test_statistics_of_an_evaluation_before_training_are_those_that_it_read():
             return h if not training else h + 0 * m.train()(x.detach() * 3)
 
         m, x = nn.BatchNorm1d(4), torch.arange(24.0).view(6, 4).requires_grad_()
-        return torch.autograd.grad(DOORS[door](f, x).sum(), x)[0]
+        return torch.autograd.grad(REGIONS[door](f, x).sum(), x)[0]
 
     assert torch.equal(gradient("rerun", training=True), gradient("plain", training=False))
     assert not torch.equal(gradient("plain", training=True), gradient("plain", training=False))
@@ -143,26 +141,6 @@ def untagged_custom_random_op(x, y):
 test_writes, test_nothing_stays = case.tests(
     ("old_spectral_norm_many", "old_spectral_norm_evaluated")
 )
-
-
-def same(tensor):
-    return tensor
-
-
-@pytest.mark.parametrize("hooks", [save_on_cpu, lambda: saved_tensors_hooks(same, same)])
-@pytest.mark.parametrize("door", [door for door in (*REPLAY, *RERUN) if door != "in hooks"])
-def test_hooks_that_hand_on_what_they_are_given(hooks, door):
-    """It lies on memory that others may write when nobody has the tensor itself any more."""
-    x = torch.ones(3, requires_grad=True)
-    with hooks():
-        h = x * 1
-        h += DOORS[door](lambda h: (h * 2).sin(), h)
-        out = h.sum()
-    del h
-    with pytest.raises(ChangedError):
-        out.backward()
-        assert door == "planned" and torch.equal(x.grad, 1 + 2 * torch.cos(2 * torch.ones(3)))
-        raise ChangedError  # a plan keeps what is computed from it, once the program is known
 
 
 @pytest.mark.parametrize("policy", [None, PLANNED, auto(budget=10**6)], ids=str)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.utils.checkpoint
-from oracle import Counting, bits, c, plain, r
+from oracle import Counting, bits, plain, replay, rerun
 from torch import nn
 
 import checkpointing
@@ -145,9 +145,9 @@ def test_transformers_with_a_cache_that_the_region_fills(make, attention, given)
         return bits([p.grad for p in model.parameters()])
 
     with pytest.raises(checkpointing.CheckpointError, match="use_cache=False") as caught:
-        gradients(c)
+        gradients(rerun)
     assert "backend='replay'" in str(caught.value) and "opaque" not in str(caught.value)
-    assert gradients(r) == gradients(plain)
+    assert gradients(replay) == gradients(plain)
 
 
 @pytest.mark.parametrize("how", ["compute_loss", "modules", "function"])
@@ -310,14 +310,14 @@ def three_backwards(model):
     return [loss.detach() for loss in losses]
 
 
-README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
-LISTINGS = re.findall(r"^```py\n(.*?)^```", README, re.M | re.S)
+PAGE = Path(checkpointing.__file__).parent / "STACKS.md"
+LISTINGS = re.findall(r"^```py\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.M | re.S)
 LINES = [block for listing in LISTINGS for block in listing.split("\n\n")]
 MAKERS = {"transformers": llama, "peft": LORA[llama], "timm": vit, "diffusers": unet, "torch": mlp}
 
 
 @pytest.mark.parametrize("lines", LINES, ids=lambda lines: lines.splitlines()[0])
-def test_readme(lines, monkeypatch):
+def test_the_lines_of_the_page(lines, monkeypatch):
     """Each block of lines there, on a model of the library that its comment begins with."""
     from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as theirs
 

@@ -1,0 +1,391 @@
+"""The forecast: what it says before a step is what the step needs, and it leaves nothing behind."""
+
+import functools
+import random
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+import torch.utils.checkpoint
+from oracle import bits
+from torch import nn
+from torch._subclasses import FakeTensorMode
+
+import checkpointing
+from checkpointing import (
+    auto,
+    checkpoint_modules,
+    checkpoint_scope,
+    checkpointed,
+    clear_programs,
+    forecast,
+)
+from checkpointing.__main__ import step_of
+
+MIB = 2**20
+
+
+class Block(nn.Module):
+    """Attention over (batch, tokens, width), and over a memory if there is one; then products."""
+
+    def __init__(self, width=64, dropout=0.0):
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(3))
+        self.q, self.kv = nn.Linear(width, width), nn.Linear(width, 2 * width)
+        self.wide, self.back = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x, memory=None):
+        y = self.norms[0](x)
+        k, v = self.kv(y if memory is None else memory).chunk(2, -1)
+        x = x + self.dropout(F.scaled_dot_product_attention(self.q(y), k, v))
+        return x + self.back(self.dropout(F.gelu(self.wide(self.norms[1](x)))))
+
+
+class Decoder(nn.Module):
+    """One stack of blocks, with a head."""
+
+    def __init__(self, layers=6, width=64, vocabulary=256, dropout=0.0):
+        super().__init__()
+        self.token = nn.Embedding(vocabulary, width)
+        self.layers = nn.ModuleList(Block(width, dropout) for _ in range(layers))
+        self.head = nn.Linear(width, vocabulary)
+
+    def forward(self, ids):
+        x = self.token(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
+
+
+class Both(nn.Module):
+    """An encoder, and a decoder that reads what it makes."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.ModuleList(Block() for _ in range(4))
+        self.second = nn.ModuleList(Block() for _ in range(4))
+
+    def forward(self, x):
+        memory = x
+        for layer in self.first:
+            memory = layer(memory)
+        for layer in self.second:
+            x = layer(x, memory)
+        return x.square().mean()
+
+
+class Pyramid(nn.Module):
+    """Stages with fewer rows and more features each."""
+
+    def __init__(self):
+        super().__init__()
+        self.stages = nn.ModuleList(
+            nn.ModuleList(Wide(32 * 2**n) for _ in range(3)) for n in range(3)
+        )
+        self.downs = nn.ModuleList(nn.Linear(64 * 2**n, 64 * 2**n) for n in range(2))
+
+    def forward(self, x):
+        for stage, down in zip(self.stages, [*self.downs, None], strict=True):
+            for block in stage:
+                x = block(x)
+            x = x if down is None else down(x.unflatten(0, (-1, 2)).flatten(1))
+        return x.square().mean()
+
+
+class Wide(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        return x + self.down(self.up(x).relu())
+
+
+def ids():
+    return torch.randint(0, 256, (4, 64))
+
+
+MODELS = {
+    "decoder": (Decoder, ids),
+    "dropout": (lambda: Decoder(dropout=0.1), ids),
+    "encoder and decoder": (Both, lambda: torch.randn(4, 64, 64)),
+    "pyramid": (Pyramid, lambda: torch.randn(1024, 32)),
+}
+
+
+def built(name, bf16=False):
+    """A model, and a function that computes its loss."""
+    make, inputs = MODELS[name]
+    model, x = make(), inputs()
+
+    def loss():
+        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+            return model(x)
+
+    return model, loss
+
+
+def measured(model, loss, policy=None):
+    """A step, the second one with this policy."""
+    clear_programs()
+
+    def forward():
+        if policy is None:
+            return loss()
+        with checkpoint_scope(policy):
+            return loss()
+
+    for _ in range(2):
+        model.zero_grad()
+        step = step_of(forward)
+    model.zero_grad()
+    return step
+
+
+@pytest.mark.parametrize(
+    ("name", "bf16"), [*[(name, False) for name in MODELS], ("dropout", True), ("pyramid", True)]
+)
+@pytest.mark.usefixtures("frozen")
+def test_each_row_is_what_a_step_takes(name, bf16):
+    model, loss = built(name, bf16)
+    rows = forecast(loss).rows
+    # In bfloat16, products work in memory of their own: much of what models as small as these need.
+    most = 0.1 if bf16 else 0.05
+    plain = measured(model, loss)
+    assert len(rows) >= 6
+    assert len({(row.peak, row.recomputed) for row in rows}) == len(rows)
+    assert [row.peak for row in rows] == sorted([row.peak for row in rows], reverse=True)
+    for row in rows:
+        if row.write == "plain":
+            step = plain
+        elif row.write.startswith("auto"):
+            step = measured(model, loss, eval(row.write, {"auto": auto}))
+        else:
+            handle = eval(row.write, {**globals(), "model": model})
+            step = measured(model, loss)
+            handle.remove()
+        assert row.peak == pytest.approx(step.memory()[1], rel=most), row
+        assert row.recomputed == pytest.approx(step.recomputed(plain), abs=0.03), row
+
+
+def test_the_least_peak_is_the_last_row_and_a_larger_peak_costs_less():
+    _, loss = built("decoder")
+    rows = [row for row in forecast(loss).rows if row.write.startswith("auto(peak=")]
+    again = [row.recomputed for row in rows]
+    assert again == sorted(again)
+    assert again[0] == 0
+    clear_programs()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # no peak below the least
+        with checkpoint_scope(eval(rows[-1].write)):
+            loss()
+
+
+def test_a_table_and_a_picture_show_the_rows(tmp_path):
+    pytest.importorskip("matplotlib")
+    _, loss = built("decoder")
+    found = forecast(loss)
+    lines = str(found).splitlines()
+    assert len(lines) == 1 + len(found.rows)
+    assert all(len(line) <= 80 for line in lines)
+    assert [line.split("  ")[-1] for line in lines[1:]] == [row.write for row in found.rows]
+    path = tmp_path / "costs.svg"
+    found.plot(str(path))
+    assert "checkpoint_modules(model, Block)" in path.read_text()
+
+
+class Writing(nn.Module):
+    """Whatever a forward may leave behind."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.linear = nn.BatchNorm1d(8), nn.Linear(8, 8)
+        self.register_buffer("cache", torch.zeros(4, 8))
+        self.register_buffer("mean", torch.zeros(8))
+        self.generator = torch.Generator()
+
+    def forward(self, x):
+        y = F.dropout(self.linear(self.norm(x)), 0.5)
+        y = y + torch.rand(8) * random.random() + torch.rand(8, generator=self.generator)
+        for row, new in zip(self.cache, y.detach(), strict=True):
+            row[:4].copy_(new[:4])
+        self.mean = 0.9 * self.mean + y.detach().mean(0)
+        self.linear.weight.data.mul_(1.0)
+        x.data[2:].add_(1)
+        x.data[0].zero_()
+        return (y * y.sigmoid()).sum()
+
+
+def state_of(model, x):
+    return [
+        *model.state_dict().values(),
+        *[p.grad for p in model.parameters() if p.grad is not None],
+        x,
+        torch.get_rng_state(),
+        model.generator.get_state(),
+    ]
+
+
+def test_memory_generators_and_gradients_are_afterwards_as_they_were():
+    model, x = Writing(), torch.randn(4, 8)
+    model(x.clone()).backward()
+    buffers = [*model.buffers()]
+    before, drawn = [bits(tensor) for tensor in state_of(model, x)], random.getstate()
+    forecast(lambda: model(x))
+    assert [bits(tensor) for tensor in state_of(model, x)] == before
+    assert random.getstate() == drawn
+    assert all(old is new for old, new in zip(buffers, model.buffers(), strict=True))
+
+
+def test_the_step_after_a_forecast_is_that_without_one():
+    def trained(sees):
+        torch.manual_seed(0)
+        model, x = Writing(), torch.randn(4, 8)
+        random.seed(0)
+        if sees:
+            forecast(lambda: model(x))
+        for _ in range(2):
+            with checkpoint_scope(auto()):
+                loss = model(x)
+            loss.backward()
+        return [bits(tensor) for tensor in state_of(model, x)]
+
+    assert trained(True) == trained(False)
+
+
+def test_what_is_raised_comes_through_and_memory_is_put_back():
+    x = torch.ones(3)
+
+    def function():
+        torch.rand(2)
+        x.mul_(2)
+        raise KeyError("mine")
+
+    before = torch.get_rng_state()
+    with pytest.raises(KeyError, match="mine"):
+        forecast(function)
+    assert x.tolist() == [1, 1, 1]
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_function_in_which_nothing_is_saved_is_an_error():
+    with pytest.raises(ValueError, match="autograd saves nothing"):
+        forecast(lambda: torch.ones(3).sin())
+
+
+def test_checkpoints_that_hide_what_is_saved_are_an_error():
+    model, x = Decoder(3), ids()
+    for layer in model.layers:
+        call = functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=False)
+        layer.forward = functools.partial(call, layer.forward)
+    with pytest.raises(ValueError, match="hooks around LayerNorm"):
+        forecast(lambda: model(x))
+
+
+def test_gradients_are_enabled_and_regions_inside_are_plain_code():
+    model, x = Decoder(3), ids()
+    bare = forecast(lambda: model(x))
+    for layer in model.layers:
+        layer.forward = checkpointed(layer.forward)
+    with torch.no_grad():
+        assert forecast(lambda: model(x)).rows == bare.rows
+
+
+def test_a_dry_run_says_what_a_run_says():
+    def rows():
+        model, x = Decoder(dropout=0.1), torch.zeros(4, 64, dtype=torch.long)
+        return forecast(lambda: model(x)).rows
+
+    with FakeTensorMode():
+        dry = rows()
+    assert dry == rows()
+
+
+def test_a_dry_run_of_a_large_model_takes_no_memory():
+    with FakeTensorMode():
+        model, x = Decoder(4, 8192, 50_000), torch.zeros(2, 4096, dtype=torch.long)
+        plain, *_, least = forecast(lambda: model(x)).rows
+    assert plain.peak > 16 * 2**30
+    assert least.peak < plain.peak
+
+
+# ---- a scope that saves next to nothing
+
+
+def layers_of(width=256):
+    torch.manual_seed(0)
+    return nn.ModuleList(Wide(width) for _ in range(8)), torch.randn(2048, width)
+
+
+def through(layers, x):
+    for layer in layers:
+        x = layer(x)
+    return x
+
+
+def warned(step):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            step().backward()
+    return [str(one.message) for one in caught]
+
+
+def test_a_scope_around_a_whole_model_says_once_that_it_needs_a_policy():
+    layers, x = layers_of()
+
+    def step():
+        with checkpoint_scope(name="model"):
+            return through(layers, x).square().mean()
+
+    (message,) = warned(step)
+    assert message.startswith("region 'model' (entered at ")
+    assert "checkpoint_scope(auto())" in message
+
+
+def test_scopes_that_lower_the_peak_say_nothing():
+    layers, x = layers_of()
+
+    def each():
+        y = x
+        for layer in layers:
+            with checkpoint_scope():
+                y = layer(y)
+        return y.square().mean()
+
+    def planned():
+        with checkpoint_scope(auto()):
+            return through(layers, x).square().mean()
+
+    def halves():
+        with checkpoint_scope():
+            y = through(layers[:4], x)
+        with checkpoint_scope():
+            return through(layers[4:], y).square().mean()
+
+    def tail():
+        y = x
+        for layer in layers[:4]:
+            y = checkpointed(layer)(y)
+        with checkpoint_scope():
+            return through(layers[4:], y).square().mean()
+
+    for step in (each, planned, halves, tail):
+        assert warned(step) == []
+
+
+def test_a_small_block_says_nothing():
+    layers, x = layers_of(32)
+
+    def step():
+        with checkpoint_scope():
+            return through(layers, x).square().mean()
+
+    assert warned(step) == []
+
+
+def test_forecast_is_public():
+    assert checkpointing.forecast is forecast
+    assert checkpoint_modules.__module__.startswith("checkpointing")

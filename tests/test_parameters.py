@@ -1,0 +1,341 @@
+"""Parameters are known by their identity: one that is exchanged, brought in anew or updated between
+forward and backward is right under replay, and right or refused in a rerun."""
+
+import copy
+import functools
+import weakref
+
+import pytest
+import torch
+import torch.utils.checkpoint
+from oracle import RERUNS, WAYS, Programs, bits, integers as leaf, plain, rerun, same_bits
+from torch import nn
+
+from checkpointing import ChangedError, MismatchError, checkpointed, is_recomputing
+
+program = Programs()
+
+
+def data(*shape):
+    return leaf(*shape or (3,)).detach() + 3
+
+
+def same(have, want):
+    assert [bits(t) for t in have] == [bits(t) for t in want]
+
+
+@pytest.mark.parametrize("left_there", [False, True])
+@pytest.mark.parametrize("frozen", [True, False])
+def test_parameters_may_be_gathered_inside_the_region(left_there, frozen):
+    """ZeRO-3 as its hooks do it: the full parameter is there only while its module runs."""
+    shard, module, x = data(9), nn.Linear(3, 3, bias=False), leaf(2, 3)
+
+    def gather(*_):
+        module.weight.data = shard.clone().view(3, 3)
+
+    def release(*_):
+        if not left_there:
+            module.weight.data = torch.empty(0)
+
+    gather()
+    module.weight.requires_grad_(not frozen)
+    want = torch.autograd.grad(module(x).square().sum(), x)
+    module.weight.data = torch.empty(0)
+    module.register_forward_pre_hook(gather)
+    module.register_forward_hook(release)
+    y = rerun(lambda x: module(x).square())(x)
+    assert module.weight.numel() == (9 if left_there else 0)
+    same(torch.autograd.grad(y.sum(), x), want)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+
+    def forward(self, x):
+        return self.two(self.one(x).relu()).square()
+
+
+def around(door):
+    net, x = Net(), leaf(2, 4)
+    for part in (net.one, net.two):
+        part.forward = door(part.forward)
+    new = {name: (p.detach() * 2).requires_grad_() for name, p in net.named_parameters()}
+    torch.func.functional_call(net, new, (x,)).sum().backward()
+    return x.grad, *(p.grad for p in new.values()), *(p.grad for p in net.parameters())
+
+
+def give(module, weight):
+    del module.weight
+    module.weight = weight
+
+
+def swapped(net):
+    net.one.weight, net.two.weight = net.two.weight, net.one.weight
+
+
+EXCHANGES = {
+    "assigned": lambda net: give(net.one, nn.Parameter(torch.zeros(4, 4))),
+    "a tensor that is no parameter": lambda net: give(net.one, torch.zeros(4, 4)),
+    "a child": lambda net: setattr(net, "two", nn.Linear(4, 4, bias=False)),
+    "swapped": swapped,
+}
+
+
+def afterwards(door, change):
+    net, x = Net(), leaf(2, 4)
+    y, then = door(net)(x), [*net.parameters()]
+    EXCHANGES[change](net)
+    y.sum().backward()
+    return x.grad, *(p.grad for p in (*then, *net.parameters()))
+
+
+@pytest.mark.parametrize("door", RERUNS)
+def test_frozen_parameters_that_are_exchanged(door):
+    """Another adapter, another teacher. (Hooks may bring the same values in for each call.)"""
+    net = Net().requires_grad_(False)
+    y = WAYS[door](net)(leaf(2, 4))
+    net.two.weight = nn.Parameter(net.two.weight * 2, requires_grad=False)
+    with pytest.raises(MismatchError, match=r"in the place of a parameter"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("door", [*RERUNS, "replay", "scope"])
+@pytest.mark.parametrize("change", [None, *EXCHANGES])
+def test_parameters_that_are_exchanged_around_a_region(door, change):
+    """Refused by a rerun, by the names that they have now, with the remedy; right under replay."""
+    exchange = functools.partial(afterwards, change=change) if change else around
+    if door not in RERUNS:
+        same_bits(WAYS[door], exchange)
+        return
+    one, two = r"saves the parameter Net\.one\.weight ", r".*saved the parameter Net\.two\.weight "
+    match = one + two if change == "swapped" else r"parameter .*float32 tensor of shape"
+    with pytest.raises(MismatchError, match=match) as caught:
+        exchange(WAYS[door])
+    assert "region '" in str(caught.value) and "backend='replay'" in str(caught.value)
+
+
+def offloaded(goes, seen=None):
+    """A model whose frozen weights hooks bring in anew, and take away again if it `goes`."""
+    torch.manual_seed(0)
+    layers = nn.Linear(4, 4), nn.LayerNorm(4), nn.Tanh(), nn.Linear(4, 4, bias=False), nn.PReLU(4)
+    model = nn.Sequential(*layers).requires_grad_(False)
+
+    def give(module):
+        store = {name: p.detach().clone() for name, p in module.named_parameters()}
+
+        def bring(device="cpu"):
+            for name, value in store.items():
+                parameter = nn.Parameter(value.to(device, copy=True), requires_grad=False)
+                setattr(module, name, parameter)
+                if seen is not None and device == "cpu":
+                    seen.append(weakref.ref(parameter))
+
+        module.register_forward_pre_hook(lambda *_: bring())
+        if goes:
+            module.register_forward_hook(lambda *_: bring("meta"))
+
+    for module in model:
+        give(module)
+    return model
+
+
+@program()
+def frozen_weights_that_hooks_bring_in_anew(door):
+    """Their identity is another at every call, their values are the same."""
+    x = leaf(3, 4)
+    for goes in (False, True):
+        region = door(offloaded(goes))
+        (region(x).square().sum() + region(region(x)).sum()).backward()
+    return (x.grad,)
+
+
+@pytest.mark.parametrize("door", RERUNS)
+def test_frozen_weights_that_hooks_take_away_are_not_held(door, no_gc):
+    """The memory that offloading saves is not lost to a region."""
+    seen = []
+    model, x = offloaded(True, seen), leaf(3, 4)
+    y = WAYS[door](model)(x)
+    assert len(seen) == 6 and all(ref() is None for ref in seen)
+    y.sum().backward()
+    assert len(seen) > 6 and all(ref() is None for ref in seen)
+
+
+@pytest.mark.parametrize("door", RERUNS)
+@pytest.mark.parametrize("change", ["shape", "dtype", "trains", "no parameter"])
+def test_weights_that_come_back_as_others_are_refused(door, change):
+    """Another shape, another dtype; one that trains; a tensor in its place."""
+    module, x = nn.Module(), leaf(2, 1, 4)
+    module.weight = nn.Parameter(torch.ones(4), requires_grad=False)
+    module.forward = lambda x: (x * module.weight).square()
+    y = WAYS[door](module)(x)
+    others = {
+        "shape": nn.Parameter(torch.ones(3, 4), requires_grad=False),
+        "dtype": nn.Parameter(torch.ones(4).double(), requires_grad=False),
+        "trains": nn.Parameter(torch.ones(4)),
+        "no parameter": torch.ones(4),
+    }
+    give(module, others[change])
+    with pytest.raises(MismatchError):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("door", RERUNS)
+@pytest.mark.parametrize("trains", [False, True])
+def test_weights_that_are_written_are_still_guarded(door, trains):
+    """By an optimizer's step, say; as long as they are the same ones."""
+    net, x = Net().requires_grad_(trains), leaf(2, 4)
+    y = WAYS[door](net)(x)
+    with torch.no_grad():
+        net.two.weight.mul_(2)
+    with pytest.raises(ChangedError, match=r"Net\.two\.weight|Linear\.weight"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("door", RERUNS)
+def test_weights_cached_around_a_region(door):
+    """`parametrize.cached()`: the recompute makes the weight that the forward found."""
+    layer, x = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)), leaf(2, 4)
+    with nn.utils.parametrize.cached():
+        layer(x)
+        y = WAYS[door](layer)(x)
+    with pytest.raises(MismatchError, match=r"parametrizations\.weight\.original"):
+        y.sum().backward()
+
+
+class Reads(nn.Module):
+    """Reads parameters in ways in which no operator saves them; `later` not at all."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.bias = nn.Embedding(3, 4), nn.Parameter(torch.ones(4))
+        self.last, self.later = nn.Parameter(torch.ones(4)), nn.Linear(4, 4)
+
+    def forward(self, x):
+        y = self.embedding(torch.tensor([0, 1, 0, 2])) * x
+        return y.sin() + self.last, (x + self.bias).cos()
+
+
+@pytest.mark.parametrize("door", [*RERUNS, "replay", "scope", "rerun in scope"])
+@pytest.mark.parametrize("name", ["embedding.weight", "bias"])
+@pytest.mark.parametrize("how", ["module", "method", "lambda"])
+def test_parameters_that_are_read_but_not_saved_are_guarded(door, name, how):
+    """By an update between forward and backward."""
+    net, x = Reads(), leaf(4, 4)
+    region = {"module": net, "method": net.forward, "lambda": lambda x: net(x)}[how]
+    one, two = WAYS[door](region)(x)
+    with torch.no_grad():
+        net.get_parameter(name).mul_(2)
+    match = rf"parameter .*{name.split('.')[-1]}" if door in RERUNS else None
+    with pytest.raises(ChangedError, match=match):
+        (one.sum() + two.sum()).backward()
+
+
+@program(*RERUNS, "replay")
+def parameters_whose_update_does_not_matter(door):
+    """Read after all that is recomputed, or not read."""
+    net, x = Reads(), leaf(4, 4)
+    one, two = door(net)(x)
+    with torch.no_grad():
+        net.last.mul_(2)
+        net.later.weight.mul_(2)
+    (one.sum() + two.sum()).backward()
+    return x.grad, *(p.grad for p in net.parameters())
+
+
+@program()
+def an_optimizer_that_steps_in_backward(door):
+    """Each parameter as soon as its gradient is there; every region could reach all of them."""
+    torch.manual_seed(1)
+    net, x = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3))), leaf(4)
+
+    def step(p):
+        with torch.no_grad():
+            p.sub_(p.grad)
+        p.grad = None
+
+    for p in net.parameters():
+        p.register_post_accumulate_grad_hook(step)
+    for _ in range(2):
+        y = x
+        for i in range(3):
+            y = door(lambda y, i=i: net[i](y) * 2)(y)
+        y.sum().backward()
+    return x.grad, *net.parameters()
+
+
+@pytest.mark.parametrize("door", [*RERUNS, "replay", "scope", "rerun in scope"])
+def test_tensors_in_the_place_of_parameters_are_those_of_the_forward(door):
+    """As inner loops of `higher` exchange them, step by step. Refused by a rerun."""
+
+    def step(door):
+        net, x, total = Net(), leaf(2, 4), 0
+        base = [leaf(4, 4), leaf(4, 4) * 2]
+        weights = base
+        for _ in range(2):
+            net.one._parameters["weight"], net.two._parameters["weight"] = weights
+            total = total + door(net)(x).sum()
+            weights = [w * 2 for w in weights]
+        return torch.autograd.grad(total, [x, *base])
+
+    if door in (*RERUNS, "rerun in scope"):
+        with pytest.raises(
+            MismatchError, match=r"another tensor in the place of a parameter.*replay"
+        ):
+            step(WAYS[door])
+    else:
+        same(step(WAYS[door]), step(plain))
+
+
+@program()
+def parameters_that_are_exchanged_inside_a_region(door):
+    """By a functional call, with parameters from around it, of which one comes of another."""
+    net, x, base = Net(), leaf(2, 4), leaf(4, 4)
+    new = {"one.weight": base * 2, "two.weight": base}
+    door(lambda x: torch.func.functional_call(net, new, (x,)))(x).sum().backward()
+    return x.grad, base.grad, *(p.grad for p in net.parameters())
+
+
+def test_a_rerun_finds_and_leaves_everything_as_the_user_has_it():
+    """The very parameters with their flags, memory and versions."""
+    net, seen = Net(), []
+    net.tables = {"a": [1, 2]}
+
+    def state():
+        return (
+            [(id(m), id(m._parameters), id(m._modules), m.training) for m in net.modules()],
+            [(id(p), p.requires_grad, p.data_ptr(), p._version) for p in net.parameters()],
+            (id(net.tables), copy.deepcopy(net.tables)),
+            list(net.state_dict()),
+        )
+
+    def fn(x):
+        seen.append((is_recomputing(), state()))
+        return net(x)
+
+    y = checkpointed(fn)(leaf(2, 4))
+    net.eval()
+    before = state()
+    y.sum().backward()
+    assert [recomputing for recomputing, _ in seen] == [False, True]
+    assert seen[1] == (True, seen[0][1])
+    assert seen[0][1] != before == state()
+
+
+@program()
+def leaves_that_the_function_makes(door):
+    """They are new each time, and fine."""
+
+    def fn(x):
+        torch.manual_seed(1)
+        w, p = torch.ones(4, requires_grad=True), nn.Parameter(torch.full((4,), 2.0))
+        (g,) = torch.autograd.grad((x * w).square().sum(), w, create_graph=True)
+        return nn.Linear(4, 4)(x * (w - g * 0.5) * p * p).square()
+
+    x = leaf(4)
+    door(fn)(x).sum().backward()
+    return (x.grad,)
+
+
+test_programs_are_plains = program.test()
