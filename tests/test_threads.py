@@ -56,23 +56,6 @@ def test_two_backwards_over_one_frame(word, early_stop):
     assert at_once(*[backwards] * 3) == [[gradients(network, x, w)] * 10] * 3
 
 
-@pytest.mark.parametrize("early_stop", [True, False], ids=["early", "late"])
-def test_one_recompute_for_each_graph_task(early_stop):
-    """However the threads interleave, a region is rerun once for each backward over it."""
-    calls = []
-
-    @checkpointed(early_stop=early_stop)
-    def fn(x):
-        calls.append(threading.get_ident())
-        return x.sin().exp().tanh()
-
-    y = fn(leaf(3)).sum()
-    n = 10
-    at_once(*[lambda: [y.backward(retain_graph=True) for _ in range(n)]] * 2)
-    assert len(calls) == 1 + 2 * n
-    assert sorted(calls.count(ident) for ident in {*calls[1:]}) == [n, n]
-
-
 @pytest.mark.parametrize("door", ["c", "r", "s"])
 def test_a_region_is_seen_by_its_own_thread_only(door):
     """Work that another thread does while a region is open is not part of it."""
