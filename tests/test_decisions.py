@@ -9,7 +9,7 @@ import itertools
 import pytest
 import torch
 from noise import SEED, shaken
-from oracle import NO_ROOM, PLANNED, bits
+from oracle import NO_ROOM, PLANNED
 from torch import nn
 
 from checkpointing import (
@@ -276,25 +276,3 @@ def test_decisions_count_as_kept():
     assert held_bytes(lambda x, p: pool(x.sin()).cos(), x, p) == 0
     vocabulary = torch.randn(1 << 17, requires_grad=True)
     assert held_bytes(lambda x: x.sin().sort().values.cos(), vocabulary) == 0  # too large
-
-
-def test_decisions_that_are_written_later():
-    """In place, whole or in part, as they are or by a view."""
-
-    def fn(x):
-        chosen = x.softmax(0).argsort(0)
-        first = x.cos()[chosen[:, 0].clone()]
-        chosen[: TOKENS // 2] += 1
-        second = x.cos()[chosen[:, 1] % TOKENS]
-        chosen.zero_()
-        return (first * second).sum() + x[chosen].sum()
-
-    def step(door):
-        x = torch.linspace(-3, 3, TOKENS * WIDTH).view(TOKENS, WIDTH).sin().requires_grad_()
-        door(fn)(x).backward()
-        return bits(x.grad)
-
-    want = step(lambda fn: fn)
-    for door in (scoped, lambda fn: checkpointed(fn, backend="replay")):
-        assert step(door) == want
-        assert step(door) == want
