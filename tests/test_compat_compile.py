@@ -209,23 +209,6 @@ def test_in_the_place_of_torchs_function(monkeypatch):
     assert products(kept(theirs), fullgraph=True) == [2, 4]
 
 
-def test_compiled_functions_in_eager_regions():
-    """They are compiled once, for the forward and the recompute."""
-    torch._dynamo.reset()
-    compiled, (x, y) = [], arguments()
-
-    def backend(graph, inputs):
-        compiled.append(graph)
-        return aot_autograd(fw_compiler=nop, bw_compiler=nop)(graph, inputs)
-
-    inside = torch.compile(fn, backend=backend)
-    region = ours.checkpoint(use_reentrant=False)(inside)
-    for _ in range(3):
-        found = torch.autograd.grad(region(x, y).sum(), (x, y))
-        torch.testing.assert_close(found, torch.autograd.grad(fn(x, y).sum(), (x, y)))
-    assert len(compiled) == 1
-
-
 @pytest.mark.parametrize("door", [ours.checkpoint(use_reentrant=False), checkpointed])
 def test_compiled_autograd_over_eager_regions(door):
     """The recompute stays in eager mode, since a compiled one would save other tensors."""
