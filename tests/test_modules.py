@@ -6,7 +6,6 @@ import copy
 import functools
 import gc
 import inspect
-import io
 import itertools
 import pickle
 import re
@@ -197,18 +196,10 @@ REGIONS = {
 }
 
 
-def saved_and_loaded(model):
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
 # How programs copy models.
 COPIES = {
     "deepcopy": copy.deepcopy,
     "AveragedModel": lambda model: AveragedModel(model).module,
-    "torch.save": saved_and_loaded,
     "pickle": lambda model: pickle.loads(pickle.dumps(model)),
 }
 WITH_FORWARDS = {
@@ -235,7 +226,7 @@ def test_copies_run_their_own_parameters_in_regions(regions, how):
         dict(zip(plain_twin.state_dict(), twin.state_dict().values(), strict=True))
     )
     before = bits(model.state_dict())
-    is_by_name = regions in ("forward", "forward, replay") and how in ("pickle", "torch.save")
+    is_by_name = regions in ("forward", "forward, replay") and how == "pickle"
     assert step(twin) == (step(plain_twin)[0], 0 if is_by_name else 3)
     assert all(p.grad is None for p in model.parameters()) and bits(model.state_dict()) == before
     assert step(model)[1] == 3
@@ -310,15 +301,7 @@ def test_handles_are_removed_in_any_order_and_more_than_once():
         pass
 
 
-class Generating(nn.Module):
-    def forward(self, x):
-        yield x
-
-
-class Static(nn.Module):
-    @staticmethod
-    def forward(x):
-        return x
+Static = type("Static", (nn.Module,), {"forward": staticmethod(torch.sin)})
 
 
 def hooked(model, layer=1):
@@ -351,7 +334,6 @@ ERRORS = {
     "a forward decorated before": (with_decorated_forwards, "layers.1", IN_REGION),
     "a hook over a region": (lambda: hooked(with_handle()), Block, IN_REGION),
     "a decorated class": (lambda: Model(Decorated), Block, r".*layers\.0 \(Decorated\) runs in"),
-    "a generator": (lambda: nn.Sequential(Generating()), "*", "TypeError: .*can't wrap the gen"),
     "a scripted module": (lambda: torch.jit.script(nn.Sequential(nn.ReLU())), "*", NO_FORWARD),
     "a static forward": (lambda: nn.Sequential(Static()), "*", f"{NO_FORWARD} in Python"),
     "an unknown option": (Model, Block, UNKNOWN, {"polcy": 1}),
