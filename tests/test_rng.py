@@ -10,19 +10,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from beside import Program
-from oracle import DOORS, EACH_DOOR, NO_ROOM, bits, plain
+from oracle import DOORS, EACH_DOOR, NO_ROOM, same_bits
 from torch import nn
 
-from checkpointing import checkpoint_scope, checkpointed, forward_only
+from checkpointing import checkpoint_scope, forward_only
 
 pytestmark = NO_ROOM
 HERE = Path(__file__).parent
-
-
-def observe(step):
-    """Results and gradients of a step, and the random stream after it, in bits."""
-    torch.manual_seed(7)
-    return [*map(bits, step()), bits(torch.get_rng_state())]
 
 
 def factories(x):
@@ -128,7 +122,7 @@ def test_random_programs_are_plain(program, door):
             seen += [torch.get_rng_state()]
         return seen
 
-    assert observe(lambda: step(door)) == observe(lambda: step(plain))
+    same_bits(door, step)
 
 
 class Owner(nn.Module):
@@ -161,8 +155,6 @@ PASSED = {
 @EACH_DOOR
 @pytest.mark.parametrize("how", PASSED)
 def test_generators(door, how):
-    """`torch.Generator`s are drawn from as in the forward, and left where plain leaves them."""
-
     def fn(x, generator):
         y = x.sin() * torch.rand(50, generator=generator)
         noise = torch.empty(50).normal_(generator=generator)
@@ -176,18 +168,7 @@ def test_generators(door, how):
         seen = [y, generator.get_state(), *torch.autograd.grad(y.sum(), leaf)]
         return [*seen, generator.get_state()]
 
-    assert observe(lambda: step(door)) == observe(lambda: step(plain))
-
-
-def test_without_preserving_rerun_draws_anew_and_says_nothing():
-    """`preserve_rng_state=False` is the user's word that it doesn't matter."""
-    leaf = torch.linspace(-1, 1, 1000).requires_grad_()
-    y = checkpointed(lambda x: F.dropout(x.sin(), 0.5).exp(), preserve_rng_state=False)(leaf)
-    stream = torch.get_rng_state()
-    (gradient,) = torch.autograd.grad(y.sum(), leaf)
-    assert bits(torch.get_rng_state()) != bits(stream)
-    mask = (y != 1).float()
-    assert bits(gradient) != bits(mask * 2 * y.detach() * leaf.detach().cos())
+    same_bits(door, step)
 
 
 @pytest.mark.parametrize("door", ["replay", "scope"])
@@ -200,8 +181,7 @@ def test_without_preserving_replay_is_exact_and_stashes_nothing(door):
         y = door(dropout)(leaf)
         return [y, *torch.autograd.grad(y.sum(), leaf)]
 
-    have = observe(lambda: step(functools.partial(DOORS[door], **off)))
-    assert have == observe(lambda: step(plain))
+    same_bits(functools.partial(DOORS[door], **off), step)
     with checkpoint_scope(**off) as entered:
         y = dropout(leaf)
     assert 0 < entered.stats.bytes_kept < 5000  # a state is 5,056 bytes
@@ -214,7 +194,6 @@ accelerated = Program("-W", "error", str(HERE / "fake_accelerator.py"), cwd=HERE
 
 @pytest.fixture(scope="module")
 def outcomes():
-    """What became of each case, in a process of its own."""
     return json.loads(accelerated.output)
 
 
