@@ -15,6 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from checkpointing import checkpointed
+from checkpointing.torch_compat import checkpoint
 
 program = Programs(DOORS)
 
@@ -121,6 +122,9 @@ SILENT = {"grad mode off inside", "enabled inside", "math attention"}
 # Backward itself, in plain code as well, can't be run in these.
 FORWARD_ONLY = {"torch.device", "default device"}
 STATE = pytest.mark.parametrize("state", STATES)
+# The legacy backend makes casts anew: gradients of one that is used twice are added otherwise.
+CACHED = {"autocast", "autocast to half"}
+REENTRANT = {**DOORS, "reentrant": lambda fn: lambda x: checkpoint(fn, x, use_reentrant=True)}
 
 
 def everything():
@@ -142,10 +146,12 @@ def everything():
 def step(fn, around, backward_around=contextlib.nullcontext, run=lambda backward: backward()):
     """Results and gradients, in bits; the state that backward finds is the state that it leaves."""
     x, grads = leaf(), []
+    LINEAR.zero_grad()
 
     def backward():
         before = everything()
-        grads.extend(torch.autograd.grad(y.sum(), [x, *LINEAR.parameters()], allow_unused=True))
+        y.sum().backward()
+        grads.extend(p.grad for p in (x, *LINEAR.parameters()))
         assert everything() == before
 
     with around():
@@ -156,13 +162,15 @@ def step(fn, around, backward_around=contextlib.nullcontext, run=lambda backward
 
 
 @STATE
-@EACH_DOOR
+@pytest.mark.parametrize("door", REENTRANT)
 def test_recompute_sees_the_state_of_the_forward_and_not_that_of_backward(state, door):
     """Gone when backward runs, in this thread or in another; entered then; around all of a step."""
-    around, fn = STATES[state]
+    (around, fn), door = STATES[state], REENTRANT[door]
     want = step(fn, around)
     if state not in SILENT:
         assert want != step(fn, contextlib.nullcontext)
+    if door is REENTRANT["reentrant"] and state in CACHED:
+        return
     assert step(door(fn), around) == want
     assert step(door(fn), around, run=at_once) == want
     if state not in FORWARD_ONLY:
