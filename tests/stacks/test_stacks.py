@@ -7,14 +7,13 @@ an operator of the forward runs again for each region says that they are there.
 
 import contextlib
 import functools
-import inspect
 import re
 from pathlib import Path
 
 import pytest
 import torch
 import torch.utils.checkpoint
-from oracle import Counting, bits, plain, replay, rerun
+from oracle import Counting, bits
 from torch import nn
 
 import checkpointing
