@@ -34,18 +34,8 @@ def gradients(fn, x, w):
 
 
 @WORD
-def test_regions_and_backwards_at_once(word):
-    """Each thread has its own regions; all get plain's gradients."""
-    inputs = [(leaf(4, 4), leaf(4, 4)) for _ in range(3)]
-    fn = apply(word, network)
-    steps = [lambda x=x, w=w: [gradients(fn, x, w) for _ in range(10)] for x, w in inputs]
-    assert at_once(*steps) == [[gradients(network, x, w)] * 10 for x, w in inputs]
-
-
-@WORD
 @pytest.mark.parametrize("early_stop", [True, False], ids=["early", "late"])
 def test_two_backwards_over_one_frame(word, early_stop):
-    """Two threads open the same holders at once."""
     x, w = leaf(4, 4), leaf(4, 4)
     y = apply(word, network, early_stop)(x, w).sum()
 
