@@ -46,7 +46,6 @@ CASES: dict[str, Callable[[Any], Any]] = {}
 
 
 def case(program):
-    """Put a program into the table."""
     CASES[program.__name__] = program
     return program
 
@@ -581,23 +580,17 @@ def test_backwards_of_other_regions_may_overlap_in_a_group(door):
         assert torch.equal(first, torch.autograd.grad(y, x)[0])
 
 
-@pytest.mark.parametrize("name", MISMATCHES)
-def test_debug_shows_the_operators_of_both_runs(name):
-    """With the lines that led to them; torch's headings, and its error as the cause."""
+def test_debug_says_what_torch_says_around_the_operators_of_both_runs():
+    """Its headings, and its error as the cause. (The operators: test_determinism.py.)"""
     with ours.set_checkpoint_debug_enabled(True):
-        y = region(ours, Fickle(*MISMATCHES[name]), leaf(), early_stop=False)
+        y = region(ours, Fickle(*MISMATCHES["another shape"]), leaf())
     with pytest.raises(ours.CheckpointError) as caught:
         y.sum().backward()
-    text = str(caught.value)
-    _, forward, recompute = text.split("Operations executed during ")
+    text, cause = str(caught.value), caught.value.__cause__
     assert "An error happened while unpacking tensors" in text
     assert "You are seeing this error because you passed `debug=True` to checkpoint" in text
-    assert forward.startswith("the original forward") and f"{__file__}:" in forward
-    assert "float32[4, 4] = aten.sin.default(float32[4, 4])" in forward
-    assert recompute.startswith("recomputation")
-    assert ("aten.sin" in recompute) is (name != "no tensors")
-    assert isinstance(caught.value.__cause__, ours.CheckpointError)
-    assert first_sentence(str(caught.value.__cause__)) in text
+    assert "float32[4, 4] = aten.sin.default(float32[4, 4])" in text
+    assert isinstance(cause, ours.CheckpointError) and first_sentence(str(cause)) in text
 
 
 @pytest.mark.parametrize("name", ["fewer tensors", "no tensors", "another dtype", "another shape"])
