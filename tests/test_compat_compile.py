@@ -69,17 +69,6 @@ def region_of(inside):
     return lambda m: lambda x, y: m.checkpoint(inside(m), x, y, use_reentrant=False)
 
 
-def in_a_module(m):
-    class Block(nn.Module):
-        def forward(self, x, y):
-            return m.checkpoint(self.inside, x, y=y, use_reentrant=False)
-
-        def inside(self, x, y):
-            return fn(x, y)
-
-    return Block()
-
-
 OTHERS = {"preserve_rng_state": False, "early_stop": False, "determinism_check": "none"}
 PROGRAMS = {
     "rerun": called(use_reentrant=False),
@@ -88,7 +77,6 @@ PROGRAMS = {
     "options": called(use_reentrant=False, **OTHERS),
     "kept": kept,
     "nested": region_of(lambda m: lambda x, y: called(use_reentrant=False)(m)(x, y).sin()),
-    "in a module": in_a_module,
 }
 
 
