@@ -151,6 +151,16 @@ def scripted(module, by=torch.jit.script):
         return by(module)
 
 
+class ScriptedAnew(WithBuffers):
+    def __init__(self):
+        super().__init__(calls=torch.ones(()), sum=torch.zeros(4))
+
+    def forward(self, x):
+        self.calls = self.calls + 1
+        self.sum.add_(x.detach().sum(0))
+        return (x * self.calls + self.sum.clone()).tanh()
+
+
 def with_modes():
     """Modules that behave otherwise in evaluation, some of them one level down."""
     inner = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.BatchNorm1d(4))
@@ -205,8 +215,8 @@ MODULES = {
         )
         for n in (0, 1, 9)
     },
-    "scripted": lambda: sequence(scripted(nn.BatchNorm1d(4))),
-    "all of it scripted": lambda: scripted(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))),
+    "scripted": lambda: nn.Sequential(nn.Linear(4, 4), scripted(ScriptedAnew()), nn.Tanh()),
+    "all of it scripted": lambda: scripted(nn.Sequential(nn.Linear(4, 4), ScriptedAnew())),
 }
 MODULE = pytest.mark.parametrize("module", MODULES)
 
