@@ -551,6 +551,12 @@ def test_the_same_as_torch(name):
     assert said == they_said
 
 
+def test_what_cannot_be_called_in_turn_is_a_type_error():
+    for m in (ours, theirs):
+        with pytest.raises(TypeError):
+            m.checkpoint_sequential(nn.Bilinear(4, 4, 4), 1, leaf(), leaf())
+
+
 @pytest.mark.parametrize("segments", [0, -1, 3])
 def test_a_sequence_is_cut_into_segments_that_exist(segments):
     """torch divides by zero, or runs everything in one."""
