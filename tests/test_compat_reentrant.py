@@ -94,6 +94,14 @@ def test_an_error_in_the_recompute_leaves_nothing_behind():
     assert forward_only(lambda: 1)() == 1  # which a region would be asked about
 
 
+def test_keywords_are_refused():
+    """Before anything runs."""
+    ran = []
+    with pytest.raises(ValueError, match=r"Unexpected keyword arguments: k.*backend='rerun'"):
+        reentrant(lambda x, k: ran.append(1))(leaf(), k=1)
+    assert ran == []
+
+
 @pytest.mark.parametrize("call", [torch.autograd.grad, lambda y, x: y.backward(inputs=[x])])
 def test_gradients_of_chosen_inputs_are_refused(call):
     """`torch.autograd.grad` and `backward(inputs=...)`; a plain backward works after that."""
