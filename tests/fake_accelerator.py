@@ -19,7 +19,7 @@ from oracle import DOORS
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from checkpointing import checkpointed, keep
+from checkpointing import checkpointed
 from checkpointing.torch_compat import checkpoint
 
 
@@ -165,15 +165,6 @@ def body(x):
     return F.dropout(F.dropout(x.sin(), 0.5).exp(), 0.2).sin()
 
 
-def case_the_device_is_there():
-    """The fake is good enough to be believed."""
-    assert torch.rand(4).to("toy").device == torch.device("toy:0")
-    torch_toy.generator.manual_seed(3)
-    before, want = torch.get_rng_state(), torch.rand(4, generator=torch.Generator().manual_seed(3))
-    assert torch.equal(torch.rand(4, device="toy").to("cpu"), want)
-    assert torch.equal(torch.get_rng_state(), before)
-
-
 def case_arguments():
     """Rerun forks the generator of an argument's device, at any depth of containers."""
     check(BOTH, body)
@@ -216,11 +207,6 @@ def case_moved_inside():
         return (c.to("toy") * torch.rand(50, device="toy")).exp().to("cpu").sin()
 
     check([DOORS["replay"], DOORS["scope"]], fn, on=["cpu"])
-
-
-def case_keep():
-    """A kept value on the device."""
-    check(BOTH, lambda x: keep(F.dropout(x.sin(), 0.5)).exp().sin())
 
 
 def case_save_on_cpu_like_hooks():

@@ -9,12 +9,15 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from oracle import DOORS, EACH_DOOR, at_once, bits, plain
+from oracle import DOORS, EACH_DOOR, Programs, at_once, bits, state as state_of_torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from checkpointing import checkpointed
+from checkpointing.torch_compat import checkpoint
+
+program = Programs(DOORS)
 
 
 def leaf():
@@ -51,8 +54,8 @@ def variable(value):
 
 
 @contextlib.contextmanager
-def both(outer, inner):
-    with outer, inner:
+def two_modes():
+    with Scaling(3.0), Scaling(0.5):
         yield
 
 
@@ -88,7 +91,7 @@ STATES = {
     "autocast to half": (lambda: torch.autocast("cpu", torch.float16), lambda x: (x @ x).sin() @ x),
     "autocast without cache": (lambda: torch.autocast("cpu", cache_enabled=False), LINEARS),
     "function mode": (Scaling, SINES),
-    "two function modes": (lambda: both(Scaling(3.0), Scaling(0.5)), SINES),
+    "two function modes": (two_modes, SINES),
     "one function mode again and again": (lambda: MODE, SINES),
     "torch.device": (lambda: torch.device("meta"), asks_for_the_device),
     "default device": (
@@ -119,35 +122,36 @@ SILENT = {"grad mode off inside", "enabled inside", "math attention"}
 # Backward itself, in plain code as well, can't be run in these.
 FORWARD_ONLY = {"torch.device", "default device"}
 STATE = pytest.mark.parametrize("state", STATES)
+# The legacy backend makes casts anew: gradients of one that is used twice are added otherwise.
+CACHED = {"autocast", "autocast to half"}
+REENTRANT = {**DOORS, "reentrant": lambda fn: lambda x: checkpoint(fn, x, use_reentrant=True)}
 
 
 def everything():
     """The whole state, to compare before with after."""
-    return (
-        torch.is_autocast_enabled("cpu"),
-        torch.get_autocast_dtype("cpu"),
-        torch.is_autocast_cache_enabled(),
-        torch.get_default_dtype(),
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-        torch.get_float32_matmul_precision(),
-        torch._C._len_torch_function_stack(),
-        torch.backends.cuda.flash_sdp_enabled(),
-        torch.backends.cuda.math_sdp_enabled(),
-        torch._C._get_mkldnn_enabled(),
-        torch.is_grad_enabled(),
-        VARIABLE.get(),
-        torch.empty(0).device,
-    )
+    return {
+        **state_of_torch(),
+        "autocast dtype": torch.get_autocast_dtype("cpu"),
+        "autocast cache": torch.is_autocast_cache_enabled(),
+        "deterministic": torch.get_deterministic_debug_mode(),
+        "precision": torch.get_float32_matmul_precision(),
+        "flash": torch.backends.cuda.flash_sdp_enabled(),
+        "math": torch.backends.cuda.math_sdp_enabled(),
+        "mkldnn": torch._C._get_mkldnn_enabled(),
+        "variable": VARIABLE.get(),
+        "device": torch.empty(0).device,
+    }
 
 
 def step(fn, around, backward_around=contextlib.nullcontext, run=lambda backward: backward()):
     """Results and gradients, in bits; the state that backward finds is the state that it leaves."""
     x, grads = leaf(), []
+    LINEAR.zero_grad()
 
     def backward():
         before = everything()
-        grads.extend(torch.autograd.grad(y.sum(), [x, *LINEAR.parameters()], allow_unused=True))
+        y.sum().backward()
+        grads.extend(p.grad for p in (x, *LINEAR.parameters()))
         assert everything() == before
 
     with around():
@@ -158,13 +162,15 @@ def step(fn, around, backward_around=contextlib.nullcontext, run=lambda backward
 
 
 @STATE
-@EACH_DOOR
+@pytest.mark.parametrize("door", REENTRANT)
 def test_recompute_sees_the_state_of_the_forward_and_not_that_of_backward(state, door):
     """Gone when backward runs, in this thread or in another; entered then; around all of a step."""
-    around, fn = STATES[state]
+    (around, fn), door = STATES[state], REENTRANT[door]
     want = step(fn, around)
     if state not in SILENT:
         assert want != step(fn, contextlib.nullcontext)
+    if door is REENTRANT["reentrant"] and state in CACHED:
+        return
     assert step(door(fn), around) == want
     assert step(door(fn), around, run=at_once) == want
     if state not in FORWARD_ONLY:
@@ -187,19 +193,43 @@ def test_the_state_is_left_as_it_was_after_an_error(state, door):
     assert everything() == before
 
 
-@EACH_DOOR
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
-def test_backward_in_another_grad_mode(door, mode):
+@program()
+def backwards_in_another_grad_mode(door):
     """Whatever backward is called in, the recompute is in that of the forward."""
-
-    def run(door):
-        x = leaf()
-        y = door(lambda x: (x.square() * x.exp()).cumsum(0).exp())(x).sum()
+    found = []
+    for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad):
+        y = door(lambda x: (x.square() * x.exp()).cumsum(0).exp())(x := leaf()).sum()
         with mode():
             y.backward()
-        return bits(x.grad.clone())
+        found.append(x.grad.clone())
+    return found
 
-    assert run(door) == run(plain)
+
+def with_a_cast_weight(door, inside):
+    linear, x, seen = nn.Linear(4, 4), leaf(), []
+    for _ in range(2):
+        with torch.autocast("cpu", torch.bfloat16):
+            first = linear(x)
+            y = door(lambda x: linear(linear(x)).sin())(first.relu())
+            y = door(lambda x: linear(x).cos())(y)
+            if inside:
+                y.sum().backward(retain_graph=True)
+            # Shares the cast: their gradients are added in it.
+            loss = (linear(y) * 2 + first).float().sum()
+        loss.backward()
+        seen += [t.clone() for t in (y, x.grad, linear.weight.grad, linear.bias.grad)]
+        with torch.no_grad():  # a cast that a recompute has left behind would now be an old one
+            linear.weight.mul_(2)
+    return seen
+
+
+@program()
+def weights_that_autocast_has_cast(door):
+    """Before two regions, and used after them; backward in the context or after it."""
+    return with_a_cast_weight(door, False) + with_a_cast_weight(door, True)
+
+
+test_programs_are_plains = program.test()
 
 
 @pytest.mark.parametrize("stop", [True, False])
@@ -217,54 +247,21 @@ def test_a_switch_that_a_function_puts_back_without_try_stays_set_where_the_reru
         assert torch.get_default_dtype() is (torch.float64 if stop else torch.float32)
 
 
-@EACH_DOOR
-@pytest.mark.parametrize("inside", [True, False])
-def test_weights_that_autocast_has_cast(door, inside):
-    """Cast before two regions and used after them."""
-
-    def run(door):
-        torch.manual_seed(0)
-        linear, x, seen = nn.Linear(4, 4), leaf(), []
-        for _ in range(2):
-            with torch.autocast("cpu", torch.bfloat16):
-                first = linear(x)
-                y = door(lambda x: linear(linear(x)).sin())(first.relu())
-                y = door(lambda x: linear(x).cos())(y)
-                if inside:
-                    y.sum().backward(retain_graph=True)
-                # Shares the cast: their gradients are added in it.
-                loss = (linear(y) * 2 + first).float().sum()
-            loss.backward()
-            seen += [bits(t.clone()) for t in (y, x.grad, linear.weight.grad, linear.bias.grad)]
-            with torch.no_grad():  # a cast that a recompute has left behind would now be an old one
-                linear.weight.mul_(2)
-        return seen
-
-    assert run(door) == run(plain)
-
-
-def test_context_variables_set_in_a_region_stay_in_the_forward():
-    """A rerun's changes to context variables are its own."""
+def test_context_variables_that_a_rerun_sets_are_its_own():
+    """It begins with those of the forward, and those of now are there afterwards."""
     seen = []
 
+    @checkpointed
     def fn(x):
         VARIABLE.set(VARIABLE.get() + 1)
         seen.append(VARIABLE.get())
         return (x * VARIABLE.get()).sin().exp()
 
-    inner = checkpointed(fn)
-
-    @checkpointed
-    def outer(x):
-        with variable(5.0):
-            return inner(x).sin()
-
     def run():
-        y = outer(fn(leaf()))
-        assert (seen, VARIABLE.get()) == ([2.0, 6.0], 2.0)
+        y = fn(leaf())
         VARIABLE.set(9.0)
         y.sum().backward()
-        assert (set(seen[2:]), VARIABLE.get()) == ({6.0}, 9.0)
+        assert (seen, VARIABLE.get()) == ([2.0, 2.0], 9.0)
 
     contextvars.copy_context().run(run)
 
@@ -327,31 +324,23 @@ COLLECTED = contextvars.ContextVar("COLLECTED", default=None)
 
 
 @EACH_DOOR
-def test_collectors_in_context_variables(door, no_gc):
-    """Nothing is collected twice or kept alive."""
-    made = []
+def test_a_collector_in_a_context_variable_keeps_nothing_alive(door, no_gc):
+    """What the recompute makes is not collected."""
+    made, collected = [], []
 
     def layer(x):
-        y = x.sin()
-        made.append(weakref.ref(y))
-        COLLECTED.get()["attentions"][0].append(y)
+        made.append(weakref.ref(y := x.sin()))
+        COLLECTED.get().append(y)
         return y.exp()
 
     def run():
-        collected = {"attentions": [[]], "names": {"a"}}
         COLLECTED.set(collected)
-        x = leaf()
-        y = x
-        for _ in range(3):
-            y = door(layer)(y)
-        kept = collected["attentions"][0]
-        assert [ref() for ref in made] == kept
+        y = door(layer)(door(layer)(leaf()))
         y.sum().backward(retain_graph=True)
-        assert len(kept) == 3
-        assert all(ref() is None for ref in made[3:])
-        kept.clear()
+        assert [ref() for ref in made[:2]] == collected
+        assert [ref() for ref in made[2:]] == [None] * (len(made) - 2)
+        collected.clear()
         y.sum().backward()  # whose recompute needs none of them
-        assert kept == []
-        assert all(ref() is None for ref in made)
+        assert collected == [] and not any(ref() is not None for ref in made)
 
     contextvars.copy_context().run(run)

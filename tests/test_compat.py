@@ -46,7 +46,6 @@ CASES: dict[str, Callable[[Any], Any]] = {}
 
 
 def case(program):
-    """Put a program into the table."""
     CASES[program.__name__] = program
     return program
 
@@ -169,12 +168,9 @@ def early_stop(m):
 
 
 @case
-def early_stop_as_a_decorator_and_after_an_error(m):
+def early_stop_as_a_decorator_and_after_it(m):
     decorated = m.set_checkpoint_early_stop(False)(lambda: stops(m, ()))
-    found = [decorated(), decorated()]
-    with contextlib.suppress(KeyError), m.set_checkpoint_early_stop(False):
-        raise KeyError
-    return [*found, stops(m, ())]
+    return [decorated(), decorated(), stops(m, ())]
 
 
 def two_backwards(m, context):
@@ -245,30 +241,6 @@ def a_decorated_function(m):
 
 
 @case
-def a_decorated_method(m):
-    class Thing(nn.Module):
-        scale = 2.0
-
-        @m.checkpoint(use_reentrant=False)
-        def forward(self, x):
-            return (x * self.scale).sin().exp()
-
-        @classmethod
-        @m.checkpoint(use_reentrant=False)
-        def of_class(cls, x):
-            return (x * cls.scale).sin().exp()
-
-        partial = functools.partial(lambda k, x: (x * k).sin().exp(), 2.0)
-        static = staticmethod(m.checkpoint(use_reentrant=False)(partial))
-        applied = m.checkpoint(use_reentrant=False)(partial)
-
-    x, thing = leaf(), Thing()
-    (want,) = gradient((x * 2.0).sin().exp(), x)
-    functions = thing, thing.of_class, thing.static, thing.applied
-    return [torch.equal(gradient(fn(x), x)[0], want) for fn in functions]
-
-
-@case
 def contexts_are_entered_around_both_runs(m):
     log, x = [], leaf()
 
@@ -305,6 +277,11 @@ def in_sequence(m, function, *inputs, **options):
     return m.checkpoint_sequential([function], 1, *inputs, use_reentrant=False, **options)
 
 
+def changed_before_backward(y, x):
+    x.add_(1)
+    y.sum().backward()
+
+
 def nest_groups(m):
     with m.GraphExecGroup(), m.GraphExecGroup():
         pass
@@ -339,6 +316,9 @@ CASES |= {
     "reentrant contexts": lambda m: legacy_sine(m, context_fn=selective(m, [MM])),
     "reentrant debug": lambda m: legacy_sine(m, debug=True),
     "reentrant and hooks to respect": lambda m: legacy_sine(m, respect_saved_tensors_hooks=False),
+    "reentrant and an argument changed in place": lambda m: changed_before_backward(
+        reentrant(m, torch.sin, x := leaf() * 1), x
+    ),
     "reentrant and detached results": lambda m: backward_twice(
         reentrant(m, torch.Tensor.detach, leaf())
     ),
@@ -348,7 +328,6 @@ CASES |= {
 }
 ANSWERS = {  # a result, or the class of an error and a sentence in it
     "a_decorated_function": [True, 2, ("fn", "What it does.")],
-    "a_decorated_method": [True] * 4,
     "unknown keywords of the decorator": (ValueError, "Unexpected keyword arguments: foo,bar"),
     "keywords of a decorated reentrant function": (ValueError, "Unexpected keyword arguments: y"),
     "reentrant contexts": (ValueError, ONLY),
@@ -518,14 +497,6 @@ def reentrant_arguments_and_results(m):
 
 
 @case
-def reentrant_and_an_argument_changed_in_place(m):
-    x = leaf() * 1
-    y = reentrant(m, torch.sin, x).sum()
-    x.add_(1)
-    y.backward()
-
-
-@case
 def helpers(m):
     x = leaf()
     parts = m.detach_variable((x, 3, x.detach(), x * 2))
@@ -580,13 +551,10 @@ def test_the_same_as_torch(name):
     assert said == they_said
 
 
-def test_a_sequence_of_two_inputs_by_mistake():
-    """The second one lands in `use_reentrant`: what cannot be called in turn is a TypeError."""
+def test_what_cannot_be_called_in_turn_is_a_type_error():
     for m in (ours, theirs):
         with pytest.raises(TypeError):
-            m.checkpoint_sequential(torch.nn.Bilinear(4, 4, 4), 1, leaf(), leaf())
-        y = m.checkpoint_sequential(torch.nn.Sequential(torch.nn.Tanh()), 1, x := leaf(), leaf())
-        assert torch.equal(y, x.tanh())
+            m.checkpoint_sequential(nn.Bilinear(4, 4, 4), 1, leaf(), leaf())
 
 
 @pytest.mark.parametrize("segments", [0, -1, 3])
@@ -618,23 +586,17 @@ def test_backwards_of_other_regions_may_overlap_in_a_group(door):
         assert torch.equal(first, torch.autograd.grad(y, x)[0])
 
 
-@pytest.mark.parametrize("name", MISMATCHES)
-def test_debug_shows_the_operators_of_both_runs(name):
-    """With the lines that led to them; torch's headings, and its error as the cause."""
+def test_debug_says_what_torch_says_around_the_operators_of_both_runs():
+    """Its headings, and its error as the cause. (The operators: test_determinism.py.)"""
     with ours.set_checkpoint_debug_enabled(True):
-        y = region(ours, Fickle(*MISMATCHES[name]), leaf(), early_stop=False)
+        y = region(ours, Fickle(*MISMATCHES["another shape"]), leaf())
     with pytest.raises(ours.CheckpointError) as caught:
         y.sum().backward()
-    text = str(caught.value)
-    _, forward, recompute = text.split("Operations executed during ")
+    text, cause = str(caught.value), caught.value.__cause__
     assert "An error happened while unpacking tensors" in text
     assert "You are seeing this error because you passed `debug=True` to checkpoint" in text
-    assert forward.startswith("the original forward") and f"{__file__}:" in forward
-    assert "float32[4, 4] = aten.sin.default(float32[4, 4])" in forward
-    assert recompute.startswith("recomputation")
-    assert ("aten.sin" in recompute) is (name != "no tensors")
-    assert isinstance(caught.value.__cause__, ours.CheckpointError)
-    assert first_sentence(str(caught.value.__cause__)) in text
+    assert "float32[4, 4] = aten.sin.default(float32[4, 4])" in text
+    assert isinstance(cause, ours.CheckpointError) and first_sentence(str(cause)) in text
 
 
 @pytest.mark.parametrize("name", ["fewer tensors", "no tensors", "another dtype", "another shape"])

@@ -69,17 +69,6 @@ def region_of(inside):
     return lambda m: lambda x, y: m.checkpoint(inside(m), x, y, use_reentrant=False)
 
 
-def in_a_module(m):
-    class Block(nn.Module):
-        def forward(self, x, y):
-            return m.checkpoint(self.inside, x, y=y, use_reentrant=False)
-
-        def inside(self, x, y):
-            return fn(x, y)
-
-    return Block()
-
-
 OTHERS = {"preserve_rng_state": False, "early_stop": False, "determinism_check": "none"}
 PROGRAMS = {
     "rerun": called(use_reentrant=False),
@@ -88,7 +77,6 @@ PROGRAMS = {
     "options": called(use_reentrant=False, **OTHERS),
     "kept": kept,
     "nested": region_of(lambda m: lambda x, y: called(use_reentrant=False)(m)(x, y).sin()),
-    "in a module": in_a_module,
 }
 
 
@@ -207,23 +195,6 @@ def test_in_the_place_of_torchs_function(monkeypatch):
         monkeypatch.setattr(theirs, name, getattr(ours, name))
     assert products(called(use_reentrant=False)(theirs), fullgraph=True) == [2, 6]
     assert products(kept(theirs), fullgraph=True) == [2, 4]
-
-
-def test_compiled_functions_in_eager_regions():
-    """They are compiled once, for the forward and the recompute."""
-    torch._dynamo.reset()
-    compiled, (x, y) = [], arguments()
-
-    def backend(graph, inputs):
-        compiled.append(graph)
-        return aot_autograd(fw_compiler=nop, bw_compiler=nop)(graph, inputs)
-
-    inside = torch.compile(fn, backend=backend)
-    region = ours.checkpoint(use_reentrant=False)(inside)
-    for _ in range(3):
-        found = torch.autograd.grad(region(x, y).sum(), (x, y))
-        torch.testing.assert_close(found, torch.autograd.grad(fn(x, y).sum(), (x, y)))
-    assert len(compiled) == 1
 
 
 @pytest.mark.parametrize("door", [ours.checkpoint(use_reentrant=False), checkpointed])

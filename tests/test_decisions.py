@@ -9,7 +9,7 @@ import itertools
 import pytest
 import torch
 from noise import SEED, shaken
-from oracle import NO_ROOM, PLANNED, bits
+from oracle import NO_ROOM, PLANNED, replay, scope
 from torch import nn
 
 from checkpointing import (
@@ -74,18 +74,6 @@ def sections(x, p):
     return torch.cat([part.tanh() * (i + 1) for i, part in enumerate(parts)])
 
 
-def capacity(x, p):
-    chosen = p.argmax(-1)
-    place = (nn.functional.one_hot(chosen, EXPERTS).cumsum(0) - 1).gather(1, chosen[:, None])[:, 0]
-    kept = place < TOKENS // EXPERTS
-    return x[kept].tanh() * p[kept].max(-1, keepdim=True).values
-
-
-def counted(x, p):
-    n = int((p[:, 0] > 1 / EXPERTS).sum())
-    return x[:n].sin()
-
-
 def in_place(x, p):
     chosen = torch.zeros(TOKENS, dtype=torch.int64)
     chosen.copy_(p.argmax(-1))
@@ -109,8 +97,6 @@ FURTHER = {
     "unique of integers": lambda x, p: x[torch.unique(p.argmax(-1))].sin(),
     "sections": sections,
     "repeat_interleave": lambda x, p: x.repeat_interleave((p[:, 0] * 9).long(), 0).sin(),
-    "counted": counted,
-    "capacity": capacity,
     "scatter": lambda x, p: (
         x.sin() * torch.zeros_like(p).scatter(1, p.topk(2).indices, 1.0).sum(1, keepdim=True)
     ),
@@ -132,40 +118,26 @@ class Further(nn.Module):
         return x * sum(part.mean() for part in flat if part.numel()) + x
 
 
-def in_scope(**options):
-    def around(layers, x):
-        with checkpoint_scope(**options):
-            for layer in layers:
-                x = layer(x)
-            return x.square().sum()
-
-    return around
-
-
 def per_layer(door):
-    def around(layers, x):
+    def run(layers, x):
         for layer in layers:
             x = door(layer)(x)
         return x.square().sum()
 
-    return around
-
-
-def scoped(layer):
-    def run(x):
-        with checkpoint_scope():
-            return layer(x)
-
     return run
+
+
+def around(**options):
+    return lambda layers, x: scope(plain, **options)(layers, x)
 
 
 plain = per_layer(lambda layer: layer)
 DOORS = {
-    "replay per layer": per_layer(lambda layer: checkpointed(layer, backend="replay")),
-    "scope per layer": per_layer(scoped),
-    "planned": in_scope(policy=PLANNED),
-    "budget": in_scope(policy=auto(budget="4 KiB")),
-    "offload": in_scope(policy=offload(PLANNED, min_bytes=0)),
+    "replay per layer": per_layer(replay),
+    "scope per layer": per_layer(scope),
+    "planned": around(policy=PLANNED),
+    "budget": around(policy=auto(budget="4 KiB")),
+    "offload": around(policy=offload(PLANNED, min_bytes=0)),
 }
 
 
@@ -276,25 +248,3 @@ def test_decisions_count_as_kept():
     assert held_bytes(lambda x, p: pool(x.sin()).cos(), x, p) == 0
     vocabulary = torch.randn(1 << 17, requires_grad=True)
     assert held_bytes(lambda x: x.sin().sort().values.cos(), vocabulary) == 0  # too large
-
-
-def test_decisions_that_are_written_later():
-    """In place, whole or in part, as they are or by a view."""
-
-    def fn(x):
-        chosen = x.softmax(0).argsort(0)
-        first = x.cos()[chosen[:, 0].clone()]
-        chosen[: TOKENS // 2] += 1
-        second = x.cos()[chosen[:, 1] % TOKENS]
-        chosen.zero_()
-        return (first * second).sum() + x[chosen].sum()
-
-    def step(door):
-        x = torch.linspace(-3, 3, TOKENS * WIDTH).view(TOKENS, WIDTH).sin().requires_grad_()
-        door(fn)(x).backward()
-        return bits(x.grad)
-
-    want = step(lambda fn: fn)
-    for door in (scoped, lambda fn: checkpointed(fn, backend="replay")):
-        assert step(door) == want
-        assert step(door) == want

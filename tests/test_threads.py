@@ -34,18 +34,8 @@ def gradients(fn, x, w):
 
 
 @WORD
-def test_regions_and_backwards_at_once(word):
-    """Each thread has its own regions; all get plain's gradients."""
-    inputs = [(leaf(4, 4), leaf(4, 4)) for _ in range(3)]
-    fn = apply(word, network)
-    steps = [lambda x=x, w=w: [gradients(fn, x, w) for _ in range(10)] for x, w in inputs]
-    assert at_once(*steps) == [[gradients(network, x, w)] * 10 for x, w in inputs]
-
-
-@WORD
 @pytest.mark.parametrize("early_stop", [True, False], ids=["early", "late"])
 def test_two_backwards_over_one_frame(word, early_stop):
-    """Two threads open the same holders at once."""
     x, w = leaf(4, 4), leaf(4, 4)
     y = apply(word, network, early_stop)(x, w).sum()
 
@@ -54,23 +44,6 @@ def test_two_backwards_over_one_frame(word, early_stop):
         return [[*map(bits, step)] for step in found]
 
     assert at_once(*[backwards] * 3) == [[gradients(network, x, w)] * 10] * 3
-
-
-@pytest.mark.parametrize("early_stop", [True, False], ids=["early", "late"])
-def test_one_recompute_for_each_graph_task(early_stop):
-    """However the threads interleave, a region is rerun once for each backward over it."""
-    calls = []
-
-    @checkpointed(early_stop=early_stop)
-    def fn(x):
-        calls.append(threading.get_ident())
-        return x.sin().exp().tanh()
-
-    y = fn(leaf(3)).sum()
-    n = 10
-    at_once(*[lambda: [y.backward(retain_graph=True) for _ in range(n)]] * 2)
-    assert len(calls) == 1 + 2 * n
-    assert sorted(calls.count(ident) for ident in {*calls[1:]}) == [n, n]
 
 
 @pytest.mark.parametrize("door", ["c", "r", "s"])

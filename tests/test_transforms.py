@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.autograd.forward_ad as fwd
 from beside import Code
-from oracle import DOORS, EACH_DOOR, apply, bits, plain
+from oracle import DOORS, EACH_DOOR, Programs, apply, bits, plain
 from torch import func, nn
 
 from checkpointing import checkpointed
@@ -15,6 +15,9 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.torch.jit.script"),
     pytest.mark.filterwarnings("ignore:.*torch.func"),  # given once a process
 ]
+
+
+program = Programs()
 
 
 def function(x):
@@ -47,18 +50,26 @@ def test_a_transform_over_a_region_is_plains(over, door):
     assert bits(OVER[over](door)) == bits(OVER[over](plain))
 
 
-@EACH_DOOR
-def test_vmap_over_a_region_that_wants_gradients_afterwards(door):
+@program(*DOORS)
+def vmap_over_a_region_that_wants_gradients_afterwards(door):
     """What it would have saved are batches, which end with the transform; backward comes later."""
+    x, w = torch.stack([x0(), x0() * 2]).requires_grad_(), x0().requires_grad_()
+    y = func.vmap(lambda x: door(lambda x, w: function(x * w))(x, w))(x)
+    y.square().sum().backward()
+    return x.grad, w.grad
 
-    def step(door):
-        x = torch.stack([x0(), x0() * 2]).requires_grad_()
-        w = x0().requires_grad_()
-        y = func.vmap(lambda x: door(lambda x, w: function(x * w))(x, w))(x)
-        y.square().sum().backward()
-        return bits(x.grad), bits(w.grad)
 
-    assert step(door) == step(plain)
+@program()
+def forward_mode_over_a_region(door):
+    """Dual numbers pass through, and have gradients of both parts inside the level."""
+    x = x0().requires_grad_()
+    with fwd.dual_level():
+        y = door(function)(fwd.make_dual(x, torch.ones(5)))
+        primal, tangent = fwd.unpack_dual(y)
+        return primal, tangent, *torch.autograd.grad(primal.sum() + tangent.square().sum(), x)
+
+
+test_programs_are_plains = program.test()
 
 
 PROGRAM = """
@@ -153,18 +164,3 @@ def test_transforms_inside_a_region(inside, word, early_stop):
         return [bits(t) for t in (y, *first, *second)], bits(torch.get_rng_state())
 
     assert step(word) == step("")
-
-
-@pytest.mark.parametrize("door", ["rerun", "replay", "scope", "rerun in rerun"])
-def test_forward_mode_over_a_region(door):
-    """Dual numbers pass through; gradients of both parts, inside the level, are plain's."""
-
-    def step(make):
-        x = x0().requires_grad_()
-        with fwd.dual_level():
-            y = make(function)(fwd.make_dual(x, torch.ones(5)))
-            primal, tangent = fwd.unpack_dual(y)
-            grads = torch.autograd.grad(primal.sum() + tangent.square().sum(), x)
-        return [bits(t) for t in (primal, tangent, *grads)]
-
-    assert step(DOORS[door]) == step(plain)
