@@ -85,10 +85,10 @@ def test_the_first_step_has_the_planned_peak():
 
 @pytest.mark.parametrize(
     ("build", "most"),
-    # The plan for the net could do with 0.5; it spends the rest on making half as much again.
+    # The plan for the net could do with 0.5; it spends as much as cuts at all blocks would.
     [
         (lambda: programs.lstm(64, 32), 0.25),
-        (lambda: programs.unet(width=8, batch=2, size=64), 0.57),
+        (lambda: programs.unet(width=8, batch=2, size=64), 0.65),
     ],
     ids=["an unrolled cell", "a net whose long connections carry values that live all the time"],
 )

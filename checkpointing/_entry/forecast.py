@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from .. import _torch
-from .._engine import Generators, entered_from, unpack
+from .._engine import Generators, aside, entered_from, unpack
 from .._plan import Block, Cost, Outlook
 from .._record import Placement, Program, Run, Step, tensors_of
 from .._replay import Replay
@@ -117,7 +117,8 @@ class _Rehearsal(Run):
             )
         for each in () if module in self.buffers else module.modules():
             self.buffers[each] = dict(_torch.buffers_of_module(each)[0])
-            self.weights += [(p, p.data) for p in each.parameters(recurse=False)]
+            with aside():
+                self.weights += [(p, p.data) for p in each.parameters(recurse=False)]
 
     def has_called_module(self, module: nn.Module, args: Any, result: Any) -> None:
         calls, begin = self.calls[type(module).__qualname__], self._open.pop()

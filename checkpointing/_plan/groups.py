@@ -176,30 +176,35 @@ def _connected(path: Path, bundles: Sequence[list[int]]) -> list[list[int]]:
 
 
 def _joined(path: Path, groups: Sequence[list[int]]) -> list[list[int]]:
-    """Groups, where what would cost a window of its own has joined the group saved just before,
-    mostly by the same operator: parameters and their views, what is drawn from nothing (the masks
-    of dropout), and views of what that group starts from, too. Backward needs that group for
-    longer, so no input is held for longer than before."""
+    """Groups, where what would cost a window of its own has joined the group saved just before:
+    parameters and their views if the same operator saves them (all others have one window), what is
+    drawn from nothing (the masks of dropout), and views of what that group starts from, too.
+    Backward needs that group for longer, so no input is held for longer than before."""
     found: list[list[int]] = []
-    small: list[tuple[list[int], Set[Value]]] = []
+    small: list[tuple[list[int], Set[Value], bool]] = []
     # By slot: its group, and the inputs and kept values that this starts from.
     hosts: dict[int, tuple[list[int], Set[Value]]] = {}
     for slots in groups:
         steps, starts = path.slice_of([path.slots[slot].value for slot in slots])
         inputs = starts - path.parameters
-        computes = starts and not all(path.steps[index].is_view for index in steps)
+        are_views = all(path.steps[index].is_view for index in steps)
+        computes = starts and not are_views
         if computes:
             hosts.update(dict.fromkeys(slots, (slots, inputs)))
         if computes or (inputs and not steps):  # that is held, and handed out as it is
             found.append(slots)
         else:
-            small.append((slots, inputs))
+            small.append((slots, inputs, are_views))
     rest: list[int] = []
     order = sorted(hosts)
-    for slots, inputs in small:
+    for slots, inputs, are_views in small:
         before = bisect_right(order, min(slots)) - 1
-        host, held = hosts[order[max(0, before)]] if order else (rest, frozenset())
-        if not inputs or (before >= 0 and inputs <= held):
+        near = order[max(0, before)] if order else min(slots)
+        host, held = hosts.get(near, (rest, frozenset()))
+        is_apart = path.saved_after[near] != path.saved_after[min(slots)]
+        if are_views and is_apart and not inputs:
+            rest += slots
+        elif not inputs or (before >= 0 and inputs <= held):
             host += slots
         else:
             found.append(slots)

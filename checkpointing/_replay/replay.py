@@ -243,8 +243,9 @@ class Replay(Frame):
         if sum(map(_torch.memory_size, made.values())) > _NEARLY_ALL * saved:
             program.is_advised = True
             warn(
-                f"{self.title}: backward brings back nearly all that was saved in it at once, so it"
-                " lowers the peak by next to nothing. checkpoint_scope(auto()) finds checkpoints."
+                f"{self.title}: backward brought back nearly all that was saved in it at once. Around"
+                " a whole model that saves next to nothing: checkpoint_scope(auto()) places"
+                " checkpoints inside."
             )
 
     def _replay(self, holder: Holder, request: Request, memory: dict[Any, Any], undo: Undo) -> None:

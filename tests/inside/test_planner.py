@@ -255,8 +255,4 @@ def test_the_profiler_counts_what_was_predicted(build, options, has_gradients):
             warnings.filterwarnings("ignore", ".*auto")
             peak = memory_of(scoped).peak
     most = 0.15 if "budget" in options else 0.05  # of windows that are made in pieces
-    if (
-        build is two_stacks
-    ):  # views of weights have joined the window of `repeat`: it is there early
-        most = 0.2
     assert abs(scoped.scope.stats.peak_predicted / peak - 1) <= most
