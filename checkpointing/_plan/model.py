@@ -238,8 +238,11 @@ class Model:
         return found
 
     def _shares_gradient(self, memory: Memory) -> bool:
-        """Whether its gradient is that of another memory: an addition hands one to both."""
+        """Whether its gradient is that of another memory: an addition hands one to both, and `cat`
+        hands views of its own."""
         index = memory.last_read
+        if self.path.steps[index].info.base == "cat":
+            return True
         if self.path.steps[index].info.base not in ("add", "add_"):
             return False
         return any(
@@ -258,6 +261,10 @@ class Model:
         ]
         pending += self._copies(1)
         for step in self.path.steps:
+            if step.info.base == "cat" and self.reads[step.index]:
+                first = min([self.memories[number].maker for number in self.reads[step.index]])
+                nbytes = sum([self.memories[number].nbytes for number in self.made[step.index]])
+                pending.append((first + 1, step.index, nbytes))
             if step.func is _torch.POWER:  # its derivative is three operators, not one
                 nbytes = sum([self.memories[number].nbytes for number in self.made[step.index]])
                 pending.append((step.index + 1, step.index + 1, 2 * nbytes))

@@ -243,8 +243,8 @@ class Replay(Frame):
         if sum(map(_torch.memory_size, made.values())) > _NEARLY_ALL * saved:
             program.is_advised = True
             warn(
-                f"{self.title}: backward brought back nearly all that was saved in it at once. Around"
-                " a whole model that saves next to nothing: checkpoint_scope(auto()) places"
+                f"{self.title}: backward brought back nearly all that was saved in it at once."
+                " Around a whole model that saves next to nothing: checkpoint_scope(auto()) places"
                 " checkpoints inside."
             )
 
