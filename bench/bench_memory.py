@@ -64,7 +64,7 @@ MARKS = {
         1.05,
     ),
     "LSTM cell, 256 steps": (lstm, lstm, 0.25, 1.45),
-    "U-Net": (unet, unet, 0.6, 1.45),
+    "U-Net": (unet, unet, 0.65, 1.45),
 }
 # The same in small, for a quick run.
 SIZES = {

@@ -136,8 +136,8 @@ def work_of(stretch, again):
 @pytest.mark.parametrize("has_gradients", [True, False])
 @pytest.mark.parametrize("build", PROGRAMS)
 def test_no_cuts_have_a_lower_peak(build, has_gradients):
-    """Within 2 percent, of all cuts at the positions that count. (Of two programs the best ones keep
-    both the input and the result of one operator, which no label counts as one: 4 and 7 percent.)"""
+    """Within 2 percent, of all cuts at the positions that count. (Of two programs the best ones
+    keep both the input and the result of one operator, which no label counts as one: 4 and 7.)"""
     stretch = stretch_of(build, has_gradients)
     exact = min(Filling(stretch, cuts).choice().peak for cuts in all_ways(stretch))
     most = 1.02 if has_gradients else {pyramid: 1.04, two_stacks: 1.07}.get(build, 1.02)
