@@ -221,6 +221,7 @@ class Stats(NamedTuple):
             no recompute crosses a cut.
         peak_predicted: the most memory that forward and backward of the block need according to the
             plan of `auto()`, with gradients; 0 without `auto()` and while the block runs.
+        peak_asked: that of `auto(peak=...)`, in bytes; else None.
     """
 
     ops_recorded: int = 0
@@ -231,6 +232,7 @@ class Stats(NamedTuple):
     bytes_kept: int = 0
     cuts: tuple[int, ...] = ()
     peak_predicted: int = 0
+    peak_asked: int | None = None
 
 
 def measure(frame: Replay) -> Stats:
@@ -240,7 +242,9 @@ def measure(frame: Replay) -> Stats:
     recorded, cuts = frame.counts()
     peak = 0 if frame.plan is None else frame.plan.peak
     counts = recorded, frame.replayed, frame.replays, frame.saved_bytes
-    return Stats(*counts, _bytes_of(tensors) - kept, kept, cuts, peak)
+    placement = frame.run.store.placement
+    asked = None if placement is None else placement.peak
+    return Stats(*counts, _bytes_of(tensors) - kept, kept, cuts, peak, asked)
 
 
 class Notes(list[TensorReport]):
