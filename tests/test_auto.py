@@ -786,3 +786,23 @@ def test_labels_made_first_do_not_bring_the_first_layers_back(shift):
         run(made_first).backward()
         peaks.append(memory_of(lambda: run(made_first)).peak)  # noqa: B023
     assert peaks[1] <= 1.05 * peaks[0]
+
+
+def test_a_path_that_comes_again_gets_the_plan_of_a_fresh_site():
+    """After many others at this site, which were planned in one pass."""
+    forward = programs.transformer(6, 32)
+
+    def run(call):
+        with checkpoint_scope(auto()) as run.scope:
+            return call()
+
+    x = torch.randn(64, 64, requires_grad=True)
+    for n in range(1, 9):
+        run(lambda: sum(x.sin().exp().sum() for _ in range(n))).backward()  # noqa: B023
+    for _ in range(3):
+        run(forward).backward()
+    later = run.scope.stats
+    clear_programs()
+    for _ in range(3):
+        run(forward).backward()
+    assert later == run.scope.stats

@@ -30,6 +30,7 @@ class Plan:
     whole: Group | None = None  # all slots, where nothing that `auto()` chose has been held
     peak = 0  # simulated
     target = 0  # the peak that it was made for
+    is_rough = False  # made in one pass, for a path that may not come again
     exceeds = False  # whether it keeps more than its budget, which has no room for a checkpoint
     size = 0  # bytes that autograd saves, as the plan assumes
     first_size = 0  # those of the run whose bytes the steps have
@@ -48,7 +49,9 @@ class Plan:
         if run.store.placement is None:
             return True
         has_gradient = any(map(_has_gradient, map(run.store.parameter, self.waiting)))
-        return run.store.saved_bytes <= MOST_GROWTH * self.size and not has_gradient
+        if self.is_rough or has_gradient:  # a path that has come again is worth a plan
+            return False
+        return run.store.saved_bytes <= MOST_GROWTH * self.size
 
     def drops(self, value: Value, step: Step) -> bool:
         """Whether the plan passes this step, and does not keep this value there."""
@@ -85,6 +88,7 @@ def plan_of(run: Run, old: Plan | None = None) -> Plan:
     else:
         target = _target(run, size) if old is None else 0
         plan, choice = _planned(Model(path, run, waiting, size / max(1, first_size)), run, target)
+        plan.is_rough = target > 0
     plan.size, plan.first_size, plan.waiting = size, first_size, waiting
     plan.peak, plan.target = choice.peak + store.kept_bytes, choice.target
     plan.complaint = _complaint(run, choice)
