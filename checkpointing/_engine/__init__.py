@@ -19,6 +19,7 @@ from .frames import (
     identity,
     is_internal,
     reader,
+    regions,
     unpack,
 )
 from .held import (

@@ -49,6 +49,17 @@ from .where import Line, described, line_number
 _getframe, _backward_code = sys._getframe, _torch.run_backward_code
 
 
+class Regions:
+    """The regions of this process. (Counts on the class `Frame` would empty Python's caches of its
+    attributes at every region.)"""
+
+    entered = 0  # since the last replay
+    is_alone = False  # whether one region was entered between backward passes that replay
+
+
+regions = Regions()
+
+
 class Holding(NamedTuple):
     """One thing that a recompute starts from, for reports."""
 
@@ -140,8 +151,6 @@ def _forget(frame: _ref[Frame], key: Any, _: object) -> None:
 class Frame:
     """One region: its holders, and the recomputed tensors of each graph task."""
 
-    entered = 0  # regions in this process, since the last replay
-    is_alone = False  # whether one region was entered between backward passes that replay
     hint: str  # the remedy where a recompute differs from the forward, for messages
     notes: Any = None  # for a report: of the tensors that are saved
     saved_bytes: int | None = None  # that autograd would hold, if that is known without notes
@@ -211,7 +220,7 @@ class Frame:
         here = thread.__dict__
         region.outer = here["region"]
         here["region"] = region
-        Frame.entered += 1
+        regions.entered += 1
         push_hooks(self.pack, unpack)
 
     def leave(self, region: Region) -> bool:

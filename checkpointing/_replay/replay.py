@@ -31,6 +31,7 @@ from .._engine import (
     enter_switches,
     maker_of,
     prefetch,
+    regions,
     undo_all,
     warn,
 )
@@ -226,9 +227,9 @@ class Replay(Frame):
         finally:
             undo_all(undo)
         self.replays += self.replayed > before
-        if Frame.entered:
-            Frame.is_alone, Frame.entered = Frame.entered == 1, 0
-        if Frame.is_alone and run.store.placement is None:
+        if regions.entered:
+            regions.is_alone, regions.entered = regions.entered == 1, 0
+        if regions.is_alone and run.store.placement is None:
             self._advise(request)
         if task.memory and request.is_last:
             task.memory.clear()
