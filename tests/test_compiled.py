@@ -202,6 +202,10 @@ def test_in_place_operators_are_recomputed_where_a_compiler_is_loaded():
     assert scope.stats.bytes_held == 0
     y.sum().backward()
     assert torch.equal(x.grad, torch.autograd.grad((x.sin() * 2).exp().sum(), x)[0])
+    with checkpoint_scope() as scope:
+        first, second = x.sin().unsafe_chunk(2)
+        y = first.mul_(2).sigmoid_() * second.mul_(2).exp()
+    assert scope.stats.bytes_held == 0
 
 
 TRACED = {

@@ -48,11 +48,12 @@ class CompiledCode:
 
     def after(self, step: Step, args: Any, kwargs: Any, result: Any) -> None:
         """Note the versions that the step has left."""
-        if not step.is_view:  # below autograd, the version of a view counts from 0
-            self._note(result, 0)
+        if not (step.is_view or step.writes):  # below autograd, the version of a view counts from 0
+            for tensor in filter(_torch.has_storage, tensors_of(result)):
+                self._versions[_torch.storage_id(tensor)] = _torch.version(tensor)
         targets = step.info.targets_of({**dict(enumerate(args)), **kwargs})
-        self._note(targets, 1)  # which are counted up when the operator has returned
-
-    def _note(self, values: Any, change: int) -> None:
-        for tensor in filter(_torch.has_storage, tensors_of(values)):
-            self._versions[_torch.storage_id(tensor)] = _torch.version(tensor) + change
+        for tensor in filter(_torch.has_storage, targets):
+            storage = _torch.storage_id(tensor)
+            version = _torch.version(tensor) + 1  # counted up when the operator has returned
+            # What `unsafe_split` returns shares memory, and counts apart.
+            self._versions[storage] = max(version, self._versions.get(storage, 0))
