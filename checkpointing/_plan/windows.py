@@ -124,25 +124,39 @@ class Window:
     def _find_wanted(self, starts: Set[Value]) -> None:
         """Find when each target is there, and which writes come after that."""
         at = {instruction.index: instruction for instruction in self.instructions}
-        writers: dict[int, list[Instruction]] = defaultdict(list)  # by memory
+        writers: dict[int, list[Instruction]] = defaultdict(list)  # by part of a memory
+        part_of = self._parts()
         for instruction in self.instructions:
-            for memory in instruction.step.writes:
-                writers[memory].append(instruction)
-        first: dict[int, int] = {}  # by memory: the step after which its first target is there
+            for part in {part_of[cell] for cell in instruction.step.targets}:
+                writers[part].append(instruction)
+        first: dict[int, int] = {}  # by part: the step after which its first target is there
         for number, slot in self.targets.items():
             is_start = slot.value in starts
             index = -1 if is_start else self.path.there_after(slot.value)
-            memory = self.path.memory_of[slot.cell]
-            is_written = memory in writers and writers[memory][-1].index > index
+            part = part_of[slot.cell]
+            is_written = part in writers and writers[part][-1].index > index
             wanted = self.at_once if is_start else at[index].wanted
             place = self._place_of(slot.value)
-            wanted.append(Found(number, place, memory if is_written else None))
-            first[memory] = min(index, first.get(memory, index))
-        for memory in writers.keys() & first.keys():
-            for instruction in writers[memory]:
-                if instruction.index > first[memory]:
-                    instruction.writes.append(memory)
+            wanted.append(Found(number, place, part if is_written else None))
+            first[part] = min(index, first.get(part, index))
+        for part in writers.keys() & first.keys():
+            for instruction in writers[part]:
+                if instruction.index > first[part]:
+                    instruction.writes.append(part)
                     instruction.is_quick = False
+
+    def _parts(self) -> dict[int, int]:
+        """By cell that is written or wanted: its memory. Where an operator has split that, and
+        nothing else of it is written or wanted, the part that the cell lies in. (What a region
+        inside takes is copied with all of its memory.)"""
+        memory_of, parts, slots = self.path.memory_of, self.path.parts, self.targets.values()
+        cells = {slot.cell for slot in slots}
+        cells.update(cell for each in self.instructions for cell in each.step.targets)
+        whole = {memory_of[cell] for cell in cells if cell not in parts}
+        whole.update(memory_of[slot.cell] for slot in slots if slot.is_read)
+        return {
+            cell: memory_of[cell] if memory_of[cell] in whole else parts[cell] for cell in cells
+        }
 
     def _find_last_uses(self) -> None:
         last: dict[int, Instruction] = {}

@@ -32,8 +32,11 @@ class Path:
         self.writers: dict[int, list[int]] = defaultdict(list)  # steps, by memory
         self.trained: list[int] = []  # cells of parameters
         self.differentiable: set[int] = set()  # memories from outside
+        # By cell: the part that it shows of what an operator has made and another one has split.
+        self.parts: dict[int, int] = {}
         self._maker: dict[int, int] = {}
-        self._bases: dict[int, int] = {}  # by cell of a view: that of what it shows
+        # By cell of what shares memory with an argument: that argument.
+        self._bases: dict[int, int] = {}
         for step, saves in with_saves(root, self.steps, saved):
             self._add_step(step)
             for slot in saves:
@@ -47,13 +50,23 @@ class Path:
         for cell, memory in step.memories:
             self.memory_of[cell] = memory
             self._maker[cell] = step.index
-            if step.reads and (step.is_view or memory in step.writes):
+            if step.reads and self.memory_of[step.reads[0][0]] == memory:
                 self._bases[cell] = step.reads[0][0]
+                self._add_part(step, cell)
         for memory in step.writes:
             self.writers[memory].append(step.index)
         self.kept.update([asked.value for asked in step.decides])
         if step.event is KEEP and not step.effect:
             self.cuts.append(step.index)
+
+    def _add_part(self, step: Step, cell: int) -> None:
+        line = self._line(cell)
+        if line[1] in self.parts and step.info.base not in _OVERLAPPING:
+            self.parts[cell] = self.parts[line[1]]
+        elif len(step.memories) > 1 and line[-1] in self._maker:
+            makers = [self.steps[self._maker[base]] for base in line]
+            if all(maker.info.base not in _OVERLAPPING for maker in makers):
+                self.parts[cell] = cell
 
     def _add_first(self, first: First) -> None:
         self.memory_of[first.cell] = first.memory
@@ -187,3 +200,7 @@ class Path:
         while line[-1] in self._bases:
             line.append(self._bases[line[-1]])
         return line
+
+
+# Views that may show an element more than once, or what their base does not.
+_OVERLAPPING = ("as_strided", "expand", "unfold")

@@ -160,6 +160,37 @@ def test_windows_of_one_storage_that_overlap(policy):
     assert torch.equal(torch.autograd.grad(y, x)[0], want)
 
 
+SPLITS = {
+    "chunk": lambda h: h.chunk(2),
+    "unsafe_chunk": lambda h: h.unsafe_chunk(2),
+    "chunk, then a view of each": lambda h: [part.view(2, 3)[1] for part in h.chunk(2)],
+    "unbind of a tensor that shows one row twice": lambda h: h[:6].expand(2, 6).unbind(),
+    "unfold, then unbind": lambda h: h.unfold(0, 8, 4).unbind(),
+    "chunk, then as_strided beyond the end": lambda h: [
+        h.chunk(2)[0].as_strided((8,), (1,), 0),
+        h.chunk(2)[1],
+    ],
+}
+
+
+@pytest.mark.parametrize("policy", [None, PLANNED, auto(budget=10**6)], ids=str)
+@pytest.mark.parametrize("split", SPLITS.values(), ids=SPLITS)
+def test_a_part_that_has_been_delivered_stays_when_another_one_is_written(split, policy):
+    def function(x, before):
+        h = x.sin()
+        first, second = split(h)
+        y = before(first).cos()
+        with torch.no_grad():
+            second.mul_(3)
+        return y.sum() + (h * x).sum()
+
+    x = torch.rand(12, requires_grad=True)
+    (want,) = torch.autograd.grad(function(x, torch.clone), x)
+    with checkpoint_scope(policy=policy):
+        y = function(x, lambda h: h)
+    assert torch.equal(torch.autograd.grad(y, x)[0], want)
+
+
 class Gives(torch.autograd.Function):
     """Its gradient is the very tensor that it has saved."""
 
