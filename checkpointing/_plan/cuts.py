@@ -38,6 +38,7 @@ class Label(NamedTuple):
 
     held: int
     work: float
+    room: int  # how much more may be held in each segment
     kept: frozenset[int]
     cuts: Cuts  # the starts of its segments
 
@@ -93,10 +94,11 @@ class Cutting:
         and others, under which less runs again."""
         stretch = self.stretch
         best: dict[int, list[Label]] = defaultdict(list)
-        best[stretch.first] = [Label(0, 0.0, frozenset(), ())]
+        best[stretch.first] = [Label(0, 0.0, peak, frozenset(), ())]
         limit = peak if budget is None else min(peak, budget)
         for start in stretch.positions[:-1]:
-            for segment in self._openings[start].segments(peak) if best[start] else ():
+            opening = self._openings[start]
+            for segment in opening.segments(peak) if best[start] else ():
                 there, room = best[segment.end], min(limit, peak - segment.need)
                 for label in best[start]:
                     new = [number for number in segment.across if number not in label.kept]
@@ -106,9 +108,13 @@ class Cutting:
                     work = label.work + segment.work if most > 1 else 0.0
                     if held > room or any(x.held <= held and x.work <= work for x in there):
                         continue
+                    before = stretch.cost([n for n in new if n in opening.read_before])
+                    left = min(label.room - before, peak - segment.need - held)
+                    if left < 0:
+                        continue
                     kept = label.kept.union(new) if new else label.kept
                     if self._fits(held, kept, segment.worst, peak):
-                        _add(there, Label(held, work, kept, (*label.cuts, start)), most)
+                        _add(there, Label(held, work, left, kept, (*label.cuts, start)), most)
         return [label.cuts[1:] for label in best[stretch.last]]
 
     def in_one_pass(self, peak: int) -> Cuts | None:
@@ -152,6 +158,13 @@ class Opening:
     def __init__(self, cutting: Cutting, start: int, across: list[tuple[int, int]]) -> None:
         self._cutting, self._stretch, self._start = cutting, cutting.stretch, start
         self._across = across  # memories by the least end of a window that reads them
+        memories, saved = self._stretch.memories, self._stretch.saved
+        # If they are kept, the windows of segments before start from them, too.
+        self.read_before = {
+            number
+            for _, number in across
+            if memories[number].first_read < start and number not in saved
+        }
         self._found: list[Segment] = []
         self._at = self._worst = start
         self._held = self._need = 0

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import accumulate
 from operator import add
 
@@ -43,8 +43,10 @@ class Memory:
         self.cost = nbytes  # to hold it
         self.writers: list[int] = []  # steps, after the maker
         self.final = maker + 1  # the first position at which it is what it will be
+        self.first_read = never  # by a step
         self.last_read = maker  # by a step
         self.last_use = maker  # by a step or a slot
+        self.parts: list[Part] = []
         self.dies = never  # the step after which nobody outside holds it
         # That are saved, or read by others than those who write to it.
         self.values: set[Value] = set()
@@ -61,6 +63,16 @@ class Memory:
         return dropped
 
 
+class Part:
+    """One of the tensors into which a step has split a memory. It has a gradient of its own, until
+    backward comes to that step."""
+
+    def __init__(self, memory: Memory, index: int, count: int) -> None:
+        self.split_at, self.nbytes = index, memory.nbytes // count
+        self.last_read = index
+        memory.parts.append(self)
+
+
 class Model:
     """The memories of a path: who makes, reads and writes them, and what they cost."""
 
@@ -74,16 +86,20 @@ class Model:
         self.made: list[list[int]] = [[] for _ in path.steps]
         self.reads: list[list[int]] = [[] for _ in path.steps]
         self.work = [0.0] * self.count  # of each step, in floating-point operations
-        # Threads of the backend hold what they send for a time that differs from rank to rank.
-        self._sent: dict[int, int] = {}  # by memory: the last step that does
+        self._sent: dict[int, int] = {}  # by memory: the last step that hands it to others
         # By memory of a parameter that trains: its bytes, and the steps that read it.
         held = {path.memory_of[cell]: run.store.parameter(cell) for cell in path.trained}
         self._gradients = {number: p.nbytes for number, p in held.items() if p is not None}
         self._uses: dict[int, list[int]] = defaultdict(list)
+        # By cell: a part of a memory that a step has split, or a view of one.
+        self._part_of: dict[int, Part] = {}
         # By slot that the block has made: the position at which backward wants it, and the memory.
         self.saves: dict[int, tuple[int, int]] = {}
+        self._saved: set[Value] = set()  # by the slots before
         for step in path.steps:
             self._add(step)
+            if step.is_view and step.reads:
+                self._add_view(step)
         for number in range(len(path.slots)):
             self._add_slot(number)
         for number in self._sent.keys() & self.memories.keys():
@@ -149,6 +165,16 @@ class Model:
             self.made[index].append(number)
         self._weigh(step, not read.isdisjoint(self.path.differentiable))
 
+    def _add_view(self, step: Step) -> None:
+        cell, _ = step.reads[0]
+        cells = [cell for cell, _ in step.memories]
+        memory = self.memories.get(self.path.memory_of[cell])
+        if cell in self._part_of:
+            self._part_of.update(dict.fromkeys(cells, self._part_of[cell]))
+        elif memory is not None and len(cells) > 1:
+            for cell in cells:
+                self._part_of[cell] = Part(memory, step.index, len(cells))
+
     def _add_reads(self, step: Step) -> None:
         # It writes there, or splits it.
         own = {*step.writes, *(number for _, number in step.memories)}
@@ -158,7 +184,10 @@ class Model:
             if value in self.path.given or number not in self.memories:
                 continue
             memory = self.memories[number]
+            memory.first_read = min(memory.first_read, step.index)
             memory.last_read = memory.last_use = step.index
+            if value[0] in self._part_of:
+                self._part_of[value[0]].last_read = step.index
             read.add(number)
             if number not in own:
                 memory.values.add(value)
@@ -197,9 +226,9 @@ class Model:
             return
         # What is saved just after its maker is the maker's result, saved for its own backward, or
         # else an input of the next step, which has not run yet.
-        just_saved = [self.path.slots[n].value for n in range(max(0, number - _FEW), number)]
-        is_input = self.path.there_after(slot.value) < after or slot.value in just_saved
+        is_input = self.path.there_after(slot.value) < after or slot.value in self._saved
         is_input |= not self._saves(self.path.steps[after], slot.cell)
+        self._saved.add(slot.value)
         position = min(max(after, 0) + is_input, self.count - 1)
         memory.values.add(slot.value)
         memory.last_use = max(memory.last_use, position)
@@ -232,18 +261,21 @@ class Model:
         steps = [step.index for step in self.path.steps if step.func is _torch.CONVOLUTION]
         found = []
         for index in steps:
-            numbers = [*self.reads[index], *self.made[index]]
-            nbytes = sum([self.memories[number].nbytes for number in numbers])
+            nbytes = self._bytes_of([*self.reads[index], *self.made[index]])
             found.append((index + shift, index + shift, nbytes))
         return found
+
+    def _bytes_of(self, numbers: Iterable[int]) -> int:
+        return sum([self.memories[number].nbytes for number in numbers])
 
     def _shares_gradient(self, memory: Memory) -> bool:
         """Whether its gradient is that of another memory: an addition hands one to both, and `cat`
         hands views of its own."""
         index = memory.last_read
-        if self.path.steps[index].info.base == "cat":
+        base = self.path.steps[index].info.base
+        if base in _JOINS:
             return True
-        if self.path.steps[index].info.base not in ("add", "add_"):
+        if base not in ("add", "add_"):
             return False
         return any(
             (other.has_gradient, other.last_read, other.nbytes) == (True, index, memory.nbytes)
@@ -251,35 +283,38 @@ class Model:
             if other.maker < memory.maker
         )
 
+    def _gradients_of_memories(self) -> Iterator[Span]:
+        """Each is there from the backward of the last reader to that of the maker."""
+        for memory in self.memories.values():
+            if memory.has_gradient and not self._shares_gradient(memory):
+                last = memory.last_read + 1
+                for part in memory.parts:
+                    last = part.split_at + 1
+                    yield last, part.last_read + 1, part.nbytes
+                yield memory.maker + 1, last, memory.nbytes
+
     def _needed_by_backward(self, missing: set[int]) -> list[int]:
         """By step: bytes that its backward works with, beside what is kept or was saved."""
-        # A gradient is there from the backward of the last reader to that of the maker.
-        pending = [
-            (m.maker + 1, m.last_read + 1, m.nbytes)
-            for m in self.memories.values()
-            if m.has_gradient and not self._shares_gradient(m)
-        ]
-        pending += self._copies(1)
+        pending = [*self._gradients_of_memories(), *self._copies(1)]
         for step in self.path.steps:
-            if step.info.base == "cat" and self.reads[step.index]:
+            made = self._bytes_of(self.made[step.index])
+            if step.info.base in _JOINS and self.reads[step.index]:
                 first = min([self.memories[number].maker for number in self.reads[step.index]])
-                nbytes = sum([self.memories[number].nbytes for number in self.made[step.index]])
-                pending.append((first + 1, step.index, nbytes))
+                pending.append((first + 1, step.index, made))
             if step.func is _torch.POWER:  # its derivative is three operators, not one
-                nbytes = sum([self.memories[number].nbytes for number in self.made[step.index]])
-                pending.append((step.index + 1, step.index + 1, 2 * nbytes))
+                pending.append((step.index + 1, step.index + 1, 2 * made))
         for number, uses in self._uses.items():
             nbytes = self._gradients[number]
             pending += [(index + 1, index + 1, nbytes) for index in uses]
             if len(uses) > 1:  # the sum over all uses waits for the first one
                 if number not in missing:
                     pending.append((uses[0] + 1, uses[-1], nbytes))
-                # The first sum is a third one, beside both parts. Others are added to it in place.
+                # Each new sum is a third one, beside both parts.
                 if self.path.steps[uses[-1]].func is not _torch.CAST:
-                    pending.append((uses[-2] + 1, uses[-2] + 1, nbytes))
+                    pending += [(index + 1, index + 1, nbytes) for index in uses[:-1]]
         return self.sums(pending)[1:]
 
 
 _PER_BYTE = 10  # floating-point operations in the time in which a byte is written
-_FEW = 4  # slots that one step saves
+_JOINS = ("cat", "stack")
 _SMALL = 512  # bytes: a block of CUDA's allocator
