@@ -277,6 +277,29 @@ def test_what_is_the_users_is_put_back():
     assert state.tolist() == [5.0] * 4
 
 
+SEEN = {"conjugate": lambda z: z.conj().t(), "negated": lambda z: z.conj().imag}
+
+
+@AROUND
+@pytest.mark.parametrize("inner", ["replay", "planned", "offload planned"])
+@pytest.mark.parametrize("outer", REGIONS)
+@pytest.mark.parametrize("seen", SEEN)
+def test_a_kept_tensor_comes_back_as_the_view_of_conjugates_or_negatives_that_it_was(
+    seen, outer, inner, hooks
+):
+    """Recorded operators read the bits in memory."""
+
+    def function(outer, inner, kept):
+        def body(x, w):
+            v = kept(SEEN[seen](torch.complex(x, w)))
+            return (v.real if v.is_complex() else v).square().sin()
+
+        return lambda x, w: outer(inner(body))(x, w)
+
+    have = gradients(function(REGIONS[outer], REGIONS[inner], keep), hooks)
+    assert have == gradients(function(plain, plain, lambda t: t))
+
+
 def test_slots_that_have_shifted_are_a_mismatch():
     """Also if their number and metadata agree."""
     flip = iter([True, False, False])
