@@ -24,7 +24,7 @@ from .. import _torch, errors
 from .frames import identity, is_internal
 from .offload import Moved, Mover
 from .tensors import Name, is_parameter, is_referenced, named, root_of
-from .threads import without_recording
+from .threads import thread, without_recording
 from .tree import tensors_in
 
 Copier = Callable[[], Tensor] | None
@@ -192,7 +192,10 @@ class InSlot(Held):
         return self._unpack(self.packed)
 
     def freeze(self, copied: Copier = None) -> None:
-        if self._unpack is not identity:  # the region around tells versions apart
+        if self._unpack is not identity:  # the region around tells versions apart, if it looks
+            if thread.aside and copied is not None:
+                self.packed, self._unpack = without_recording(copied), identity
+                self._owner = None
             return
         # Packing again would be a slot that the forward did not have: deliver the copy instead.
         copy = without_recording(_torch.clone_storage, self.packed)
