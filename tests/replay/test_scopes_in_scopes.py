@@ -44,6 +44,21 @@ def test_statistics_that_a_region_inside_reads_are_those_before_the_update(outer
     assert found == read_before_the_update(disabled, disabled)
 
 
+@pytest.mark.parametrize("outer", SCOPES)
+def test_a_check_of_values_in_a_replayed_function_meets_statistics_as_they_were(outer):
+    def gradients(outer, wrap):
+        torch.manual_seed(0)
+        norm, x = nn.BatchNorm1d(4), torch.randn(5, 4, requires_grad=True)
+        for _ in range(2):
+            with outer():
+                y = wrap(lambda x: norm(x.sin()))(x)
+            y.exp().sum().backward()
+        return [bits(t) for t in (x.grad, norm.running_mean, norm.running_var)]
+
+    checked = checkpointed(backend="replay", determinism_check="values")
+    assert gradients(SCOPES[outer], checked) == gradients(disabled, lambda function: function)
+
+
 @pytest.mark.parametrize("mark", [keep, lambda t: t], ids=["keep", "policy"])
 @pytest.mark.parametrize("outer", SCOPES)
 def test_a_function_in_opaque_may_write_what_it_keeps(outer, mark):
