@@ -300,6 +300,41 @@ def test_a_kept_tensor_comes_back_as_the_view_of_conjugates_or_negatives_that_it
     assert have == gradients(function(plain, plain, lambda t: t))
 
 
+def without_gradient():
+    """It shows `requires_grad` of its base, and carries no gradient."""
+    base = leaf(4, 4)
+    with torch.no_grad():
+        return base[:2]
+
+
+VIEWS = {"leaf": lambda: torch.ones(4, 4)[:2].requires_grad_(), "no_grad": without_gradient}
+
+
+@AROUND
+@pytest.mark.parametrize("inner", ["plain", *INNER])
+@pytest.mark.parametrize("outer", OUTER)
+@pytest.mark.parametrize("view", VIEWS)
+def test_a_view_that_no_operator_of_the_graph_made_comes_back_as_what_it_was(
+    view, outer, inner, hooks
+):
+    """Hooks bring it back as a leaf of its own."""
+
+    def function(outer, around, inner):
+        def body(x, v):
+            return (inner(lambda x, v: (v + 1).cos() * x * v)(x, v) + v.sin() * x).exp()
+
+        def called(x, w):
+            v = VIEWS[view]()
+            y = outer(lambda x, v: around(body)(x, v).sin())(x[:2], v)
+            return y * w[:2] if view == "no_grad" else y * w[:2] + v
+
+        return called
+
+    inside = REGIONS.get(inner, plain)
+    have = gradients(function(REGIONS[outer], checkpointed, inside), hooks)
+    assert have == gradients(function(plain, plain, plain))
+
+
 def test_slots_that_have_shifted_are_a_mismatch():
     """Also if their number and metadata agree."""
     flip = iter([True, False, False])
