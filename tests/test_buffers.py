@@ -14,7 +14,14 @@ from oracle import DOORS, at_once, bits, count, plain
 from torch import nn
 from torch.nn.utils import parametrizations
 
-from checkpointing import ChangedError, auto, checkpointed, is_recomputing
+from checkpointing import (
+    ChangedError,
+    MismatchError,
+    auto,
+    checkpoint_scope,
+    checkpointed,
+    is_recomputing,
+)
 from checkpointing.torch_compat import checkpoint
 
 DOORS = {
@@ -337,6 +344,25 @@ def test_large_buffers_that_are_written_are_refused_by_rerun(door):
             ChangedError, match=r"CodeBook\.book .* was changed in place .*backend='replay'"
         ):
             train(model, DOORS[door](model))
+
+
+def test_a_buffer_that_a_scope_inside_registers_is_refused_by_rerun():
+    """The recompute finds it there. Run once before, it is as plain."""
+    module = nn.Module()
+
+    def fn(x):
+        with checkpoint_scope():
+            if not hasattr(module, "scale"):
+                module.register_buffer("scale", torch.full((4,), 2.0))
+            y = (x * module.scale).sin()
+        return y.exp()
+
+    with pytest.raises(MismatchError, match="took another path the second time"):
+        checkpointed(fn)(leaf()).sum().backward()
+    x, other = leaf(), leaf()
+    checkpointed(fn)(x).sum().backward()
+    fn(other).sum().backward()
+    assert torch.equal(x.grad, other.grad)
 
 
 @pytest.mark.parametrize("mode", ["train", "eval"])

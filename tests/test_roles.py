@@ -277,6 +277,64 @@ def test_what_is_the_users_is_put_back():
     assert state.tolist() == [5.0] * 4
 
 
+SEEN = {"conjugate": lambda z: z.conj().t(), "negated": lambda z: z.conj().imag}
+
+
+@AROUND
+@pytest.mark.parametrize("inner", ["replay", "planned", "offload planned"])
+@pytest.mark.parametrize("outer", REGIONS)
+@pytest.mark.parametrize("seen", SEEN)
+def test_a_kept_tensor_comes_back_as_the_view_of_conjugates_or_negatives_that_it_was(
+    seen, outer, inner, hooks
+):
+    """Recorded operators read the bits in memory."""
+
+    def function(outer, inner, kept):
+        def body(x, w):
+            v = kept(SEEN[seen](torch.complex(x, w)))
+            return (v.real if v.is_complex() else v).square().sin()
+
+        return lambda x, w: outer(inner(body))(x, w)
+
+    have = gradients(function(REGIONS[outer], REGIONS[inner], keep), hooks)
+    assert have == gradients(function(plain, plain, lambda t: t))
+
+
+def without_gradient():
+    """It shows `requires_grad` of its base, and carries no gradient."""
+    base = leaf(4, 4)
+    with torch.no_grad():
+        return base[:2]
+
+
+VIEWS = {"leaf": lambda: torch.ones(4, 4)[:2].requires_grad_(), "no_grad": without_gradient}
+
+
+@AROUND
+@pytest.mark.parametrize("inner", ["plain", *INNER])
+@pytest.mark.parametrize("outer", OUTER)
+@pytest.mark.parametrize("view", VIEWS)
+def test_a_view_that_no_operator_of_the_graph_made_comes_back_as_what_it_was(
+    view, outer, inner, hooks
+):
+    """Hooks bring it back as a leaf of its own."""
+
+    def function(outer, around, inner):
+        def body(x, v):
+            return (inner(lambda x, v: (v + 1).cos() * x * v)(x, v) + v.sin() * x).exp()
+
+        def called(x, w):
+            v = VIEWS[view]()
+            y = outer(lambda x, v: around(body)(x, v).sin())(x[:2], v)
+            return y * w[:2] if view == "no_grad" else y * w[:2] + v
+
+        return called
+
+    inside = REGIONS.get(inner, plain)
+    have = gradients(function(REGIONS[outer], checkpointed, inside), hooks)
+    assert have == gradients(function(plain, plain, plain))
+
+
 def test_slots_that_have_shifted_are_a_mismatch():
     """Also if their number and metadata agree."""
     flip = iter([True, False, False])

@@ -1,4 +1,4 @@
-"""Tensors that a recompute starts from: inputs and kept values, each held in one of six ways.
+"""Tensors that a recompute starts from: inputs and kept values, each held in one of seven ways.
 
 | class | of which tensors | the object held | guarded by (rule 8) |
 |---|---|---|---|
@@ -7,6 +7,7 @@
 | `AsOperand` | other arguments of a rerun | autograd's saved tensor | autograd, `requires_grad` |
 | `Packed` | any, with hooks of the user around | their object | its version, else the tensor's |
 | `InSlot` | any, with a region of ours around | a slot of that region | that region |
+| `NoGradView` | such arguments of a rerun, with hooks | one of the others | as that is |
 | `Elsewhere` | any, with a `Mover` around | a copy | nothing: nobody can write it |
 
 Invariant: a tensor comes back with its strides and gaps, since kernels look at them.
@@ -18,13 +19,14 @@ import weakref
 from collections.abc import Callable, Set
 from typing import Any, TypeGuard
 
+import torch
 from torch import Tensor
 
 from .. import _torch, errors
 from .frames import identity, is_internal
 from .offload import Moved, Mover
-from .tensors import Name, is_parameter, is_referenced, named, root_of
-from .threads import without_recording
+from .tensors import Name, carries_nothing, is_parameter, is_referenced, named, root_of
+from .threads import thread, without_recording
 from .tree import tensors_in
 
 Copier = Callable[[], Tensor] | None
@@ -192,7 +194,10 @@ class InSlot(Held):
         return self._unpack(self.packed)
 
     def freeze(self, copied: Copier = None) -> None:
-        if self._unpack is not identity:  # the region around tells versions apart
+        if self._unpack is not identity:  # the region around tells versions apart, if it looks
+            if thread.aside and copied is not None:
+                self.packed, self._unpack = without_recording(copied), identity
+                self._owner = None
             return
         # Packing again would be a slot that the forward did not have: deliver the copy instead.
         copy = without_recording(_torch.clone_storage, self.packed)
@@ -214,6 +219,15 @@ class Elsewhere(Held):
 
     def freeze(self, copied: Copier = None) -> None:
         self.packed.settle()
+
+
+class NoGradView(Held):
+    """A view made under `no_grad`, which hooks would bring back as a leaf; `packed`: its data."""
+
+    def fetch(self, frame: object) -> Tensor:
+        base = self.packed.fetch(frame).detach().requires_grad_()
+        with torch.no_grad():
+            return base.view_as(base)  # type: ignore[no-any-return]
 
 
 def hold(tensor: Tensor, saver: Saver, name: Name, role: object = None) -> Held:
@@ -254,6 +268,8 @@ def hold_argument(tensor: Tensor, hooks: _torch.Hooks | None, name: Name) -> Hel
         return Referenced(tensor, name)
     if tensor.is_inference():
         return hold(tensor, hooks, name)
+    if hooks is not None and carries_nothing(tensor):
+        return NoGradView(hold(tensor, hooks, name), name)
     if _is_users(hooks):
         return Packed(tensor, (hooks[0], _unpack_saved), name, _save_input(tensor, False))
     if hooks is not None:
@@ -269,13 +285,9 @@ def _is_users(saver: Saver) -> TypeGuard[_torch.Hooks]:
 
 
 def _is_referenced(tensor: Tensor, saver: Saver) -> bool:
-    """Whether a tensor is referenced, not saved: a parameter, a view of one, or a leaf, which lives
-    as long as its graph. (Hooks of the user get leaves. A view of one may come back from them as a
-    tensor of its own, so it is saved in any case.)"""
-    root = root_of(tensor)
-    if root is tensor and not _is_users(saver):
-        return is_referenced(tensor)
-    return is_parameter(root)
+    """Whether a tensor is referenced, not saved. (Hooks of the user get leaves. A view of one may
+    come back from them as a tensor of its own, so it is saved in any case.)"""
+    return is_parameter(root_of(tensor)) if _is_users(saver) else is_referenced(tensor)
 
 
 def _owner_of(hooks: _torch.Hooks | None) -> Any:

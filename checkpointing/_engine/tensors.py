@@ -44,9 +44,16 @@ def is_parameter(root: Tensor) -> bool:
     return kind is _Parameter or isinstance(root, _Parameter)
 
 
-def is_referenced(root: Tensor) -> bool:
-    """Like `is_parameter`, but also true for leaves that require grad, which the graph keeps alive
-    anyway."""
-    if root.is_leaf and root.requires_grad:
+def carries_nothing(tensor: Tensor) -> bool:
+    """Whether a view shows the `requires_grad` of its base, and was made under `no_grad`. (A view
+    whose base was written with a gradient counts as a leaf until its `grad_fn` is read.)"""
+    base = tensor._base
+    return base is not None and base.requires_grad and tensor.grad_fn is None
+
+
+def is_referenced(tensor: Tensor) -> bool:
+    """Whether a region references this tensor: a parameter, a view of one, or a leaf that requires
+    grad, which the graph keeps alive anyway."""
+    if not carries_nothing(tensor) and tensor.is_leaf and tensor.requires_grad:
         return True
-    return is_parameter(root)
+    return is_parameter(root_of(tensor))

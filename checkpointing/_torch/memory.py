@@ -64,7 +64,8 @@ def alias(tensor: Tensor) -> Tensor:
 
 # ---- layouts
 
-Layout = tuple[torch.Size, tuple[int, ...], int]  # size, stride and offset
+# Size, stride, whether it is seen conjugated, or negated, and offset.
+Layout = tuple[torch.Size, tuple[int, ...], bool, bool, int]
 
 
 def layout_of(tensor: Tensor) -> Layout | None:
@@ -73,25 +74,26 @@ def layout_of(tensor: Tensor) -> Layout | None:
         return None
     if any([tensor.layout is not torch.strided, tensor.is_nested, tensor.is_quantized]):
         return None
-    return tensor.shape, tensor.stride(), int(tensor.storage_offset())
+    return _layout(tensor)
+
+
+def _layout(tensor: Tensor) -> Layout:
+    offset = int(tensor.storage_offset())
+    return tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg(), offset
 
 
 def lay_as(tensor: Tensor, base: Tensor, layout: Layout | None = None) -> Tensor:
     """A tensor on the storage of `base`, detached, with the geometry that `tensor` has on its own,
     or with `layout`."""
-    size, stride, offset = layout or (tensor.shape, tensor.stride(), int(tensor.storage_offset()))
-    if _type_of(base) == (tensor.dtype, False, False):
+    size, stride, is_conj, is_neg, offset = layout or _layout(tensor)
+    if base.dtype is tensor.dtype:
         new = base.as_strided(size, stride, offset)
     else:
         new = torch.empty(0, dtype=tensor.dtype, device=base.device)
         new.set_(base.untyped_storage(), offset, size, stride)
-    if tensor.is_conj():
+    if is_conj:
         new = torch._conj(new)
-    return torch._neg_view(new) if tensor.is_neg() else new
-
-
-def _type_of(tensor: Tensor) -> tuple[torch.dtype, bool, bool]:
-    return tensor.dtype, tensor.is_conj(), tensor.is_neg()
+    return torch._neg_view(new) if is_neg else new
 
 
 def _length(size: Sequence[int], stride: Sequence[int]) -> int:
@@ -116,21 +118,21 @@ def copy(tensor: Tensor, layout: Layout | None = None) -> Tensor:
     layout = layout or layout_of(tensor)
     if layout is None:
         return tensor.clone()
-    size, stride, offset = layout
+    size, stride, *_, offset = layout
     with below_versions():  # which leaves the version at 0
-        if (tensor.shape, tensor.stride(), 0) == layout and tensor.is_contiguous():
+        if (tensor.shape, tensor.stride(), False, False, 0) == layout and tensor.is_contiguous():
             return tensor.clone()
         shift = offset % (_ALIGNMENT // tensor.itemsize)
         length = shift + _length(size, stride)
         memory = torch.empty(length, dtype=tensor.dtype, device=tensor.device)
-        new = lay_as(tensor, memory, (size, stride, shift))
+        new = lay_as(tensor, memory, (*layout[:-1], shift))
         write(new, tensor)
         return new
 
 
 def laid_out(tensor: Tensor, layout: Layout | None) -> Tensor:
-    """The tensor itself if it has this size and these strides, else a copy."""
-    if layout is None or (tensor.shape, tensor.stride()) == layout[:2]:
+    """The tensor itself if it has this layout, at any offset, else a copy."""
+    if layout is None or _layout(tensor)[:-1] == layout[:-1]:
         return tensor
     return copy(tensor, layout)
 
@@ -210,7 +212,7 @@ def _may_overlap(one: Layout, other: Layout) -> bool:
 
 def _are_other_columns(one: Layout, other: Layout, row: int) -> bool:
     spans = []
-    for size, stride, offset in (one, other):
+    for size, stride, *_, offset in (one, other):
         columns = [n if step < row else 1 for n, step in zip(size, stride, strict=True)]
         start = offset % row
         spans.append((start, start + _length(columns, stride)))
@@ -224,9 +226,11 @@ def lies_in(tensor: Tensor, other: Tensor) -> bool:
     if None in layouts:
         return False
     mine, others = layouts
-    if (storage_id(tensor), _type_of(tensor)) != (storage_id(other), _type_of(other)):
+    if (storage_id(tensor), tensor.dtype) != (storage_id(other), other.dtype):
         return False
-    start = mine[2] - others[2]
+    if mine[2:4] != others[2:4]:
+        return False
+    start = mine[-1] - others[-1]
     return 0 <= start <= _length(*others[:2]) - _length(*mine[:2])  # type: ignore[no-any-return]
 
 

@@ -12,7 +12,9 @@ from checkpointing import (
     checkpointed,
     disabled,
     forward_only,
+    keep,
     opaque,
+    save_ops,
 )
 
 SCOPES = {
@@ -40,6 +42,34 @@ def read_before_the_update(outer, inner):
 def test_statistics_that_a_region_inside_reads_are_those_before_the_update(outer, inner):
     found = read_before_the_update(SCOPES[outer], SCOPES[inner])
     assert found == read_before_the_update(disabled, disabled)
+
+
+@pytest.mark.parametrize("outer", SCOPES)
+def test_a_check_of_values_in_a_replayed_function_meets_statistics_as_they_were(outer):
+    def gradients(outer, wrap):
+        torch.manual_seed(0)
+        norm, x = nn.BatchNorm1d(4), torch.randn(5, 4, requires_grad=True)
+        for _ in range(2):
+            with outer():
+                y = wrap(lambda x: norm(x.sin()))(x)
+            y.exp().sum().backward()
+        return [bits(t) for t in (x.grad, norm.running_mean, norm.running_var)]
+
+    checked = checkpointed(backend="replay", determinism_check="values")
+    assert gradients(SCOPES[outer], checked) == gradients(disabled, lambda function: function)
+
+
+@pytest.mark.parametrize("mark", [keep, lambda t: t], ids=["keep", "policy"])
+@pytest.mark.parametrize("outer", SCOPES)
+def test_a_function_in_opaque_may_write_what_it_keeps(outer, mark):
+    """The scope around does not see the write."""
+    policy = save_ops(torch.ops.aten.mul.Tensor)
+    f = checkpointed(lambda a: mark(a * 1.5).relu_(), backend="replay", policy=policy)
+    a = torch.tensor([-1.0, 2.0], requires_grad=True)
+    with SCOPES[outer](), opaque():
+        y = f(a)
+    y.sum().backward()
+    assert a.grad.tolist() == [0, 1.5]
 
 
 def test_what_follows_a_backward_inside_is_recorded_where_it_runs():
