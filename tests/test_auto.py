@@ -789,7 +789,7 @@ def test_labels_made_first_do_not_bring_the_first_layers_back(shift):
 
 
 def test_a_path_that_comes_again_gets_the_plan_of_a_fresh_site():
-    """After many others at this site, which were planned in one pass."""
+    """After many others at this site, so that its blocks were taken in pieces."""
     forward = programs.transformer(6, 32)
 
     def run(call):
@@ -799,7 +799,7 @@ def test_a_path_that_comes_again_gets_the_plan_of_a_fresh_site():
     x = torch.randn(64, 64, requires_grad=True)
     for n in range(1, 9):
         run(lambda: sum(x.sin().exp().sum() for _ in range(n))).backward()  # noqa: B023
-    for _ in range(3):
+    for _ in range(8):
         run(forward).backward()
     later = run.scope.stats
     clear_programs()

@@ -36,7 +36,7 @@ from .._engine import (
     unpack,
     warn,
 )
-from .._record import Run, program_of
+from .._record import Placement, Run, program_of
 from .._replay import Replay
 from .._rerun import PreserveRngState, Rerun, call_within
 from . import reentrant as _reentrant
@@ -510,6 +510,8 @@ class _Block:
         run.holds_planned = placement is not None and not _is_rerun(hooks)
         run.store.is_checked = check is not None
         self.frame = frame = Replay(run, name, line, options.early_stop, check)
+        if hooks is None and placement == Placement(None):
+            frame.allow_pieces()
         if is_noted:
             run.note, run.is_noted, frame.notes = note, True, Notes()
         self._log: Any = None

@@ -344,6 +344,10 @@ def auto(*, budget: int | str | None = None, peak: int | str | None = None) -> P
     A run that takes another path gets a plan of its own. The same program has the same plan in each
     step and on each rank. Modules, loops, functions and inner regions need no annotation.
 
+    After four new paths in a row (experts that are chosen, layers that are dropped), a block is not
+    planned any more. It is cut while it runs, where little is alive of what it has made, and
+    `scope.stats.cuts` says where. This ends when its pieces come in an order that is known.
+
     A plan also serves smaller runs. It is replaced when a run saves more than 1.5 times the bytes,
     or when gradients exist that the plan assumed to be missing.
 
@@ -355,7 +359,7 @@ def auto(*, budget: int | str | None = None, peak: int | str | None = None) -> P
             int, or text such as `"1.5 GiB"` or `"200 MB"`. The results that are most expensive to
             recompute per byte are kept first. None: the plan bounds the peak of the step instead.
             The bound is the peak of a checkpoint around each block that the program repeats, or the
-            least peak possible, if such checkpoints need over a third more. A block for which
+            least peak possible, if such checkpoints need over half more. A block for which
             autograd saves less than 8 KiB is recomputed as a whole.
         peak: the most bytes that forward and backward of the block may need, beside what is there
             when it begins: an int, or text as for `budget`, which it excludes. The plan is the one

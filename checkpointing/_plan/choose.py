@@ -1,7 +1,7 @@
 """Which of the ways to cut a stretch is taken, and for which peak.
 
 One rule. The target is the least peak, or, where that is more, what cuts at all blocks need that
-the program repeats, as users place them by hand (of blocks so small that this is over a third more,
+the program repeats, as users place them by hand (of blocks so small that this is over half more,
 nobody would). Under it, the least recompute is taken among a few ways to cut, each filled. In the
 end, cuts that make no difference to the peak go.
 
@@ -17,13 +17,10 @@ from .fill import Choice, Filling
 from .stretch import Stretch
 
 
-def choose(stretch: Stretch, target: int = 0, peak: int | None = None) -> Choice:
-    """What to keep of a stretch, under a peak. `target` is the peak of a plan for a path much like
-    it, which may not come again."""
+def choose(stretch: Stretch, peak: int | None = None) -> Choice:
+    """What to keep of a stretch, under a peak."""
     if peak is None and stretch.cost(stretch.saved) < _LITTLE:
         return Filling(stretch, ()).choice()
-    if target:
-        return _rough(stretch, target)
     blocks = stretch.blocks
     cutting = Cutting(stretch)
     least, cuts = cutting.least_peak()
@@ -32,7 +29,7 @@ def choose(stretch: Stretch, target: int = 0, peak: int | None = None) -> Choice
     target = max(least, by_hand if peak is None else peak)
     best = _filled(cutting, cuts, target)
     best.join(target if peak is None else 0)
-    return best.choice()._replace(target=target)
+    return best.choice()
 
 
 def choose_within(stretch: Stretch, budget: int) -> Choice:
@@ -63,14 +60,6 @@ def choose_first(stretch: Stretch, budget: int) -> Choice:
     least, cuts = cutting.least_peak(budget)
     most = least if stretch.is_all else least + int(least * _SLACK_OF_PARTS)
     return _filled(cutting, cuts, most, budget).choice()
-
-
-def _rough(stretch: Stretch, target: int) -> Choice:
-    """Few windows, and nothing kept beside the cuts."""
-    cutting = Cutting(stretch)
-    while (cuts := cutting.in_one_pass(target)) is None:
-        target += target // 4
-    return Filling(stretch, cuts).choice()._replace(target=target)
 
 
 def _by_hand(

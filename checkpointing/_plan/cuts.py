@@ -117,24 +117,6 @@ class Cutting:
                         _add(there, Label(held, work, left, kept, (*label.cuts, start)), most)
         return [label.cuts[1:] for label in best[stretch.last]]
 
-    def in_one_pass(self, peak: int) -> Cuts | None:
-        """Cuts under which no segment needs more than `peak`, each as far from the one before as
-        that allows, where little crosses; None, if there are none so."""
-        stretch = self.stretch
-        kept: set[int] = set()
-        cuts: list[int] = []
-        at = stretch.first
-        while at < stretch.last:
-            room = peak - stretch.cost(kept)
-            ways = [each for each in self._openings[at].segments(room) if each.need <= room]
-            if not ways:
-                return None
-            best = min(ways[len(ways) // 2 :], key=lambda each: stretch.crossing[each.end])
-            kept.update(best.across)
-            at = best.end
-            cuts.append(at)
-        return tuple(cuts[:-1])
-
     def _fits(self, held: int, kept: Iterable[int], worst: int, peak: int) -> bool:
         """Whether the forward has room at this step for what is kept, and has died by then."""
         stretch = self.stretch

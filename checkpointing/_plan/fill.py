@@ -31,7 +31,6 @@ class Choice(NamedTuple):
     peak: int = 0
     parts: Sequence[tuple[int, int]] = ()  # by segment: what is held in it, and its peak
     forward: int = 0  # the peak of the forward
-    target: int = 0  # the peak that it was made for
     nbytes: int = 0  # of what is kept
     exceeds: bool = False  # whether that is more than the budget
     again: Set[int] = frozenset()  # the steps that run again

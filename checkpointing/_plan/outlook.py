@@ -47,7 +47,7 @@ class Outlook:
 
     def planned(self, peak: int | None) -> Cost:
         """With `auto()`, or with `auto(peak=...)`: of a stretch of its own, as each plan is."""
-        choice = choose(self._new_stretch(), 0, peak)
+        choice = choose(self._new_stretch(), peak)
         return Cost(choice.peak, choice.nbytes, self._part(choice.again))
 
     def plain(self) -> Cost:

@@ -5,8 +5,8 @@ A plan is made by simulation (`model.py`): where to cut (`cuts.py`), what to kee
 they deliver in pieces, and these in pieces again.
 
 Invariant: a plan depends on byte counts and positions of the program alone, so it is the same on
-every rank, and in each step. Only a site whose paths never come again is planned in another way:
-the target of the last plan is taken over, and one pass places cuts.
+every rank, and in each step. A site whose paths never come again is not planned: its blocks are
+taken in pieces (`Run`).
 """
 
 from __future__ import annotations
@@ -29,8 +29,6 @@ class Plan:
 
     whole: Group | None = None  # all slots, where nothing that `auto()` chose has been held
     peak = 0  # simulated
-    target = 0  # the peak that it was made for
-    is_rough = False  # made in one pass, for a path that may not come again
     exceeds = False  # whether it keeps more than its budget, which has no room for a checkpoint
     size = 0  # bytes that autograd saves, as the plan assumes
     first_size = 0  # those of the run whose bytes the steps have
@@ -48,8 +46,7 @@ class Plan:
         every change."""
         if run.store.placement is None:
             return True
-        has_gradient = any(map(_has_gradient, map(run.store.parameter, self.waiting)))
-        if self.is_rough or has_gradient:  # a path that has come again is worth a plan
+        if any(map(_has_gradient, map(run.store.parameter, self.waiting))):
             return False
         return run.store.saved_bytes <= MOST_GROWTH * self.size
 
@@ -86,27 +83,14 @@ def plan_of(run: Run, old: Plan | None = None) -> Plan:
     if run.sees_gathering and path.cuts:  # no window may cross where FSDP2 gives parameters back
         plan, choice = Plan(path), Choice()
     else:
-        target = _target(run, size) if old is None else 0
-        plan, choice = _planned(Model(path, run, waiting, size / max(1, first_size)), run, target)
-        plan.is_rough = target > 0
+        plan, choice = _planned(Model(path, run, waiting, size / max(1, first_size)), run)
     plan.size, plan.first_size, plan.waiting = size, first_size, waiting
-    plan.peak, plan.target = choice.peak + store.kept_bytes, choice.target
+    plan.peak = choice.peak + store.kept_bytes
     plan.complaint = _complaint(run, choice)
     return plan
 
 
-def _target(run: Run, size: int) -> int:
-    """For a path that may not come again, the peak of the last plan; else 0."""
-    program, placement = run.program, run.store.placement
-    program.new_paths += 1
-    last = program.expected
-    asks = placement is not None and (placement.budget, placement.peak) != (None, None)
-    if asks or last is None or program.new_paths <= _MOST_NEW_PATHS:
-        return 0
-    return int(last.target * max(1, size / max(1, last.size)))
-
-
-def _planned(model: Model, run: Run, target: int) -> tuple[Plan, Choice]:
+def _planned(model: Model, run: Run) -> tuple[Plan, Choice]:
     """The plan for a run, and what it keeps."""
     store = run.store
     assert store.placement is not None
@@ -117,7 +101,7 @@ def _planned(model: Model, run: Run, target: int) -> tuple[Plan, Choice]:
         return Plan(path), Choice(peak=max(stretch.live, default=0))
     if budget is None:
         rest = None if peak is None else max(0, peak - store.kept_bytes)
-        choice = choose(stretch, target, rest)
+        choice = choose(stretch, rest)
         return _laid_over(model, choice), choice
     rest = max(0, budget - store.kept_bytes)
     choice = choose_within(stretch, rest)
@@ -234,6 +218,5 @@ def attach(plan: Plan, old: Plan | None) -> None:
         counted.add(memory)
 
 
-_MOST_NEW_PATHS = 3  # in a row; those that come after them may not come again
 _MOST_HALVES = 6  # of what the least peak needs: smaller budgets have no room for a checkpoint
 _SURE, _ABOUT = 0.9, 1.1  # of the peak: the model is not exact

@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import _torch
 from .._engine import thread
-from .ops import info_of, tensors_of
+from .ops import Info, info_of, tensors_of
 from .position import Position
 from .program import (
     NO_KEYWORDS,
@@ -199,11 +199,16 @@ class Follower(TorchDispatchMode, Position):
             store.note_metadata(step, args)
 
     def _before_write(self, step: Step, args: Any, kwargs: Any) -> None:
-        if self.store.holds_on(step.writes) or step.effect:
+        store = self.store
+        if step.updates and store.pieces is not None:
+            store.pieces.before_write(step, tensors_of([args[n] for n in step.info.statistics]))
+        if store.holds_on(step.writes) or step.effect:
             targets = step.info.targets_of({**dict(enumerate(args)), **kwargs})
             if step.effect:
                 self.writes_outside(targets)
-            self.store.before_write(step, targets)
+                if store.pieces is not None:
+                    store.pieces.before_write(step, targets)
+            store.before_write(step, targets)
             if step.info.base.startswith("_foreach_"):  # in a mode, torch does not count them up
                 torch.autograd.graph.increment_version(targets)
 
@@ -250,6 +255,8 @@ class Follower(TorchDispatchMode, Position):
         info = info_of(func)
         if info.is_passed or not info.has_tensors:
             return info.run(*args, **kwargs)
+        if self._begins_anew(info):
+            return self.__torch_dispatch__(func, types, args, kwargs)
         mark = len(self.cells)
         self.own_program()
         given = (*args, *kwargs.values())
@@ -274,6 +281,10 @@ class Follower(TorchDispatchMode, Position):
 
     def _sees_more(self) -> bool:
         """Whether somebody watches from here on who did not before."""
+        return False
+
+    def _begins_anew(self, info: Info) -> bool:
+        """Whether what comes next is another piece of the block."""
         return False
 
     def _hold(self, asked: Hold) -> None:

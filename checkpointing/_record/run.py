@@ -18,7 +18,7 @@ from .._engine import Destination, Mover, Region, aside, note_written, read_swit
 from .compiled import INDUCTOR, CompiledCode
 from .follow import Follower
 from .gathered import Gathering
-from .ops import info_of, tensors_of
+from .ops import Info, info_of, tensors_of
 from .program import BROUGHT_BACK, KEEP, UNSEEN, Hold, Program, Slot, Step
 from .store import Answer, Store
 
@@ -96,9 +96,30 @@ class Run(Follower, Region):
     def end(self) -> None:
         """The block has ended, and holders have what they need."""
         self.store.release()
-        self.path, self.stocks = [], {}
+        self.path, self.stocks, self.store.pieces = [], {}, None
         del self.known, self.cells  # they know what has been held
         self.is_over = True
+
+    # ---- pieces
+
+    def _begins_anew(self, info: Info) -> bool:
+        pieces = self.store.pieces
+        if pieces is None or self.sees_gathering or self._here["region"] is not self:
+            return False
+        # What an operator writes may have been saved before it is there.
+        if self.saved and (info.writes or info.statistics):
+            return False
+        if not pieces.may_end(self.path, self.cells, self.store.saved_bytes):
+            return False
+        for slot in self.step.saves[: self.saved]:  # for the operator that comes next
+            tensor = self.cells[slot.cell]()
+            if tensor is not None and slot.hold is None:
+                self.keep_at(tensor, None)
+        first_holder = pieces.end()
+        pieces.leave(self.store.holds())
+        self.begin()
+        self.stocks, self.first_holder = {}, first_holder
+        return True
 
     # ---- a backward inside the block
 

@@ -20,6 +20,7 @@ from .. import _torch
 from .._engine import Aliased, Destination, Held, Mover, hold, thread
 from .ops import generators_of
 from .origins import Cells
+from .pieces import Pieces
 from .program import NOT_WRITTEN, Hold, Like, Step, Value
 
 _graph_task_id = _torch.graph_task_id
@@ -58,6 +59,7 @@ class Store:
         self.hooks = hooks  # or a mover: who takes inputs
         self._preserve_rng_state = preserve_rng_state
         self._task = _torch.graph_task_id()  # of the rerun that this is part of, if of one
+        self.pieces: Pieces | None = None  # of a block whose paths never come again
         self._here = thread.__dict__
         self._depth = self._here["depth"]
         # What to do when the last operator has returned, which has still to count versions up.
@@ -117,7 +119,10 @@ class Store:
                 hooks = None
             held = self._hold_as(asked, tensor, hooks, asked.reader, "an input")
             held.is_parameter |= asked.is_lent
-        if asked.is_copied:
+        is_state = False  # earlier pieces have written there, and so may the next block
+        if self.pieces is not None and not asked.is_parameter:
+            is_state = _torch.storage_of(tensor) in self.pieces.written
+        if asked.is_copied or is_state:
             self.held[asked.value].freeze(lambda: _torch.copy(tensor))
 
     def refer(self, asked: Hold, parameter: Tensor) -> None:
@@ -197,12 +202,18 @@ class Store:
 
     def before_unseen_writes(self) -> None:
         """Copy all that is held, but parameters."""
-        for asked in [*self._new, *[asked for there in self._on.values() for asked in there]]:
-            held = self.held[asked.value]
+        for asked, held in self.holds():
             if not (asked.is_parameter or held.is_stale):
                 self._freeze(asked, held)
+        if self.pieces is not None:
+            self.pieces.before_unseen_write()
         self._on.clear()
         self._new.clear()
+
+    def holds(self) -> list[tuple[Hold, Held]]:
+        """What is held, and may be written later."""
+        asked = [*self._new, *[each for there in self._on.values() for each in there]]
+        return [(each, self.held[each.value]) for each in asked]
 
     def has_been_written(self, memories: tuple[int, ...]) -> None:
         """Nobody saw it: it is too late to copy."""

@@ -36,7 +36,7 @@ from .._engine import (
     warn,
 )
 from .._plan import Group, Plan, attach, plan_of
-from .._record import Path, Run, Slot, Value, Wrapped, slots_of
+from .._record import Path, Pieces, Run, Slot, Value, Wrapped, slots_of
 from .execution import Execution, fetch
 
 _MUCH, _NEARLY_ALL = 1 << 26, 0.9  # bytes that a block saves, and the part that backward needs
@@ -102,6 +102,7 @@ class Replay(Frame):
 
     hint = errors.UNSEEN
     kind_of_task = _Task
+    may_have_pieces = False
 
     def __init__(self, run: Run, *about: Any) -> None:
         super().__init__(*about)
@@ -110,6 +111,9 @@ class Replay(Frame):
         self.replays: int = 0
         self.replayed = 0
         self._counted = 0  # operators, before the block began anew
+        self._saved = 0  # bytes, in earlier pieces
+        self._pieces: list[int] = []  # the steps at which they ended, by id
+        self._ends: list[int] = []  # operators before these
         self.plan: Plan | None = None  # when the block has ended
         self.complaint = ""
         self._order: list[weakref.ref[Moved]] | None = None
@@ -130,9 +134,29 @@ class Replay(Frame):
 
     _torch.mark_as_torchs_own(pack)
 
+    def allow_pieces(self) -> None:
+        """Where the paths of a site do not come again, the block is several, one after the other,
+        each with a window of its own."""
+        run = self.run
+        self.may_have_pieces = not run.program.in_pieces
+        if run.program.in_pieces:
+            pieces = Pieces(self._end_piece, run.program.nbytes)
+            run.store.placement, run.store.pieces = None, pieces
+            run.program.is_advised = True
+
+    def _end_piece(self) -> int:
+        path = self._hand_over().path
+        self._counted += sum(step.is_counted for step in path.steps)
+        self._ends.append(self._counted)
+        self._saved += self.run.store.saved_bytes
+        self._pieces.append(id(self.run.step))
+        return len(self.holders)
+
     def close(self) -> None:
         """The block has ended: what its windows need goes to the holders."""
         self.plan = plan = self._hand_over()
+        if self.run.store.pieces is not None:
+            self.run.program.came_in((*self._pieces, id(self.run.step)))
         self.complaint = plan.complaint
         self.run.end()
 
@@ -156,10 +180,14 @@ class Replay(Frame):
         run.finish_step()
         old = run.step.plan
         if old is not None and old.suits(run):
-            plan, run.program.new_paths = old, 0
+            plan = old
+            if self.may_have_pieces:
+                run.program.new_paths = 0
         else:
             run.own_program()
             plan = run.step.plan = plan_of(run, old)
+            if old is None and self.may_have_pieces:
+                run.program.is_new(run.store.saved_bytes)
             if not run.is_alone:
                 attach(plan, old)
         run.program.expected = plan
@@ -173,6 +201,7 @@ class Replay(Frame):
         except AttributeError:
             pass
         slot, run = holder.slot, self.run
+        run.program.stays_whole()
         if run.may_begin_anew():
             self._counted += sum(step.is_counted for step in self._hand_over().path.steps)
             run.begin_anew(self.holders)
@@ -327,7 +356,7 @@ class Replay(Frame):
 
     @property
     def saved_bytes(self) -> int:  # type: ignore[override]
-        return self.run.store.saved_bytes
+        return self._saved + self.run.store.saved_bytes
 
     def path(self) -> Path:
         return self.run.so_far() if self.plan is None else self.plan.path
@@ -348,27 +377,33 @@ class Replay(Frame):
         """How many operators were recorded, and where among them the cuts are."""
         path = self.path()
         before = [*accumulate([step.is_counted for step in path.steps], initial=0)]
-        return self._counted + before[-1], tuple([before[cut] for cut in path.cuts])
+        cuts = [self._counted + before[cut] for cut in path.cuts]
+        return self._counted + before[-1], (*self._ends, *cuts)
 
     def holdings(self) -> Iterable[Holding]:
-        stocks: Iterable[Any] = [self.run.store]  # while the block runs
-        if self.plan is not None:
-            holders: Any = [holder for ref in self.holders if (holder := ref()) is not None]
-            found = [holder.stock for holder in holders if hasattr(holder, "stock")]
-            stocks = {id(stock): stock for stock in found}.values()
-        path = self.path()
-        for value, held in {v: held for stock in stocks for v, held in stock.held.items()}.items():
-            if held.is_parameter:
-                continue
-            if value in path.given:
-                readers = (step for step in path.steps if value in step.reads)
-                kind, step = "input", next(readers, None)
-            else:
-                kind, step = "kept", path.maker_of(value)
-            operator, note = (None, None) if step is None else (str(step.func), step.note)
-            yield Holding(kind, held, operator, note)
-        states = {index: state for stock in stocks for index, state in stock.random.items()}
-        for index, state in states.items():
-            step = path.steps[index]
-            for tensor in state.states:
-                yield Holding("random state", tensor, str(step.func), step.note)
+        holders: Any = [holder for ref in self.holders if (holder := ref()) is not None]
+        found = [holder.stock for holder in holders if hasattr(holder, "stock")]
+        stocks: list[Any] = [*{id(stock): stock for stock in found}.values()]
+        paths = [stock.group.path for stock in stocks]
+        if self.plan is None:  # the block still runs
+            stocks.append(self.run.store)
+            paths.append(self.path())
+        seen: set[int] = set()  # in another stock
+        for path, stock in zip(paths, stocks, strict=True):
+            for value, held in stock.held.items():
+                if not (held.is_parameter or id(held) in seen):
+                    yield _holding(path, value, held)
+            for index, state in stock.random.items():
+                step = path.steps[index]
+                for tensor in state.states if id(state) not in seen else ():
+                    yield Holding("random state", tensor, str(step.func), step.note)
+            seen.update(map(id, [*stock.held.values(), *stock.random.values()]))
+
+
+def _holding(path: Path, value: Value, held: Held) -> Holding:
+    if value in path.given:
+        kind, step = "input", next((step for step in path.steps if value in step.reads), None)
+    else:
+        kind, step = "kept", path.maker_of(value)
+    operator, note = (None, None) if step is None else (str(step.func), step.note)
+    return Holding(kind, held, operator, note)

@@ -33,7 +33,13 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.utils.checkpoint import checkpoint
 
-from checkpointing import auto, checkpoint_modules, checkpoint_scope, checkpointed
+from checkpointing import (
+    auto,
+    checkpoint_modules,
+    checkpoint_scope,
+    checkpointed,
+    clear_programs,
+)
 
 N, WIDTH = 4, 8  # blocks, features
 # By world size and name: given the doors for a block and for the model, (model, step).
@@ -344,6 +350,7 @@ def local(tensor):
 
 def train(name, program):
     """Two steps: all that there is to compare, by name; the collectives."""
+    clear_programs()  # all programs share the sites here
     torch.manual_seed(dist.get_rank())
     model, step = program(*DOORS[name])
     found, count = {}, 0

@@ -141,7 +141,7 @@ def test_no_cuts_have_a_lower_peak(build, has_gradients):
     stretch = stretch_of(build, has_gradients)
     exact = min(Filling(stretch, cuts).choice().peak for cuts in all_ways(stretch))
     most = 1.02 if has_gradients else {pyramid: 1.04, two_stacks: 1.07}.get(build, 1.02)
-    assert choose(stretch, 0, 1).peak <= most * exact
+    assert choose(stretch, 1).peak <= most * exact
 
 
 @pytest.mark.parametrize("part", [0.2, 0.6])
@@ -150,7 +150,7 @@ def test_no_other_choice_recomputes_less(build, part):
     """Of all sets of four products and four other results, on each of the best cuts; 2 percent of a
     forward."""
     stretch = stretch_of(build)
-    least, most = choose(stretch, 0, 1).peak, Filling(stretch, ()).choice()
+    least, most = choose(stretch, 1).peak, Filling(stretch, ()).choice()
     peak = int(least + part * (sum(stretch.cost([n]) for n in stretch.saved) - least / 2))
     steps = sorted(most.again, key=lambda index: -stretch.model.work[index])[:8]
     ways = [cuts for cuts in all_ways(stretch) if len(cuts) <= 3]
@@ -165,7 +165,7 @@ def test_no_other_choice_recomputes_less(build, part):
         ),
         default=float("inf"),
     )
-    found = choose(stretch, 0, peak)
+    found = choose(stretch, peak)
     assert found.peak <= max(peak, least)
     assert work_of(stretch, found.again) <= exact + 0.02 * sum(stretch.model.work)
 
@@ -175,7 +175,7 @@ def test_more_peak_or_budget_never_costs_more(build):
     stretch = stretch_of(build)
     plain = Filling(stretch, stretch.positions[1:-1]).choice()
     peaks = [int(plain.peak * 1.15**n) for n in range(-8, 4)]
-    found = [choose(stretch, 0, peak) for peak in peaks]
+    found = [choose(stretch, peak) for peak in peaks]
     works = [work_of(stretch, choice.again) for choice in found]
     assert works == sorted(works, reverse=True)
     within = [choose_within(stretch, budget) for budget in range(0, 2 * plain.nbytes, 50_000)]

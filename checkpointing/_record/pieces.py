@@ -1,0 +1,89 @@
+"""Pieces: a block whose paths never come again is run as several blocks, one after the other.
+
+Where experts are chosen in each step, layers are dropped, or a loop takes another number of turns,
+every step would be recorded and planned anew, and its forward would hold nothing. Such a block
+is cut while it runs, where little is alive of what it has made since the last cut: mostly between
+two layers. Its pieces share one program, so a layer is known whatever comes before and after it,
+and each has a window of its own, as in a scope around it.
+
+Invariant: what a piece holds stays as it was, whatever later pieces write.
+
+Rejected: a plan in one pass for each new path. A step took 2 to 4 times as long as with torch's
+checkpoint around each layer; it is 1.0 to 1.2 times now.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence, Set
+from typing import Any
+from weakref import ref
+
+from torch import Tensor
+
+from .. import _torch
+from .._engine import Aliased, Held
+from .origins import Cells
+from .program import Hold, Step
+
+
+class Pieces:
+    """Where the pieces of a run end, and what those before hold."""
+
+    def __init__(self, end: Callable[[], int], nbytes: int) -> None:
+        """`end` gives a piece's holders what they need, and returns how many there are so far.
+        `nbytes` are about those that autograd saves in the whole block."""
+        self.end, self._nbytes = end, nbytes
+        self.written: set[int | None] = set()  # storages from outside
+        # By storage: a weak reference to what is held, and whether an operator has read it.
+        self._held: dict[int | None, list[tuple[Any, bool]]] = defaultdict(list)
+
+    def may_end(self, path: Sequence[Step], cells: Cells, saved_bytes: int) -> bool:
+        """Whether little is alive of what the piece has made, and of earlier results that it has
+        met."""
+        if len(_alive(path[-_NEAR:], cells)) > _FEW:
+            return False  # checked first
+        sizes = dict([size for step in path for size in step.sizes])
+        alive = sum([sizes.get(memory, 0) for memory in _alive(path, cells)])
+        met = [cells[first.cell]() for step in path for first in step.firsts]
+        alive += sum([t.nbytes for t in met if t is not None and t.grad_fn is not None])
+        enough = max(2 * alive, min(_MOST_ALIVE * alive, self._nbytes // 4))
+        return bool(0 < enough <= saved_bytes)
+
+    def leave(self, holds: Iterable[tuple[Hold, Held]]) -> None:
+        """What a piece holds belongs to holders now, and may be written later."""
+        for asked, held in holds:
+            if type(held) is Aliased:
+                entry = ref(held), asked.reader is not None
+                self._held[_torch.storage_of(held.packed)].append(entry)
+
+    def before_write(self, step: Step, targets: Iterable[Tensor]) -> None:
+        """Copy what is held where a step writes."""
+        storages = {*map(_torch.storage_of, targets)}
+        self.written |= storages
+        # Custom operators count versions up before; updates of statistics do not.
+        self._copy(storages, step.info.custom or step.updates, step.updates)
+
+    def before_unseen_write(self) -> None:
+        """Anything may be written."""
+        self._copy({*self._held}, False, False)
+
+    def _copy(self, storages: Set[int | None], in_any_case: bool, only_read: bool) -> None:
+        for storage in self._held.keys() & storages:
+            for each, is_read in self._held[storage]:
+                held = each()
+                if held is None or (only_read and not is_read):
+                    continue
+                if in_any_case or not held.is_stale:
+                    held.freeze()
+
+
+def _alive(steps: Iterable[Step], cells: Cells) -> set[int]:
+    """The memories with results of these steps that somebody holds."""
+    results = [each for step in steps for each in step.memories]
+    return {memory for cell, memory in results if cells[cell]() is not None}
+
+
+_NEAR, _FEW = 6, 2  # the last steps, and how many of their results may be alive at an end
+# Bytes that a piece has saved, for one that is alive at its end; or a quarter of the block's.
+_MOST_ALIVE = 12
