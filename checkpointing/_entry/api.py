@@ -12,7 +12,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from inspect import Parameter, Signature
 from types import MethodType
 from typing import Any, Literal, NamedTuple, ParamSpec, Protocol, TypedDict, TypeVar, cast, overload
@@ -554,7 +554,9 @@ class _Block:
 
 def _is_rerun(hooks: _torch.Hooks | None) -> bool:
     """Whether hooks are those of a rerun, ours or torch's."""
-    return hooks is not None and (is_internal(hooks) or _torch.are_of_checkpoint(hooks))
+    if hooks is None:
+        return False
+    return is_internal(hooks) or _torch.are_of_checkpoint(hooks)
 
 
 @contextmanager
@@ -623,7 +625,7 @@ class checkpoint_scope:
 
     _options = Options("replay")
     _entered = False
-    _block: Any = None
+    _block: Any = nullcontext()
     _frames: tuple[Replay, ...] = ()
 
     def __init__(self, policy: Any = None, **options: Unpack[GivenToScope]) -> None:
@@ -657,13 +659,11 @@ class checkpoint_scope:
         elif not is_plain():
             self._block = _Block(self.name, entered_from(sys._getframe(1)), self._options)
             self._frames = (self._block.frame,)
-        if self._block is not None:
-            self._block.__enter__()
+        self._block.__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
-        if self._block is not None:
-            self._block.__exit__(*error)
+        self._block.__exit__(*error)
 
 
 _torch.leave_eager(checkpoint_scope.__enter__, _RECORDS)

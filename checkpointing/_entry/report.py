@@ -23,6 +23,7 @@ from torch import Tensor
 from .. import _torch
 from .._engine import (
     Frame,
+    Held,
     Holder,
     Moved,
     described,
@@ -156,20 +157,22 @@ def report(*outputs: Tensor) -> Report:
         if not isinstance(output, Tensor):
             raise TypeError(f"report takes tensors, such as a loss, not {output!r}")
     nodes = _torch.nodes_from([output.grad_fn for output in outputs], {None})
-    packed = [saved for node in nodes for saved in _torch.saved_by(node)]
+    parts = [saved for node in nodes for saved in _torch.saved_by(node)]
     frames: dict[Frame, None] = {}
-    for one in packed:
-        if isinstance(one, Holder) and one.frame not in frames:
-            frames[one.frame] = None
+    for part in parts:
+        packed = _packed(part)
+        if isinstance(packed, Holder) and packed.frame not in frames:
+            frames[packed.frame] = None
             # Regions around it hold its inputs.
-            packed += [_packed(holding.part) for holding in one.frame.holdings()]
+            parts += [holding.part for holding in packed.frame.holdings()]
     return report_of(frames)
 
 
 def _packed(part: Any) -> Any:
-    """A held tensor, or the object that hooks have made of it."""
-    packed = getattr(part, "packed", part)
-    return packed.data if isinstance(packed, _torch.SavedTensor) else packed
+    """A tensor that is saved or held, or the object that hooks have made of it."""
+    if isinstance(part, Held):
+        part = part.packed
+    return part.data if isinstance(part, _torch.SavedTensor) else part
 
 
 def report_of(frames: Iterable[Frame]) -> Report:

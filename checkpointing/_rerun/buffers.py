@@ -133,8 +133,10 @@ class Buffers:
         the same values. (Hooks may gather parameters, or bring them in for each call.)"""
         present = {*map(id, now)}
         for tensor, other in zip(self._parameters, now, strict=False):
+            if tensor is other:
+                continue
             is_gone = not isinstance(tensor, _Parameter) and id(tensor) not in present
-            if is_gone or (tensor is not other and _is_another(tensor, other)):
+            if is_gone or _is_another(tensor, other):
                 raise errors.exchanged(frame, named("a parameter", tensor))
 
     def storages(self) -> set[int]:

@@ -149,8 +149,9 @@ class Calling(Request):
             return without_recording(_torch.copy, tensor)
         if storage not in frame.written:
             return tensor
-        self._copies = copies = self._copies or _torch.Copies()
-        return without_recording(copies.copy, tensor)
+        if self._copies is None:
+            self._copies = _torch.Copies()
+        return without_recording(self._copies.copy, tensor)
 
     def _take(self, holder: Holder, given: Tensor, tensor: Tensor) -> None:
         """Compare a saved tensor with that of the forward, and deliver it where it is wanted."""

@@ -151,15 +151,14 @@ def nodes_from(nodes: list[Any], met: set[Any]) -> Iterator[Any]:
 
 
 def saved_by(node: Any) -> list[Any]:
-    """The objects that autograd, or its hooks, have stored in a node for the tensors that it
-    saves."""
+    """What autograd has stored in a node for the tensors that it saves, each a `SavedTensor`."""
     found: list[Any] = []
     for name in dir(node):
         if name.startswith("_raw_saved_"):
             with contextlib.suppress(RuntimeError):  # a custom Function, after backward
                 saved = getattr(node, name)
                 found += saved if isinstance(saved, list | tuple) else [saved]
-    return [one.data for one in found]
+    return found
 
 
 def is_cast_of_parameter(tensor: Tensor) -> bool:
