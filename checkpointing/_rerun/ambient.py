@@ -46,9 +46,9 @@ class StateHandle:
     def __exit__(self, *error: object) -> None:
         self.remove()
 
-    def capture(self) -> tuple[StateHandle, Any]:
+    def capture(self) -> Any:
         with torch.no_grad():
-            return self, self._snapshot()
+            return self._snapshot()
 
     def restore(self, state: Any) -> None:
         with torch.no_grad():
@@ -120,7 +120,7 @@ class Ambient:
         self._switches = read_switches()
         self._modes = _torch.function_modes() if _function_mode_count() else []
         self._autocast = _autocast_state() if _autocast_is_on() else None
-        self._states = [handle.capture() for handle in [*_registered]]
+        self._states = [(each, each.capture()) for each in [*_registered]] if _registered else ()
 
     def enter(self, undo: Undo) -> contextvars.Context:
         """Enter the states that differ; `undo` gets the functions that leave them. Returns the
@@ -139,7 +139,7 @@ class Ambient:
         if is_on or self._autocast is not None:
             self._enter_autocast(is_on, undo)
         for handle, state in self._states:
-            undo.append((handle.restore, handle.capture()[1]))
+            undo.append((handle.restore, handle.capture()))
             context.run(handle.restore, state)
         return context
 

@@ -90,9 +90,12 @@ class Call(Inputs):
             else:
                 held = self.hold(value, name)
             self._args.append(held)
-        self._kwargs = {
-            key: take_apart(value, self.hold, ("kwargs", key), met) for key, value in kwargs.items()
-        }
+        self._kwargs = kwargs
+        if kwargs:
+            self._kwargs = {
+                key: take_apart(value, self.hold, ("kwargs", key), met)
+                for key, value in kwargs.items()
+            }
         self._variables = self.capture(function)
         if self.modules:
             self._buffers = Buffers(self)

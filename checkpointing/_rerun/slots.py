@@ -205,6 +205,8 @@ class Calling(Request):
             if slot == self.holder.slot:
                 raise errors.overwritten(self.frame, slot in self.frame.inner_inputs)
             del self.ready[slot]  # an error only if backward asks for it, as in plain code
+        if self._stopped:
+            return
         frame, last = self.frame, self.holder.slot
         if frame.early_stop or frame.complete:
             last = min(self._stop_at, self._count - 1)

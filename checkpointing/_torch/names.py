@@ -245,10 +245,23 @@ def quick_call(func: Any) -> Any:
 
 
 # Autograd saves what these return: their derivatives are formulas of it.
-_SAVED = {"relu", "sigmoid", "tanh", "exp", "expm1", "sqrt", "rsqrt", "reciprocal"}
-_SAVED |= {"softmax", "log_softmax", "safe_softmax"}
-_SAVED |= {"scaled_dot_product_flash_attention", "scaled_dot_product_efficient_attention"}
-_SAVED |= {"scaled_dot_product_flash_attention_for_cpu", "scaled_dot_product_cudnn_attention"}
+_SAVED = {
+    "exp",
+    "expm1",
+    "log_softmax",
+    "reciprocal",
+    "relu",
+    "rsqrt",
+    "safe_softmax",
+    "scaled_dot_product_cudnn_attention",
+    "scaled_dot_product_efficient_attention",
+    "scaled_dot_product_flash_attention",
+    "scaled_dot_product_flash_attention_for_cpu",
+    "sigmoid",
+    "softmax",
+    "sqrt",
+    "tanh",
+}
 
 
 def saves_its_result(func: Any) -> bool:
