@@ -15,8 +15,8 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from torch.utils.flop_counter import flop_registry
 
 from checkpointing import __main__ as job, auto
+from checkpointing._entry.forecast import BLACK, BLUE, ORANGE, STYLE
 
-BLACK, ORANGE, BLUE = "black", "#d55e00", "#0072b2"  # for colour-blind readers, too
 TORCH, AUTO = "torch.utils.checkpoint per block", "one scope, auto()"
 PARTS = 200  # of forward, and of backward
 
@@ -64,7 +64,7 @@ def draw(file: str, arguments: Sequence[str] = ()) -> None:
     whole = job.each_block(job.plain)
     costs = [cost(measured(job.in_scope(whole, auto(budget=budget)))) for budget in budgets]
 
-    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "", "font.size": 9}):
+    with rc_context(STYLE):
         figure = Figure(figsize=(8, 8), layout="constrained")
         above, below = figure.subplots(2)
         label = functools.partial(dict, textcoords="offset points")

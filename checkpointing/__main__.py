@@ -42,8 +42,9 @@ def model_of(options: Any) -> Any:
         )
         for _ in range(options.layers)
     ]
-    model = nn.Embedding(256, width), *blocks, nn.LayerNorm(width), nn.Linear(width, 256)
-    return nn.Sequential(*model).to(options.device)
+    return nn.Sequential(
+        nn.Embedding(256, width), *blocks, nn.LayerNorm(width), nn.Linear(width, 256)
+    ).to(options.device)
 
 
 def batch_of(options: Any) -> Tensor:
@@ -172,9 +173,6 @@ def training(way: Any, options: Any) -> Any:
     yield step_of(lambda: way(model, text), text.device.type), quickest, found
 
 
-ROW = "{:<32} {:>14.2f} MiB  {:>10.2f} MiB {:>11.2f} {:>8.1f} {:>6.2f} {:>7.4f}  {}"
-
-
 parser = argparse.ArgumentParser(
     prog="python -m checkpointing",
     description="Train a small transformer in five ways; compare memory, time and bits. The width "
@@ -212,11 +210,14 @@ def main(arguments: Any = None) -> int:
         "  ratio    loss  against plain"
     )
     for name, (step, ms, found) in zip(WAYS, turn, strict=True):
-        held, peak = (nbytes / MIB for nbytes in step.memory())
+        held, peak = step.memory()
         differs = [key for key in sorted(found) if not all(map(same_bits, found[key], plains[key]))]
         verdict = f"other {', '.join(differs)}" if differs else "bit-equal"
-        numbers = held, peak, step.recomputed(base), ms, ms / quickest, found["losses"][-1]
-        print(ROW.format(name, *numbers, verdict))
+        print(
+            f"{name:<32} {held / MIB:>14.2f} MiB  {peak / MIB:>10.2f} MiB "
+            f"{step.recomputed(base):>11.2f} {ms:>8.1f} {ms / quickest:>6.2f} "
+            f"{found['losses'][-1]:>7.4f}  {verdict}"
+        )
         status |= bool(differs)
     return status
 

@@ -198,7 +198,7 @@ def other_role(frame: object, slot: int, line: str, then: object, now: object) -
     saved, recomputed = [
         "no input of a region inside" if r is None else "such an input" for r in (then, now)
     ]
-    if then is not None and now is not None:
+    if saved == recomputed:
         recomputed = "another such input"
     return MismatchError(
         f"{frame}: in slot {slot}, at {line}, the recompute meets {recomputed} where the forward "

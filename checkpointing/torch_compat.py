@@ -210,9 +210,7 @@ _CHECKS: dict[str, Any] = {"default": "metadata", "none": "none"}
 def _checkpoint(options: Keywords, function: Any, args: Any, kwargs: Any, name: str = "") -> Any:
     if torch.compiler.is_dynamo_compiling() or _torch.is_tracing():
         # The compiler looks at the arguments that a call names: leave the defaults out.
-        named: dict[str, Any] = {
-            name: value for name, value in options.items() if value is not _DEFAULTS[name]
-        }
+        named = _given(options)
         # New in 2.14, and of no effect here: kept tensors are in the graph, where no hook sees
         # them.
         named.pop("respect_saved_tensors_hooks", None)
@@ -231,17 +229,21 @@ def _checkpoint(options: Keywords, function: Any, args: Any, kwargs: Any, name: 
     return result
 
 
+def _given(options: Keywords) -> dict[str, Any]:
+    """The options that are not the defaults."""
+    return {name: value for name, value in options.items() if value is not _DEFAULTS[name]}
+
+
 def _reentrant(function: Any, args: Any, kwargs: Any, options: Keywords) -> Any:
     _refuse_keywords(kwargs)
-    given: dict[str, Any] = {**options}
-    unsupported = ("context_fn", "debug", "respect_saved_tensors_hooks")
-    if any(given[name] is not _DEFAULTS[name] for name in unsupported):
+    if _given(options).keys() & {"context_fn", "debug", "respect_saved_tensors_hooks"}:
         raise ValueError(
             "Passing `context_fn`, `debug`, or `respect_saved_tensors_hooks` is only supported "
             "when use_reentrant=False."
         )
-    preserves = options["preserve_rng_state"]
-    return CheckpointFunction.apply(function, preserves, *args)  # type: ignore[no-untyped-call]
+    return CheckpointFunction.apply(  # type: ignore[no-untyped-call]
+        function, options["preserve_rng_state"], *args
+    )
 
 
 def _rerun(function: Any, args: Any, kwargs: Any, options: Keywords) -> Any:

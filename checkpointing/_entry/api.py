@@ -12,7 +12,8 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from inspect import Parameter, Signature
 from types import MethodType
 from typing import Any, Literal, NamedTuple, ParamSpec, Protocol, TypedDict, TypeVar, cast, overload
 from weakref import ref
@@ -96,8 +97,7 @@ class Options(NamedTuple):
             raise ValueError(
                 f"determinism_check is one of {known} or a function of a tensor, not {check!r}"
             )
-        is_noted = self.report or self.debug
-        return self._replace(policy=as_policy(self.policy), report=is_noted)
+        return self._replace(policy=as_policy(self.policy), report=self.report or self.debug)
 
 
 class GivenToScope(TypedDict, total=False):
@@ -425,9 +425,12 @@ def run(options: Options, fn: Any, args: Any, kwargs: Any, name: str) -> Any:
     if options.backend == "replay":
         return _run_replay(fn, args, kwargs, name, options)
     if _is_compiling() and options.enabled:
-        is_reentrant, keeps_rng = options.backend == "reentrant", bool(options.preserve_rng_state)
         return torch.utils.checkpoint.checkpoint(
-            fn, *args, use_reentrant=is_reentrant, preserve_rng_state=keeps_rng, **kwargs
+            fn,
+            *args,
+            use_reentrant=options.backend == "reentrant",
+            preserve_rng_state=bool(options.preserve_rng_state),
+            **kwargs,
         )
     if is_plain(options.enabled):
         return fn(*args, **kwargs)
@@ -469,7 +472,10 @@ def run_rerun(
 
 
 def _is_noted(options: Options) -> bool:
-    return options.report or getattr(thread.region, "is_noted", False)
+    outer = thread.region
+    if outer is not None and outer.is_noted:
+        return True
+    return options.report
 
 
 def _run_replay(fn: Any, args: Any, kwargs: Any, name: str, options: Options) -> Any:
@@ -495,13 +501,13 @@ class _Block:
 
     def __init__(self, name: str, line: Line, options: Options, fn: Any = None) -> None:
         policy, rng, hooks = options.policy, options.preserve_rng_state, _torch.enclosing_hooks()
-        placement = getattr(policy, "placement", None)
+        placement = None if policy is None else policy.placement
         is_noted = _is_noted(options)
         code, instruction = line if fn is None else (getattr(fn, "__code__", type(fn)), 0)
         check = None
         if options.determinism_check != "metadata":  # which a replay has by construction
             check = check_of(options.determinism_check)
-        asked = (placement, rng, hooks is None, is_noted, options.debug, check is None)
+        asked = placement, rng, hooks is None, is_noted, options.debug, check is None
         # A weak reference hashes a code object once, rather than in each run.
         program = program_of((ref(code), instruction, *asked))
         self._run = run = Run(program, hooks, rng, policy)
@@ -550,7 +556,9 @@ class _Block:
 
 def _is_rerun(hooks: _torch.Hooks | None) -> bool:
     """Whether hooks are those of a rerun, ours or torch's."""
-    return hooks is not None and (is_internal(hooks) or _torch.are_of_checkpoint(hooks))
+    if hooks is None:
+        return False
+    return is_internal(hooks) or _torch.are_of_checkpoint(hooks)
 
 
 @contextmanager
@@ -619,7 +627,7 @@ class checkpoint_scope:
 
     _options = Options("replay")
     _entered = False
-    _block: Any = None
+    _block: Any = nullcontext()
     _frames: tuple[Replay, ...] = ()
 
     def __init__(self, policy: Any = None, **options: Unpack[GivenToScope]) -> None:
@@ -653,25 +661,23 @@ class checkpoint_scope:
         elif not is_plain():
             self._block = _Block(self.name, entered_from(sys._getframe(1)), self._options)
             self._frames = (self._block.frame,)
-        if self._block is not None:
-            self._block.__enter__()
+        self._block.__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
-        if self._block is not None:
-            self._block.__exit__(*error)
+        self._block.__exit__(*error)
 
 
 _torch.leave_eager(checkpoint_scope.__enter__, _RECORDS)
 
 # The signatures that `help` and editors show.
-_FN = inspect.Parameter("fn", inspect.Parameter.POSITIONAL_ONLY, default=None)
+_FN = Parameter("fn", Parameter.POSITIONAL_ONLY, default=None)
 _SHOWN = [
-    p.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=p.annotation.__forward_arg__)
+    p.replace(kind=Parameter.KEYWORD_ONLY, annotation=p.annotation.__forward_arg__)
     for p in inspect.signature(Options).parameters.values()
 ]
-vars(checkpointed)["__signature__"] = inspect.Signature([_FN, *_SHOWN])
-_POLICY = inspect.Parameter("policy", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None)
-checkpoint_scope.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+vars(checkpointed)["__signature__"] = Signature([_FN, *_SHOWN])
+_POLICY = Parameter("policy", Parameter.POSITIONAL_OR_KEYWORD, default=None)
+checkpoint_scope.__signature__ = Signature(  # type: ignore[attr-defined]
     [_POLICY, *[option for option in _SHOWN[1:] if option.name != "policy"]]
 )

@@ -55,7 +55,7 @@ def logged(frame: Frame) -> tuple[OpLog, OpLog]:
             f"{logs}\nYou are seeing this error because you passed `debug=True` to checkpoint: the "
             "first operator that differs above shows where the two runs part."
         )
-        explained.__notes__ = getattr(error, "__notes__", [])
+        explained.__notes__ = error.__notes__
         raise explained from error
 
     frame.on_error = explain

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from .. import _torch
-from .._engine import Generators, aside, entered_from, unpack
+from .._engine import Generators, aside, entered_from, root_of, unpack
 from .._plan import Block, Cost, Outlook
 from .._record import Placement, Program, Run, Step, tensors_of
 from .._replay import Replay
@@ -75,19 +75,18 @@ _COLOURS = {"plain": BLACK, "auto()": BLUE}
 
 
 def draw_costs(axes: Any, rows: Sequence[Row]) -> None:
-    """Draw recompute over peak: a curve through the policies with a number, and a point for each
+    """Draw recompute over peak: a curve through the peaks that are asked for, and a point for each
     other row."""
     unit = unit_of(max(row.peak for row in rows))
-    curve = [row for row in rows if row.write.startswith("auto(") and "=" in row.write]
-    points = [(row.peak / 1024**unit, row.recomputed) for row in curve]
-    axes.plot(*zip(*points, strict=True), "o-", color=BLUE)
-    middle = len(curve) // 2
-    labels = [(curve[middle].write.partition("=")[0] + "=...)", points[middle], BLUE)]
-    for row in rows:
-        if row not in curve:
-            place, colour = (row.peak / 1024**unit, row.recomputed), _COLOURS.get(row.write, ORANGE)
+    places = {row.write: (row.peak / 1024**unit, row.recomputed) for row in rows}
+    curve = [place for write, place in places.items() if write.startswith("auto(peak=")]
+    axes.plot(*zip(*curve, strict=True), "o-", color=BLUE)
+    labels = [("auto(peak=...)", curve[len(curve) // 2], BLUE)]
+    for write, place in places.items():
+        if place not in curve:
+            colour = _COLOURS.get(write, ORANGE)
             axes.plot(*place, "s", color=colour)
-            labels.append((row.write, place, colour))
+            labels.append((write, place, colour))
     for text, place, colour in labels:
         axes.annotate(text, place, xytext=(6, 6), textcoords="offset points", color=colour)
     axes.set(xlim=0, ylim=(None, 1.1), xlabel=f"peak memory of a step ({UNITS[unit]})")
@@ -115,7 +114,9 @@ class _Rehearsal(Run):
                 f"forecast: hooks around {type(module).__qualname__}, such as those of torch's own "
                 "checkpoint, hide what autograd saves. Switch them off first."
             )
-        for each in () if module in self.buffers else module.modules():
+        if module in self.buffers:
+            return
+        for each in module.modules():
             self.buffers[each] = dict(_torch.buffers_of_module(each)[0])
             with aside():
                 self.weights += [(p, p.data) for p in each.parameters(recurse=False)]
@@ -132,8 +133,9 @@ class _Rehearsal(Run):
             places = (*step.info.targets, *(step.info.statistics if step.updates else ()))
             for tensor in tensors_of([given.get(place) for place in places]):
                 storage = _torch.storage_id(tensor)
-                base = tensor if tensor._base is None else tensor._base
-                self.bases += [base] * (not base.requires_grad)
+                base = root_of(tensor)
+                if not base.requires_grad:
+                    self.bases.append(base)
                 if storage not in self.moments:
                     whole = _torch.bytes_of(tensor) if _torch.has_storage(tensor) else tensor
                     self.moments[storage] = Moment([tensor], [whole])
@@ -173,11 +175,11 @@ def forecast(function: Callable[[], Any], /) -> Forecast:
 
     The function runs once, with gradients enabled and without backward, and inner regions of this
     library run as plain code. Buffers, random states and other memory that operators write are put
-    back; what Python notes elsewhere, such as a counter, is not. Memory that kernels work in is no
-    part of the simulation.
+    back; what Python notes elsewhere, such as a counter, is not.
+
     The peak of forward and backward is then simulated for plain code, for a checkpoint around each
     block that the program repeats, for `auto()`, and for `auto(peak=...)` from the largest peak to
-    the least.
+    the least. The simulation leaves out the memory that kernels work in.
 
     Under `torch._subclasses.FakeTensorMode`, with the model made in the same mode, this takes no
     memory, and little time.
@@ -226,17 +228,16 @@ def forecast(function: Callable[[], Any], /) -> Forecast:
 
 
 def _rows(outlook: Outlook, calls: dict[str, list[Block]]) -> list[Row]:
-    plain, least = outlook.plain(), outlook.planned(0)
-    found = {"plain": plain, "auto()": outlook.planned(None), **_by_hand(outlook, calls)}
-    costs: dict[str, Cost] = {}  # of peaks from the least one up, until nothing runs again
-    smallest = max(1, least.peak)
-    number, ratio = 0, max(1.0, plain.peak / smallest)
-    while number < _MOST_PEAKS and all(cost.recomputed for cost in costs.values()):
-        text = _rounded(smallest * ratio ** (number / _MOST_PEAKS))
-        costs[f'auto(peak="{text}")'] = outlook.planned(bytes_of("peak", text))
-        number += 1
+    plain, least = outlook.plain(), max(1, outlook.planned(0).peak)
+    costs = {"plain": plain, "auto()": outlook.planned(None), **_by_hand(outlook, calls)}
+    ratio = max(1.0, plain.peak / least)
+    for number in range(_MOST_PEAKS):  # from the least peak up, until nothing runs again
+        text = _rounded(least * ratio ** (number / _MOST_PEAKS))
+        costs[f'auto(peak="{text}")'] = cost = outlook.planned(bytes_of("peak", text))
+        if not cost.recomputed:
+            break
     rows: dict[tuple[int, float], Row] = {}  # that differ by something
-    for write, cost in (found | costs).items():
+    for write, cost in costs.items():
         rows.setdefault((cost.peak, cost.recomputed), Row(write, *cost))
     return sorted(rows.values(), key=lambda row: (-row.peak, row.recomputed))
 

@@ -99,7 +99,7 @@ def _refuse_unsuitable(name: str, module: nn.Module) -> None:
             "handle of the earlier call, remove `checkpointed` from its class or its forward, or "
             "select other modules."
         )
-    is_static = isinstance(inspect.getattr_static(type(module), "forward", None), staticmethod)
+    is_static = isinstance(inspect.getattr_static(type(module), "forward"), staticmethod)
     if is_static or not inspect.isroutine(getattr(type(module), "forward", None)):
         raise TypeError(
             f"checkpoint_modules can't wrap {described}: it has no method `forward` in Python."
@@ -138,8 +138,10 @@ def _nothing_picked(model: nn.Module, select: Select) -> str:
     )
     there = ", ".join(f"{count} {kind}" for kind, count in found.items())
     shown = select.__qualname__ if isinstance(select, type) else repr(select)
-    picks = f"checkpoint_modules: {shown} picks no module of this {type(model).__qualname__}"
-    return f"{picks}. There are {there}."
+    return (
+        f"checkpoint_modules: {shown} picks no module of this {type(model).__qualname__}. "
+        f"There are {there}."
+    )
 
 
 _NUMBER = r"\b\d+\b"
@@ -190,14 +192,13 @@ class _Forward(_api.CheckpointedObject):
         self.options = options._replace(name=options.name or name or type(module).__qualname__)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        module, options = self._module(), self.options
+        module = self._module()
         if not is_dynamo_compiling():
             caller = sys._getframe(1).f_locals.get("self")
             # A shallow copy (of `copy.copy`, or of the package `higher`) has this object, too.
             if isinstance(caller, nn.Module) and vars(caller).get("forward") is self:
                 module = caller
-        fn = self._forward_of(module)
-        return _api.run(options, fn, args, kwargs, "")
+        return _api.run(self.options, self._forward_of(module), args, kwargs, "")
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:

@@ -248,17 +248,13 @@ def _offload(inner: Policy | None, there: Destination, inputs: bool) -> Policy:
     def elsewhere(answer: Answer) -> Answer:
         return there if answer is True else answer
 
-    ask, on_op = inner.on_op, None
+    ask, on_op, placement = inner.on_op, None, inner.placement
     if ask is not None:
         on_op = lambda *asked: elsewhere(ask(*asked))  # noqa: E731
-    return Policy(
-        made_by,
-        text,
-        on_op,
-        lambda name: elsewhere(inner.on_tag(name)),
-        inner.placement and inner.placement._replace(place=there),
-        Places(there, None, for_inputs),
-    )
+    if placement is not None:
+        placement = placement._replace(place=there)
+    on_tag = lambda name: elsewhere(inner.on_tag(name))  # noqa: E731
+    return Policy(made_by, text, on_op, on_tag, placement, Places(there, None, for_inputs))
 
 
 def _text_of(inner: Policy | None, there: Destination, inputs: bool) -> str:

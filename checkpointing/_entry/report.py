@@ -23,6 +23,7 @@ from torch import Tensor
 from .. import _torch
 from .._engine import (
     Frame,
+    Held,
     Holder,
     Moved,
     described,
@@ -89,8 +90,9 @@ class Report(NamedTuple):
         lines = ["would hold   held now  region"]
         for region in self.regions[:_ROWS]:
             saved = "" if region.bytes_saved is None else size(region.bytes_saved)
-            about = f"{region.name}  {_short(region.line)}"
-            lines.append(f"{saved:>10} {size(region.bytes_held):>10}  {about}")
+            lines.append(
+                f"{saved:>10} {size(region.bytes_held):>10}  {region.name}  {_short(region.line)}"
+            )
         tensors = _sorted(t for region in self.regions for t in region.held + region.saved)
         lines += ["", f"the largest of {len(tensors)} tensors in {len(self.regions)} regions:"]
         for t in tensors[:_ROWS]:
@@ -155,20 +157,22 @@ def report(*outputs: Tensor) -> Report:
         if not isinstance(output, Tensor):
             raise TypeError(f"report takes tensors, such as a loss, not {output!r}")
     nodes = _torch.nodes_from([output.grad_fn for output in outputs], {None})
-    packed = [saved for node in nodes for saved in _torch.saved_by(node)]
+    parts = [saved for node in nodes for saved in _torch.saved_by(node)]
     frames: dict[Frame, None] = {}
-    for one in packed:
-        if isinstance(one, Holder) and one.frame not in frames:
-            frames[one.frame] = None
+    for part in parts:
+        packed = _packed(part)
+        if isinstance(packed, Holder) and packed.frame not in frames:
+            frames[packed.frame] = None
             # Regions around it hold its inputs.
-            packed += [_packed(holding.part) for holding in one.frame.holdings()]
+            parts += [holding.part for holding in packed.frame.holdings()]
     return report_of(frames)
 
 
 def _packed(part: Any) -> Any:
-    """A held tensor, or the object that hooks have made of it."""
-    packed = getattr(part, "packed", part)
-    return packed.data if isinstance(packed, _torch.SavedTensor) else packed
+    """A tensor that is saved or held, or the object that hooks have made of it."""
+    if isinstance(part, Held):
+        part = part.packed
+    return part.data if isinstance(part, _torch.SavedTensor) else part
 
 
 def report_of(frames: Iterable[Frame]) -> Report:
@@ -178,10 +182,16 @@ def report_of(frames: Iterable[Frame]) -> Report:
 
 
 def _region(frame: Frame) -> RegionReport:
-    held, saved = _held_by(frame), _sorted(frame.notes or ())
-    bytes_saved = frame.saved_bytes if frame.notes is None else _bytes_of(saved)
-    about = frame.name, described(frame.entered_from), bytes_saved, _bytes_of(held)
-    return RegionReport(*about, frame.replays, saved, held)
+    saved, held = _sorted(frame.notes or ()), _held_by(frame)
+    return RegionReport(
+        frame.name,
+        described(frame.entered_from),
+        frame.saved_bytes if frame.notes is None else _bytes_of(saved),
+        _bytes_of(held),
+        frame.replays,
+        saved,
+        held,
+    )
 
 
 def _bytes_of(tensors: Iterable[TensorReport]) -> int:
@@ -203,8 +213,8 @@ def _held_by(frame: Frame) -> tuple[TensorReport, ...]:
 
 
 def _described(kind: str, tensor: Tensor, *about: str | None) -> TensorReport:
-    nbytes, shape = _torch.memory_size(tensor), tuple(_torch.shape_of(tensor))
-    return TensorReport(kind, nbytes, shape, tensor.dtype, *about)
+    shape = tuple(_torch.shape_of(tensor))
+    return TensorReport(kind, _torch.memory_size(tensor), shape, tensor.dtype, *about)
 
 
 class Stats(NamedTuple):
@@ -240,11 +250,18 @@ def measure(frame: Replay) -> Stats:
     tensors = _held_by(frame)
     kept = _bytes_of(t for t in tensors if t.kind not in ("input", "random state"))
     recorded, cuts = frame.counts()
-    peak = 0 if frame.plan is None else frame.plan.peak
-    counts = recorded, frame.replayed, frame.replays, frame.saved_bytes
     placement = frame.run.store.placement
-    asked = None if placement is None else placement.peak
-    return Stats(*counts, _bytes_of(tensors) - kept, kept, cuts, peak, asked)
+    return Stats(
+        recorded,
+        frame.replayed,
+        frame.replays,
+        frame.saved_bytes,
+        _bytes_of(tensors) - kept,
+        kept,
+        cuts,
+        0 if frame.plan is None else frame.plan.peak,
+        None if placement is None else placement.peak,
+    )
 
 
 class Notes(list[TensorReport]):

@@ -46,9 +46,9 @@ class StateHandle:
     def __exit__(self, *error: object) -> None:
         self.remove()
 
-    def capture(self) -> tuple[StateHandle, Any]:
+    def capture(self) -> Any:
         with torch.no_grad():
-            return self, self._snapshot()
+            return self._snapshot()
 
     def restore(self, state: Any) -> None:
         with torch.no_grad():
@@ -118,9 +118,9 @@ class Ambient:
         for variable, _ in self._collections:
             context.run(variable.set, None)
         self._switches = read_switches()
-        self._modes = _torch.function_modes() if _function_mode_count() else None
+        self._modes = _torch.function_modes() if _function_mode_count() else []
         self._autocast = _autocast_state() if _autocast_is_on() else None
-        self._states = [handle.capture() for handle in [*_registered]] if _registered else ()
+        self._states = [(each, each.capture()) for each in [*_registered]] if _registered else ()
 
     def enter(self, undo: Undo) -> contextvars.Context:
         """Enter the states that differ; `undo` gets the functions that leave them. Returns the
@@ -129,17 +129,17 @@ class Ambient:
         for variable, saved in self._collections:
             context.run(variable.set, put_together(saved, _restored))
         enter_switches(self._switches, undo)
-        if self._modes is not None or _function_mode_count():
+        if self._modes or _function_mode_count():
             modes = _torch.function_modes()
             undo.append((_torch.set_function_modes, modes))
-            _torch.set_function_modes(self._modes or [])
+            _torch.set_function_modes(self._modes)
         if _is_inference():  # backward runs in it; a region is never entered in it
             enter_context(torch.inference_mode(False), undo)
         is_on = _autocast_is_on()
         if is_on or self._autocast is not None:
             self._enter_autocast(is_on, undo)
         for handle, state in self._states:
-            undo.append((handle.restore, handle.capture()[1]))
+            undo.append((handle.restore, handle.capture()))
             context.run(handle.restore, state)
         return context
 

@@ -43,10 +43,6 @@ class Moment:
         self.values: list[Tensor] = without_recording(lambda: [*map(_torch.copy, memory)])
         self._versions = [tensor._version for tensor in tensors]
 
-    @classmethod
-    def of(cls, tensors: list[Tensor]) -> Moment:
-        return cls(tensors, [t if _is_dense(t) else _torch.bytes_of(t) for t in tensors])
-
     def go_back(self) -> None:
         without_recording(_torch.overwrite, self.memory, self.values)
         _torch.set_versions(self.tensors, self._versions)
@@ -63,7 +59,7 @@ class Buffers:
     Larger buffers, and those of modules in evaluation mode, are guarded by version.
     """
 
-    _then = _NOTHING  # the buffers that are rewound
+    then = _NOTHING  # the buffers that are rewound
 
     def __init__(self, inputs: Inputs) -> None:
         """Capture `inputs.modules` and their children; add their devices and generators to
@@ -109,7 +105,8 @@ class Buffers:
                 else:
                     self._guarded.append((module, name, tensor, _version(tensor)))
         if small:
-            self._then = Moment.of(small)
+            memory = [t if _is_dense(t) else _torch.bytes_of(t) for t in small]
+            self.then = Moment(small, memory)
 
     def end(self) -> None:
         """The region has run. Parameters that it has written itself are not guarded."""
@@ -136,17 +133,16 @@ class Buffers:
         the same values. (Hooks may gather parameters, or bring them in for each call.)"""
         present = {*map(id, now)}
         for tensor, other in zip(self._parameters, now, strict=False):
+            if tensor is other:
+                continue
             is_gone = not isinstance(tensor, _Parameter) and id(tensor) not in present
-            if is_gone or (tensor is not other and _is_another(tensor, other)):
+            if is_gone or _is_another(tensor, other):
                 raise errors.exchanged(frame, named("a parameter", tensor))
 
     def storages(self) -> set[int]:
         """The storages of the buffers that are rewound."""
-        parts = [part for each in self._then.tensors for part in _torch.plain_parts(each)]
+        parts = [part for each in self.then.tensors for part in _torch.plain_parts(each)]
         return {*map(_torch.storage_id, parts)}
-
-    def copies(self) -> list[Tensor]:
-        return self._then.values
 
     def enter(self, frame: object, undo: Undo) -> None:
         """Go back to the forward; `undo` gets the functions that return."""
@@ -161,10 +157,9 @@ class Buffers:
         now = [(module, dict(_torch.buffers_of_module(module)[0])) for module, _ in self._entries]
         undo.append((_set, now))
         _set(self._entries)
-        then = self._then
-        if then.tensors:
-            undo.append((Moment.go_back, Moment(then.tensors, then.memory)))
-            then.go_back()
+        if self.then.tensors:
+            undo.append((Moment.go_back, Moment(self.then.tensors, self.then.memory)))
+            self.then.go_back()
 
 
 def _parameters_of(modules: Iterable[nn.Module]) -> list[Tensor]:

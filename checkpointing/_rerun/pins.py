@@ -9,7 +9,7 @@ its own arguments, or the same views of them.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -138,7 +138,7 @@ class Repeated(Region):
         pin = next(self._pins, None)
         if pin is None:  # the forward still runs, and has not come so far
             return tensor
-        value = self._outside(pin.held.fetch)
+        value = self._fetch(pin.held)
         ours, theirs = _torch.plain_parts(tensor), _torch.plain_parts(value)
         if not all(map(_torch.are_alike, ours, theirs)):
             return pin.restored(value)
@@ -167,16 +167,16 @@ class Repeated(Region):
             if type(saved) is View:
                 return saved.of(given[saved.number])
             if type(saved) is Pin:
-                return saved.restored(self._outside(saved.held.fetch))
+                return saved.restored(self._fetch(saved.held))
             return saved
 
         return put_together(result.value, restore)
 
-    def _outside(self, fetch: Callable[[Frame], Tensor]) -> Tensor:
+    def _fetch(self, held: Held) -> Tensor:
         """Fetch with no region active, since hooks may call functions again (rule 3)."""
         region, thread.region = thread.region, None
         try:
-            return fetch(self._frame)
+            return held.fetch(self._frame)
         finally:
             thread.region = region
 

@@ -235,17 +235,17 @@ class Rerun(Region, Call, Slots):
         variables = [saved for _, saved in self._variables]
         inputs = leaves_of(*self._args, *self._kwargs.values(), *variables)
         pins = leaves_of(*self._pins, *[result.value for result in self._results])
-        found = [("input", each) for each in inputs if isinstance(each, Held)]
-        found += [("kept", each.held) for each in pins if type(each) is Pin]
+        found = [("input", part) for part in inputs]
+        found += [("kept", pin.held) for pin in pins if type(pin) is Pin]
         for kind, held in found:
-            if not held.is_parameter:
+            if isinstance(held, Held) and not held.is_parameter:
                 yield Holding(kind, held, named(held.name))
-        states = [] if self._cpu_state is None else [self._cpu_state]
+        if self._cpu_state is not None:
+            yield Holding("random state", self._cpu_state, None)
         if self._rng is not None:
-            states += self._rng.states
-        yield from [Holding("random state", state, None) for state in states]
+            yield from [Holding("random state", state, None) for state in self._rng.states]
         if self._buffers is not None:
-            yield from [Holding("buffers", copy, None) for copy in self._buffers.copies()]
+            yield from [Holding("buffers", copy, None) for copy in self._buffers.then.values]
 
 
 def call_within(

@@ -58,7 +58,6 @@ class Calling(Request):
     _stop_at = NEVER  # the slot at which to stop
     _filling = NO_NODE  # the last node whose saved memory the operator may still fill, as RReLU
     _stopped = False
-    _ran_to_its_end = False
     _is_watched = False
     _copies: _torch.Copies | None = None
     _role: object = None  # of the tensor that is packed next: None if an operator saves it
@@ -83,7 +82,6 @@ class Calling(Request):
         push_hooks(self.pack, identity)
         try:
             function()
-            self._ran_to_its_end = True
         except (Exception, SystemExit, Stop) as error:
             if not self._stopped:
                 if errors.is_about_sizes(error):
@@ -151,8 +149,9 @@ class Calling(Request):
             return without_recording(_torch.copy, tensor)
         if storage not in frame.written:
             return tensor
-        self._copies = copies = self._copies or _torch.Copies()
-        return without_recording(copies.copy, tensor)
+        if self._copies is None:
+            self._copies = _torch.Copies()
+        return without_recording(self._copies.copy, tensor)
 
     def _take(self, holder: Holder, given: Tensor, tensor: Tensor) -> None:
         """Compare a saved tensor with that of the forward, and deliver it where it is wanted."""
@@ -197,6 +196,8 @@ class Calling(Request):
         return text, parameter.requires_grad and name is not None
 
     def _check_outcome(self) -> None:
+        """Raise if a tensor has been written since, or if the call has ended before the last slot
+        that is wanted."""
         for slot, version in self._versions.items():
             tensor = self.ready[slot]
             if tensor is None or tensor._version == version:
@@ -204,17 +205,13 @@ class Calling(Request):
             if slot == self.holder.slot:
                 raise errors.overwritten(self.frame, slot in self.frame.inner_inputs)
             del self.ready[slot]  # an error only if backward asks for it, as in plain code
-        if self._ran_to_its_end:
-            self._check_count()
-
-    def _check_count(self) -> None:
-        """Raise if the call has ended before the last slot that is wanted."""
+        if self._stopped:
+            return
         frame, last = self.frame, self.holder.slot
-        count = len(frame.holders)
         if frame.early_stop or frame.complete:
-            last = min(self._stop_at, count - 1)
+            last = min(self._stop_at, self._count - 1)
         if self._passed <= last:
-            raise errors.different_number(frame, last, reader(), count, self._passed)
+            raise errors.different_number(frame, last, reader(), self._count, self._passed)
 
 
 class Slots(Frame):

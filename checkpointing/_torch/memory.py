@@ -155,8 +155,7 @@ class Copies:
         key = storage_id(tensor), version(tensor)
         if key not in self._made:
             self._made[key] = tensor, copy(bytes_of(tensor))
-        copied = lay_as(tensor, self._made[key][1])
-        return copied.detach()  # a view could not be written with a graph
+        return lay_as(tensor, self._made[key][1]).detach()  # a view can't be written with a graph
 
 
 def clone_storage(tensor: Tensor) -> Tensor:

@@ -151,15 +151,14 @@ def nodes_from(nodes: list[Any], met: set[Any]) -> Iterator[Any]:
 
 
 def saved_by(node: Any) -> list[Any]:
-    """The objects that autograd, or its hooks, have stored in a node for the tensors that it
-    saves."""
+    """What autograd has stored in a node for the tensors that it saves, each a `SavedTensor`."""
     found: list[Any] = []
     for name in dir(node):
         if name.startswith("_raw_saved_"):
             with contextlib.suppress(RuntimeError):  # a custom Function, after backward
                 saved = getattr(node, name)
                 found += saved if isinstance(saved, list | tuple) else [saved]
-    return [one.data for one in found]
+    return found
 
 
 def is_cast_of_parameter(tensor: Tensor) -> bool:
@@ -215,12 +214,11 @@ def remove_mode(mode: TorchDispatchMode) -> None:
 # No mode sees what runs inside, least of all our own.
 unseen_by_modes: Callable[[], AbstractContextManager[Any]] = _C._DisableTorchDispatch
 function_mode_count: _Int = _C._len_torch_function_stack
-_function_mode_at = _C._get_function_stack_at
 
 
 def function_modes() -> list[Any]:
     """The function modes of this thread, such as `torch.device(...)` contexts, outermost first."""
-    return [_function_mode_at(i) for i in range(function_mode_count())]
+    return [_C._get_function_stack_at(i) for i in range(function_mode_count())]
 
 
 def set_function_modes(modes: Sequence[Any]) -> None:
@@ -247,10 +245,23 @@ def quick_call(func: Any) -> Any:
 
 
 # Autograd saves what these return: their derivatives are formulas of it.
-_SAVED = {"relu", "sigmoid", "tanh", "exp", "expm1", "sqrt", "rsqrt", "reciprocal"}
-_SAVED |= {"softmax", "log_softmax", "safe_softmax"}
-_SAVED |= {"scaled_dot_product_flash_attention", "scaled_dot_product_efficient_attention"}
-_SAVED |= {"scaled_dot_product_flash_attention_for_cpu", "scaled_dot_product_cudnn_attention"}
+_SAVED = {
+    "exp",
+    "expm1",
+    "log_softmax",
+    "reciprocal",
+    "relu",
+    "rsqrt",
+    "safe_softmax",
+    "scaled_dot_product_cudnn_attention",
+    "scaled_dot_product_efficient_attention",
+    "scaled_dot_product_flash_attention",
+    "scaled_dot_product_flash_attention_for_cpu",
+    "sigmoid",
+    "softmax",
+    "sqrt",
+    "tanh",
+}
 
 
 def saves_its_result(func: Any) -> bool:
@@ -339,10 +350,8 @@ def version(tensor: Tensor) -> int:
 NO_VERSION = -1
 
 
-def set_versions(tensors: Sequence[Tensor], versions: Sequence[int]) -> None:
-    """Count on from these versions."""
-    _autograd._unsafe_set_version_counter(tuple(tensors), tuple(versions))
-
+# Give tensors these versions, from which they count on.
+set_versions = _autograd._unsafe_set_version_counter
 
 _views_key = _C.DispatchKey.ADInplaceOrView
 _is_excluded = _C._dispatch_tls_is_dispatch_key_excluded
@@ -490,9 +499,10 @@ if torch.backends.cuda.is_built():
 def inductor_runs() -> bool:
     """Whether this is called from code that inductor has compiled, which always runs without grad
     mode."""
-    frames = traceback.walk_stack(sys._getframe(2))
-    modules = (frame.f_globals.get("__name__", "") for frame, _ in frames)
-    return any(module.startswith("torch._inductor.") for module in modules)
+    return any(
+        frame.f_globals.get("__name__", "").startswith("torch._inductor.")
+        for frame, _ in traceback.walk_stack(sys._getframe(2))
+    )
 
 
 def keep_dynamo_out(module: ModuleType) -> None:
@@ -500,19 +510,20 @@ def keep_dynamo_out(module: ModuleType) -> None:
     code calls hooks while it runs, and a rerun must save the same tensors as the forward."""
     own = [v for v in vars(module).values() if getattr(v, "__module__", None) == module.__name__]
     own += [part for kind in own if isinstance(kind, type) for part in vars(kind).values()]
-    functions = [getattr(part, "fget", part) for part in own]
-    codes = [function.__code__ for function in functions if isinstance(function, FunctionType)]
-    while codes:
-        code = codes.pop()
-        _skip_in_dynamo(code)
-        codes += [const for const in code.co_consts if isinstance(const, CodeType)]
+    for part in own:
+        function = part.fget if isinstance(part, property) else part
+        if isinstance(function, FunctionType):
+            _skip_in_dynamo(function.__code__)
 
 
 def _skip_in_dynamo(code: CodeType) -> None:
+    """Skip a function, and those that are defined in it."""
     dynamo = _C._dynamo.eval_frame
-    dynamo.set_code_exec_strategy(
-        code, dynamo._FrameExecStrategy(dynamo._FrameAction.SKIP, dynamo._FrameAction.SKIP)
-    )
+    skip = dynamo._FrameAction.SKIP
+    dynamo.set_code_exec_strategy(code, dynamo._FrameExecStrategy(skip, skip))
+    for const in code.co_consts:
+        if isinstance(const, CodeType):
+            _skip_in_dynamo(const)
 
 
 def leave_eager(function: Any, reason: str) -> None:
