@@ -45,8 +45,9 @@ class Pieces:
             return False  # checked first
         sizes = dict([size for step in path for size in step.sizes])
         alive = sum([sizes.get(memory, 0) for memory in _alive(path, cells)])
-        met = [cells[first.cell]() for step in path for first in step.firsts]
-        alive += sum([t.nbytes for t in met if t is not None and t.grad_fn is not None])
+        firsts = [first for step in path for first in step.firsts if first.requires_grad]
+        met = [cells[first.cell]() for first in firsts if not first.is_parameter]
+        alive += sum([_torch.memory_size(tensor) for tensor in met if tensor is not None])
         enough = max(2 * alive, min(_MOST_ALIVE * alive, self._nbytes // 4))
         return bool(0 < enough <= saved_bytes)
 
