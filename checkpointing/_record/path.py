@@ -60,12 +60,16 @@ class Path:
             self.cuts.append(step.index)
 
     def _add_part(self, step: Step, cell: int) -> None:
-        line = self._line(cell)
-        if line[1] in self.parts and step.info.base not in _OVERLAPPING:
-            self.parts[cell] = self.parts[line[1]]
-        elif len(step.memories) > 1 and line[-1] in self._maker:
-            makers = [self.steps[self._maker[base]] for base in line]
-            if all(maker.info.base not in _OVERLAPPING for maker in makers):
+        base = self._bases[cell]
+        if step.info.base in _OVERLAPPING:
+            return
+        if base in self.parts:
+            self.parts[cell] = self.parts[base]
+        elif len(step.memories) > 1:  # only then is it worth it to go down to what it is a view of
+            line = self._line(base)
+            makers = [self.steps[self._maker[each]] for each in line if each in self._maker]
+            is_made = line[-1] in self._maker
+            if is_made and all(maker.info.base not in _OVERLAPPING for maker in makers):
                 self.parts[cell] = cell
 
     def _add_first(self, first: First) -> None:
