@@ -117,9 +117,13 @@ class Run(Follower, Region):
                 self.keep_at(tensor, None)
         first_holder = pieces.end()
         pieces.leave(self.store.holds())
-        self.begin()
-        self.stocks, self.first_holder = {}, first_holder
+        self._begin_at(first_holder)
         return True
+
+    def _begin_at(self, holder: int) -> None:
+        """From here on the block is like another run, whose first holder is this one."""
+        self.begin()
+        self.stocks, self.first_holder = {}, holder
 
     # ---- a backward inside the block
 
@@ -134,9 +138,8 @@ class Run(Follower, Region):
         """Holders have what they need, so the rest of the block is like another run, as in a loop
         of training steps. Until gradients are wanted again (backward itself and an optimizer's step
         want none), nothing is recorded."""
-        self.begin()
-        self.stocks = {}
-        self._holders, self.first_holder = holders, len(holders)
+        self._begin_at(len(holders))
+        self._holders = holders
         if self._depth != _RESTING:
             self._awake, self._depth = self._depth, _RESTING
 

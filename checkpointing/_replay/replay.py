@@ -144,9 +144,12 @@ class Replay(Frame):
             run.store.placement, run.store.pieces = None, pieces
             run.program.is_advised = True
 
+    def _leave(self) -> None:
+        """What comes next in the block is like another run."""
+        self._counted += sum(step.is_counted for step in self._hand_over().path.steps)
+
     def _end_piece(self) -> int:
-        path = self._hand_over().path
-        self._counted += sum(step.is_counted for step in path.steps)
+        self._leave()
         self._ends.append(self._counted)
         self._saved += self.run.store.saved_bytes
         self._pieces.append(id(self.run.step))
@@ -203,7 +206,7 @@ class Replay(Frame):
         slot, run = holder.slot, self.run
         run.program.stays_whole()
         if run.may_begin_anew():
-            self._counted += sum(step.is_counted for step in self._hand_over().path.steps)
+            self._leave()
             run.begin_anew(self.holders)
             return holder.stock  # type: ignore[no-any-return]
         if slot not in run.stocks:  # a backward inside the block
