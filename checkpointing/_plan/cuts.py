@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from .stretch import Stretch
@@ -51,6 +51,8 @@ class Cutting:
         # By position: steps that windows run if they go up to here.
         self.done: dict[int, list[int]] = defaultdict(list)
         self.ends = {*stretch.positions}
+        # Memory that autograd saves anyway comes first.
+        self._price = {n: stretch.memories[n].cost + (n not in stretch.saved) for n in stretch.dear}
         self._openings: dict[int, Opening] = {}
         self._find_reads()
 
@@ -65,7 +67,7 @@ class Cutting:
             if ends:
                 end = min(ends)
                 self.done[end].append(index)
-                for number in stretch.dear.intersection(model.reads[index]):
+                for number in stretch.reads[index]:
                     soonest[number] = min(end, soonest.get(number, end))
             for number in model.made[index]:
                 if stretch.memories[number].maker == index:
@@ -102,9 +104,7 @@ class Cutting:
                 there, room = best[segment.end], min(limit, peak - segment.need)
                 for label in best[start]:
                     new = [number for number in segment.across if number not in label.kept]
-                    # Memory that autograd saves anyway comes first.
-                    others = [number for number in new if number not in stretch.saved]
-                    held = label.held + stretch.cost(new) + len(others)
+                    held = label.held + sum([self._price[number] for number in new])
                     work = label.work + segment.work if most > 1 else 0.0
                     if held > room or any(x.held <= held and x.work <= work for x in there):
                         continue
@@ -145,38 +145,42 @@ class Opening:
         self.read_before = {
             number
             for _, number in across
-            if memories[number].first_read < start and number not in saved
+            if number not in saved and memories[number].readers[0] < start
         }
         self._found: list[Segment] = []
-        self._at = self._worst = start
-        self._held = self._need = 0
-        self._work = 0.0
-        self._seen: set[int] = set()
+        self._others = self._find()
 
     def segments(self, most: int) -> list[Segment]:
         """All that need no more than this, and perhaps others."""
-        while self._need <= most and self._at < self._stretch.last:
-            self._go_on()
-            if self._at in self._cutting.ends:
-                last = bisect_left(self._across, (self._at + 1, -1))
-                numbers = tuple([number for _, number in self._across[:last]])
-                found = Segment(self._at, numbers, self._need, self._work, self._worst)
-                self._found.append(found)
+        while not self._found or self._found[-1].need <= most:
+            segment = next(self._others, None)
+            if segment is None:
+                break
+            self._found.append(segment)
         return self._found
 
-    def _go_on(self) -> None:
-        """Take one step more into the segment."""
-        stretch, at = self._stretch, self._at
-        for number in stretch.wanted.get(at, ()):
-            if number not in self._seen:
-                self._seen.add(number)
-                memory = stretch.memories[number]
-                if memory.maker >= self._start or number not in stretch.dear:
-                    self._held += memory.cost
-        self._need = max(self._need, stretch.model.backward[at] + self._held)
-        if stretch.live[at] > stretch.live[self._worst]:
-            self._worst = at
-        self._at = at = at + 1
-        for index in self._cutting.done.get(at, ()):
-            if index >= self._start:
-                self._work += stretch.model.work[index]
+    def _find(self) -> Iterator[Segment]:
+        """Take one step after the other into a segment."""
+        stretch, cutting, start = self._stretch, self._cutting, self._start
+        live, backward = stretch.live, stretch.model.backward
+        held = need = 0
+        work, worst = 0.0, start
+        seen: set[int] = set()
+        for at in range(start, stretch.last):
+            for number in stretch.wanted.get(at, ()):
+                if number not in seen:
+                    seen.add(number)
+                    memory = stretch.memories[number]
+                    if memory.maker >= start or number not in stretch.dear:
+                        held += memory.cost
+            need = max(need, backward[at] + held)
+            if live[at] > live[worst]:
+                worst = at
+            end = at + 1
+            for index in cutting.done.get(end, ()):
+                if index >= start:
+                    work += stretch.model.work[index]
+            if end in cutting.ends:
+                last = bisect_left(self._across, (end + 1, -1))
+                across = tuple([number for _, number in self._across[:last]])
+                yield Segment(end, across, need, work, worst)

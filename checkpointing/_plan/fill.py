@@ -53,11 +53,12 @@ class Filling:
         for n in range(_MOST_ROUNDS if peak else 0):
             # Where all that crosses is kept, a cut is free.
             ends = sorted({*self.ends, *[at for at, across in crosses if not across]})
-            kept = self.kept & self._readers.keys()
-            if n and (ends, kept) == (self.ends, self.kept):
+            kept = {*filter(self._is_wanted, self.kept)}
+            if (ends, kept) != (self.ends, self.kept):
+                self.ends, self.kept = ends, kept
+                self._simulate()
+            elif n:
                 break
-            self.ends, self.kept = ends, kept
-            self._simulate()
             self._fill()
             crosses = self._simulate()
 
@@ -65,9 +66,9 @@ class Filling:
         return Choice(
             tuple(sorted(self.kept)),
             tuple(self.ends[1:-1]),
-            max(*self.peaks, self._forward.after(0)),
+            max(*self.peaks, *self._forward),
             parts=[*zip([self._held[end - 1] for end in self.ends[1:]], self.peaks, strict=True)],
-            forward=self._forward.after(0),
+            forward=max(self._forward),
             nbytes=self.stretch.cost(self.kept),
             again=self.again,
         )
@@ -95,8 +96,7 @@ class Filling:
         crosses = self._find_windows()
         kept = [memories[number] for number in self.kept]
         dead = model.sums((memory.dies, model.count, memory.cost) for memory in kept)
-        forward = [*map(add, stretch.live, dead)][: stretch.last]
-        self._forward = Peaks(forward)
+        self._forward = [*map(add, stretch.live, dead)][: stretch.last]
         spans = [
             (
                 max(
@@ -119,7 +119,6 @@ class Filling:
         self._made: list[int] = [*accumulate(made)]
         self._there: list[int] = [*map(add, there, self._made[1:])]
         self.peaks = [self._peak_of(start, end) for start, end in pairwise(self.ends)]
-        self._backward = Peaks(self.peaks)
         return crosses
 
     def _peak_of(self, start: int, end: int) -> int:
@@ -133,9 +132,6 @@ class Filling:
         crosses: Crosses = []
         self.again: set[int] = set()
         self._first: dict[int, int] = {}  # by memory: the first segment whose windows need it
-        # By memory: those of the steps that read it. Autograd reads what it has saved.
-        self._readers = {number: {_AUTOGRAD} for number in stretch.saved}
-        self._lowest = {**stretch.saved}  # the first of them, or where autograd has saved it
         for start, end in pairwise(self.ends):
             reading: set[int] = set()  # memories that are not kept, whose makers are still to come
             needed: set[int] = set()  # what is kept
@@ -146,19 +142,25 @@ class Filling:
                 made = model.made[index]
                 if not reading.isdisjoint(made):
                     self.again.add(index)
-                    reading.difference_update(n for n in made if memories[n].maker == index)
-                    there = self.kept.difference(model.early.get(index, ()))
-                    for number in stretch.dear.intersection(model.reads[index]):
-                        (needed if number in there else reading).add(number)
-                    for number in model.reads[index]:
-                        self._readers.setdefault(number, set()).add(index)
-                        self._lowest[number] = min(index, self._lowest.get(number, index))
+                    for number in made:
+                        if memories[number].maker == index:
+                            reading.discard(number)
+                    early = model.early.get(index, ())
+                    for number in stretch.reads[index]:
+                        is_there = number in self.kept and number not in early
+                        (needed if is_there else reading).add(number)
                 if index == start or (index in positions and index < end - 1):
                     crosses.append((index, reading & stretch.dear))
             for number in needed:
                 self._first.setdefault(number, start)
-        self._wanted = stretch.dear & self._readers.keys() | stretch.saved.keys()
         return crosses
+
+    def _is_wanted(self, number: int) -> bool:
+        """Whether autograd has saved a memory, or a step that runs again reads it."""
+        if number in self.stretch.saved:
+            return True
+        readers = self.memories[number].readers
+        return number in self.stretch.dear and not self.again.isdisjoint(readers)
 
     # ---- filling
 
@@ -166,6 +168,7 @@ class Filling:
         """Take the steps whose results save most. Of equal ones the last is held for the shortest
         time; within a window it is the first, so that what remains is at the end, where no replay
         has to come by it again."""
+        self._forwards, self._backwards = Peaks(self._forward), Peaks(self.peaks)
         order = -1 if self.stretch.is_all else 1
         queue = [(-self._worth(index), order * index) for index in self.again]
         heapq.heapify(queue)
@@ -179,7 +182,7 @@ class Filling:
 
     def _results(self, index: int) -> set[int]:
         """What to keep in order not to run a step again; nothing, if that is not possible."""
-        made = self._wanted.intersection(self.model.made[index]) - self.kept
+        made = {*filter(self._is_wanted, self.model.made[index])} - self.kept
         is_possible = all(self.memories[number].final == index + 1 for number in made)
         return made if is_possible else set()
 
@@ -191,9 +194,11 @@ class Filling:
         gone, stack = {index}, [index]
         while stack and len(gone) < _FAR:
             for number in self.model.reads[stack.pop()]:
-                is_needless = number in made or self._readers[number] <= gone
-                if is_needless and number not in self.kept:
-                    memory = self.memories[number]
+                memory = self.memories[number]
+                if number in self.kept:
+                    continue
+                is_read = not gone.issuperset(self.again.intersection(memory.readers))
+                if number in made or not (is_read or number in self.stretch.saved):
                     new = self.again.intersection([memory.maker, *memory.writers]) - gone
                     gone |= new
                     stack += sorted(new)
@@ -207,16 +212,18 @@ class Filling:
             if stretch.cost(self.kept) + nbytes <= self.budget:
                 self.kept |= made
             return
-        lowest = min([self._lowest[number] for number in made])
+        readers = [index for number in made for index in self.memories[number].readers]
+        lowest = min(self.again.intersection(readers), default=self.model.count)
+        lowest = min([lowest, *[stretch.saved.get(number, lowest) for number in made]])
         here, first = (bisect_right(self.ends, at) - 1 for at in (index, lowest))
         dies = min([self.memories[number].dies for number in made])
         # What is added to which peaks, from where on; and how much that is in all.
-        changes = [(self._forward, dies, nbytes, nbytes)]
+        changes = [(self._forwards, dies, nbytes, nbytes)]
         if first > here:
-            changes.append((self._backward, first, nbytes, nbytes))
+            changes.append((self._backwards, first, nbytes, nbytes))
         else:  # its window delivers what is saved there, kept or not
-            changes.append((self._backward, here, new, new))
-            changes.append((self._backward, here + 1, nbytes - new, nbytes))
+            changes.append((self._backwards, here, new, new))
+            changes.append((self._backwards, here + 1, nbytes - new, nbytes))
         if all(peaks.after(at) + total <= self.peak for peaks, at, _, total in changes):
             self.kept |= made
             for peaks, at, more, _ in changes:
@@ -257,7 +264,6 @@ class Peaks:
             self._most[node] = max(self._most[2 * node : 2 * node + 2]) + self._more[node]
 
 
-_AUTOGRAD = -1  # no step, but a reader
 _MOST_ROUNDS = 4
 _SURE = 0.9  # of the peak: segments that need less may be joined, though the model is not exact
 _FAR = 64  # steps, when the worth of one is found

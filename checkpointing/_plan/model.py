@@ -43,7 +43,7 @@ class Memory:
         self.cost = nbytes  # to hold it
         self.writers: list[int] = []  # steps, after the maker
         self.final = maker + 1  # the first position at which it is what it will be
-        self.first_read = never  # by a step
+        self.readers: list[int] = []  # steps
         self.last_read = maker  # by a step
         self.last_use = maker  # by a step or a slot
         self.parts: list[Part] = []
@@ -184,13 +184,14 @@ class Model:
             if value in self.path.given or number not in self.memories:
                 continue
             memory = self.memories[number]
-            memory.first_read = min(memory.first_read, step.index)
             memory.last_read = memory.last_use = step.index
             if value[0] in self._part_of:
                 self._part_of[value[0]].last_read = step.index
             read.add(number)
             if number not in own:
                 memory.values.add(value)
+            if memory.readers[-1:] != [step.index]:
+                memory.readers.append(step.index)
         self.reads[step.index] = sorted(read)
 
     def _weigh(self, step: Step, reads_leaf: bool) -> None:
