@@ -168,72 +168,86 @@ class Filling:
         """Take the steps whose results save most. Of equal ones the last is held for the shortest
         time; within a window it is the first, so that what remains is at the end, where no replay
         has to come by it again."""
-        self._forwards, self._backwards = Peaks(self._forward), Peaks(self.peaks)
+        self._forwards = Peaks(self._forward, self.peak)
+        self._backwards = Peaks(self.peaks, self.peak)
         order = -1 if self.stretch.is_all else 1
-        queue = [(-self._worth(index), order * index) for index in self.again]
+        queue: list[tuple[float, int]] = []
+        for index in sorted(self.again, reverse=True):
+            made = self._results(index)
+            if self._has_room(index, made):
+                queue.append((-self._worth(index, made), order * index))
         heapq.heapify(queue)
         while queue:
             _, place = heapq.heappop(queue)
-            worth = self._worth(order * place)
+            made = self._results(order * place)
+            if not self._has_room(order * place, made):
+                continue  # there will not be more
+            worth = self._worth(order * place, made)
             if queue and -worth > queue[0][0]:  # it was worth more before others were kept
                 heapq.heappush(queue, (-worth, place))
             elif worth > 0:
-                self._take(order * place)
+                self.kept |= made
+                for peaks, at, nbytes, _ in self._changes(order * place, made):
+                    peaks.add(at, nbytes)
 
     def _results(self, index: int) -> set[int]:
         """What to keep in order not to run a step again; nothing, if that is not possible."""
         made = {*filter(self._is_wanted, self.model.made[index])} - self.kept
-        is_possible = all(self.memories[number].final == index + 1 for number in made)
+        is_possible = all([self.memories[number].final == index + 1 for number in made])
         return made if is_possible else set()
 
-    def _worth(self, index: int) -> float:
+    def _worth(self, index: int, made: Set[int]) -> float:
         """Operations saved per byte."""
-        made = self._results(index)
-        if not made:
-            return 0.0
+        memories, again, saved = self.memories, self.again, self.stretch.saved
         gone, stack = {index}, [index]
         while stack and len(gone) < _FAR:
             for number in self.model.reads[stack.pop()]:
-                memory = self.memories[number]
+                memory = memories[number]
                 if number in self.kept:
                     continue
-                is_read = not gone.issuperset(self.again.intersection(memory.readers))
-                if number in made or not (is_read or number in self.stretch.saved):
-                    new = self.again.intersection([memory.maker, *memory.writers]) - gone
-                    gone |= new
-                    stack += sorted(new)
-        return sum(self.model.work[step] for step in gone) / max(1, self.stretch.cost(made))
+                if number not in made:
+                    if number in saved or not gone.issuperset(again.intersection(memory.readers)):
+                        continue
+                new = again.intersection([memory.maker, *memory.writers]) - gone
+                gone |= new
+                stack += sorted(new)
+        return sum([self.model.work[step] for step in gone]) / max(1, self.stretch.cost(made))
 
-    def _take(self, index: int) -> None:
-        """Keep the results of a step, if there is room."""
-        stretch, made = self.stretch, self._results(index)
-        nbytes, new = stretch.cost(made), stretch.cost(made.difference(stretch.saved))
+    def _has_room(self, index: int, made: Set[int]) -> bool:
+        if not made:
+            return False
         if self.budget is not None:
-            if stretch.cost(self.kept) + nbytes <= self.budget:
-                self.kept |= made
-            return
+            return self.stretch.cost(self.kept | made) <= self.budget
+        return all([peaks.allow(at, n) for peaks, at, _, n in self._changes(index, made)])
+
+    def _changes(self, index: int, made: Set[int]) -> list[tuple[Peaks, int, int, int]]:
+        """What is added to which peaks if the results of a step are kept, from where on; and how
+        much that is in all."""
+        stretch, count = self.stretch, self.model.count
+        nbytes, new = stretch.cost(made), stretch.cost(made.difference(stretch.saved))
         readers = [index for number in made for index in self.memories[number].readers]
-        lowest = min(self.again.intersection(readers), default=self.model.count)
-        lowest = min([lowest, *[stretch.saved.get(number, lowest) for number in made]])
+        lowest = min(
+            *[stretch.saved.get(number, count) for number in made],
+            *self.again.intersection(readers),
+            count,
+        )
         here, first = (bisect_right(self.ends, at) - 1 for at in (index, lowest))
         dies = min([self.memories[number].dies for number in made])
-        # What is added to which peaks, from where on; and how much that is in all.
         changes = [(self._forwards, dies, nbytes, nbytes)]
         if first > here:
-            changes.append((self._backwards, first, nbytes, nbytes))
-        else:  # its window delivers what is saved there, kept or not
-            changes.append((self._backwards, here, new, new))
-            changes.append((self._backwards, here + 1, nbytes - new, nbytes))
-        if all(peaks.after(at) + total <= self.peak for peaks, at, _, total in changes):
-            self.kept |= made
-            for peaks, at, more, _ in changes:
-                peaks.add(at, more)
+            return [*changes, (self._backwards, first, nbytes, nbytes)]
+        # Its window delivers what is saved there, kept or not.
+        changes.append((self._backwards, here, new, new))
+        return [*changes, (self._backwards, here + 1, nbytes - new, nbytes)]
 
 
 class Peaks:
-    """Numbers, to the last of which something is added now and then: a tree of maxima."""
+    """Numbers up to `most`, to the last of which something is added now and then: a tree of
+    maxima."""
 
-    def __init__(self, numbers: Sequence[int]) -> None:
+    def __init__(self, numbers: Sequence[int], most: int) -> None:
+        self._limit = most
+        self._full: dict[int, int] = {}  # by number: the last place from which it can't be added
         self._count, self._size = len(numbers), 1 << len(numbers).bit_length()
         rest = [0] * (self._size - self._count)
         self._most = [0] * self._size + [*numbers, *rest]  # below each node, without what ...
@@ -241,7 +255,16 @@ class Peaks:
         for node in range(self._size - 1, 0, -1):
             self._most[node] = max(self._most[2 * node : 2 * node + 2])
 
-    def after(self, first: int) -> int:
+    def allow(self, first: int, number: int) -> bool:
+        """Whether all from there on stay within `most` if this is added to them."""
+        if first <= self._full.get(number, -1):
+            return False
+        if self._after(first) + number <= self._limit:
+            return True
+        self._full[number] = first
+        return False
+
+    def _after(self, first: int) -> int:
         """The largest one from there on."""
         node = min(first, self._count) + self._size
         most = self._most[node]
