@@ -21,6 +21,8 @@ from .cuts import Cuts
 from .stretch import Stretch
 
 Crosses = list[tuple[int, Set[int]]]
+# What is added to which peaks, from where on; and how much that is in all.
+Change = tuple["Peaks", int, int, int]
 
 
 class Choice(NamedTuple):
@@ -174,20 +176,21 @@ class Filling:
         queue: list[tuple[float, int]] = []
         for index in sorted(self.again, reverse=True):
             made = self._results(index)
-            if self._has_room(index, made):
+            if made and self._room_for(index, made) is not None:
                 queue.append((-self._worth(index, made), order * index))
         heapq.heapify(queue)
         while queue:
             _, place = heapq.heappop(queue)
             made = self._results(order * place)
-            if not self._has_room(order * place, made):
-                continue  # there will not be more
+            changes = self._room_for(order * place, made) if made else None
+            if changes is None:
+                continue  # there will not be more room
             worth = self._worth(order * place, made)
             if queue and -worth > queue[0][0]:  # it was worth more before others were kept
                 heapq.heappush(queue, (-worth, place))
             elif worth > 0:
                 self.kept |= made
-                for peaks, at, nbytes, _ in self._changes(order * place, made):
+                for peaks, at, nbytes, _ in changes:
                     peaks.add(at, nbytes)
 
     def _results(self, index: int) -> set[int]:
@@ -213,16 +216,15 @@ class Filling:
                 stack += sorted(new)
         return sum([self.model.work[step] for step in gone]) / max(1, self.stretch.cost(made))
 
-    def _has_room(self, index: int, made: Set[int]) -> bool:
-        if not made:
-            return False
+    def _room_for(self, index: int, made: Set[int]) -> list[Change] | None:
+        """What changes if the results of a step are kept; None if there is no room for them."""
         if self.budget is not None:
-            return self.stretch.cost(self.kept | made) <= self.budget
-        return all([peaks.allow(at, n) for peaks, at, _, n in self._changes(index, made)])
+            return [] if self.stretch.cost(self.kept | made) <= self.budget else None
+        changes = self._changes(index, made)
+        fits = all([peaks.allow(at, total) for peaks, at, _, total in changes])
+        return changes if fits else None
 
-    def _changes(self, index: int, made: Set[int]) -> list[tuple[Peaks, int, int, int]]:
-        """What is added to which peaks if the results of a step are kept, from where on; and how
-        much that is in all."""
+    def _changes(self, index: int, made: Set[int]) -> list[Change]:
         stretch, count = self.stretch, self.model.count
         nbytes, new = stretch.cost(made), stretch.cost(made.difference(stretch.saved))
         readers = [index for number in made for index in self.memories[number].readers]
