@@ -87,7 +87,7 @@ def _filled(cutting: Cutting, cuts: Cuts, peak: int, budget: int | None = None) 
     if budget is None or not starts:
         starts.append(cuts)
     found = [Filling(cutting.stretch, each, peak, budget) for each in starts]
-    return min(found, key=lambda filling: (max(peak, *filling.peaks), *filling.work()))
+    return min(found, key=lambda filling: (max(peak, *filling.peaks), *filling.work())).refine()
 
 
 _LITTLE = 8 * 1024  # bytes that autograd saves: too few to be worth the time of a second window

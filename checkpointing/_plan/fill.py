@@ -51,18 +51,30 @@ class Filling:
         for start, across in self._find_windows():
             if start in self.ends:
                 self.kept |= {number for number in across if self.memories[number].final <= start}
-        crosses = self._simulate()
-        for n in range(_MOST_ROUNDS if peak else 0):
-            # Where all that crosses is kept, a cut is free.
-            ends = sorted({*self.ends, *[at for at, across in crosses if not across]})
-            kept = {*filter(self._is_wanted, self.kept)}
-            if (ends, kept) != (self.ends, self.kept):
-                self.ends, self.kept = ends, kept
-                self._simulate()
-            elif n:
+        self._crosses = self._simulate()
+        if peak:
+            self._go_on(True)
+
+    def refine(self) -> Filling:
+        """Fill again where that has made room, and where cuts are free now."""
+        for _ in range(_MOST_ROUNDS if self.peak else 0):
+            if not self._go_on(False):
                 break
-            self._fill()
-            crosses = self._simulate()
+        return self
+
+    def _go_on(self, in_any_case: bool) -> bool:
+        """Fill; except for the first time, if there is something new. Returns whether it has."""
+        # Where all that crosses is kept, a cut is free.
+        ends = sorted({*self.ends, *[at for at, across in self._crosses if not across]})
+        kept = {*filter(self._is_wanted, self.kept)}
+        if (ends, kept) != (self.ends, self.kept):
+            self.ends, self.kept = ends, kept
+            self._simulate()
+        elif not in_any_case:
+            return False
+        self._fill()
+        self._crosses = self._simulate()
+        return True
 
     def choice(self) -> Choice:
         return Choice(
@@ -289,6 +301,6 @@ class Peaks:
             self._most[node] = max(self._most[2 * node : 2 * node + 2]) + self._more[node]
 
 
-_MOST_ROUNDS = 4
+_MOST_ROUNDS = 3
 _SURE = 0.9  # of the peak: segments that need less may be joined, though the model is not exact
 _FAR = 64  # steps, when the worth of one is found
