@@ -13,9 +13,10 @@ what will be read.
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from itertools import accumulate
 from typing import NamedTuple
 
 from .stretch import Stretch
@@ -27,7 +28,7 @@ class Segment(NamedTuple):
     """What lies between two cuts."""
 
     end: int
-    across: tuple[int, ...]  # memories that its window reads from before
+    reads: int  # how many of the memories that were made before its window reads
     need: int
     work: float  # that its window does again
     worst: int  # the step of its forward at which most bytes are alive
@@ -100,20 +101,23 @@ class Cutting:
         limit = peak if budget is None else min(peak, budget)
         for start in stretch.positions[:-1]:
             opening = self._openings[start]
-            for segment in opening.segments(peak) if best[start] else ():
-                there, room = best[segment.end], min(limit, peak - segment.need)
-                for label in best[start]:
-                    new = [number for number in segment.across if number not in label.kept]
-                    held = label.held + sum([self._price[number] for number in new])
+            segments = opening.segments(peak) if best[start] else []
+            for label in best[start]:
+                price = {n: self._price[n] for n in opening.across if n not in label.kept}
+                prices = [price.get(number, 0) for number in opening.across]
+                # By how much of this is held: bytes, and those that segments before have there.
+                held_by = [*accumulate(prices, initial=label.held)]
+                before = [price.get(n, 0) if n in opening.read_before else 0 for n in opening.across]
+                before_by = [*accumulate(before, initial=0)]
+                for segment in segments:
+                    there, room = best[segment.end], min(limit, peak - segment.need)
+                    held = held_by[segment.reads]
                     work = label.work + segment.work if most > 1 else 0.0
-                    if held > room or any(x.held <= held and x.work <= work for x in there):
+                    if held > room or any([x.held <= held and x.work <= work for x in there]):
                         continue
-                    before = stretch.cost([n for n in new if n in opening.read_before])
-                    left = min(label.room - before, peak - segment.need - held)
-                    if left < 0:
-                        continue
-                    kept = label.kept.union(new) if new else label.kept
-                    if self._fits(held, kept, segment.worst, peak):
+                    left = min(label.room - before_by[segment.reads], peak - segment.need - held)
+                    kept = label.kept.union(opening.across[: segment.reads])
+                    if left >= 0 and self._fits(held, kept, segment.worst, peak):
                         _add(there, Label(held, work, left, kept, (*label.cuts, start)), most)
         return [label.cuts[1:] for label in best[stretch.last]]
 
@@ -139,12 +143,13 @@ class Opening:
 
     def __init__(self, cutting: Cutting, start: int, across: list[tuple[int, int]]) -> None:
         self._cutting, self._stretch, self._start = cutting, cutting.stretch, start
-        self._across = across  # memories by the least end of a window that reads them
+        # Memories by the least end of a window that reads them.
+        self._ends, self.across = [end for end, _ in across], [number for _, number in across]
         memories, saved = self._stretch.memories, self._stretch.saved
         # If they are kept, the windows of segments before start from them, too.
         self.read_before = {
             number
-            for _, number in across
+            for number in self.across
             if number not in saved and memories[number].readers[0] < start
         }
         self._found: list[Segment] = []
@@ -181,6 +186,4 @@ class Opening:
                 if index >= start:
                     work += stretch.model.work[index]
             if end in cutting.ends:
-                last = bisect_left(self._across, (end + 1, -1))
-                across = tuple([number for _, number in self._across[:last]])
-                yield Segment(end, across, need, work, worst)
+                yield Segment(end, bisect_right(self._ends, end), need, work, worst)
