@@ -51,29 +51,42 @@ class Filling:
         for start, across in self._find_windows():
             if start in self.ends:
                 self.kept |= {number for number in across if self.memories[number].final <= start}
-        self._crosses = self._simulate()
+        self._simulate()
         if peak:
-            self._go_on(True)
+            self._has_news = self._cut_and_drop()
+            self._fill_on()
 
     def refine(self) -> Filling:
-        """Fill again where that has made room, and where cuts are free now."""
-        for _ in range(_MOST_ROUNDS if self.peak else 0):
-            if not self._go_on(False):
+        """Fill again, where the last time has made room, or cuts free."""
+        for _ in range(_MOST_ROUNDS):
+            if not (self.peak and self._has_news):
+                break
+            ends, kept, most = self.ends, {*self.kept}, max(self.peak, *self.peaks)
+            self._fill_on()
+            if max(self.peaks) > most:
+                self.ends, self.kept = ends, kept
+                self._simulate()
                 break
         return self
 
-    def _go_on(self, in_any_case: bool) -> bool:
-        """Fill; except for the first time, if there is something new. Returns whether it has."""
-        # Where all that crosses is kept, a cut is free.
-        ends = sorted({*self.ends, *[at for at, across in self._crosses if not across]})
-        kept = {*filter(self._is_wanted, self.kept)}
-        if (ends, kept) != (self.ends, self.kept):
-            self.ends, self.kept = ends, kept
-            self._simulate()
-        elif not in_any_case:
-            return False
+    def key(self) -> tuple[float, ...]:
+        """What is better the less it is: the peak above what is allowed, then what is done again."""
+        return max(self.peak, *self.peaks), *self.work()
+
+    def _fill_on(self) -> None:
         self._fill()
-        self._crosses = self._simulate()
+        self._simulate()
+        self._has_news = self._cut_and_drop()
+
+    def _cut_and_drop(self) -> bool:
+        """Where all that crosses is kept, a cut is free; what is not needed any more is not kept.
+        Returns whether there is such a thing."""
+        before = self.ends, self.kept
+        self.ends = sorted({*self.ends, *[at for at, across in self._crosses if not across]})
+        self.kept = {*filter(self._is_wanted, self.kept)}
+        if (self.ends, self.kept) == before:
+            return False
+        self._simulate()
         return True
 
     def choice(self) -> Choice:
@@ -103,11 +116,11 @@ class Filling:
 
     # ---- the simulation
 
-    def _simulate(self) -> Crosses:
-        """Find what runs again and the peaks. Returns what crosses where a cut is possible, and is
-        not kept."""
+    def _simulate(self) -> None:
+        """Find what runs again, the peaks, and what crosses where a cut is possible, and is not
+        kept."""
         model, memories, stretch = self.model, self.memories, self.stretch
-        crosses = self._find_windows()
+        self._crosses = self._find_windows()
         kept = [memories[number] for number in self.kept]
         dead = model.sums((memory.dies, model.count, memory.cost) for memory in kept)
         self._forward = [*map(add, stretch.live, dead)][: stretch.last]
@@ -133,7 +146,6 @@ class Filling:
         self._made: list[int] = [*accumulate(made)]
         self._there: list[int] = [*map(add, there, self._made[1:])]
         self.peaks = [self._peak_of(start, end) for start, end in pairwise(self.ends)]
-        return crosses
 
     def _peak_of(self, start: int, end: int) -> int:
         """That of backward, while it works on a segment."""

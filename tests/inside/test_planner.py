@@ -215,13 +215,14 @@ def test_peaks_are_sums_over_what_is_there(build):
 def test_a_tree_of_maxima_is_a_list_with_additions():
     draw = random.Random(0)
     numbers = [draw.randrange(100) for _ in range(37)]
-    peaks = Peaks(numbers)
+    most = 500
+    peaks = Peaks(numbers, most)
     for _ in range(200):
-        at, more = draw.randrange(37), draw.randrange(-9, 10)
+        at, more = draw.randrange(37), draw.randrange(10)
         peaks.add(at, more)
         numbers[at:] = [number + more for number in numbers[at:]]
-        at = draw.randrange(37)
-        assert peaks.after(at) == max(numbers[at:])
+        at, more = draw.randrange(37), draw.randrange(200)
+        assert peaks.allow(at, more) == (max(numbers[at:]) + more <= most)
 
 
 def test_all_runs_of_repeats_count():
