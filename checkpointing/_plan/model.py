@@ -46,7 +46,6 @@ class Memory:
         self.readers: list[int] = []  # steps
         self.last_read = maker  # by a step
         self.last_use = maker  # by a step or a slot
-        self.parts: list[Part] = []
         self.dies = never  # the step after which nobody outside holds it
         # That are saved, or read by others than those who write to it.
         self.values: set[Value] = set()
@@ -61,16 +60,6 @@ class Memory:
                 dropped.add(value)
         self.values -= dropped
         return dropped
-
-
-class Part:
-    """One of the tensors into which a step has split a memory. It has a gradient of its own, until
-    backward comes to that step."""
-
-    def __init__(self, memory: Memory, index: int, count: int) -> None:
-        self.split_at, self.nbytes = index, memory.nbytes // count
-        self.last_read = index
-        memory.parts.append(self)
 
 
 class Model:
@@ -91,15 +80,12 @@ class Model:
         held = {path.memory_of[cell]: run.store.parameter(cell) for cell in path.trained}
         self._gradients = {number: p.nbytes for number, p in held.items() if p is not None}
         self._uses: dict[int, list[int]] = defaultdict(list)
-        # By cell: a part of a memory that a step has split, or a view of one.
-        self._part_of: dict[int, Part] = {}
+        self._last_read: dict[int, int] = {}  # by part of a memory that a step has split: a step
         # By slot that the block has made: the position at which backward wants it, and the memory.
         self.saves: dict[int, tuple[int, int]] = {}
         self._saved: set[Value] = set()  # by the slots before
         for step in path.steps:
             self._add(step)
-            if step.is_view and step.reads:
-                self._add_view(step)
         for number in range(len(path.slots)):
             self._add_slot(number)
         for number in self._sent.keys() & self.memories.keys():
@@ -165,16 +151,6 @@ class Model:
             self.made[index].append(number)
         self._weigh(step, not read.isdisjoint(self.path.differentiable))
 
-    def _add_view(self, step: Step) -> None:
-        cell, _ = step.reads[0]
-        cells = [cell for cell, _ in step.memories]
-        memory = self.memories.get(self.path.memory_of[cell])
-        if cell in self._part_of:
-            self._part_of.update(dict.fromkeys(cells, self._part_of[cell]))
-        elif memory is not None and len(cells) > 1:
-            for cell in cells:
-                self._part_of[cell] = Part(memory, step.index, len(cells))
-
     def _add_reads(self, step: Step) -> None:
         # It writes there, or splits it.
         own = {*step.writes, *(number for _, number in step.memories)}
@@ -185,8 +161,7 @@ class Model:
                 continue
             memory = self.memories[number]
             memory.last_read = memory.last_use = step.index
-            if value[0] in self._part_of:
-                self._part_of[value[0]].last_read = step.index
+            self._last_read[self.path.parts.get(value[0], -1)] = step.index
             read.add(number)
             if number not in own:
                 memory.values.add(value)
@@ -285,13 +260,19 @@ class Model:
         )
 
     def _gradients_of_memories(self) -> Iterator[Span]:
-        """Each is there from the backward of the last reader to that of the maker."""
+        """Each is there from the backward of the last reader to that of the maker; those of parts
+        into which a step has split a memory, to the backward of that step."""
+        path = self.path
+        parts: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        for part in {*path.parts.values()}:
+            parts[path.memory_of[part]].append((part, path.there_after((part, NOT_WRITTEN))))
         for memory in self.memories.values():
             if memory.has_gradient and not self._shares_gradient(memory):
                 last = memory.last_read + 1
-                for part in memory.parts:
-                    last = part.split_at + 1
-                    yield last, part.last_read + 1, part.nbytes
+                for part, index in parts[memory.number]:
+                    last = index + 1
+                    nbytes = memory.nbytes // len(path.steps[index].memories)
+                    yield last, self._last_read.get(part, index) + 1, nbytes
                 yield memory.maker + 1, last, memory.nbytes
 
     def _needed_by_backward(self, missing: set[int]) -> list[int]:
