@@ -311,21 +311,20 @@ class Replay(Frame):
         self, holder: Holder, request: Request, memory: dict[Any, Any], undo: Undo
     ) -> Stock:
         """What the window of a holder starts from. Where the run has not held it, it is made now,
-        for all parts at once, and stays until the windows of the parts have run, or the graph task
-        ends."""
-        stock = self._stock_of(holder)
-        passed = []
+        for all parts at once. It stays until the windows of the parts have run, or the graph task
+        ends; what a part starts from, until that is in parts, too."""
+        whole = stock = self._stock_of(holder)
+        if not whole.group.parts:
+            return whole
+        parts = memory.setdefault(whole, {})  # by holder
         while stock.group.parts:
-            parts = memory.get(stock, {})
-            if holder.slot not in parts:
-                parts = memory[stock] = self._fill(stock, request, memory, undo)
-            passed.append(stock)
+            if stock is not whole or holder.slot not in parts:
+                parts.update(self._fill(stock, request, memory, undo))
             stock = parts[holder.slot]
-        for outer in passed:
-            for slot in stock.group.slots:
-                memory[outer].pop(stock.owner(slot), None)
-            if not memory[outer]:
-                del memory[outer]
+        for slot in stock.group.slots:
+            parts.pop(stock.owner(slot), None)
+        if not parts:
+            del memory[whole]
         return stock
 
     def _fill(
