@@ -107,13 +107,13 @@ class Cutting:
                 prices = [price.get(number, 0) for number in opening.across]
                 # By how much of this is held: bytes, and those that segments before have there.
                 held_by = [*accumulate(prices, initial=label.held)]
-                before = [price.get(n, 0) if n in opening.read_before else 0 for n in opening.across]
+                before = [prices[n] if each else 0 for n, each in enumerate(opening.read_before)]
                 before_by = [*accumulate(before, initial=0)]
                 for segment in segments:
                     there, room = best[segment.end], min(limit, peak - segment.need)
                     held = held_by[segment.reads]
                     work = label.work + segment.work if most > 1 else 0.0
-                    if held > room or any([x.held <= held and x.work <= work for x in there]):
+                    if held > room or any(x.held <= held and x.work <= work for x in there):
                         continue
                     left = min(label.room - before_by[segment.reads], peak - segment.need - held)
                     kept = label.kept.union(opening.across[: segment.reads])
@@ -147,11 +147,9 @@ class Opening:
         self._ends, self.across = [end for end, _ in across], [number for _, number in across]
         memories, saved = self._stretch.memories, self._stretch.saved
         # If they are kept, the windows of segments before start from them, too.
-        self.read_before = {
-            number
-            for number in self.across
-            if number not in saved and memories[number].readers[0] < start
-        }
+        self.read_before = [
+            number not in saved and memories[number].readers[0] < start for number in self.across
+        ]
         self._found: list[Segment] = []
         self._others = self._find()
 

@@ -70,7 +70,7 @@ class Filling:
         return self
 
     def key(self) -> tuple[float, ...]:
-        """What is better the less it is: the peak above what is allowed, then what is done again."""
+        """Better if less: the peak above what is allowed, then what is done again."""
         return max(self.peak, *self.peaks), *self.work()
 
     def _fill_on(self) -> None:
@@ -220,7 +220,7 @@ class Filling:
     def _results(self, index: int) -> set[int]:
         """What to keep in order not to run a step again; nothing, if that is not possible."""
         made = {*filter(self._is_wanted, self.model.made[index])} - self.kept
-        is_possible = all([self.memories[number].final == index + 1 for number in made])
+        is_possible = all(self.memories[number].final == index + 1 for number in made)
         return made if is_possible else set()
 
     def _worth(self, index: int, made: Set[int]) -> float:
@@ -230,25 +230,24 @@ class Filling:
         while stack and len(gone) < _FAR:
             for number in self.model.reads[stack.pop()]:
                 memory = memories[number]
-                if number in self.kept:
+                if number in self.kept or (number in saved and number not in made):
                     continue
-                if number not in made:
-                    if number in saved or not gone.issuperset(again.intersection(memory.readers)):
-                        continue
+                if not (number in made or gone.issuperset(again.intersection(memory.readers))):
+                    continue
                 new = again.intersection([memory.maker, *memory.writers]) - gone
                 gone |= new
                 stack += sorted(new)
         return sum([self.model.work[step] for step in gone]) / max(1, self.stretch.cost(made))
 
-    def _room_for(self, index: int, made: Set[int]) -> list[Change] | None:
+    def _room_for(self, index: int, made: set[int]) -> list[Change] | None:
         """What changes if the results of a step are kept; None if there is no room for them."""
         if self.budget is not None:
             return [] if self.stretch.cost(self.kept | made) <= self.budget else None
         changes = self._changes(index, made)
-        fits = all([peaks.allow(at, total) for peaks, at, _, total in changes])
+        fits = all(peaks.allow(at, total) for peaks, at, _, total in changes)
         return changes if fits else None
 
-    def _changes(self, index: int, made: Set[int]) -> list[Change]:
+    def _changes(self, index: int, made: set[int]) -> list[Change]:
         stretch, count = self.stretch, self.model.count
         nbytes, new = stretch.cost(made), stretch.cost(made.difference(stretch.saved))
         readers = [index for number in made for index in self.memories[number].readers]

@@ -219,4 +219,4 @@ def attach(plan: Plan, old: Plan | None) -> None:
 
 
 _MOST_HALVES = 6  # of what the least peak needs: smaller budgets have no room for a checkpoint
-_SURE, _SAME = 0.9, 1.02  # of the peak: the model is not exact
+_SURE, _SAME = 0.9, 1.1  # of the peak: the model is not exact
