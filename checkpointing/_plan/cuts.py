@@ -17,6 +17,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from itertools import accumulate
+from operator import mul
 from typing import NamedTuple
 
 from .stretch import Stretch
@@ -103,11 +104,10 @@ class Cutting:
             opening = self._openings[start]
             segments = opening.segments(peak) if best[start] else []
             for label in best[start]:
-                price = {n: self._price[n] for n in opening.across if n not in label.kept}
-                prices = [price.get(number, 0) for number in opening.across]
-                # By how much of this is held: bytes, and those that segments before have there.
+                prices = [0 if n in label.kept else self._price[n] for n in opening.across]
+                before = map(mul, prices, opening.read_before)
+                # By how many of these are held: bytes, and those that segments before have there.
                 held_by = [*accumulate(prices, initial=label.held)]
-                before = [prices[n] if each else 0 for n, each in enumerate(opening.read_before)]
                 before_by = [*accumulate(before, initial=0)]
                 for segment in segments:
                     there, room = best[segment.end], min(limit, peak - segment.need)

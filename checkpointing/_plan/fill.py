@@ -41,6 +41,8 @@ class Choice(NamedTuple):
 class Filling:
     """A way to cut a stretch, and what is kept of it: under a peak, or in a budget."""
 
+    _has_news = False  # whether cuts or room have been found since it was filled
+
     def __init__(
         self, stretch: Stretch, cuts: Iterable[int], peak: int = 0, budget: int | None = None
     ) -> None:
@@ -53,13 +55,13 @@ class Filling:
                 self.kept |= {number for number in across if self.memories[number].final <= start}
         self._simulate()
         if peak:
-            self._has_news = self._cut_and_drop()
+            self._cut_and_drop()
             self._fill_on()
 
     def refine(self) -> Filling:
         """Fill again, where the last time has made room, or cuts free."""
         for _ in range(_MOST_ROUNDS):
-            if not (self.peak and self._has_news):
+            if not self._has_news:
                 break
             ends, kept, most = self.ends, {*self.kept}, max(self.peak, *self.peaks)
             self._fill_on()
@@ -194,8 +196,8 @@ class Filling:
         """Take the steps whose results save most. Of equal ones the last is held for the shortest
         time; within a window it is the first, so that what remains is at the end, where no replay
         has to come by it again."""
-        self._forwards = Peaks(self._forward, self.peak)
-        self._backwards = Peaks(self.peaks, self.peak)
+        self._forward_peaks = Peaks(self._forward, self.peak)
+        self._backward_peaks = Peaks(self.peaks, self.peak)
         order = -1 if self.stretch.is_all else 1
         queue: list[tuple[float, int]] = []
         for index in sorted(self.again, reverse=True):
@@ -258,12 +260,12 @@ class Filling:
         )
         here, first = (bisect_right(self.ends, at) - 1 for at in (index, lowest))
         dies = min([self.memories[number].dies for number in made])
-        changes = [(self._forwards, dies, nbytes, nbytes)]
+        changes = [(self._forward_peaks, dies, nbytes, nbytes)]
         if first > here:
-            return [*changes, (self._backwards, first, nbytes, nbytes)]
+            return [*changes, (self._backward_peaks, first, nbytes, nbytes)]
         # Its window delivers what is saved there, kept or not.
-        changes.append((self._backwards, here, new, new))
-        return [*changes, (self._backwards, here + 1, nbytes - new, nbytes)]
+        changes.append((self._backward_peaks, here, new, new))
+        return [*changes, (self._backward_peaks, here + 1, nbytes - new, nbytes)]
 
 
 class Peaks:

@@ -80,7 +80,7 @@ class Model:
         held = {path.memory_of[cell]: run.store.parameter(cell) for cell in path.trained}
         self._gradients = {number: p.nbytes for number, p in held.items() if p is not None}
         self._uses: dict[int, list[int]] = defaultdict(list)
-        self._last_read: dict[int, int] = {}  # by part of a memory that a step has split: a step
+        self._last_read: dict[int, int] = {}  # by part of a memory, or cell: a step
         # By slot that the block has made: the position at which backward wants it, and the memory.
         self.saves: dict[int, tuple[int, int]] = {}
         self._saved: set[Value] = set()  # by the slots before
@@ -161,7 +161,7 @@ class Model:
                 continue
             memory = self.memories[number]
             memory.last_read = memory.last_use = step.index
-            self._last_read[self.path.parts.get(value[0], -1)] = step.index
+            self._last_read[self.path.parts.get(value[0], value[0])] = step.index
             read.add(number)
             if number not in own:
                 memory.values.add(value)

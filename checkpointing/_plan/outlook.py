@@ -9,7 +9,7 @@ a block is called again, up to the last tensor that it saves.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import NamedTuple
 
 from .._record import Run
@@ -70,8 +70,7 @@ class Outlook:
             else:
                 last[block] = max(last.get(block, 0), model.path.saved_after[slot])
         for begin, end in reversed(blocks):
-            read = {number for index in range(begin, end) for number in model.reads[index]}
-            for number in read & self._stretch.dear:
+            for number in {*chain.from_iterable(self._stretch.reads[begin:end])}:
                 if model.memories[number].maker < begin:
                     needed[number] = min(begin, needed.get(number, begin))
         again = [index for (begin, _), end in last.items() for index in range(begin, end + 1)]

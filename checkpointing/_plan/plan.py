@@ -111,7 +111,7 @@ def _planned(model: Model, run: Run) -> tuple[Plan, Choice]:
         held = by_user.union(first.kept)
         backward = _split_all(plan.groups, model, held, max(tried, 1), first, first.forward)
         peak = max(first.forward, backward)
-        if peak <= choice.peak * (_SAME if tried <= rest else _SURE):
+        if peak <= choice.peak * (_ABOUT if tried <= rest else _SURE):
             plan.exceeds = tried > rest
             return plan, first._replace(peak=peak, nbytes=tried, exceeds=plan.exceeds)
     return _laid_over(model, choice), choice
@@ -219,4 +219,4 @@ def attach(plan: Plan, old: Plan | None) -> None:
 
 
 _MOST_HALVES = 6  # of what the least peak needs: smaller budgets have no room for a checkpoint
-_SURE, _SAME = 0.9, 1.1  # of the peak: the model is not exact
+_SURE, _ABOUT = 0.9, 1.1  # of the peak: the model is not exact

@@ -143,6 +143,16 @@ test_writes, test_nothing_stays = case.tests(
 )
 
 
+def has_the_gradient_of_a_copy(function, policy):
+    """Whether a block that hands on a tensor as it is has the gradient of plain code that hands on
+    a copy."""
+    x = torch.rand(12, requires_grad=True)
+    (want,) = torch.autograd.grad(function(x, torch.clone), x)
+    with checkpoint_scope(policy=policy):
+        y = function(x, lambda h: h)
+    return torch.equal(torch.autograd.grad(y, x)[0], want)
+
+
 @pytest.mark.parametrize("policy", [None, PLANNED, auto(budget=10**6)], ids=str)
 def test_windows_of_one_storage_that_overlap(policy):
     """One has been delivered before the next one is written."""
@@ -153,11 +163,7 @@ def test_windows_of_one_storage_that_overlap(policy):
         h.unfold(0, 6, 3)[2:3].mul_(3)
         return y.sum() + (h * x).sum()
 
-    x = torch.rand(12, requires_grad=True)
-    (want,) = torch.autograd.grad(function(x, torch.clone), x)
-    with checkpoint_scope(policy=policy):
-        y = function(x, lambda h: h)
-    assert torch.equal(torch.autograd.grad(y, x)[0], want)
+    assert has_the_gradient_of_a_copy(function, policy)
 
 
 SPLITS = {
@@ -184,11 +190,7 @@ def test_a_part_that_has_been_delivered_stays_when_another_one_is_written(split,
             second.mul_(3)
         return y.sum() + (h * x).sum()
 
-    x = torch.rand(12, requires_grad=True)
-    (want,) = torch.autograd.grad(function(x, torch.clone), x)
-    with checkpoint_scope(policy=policy):
-        y = function(x, lambda h: h)
-    assert torch.equal(torch.autograd.grad(y, x)[0], want)
+    assert has_the_gradient_of_a_copy(function, policy)
 
 
 class Gives(torch.autograd.Function):
