@@ -210,7 +210,9 @@ UNSEEN = {
     "two storages": ([s], two_storages),
     "apply_": ([s], applied),
     "hook": ([c], hooked),
+    "statistics": ([s], lambda w: (w + MEAN).sin().exp()),
 }
+MEAN = torch.zeros(4)
 
 
 @pytest.mark.parametrize("name", UNSEEN)
@@ -220,9 +222,12 @@ def test_what_torch_shows_to_nobody(name):
     def step(door):
         x = torch.ones(4, requires_grad=True)
         w = x * 1
+        MEAN.zero_()
         y = door(fn)(w)
         if name == "data":
             w.data.mul_(2)
+        if name == "statistics":
+            nn.functional.batch_norm(w.detach().expand(2, 4) * 3, MEAN, MEAN + 1, training=True)
         y.sum().backward()
         return x.grad.tolist()
 

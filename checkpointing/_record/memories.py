@@ -31,9 +31,8 @@ class Memory:
     version: int = NOT_WRITTEN  # the last step that wrote to it
     cells: list[int] = field(default_factory=list)
     whole: set[int] = field(default_factory=set)  # the cells that cover it, if it is made here
-    # On memory from outside: the cells with what is held now, and with views of that; whether
-    # a copy is held.
-    there: dict[int, bool] = field(default_factory=dict)
+    # On memory from outside: what is held now, by the cells with it, and with views of it.
+    there: dict[int, Hold] = field(default_factory=dict)
     is_parameter: bool = False
     is_lent: bool = False
     is_state: bool = False  # from outside, and written by the block: as by the next run, perhaps
@@ -85,7 +84,7 @@ class Memories:
     def add_hold(self, asked: Hold) -> None:
         self.held.add(asked.value)
         if not asked.is_hidden:
-            self._memories[asked.memory].there[asked.value[0]] = asked.is_copied
+            self._memories[asked.memory].there[asked.value[0]] = asked
 
     def add(self, step: Step) -> None:
         """Learn what a step has changed."""
@@ -106,7 +105,7 @@ class Memories:
                 memory.whole.add(cell)
             self._add_cell(cell, memory)
             if is_shown:
-                memory.there[cell] = False
+                memory.there[cell] = memory.there[step.reads[0][0]]
         for number, _ in step.states if step.info.gathers else ():
             self._memories[number].is_lent = True
         if step.event is UNSEEN:

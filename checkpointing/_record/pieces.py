@@ -22,7 +22,7 @@ from weakref import ref
 from torch import Tensor
 
 from .. import _torch
-from .._engine import Aliased, Held
+from .._engine import Aliased, Held, without_recording
 from .origins import Cells
 from .program import Hold, Step
 
@@ -34,7 +34,8 @@ class Pieces:
         """`end` gives a piece's holders what they need, and returns how many there are so far.
         `nbytes` are about those that autograd saves in the whole block."""
         self.end, self._nbytes = end, nbytes
-        self.written: set[int | None] = set()  # storages from outside
+        self._written: set[int | None] = set()  # storages from outside
+        self._copies = _torch.Copies()
         # By storage: a weak reference to what is held, and whether an operator has read it.
         self._held: dict[int | None, list[tuple[Any, bool]]] = defaultdict(list)
 
@@ -51,17 +52,27 @@ class Pieces:
         enough = max(2 * alive, min(_MOST_ALIVE * alive, self._nbytes // 4))
         return bool(0 < enough <= saved_bytes)
 
-    def leave(self, holds: Iterable[tuple[Hold, Held]]) -> None:
-        """What a piece holds belongs to holders now, and may be written later."""
+    def leave(self, holds: Iterable[tuple[Hold, Held]], is_checked: bool) -> None:
+        """What a piece holds belongs to holders now, and may be written later. `is_checked`: values
+        are compared when they come back."""
         for asked, held in holds:
             if type(held) is Aliased:
-                entry = ref(held), asked.reader is not None
+                entry = ref(held), asked.is_read or is_checked
                 self._held[_torch.storage_of(held.packed)].append(entry)
+
+    def may_write(self, asked: Hold, tensor: Tensor) -> bool:
+        """Whether earlier pieces have written there, as the next block may before backward."""
+        is_filled = not (asked.is_parameter or asked.is_hidden)
+        return is_filled and _torch.storage_of(tensor) in self._written
+
+    def copy(self, tensor: Tensor) -> Held:
+        """A copy, the same for all pieces until the tensor is written again."""
+        return Aliased(without_recording(self._copies.copy, tensor), "an input")
 
     def before_write(self, step: Step, targets: Iterable[Tensor]) -> None:
         """Copy what is held where a step writes."""
         storages = {*map(_torch.storage_of, targets)}
-        self.written |= storages
+        self._written |= storages
         # Custom operators count versions up before; updates of statistics do not.
         self._copy(storages, step.info.custom or step.updates, step.updates)
 

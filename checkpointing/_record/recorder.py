@@ -122,7 +122,7 @@ class Recorder(Memories):
         cell = template.cell
         memory = self.memory_of[cell]
         asked = Hold(self.value(cell), memory.number, reader, memory.is_parameter, **how)
-        asked.is_lent = memory.is_lent
+        asked.is_lent, asked.is_read = memory.is_lent, reader is not None
         self.add_hold(asked)
         is_whole = _torch.is_whole_parameter(self.tensor_in(cell))
         if isinstance(template, First) and is_whole and not (how or asked.is_lent):
@@ -134,11 +134,14 @@ class Recorder(Memories):
         """The template of a tensor whose contents an operator reads."""
         template = self._name(tensor)
         memory = self.memory_of[template.cell]
+        there = memory.there.get(template.cell)
         if memory.state is OUTSIDE and (is_copied or memory.is_state):
-            if not memory.there.get(template.cell):
+            if there is None or not there.is_copied:
                 if is_copied and template.cell in memory.there:  # autograd has saved the tensor
                     template = self._meet(tensor)
                 self._hold(template, reader, is_copied=True)
+        elif there is not None:
+            there.is_read = True
         elif not memory.has(template.cell):
             self._hold(template, reader)
         self._reads.append(self.value(template.cell))

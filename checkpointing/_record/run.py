@@ -116,7 +116,7 @@ class Run(Follower, Region):
             if tensor is not None and slot.hold is None:
                 self.keep_at(tensor, None)
         first_holder = pieces.end()
-        pieces.leave(self.store.holds())
+        pieces.leave(self.store.holds(), self.store.is_checked)
         self._begin_at(first_holder)
         return True
 

@@ -110,6 +110,9 @@ class Store:
         """From here on a replay can start from what is in this cell now."""
         tensor = self.cells[asked.value[0]]()
         if asked.value not in self.held:
+            if self.pieces is not None and self.pieces.may_write(asked, tensor):
+                self.held[asked.value] = self.pieces.copy(tensor)
+                return
             hooks = self.hooks
             # A backward inside the block runs, which a rerun of the enclosing region may meet at
             # another time.
@@ -119,10 +122,7 @@ class Store:
                 hooks = None
             held = self._hold_as(asked, tensor, hooks, asked.reader, "an input")
             held.is_parameter |= asked.is_lent
-        is_state = False  # earlier pieces have written there, and so may the next block
-        if self.pieces is not None and not asked.is_parameter:
-            is_state = _torch.storage_of(tensor) in self.pieces.written
-        if asked.is_copied or is_state:
+        if asked.is_copied:
             self.held[asked.value].freeze(lambda: _torch.copy(tensor))
 
     def refer(self, asked: Hold, parameter: Tensor) -> None:
@@ -192,7 +192,7 @@ class Store:
             for asked in self._on.pop(memory, ()):
                 held = self.held[asked.value]
                 if step.updates:  # of statistics: only operators that have read them find it
-                    if asked.reader is not None or self.is_checked:
+                    if asked.is_read or self.is_checked:
                         self._freeze(asked, held)
                 elif targets and self._lies_apart(asked, held, targets):
                     self._on[memory].append(asked)

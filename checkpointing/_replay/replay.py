@@ -142,6 +142,7 @@ class Replay(Frame):
         if run.program.in_pieces:
             pieces = Pieces(self._end_piece, run.program.nbytes)
             run.store.placement, run.store.pieces = None, pieces
+            run.holds_planned = False
             run.program.is_advised = True
 
     def _leave(self) -> None:

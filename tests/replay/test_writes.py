@@ -110,6 +110,26 @@ def test_statistics_of_an_evaluation_before_training_are_those_that_it_read():
     assert not torch.equal(gradient("plain", training=True), gradient("plain", training=False))
 
 
+@pytest.mark.parametrize("door", REPLAY)
+@pytest.mark.parametrize("read", [lambda mean: mean, lambda mean: mean[None]], ids=["all", "view"])
+def test_statistics_that_are_read_before_their_update_are_as_they_were(door, read):
+    """Plain code saves them for the gradient of `w`, which then meets what they are by then: a limit
+    of replays."""
+
+    def gradients(door, copied):
+        def f(x, w):
+            mean = m.running_mean.clone() if copied else m.running_mean
+            return m((x + w * read(mean)).sin()).exp()
+
+        m, x = nn.BatchNorm1d(4), torch.arange(24.0).view(6, 4).requires_grad_()
+        m.running_mean.copy_(torch.arange(4.0))
+        w = torch.full((4,), 2.0, requires_grad=True)
+        return torch.autograd.grad(REGIONS[door](f, x, w).sum(), [x, w])
+
+    for got, want in zip(gradients(door, False), gradients("plain", True), strict=True):
+        assert torch.equal(got, want)
+
+
 @case(whole=True, doors=REPLAY)
 def lists_of_which_a_part_is_from_before(region, x, y):
     before = torch.ones(4, 6, dtype=x.dtype)
