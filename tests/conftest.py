@@ -11,6 +11,8 @@ import torch
 from hypothesis import settings
 from torch.utils.flop_counter import FlopCounterMode
 
+from checkpointing import clear_programs
+
 torch.set_num_threads(1)
 with contextlib.suppress(ImportError):  # the compiler shows progress where tqdm is installed
     import tqdm
@@ -27,8 +29,9 @@ settings.load_profile("ci")
 
 @pytest.fixture(autouse=True)
 def seeded():
-    """Every test starts from the same random stream."""
+    """Every test starts from the same random stream, and without programs."""
     torch.manual_seed(0)
+    clear_programs()
 
 
 @pytest.fixture(scope="module")

@@ -19,9 +19,7 @@ objects. It has to be found out anew for every operator of every run.
 
 from __future__ import annotations
 
-import sys
 import threading
-from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,6 +28,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
+from .history import History
 from .ops import NO_OPERATOR, Info
 
 # A cell, and the last step that wrote to its memory; NOT_WRITTEN if none has.
@@ -229,18 +228,13 @@ def fewer_saves(parent: Step, count: int) -> Step:
 class Program:
     """The tree of one call site."""
 
-    def __init__(self) -> None:
+    def __init__(self, history: History | None = None) -> None:
+        self.history = history or History()
         self.root = Step(None, None)
         self.size = 0
         self.expected: Any = None  # the plan of the last run
-        self.new_paths = 0  # how many runs in a row went a way that was not known
         self.largest = 0  # bytes that autograd saved in the run after which it was recorded anew
         self.is_advised = False  # whether its user has been told of `auto()`
-        self.in_pieces = False  # whether blocks are taken in pieces, since paths do not come again
-        self.most_new_paths = 3  # in a row, before they are
-        self.nbytes = 0  # that autograd saved on the last new path
-        self._recent: deque[tuple[int, ...]] = deque(maxlen=16)  # the pieces of runs
-        self._again = 0  # how many runs in a row had pieces that came again
         self.writer: Any = None  # a weak reference to the run that may change the tree
 
     def is_written_by(self, run: Any) -> bool:
@@ -266,43 +260,17 @@ class Program:
         """A run has saved more bytes than its plan assumed. The next run records the steps anew,
         so that their sizes are those of a large run. Branches that grow in turn cause this once."""
         if nbytes > MOST_GROWTH * self.largest:
-            self.forget()
-            self.largest, self.new_paths = nbytes, 0
+            self.__init__()  # type: ignore[misc]
+            self.largest = nbytes
 
     def forget(self) -> None:
         """Leave the tree to the runs that are in it. The next run records a new one."""
-        known = self.new_paths, self.most_new_paths, self.in_pieces, self.nbytes
-        self.__init__()  # type: ignore[misc]
-        self.new_paths, self.most_new_paths, self.in_pieces, self.nbytes = known
-
-    def is_new(self, nbytes: int) -> None:
-        """A run went a way that was not known, on which autograd saves so much. Where one after the
-        other does, blocks are taken in pieces from the next run on."""
-        self.new_paths += 1
-        self.nbytes = nbytes
-        if self.new_paths > self.most_new_paths:
-            self.in_pieces = True
-            self.forget()
-
-    def stays_whole(self) -> None:
-        """A backward inside a block may bring back what only the same piece would know again."""
-        self.most_new_paths = sys.maxsize
-
-    def came_in(self, pieces: tuple[int, ...]) -> None:
-        """A run had these pieces. If such come again and again, whole paths are worth plans: the
-        next time it takes more new ones to change that."""
-        self._again = self._again + 1 if pieces in self._recent else 0
-        self._recent.append(pieces)
-        if self._again >= MOST_AGAIN:
-            self.new_paths, self.in_pieces = 0, False
-            self.most_new_paths *= 2
-            self.forget()
+        self.__init__(self.history)  # type: ignore[misc]
 
 
 _lock = threading.Lock()
 MOST_STEPS = 20_000  # of one call site
 MOST_SITES = 256
-MOST_AGAIN = 4  # runs in a row with pieces that came again, before whole paths are planned
 MOST_GROWTH = 1.5  # of the bytes that autograd saves, before a plan is made anew
 _programs: dict[Any, Program] = {}
 

@@ -36,7 +36,7 @@ from .._engine import (
     warn,
 )
 from .._plan import Group, Plan, attach, plan_of
-from .._record import Path, Pieces, Run, Slot, Value, Wrapped, slots_of
+from .._record import Path, Pieces, Run, Slot, Value, Wrapped, size_pieces, slots_of
 from .execution import Execution, fetch
 
 _MUCH, _NEARLY_ALL = 1 << 26, 0.9  # bytes that a block saves, and the part that backward needs
@@ -103,6 +103,7 @@ class Replay(Frame):
     hint = errors.UNSEEN
     kind_of_task = _Task
     may_have_pieces = False
+    is_new = False  # whether the block went a way that was not known
 
     def __init__(self, run: Run, *about: Any) -> None:
         super().__init__(*about)
@@ -137,10 +138,10 @@ class Replay(Frame):
     def allow_pieces(self) -> None:
         """Where the paths of a site do not come again, the block is several, one after the other,
         each with a window of its own."""
-        run = self.run
-        self.may_have_pieces = not run.program.in_pieces
-        if run.program.in_pieces:
-            pieces = Pieces(self._end_piece, run.program.nbytes)
+        run, history = self.run, self.run.program.history
+        self.may_have_pieces = not history.in_pieces
+        if history.in_pieces:
+            pieces = Pieces(self._end_piece, history)
             run.store.placement, run.store.pieces = None, pieces
             run.holds_planned = False
             run.program.is_advised = True
@@ -159,8 +160,13 @@ class Replay(Frame):
     def close(self) -> None:
         """The block has ended: what its windows need goes to the holders."""
         self.plan = plan = self._hand_over()
+        program = self.run.program
         if self.run.store.pieces is not None:
-            self.run.program.came_in((*self._pieces, id(self.run.step)))
+            if program.history.came_in((*self._pieces, id(self.run.step))):
+                program.forget()
+        elif self.may_have_pieces and program.history.went(self.is_new):
+            size_pieces(plan.path, self.run.store.saved_bytes, program.history)
+            program.forget()
         self.complaint = plan.complaint
         self.run.end()
 
@@ -185,13 +191,10 @@ class Replay(Frame):
         old = run.step.plan
         if old is not None and old.suits(run):
             plan = old
-            if self.may_have_pieces:
-                run.program.new_paths = 0
         else:
             run.own_program()
             plan = run.step.plan = plan_of(run, old)
-            if old is None and self.may_have_pieces:
-                run.program.is_new(run.store.saved_bytes)
+            self.is_new = old is None
             if not run.is_alone:
                 attach(plan, old)
         run.program.expected = plan
@@ -205,7 +208,7 @@ class Replay(Frame):
         except AttributeError:
             pass
         slot, run = holder.slot, self.run
-        run.program.stays_whole()
+        run.program.history.stay_whole()
         if run.may_begin_anew():
             self._leave()
             run.begin_anew(self.holders)

@@ -131,7 +131,7 @@ def test_every_step_leaves_the_same_bits(program):
     for plain, scoped in zip(want, got, strict=True):
         for a, b in zip(plain, scoped, strict=True):
             assert (a is None and b is None) or torch.equal(a, b)
-    assert min(map(len, cuts[-4:])) > 2
+    assert min(map(len, cuts[-4:])) > 1
 
 
 def test_no_more_memory_than_with_a_checkpoint_around_each_layer():
@@ -173,3 +173,35 @@ def test_a_site_with_a_backward_inside_stays_whole():
             loss = (gradient * y).sum()
         loss.backward()
     assert scope.stats.peak_predicted > 0
+
+
+def test_memory_that_a_piece_has_written_is_copied_once():
+    """However many pieces read it until it is written again."""
+    state, layers = torch.ones(64, 64), nn.ModuleList(nn.Linear(64, 64) for _ in range(12))
+
+    def step(n):
+        x = torch.ones(64, 64, requires_grad=True)
+        with checkpoint_scope(auto()) as step.scope:
+            state.mul_(0.5)
+            for layer in layers[: 5 + n % 7]:
+                x = layer(x * state).exp().tanh().sin()
+        return x.sum()
+
+    for n in range(8):
+        step(n).backward()
+    state.fill_(1.0)
+    held = memory_of(lambda: step(6)).held
+    pieces = len(step.scope.stats.cuts) + 1
+    assert pieces > 4
+    assert held <= (pieces + 3) * 64 * 64 * 4
+
+
+def test_a_check_of_values_knows_statistics_that_a_later_piece_updates():
+    norm, layers = nn.BatchNorm1d(8), nn.ModuleList(Layer() for _ in range(6))
+    for n in range(STEPS):
+        x = torch.randn(32, 8, requires_grad=True)
+        with checkpoint_scope(auto(), determinism_check="values") as scope:
+            for place in chosen(n, 6):
+                x = norm(layers[place](norm(x)))
+        x.sum().backward()
+    assert scope.stats.cuts

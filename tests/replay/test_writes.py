@@ -113,8 +113,8 @@ def test_statistics_of_an_evaluation_before_training_are_those_that_it_read():
 @pytest.mark.parametrize("door", REPLAY)
 @pytest.mark.parametrize("read", [lambda mean: mean, lambda mean: mean[None]], ids=["all", "view"])
 def test_statistics_that_are_read_before_their_update_are_as_they_were(door, read):
-    """Plain code saves them for the gradient of `w`, which then meets what they are by then: a limit
-    of replays."""
+    """Plain code saves them for the gradient of `w`, which then meets what they are by then: a
+    limit of replays."""
 
     def gradients(door, copied):
         def f(x, w):

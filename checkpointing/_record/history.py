@@ -1,0 +1,51 @@
+"""History: whether the paths of one site come again.
+
+Where they do, whole paths are planned. Where experts are chosen in each step, layers are dropped,
+or a loop takes another number of turns, blocks are taken in pieces (`pieces.py`).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+
+class History:
+    """Which ways the last runs of a site have gone."""
+
+    in_pieces = False  # whether blocks are taken in pieces
+    nbytes = 0  # that autograd saved in the last run before they were
+    most_alive = 0.0  # bytes that may be alive where a piece ends
+    _stays_whole = False
+
+    def __init__(self) -> None:
+        self._new: deque[bool] = deque(maxlen=_RUNS)
+        self._pieces: deque[tuple[int, ...]] = deque(maxlen=_RUNS)
+
+    def went(self, is_new: bool) -> bool:
+        """A block as a whole went a new way, or a known one. Returns whether blocks are taken in
+        pieces from the next run on."""
+        self._new.append(is_new)
+        if sum(self._new) < _MOST_NEW or self._stays_whole:
+            return False
+        self._new.clear()
+        self.in_pieces = True
+        return True
+
+    def came_in(self, pieces: tuple[int, ...]) -> bool:
+        """A block was taken in these pieces. Returns whether whole paths are worth plans from the
+        next run on."""
+        self._pieces.append(pieces)
+        if len(self._pieces) < _RUNS or len({*self._pieces}) > _FEW_WAYS:
+            return False
+        self._pieces.clear()
+        self.in_pieces = False
+        return True
+
+    def stay_whole(self) -> None:
+        """A backward inside a block may bring back what only the same piece would know again."""
+        self._stays_whole = True
+
+
+_RUNS = 8  # the last ones
+_MOST_NEW = 4  # of them, before blocks are taken in pieces
+_FEW_WAYS = 2  # of all of them, before they are not
