@@ -124,6 +124,18 @@ def exits(width=128):
     return layers, run, (4, 128, width)
 
 
+def few(width=128):
+    """Three depths, so that each is planned."""
+    layers = blocks(12, width)
+
+    def run(draw, x, around):
+        for layer in layers[: draw.choice((4, 8, 12))]:
+            x = around(layer)(x)
+        return x
+
+    return layers, run, (4, 128, width)
+
+
 def times(width=128):
     layers = blocks(1, width)
 
@@ -266,6 +278,7 @@ ROWS = {
     "experts small": functools.partial(experts, 32, 16, 32),
     "drop": drop,
     "exits": exits,
+    "few": few,
     "times": times,
     "hidden": hidden,
     "in place": in_place,

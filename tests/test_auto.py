@@ -788,6 +788,30 @@ def test_labels_made_first_do_not_bring_the_first_layers_back(shift):
     assert peaks[1] <= 1.05 * peaks[0]
 
 
+def test_a_path_needs_little_more_after_another_one():
+    """What the plan of the last run keeps is let go where this run goes another way."""
+    layers = nn.ModuleList(programs.Block(32, 4) for _ in range(12))
+    for parameter in layers.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    x = torch.randn(4, 64, 32)
+
+    def forward(depth):
+        with checkpoint_scope(auto()):
+            y = x
+            for layer in layers[:depth]:
+                y = layer(y)
+            return y.square().mean()
+
+    for depth in (4, 12, 8, 4, 12, 8):
+        forward(depth).backward()
+    peaks = {}
+    for before, depth in ((12, 12), (4, 12), (8, 12), (8, 8), (4, 8), (12, 8), (4, 11)):
+        forward(before).backward()
+        peaks[before, depth] = memory_of(lambda: forward(depth)).peak  # noqa: B023
+    for (before, depth), peak in peaks.items():
+        assert peak <= 1.1 * peaks.get((depth, depth), peaks[12, 12]), (before, depth)
+
+
 def test_a_path_that_comes_again_gets_the_plan_of_a_fresh_site():
     """After many others at this site, so that its blocks were taken in pieces."""
     forward = programs.transformer(6, 32)

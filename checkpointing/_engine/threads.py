@@ -46,11 +46,6 @@ class Region:
         if self.outer is not None:
             self.outer.look_away()
 
-    def yield_to_inner(self, change: int) -> None:
-        """An inner region with a policy has been entered (1) or left (-1)."""
-        if self.outer is not None:
-            self.outer.yield_to_inner(change)
-
 
 class _Thread(threading.local):
     """`depth` counts nested recomputes and blocks that are not recorded, `aside` only the latter.

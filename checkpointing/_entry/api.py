@@ -525,9 +525,6 @@ class _Block:
             self._log, frame.context = logged(frame)
 
     def __enter__(self) -> None:
-        outer = thread.region
-        if outer is not None:
-            outer.yield_to_inner(1)
         self._run.__enter__()  # type: ignore[no-untyped-call]
         self.frame.enter(self._run)
         if self._log is not None:
@@ -537,13 +534,11 @@ class _Block:
         run, frame = self._run, self.frame
         if self._log is not None:
             _torch.remove_mode(self._log)
-        outer, in_order = run.outer, frame.leave(run)
-        if not in_order:
-            _torch.remove_mode(run)
-        else:
+        in_order = frame.leave(run)
+        if in_order:
             run.__exit__(*error)  # type: ignore[no-untyped-call]
-            if outer is not None:
-                outer.yield_to_inner(-1)
+        else:
+            _torch.remove_mode(run)
         run.close()
         frame.close()
         if error[0] is not None:

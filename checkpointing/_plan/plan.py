@@ -12,7 +12,7 @@ taken in pieces (`Run`).
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -50,12 +50,15 @@ class Plan:
             return False
         return run.store.saved_bytes <= MOST_GROWTH * self.size
 
-    def drops(self, value: Value, step: Step) -> bool:
-        """Whether the plan passes this step, and does not keep this value there."""
-        if value in self.kept:
-            return False
+    def passes(self, step: Step) -> bool:
+        """Whether a step is on its path."""
         steps = self.path.steps
         return step.index < len(steps) and steps[step.index] is step
+
+    def can_go_on(self, held: Container[Value], step: Step) -> bool:
+        """Whether a run has held all that the plan keeps before this step."""
+        there = self.path.there_after
+        return all(value in held or there(value) >= step.index for value in self.kept)
 
     def groups_for(self, run: Run) -> list[Group]:
         """What to give a run's holders: by what it holds."""
@@ -206,15 +209,15 @@ def _complaint(run: Run, choice: Choice) -> str:
 
 def attach(plan: Plan, old: Plan | None) -> None:
     """From here on runs hold what the plan keeps, as soon as it is there."""
-    path, gone = plan.path, plan.kept if old is None else plan.kept | old.kept
-    for step in path.steps:
+    path = plan.path
+    for step in path.steps if old is not None else ():
         if step.keeps:
-            step.keeps = tuple([each for each in step.keeps if each[0].value not in gone])
+            step.keeps = tuple([each for each in step.keeps if each[0] is not old])
     counted: set[int] = set()
     for value in sorted(plan.kept):
         memory = path.memory_of[value[0]]
         counts = memory not in counted and not plan.exceeds
-        path.steps[path.there_after(value)].keeps += ((Hold(value, memory, None), counts),)
+        path.steps[path.there_after(value)].keeps += ((plan, Hold(value, memory, None), counts),)
         counted.add(memory)
 
 

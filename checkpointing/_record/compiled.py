@@ -51,7 +51,7 @@ class CompiledCode:
         if not (step.is_view or step.writes):  # below autograd, the version of a view counts from 0
             for tensor in filter(_torch.has_storage, tensors_of(result)):
                 self._versions[_torch.storage_id(tensor)] = _torch.version(tensor)
-        targets = step.info.targets_of({**dict(enumerate(args)), **kwargs})
+        targets = step.info.targets_of(args, kwargs)
         for tensor in filter(_torch.has_storage, targets):
             storage = _torch.storage_id(tensor)
             version = _torch.version(tensor) + 1  # counted up when the operator has returned

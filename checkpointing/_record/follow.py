@@ -203,7 +203,7 @@ class Follower(TorchDispatchMode, Position):
         if step.updates and store.pieces is not None:
             store.pieces.before_write(step, tensors_of([args[n] for n in step.info.statistics]))
         if store.holds_on(step.writes) or step.effect:
-            targets = step.info.targets_of({**dict(enumerate(args)), **kwargs})
+            targets = step.info.targets_of(args, kwargs)
             if step.effect:
                 self.writes_outside(targets)
                 if store.pieces is not None:
@@ -245,7 +245,7 @@ class Follower(TorchDispatchMode, Position):
         self._forget(mark)
         self.store.forget(mark, step.index)
         self._recorder = None
-        for tensor in step.info.targets_of({**dict(enumerate(args)), **kwargs}):
+        for tensor in step.info.targets_of(args, kwargs):
             self.written_unseen(tensor)
 
     def _do_something_new(self, call: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:

@@ -74,8 +74,9 @@ class Info:
         self.has_tensors = "Tensor" in types
         self.has_sizes = _OTHER_LISTS.search(types) is None
 
-    def targets_of(self, given: dict[Any, Any]) -> list[Tensor]:
-        """The tensors that a call with these arguments, by place or name, writes."""
+    def targets_of(self, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
+        """The tensors that a call with these arguments writes."""
+        given = by_place(args, kwargs)
         return tensors_of([given.get(place) for place in self.targets])
 
     def updates_statistics(self, args: Any) -> bool:
@@ -126,6 +127,11 @@ def info_of(func: Any) -> Info:
 
 NO_OPERATOR = Info(None)  # of what happens between two operators
 NO_OPERATOR.custom = NO_OPERATOR.may_draw = False
+
+
+def by_place(args: Any, kwargs: dict[str, Any]) -> dict[Any, Any]:
+    """Arguments by their places and names."""
+    return {**dict(enumerate(args)), **kwargs}
 
 
 def tensors_of(value: Any) -> list[Tensor]:

@@ -178,13 +178,14 @@ class Path:
         return -1
 
     def maker_of(self, value: Value) -> Step | None:
-        """The operator that made a value, for reports; None if it is from outside."""
+        """The operator that made a value, for reports; None if it is from outside, or something
+        unseen has written it."""
         cell, version = value
         for step in reversed(self.steps):
             if step.index != version and self._maker.get(cell) != step.index:
                 continue
             if not step.reads or not (step.is_view or step.event):
-                return step
+                return step if step.func else None
             cell, version = step.reads[0]
         return None
 

@@ -41,6 +41,7 @@ class Position:
         self.store.begin()
         self.root = self.step = self.program.root
         self.path: list[Step] = []
+        self.plan = self.program.expected  # which tells what to hold
         self.saved = 0  # how many tensors autograd has saved since the last step
         self.cells: Cells = self.store.cells
         self.known = Matcher(self.store)
@@ -97,6 +98,13 @@ class Position:
             step.gone = recorder.gone()
         self._recorded = step, 0
         self.program.add(step)
+        if self.plan is not None:
+            self.follow(None)
+
+    def follow(self, plan: Any) -> None:
+        """From here on hold what this plan keeps; what others have kept is of no use."""
+        self.plan = plan
+        self.store.let_go(() if plan is None else plan.kept)
 
     def _new_slot(self, tensor: Tensor, is_read: bool, joins: bool) -> Slot:
         """What autograd saves has not been saved here before."""

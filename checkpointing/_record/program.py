@@ -184,7 +184,8 @@ class Step:
     is_view: bool = False
     draws: bool = False  # random numbers, perhaps
     is_quick_draw: bool = False  # from the generator of the device of the first argument
-    keeps: tuple[tuple[Hold, bool], ...] = ()  # by plans, after it; whether their bytes count
+    # By plans, after it: whose, what, and whether its bytes count.
+    keeps: tuple[tuple[Any, Hold, bool], ...] = ()
     decides: tuple[Hold, ...] = ()  # there after it, and held by each run
     sure: tuple[int, ...] = ()  # cells of results that a replay makes with the same bits
     is_prepared: bool = False  # something is held or noted before it runs

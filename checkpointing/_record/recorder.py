@@ -35,7 +35,7 @@ from torch import Tensor
 from .. import _torch
 from .._engine import entered_from, is_parameter, root_of
 from .memories import MADE, OUTSIDE, UNFILLED, Memories, Memory
-from .ops import Info, tensors_of
+from .ops import Info, by_place, tensors_of
 from .origins import Cells, Origins
 from .program import (
     BROUGHT_BACK,
@@ -166,11 +166,11 @@ class Recorder(Memories):
         step.run = info.run
         if any(map(_torch.is_zeros, tensors_of(args))):
             step.run = _torch.with_zeros(info.run)
-        given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+        given = by_place(args, kwargs)
         if info.ignored:
             self._view(step, given)
         else:
-            self._operate(step, args, given)
+            self._operate(step, args, kwargs, given)
         step.inputs = step.args[: len(args)]
         if kwargs:
             step.named = dict(zip(kwargs, step.args[len(args) :], strict=True))
@@ -208,13 +208,15 @@ class Recorder(Memories):
         step.args = [self._map(base, arg) for arg in given.values()]
         step.effect = not all(are_there)
 
-    def _operate(self, step: Step, args: Any, given: dict[int | str, Any]) -> None:
+    def _operate(
+        self, step: Step, args: Any, kwargs: dict[str, Any], given: dict[int | str, Any]
+    ) -> None:
         info = step.info
         places = info.targets
         for place, arg in given.items():
             if place not in places and not (place == 0 and info.metadata_only):
                 self._fill_unseen(step, tensors_of(arg))
-        written = info.targets_of(given)
+        written = info.targets_of(args, kwargs)
         step.updates = info.updates_statistics(args)
         step.effect = info.communicates or any(self._is_outside(each, info) for each in written)
         step.draws = info.may_draw and not step.effect

@@ -38,7 +38,6 @@ class Run(Follower, Region):
     _announced: Tensor | None = None
     _keeper: Mover | None = None  # takes what `keep` is given
     _saver: Mover | None = None  # takes all that autograd saves, which is then kept
-    _inner = 0  # runs that have been entered just inside this one: they ask for themselves
 
     def __init__(
         self,
@@ -272,25 +271,28 @@ class Run(Follower, Region):
             self._keep_planned(step)
         if self._ask is None or step.info.ignored:
             return
-        if self._inner or _graph_task_id() != self._graph_task:
-            # In a backward inside, others' hooks call functions again at times that differ in a
-            # rerun.
+        # A run inside asks for itself. In a backward inside, others' hooks call functions again at
+        # times that differ in a rerun.
+        if not self._is_innermost() or _graph_task_id() != self._graph_task:
             return
         answer = self._ask(step.func, args, dict(kwargs), result)
         if answer:  # when the operator has returned, which has still to count versions up
             self._later += [(self._obey, (answer, tensor)) for tensor in tensors_of(result)]
 
     def _keep_planned(self, step: Step) -> None:
-        """Hold what plans keep after this step: that of the last run, until this one goes another
-        way."""
-        plan = self.program.expected
-        for each in step.keeps:
-            if plan is not None and plan.drops(each[0].value, step):
+        """Hold what a plan keeps after this step: that of the last run, until this one goes another
+        way; then one that keeps what has been held so far."""
+        store = self.store
+        if self.plan is None or not self.plan.passes(step):
+            plans = [plan for plan, *_ in step.keeps if plan.can_go_on(store.held, step)]
+            self.follow(plans[-1] if plans else None)
+        for plan, asked, counts in step.keeps:
+            if plan is not self.plan:
                 continue
             if step.writes:  # when the operator has returned, which has still to count versions up
-                self._later.append((self.store.keep_planned, each))
+                self._later.append((store.keep_planned, (asked, counts)))
             else:
-                self.store.keep_planned(*each)
+                store.keep_planned(asked, counts)
 
     # ---- as a region
 
@@ -314,8 +316,12 @@ class Run(Follower, Region):
         with aside():
             return outer.once(function, args, kwargs)
 
-    def yield_to_inner(self, change: int) -> None:
-        self._inner += change
+    def _is_innermost(self) -> bool:
+        """Whether no other run has been entered inside this one."""
+        region = self._here["region"]
+        while region is not None and not isinstance(region, Run):
+            region = region.outer
+        return region is None or region is self
 
 
 class Wrapped:

@@ -10,7 +10,7 @@ Invariant: a value that is held stays as it was when it was read, or fetching it
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -68,12 +68,13 @@ class Store:
     def begin(self) -> None:
         """Hold nothing, and count from 0."""
         self.release()
-        self.saved_bytes = self.kept_bytes = self.decided_bytes = self._planned_bytes = 0
+        self.saved_bytes = self.kept_bytes = self.decided_bytes = 0
 
     def release(self) -> None:
         """Hold nothing: others have what they need."""
         self.cells: Cells = []
         self.held: dict[Value, Held] = {}
+        self._planned: dict[Value, int] = {}  # what plans alone keep, and how much of a budget
         self.random: dict[int, Any] = {}  # by step: where the generators stood
         # By step and place: arguments that differ from the program's.
         self.numbers: dict[int, Any] = {}
@@ -133,21 +134,21 @@ class Store:
     def keep(self, asked: Hold, mover: Mover | None) -> None:
         """Hold a value that could be computed. The mover says where; None: as an input."""
         tensor = self.cells[asked.value[0]]()
+        self._planned.pop(asked.value, None)
         self._hold_as(asked, tensor, self._taker(mover, tensor), _KEPT)
         self.kept_bytes += _torch.memory_size(tensor)
 
     def keep_planned(self, asked: Hold, counts: bool) -> None:
         """Hold what a plan keeps, if there is room; `counts`: in the budget."""
         tensor = self.cells[asked.value[0]]()
-        if tensor is None:
+        if tensor is None or asked.value in self.held:
             return
         assert self.placement is not None
         budget, place, _ = self.placement
-        if budget is not None:
-            nbytes = _torch.memory_size(tensor) if counts else 0
-            if self._planned_bytes + self.kept_bytes + nbytes > budget:
-                return
-            self._planned_bytes += nbytes
+        nbytes = _torch.memory_size(tensor) if counts else 0
+        if budget is not None and sum(self._planned.values()) + self.kept_bytes + nbytes > budget:
+            return
+        self._planned[asked.value] = nbytes
         self._hold_as(asked, tensor, self._taker(self.mover(place), tensor), _KEPT)
 
     def decide(self, asked: Hold) -> None:
@@ -233,11 +234,21 @@ class Store:
 
     def forget(self, mark: int, index: int) -> None:
         """A step has failed. The cells from `mark` on are empty again."""
-        for value in [value for value in self.held if value[0] >= mark]:
+        self._drop([value for value in self.held if value[0] >= mark])
+        self.numbers.pop(index, None)
+
+    def let_go(self, kept: Container[Value]) -> None:
+        """Of what plans keep, hold only this."""
+        gone = [value for value in self._planned if value not in kept]
+        for value in gone:
+            del self._planned[value]
+        self._drop(gone)
+
+    def _drop(self, values: Iterable[Value]) -> None:
+        for value in values:
             del self.held[value]
         for there in (*self._on.values(), self._new):
             there[:] = [asked for asked in there if asked.value in self.held]
-        self.numbers.pop(index, None)
 
     # ---- random states, numbers and shapes
 

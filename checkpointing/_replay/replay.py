@@ -368,16 +368,9 @@ class Replay(Frame):
         return self.run.so_far() if self.plan is None else self.plan.path
 
     def maker(self, holder: Any, tensor: Tensor) -> str | None:
-        if not hasattr(holder, "stock"):
-            return self._operator_of(holder) or maker_of(tensor)
-        path = holder.stock.group.path
-        made = max([path.newest(slot.value) for slot in slots_of(holder.saved)], default=-1)
-        return None if made < 0 else str(path.steps[made].func)
-
-    def _operator_of(self, holder: Holder) -> str | None:
-        path = self.path()
+        path = holder.stock.group.path if hasattr(holder, "stock") else self.path()
         steps = [path.maker_of(slot.value) for slot in slots_of(holder.saved)]
-        return next((str(step.func) for step in steps if step is not None), None)
+        return next((str(step.func) for step in steps if step is not None), maker_of(tensor))
 
     def counts(self) -> tuple[int, tuple[int, ...]]:
         """How many operators were recorded, and where among them the cuts are."""
@@ -408,7 +401,8 @@ class Replay(Frame):
 
 def _holding(path: Path, value: Value, held: Held) -> Holding:
     if value in path.given:
-        kind, step = "input", next((step for step in path.steps if value in step.reads), None)
+        readers = [step for step in path.steps if step.func and value in step.reads]
+        kind, step = "input", next(iter(readers), None)
     else:
         kind, step = "kept", path.maker_of(value)
     operator, note = (None, None) if step is None else (str(step.func), step.note)
