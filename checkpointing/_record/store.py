@@ -68,7 +68,7 @@ class Store:
     def begin(self) -> None:
         """Hold nothing, and count from 0."""
         self.release()
-        self.saved_bytes = self.kept_bytes = self.decided_bytes = 0
+        self.saved_bytes = self.kept_bytes = self.decided_bytes = self._planned_bytes = 0
 
     def release(self) -> None:
         """Hold nothing: others have what they need."""
@@ -134,7 +134,7 @@ class Store:
     def keep(self, asked: Hold, mover: Mover | None) -> None:
         """Hold a value that could be computed. The mover says where; None: as an input."""
         tensor = self.cells[asked.value[0]]()
-        self._planned.pop(asked.value, None)
+        self._unplan(asked.value)
         self._hold_as(asked, tensor, self._taker(mover, tensor), _KEPT)
         self.kept_bytes += _torch.memory_size(tensor)
 
@@ -145,15 +145,19 @@ class Store:
             return
         assert self.placement is not None
         budget, place, _ = self.placement
-        nbytes = _torch.memory_size(tensor) if counts else 0
-        if budget is not None and sum(self._planned.values()) + self.kept_bytes + nbytes > budget:
-            return
+        nbytes = 0
+        if budget is not None:
+            nbytes = _torch.memory_size(tensor) if counts else 0
+            if self._planned_bytes + self.kept_bytes + nbytes > budget:
+                return
         self._planned[asked.value] = nbytes
+        self._planned_bytes += nbytes
         self._hold_as(asked, tensor, self._taker(self.mover(place), tensor), _KEPT)
 
     def decide(self, asked: Hold) -> None:
         """Hold a decision."""
         tensor = self.cells[asked.value[0]]()
+        self._unplan(asked.value)
         if tensor is not None and asked.value not in self.held:
             self._hold_as(asked, tensor, None, "a decision")
             nbytes = _torch.memory_size(tensor)
@@ -241,8 +245,11 @@ class Store:
         """Of what plans keep, hold only this."""
         gone = [value for value in self._planned if value not in kept]
         for value in gone:
-            del self._planned[value]
+            self._unplan(value)
         self._drop(gone)
+
+    def _unplan(self, value: Value) -> None:
+        self._planned_bytes -= self._planned.pop(value, 0)
 
     def _drop(self, values: Iterable[Value]) -> None:
         for value in values:
