@@ -13,8 +13,9 @@ class History:
     """Which ways the last runs of a site have gone."""
 
     in_pieces = False  # whether blocks are taken in pieces
-    nbytes = 0  # that autograd saved in the last run before they were
-    most_alive = 0.0  # bytes that may be alive where a piece ends
+    nbytes = 0  # that the last whole block made, and autograd saved
+    alive_at_first = 0.0  # bytes that may be alive where the first piece ends,
+    most_alive = 0.0  # and where a later one does
     _stays_whole = False
 
     def __init__(self) -> None:
@@ -31,14 +32,16 @@ class History:
         self.in_pieces = True
         return True
 
-    def came_in(self, pieces: tuple[int, ...]) -> bool:
-        """A block was taken in these pieces. Returns whether whole paths are worth plans from the
-        next run on."""
+    def came_in(self, pieces: tuple[int, ...], nbytes: int) -> bool:
+        """A block, in which autograd saved so much, was taken in these pieces. Returns whether the
+        next one is whole: for a plan, since few ways come again, or for another look."""
         self._pieces.append(pieces)
-        if len(self._pieces) < _RUNS or len({*self._pieces}) > _FEW_WAYS:
+        has_grown = nbytes > _MOST_GROWTH * self.nbytes
+        if not has_grown and (len(self._pieces) < _RUNS or len({*self._pieces}) > _FEW_WAYS):
             return False
         self._pieces.clear()
         self.in_pieces = False
+        self._new.extend([True] * (_MOST_NEW - 1) * has_grown)
         return True
 
     def stay_whole(self) -> None:
@@ -49,3 +52,4 @@ class History:
 _RUNS = 8  # the last ones
 _MOST_NEW = 4  # of them, before blocks are taken in pieces
 _FEW_WAYS = 2  # of all of them, before they are not
+_MOST_GROWTH = 2  # of the bytes that autograd saves, before the sizes of pieces are found anew

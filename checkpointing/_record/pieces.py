@@ -28,7 +28,7 @@ from .._engine import Aliased, Held, without_recording
 from .history import History
 from .origins import Cells
 from .path import Path
-from .program import Hold, Step
+from .program import First, Hold, Slot, Step
 
 
 class Pieces:
@@ -36,29 +36,37 @@ class Pieces:
 
     def __init__(self, end: Callable[[], int], history: History) -> None:
         """`end` gives a piece's holders what they need, and returns how many there are so far."""
-        self.end, self._history = end, history
+        self.end, self._sizes = end, Sizes(history)
+        self._piece = _Piece()
         self._written: set[int | None] = set()  # storages from outside
-        self._copies = _torch.Copies()
+        self.copies = _torch.Copies()  # of what has not been written since
         # By storage: a weak reference to what is held, and whether an operator has read it.
         self._held: dict[int | None, list[tuple[Any, bool]]] = defaultdict(list)
 
-    def may_end(self, path: Sequence[Step], cells: Cells, saved_bytes: int) -> bool:
-        """Whether little is alive of what the piece has made, or written."""
-        if len(_alive(path[-_NEAR:], cells)) > _FEW:
-            return False  # checked first
-        sizes = dict([size for step in path for size in step.sizes])
-        alive = sum([sizes.get(memory, 0) for memory in _alive(path, cells)])
-        written = {memory for step in path for memory in step.writes if memory not in sizes}
-        for first in [first for step in path for first in step.firsts] if written else ():
-            if first.memory in written and (tensor := cells[first.cell]()) is not None:
-                written.discard(first.memory)
-                alive += _torch.memory_size(tensor)
-        history = self._history
-        return 0 < _enough(alive, history.nbytes, history.most_alive) <= saved_bytes
+    def may_end(self, path: Sequence[Step], cells: Cells) -> bool:
+        """Whether little is alive of what the piece has made, or has written though an earlier one
+        has made it."""
+        piece = self._piece
+        self._look_at(path)
+        piece.results = [each for each in piece.results if cells[each[0]]() is not None]
+        alive = sum([piece.sizes.get(memory, 0) for memory in {m for _, m in piece.results}])
+        met = [cells[first.cell]() for first in piece.met if first.memory in piece.written]
+        alive += sum([_torch.memory_size(tensor) for tensor in met if tensor is not None])
+        return self._sizes.may_end(alive, piece.saved)
+
+    def _look_at(self, path: Sequence[Step]) -> None:
+        for step in path[self._piece.count :]:
+            self._piece.add(step, step.saves)
+
+    def saved(self, path: Sequence[Step]) -> int:
+        """Bytes that the block has made, and autograd saved; `path` is that of the last piece."""
+        self._look_at(path)
+        return self._sizes.saved + self._piece.saved
 
     def leave(self, holds: Iterable[tuple[Hold, Held]], is_checked: bool) -> None:
         """What a piece holds belongs to holders now, and may be written later. `is_checked`: values
         are compared when they come back."""
+        self._piece = _Piece()
         for asked, held in holds:
             if type(held) is Aliased:
                 entry = ref(held), asked.is_read or is_checked
@@ -70,18 +78,20 @@ class Pieces:
         return is_filled and _torch.storage_of(tensor) in self._written
 
     def copy(self, tensor: Tensor) -> Held:
-        """A copy, the same for all pieces until the tensor is written again."""
-        return Aliased(without_recording(self._copies.copy, tensor), "an input")
+        """A copy, the same for all pieces until something is written."""
+        return Aliased(without_recording(self.copies.copy, tensor), "an input")
 
     def before_write(self, step: Step, targets: Iterable[Tensor]) -> None:
         """Copy what is held where a step writes."""
         storages = {*map(_torch.storage_of, targets)}
         self._written |= storages
+        self.copies.clear()  # statistics are written without a new version
         # Custom operators count versions up before; updates of statistics do not.
         self._copy(storages, step.info.custom or step.updates, step.updates)
 
     def before_unseen_write(self) -> None:
         """Anything may be written."""
+        self.copies.clear()
         self._copy({*self._held}, False, False)
 
     def _copy(self, storages: Set[int | None], in_any_case: bool, only_read: bool) -> None:
@@ -94,7 +104,77 @@ class Pieces:
                     held.freeze()
 
 
-def size_pieces(path: Path, nbytes: int, history: History) -> None:
+class Sizes:
+    """How large the pieces of one run are."""
+
+    def __init__(self, history: History) -> None:
+        self._nbytes, self._most = history.nbytes, history.alive_at_first
+        self._most_later = history.most_alive
+        # Bytes saved in the largest piece and in all pieces, and alive at all ends.
+        self.largest = self.saved = self.ends = 0
+        self._far = history.nbytes * _LARGEST
+
+    def may_end(self, alive: int, saved: int) -> bool:
+        """Whether a piece that has saved so many bytes may end, where so many are alive. Where
+        these are few, pieces of this size and all ends need least together."""
+        is_near = alive <= self._most
+        enough = min(_ABOUT * math.sqrt(self._nbytes * alive), _MOST_ALIVE * alive)
+        if not is_near:
+            enough = max(enough, self._far)
+        if not alive or saved < max(2 * alive, enough, self._nbytes * _LEAST):
+            return False
+        self.ends += alive
+        self.saved += saved
+        self.largest = max(self.largest, saved)
+        if is_near:
+            self._far = min(self._nbytes * _LARGEST, _FAR * saved)
+        self._most = self._most_later
+        return True
+
+
+class _Piece:
+    """What a piece has made, written, met, and saved of what it has made."""
+
+    def __init__(self) -> None:
+        self.count = 0  # of its steps
+        self.saved = 0  # bytes
+        self.sizes: dict[int, int] = {}  # of memories that it has made
+        self.results: list[tuple[int, int]] = []  # that may be alive: cells and memories
+        self.written: set[int] = set()
+        self.met: list[First] = []
+        self._memory_of: dict[int, int] = {}
+
+    def add(self, step: Step, saves: Iterable[Slot]) -> None:
+        """The next step, and what autograd has saved after it."""
+        self.count += 1
+        self.sizes.update(step.sizes)
+        self._memory_of.update(step.memories)
+        self.results += step.memories
+        self.written.update([memory for memory in step.writes if memory not in self.sizes])
+        self.met += [first for first in step.firsts if first.requires_grad]
+        made = [self._memory_of.get(slot.cell) for slot in saves if slot.counts]
+        self.saved += sum([self.sizes.get(memory, 0) for memory in made if memory is not None])
+
+
+class _Recorded:
+    """A piece of a recorded path: what it has saved, and what is alive of it."""
+
+    def __init__(self) -> None:
+        self.saved = 0
+        self._alive: dict[int, int] = {}  # by memory
+
+    def alive_before(self, step: Step) -> int:
+        for number in step.gone:
+            self._alive.pop(number, None)
+        return sum(self._alive.values())
+
+    def add(self, step: Step, sizes: dict[int, int], saved: int) -> None:
+        self._alive.update([(number, sizes.get(number, 0)) for number in step.writes])
+        self._alive.update(step.sizes)
+        self.saved += saved
+
+
+def size_pieces(path: Path, history: History) -> None:
     """Find what may be alive where a piece ends. In this path, which was run as a whole, pieces and
     what is alive at their ends need least together then."""
     sizes = dict([size for step in path.steps for size in step.sizes])
@@ -102,40 +182,32 @@ def size_pieces(path: Path, nbytes: int, history: History) -> None:
     for slot, index in zip(path.slots, path.saved_after, strict=True):
         saved[index] += slot.counts * sizes.get(path.memory_of[slot.cell], 0)
 
-    def need(most: float) -> float:
-        ends = largest = piece = now = 0
-        alive: dict[int, int] = {}
+    def need(most: float) -> int:
+        history.most_alive = most
+        found, piece = Sizes(history), _Recorded()
         for step in path.steps:
-            now -= sum([alive.pop(number, 0) for number in step.gone])  # before it
-            if 0 < _enough(now, nbytes, most) <= piece:
-                ends, largest, piece, now, alive = ends + now, max(largest, piece), 0, 0, {}
-            new = [*step.sizes, *[(number, sizes.get(number, 0)) for number in step.writes]]
-            now += sum([size for number, size in new if number not in alive])
-            alive.update(new)
-            piece += saved[step.index]
-        return ends + max(largest, piece)
+            if found.may_end(piece.alive_before(step), piece.saved):
+                piece = _Recorded()
+            piece.add(step, sizes, saved[step.index])
+        return found.ends + max(found.largest, piece.saved)
 
-    history.nbytes = nbytes
+    history.nbytes = nbytes = sum(saved)
+    # The caller's variables, and what all layers read, stay alive after the first end.
+    history.alive_at_first, least, piece = math.inf, math.inf, _Recorded()
+    for step in path.steps:
+        alive = piece.alive_before(step)
+        if Sizes(history).may_end(alive, piece.saved):
+            least = min(least, alive)
+        if piece.saved > nbytes * _LARGEST:
+            break
+        piece.add(step, sizes, saved[step.index])
+    history.alive_at_first = _MORE * least
     history.most_alive = min([nbytes / 2**n for n in range(_FINEST, 1, -1)], key=need)
 
 
-def _enough(alive: int, nbytes: int, most_alive: float) -> float:
-    """The bytes that a piece saves at least, of so many in the block, for so many that are alive at
-    its end. Where these are few, pieces of this size and all ends need least together."""
-    enough = min(_ABOUT * math.sqrt(nbytes * alive), _MOST_ALIVE * alive)
-    if alive > most_alive:
-        enough = max(enough, nbytes * _LARGEST)
-    return max(2 * alive, enough)
-
-
-def _alive(steps: Iterable[Step], cells: Cells) -> set[int]:
-    """The memories with results of these steps that somebody holds."""
-    results = [each for step in steps for each in step.memories]
-    return {memory for cell, memory in results if cells[cell]() is not None}
-
-
-_NEAR, _FEW = 6, 2  # the last steps, and how many of their results may be alive at an end
 _ABOUT = 0.7  # of the best size: one layer rather than two
 _MOST_ALIVE = 12  # times what is alive at its end: no piece has to be larger
-_LARGEST = 0.4  # of a block: a piece that saves as much may end where more is alive
+_LEAST, _LARGEST = 1 / 128, 0.4  # of the block; a larger piece may end where more is alive
+_MORE = 1.2  # than in that path
+_FAR = 1.5  # times the last such piece, after which one may end anywhere
 _FINEST = 12  # the least that may be alive, as a power of 1/2 of what the block saves

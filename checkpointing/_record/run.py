@@ -108,7 +108,7 @@ class Run(Follower, Region):
         # What an operator writes may have been saved before it is there.
         if self.saved and (info.writes or info.statistics):
             return False
-        if not pieces.may_end(self.path, self.cells, self.store.saved_bytes):
+        if not pieces.may_end(self.path, self.cells):
             return False
         for slot in self.step.saves[: self.saved]:  # for the operator that comes next
             tensor = self.cells[slot.cell]()

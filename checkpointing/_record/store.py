@@ -225,6 +225,8 @@ class Store:
         self.holds_on(memories)
         for memory in memories:
             self._on.pop(memory, None)
+        if memories and self.pieces is not None:
+            self.pieces.copies.clear()
 
     def _lies_apart(self, asked: Hold, held: Held, targets: list[Tensor]) -> bool:
         tensor = held.packed if type(held) is Aliased else self.cells[asked.value[0]]()

@@ -160,15 +160,16 @@ class Replay(Frame):
     def close(self) -> None:
         """The block has ended: what its windows need goes to the holders."""
         self.plan = plan = self._hand_over()
-        program = self.run.program
-        if self.run.store.pieces is not None:
-            if program.history.came_in((*self._pieces, id(self.run.step))):
+        run, program = self.run, self.run.program
+        if run.store.pieces is not None:
+            saved = run.store.pieces.saved(run.path)
+            if program.history.came_in((*self._pieces, id(run.step)), saved):
                 program.forget()
         elif self.may_have_pieces and program.history.went(self.is_new):
-            size_pieces(plan.path, self.run.store.saved_bytes, program.history)
+            size_pieces(plan.path, program.history)
             program.forget()
         self.complaint = plan.complaint
-        self.run.end()
+        run.end()
 
     def _hand_over(self) -> Plan:
         """What windows need goes to the holders, which own it from here on."""

@@ -149,6 +149,9 @@ class Copies:
         # By storage and version. The storage lives as long, since the tensor is held, too.
         self._made: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
+    def clear(self) -> None:
+        self._made.clear()
+
     def copy(self, tensor: Tensor) -> Tensor:
         if not has_storage(tensor):
             return copy(tensor)

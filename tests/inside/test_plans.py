@@ -80,6 +80,15 @@ def test_few_ways_are_planned_and_many_are_not():
     history = History()
     assert [history.went(True) for _ in range(4)] == [False, False, False, True]
     assert history.in_pieces
-    assert not any(history.came_in((n % 3,)) for n in range(20))
-    assert [history.came_in((5 + n % 2,)) for n in range(8)] == [False] * 7 + [True]
+    history.nbytes = 100
+    assert not any(history.came_in((n % 3,), 200) for n in range(20))
+    assert [history.came_in((5 + n % 2,), 100) for n in range(8)] == [False] * 7 + [True]
     assert not history.in_pieces
+
+
+def test_the_sizes_of_pieces_are_found_anew_where_blocks_have_grown():
+    history = History()
+    history.in_pieces, history.nbytes = True, 100
+    assert history.came_in((0,), 201)
+    assert not history.in_pieces
+    assert history.went(True)
