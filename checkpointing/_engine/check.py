@@ -21,10 +21,7 @@ Check = Callable[[Tensor], Any] | None
 
 def metadata_of(tensor: Tensor) -> Any:
     """The comparison of `determinism_check="metadata"`."""
-    try:
-        return tensor.shape, tensor.dtype, tensor.device
-    except RuntimeError:  # a nested tensor
-        return _torch.shape_of(tensor), tensor.dtype, tensor.device
+    return _torch.shape_of(tensor), tensor.dtype, tensor.device
 
 
 def values_of(tensor: Tensor) -> Any:
@@ -35,17 +32,16 @@ def values_of(tensor: Tensor) -> Any:
     return Evidence(tensor, f"checksum {without_recording(checksum, tensor):016x}")
 
 
-def check_of(option: DeterminismCheck) -> Check:
-    """The function for an option; None compares nothing."""
-    return _by_function(option) if callable(option) else CHECKS[option]
-
-
 CHECKS: dict[str, Check] = {"metadata": metadata_of, "values": values_of, "none": None}
 
 
-def _by_function(function: Callable[[Tensor], Any]) -> Check:
+def check_of(option: DeterminismCheck) -> Check:
+    """The function for an option; None compares nothing."""
+    if not callable(option):
+        return CHECKS[option]
+
     def check(tensor: Tensor) -> Evidence:
-        found = without_recording(lambda tensor: function(tensor.detach()), tensor)
+        found = without_recording(lambda: option(tensor.detach()))
         return Evidence(tensor, found.tolist() if isinstance(found, Tensor) else found)
 
     return check

@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NamedTuple
@@ -186,14 +186,6 @@ class Frame:
 
     def pack(self, tensor: Tensor) -> Holder:
         """Autograd's pack hook; it runs once per saved tensor."""
-        raise NotImplementedError
-
-    def announce(self, role: object, tensor: Tensor) -> None:
-        """A region inside takes this as an input, and packs an alias of it next."""
-        raise NotImplementedError
-
-    def note_written(self, storages: Set[int]) -> None:
-        """A region inside has written to these storages."""
         raise NotImplementedError
 
     def at_hand(self, holder: Holder) -> Tensor | None:

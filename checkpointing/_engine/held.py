@@ -299,7 +299,8 @@ def _owner_of(hooks: _torch.Hooks | None) -> Any:
 
 
 def announce(hooks: _torch.Hooks, role: object, tensor: Tensor) -> None:
-    """Tell the region around that an input of an inner region is packed next."""
+    """Tell the region around, or the recompute of one, that it packs an alias of this tensor next:
+    an input of an inner region."""
     owner = _owner_of(hooks)
     if owner is not None:
         owner.announce(role, tensor)

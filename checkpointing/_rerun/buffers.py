@@ -22,9 +22,6 @@ from .. import _torch, errors
 from .._engine import Field, Undo, check_version, named, without_recording
 from .inputs import Inputs, items_of
 
-_parts_of, _has_storage, _version = _torch.parts_of_module, _torch.has_storage, _torch.version
-_Generator, _Parameter = torch.Generator, nn.Parameter
-_version_of: Any = operator.attrgetter("_version")
 _MAY_HOLD_ONE = {torch.Generator, list, tuple, dict}
 _OF_EVERY_MODULE = len(vars(nn.Module()))  # attributes, before its own
 _SMALL = 1 << 16  # bytes: cheap to copy before every forward
@@ -48,9 +45,6 @@ class Moment:
         _torch.set_versions(self.tensors, self._versions)
 
 
-_NOTHING = Moment([], [])
-
-
 class Buffers:
     """The modules that a region runs, as they were before it.
 
@@ -59,7 +53,7 @@ class Buffers:
     Larger buffers, and those of modules in evaluation mode, are guarded by version.
     """
 
-    then = _NOTHING  # the buffers that are rewound
+    then = Moment([], [])  # the buffers that are rewound
 
     def __init__(self, inputs: Inputs) -> None:
         """Capture `inputs.modules` and their children; add their devices and generators to
@@ -72,7 +66,7 @@ class Buffers:
             if module is None or module in flags:
                 continue
             flags[module] = getattr(module, "training", None)
-            children, parameters, buffers = _parts_of(module)
+            children, parameters, buffers = _torch.parts_of_module(module)
             stack += children.values()
             for parameter in parameters.values():
                 if not getattr(parameter, "is_cpu", True):
@@ -103,7 +97,7 @@ class Buffers:
                 if _can_be_rewound(tensor) and tensor.nbytes <= limit:
                     small.append(tensor)
                 else:
-                    self._guarded.append((module, name, tensor, _version(tensor)))
+                    self._guarded.append((module, name, tensor, _torch.version(tensor)))
         if small:
             memory = [t if _is_dense(t) else _torch.bytes_of(t) for t in small]
             self.then = Moment(small, memory)
@@ -135,7 +129,7 @@ class Buffers:
         for tensor, other in zip(self._parameters, now, strict=False):
             if tensor is other:
                 continue
-            is_gone = not isinstance(tensor, _Parameter) and id(tensor) not in present
+            is_gone = not isinstance(tensor, nn.Parameter) and id(tensor) not in present
             if is_gone or _is_another(tensor, other):
                 raise errors.exchanged(frame, named("a parameter", tensor))
 
@@ -163,13 +157,13 @@ class Buffers:
 
 
 def _parameters_of(modules: Iterable[nn.Module]) -> list[Tensor]:
-    stored = [_parts_of(module)[1] for module in modules]
+    stored = [_torch.parts_of_module(module)[1] for module in modules]
     return [tensor for each in stored for tensor in each.values() if tensor is not None]
 
 
 def _is_another(tensor: Tensor, other: Tensor) -> bool:
     """Whether a frozen parameter is in the place of another frozen one, with other values."""
-    if not type(tensor) is type(other) is _Parameter or tensor.requires_grad:
+    if not type(tensor) is type(other) is nn.Parameter or tensor.requires_grad:
         return False
     if not _torch.memory_size(tensor) or not _torch.are_alike(tensor, other):
         return False
@@ -178,9 +172,9 @@ def _is_another(tensor: Tensor, other: Tensor) -> bool:
 
 def _versions_of(tensors: list[Tensor]) -> list[int]:
     try:
-        return [*map(_version_of, tensors)]
+        return [tensor._version for tensor in tensors]
     except RuntimeError:  # some are made in inference mode
-        return [*map(_version, tensors)]
+        return [*map(_torch.version, tensors)]
 
 
 def _generators_of(module: nn.Module) -> tuple[torch.Generator, ...]:
@@ -189,13 +183,13 @@ def _generators_of(module: nn.Module) -> tuple[torch.Generator, ...]:
     if _MAY_HOLD_ONE.isdisjoint(map(type, parts)):
         return ()
     found = [each for part in parts for each in (part, *items_of(part))]
-    return tuple([each for each in found if type(each) is _Generator])
+    return tuple([each for each in found if type(each) is torch.Generator])
 
 
 def _can_be_rewound(tensor: Tensor) -> bool:
     if tensor.is_nested or _torch.is_lazy(tensor):
         return False
-    return _has_storage(tensor) and not tensor.is_inference()
+    return _torch.has_storage(tensor) and not tensor.is_inference()
 
 
 def _set_flags(flags: dict[nn.Module, bool | None]) -> None:

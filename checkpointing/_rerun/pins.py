@@ -9,7 +9,7 @@ its own arguments, or the same views of them.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -127,8 +127,8 @@ class Repeated(Region):
     def __init__(
         self, pins: Iterable[Pin], results: Iterable[Result], policy: Any, frame: Frame
     ) -> None:
-        self._pins: Iterator[Pin] = iter(pins)
-        self._results: Iterator[Result] = iter(results)
+        self._pins = iter(pins)
+        self._results = iter(results)
         self.policy = policy  # regions inside must keep the same values as in the forward
         self._frame = frame
 

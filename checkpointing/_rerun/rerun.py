@@ -15,10 +15,10 @@ more than the region, and exchanges objects that belong to others (FSDP's shards
 
 from __future__ import annotations
 
-import contextvars
-import functools
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
+from contextvars import Context
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -52,11 +52,6 @@ from .inputs import Cells, Fetched, Given, Inputs, contents_of, fill
 from .pins import Pin, Repeated, Result, without_slots
 from .slots import Calling, Leaves, Slots
 
-# Bound once: these run for every call.
-_enclosing_hooks = _torch.enclosing_hooks
-_is_grad_enabled, _set_grad_enabled = torch.is_grad_enabled, _torch.set_grad_enabled
-_partial = functools.partial
-
 PreserveRngState = bool | Literal["all"]
 
 
@@ -72,8 +67,8 @@ class Call(Inputs):
     def __init__(
         self, function: Any, args: Any, kwargs: Any, preserve_rng_state: PreserveRngState
     ) -> None:
-        self._hooks = hooks = _enclosing_hooks()
-        while type(function) is _partial:
+        self._hooks = hooks = _torch.enclosing_hooks()
+        while type(function) is partial:
             args = (*function.args, *args)
             kwargs, function = {**function.keywords, **kwargs}, function.func
         self._function = function
@@ -135,7 +130,7 @@ class Call(Inputs):
 
     def restored(self, frame: object) -> tuple[Any, list[Any], dict[str, Any], Cells]:
         """The function, its arguments, and the variables that it closes over."""
-        fetch: Any = _partial(_fetch, frame)
+        fetch: Any = partial(_fetch, frame)
         if self._is_shared or self._written:
             fetch = Fetched(frame, self._written)
         for default in self.defaults:
@@ -146,14 +141,14 @@ class Call(Inputs):
         cells = [(cell, fetch(saved)) for cell, saved in self._variables]
         return self._function, args, kwargs, cells
 
-    def go_back(self, frame: object, cells: Cells, undo: Undo) -> contextvars.Context:
+    def go_back(self, frame: object, cells: Cells, undo: Undo) -> Context:
         """Enter the state of the forward; `undo` gets the functions that leave it. Returns the
         context to run in."""
         if cells:
             undo.append((fill, [(cell, contents_of(cell)) for cell, _ in cells]))
             fill(cells)  # in place: other functions may share them
-        undo.append((_set_grad_enabled, _is_grad_enabled()))
-        _set_grad_enabled(True)
+        undo.append((_torch.set_grad_enabled, torch.is_grad_enabled()))
+        _torch.set_grad_enabled(True)
         if self._buffers is not None:
             self._buffers.enter(frame, undo)
         context = self.ambient.enter(undo)
@@ -214,7 +209,7 @@ class Rerun(Region, Call, Slots):
         assert isinstance(request, Calling)
         function, args, kwargs, cells = self.restored(self)
         if self.context is not None:
-            function = _partial(call_within, self.context, function)
+            function = partial(call_within, self.context, function)
         undo: Undo = []
         rewound: set[int] = set()
         changed = None
@@ -227,7 +222,7 @@ class Rerun(Region, Call, Slots):
             context = self.go_back(self, cells, undo)
             if any([self._pins, self._results, self.policy, not self.complete]):
                 thread.region = Repeated(self._pins, self._results, self.policy, self)
-            request.call(_partial(context.run, function, *args, **kwargs), rewound, changed)
+            request.call(partial(context.run, function, *args, **kwargs), rewound, changed)
         finally:
             undo_all(undo)
 

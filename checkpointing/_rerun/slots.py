@@ -43,11 +43,6 @@ from .._engine import (
 )
 from .._torch import node_count, pop_hooks, push_hooks
 
-_Parameter = nn.Parameter  # bound once
-
-NEVER = sys.maxsize  # a slot that is never reached
-NO_NODE = -1
-
 
 class Calling(Request):
     """The recompute: each saved tensor is compared with its slot, and delivered."""
@@ -55,8 +50,8 @@ class Calling(Request):
     frame: Slots
     _count = 0  # the slots of the forward
     _passed = 0  # slots so far
-    _stop_at = NEVER  # the slot at which to stop
-    _filling = NO_NODE  # the last node whose saved memory the operator may still fill, as RReLU
+    _stop_at = sys.maxsize  # the slot at which to stop
+    _filling = -1  # the last node whose saved memory the operator may still fill, as RReLU
     _stopped = False
     _is_watched = False
     _copies: _torch.Copies | None = None
@@ -74,11 +69,7 @@ class Calling(Request):
         self._count = len(holders)
         self._is_watched = any([rewound, frame.inner_inputs, changed])
         if frame.early_stop:
-            for ref in reversed(holders):
-                holder = ref()
-                if holder is not None and holder.slot not in self.ready:
-                    self._stop_at = holder.slot
-                    break
+            self._stop_at = self.wanted()[-1].slot
         push_hooks(self.pack, identity)
         try:
             function()
@@ -100,7 +91,7 @@ class Calling(Request):
         self._passed = slot + 1
         tensor = given
         if given.requires_grad:
-            if type(given) is not _Parameter:
+            if type(given) is not nn.Parameter:
                 tensor = given.detach()
         elif type(given) is Tensor and given._version == 0:
             self._filling = node_count()
