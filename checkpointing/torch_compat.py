@@ -43,7 +43,6 @@ from ._entry import (
 from .errors import CheckpointError as CheckpointError
 
 # Bound here, since users replace torch's names by ours (`torch.utils.checkpoint.checkpoint = ...`).
-_their_names = vars(_theirs)
 _their_checkpoint = _theirs.checkpoint
 
 Contexts = tuple[
@@ -107,7 +106,7 @@ def _overridden(switch: Switch, value: bool | None) -> Iterator[None]:
 
 def _switch(ours: Switch, theirs: str, argument: bool) -> bool:
     """An argument, unless our context manager or torch's overrides it."""
-    for override in (ours.get(), _their_names.get(theirs)):
+    for override in (ours.get(), getattr(_theirs, theirs)):
         if override is not None:
             return bool(override)
     return argument

@@ -13,7 +13,8 @@ import operator
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple, TypeVar, cast
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
 
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
@@ -139,7 +140,8 @@ def tag(x: T, name: str) -> T:
 # ---- policies
 
 
-class Policy(NamedTuple):
+@dataclass(frozen=True)
+class Policy:
     """The values to keep. Policies compare, hash and print; `a | b` keeps the values of either."""
 
     made_by: tuple[
@@ -158,9 +160,6 @@ class Policy(NamedTuple):
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Policy) and self.made_by == other.made_by
-
-    def __ne__(self, other: object) -> bool:
-        return not self == other
 
     def __hash__(self) -> int:
         return hash(self.made_by)
@@ -225,9 +224,6 @@ def _either(first: Policy | None, second: Policy | None) -> Policy:
 
 def _first_answer(asked: list[Callable[..., Answer]]) -> Callable[..., Answer]:
     """Ask one after the other, until one keeps the value."""
-
-    if len(asked) == 1:
-        return asked[0]
 
     def ask(*about: Any) -> Answer:
         for one in asked:

@@ -84,7 +84,7 @@ def _rerun(call: Call, count: int) -> tuple[Any, Any]:
     """The last `count` arguments (a partial adds others before), detached; and the outputs."""
     name = "the reentrant backend"
     undo: Undo = []
-    region, thread.region = thread.region, _NO_RESULTS
+    region, thread.region = thread.region, _NoResults()
     thread.depth += 1
     try:
         function, args, kwargs, cells = call.restored(name)
@@ -108,9 +108,6 @@ class _NoResults(Region):
         return None
 
 
-_NO_RESULTS = _NoResults()
-
-
 def run(
     function: Any, name: str, preserve_rng_state: PreserveRngState, args: Any, kwargs: Any
 ) -> Any:
@@ -132,8 +129,9 @@ def run(
                 "would give the parameters that the function uses no gradients. Use "
                 "backend='rerun', or call requires_grad_() on an input."
             )
-    apply: Any = CheckpointFunction.apply
-    return apply(function, preserve_rng_state, *args)
+    return CheckpointFunction.apply(  # type: ignore[no-untyped-call]
+        function, preserve_rng_state, *args
+    )
 
 
 @functools.cache

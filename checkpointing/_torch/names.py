@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from types import CodeType, FunctionType, ModuleType
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.utils.checkpoint
@@ -24,7 +24,7 @@ from torch.nn.parameter import is_lazy as is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _C: Any = torch._C
-_autograd: Any = torch._C._autograd
+_autograd = _C._autograd
 
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 _Bool = Callable[[], bool]
@@ -74,7 +74,7 @@ def in_place_of(tensor: Tensor, data: Tensor) -> Tensor:
         return data
     push_hooks(lambda _: data, lambda data: data)
     try:
-        return cast(Tensor, save_input(tensor, False).unpack())
+        return save_input(tensor, False).unpack()  # type: ignore[no-any-return]
     finally:
         pop_hooks()
 
@@ -186,13 +186,13 @@ outside_of_batch: Callable[[], AbstractContextManager[Any]] = functools.partial(
 innermost_transform = _C._functorch.peek_interpreter_stack
 mode_count: _Int = _C._len_torch_dispatch_stack
 _infra_mode, _keys = _C._get_dispatch_mode, _C._TorchDispatchModeKey
-_proxy, _functional = _keys.PROXY, _keys.FUNCTIONAL  # AOTAutograd begins with the second
-_is_exporting = torch.compiler.is_exporting  # which may enter no mode
 
 
 def is_tracing() -> bool:
-    """Whether AOTAutograd, export or `make_fx` is tracing."""
-    return any([_infra_mode(_proxy), _infra_mode(_functional), _is_exporting()])
+    """Whether AOTAutograd, which begins with the second mode, export, which may enter none, or
+    `make_fx` is tracing."""
+    modes = _infra_mode(_keys.PROXY), _infra_mode(_keys.FUNCTIONAL)
+    return any(modes) or torch.compiler.is_exporting()
 
 
 def fake_mode() -> Any:
@@ -395,7 +395,7 @@ def unflatten(kind: Any, parts: dict[str, Any], context: Any, size: Any, stride:
         # torch finds the symbol of a ragged size by the tensor of its offsets.
         source = parts.get("_lengths", parts["_offsets"])
         sys.modules[kind.__module__]._tensor_symint_registry[source] = size[context["ragged_idx"]]
-    return cast(Tensor, kind.__tensor_unflatten__(parts, context, size, stride))
+    return kind.__tensor_unflatten__(parts, context, size, stride)  # type: ignore[no-any-return]
 
 
 # Containers that are registered with pytree, by type: how to flatten and unflatten them.
@@ -409,7 +409,7 @@ parts_of_module = operator.attrgetter("_modules", "_parameters", "_buffers")
 # Its buffers by name, and which of the names are not persistent.
 buffers_of_module = operator.attrgetter("_buffers", "_non_persistent_buffers_set")
 # The Python function in whose frames a module's `forward` runs.
-module_call_code = cast(Any, nn.Module._wrapped_call_impl).__code__
+module_call_code = nn.Module._wrapped_call_impl.__code__
 # Batch and instance normalisation. Their kernels update statistics without counting up versions.
 Normalisation: Any = torch.nn.modules.batchnorm._NormBase
 
@@ -419,19 +419,18 @@ Normalisation: Any = torch.nn.modules.batchnorm._NormBase
 # collection may then hand the GIL to a thread that waits in `set_state` for the mutex and keeps the
 # GIL: a deadlock. A Python lock, taken before the mutex, is waited for without the GIL.
 _cpu_state_lock = threading.RLock()
-_get_state, _set_state = torch.default_generator.get_state, torch.default_generator.set_state
 
 
 def get_cpu_state() -> Tensor:
     """The state of the CPU's default random generator."""
     with _cpu_state_lock:
-        return _get_state()
+        return torch.default_generator.get_state()
 
 
 def set_cpu_state(state: Tensor) -> None:
     """Put back a state from `get_cpu_state`."""
     with _cpu_state_lock:
-        _set_state(state)
+        torch.default_generator.set_state(state)
 
 
 _accelerator = torch.accelerator.current_accelerator()  # of this build; asks no driver
@@ -459,14 +458,11 @@ def autocast_device_types() -> list[str]:
     return [t for t in ("cpu", other.type) if torch.amp.is_autocast_available(t)]
 
 
-_warns_only = _C._get_deterministic_algorithms_warn_only
-
-
 def _matmul_precision() -> str | None:
     """The precision of float32 products; None where newer settings
     (`torch.backends.*.fp32_precision`) contradict the legacy one, which then raises."""
     try:
-        return cast(str, _C._get_float32_matmul_precision())
+        return _C._get_float32_matmul_precision()  # type: ignore[no-any-return]
     except RuntimeError:
         return None
 
@@ -477,7 +473,9 @@ SWITCHES: tuple[Any, ...] = (
     (torch.get_default_dtype, torch.set_default_dtype),
     (
         _C._get_deterministic_algorithms,
-        lambda on: _C._set_deterministic_algorithms(on, warn_only=_warns_only()),
+        lambda on: _C._set_deterministic_algorithms(
+            on, warn_only=_C._get_deterministic_algorithms_warn_only()
+        ),
     ),
     (_matmul_precision, lambda value: value and _C._set_float32_matmul_precision(value)),
     (_C._get_flash_sdp_enabled, _C._set_sdp_use_flash),
