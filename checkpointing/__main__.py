@@ -154,7 +154,6 @@ def training(way: Any, options: Any) -> Any:
     model, text = model_of(options), batch_of(options)
     weights = [*model.parameters()]
     optimizer = torch.optim.SGD(weights, lr=0.1)
-    synchronize = torch.get_device_module(options.device).synchronize
     quickest = math.inf
     found: Any = {"losses": [], "random stream": [], "weights": weights}
     for seed in range(options.steps):
@@ -163,7 +162,7 @@ def training(way: Any, options: Any) -> Any:
         loss = way(model, text)
         loss.backward()
         optimizer.step()
-        synchronize()
+        torch.get_device_module(options.device).synchronize()
         quickest = min(quickest, 1e3 * (time.perf_counter() - begin))
         found["losses"].append(loss.detach())
         found["random stream"].append(torch.rand(8, device=text.device))

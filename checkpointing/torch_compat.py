@@ -288,7 +288,7 @@ def _chooses_reentrant(given: bool | None, name: str, threat: str) -> bool:
             "you need to preserve the current default behavior, you can pass use_reentrant=True. "
             "Refer to docs for more details on the differences between the two variants."
         )
-    return True if given is None else given  # which torch converts as late as possible
+    return given is None or given  # which torch converts as late as possible
 
 
 def checkpoint_sequential(

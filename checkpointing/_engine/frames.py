@@ -41,7 +41,7 @@ from torch import Tensor
 
 from .. import _torch, errors
 from .._torch import graph_task_id, pop_hooks, profiles, push_hooks
-from .check import Check, Evidence
+from .check import Check, Evidence, maker_of
 from .threads import Region, thread
 from .where import Line, described, line_number
 
@@ -65,7 +65,7 @@ class Holding(NamedTuple):
 
     kind: str
     part: Any  # a `Held` or a tensor
-    operator: str | None  # that made it, or read it first; or the name of the argument
+    operator: str | None = None  # that made it, or read it first; or the name of the argument
     note: tuple[str | None, ...] | None = None  # the module that ran then, and the user's line
 
 
@@ -199,7 +199,7 @@ class Frame:
 
     def maker(self, holder: Holder, tensor: Tensor) -> str | None:
         """The operator that made the tensor of a holder, for messages and reports."""
-        raise NotImplementedError
+        return maker_of(tensor)
 
     def holdings(self) -> Iterable[Holding]:
         """Everything that is held now for live holders, without parameters."""
@@ -268,8 +268,6 @@ class Frame:
                 self.recompute(request)
             if request.mismatches:
                 self._refuse(request.mismatches)
-        except Stop:  # of a rerun around this one
-            raise
         except BaseException as error:
             request.ready.clear()  # no recomputed tensor is used after an error
             self._explain(error)

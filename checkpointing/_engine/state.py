@@ -45,9 +45,9 @@ class Generators:
     def __init__(
         self,
         cpu: bool,
-        devices: Iterable[torch.device] = (),
-        generators: Iterable[torch.Generator] = (),
-        python: bool = False,
+        devices: Iterable[torch.device],
+        generators: Iterable[torch.Generator],
+        python: bool,
     ) -> None:
         """The default generators of the CPU (if `cpu`) and of `devices`, and `generators`; with
         `python`, also those of the `random` module and of NumPy."""

@@ -19,7 +19,8 @@ _is_grad_enabled, _set_grad_enabled = torch.is_grad_enabled, _torch.set_grad_ena
 
 class Region:
     """A region, as code inside it meets it. Calls that it does not handle go on to the region
-    around it."""
+    around it. A region of this very class keeps nothing, and has no results of `forward_only`
+    functions."""
 
     outer: Region | None = None  # while the region runs
     is_noted = False  # for a report, as are regions inside
@@ -27,11 +28,11 @@ class Region:
 
     def keep(self, tensor: Tensor) -> Tensor:
         """Hold a value: recompute starts from it."""
-        raise NotImplementedError
+        return tensor
 
     def once(self, function: Any, args: Any, kwargs: Any) -> Any:
         """The result of a call that a recompute must not repeat."""
-        raise NotImplementedError
+        return None
 
     def tag(self, tensor: Tensor, name: str) -> Tensor:
         return tensor if self.outer is None else self.outer.tag(tensor, name)

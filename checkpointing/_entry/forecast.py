@@ -6,7 +6,6 @@ is put back afterwards: memory from outside, buffers that were exchanged, genera
 
 from __future__ import annotations
 
-import importlib
 import math
 import sys
 from collections import defaultdict
@@ -61,15 +60,15 @@ class Forecast(NamedTuple):
     def plot(self, path: str) -> None:
         """Draw recompute over peak into a file, an .svg or a .png. Needs matplotlib (the extra
         `plot`)."""
-        figures: Any = importlib.import_module("matplotlib.figure")
-        matplotlib: Any = importlib.import_module("matplotlib")
+        import matplotlib.figure  # type: ignore[import-not-found, unused-ignore]
+
         with matplotlib.rc_context(STYLE):
-            figure = figures.Figure(figsize=(8, 4), layout="constrained")
+            figure = matplotlib.figure.Figure(figsize=(8, 4), layout="constrained")
             draw_costs(figure.subplots(), self.rows)
             figure.savefig(path)
 
 
-STYLE = {"svg.fonttype": "none", "svg.hashsalt": "", "font.size": 9}
+STYLE: dict[str, Any] = {"svg.fonttype": "none", "svg.hashsalt": "", "font.size": 9}
 BLACK, ORANGE, BLUE = "black", "#d55e00", "#0072b2"  # for colour-blind readers, too
 _COLOURS = {"plain": BLACK, "auto()": BLUE}
 
@@ -89,8 +88,12 @@ def draw_costs(axes: Any, rows: Sequence[Row]) -> None:
             labels.append((write, place, colour))
     for text, place, colour in labels:
         axes.annotate(text, place, xytext=(6, 6), textcoords="offset points", color=colour)
-    axes.set(xlim=0, ylim=(None, 1.1), xlabel=f"peak memory of a step ({UNITS[unit]})")
-    axes.set(ylabel="recomputed FLOPs (1: a forward)")
+    axes.set(
+        xlim=0,
+        ylim=(None, 1.1),
+        xlabel=f"peak memory of a step ({UNITS[unit]})",
+        ylabel="recomputed FLOPs (1: a forward)",
+    )
 
 
 class _Rehearsal(Run):
@@ -145,7 +148,7 @@ class _Rehearsal(Run):
 @contextmanager
 def _put_back(run: _Rehearsal) -> Iterator[None]:
     """Afterwards, generators, buffers and memory from outside are as they were."""
-    generators = Generators(True, python=True)
+    generators = Generators(True, (), (), True)
     hooks = [
         register_module_forward_pre_hook(run.calls_module),
         register_module_forward_hook(run.has_called_module, always_call=True),

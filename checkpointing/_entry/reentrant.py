@@ -84,7 +84,7 @@ def _rerun(call: Call, count: int) -> tuple[Any, Any]:
     """The last `count` arguments (a partial adds others before), detached; and the outputs."""
     name = "the reentrant backend"
     undo: Undo = []
-    region, thread.region = thread.region, _NoResults()
+    region, thread.region = thread.region, Region()
     thread.depth += 1
     try:
         function, args, kwargs, cells = call.restored(name)
@@ -96,16 +96,6 @@ def _rerun(call: Call, count: int) -> tuple[Any, Any]:
         thread.depth -= 1
         thread.region = region
     return inputs, (outputs,) if isinstance(outputs, Tensor) else outputs
-
-
-class _NoResults(Region):
-    """Keeps nothing, and has no results of `forward_only` functions."""
-
-    def keep(self, tensor: Tensor) -> Tensor:
-        return tensor
-
-    def once(self, function: Any, args: Any, kwargs: Any) -> Any:
-        return None
 
 
 def run(

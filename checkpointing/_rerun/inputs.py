@@ -133,14 +133,6 @@ class Inputs:
             parts = [*getattr(value, "__dict__", {}).values(), *items_of(value)]
             self.modules += tuple([part for part in parts if isinstance(part, Module)])
 
-    def name_of(self, parameter: Tensor) -> str | None:
-        """The name of a parameter in the modules that were found."""
-        for module in self.modules:
-            for name, other in module.named_parameters():
-                if other is parameter:
-                    return f"{type(module).__name__}.{name}"
-        return None
-
 
 _WRAPPERS = (FunctionType, MethodType, partial)
 _MOST_ITEMS = 100  # larger containers are not searched for modules and generators

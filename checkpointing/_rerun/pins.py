@@ -93,9 +93,7 @@ class View(NamedTuple):
     def of(self, tensor: Tensor) -> Tensor:
         with torch.enable_grad():
             base = tensor if self.in_graph else tensor.detach()
-            return base.as_strided(
-                self.size, self.stride, self.offset + int(tensor.storage_offset())
-            )
+            return base.as_strided(self.size, self.stride, self.offset + tensor.storage_offset())
 
 
 class Result:

@@ -236,11 +236,11 @@ class Rerun(Region, Call, Slots):
             if isinstance(held, Held) and not held.is_parameter:
                 yield Holding(kind, held, named(held.name))
         if self._cpu_state is not None:
-            yield Holding("random state", self._cpu_state, None)
+            yield Holding("random state", self._cpu_state)
         if self._rng is not None:
-            yield from [Holding("random state", state, None) for state in self._rng.states]
+            yield from [Holding("random state", state) for state in self._rng.states]
         if self._buffers is not None:
-            yield from [Holding("buffers", copy, None) for copy in self._buffers.then.values]
+            yield from [Holding("buffers", copy) for copy in self._buffers.then.values]
 
 
 def call_within(

@@ -35,7 +35,6 @@ from .._engine import (
     check_version,
     identity,
     is_parameter,
-    maker_of,
     named,
     reader,
     user_line,
@@ -208,6 +207,7 @@ class Calling(Request):
 class Slots(Frame):
     """The forward: each saved tensor becomes a slot."""
 
+    modules: tuple[nn.Module, ...]  # that were found before
     hint = errors.CALLED_AGAIN
     kind_of_request = Calling
     written: frozenset[int] = frozenset()  # storages that regions inside write after reading
@@ -246,12 +246,13 @@ class Slots(Frame):
             check_version(self, "a parameter", parameter, holder.saved[1])
         return parameter
 
-    def maker(self, holder: Holder, tensor: Tensor) -> str | None:
-        return maker_of(tensor)
-
     def name_of(self, parameter: Tensor) -> str | None:
         """The name of a parameter in the modules that existed before the region."""
-        raise NotImplementedError
+        for module in self.modules:
+            for name, other in module.named_parameters():
+                if other is parameter:
+                    return f"{type(module).__name__}.{name}"
+        return None
 
 
 class Leaves:
