@@ -21,7 +21,10 @@ Check = Callable[[Tensor], Any] | None
 
 def metadata_of(tensor: Tensor) -> Any:
     """The comparison of `determinism_check="metadata"`."""
-    return _torch.shape_of(tensor), tensor.dtype, tensor.device
+    try:
+        return tensor.shape, tensor.dtype, tensor.device
+    except RuntimeError:  # a nested tensor
+        return _torch.shape_of(tensor), tensor.dtype, tensor.device
 
 
 def values_of(tensor: Tensor) -> Any:

@@ -103,12 +103,17 @@ def has_rng(device: torch.device) -> bool:
 # ---- switches
 
 
+_GETTERS = [getter for getter, _ in _torch.SWITCHES]
+
+
 def read_switches() -> list[Any]:
-    return [getter() for getter, _ in _torch.SWITCHES]
+    return [getter() for getter in _GETTERS]
 
 
 def enter_switches(values: list[Any], undo: Undo) -> None:
     """Write the switches that differ; `undo` gets the functions that reset them."""
+    if read_switches() == values:
+        return
     for (getter, setter), value in zip(_torch.SWITCHES, values, strict=True):
         present = getter()
         if present != value:

@@ -20,7 +20,7 @@ from weakref import ref
 
 import torch
 import torch.utils.checkpoint
-from torch import Tensor, nn
+from torch import Tensor, is_grad_enabled, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.compiler import is_dynamo_compiling
 from typing_extensions import Unpack
@@ -225,7 +225,7 @@ def forward_only(fn: Callable[P, R], /) -> Callable[P, R]:
 def is_plain(enabled: bool = True) -> bool:
     """Whether to run without a region (rule 10), as while a graph is traced: the trace contains the
     backward, or none, and a recompute would put the tensors of this run into it."""
-    if not (enabled and torch.is_grad_enabled()):
+    if not (enabled and is_grad_enabled()):
         return True
     if _disabled.get():
         return True

@@ -21,8 +21,7 @@ from contextvars import Context
 from functools import partial
 from typing import Any, Literal
 
-import torch
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
 
 from .. import _torch, errors
 from .._engine import (
@@ -147,7 +146,7 @@ class Call(Inputs):
         if cells:
             undo.append((fill, [(cell, contents_of(cell)) for cell, _ in cells]))
             fill(cells)  # in place: other functions may share them
-        undo.append((_torch.set_grad_enabled, torch.is_grad_enabled()))
+        undo.append((_torch.set_grad_enabled, is_grad_enabled()))
         _torch.set_grad_enabled(True)
         if self._buffers is not None:
             self._buffers.enter(frame, undo)

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import torch.utils.checkpoint
-from torch import Tensor, nn
+from torch import Tensor, default_generator, nn
 from torch.nn.parameter import is_lazy as is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -424,13 +424,13 @@ _cpu_state_lock = threading.RLock()
 def get_cpu_state() -> Tensor:
     """The state of the CPU's default random generator."""
     with _cpu_state_lock:
-        return torch.default_generator.get_state()
+        return default_generator.get_state()
 
 
 def set_cpu_state(state: Tensor) -> None:
     """Put back a state from `get_cpu_state`."""
     with _cpu_state_lock:
-        torch.default_generator.set_state(state)
+        default_generator.set_state(state)
 
 
 _accelerator = torch.accelerator.current_accelerator()  # of this build; asks no driver
