@@ -155,7 +155,7 @@ def training(way: Any, options: Any) -> Any:
     weights = [*model.parameters()]
     optimizer = torch.optim.SGD(weights, lr=0.1)
     quickest = math.inf
-    found: Any = {"losses": [], "random stream": [], "weights": weights}
+    found = {"losses": [], "random stream": [], "weights": weights}
     for seed in range(options.steps):
         torch.manual_seed(seed)
         begin = time.perf_counter()

@@ -35,7 +35,7 @@ def values_of(tensor: Tensor) -> Any:
     return Evidence(tensor, f"checksum {without_recording(checksum, tensor):016x}")
 
 
-CHECKS: dict[str, Check] = {"metadata": metadata_of, "values": values_of, "none": None}
+CHECKS = {"metadata": metadata_of, "values": values_of, "none": None}
 
 
 def check_of(option: DeterminismCheck) -> Check:

@@ -162,7 +162,7 @@ class Packed(Held):
         live = self._live()
         if live is not None:
             check_version(frame, self.name, live, self._version)
-        tensor: Tensor = self._hooks[1](self.packed)
+        tensor = self._hooks[1](self.packed)
         laid_out = without_recording(_torch.laid_out, tensor, self._layout)
         return tensor if laid_out is tensor else _torch.in_place_of(tensor, laid_out)
 

@@ -40,7 +40,7 @@ class Container(NamedTuple):
 
 def open_container(value: Any) -> Container | None:
     """The parts of a container, or None for other objects. The result does not refer to `value`."""
-    kind: Any = type(value)
+    kind = type(value)
     node = _torch.PYTREE_NODES.get(kind)
     if node is not None:
         children, context = node.flatten_fn(value)
@@ -112,7 +112,7 @@ def put_together(saved: Any, leaf: Callable[[Any], Any], met: Any = None) -> Any
 
 def leaves_of(*saved: Any) -> list[Any]:
     """All parts in results of `take_apart`, without the containers."""
-    found: list[Any] = []
+    found = []
     for one in saved:
         found += leaves_of(*one.parts.values()) if type(one) is Container else [one]
     return found
@@ -120,7 +120,7 @@ def leaves_of(*saved: Any) -> list[Any]:
 
 def tensors_in(value: Any) -> list[Tensor]:
     """The tensors in a structure, in order."""
-    found: list[Tensor] = []
+    found = []
 
     def leaf(part: Any, _: Any) -> None:
         if isinstance(part, Tensor):

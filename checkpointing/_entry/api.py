@@ -513,7 +513,7 @@ class _Block:
             frame.allow_pieces()
         if is_noted:
             run.note, run.is_noted, frame.notes = note, True, Notes()
-        self._log: Any = None
+        self._log = None
         if options.debug:
             self._log, frame.context = logged(frame)
 

@@ -200,7 +200,7 @@ def _bytes_of(tensors: Iterable[TensorReport]) -> int:
 
 def _held_by(frame: Frame) -> tuple[TensorReport, ...]:
     """Each storage that a region holds, once. A region around it holds what is in its slots."""
-    found: dict[int, TensorReport] = {}
+    found = {}
     for kind, part, operator, note in frame.holdings():
         packed = _packed(part)
         if type(packed) is Moved:

@@ -37,7 +37,7 @@ class Moment:
     def __init__(self, tensors: list[Tensor], memory: list[Tensor]) -> None:
         self.tensors = tensors
         self.memory = memory  # the tensors themselves, or whole storages
-        self.values: list[Tensor] = without_recording(lambda: [*map(_torch.copy, memory)])
+        self.values = without_recording(lambda: [*map(_torch.copy, memory)])
         self._versions = [tensor._version for tensor in tensors]
 
     def go_back(self) -> None:
@@ -58,9 +58,9 @@ class Buffers:
     def __init__(self, inputs: Inputs) -> None:
         """Capture `inputs.modules` and their children; add their devices and generators to
         `inputs`."""
-        flags: dict[nn.Module, bool | None] = {}  # None: frozen TorchScript, which has no flag
-        entries: list[Entry] = []
-        stack: list[Any] = [*inputs.modules]
+        flags = {}  # None: frozen TorchScript, which has no flag
+        entries = []
+        stack = [*inputs.modules]
         while stack:
             module = stack.pop()
             if module is None or module in flags:
@@ -86,7 +86,7 @@ class Buffers:
 
     def _capture(self, entries: list[Entry]) -> None:
         """Copy the buffers that can be rewound, and note the versions of the others."""
-        small: list[Tensor] = []  # two that share memory are rewound twice, to the same values
+        small = []  # two that share memory are rewound twice, to the same values
         for module, buffers in entries:
             limit: float = _SMALL
             if isinstance(module, _LEAVES_NO_TRACE):

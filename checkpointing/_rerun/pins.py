@@ -54,7 +54,7 @@ class Pin(NamedTuple):
         if tensor.requires_grad:  # a leaf
             return tensor
         copy = _torch.copy if self.held.is_packed else _torch.alias
-        data: Tensor = without_recording(copy, tensor)
+        data = without_recording(copy, tensor)
         if not self.in_graph:
             return data
         with torch.enable_grad():

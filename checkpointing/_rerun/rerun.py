@@ -74,7 +74,7 @@ class Call(Inputs):
         if hooks is not None:
             self._given = {}
         met: dict[int, Any] = {}  # a container that is two arguments stays one
-        self._args: list[Any] = []
+        self._args = []
         for i, value in enumerate(args):
             name = ("args", i)
             if type(value) is not Tensor:
@@ -210,7 +210,7 @@ class Rerun(Region, Call, Slots):
         if self.context is not None:
             function = partial(call_within, self.context, function)
         undo: Undo = []
-        rewound: set[int] = set()
+        rewound = set()
         changed = None
         try:
             if self._buffers is not None:

@@ -261,7 +261,7 @@ class Leaves:
     def __init__(self, leaves: list[Tensor], ends: list[Tensor]) -> None:
         """Look for these leaves, down to where `ends` were made."""
         self._wanted = {id(leaf): leaf for leaf in leaves}
-        self._met: set[Any] = {None, *[tensor.grad_fn for tensor in ends]}
+        self._met = {None, *[tensor.grad_fn for tensor in ends]}
 
     def below(self, node: Any) -> Tensor | None:
         """One of the leaves that this node depends on, but for those nodes that have been asked."""
