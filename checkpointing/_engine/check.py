@@ -66,7 +66,7 @@ class Evidence:
 
 def maker_of(tensor: Tensor) -> str | None:
     """The operator that made a tensor, if autograd knows it."""
-    return None if tensor.grad_fn is None else str(tensor.grad_fn.name())
+    return None if tensor.grad_fn is None else tensor.grad_fn.name()
 
 
 def checksum(tensor: Tensor) -> int:

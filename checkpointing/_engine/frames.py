@@ -108,8 +108,11 @@ class Request:
 
     def wanted(self) -> list[Holder]:
         """The holders that this graph task may still open, by slot."""
-        live = [holder for ref in self.frame.holders if (holder := ref()) is not None]
-        return [holder for holder in live if holder.slot not in self.ready]
+        return [
+            holder
+            for ref in self.frame.holders
+            if (holder := ref()) is not None and holder.slot not in self.ready
+        ]
 
     @property
     def is_last(self) -> bool:

@@ -391,8 +391,8 @@ class CheckpointedObject:
         self.__wrapped__, self.run, self.options = fn, run, options
 
     @property
-    def enters_region(self) -> bool:
-        return bool(self.options.enabled)
+    def enters_region(self) -> Any:
+        return self.options.enabled
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         fn = self.__wrapped__
@@ -625,8 +625,7 @@ class checkpoint_scope:
 
     def __init__(self, policy: Any = None, **options: Unpack[GivenToScope]) -> None:
         if options or policy is not None:
-            given = {**options, "policy": policy}
-            self._options = options_of("checkpoint_scope", given, "replay")
+            self._options = options_of("checkpoint_scope", {**options, "policy": policy}, "replay")
 
     @property
     def name(self) -> str:

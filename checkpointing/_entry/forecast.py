@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -62,38 +62,34 @@ class Forecast(NamedTuple):
         `plot`)."""
         import matplotlib.figure  # type: ignore[import-not-found, unused-ignore]
 
+        unit = unit_of(max(row.peak for row in self.rows))
+        places = {row.write: (row.peak / 1024**unit, row.recomputed) for row in self.rows}
+        # A curve through the peaks that are asked for, and a point for each other row.
+        curve = [place for write, place in places.items() if write.startswith("auto(peak=")]
+        labels = [("auto(peak=...)", curve[len(curve) // 2], BLUE)]
         with matplotlib.rc_context(STYLE):
             figure = matplotlib.figure.Figure(figsize=(8, 4), layout="constrained")
-            draw_costs(figure.subplots(), self.rows)
+            axes = figure.subplots()
+            axes.plot(*zip(*curve, strict=True), "o-", color=BLUE)
+            for write, place in places.items():
+                if place not in curve:
+                    colour = _COLOURS.get(write, ORANGE)
+                    axes.plot(*place, "s", color=colour)
+                    labels.append((write, place, colour))
+            for text, place, colour in labels:
+                axes.annotate(text, place, xytext=(6, 6), textcoords="offset points", color=colour)
+            axes.set(
+                xlim=0,
+                ylim=(None, 1.1),
+                xlabel=f"peak memory of a step ({UNITS[unit]})",
+                ylabel="recomputed FLOPs (1: a forward)",
+            )
             figure.savefig(path)
 
 
 STYLE: dict[str, Any] = {"svg.fonttype": "none", "svg.hashsalt": "", "font.size": 9}
 BLACK, ORANGE, BLUE = "black", "#d55e00", "#0072b2"  # for colour-blind readers, too
 _COLOURS = {"plain": BLACK, "auto()": BLUE}
-
-
-def draw_costs(axes: Any, rows: Sequence[Row]) -> None:
-    """Draw recompute over peak: a curve through the peaks that are asked for, and a point for each
-    other row."""
-    unit = unit_of(max(row.peak for row in rows))
-    places = {row.write: (row.peak / 1024**unit, row.recomputed) for row in rows}
-    curve = [place for write, place in places.items() if write.startswith("auto(peak=")]
-    axes.plot(*zip(*curve, strict=True), "o-", color=BLUE)
-    labels = [("auto(peak=...)", curve[len(curve) // 2], BLUE)]
-    for write, place in places.items():
-        if place not in curve:
-            colour = _COLOURS.get(write, ORANGE)
-            axes.plot(*place, "s", color=colour)
-            labels.append((write, place, colour))
-    for text, place, colour in labels:
-        axes.annotate(text, place, xytext=(6, 6), textcoords="offset points", color=colour)
-    axes.set(
-        xlim=0,
-        ylim=(None, 1.1),
-        xlabel=f"peak memory of a step ({UNITS[unit]})",
-        ylabel="recomputed FLOPs (1: a forward)",
-    )
 
 
 class _Rehearsal(Run):

@@ -209,8 +209,10 @@ def _either(first: Policy | None, second: Policy | None) -> Policy:
     if first is None or second is None:
         raise TypeError("None is no policy to combine with: it keeps nothing")
     if first.placement is not None and second.placement is not None:
-        both = f"{first!r} and {second!r}"
-        raise TypeError(f"{both} can't both place checkpoints: give one auto(...) all it needs")
+        raise TypeError(
+            f"{first!r} and {second!r} can't both place checkpoints: give one auto(...) all it "
+            "needs"
+        )
     asked = [policy.on_op for policy in (first, second) if policy.on_op is not None]
     return Policy(
         (_either, first, second),
@@ -455,7 +457,7 @@ def offload(
     if device.type == "meta":
         raise ValueError("nothing can wait on the device 'meta', which holds no data")
     there = Destination(device, bool(pin_memory), bytes_of("min_bytes", min_bytes))
-    return _offload(as_policy(policy), there, bool(inputs))
+    return _offload(as_policy(policy), there, inputs)
 
 
 def bytes_of(name: str, given: Any) -> int:
@@ -492,8 +494,10 @@ def as_policy(policy: Any) -> Policy | None:
     if isinstance(policy, list | tuple | set | frozenset):
         return save_ops(*policy)
     if not callable(policy) or policy in (auto, offload, save_ops, save_tagged):
-        known = "one of checkpointing's, such as `auto()`, a list of operators, or a function"
-        raise TypeError(f"a policy is {known}, not {policy!r}")
+        raise TypeError(
+            "a policy is one of checkpointing's, such as `auto()`, a list of operators, or a "
+            f"function, not {policy!r}"
+        )
     return _asking(policy)
 
 

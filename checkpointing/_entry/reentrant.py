@@ -58,8 +58,7 @@ class CheckpointFunction(torch.autograd.Function):
         if not _torch.keeps_graph():
             ctx.call = None
         _run_backward(outputs, grads)
-        found = [value.grad if isinstance(value, Tensor) else None for value in inputs]
-        return None, None, *found
+        return None, None, *[v.grad if isinstance(v, Tensor) else None for v in inputs]
 
 
 def _run_backward(outputs: Any, grads: Any) -> None:

@@ -99,8 +99,7 @@ class Buffers:
                 else:
                     self._guarded.append((module, name, tensor, _torch.version(tensor)))
         if small:
-            memory = [t if _is_dense(t) else _torch.bytes_of(t) for t in small]
-            self.then = Moment(small, memory)
+            self.then = Moment(small, [t if _is_dense(t) else _torch.bytes_of(t) for t in small])
 
     def end(self) -> None:
         """The region has run. Parameters that it has written itself are not guarded."""

@@ -15,7 +15,7 @@ more than the region, and exchanges objects that belong to others (FSDP's shards
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
 from contextvars import Context
 from functools import partial
@@ -105,10 +105,10 @@ class Call(Inputs):
         if self._buffers is not None:
             self._buffers.end()
         if self._given is not None:
-            self._note_writes([*self._given.values()])
+            self._note_writes(self._given.values())
             self._given = None
 
-    def _note_writes(self, given: list[Given]) -> None:
+    def _note_writes(self, given: Collection[Given]) -> None:
         """Note the inputs in storages that the function has written: its recompute gets copies."""
         changed = [held for tensor, version, held in given if _torch.version(tensor) != version]
         if not changed:
@@ -124,8 +124,7 @@ class Call(Inputs):
 
     def random(self, cpu: bool) -> Generators:
         """The present states of the generators that a recompute puts back."""
-        devices = filter(has_rng, self.devices)
-        return Generators(cpu, devices, self.generators, self._draws_python)
+        return Generators(cpu, filter(has_rng, self.devices), self.generators, self._draws_python)
 
     def restored(self, frame: object) -> tuple[Any, list[Any], dict[str, Any], Cells]:
         """The function, its arguments, and the variables that it closes over."""
