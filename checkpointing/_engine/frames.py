@@ -163,7 +163,7 @@ class Frame:
     context: AbstractContextManager[Any] | None = None  # entered around each recompute
     prefix: str | None = None  # of messages, for code that matches torch's
     kind_of_task: type[TaskTensors] = TaskTensors
-    kind_of_request: type[Request] = Request
+    kind_of_request = Request
 
     def __init__(self, name: str, entered_from: Line, early_stop: bool, check: Check) -> None:
         self.name = name

@@ -24,7 +24,7 @@ class Region:
 
     outer: Region | None = None  # while the region runs
     is_noted = False  # for a report, as are regions inside
-    policy: Any = None  # also of inner regions without one
+    policy = None  # also of inner regions without one
 
     def keep(self, tensor: Tensor) -> Tensor:
         """Hold a value: recompute starts from it."""

@@ -254,15 +254,14 @@ def _by_hand(outlook: Outlook, calls: dict[str, list[Block]]) -> dict[str, Cost]
 
 
 def _likeness(blocks: list[Block], calls: list[Block]) -> float:
-    """How well these calls cover the blocks, 1 at most."""
-    total = 0.0
-    for begin, end in blocks:
-        shares = [
+    """How well these calls cover the blocks: 1 at most for each."""
+    return sum(
+        max(
             max(0, min(end, last) - max(begin, first)) / (max(end, last) - min(begin, first))
             for first, last in calls
-        ]
-        total += max(shares)
-    return total / len(blocks)
+        )
+        for begin, end in blocks
+    )
 
 
 def _rounded(nbytes: float) -> str:

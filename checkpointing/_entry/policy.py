@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
@@ -99,7 +99,7 @@ def keep(x: T) -> T:
     region = thread.region
     if region is None:
         return x
-    return cast(T, map_tensors(region.keep, x))
+    return map_tensors(region.keep, x)  # type: ignore[no-any-return]
 
 
 def tag(x: T, name: str) -> T:
@@ -134,7 +134,7 @@ def tag(x: T, name: str) -> T:
     region = thread.region
     if region is None:
         return x
-    return cast(T, map_tensors(lambda tensor: region.tag(tensor, name), x))
+    return map_tensors(lambda tensor: region.tag(tensor, name), x)  # type: ignore[no-any-return]
 
 
 # ---- policies

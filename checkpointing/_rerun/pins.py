@@ -101,7 +101,7 @@ class Result:
 
     has_returned = False
     after: Generators | None = None  # the generators after the call, if it drew numbers
-    value: Any = None
+    value = None
 
     def save(self, value: Any, args: Any, kwargs: Any, hooks: _torch.Hooks | None) -> None:
         given = _given_to(args, kwargs)

@@ -54,7 +54,7 @@ class Calling(Request):
     _stopped = False
     _is_watched = False
     _copies: _torch.Copies | None = None
-    _role: object = None  # of the tensor that is packed next: None if an operator saves it
+    _role = None  # of the tensor that is packed next: None if an operator saves it
 
     def call(self, function: Callable[[], Any], rewound: Set[int], changed: Leaves | None) -> None:
         """Call the function until the last slot that is wanted (rule 5). The function may catch
