@@ -40,13 +40,10 @@ from weakref import ref as _ref
 from torch import Tensor
 
 from .. import _torch, errors
-from .._torch import graph_task_id, pop_hooks, profiles, push_hooks
+from .._torch import graph_task_id, pop_hooks, profiles, push_hooks, run_backward_code
 from .check import Check, Evidence, maker_of
 from .threads import Region, thread
 from .where import Line, described, line_number
-
-# Bound once: these run for every saved tensor.
-_getframe, _backward_code = sys._getframe, _torch.run_backward_code
 
 
 class Regions:
@@ -316,8 +313,8 @@ def unpack(holder: Holder) -> Tensor:
         task[holder.slot] = None
     elif holder.saved is None or (tensor := frame.at_hand(holder)) is None:
         tensor = frame.bring_back(holder, key)
-    reader = _getframe().f_back  # None in a thread of the autograd engine
-    if reader is not None and reader.f_code is not _backward_code:
+    reader = sys._getframe().f_back  # None in a thread of the autograd engine
+    if reader is not None and reader.f_code is not run_backward_code:
         _keep_until_done(holder, tensor)
     return tensor
 

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from .. import _torch, errors
+from .._torch import Hooks, save_input
 from .frames import identity, is_internal
 from .offload import Moved, Mover
 from .tensors import Name, carries_nothing, is_parameter, is_referenced, named, root_of
@@ -32,9 +33,7 @@ from .tree import tensors_in
 Copier = Callable[[], Tensor] | None
 
 # Takes the tensors that are held: the hooks around the region, a mover, or nobody.
-Saver = _torch.Hooks | Mover | None
-
-_save_input = _torch.save_input
+Saver = Hooks | Mover | None
 
 
 def check_version(frame: object, name: Name, tensor: Tensor, version: int) -> None:
@@ -120,7 +119,7 @@ class AsOperand(Held):
     """A tensor that autograd saves, as it saves an operand."""
 
     def __init__(self, tensor: Tensor, name: Name) -> None:
-        self.packed = _save_input(tensor, False)
+        self.packed = save_input(tensor, False)
         self.name = name
         self._requires_grad = tensor.requires_grad
 
@@ -145,7 +144,7 @@ class Packed(Held):
     """An object that hooks of the user have made. It may share memory with the tensor, and outlive
     it."""
 
-    def __init__(self, tensor: Tensor, hooks: _torch.Hooks, name: Name, packed: Any) -> None:
+    def __init__(self, tensor: Tensor, hooks: Hooks, name: Name, packed: Any) -> None:
         super().__init__(packed, name)
         self._hooks = hooks
         self._layout = _torch.layout_of(tensor)
@@ -182,7 +181,7 @@ class InSlot(Held):
     """A slot of the region around: a holder, or in a recompute the delivered tensor."""
 
     def __init__(
-        self, alias: Tensor, hooks: _torch.Hooks, name: Name, role: object, tensor: Tensor
+        self, alias: Tensor, hooks: Hooks, name: Name, role: object, tensor: Tensor
     ) -> None:
         announce(hooks, role, tensor)
         pack, self._unpack = hooks
@@ -258,7 +257,7 @@ def _alias(tensor: Tensor) -> Tensor:
     return without_recording(_torch.alias, tensor)
 
 
-def hold_argument(tensor: Tensor, hooks: _torch.Hooks | None, name: Name) -> Held:
+def hold_argument(tensor: Tensor, hooks: Hooks | None, name: Name) -> Held:
     """Hold a tensor with its graph, for a rerun, as an operator would save it."""
     is_plain = type(tensor) is Tensor and tensor._base is None
     is_usual = hooks is None and tensor.requires_grad
@@ -271,16 +270,14 @@ def hold_argument(tensor: Tensor, hooks: _torch.Hooks | None, name: Name) -> Hel
     if hooks is not None and carries_nothing(tensor):
         return NoGradView(hold(tensor, hooks, name), name)
     if _is_users(hooks):
-        return Packed(tensor, (hooks[0], _unpack_saved), name, _save_input(tensor, False))
+        hooks = hooks[0], _torch.SavedTensor.unpack
+        return Packed(tensor, hooks, name, save_input(tensor, False))
     if hooks is not None:
         announce(hooks, name, tensor)
     return AsOperand(tensor, name)
 
 
-_unpack_saved = _torch.SavedTensor.unpack
-
-
-def _is_users(saver: Saver) -> TypeGuard[_torch.Hooks]:
+def _is_users(saver: Saver) -> TypeGuard[Hooks]:
     return type(saver) is tuple and not is_internal(saver)
 
 
@@ -290,7 +287,7 @@ def _is_referenced(tensor: Tensor, saver: Saver) -> bool:
     return is_parameter(root_of(tensor)) if _is_users(saver) else is_referenced(tensor)
 
 
-def _owner_of(hooks: _torch.Hooks | None) -> Any:
+def _owner_of(hooks: Hooks | None) -> Any:
     """The region, or the recompute, that hooks belong to; None for hooks of others."""
     if hooks is None or not is_internal(hooks):
         return None
@@ -298,7 +295,7 @@ def _owner_of(hooks: _torch.Hooks | None) -> Any:
     return getattr(pack, "__self__", None)
 
 
-def announce(hooks: _torch.Hooks, role: object, tensor: Tensor) -> None:
+def announce(hooks: Hooks, role: object, tensor: Tensor) -> None:
     """Tell the region around, or the recompute of one, that it packs an alias of this tensor next:
     an input of an inner region."""
     owner = _owner_of(hooks)
@@ -306,7 +303,7 @@ def announce(hooks: _torch.Hooks, role: object, tensor: Tensor) -> None:
         owner.announce(role, tensor)
 
 
-def note_written(hooks: _torch.Hooks | None, storages: Set[int | None]) -> None:
+def note_written(hooks: Hooks | None, storages: Set[int | None]) -> None:
     """Tell the region around that an inner region has written to these storages."""
     owner = _owner_of(hooks)
     if owner is not None:

@@ -7,14 +7,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-import torch
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
 
-from .. import _torch
+from .._torch import set_grad_enabled
 
 R = TypeVar("R")
-
-_is_grad_enabled, _set_grad_enabled = torch.is_grad_enabled, _torch.set_grad_enabled
 
 
 class Region:
@@ -86,11 +83,11 @@ def without_recording(function: Callable[..., R], *values: Any) -> R:
     a graph."""
     here = thread.__dict__
     region, depth, aside = here["region"], here["depth"], here["aside"]
-    grad_mode = _is_grad_enabled()
+    grad_mode = is_grad_enabled()
     try:
         here["region"], here["depth"], here["aside"] = None, depth + 1, aside + 1
-        _set_grad_enabled(False)
+        set_grad_enabled(False)
         return function(*values)
     finally:
-        _set_grad_enabled(grad_mode)
+        set_grad_enabled(grad_mode)
         here["region"], here["depth"], here["aside"] = region, depth, aside

@@ -53,8 +53,11 @@ def open_container(value: Any) -> Container | None:
     if not dataclasses.is_dataclass(value) or isinstance(value, dict | Enum | nn.Module):
         return None
     attributes = dict(getattr(value, "__dict__", {}))
-    names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
-    fields = {Field(name): getattr(value, name) for name in names}
+    fields = {
+        Field(field.name): getattr(value, field.name)
+        for field in dataclasses.fields(value)
+        if hasattr(value, field.name)
+    }
 
     def build(parts: dict[Any, Any]) -> Any:
         new = object.__new__(kind)  # past the constructor, which may take anything

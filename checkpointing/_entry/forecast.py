@@ -73,7 +73,7 @@ class Forecast(NamedTuple):
             axes.plot(*zip(*curve, strict=True), "o-", color=BLUE)
             for write, place in places.items():
                 if place not in curve:
-                    colour = _COLOURS.get(write, ORANGE)
+                    colour = {"plain": BLACK, "auto()": BLUE}.get(write, ORANGE)
                     axes.plot(*place, "s", color=colour)
                     labels.append((write, place, colour))
             for text, place, colour in labels:
@@ -89,7 +89,6 @@ class Forecast(NamedTuple):
 
 STYLE: dict[str, Any] = {"svg.fonttype": "none", "svg.hashsalt": "", "font.size": 9}
 BLACK, ORANGE, BLUE = "black", "#d55e00", "#0072b2"  # for colour-blind readers, too
-_COLOURS = {"plain": BLACK, "auto()": BLUE}
 
 
 class _Rehearsal(Run):

@@ -25,7 +25,6 @@ from .inputs import Inputs, items_of
 _MAY_HOLD_ONE = {torch.Generator, list, tuple, dict}
 _OF_EVERY_MODULE = len(vars(nn.Module()))  # attributes, before its own
 _SMALL = 1 << 16  # bytes: cheap to copy before every forward
-_NONE = -1  # bytes: not even empty buffers
 _LEAVES_NO_TRACE = (_torch.Normalisation, torch.jit.ScriptModule)  # kernels bypass version counters
 
 Entry = tuple[nn.Module, dict[str, Any]]  # a module, with the buffers that it had
@@ -90,7 +89,7 @@ class Buffers:
         for module, buffers in entries:
             limit: float = _SMALL
             if isinstance(module, _LEAVES_NO_TRACE):
-                limit = math.inf if self._flags[module] else _NONE
+                limit = math.inf if self._flags[module] else -1  # less than that of an empty one
             for name, tensor in buffers.items():
                 if tensor is None:
                     continue
@@ -134,8 +133,11 @@ class Buffers:
 
     def storages(self) -> set[int]:
         """The storages of the buffers that are rewound."""
-        parts = [part for each in self.then.tensors for part in _torch.plain_parts(each)]
-        return {*map(_torch.storage_id, parts)}
+        return {
+            _torch.storage_id(part)
+            for tensor in self.then.tensors
+            for part in _torch.plain_parts(tensor)
+        }
 
     def enter(self, frame: object, undo: Undo) -> None:
         """Go back to the forward; `undo` gets the functions that return."""
@@ -156,8 +158,12 @@ class Buffers:
 
 
 def _parameters_of(modules: Iterable[nn.Module]) -> list[Tensor]:
-    stored = [_torch.parts_of_module(module)[1] for module in modules]
-    return [tensor for each in stored for tensor in each.values() if tensor is not None]
+    return [
+        tensor
+        for module in modules
+        for tensor in _torch.parts_of_module(module)[1].values()
+        if tensor is not None
+    ]
 
 
 def _is_another(tensor: Tensor, other: Tensor) -> bool:
@@ -181,8 +187,14 @@ def _generators_of(module: nn.Module) -> tuple[torch.Generator, ...]:
     parts = [*islice(vars(module).values(), _OF_EVERY_MODULE, None)]
     if _MAY_HOLD_ONE.isdisjoint(map(type, parts)):
         return ()
-    found = [each for part in parts for each in (part, *items_of(part))]
-    return tuple([each for each in found if type(each) is torch.Generator])
+    return tuple(
+        [
+            each
+            for part in parts
+            for each in (part, *items_of(part))
+            if type(each) is torch.Generator
+        ]
+    )
 
 
 def _can_be_rewound(tensor: Tensor) -> bool:

@@ -92,8 +92,9 @@ class Inputs:
         code, scope = function.__code__, function.__globals__
         names = code.co_names
         if CodeType in map(type, code.co_consts):  # comprehensions, lambdas
-            inner = [const for const in code.co_consts if type(const) is CodeType]
-            names = (*names, *[name for const in inner for name in const.co_names])
+            for const in code.co_consts:
+                if type(const) is CodeType:
+                    names += const.co_names
         for name in names:
             if isinstance(scope.get(name), Module):
                 self.modules += (scope[name],)

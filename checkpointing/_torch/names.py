@@ -301,7 +301,6 @@ class below_autograd:
 
 
 is_zeros = Tensor._is_zerotensor
-_zeros_key = _C.DispatchKey.ZeroTensor
 
 
 def with_zeros(run: Callable[..., Any]) -> Callable[..., Any]:
@@ -313,7 +312,7 @@ def with_zeros(run: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def guarded(*args: Any, **kwargs: Any) -> Any:
-        with _C._SetExcludeDispatchKeyGuard(_zeros_key, False):
+        with _C._SetExcludeDispatchKeyGuard(_C.DispatchKey.ZeroTensor, False):
             return run(*args, **kwargs)
 
     return guarded
@@ -379,8 +378,8 @@ def plain_parts(tensor: Any) -> list[Tensor]:
         return [tensor]
     names, _ = tensor.__tensor_flatten__()
     parts = [getattr(tensor, name) for name in names]
-    tensors = [part for part in parts if isinstance(part, Tensor)]  # one may be a `DeviceMesh`
-    return [leaf for part in tensors for leaf in plain_parts(part)] or [tensor]
+    # One may be a `DeviceMesh`.
+    return [p for part in parts if isinstance(part, Tensor) for p in plain_parts(part)] or [tensor]
 
 
 def unflatten(kind: Any, parts: dict[str, Any], context: Any, size: Any, stride: Any) -> Tensor:
