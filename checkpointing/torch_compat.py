@@ -10,8 +10,6 @@ device type among the arguments is forked, `ctx.saved_tensors` may be read twice
 per thread and context.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import sys

@@ -1,7 +1,5 @@
 """The determinism check: compares metadata, values, or the result of a function of the user's."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import sys

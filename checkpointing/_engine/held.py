@@ -13,8 +13,6 @@
 Invariant: a tensor comes back with its strides and gaps, since kernels look at them.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Set
 from typing import Any, TypeGuard

@@ -5,8 +5,6 @@ Invariant: whatever enters an older state leaves it again, in the reverse order,
 error. A list named `undo` collects the functions that do so.
 """
 
-from __future__ import annotations
-
 import importlib
 import random
 from collections.abc import Callable, Iterable

@@ -4,8 +4,6 @@ Containers are lists, tuples, dicts, named tuples, dataclasses and the types tha
 with torch's pytree. Other objects stay whole.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from enum import Enum

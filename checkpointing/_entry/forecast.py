@@ -4,8 +4,6 @@ The function runs once, as a block that is recorded and never brought back. What
 is put back afterwards: memory from outside, buffers that were exchanged, generators.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 from collections import defaultdict

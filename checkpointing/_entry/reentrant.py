@@ -6,8 +6,6 @@ grad. Everything else is an error. Random state, ambient state and module buffer
 the rest of the library.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterable
 from typing import Any

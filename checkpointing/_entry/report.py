@@ -8,8 +8,6 @@ Rejected: notes that outlive their frame, to count and time recomputes. torch's 
 in ranges named `recompute:<region>`.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 import traceback

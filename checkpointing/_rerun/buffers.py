@@ -7,8 +7,6 @@ Rejected: exchanging the buffers for copies. Aliases, views and caches keyed by 
 refer to the originals.
 """
 
-from __future__ import annotations
-
 import math
 import operator
 from collections.abc import Iterable

@@ -5,8 +5,6 @@ save them: through the enclosing hooks, parameters by reference. Devices, genera
 collected on the way.
 """
 
-from __future__ import annotations
-
 import dis
 import inspect
 from collections.abc import Iterable, Mapping

@@ -13,8 +13,6 @@ Rejected: a search for everything that a function may read or write. It has no e
 more than the region, and exchanges objects that belong to others (FSDP's shards, caches).
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
 from contextvars import Context

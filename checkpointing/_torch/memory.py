@@ -4,8 +4,6 @@ Invariant: a copy has the strides, gaps, shared elements and alignment of the or
 kernels look at them and may add in another order otherwise.
 """
 
-from __future__ import annotations
-
 import functools
 import sys
 from collections.abc import Sequence, Set

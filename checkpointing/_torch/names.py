@@ -4,8 +4,6 @@ Nothing else in the package reaches into `torch._C`. All of these names exist, u
 2.13 to 2.15.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import operator
