@@ -52,7 +52,7 @@ class Evidence:
     """The finding of a costly check in a tensor, and where that was saved; compares the finding."""
 
     def __init__(self, tensor: Tensor, finding: object) -> None:
-        self.finding = (metadata_of(tensor), finding)
+        self.finding = metadata_of(tensor), finding
         self.line = entered_from(sys._getframe(1))
 
     def __eq__(self, other: object) -> bool:

@@ -46,20 +46,12 @@ class Held:
 
     is_packed = True  # whether fetching it may cost a copy or a recompute
     is_parameter = False  # whether it is referenced rather than saved
+    is_stale = False  # whether it is referenced rather than saved, and has been written since
+    moved: Moved | None = None  # its offloaded copy, if there is one
 
     def __init__(self, packed: Any, name: Name) -> None:
         self.packed = packed
         self.name = name
-
-    @property
-    def moved(self) -> Moved | None:
-        """Its offloaded copy, if there is one."""
-        return None
-
-    @property
-    def is_stale(self) -> bool:
-        """Whether it is referenced rather than saved, and has been written since."""
-        return False
 
     def fetch(self, frame: object) -> Tensor:
         """The tensor as it was. Others may read it, too: it must not be written."""
@@ -90,7 +82,7 @@ class Aliased(Held):
         return self.packed  # type: ignore[no-any-return]
 
     @property
-    def is_stale(self) -> bool:
+    def is_stale(self) -> bool:  # type: ignore[override]
         """Whether it has been written since."""
         return _torch.version(self.packed) != self._version
 
@@ -208,7 +200,7 @@ class Elsewhere(Held):
     """A copy that waits elsewhere."""
 
     @property
-    def moved(self) -> Moved:
+    def moved(self) -> Moved:  # type: ignore[override]
         return self.packed  # type: ignore[no-any-return]
 
     def fetch(self, frame: object) -> Tensor:

@@ -55,7 +55,7 @@ class Mover:
         """Copy a tensor out. Later work on its device may write it and reuse its memory."""
         there, home, layout = self.destination.device, tensor.device, _torch.layout_of(tensor)
         streams = _torch.streams_of(home)
-        values = _torch.one_each(tensor)
+        values = _torch.one_each(tensor, tensor)
         if streams is None:
             copy = torch.empty_like(values, device=there).copy_(values)
             return Moved(copy, home, layout, None, None)

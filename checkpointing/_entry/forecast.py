@@ -114,8 +114,8 @@ class _Rehearsal(Run):
             return
         for each in module.modules():
             self.buffers[each] = dict(_torch.buffers_of_module(each)[0])
-            with aside():
-                self.weights += [(p, p.data) for p in each.parameters(recurse=False)]
+        with aside():
+            self.weights += [(p, p.data) for p in module.parameters()]
 
     def has_called_module(self, module: nn.Module, args: Any, result: Any) -> None:
         calls, begin = self.calls[type(module).__qualname__], self._open.pop()

@@ -98,10 +98,10 @@ def _length(size: Sequence[int], stride: Sequence[int]) -> int:
     return 0 if 0 in size else 1 + sum(step * (n - 1) for n, step in zip(size, stride, strict=True))
 
 
-def one_each(tensor: Tensor, like: Tensor | None = None) -> Tensor:
-    """`tensor` with its expanded (stride-0) dimensions narrowed to one element; those of `like`, if
-    given."""
-    for dim, step in enumerate((tensor if like is None else like).stride()):
+def one_each(tensor: Tensor, like: Tensor) -> Tensor:
+    """`tensor`, with the dimensions that are expanded (stride 0) in `like` narrowed to one
+    element."""
+    for dim, step in enumerate(like.stride()):
         if step == 0:
             tensor = tensor.narrow(dim, 0, min(1, tensor.shape[dim]))
     return tensor
@@ -164,7 +164,7 @@ def clone_storage(tensor: Tensor) -> Tensor:
 def write(tensor: Tensor, values: Tensor) -> None:
     """Write values, once for elements that share their memory, without counting up the version."""
     with below_versions():
-        one_each(tensor).copy_(one_each(values, tensor))
+        one_each(tensor, tensor).copy_(one_each(values, tensor))
 
 
 def overwrite(tensors: list[Tensor], values: list[Tensor]) -> None:
