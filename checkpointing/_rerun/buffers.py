@@ -78,13 +78,13 @@ class Buffers:
         self._entries = entries
         self._guarded: list[tuple[nn.Module, str, Tensor, int]] = []  # with their versions
         if entries:
-            self._capture(entries)
+            self._capture()
         self._versions = _versions_of(self._trained)
 
-    def _capture(self, entries: list[Entry]) -> None:
+    def _capture(self) -> None:
         """Copy the buffers that can be rewound, and note the versions of the others."""
         small = []  # two that share memory are rewound twice, to the same values
-        for module, buffers in entries:
+        for module, buffers in self._entries:
             limit: float = _SMALL
             if isinstance(module, _LEAVES_NO_TRACE):
                 limit = math.inf if self._flags[module] else -1  # less than that of an empty one
