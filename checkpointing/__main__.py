@@ -11,12 +11,12 @@ to run.
 """
 
 import argparse
-import functools
 import gc
 import math
 import os
 import sys
 import time
+from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -82,7 +82,7 @@ def in_scope(call: Any, policy: Any = None) -> Any:
     return scoped
 
 
-torch_checkpoint = functools.partial(checkpoint, plain, use_reentrant=False)
+torch_checkpoint = partial(checkpoint, plain, use_reentrant=False)
 WAYS = {
     "plain": each_block(plain),
     "torch.utils.checkpoint per block": each_block(torch_checkpoint),
@@ -197,7 +197,7 @@ def main(arguments: Any = None) -> int:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
     if options.what:
-        print(forecast(functools.partial(WAYS["plain"], model_of(options), batch_of(options))))
+        print(forecast(partial(WAYS["plain"], model_of(options), batch_of(options))))
         return 0
     runs = [training(way, options) for way in WAYS.values()]
     for number, turn in enumerate(zip(*runs, strict=True), 1):

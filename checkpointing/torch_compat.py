@@ -10,12 +10,11 @@ device type among the arguments is forked, `ctx.saved_tensors` may be read twice
 per thread and context.
 """
 
-import contextlib
-import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
+from functools import partial
 from types import MethodType
 from typing import Any, ParamSpec, TypedDict, TypeVar, overload
 
@@ -93,7 +92,7 @@ def set_checkpoint_debug_enabled(enabled: bool | None) -> AbstractContextManager
     return _overridden(_debug, enabled)
 
 
-@contextlib.contextmanager
+@contextmanager
 def _overridden(switch: Switch, value: bool | None) -> Iterator[None]:
     token = switch.set(value)
     try:
@@ -185,7 +184,7 @@ def checkpoint(
     }
     if function is None and not args:
         _refuse_keywords(kwargs)
-        return functools.partial(_decorated, options=options)
+        return partial(_decorated, options=options)
     return _checkpoint(options, function, args, kwargs)
 
 
@@ -333,7 +332,7 @@ def checkpoint_sequential(
     last = size * (segments - 1)
     for start in range(0, last, size):
         input = checkpoint(
-            functools.partial(_run_in_turn, steps[start : start + size]),
+            partial(_run_in_turn, steps[start : start + size]),
             input,
             use_reentrant=use_reentrant,
             preserve_rng_state=preserve_rng_state,

@@ -7,12 +7,12 @@ engine does the rest.
 
 from __future__ import annotations
 
-import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
+from functools import cache, partial, wraps
 from inspect import Parameter, Signature
 from types import MethodType
 from typing import Any, Literal, NamedTuple, ParamSpec, Protocol, TypedDict, TypeVar, overload
@@ -213,7 +213,7 @@ def forward_only(fn: Callable[P, R], /) -> Callable[P, R]:
     refuse_generators("forward_only", fn)
 
     # A callable object has attributes of its own that must not be copied onto the wrapper.
-    @functools.wraps(fn, updated=("__dict__",) if inspect.isroutine(fn) else ())
+    @wraps(fn, updated=("__dict__",) if inspect.isroutine(fn) else ())
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         if is_dynamo_compiling() or thread.region is None:
             return fn(*args, **kwargs)
@@ -239,7 +239,7 @@ def is_plain(enabled: bool = True) -> bool:
     return True
 
 
-@functools.cache
+@cache
 def _warn_about_transforms() -> None:
     warn(
         "checkpointing: a torch.func transform (grad, vjp, jacrev, vmap, ...) is taken over a "
@@ -326,7 +326,7 @@ def checkpointed(fn: Any = None, /, **options: Unpack[Given]) -> Any:
     Source of the method: Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost";
     saved-tensors hooks as in `torch.utils.checkpoint.checkpoint(use_reentrant=False)`.
     """
-    decorate = functools.partial(wrap, run=run, options=options_of("checkpointed", options))
+    decorate = partial(wrap, run=run, options=options_of("checkpointed", options))
     return decorate if fn is None else decorate(fn)
 
 
@@ -367,7 +367,7 @@ def wrap(fn: Any, run: Callable[..., Any], options: Any, name: str = "") -> Any:
         return CheckpointedObject(fn, run, options)
     name = name or fn.__qualname__
 
-    @functools.wraps(fn)
+    @wraps(fn)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         return run(options, fn, args, kwargs, name)
 
@@ -400,7 +400,7 @@ class CheckpointedObject:
 
 
 def refuse_generators(entry: str, fn: Any) -> None:
-    code = fn.func if isinstance(fn, functools.partial) else fn
+    code = fn.func if isinstance(fn, partial) else fn
     if not inspect.isroutine(code):
         code = code.forward if isinstance(code, nn.Module) else type(code).__call__
     is_async = inspect.iscoroutinefunction(code) or inspect.isasyncgenfunction(code)
@@ -452,7 +452,7 @@ def run_rerun(
         frame.is_noted, frame.notes = True, Notes()
     if contexts is not None:
         forward, frame.context = contexts(frame)
-        fn = functools.partial(call_within, forward, fn)
+        fn = partial(call_within, forward, fn)
     frame.enter(frame)
     try:
         result = fn(*args, **kwargs)

@@ -5,12 +5,12 @@ Nothing else in the package reaches into `torch._C`. All of these names exist, u
 """
 
 import contextlib
-import functools
 import operator
 import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
@@ -34,7 +34,7 @@ pop_hooks = _autograd._pop_saved_tensors_default_hooks
 # torch.func transforms and some graph captures forbid hooks. A region is then a plain call.
 hooks_are_enabled = _autograd._saved_tensors_hooks_is_enabled
 # The pair of hooks that autograd would use now, or None.
-enclosing_hooks: Callable[[], Hooks | None] = functools.partial(
+enclosing_hooks: Callable[[], Hooks | None] = partial(
     _autograd._top_saved_tensors_default_hooks, True
 )
 
@@ -92,7 +92,7 @@ def shows_users_hooks(mode: Any) -> Iterator[None]:
     theirs: Any = torch.utils.checkpoint  # mypy knows that of 2.13
     hooks = enclosing_hooks()
     assert hooks is not None  # of the region
-    pack = functools.partial(hooks[0])  # a method takes no attributes of its own
+    pack = partial(hooks[0])  # a method takes no attributes of its own
     pop_hooks()
     mark_as_torchs_own(pack, theirs._current_user_saved_tensors_hooks())
     push_hooks(pack, hooks[1])
@@ -169,8 +169,8 @@ def is_cast_of_parameter(tensor: Tensor) -> bool:
 # Batched backward: `torch.autograd.grad(..., is_grads_batched=True)` runs unpack hooks inside of
 # torch's older vmap, which refuses random operators. Recomputed tensors do not depend on it.
 _vmap_key = _C._parse_dispatch_key("VmapMode")
-in_batched_backward = functools.partial(_C._dispatch_tls_is_dispatch_key_included, _vmap_key)
-outside_of_batch = functools.partial(_C._ExcludeDispatchKeyGuard, _C.DispatchKeySet(_vmap_key))
+in_batched_backward = partial(_C._dispatch_tls_is_dispatch_key_included, _vmap_key)
+outside_of_batch = partial(_C._ExcludeDispatchKeyGuard, _C.DispatchKeySet(_vmap_key))
 
 # ---- modes and transforms
 
