@@ -209,7 +209,7 @@ def forecast(function: Callable[[], Any], /) -> Forecast:
     with _put_back(run), disabled(), torch.enable_grad(), run:
         frame.enter(run)
         try:
-            result = function()
+            _result = function()  # which lives until its costs are known
         finally:
             frame.leave(run)
         run.finish_step()
@@ -219,7 +219,6 @@ def forecast(function: Callable[[], Any], /) -> Forecast:
             )
         rows = _rows(Outlook(run), run.calls)
         run.close()
-    del result
     return Forecast(tuple(rows))
 
 
@@ -245,7 +244,7 @@ def _by_hand(outlook: Outlook, calls: dict[str, list[Block]]) -> dict[str, Cost]
     if not blocks:
         return {}
     name = max(calls, key=lambda name: _likeness(blocks, calls[name]), default="")
-    if len(calls.get(name, ())) < 2:
+    if len(calls[name]) < 2:
         return {"a checkpoint around each block": outlook.by_hand(blocks)}
     return {f"checkpoint_modules(model, {name})": outlook.by_hand(calls[name])}
 

@@ -55,7 +55,7 @@ PreserveRngState = bool | Literal["all"]
 class Call(Inputs):
     """One call of a function: its inputs, and the state in which it runs."""
 
-    _buffers: Buffers | None = None
+    _buffers = None
     _cpu_state: Tensor | None = None
     _rng: Generators | None = None
     _draws_python = False  # whether the generators of Python and NumPy are put back, too

@@ -53,7 +53,7 @@ class Calling(Request):
     _filling = -1  # the last node whose saved memory the operator may still fill, as RReLU
     _stopped = False
     _is_watched = False
-    _copies: _torch.Copies | None = None
+    _copies = None
     _role = None  # of the tensor that is packed next: None if an operator saves it
 
     def call(self, function: Callable[[], Any], rewound: Set[int], changed: Leaves | None) -> None:
