@@ -11,12 +11,12 @@ to run.
 """
 
 import argparse
-import functools
 import gc
 import math
 import os
 import sys
 import time
+from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -82,7 +82,7 @@ def in_scope(call: Any, policy: Any = None) -> Any:
     return scoped
 
 
-torch_checkpoint = functools.partial(checkpoint, plain, use_reentrant=False)
+torch_checkpoint = partial(checkpoint, plain, use_reentrant=False)
 WAYS = {
     "plain": each_block(plain),
     "torch.utils.checkpoint per block": each_block(torch_checkpoint),
@@ -154,16 +154,15 @@ def training(way: Any, options: Any) -> Any:
     model, text = model_of(options), batch_of(options)
     weights = [*model.parameters()]
     optimizer = torch.optim.SGD(weights, lr=0.1)
-    synchronize = torch.get_device_module(options.device).synchronize
     quickest = math.inf
-    found: Any = {"losses": [], "random stream": [], "weights": weights}
+    found = {"losses": [], "random stream": [], "weights": weights}
     for seed in range(options.steps):
         torch.manual_seed(seed)
         begin = time.perf_counter()
         loss = way(model, text)
         loss.backward()
         optimizer.step()
-        synchronize()
+        torch.get_device_module(options.device).synchronize()
         quickest = min(quickest, 1e3 * (time.perf_counter() - begin))
         found["losses"].append(loss.detach())
         found["random stream"].append(torch.rand(8, device=text.device))
@@ -198,7 +197,7 @@ def main(arguments: Any = None) -> int:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
     if options.what:
-        print(forecast(functools.partial(WAYS["plain"], model_of(options), batch_of(options))))
+        print(forecast(partial(WAYS["plain"], model_of(options), batch_of(options))))
         return 0
     runs = [training(way, options) for way in WAYS.values()]
     for number, turn in enumerate(zip(*runs, strict=True), 1):

@@ -4,8 +4,6 @@ A message names the problem, the region with the line where it was entered, and 
 catches `torch.utils.checkpoint.CheckpointError` catches these, too.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -10,14 +10,11 @@ device type among the arguments is forked, `ctx.saved_tensors` may be read twice
 per thread and context.
 """
 
-from __future__ import annotations
-
-import contextlib
-import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
+from functools import partial
 from types import MethodType
 from typing import Any, ParamSpec, TypedDict, TypeVar, overload
 
@@ -43,7 +40,6 @@ from ._entry import (
 from .errors import CheckpointError as CheckpointError
 
 # Bound here, since users replace torch's names by ours (`torch.utils.checkpoint.checkpoint = ...`).
-_their_names = vars(_theirs)
 _their_checkpoint = _theirs.checkpoint
 
 Contexts = tuple[
@@ -96,7 +92,7 @@ def set_checkpoint_debug_enabled(enabled: bool | None) -> AbstractContextManager
     return _overridden(_debug, enabled)
 
 
-@contextlib.contextmanager
+@contextmanager
 def _overridden(switch: Switch, value: bool | None) -> Iterator[None]:
     token = switch.set(value)
     try:
@@ -107,7 +103,7 @@ def _overridden(switch: Switch, value: bool | None) -> Iterator[None]:
 
 def _switch(ours: Switch, theirs: str, argument: bool) -> bool:
     """An argument, unless our context manager or torch's overrides it."""
-    for override in (ours.get(), _their_names.get(theirs)):
+    for override in (ours.get(), getattr(_theirs, theirs)):
         if override is not None:
             return bool(override)
     return argument
@@ -188,7 +184,7 @@ def checkpoint(
     }
     if function is None and not args:
         _refuse_keywords(kwargs)
-        return functools.partial(_decorated, options=options)
+        return partial(_decorated, options=options)
     return _checkpoint(options, function, args, kwargs)
 
 
@@ -289,7 +285,7 @@ def _chooses_reentrant(given: bool | None, name: str, threat: str) -> bool:
             "you need to preserve the current default behavior, you can pass use_reentrant=True. "
             "Refer to docs for more details on the differences between the two variants."
         )
-    return True if given is None else given  # which torch converts as late as possible
+    return given is None or given  # which torch converts as late as possible
 
 
 def checkpoint_sequential(
@@ -336,7 +332,7 @@ def checkpoint_sequential(
     last = size * (segments - 1)
     for start in range(0, last, size):
         input = checkpoint(
-            functools.partial(_run_in_turn, steps[start : start + size]),
+            partial(_run_in_turn, steps[start : start + size]),
             input,
             use_reentrant=use_reentrant,
             preserve_rng_state=preserve_rng_state,

@@ -82,7 +82,7 @@ def test_policies_are_frozen_printable_hashable(text):
     assert policy == same
     assert len({policy, same}) == 1
     assert repr(policy) == text
-    for field in policy._fields:
+    for field in vars(policy):
         with pytest.raises(AttributeError):
             setattr(policy, field, None)
 

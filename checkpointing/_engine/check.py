@@ -1,7 +1,5 @@
 """The determinism check: compares metadata, values, or the result of a function of the user's."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import sys
@@ -35,17 +33,16 @@ def values_of(tensor: Tensor) -> Any:
     return Evidence(tensor, f"checksum {without_recording(checksum, tensor):016x}")
 
 
+CHECKS = {"metadata": metadata_of, "values": values_of, "none": None}
+
+
 def check_of(option: DeterminismCheck) -> Check:
     """The function for an option; None compares nothing."""
-    return _by_function(option) if callable(option) else CHECKS[option]
+    if not callable(option):
+        return CHECKS[option]
 
-
-CHECKS: dict[str, Check] = {"metadata": metadata_of, "values": values_of, "none": None}
-
-
-def _by_function(function: Callable[[Tensor], Any]) -> Check:
     def check(tensor: Tensor) -> Evidence:
-        found = without_recording(lambda tensor: function(tensor.detach()), tensor)
+        found = without_recording(lambda: option(tensor.detach()))
         return Evidence(tensor, found.tolist() if isinstance(found, Tensor) else found)
 
     return check
@@ -55,7 +52,7 @@ class Evidence:
     """The finding of a costly check in a tensor, and where that was saved; compares the finding."""
 
     def __init__(self, tensor: Tensor, finding: object) -> None:
-        self.finding = (metadata_of(tensor), finding)
+        self.finding = metadata_of(tensor), finding
         self.line = entered_from(sys._getframe(1))
 
     def __eq__(self, other: object) -> bool:
@@ -67,7 +64,7 @@ class Evidence:
 
 def maker_of(tensor: Tensor) -> str | None:
     """The operator that made a tensor, if autograd knows it."""
-    return None if tensor.grad_fn is None else str(tensor.grad_fn.name())
+    return None if tensor.grad_fn is None else tensor.grad_fn.name()
 
 
 def checksum(tensor: Tensor) -> int:

@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NamedTuple
@@ -40,13 +40,10 @@ from weakref import ref as _ref
 from torch import Tensor
 
 from .. import _torch, errors
-from .._torch import graph_task_id, pop_hooks, profiles, push_hooks
-from .check import Check, Evidence
+from .._torch import graph_task_id, pop_hooks, profiles, push_hooks, run_backward_code
+from .check import Check, Evidence, maker_of
 from .threads import Region, thread
 from .where import Line, described, line_number
-
-# Bound once: these run for every saved tensor.
-_getframe, _backward_code = sys._getframe, _torch.run_backward_code
 
 
 class Regions:
@@ -65,7 +62,7 @@ class Holding(NamedTuple):
 
     kind: str
     part: Any  # a `Held` or a tensor
-    operator: str | None  # that made it, or read it first; or the name of the argument
+    operator: str | None = None  # that made it, or read it first; or the name of the argument
     note: tuple[str | None, ...] | None = None  # the module that ran then, and the user's line
 
 
@@ -108,8 +105,11 @@ class Request:
 
     def wanted(self) -> list[Holder]:
         """The holders that this graph task may still open, by slot."""
-        live = [holder for ref in self.frame.holders if (holder := ref()) is not None]
-        return [holder for holder in live if holder.slot not in self.ready]
+        return [
+            holder
+            for ref in self.frame.holders
+            if (holder := ref()) is not None and holder.slot not in self.ready
+        ]
 
     @property
     def is_last(self) -> bool:
@@ -160,7 +160,7 @@ class Frame:
     context: AbstractContextManager[Any] | None = None  # entered around each recompute
     prefix: str | None = None  # of messages, for code that matches torch's
     kind_of_task: type[TaskTensors] = TaskTensors
-    kind_of_request: type[Request] = Request
+    kind_of_request = Request
 
     def __init__(self, name: str, entered_from: Line, early_stop: bool, check: Check) -> None:
         self.name = name
@@ -188,14 +188,6 @@ class Frame:
         """Autograd's pack hook; it runs once per saved tensor."""
         raise NotImplementedError
 
-    def announce(self, role: object, tensor: Tensor) -> None:
-        """A region inside takes this as an input, and packs an alias of it next."""
-        raise NotImplementedError
-
-    def note_written(self, storages: Set[int]) -> None:
-        """A region inside has written to these storages."""
-        raise NotImplementedError
-
     def at_hand(self, holder: Holder) -> Tensor | None:
         """The tensor of a holder, if it need not be computed."""
         raise NotImplementedError
@@ -207,7 +199,7 @@ class Frame:
 
     def maker(self, holder: Holder, tensor: Tensor) -> str | None:
         """The operator that made the tensor of a holder, for messages and reports."""
-        raise NotImplementedError
+        return maker_of(tensor)
 
     def holdings(self) -> Iterable[Holding]:
         """Everything that is held now for live holders, without parameters."""
@@ -276,8 +268,6 @@ class Frame:
                 self.recompute(request)
             if request.mismatches:
                 self._refuse(request.mismatches)
-        except Stop:  # of a rerun around this one
-            raise
         except BaseException as error:
             request.ready.clear()  # no recomputed tensor is used after an error
             self._explain(error)
@@ -323,8 +313,8 @@ def unpack(holder: Holder) -> Tensor:
         task[holder.slot] = None
     elif holder.saved is None or (tensor := frame.at_hand(holder)) is None:
         tensor = frame.bring_back(holder, key)
-    reader = _getframe().f_back  # None in a thread of the autograd engine
-    if reader is not None and reader.f_code is not _backward_code:
+    reader = sys._getframe().f_back  # None in a thread of the autograd engine
+    if reader is not None and reader.f_code is not run_backward_code:
         _keep_until_done(holder, tensor)
     return tensor
 

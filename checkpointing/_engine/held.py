@@ -13,8 +13,6 @@
 Invariant: a tensor comes back with its strides and gaps, since kernels look at them.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Set
 from typing import Any, TypeGuard
@@ -23,6 +21,7 @@ import torch
 from torch import Tensor
 
 from .. import _torch, errors
+from .._torch import Hooks, save_input
 from .frames import identity, is_internal
 from .offload import Moved, Mover
 from .tensors import Name, carries_nothing, is_parameter, is_referenced, named, root_of
@@ -32,9 +31,7 @@ from .tree import tensors_in
 Copier = Callable[[], Tensor] | None
 
 # Takes the tensors that are held: the hooks around the region, a mover, or nobody.
-Saver = _torch.Hooks | Mover | None
-
-_save_input = _torch.save_input
+Saver = Hooks | Mover | None
 
 
 def check_version(frame: object, name: Name, tensor: Tensor, version: int) -> None:
@@ -49,20 +46,12 @@ class Held:
 
     is_packed = True  # whether fetching it may cost a copy or a recompute
     is_parameter = False  # whether it is referenced rather than saved
+    is_stale = False  # whether it is referenced rather than saved, and has been written since
+    moved: Moved | None = None  # its offloaded copy, if there is one
 
     def __init__(self, packed: Any, name: Name) -> None:
         self.packed = packed
         self.name = name
-
-    @property
-    def moved(self) -> Moved | None:
-        """Its offloaded copy, if there is one."""
-        return None
-
-    @property
-    def is_stale(self) -> bool:
-        """Whether it is referenced rather than saved, and has been written since."""
-        return False
 
     def fetch(self, frame: object) -> Tensor:
         """The tensor as it was. Others may read it, too: it must not be written."""
@@ -93,7 +82,7 @@ class Aliased(Held):
         return self.packed  # type: ignore[no-any-return]
 
     @property
-    def is_stale(self) -> bool:
+    def is_stale(self) -> bool:  # type: ignore[override]
         """Whether it has been written since."""
         return _torch.version(self.packed) != self._version
 
@@ -120,7 +109,7 @@ class AsOperand(Held):
     """A tensor that autograd saves, as it saves an operand."""
 
     def __init__(self, tensor: Tensor, name: Name) -> None:
-        self.packed = _save_input(tensor, False)
+        self.packed = save_input(tensor, False)
         self.name = name
         self._requires_grad = tensor.requires_grad
 
@@ -145,7 +134,7 @@ class Packed(Held):
     """An object that hooks of the user have made. It may share memory with the tensor, and outlive
     it."""
 
-    def __init__(self, tensor: Tensor, hooks: _torch.Hooks, name: Name, packed: Any) -> None:
+    def __init__(self, tensor: Tensor, hooks: Hooks, name: Name, packed: Any) -> None:
         super().__init__(packed, name)
         self._hooks = hooks
         self._layout = _torch.layout_of(tensor)
@@ -162,7 +151,7 @@ class Packed(Held):
         live = self._live()
         if live is not None:
             check_version(frame, self.name, live, self._version)
-        tensor: Tensor = self._hooks[1](self.packed)
+        tensor = self._hooks[1](self.packed)
         laid_out = without_recording(_torch.laid_out, tensor, self._layout)
         return tensor if laid_out is tensor else _torch.in_place_of(tensor, laid_out)
 
@@ -182,7 +171,7 @@ class InSlot(Held):
     """A slot of the region around: a holder, or in a recompute the delivered tensor."""
 
     def __init__(
-        self, alias: Tensor, hooks: _torch.Hooks, name: Name, role: object, tensor: Tensor
+        self, alias: Tensor, hooks: Hooks, name: Name, role: object, tensor: Tensor
     ) -> None:
         announce(hooks, role, tensor)
         pack, self._unpack = hooks
@@ -211,7 +200,7 @@ class Elsewhere(Held):
     """A copy that waits elsewhere."""
 
     @property
-    def moved(self) -> Moved:
+    def moved(self) -> Moved:  # type: ignore[override]
         return self.packed  # type: ignore[no-any-return]
 
     def fetch(self, frame: object) -> Tensor:
@@ -258,7 +247,7 @@ def _alias(tensor: Tensor) -> Tensor:
     return without_recording(_torch.alias, tensor)
 
 
-def hold_argument(tensor: Tensor, hooks: _torch.Hooks | None, name: Name) -> Held:
+def hold_argument(tensor: Tensor, hooks: Hooks | None, name: Name) -> Held:
     """Hold a tensor with its graph, for a rerun, as an operator would save it."""
     is_plain = type(tensor) is Tensor and tensor._base is None
     is_usual = hooks is None and tensor.requires_grad
@@ -271,16 +260,14 @@ def hold_argument(tensor: Tensor, hooks: _torch.Hooks | None, name: Name) -> Hel
     if hooks is not None and carries_nothing(tensor):
         return NoGradView(hold(tensor, hooks, name), name)
     if _is_users(hooks):
-        return Packed(tensor, (hooks[0], _unpack_saved), name, _save_input(tensor, False))
+        hooks = hooks[0], _torch.SavedTensor.unpack
+        return Packed(tensor, hooks, name, save_input(tensor, False))
     if hooks is not None:
         announce(hooks, name, tensor)
     return AsOperand(tensor, name)
 
 
-_unpack_saved = _torch.SavedTensor.unpack
-
-
-def _is_users(saver: Saver) -> TypeGuard[_torch.Hooks]:
+def _is_users(saver: Saver) -> TypeGuard[Hooks]:
     return type(saver) is tuple and not is_internal(saver)
 
 
@@ -290,7 +277,7 @@ def _is_referenced(tensor: Tensor, saver: Saver) -> bool:
     return is_parameter(root_of(tensor)) if _is_users(saver) else is_referenced(tensor)
 
 
-def _owner_of(hooks: _torch.Hooks | None) -> Any:
+def _owner_of(hooks: Hooks | None) -> Any:
     """The region, or the recompute, that hooks belong to; None for hooks of others."""
     if hooks is None or not is_internal(hooks):
         return None
@@ -298,14 +285,15 @@ def _owner_of(hooks: _torch.Hooks | None) -> Any:
     return getattr(pack, "__self__", None)
 
 
-def announce(hooks: _torch.Hooks, role: object, tensor: Tensor) -> None:
-    """Tell the region around that an input of an inner region is packed next."""
+def announce(hooks: Hooks, role: object, tensor: Tensor) -> None:
+    """Tell the region around, or the recompute of one, that it packs an alias of this tensor next:
+    an input of an inner region."""
     owner = _owner_of(hooks)
     if owner is not None:
         owner.announce(role, tensor)
 
 
-def note_written(hooks: _torch.Hooks | None, storages: Set[int | None]) -> None:
+def note_written(hooks: Hooks | None, storages: Set[int | None]) -> None:
     """Tell the region around that an inner region has written to these storages."""
     owner = _owner_of(hooks)
     if owner is not None:

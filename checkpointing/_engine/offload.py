@@ -16,8 +16,10 @@ copy. The host runs ahead, so nearly nothing would be saved.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections import deque
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -53,7 +55,7 @@ class Mover:
         """Copy a tensor out. Later work on its device may write it and reuse its memory."""
         there, home, layout = self.destination.device, tensor.device, _torch.layout_of(tensor)
         streams = _torch.streams_of(home)
-        values = _torch.one_each(tensor)
+        values = _torch.one_each(tensor, tensor)
         if streams is None:
             copy = torch.empty_like(values, device=there).copy_(values)
             return Moved(copy, home, layout, None, None)
@@ -80,20 +82,17 @@ _AT_ONCE = 4
 _AHEAD = 2  # how many are prefetched
 
 
+@dataclass(eq=False)
 class Moved:
     """An offloaded tensor."""
 
-    rank = -1  # its place in the expected order of fetching, once there is one
+    away: Tensor
+    _home: torch.device
+    _layout: Any  # as which it comes back
+    _streams: Any
+    _sent: Any
     _coming: _Coming | None = None
-
-    def __init__(
-        self, away: Tensor, home: torch.device, layout: Any, streams: Any, sent: Any
-    ) -> None:
-        self.away = away
-        self._home = home
-        self._layout = layout  # as which it comes back
-        self._streams = streams
-        self._sent = sent
+    rank = -1  # its place in the expected order of fetching, once there is one
 
     def settle(self) -> None:
         """Let the computation wait for the copy: the original is about to be written."""
@@ -144,10 +143,7 @@ def _copy(target: Tensor, source: Tensor) -> None:
     target.copy_(source, non_blocking=True)
 
 
-_SIDE_STREAMS: dict[Any, Any] = {}
-
-
+@functools.cache
 def _side_stream(streams: Any, device: torch.device, way: str) -> Any:
-    if (device, way) not in _SIDE_STREAMS:
-        _SIDE_STREAMS[device, way] = streams.Stream(device)
-    return _SIDE_STREAMS[device, way]
+    """The one stream of a device for copies out, or back."""
+    return streams.Stream(device)

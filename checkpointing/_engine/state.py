@@ -5,12 +5,10 @@ Invariant: whatever enters an older state leaves it again, in the reverse order,
 error. A list named `undo` collects the functions that do so.
 """
 
-from __future__ import annotations
-
 import importlib
 import random
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 import torch
@@ -45,17 +43,20 @@ class Generators:
     def __init__(
         self,
         cpu: bool,
-        devices: Iterable[torch.device] = (),
-        generators: Iterable[torch.Generator] = (),
-        python: bool = False,
+        devices: Iterable[torch.device],
+        generators: Iterable[torch.Generator],
+        python: bool,
     ) -> None:
         """The default generators of the CPU (if `cpu`) and of `devices`, and `generators`; with
-        `python`, also those of the `random` module and of NumPy."""
+        `python`, also those of the `random` module and, where it is installed, of NumPy."""
         streams: list[_Stream] = [(_torch.set_cpu_state, _torch.get_cpu_state)] if cpu else []
         streams += [_device_stream(device) for device in devices]
         streams += [(generator.set_state, generator.get_state) for generator in generators]
         if python:
-            streams += _python_streams()
+            streams.append((random.setstate, random.getstate))
+            with suppress(ImportError):
+                numpy = importlib.import_module("numpy.random")
+                streams.append((numpy.set_state, lambda: numpy.get_state(legacy=False)))
         self._python = python
         self._streams = [(setter, getter, getter()) for setter, getter in streams]
 
@@ -79,16 +80,6 @@ class Generators:
             setter(state)
 
 
-def _python_streams() -> list[_Stream]:
-    """The global generators of Python and, where it is installed, NumPy."""
-    streams: list[_Stream] = [(random.setstate, random.getstate)]
-    try:
-        numpy = importlib.import_module("numpy.random")
-    except ImportError:
-        return streams
-    return [*streams, (numpy.set_state, lambda: numpy.get_state(legacy=False))]
-
-
 def _device_stream(device: torch.device) -> _Stream:
     """An accelerator's default generator (`torch.<type>.get_rng_state`, one uint8 tensor)."""
     module = torch.get_device_module(device)
@@ -101,6 +92,7 @@ def has_rng(device: torch.device) -> bool:
 
 
 # ---- switches
+
 
 _GETTERS = [getter for getter, _ in _torch.SWITCHES]
 

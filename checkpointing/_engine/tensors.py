@@ -1,7 +1,5 @@
 """Tensors as regions see them: their names in messages, and which are referenced, not saved."""
 
-from __future__ import annotations
-
 from torch import Tensor, nn
 
 from .. import _torch

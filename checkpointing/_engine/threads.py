@@ -7,31 +7,29 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-import torch
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
 
-from .. import _torch
+from .._torch import set_grad_enabled
 
 R = TypeVar("R")
-
-_is_grad_enabled, _set_grad_enabled = torch.is_grad_enabled, _torch.set_grad_enabled
 
 
 class Region:
     """A region, as code inside it meets it. Calls that it does not handle go on to the region
-    around it."""
+    around it. A region of this very class keeps nothing, and has no results of `forward_only`
+    functions."""
 
     outer: Region | None = None  # while the region runs
     is_noted = False  # for a report, as are regions inside
-    policy: Any = None  # also of inner regions without one
+    policy = None  # also of inner regions without one
 
     def keep(self, tensor: Tensor) -> Tensor:
         """Hold a value: recompute starts from it."""
-        raise NotImplementedError
+        return tensor
 
     def once(self, function: Any, args: Any, kwargs: Any) -> Any:
         """The result of a call that a recompute must not repeat."""
-        raise NotImplementedError
+        return None
 
     def tag(self, tensor: Tensor, name: str) -> Tensor:
         return tensor if self.outer is None else self.outer.tag(tensor, name)
@@ -80,11 +78,11 @@ def without_recording(function: Callable[..., R], *values: Any) -> R:
     a graph."""
     here = thread.__dict__
     region, depth, aside = here["region"], here["depth"], here["aside"]
-    grad_mode = _is_grad_enabled()
+    grad_mode = is_grad_enabled()
     try:
         here["region"], here["depth"], here["aside"] = None, depth + 1, aside + 1
-        _set_grad_enabled(False)
+        set_grad_enabled(False)
         return function(*values)
     finally:
-        _set_grad_enabled(grad_mode)
+        set_grad_enabled(grad_mode)
         here["region"], here["depth"], here["aside"] = region, depth, aside

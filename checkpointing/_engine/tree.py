@@ -4,8 +4,6 @@ Containers are lists, tuples, dicts, named tuples, dataclasses and the types tha
 with torch's pytree. Other objects stay whole.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from enum import Enum
@@ -40,7 +38,7 @@ class Container(NamedTuple):
 
 def open_container(value: Any) -> Container | None:
     """The parts of a container, or None for other objects. The result does not refer to `value`."""
-    kind: Any = type(value)
+    kind = type(value)
     node = _torch.PYTREE_NODES.get(kind)
     if node is not None:
         children, context = node.flatten_fn(value)
@@ -53,8 +51,11 @@ def open_container(value: Any) -> Container | None:
     if not dataclasses.is_dataclass(value) or isinstance(value, dict | Enum | nn.Module):
         return None
     attributes = dict(getattr(value, "__dict__", {}))
-    names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
-    fields = {Field(name): getattr(value, name) for name in names}
+    fields = {
+        Field(field.name): getattr(value, field.name)
+        for field in dataclasses.fields(value)
+        if hasattr(value, field.name)
+    }
 
     def build(parts: dict[Any, Any]) -> Any:
         new = object.__new__(kind)  # past the constructor, which may take anything
@@ -112,7 +113,7 @@ def put_together(saved: Any, leaf: Callable[[Any], Any], met: Any = None) -> Any
 
 def leaves_of(*saved: Any) -> list[Any]:
     """All parts in results of `take_apart`, without the containers."""
-    found: list[Any] = []
+    found = []
     for one in saved:
         found += leaves_of(*one.parts.values()) if type(one) is Container else [one]
     return found
@@ -120,7 +121,7 @@ def leaves_of(*saved: Any) -> list[Any]:
 
 def tensors_in(value: Any) -> list[Tensor]:
     """The tensors in a structure, in order."""
-    found: list[Tensor] = []
+    found = []
 
     def leaf(part: Any, _: Any) -> None:
         if isinstance(part, Tensor):

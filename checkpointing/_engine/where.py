@@ -4,8 +4,6 @@ A running region notes only a code object and an instruction, which costs next t
 line are looked up when a message needs them.
 """
 
-from __future__ import annotations
-
 import linecache
 import os
 import sys

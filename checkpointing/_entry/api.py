@@ -7,21 +7,22 @@ engine does the rest.
 
 from __future__ import annotations
 
-import contextvars
-import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
+from functools import cache, partial, wraps
 from inspect import Parameter, Signature
 from types import MethodType
-from typing import Any, Literal, NamedTuple, ParamSpec, Protocol, TypedDict, TypeVar, cast, overload
+from typing import Any, Literal, NamedTuple, ParamSpec, Protocol, TypedDict, TypeVar, overload
 from weakref import ref
 
 import torch
 import torch.utils.checkpoint
-from torch import Tensor, nn
+from torch import Tensor, is_grad_enabled, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.compiler import is_dynamo_compiling
 from typing_extensions import Unpack
 
 from .. import _torch, errors
@@ -116,20 +117,12 @@ class Given(GivenToScope, total=False):
     policy: Any
 
 
-# Bound once: these run for every call.
-_is_compiling = torch.compiler.is_dynamo_compiling
-_is_grad_enabled, _hooks_are_enabled = torch.is_grad_enabled, _torch.hooks_are_enabled
-_innermost_transform = _torch.innermost_transform
-_mode_count, _is_tracing = _torch.mode_count, _torch.is_tracing
-
 _ENTERED = {f"{__package__}.{name}" for name in ("api", "modules", "policy", "reentrant")}
 for _name, _module in [*sys.modules.items()]:
     if _name.startswith(f"{__package__.partition('.')[0]}._") and _name not in _ENTERED:
         _torch.keep_dynamo_out(_module)  # hooks run it
 
-_disabled: contextvars.ContextVar[bool] = contextvars.ContextVar(
-    "checkpointing.disabled", default=False
-)
+_disabled = ContextVar("checkpointing.disabled", default=False)
 
 
 @contextmanager
@@ -220,33 +213,33 @@ def forward_only(fn: Callable[P, R], /) -> Callable[P, R]:
     refuse_generators("forward_only", fn)
 
     # A callable object has attributes of its own that must not be copied onto the wrapper.
-    @functools.wraps(fn, updated=("__dict__",) if inspect.isroutine(fn) else ())
+    @wraps(fn, updated=("__dict__",) if inspect.isroutine(fn) else ())
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if _is_compiling() or thread.region is None:
+        if is_dynamo_compiling() or thread.region is None:
             return fn(*args, **kwargs)
         return thread.region.once(fn, args, kwargs)
 
-    return cast("Callable[P, R]", wrapper)
+    return wrapper
 
 
 def is_plain(enabled: bool = True) -> bool:
     """Whether to run without a region (rule 10), as while a graph is traced: the trace contains the
     backward, or none, and a recompute would put the tensors of this run into it."""
-    if not (enabled and _is_grad_enabled()):
+    if not (enabled and is_grad_enabled()):
         return True
     if _disabled.get():
         return True
-    if _mode_count() and _is_tracing():
+    if _torch.mode_count() and _torch.is_tracing():
         return True
     # A transform is taken over the region: `grad` and its like disable hooks; with `vmap`, tensors
     # are batches, which end with it.
-    if _hooks_are_enabled() and _innermost_transform() is None:
+    if _torch.hooks_are_enabled() and _torch.innermost_transform() is None:
         return False
     _warn_about_transforms()
     return True
 
 
-@functools.cache
+@cache
 def _warn_about_transforms() -> None:
     warn(
         "checkpointing: a torch.func transform (grad, vjp, jacrev, vmap, ...) is taken over a "
@@ -333,8 +326,8 @@ def checkpointed(fn: Any = None, /, **options: Unpack[Given]) -> Any:
     Source of the method: Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost";
     saved-tensors hooks as in `torch.utils.checkpoint.checkpoint(use_reentrant=False)`.
     """
-    chosen = options_of("checkpointed", options)
-    return functools.partial(wrap, run=run, options=chosen) if fn is None else wrap(fn, run, chosen)
+    decorate = partial(wrap, run=run, options=options_of("checkpointed", options))
+    return decorate if fn is None else decorate(fn)
 
 
 def options_of(entry: str, given: Any, *backend: Any) -> Options:
@@ -374,7 +367,7 @@ def wrap(fn: Any, run: Callable[..., Any], options: Any, name: str = "") -> Any:
         return CheckpointedObject(fn, run, options)
     name = name or fn.__qualname__
 
-    @functools.wraps(fn)
+    @wraps(fn)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         return run(options, fn, args, kwargs, name)
 
@@ -398,8 +391,8 @@ class CheckpointedObject:
         self.__wrapped__, self.run, self.options = fn, run, options
 
     @property
-    def enters_region(self) -> bool:
-        return bool(self.options.enabled)
+    def enters_region(self) -> Any:
+        return self.options.enabled
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         fn = self.__wrapped__
@@ -407,7 +400,7 @@ class CheckpointedObject:
 
 
 def refuse_generators(entry: str, fn: Any) -> None:
-    code = fn.func if isinstance(fn, functools.partial) else fn
+    code = fn.func if isinstance(fn, partial) else fn
     if not inspect.isroutine(code):
         code = code.forward if isinstance(code, nn.Module) else type(code).__call__
     is_async = inspect.iscoroutinefunction(code) or inspect.isasyncgenfunction(code)
@@ -424,7 +417,7 @@ def run(options: Options, fn: Any, args: Any, kwargs: Any, name: str) -> Any:
     name = options.name or name
     if options.backend == "replay":
         return _run_replay(fn, args, kwargs, name, options)
-    if _is_compiling() and options.enabled:
+    if is_dynamo_compiling() and options.enabled:
         return torch.utils.checkpoint.checkpoint(
             fn,
             *args,
@@ -447,7 +440,7 @@ def run_rerun(
     name: str,
     line: Line,
     options: Options,
-    contexts: Callable[[Frame], tuple[Any, Any]] | None = None,
+    contexts: Callable[[Frame], tuple[Any, Any]] | None,
     prefix: str | None = None,
 ) -> Any:
     """Run a region whose function is called again in backward. `contexts` makes a context for the
@@ -459,7 +452,7 @@ def run_rerun(
         frame.is_noted, frame.notes = True, Notes()
     if contexts is not None:
         forward, frame.context = contexts(frame)
-        fn = functools.partial(call_within, forward, fn)
+        fn = partial(call_within, forward, fn)
     frame.enter(frame)
     try:
         result = fn(*args, **kwargs)
@@ -520,7 +513,7 @@ class _Block:
             frame.allow_pieces()
         if is_noted:
             run.note, run.is_noted, frame.notes = note, True, Notes()
-        self._log: Any = None
+        self._log = None
         if options.debug:
             self._log, frame.context = logged(frame)
 
@@ -627,8 +620,7 @@ class checkpoint_scope:
 
     def __init__(self, policy: Any = None, **options: Unpack[GivenToScope]) -> None:
         if options or policy is not None:
-            given = {**options, "policy": policy}
-            self._options = options_of("checkpoint_scope", given, "replay")
+            self._options = options_of("checkpoint_scope", {**options, "policy": policy}, "replay")
 
     @property
     def name(self) -> str:
@@ -666,13 +658,16 @@ class checkpoint_scope:
 _torch.leave_eager(checkpoint_scope.__enter__, _RECORDS)
 
 # The signatures that `help` and editors show.
-_FN = Parameter("fn", Parameter.POSITIONAL_ONLY, default=None)
 _SHOWN = [
     p.replace(kind=Parameter.KEYWORD_ONLY, annotation=p.annotation.__forward_arg__)
     for p in inspect.signature(Options).parameters.values()
 ]
-vars(checkpointed)["__signature__"] = Signature([_FN, *_SHOWN])
-_POLICY = Parameter("policy", Parameter.POSITIONAL_OR_KEYWORD, default=None)
+vars(checkpointed)["__signature__"] = Signature(
+    [Parameter("fn", Parameter.POSITIONAL_ONLY, default=None), *_SHOWN]
+)
 checkpoint_scope.__signature__ = Signature(  # type: ignore[attr-defined]
-    [_POLICY, *[option for option in _SHOWN[1:] if option.name != "policy"]]
+    [
+        Parameter("policy", Parameter.POSITIONAL_OR_KEYWORD, default=None),
+        *[option for option in _SHOWN[1:] if option.name != "policy"],
+    ]
 )

@@ -1,7 +1,5 @@
 """The logs of `debug=True`: the operators of forward and recompute, shown in errors."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor

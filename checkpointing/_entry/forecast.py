@@ -4,13 +4,10 @@ The function runs once, as a block that is recorded and never brought back. What
 is put back afterwards: memory from outside, buffers that were exchanged, generators.
 """
 
-from __future__ import annotations
-
-import importlib
 import math
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -61,36 +58,35 @@ class Forecast(NamedTuple):
     def plot(self, path: str) -> None:
         """Draw recompute over peak into a file, an .svg or a .png. Needs matplotlib (the extra
         `plot`)."""
-        figures: Any = importlib.import_module("matplotlib.figure")
-        matplotlib: Any = importlib.import_module("matplotlib")
+        import matplotlib.figure  # type: ignore[import-not-found, unused-ignore]
+
+        unit = unit_of(max(row.peak for row in self.rows))
+        places = {row.write: (row.peak / 1024**unit, row.recomputed) for row in self.rows}
+        # A curve through the peaks that are asked for, and a point for each other row.
+        curve = [place for write, place in places.items() if write.startswith("auto(peak=")]
+        labels = [("auto(peak=...)", curve[len(curve) // 2], BLUE)]
         with matplotlib.rc_context(STYLE):
-            figure = figures.Figure(figsize=(8, 4), layout="constrained")
-            draw_costs(figure.subplots(), self.rows)
+            figure = matplotlib.figure.Figure(figsize=(8, 4), layout="constrained")
+            axes = figure.subplots()
+            axes.plot(*zip(*curve, strict=True), "o-", color=BLUE)
+            for write, place in places.items():
+                if place not in curve:
+                    colour = {"plain": BLACK, "auto()": BLUE}.get(write, ORANGE)
+                    axes.plot(*place, "s", color=colour)
+                    labels.append((write, place, colour))
+            for text, place, colour in labels:
+                axes.annotate(text, place, xytext=(6, 6), textcoords="offset points", color=colour)
+            axes.set(
+                xlim=0,
+                ylim=(None, 1.1),
+                xlabel=f"peak memory of a step ({UNITS[unit]})",
+                ylabel="recomputed FLOPs (1: a forward)",
+            )
             figure.savefig(path)
 
 
-STYLE = {"svg.fonttype": "none", "svg.hashsalt": "", "font.size": 9}
+STYLE: dict[str, Any] = {"svg.fonttype": "none", "svg.hashsalt": "", "font.size": 9}
 BLACK, ORANGE, BLUE = "black", "#d55e00", "#0072b2"  # for colour-blind readers, too
-_COLOURS = {"plain": BLACK, "auto()": BLUE}
-
-
-def draw_costs(axes: Any, rows: Sequence[Row]) -> None:
-    """Draw recompute over peak: a curve through the peaks that are asked for, and a point for each
-    other row."""
-    unit = unit_of(max(row.peak for row in rows))
-    places = {row.write: (row.peak / 1024**unit, row.recomputed) for row in rows}
-    curve = [place for write, place in places.items() if write.startswith("auto(peak=")]
-    axes.plot(*zip(*curve, strict=True), "o-", color=BLUE)
-    labels = [("auto(peak=...)", curve[len(curve) // 2], BLUE)]
-    for write, place in places.items():
-        if place not in curve:
-            colour = _COLOURS.get(write, ORANGE)
-            axes.plot(*place, "s", color=colour)
-            labels.append((write, place, colour))
-    for text, place, colour in labels:
-        axes.annotate(text, place, xytext=(6, 6), textcoords="offset points", color=colour)
-    axes.set(xlim=0, ylim=(None, 1.1), xlabel=f"peak memory of a step ({UNITS[unit]})")
-    axes.set(ylabel="recomputed FLOPs (1: a forward)")
 
 
 class _Rehearsal(Run):
@@ -118,8 +114,8 @@ class _Rehearsal(Run):
             return
         for each in module.modules():
             self.buffers[each] = dict(_torch.buffers_of_module(each)[0])
-            with aside():
-                self.weights += [(p, p.data) for p in each.parameters(recurse=False)]
+        with aside():
+            self.weights += [(p, p.data) for p in module.parameters()]
 
     def has_called_module(self, module: nn.Module, args: Any, result: Any) -> None:
         calls, begin = self.calls[type(module).__qualname__], self._open.pop()
@@ -145,7 +141,7 @@ class _Rehearsal(Run):
 @contextmanager
 def _put_back(run: _Rehearsal) -> Iterator[None]:
     """Afterwards, generators, buffers and memory from outside are as they were."""
-    generators = Generators(True, python=True)
+    generators = Generators(True, (), (), True)
     hooks = [
         register_module_forward_pre_hook(run.calls_module),
         register_module_forward_hook(run.has_called_module, always_call=True),
@@ -213,7 +209,7 @@ def forecast(function: Callable[[], Any], /) -> Forecast:
     with _put_back(run), disabled(), torch.enable_grad(), run:
         frame.enter(run)
         try:
-            result = function()
+            _result = function()  # which lives until its costs are known
         finally:
             frame.leave(run)
         run.finish_step()
@@ -223,7 +219,6 @@ def forecast(function: Callable[[], Any], /) -> Forecast:
             )
         rows = _rows(Outlook(run), run.calls)
         run.close()
-    del result
     return Forecast(tuple(rows))
 
 
@@ -249,21 +244,20 @@ def _by_hand(outlook: Outlook, calls: dict[str, list[Block]]) -> dict[str, Cost]
     if not blocks:
         return {}
     name = max(calls, key=lambda name: _likeness(blocks, calls[name]), default="")
-    if len(calls.get(name, ())) < 2:
+    if len(calls[name]) < 2:
         return {"a checkpoint around each block": outlook.by_hand(blocks)}
     return {f"checkpoint_modules(model, {name})": outlook.by_hand(calls[name])}
 
 
 def _likeness(blocks: list[Block], calls: list[Block]) -> float:
-    """How well these calls cover the blocks, 1 at most."""
-    total = 0.0
-    for begin, end in blocks:
-        shares = [
+    """How well these calls cover the blocks: 1 at most for each."""
+    return sum(
+        max(
             max(0, min(end, last) - max(begin, first)) / (max(end, last) - min(begin, first))
             for first, last in calls
-        ]
-        total += max(shares)
-    return total / len(blocks)
+        )
+        for begin, end in blocks
+    )
 
 
 def _rounded(nbytes: float) -> str:

@@ -131,8 +131,9 @@ def _is_called(module: nn.Module) -> bool:
 
 def _nothing_picked(model: nn.Module, select: Select) -> str:
     """What there is: `3 Block 'layers.*', 3 Linear 'layers.*.inner'`."""
+    number = r"\b\d+\b"
     found = Counter(
-        f"{type(module).__qualname__} {re.sub(_NUMBER, '*', name)!r}"
+        f"{type(module).__qualname__} {re.sub(number, '*', name)!r}"
         for name, module in model.named_modules()
         if _is_called(module)
     )
@@ -142,9 +143,6 @@ def _nothing_picked(model: nn.Module, select: Select) -> str:
         f"checkpoint_modules: {shown} picks no module of this {type(model).__qualname__}. "
         f"There are {there}."
     )
-
-
-_NUMBER = r"\b\d+\b"
 
 
 class CheckpointedModules:

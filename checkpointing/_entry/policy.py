@@ -13,7 +13,8 @@ import operator
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple, TypeVar, cast
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
@@ -98,7 +99,7 @@ def keep(x: T) -> T:
     region = thread.region
     if region is None:
         return x
-    return cast(T, map_tensors(region.keep, x))
+    return map_tensors(region.keep, x)  # type: ignore[no-any-return]
 
 
 def tag(x: T, name: str) -> T:
@@ -133,13 +134,14 @@ def tag(x: T, name: str) -> T:
     region = thread.region
     if region is None:
         return x
-    return cast(T, map_tensors(lambda tensor: region.tag(tensor, name), x))
+    return map_tensors(lambda tensor: region.tag(tensor, name), x)  # type: ignore[no-any-return]
 
 
 # ---- policies
 
 
-class Policy(NamedTuple):
+@dataclass(frozen=True)
+class Policy:
     """The values to keep. Policies compare, hash and print; `a | b` keeps the values of either."""
 
     made_by: tuple[
@@ -158,9 +160,6 @@ class Policy(NamedTuple):
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Policy) and self.made_by == other.made_by
-
-    def __ne__(self, other: object) -> bool:
-        return not self == other
 
     def __hash__(self) -> int:
         return hash(self.made_by)
@@ -210,8 +209,10 @@ def _either(first: Policy | None, second: Policy | None) -> Policy:
     if first is None or second is None:
         raise TypeError("None is no policy to combine with: it keeps nothing")
     if first.placement is not None and second.placement is not None:
-        both = f"{first!r} and {second!r}"
-        raise TypeError(f"{both} can't both place checkpoints: give one auto(...) all it needs")
+        raise TypeError(
+            f"{first!r} and {second!r} can't both place checkpoints: give one auto(...) all it "
+            "needs"
+        )
     asked = [policy.on_op for policy in (first, second) if policy.on_op is not None]
     return Policy(
         (_either, first, second),
@@ -225,9 +226,6 @@ def _either(first: Policy | None, second: Policy | None) -> Policy:
 
 def _first_answer(asked: list[Callable[..., Answer]]) -> Callable[..., Answer]:
     """Ask one after the other, until one keeps the value."""
-
-    if len(asked) == 1:
-        return asked[0]
 
     def ask(*about: Any) -> Answer:
         for one in asked:
@@ -459,7 +457,7 @@ def offload(
     if device.type == "meta":
         raise ValueError("nothing can wait on the device 'meta', which holds no data")
     there = Destination(device, bool(pin_memory), bytes_of("min_bytes", min_bytes))
-    return _offload(as_policy(policy), there, bool(inputs))
+    return _offload(as_policy(policy), there, inputs)
 
 
 def bytes_of(name: str, given: Any) -> int:
@@ -496,8 +494,10 @@ def as_policy(policy: Any) -> Policy | None:
     if isinstance(policy, list | tuple | set | frozenset):
         return save_ops(*policy)
     if not callable(policy) or policy in (auto, offload, save_ops, save_tagged):
-        known = "one of checkpointing's, such as `auto()`, a list of operators, or a function"
-        raise TypeError(f"a policy is {known}, not {policy!r}")
+        raise TypeError(
+            "a policy is one of checkpointing's, such as `auto()`, a list of operators, or a "
+            f"function, not {policy!r}"
+        )
     return _asking(policy)
 
 

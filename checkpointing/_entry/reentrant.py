@@ -6,8 +6,6 @@ grad. Everything else is an error. Random state, ambient state and module buffer
 the rest of the library.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterable
 from typing import Any
@@ -58,8 +56,7 @@ class CheckpointFunction(torch.autograd.Function):
         if not _torch.keeps_graph():
             ctx.call = None
         _run_backward(outputs, grads)
-        found = [value.grad if isinstance(value, Tensor) else None for value in inputs]
-        return None, None, *found
+        return None, None, *[v.grad if isinstance(v, Tensor) else None for v in inputs]
 
 
 def _run_backward(outputs: Any, grads: Any) -> None:
@@ -84,7 +81,7 @@ def _rerun(call: Call, count: int) -> tuple[Any, Any]:
     """The last `count` arguments (a partial adds others before), detached; and the outputs."""
     name = "the reentrant backend"
     undo: Undo = []
-    region, thread.region = thread.region, _NO_RESULTS
+    region, thread.region = thread.region, Region()
     thread.depth += 1
     try:
         function, args, kwargs, cells = call.restored(name)
@@ -96,19 +93,6 @@ def _rerun(call: Call, count: int) -> tuple[Any, Any]:
         thread.depth -= 1
         thread.region = region
     return inputs, (outputs,) if isinstance(outputs, Tensor) else outputs
-
-
-class _NoResults(Region):
-    """Keeps nothing, and has no results of `forward_only` functions."""
-
-    def keep(self, tensor: Tensor) -> Tensor:
-        return tensor
-
-    def once(self, function: Any, args: Any, kwargs: Any) -> Any:
-        return None
-
-
-_NO_RESULTS = _NoResults()
 
 
 def run(
@@ -132,8 +116,9 @@ def run(
                 "would give the parameters that the function uses no gradients. Use "
                 "backend='rerun', or call requires_grad_() on an input."
             )
-    apply: Any = CheckpointFunction.apply
-    return apply(function, preserve_rng_state, *args)
+    return CheckpointFunction.apply(  # type: ignore[no-untyped-call]
+        function, preserve_rng_state, *args
+    )
 
 
 @functools.cache

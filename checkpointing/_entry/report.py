@@ -8,8 +8,6 @@ Rejected: notes that outlive their frame, to count and time recomputes. torch's 
 in ranges named `recompute:<region>`.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 import traceback
@@ -200,7 +198,7 @@ def _bytes_of(tensors: Iterable[TensorReport]) -> int:
 
 def _held_by(frame: Frame) -> tuple[TensorReport, ...]:
     """Each storage that a region holds, once. A region around it holds what is in its slots."""
-    found: dict[int, TensorReport] = {}
+    found = {}
     for kind, part, operator, note in frame.holdings():
         packed = _packed(part)
         if type(packed) is Moved:

@@ -99,11 +99,6 @@ def register_state(snapshot: Callable[[], S], restore: Callable[[S], object]) ->
     return handle
 
 
-_function_mode_count = _torch.function_mode_count
-_is_inference = torch.is_inference_mode_enabled
-_autocast_is_on = _torch.autocast_is_on_somewhere
-
-
 class Ambient:
     """Autocast, function modes, switches, context variables, and registered states."""
 
@@ -118,8 +113,8 @@ class Ambient:
         for variable, _ in self._collections:
             context.run(variable.set, None)
         self._switches = read_switches()
-        self._modes = _torch.function_modes() if _function_mode_count() else []
-        self._autocast = _autocast_state() if _autocast_is_on() else None
+        self._modes = _torch.function_modes() if _torch.function_mode_count() else []
+        self._autocast = _autocast_state() if _torch.autocast_is_on_somewhere() else None
         self._states = [(each, each.capture()) for each in [*_registered]] if _registered else ()
 
     def enter(self, undo: Undo) -> contextvars.Context:
@@ -129,13 +124,13 @@ class Ambient:
         for variable, saved in self._collections:
             context.run(variable.set, put_together(saved, _restored))
         enter_switches(self._switches, undo)
-        if self._modes or _function_mode_count():
+        if self._modes or _torch.function_mode_count():
             modes = _torch.function_modes()
             undo.append((_torch.set_function_modes, modes))
             _torch.set_function_modes(self._modes)
-        if _is_inference():  # backward runs in it; a region is never entered in it
+        if torch.is_inference_mode_enabled():  # as may backward, but no forward of a region
             enter_context(torch.inference_mode(False), undo)
-        is_on = _autocast_is_on()
+        is_on = _torch.autocast_is_on_somewhere()
         if is_on or self._autocast is not None:
             self._enter_autocast(is_on, undo)
         for handle, state in self._states:

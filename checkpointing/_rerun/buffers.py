@@ -7,8 +7,6 @@ Rejected: exchanging the buffers for copies. Aliases, views and caches keyed by 
 refer to the originals.
 """
 
-from __future__ import annotations
-
 import math
 import operator
 from collections.abc import Iterable
@@ -22,13 +20,9 @@ from .. import _torch, errors
 from .._engine import Field, Undo, check_version, named, without_recording
 from .inputs import Inputs, items_of
 
-_parts_of, _has_storage, _version = _torch.parts_of_module, _torch.has_storage, _torch.version
-_Generator, _Parameter = torch.Generator, nn.Parameter
-_version_of: Any = operator.attrgetter("_version")
 _MAY_HOLD_ONE = {torch.Generator, list, tuple, dict}
 _OF_EVERY_MODULE = len(vars(nn.Module()))  # attributes, before its own
 _SMALL = 1 << 16  # bytes: cheap to copy before every forward
-_NONE = -1  # bytes: not even empty buffers
 _LEAVES_NO_TRACE = (_torch.Normalisation, torch.jit.ScriptModule)  # kernels bypass version counters
 
 Entry = tuple[nn.Module, dict[str, Any]]  # a module, with the buffers that it had
@@ -40,15 +34,12 @@ class Moment:
     def __init__(self, tensors: list[Tensor], memory: list[Tensor]) -> None:
         self.tensors = tensors
         self.memory = memory  # the tensors themselves, or whole storages
-        self.values: list[Tensor] = without_recording(lambda: [*map(_torch.copy, memory)])
+        self.values = without_recording(lambda: [*map(_torch.copy, memory)])
         self._versions = [tensor._version for tensor in tensors]
 
     def go_back(self) -> None:
         without_recording(_torch.overwrite, self.memory, self.values)
         _torch.set_versions(self.tensors, self._versions)
-
-
-_NOTHING = Moment([], [])
 
 
 class Buffers:
@@ -59,20 +50,20 @@ class Buffers:
     Larger buffers, and those of modules in evaluation mode, are guarded by version.
     """
 
-    then = _NOTHING  # the buffers that are rewound
+    then = Moment([], [])  # the buffers that are rewound
 
     def __init__(self, inputs: Inputs) -> None:
         """Capture `inputs.modules` and their children; add their devices and generators to
         `inputs`."""
-        flags: dict[nn.Module, bool | None] = {}  # None: frozen TorchScript, which has no flag
-        entries: list[Entry] = []
-        stack: list[Any] = [*inputs.modules]
+        flags = {}  # None: frozen TorchScript, which has no flag
+        entries = []
+        stack = [*inputs.modules]
         while stack:
             module = stack.pop()
             if module is None or module in flags:
                 continue
             flags[module] = getattr(module, "training", None)
-            children, parameters, buffers = _parts_of(module)
+            children, parameters, buffers = _torch.parts_of_module(module)
             stack += children.values()
             for parameter in parameters.values():
                 if not getattr(parameter, "is_cpu", True):
@@ -87,26 +78,25 @@ class Buffers:
         self._entries = entries
         self._guarded: list[tuple[nn.Module, str, Tensor, int]] = []  # with their versions
         if entries:
-            self._capture(entries)
+            self._capture()
         self._versions = _versions_of(self._trained)
 
-    def _capture(self, entries: list[Entry]) -> None:
+    def _capture(self) -> None:
         """Copy the buffers that can be rewound, and note the versions of the others."""
-        small: list[Tensor] = []  # two that share memory are rewound twice, to the same values
-        for module, buffers in entries:
+        small = []  # two that share memory are rewound twice, to the same values
+        for module, buffers in self._entries:
             limit: float = _SMALL
             if isinstance(module, _LEAVES_NO_TRACE):
-                limit = math.inf if self._flags[module] else _NONE
+                limit = math.inf if self._flags[module] else -1  # less than that of an empty one
             for name, tensor in buffers.items():
                 if tensor is None:
                     continue
                 if _can_be_rewound(tensor) and tensor.nbytes <= limit:
                     small.append(tensor)
                 else:
-                    self._guarded.append((module, name, tensor, _version(tensor)))
+                    self._guarded.append((module, name, tensor, _torch.version(tensor)))
         if small:
-            memory = [t if _is_dense(t) else _torch.bytes_of(t) for t in small]
-            self.then = Moment(small, memory)
+            self.then = Moment(small, [t if _is_dense(t) else _torch.bytes_of(t) for t in small])
 
     def end(self) -> None:
         """The region has run. Parameters that it has written itself are not guarded."""
@@ -135,14 +125,17 @@ class Buffers:
         for tensor, other in zip(self._parameters, now, strict=False):
             if tensor is other:
                 continue
-            is_gone = not isinstance(tensor, _Parameter) and id(tensor) not in present
+            is_gone = not isinstance(tensor, nn.Parameter) and id(tensor) not in present
             if is_gone or _is_another(tensor, other):
                 raise errors.exchanged(frame, named("a parameter", tensor))
 
     def storages(self) -> set[int]:
         """The storages of the buffers that are rewound."""
-        parts = [part for each in self.then.tensors for part in _torch.plain_parts(each)]
-        return {*map(_torch.storage_id, parts)}
+        return {
+            _torch.storage_id(part)
+            for tensor in self.then.tensors
+            for part in _torch.plain_parts(tensor)
+        }
 
     def enter(self, frame: object, undo: Undo) -> None:
         """Go back to the forward; `undo` gets the functions that return."""
@@ -163,13 +156,17 @@ class Buffers:
 
 
 def _parameters_of(modules: Iterable[nn.Module]) -> list[Tensor]:
-    stored = [_parts_of(module)[1] for module in modules]
-    return [tensor for each in stored for tensor in each.values() if tensor is not None]
+    return [
+        tensor
+        for module in modules
+        for tensor in _torch.parts_of_module(module)[1].values()
+        if tensor is not None
+    ]
 
 
 def _is_another(tensor: Tensor, other: Tensor) -> bool:
     """Whether a frozen parameter is in the place of another frozen one, with other values."""
-    if not type(tensor) is type(other) is _Parameter or tensor.requires_grad:
+    if not type(tensor) is type(other) is nn.Parameter or tensor.requires_grad:
         return False
     if not _torch.memory_size(tensor) or not _torch.are_alike(tensor, other):
         return False
@@ -178,9 +175,9 @@ def _is_another(tensor: Tensor, other: Tensor) -> bool:
 
 def _versions_of(tensors: list[Tensor]) -> list[int]:
     try:
-        return [*map(_version_of, tensors)]
+        return [tensor._version for tensor in tensors]
     except RuntimeError:  # some are made in inference mode
-        return [*map(_version, tensors)]
+        return [*map(_torch.version, tensors)]
 
 
 def _generators_of(module: nn.Module) -> tuple[torch.Generator, ...]:
@@ -188,14 +185,20 @@ def _generators_of(module: nn.Module) -> tuple[torch.Generator, ...]:
     parts = [*islice(vars(module).values(), _OF_EVERY_MODULE, None)]
     if _MAY_HOLD_ONE.isdisjoint(map(type, parts)):
         return ()
-    found = [each for part in parts for each in (part, *items_of(part))]
-    return tuple([each for each in found if type(each) is _Generator])
+    return tuple(
+        [
+            each
+            for part in parts
+            for each in (part, *items_of(part))
+            if type(each) is torch.Generator
+        ]
+    )
 
 
 def _can_be_rewound(tensor: Tensor) -> bool:
     if tensor.is_nested or _torch.is_lazy(tensor):
         return False
-    return _has_storage(tensor) and not tensor.is_inference()
+    return _torch.has_storage(tensor) and not tensor.is_inference()
 
 
 def _set_flags(flags: dict[nn.Module, bool | None]) -> None:

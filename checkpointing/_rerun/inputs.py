@@ -5,17 +5,16 @@ save them: through the enclosing hooks, parameters by reference. Devices, genera
 collected on the way.
 """
 
-from __future__ import annotations
-
 import dis
-import functools
 import inspect
 from collections.abc import Iterable, Mapping
+from functools import lru_cache, partial
 from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn import Module
 
 from .. import _torch, errors
 from .._engine import (
@@ -29,8 +28,6 @@ from .._engine import (
     without_recording,
 )
 
-_Module, _partial = nn.Module, functools.partial
-
 Given = tuple[Tensor, int, Held]  # a tensor, its version, and the `Held` of it
 Cells = list[tuple[CellType, Any]]  # variables that a function closes over, with their contents
 
@@ -40,7 +37,7 @@ class Inputs:
 
     devices: frozenset[torch.device] = frozenset()
     generators: tuple[torch.Generator, ...] = ()
-    modules: tuple[nn.Module, ...] = ()
+    modules: tuple[Module, ...] = ()
     defaults: tuple[Held, ...] = ()  # tensors that a call need not name
     _hooks: _torch.Hooks | None = None
     # With hooks around, while the function runs: the tensors that it was given, by id.
@@ -93,10 +90,11 @@ class Inputs:
         code, scope = function.__code__, function.__globals__
         names = code.co_names
         if CodeType in map(type, code.co_consts):  # comprehensions, lambdas
-            inner = [const for const in code.co_consts if type(const) is CodeType]
-            names = (*names, *[name for const in inner for name in const.co_names])
+            for const in code.co_consts:
+                if type(const) is CodeType:
+                    names += const.co_names
         for name in names:
-            if isinstance(scope.get(name), _Module):
+            if isinstance(scope.get(name), Module):
                 self.modules += (scope[name],)
         if function.__defaults__ or function.__kwdefaults__:
             self._hold_defaults(function)
@@ -125,30 +123,22 @@ class Inputs:
         kind = type(value)
         if kind in ATOMS or isinstance(value, Tensor | type):
             return
-        if isinstance(value, _Module):
+        if isinstance(value, Module):
             self.modules += (value,)
         elif kind in _WRAPPERS and depth:
             for part in _wrapped_by(value):
                 self.look_at(part, depth - 1)
         else:
             parts = [*getattr(value, "__dict__", {}).values(), *items_of(value)]
-            self.modules += tuple([part for part in parts if isinstance(part, _Module)])
-
-    def name_of(self, parameter: Tensor) -> str | None:
-        """The name of a parameter in the modules that were found."""
-        for module in self.modules:
-            for name, other in module.named_parameters():
-                if other is parameter:
-                    return f"{type(module).__name__}.{name}"
-        return None
+            self.modules += tuple([part for part in parts if isinstance(part, Module)])
 
 
-_WRAPPERS = (FunctionType, MethodType, _partial)
+_WRAPPERS = (FunctionType, MethodType, partial)
 _MOST_ITEMS = 100  # larger containers are not searched for modules and generators
 
 
 def _wrapped_by(value: Any) -> list[Any]:
-    if type(value) is _partial:
+    if type(value) is partial:
         return [value.func, *value.args, *value.keywords.values()]
     parts = [contents_of(cell) for cell in value.__closure__ or ()]
     if type(value) is MethodType:
@@ -196,7 +186,7 @@ class Fetched:
 # ---- variables
 
 
-@functools.lru_cache  # bounded, since it holds the code
+@lru_cache  # bounded, since it holds the code
 def _assigned_by(code: CodeType) -> frozenset[str]:
     """The variables that a function, or one defined in it, assigns (`nonlocal`)."""
     names = {

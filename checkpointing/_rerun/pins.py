@@ -9,7 +9,7 @@ its own arguments, or the same views of them.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -54,7 +54,7 @@ class Pin(NamedTuple):
         if tensor.requires_grad:  # a leaf
             return tensor
         copy = _torch.copy if self.held.is_packed else _torch.alias
-        data: Tensor = without_recording(copy, tensor)
+        data = without_recording(copy, tensor)
         if not self.in_graph:
             return data
         with torch.enable_grad():
@@ -93,9 +93,7 @@ class View(NamedTuple):
     def of(self, tensor: Tensor) -> Tensor:
         with torch.enable_grad():
             base = tensor if self.in_graph else tensor.detach()
-            return base.as_strided(
-                self.size, self.stride, self.offset + int(tensor.storage_offset())
-            )
+            return base.as_strided(self.size, self.stride, self.offset + tensor.storage_offset())
 
 
 class Result:
@@ -103,7 +101,7 @@ class Result:
 
     has_returned = False
     after: Generators | None = None  # the generators after the call, if it drew numbers
-    value: Any = None
+    value = None
 
     def save(self, value: Any, args: Any, kwargs: Any, hooks: _torch.Hooks | None) -> None:
         given = _given_to(args, kwargs)
@@ -127,8 +125,8 @@ class Repeated(Region):
     def __init__(
         self, pins: Iterable[Pin], results: Iterable[Result], policy: Any, frame: Frame
     ) -> None:
-        self._pins: Iterator[Pin] = iter(pins)
-        self._results: Iterator[Result] = iter(results)
+        self._pins = iter(pins)
+        self._results = iter(results)
         self.policy = policy  # regions inside must keep the same values as in the forward
         self._frame = frame
 

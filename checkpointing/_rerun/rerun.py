@@ -13,16 +13,13 @@ Rejected: a search for everything that a function may read or write. It has no e
 more than the region, and exchanges objects that belong to others (FSDP's shards, caches).
 """
 
-from __future__ import annotations
-
-import contextvars
-import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
+from contextvars import Context
+from functools import partial
 from typing import Any, Literal
 
-import torch
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
 
 from .. import _torch, errors
 from .._engine import (
@@ -52,18 +49,13 @@ from .inputs import Cells, Fetched, Given, Inputs, contents_of, fill
 from .pins import Pin, Repeated, Result, without_slots
 from .slots import Calling, Leaves, Slots
 
-# Bound once: these run for every call.
-_enclosing_hooks = _torch.enclosing_hooks
-_is_grad_enabled, _set_grad_enabled = torch.is_grad_enabled, _torch.set_grad_enabled
-_partial = functools.partial
-
 PreserveRngState = bool | Literal["all"]
 
 
 class Call(Inputs):
     """One call of a function: its inputs, and the state in which it runs."""
 
-    _buffers: Buffers | None = None
+    _buffers = None
     _cpu_state: Tensor | None = None
     _rng: Generators | None = None
     _draws_python = False  # whether the generators of Python and NumPy are put back, too
@@ -72,15 +64,15 @@ class Call(Inputs):
     def __init__(
         self, function: Any, args: Any, kwargs: Any, preserve_rng_state: PreserveRngState
     ) -> None:
-        self._hooks = hooks = _enclosing_hooks()
-        while type(function) is _partial:
+        self._hooks = hooks = _torch.enclosing_hooks()
+        while type(function) is partial:
             args = (*function.args, *args)
             kwargs, function = {**function.keywords, **kwargs}, function.func
         self._function = function
         if hooks is not None:
             self._given = {}
         met: dict[int, Any] = {}  # a container that is two arguments stays one
-        self._args: list[Any] = []
+        self._args = []
         for i, value in enumerate(args):
             name = ("args", i)
             if type(value) is not Tensor:
@@ -111,10 +103,10 @@ class Call(Inputs):
         if self._buffers is not None:
             self._buffers.end()
         if self._given is not None:
-            self._note_writes([*self._given.values()])
+            self._note_writes(self._given.values())
             self._given = None
 
-    def _note_writes(self, given: list[Given]) -> None:
+    def _note_writes(self, given: Collection[Given]) -> None:
         """Note the inputs in storages that the function has written: its recompute gets copies."""
         changed = [held for tensor, version, held in given if _torch.version(tensor) != version]
         if not changed:
@@ -130,12 +122,11 @@ class Call(Inputs):
 
     def random(self, cpu: bool) -> Generators:
         """The present states of the generators that a recompute puts back."""
-        devices = filter(has_rng, self.devices)
-        return Generators(cpu, devices, self.generators, self._draws_python)
+        return Generators(cpu, filter(has_rng, self.devices), self.generators, self._draws_python)
 
     def restored(self, frame: object) -> tuple[Any, list[Any], dict[str, Any], Cells]:
         """The function, its arguments, and the variables that it closes over."""
-        fetch: Any = _partial(_fetch, frame)
+        fetch: Any = partial(_fetch, frame)
         if self._is_shared or self._written:
             fetch = Fetched(frame, self._written)
         for default in self.defaults:
@@ -146,14 +137,14 @@ class Call(Inputs):
         cells = [(cell, fetch(saved)) for cell, saved in self._variables]
         return self._function, args, kwargs, cells
 
-    def go_back(self, frame: object, cells: Cells, undo: Undo) -> contextvars.Context:
+    def go_back(self, frame: object, cells: Cells, undo: Undo) -> Context:
         """Enter the state of the forward; `undo` gets the functions that leave it. Returns the
         context to run in."""
         if cells:
             undo.append((fill, [(cell, contents_of(cell)) for cell, _ in cells]))
             fill(cells)  # in place: other functions may share them
-        undo.append((_set_grad_enabled, _is_grad_enabled()))
-        _set_grad_enabled(True)
+        undo.append((_torch.set_grad_enabled, is_grad_enabled()))
+        _torch.set_grad_enabled(True)
         if self._buffers is not None:
             self._buffers.enter(frame, undo)
         context = self.ambient.enter(undo)
@@ -214,9 +205,9 @@ class Rerun(Region, Call, Slots):
         assert isinstance(request, Calling)
         function, args, kwargs, cells = self.restored(self)
         if self.context is not None:
-            function = _partial(call_within, self.context, function)
+            function = partial(call_within, self.context, function)
         undo: Undo = []
-        rewound: set[int] = set()
+        rewound = set()
         changed = None
         try:
             if self._buffers is not None:
@@ -227,7 +218,7 @@ class Rerun(Region, Call, Slots):
             context = self.go_back(self, cells, undo)
             if any([self._pins, self._results, self.policy, not self.complete]):
                 thread.region = Repeated(self._pins, self._results, self.policy, self)
-            request.call(_partial(context.run, function, *args, **kwargs), rewound, changed)
+            request.call(partial(context.run, function, *args, **kwargs), rewound, changed)
         finally:
             undo_all(undo)
 
@@ -241,11 +232,11 @@ class Rerun(Region, Call, Slots):
             if isinstance(held, Held) and not held.is_parameter:
                 yield Holding(kind, held, named(held.name))
         if self._cpu_state is not None:
-            yield Holding("random state", self._cpu_state, None)
+            yield Holding("random state", self._cpu_state)
         if self._rng is not None:
-            yield from [Holding("random state", state, None) for state in self._rng.states]
+            yield from [Holding("random state", state) for state in self._rng.states]
         if self._buffers is not None:
-            yield from [Holding("buffers", copy, None) for copy in self._buffers.then.values]
+            yield from [Holding("buffers", copy) for copy in self._buffers.then.values]
 
 
 def call_within(

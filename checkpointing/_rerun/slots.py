@@ -35,18 +35,12 @@ from .._engine import (
     check_version,
     identity,
     is_parameter,
-    maker_of,
     named,
     reader,
     user_line,
     without_recording,
 )
 from .._torch import node_count, pop_hooks, push_hooks
-
-_Parameter = nn.Parameter  # bound once
-
-NEVER = sys.maxsize  # a slot that is never reached
-NO_NODE = -1
 
 
 class Calling(Request):
@@ -55,12 +49,12 @@ class Calling(Request):
     frame: Slots
     _count = 0  # the slots of the forward
     _passed = 0  # slots so far
-    _stop_at = NEVER  # the slot at which to stop
-    _filling = NO_NODE  # the last node whose saved memory the operator may still fill, as RReLU
+    _stop_at = sys.maxsize  # the slot at which to stop
+    _filling = -1  # the last node whose saved memory the operator may still fill, as RReLU
     _stopped = False
     _is_watched = False
-    _copies: _torch.Copies | None = None
-    _role: object = None  # of the tensor that is packed next: None if an operator saves it
+    _copies = None
+    _role = None  # of the tensor that is packed next: None if an operator saves it
 
     def call(self, function: Callable[[], Any], rewound: Set[int], changed: Leaves | None) -> None:
         """Call the function until the last slot that is wanted (rule 5). The function may catch
@@ -74,11 +68,7 @@ class Calling(Request):
         self._count = len(holders)
         self._is_watched = any([rewound, frame.inner_inputs, changed])
         if frame.early_stop:
-            for ref in reversed(holders):
-                holder = ref()
-                if holder is not None and holder.slot not in self.ready:
-                    self._stop_at = holder.slot
-                    break
+            self._stop_at = self.wanted()[-1].slot
         push_hooks(self.pack, identity)
         try:
             function()
@@ -100,7 +90,7 @@ class Calling(Request):
         self._passed = slot + 1
         tensor = given
         if given.requires_grad:
-            if type(given) is not _Parameter:
+            if type(given) is not nn.Parameter:
                 tensor = given.detach()
         elif type(given) is Tensor and given._version == 0:
             self._filling = node_count()
@@ -217,6 +207,7 @@ class Calling(Request):
 class Slots(Frame):
     """The forward: each saved tensor becomes a slot."""
 
+    modules: tuple[nn.Module, ...]  # that were found before
     hint = errors.CALLED_AGAIN
     kind_of_request = Calling
     written: frozenset[int] = frozenset()  # storages that regions inside write after reading
@@ -255,12 +246,13 @@ class Slots(Frame):
             check_version(self, "a parameter", parameter, holder.saved[1])
         return parameter
 
-    def maker(self, holder: Holder, tensor: Tensor) -> str | None:
-        return maker_of(tensor)
-
     def name_of(self, parameter: Tensor) -> str | None:
         """The name of a parameter in the modules that existed before the region."""
-        raise NotImplementedError
+        for module in self.modules:
+            for name, other in module.named_parameters():
+                if other is parameter:
+                    return f"{type(module).__name__}.{name}"
+        return None
 
 
 class Leaves:
@@ -269,7 +261,7 @@ class Leaves:
     def __init__(self, leaves: list[Tensor], ends: list[Tensor]) -> None:
         """Look for these leaves, down to where `ends` were made."""
         self._wanted = {id(leaf): leaf for leaf in leaves}
-        self._met: set[Any] = {None, *[tensor.grad_fn for tensor in ends]}
+        self._met = {None, *[tensor.grad_fn for tensor in ends]}
 
     def below(self, node: Any) -> Tensor | None:
         """One of the leaves that this node depends on, but for those nodes that have been asked."""

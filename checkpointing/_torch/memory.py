@@ -4,8 +4,6 @@ Invariant: a copy has the strides, gaps, shared elements and alignment of the or
 kernels look at them and may add in another order otherwise.
 """
 
-from __future__ import annotations
-
 import functools
 import sys
 from collections.abc import Sequence, Set
@@ -82,14 +80,13 @@ def _layout(tensor: Tensor) -> Layout:
     return tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg(), offset
 
 
-def lay_as(tensor: Tensor, base: Tensor, layout: Layout | None = None) -> Tensor:
-    """A tensor on the storage of `base`, detached, with the geometry that `tensor` has on its own,
-    or with `layout`."""
-    size, stride, is_conj, is_neg, offset = layout or _layout(tensor)
-    if base.dtype is tensor.dtype:
+def lay_as(base: Tensor, dtype: torch.dtype, layout: Layout) -> Tensor:
+    """A tensor of this type on the storage of `base`, detached, with this geometry."""
+    size, stride, is_conj, is_neg, offset = layout
+    if base.dtype is dtype:
         new = base.as_strided(size, stride, offset)
     else:
-        new = torch.empty(0, dtype=tensor.dtype, device=base.device)
+        new = torch.empty(0, dtype=dtype, device=base.device)
         new.set_(base.untyped_storage(), offset, size, stride)
     if is_conj:
         new = torch._conj(new)
@@ -101,10 +98,10 @@ def _length(size: Sequence[int], stride: Sequence[int]) -> int:
     return 0 if 0 in size else 1 + sum(step * (n - 1) for n, step in zip(size, stride, strict=True))
 
 
-def one_each(tensor: Tensor, like: Tensor | None = None) -> Tensor:
-    """`tensor` with its expanded (stride-0) dimensions narrowed to one element; those of `like`, if
-    given."""
-    for dim, step in enumerate((tensor if like is None else like).stride()):
+def one_each(tensor: Tensor, like: Tensor) -> Tensor:
+    """`tensor`, with the dimensions that are expanded (stride 0) in `like` narrowed to one
+    element."""
+    for dim, step in enumerate(like.stride()):
         if step == 0:
             tensor = tensor.narrow(dim, 0, min(1, tensor.shape[dim]))
     return tensor
@@ -125,7 +122,7 @@ def copy(tensor: Tensor, layout: Layout | None = None) -> Tensor:
         shift = offset % (_ALIGNMENT // tensor.itemsize)
         length = shift + _length(size, stride)
         memory = torch.empty(length, dtype=tensor.dtype, device=tensor.device)
-        new = lay_as(tensor, memory, (*layout[:-1], shift))
+        new = lay_as(memory, tensor.dtype, (*layout[:-1], shift))
         write(new, tensor)
         return new
 
@@ -158,7 +155,8 @@ class Copies:
         key = storage_id(tensor), version(tensor)
         if key not in self._made:
             self._made[key] = tensor, copy(bytes_of(tensor))
-        return lay_as(tensor, self._made[key][1]).detach()  # a view can't be written with a graph
+        new = lay_as(self._made[key][1], tensor.dtype, _layout(tensor))
+        return new.detach()  # a view can't be written with a graph
 
 
 def clone_storage(tensor: Tensor) -> Tensor:
@@ -169,17 +167,14 @@ def clone_storage(tensor: Tensor) -> Tensor:
 def write(tensor: Tensor, values: Tensor) -> None:
     """Write values, once for elements that share their memory, without counting up the version."""
     with below_versions():
-        one_each(tensor).copy_(one_each(values, tensor))
-
-
-_is_same_size = Tensor.is_same_size
+        one_each(tensor, tensor).copy_(one_each(values, tensor))
 
 
 def overwrite(tensors: list[Tensor], values: list[Tensor]) -> None:
     """Give tensors these values, and their sizes, without counting up versions."""
     with below_versions():
         try:
-            if all(map(_is_same_size, tensors, values)):
+            if all(map(Tensor.is_same_size, tensors, values)):
                 torch._foreach_copy_(tensors, values)
                 return
         except NotImplementedError:  # not all subclasses have these
@@ -249,5 +244,4 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
-    plain = tensor.resolve_conj().resolve_neg().contiguous()
-    return plain.view(-1).view(torch.uint8)
+    return tensor.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)

@@ -4,32 +4,26 @@ Nothing else in the package reaches into `torch._C`. All of these names exist, u
 2.13 to 2.15.
 """
 
-from __future__ import annotations
-
 import contextlib
-import functools
 import operator
 import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from functools import partial
 from types import CodeType, FunctionType, ModuleType
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.utils.checkpoint
-from torch import Tensor, nn
+from torch import Tensor, default_generator, nn
 from torch.nn.parameter import is_lazy as is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _C: Any = torch._C
-_autograd: Any = torch._C._autograd
+_autograd = _C._autograd
 
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
-_Bool = Callable[[], bool]
-_Int = Callable[[], int]
-_OfTensor = Callable[[Tensor], bool]
 
 # ---- saved-tensors hooks
 
@@ -38,9 +32,9 @@ _OfTensor = Callable[[Tensor], bool]
 push_hooks = _autograd._push_saved_tensors_default_hooks
 pop_hooks = _autograd._pop_saved_tensors_default_hooks
 # torch.func transforms and some graph captures forbid hooks. A region is then a plain call.
-hooks_are_enabled: _Bool = _autograd._saved_tensors_hooks_is_enabled
+hooks_are_enabled = _autograd._saved_tensors_hooks_is_enabled
 # The pair of hooks that autograd would use now, or None.
-enclosing_hooks: Callable[[], Hooks | None] = functools.partial(
+enclosing_hooks: Callable[[], Hooks | None] = partial(
     _autograd._top_saved_tensors_default_hooks, True
 )
 
@@ -65,7 +59,7 @@ def are_of_checkpoint(hooks: Hooks) -> bool:
 # Save a tensor as a node of autograd would: through the enclosing hooks, without a reference cycle,
 # and unpacked with the same `grad_fn`.
 save_input = _autograd._make_saved_tensor
-SavedTensor: Any = _autograd.SavedTensor  # the type of its result
+SavedTensor = _autograd.SavedTensor  # the type of its result
 
 
 def in_place_of(tensor: Tensor, data: Tensor) -> Tensor:
@@ -74,13 +68,13 @@ def in_place_of(tensor: Tensor, data: Tensor) -> Tensor:
         return data
     push_hooks(lambda _: data, lambda data: data)
     try:
-        return cast(Tensor, save_input(tensor, False).unpack())
+        return save_input(tensor, False).unpack()  # type: ignore[no-any-return]
     finally:
         pop_hooks()
 
 
 # The mode of torch's selective checkpointing around a forward.
-SelectiveForward: Any = torch.utils.checkpoint._CachingTorchDispatchMode
+SelectiveForward = torch.utils.checkpoint._CachingTorchDispatchMode
 
 
 def mark_as_torchs_own(pack: Any, below: Hooks | None = None) -> None:
@@ -98,7 +92,7 @@ def shows_users_hooks(mode: Any) -> Iterator[None]:
     theirs: Any = torch.utils.checkpoint  # mypy knows that of 2.13
     hooks = enclosing_hooks()
     assert hooks is not None  # of the region
-    pack = functools.partial(hooks[0])  # a method takes no attributes of its own
+    pack = partial(hooks[0])  # a method takes no attributes of its own
     pop_hooks()
     mark_as_torchs_own(pack, theirs._current_user_saved_tensors_hooks())
     push_hooks(pack, hooks[1])
@@ -114,29 +108,29 @@ def shows_users_hooks(mode: Any) -> Iterator[None]:
 # ---- backward
 
 NO_GRAPH_TASK = -1  # outside of backward; the others are unique in the process
-graph_task_id: _Int = _C._current_graph_task_id
+graph_task_id = _C._current_graph_task_id
 # Call a function when the running backward call ends. If that fails, the function is only dropped.
 at_graph_task_end = torch.autograd.Variable._execution_engine.queue_callback
 # `torch.utils.checkpoint.GraphExecGroup` that is entered in this thread, or None.
 graph_exec_group = _C._get_graph_exec_group
 # Whether the running backward has `retain_graph=True`.
-keeps_graph: _Bool = _autograd._get_current_graph_task_keep_graph
+keeps_graph = _autograd._get_current_graph_task_keep_graph
 # Whether the running backward has no `inputs=` and is not `torch.autograd.grad`.
-is_checkpoint_valid: _Bool = torch.autograd._is_checkpoint_valid
+is_checkpoint_valid: Callable[[], bool] = torch.autograd._is_checkpoint_valid
 # The Python function that all backward calls go through. The autograd engine calls hooks right
 # below it, or in a thread of its own, without any Python frame.
 run_backward_code = torch.autograd.graph._engine_run_backward.__code__
 # Whether a profiler runs in this thread, and a range in its output.
 # `torch.profiler.record_function` would be an operator, which modes see.
-profiles: _Bool = _autograd._profiler_enabled
+profiles = _autograd._profiler_enabled
 profiled_range = _C._profiler._RecordFunctionFast
 
 current_node = _C._current_autograd_node
 # A custom `autograd.Function`, as a node: its backward may read a saved tensor twice.
-PythonNode: Any = _C._FunctionBase
+PythonNode = _C._FunctionBase
 # How many nodes this thread has made. One operator saves all of its tensors at the same count, some
 # of them before its kernel runs.
-node_count: _Int = _autograd._get_sequence_nr
+node_count = _autograd._get_sequence_nr
 
 
 def nodes_from(nodes: list[Any], met: set[Any]) -> Iterator[Any]:
@@ -175,24 +169,22 @@ def is_cast_of_parameter(tensor: Tensor) -> bool:
 # Batched backward: `torch.autograd.grad(..., is_grads_batched=True)` runs unpack hooks inside of
 # torch's older vmap, which refuses random operators. Recomputed tensors do not depend on it.
 _vmap_key = _C._parse_dispatch_key("VmapMode")
-in_batched_backward: _Bool = functools.partial(_C._dispatch_tls_is_dispatch_key_included, _vmap_key)
-outside_of_batch: Callable[[], AbstractContextManager[Any]] = functools.partial(
-    _C._ExcludeDispatchKeyGuard, _C.DispatchKeySet(_vmap_key)
-)
+in_batched_backward = partial(_C._dispatch_tls_is_dispatch_key_included, _vmap_key)
+outside_of_batch = partial(_C._ExcludeDispatchKeyGuard, _C.DispatchKeySet(_vmap_key))
 
 # ---- modes and transforms
 
 # The `torch.func` transform that runs in this thread, or None.
 innermost_transform = _C._functorch.peek_interpreter_stack
-mode_count: _Int = _C._len_torch_dispatch_stack
+mode_count = _C._len_torch_dispatch_stack
 _infra_mode, _keys = _C._get_dispatch_mode, _C._TorchDispatchModeKey
-_proxy, _functional = _keys.PROXY, _keys.FUNCTIONAL  # AOTAutograd begins with the second
-_is_exporting = torch.compiler.is_exporting  # which may enter no mode
 
 
 def is_tracing() -> bool:
-    """Whether AOTAutograd, export or `make_fx` is tracing."""
-    return any([_infra_mode(_proxy), _infra_mode(_functional), _is_exporting()])
+    """Whether AOTAutograd, which begins with the second mode, export, which may enter none, or
+    `make_fx` is tracing."""
+    modes = _infra_mode(_keys.PROXY), _infra_mode(_keys.FUNCTIONAL)
+    return any(modes) or torch.compiler.is_exporting()
 
 
 def fake_mode() -> Any:
@@ -212,8 +204,8 @@ def remove_mode(mode: TorchDispatchMode) -> None:
 
 
 # No mode sees what runs inside, least of all our own.
-unseen_by_modes: Callable[[], AbstractContextManager[Any]] = _C._DisableTorchDispatch
-function_mode_count: _Int = _C._len_torch_function_stack
+unseen_by_modes = _C._DisableTorchDispatch
+function_mode_count = _C._len_torch_function_stack
 
 
 def function_modes() -> list[Any]:
@@ -284,7 +276,7 @@ def flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> int:
 # The context manager costs more than the setting.
 set_grad_enabled = _C._set_grad_enabled
 # Operators make no views inside, and count no versions up; quicker, too.
-below_versions: Callable[[], AbstractContextManager[Any]] = _C._AutoDispatchBelowADInplaceOrView
+below_versions = _C._AutoDispatchBelowADInplaceOrView
 
 
 class below_autograd:
@@ -306,8 +298,7 @@ class below_autograd:
         set_grad_enabled(self._grad_mode)
 
 
-is_zeros: _OfTensor = Tensor._is_zerotensor
-_zeros_key = _C.DispatchKey.ZeroTensor
+is_zeros = Tensor._is_zerotensor
 
 
 def with_zeros(run: Callable[..., Any]) -> Callable[..., Any]:
@@ -319,7 +310,7 @@ def with_zeros(run: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def guarded(*args: Any, **kwargs: Any) -> Any:
-        with _C._SetExcludeDispatchKeyGuard(_zeros_key, False):
+        with _C._SetExcludeDispatchKeyGuard(_C.DispatchKey.ZeroTensor, False):
             return run(*args, **kwargs)
 
     return guarded
@@ -331,7 +322,7 @@ FakeTensor = torch._subclasses.FakeTensor  # infers shapes without computing, fo
 UNWRAPPED = (Tensor, FakeTensor)
 # The public way to a storage (`untyped_storage()`) builds a Python object per call.
 storage_id: Callable[[Tensor], int] = _C._storage_id
-has_storage: _OfTensor = _C._has_storage  # False for sparse, MKLDNN and other opaque layouts
+has_storage = _C._has_storage  # False for sparse, MKLDNN and other opaque layouts
 
 
 def is_whole_parameter(tensor: Tensor) -> bool:
@@ -385,8 +376,8 @@ def plain_parts(tensor: Any) -> list[Tensor]:
         return [tensor]
     names, _ = tensor.__tensor_flatten__()
     parts = [getattr(tensor, name) for name in names]
-    tensors = [part for part in parts if isinstance(part, Tensor)]  # one may be a `DeviceMesh`
-    return [leaf for part in tensors for leaf in plain_parts(part)] or [tensor]
+    # One may be a `DeviceMesh`.
+    return [p for part in parts if isinstance(part, Tensor) for p in plain_parts(part)] or [tensor]
 
 
 def unflatten(kind: Any, parts: dict[str, Any], context: Any, size: Any, stride: Any) -> Tensor:
@@ -395,11 +386,11 @@ def unflatten(kind: Any, parts: dict[str, Any], context: Any, size: Any, stride:
         # torch finds the symbol of a ragged size by the tensor of its offsets.
         source = parts.get("_lengths", parts["_offsets"])
         sys.modules[kind.__module__]._tensor_symint_registry[source] = size[context["ragged_idx"]]
-    return cast(Tensor, kind.__tensor_unflatten__(parts, context, size, stride))
+    return kind.__tensor_unflatten__(parts, context, size, stride)  # type: ignore[no-any-return]
 
 
 # Containers that are registered with pytree, by type: how to flatten and unflatten them.
-PYTREE_NODES: dict[type, Any] = torch.utils._pytree.SUPPORTED_NODES
+PYTREE_NODES = torch.utils._pytree.SUPPORTED_NODES
 
 # ---- modules
 
@@ -409,9 +400,9 @@ parts_of_module = operator.attrgetter("_modules", "_parameters", "_buffers")
 # Its buffers by name, and which of the names are not persistent.
 buffers_of_module = operator.attrgetter("_buffers", "_non_persistent_buffers_set")
 # The Python function in whose frames a module's `forward` runs.
-module_call_code = cast(Any, nn.Module._wrapped_call_impl).__code__
+module_call_code = nn.Module._wrapped_call_impl.__code__
 # Batch and instance normalisation. Their kernels update statistics without counting up versions.
-Normalisation: Any = torch.nn.modules.batchnorm._NormBase
+Normalisation = torch.nn.modules.batchnorm._NormBase
 
 # ---- generators, devices and switches
 
@@ -419,23 +410,22 @@ Normalisation: Any = torch.nn.modules.batchnorm._NormBase
 # collection may then hand the GIL to a thread that waits in `set_state` for the mutex and keeps the
 # GIL: a deadlock. A Python lock, taken before the mutex, is waited for without the GIL.
 _cpu_state_lock = threading.RLock()
-_get_state, _set_state = torch.default_generator.get_state, torch.default_generator.set_state
 
 
 def get_cpu_state() -> Tensor:
     """The state of the CPU's default random generator."""
     with _cpu_state_lock:
-        return _get_state()
+        return default_generator.get_state()
 
 
 def set_cpu_state(state: Tensor) -> None:
     """Put back a state from `get_cpu_state`."""
     with _cpu_state_lock:
-        _set_state(state)
+        default_generator.set_state(state)
 
 
 _accelerator = torch.accelerator.current_accelerator()  # of this build; asks no driver
-_device_module: Any = None if _accelerator is None else torch.get_device_module(_accelerator)
+_device_module = None if _accelerator is None else torch.get_device_module(_accelerator)
 
 
 def accelerator_is_up() -> bool:
@@ -450,7 +440,7 @@ def streams_of(device: torch.device) -> Any:
     return torch.get_device_module(device) if device.type in ("cuda", "xpu") else None
 
 
-autocast_is_on_somewhere: _Bool = _C._is_any_autocast_enabled
+autocast_is_on_somewhere = _C._is_any_autocast_enabled
 
 
 def autocast_device_types() -> list[str]:
@@ -459,14 +449,11 @@ def autocast_device_types() -> list[str]:
     return [t for t in ("cpu", other.type) if torch.amp.is_autocast_available(t)]
 
 
-_warns_only = _C._get_deterministic_algorithms_warn_only
-
-
 def _matmul_precision() -> str | None:
     """The precision of float32 products; None where newer settings
     (`torch.backends.*.fp32_precision`) contradict the legacy one, which then raises."""
     try:
-        return cast(str, _C._get_float32_matmul_precision())
+        return _C._get_float32_matmul_precision()  # type: ignore[no-any-return]
     except RuntimeError:
         return None
 
@@ -477,7 +464,9 @@ SWITCHES: tuple[Any, ...] = (
     (torch.get_default_dtype, torch.set_default_dtype),
     (
         _C._get_deterministic_algorithms,
-        lambda on: _C._set_deterministic_algorithms(on, warn_only=_warns_only()),
+        lambda on: _C._set_deterministic_algorithms(
+            on, warn_only=_C._get_deterministic_algorithms_warn_only()
+        ),
     ),
     (_matmul_precision, lambda value: value and _C._set_float32_matmul_precision(value)),
     (_C._get_flash_sdp_enabled, _C._set_sdp_use_flash),

@@ -88,7 +88,6 @@ def streams(monkeypatch):
     fake = FakeStreams()
     monkeypatch.setattr(_torch, "streams_of", lambda device: fake)
     monkeypatch.setattr(_offload, "_copy", fake.copy)
-    monkeypatch.setattr(_offload, "_SIDE_STREAMS", {})
     empty_like = torch.empty_like
     monkeypatch.setattr(
         torch, "empty_like", lambda t, *, pin_memory=False, **kwargs: empty_like(t, **kwargs)
