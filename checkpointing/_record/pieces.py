@@ -34,8 +34,9 @@ from .program import First, Hold, Slot, Step
 class Pieces:
     """Where the pieces of a run end, and what those before hold."""
 
-    def __init__(self, end: Callable[[], int], history: History) -> None:
-        """`end` gives a piece's holders what they need, and returns how many there are so far."""
+    def __init__(self, end: Callable[[], int] | None, history: History) -> None:
+        """`end` gives a piece's holders what they need, and returns how many there are so far. If
+        it is None, only a backward inside ends a piece."""
         self.end, self._sizes = end, Sizes(history)
         self._piece = _Piece()
         self._written: set[int | None] = set()  # storages from outside

@@ -19,6 +19,7 @@ from .compiled import INDUCTOR, CompiledCode
 from .follow import Follower
 from .gathered import Gathering
 from .ops import Info, info_of, tensors_of
+from .pieces import Pieces
 from .program import BROUGHT_BACK, KEEP, UNSEEN, Hold, Program, Slot, Step
 from .store import Answer, Store
 
@@ -103,7 +104,9 @@ class Run(Follower, Region):
 
     def _begins_anew(self, info: Info) -> bool:
         pieces = self.store.pieces
-        if pieces is None or self.sees_gathering or self._here["region"] is not self:
+        if pieces is None or pieces.end is None or self.sees_gathering:
+            return False
+        if self._here["region"] is not self:
             return False
         # What an operator writes may have been saved before it is there.
         if self.saved and (info.writes or info.statistics):
@@ -115,12 +118,15 @@ class Run(Follower, Region):
             if tensor is not None and slot.hold is None:
                 self.keep_at(tensor, None)
         first_holder = pieces.end()
-        pieces.leave(self.store.holds(), self.store.is_checked)
         self._begin_at(first_holder)
         return True
 
     def _begin_at(self, holder: int) -> None:
         """From here on the block is like another run, whose first holder is this one."""
+        store = self.store
+        if store.pieces is None:
+            store.pieces = Pieces(None, self.program.history)
+        store.pieces.leave(store.holds(), store.is_checked)
         self.begin()
         self.stocks, self.first_holder = {}, holder
 

@@ -161,9 +161,9 @@ class Replay(Frame):
         """The block has ended: what its windows need goes to the holders."""
         self.plan = plan = self._hand_over()
         run, program = self.run, self.run.program
-        if run.store.pieces is not None:
-            saved = run.store.pieces.saved(run.path)
-            if program.history.came_in((*self._pieces, id(run.step)), saved):
+        pieces = run.store.pieces
+        if pieces is not None and pieces.end is not None:
+            if program.history.came_in((*self._pieces, id(run.step)), pieces.saved(run.path)):
                 program.forget()
         elif self.may_have_pieces and program.history.went(self.is_new):
             size_pieces(plan.path, program.history)

@@ -226,6 +226,22 @@ class Gives(torch.autograd.Function):
         return ctx.saved_tensors[0]
 
 
+@pytest.mark.parametrize("door", REPLAY)
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_what_is_written_after_a_backward_inside_stays_as_it_was_read(door, create_graph):
+    def run(x, state):
+        y = (x * 1 + state).square()
+        (g,) = torch.autograd.grad(y.sum(), x, retain_graph=True, create_graph=create_graph)
+        state.add_(1)
+        return (y * g).square().sum() + state.sum()
+
+    def gradient(door):
+        x, state = torch.arange(4.0).requires_grad_(), torch.ones(4)
+        return torch.autograd.grad(REGIONS[door](run, x, state), x)[0]
+
+    assert torch.equal(gradient(door), gradient("plain"))
+
+
 @pytest.mark.parametrize("policy", [None, PLANNED], ids=str)
 @pytest.mark.parametrize("create_graph", [False, True])
 def test_a_value_that_a_backward_inside_has_brought_back_outlives_a_write(create_graph, policy):
