@@ -6,8 +6,6 @@ or a loop takes another number of turns, blocks are taken in pieces (`pieces.py`
 
 from __future__ import annotations
 
-from collections import deque
-
 
 class History:
     """Which ways the last runs of a site have gone."""
@@ -17,31 +15,28 @@ class History:
     alive_at_first = 0.0  # bytes that may be alive where the first piece ends,
     most_alive = 0.0  # and where a later one does
     _stays_whole = False
-
-    def __init__(self) -> None:
-        self._new: deque[bool] = deque(maxlen=_RUNS)
-        self._pieces: deque[tuple[int, ...]] = deque(maxlen=_RUNS)
+    # Of the last runs; another thread may be in one, too.
+    _new: tuple[bool, ...] = ()
+    _pieces: tuple[tuple[int, ...], ...] = ()
 
     def went(self, is_new: bool) -> bool:
         """A block as a whole went a new way, or a known one. Returns whether blocks are taken in
         pieces from the next run on."""
-        self._new.append(is_new)
-        if sum(self._new) < _MOST_NEW or self._stays_whole:
+        self._new = new = (*self._new, is_new)[-_RUNS:]
+        if sum(new) < _MOST_NEW or self._stays_whole:
             return False
-        self._new.clear()
-        self.in_pieces = True
+        self._new, self.in_pieces = (), True
         return True
 
     def came_in(self, pieces: tuple[int, ...], nbytes: int) -> bool:
         """A block, in which autograd saved so much, was taken in these pieces. Returns whether the
         next one is whole: for a plan, since few ways come again, or for another look."""
-        self._pieces.append(pieces)
+        self._pieces = ways = (*self._pieces, pieces)[-_RUNS:]
         has_grown = nbytes > _MOST_GROWTH * self.nbytes
-        if not has_grown and (len(self._pieces) < _RUNS or len({*self._pieces}) > _FEW_WAYS):
+        if not has_grown and (len(ways) < _RUNS or len({*ways}) > _FEW_WAYS):
             return False
-        self._pieces.clear()
-        self.in_pieces = False
-        self._new.extend([True] * (_MOST_NEW - 1) * has_grown)
+        self._pieces, self.in_pieces = (), False
+        self._new = (True,) * (_MOST_NEW - 1) if has_grown else ()
         return True
 
     def stay_whole(self) -> None:

@@ -68,6 +68,11 @@ class Pieces:
         """What a piece holds belongs to holders now, and may be written later. `is_checked`: values
         are compared when they come back."""
         self._piece = _Piece()
+        if self.end is None:  # a block that trains would collect them
+            for storage, there in [*self._held.items()]:
+                self._held[storage] = [entry for entry in there if entry[0]() is not None]
+                if not self._held[storage]:
+                    del self._held[storage]
         for asked, held in holds:
             if type(held) is Aliased:
                 entry = ref(held), asked.is_read or is_checked
@@ -86,7 +91,7 @@ class Pieces:
         """Copy what is held where a step writes."""
         storages = {*map(_torch.storage_of, targets)}
         self._written |= storages
-        self.copies.clear()  # statistics are written without a new version
+        self.copies.forget(storages)  # statistics are written without a new version
         # Custom operators count versions up before; updates of statistics do not.
         self._copy(storages, step.info.custom or step.updates, step.updates)
 

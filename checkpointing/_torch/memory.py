@@ -149,6 +149,10 @@ class Copies:
     def clear(self) -> None:
         self._made.clear()
 
+    def forget(self, storages: Set[int | None]) -> None:
+        """Those on these storages have been made of what is not there any more."""
+        self._made = {key: made for key, made in self._made.items() if key[0] not in storages}
+
     def copy(self, tensor: Tensor) -> Tensor:
         if not has_storage(tensor):
             return copy(tensor)
