@@ -338,9 +338,9 @@ def auto(*, budget: int | str | None = None, peak: int | str | None = None) -> P
     A run that takes another path gets a plan of its own. The same program has the same plan in each
     step and on each rank. Modules, loops, functions and inner regions need no annotation.
 
-    Where four of eight runs take new paths (experts that are chosen, layers that are dropped), a
+    Where four of six runs take new paths (experts that are chosen, layers that are dropped), a
     block is not planned any more. It is cut while it runs, where little is alive of what it has
-    made, and `scope.stats.cuts` says where. This ends when eight runs have taken two ways at most.
+    made, and `scope.stats.cuts` says where. This ends when six runs have taken two ways at most.
 
     A plan also serves smaller runs. It is replaced when a run saves more than 1.5 times the bytes,
     or when gradients exist that the plan assumed to be missing.

@@ -44,7 +44,7 @@ class History:
         self._stays_whole = True
 
 
-_RUNS = 8  # the last ones
+_RUNS = 6  # the last ones
 _MOST_NEW = 4  # of them, before blocks are taken in pieces
 _FEW_WAYS = 2  # of all of them, before they are not
 _MOST_GROWTH = 2  # of the bytes that autograd saves, before the sizes of pieces are found anew

@@ -77,12 +77,13 @@ def test_pieces_end_where_least_is_alive():
 def test_few_ways_are_planned_and_many_are_not():
     known_mostly = [True] * 3 + [False] * 5 + [True, False, False] * 4
     assert not any(map(History().went, known_mostly))
+    assert not any(map(History().went, [True, False] * 8))  # several models, two steps each
     history = History()
     assert [history.went(True) for _ in range(4)] == [False, False, False, True]
     assert history.in_pieces
     history.nbytes = 100
     assert not any(history.came_in((n % 3,), 200) for n in range(20))
-    assert [history.came_in((5 + n % 2,), 100) for n in range(8)] == [False] * 7 + [True]
+    assert [history.came_in((5 + n % 2,), 100) for n in range(6)] == [False] * 5 + [True]
     assert not history.in_pieces
 
 
