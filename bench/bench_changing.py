@@ -113,23 +113,12 @@ def drop(width=128):
     return layers, run, (4, 128, width)
 
 
-def exits(width=128):
+def exits(depths, width=128):
+    """One of these depths."""
     layers = blocks(12, width)
 
     def run(draw, x, around):
-        for layer in layers[: draw.randint(4, 12)]:
-            x = around(layer)(x)
-        return x
-
-    return layers, run, (4, 128, width)
-
-
-def few(width=128):
-    """Three depths, so that each is planned."""
-    layers = blocks(12, width)
-
-    def run(draw, x, around):
-        for layer in layers[: draw.choice((4, 8, 12))]:
+        for layer in layers[: draw.choice(depths)]:
             x = around(layer)(x)
         return x
 
@@ -277,8 +266,8 @@ ROWS = {
     "experts": experts,
     "experts small": functools.partial(experts, 32, 16, 32),
     "drop": drop,
-    "exits": exits,
-    "few": few,
+    "exits": functools.partial(exits, range(4, 13)),
+    "few": functools.partial(exits, (4, 8, 12)),  # so that each is planned
     "times": times,
     "hidden": hidden,
     "in place": in_place,

@@ -823,7 +823,7 @@ def test_a_path_that_comes_again_gets_the_plan_of_a_fresh_site():
     x = torch.randn(64, 64, requires_grad=True)
     for n in range(1, 9):
         run(lambda: sum(x.sin().exp().sum() for _ in range(n))).backward()  # noqa: B023
-    for _ in range(12):
+    for _ in range(10):
         run(forward).backward()
     later = run.scope.stats
     clear_programs()

@@ -53,7 +53,10 @@ class Pieces:
         alive = sum([piece.sizes.get(memory, 0) for memory in {m for _, m in piece.results}])
         met = [cells[first.cell]() for first in piece.met if first.memory in piece.written]
         alive += sum([_torch.memory_size(tensor) for tensor in met if tensor is not None])
-        return self._sizes.may_end(alive, piece.saved)
+        if not self._sizes.suffice(alive, piece.saved):
+            return False
+        self._sizes.add(alive, piece.saved)
+        return True
 
     def _look_at(self, path: Sequence[Step]) -> None:
         for step in path[self._piece.count :]:
@@ -120,22 +123,22 @@ class Sizes:
         self.largest = self.saved = self.ends = 0
         self._far = history.nbytes * _LARGEST
 
-    def may_end(self, alive: int, saved: int) -> bool:
+    def suffice(self, alive: int, saved: int) -> bool:
         """Whether a piece that has saved so many bytes may end, where so many are alive. Where
         these are few, pieces of this size and all ends need least together."""
-        is_near = alive <= self._most
         enough = min(_ABOUT * math.sqrt(self._nbytes * alive), _MOST_ALIVE * alive)
-        if not is_near:
+        if alive > self._most:
             enough = max(enough, self._far)
-        if not alive or saved < max(2 * alive, enough, self._nbytes * _LEAST):
-            return False
+        return alive > 0 and saved >= max(2 * alive, enough, self._nbytes * _LEAST)
+
+    def add(self, alive: int, saved: int) -> None:
+        """A piece has ended."""
         self.ends += alive
         self.saved += saved
         self.largest = max(self.largest, saved)
-        if is_near:
+        if alive <= self._most:
             self._far = min(self._nbytes * _LARGEST, _FAR * saved)
         self._most = self._most_later
-        return True
 
 
 class _Piece:
@@ -192,17 +195,20 @@ def size_pieces(path: Path, history: History) -> None:
         history.most_alive = most
         found, piece = Sizes(history), _Recorded()
         for step in path.steps:
-            if found.may_end(piece.alive_before(step), piece.saved):
+            alive = piece.alive_before(step)
+            if found.suffice(alive, piece.saved):
+                found.add(alive, piece.saved)
                 piece = _Recorded()
             piece.add(step, sizes, saved[step.index])
         return found.ends + max(found.largest, piece.saved)
 
     history.nbytes = nbytes = sum(saved)
     # The caller's variables, and what all layers read, stay alive after the first end.
-    history.alive_at_first, least, piece = math.inf, math.inf, _Recorded()
+    history.alive_at_first = least = math.inf
+    first, piece = Sizes(history), _Recorded()
     for step in path.steps:
         alive = piece.alive_before(step)
-        if Sizes(history).may_end(alive, piece.saved):
+        if first.suffice(alive, piece.saved):
             least = min(least, alive)
         if piece.saved > nbytes * _LARGEST:
             break
@@ -213,7 +219,9 @@ def size_pieces(path: Path, history: History) -> None:
 
 _ABOUT = 0.7  # of the best size: one layer rather than two
 _MOST_ALIVE = 12  # times what is alive at its end: no piece has to be larger
-_LEAST, _LARGEST = 1 / 128, 0.4  # of the block; a larger piece may end where more is alive
-_MORE = 1.2  # than in that path
-_FAR = 1.5  # times the last such piece, after which one may end anywhere
+_LEAST = 1 / 128  # of what the block saves: no piece is smaller
+# A piece that saves more ends where more is alive: a part of what the block saves, and times what
+# the last piece did that ended where little was.
+_LARGEST, _FAR = 0.4, 1.5
+_MORE = 1.2  # times what was alive in that path, at the first end
 _FINEST = 12  # the least that may be alive, as a power of 1/2 of what the block saves

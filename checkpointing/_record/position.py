@@ -99,9 +99,9 @@ class Position:
         self._recorded = step, 0
         self.program.add(step)
         if self.plan is not None:
-            self.follow(None)
+            self.use_plan(None)
 
-    def follow(self, plan: Any) -> None:
+    def use_plan(self, plan: Any) -> None:
         """From here on hold what this plan keeps; what others have kept is of no use."""
         self.plan = plan
         self.store.let_go(() if plan is None else plan.kept)

@@ -291,7 +291,7 @@ class Run(Follower, Region):
         store = self.store
         if self.plan is None or not self.plan.passes(step):
             plans = [plan for plan, *_ in step.keeps if plan.can_go_on(store.held, step)]
-            self.follow(plans[-1] if plans else None)
+            self.use_plan(plans[-1] if plans else None)
         for plan, asked, counts in step.keeps:
             if plan is not self.plan:
                 continue

@@ -152,7 +152,7 @@ def test_every_step_leaves_the_same_bits(program):
     for plain, scoped in zip(want, got, strict=True):
         for a, b in zip(plain, scoped, strict=True):
             assert (a is None and b is None) or torch.equal(a, b)
-    assert min(map(len, cuts[-4:])) > 1
+    assert min(map(len, cuts[-4:])) > 2
 
 
 def test_no_more_memory_than_with_a_checkpoint_around_each_layer():
