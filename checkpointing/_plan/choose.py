@@ -13,14 +13,14 @@ them.
 from __future__ import annotations
 
 from .cuts import Cuts, Cutting
-from .fill import Choice, Filling
+from .fill import Filling
 from .stretch import Stretch
 
 
-def choose(stretch: Stretch, peak: int | None = None) -> Choice:
+def choose(stretch: Stretch, peak: int | None = None) -> Filling:
     """What to keep of a stretch, under a peak."""
     if peak is None and stretch.cost(stretch.saved) < _LITTLE:
-        return Filling(stretch, ()).choice()
+        return Filling(stretch, ())
     blocks = stretch.blocks
     cutting = Cutting(stretch)
     least, cuts = cutting.least_peak()
@@ -29,37 +29,35 @@ def choose(stretch: Stretch, peak: int | None = None) -> Choice:
     target = max(least, by_hand if peak is None else peak)
     best = _filled(cutting, cuts, target)
     best.join(target if peak is None else 0)
-    return best.choice()
+    return best
 
 
-def choose_within(stretch: Stretch, budget: int) -> Choice:
+def choose_within(stretch: Stretch, budget: int) -> Filling:
     """What to keep of a stretch, in a budget: under the largest of a few peaks for which it is
     enough, so that a smaller budget never means a larger peak."""
     cutting = Cutting(stretch)
     least, cuts = cutting.least_peak()
     best = _filled(cutting, cuts, least)
+    ratio = max(1, Filling(stretch, ()).peak / least)
     low, high = 0, _MOST_PEAKS
-    most = Filling(stretch, ()).choice().peak
-    while stretch.cost(best.kept) <= budget and high - low > 0:
+    while best.nbytes <= budget and low < high:
         middle = (low + high + 1) // 2
-        peak = int(least * max(1, most / least) ** (middle / _MOST_PEAKS))
-        tried = _filled(cutting, cuts, peak)
-        if stretch.cost(tried.kept) <= budget:
+        tried = _filled(cutting, cuts, int(least * ratio ** (middle / _MOST_PEAKS)))
+        if tried.nbytes <= budget:
             low, best = middle, tried
         else:
             high = middle - 1
     best.join()
-    choice = best.choice()
-    return choice._replace(exceeds=choice.nbytes > budget)
+    return best
 
 
-def choose_first(stretch: Stretch, budget: int) -> Choice:
+def choose_first(stretch: Stretch, budget: int) -> Filling:
     """What to keep in a budget that is too small for the least peak: windows of what lies between
     make that in pieces."""
     cutting = Cutting(stretch)
     least, cuts = cutting.least_peak(budget)
     most = least if stretch.is_all else least + int(least * _SLACK_OF_PARTS)
-    return _filled(cutting, cuts, most, budget).choice()
+    return _filled(cutting, cuts, most, budget)
 
 
 def _by_hand(
@@ -73,7 +71,7 @@ def _by_hand(
         new = [*runs, blocks]
         others = [at for at in cuts if not any(run[0] <= at <= run[-1] for run in new)]
         placed = {*others, *[at for run in new for at in run if stretch.first < at < stretch.last]}
-        found = Filling(stretch, sorted(placed)).choice().peak
+        found = Filling(stretch, sorted(placed)).peak
         if found <= most:
             peak, runs, cuts = found, new, tuple(sorted(placed))
     return peak, cuts

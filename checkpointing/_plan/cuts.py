@@ -64,7 +64,7 @@ class Cutting:
         soonest: dict[int, int] = {}
         starts = {*stretch.positions[:-1]}
         for index in range(stretch.last - 1, stretch.first - 1, -1):
-            soonest.update(dict.fromkeys(stretch.wanted.get(index, ()), index + 1))
+            soonest.update(dict.fromkeys(stretch.wanted[index], index + 1))
             ends = [soonest[number] for number in model.made[index] if number in soonest]
             if ends:
                 end = min(ends)
@@ -170,12 +170,11 @@ class Opening:
         work, worst = 0.0, start
         seen: set[int] = set()
         for at in range(start, stretch.last):
-            for number in stretch.wanted.get(at, ()):
-                if number not in seen:
-                    seen.add(number)
-                    memory = stretch.memories[number]
-                    if memory.maker >= start or number not in stretch.dear:
-                        held += memory.cost
+            for number in stretch.wanted[at] - seen:
+                memory = stretch.memories[number]
+                if memory.maker >= start or number not in stretch.dear:
+                    held += memory.cost
+            seen |= stretch.wanted[at]
             need = max(need, backward[at] + held)
             if live[at] > live[worst]:
                 worst = at

@@ -11,31 +11,17 @@ before. In backward, beside what it works with, each of these is there:
 from __future__ import annotations
 
 import heapq
+import math
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence, Set
 from itertools import accumulate, pairwise
 from operator import add
-from typing import NamedTuple
 
-from .cuts import Cuts
 from .stretch import Stretch
 
 Crosses = list[tuple[int, Set[int]]]
 # What is added to which peaks, from where on; and how much that is in all.
 Change = tuple["Peaks", int, int, int]
-
-
-class Choice(NamedTuple):
-    """What a plan keeps."""
-
-    kept: tuple[int, ...] = ()  # memories
-    cuts: Cuts = ()
-    peak: int = 0
-    parts: Sequence[tuple[int, int]] = ()  # by segment: what is held in it, and its peak
-    forward: int = 0  # the peak of the forward
-    nbytes: int = 0  # of what is kept
-    exceeds: bool = False  # whether that is more than the budget
-    again: Set[int] = frozenset()  # the steps that run again
 
 
 class Filling:
@@ -44,9 +30,9 @@ class Filling:
     _has_news = False  # whether cuts or room have been found since it was filled
 
     def __init__(
-        self, stretch: Stretch, cuts: Iterable[int], peak: int = 0, budget: int | None = None
+        self, stretch: Stretch, cuts: Iterable[int], most: int = 0, budget: int | None = None
     ) -> None:
-        self.stretch, self.peak, self.budget = stretch, peak, budget
+        self.stretch, self.most, self.budget = stretch, most, budget
         self.model, self.memories = stretch.model, stretch.memories
         self.ends = [stretch.first, *cuts, stretch.last]
         self.kept: set[int] = set()
@@ -54,7 +40,7 @@ class Filling:
             if start in self.ends:
                 self.kept |= {number for number in across if self.memories[number].final <= start}
         self._simulate()
-        if peak:
+        if most:
             self._cut_and_drop()
             self._fill_on()
 
@@ -63,7 +49,7 @@ class Filling:
         for _ in range(_MOST_ROUNDS):
             if not self._has_news:
                 break
-            ends, kept, most = self.ends, {*self.kept}, max(self.peak, *self.peaks)
+            ends, kept, most = self.ends, {*self.kept}, max(self.most, *self.peaks)
             self._fill_on()
             if max(self.peaks) > most:
                 self.ends, self.kept = ends, kept
@@ -73,7 +59,7 @@ class Filling:
 
     def key(self) -> tuple[float, ...]:
         """Better if less: the peak above what is allowed, then what is done again."""
-        return max(self.peak, *self.peaks), *self.work()
+        return max(self.most, *self.peaks), *self.work()
 
     def _fill_on(self) -> None:
         self._fill()
@@ -91,16 +77,18 @@ class Filling:
         self._simulate()
         return True
 
-    def choice(self) -> Choice:
-        return Choice(
-            tuple(sorted(self.kept)),
-            tuple(self.ends[1:-1]),
-            max(*self.peaks, *self._forward),
-            parts=[*zip([self._held[end - 1] for end in self.ends[1:]], self.peaks, strict=True)],
-            forward=max(self._forward),
-            nbytes=self.stretch.cost(self.kept),
-            again=self.again,
-        )
+    @property
+    def cuts(self) -> list[int]:
+        return self.ends[1:-1]
+
+    @property
+    def peak(self) -> int:
+        return max(*self.peaks, *self.forward)
+
+    @property
+    def nbytes(self) -> int:
+        """Of what is kept."""
+        return self.stretch.cost(self.kept)
 
     def work(self) -> tuple[float, float]:
         """What is done again: floating-point operations of products, and of all."""
@@ -110,8 +98,8 @@ class Filling:
     def join(self, peak: int = 0) -> None:
         """Drop cuts that make no difference to the peak, because each window takes time."""
         most, ends = max(peak, *self.peaks) * _SURE, [self.ends[-1]]
-        for start, end in reversed([*pairwise(self.ends)]):
-            if end < ends[-1] and self._peak_of(start, ends[-1]) > most:
+        for start, end in reversed([*pairwise(self.ends[:-1])]):
+            if self._peak_of(start, ends[-1]) > most:
                 ends.append(end)
         self.ends = [self.ends[0], *reversed(ends)]
         self._simulate()
@@ -125,19 +113,14 @@ class Filling:
         self._crosses = self._find_windows()
         kept = [memories[number] for number in self.kept]
         dead = model.sums((memory.dies, model.count, memory.cost) for memory in kept)
-        self._forward = [*map(add, stretch.live, dead)][: stretch.last]
-        spans = [
-            (
-                max(
-                    self._first.get(m.number, model.count),
-                    min(m.maker + 1, stretch.saved.get(m.number, model.count)),
-                ),
-                m.cost,
-            )
-            for m in kept
-        ]
-        self._held = model.sums((first, model.count, cost) for first, cost in spans)
-        there = [*map(add, model.backward, self._held)]
+        self.forward: list[int] = [*map(add, stretch.live, dead)][: stretch.last]
+        spans = []
+        for memory in kept:
+            needed = self._first.get(memory.number, model.count)
+            there_from = min(memory.maker + 1, stretch.saved.get(memory.number, model.count))
+            spans.append((max(needed, there_from), model.count, memory.cost))
+        self.held = model.sums(spans)
+        there = [*map(add, model.backward, self.held)]
         made = [0] * (model.count + 1)  # by windows, and saved here
         for number, at in stretch.saved.items():
             cost = 0 if number in self.kept else memories[number].cost
@@ -145,7 +128,7 @@ class Filling:
                 made[at + 1] += cost
             else:
                 there[at] += cost  # it has a window of its own
-        self._made: list[int] = [*accumulate(made)]
+        self._made = [*accumulate(made)]
         self._there: list[int] = [*map(add, there, self._made[1:])]
         self.peaks = [self._peak_of(start, end) for start, end in pairwise(self.ends)]
 
@@ -164,18 +147,16 @@ class Filling:
             reading: set[int] = set()  # memories that are not kept, whose makers are still to come
             needed: set[int] = set()  # what is kept
             for index in range(end - 1, start - 1, -1):
-                if index in stretch.wanted:
-                    needed |= stretch.wanted[index] & self.kept
-                    reading |= stretch.wanted[index] - self.kept
+                needed |= stretch.wanted[index] & self.kept
+                reading |= stretch.wanted[index] - self.kept
                 made = model.made[index]
                 if not reading.isdisjoint(made):
                     self.again.add(index)
                     for number in made:
                         if memories[number].maker == index:
                             reading.discard(number)
-                    early = model.early.get(index, ())
                     for number in stretch.reads[index]:
-                        is_there = number in self.kept and number not in early
+                        is_there = number in self.kept and number not in model.early[index]
                         (needed if is_there else reading).add(number)
                 if index == start or (index in positions and index < end - 1):
                     crosses.append((index, reading & stretch.dear))
@@ -196,23 +177,20 @@ class Filling:
         """Take the steps whose results save most. Of equal ones the last is held for the shortest
         time; within a window it is the first, so that what remains is at the end, where no replay
         has to come by it again."""
-        self._forward_peaks = Peaks(self._forward, self.peak)
-        self._backward_peaks = Peaks(self.peaks, self.peak)
+        self._forward_peaks = Peaks(self.forward, self.most)
+        self._backward_peaks = Peaks(self.peaks, self.most)
         order = -1 if self.stretch.is_all else 1
-        queue: list[tuple[float, int]] = []
-        for index in sorted(self.again, reverse=True):
-            made = self._results(index)
-            if made and self._room_for(index, made) is not None:
-                queue.append((-self._worth(index, made), order * index))
-        heapq.heapify(queue)
+        # By what a step saves, negative; not known yet.
+        queue = sorted([(-math.inf, order * index) for index in self.again])
         while queue:
-            _, place = heapq.heappop(queue)
+            known, place = heapq.heappop(queue)
             made = self._results(order * place)
             changes = self._room_for(order * place, made) if made else None
             if changes is None:
                 continue  # there will not be more room
             worth = self._worth(order * place, made)
-            if queue and -worth > queue[0][0]:  # it was worth more before others were kept
+            # It may have been worth more before others were kept.
+            if known == -math.inf or (queue and -worth > queue[0][0]):
                 heapq.heappush(queue, (-worth, place))
             elif worth > 0:
                 self.kept |= made
@@ -243,75 +221,45 @@ class Filling:
 
     def _room_for(self, index: int, made: set[int]) -> list[Change] | None:
         """What changes if the results of a step are kept; None if there is no room for them."""
+        stretch, saved, memories = self.stretch, self.stretch.saved, self.memories
+        nbytes, new = stretch.cost(made), stretch.cost(made.difference(saved))
         if self.budget is not None:
-            return [] if self.stretch.cost(self.kept | made) <= self.budget else None
-        changes = self._changes(index, made)
-        fits = all(peaks.allow(at, total) for peaks, at, _, total in changes)
-        return changes if fits else None
-
-    def _changes(self, index: int, made: set[int]) -> list[Change]:
-        stretch, count = self.stretch, self.model.count
-        nbytes, new = stretch.cost(made), stretch.cost(made.difference(stretch.saved))
-        readers = [index for number in made for index in self.memories[number].readers]
-        lowest = min(
-            *[stretch.saved.get(number, count) for number in made],
-            *self.again.intersection(readers),
-            count,
-        )
+            return [] if self.nbytes + nbytes <= self.budget else None
+        dies = min([memories[number].dies for number in made])
+        readers = [reader for number in made for reader in memories[number].readers]
+        users = [*self.again.intersection(readers), *[saved[n] for n in made if n in saved]]
+        lowest = min(users, default=self.model.count)
         here, first = (bisect_right(self.ends, at) - 1 for at in (index, lowest))
-        dies = min([self.memories[number].dies for number in made])
+        backward = self._backward_peaks
         changes = [(self._forward_peaks, dies, nbytes, nbytes)]
         if first > here:
-            return [*changes, (self._backward_peaks, first, nbytes, nbytes)]
-        # Its window delivers what is saved there, kept or not.
-        changes.append((self._backward_peaks, here, new, new))
-        return [*changes, (self._backward_peaks, here + 1, nbytes - new, nbytes)]
+            changes.append((backward, first, nbytes, nbytes))
+        else:  # its window delivers what is saved there, kept or not
+            changes += [(backward, here, new, new), (backward, here + 1, nbytes - new, nbytes)]
+        return changes if all(peaks.allow(at, n) for peaks, at, _, n in changes) else None
 
 
 class Peaks:
-    """Numbers up to `most`, to the last of which something is added now and then: a tree of
-    maxima."""
+    """Numbers up to `most`, to the last of which something is added now and then."""
 
     def __init__(self, numbers: Sequence[int], most: int) -> None:
-        self._limit = most
-        self._full: dict[int, int] = {}  # by number: the last place from which it can't be added
-        self._count, self._size = len(numbers), 1 << len(numbers).bit_length()
-        rest = [0] * (self._size - self._count)
-        self._most = [0] * self._size + [*numbers, *rest]  # below each node, without what ...
-        self._more = [0] * 2 * self._size  # ... has been added to all below it
-        for node in range(self._size - 1, 0, -1):
-            self._most[node] = max(self._most[2 * node : 2 * node + 2])
+        self._most = most
+        # By place: the largest number from there on; behind the last place, what has been added.
+        self._largest = [*accumulate([0, *reversed(numbers)], max)][::-1]
 
     def allow(self, first: int, number: int) -> bool:
         """Whether all from there on stay within `most` if this is added to them."""
-        if first <= self._full.get(number, -1):
-            return False
-        if self._after(first) + number <= self._limit:
-            return True
-        self._full[number] = first
-        return False
-
-    def _after(self, first: int) -> int:
-        """The largest one from there on."""
-        node = min(first, self._count) + self._size
-        most = self._most[node]
-        while node > 1:
-            if node % 2 == 0:
-                most = max(most, self._most[node + 1])
-            node //= 2
-            most += self._more[node]
-        return most
+        return self._largest[min(first, len(self._largest) - 1)] + number <= self._most
 
     def add(self, first: int, number: int) -> None:
         """To all from there on."""
-        node = min(first, self._count) + self._size
-        self._most[node] += number
-        while node > 1:
-            if node % 2 == 0:
-                self._most[node + 1] += number
-                self._more[node + 1] += number
-            node //= 2
-            self._most[node] = max(self._most[2 * node : 2 * node + 2]) + self._more[node]
+        largest = self._largest
+        first = min(first, len(largest) - 1)
+        largest[first:] = [each + number for each in largest[first:]]
+        for place in range(first - 1, -1, -1):
+            if largest[place] >= largest[first]:
+                break
+            largest[place] = largest[first]
 
 
 _MOST_ROUNDS = 3

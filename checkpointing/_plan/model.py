@@ -68,6 +68,7 @@ class Model:
     def __init__(self, path: Path, run: Run, waiting: Iterable[int], scale: float) -> None:
         """`waiting` are cells of parameters that have no gradient yet."""
         self.path, self.scale = path, scale
+        self.held = {path.memory_of[cell] for cell, _ in path.kept}  # by the user
         self.count = len(path.steps)
         self.never = self.count + 1  # a position after all others
         self.memories: dict[int, Memory] = {}
@@ -102,11 +103,10 @@ class Model:
             if memory.number in elsewhere and not memory.is_cheap:
                 memory.cost = 0
         # By step: memories of which it reads what a later step writes over.
-        self.early = {
-            step.index: {path.memory_of[cell] for cell, _ in unfinished.intersection(step.reads)}
+        self.early = [
+            {path.memory_of[cell] for cell, _ in unfinished.intersection(step.reads)}
             for step in path.steps
-            if not unfinished.isdisjoint(step.reads)
-        }
+        ]
         # When small ones die may depend on the garbage collector, which differs from rank to rank.
         large = [m for m in self.memories.values() if m.nbytes >= _SMALL]
         spans = [(m.maker, m.dies - 1, m.nbytes) for m in large]

@@ -37,17 +37,13 @@ class Outlook:
         trained = [(cell, run.store.parameter(cell)) for cell in path.trained]
         waiting = [cell for cell, p in trained if p is not None and p.grad is None]
         self._model = Model(path, run, waiting, 1.0)
-        self._by_user = frozenset([path.memory_of[cell] for cell, _ in path.kept])
-        self._stretch = self._new_stretch()
+        self._stretch = Stretch(self._model)
         work = [step.flops for step in path.steps]
         self._work = work if any(work) else self._model.work
 
-    def _new_stretch(self) -> Stretch:
-        return Stretch(self._model, range(len(self._model.path.slots)), self._by_user)
-
     def planned(self, peak: int | None) -> Cost:
-        """With `auto()`, or with `auto(peak=...)`: of a stretch of its own, as each plan is."""
-        choice = choose(self._new_stretch(), peak)
+        """With `auto()`, or with `auto(peak=...)`."""
+        choice = choose(self._stretch, peak)
         return Cost(choice.peak, choice.nbytes, self._part(choice.again))
 
     def plain(self) -> Cost:

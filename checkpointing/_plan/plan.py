@@ -12,13 +12,14 @@ taken in pieces (`Run`).
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Sequence
 from itertools import pairwise
+from operator import add
 from typing import Any
 
 from .._record import MOST_GROWTH, Hold, Path, Run, Step, Value
 from .choose import choose, choose_first, choose_within
-from .fill import Choice, Filling
+from .fill import Filling
 from .groups import Group, grouped
 from .model import Model
 from .stretch import Stretch
@@ -27,18 +28,21 @@ from .stretch import Stretch
 class Plan:
     """How to bring back what was saved on one path."""
 
-    whole: Group | None = None  # all slots, where nothing that `auto()` chose has been held
     peak = 0  # simulated
+    nbytes = 0  # of what it keeps, in its budget
     exceeds = False  # whether it keeps more than its budget, which has no room for a checkpoint
     size = 0  # bytes that autograd saves, as the plan assumes
     first_size = 0  # those of the run whose bytes the steps have
     waiting: Sequence[int] = ()  # cells of parameters that it assumes to have no gradient
-    kept: frozenset[Value] = frozenset()  # what a run should hold
     complaint = ""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.groups = [Group(path, slots) for slots in grouped(path)]
+    def __init__(self, path: Path, kept: Iterable[Value] = (), cuts: Iterable[int] = ()) -> None:
+        self.kept = frozenset(kept)  # what a run should hold
+        self.path = path.placed(self.kept, cuts)
+        self.groups = [Group(self.path, slots) for slots in grouped(self.path)]
+        # All slots, where nothing that `auto()` chose has been held.
+        self.whole = Group(path, [*range(len(path.slots))])
+        self.whole.parts = self.groups
 
     def suits(self, run: Run) -> bool:
         """Whether a run has the room that the plan assumes. A plan is not exchanged for one with
@@ -62,7 +66,7 @@ class Plan:
 
     def groups_for(self, run: Run) -> list[Group]:
         """What to give a run's holders: by what it holds."""
-        if self.whole is None or run.store.held.keys() >= self.kept:
+        if run.store.held.keys() >= self.kept:
             return self.groups
         if run.store.is_checked:  # whatever is computed is to be compared
             return Plan(self.whole.path).groups
@@ -84,40 +88,38 @@ def plan_of(run: Run, old: Plan | None = None) -> Plan:
         size, first_size, waiting = max(size, old.size), old.first_size, old.waiting
     waiting = [cell for cell in waiting if not _has_gradient(store.parameter(cell))]
     if run.sees_gathering and path.cuts:  # no window may cross where FSDP2 gives parameters back
-        plan, choice = Plan(path), Choice()
+        plan = Plan(path)
     else:
-        plan, choice = _planned(Model(path, run, waiting, size / max(1, first_size)), run)
+        plan = _planned(Model(path, run, waiting, size / max(1, first_size)), run)
     plan.size, plan.first_size, plan.waiting = size, first_size, waiting
-    plan.peak = choice.peak + store.kept_bytes
-    plan.complaint = _complaint(run, choice)
+    plan.peak += store.kept_bytes
+    plan.complaint = _complaint(run, plan)
     return plan
 
 
-def _planned(model: Model, run: Run) -> tuple[Plan, Choice]:
-    """The plan for a run, and what it keeps."""
-    store = run.store
-    assert store.placement is not None
-    path, (budget, _, peak) = model.path, store.placement
-    by_user = frozenset([path.memory_of[cell] for cell, _ in path.kept])
-    stretch = Stretch(model, range(len(path.slots)), by_user)
+def _planned(model: Model, run: Run) -> Plan:
+    assert run.store.placement is not None
+    (budget, _, peak), others = run.store.placement, run.store.kept_bytes
+    stretch = Stretch(model)
     if not stretch.saved:
-        return Plan(path), Choice(peak=max(stretch.live, default=0))
+        plan = Plan(model.path)
+        plan.peak = max(stretch.live, default=0)
+        return plan
     if budget is None:
-        rest = None if peak is None else max(0, peak - store.kept_bytes)
-        choice = choose(stretch, rest)
-        return _laid_over(model, choice), choice
-    rest = max(0, budget - store.kept_bytes)
-    choice = choose_within(stretch, rest)
-    for tried in _budgets(rest, choice.nbytes):
+        return _laid_over(choose(stretch, None if peak is None else max(0, peak - others)))
+    rest = max(0, budget - others)
+    best = choose_within(stretch, rest)
+    for tried in _budgets(rest, best.nbytes):
         first = choose_first(stretch, tried)
-        plan = _laid_over(model, first)
-        held = by_user.union(first.kept)
-        backward = _split_all(plan.groups, model, held, max(tried, 1), first, first.forward)
-        peak = max(first.forward, backward)
-        if peak <= choice.peak * (_ABOUT if tried <= rest else _SURE):
-            plan.exceeds = tried > rest
-            return plan, first._replace(peak=peak, nbytes=tried, exceeds=plan.exceeds)
-    return _laid_over(model, choice), choice
+        plan = _laid_over(first)
+        forward = max(first.forward)
+        plan.peak = max(forward, _split_all(plan.groups, first, tried, forward))
+        if plan.peak <= best.peak * (_ABOUT if tried <= rest else _SURE):
+            plan.nbytes, plan.exceeds = tried, tried > rest
+            return plan
+    plan = _laid_over(best)
+    plan.exceeds = plan.nbytes > rest
+    return plan
 
 
 def _budgets(budget: int, enough: int) -> list[int]:
@@ -125,83 +127,71 @@ def _budgets(budget: int, enough: int) -> list[int]:
     the peak may be less, and at last larger ones, which may have room for the first checkpoint."""
     if budget >= enough:
         return []
-    sizes = [enough >> n for n in range(_MOST_HALVES, 0, -1)]
-    smaller = [size for size in reversed(sizes) if size < budget]
-    return [budget, *smaller, *[size for size in sizes if size > budget]]
+    halves = [enough >> n for n in range(1, _MOST_HALVES + 1)]
+    smaller = [size for size in halves if size < budget]
+    return [budget, *smaller, *[size for size in reversed(halves) if size > budget]]
 
 
-def _laid_over(model: Model, choice: Choice) -> Plan:
+def _laid_over(choice: Filling) -> Plan:
     """The plan that keeps this."""
-    if not choice.kept and not choice.cuts:
-        return Plan(model.path)
-    values = model.values(choice.kept)
-    plan = Plan(model.path.placed(values, choice.cuts))
-    plan.kept, plan.exceeds = frozenset(values), choice.exceeds
-    if values:
-        plan.whole = Group(model.path, [*range(len(model.path.slots))])
-        plan.whole.parts = plan.groups
+    model = choice.model
+    plan = Plan(model.path, model.values(choice.kept), choice.cuts)
+    plan.peak, plan.nbytes = choice.peak, choice.nbytes
     return plan
 
 
-def _split_all(
-    groups: Sequence[Group],
-    model: Model,
-    held: frozenset[int],
-    budget: int,
-    choice: Choice,
-    peak: int,
-) -> int:
+def _split_all(groups: Sequence[Group], choice: Filling, budget: int, peak: int) -> int:
     """Split what needs more than `peak`. Returns the peak of backward."""
-    ends = [0, *choice.cuts, model.count]
-    found = [
-        held_here + max(model.backward[start:end], default=0)
-        for (held_here, _), (start, end) in zip(choice.parts, pairwise(ends), strict=True)
-    ]
+    model, cuts = choice.model, choice.cuts
+    held = [choice.held[end - 1] for end in choice.ends[1:]]
+    ends = pairwise([0, *cuts, model.count])
+    backward = [max(model.backward[start:end], default=0) for start, end in ends]
+    found: list[int] = [*map(add, held, backward)]
     for group in groups:
         at = [model.saves[slot][0] for slot in group.slots if slot in model.saves]
-        part = bisect_right(choice.cuts, max(at, default=0))
-        held_here, most = choice.parts[part]
+        part = bisect_right(cuts, max(at, default=0))
+        most = choice.peaks[part]
         if most > peak:
-            need = _split(group, model, held, budget, peak - held_here)
-            most = min(most, held_here + need)
+            most = min(most, held[part] + _split(group, choice, budget, peak - held[part]))
         found[part] = max(found[part], most)
     return max(found)
 
 
-def _split(group: Group, model: Model, held: frozenset[int], budget: int, peak: int) -> int:
+def _split(group: Group, choice: Filling, budget: int, peak: int) -> int:
     """Where a window would deliver more than the budget, a first replay makes what smaller windows
     start from. Returns what backward needs then."""
+    model = choice.model
     order, _ = group.path.slice_of([group.path.slots[slot].value for slot in group.slots])
     if not order:
         return 0
-    stretch = Stretch(model, group.slots, held, order)
-    need = Filling(stretch, ()).choice().peak
+    stretch = Stretch(model, group.slots, choice.stretch.held | choice.kept, order)
+    need = Filling(stretch, ()).peak
     if stretch.cost(stretch.dear & stretch.saved.keys()) <= budget:
         return need
-    choice = choose_first(stretch, budget)
-    if not choice.kept:
+    first = choose_first(stretch, budget)
+    if not first.kept:
         return need
-    group.split(model.values(choice.kept), choice.cuts)
+    group.split(model.values(first.kept), first.cuts)
     if max(len(part.slots) for part in group.parts) == len(group.slots):
         group.parts = []
         return need
-    return _split_all(group.parts, model, held.union(choice.kept), budget, choice, peak)
+    return _split_all(group.parts, first, budget, peak)
 
 
-def _complaint(run: Run, choice: Choice) -> str:
+def _complaint(run: Run, plan: Plan) -> str:
     """What to say of a budget, or of a peak, that is too small."""
     assert run.store.placement is not None
     (budget, _, peak), least = run.store.placement, run.store.kept_bytes
-    if peak is not None and choice.peak + least > peak:
+    if peak is not None and plan.peak > peak:
         why = "this block needs more in any plan. The least peak possible"
-        return f"auto(peak={peak}): {why} is {choice.peak + least} bytes."
+        return f"auto(peak={peak}): {why} is {plan.peak} bytes."
     if budget is None:
         return ""
     if least > budget:
         why = "`keep`, other policies, or FSDP2 keep more than that in this block"
-    elif choice.exceeds:
+    elif plan.exceeds:
         why = "no room for checkpoints that lower the peak, so more is kept"
-        least += choice.nbytes
+        least += plan.nbytes
     else:
         return ""
     return f"auto(budget={budget}): {why}. A budget of {least} bytes is enough."

@@ -6,7 +6,6 @@ steps are another one: what lies before is held, or made by others.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 
@@ -18,26 +17,32 @@ class Stretch:
     """Steps of a path whose slots one window would bring back."""
 
     def __init__(
-        self, model: Model, slots: Iterable[int], held: frozenset[int], window: Sequence[int] = ()
+        self,
+        model: Model,
+        slots: Iterable[int] | None = None,
+        held: Iterable[int] = (),
+        window: Sequence[int] = (),
     ) -> None:
         self.model, self.memories = model, model.memories
         self.is_all = not window
-        wanted = [model.saves[slot] for slot in model.saves.keys() & slots]
-        wanted = [(position, memory) for position, memory in wanted if memory not in held]
+        self.held = model.held.union(held)
+        saves = model.saves if slots is None else model.saves.keys() & slots
+        wanted = [model.saves[slot] for slot in saves]
+        wanted = [(position, memory) for position, memory in wanted if memory not in self.held]
         self.first, self.last = 0, model.count
         if window:
             self.first = window[0]
             self.last = 1 + max([window[-1], *[position for position, _ in wanted]])
         self.live = model.live if self.is_all else self._live_in_replay(window)
         # By position: memories that autograd has saved.
-        self.wanted: dict[int, set[int]] = defaultdict(set)
+        self.wanted: list[set[int]] = [set() for _ in range(model.count)]
         for position, memory in wanted:
             self.wanted[max(position, self.first)].add(memory)
         # The position down to which backward needs them.
         self.saved = {
-            number: at for at in sorted(self.wanted, reverse=True) for number in self.wanted[at]
+            number: at for at in reversed(range(model.count)) for number in self.wanted[at]
         }
-        dear = [m for m in self.memories.values() if not m.is_cheap and m.number not in held]
+        dear = [m for m in self.memories.values() if not m.is_cheap and m.number not in self.held]
         # A window that reads it must have made it.
         self.dear = {m.number for m in dear if m.maker >= self.first}
         self.reads = [[*filter(self.dear.__contains__, read)] for read in model.reads]
@@ -64,9 +69,7 @@ class Stretch:
             for p in range(first + 1, last)
             if crossing[p] <= min(crossing[p - 1], crossing[p + 1]) and self.model.made[p - 1]
         ]
-        size = (
-            max(1.0, (last - first) / _MOST_CANDIDATES) if len(minima) > _MOST_CANDIDATES else 1.0
-        )
+        size = (last - first) / _MOST_CANDIDATES if len(minima) > _MOST_CANDIDATES else 1.0
         best: dict[int, int] = {}  # by part
         for p in sorted(minima, key=crossing.__getitem__):
             best.setdefault(int((p - first) / size), p)
