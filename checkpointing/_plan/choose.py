@@ -60,20 +60,16 @@ def choose_first(stretch: Stretch, budget: int) -> Filling:
     return _filled(cutting, cuts, most, budget)
 
 
-def _by_hand(
-    stretch: Stretch, runs_of_blocks: list[range], cuts: Cuts, most: int
-) -> tuple[int, Cuts]:
+def _by_hand(stretch: Stretch, runs: list[range], cuts: Cuts, most: int) -> tuple[int, Cuts]:
     """What users place by hand, and its peak: a checkpoint around each block that repeats, unless
     that needs more than `most`; elsewhere, these cuts."""
     peak = 0
-    runs: list[range] = []
-    for blocks in runs_of_blocks:
-        new = [*runs, blocks]
-        others = [at for at in cuts if not any(run[0] <= at <= run[-1] for run in new)]
-        placed = {*others, *[at for run in new for at in run if stretch.first < at < stretch.last]}
-        found = Filling(stretch, sorted(placed)).peak
-        if found <= most:
-            peak, runs, cuts = found, new, tuple(sorted(placed))
+    for run in runs:
+        placed = {at for at in run if stretch.first < at < stretch.last}
+        placed.update([at for at in cuts if not run[0] <= at <= run[-1]])
+        filling = Filling(stretch, sorted(placed))
+        if filling.peak <= most:
+            peak, cuts = filling.peak, filling.cuts
     return peak, cuts
 
 

@@ -15,14 +15,14 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 from operator import mul
 from typing import NamedTuple
 
 from .stretch import Stretch
 
-Cuts = tuple[int, ...]  # the first step of each segment but the first
+Cuts = Sequence[int]  # the first step of each segment but the first
 
 
 class Segment(NamedTuple):
@@ -42,7 +42,7 @@ class Label(NamedTuple):
     work: float
     room: int  # how much more may be held in each segment
     kept: frozenset[int]
-    cuts: Cuts  # the starts of its segments
+    cuts: tuple[int, ...]  # the starts of its segments
 
 
 class Cutting:
@@ -51,7 +51,7 @@ class Cutting:
     def __init__(self, stretch: Stretch) -> None:
         self.stretch = stretch
         # By position: steps that windows run if they go up to here.
-        self.done: dict[int, list[int]] = defaultdict(list)
+        self.done: list[list[int]] = [[] for _ in range(stretch.last + 1)]
         self.ends = {*stretch.positions}
         # Memory that autograd saves anyway comes first.
         self._price = {n: stretch.memories[n].cost + (n not in stretch.saved) for n in stretch.dear}
@@ -62,7 +62,6 @@ class Cutting:
         """Go down once, with the end of the shortest window that reads each memory from here on."""
         stretch, model = self.stretch, self.stretch.model
         soonest: dict[int, int] = {}
-        starts = {*stretch.positions[:-1]}
         for index in range(stretch.last - 1, stretch.first - 1, -1):
             soonest.update(dict.fromkeys(stretch.wanted[index], index + 1))
             ends = [soonest[number] for number in model.made[index] if number in soonest]
@@ -74,7 +73,7 @@ class Cutting:
             for number in model.made[index]:
                 if stretch.memories[number].maker == index:
                     soonest.pop(number, None)
-            if index in starts:
+            if index in self.ends:
                 across = [(end, n) for n, end in soonest.items() if n in stretch.dear]
                 self._openings[index] = Opening(self, index, sorted(across))
 
@@ -102,14 +101,13 @@ class Cutting:
         limit = peak if budget is None else min(peak, budget)
         for start in stretch.positions[:-1]:
             opening = self._openings[start]
-            segments = opening.segments(peak) if best[start] else []
             for label in best[start]:
                 prices = [0 if n in label.kept else self._price[n] for n in opening.across]
                 before = map(mul, prices, opening.read_before)
                 # By how many of these are held: bytes, and those that segments before have there.
                 held_by = [*accumulate(prices, initial=label.held)]
                 before_by = [*accumulate(before, initial=0)]
-                for segment in segments:
+                for segment in opening.segments(peak):
                     there, room = best[segment.end], min(limit, peak - segment.need)
                     held = held_by[segment.reads]
                     work = label.work + segment.work if most > 1 else 0.0
@@ -142,16 +140,16 @@ class Opening:
     """The segments that begin at a position, found as far as they are asked for."""
 
     def __init__(self, cutting: Cutting, start: int, across: list[tuple[int, int]]) -> None:
-        self._cutting, self._stretch, self._start = cutting, cutting.stretch, start
+        stretch = cutting.stretch
         # Memories by the least end of a window that reads them.
         self._ends, self.across = [end for end, _ in across], [number for _, number in across]
-        memories, saved = self._stretch.memories, self._stretch.saved
         # If they are kept, the windows of segments before start from them, too.
         self.read_before = [
-            number not in saved and memories[number].readers[0] < start for number in self.across
+            number not in stretch.saved and stretch.memories[number].readers[0] < start
+            for number in self.across
         ]
         self._found: list[Segment] = []
-        self._others = self._find()
+        self._others = self._find(cutting, start)
 
     def segments(self, most: int) -> list[Segment]:
         """All that need no more than this, and perhaps others."""
@@ -162,9 +160,9 @@ class Opening:
             self._found.append(segment)
         return self._found
 
-    def _find(self) -> Iterator[Segment]:
+    def _find(self, cutting: Cutting, start: int) -> Iterator[Segment]:
         """Take one step after the other into a segment."""
-        stretch, cutting, start = self._stretch, self._cutting, self._start
+        stretch = cutting.stretch
         live, backward = stretch.live, stretch.model.backward
         held = need = 0
         work, worst = 0.0, start
@@ -179,8 +177,8 @@ class Opening:
             if live[at] > live[worst]:
                 worst = at
             end = at + 1
-            for index in cutting.done.get(end, ()):
-                if index >= start:
-                    work += stretch.model.work[index]
+            work += sum(
+                [stretch.model.work[index] for index in cutting.done[end] if index >= start]
+            )
             if end in cutting.ends:
                 yield Segment(end, bisect_right(self._ends, end), need, work, worst)

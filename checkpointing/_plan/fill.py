@@ -58,8 +58,10 @@ class Filling:
         return self
 
     def key(self) -> tuple[float, ...]:
-        """Better if less: the peak above what is allowed, then what is done again."""
-        return max(self.most, *self.peaks), *self.work()
+        """Better if less: the peak above what is allowed, then what is done again: floating-point
+        operations of products, and of all."""
+        flops = sum([self.model.path.steps[index].flops for index in self.again])
+        return max(self.most, *self.peaks), flops, sum([self.model.work[i] for i in self.again])
 
     def _fill_on(self) -> None:
         self._fill()
@@ -89,11 +91,6 @@ class Filling:
     def nbytes(self) -> int:
         """Of what is kept."""
         return self.stretch.cost(self.kept)
-
-    def work(self) -> tuple[float, float]:
-        """What is done again: floating-point operations of products, and of all."""
-        steps, work = self.model.path.steps, self.model.work
-        return sum(steps[index].flops for index in self.again), sum(work[i] for i in self.again)
 
     def join(self, peak: int = 0) -> None:
         """Drop cuts that make no difference to the peak, because each window takes time."""

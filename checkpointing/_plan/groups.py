@@ -22,7 +22,7 @@ from .._record import Path, Slot, Value
 from .windows import Window
 
 T = TypeVar("T")
-Needs = tuple[Set[Value], Set[int]]  # values to start from, and steps that draw random numbers
+Needs = tuple[Set[Value], set[int]]  # values to start from, and steps that draw random numbers
 
 
 class Group:
@@ -50,21 +50,16 @@ class Group:
     def needs(self, slots: Iterable[int]) -> Needs:
         """What a run has to hold for some of its slots."""
         slots = tuple(slots)
-        known = self._needs.get(slots)
-        return known or _found(self._needs, slots, lambda: self._find_needs(slots))
+        return _found(self._needs, slots, lambda: self._find_needs(slots))
 
     def _find_needs(self, slots: tuple[int, ...]) -> Needs:
         if not self.parts:
             return self._needs_of([self.path.slots[slot].value for slot in slots])
-        sources: set[Value] = set()
-        randoms: set[int] = set()
-        for part, mine in self.parts_of(slots):
-            more, drawn = part.needs(mine)
-            sources |= more
-            randoms |= drawn
+        needs = [part.needs(mine) for part, mine in self.parts_of(slots)]
+        sources = set().union(*[starts for starts, _ in needs])
         missing = self._missing(sources)
-        starts, drawn = self._needs_of(missing)
-        return sources.difference(missing) | starts, randoms | drawn
+        starts, randoms = self._needs_of(missing)
+        return sources.difference(missing) | starts, randoms.union(*[drawn for _, drawn in needs])
 
     def _needs_of(self, values: Iterable[Value]) -> Needs:
         order, starts = self.path.slice_of(values)

@@ -34,7 +34,7 @@ class Memory:
 
     has_gradient = False
     is_cheap = False
-    effort = 0.0  # bytes written to make it from inputs, if that is cheap
+    effort = math.inf  # bytes written to make it from inputs, if that is cheap
 
     def __init__(self, number: int, maker: int, nbytes: int, never: int) -> None:
         self.number = number  # also the first cell on it
@@ -49,17 +49,6 @@ class Memory:
         self.dies = never  # the step after which nobody outside holds it
         # That are saved, or read by others than those who write to it.
         self.values: set[Value] = set()
-
-    def drop_unfinished(self, path: Path) -> set[Value]:
-        """Leave out the values that a later step writes to: to hold the memory is not to hold them.
-        What reads them comes before that step."""
-        dropped: set[Value] = set()
-        for value in self.values if self.writers else ():
-            later = [index for index in self.writers if index > value[1]]
-            if any(path.writes_to(path.steps[index], value[0]) for index in later):
-                dropped.add(value)
-        self.values -= dropped
-        return dropped
 
 
 class Model:
@@ -97,7 +86,8 @@ class Model:
         }
         unfinished: set[Value] = set()
         for memory in self.memories.values():
-            unfinished |= memory.drop_unfinished(path)
+            unfinished.update(filter(self._is_unfinished, memory.values))
+            memory.values -= unfinished
             if not (memory.nbytes and memory.values):
                 memory.final = self.never
             if memory.number in elsewhere and not memory.is_cheap:
@@ -108,17 +98,26 @@ class Model:
             for step in path.steps
         ]
         # When small ones die may depend on the garbage collector, which differs from rank to rank.
-        large = [m for m in self.memories.values() if m.nbytes >= _SMALL]
-        spans = [(m.maker, m.dies - 1, m.nbytes) for m in large]
+        spans = [
+            (m.maker, m.dies - 1, m.nbytes) for m in self.memories.values() if m.nbytes >= _SMALL
+        ]
         states = [
             (index, self.count, sum([state.nbytes for state in drawn.states]))
             for index, drawn in run.store.random.items()
         ]
         self.live = self.sums([*spans, *states, *self._copies(0)])
-        missing = {path.memory_of[cell] for cell in waiting}
-        besides = self.sums([*states, *self._besides(missing)])
+        self._missing = {path.memory_of[cell] for cell in waiting} & self._uses.keys()
+        besides = self.sums([*states, *self._besides()])
         # What the steps after it have made is there, too.
-        self.backward = [*map(add, self._needed_by_backward(missing), besides[1:])]
+        self.backward = [*map(add, self._needed_by_backward(), besides[1:])]
+
+    def _is_unfinished(self, value: Value) -> bool:
+        """Whether a later step writes to a value: to hold the memory is not to hold it. What reads
+        it comes before that step."""
+        cell, version = value
+        writers = self.memories[self.path.memory_of[cell]].writers
+        later = [self.path.steps[index] for index in writers if index > version]
+        return any(self.path.writes_to(step, cell) for step in later)
 
     def _add(self, step: Step) -> None:
         """Learn what a step does to memory."""
@@ -156,42 +155,41 @@ class Model:
         own = {*step.writes, *(number for _, number in step.memories)}
         read: set[int] = set()
         for value in step.reads:
-            number = self.path.memory_of[value[0]]
+            cell, number = value[0], self.path.memory_of[value[0]]
             if value in self.path.given or number not in self.memories:
                 continue
+            read.add(number)
+            self._last_read[self.path.parts.get(cell, cell)] = step.index
+            if number not in own:
+                self.memories[number].values.add(value)
+        for number in read:
             memory = self.memories[number]
             memory.last_read = memory.last_use = step.index
-            self._last_read[self.path.parts.get(value[0], value[0])] = step.index
-            read.add(number)
-            if number not in own:
-                memory.values.add(value)
-            if memory.readers[-1:] != [step.index]:
-                memory.readers.append(step.index)
+            memory.readers.append(step.index)
         self.reads[step.index] = sorted(read)
 
     def _weigh(self, step: Step, reads_leaf: bool) -> None:
         """What a step costs, and whether what it makes is cheap and has a gradient."""
         reads = [self.memories[number] for number in self.reads[step.index]]
         made = [self.memories[number] for number in self.made[step.index]]
-        written = sum(memory.nbytes for memory in made)
+        written = self._bytes_of(self.made[step.index])
         flops = step.flops * self.scale
         self.work[step.index] = flops + _PER_BYTE * written
-        effort = written + sum(memory.effort for memory in reads)
+        effort = written + sum([memory.effort for memory in reads])
         if step.draws:  # the random numbers would have to be drawn in each window
             effort = math.inf
-        is_quick = max(flops / _PER_BYTE, effort / MOST_WRITTEN) <= written
-        is_cheap = is_quick and all(memory.is_cheap for memory in reads)
-        depends = any([reads_leaf, *[memory.has_gradient for memory in reads]])
+        is_cheap = max(flops / _PER_BYTE, effort / MOST_WRITTEN) <= written
+        depends = reads_leaf or any(memory.has_gradient for memory in reads)
         for memory in made:
-            memory.is_cheap, memory.effort = is_cheap, effort
+            memory.is_cheap, memory.effort = is_cheap, effort if is_cheap else math.inf
             memory.has_gradient = step.grad_mode and depends
 
-    def values(self, kept: Iterable[int]) -> list[Value]:
+    def values(self, kept: Iterable[int]) -> set[Value]:
         """What to hold of these memories."""
-        found: list[Value] = []
+        found: set[Value] = set()
         for number in kept:
             memory = self.memories[number]
-            found += sorted(memory.values) if memory.writers else [(number, NOT_WRITTEN)]
+            found |= memory.values if memory.writers else {(number, NOT_WRITTEN)}
         return found
 
     def _add_slot(self, number: int) -> None:
@@ -224,22 +222,21 @@ class Model:
             change[max(first, min(last, self.count)) + 1] -= nbytes
         return [*accumulate(change)]
 
-    def _besides(self, missing: set[int]) -> list[Span]:
+    def _besides(self) -> list[Span]:
         """By position to which backward has come: bytes that are there whatever the block keeps:
         gradients that did not exist before, and what somebody else holds."""
         there = [(0, self.count, m.nbytes) for m in self.memories.values() if not m.cost]
-        there += [(0, self._uses[n][-1], self._gradients[n]) for n in missing & self._uses.keys()]
+        there += [(0, self._uses[n][-1], self._gradients[n]) for n in self._missing]
         return there
 
     def _copies(self, shift: int) -> list[Span]:
         """What convolutions work with on their own: copies in another layout, about as large as
         what they read and make. (Measured with oneDNN on a CPU, and with nothing else.)"""
-        steps = [step.index for step in self.path.steps if step.func is _torch.CONVOLUTION]
-        found = []
-        for index in steps:
-            nbytes = self._bytes_of([*self.reads[index], *self.made[index]])
-            found.append((index + shift, index + shift, nbytes))
-        return found
+        return [
+            (at + shift, at + shift, self._bytes_of([*self.reads[at], *self.made[at]]))
+            for at, step in enumerate(self.path.steps)
+            if step.func is _torch.CONVOLUTION
+        ]
 
     def _bytes_of(self, numbers: Iterable[int]) -> int:
         return sum([self.memories[number].nbytes for number in numbers])
@@ -275,7 +272,7 @@ class Model:
                     yield last, self._last_read.get(part, index) + 1, nbytes
                 yield memory.maker + 1, last, memory.nbytes
 
-    def _needed_by_backward(self, missing: set[int]) -> list[int]:
+    def _needed_by_backward(self) -> list[int]:
         """By step: bytes that its backward works with, beside what is kept or was saved."""
         pending = [*self._gradients_of_memories(), *self._copies(1)]
         for step in self.path.steps:
@@ -289,12 +286,18 @@ class Model:
             nbytes = self._gradients[number]
             pending += [(index + 1, index + 1, nbytes) for index in uses]
             if len(uses) > 1:  # the sum over all uses waits for the first one
-                if number not in missing:
+                if number not in self._missing:
                     pending.append((uses[0] + 1, uses[-1], nbytes))
                 # Each new sum is a third one, beside both parts.
                 if self.path.steps[uses[-1]].func is not _torch.CAST:
                     pending += [(index + 1, index + 1, nbytes) for index in uses[:-1]]
         return self.sums(pending)[1:]
+
+
+def still_waiting(run: Run, cells: Iterable[int]) -> list[int]:
+    """Those of these cells whose parameters have no gradient yet."""
+    found = [(cell, run.store.parameter(cell)) for cell in cells]
+    return [cell for cell, parameter in found if parameter is None or parameter.grad is None]
 
 
 _PER_BYTE = 10  # floating-point operations in the time in which a byte is written

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from .._record import Run
 from .choose import choose
-from .model import Model
+from .model import Model, still_waiting
 from .stretch import Stretch
 
 Block = tuple[int, int]  # its first step, and the first one after it
@@ -34,9 +34,7 @@ class Outlook:
 
     def __init__(self, run: Run) -> None:
         path = run.so_far()
-        trained = [(cell, run.store.parameter(cell)) for cell in path.trained]
-        waiting = [cell for cell, p in trained if p is not None and p.grad is None]
-        self._model = Model(path, run, waiting, 1.0)
+        self._model = Model(path, run, still_waiting(run, path.trained), 1.0)
         self._stretch = Stretch(self._model)
         work = [step.flops for step in path.steps]
         self._work = work if any(work) else self._model.work
@@ -48,7 +46,7 @@ class Outlook:
 
     def plain(self) -> Cost:
         """Without checkpoints."""
-        return Cost(*self._held(self._stretch.saved, []), 0.0)
+        return self.by_hand([])
 
     def repeats(self) -> list[Block]:
         """The blocks that the program repeats."""
@@ -65,8 +63,8 @@ class Outlook:
                 needed[number] = min(at, needed.get(number, at))
             else:
                 last[block] = max(last.get(block, 0), model.path.saved_after[slot])
-        for begin, end in reversed(blocks):
-            for number in {*chain.from_iterable(self._stretch.reads[begin:end])}:
+        for begin, end in blocks:
+            for number in chain.from_iterable(self._stretch.reads[begin:end]):
                 if model.memories[number].maker < begin:
                     needed[number] = min(begin, needed.get(number, begin))
         again = [index for (begin, _), end in last.items() for index in range(begin, end + 1)]

@@ -15,13 +15,12 @@ from bisect import bisect_right
 from collections.abc import Container, Iterable, Sequence
 from itertools import pairwise
 from operator import add
-from typing import Any
 
-from .._record import MOST_GROWTH, Hold, Path, Run, Step, Value
+from .._record import MOST_GROWTH, Hold, Path, Placement, Run, Step, Value
 from .choose import choose, choose_first, choose_within
 from .fill import Filling
 from .groups import Group, grouped
-from .model import Model
+from .model import Model, still_waiting
 from .stretch import Stretch
 
 
@@ -33,12 +32,12 @@ class Plan:
     exceeds = False  # whether it keeps more than its budget, which has no room for a checkpoint
     size = 0  # bytes that autograd saves, as the plan assumes
     first_size = 0  # those of the run whose bytes the steps have
-    waiting: Sequence[int] = ()  # cells of parameters that it assumes to have no gradient
     complaint = ""
 
     def __init__(self, path: Path, kept: Iterable[Value] = (), cuts: Iterable[int] = ()) -> None:
         self.kept = frozenset(kept)  # what a run should hold
         self.path = path.placed(self.kept, cuts)
+        self.waiting: list[int] = []  # cells of parameters that it assumes to have no gradient
         self.groups = [Group(self.path, slots) for slots in grouped(self.path)]
         # All slots, where nothing that `auto()` chose has been held.
         self.whole = Group(path, [*range(len(path.slots))])
@@ -50,7 +49,7 @@ class Plan:
         every change."""
         if run.store.placement is None:
             return True
-        if any(map(_has_gradient, map(run.store.parameter, self.waiting))):
+        if still_waiting(run, self.waiting) != self.waiting:
             return False
         return run.store.saved_bytes <= MOST_GROWTH * self.size
 
@@ -73,33 +72,30 @@ class Plan:
         return [self.whole]
 
 
-def _has_gradient(parameter: Any) -> bool:
-    return parameter is not None and parameter.grad is not None
-
-
 def plan_of(run: Run, old: Plan | None = None) -> Plan:
     """The plan for what the run has done, or for `old` where that had less room."""
     path, store = run.so_far(), run.store
     if store.placement is None or not path.slots:
         return Plan(path)
     size = first_size = store.saved_bytes
-    waiting: Sequence[int] = path.trained
+    waiting = path.trained
     if old is not None:
         size, first_size, waiting = max(size, old.size), old.first_size, old.waiting
-    waiting = [cell for cell in waiting if not _has_gradient(store.parameter(cell))]
+    waiting = still_waiting(run, waiting)
     if run.sees_gathering and path.cuts:  # no window may cross where FSDP2 gives parameters back
         plan = Plan(path)
     else:
-        plan = _planned(Model(path, run, waiting, size / max(1, first_size)), run)
+        model = Model(path, run, waiting, size / max(1, first_size))
+        plan = _planned(model, store.placement, store.kept_bytes)
     plan.size, plan.first_size, plan.waiting = size, first_size, waiting
     plan.peak += store.kept_bytes
-    plan.complaint = _complaint(run, plan)
+    plan.complaint = _complaint(plan, store.placement, store.kept_bytes)
     return plan
 
 
-def _planned(model: Model, run: Run) -> Plan:
-    assert run.store.placement is not None
-    (budget, _, peak), others = run.store.placement, run.store.kept_bytes
+def _planned(model: Model, asked: Placement, others: int) -> Plan:
+    """The plan for what the user asks, beside what others keep."""
+    budget, _, peak = asked
     stretch = Stretch(model)
     if not stretch.saved:
         plan = Plan(model.path)
@@ -178,10 +174,9 @@ def _split(group: Group, choice: Filling, budget: int, peak: int) -> int:
     return _split_all(group.parts, first, budget, peak)
 
 
-def _complaint(run: Run, plan: Plan) -> str:
-    """What to say of a budget, or of a peak, that is too small."""
-    assert run.store.placement is not None
-    (budget, _, peak), least = run.store.placement, run.store.kept_bytes
+def _complaint(plan: Plan, asked: Placement, least: int) -> str:
+    """What to say of a budget, or of a peak, that is too small; others keep at least this."""
+    budget, _, peak = asked
     if peak is not None and plan.peak > peak:
         why = "this block needs more in any plan. The least peak possible"
         return f"auto(peak={peak}): {why} is {plan.peak} bytes."

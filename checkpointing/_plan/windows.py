@@ -71,8 +71,7 @@ class Window:
         self._places: dict[Any, int] = {}
         self.starts = []
         for value in starts:
-            memory = path.memory_of[value[0]]
-            is_written = memory in self.written
+            is_written = path.memory_of[value[0]] in self.written
             place = self._place(value[0] if is_written else value)
             self.starts.append((place, value, is_written))
         for step in steps:
@@ -89,11 +88,10 @@ class Window:
         self._find_last_uses()
 
     def _place(self, key: Any) -> int:
-        place = self._places.get(key)
-        if place is None:
-            place = self._places[key] = len(self.table)
+        if key not in self._places:
+            self._places[key] = len(self.table)
             self.table.append(None)
-        return place
+        return self._places[key]
 
     def _place_of(self, value: Value) -> int:
         """Where a value is: a start, or what steps have made in its cell."""
@@ -123,7 +121,8 @@ class Window:
 
     def _find_wanted(self, starts: Set[Value]) -> None:
         """Find when each target is there, and which writes come after that."""
-        at = {instruction.index: instruction for instruction in self.instructions}
+        wanted = {instruction.index: instruction.wanted for instruction in self.instructions}
+        wanted[-1] = self.at_once
         writers: dict[int, list[Instruction]] = defaultdict(list)  # by part of a memory
         part_of = self._parts()
         for instruction in self.instructions:
@@ -131,17 +130,14 @@ class Window:
                 writers[part].append(instruction)
         first: dict[int, int] = {}  # by part: the step after which its first target is there
         for number, slot in self.targets.items():
-            is_start = slot.value in starts
-            index = -1 if is_start else self.path.there_after(slot.value)
-            part = part_of[slot.cell]
-            is_written = part in writers and writers[part][-1].index > index
-            wanted = self.at_once if is_start else at[index].wanted
-            place = self._place_of(slot.value)
-            wanted.append(Found(number, place, part if is_written else None))
+            index = -1 if slot.value in starts else self.path.there_after(slot.value)
+            part, place = part_of[slot.cell], self._place_of(slot.value)
+            is_written = any(writer.index > index for writer in writers[part])
+            wanted[index].append(Found(number, place, part if is_written else None))
             first[part] = min(index, first.get(part, index))
-        for part in writers.keys() & first.keys():
+        for part, index in first.items():
             for instruction in writers[part]:
-                if instruction.index > first[part]:
+                if instruction.index > index:
                     instruction.writes.append(part)
                     instruction.is_quick = False
 
