@@ -21,7 +21,7 @@ def choose(stretch: Stretch, peak: int | None = None) -> Filling:
     """What to keep of a stretch, under a peak."""
     if peak is None and stretch.cost(stretch.saved) < _LITTLE:
         return Filling(stretch, ())
-    blocks = stretch.blocks
+    blocks = stretch.blocks  # where cuts may be, too
     cutting = Cutting(stretch)
     least, cuts = cutting.least_peak()
     most = int(least * (1 + _MOST_SLACK)) if peak is None else peak

@@ -121,11 +121,11 @@ class Cutting:
 
     def _fits(self, held: int, kept: Iterable[int], worst: int, peak: int) -> bool:
         """Whether the forward has room at this step for what is kept, and has died by then."""
-        stretch = self.stretch
-        room = peak - stretch.live[worst]
+        room = peak - self.stretch.live[worst]
         if held <= room:
             return True
-        return stretch.cost([n for n in kept if stretch.memories[n].dies <= worst]) <= room
+        dead = [n for n in kept if self.stretch.memories[n].dies <= worst]
+        return self.stretch.cost(dead) <= room
 
 
 def _add(labels: list[Label], new: Label, most: int) -> None:

@@ -38,9 +38,8 @@ class Group:
 
     def window(self, slots: tuple[int, ...]) -> Window:
         """The window for some of its slots, found when it is opened for the first time."""
-        targets = self.path.slots
-        make = lambda: Window(self.path, {slot: targets[slot] for slot in slots})  # noqa: E731
-        return _found(self._windows, slots, make)
+        targets = {slot: self.path.slots[slot] for slot in slots}
+        return _found(self._windows, slots, lambda: Window(self.path, targets))
 
     def split(self, values: Iterable[Value], cuts: Iterable[int]) -> None:
         """Bring back what it has in pieces."""

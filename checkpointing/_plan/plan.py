@@ -99,7 +99,7 @@ def _planned(model: Model, asked: Placement, others: int) -> Plan:
     stretch = Stretch(model)
     if not stretch.saved:
         plan = Plan(model.path)
-        plan.peak = max(stretch.live, default=0)
+        plan.peak = max(stretch.live)
         return plan
     if budget is None:
         return _laid_over(choose(stretch, None if peak is None else max(0, peak - others)))

@@ -11,10 +11,11 @@ Run = tuple[int, int, int]  # its first step, the first one after it, and the pe
 def repeats(funcs: Sequence[Any], crossing: Sequence[int]) -> list[range]:
     """The steps at which the blocks begin that the program repeats, and at which the last one ends,
     by run of repeats. `crossing` are the bytes that would be kept at each position."""
-    runs = {*_runs(funcs)}
     found: list[range] = []
     taken: list[Run] = []
-    for begin, end, period in sorted(runs, key=lambda run: (run[0] - run[1] + 2 * run[2], run)):
+    for begin, end, period in sorted(
+        {*_runs(funcs)}, key=lambda run: (run[0] - run[1] + 2 * run[2], run)
+    ):
         for first, last, _ in taken:
             if begin < first:
                 end = min(end, first + period - 1)

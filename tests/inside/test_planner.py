@@ -10,7 +10,7 @@ import torch
 from oracle import memory_of
 from torch import nn
 
-from checkpointing import auto, checkpoint_scope, clear_programs
+from checkpointing import auto, checkpoint_scope, clear_programs, forecast, keep
 from checkpointing._plan import plan
 from checkpointing._plan.choose import choose, choose_within
 from checkpointing._plan.fill import Filling, Peaks
@@ -235,6 +235,20 @@ def test_all_runs_of_repeats_count():
         range(2, 23, 4),
         range(23, 42, 3),
     ]
+
+
+def test_plain_code_saves_what_the_user_keeps():
+    """So a forecast of plain code is the same with `keep`."""
+    stack, x = layers(*[64] * 5), torch.randn(128, 64)
+
+    def run(keeps):
+        y = x
+        for layer in stack:
+            y = keeps(layer(y).tanh())
+        return y.sum()
+
+    found = [forecast(lambda keeps=keeps: run(keeps)).rows[0] for keeps in (lambda y: y, keep)]
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("has_gradients", [True, False])
