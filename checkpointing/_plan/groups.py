@@ -41,10 +41,11 @@ class Group:
         targets = {slot: self.path.slots[slot] for slot in slots}
         return _found(self._windows, slots, lambda: Window(self.path, targets))
 
-    def split(self, values: Iterable[Value], cuts: Iterable[int]) -> None:
-        """Bring back what it has in pieces."""
+    def split(self, values: Iterable[Value], cuts: Iterable[int]) -> Path:
+        """Bring back what it has in pieces. Returns the path of these."""
         path = self.path.placed(values, cuts)
-        self.parts = [Group(path, slots) for slots in grouped(path, self.slots)]
+        self.parts = [Group(path, slots) for slots in _grouped(path, self.slots)]
+        return path
 
     def needs(self, slots: Iterable[int]) -> Needs:
         """What a run has to hold for some of its slots."""
@@ -98,11 +99,10 @@ def _found(known: dict[Any, T], key: Any, make: Callable[[], T]) -> T:
     return found
 
 
-def grouped(path: Path, slots: Iterable[int] | None = None) -> list[list[int]]:
-    """All slots of a path, or these, by window: those of a segment that share operators have
-    one."""
+def _grouped(path: Path, slots: Iterable[int]) -> list[list[int]]:
+    """These slots by window: those of a segment that share operators have one."""
     bundles: list[list[int]] = []  # the slots of one holder
-    for number in range(len(path.slots)) if slots is None else slots:
+    for number in slots:
         if path.slots[number].joins:
             bundles[-1].append(number)
         else:

@@ -20,7 +20,6 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from itertools import accumulate
-from operator import add
 
 from .. import _torch
 from .._record import KEEP, NOT_WRITTEN, UNSEEN, First, Known, Path, Run, Step, Value
@@ -107,9 +106,9 @@ class Model:
         ]
         self.live = self.sums([*spans, *states, *self._copies(0)])
         self._missing = {path.memory_of[cell] for cell in waiting} & self._uses.keys()
-        besides = self.sums([*states, *self._besides()])
+        spans = [*states, *self._besides(), *self._needed_by_backward()]
         # What the steps after it have made is there, too.
-        self.backward = [*map(add, self._needed_by_backward(), besides[1:])]
+        self.backward = self.sums(spans)[1:]
 
     def _is_unfinished(self, value: Value) -> bool:
         """Whether a later step writes to a value: to hold the memory is not to hold it. What reads
@@ -272,8 +271,9 @@ class Model:
                     yield last, self._last_read.get(part, index) + 1, nbytes
                 yield memory.maker + 1, last, memory.nbytes
 
-    def _needed_by_backward(self) -> list[int]:
-        """By step: bytes that its backward works with, beside what is kept or was saved."""
+    def _needed_by_backward(self) -> list[Span]:
+        """By position to which backward has come: bytes that it works with, beside what is kept or
+        was saved."""
         pending = [*self._gradients_of_memories(), *self._copies(1)]
         for step in self.path.steps:
             made = self._bytes_of(self.made[step.index])
@@ -291,7 +291,7 @@ class Model:
                 # Each new sum is a third one, beside both parts.
                 if self.path.steps[uses[-1]].func is not _torch.CAST:
                     pending += [(index + 1, index + 1, nbytes) for index in uses[:-1]]
-        return self.sums(pending)[1:]
+        return pending
 
 
 def still_waiting(run: Run, cells: Iterable[int]) -> list[int]:

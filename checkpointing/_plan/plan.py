@@ -19,7 +19,7 @@ from operator import add
 from .._record import MOST_GROWTH, Hold, Path, Placement, Run, Step, Value
 from .choose import choose, choose_first, choose_within
 from .fill import Filling
-from .groups import Group, grouped
+from .groups import Group
 from .model import Model, still_waiting
 from .stretch import Stretch
 
@@ -36,12 +36,11 @@ class Plan:
 
     def __init__(self, path: Path, kept: Iterable[Value] = (), cuts: Iterable[int] = ()) -> None:
         self.kept = frozenset(kept)  # what a run should hold
-        self.path = path.placed(self.kept, cuts)
         self.waiting: list[int] = []  # cells of parameters that it assumes to have no gradient
-        self.groups = [Group(self.path, slots) for slots in grouped(self.path)]
         # All slots, where nothing that `auto()` chose has been held.
         self.whole = Group(path, [*range(len(path.slots))])
-        self.whole.parts = self.groups
+        self.path = self.whole.split(self.kept, cuts)
+        self.groups = self.whole.parts
 
     def suits(self, run: Run) -> bool:
         """Whether a run has the room that the plan assumes. A plan is not exchanged for one with
