@@ -73,8 +73,7 @@ class Aliased(Held):
     def __init__(
         self, packed: Tensor, name: Name, is_parameter: bool = False, version: int | None = None
     ) -> None:
-        super().__init__(packed, name)
-        self.is_parameter = is_parameter
+        self.packed, self.name, self.is_parameter = packed, name, is_parameter
         self._version = _torch.version(packed) if version is None else version
 
     def fetch(self, frame: object) -> Tensor:
@@ -226,6 +225,8 @@ def hold(tensor: Tensor, saver: Saver, name: Name, role: object = None) -> Held:
         parameter = tensor if tensor._base is None else _alias(tensor)
         return Aliased(parameter, name, True)
     alias = _alias(tensor)
+    if saver is None:
+        return Aliased(alias, name)
     if tensor.is_meta or _torch.is_cast_of_parameter(root_of(tensor)):  # costs nothing
         saver = None
     if isinstance(saver, Mover):

@@ -52,6 +52,6 @@ def carries_nothing(tensor: Tensor) -> bool:
 def is_referenced(tensor: Tensor) -> bool:
     """Whether a region references this tensor: a parameter, a view of one, or a leaf that requires
     grad, which the graph keeps alive anyway."""
-    if not carries_nothing(tensor) and tensor.is_leaf and tensor.requires_grad:
+    if tensor.requires_grad and tensor.is_leaf and not carries_nothing(tensor):
         return True
     return is_parameter(root_of(tensor))

@@ -20,7 +20,7 @@ from .origins import Origins
 from .program import First, Known, Met, Parts, Slot, Step, Thing, Varying
 from .store import Store
 
-_Parameter = nn.Parameter
+_Parameter, _storage_of = nn.Parameter, _torch.storage_of
 
 
 class Matcher(Origins):
@@ -43,6 +43,9 @@ class Matcher(Origins):
                 if kind is Known:
                     if cells[known.cell]() is not arg:
                         break
+                elif kind is First:
+                    if not self._meets(known, arg, met):
+                        break
                 elif known is not arg:
                     is_plain = type(arg) is kind and kind in step.plain
                     if not (known == arg if is_plain else self.matches(known, arg, met)):
@@ -57,8 +60,8 @@ class Matcher(Origins):
         """These tensors take the next cells."""
         for first, tensor in zip(firsts, met, strict=True):
             self._cells.append(ref(tensor))
-            if type(first.origin) is str:
-                self.note(first.cell, tensor)
+            if type(first.origin) is str:  # it is the first one there
+                self._outside[_storage_of(tensor)] = first.cell
             if first.refers is not None:
                 self._store.refer(first.refers, tensor)
 
@@ -71,9 +74,7 @@ class Matcher(Origins):
         if kind is Met:
             return met[known.cell - len(self._cells)] is arg
         if kind is First:
-            is_one = isinstance(arg, Tensor) and self._comes_from(known, arg, met)
-            met += [arg] * is_one
-            return is_one
+            return self._meets(known, arg, met)
         if kind is Parts:
             is_alike = type(arg) is known.kind and len(arg) == len(known.items)
             return is_alike and all(map(self.matches, known.items, arg, repeat(met)))
@@ -81,14 +82,18 @@ class Matcher(Origins):
             return known.kind is type(arg) and (kind is Thing or _is_plain(arg))
         return known is arg or _are_same(known, arg)
 
-    def _comes_from(self, first: First, tensor: Tensor, met: list[Tensor]) -> bool:
-        """Whether a tensor comes from where it came from then."""
-        if self.of(tensor, met) != first.origin:
+    def _meets(self, first: First, arg: Any, met: list[Tensor]) -> bool:
+        """Whether this is a tensor, and comes from where it came from then."""
+        if not isinstance(arg, Tensor) or self.of(arg, met) != first.origin:
             return False
-        if type(tensor) is _Parameter or _torch.is_whole_parameter(tensor):
-            return first.is_parameter
-        is_one = first.is_lent or is_parameter(root_of(tensor)) is first.is_parameter
-        return is_one and first.refers is None
+        if type(arg) is _Parameter or _torch.is_whole_parameter(arg):
+            is_one = first.is_parameter
+        else:
+            is_one = first.is_lent or is_parameter(root_of(arg)) is first.is_parameter
+            is_one = is_one and first.refers is None
+        if is_one:
+            met.append(arg)
+        return is_one
 
     def find_with_other_numbers(
         self, following: tuple[Step, ...], call: Any, given: Any
