@@ -221,12 +221,13 @@ class NoGradView(Held):
 def hold(tensor: Tensor, saver: Saver, name: Name, role: object = None) -> Held:
     """Hold a tensor without its graph. `role` tells the inputs of a region apart, the same in each
     run; None: the name does."""
+    is_plain = type(tensor) is Tensor and tensor._base is None
+    if is_plain and saver is None and not tensor.requires_grad:  # the usual case
+        return Aliased(_torch.alias(tensor), name)
     if _is_referenced(tensor, saver):
         parameter = tensor if tensor._base is None else _alias(tensor)
         return Aliased(parameter, name, True)
     alias = _alias(tensor)
-    if saver is None:
-        return Aliased(alias, name)
     if tensor.is_meta or _torch.is_cast_of_parameter(root_of(tensor)):  # costs nothing
         saver = None
     if isinstance(saver, Mover):

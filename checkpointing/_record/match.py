@@ -20,7 +20,7 @@ from .origins import Origins
 from .program import First, Known, Met, Parts, Slot, Step, Thing, Varying
 from .store import Store
 
-_Parameter, _storage_of = nn.Parameter, _torch.storage_of
+_Parameter, _has_storage, _storage_id = nn.Parameter, _torch.has_storage, _torch.storage_id
 
 
 class Matcher(Origins):
@@ -43,9 +43,6 @@ class Matcher(Origins):
                 if kind is Known:
                     if cells[known.cell]() is not arg:
                         break
-                elif kind is First:
-                    if not self._meets(known, arg, met):
-                        break
                 elif known is not arg:
                     is_plain = type(arg) is kind and kind in step.plain
                     if not (known == arg if is_plain else self.matches(known, arg, met)):
@@ -58,10 +55,11 @@ class Matcher(Origins):
 
     def meet(self, firsts: tuple[First, ...], met: list[Tensor]) -> None:
         """These tensors take the next cells."""
+        cells, outside = self._cells, self._outside
         for first, tensor in zip(firsts, met, strict=True):
-            self._cells.append(ref(tensor))
+            cells.append(ref(tensor))
             if type(first.origin) is str:  # it is the first one there
-                self._outside[_storage_of(tensor)] = first.cell
+                outside[_storage_id(tensor) if _has_storage(tensor) else None] = first.cell
             if first.refers is not None:
                 self._store.refer(first.refers, tensor)
 
@@ -69,12 +67,12 @@ class Matcher(Origins):
         """Whether `arg` is what the program has recorded here. `met` gets the tensors that are met
         for the first time."""
         kind = type(known)
+        if kind is First:
+            return self._meets(known, arg, met)
         if kind is Known:
             return self._cells[known.cell]() is arg
         if kind is Met:
             return met[known.cell - len(self._cells)] is arg
-        if kind is First:
-            return self._meets(known, arg, met)
         if kind is Parts:
             is_alike = type(arg) is known.kind and len(arg) == len(known.items)
             return is_alike and all(map(self.matches, known.items, arg, repeat(met)))
@@ -84,9 +82,10 @@ class Matcher(Origins):
 
     def _meets(self, first: First, arg: Any, met: list[Tensor]) -> bool:
         """Whether this is a tensor, and comes from where it came from then."""
-        if not isinstance(arg, Tensor) or self.of(arg, met) != first.origin:
+        is_usual = type(arg) is _Parameter
+        if not (is_usual or isinstance(arg, Tensor)) or self.of(arg, met) != first.origin:
             return False
-        if type(arg) is _Parameter or _torch.is_whole_parameter(arg):
+        if is_usual or _torch.is_whole_parameter(arg):
             is_one = first.is_parameter
         else:
             is_one = first.is_lent or is_parameter(root_of(arg)) is first.is_parameter
