@@ -175,15 +175,14 @@ class Store:
     def _hold_as(
         self, asked: Hold, tensor: Tensor, hooks: Any, name: Any, role: object = None
     ) -> Held:
-        if not asked.is_hidden:
-            self._new.append(asked)
+        held: Any = None
         try:
             held = hold(tensor, hooks, name, role)
-        except BaseException:  # of a hook of the user: the block may go on
-            self.held[asked.value] = hold(tensor, None, name, role)
-            raise
-        self.held[asked.value] = held
-        return held
+        finally:  # a hook of the user may raise, and the block go on
+            self.held[asked.value] = held or hold(tensor, None, name, role)
+            if not asked.is_hidden:
+                self._new.append(asked)
+        return held  # type: ignore[no-any-return]
 
     # ---- memory that is about to be written
 
