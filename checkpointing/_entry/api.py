@@ -465,10 +465,7 @@ def run_rerun(
 
 
 def _is_noted(options: Options) -> bool:
-    outer = thread.region
-    if outer is not None and outer.is_noted:
-        return True
-    return options.report
+    return options.report or getattr(thread.region, "is_noted", False)
 
 
 def _run_replay(fn: Any, args: Any, kwargs: Any, name: str, options: Options) -> Any:

@@ -94,7 +94,7 @@ class Inputs:
                 if type(const) is CodeType:
                     names += const.co_names
         for name in names:
-            if isinstance(scope.get(name), Module):
+            if name in scope and isinstance(scope[name], Module):
                 self.modules += (scope[name],)
         if function.__defaults__ or function.__kwdefaults__:
             self._hold_defaults(function)
