@@ -107,10 +107,18 @@ class Buffers:
             self._versions = _versions_of(self._trained)
 
     def written(self, frame: object) -> list[Tensor]:
-        """The parameters that train and have been written since the forward."""
+        """The parameters that train and have been written since the forward.
+
+        Tensors in the place of parameters must be there still, and frozen parameters must have the
+        same values. (Hooks may gather parameters, or bring them in for each call.)
+        """
         now = self._present()
-        if not all(map(operator.is_, self._parameters, now)):
-            self._check_places(now, frame)
+        for tensor, other in zip(self._parameters, now, strict=False):
+            if tensor is other:
+                continue
+            is_gone = not isinstance(tensor, nn.Parameter) and id(tensor) not in map(id, now)
+            if is_gone or _is_another(tensor, other):
+                raise errors.exchanged(frame, named("a parameter", tensor))
         return self._written()
 
     def _present(self) -> list[Tensor]:
@@ -122,17 +130,6 @@ class Buffers:
             return []
         known = zip(self._trained, self._versions, versions, strict=True)
         return [tensor for tensor, version, now in known if now != version]
-
-    def _check_places(self, now: list[Tensor], frame: object) -> None:
-        """Tensors in the place of parameters must be there still, and frozen parameters must have
-        the same values. (Hooks may gather parameters, or bring them in for each call.)"""
-        present = {*map(id, now)}
-        for tensor, other in zip(self._parameters, now, strict=False):
-            if tensor is other:
-                continue
-            is_gone = not isinstance(tensor, nn.Parameter) and id(tensor) not in present
-            if is_gone or _is_another(tensor, other):
-                raise errors.exchanged(frame, named("a parameter", tensor))
 
     def storages(self) -> set[int]:
         """The storages of the buffers that are rewound."""

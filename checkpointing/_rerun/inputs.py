@@ -89,10 +89,9 @@ class Inputs:
         """Find modules among the globals that a function names, and its defaults."""
         code, scope = function.__code__, function.__globals__
         names = code.co_names
-        if CodeType in map(type, code.co_consts):  # comprehensions, lambdas
-            for const in code.co_consts:
-                if type(const) is CodeType:
-                    names += const.co_names
+        for const in code.co_consts:
+            if type(const) is CodeType:  # a comprehension, a lambda
+                names += const.co_names
         for name in names:
             if name in scope and isinstance(scope[name], Module):
                 self.modules += (scope[name],)
