@@ -119,6 +119,8 @@ class AsOperand(Held):
             if type(error) is RuntimeError and "modified by an inplace" in str(error):
                 raise errors.changed(frame, named(self.name)) from error
             raise
+        if tensor.requires_grad is self._requires_grad:  # saves one call
+            return tensor  # type: ignore[no-any-return]
         return _with_flag(tensor, self._requires_grad, frame, self.name)
 
 
