@@ -458,6 +458,7 @@ def run_rerun(
         result = fn(*args, **kwargs)
     finally:
         in_order = frame.leave(frame)
+        frame.outer = None
         frame.end()
     if not in_order:
         raise errors.crossed(frame)

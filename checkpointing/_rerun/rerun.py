@@ -178,10 +178,6 @@ class Rerun(Region, Call, Slots):
         self.policy = getattr(thread.region, "policy", None)
         Call.__init__(self, function, args, kwargs, preserve_rng_state)
 
-    def end(self) -> None:
-        self.outer = None
-        Call.end(self)
-
     def keep(self, tensor: Tensor) -> Tensor:
         if is_parameter(root_of(tensor)):
             return tensor
