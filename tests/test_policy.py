@@ -291,3 +291,26 @@ def test_a_plan_makes_room_for_gradients_that_do_not_exist_yet():
             y = (y @ w).sum()
         peaks.append(entered.stats.peak_predicted)
     assert peaks[0] - peaks[1] == w.nbytes
+
+
+def test_a_view_made_and_written_without_grad_is_kept():
+    """Torch does not tell its `grad_fn`."""
+
+    def forward(weight):
+        y = weight * 1
+        with torch.no_grad():
+            y[1:].copy_(torch.zeros(3, 4))
+            for row in y.unbind(0):
+                row.copy_(torch.ones(4))
+            torch.add(torch.ones(4, 4), 1, out=y)
+        return y.view_as(y).square()
+
+    def gradient(fn):
+        weight = leaf(4, 4)
+        fn(weight).sum().backward()
+        return bits(weight.grad)
+
+    expected = gradient(forward)
+    for policy in (save_ops(aten.copy_.default), save_ops(aten.copy_.default) | auto()):
+        run = scope(forward, policy=policy)
+        assert all(gradient(run) == expected for _ in range(3))

@@ -73,8 +73,7 @@ class Aliased(Held):
     def __init__(
         self, packed: Tensor, name: Name, is_parameter: bool = False, version: int | None = None
     ) -> None:
-        super().__init__(packed, name)
-        self.is_parameter = is_parameter
+        self.packed, self.name, self.is_parameter = packed, name, is_parameter
         self._version = _torch.version(packed) if version is None else version
 
     def fetch(self, frame: object) -> Tensor:
@@ -120,6 +119,8 @@ class AsOperand(Held):
             if type(error) is RuntimeError and "modified by an inplace" in str(error):
                 raise errors.changed(frame, named(self.name)) from error
             raise
+        if tensor.requires_grad is self._requires_grad:  # saves one call
+            return tensor  # type: ignore[no-any-return]
         return _with_flag(tensor, self._requires_grad, frame, self.name)
 
 
@@ -222,6 +223,9 @@ class NoGradView(Held):
 def hold(tensor: Tensor, saver: Saver, name: Name, role: object = None) -> Held:
     """Hold a tensor without its graph. `role` tells the inputs of a region apart, the same in each
     run; None: the name does."""
+    is_plain = type(tensor) is Tensor and tensor._base is None
+    if is_plain and saver is None and not tensor.requires_grad:  # the usual case
+        return Aliased(_torch.alias(tensor), name)
     if _is_referenced(tensor, saver):
         parameter = tensor if tensor._base is None else _alias(tensor)
         return Aliased(parameter, name, True)

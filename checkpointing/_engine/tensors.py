@@ -46,12 +46,17 @@ def carries_nothing(tensor: Tensor) -> bool:
     """Whether a view shows the `requires_grad` of its base, and was made under `no_grad`. (A view
     whose base was written with a gradient counts as a leaf until its `grad_fn` is read.)"""
     base = tensor._base
-    return base is not None and base.requires_grad and tensor.grad_fn is None
+    if base is None or not base.requires_grad:
+        return False
+    try:
+        return tensor.grad_fn is None
+    except RuntimeError:  # of torch: it was made under `no_grad`, and has been written since
+        return True
 
 
 def is_referenced(tensor: Tensor) -> bool:
     """Whether a region references this tensor: a parameter, a view of one, or a leaf that requires
     grad, which the graph keeps alive anyway."""
-    if not carries_nothing(tensor) and tensor.is_leaf and tensor.requires_grad:
+    if tensor.requires_grad and not carries_nothing(tensor) and tensor.is_leaf:
         return True
     return is_parameter(root_of(tensor))

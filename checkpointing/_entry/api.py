@@ -458,6 +458,7 @@ def run_rerun(
         result = fn(*args, **kwargs)
     finally:
         in_order = frame.leave(frame)
+        frame.outer = None
         frame.end()
     if not in_order:
         raise errors.crossed(frame)
@@ -465,10 +466,7 @@ def run_rerun(
 
 
 def _is_noted(options: Options) -> bool:
-    outer = thread.region
-    if outer is not None and outer.is_noted:
-        return True
-    return options.report
+    return options.report or getattr(thread.region, "is_noted", False)
 
 
 def _run_replay(fn: Any, args: Any, kwargs: Any, name: str, options: Options) -> Any:

@@ -2,8 +2,9 @@
 
 One rule. The target is the least peak, or, where that is more, what cuts at all blocks need that
 the program repeats, as users place them by hand (of blocks so small that this is over half more,
-nobody would). Under it, the least recompute is taken among a few ways to cut, each filled. In the
-end, cuts that make no difference to the peak go.
+nobody would). Under it, the least recompute is taken among a few ways to cut, each filled. Where
+operators are so small that to keep what they make takes longer than to run them again, only what
+the cuts need is kept. In the end, cuts that make no difference to the peak go.
 
 Rejected: spending a fixed part of the least peak on less recompute. Where logits are most of the
 peak, a few percent of it are all the checkpoints of the model; where attention is, they are one of
@@ -28,6 +29,10 @@ def choose(stretch: Stretch, peak: int | None = None) -> Filling:
     by_hand, cuts = _by_hand(stretch, blocks, cuts, most)
     target = max(least, by_hand if peak is None else peak)
     best = _filled(cutting, cuts, target)
+    if peak is None:
+        bare = Filling(stretch, cuts)
+        if bare.choice().peak <= target and bare.time() < best.time():
+            best = bare
     best.join(target if peak is None else 0)
     return best
 

@@ -198,8 +198,13 @@ def _joined(path: Path, groups: Sequence[list[int]]) -> list[list[int]]:
         is_apart = path.saved_after[near] != path.saved_after[min(slots)]
         if are_views and is_apart and not inputs:
             rest += slots
-        elif not inputs or (before >= 0 and inputs <= held):
+        elif not inputs or (inputs <= held if before >= 0 else inputs == held):
             host += slots
         else:
             found.append(slots)
+    for slots in found if rest else ():
+        if min(slots) < min(rest) and max(rest) < max(slots):  # needed before, and for longer
+            slots += rest
+            rest = []
+            break
     return [sorted(slots) for slots in [*found, rest] if slots]

@@ -55,6 +55,7 @@ class Follower(TorchDispatchMode, Position):
     """A run of a block, on its way through the program."""
 
     supports_higher_order_operators = True
+    is_inside = False  # hooks, which hear of writes to memory from outside
     _is_watched = False
 
     def __init__(self, program: Program, store: Store) -> None:
@@ -199,17 +200,22 @@ class Follower(TorchDispatchMode, Position):
             store.note_metadata(step, args)
 
     def _before_write(self, step: Step, args: Any, kwargs: Any) -> None:
-        store = self.store
-        if step.updates and store.pieces is not None:
-            store.pieces.before_write(step, tensors_of([args[n] for n in step.info.statistics]))
-        if store.holds_on(step.writes) or step.effect:
-            targets = step.info.targets_of(args, kwargs)
+        store, info, pieces = self.store, step.info, self.store.pieces
+        if step.updates:
+            if pieces is not None:
+                pieces.before_write(step, tensors_of([args[n] for n in info.statistics]))
+            if store.holds_on(step.writes):
+                store.before_write(step, [])
+            return
+        is_seen = step.effect and (self.is_inside or pieces is not None or info.is_uncounted)
+        if is_seen or store.holds_on(step.writes):
+            targets = info.targets_of(args, kwargs)
             if step.effect:
                 self.writes_outside(targets)
-                if store.pieces is not None:
-                    store.pieces.before_write(step, targets)
+                if pieces is not None:
+                    pieces.before_write(step, targets)
             store.before_write(step, targets)
-            if step.info.base.startswith("_foreach_"):  # in a mode, torch does not count them up
+            if info.is_uncounted:
                 torch.autograd.graph.increment_version(targets)
 
     def _take(self, step: Step, args: Any, kwargs: Any, result: Any, mark: int) -> Step:

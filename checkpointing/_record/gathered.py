@@ -76,7 +76,7 @@ class Gathering:
 
 def check_there(where: object, parameter: Tensor) -> None:
     """Refuse a parameter whose memory has been given back, on which kernels would crash."""
-    if not _torch.has_storage(parameter):
+    if not _torch.has_storage(parameter) or parameter.untyped_storage().nbytes():
         return
-    if parameter.numel() and not parameter.untyped_storage().nbytes():
+    if parameter.numel():
         raise errors.given_back(where, parameter.shape)

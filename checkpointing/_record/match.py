@@ -20,7 +20,7 @@ from .origins import Origins
 from .program import First, Known, Met, Parts, Slot, Step, Thing, Varying
 from .store import Store
 
-_Parameter = nn.Parameter
+_Parameter, _has_storage, _storage_id = nn.Parameter, _torch.has_storage, _torch.storage_id
 
 
 class Matcher(Origins):
@@ -55,10 +55,11 @@ class Matcher(Origins):
 
     def meet(self, firsts: tuple[First, ...], met: list[Tensor]) -> None:
         """These tensors take the next cells."""
+        cells, outside = self._cells, self._outside
         for first, tensor in zip(firsts, met, strict=True):
-            self._cells.append(ref(tensor))
-            if type(first.origin) is str:
-                self.note(first.cell, tensor)
+            cells.append(ref(tensor))
+            if type(first.origin) is str:  # it is the first one there
+                outside[_storage_id(tensor) if _has_storage(tensor) else None] = first.cell
             if first.refers is not None:
                 self._store.refer(first.refers, tensor)
 
@@ -66,14 +67,12 @@ class Matcher(Origins):
         """Whether `arg` is what the program has recorded here. `met` gets the tensors that are met
         for the first time."""
         kind = type(known)
+        if kind is First:
+            return self._meets(known, arg, met)
         if kind is Known:
             return self._cells[known.cell]() is arg
         if kind is Met:
             return met[known.cell - len(self._cells)] is arg
-        if kind is First:
-            is_one = isinstance(arg, Tensor) and self._comes_from(known, arg, met)
-            met += [arg] * is_one
-            return is_one
         if kind is Parts:
             is_alike = type(arg) is known.kind and len(arg) == len(known.items)
             return is_alike and all(map(self.matches, known.items, arg, repeat(met)))
@@ -81,14 +80,19 @@ class Matcher(Origins):
             return known.kind is type(arg) and (kind is Thing or _is_plain(arg))
         return known is arg or _are_same(known, arg)
 
-    def _comes_from(self, first: First, tensor: Tensor, met: list[Tensor]) -> bool:
-        """Whether a tensor comes from where it came from then."""
-        if self.of(tensor, met) != first.origin:
+    def _meets(self, first: First, arg: Any, met: list[Tensor]) -> bool:
+        """Whether this is a tensor, and comes from where it came from then."""
+        is_usual = type(arg) is _Parameter
+        if not (is_usual or isinstance(arg, Tensor)) or self.of(arg, met) != first.origin:
             return False
-        if type(tensor) is _Parameter or _torch.is_whole_parameter(tensor):
-            return first.is_parameter
-        is_one = first.is_lent or is_parameter(root_of(tensor)) is first.is_parameter
-        return is_one and first.refers is None
+        if is_usual or _torch.is_whole_parameter(arg):
+            is_one = first.is_parameter
+        else:
+            is_one = first.is_lent or is_parameter(root_of(arg)) is first.is_parameter
+            is_one = is_one and first.refers is None
+        if is_one:
+            met.append(arg)
+        return is_one
 
     def find_with_other_numbers(
         self, following: tuple[Step, ...], call: Any, given: Any

@@ -68,6 +68,8 @@ class Info:
         is_new = [result.alias_info is None for result in results]
         does_something = any([self.writes, self.communicates, *is_new])
         self.is_passed = self.base in PASSED
+        # In a mode, torch does not count versions up for these.
+        self.is_uncounted = self.base.startswith("_foreach_")
         self.ignored = self.base == "set_" or self.is_passed or not does_something
         types = " ".join([str(each.type) for each in (*schema.arguments, *results)])
         # Others belong to torch's profiler, or to other processes: they compute nothing.

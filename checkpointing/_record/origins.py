@@ -50,10 +50,6 @@ class Origins:
     def _is_there(self, cell: int) -> bool:
         return self._cells[cell]() is not None or (cell, NOT_WRITTEN) in self._held
 
-    def note(self, cell: int, tensor: Tensor) -> None:
-        """This is the first tensor there that is from outside, and has this cell."""
-        self._outside[_storage_of(tensor)] = cell
-
     def forget(self, mark: int) -> None:
         """The cells from here on are empty again."""
         self._looked_at = min(self._looked_at, mark)

@@ -52,7 +52,7 @@ class Run(Follower, Region):
         store = Store(hooks, preserve_rng_state)
         super().__init__(program, store)
         self.switches = read_switches()
-        self._around = hooks
+        self._around, self.is_inside = hooks, hooks is not None
         self._graph_task = _graph_task_id()  # of the rerun that this is part of, if of one
         self.stocks: dict[int, Any] = {}  # by slot: what a backward inside the block starts from
         if self.policy is not None:
@@ -82,8 +82,7 @@ class Run(Follower, Region):
         self.store.hold(asked)
 
     def writes_outside(self, targets: list[Tensor]) -> None:
-        if self._around is not None:
-            note_written(self._around, {*map(_torch.storage_of, targets)})
+        note_written(self._around, {*map(_torch.storage_of, targets)})
 
     def close(self) -> None:
         """Drop what is needed only while the block runs."""
@@ -289,8 +288,9 @@ class Run(Follower, Region):
         """Hold what a plan keeps after this step: that of the last run, until this one goes another
         way; then one that keeps what has been held so far."""
         store = self.store
-        if self.plan is None or not self.plan.passes(step):
-            plans = [plan for plan, *_ in step.keeps if plan.can_go_on(store.held, step)]
+        plans = [each[0] for each in step.keeps]
+        if self.plan not in plans and (self.plan is None or not self.plan.passes(step)):
+            plans = [plan for plan in plans if plan.can_go_on(store.held, step)]
             self.use_plan(plans[-1] if plans else None)
         for plan, asked, counts in step.keeps:
             if plan is not self.plan:

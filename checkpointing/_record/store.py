@@ -115,16 +115,19 @@ class Store:
                 self.held[asked.value] = self.pieces.copy(tensor)
                 return
             hooks = self.hooks
-            # A backward inside the block runs, which a rerun of the enclosing region may meet at
-            # another time.
-            is_apart = self._here["depth"] != self._depth or _graph_task_id() != self._task
             # Autograd saves it before it is filled; or nobody sees whether that is so (`opaque()`).
-            if asked.is_hidden or asked.is_lent or is_apart:
+            if asked.is_hidden or asked.is_lent or (hooks is not None and self._is_apart()):
                 hooks = None
             held = self._hold_as(asked, tensor, hooks, asked.reader, "an input")
-            held.is_parameter |= asked.is_lent
+            if asked.is_lent:
+                held.is_parameter = True
         if asked.is_copied:
             self.held[asked.value].freeze(lambda: _torch.copy(tensor))
+
+    def _is_apart(self) -> bool:
+        """Whether a backward inside the block runs, which a rerun of the enclosing region may meet
+        at another time."""
+        return bool(self._here["depth"] != self._depth) or _graph_task_id() != self._task
 
     def refer(self, asked: Hold, parameter: Tensor) -> None:
         """Hold a parameter by itself."""
@@ -152,7 +155,8 @@ class Store:
                 return
         self._planned[asked.value] = nbytes
         self._planned_bytes += nbytes
-        self._hold_as(asked, tensor, self._taker(self.mover(place), tensor), _KEPT)
+        hooks = self.hooks if place is None else self._taker(self.mover(place), tensor)
+        self._hold_as(asked, tensor, hooks, _KEPT)
 
     def decide(self, asked: Hold) -> None:
         """Hold a decision."""
@@ -171,15 +175,14 @@ class Store:
     def _hold_as(
         self, asked: Hold, tensor: Tensor, hooks: Any, name: Any, role: object = None
     ) -> Held:
-        if not asked.is_hidden:
-            self._new.append(asked)
+        held: Any = None
         try:
             held = hold(tensor, hooks, name, role)
-        except BaseException:  # of a hook of the user: the block may go on
-            self.held[asked.value] = hold(tensor, None, name, role)
-            raise
-        self.held[asked.value] = held
-        return held
+        finally:  # a hook of the user may raise, and the block go on
+            self.held[asked.value] = held or hold(tensor, None, name, role)
+            if not asked.is_hidden:
+                self._new.append(asked)
+        return held  # type: ignore[no-any-return]
 
     # ---- memory that is about to be written
 

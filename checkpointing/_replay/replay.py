@@ -8,11 +8,11 @@ holder runs the window of its group.
 
 from __future__ import annotations
 
-import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence, Set
 from itertools import accumulate
 from typing import Any
+from weakref import ref
 
 from torch import Tensor
 
@@ -117,15 +117,15 @@ class Replay(Frame):
         self._ends: list[int] = []  # operators before these
         self.plan: Plan | None = None  # when the block has ended
         self.complaint = ""
-        self._order: list[weakref.ref[Moved]] | None = None
+        self._order: list[ref[Moved]] | None = None
 
     # ---- what the holders get
 
     def pack(self, tensor: Tensor) -> Holder:
-        holder = _Holder()
+        holder, holders = _Holder(), self.holders
         holder.frame = self
-        holder.slot = len(self.holders)
-        self.holders.append(weakref.ref(holder))
+        holder.slot = len(holders)
+        holders.append(ref(holder))
         holder.saved = self.save(tensor)
         if self.check is not None:
             holder.metadata = self.check(tensor)
@@ -175,7 +175,7 @@ class Replay(Frame):
         """What windows need goes to the holders, which own it from here on."""
         run, store = self.run, self.run.store
         plan = self._find_plan()
-        holders: Any = [ref() for ref in self.holders[run.first_holder :]]
+        holders: Any = [weak() for weak in self.holders[run.first_holder :]]
         owners = plan.path.owners
         for group in plan.groups_for(run):
             alive = [slot for slot in group.slots if holders[owners[slot]] is not None]
@@ -350,12 +350,12 @@ class Replay(Frame):
         """Start to bring back the next tensors: backward opens first the one saved last."""
         if self._order is None:
             self._order = []
-            holders = [holder for ref in reversed(self.holders) if (holder := ref()) is not None]
+            holders = [h for weak in reversed(self.holders) if (h := weak()) is not None]
             for one in {id(s): s for h in holders for s in [self._stock_of(h)]}.values():
                 for moved in one.moved():
                     if moved.rank < 0:
                         moved.rank = len(self._order)
-                        self._order.append(weakref.ref(moved))
+                        self._order.append(ref(moved))
         last = max([moved.rank for moved in stock.moved()], default=len(self._order))
         prefetch(self._order, last)
 
@@ -381,7 +381,7 @@ class Replay(Frame):
         return self._counted + before[-1], (*self._ends, *cuts)
 
     def holdings(self) -> Iterable[Holding]:
-        holders: Any = [holder for ref in self.holders if (holder := ref()) is not None]
+        holders: Any = [h for weak in self.holders if (h := weak()) is not None]
         found = [holder.stock for holder in holders if hasattr(holder, "stock")]
         stocks: list[Any] = [*{id(stock): stock for stock in found}.values()]
         paths = [stock.group.path for stock in stocks]

@@ -34,7 +34,7 @@ class Moment:
     def __init__(self, tensors: list[Tensor], memory: list[Tensor]) -> None:
         self.tensors = tensors
         self.memory = memory  # the tensors themselves, or whole storages
-        self.values = without_recording(lambda: [*map(_torch.copy, memory)])
+        self.values = without_recording(lambda: [*map(Tensor.clone, memory)])
         self._versions = [tensor._version for tensor in tensors]
 
     def go_back(self) -> None:
@@ -57,23 +57,25 @@ class Buffers:
         `inputs`."""
         flags = {}  # None: frozen TorchScript, which has no flag
         entries = []
+        self._owned = []  # the dictionaries of their parameters
         stack = [*inputs.modules]
         while stack:
             module = stack.pop()
             if module is None or module in flags:
                 continue
             flags[module] = getattr(module, "training", None)
-            children, parameters, buffers = _torch.parts_of_module(module)
-            stack += children.values()
-            for parameter in parameters.values():
-                if not getattr(parameter, "is_cpu", True):
-                    inputs.devices |= {parameter.device}
+            children, own, buffers = _torch.parts_of_module(module)
+            if children:
+                stack += children.values()
+            if own:
+                self._owned.append(own)
             if type(module).__module__[:6] != "torch.":  # no module of torch has a generator
                 inputs.generators += _generators_of(module)
             if buffers:
                 entries.append((module, dict(buffers)))
         self._flags = flags
-        self._parameters = _parameters_of(flags)
+        self._parameters = self._present()
+        inputs.devices |= {tensor.device for tensor in self._parameters if not tensor.is_cpu}
         self._trained = [tensor for tensor in self._parameters if tensor.requires_grad]
         self._entries = entries
         self._guarded: list[tuple[nn.Module, str, Tensor, int]] = []  # with their versions
@@ -100,16 +102,28 @@ class Buffers:
 
     def end(self) -> None:
         """The region has run. Parameters that it has written itself are not guarded."""
-        if written := {*map(id, self._written())}:
+        if _versions_of(self._trained) != self._versions:
+            written = {*map(id, self._written())}
             self._trained = [tensor for tensor in self._trained if id(tensor) not in written]
             self._versions = _versions_of(self._trained)
 
     def written(self, frame: object) -> list[Tensor]:
-        """The parameters that train and have been written since the forward."""
-        now = _parameters_of(self._flags)
-        if [*map(id, now)] != [*map(id, self._parameters)]:
-            self._check_places(now, frame)
+        """The parameters that train and have been written since the forward.
+
+        Tensors in the place of parameters must be there still, and frozen parameters must have the
+        same values. (Hooks may gather parameters, or bring them in for each call.)
+        """
+        now = self._present()
+        for tensor, other in zip(self._parameters, now, strict=False):
+            if tensor is other:
+                continue
+            is_gone = not isinstance(tensor, nn.Parameter) and id(tensor) not in map(id, now)
+            if is_gone or _is_another(tensor, other):
+                raise errors.exchanged(frame, named("a parameter", tensor))
         return self._written()
+
+    def _present(self) -> list[Tensor]:
+        return [t for own in self._owned for t in own.values() if t is not None]
 
     def _written(self) -> list[Tensor]:
         versions = _versions_of(self._trained)
@@ -117,17 +131,6 @@ class Buffers:
             return []
         known = zip(self._trained, self._versions, versions, strict=True)
         return [tensor for tensor, version, now in known if now != version]
-
-    def _check_places(self, now: list[Tensor], frame: object) -> None:
-        """Tensors in the place of parameters must be there still, and frozen parameters must have
-        the same values. (Hooks may gather parameters, or bring them in for each call.)"""
-        present = {*map(id, now)}
-        for tensor, other in zip(self._parameters, now, strict=False):
-            if tensor is other:
-                continue
-            is_gone = not isinstance(tensor, nn.Parameter) and id(tensor) not in present
-            if is_gone or _is_another(tensor, other):
-                raise errors.exchanged(frame, named("a parameter", tensor))
 
     def storages(self) -> set[int]:
         """The storages of the buffers that are rewound."""
@@ -153,15 +156,6 @@ class Buffers:
         if self.then.tensors:
             undo.append((Moment.go_back, Moment(self.then.tensors, self.then.memory)))
             self.then.go_back()
-
-
-def _parameters_of(modules: Iterable[nn.Module]) -> list[Tensor]:
-    return [
-        tensor
-        for module in modules
-        for tensor in _torch.parts_of_module(module)[1].values()
-        if tensor is not None
-    ]
 
 
 def _is_another(tensor: Tensor, other: Tensor) -> bool:

@@ -89,12 +89,11 @@ class Inputs:
         """Find modules among the globals that a function names, and its defaults."""
         code, scope = function.__code__, function.__globals__
         names = code.co_names
-        if CodeType in map(type, code.co_consts):  # comprehensions, lambdas
-            for const in code.co_consts:
-                if type(const) is CodeType:
-                    names += const.co_names
+        for const in code.co_consts:
+            if type(const) is CodeType:  # a comprehension, a lambda
+                names += const.co_names
         for name in names:
-            if isinstance(scope.get(name), Module):
+            if name in scope and isinstance(scope[name], Module):
                 self.modules += (scope[name],)
         if function.__defaults__ or function.__kwdefaults__:
             self._hold_defaults(function)

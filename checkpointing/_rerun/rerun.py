@@ -133,8 +133,12 @@ class Call(Inputs):
             default.fetch(frame)
         met: dict[int, Any] = {}
         args = [put_together(saved, fetch, met) for saved in self._args]
-        kwargs = {key: put_together(saved, fetch, met) for key, saved in self._kwargs.items()}
-        cells = [(cell, fetch(saved)) for cell, saved in self._variables]
+        kwargs = self._kwargs
+        if kwargs:
+            kwargs = {key: put_together(saved, fetch, met) for key, saved in kwargs.items()}
+        cells = self._variables
+        if cells:
+            cells = [(cell, fetch(saved)) for cell, saved in cells]
         return self._function, args, kwargs, cells
 
     def go_back(self, frame: object, cells: Cells, undo: Undo) -> Context:
@@ -171,13 +175,8 @@ class Rerun(Region, Call, Slots):
     ) -> None:
         Frame.__init__(self, *about)
         self.inner_inputs = {}
-        outer = thread.region
-        self.policy = None if outer is None else outer.policy
+        self.policy = getattr(thread.region, "policy", None)
         Call.__init__(self, function, args, kwargs, preserve_rng_state)
-
-    def end(self) -> None:
-        self.outer = None
-        super().end()
 
     def keep(self, tensor: Tensor) -> Tensor:
         if is_parameter(root_of(tensor)):

@@ -68,7 +68,11 @@ class Calling(Request):
         self._count = len(holders)
         self._is_watched = any([rewound, frame.inner_inputs, changed])
         if frame.early_stop:
-            self._stop_at = self.wanted()[-1].slot
+            for ref in reversed(holders):
+                last = ref()
+                if last is not None and last.slot not in self.ready:
+                    self._stop_at = last.slot
+                    break
         push_hooks(self.pack, identity)
         try:
             function()
@@ -146,14 +150,16 @@ class Calling(Request):
     def _take(self, holder: Holder, given: Tensor, tensor: Tensor) -> None:
         """Compare a saved tensor with that of the forward, and deliver it where it is wanted."""
         saved, slot = holder.saved, holder.slot
-        found = None
+        whole = found = None
+        if saved is not None:
+            whole = whole_parameter(saved)
+            if whole is given and given._version == saved[1]:
+                return  # the same parameter, which is at hand
         if type(given) is not Tensor or given._base is not None:
             found = parameter_in(given)
         if found != saved:
             self._compare_parameters(holder, found)
-        if saved is not None and whole_parameter(saved) is not None:
-            return  # it is at hand
-        if slot in self.ready:
+        if whole is not None or slot in self.ready:
             return
         check = self.frame.check
         if check is not None and (now := check(tensor)) != holder.metadata:
@@ -280,8 +286,8 @@ def whole_parameter(shown: Shown) -> Tensor | None:
 
 def parameter_in(tensor: Tensor) -> Shown | None:
     """The parameter that a tensor is, or is a view of."""
-    root = tensor._base if type(tensor) is Tensor else tensor
-    if root is None or not is_parameter(root):
+    root: Any = tensor._base if type(tensor) is Tensor else tensor
+    if type(root) is not nn.Parameter and not is_parameter(root):
         return None
     # One that trains lives as long as the graph, which ends in it. A frozen one may go.
     ref = _ref(root)

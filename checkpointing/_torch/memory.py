@@ -70,7 +70,7 @@ def layout_of(tensor: Tensor) -> Layout | None:
     """The geometry of a plain tensor; None for others."""
     if type(tensor) not in _WITH_LAYOUT:
         return None
-    if any([tensor.layout is not torch.strided, tensor.is_nested, tensor.is_quantized]):
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
         return None
     return _layout(tensor)
 
