@@ -31,7 +31,7 @@ def choose(stretch: Stretch, peak: int | None = None) -> Filling:
     best = _filled(cutting, cuts, target)
     if peak is None:
         bare = Filling(stretch, cuts)
-        if bare.choice().peak <= target and bare.time() < best.time():
+        if bare.peak <= target and bare.time() < best.time():
             best = bare
     best.join(target if peak is None else 0)
     return best

@@ -61,7 +61,7 @@ class Filling:
         """Better if less: the peak above what is allowed, then what is done again: floating-point
         operations of products, and of all."""
         flops = sum([self.model.path.steps[index].flops for index in self.again])
-        return max(self.most, *self.peaks), flops, sum([self.model.work[i] for i in self.again])
+        return max(self.most, *self.peaks), flops, self._work
 
     def _fill_on(self) -> None:
         self._fill()
@@ -94,7 +94,11 @@ class Filling:
 
     def time(self) -> float:
         """What running again and keeping take, in floating-point operations."""
-        return self.work()[1] + _PER_STEP * len(self.again) + _PER_KEPT * len(self.kept)
+        return self._work + _PER_STEP * len(self.again) + _PER_KEPT * len(self.kept)
+
+    @property
+    def _work(self) -> float:
+        return sum([self.model.work[index] for index in self.again])
 
     def join(self, peak: int = 0) -> None:
         """Drop cuts that make no difference to the peak, because each window takes time."""
