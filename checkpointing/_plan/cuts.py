@@ -51,7 +51,7 @@ class Cutting:
     def __init__(self, stretch: Stretch) -> None:
         self.stretch = stretch
         # By position: steps that windows run if they go up to here.
-        self.done: list[list[int]] = [[] for _ in range(stretch.last + 1)]
+        self.done: dict[int, list[int]] = defaultdict(list)
         self.ends = {*stretch.positions}
         # Memory that autograd saves anyway comes first.
         self._price = {n: stretch.memories[n].cost + (n not in stretch.saved) for n in stretch.dear}
@@ -63,7 +63,7 @@ class Cutting:
         stretch, model = self.stretch, self.stretch.model
         soonest: dict[int, int] = {}
         for index in range(stretch.last - 1, stretch.first - 1, -1):
-            soonest.update(dict.fromkeys(stretch.wanted[index], index + 1))
+            soonest.update(dict.fromkeys(stretch.wanted.get(index, ()), index + 1))
             ends = [soonest[number] for number in model.made[index] if number in soonest]
             if ends:
                 end = min(ends)
@@ -168,17 +168,18 @@ class Opening:
         work, worst = 0.0, start
         seen: set[int] = set()
         for at in range(start, stretch.last):
-            for number in stretch.wanted[at] - seen:
-                memory = stretch.memories[number]
-                if memory.maker >= start or number not in stretch.dear:
-                    held += memory.cost
-            seen |= stretch.wanted[at]
+            for number in stretch.wanted.get(at, ()):
+                if number not in seen:
+                    seen.add(number)
+                    memory = stretch.memories[number]
+                    if memory.maker >= start or number not in stretch.dear:
+                        held += memory.cost
             need = max(need, backward[at] + held)
             if live[at] > live[worst]:
                 worst = at
             end = at + 1
             work += sum(
-                [stretch.model.work[index] for index in cutting.done[end] if index >= start]
+                [stretch.model.work[index] for index in cutting.done.get(end, ()) if index >= start]
             )
             if end in cutting.ends:
                 yield Segment(end, bisect_right(self._ends, end), need, work, worst)

@@ -152,16 +152,18 @@ class Filling:
             reading: set[int] = set()  # memories that are not kept, whose makers are still to come
             needed: set[int] = set()  # what is kept
             for index in range(end - 1, start - 1, -1):
-                needed |= stretch.wanted[index] & self.kept
-                reading |= stretch.wanted[index] - self.kept
+                if index in stretch.wanted:
+                    needed |= stretch.wanted[index] & self.kept
+                    reading |= stretch.wanted[index] - self.kept
                 made = model.made[index]
                 if not reading.isdisjoint(made):
                     self.again.add(index)
                     for number in made:
                         if memories[number].maker == index:
                             reading.discard(number)
+                    early = model.early.get(index, ())
                     for number in stretch.reads[index]:
-                        is_there = number in self.kept and number not in model.early[index]
+                        is_there = number in self.kept and number not in early
                         (needed if is_there else reading).add(number)
                 if index == start or (index in positions and index < end - 1):
                     crosses.append((index, reading & stretch.dear))

@@ -92,10 +92,11 @@ class Model:
             if memory.number in elsewhere and not memory.is_cheap:
                 memory.cost = 0
         # By step: memories of which it reads what a later step writes over.
-        self.early = [
-            {path.memory_of[cell] for cell, _ in unfinished.intersection(step.reads)}
+        self.early = {
+            step.index: {path.memory_of[cell] for cell, _ in unfinished.intersection(step.reads)}
             for step in path.steps
-        ]
+            if not unfinished.isdisjoint(step.reads)
+        }
         # When small ones die may depend on the garbage collector, which differs from rank to rank.
         spans = [
             (m.maker, m.dies - 1, m.nbytes) for m in self.memories.values() if m.nbytes >= _SMALL

@@ -6,6 +6,7 @@ steps are another one: what lies before is held, or made by others.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 
@@ -35,12 +36,12 @@ class Stretch:
             self.last = 1 + max([window[-1], *[position for position, _ in wanted]])
         self.live = model.live if self.is_all else self._live_in_replay(window)
         # By position: memories that autograd has saved.
-        self.wanted: list[set[int]] = [set() for _ in range(model.count)]
+        self.wanted: dict[int, set[int]] = defaultdict(set)
         for position, memory in wanted:
             self.wanted[max(position, self.first)].add(memory)
         # The position down to which backward needs them.
         self.saved = {
-            number: at for at in reversed(range(model.count)) for number in self.wanted[at]
+            number: at for at in sorted(self.wanted, reverse=True) for number in self.wanted[at]
         }
         dear = [m for m in self.memories.values() if not m.is_cheap and m.number not in self.held]
         # A window that reads it must have made it.

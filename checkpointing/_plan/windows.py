@@ -132,7 +132,7 @@ class Window:
         for number, slot in self.targets.items():
             index = -1 if slot.value in starts else self.path.there_after(slot.value)
             part, place = part_of[slot.cell], self._place_of(slot.value)
-            is_written = any(writer.index > index for writer in writers[part])
+            is_written = part in writers and writers[part][-1].index > index
             wanted[index].append(Found(number, place, part if is_written else None))
             first[part] = min(index, first.get(part, index))
         for part, index in first.items():
