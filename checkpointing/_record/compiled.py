@@ -11,7 +11,6 @@ Invariant: a run pays nothing while inductor is not loaded.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from .. import _torch
 from .ops import tensors_of
+from .position import Position
 from .program import Step
 
 INDUCTOR = "torch._inductor.output_code"  # loaded before compiled code runs
@@ -27,10 +27,8 @@ INDUCTOR = "torch._inductor.output_code"  # loaded before compiled code runs
 class CompiledCode:
     """Watches for the writes of compiled code."""
 
-    def __init__(
-        self, has_made: Callable[[Tensor], bool], written_unseen: Callable[[Tensor], None]
-    ) -> None:
-        self._has_made, self._written_unseen = has_made, written_unseen
+    def __init__(self, run: Position) -> None:
+        self._run = run
         # By storage: the highest version that recorded operators have left.
         self._versions: dict[int, int] = {}
 
@@ -42,8 +40,8 @@ class CompiledCode:
             storage, version = _torch.storage_id(tensor), _torch.version(tensor)
             if version > self._versions.get(storage, 0):
                 self._versions[storage] = version
-                if self._has_made(tensor):
-                    self._written_unseen(tensor)
+                if self._run.known.has_made(tensor):
+                    self._run.written_unseen(tensor)
         return True
 
     def after(self, step: Step, args: Any, kwargs: Any, result: Any) -> None:

@@ -17,15 +17,17 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 from weakref import ref
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import _torch
 from .._engine import thread
+from .compiled import INDUCTOR, CompiledCode
+from .gathered import Gathering
 from .ops import Info, info_of, tensors_of
 from .position import Position
 from .program import (
@@ -37,18 +39,8 @@ from .program import (
 from .store import Store
 
 _plain_dispatch = Tensor.__torch_dispatch__
-_is_grad_enabled, _Parameter = torch.is_grad_enabled, nn.Parameter
+_is_grad_enabled = torch.is_grad_enabled
 _modules = sys.modules
-
-
-class Watcher(Protocol):
-    """Looks at the operators of a run that has met what needs it."""
-
-    def before(self, values: Any) -> bool:
-        """Before an operator reads these, or autograd saves them. False: it is none of the
-        block's."""
-
-    def after(self, step: Step, args: Any, kwargs: Any, result: Any) -> None: ...
 
 
 class Follower(TorchDispatchMode, Position):
@@ -56,18 +48,22 @@ class Follower(TorchDispatchMode, Position):
 
     supports_higher_order_operators = True
     is_inside = False  # hooks, which hear of writes to memory from outside
+    sees_gathering = False
     _is_watched = False
+    _compiled: CompiledCode | None = None
+    _gathering: Gathering | None = None
 
     def __init__(self, program: Program, store: Store) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         Position.__init__(self, program, store)
         self.fake_mode = _torch.fake_mode()
         self.note: Callable[[], Any] | None = None  # what to note of each operator that is recorded
-        self.watchers: tuple[Watcher, ...] = ()
+        self.watchers: tuple[CompiledCode | Gathering, ...] = ()
         self._ask: Any = None  # what to keep of results
         self._here = here = thread.__dict__
         self._depth = here["depth"]
         self._later = store.later
+        self._sees_more()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -152,6 +148,21 @@ class Follower(TorchDispatchMode, Position):
             watcher.after(self.step, args, kwargs, result)
         return result
 
+    def _sees_more(self) -> bool:
+        """Whether somebody watches from here on who did not before."""
+        if self._compiled is not None or INDUCTOR not in _modules:
+            return False
+        self._compiled = CompiledCode(self)
+        self.watchers += (self._compiled,)
+        return True
+
+    def _lend(self, tensors: list[Tensor]) -> None:
+        """FSDP2 has gathered parameters into the memory of these."""
+        if self._gathering is None:
+            self.sees_gathering, self._gathering = True, Gathering(self)
+            self.watchers += (self._gathering,)
+        self._gathering.lend(tensors)
+
     # ---- running
 
     def _run(self, step: Step, args: Any, kwargs: Any, mark: int) -> Any:
@@ -188,6 +199,11 @@ class Follower(TorchDispatchMode, Position):
             self.store.shapes[step.index] = shapes_of(result)
         if step.decides:
             self._hold_decisions(step)
+
+    def _hold(self, asked: Hold) -> None:
+        if asked.is_lent:
+            self._lend([self.cells[asked.value[0]]()])
+        self.store.hold(asked)
 
     def _prepare(self, step: Step, args: Any, kwargs: Any) -> None:
         """Before an operator runs, hold what a replay starts from."""
@@ -285,19 +301,9 @@ class Follower(TorchDispatchMode, Position):
         """Whether the run goes on, though recomputes are under way."""
         return False
 
-    def _sees_more(self) -> bool:
-        """Whether somebody watches from here on who did not before."""
-        return False
-
     def _begins_anew(self, info: Info) -> bool:
         """Whether what comes next is another piece of the block."""
         return False
-
-    def _hold(self, asked: Hold) -> None:
-        self.store.hold(asked)
-
-    def _lend(self, tensors: list[Tensor]) -> None:
-        """FSDP2 has gathered parameters into the memory of these."""
 
     def writes_outside(self, targets: list[Tensor]) -> None:
         """An operator is about to write to memory from outside."""

@@ -10,32 +10,21 @@ Invariant: a run pays nothing until it meets an operator of FSDP2.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Any
 from weakref import ref
 
 import torch
 from torch import Tensor
 
 from .. import _torch, errors
-from .origins import Cells, Origins
+from .position import Position
 from .program import Step
-
-
-class Keeper(Protocol):
-    """A run, as far as it is needed here."""
-
-    cells: Cells
-
-    @property
-    def known(self) -> Origins: ...
-
-    def keep_at(self, tensor: Tensor, mover: None) -> None: ...
 
 
 class Gathering:
     """Watches for memory that has been given back."""
 
-    def __init__(self, run: Keeper) -> None:
+    def __init__(self, run: Position) -> None:
         self._run = run
         self._lent: list[torch.UntypedStorage] = []  # of gathered parameters, until given back
         self._alive: list[int] = []  # cells from before the last cut
@@ -70,7 +59,7 @@ class Gathering:
         key = id(tensor), _torch.version(tensor)
         kept = self._kept.get(key)
         if kept is None or kept() is not tensor:
-            self._run.keep_at(tensor, None)
+            self._run.keep_at(tensor)
             self._kept[key] = ref(tensor)
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from typing import Any
 from weakref import ref
 
@@ -28,7 +28,7 @@ from .._engine import Aliased, Held, without_recording
 from .history import History
 from .origins import Cells
 from .path import Path
-from .program import First, Hold, Slot, Step
+from .program import First, Hold, Step
 
 
 class Pieces:
@@ -53,24 +53,24 @@ class Pieces:
         alive = sum([piece.sizes.get(memory, 0) for memory in {m for _, m in piece.results}])
         met = [cells[first.cell]() for first in piece.met if first.memory in piece.written]
         alive += sum([_torch.memory_size(tensor) for tensor in met if tensor is not None])
-        if not self._sizes.suffice(alive, piece.saved):
+        if not self._sizes.suffice(alive):
             return False
-        self._sizes.add(alive, piece.saved)
+        self._sizes.end(alive)
         return True
 
     def _look_at(self, path: Sequence[Step]) -> None:
         for step in path[self._piece.count :]:
-            self._piece.add(step, step.saves)
+            self._sizes.saved += self._piece.add(step)
 
     def saved(self, path: Sequence[Step]) -> int:
         """Bytes that the block has made, and autograd saved; `path` is that of the last piece."""
         self._look_at(path)
-        return self._sizes.saved + self._piece.saved
+        return self._sizes.all_saved + self._sizes.saved
 
     def leave(self, holds: Iterable[tuple[Hold, Held]], is_checked: bool) -> None:
         """What a piece holds belongs to holders now, and may be written later. `is_checked`: values
         are compared when they come back."""
-        self._piece = _Piece()
+        self._piece, self._sizes.saved = _Piece(), 0
         if self.end is None:  # a block that trains would collect them
             for storage, there in [*self._held.items()]:
                 self._held[storage] = [entry for entry in there if entry[0]() is not None]
@@ -119,68 +119,52 @@ class Sizes:
     def __init__(self, history: History) -> None:
         self._nbytes, self._most = history.nbytes, history.alive_at_first
         self._most_later = history.most_alive
+        self.saved = 0  # bytes, in the present piece
         # Bytes saved in the largest piece and in all pieces, and alive at all ends.
-        self.largest = self.saved = self.ends = 0
+        self.largest = self.all_saved = self.ends = 0
         self._far = history.nbytes * _LARGEST
 
-    def suffice(self, alive: int, saved: int) -> bool:
-        """Whether a piece that has saved so many bytes may end, where so many are alive. Where
-        these are few, pieces of this size and all ends need least together."""
+    def suffice(self, alive: int) -> bool:
+        """Whether the present piece may end, where so many bytes are alive. Where these are few,
+        pieces of this size and all ends need least together."""
         enough = min(_ABOUT * math.sqrt(self._nbytes * alive), _MOST_ALIVE * alive)
         if alive > self._most:
             enough = max(enough, self._far)
-        return alive > 0 and saved >= max(2 * alive, enough, self._nbytes * _LEAST)
+        return alive > 0 and self.saved >= max(2 * alive, enough, self._nbytes * _LEAST)
 
-    def add(self, alive: int, saved: int) -> None:
-        """A piece has ended."""
+    def end(self, alive: int) -> None:
+        """The present piece has ended."""
         self.ends += alive
-        self.saved += saved
-        self.largest = max(self.largest, saved)
+        self.all_saved += self.saved
+        self.largest = max(self.largest, self.saved)
         if alive <= self._most:
-            self._far = min(self._nbytes * _LARGEST, _FAR * saved)
+            self._far = min(self._nbytes * _LARGEST, _FAR * self.saved)
         self._most = self._most_later
+        self.saved = 0
 
 
 class _Piece:
-    """What a piece has made, written, met, and saved of what it has made."""
+    """What a piece has made, written and met."""
 
     def __init__(self) -> None:
         self.count = 0  # of its steps
-        self.saved = 0  # bytes
         self.sizes: dict[int, int] = {}  # of memories that it has made
         self.results: list[tuple[int, int]] = []  # that may be alive: cells and memories
         self.written: set[int] = set()
         self.met: list[First] = []
         self._memory_of: dict[int, int] = {}
 
-    def add(self, step: Step, saves: Iterable[Slot]) -> None:
-        """The next step, and what autograd has saved after it."""
+    def add(self, step: Step) -> int:
+        """The next step. Returns the bytes that autograd has saved after it, of what the piece has
+        made."""
         self.count += 1
         self.sizes.update(step.sizes)
         self._memory_of.update(step.memories)
         self.results += step.memories
         self.written.update([memory for memory in step.writes if memory not in self.sizes])
         self.met += [first for first in step.firsts if first.requires_grad]
-        made = [self._memory_of.get(slot.cell) for slot in saves if slot.counts]
-        self.saved += sum([self.sizes.get(memory, 0) for memory in made if memory is not None])
-
-
-class _Recorded:
-    """A piece of a recorded path: what it has saved, and what is alive of it."""
-
-    def __init__(self) -> None:
-        self.saved = 0
-        self._alive: dict[int, int] = {}  # by memory
-
-    def alive_before(self, step: Step) -> int:
-        for number in step.gone:
-            self._alive.pop(number, None)
-        return sum(self._alive.values())
-
-    def add(self, step: Step, sizes: dict[int, int], saved: int) -> None:
-        self._alive.update([(number, sizes.get(number, 0)) for number in step.writes])
-        self._alive.update(step.sizes)
-        self.saved += saved
+        made = [self._memory_of.get(slot.cell) for slot in step.saves if slot.counts]
+        return sum([self.sizes.get(memory, 0) for memory in made if memory is not None])
 
 
 def size_pieces(path: Path, history: History) -> None:
@@ -190,29 +174,36 @@ def size_pieces(path: Path, history: History) -> None:
     saved = [0] * (len(path.steps) + 1)
     for slot, index in zip(path.slots, path.saved_after, strict=True):
         saved[index] += slot.counts * sizes.get(path.memory_of[slot.cell], 0)
-
-    def need(most: float) -> int:
-        history.most_alive = most
-        found, piece = Sizes(history), _Recorded()
-        for step in path.steps:
-            alive = piece.alive_before(step)
-            if found.suffice(alive, piece.saved):
-                found.add(alive, piece.saved)
-                piece = _Recorded()
-            piece.add(step, sizes, saved[step.index])
-        return found.ends + max(found.largest, piece.saved)
-
     history.nbytes = nbytes = sum(saved)
+
+    def ends(found: Sizes, most: float) -> Iterator[int]:
+        """Where the present piece may end, as long as it has not saved more than `most`: the bytes
+        that are alive of what it has made."""
+        there: dict[int, int] = {}  # by memory
+        for step in path.steps:
+            for number in step.gone:
+                there.pop(number, None)
+            alive = sum(there.values())
+            if found.suffice(alive):
+                yield alive
+                if not found.saved:  # it has ended
+                    there.clear()
+            if found.saved > most:
+                return
+            there.update([(number, sizes.get(number, 0)) for number in step.writes])
+            there.update(step.sizes)
+            found.saved += saved[step.index]
+
+    def need(most_alive: float) -> int:
+        history.most_alive = most_alive
+        found = Sizes(history)
+        for alive in ends(found, nbytes):
+            found.end(alive)
+        return found.ends + max(found.largest, found.saved)
+
+    history.alive_at_first = math.inf
     # The caller's variables, and what all layers read, stay alive after the first end.
-    history.alive_at_first = least = math.inf
-    first, piece = Sizes(history), _Recorded()
-    for step in path.steps:
-        alive = piece.alive_before(step)
-        if first.suffice(alive, piece.saved):
-            least = min(least, alive)
-        if piece.saved > nbytes * _LARGEST:
-            break
-        piece.add(step, sizes, saved[step.index])
+    least = min(ends(Sizes(history), nbytes * _LARGEST), default=math.inf)
     history.alive_at_first = _MORE * least
     history.most_alive = min([nbytes / 2**n for n in range(_FINEST, 1, -1)], key=need)
 

@@ -7,6 +7,8 @@ from weakref import ref
 
 from torch import Tensor
 
+from .. import _torch
+from .._engine import Mover
 from .decisions import most_bytes
 from .match import Matcher
 from .ops import Info
@@ -14,6 +16,7 @@ from .origins import Cells
 from .path import Path
 from .program import (
     FEWER_SAVES,
+    KEEP,
     UNSEEN,
     WRITTEN_UNSEEN,
     Program,
@@ -141,6 +144,15 @@ class Position:
     def written_unseen(self, tensor: Tensor) -> None:
         """Something has written to a tensor, and no operator has shown it."""
         self._event(WRITTEN_UNSEEN, (tensor,))
+
+    def keep_at(self, tensor: Tensor, mover: Mover | None = None) -> None:
+        """Hold a value where the mover says; None: as an input."""
+        if hasattr(tensor, "__tensor_flatten__"):
+            for part in _torch.plain_parts(tensor):
+                self.keep_at(part, mover)
+        elif _torch.has_storage(tensor):
+            for asked in self._event(KEEP, (tensor,)).decides:
+                self.store.keep(asked, mover)
 
     def _branch(self) -> Step:
         """After as many saves as there are now, the run goes another way than the step knows."""

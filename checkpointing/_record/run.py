@@ -6,7 +6,6 @@ it: autograd, the regions inside, `keep` and its like, policies and plans.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -15,17 +14,14 @@ from torch import Tensor
 
 from .. import _torch
 from .._engine import Destination, Mover, Region, aside, note_written, read_switches, thread
-from .compiled import INDUCTOR, CompiledCode
 from .follow import Follower
-from .gathered import Gathering
 from .ops import Info, info_of, tensors_of
 from .pieces import Pieces
-from .program import BROUGHT_BACK, KEEP, UNSEEN, Hold, Program, Slot, Step
+from .program import BROUGHT_BACK, UNSEEN, Program, Slot, Step
 from .store import Answer, Store
 
 _RESTING = -1  # no depth of recomputes
 _is_grad_enabled, _graph_task_id = torch.is_grad_enabled, _torch.graph_task_id
-_modules = sys.modules
 
 
 class Run(Follower, Region):
@@ -33,9 +29,6 @@ class Run(Follower, Region):
 
     first_holder = 0  # of the block's, which this has made
     holds_planned = False  # whether what a plan keeps is held from the forward on
-    sees_gathering = False
-    _compiled: CompiledCode | None = None
-    _gathering: Gathering | None = None
     _announced: Tensor | None = None
     _keeper: Mover | None = None  # takes what `keep` is given
     _saver: Mover | None = None  # takes all that autograd saves, which is then kept
@@ -60,26 +53,6 @@ class Run(Follower, Region):
             kept, saved, inputs = self.policy.places
             self._keeper, self._saver = store.mover(kept), store.mover(saved)
             store.hooks = store.mover(inputs) or hooks
-        self._sees_more()
-
-    def _sees_more(self) -> bool:
-        if self._compiled is not None or INDUCTOR not in _modules:
-            return False
-        has_made = lambda tensor: self.known.has_made(tensor)  # noqa: E731
-        self._compiled = CompiledCode(has_made, self.written_unseen)
-        self.watchers += (self._compiled,)
-        return True
-
-    def _lend(self, tensors: list[Tensor]) -> None:
-        if self._gathering is None:
-            self.sees_gathering, self._gathering = True, Gathering(self)
-            self.watchers += (self._gathering,)
-        self._gathering.lend(tensors)
-
-    def _hold(self, asked: Hold) -> None:
-        if asked.is_lent:
-            self._lend([self.cells[asked.value[0]]()])
-        self.store.hold(asked)
 
     def writes_outside(self, targets: list[Tensor]) -> None:
         note_written(self._around, {*map(_torch.storage_of, targets)})
@@ -115,7 +88,7 @@ class Run(Follower, Region):
         for slot in self.step.saves[: self.saved]:  # for the operator that comes next
             tensor = self.cells[slot.cell]()
             if tensor is not None and slot.hold is None:
-                self.keep_at(tensor, None)
+                self.keep_at(tensor)
         first_holder = pieces.end()
         self._begin_at(first_holder)
         return True
@@ -241,15 +214,6 @@ class Run(Follower, Region):
         """Hold a value: recompute starts from it, and never crosses it."""
         self.keep_at(tensor, self._keeper)
         return tensor
-
-    def keep_at(self, tensor: Tensor, mover: Mover | None) -> None:
-        """Hold a value where the mover says; None: as an input."""
-        if hasattr(tensor, "__tensor_flatten__"):
-            for part in _torch.plain_parts(tensor):
-                self.keep_at(part, mover)
-        elif _torch.has_storage(tensor):
-            for asked in self._event(KEEP, (tensor,)).decides:
-                self.store.keep(asked, mover)
 
     def keep_for_inner(self, tensor: Tensor) -> None:
         self.keep(tensor)
