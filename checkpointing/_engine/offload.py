@@ -58,7 +58,7 @@ class Mover:
         values = _torch.one_each(tensor, tensor)
         if streams is None:
             copy = torch.empty_like(values, device=there).copy_(values)
-            return Moved(copy, home, layout, None, None)
+            return Moved(copy, home, layout)
         pin_memory = self.destination.pin_memory and there.type == "cpu"
         away = torch.empty_like(values, device=there, pin_memory=pin_memory)
         here = streams.current_stream(home)
@@ -89,9 +89,9 @@ class Moved:
     away: Tensor
     _home: torch.device
     _layout: Any  # as which it comes back
-    _streams: Any
-    _sent: Any
-    _coming: _Coming | None = None
+    _streams: Any = None
+    _sent: Any = None
+    _coming: Tensor | None = None  # on its way back
     rank = -1  # its place in the expected order of fetching, once there is one
 
     def settle(self) -> None:
@@ -101,35 +101,30 @@ class Moved:
 
     def prefetch(self) -> None:
         """Start to copy it back."""
-        if self._streams is not None:
-            self._coming = self._coming or _Coming(self.away, self._home, self._streams)
-
-    def bring(self) -> Tensor:
-        self.prefetch()
-        coming, self._coming = self._coming, None
-        back = self.away.to(self._home) if coming is None else coming.wait()
-        return _torch.laid_out(back, self._layout)
-
-
-class _Coming:
-    """A tensor on its way back."""
-
-    def __init__(self, away: Tensor, home: torch.device, streams: Any) -> None:
+        streams, home = self._streams, self._home
+        if streams is None or self._coming is not None:
+            return
         here = streams.current_stream(home)  # whose memory it is
-        self._tensor = torch.empty_like(away, device=home)
+        coming = torch.empty_like(self.away, device=home)
         side = _side_stream(streams, home, "back")
         side.wait_stream(here)  # which may still use this memory for an older tensor
         side.wait_stream(_side_stream(streams, home, "out"))
         with streams.stream(side):
-            _copy(self._tensor, away)
+            _copy(coming, self.away)
             done = side.record_event()
         # If nobody asks for the tensor, this runs before its memory is free.
-        self._give_back = weakref.finalize(self, here.wait_event, done)
-        self._give_back.atexit = False
+        self._wait = weakref.finalize(self, here.wait_event, done)
+        self._wait.atexit = False
+        self._coming = coming
 
-    def wait(self) -> Tensor:
-        self._give_back()
-        return self._tensor
+    def bring(self) -> Tensor:
+        self.prefetch()
+        back, self._coming = self._coming, None
+        if back is None:
+            back = self.away.to(self._home)
+        else:
+            self._wait()
+        return _torch.laid_out(back, self._layout)
 
 
 def prefetch(order: list[Any], after: int) -> None:

@@ -13,7 +13,7 @@ import operator
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -21,7 +21,7 @@ from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
 from .. import _torch, errors
 from .._engine import Destination, aside, map_tensors, thread
-from .._record import NOWHERE, Answer, Placement, Places
+from .._record import Answer, Placement, Places
 
 T = TypeVar("T")
 
@@ -144,25 +144,17 @@ def tag(x: T, name: str) -> T:
 class Policy:
     """The values to keep. Policies compare, hash and print; `a | b` keeps the values of either."""
 
-    made_by: tuple[
-        Any, ...
-    ]  # a function of this module and its arguments, by which policies compare
+    made_by: tuple[Any, ...]  # a function of this module and its arguments
     text: str
     # Decides about the result of an operator, given (operator, args, kwargs, result). None: never
     # asked.
-    on_op: Callable[..., Answer] | None = None
+    on_op: Callable[..., Answer] | None = field(default=None, compare=False)
     # Decides about a value with this name.
-    on_tag: Callable[[str], Answer] = lambda name: False
+    on_tag: Callable[[str], Answer] = field(default=lambda name: False, compare=False)
     # Whether checkpoints are planned, and within which bounds.
     placement: Placement | None = None
     # The destinations of values about which it is not asked.
-    places: Places = NOWHERE
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Policy) and self.made_by == other.made_by
-
-    def __hash__(self) -> int:
-        return hash(self.made_by)
+    places: Places = field(default_factory=Places)
 
     def __repr__(self) -> str:
         return self.text
@@ -200,9 +192,10 @@ def _asking(function: Callable[..., Any]) -> Policy:
 
 
 def _auto(budget: int | None, peak: int | None) -> Policy:
-    given = [f"{name}={n}" for name, n in (("budget", budget), ("peak", peak)) if n is not None]
-    placement = Placement(budget, peak=peak)
-    return Policy((_auto, budget, peak), f"auto({''.join(given)})", placement=placement)
+    text = "auto()" if budget is None else f"auto(budget={budget})"
+    if peak is not None:
+        text = f"auto(peak={peak})"
+    return Policy((_auto, budget, peak), text, placement=Placement(budget, peak=peak))
 
 
 def _either(first: Policy | None, second: Policy | None) -> Policy:
@@ -243,16 +236,21 @@ def _offload(inner: Policy | None, there: Destination, inputs: bool) -> Policy:
     if inner is None:
         return Policy(made_by, text, places=Places(there, there, for_inputs))
 
-    def elsewhere(answer: Answer) -> Answer:
-        return there if answer is True else answer
+    def elsewhere(ask: Callable[..., Answer]) -> Callable[..., Answer]:
+        def asked(*about: Any) -> Answer:
+            answer = ask(*about)
+            return there if answer is True else answer
 
-    ask, on_op, placement = inner.on_op, None, inner.placement
-    if ask is not None:
-        on_op = lambda *asked: elsewhere(ask(*asked))  # noqa: E731
-    if placement is not None:
-        placement = placement._replace(place=there)
-    on_tag = lambda name: elsewhere(inner.on_tag(name))  # noqa: E731
-    return Policy(made_by, text, on_op, on_tag, placement, Places(there, None, for_inputs))
+        return asked
+
+    return Policy(
+        made_by,
+        text,
+        inner.on_op and elsewhere(inner.on_op),
+        elsewhere(inner.on_tag),
+        inner.placement and inner.placement._replace(place=there),
+        Places(there, inputs=for_inputs),
+    )
 
 
 def _text_of(inner: Policy | None, there: Destination, inputs: bool) -> str:

@@ -28,4 +28,4 @@ from .program import (
     program_of,
 )
 from .run import Run, Wrapped, slots_of
-from .store import NOWHERE, Answer, Placement, Places
+from .store import Answer, Placement, Places

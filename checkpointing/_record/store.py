@@ -33,12 +33,9 @@ class Places(NamedTuple):
     """Where a policy puts things about which it is not asked. None: where they would be without
     it."""
 
-    kept: Destination | None  # what `keep` is given
-    saved: Destination | None  # all that autograd saves, which is then kept
-    inputs: Destination | None
-
-
-NOWHERE = Places(None, None, None)
+    kept: Destination | None = None  # what `keep` is given
+    saved: Destination | None = None  # all that autograd saves, which is then kept
+    inputs: Destination | None = None
 
 
 class Placement(NamedTuple):
@@ -266,11 +263,12 @@ class Store:
 
     def generators(self, step: Step, args: Any, kwargs: Any) -> Any:
         """Where the generators stand that an operator is about to draw from."""
+        is_custom, preserve = step.info.custom, self._preserve_rng_state
+        if not (is_custom or preserve):
+            return None
         if step.is_quick_draw and type(args[0]) is Tensor and args[0].is_cpu:
-            return CpuState() if self._preserve_rng_state else None
-        if step.info.custom:
-            return generators_of(args, kwargs, self._preserve_rng_state == "all")
-        return generators_of(args, kwargs, False) if self._preserve_rng_state else None
+            return CpuState()
+        return generators_of(args, kwargs, is_custom and preserve == "all")
 
     def has_drawn(self, step: Step, state: Any) -> bool:
         """Note from where random numbers were drawn. Returns whether to keep them instead."""

@@ -351,7 +351,7 @@ class Replay(Frame):
         if self._order is None:
             self._order = []
             holders = [h for weak in reversed(self.holders) if (h := weak()) is not None]
-            for one in {id(s): s for h in holders for s in [self._stock_of(h)]}.values():
+            for one in dict.fromkeys(map(self._stock_of, holders)):
                 for moved in one.moved():
                     if moved.rank < 0:
                         moved.rank = len(self._order)
@@ -381,15 +381,13 @@ class Replay(Frame):
         return self._counted + before[-1], (*self._ends, *cuts)
 
     def holdings(self) -> Iterable[Holding]:
-        holders: Any = [h for weak in self.holders if (h := weak()) is not None]
+        holders: Any = [weak() for weak in self.holders]
         found = [holder.stock for holder in holders if hasattr(holder, "stock")]
-        stocks: list[Any] = [*{id(stock): stock for stock in found}.values()]
-        paths = [stock.group.path for stock in stocks]
+        paths: dict[Any, Path] = {stock: stock.group.path for stock in found}
         if self.plan is None:  # the block still runs
-            stocks.append(self.run.store)
-            paths.append(self.path())
+            paths[self.run.store] = self.path()
         seen: set[int] = set()  # in another stock
-        for path, stock in zip(paths, stocks, strict=True):
+        for stock, path in paths.items():
             for value, held in stock.held.items():
                 if not (held.is_parameter or id(held) in seen):
                     yield _holding(path, value, held)
@@ -402,8 +400,8 @@ class Replay(Frame):
 
 def _holding(path: Path, value: Value, held: Held) -> Holding:
     if value in path.given:
-        readers = [step for step in path.steps if step.func and value in step.reads]
-        kind, step = "input", next(iter(readers), None)
+        readers = (step for step in path.steps if step.func and value in step.reads)
+        kind, step = "input", next(readers, None)
     else:
         kind, step = "kept", path.maker_of(value)
     operator, note = (None, None) if step is None else (str(step.func), step.note)
