@@ -33,7 +33,6 @@ from ._entry import (
     Options,
     check_backward_validity as check_backward_validity,
     is_plain,
-    logged,
     run_rerun,
     wrap,
 )
@@ -251,14 +250,15 @@ def _rerun(function: Any, args: Any, kwargs: Any, options: Keywords) -> Any:
         raise ValueError(f"determinism_check should be one of {list(_CHECKS)}, but got {check}")
     if is_plain():
         return function(*args, **kwargs)
-    contexts: Callable[[Any], Contexts] | None = logged if debug else None
+    contexts = None
     if context_fn is not noop_context_fn:
         forward, recompute = context_fn()
         if isinstance(forward, _torch.SelectiveForward):
             forward = _selective(forward, options["respect_saved_tensors_hooks"])
-        contexts = lambda frame: (forward, recompute)  # noqa: E731
+        contexts = forward, recompute
     early_stop = _switch(_early_stop, "_enable_checkpoint_early_stop", options["early_stop"])
-    ours = Options("rerun", True, options["preserve_rng_state"], early_stop, _CHECKS[check])
+    rng = options["preserve_rng_state"]
+    ours = Options("rerun", True, rng, early_stop, _CHECKS[check], debug=debug)
     name = getattr(function, "__qualname__", type(function).__qualname__)
     line = entered_from(sys._getframe(1))
     return run_rerun(function, args, kwargs, name, line, ours, contexts, "torch.utils.checkpoint")

@@ -63,7 +63,7 @@ class Holding(NamedTuple):
     kind: str
     part: Any  # a `Held` or a tensor
     operator: str | None = None  # that made it, or read it first; or the name of the argument
-    note: tuple[str | None, ...] | None = None  # the module that ran then, and the user's line
+    note: tuple[str | None, ...] = (None, None)  # the module that ran then, and the user's line
 
 
 class Holder:

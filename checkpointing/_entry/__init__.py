@@ -15,7 +15,6 @@ from .api import (
     run_rerun,
     wrap,
 )
-from .debug import logged
 from .forecast import Forecast, forecast
 from .modules import checkpoint_modules
 from .policy import (

@@ -29,7 +29,6 @@ from .. import _torch, errors
 from .._engine import (
     CHECKS,
     DeterminismCheck,
-    Frame,
     Line,
     check_of,
     entered_from,
@@ -429,8 +428,7 @@ def run(options: Options, fn: Any, args: Any, kwargs: Any, name: str) -> Any:
         return fn(*args, **kwargs)
     if options.backend == "reentrant":
         return _reentrant.run(fn, name, options.preserve_rng_state, args, kwargs)
-    contexts = logged if options.debug else None
-    return run_rerun(fn, args, kwargs, name, entered_from(sys._getframe(2)), options, contexts)
+    return run_rerun(fn, args, kwargs, name, entered_from(sys._getframe(2)), options)
 
 
 def run_rerun(
@@ -440,18 +438,20 @@ def run_rerun(
     name: str,
     line: Line,
     options: Options,
-    contexts: Callable[[Frame], tuple[Any, Any]] | None,
+    contexts: Any = None,
     prefix: str | None = None,
 ) -> Any:
-    """Run a region whose function is called again in backward. `contexts` makes a context for the
-    forward and one for the rerun; messages begin with `prefix`."""
+    """Run a region whose function is called again in backward. `contexts` are one for the forward
+    and one for the rerun; messages begin with `prefix`."""
     check, rng = check_of(options.determinism_check), options.preserve_rng_state
     frame = Rerun(fn, args, kwargs, rng, name, line, options.early_stop, check)
     frame.prefix = prefix
     if _is_noted(options):
         frame.is_noted, frame.notes = True, Notes()
+    if options.debug:
+        contexts = logged(frame)
     if contexts is not None:
-        forward, frame.context = contexts(frame)
+        forward, frame.context = contexts
         fn = partial(call_within, forward, fn)
     frame.enter(frame)
     try:
@@ -495,16 +495,17 @@ class _Block:
         placement = None if policy is None else policy.placement
         is_noted = _is_noted(options)
         code, instruction = line if fn is None else (getattr(fn, "__code__", type(fn)), 0)
-        check = None
-        if options.determinism_check != "metadata":  # which a replay has by construction
-            check = check_of(options.determinism_check)
+        by_construction = options.determinism_check == "metadata"
+        check = None if by_construction else check_of(options.determinism_check)
         asked = placement, rng, hooks is None, is_noted, options.debug, check is None
         # A weak reference hashes a code object once, rather than in each run.
         program = program_of((ref(code), instruction, *asked))
         self._run = run = Run(program, hooks, rng, policy)
         run.store.placement = placement
-        # A rerun around the block expects the same slots in each run, whatever has been planned.
-        run.holds_planned = placement is not None and not _is_rerun(hooks)
+        # A rerun around the block, ours or torch's, expects the same slots in each run, whatever
+        # has been planned.
+        in_rerun = hooks is not None and (is_internal(hooks) or _torch.are_of_checkpoint(hooks))
+        run.holds_planned = placement is not None and not in_rerun
         run.store.is_checked = check is not None
         self.frame = frame = Replay(run, name, line, options.early_stop, check)
         if hooks is None and placement == Placement(None):
@@ -538,13 +539,6 @@ class _Block:
             raise errors.crossed(frame)
         if frame.complaint:
             warn(f"{frame.title}: {frame.complaint}")
-
-
-def _is_rerun(hooks: _torch.Hooks | None) -> bool:
-    """Whether hooks are those of a rerun, ours or torch's."""
-    if hooks is None:
-        return False
-    return is_internal(hooks) or _torch.are_of_checkpoint(hooks)
 
 
 @contextmanager

@@ -221,11 +221,7 @@ def _first_answer(asked: list[Callable[..., Answer]]) -> Callable[..., Answer]:
     """Ask one after the other, until one keeps the value."""
 
     def ask(*about: Any) -> Answer:
-        for one in asked:
-            answer = one(*about)
-            if answer:
-                return answer
-        return False
+        return next((answer for one in asked if (answer := one(*about))), False)
 
     return ask
 

@@ -206,13 +206,13 @@ def _held_by(frame: Frame) -> tuple[TensorReport, ...]:
         for tensor in tensors_in(packed)[:1]:
             for plain in () if is_referenced(tensor) else _torch.plain_parts(tensor):
                 key = _torch.storage_of(plain) or id(plain)
-                found[key] = _described(kind, plain, operator, *(note or (None, None)))
+                found[key] = _described(kind, plain, operator, *note)
     return _sorted(found.values())
 
 
 def _described(kind: str, tensor: Tensor, *about: str | None) -> TensorReport:
-    shape = tuple(_torch.shape_of(tensor))
-    return TensorReport(kind, _torch.memory_size(tensor), shape, tensor.dtype, *about)
+    nbytes, shape = _torch.memory_size(tensor), tuple(_torch.shape_of(tensor))
+    return TensorReport(kind, nbytes, shape, tensor.dtype, *about)
 
 
 class Stats(NamedTuple):

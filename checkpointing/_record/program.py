@@ -200,7 +200,7 @@ class Step:
     plain: frozenset[type] = PLAIN  # types of arguments that are the same if they are equal
     next: tuple[Step, ...] = ()  # with the first one, `saves` is complete
     line: Any = None  # of the user's code, where the shapes of results depend on data
-    note: Any = None  # where the user's code called it, if somebody wants to know
+    note: Any = (None, None)  # where the user's code called it, if somebody wants to know
     plan: Any = None
 
     def __post_init__(self) -> None:

@@ -26,7 +26,7 @@ path, so it is found again when the run leaves the program.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -65,7 +65,6 @@ _COMPARED = {
     (True, True): PLAIN | {list, float},
 }
 _INSIDE = "an input of a region inside"
-_NO_CELLS: dict[int, int] = {}
 _is_grad_enabled = torch.is_grad_enabled
 _storage_of, _has_storage = _torch.storage_of, _torch.has_storage
 
@@ -310,17 +309,13 @@ class Recorder(Memories):
         if step.event is None and not step.effect:
             computed = [each for each in step.reads if self.memory_of[each[0]].state is not OUTSIDE]
             decided = self.decisions.find(step, computed, made, self.tensor_in, limit)
-            numbers = dict(step.memories)
-            step.decides = tuple([self._kept(value, numbers) for value in decided])
+            numbers = {cell: self.memory_of[cell].number for cell, _ in computed}
+            numbers.update(step.memories)
+            step.decides = tuple([Hold(value, numbers[value[0]], None) for value in decided])
         if info.sizes_depend_on_data:
             step.line = entered_from(sys._getframe(1))
         step.is_special |= bool(step.decides) or info.sizes_depend_on_data
         self.add(step)
-
-    def _kept(self, value: Value, new: Mapping[int, int] = _NO_CELLS) -> Hold:
-        """A value to hold though it could be computed. `new` cells have these memories."""
-        cell = value[0]
-        return Hold(value, new[cell] if cell in new else self.memory_of[cell].number, None)
 
     def event(self, parent: Step, event: str, args: tuple[Any, ...]) -> Step:
         """What has happened that is no operator: `keep`, `opaque`, a write that nobody saw."""
@@ -334,7 +329,7 @@ class Recorder(Memories):
             if memory.state is MADE:
                 step.effect = False
                 self._reads.append(self.value(cell))
-                step.decides = (self._kept(self.value(cell)),)
+                step.decides = (Hold(self.value(cell), memory.number, None),)
         elif event is BROUGHT_BACK:
             (slot,) = args
             self._reads.append(slot.value)

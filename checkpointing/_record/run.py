@@ -27,7 +27,6 @@ _is_grad_enabled, _graph_task_id = torch.is_grad_enabled, _torch.graph_task_id
 class Run(Follower, Region):
     """One execution of a block."""
 
-    first_holder = 0  # of the block's, which this has made
     holds_planned = False  # whether what a plan keeps is held from the forward on
     _announced: Tensor | None = None
     _keeper: Mover | None = None  # takes what `keep` is given
@@ -46,7 +45,6 @@ class Run(Follower, Region):
         super().__init__(program, store)
         self.switches = read_switches()
         self._around, self.is_inside = hooks, hooks is not None
-        self._graph_task = _graph_task_id()  # of the rerun that this is part of, if of one
         self.stocks: dict[int, Any] = {}  # by slot: what a backward inside the block starts from
         if self.policy is not None:
             self._ask = self.policy.on_op
@@ -89,8 +87,7 @@ class Run(Follower, Region):
             tensor = self.cells[slot.cell]()
             if tensor is not None and slot.hold is None:
                 self.keep_at(tensor)
-        first_holder = pieces.end()
-        self._begin_at(first_holder)
+        self._begin_at(pieces.end())
         return True
 
     def _begin_at(self, holder: int) -> None:
@@ -100,7 +97,7 @@ class Run(Follower, Region):
             store.pieces = Pieces(None, self.program.history)
         store.pieces.leave(store.holds(), store.is_checked)
         self.begin()
-        self.stocks, self.first_holder = {}, holder
+        self.stocks, store.first_holder = {}, holder
 
     # ---- a backward inside the block
 
@@ -109,7 +106,7 @@ class Run(Follower, Region):
         begun. In hooks, each value that is met once more would be a slot, which a rerun must make
         at the same place. With `create_graph` alone, gradients are wanted in backward."""
         keeps_graph = _is_grad_enabled()
-        return self.store.hooks is None and not keeps_graph and _graph_task_id() != self._graph_task
+        return self.store.hooks is None and not keeps_graph and _graph_task_id() != self.store.task
 
     def begin_anew(self, holders: list[Any]) -> None:
         """Holders have what they need, so the rest of the block is like another run, as in a loop
@@ -128,7 +125,7 @@ class Run(Follower, Region):
         self._depth = self._awake
         if not any(holder() is not None for holder in self._holders):
             self._holders.clear()
-            self.first_holder = 0
+            self.store.first_holder = 0
         return True
 
     def adopt(self, tensor: Tensor, slot: Slot) -> None:
@@ -242,7 +239,7 @@ class Run(Follower, Region):
             return
         # A run inside asks for itself. In a backward inside, others' hooks call functions again at
         # times that differ in a rerun.
-        if not self._is_innermost() or _graph_task_id() != self._graph_task:
+        if not self._is_innermost() or _graph_task_id() != self.store.task:
             return
         answer = self._ask(step.func, args, dict(kwargs), result)
         if answer:  # when the operator has returned, which has still to count versions up

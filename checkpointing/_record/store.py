@@ -50,12 +50,13 @@ class Store:
     """The values that a run holds, and what else differs from run to run."""
 
     def __init__(self, hooks: Any, preserve_rng_state: bool | str) -> None:
+        self.first_holder = 0  # of the block's, which the run has made
         self.placement: Placement | None = None  # what `auto()` is asked for
         self.is_checked = False  # whether values are compared when they come back
         self.movers: dict[Destination, Mover] = {}
         self.hooks = hooks  # or a mover: who takes inputs
         self._preserve_rng_state = preserve_rng_state
-        self._task = _torch.graph_task_id()  # of the rerun that this is part of, if of one
+        self.task = _graph_task_id()  # of the rerun that this is part of, if of one
         self.pieces: Pieces | None = None  # of a block whose paths never come again
         self._here = thread.__dict__
         self._depth = self._here["depth"]
@@ -115,16 +116,16 @@ class Store:
             # Autograd saves it before it is filled; or nobody sees whether that is so (`opaque()`).
             if asked.is_hidden or asked.is_lent or (hooks is not None and self._is_apart()):
                 hooks = None
-            held = self._hold_as(asked, tensor, hooks, asked.reader, "an input")
+            self._hold_as(asked, tensor, hooks, asked.reader, "an input")
             if asked.is_lent:
-                held.is_parameter = True
+                self.held[asked.value].is_parameter = True
         if asked.is_copied:
             self.held[asked.value].freeze(lambda: _torch.copy(tensor))
 
     def _is_apart(self) -> bool:
         """Whether a backward inside the block runs, which a rerun of the enclosing region may meet
         at another time."""
-        return bool(self._here["depth"] != self._depth) or _graph_task_id() != self._task
+        return bool(self._here["depth"] != self._depth) or _graph_task_id() != self.task
 
     def refer(self, asked: Hold, parameter: Tensor) -> None:
         """Hold a parameter by itself."""
@@ -171,7 +172,7 @@ class Store:
 
     def _hold_as(
         self, asked: Hold, tensor: Tensor, hooks: Any, name: Any, role: object = None
-    ) -> Held:
+    ) -> None:
         held: Any = None
         try:
             held = hold(tensor, hooks, name, role)
@@ -179,7 +180,6 @@ class Store:
             self.held[asked.value] = held or hold(tensor, None, name, role)
             if not asked.is_hidden:
                 self._new.append(asked)
-        return held  # type: ignore[no-any-return]
 
     # ---- memory that is about to be written
 

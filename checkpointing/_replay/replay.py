@@ -25,7 +25,6 @@ from .._engine import (
     Holding,
     Moved,
     Request,
-    TaskTensors,
     Undo,
     enter_context,
     enter_switches,
@@ -37,7 +36,7 @@ from .._engine import (
 )
 from .._plan import Group, Plan, attach, plan_of
 from .._record import Path, Pieces, Run, Slot, Value, Wrapped, size_pieces, slots_of
-from .execution import Execution, fetch
+from .execution import Execution, Task, Work, fetch
 
 _MUCH, _NEARLY_ALL = 1 << 26, 0.9  # bytes that a block saves, and the part that backward needs
 
@@ -48,7 +47,7 @@ class Stock:
     __slots__ = ("first_holder", "group", "held", "numbers", "random", "shapes")
 
     def __init__(
-        self, group: Group, held: Mapping[Value, Any], source: Any, slots: Sequence[int], first: int
+        self, group: Group, held: Mapping[Value, Any], source: Any, slots: Sequence[int]
     ) -> None:
         """`source` is a store, or the stock of which this is a part."""
         values, randoms = group.needs(slots)
@@ -58,7 +57,7 @@ class Stock:
         if source.random:
             known = source.random
             self.random = {index: known[index] for index in randoms if index in known}
-        self.first_holder = first
+        self.first_holder: int = source.first_holder
         self.numbers: dict[int, Any] = source.numbers
         self.shapes: dict[int, Any] = source.shapes
 
@@ -89,19 +88,12 @@ class _Holder(Holder):
     stock: Stock  # once the block has ended
 
 
-class _Task(TaskTensors):
-    holds_more = True
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.memory: dict[Any, Any] = {}  # tensors that have been fetched, and parts of stocks
-
-
 class Replay(Frame):
     """A block whose operators run again."""
 
     hint = errors.UNSEEN
-    kind_of_task = _Task
+    kind_of_task = Task
+    kind_of_request = Work
     may_have_pieces = False
     is_new = False  # whether the block went a way that was not known
 
@@ -175,12 +167,12 @@ class Replay(Frame):
         """What windows need goes to the holders, which own it from here on."""
         run, store = self.run, self.run.store
         plan = self._find_plan()
-        holders: Any = [weak() for weak in self.holders[run.first_holder :]]
+        holders: Any = [weak() for weak in self.holders[store.first_holder :]]
         owners = plan.path.owners
         for group in plan.groups_for(run):
             alive = [slot for slot in group.slots if holders[owners[slot]] is not None]
             if alive:
-                stock = Stock(group, store.held, store, alive, run.first_holder)
+                stock = Stock(group, store.held, store, alive)
                 for slot in alive:
                     holders[owners[slot]].stock = stock
         return plan
@@ -217,7 +209,7 @@ class Replay(Frame):
         if slot not in run.stocks:  # a backward inside the block
             store = run.store
             for group in self._find_plan().groups_for(run):
-                stock = Stock(group, store.held, store, group.slots, run.first_holder)
+                stock = Stock(group, store.held, store, group.slots)
                 run.stocks.update((stock.owner(slot), stock) for slot in group.slots)
         return run.stocks[slot]  # type: ignore[no-any-return]
 
@@ -245,10 +237,11 @@ class Replay(Frame):
             return None  # it will be raised again, from a recompute
 
     def recompute(self, request: Request) -> None:
-        run, task = self.run, request.task
-        assert isinstance(task, _Task)
+        run = self.run
+        assert isinstance(request, Work), "which `kind_of_request` says"
         run.store.settle()
         undo: Undo = []
+        request.undo = undo
         if run.fake_mode is not None and _torch.fake_mode() is None:  # backward runs outside of it
             enter_context(run.fake_mode, undo)
         before = self.replayed
@@ -257,10 +250,10 @@ class Replay(Frame):
             enter_switches(run.switches, undo)
             if self.context is not None:
                 enter_context(self.context, undo)
-            self._replay(request.holder, request, task.memory, undo)
+            self._replay(request.holder, request)
             for holder in () if self.early_stop else request.wanted():
                 if holder.slot not in request.ready:
-                    self._replay(holder, request, task.memory, undo)
+                    self._replay(holder, request)
         finally:
             undo_all(undo)
         self.replays += self.replayed > before
@@ -268,8 +261,8 @@ class Replay(Frame):
             regions.is_alone, regions.entered = regions.entered == 1, 0
         if regions.is_alone and run.store.placement is None:
             self._advise(request)
-        if task.memory and request.is_last:
-            task.memory.clear()
+        if request.task.memory and request.is_last:
+            request.task.memory.clear()
 
     def _advise(self, request: Request) -> None:
         """Warn if this block, the only one in the step, has brought back all at once."""
@@ -286,12 +279,12 @@ class Replay(Frame):
                 " checkpoints inside."
             )
 
-    def _replay(self, holder: Holder, request: Request, memory: dict[Any, Any], undo: Undo) -> None:
+    def _replay(self, holder: Holder, work: Work) -> None:
         """Run the window of a holder, and hand out what it makes."""
-        stock = self._part_of(holder, request, memory, undo)
-        holders = stock.wanted(request)
+        stock = self._part_of(holder, work)
+        holders = stock.wanted(work)
         window = stock.group.window(tuple(holders))
-        execution = Execution(window, stock, self, memory, undo)
+        execution = Execution(window, stock, work)
         if self.run.store.movers and self.complete:
             self._prefetch(stock)
         parts: dict[int, list[Tensor]] = defaultdict(list)  # by holder
@@ -302,29 +295,28 @@ class Replay(Frame):
                 mine = parts[holder.slot]
                 mine.append(tensor)
                 if len(mine) == len([*slots_of(saved)]):
-                    request.deliver(holder, saved.unwrapped(iter(mine)))
+                    work.deliver(holder, saved.unwrapped(iter(mine)))
                 continue
             if not hasattr(holder, "stock"):
                 self.run.adopt(tensor, saved)
-            request.deliver(holder, tensor)
+            work.deliver(holder, tensor)
 
     def _made_by(self, execution: Execution) -> dict[int, Tensor]:
         self.replayed += execution.window.counted
         return execution.make()
 
-    def _part_of(
-        self, holder: Holder, request: Request, memory: dict[Any, Any], undo: Undo
-    ) -> Stock:
+    def _part_of(self, holder: Holder, work: Work) -> Stock:
         """What the window of a holder starts from. Where the run has not held it, it is made now,
         for all parts at once. It stays until the windows of the parts have run, or the graph task
         ends; what a part starts from, until that is in parts, too."""
-        whole = stock = self._stock_of(holder)
+        whole, memory = self._stock_of(holder), work.task.memory
+        stock = whole
         if not whole.group.parts:
             return whole
         parts = memory.setdefault(whole, {})  # by holder
         while stock.group.parts:
             if stock is not whole or holder.slot not in parts:
-                parts.update(self._fill(stock, request, memory, undo))
+                parts.update(self._fill(stock, work))
             stock = parts[holder.slot]
         for slot in stock.group.slots:
             parts.pop(stock.owner(slot), None)
@@ -332,17 +324,15 @@ class Replay(Frame):
             del memory[whole]
         return stock
 
-    def _fill(
-        self, stock: Stock, request: Request, memory: dict[Any, Any], undo: Undo
-    ) -> dict[int, Stock]:
+    def _fill(self, stock: Stock, work: Work) -> dict[int, Stock]:
         """What the parts of a group start from, by holder."""
-        wanted = stock.wanted(request)
+        wanted = stock.wanted(work)
         values, window = stock.group.filling(wanted)
-        made = self._made_by(Execution(window, stock, self, memory, undo))
+        made = self._made_by(Execution(window, stock, work))
         held = {**stock.held, **{value: made[number] for number, value in enumerate(values)}}
         found: dict[int, Stock] = {}
         for part, mine in stock.group.parts_of(wanted):
-            part_stock = Stock(part, held, stock, mine, stock.first_holder)
+            part_stock = Stock(part, held, stock, mine)
             found.update((stock.owner(slot), part_stock) for slot in mine)
         return found
 
@@ -404,5 +394,6 @@ def _holding(path: Path, value: Value, held: Held) -> Holding:
         kind, step = "input", next(readers, None)
     else:
         kind, step = "kept", path.maker_of(value)
-    operator, note = (None, None) if step is None else (str(step.func), step.note)
-    return Holding(kind, held, operator, note)
+    if step is None:
+        return Holding(kind, held)
+    return Holding(kind, held, str(step.func), step.note)
