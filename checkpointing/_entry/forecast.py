@@ -125,9 +125,10 @@ class _Rehearsal(Run):
 
     def _before_write(self, step: Step, args: Any, kwargs: Any) -> None:
         if step.effect or step.updates:
-            given = {**dict(enumerate(args)), **kwargs}
-            places = (*step.info.targets, *(step.info.statistics if step.updates else ()))
-            for tensor in tensors_of([given.get(place) for place in places]):
+            written = step.info.targets_of(args, kwargs)
+            if step.updates:
+                written += tensors_of([args[place] for place in step.info.statistics])
+            for tensor in written:
                 storage = _torch.storage_id(tensor)
                 base = root_of(tensor)
                 if not base.requires_grad:

@@ -209,7 +209,8 @@ class Follower(TorchDispatchMode, Position):
         """Before an operator runs, hold what a replay starts from."""
         store = self.store
         if step.varies:
-            store.note_numbers(step, (*args, *kwargs.values()))
+            given = (*args, *kwargs.values())
+            store.numbers[step.index] = {place: given[place] for place in step.varies}
         for asked in step.holds:
             self._hold(asked)
         if step.reads_metadata or step.offset is not None:

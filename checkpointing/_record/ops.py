@@ -31,8 +31,7 @@ class Info:
         tags = getattr(func, "tags", ())
         # Custom operators may draw random numbers without torch's tag: compare the generators.
         self.custom = self.space not in ("aten", "prim", "prims")
-        is_random = torch.Tag.nondeterministic_seeded in tags
-        self.may_draw = self.custom or is_random
+        self.may_draw = self.custom or torch.Tag.nondeterministic_seeded in tags
         self._read(getattr(func, "_schema", _UNKNOWN))
         if self.writes:  # with `out=`
             self.writes += self.statistics
@@ -104,9 +103,20 @@ _ALLOCATE = ("aten::empty", "aten::new_empty")
 PASSED = frozenset({"_nested_tensor_size", "_efficientzerotensor"})
 # In-place operators that do not read the memory that they write.
 OVERWRITES = frozenset(
-    {"copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_", "random_", "exponential_"}
+    {
+        "bernoulli_",
+        "cauchy_",
+        "copy_",
+        "exponential_",
+        "fill_",
+        "geometric_",
+        "log_normal_",
+        "normal_",
+        "random_",
+        "uniform_",
+        "zero_",
+    }
 )
-OVERWRITES |= {"log_normal_", "cauchy_", "geometric_"}
 # Operators that update statistics, unseen by schema and version counter: the places of the
 # statistics, and of the argument that turns updates on (None: they are always on). Updated
 # statistics are not read.

@@ -161,11 +161,11 @@ class Recorder(Memories):
         self._start()
         step = Step(parent, func, info=info, grad_mode=_is_grad_enabled())
         step.call = func, step.grad_mode, len(args), (*kwargs,)
-        step.plain = _COMPARED[info.has_sizes, _has_usual_floats((*args, *kwargs.values()))]
+        given = by_place(args, kwargs)
+        step.plain = _COMPARED[info.has_sizes, _has_usual_floats(given.values())]
         step.run = info.run
         if any(map(_torch.is_zeros, tensors_of(args))):
             step.run = _torch.with_zeros(info.run)
-        given = by_place(args, kwargs)
         if info.ignored:
             self._view(step, given)
         else:

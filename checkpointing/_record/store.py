@@ -279,9 +279,6 @@ class Store:
             return False
         return True
 
-    def note_numbers(self, step: Step, given: Any) -> None:
-        self.numbers[step.index] = {place: given[place] for place in step.varies}
-
     def note_metadata(self, step: Step, args: Any) -> None:
         """What a replay passes otherwise than the program: an argument of which only the metadata
         is read, an offset in a storage that may be another one."""

@@ -331,14 +331,11 @@ def is_whole_parameter(tensor: Tensor) -> bool:
 
 
 def version(tensor: Tensor) -> int:
-    """The version counter; `NO_VERSION` for inference tensors, which have none."""
+    """The version counter; -1 for inference tensors, which have none."""
     try:
         return tensor._version
     except RuntimeError:
-        return NO_VERSION
-
-
-NO_VERSION = -1
+        return -1
 
 
 # Give tensors these versions, from which they count on.
