@@ -532,13 +532,13 @@ class _Block:
         else:
             _torch.remove_mode(run)
         run.close()
-        frame.close()
+        complaint = frame.close()
         if error[0] is not None:
             return
         if not in_order:
             raise errors.crossed(frame)
-        if frame.complaint:
-            warn(f"{frame.title}: {frame.complaint}")
+        if complaint:
+            warn(f"{frame.title}: {complaint}")
 
 
 @contextmanager

@@ -32,7 +32,7 @@ def _text(value: Any) -> str:
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(_text, value))}]"
     if isinstance(value, Tensor):
-        return f"{str(value.dtype)[6:]}{list(_torch.shape_of(value))}"
+        return f"{value.dtype}{[*_torch.shape_of(value)]}"[6:]
     return repr(value)
 
 
@@ -40,17 +40,18 @@ def logged(frame: Frame) -> tuple[OpLog, OpLog]:
     """Contexts that log the operators of the forward and of the recompute, for errors of the
     frame."""
     forward, recompute = OpLog(), OpLog()  # type: ignore[no-untyped-call]
+    logs = {"the original forward": forward, "recomputation": recompute}
 
     def explain(error: Any) -> None:
         """Raise an error again with both logs, under torch's headings."""
-        logs = ""
-        for title, log in (("the original forward", forward), ("recomputation", recompute)):
-            logs += f"\n\nOperations executed during {title}:\n"
-            logs += "".join(f"  {i}: {op}\n{stack}" for i, (op, stack) in enumerate(log.lines))
+        text = ""
+        for title, log in logs.items():
+            text += f"\n\nOperations executed during {title}:\n"
+            text += "".join(f"  {i}: {op}\n{stack}" for i, (op, stack) in enumerate(log.lines))
         explained = type(error)(
             f"{error}\n\nAn error happened while unpacking tensors; these are the operators of "
             "both runs, each with the lines of your code that led to it, innermost first."
-            f"{logs}\nYou are seeing this error because you passed `debug=True` to checkpoint: the "
+            f"{text}\nYou are seeing this error because you passed `debug=True` to checkpoint: the "
             "first operator that differs above shows where the two runs part."
         )
         explained.__notes__ = error.__notes__

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import _torch
-from .._engine import thread
+from .._engine import note_written, thread
 from .compiled import INDUCTOR, CompiledCode
 from .gathered import Gathering
 from .ops import Info, info_of, tensors_of
@@ -47,7 +47,7 @@ class Follower(TorchDispatchMode, Position):
     """A run of a block, on its way through the program."""
 
     supports_higher_order_operators = True
-    is_inside = False  # hooks, which hear of writes to memory from outside
+    around: _torch.Hooks | None = None  # hooks, which hear of writes to memory from outside
     sees_gathering = False
     _is_watched = False
     _compiled: CompiledCode | None = None
@@ -129,7 +129,8 @@ class Follower(TorchDispatchMode, Position):
         """Whether tensors of these types are like plain ones here."""
         if not any(map(_dispatches, types)):
             return True
-        if func is _torch.DEVICE or _torch.fake_mode() is not self.fake_mode:
+        # Fake tensors are asked for their device at any time.
+        if func is torch.ops.prim.device.default or _torch.fake_mode() is not self.fake_mode:
             return False
         return all(issubclass(kind, _torch.FakeTensor) for kind in types)
 
@@ -224,11 +225,12 @@ class Follower(TorchDispatchMode, Position):
             if store.holds_on(step.writes):
                 store.before_write(step, [])
             return
-        is_seen = step.effect and (self.is_inside or pieces is not None or info.is_uncounted)
+        is_heard = self.around is not None or pieces is not None
+        is_seen = step.effect and (is_heard or info.is_uncounted)
         if is_seen or store.holds_on(step.writes):
             targets = info.targets_of(args, kwargs)
             if step.effect:
-                self.writes_outside(targets)
+                note_written(self.around, {*map(_torch.storage_of, targets)})
                 if pieces is not None:
                     pieces.before_write(step, targets)
             store.before_write(step, targets)
@@ -305,9 +307,6 @@ class Follower(TorchDispatchMode, Position):
     def _begins_anew(self, info: Info) -> bool:
         """Whether what comes next is another piece of the block."""
         return False
-
-    def writes_outside(self, targets: list[Tensor]) -> None:
-        """An operator is about to write to memory from outside."""
 
     def _decide(self, step: Step, args: Any, kwargs: Any, result: Any) -> None:
         """Keep what a plan, or a policy, keeps of a result."""

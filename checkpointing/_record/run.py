@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .. import _torch
-from .._engine import Destination, Mover, Region, aside, note_written, read_switches, thread
+from .._engine import Destination, Mover, Region, aside, read_switches, thread
 from .follow import Follower
 from .ops import Info, info_of, tensors_of
 from .pieces import Pieces
@@ -44,16 +44,13 @@ class Run(Follower, Region):
         store = Store(hooks, preserve_rng_state)
         super().__init__(program, store)
         self.switches = read_switches()
-        self._around, self.is_inside = hooks, hooks is not None
+        self.around = hooks
         self.stocks: dict[int, Any] = {}  # by slot: what a backward inside the block starts from
         if self.policy is not None:
             self._ask = self.policy.on_op
             kept, saved, inputs = self.policy.places
             self._keeper, self._saver = store.mover(kept), store.mover(saved)
             store.hooks = store.mover(inputs) or hooks
-
-    def writes_outside(self, targets: list[Tensor]) -> None:
-        note_written(self._around, {*map(_torch.storage_of, targets)})
 
     def close(self) -> None:
         """Drop what is needed only while the block runs."""

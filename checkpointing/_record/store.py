@@ -146,15 +146,12 @@ class Store:
             return
         assert self.placement is not None
         budget, place, _ = self.placement
-        nbytes = 0
-        if budget is not None:
-            nbytes = _torch.memory_size(tensor) if counts else 0
-            if self._planned_bytes + self.kept_bytes + nbytes > budget:
-                return
+        nbytes = _torch.memory_size(tensor) if counts else 0
+        if budget is not None and self._planned_bytes + self.kept_bytes + nbytes > budget:
+            return
         self._planned[asked.value] = nbytes
         self._planned_bytes += nbytes
-        hooks = self.hooks if place is None else self._taker(self.mover(place), tensor)
-        self._hold_as(asked, tensor, hooks, _KEPT)
+        self._hold_as(asked, tensor, self._taker(self.mover(place), tensor), _KEPT)
 
     def decide(self, asked: Hold) -> None:
         """Hold a decision."""

@@ -108,7 +108,6 @@ class Replay(Frame):
         self._pieces: list[int] = []  # the steps at which they ended, by id
         self._ends: list[int] = []  # operators before these
         self.plan: Plan | None = None  # when the block has ended
-        self.complaint = ""
         self._order: list[ref[Moved]] | None = None
 
     # ---- what the holders get
@@ -149,8 +148,9 @@ class Replay(Frame):
         self._pieces.append(id(self.run.step))
         return len(self.holders)
 
-    def close(self) -> None:
-        """The block has ended: what its windows need goes to the holders."""
+    def close(self) -> str:
+        """The block has ended: what its windows need goes to the holders. Returns the complaint of
+        its plan, if it has one."""
         self.plan = plan = self._hand_over()
         run, program = self.run, self.run.program
         pieces = run.store.pieces
@@ -160,8 +160,8 @@ class Replay(Frame):
         elif self.may_have_pieces and program.history.went(self.is_new):
             size_pieces(plan.path, program.history)
             program.forget()
-        self.complaint = plan.complaint
         run.end()
+        return plan.complaint
 
     def _hand_over(self) -> Plan:
         """What windows need goes to the holders, which own it from here on."""
