@@ -38,6 +38,7 @@ from .offload import (
     prefetch,
 )
 from .state import (
+    CpuState,
     Generators,
     Undo,
     enter_context,

@@ -80,6 +80,15 @@ class Generators:
             setter(state)
 
 
+class CpuState(Generators):
+    """The state of the default generator of the CPU, made more quickly."""
+
+    def __init__(self) -> None:
+        self._python = False
+        setter, getter = _torch.set_cpu_state, _torch.get_cpu_state
+        self._streams = [(setter, getter, getter())]
+
+
 def _device_stream(device: torch.device) -> _Stream:
     """An accelerator's default generator (`torch.<type>.get_rng_state`, one uint8 tensor)."""
     module = torch.get_device_module(device)

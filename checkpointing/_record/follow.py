@@ -40,7 +40,6 @@ from .store import Store
 
 _plain_dispatch = Tensor.__torch_dispatch__
 _is_grad_enabled = torch.is_grad_enabled
-_modules = sys.modules
 
 
 class Follower(TorchDispatchMode, Position):
@@ -145,13 +144,13 @@ class Follower(TorchDispatchMode, Position):
             result = self.__torch_dispatch__(func, types, args, kwargs)
         finally:
             self._is_watched = False
-        for watcher in self.watchers:
-            watcher.after(self.step, args, kwargs, result)
+        if self._compiled is not None:
+            self._compiled.after(self.step, args, kwargs, result)
         return result
 
     def _sees_more(self) -> bool:
         """Whether somebody watches from here on who did not before."""
-        if self._compiled is not None or INDUCTOR not in _modules:
+        if self._compiled is not None or INDUCTOR not in sys.modules:
             return False
         self._compiled = CompiledCode(self)
         self.watchers += (self._compiled,)

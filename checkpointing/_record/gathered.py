@@ -18,7 +18,6 @@ from torch import Tensor
 
 from .. import _torch, errors
 from .position import Position
-from .program import Step
 
 
 class Gathering:
@@ -41,9 +40,6 @@ class Gathering:
             self._lent = there
             self._cut()
         return True
-
-    def after(self, step: Step, args: Any, kwargs: Any, result: Any) -> None:
-        pass
 
     def _cut(self) -> None:
         """Keep the values that are alive."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .. import _torch
-from .._engine import Aliased, Destination, Held, Mover, hold, thread
+from .._engine import Aliased, CpuState, Destination, Held, Mover, hold, thread
 from .ops import generators_of
 from .origins import Cells
 from .pieces import Pieces
@@ -58,8 +58,7 @@ class Store:
         self._preserve_rng_state = preserve_rng_state
         self.task = _graph_task_id()  # of the rerun that this is part of, if of one
         self.pieces: Pieces | None = None  # of a block whose paths never come again
-        self._here = thread.__dict__
-        self._depth = self._here["depth"]
+        self._depth = thread.depth
         # What to do when the last operator has returned, which has still to count versions up.
         self.later: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
 
@@ -125,7 +124,7 @@ class Store:
     def _is_apart(self) -> bool:
         """Whether a backward inside the block runs, which a rerun of the enclosing region may meet
         at another time."""
-        return bool(self._here["depth"] != self._depth) or _graph_task_id() != self.task
+        return thread.depth != self._depth or _graph_task_id() != self.task
 
     def refer(self, asked: Hold, parameter: Tensor) -> None:
         """Hold a parameter by itself."""
@@ -289,21 +288,3 @@ class Store:
 
 
 _KEPT = "a kept tensor"
-
-
-class CpuState:
-    """Where the generator of the CPU stood."""
-
-    __slots__ = ("state",)
-
-    def __init__(self) -> None:
-        self.state = _torch.get_cpu_state()
-
-    @property
-    def states(self) -> list[Tensor]:
-        return [self.state]
-
-    def enter(self, undo: Any) -> None:
-        if all(function is not _torch.set_cpu_state for function, _ in undo):
-            undo.append((_torch.set_cpu_state, _torch.get_cpu_state()))
-        _torch.set_cpu_state(self.state)

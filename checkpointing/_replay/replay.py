@@ -53,10 +53,8 @@ class Stock:
         values, randoms = group.needs(slots)
         self.group = group
         self.held = {value: held[value] for value in values}
-        self.random: dict[int, Any] = {}
-        if source.random:
-            known = source.random
-            self.random = {index: known[index] for index in randoms if index in known}
+        known: dict[int, Any] = source.random
+        self.random = {index: known[index] for index in randoms if index in known}
         self.first_holder: int = source.first_holder
         self.numbers: dict[int, Any] = source.numbers
         self.shapes: dict[int, Any] = source.shapes
@@ -270,8 +268,8 @@ class Replay(Frame):
         if program.is_advised or saved <= _MUCH:
             return
         tensors = [tensor for tensor in request.ready.values() if tensor is not None]
-        made = {_torch.storage_id(t): t for t in tensors if _torch.has_storage(t)}
-        if sum(map(_torch.memory_size, made.values())) > _NEARLY_ALL * saved:
+        made = {_torch.storage_of(tensor): _torch.memory_size(tensor) for tensor in tensors}
+        if sum(made.values()) > _NEARLY_ALL * saved:
             program.is_advised = True
             warn(
                 f"{self.title}: backward brought back nearly all that was saved in it at once."
