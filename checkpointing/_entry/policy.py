@@ -228,9 +228,9 @@ def _first_answer(asked: list[Callable[..., Answer]]) -> Callable[..., Answer]:
 
 def _offload(inner: Policy | None, there: Destination, inputs: bool) -> Policy:
     made_by, text = (_offload, inner, there, inputs), _text_of(inner, there, inputs)
-    for_inputs = there if inputs else None
+    places = Places(there, there if inner is None else None, there if inputs else None)
     if inner is None:
-        return Policy(made_by, text, places=Places(there, there, for_inputs))
+        return Policy(made_by, text, places=places)
 
     def elsewhere(ask: Callable[..., Answer]) -> Callable[..., Answer]:
         def asked(*about: Any) -> Answer:
@@ -245,7 +245,7 @@ def _offload(inner: Policy | None, there: Destination, inputs: bool) -> Policy:
         inner.on_op and elsewhere(inner.on_op),
         elsewhere(inner.on_tag),
         inner.placement and inner.placement._replace(place=there),
-        Places(there, inputs=for_inputs),
+        places,
     )
 
 

@@ -353,17 +353,14 @@ class Replay(Frame):
     def saved_bytes(self) -> int:  # type: ignore[override]
         return self._saved + self.run.store.saved_bytes
 
-    def path(self) -> Path:
-        return self.run.so_far() if self.plan is None else self.plan.path
-
     def maker(self, holder: Any, tensor: Tensor) -> str | None:
-        path = holder.stock.group.path if hasattr(holder, "stock") else self.path()
+        path = holder.stock.group.path if hasattr(holder, "stock") else self.run.so_far()
         steps = [path.maker_of(slot.value) for slot in slots_of(holder.saved)]
         return next((str(step.func) for step in steps if step is not None), maker_of(tensor))
 
     def counts(self) -> tuple[int, tuple[int, ...]]:
         """How many operators were recorded, and where among them the cuts are."""
-        path = self.path()
+        path = self.run.so_far() if self.plan is None else self.plan.path
         before = [*accumulate([step.is_counted for step in path.steps], initial=0)]
         cuts = [self._counted + before[cut] for cut in path.cuts]
         return self._counted + before[-1], (*self._ends, *cuts)
@@ -373,7 +370,7 @@ class Replay(Frame):
         found = [holder.stock for holder in holders if hasattr(holder, "stock")]
         paths: dict[Any, Path] = {stock: stock.group.path for stock in found}
         if self.plan is None:  # the block still runs
-            paths[self.run.store] = self.path()
+            paths[self.run.store] = self.run.so_far()
         seen: set[int] = set()  # in another stock
         for stock, path in paths.items():
             for value, held in stock.held.items():

@@ -227,9 +227,8 @@ def lies_in(tensor: Tensor, other: Tensor) -> bool:
     if None in layouts:
         return False
     mine, others = layouts
-    if (storage_id(tensor), tensor.dtype) != (storage_id(other), other.dtype):
-        return False
-    if mine[2:4] != others[2:4]:
+    kind = storage_id(other), other.dtype, others[2:4]
+    if (storage_id(tensor), tensor.dtype, mine[2:4]) != kind:
         return False
     start = mine[-1] - others[-1]
     return 0 <= start <= _length(*others[:2]) - _length(*mine[:2])  # type: ignore[no-any-return]
