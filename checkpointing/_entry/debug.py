@@ -36,11 +36,11 @@ def _text(value: Any) -> str:
     return repr(value)
 
 
-def logged(frame: Frame) -> tuple[OpLog, OpLog]:
+def logged(frame: Frame) -> tuple[OpLog, ...]:
     """Contexts that log the operators of the forward and of the recompute, for errors of the
     frame."""
-    forward, recompute = OpLog(), OpLog()  # type: ignore[no-untyped-call]
-    logs = {"the original forward": forward, "recomputation": recompute}
+    titles = "the original forward", "recomputation"
+    logs = {title: OpLog() for title in titles}  # type: ignore[no-untyped-call]
 
     def explain(error: Any) -> None:
         """Raise an error again with both logs, under torch's headings."""
@@ -58,4 +58,4 @@ def logged(frame: Frame) -> tuple[OpLog, OpLog]:
         raise explained from error
 
     frame.on_error = explain
-    return forward, recompute
+    return tuple(logs.values())

@@ -257,8 +257,8 @@ def measure(frame: Replay) -> Stats:
         _bytes_of(tensors) - kept,
         kept,
         cuts,
-        0 if frame.plan is None else frame.plan.peak,
-        None if placement is None else placement.peak,
+        frame.plan.peak if frame.plan else 0,
+        placement and placement.peak,
     )
 
 

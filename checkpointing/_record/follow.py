@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import _torch
-from .._engine import note_written, thread
+from .._engine import Destination, Region, note_written, thread
 from .compiled import INDUCTOR, CompiledCode
 from .gathered import Gathering
 from .ops import Info, info_of, tensors_of
@@ -36,18 +36,19 @@ from .program import (
     Program,
     Step,
 )
-from .store import Store
+from .store import Answer, Store
 
 _plain_dispatch = Tensor.__torch_dispatch__
-_is_grad_enabled = torch.is_grad_enabled
+_is_grad_enabled, _graph_task_id = torch.is_grad_enabled, _torch.graph_task_id
 
 
-class Follower(TorchDispatchMode, Position):
+class Follower(TorchDispatchMode, Position, Region):
     """A run of a block, on its way through the program."""
 
     supports_higher_order_operators = True
     around: _torch.Hooks | None = None  # hooks, which hear of writes to memory from outside
     sees_gathering = False
+    holds_planned = False  # whether what a plan keeps is held from the forward on
     _is_watched = False
     _compiled: CompiledCode | None = None
     _gathering: Gathering | None = None
@@ -307,11 +308,7 @@ class Follower(TorchDispatchMode, Position):
         """Whether what comes next is another piece of the block."""
         return False
 
-    def _decide(self, step: Step, args: Any, kwargs: Any, result: Any) -> None:
-        """Keep what a plan, or a policy, keeps of a result."""
-
-    def _obey(self, answer: Any, tensor: Tensor) -> None:
-        """Keep a value, or not."""
+    # ---- what is kept of results
 
     def _hold_decisions(self, step: Step) -> None:
         if step.writes:  # when the operator has returned, which has still to count versions up
@@ -319,6 +316,52 @@ class Follower(TorchDispatchMode, Position):
         else:
             for asked in step.decides:
                 self.store.decide(asked)
+
+    def _obey(self, answer: Answer, tensor: Tensor) -> None:
+        """Do what the policy has answered."""
+        if not answer:
+            return
+        mover = self.store.mover(answer) if isinstance(answer, Destination) else None
+        self.keep_at(tensor, mover)
+        if mover is None and self.outer is not None:
+            self.outer.keep_for_inner(tensor)
+
+    def _decide(self, step: Step, args: Any, kwargs: Any, result: Any) -> None:
+        """Keep what a plan, or the answer of the policy, keeps of an operator's results."""
+        if step.keeps and self.holds_planned:
+            self._keep_planned(step)
+        if self._ask is None or step.info.ignored:
+            return
+        # A run inside asks for itself. In a backward inside, others' hooks call functions again at
+        # times that differ in a rerun.
+        if not self._is_innermost() or _graph_task_id() != self.store.task:
+            return
+        answer = self._ask(step.func, args, dict(kwargs), result)
+        if answer:  # when the operator has returned, which has still to count versions up
+            self._later += [(self._obey, (answer, tensor)) for tensor in tensors_of(result)]
+
+    def _keep_planned(self, step: Step) -> None:
+        """Hold what a plan keeps after this step: that of the last run, until this one goes another
+        way; then one that keeps what has been held so far."""
+        store = self.store
+        plans = [each[0] for each in step.keeps]
+        if self.plan not in plans and (self.plan is None or not self.plan.passes(step)):
+            plans = [plan for plan in plans if plan.can_go_on(store.held, step)]
+            self.use_plan(plans[-1] if plans else None)
+        for plan, asked, counts in step.keeps:
+            if plan is not self.plan:
+                continue
+            if step.writes:  # when the operator has returned, which has still to count versions up
+                self._later.append((store.keep_planned, (asked, counts)))
+            else:
+                store.keep_planned(asked, counts)
+
+    def _is_innermost(self) -> bool:
+        """Whether no other run has been entered inside this one."""
+        region = self._here["region"]
+        while region is not None and not isinstance(region, Follower):
+            region = region.outer
+        return region is None or region is self
 
 
 def _dispatches(kind: type[Tensor]) -> bool:

@@ -1,7 +1,7 @@
 """Runs: one execution of a block, as a region: what autograd saves in it, and what it keeps.
 
 A run follows its program (`follow.py`) and holds values (`store.py`). Here is what others ask of
-it: autograd, the regions inside, `keep` and its like, policies and plans.
+it: autograd, the regions inside, `keep` and its like.
 """
 
 from __future__ import annotations
@@ -13,21 +13,20 @@ import torch
 from torch import Tensor
 
 from .. import _torch
-from .._engine import Destination, Mover, Region, aside, read_switches, thread
+from .._engine import Mover, aside, read_switches, thread
 from .follow import Follower
-from .ops import Info, info_of, tensors_of
+from .ops import Info, info_of
 from .pieces import Pieces
-from .program import BROUGHT_BACK, UNSEEN, Program, Slot, Step
-from .store import Answer, Store
+from .program import BROUGHT_BACK, UNSEEN, Program, Slot
+from .store import Store
 
 _RESTING = -1  # no depth of recomputes
 _is_grad_enabled, _graph_task_id = torch.is_grad_enabled, _torch.graph_task_id
 
 
-class Run(Follower, Region):
+class Run(Follower):
     """One execution of a block."""
 
-    holds_planned = False  # whether what a plan keeps is held from the forward on
     _announced: Tensor | None = None
     _keeper: Mover | None = None  # takes what `keep` is given
     _saver: Mover | None = None  # takes all that autograd saves, which is then kept
@@ -219,45 +218,6 @@ class Run(Follower, Region):
             self._obey(self.policy.on_tag(name), tensor)
         return tensor
 
-    def _obey(self, answer: Answer, tensor: Tensor) -> None:
-        """Do what the policy has answered."""
-        if not answer:
-            return
-        mover = self.store.mover(answer) if isinstance(answer, Destination) else None
-        self.keep_at(tensor, mover)
-        if mover is None and self.outer is not None:
-            self.outer.keep_for_inner(tensor)
-
-    def _decide(self, step: Step, args: Any, kwargs: Any, result: Any) -> None:
-        """Keep what a plan, or the answer of the policy, keeps of an operator's results."""
-        if step.keeps and self.holds_planned:
-            self._keep_planned(step)
-        if self._ask is None or step.info.ignored:
-            return
-        # A run inside asks for itself. In a backward inside, others' hooks call functions again at
-        # times that differ in a rerun.
-        if not self._is_innermost() or _graph_task_id() != self.store.task:
-            return
-        answer = self._ask(step.func, args, dict(kwargs), result)
-        if answer:  # when the operator has returned, which has still to count versions up
-            self._later += [(self._obey, (answer, tensor)) for tensor in tensors_of(result)]
-
-    def _keep_planned(self, step: Step) -> None:
-        """Hold what a plan keeps after this step: that of the last run, until this one goes another
-        way; then one that keeps what has been held so far."""
-        store = self.store
-        plans = [each[0] for each in step.keeps]
-        if self.plan not in plans and (self.plan is None or not self.plan.passes(step)):
-            plans = [plan for plan in plans if plan.can_go_on(store.held, step)]
-            self.use_plan(plans[-1] if plans else None)
-        for plan, asked, counts in step.keeps:
-            if plan is not self.plan:
-                continue
-            if step.writes:  # when the operator has returned, which has still to count versions up
-                self._later.append((store.keep_planned, (asked, counts)))
-            else:
-                store.keep_planned(asked, counts)
-
     # ---- as a region
 
     def look_away(self) -> None:
@@ -279,13 +239,6 @@ class Run(Follower, Region):
             return function(*args, **kwargs)
         with aside():
             return outer.once(function, args, kwargs)
-
-    def _is_innermost(self) -> bool:
-        """Whether no other run has been entered inside this one."""
-        region = self._here["region"]
-        while region is not None and not isinstance(region, Run):
-            region = region.outer
-        return region is None or region is self
 
 
 class Wrapped:
