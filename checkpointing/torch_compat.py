@@ -11,8 +11,8 @@ per thread and context.
 """
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from functools import partial
 from types import MethodType
@@ -34,6 +34,7 @@ from ._entry import (
     check_backward_validity as check_backward_validity,
     is_plain,
     run_rerun,
+    switched,
     wrap,
 )
 from .errors import CheckpointError as CheckpointError
@@ -74,7 +75,7 @@ def set_checkpoint_early_stop(enable: bool) -> AbstractContextManager[None]:
         >>> with set_checkpoint_early_stop(False):  # backward runs all of the function again
         ...     y = checkpoint(lambda x: x.sin().cos(), x, use_reentrant=False)
     """
-    return _overridden(_early_stop, enable)
+    return switched(_early_stop, enable)
 
 
 def set_checkpoint_debug_enabled(enabled: bool | None) -> AbstractContextManager[None]:
@@ -88,16 +89,7 @@ def set_checkpoint_debug_enabled(enabled: bool | None) -> AbstractContextManager
         >>> with set_checkpoint_debug_enabled(True):  # errors list the operators of both runs
         ...     y = checkpoint(lambda x: x.sin().cos(), x, use_reentrant=False)
     """
-    return _overridden(_debug, enabled)
-
-
-@contextmanager
-def _overridden(switch: Switch, value: bool | None) -> Iterator[None]:
-    token = switch.set(value)
-    try:
-        yield
-    finally:
-        switch.reset(token)
+    return switched(_debug, enabled)
 
 
 def _switch(ours: Switch, theirs: str, argument: bool) -> bool:

@@ -129,7 +129,7 @@ class Moved:
 
 def prefetch(order: list[Any], after: int) -> None:
     """Prefetch the next ones in `order`, weak references to `Moved`s."""
-    waiting = (moved for i in range(after + 1, len(order)) if (moved := order[i]()) is not None)
+    waiting = (moved for weak in order[after + 1 :] if (moved := weak()) is not None)
     for moved in islice(waiting, _AHEAD):
         moved.prefetch()
 

@@ -13,6 +13,7 @@ from .api import (
     is_plain,
     is_recomputing,
     run_rerun,
+    switched,
     wrap,
 )
 from .forecast import Forecast, forecast

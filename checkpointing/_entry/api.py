@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import cache, partial, wraps
 from inspect import Parameter, Signature
@@ -74,7 +74,6 @@ class Options(NamedTuple):
         if self.backend is None:
             return self._replace(backend="rerun" if self.policy is None else "replay").checked()
         check = self.determinism_check
-        is_known_check = callable(check) or check in [*CHECKS]
         watches = any([self.debug, self.report, check not in ("metadata", "none")])
         if self.backend not in ("rerun", "replay", "reentrant"):
             raise ValueError(f"backend is 'rerun', 'replay' or 'reentrant', not {self.backend!r}")
@@ -92,7 +91,7 @@ class Options(NamedTuple):
             raise ValueError(
                 f"preserve_rng_state is True, False or 'all', not {self.preserve_rng_state!r}"
             )
-        if not is_known_check:
+        if not (callable(check) or check in [*CHECKS]):
             known = ", ".join(map(repr, CHECKS))
             raise ValueError(
                 f"determinism_check is one of {known} or a function of a tensor, not {check!r}"
@@ -125,7 +124,16 @@ _disabled = ContextVar("checkpointing.disabled", default=False)
 
 
 @contextmanager
-def disabled() -> Iterator[None]:
+def switched(switch: ContextVar[Any], value: Any) -> Iterator[None]:
+    """Give a switch this value inside, in this thread and context."""
+    token = switch.set(value)
+    try:
+        yield
+    finally:
+        switch.reset(token)
+
+
+def disabled() -> AbstractContextManager[None]:
     """Run every region that is entered inside, in this thread and context, as plain code.
 
     Regions that were entered before still recompute.
@@ -139,11 +147,7 @@ def disabled() -> Iterator[None]:
         >>> with disabled():
         ...     y = f(torch.ones(3, requires_grad=True))  # saves its activations
     """
-    token = _disabled.set(True)
-    try:
-        yield
-    finally:
-        _disabled.reset(token)
+    return switched(_disabled, True)
 
 
 def is_recomputing() -> bool:

@@ -100,11 +100,10 @@ class Memories:
             memory.is_state |= memory.state is OUTSIDE
         for cell, number in step.memories:
             memory = self._memories[number]
-            is_shown = step.is_view and not step.effect and memory.state is OUTSIDE
             if cell == number or not memory.whole.isdisjoint(step.targets):
                 memory.whole.add(cell)
             self._add_cell(cell, memory)
-            if is_shown:
+            if step.is_view and not step.effect and memory.state is OUTSIDE:
                 memory.there[cell] = memory.there[step.reads[0][0]]
         for number, _ in step.states if step.info.gathers else ():
             self._memories[number].is_lent = True

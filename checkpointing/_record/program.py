@@ -118,19 +118,18 @@ class Thing:
 class Like:
     """An argument of which an operator reads only the metadata: a replay gives it fresh memory."""
 
-    __slots__ = ("device", "dtype", "size", "stride")
+    __slots__ = ("metadata",)
 
     def __init__(self, tensor: Tensor) -> None:
-        self.size, self.stride = tensor.shape, tensor.stride()
-        self.dtype, self.device = tensor.dtype, tensor.device
+        self.metadata = tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
     def suits(self, tensor: Tensor) -> bool:
         """Whether this tensor looks like it."""
-        is_same_kind = tensor.dtype is self.dtype and tensor.device == self.device
-        return is_same_kind and tensor.shape == self.size and tensor.stride() == self.stride
+        return self.metadata == (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
 
     def make(self) -> Tensor:
-        return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
+        size, stride, dtype, device = self.metadata
+        return torch.empty_strided(size, stride, dtype=dtype, device=device)
 
 
 @dataclass(slots=True, eq=False)

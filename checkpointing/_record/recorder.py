@@ -211,10 +211,14 @@ class Recorder(Memories):
         self, step: Step, args: Any, kwargs: dict[str, Any], given: dict[int | str, Any]
     ) -> None:
         info = step.info
-        places = info.targets
-        for place, arg in given.items():
-            if place not in places and not (place == 0 and info.metadata_only):
-                self._fill_unseen(step, tensors_of(arg))
+        lent = (0,) if info.metadata_only else ()
+        places = given.keys() - {*info.targets, *lent}
+        for tensor in tensors_of([given[place] for place in given if place in places]):
+            cell = self.find(tensor)
+            # Something unseen has filled what is read: a raw kernel, `ctypes`, NumPy.
+            if cell is not None and (memory := self.memory_of[cell]).state is UNFILLED:
+                memory.state = OUTSIDE
+                step.states += ((memory.number, OUTSIDE),)
         written = info.targets_of(args, kwargs)
         step.updates = info.updates_statistics(args)
         step.effect = info.communicates or any(self._is_outside(each, info) for each in written)
@@ -222,14 +226,6 @@ class Recorder(Memories):
         has_generator = torch.Generator in map(type, given.values())
         step.is_quick_draw = not (info.custom or has_generator)
         step.args = [self._template(step, place, arg) for place, arg in given.items()]
-
-    def _fill_unseen(self, step: Step, read: Iterable[Tensor]) -> None:
-        """Something unseen has filled what is read: a raw kernel, `ctypes`, NumPy."""
-        for tensor in read:
-            cell = self.find(tensor)
-            if cell is not None and (memory := self.memory_of[cell]).state is UNFILLED:
-                memory.state = OUTSIDE
-                step.states += ((memory.number, OUTSIDE),)
 
     def _is_outside(self, tensor: Tensor, info: Info) -> bool:
         """Whether what is written cannot be made again: it was there before, or something unseen
