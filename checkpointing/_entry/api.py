@@ -496,7 +496,7 @@ class _Block:
 
     def __init__(self, name: str, line: Line, options: Options, fn: Any = None) -> None:
         policy, rng, hooks = options.policy, options.preserve_rng_state, _torch.enclosing_hooks()
-        placement = None if policy is None else policy.placement
+        placement = policy and policy.placement
         is_noted = _is_noted(options)
         code, instruction = line if fn is None else (getattr(fn, "__code__", type(fn)), 0)
         by_construction = options.determinism_check == "metadata"

@@ -286,7 +286,8 @@ class Replay(Frame):
         if self.run.store.movers and self.complete:
             self._prefetch(stock)
         parts: dict[int, list[Tensor]] = defaultdict(list)  # by holder
-        for number, tensor in sorted(self._made_by(execution).items()):
+        self.replayed += window.counted
+        for number, tensor in sorted(execution.make().items()):
             holder = holders[number]
             saved = holder.saved
             if type(saved) is Wrapped:
@@ -298,10 +299,6 @@ class Replay(Frame):
             if not hasattr(holder, "stock"):
                 self.run.adopt(tensor, saved)
             work.deliver(holder, tensor)
-
-    def _made_by(self, execution: Execution) -> dict[int, Tensor]:
-        self.replayed += execution.window.counted
-        return execution.make()
 
     def _part_of(self, holder: Holder, work: Work) -> Stock:
         """What the window of a holder starts from. Where the run has not held it, it is made now,
@@ -326,7 +323,9 @@ class Replay(Frame):
         """What the parts of a group start from, by holder."""
         wanted = stock.wanted(work)
         values, window = stock.group.filling(wanted)
-        made = self._made_by(Execution(window, stock, work))
+        execution = Execution(window, stock, work)
+        self.replayed += window.counted
+        made = execution.make()
         held = {**stock.held, **{value: made[number] for number, value in enumerate(values)}}
         found: dict[int, Stock] = {}
         for part, mine in stock.group.parts_of(wanted):
