@@ -83,8 +83,9 @@ class Generators:
 class CpuState(Generators):
     """The state of the default generator of the CPU, made more quickly."""
 
+    _python = False
+
     def __init__(self) -> None:
-        self._python = False
         setter, getter = _torch.set_cpu_state, _torch.get_cpu_state
         self._streams = [(setter, getter, getter())]
 

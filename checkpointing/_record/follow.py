@@ -134,7 +134,7 @@ class Follower(TorchDispatchMode, Position, Region):
             return False
         return all(issubclass(kind, _torch.FakeTensor) for kind in types)
 
-    def _watched(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    def _watched(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         """Follow an operator, with those who watch before and after."""
         values = (*args, *kwargs.values())
         for watcher in self.watchers:
@@ -265,7 +265,7 @@ class Follower(TorchDispatchMode, Position, Region):
         self._hold_decisions(other)
         return other
 
-    def _has_failed(self, step: Step, args: Any, kwargs: dict[str, Any], mark: int) -> None:
+    def _has_failed(self, step: Step, args: Any, kwargs: Any, mark: int) -> None:
         """An operator has raised. Nobody has seen what it has written before that."""
         self._forget(mark)
         self.store.forget(mark, step.index)
@@ -273,7 +273,7 @@ class Follower(TorchDispatchMode, Position, Region):
         for tensor in step.info.targets_of(args, kwargs):
             self.written_unseen(tensor)
 
-    def _do_something_new(self, call: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    def _do_something_new(self, call: Any, types: Any, args: Any, kwargs: Any) -> Any:
         func = call[0]
         if self._sees_more():
             return self.__torch_dispatch__(func, types, args, kwargs)

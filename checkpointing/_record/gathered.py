@@ -48,15 +48,11 @@ class Gathering:
         self._alive = [cell for cell in numbers if cells[cell]() is not None]
         for tensor in [cells[cell]() for cell in self._alive]:
             if _torch.has_storage(tensor) and not self._run.known.has_met(tensor):
-                self._keep_once(tensor)
+                key = id(tensor), _torch.version(tensor)
+                if key not in self._kept or self._kept[key]() is not tensor:
+                    self._run.keep_at(tensor)
+                    self._kept[key] = ref(tensor)
         self._cut_at = len(cells)
-
-    def _keep_once(self, tensor: Tensor) -> None:
-        key = id(tensor), _torch.version(tensor)
-        kept = self._kept.get(key)
-        if kept is None or kept() is not tensor:
-            self._run.keep_at(tensor)
-            self._kept[key] = ref(tensor)
 
 
 def check_there(where: object, parameter: Tensor) -> None:

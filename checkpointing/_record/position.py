@@ -86,7 +86,7 @@ class Position:
             self._recorder = Recorder(self.cells, self.known, steps, saves_freely)
         return self._recorder
 
-    def _new_step(self, info: Info, func: Any, args: Any, kwargs: dict[str, Any]) -> Step:
+    def _new_step(self, info: Info, func: Any, args: Any, kwargs: Any) -> Step:
         recorder = self._recorder_here()
         step = recorder.step(self.step, info, func, args, kwargs)
         self.known.meet(step.firsts, recorder.met)

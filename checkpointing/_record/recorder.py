@@ -156,7 +156,7 @@ class Recorder(Memories):
 
     # ---- steps
 
-    def step(self, parent: Step, info: Info, func: Any, args: Any, kwargs: dict[str, Any]) -> Step:
+    def step(self, parent: Step, info: Info, func: Any, args: Any, kwargs: Any) -> Step:
         """What an operator is about to do."""
         self._start()
         step = Step(parent, func, info=info, grad_mode=_is_grad_enabled())
@@ -207,9 +207,7 @@ class Recorder(Memories):
         step.args = [self._map(base, arg) for arg in given.values()]
         step.effect = not all(are_there)
 
-    def _operate(
-        self, step: Step, args: Any, kwargs: dict[str, Any], given: dict[int | str, Any]
-    ) -> None:
+    def _operate(self, step: Step, args: Any, kwargs: Any, given: dict[int | str, Any]) -> None:
         info = step.info
         lent = (0,) if info.metadata_only else ()
         places = given.keys() - {*info.targets, *lent}

@@ -157,11 +157,10 @@ class Run(Follower):
     def _save_carefully(self, tensor: Tensor) -> Any:
         announced, self._announced = self._announced, None
         self.store.settle()
+        saved = tensor if announced is None else announced
         if self._compiled is not None:
-            self._compiled.before((tensor if announced is None else announced,))
-        if announced is None:
-            return self._save(tensor)
-        return self._save(announced, is_read=True)
+            self._compiled.before((saved,))
+        return self._save(saved, is_read=announced is not None)
 
     def _save(self, tensor: Tensor, is_read: bool = False, joins: bool = False) -> Any:
         """Save whatever it is: also an input of a region inside, which others may have filled
@@ -227,9 +226,7 @@ class Run(Follower):
         self._event(UNSEEN)
         super().look_away()
 
-    def once(
-        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def once(self, function: Any, args: Any, kwargs: Any) -> Any:
         """Replay repeats no Python, but a rerun around it does: then what the function does must
         leave no trace here, and what it returns comes from outside."""
         outer = self.outer
