@@ -36,26 +36,25 @@ def _text(value: Any) -> str:
     return repr(value)
 
 
-def logged(frame: Frame) -> tuple[OpLog, ...]:
+def logged(frame: Frame) -> tuple[OpLog, OpLog]:
     """Contexts that log the operators of the forward and of the recompute, for errors of the
     frame."""
-    titles = "the original forward", "recomputation"
-    logs = {title: OpLog() for title in titles}  # type: ignore[no-untyped-call]
+    forward, recompute = OpLog(), OpLog()  # type: ignore[no-untyped-call]
 
     def explain(error: Any) -> None:
         """Raise an error again with both logs, under torch's headings."""
-        text = ""
-        for title, log in logs.items():
-            text += f"\n\nOperations executed during {title}:\n"
-            text += "".join(f"  {i}: {op}\n{stack}" for i, (op, stack) in enumerate(log.lines))
+        logs = ""
+        for title, log in (("the original forward", forward), ("recomputation", recompute)):
+            logs += f"\n\nOperations executed during {title}:\n"
+            logs += "".join(f"  {i}: {op}\n{stack}" for i, (op, stack) in enumerate(log.lines))
         explained = type(error)(
             f"{error}\n\nAn error happened while unpacking tensors; these are the operators of "
             "both runs, each with the lines of your code that led to it, innermost first."
-            f"{text}\nYou are seeing this error because you passed `debug=True` to checkpoint: the "
+            f"{logs}\nYou are seeing this error because you passed `debug=True` to checkpoint: the "
             "first operator that differs above shows where the two runs part."
         )
         explained.__notes__ = error.__notes__
         raise explained from error
 
     frame.on_error = explain
-    return tuple(logs.values())
+    return forward, recompute
