@@ -32,7 +32,7 @@ def _text(value: Any) -> str:
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(_text, value))}]"
     if isinstance(value, Tensor):
-        return f"{value.dtype}{[*_torch.shape_of(value)]}"[6:]
+        return f"{str(value.dtype)[6:]}{list(_torch.shape_of(value))}"
     return repr(value)
 
 
