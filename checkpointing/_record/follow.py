@@ -207,8 +207,8 @@ class Follower(TorchDispatchMode, Position):
             if store.holds_on(step.writes):
                 store.before_write(step, [])
             return
-        is_seen = step.effect and (self.is_inside or pieces is not None or info.is_uncounted)
-        if is_seen or store.holds_on(step.writes):
+        is_heard = self.is_inside or pieces is not None or info.is_uncounted
+        if store.holds_on(step.writes) or (step.effect and is_heard):
             targets = info.targets_of(args, kwargs)
             if step.effect:
                 self.writes_outside(targets)
