@@ -830,3 +830,15 @@ def test_a_path_that_comes_again_gets_the_plan_of_a_fresh_site():
     for _ in range(3):
         run(forward).backward()
     assert later == run.scope.stats
+
+
+def test_small_budgets_need_what_was_predicted():
+    """What the pieces of a window start from goes when they have run, kept values among it."""
+    forward = programs.transformer(8, 64)
+    plain = bytes_of(forward)[1]
+    for n in range(3, 8):
+        clear_programs()
+        run = scoped(forward, budget=plain >> n)
+        for _ in range(2):
+            run().backward()
+        assert bytes_of(run)[1] <= 1.02 * run.scope.stats.peak_predicted

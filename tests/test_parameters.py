@@ -94,11 +94,16 @@ def afterwards(door, change):
 @pytest.mark.parametrize("door", RERUNS)
 def test_frozen_parameters_that_are_exchanged(door):
     """Another adapter, another teacher. (Hooks may bring the same values in for each call.)"""
-    net = Net().requires_grad_(False)
-    y = WAYS[door](net)(leaf(2, 4))
-    net.two.weight = nn.Parameter(net.two.weight * 2, requires_grad=False)
-    with pytest.raises(MismatchError, match=r"in the place of a parameter"):
-        y.sum().backward()
+    other = nn.Parameter(torch.zeros(4, 4), requires_grad=False)
+    for exchange in (
+        lambda module: setattr(module, "weight", other),
+        lambda module: setattr(module, "_parameters", {"weight": other}),
+    ):
+        net = Net().requires_grad_(False)
+        y = WAYS[door](net)(leaf(2, 4))
+        exchange(net.two)
+        with pytest.raises(MismatchError, match=r"in the place of a parameter"):
+            y.sum().backward()
 
 
 @pytest.mark.parametrize("door", [*RERUNS, "replay", "scope"])

@@ -171,9 +171,11 @@ def _connected(path: Path, bundles: Sequence[list[int]]) -> list[list[int]]:
 
 def _joined(path: Path, groups: Sequence[list[int]]) -> list[list[int]]:
     """Groups, where what would cost a window of its own has joined the group saved just before:
-    parameters and their views if the same operator saves them (all others have one window), what is
-    drawn from nothing (the masks of dropout), and views of what that group starts from, too.
-    Backward needs that group for longer, so no input is held for longer than before."""
+    parameters and their views if the same operator saves them, what is drawn from nothing (the
+    masks of dropout), and views of what that group starts from, too. Backward needs that group for
+    longer, so no input is held for longer than before. Views that were saved before all else join
+    the first group if it starts from their base alone. All other parameters and their views join
+    one group that backward needs before them and after them, or have one window."""
     found: list[list[int]] = []
     small: list[tuple[list[int], Set[Value], bool]] = []
     # By slot: its group, and the inputs and kept values that this starts from.

@@ -225,9 +225,8 @@ class Follower(TorchDispatchMode, Position, Region):
             if store.holds_on(step.writes):
                 store.before_write(step, [])
             return
-        is_heard = self.around is not None or pieces is not None
-        is_seen = step.effect and (is_heard or info.is_uncounted)
-        if is_seen or store.holds_on(step.writes):
+        is_heard = self.around is not None or pieces is not None or info.is_uncounted
+        if store.holds_on(step.writes) or (step.effect and is_heard):
             targets = info.targets_of(args, kwargs)
             if step.effect:
                 note_written(self.around, {*map(_torch.storage_of, targets)})

@@ -104,7 +104,8 @@ class Memories:
                 memory.whole.add(cell)
             self._add_cell(cell, memory)
             if step.is_view and not step.effect and memory.state is OUTSIDE:
-                memory.there[cell] = memory.there[step.reads[0][0]]
+                base = step.reads[0][0]  # on the same memory, unless that is sparse
+                memory.there[cell] = self.memory_of[base].there[base]
         for number, _ in step.states if step.info.gathers else ():
             self._memories[number].is_lent = True
         if step.event is UNSEEN:

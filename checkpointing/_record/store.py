@@ -198,7 +198,7 @@ class Store:
                 elif targets and self._lies_apart(asked, held, targets):
                     self._on[memory].append(asked)
                     self.later.append((held.renew, ()))
-                elif step.info.custom or not held.is_stale:  # those count versions up before
+                elif step.info.counts_before or not held.is_stale:
                     self._freeze(asked, held)
 
     def before_unseen_writes(self) -> None:

@@ -311,10 +311,11 @@ class Replay(Frame):
         parts = memory.setdefault(whole, {})  # by holder
         while stock.group.parts:
             if stock is not whole or holder.slot not in parts:
-                parts.update(self._fill(stock, work))
+                filled = self._fill(stock, work)
+                _drop(stock, parts)
+                parts.update(filled)
             stock = parts[holder.slot]
-        for slot in stock.group.slots:
-            parts.pop(stock.owner(slot), None)
+        _drop(stock, parts)
         if not parts:
             del memory[whole]
         return stock
@@ -329,6 +330,8 @@ class Replay(Frame):
         held = {**stock.held, **{value: made[number] for number, value in enumerate(values)}}
         found: dict[int, Stock] = {}
         for part, mine in stock.group.parts_of(wanted):
+            if all(self.at_hand(wanted[slot]) is not None for slot in mine):
+                continue  # they are handed out without it, and it would stay
             part_stock = Stock(part, held, stock, mine)
             found.update((stock.owner(slot), part_stock) for slot in mine)
         return found
@@ -380,6 +383,12 @@ class Replay(Frame):
                 for tensor in state.states if id(state) not in seen else ():
                     yield Holding("random state", tensor, str(step.func), step.note)
             seen.update(map(id, [*stock.held.values(), *stock.random.values()]))
+
+
+def _drop(stock: Stock, parts: dict[int, Stock]) -> None:
+    """Its window has run, or has been taken apart."""
+    for slot in stock.group.slots:
+        parts.pop(stock.owner(slot), None)
 
 
 def _holding(path: Path, value: Value, held: Held) -> Holding:

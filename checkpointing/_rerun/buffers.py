@@ -57,7 +57,7 @@ class Buffers:
         `inputs`."""
         flags = {}  # None: frozen TorchScript, which has no flag
         entries = []
-        self._owned = []  # the dictionaries of their parameters
+        self._owners = []  # modules with parameters
         stack = [*inputs.modules]
         while stack:
             module = stack.pop()
@@ -68,7 +68,7 @@ class Buffers:
             if children:
                 stack += children.values()
             if own:
-                self._owned.append(own)
+                self._owners.append(module)
             if type(module).__module__[:6] != "torch.":  # no module of torch has a generator
                 inputs.generators += _generators_of(module)
             if buffers:
@@ -123,7 +123,8 @@ class Buffers:
         return self._written()
 
     def _present(self) -> list[Tensor]:
-        return [t for own in self._owned for t in own.values() if t is not None]
+        owned = [module._parameters.values() for module in self._owners]
+        return [tensor for own in owned for tensor in own if tensor is not None]
 
     def _written(self) -> list[Tensor]:
         versions = _versions_of(self._trained)

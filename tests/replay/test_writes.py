@@ -1,9 +1,21 @@
 """Writes that schemas hide, that go outside, that nobody sees; random operators; inputs that change
 later."""
 
+import contextlib
+
 import pytest
 import torch
-from oracle import NO_ROOM, PLANNED, REGIONS, REPLAY, RERUN, Table, leaves, noisy, python_calls
+from oracle import (
+    NO_ROOM,
+    PLANNED,
+    REGIONS,
+    REPLAY,
+    RERUN,
+    Table,
+    leaves,
+    noisy,
+    python_calls,
+)
 from torch import nn
 
 from checkpointing import auto, checkpoint_scope
@@ -275,3 +287,78 @@ def test_a_loop_that_writes_columns_in_turn_takes_no_longer_at_its_end():
         return python_calls(y.sum().backward)
 
     assert calls(400) - calls(200) < 1.2 * (calls(300) - calls(100))
+
+
+def numbers():
+    return torch.linspace(0, 1, 16).view(4, 4).requires_grad_()
+
+
+def lerp_all(state):
+    torch._foreach_lerp_([state], [state * 2], 0.5)
+
+
+WRITES = {
+    "add_": lambda state: state.add_(1),
+    "foreach_add_": lambda state: torch._foreach_add_([state], 1.0),
+    "foreach_lerp_": lerp_all,
+}
+
+
+def in_hooks():
+    stack = contextlib.ExitStack()
+    stack.enter_context(torch.autograd.graph.save_on_cpu())  # an alias, on the CPU
+    stack.enter_context(checkpoint_scope())
+    return stack
+
+
+def in_two():
+    stack = contextlib.ExitStack()
+    stack.enter_context(checkpoint_scope())
+    stack.enter_context(checkpoint_scope())
+    return stack
+
+
+def of_state(region, write, turns=2):
+    """The gradient of what reads a state from outside, which is written after each read."""
+    x, state = numbers(), torch.ones(4, 4)
+    with region():
+        y = x
+        for _ in range(turns):
+            y = (y * state.clone()).square()
+            write(state)
+    y.sum().backward()
+    return x.grad, state
+
+
+@pytest.mark.parametrize("region", [checkpoint_scope, in_hooks, in_two])
+@pytest.mark.parametrize("write", WRITES)
+def test_a_state_is_copied_before_it_is_written(region, write):
+    expected = of_state(contextlib.nullcontext, WRITES[write])
+    for _ in range(2):
+        assert all(map(torch.equal, of_state(region, WRITES[write]), expected))
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_a_state_is_copied_in_pieces(write):
+    """Of another length in each step."""
+
+    def region():
+        return checkpoint_scope(auto())
+
+    for turns in (2, 4, 3, 5, 2, 6, 4, 7, 3, 5, 6, 2):
+        expected = of_state(contextlib.nullcontext, WRITES[write], turns)
+        assert all(map(torch.equal, of_state(region, WRITES[write], turns), expected))
+
+
+def test_a_sparse_tensor_from_outside_is_read():
+    mask = torch.eye(4).to_sparse()
+
+    def gradient(region):
+        x = numbers()
+        with region():
+            y = (x.square() @ mask.detach().to_dense()).square()
+        y.sum().backward()
+        return x.grad
+
+    for _ in range(3):
+        assert torch.equal(gradient(checkpoint_scope), gradient(contextlib.nullcontext))
