@@ -69,13 +69,17 @@ class Info:
         self.is_passed = self.base in PASSED
         # In a mode, torch does not count versions up for these: each block does.
         self.is_uncounted = self.base.startswith("_foreach_")
-        # Versions may be those after a write, before a block hears of it.
-        self.counts_before: bool = self.custom or self.is_uncounted
         self.ignored = self.base == "set_" or self.is_passed or not does_something
         types = " ".join([str(each.type) for each in (*schema.arguments, *results)])
         # Others belong to torch's profiler, or to other processes: they compute nothing.
         self.has_tensors = "Tensor" in types
         self.has_sizes = _OTHER_LISTS.search(types) is None
+
+    @property
+    def counts_before(self) -> bool:
+        """Whether versions may have been counted up before a block hears of the write: by a custom
+        operator itself, or by a block inside."""
+        return self.custom or self.is_uncounted
 
     def targets_of(self, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
         """The tensors that a call with these arguments writes."""
@@ -140,7 +144,7 @@ def info_of(func: Any) -> Info:
 
 
 NO_OPERATOR = Info(None)  # of what happens between two operators
-NO_OPERATOR.custom = NO_OPERATOR.counts_before = NO_OPERATOR.may_draw = False
+NO_OPERATOR.custom = NO_OPERATOR.may_draw = False
 
 
 def by_place(args: Any, kwargs: dict[str, Any]) -> dict[Any, Any]:

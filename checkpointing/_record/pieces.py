@@ -95,8 +95,8 @@ class Pieces:
         storages = {*map(_torch.storage_of, targets)}
         self._written |= storages
         self.copies.forget(storages)  # statistics are written without a new version
-        # Custom operators count versions up before; updates of statistics do not.
-        self._copy(storages, step.info.custom or step.updates, step.updates)
+        # Updates of statistics count no version up.
+        self._copy(storages, step.info.counts_before or step.updates, step.updates)
 
     def before_unseen_write(self) -> None:
         """Anything may be written."""

@@ -5,17 +5,7 @@ import contextlib
 
 import pytest
 import torch
-from oracle import (
-    NO_ROOM,
-    PLANNED,
-    REGIONS,
-    REPLAY,
-    RERUN,
-    Table,
-    leaves,
-    noisy,
-    python_calls,
-)
+from oracle import NO_ROOM, PLANNED, REGIONS, REPLAY, RERUN, Table, leaves, noisy, python_calls
 from torch import nn
 
 from checkpointing import auto, checkpoint_scope
@@ -304,18 +294,16 @@ WRITES = {
 }
 
 
+@contextlib.contextmanager
 def in_hooks():
-    stack = contextlib.ExitStack()
-    stack.enter_context(torch.autograd.graph.save_on_cpu())  # an alias, on the CPU
-    stack.enter_context(checkpoint_scope())
-    return stack
+    with torch.autograd.graph.save_on_cpu(), checkpoint_scope():  # an alias, on the CPU
+        yield
 
 
+@contextlib.contextmanager
 def in_two():
-    stack = contextlib.ExitStack()
-    stack.enter_context(checkpoint_scope())
-    stack.enter_context(checkpoint_scope())
-    return stack
+    with checkpoint_scope(), checkpoint_scope():
+        yield
 
 
 def of_state(region, write, turns=2):
@@ -348,6 +336,32 @@ def test_a_state_is_copied_in_pieces(write):
     for turns in (2, 4, 3, 5, 2, 6, 4, 7, 3, 5, 6, 2):
         expected = of_state(contextlib.nullcontext, WRITES[write], turns)
         assert all(map(torch.equal, of_state(region, WRITES[write], turns), expected))
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_a_state_that_earlier_pieces_have_read_is_copied_before_a_block_inside_writes_it(write):
+    def gradient(turns, region, inner):
+        x, state = torch.linspace(0, 1, 4096).requires_grad_(), torch.ones(4096)
+        with region():
+            y = x
+            for turn in range(turns):
+                for _ in range(4):
+                    y = (y * state.clone()).sin().cos()
+                with inner():
+                    y = y * 0.5
+                    if turn:
+                        WRITES[write](state)
+                for _ in range(3):
+                    y = y.sin().cos()
+        y.sum().backward()
+        return x.grad
+
+    def pieces():
+        return checkpoint_scope(auto())
+
+    for turns in (2, 4, 3, 5, 2, 6, 4, 7, 3, 5):
+        expected = gradient(turns, contextlib.nullcontext, contextlib.nullcontext)
+        assert torch.equal(gradient(turns, pieces, checkpoint_scope), expected)
 
 
 def test_a_sparse_tensor_from_outside_is_read():
