@@ -119,8 +119,6 @@ class AsOperand(Held):
             if type(error) is RuntimeError and "modified by an inplace" in str(error):
                 raise errors.changed(frame, named(self.name)) from error
             raise
-        if tensor.requires_grad is self._requires_grad:  # saves one call
-            return tensor  # type: ignore[no-any-return]
         return _with_flag(tensor, self._requires_grad, frame, self.name)
 
 
@@ -223,14 +221,11 @@ class NoGradView(Held):
 def hold(tensor: Tensor, saver: Saver, name: Name, role: object = None) -> Held:
     """Hold a tensor without its graph. `role` tells the inputs of a region apart, the same in each
     run; None: the name does."""
-    is_plain = type(tensor) is Tensor and tensor._base is None
-    if is_plain and saver is None and not tensor.requires_grad:  # the usual case
-        return Aliased(_torch.alias(tensor), name)
     if _is_referenced(tensor, saver):
         parameter = tensor if tensor._base is None else _alias(tensor)
         return Aliased(parameter, name, True)
     alias = _alias(tensor)
-    if tensor.is_meta or _torch.is_cast_of_parameter(root_of(tensor)):  # costs nothing
+    if saver is not None and _costs_nothing(tensor):
         saver = None
     if isinstance(saver, Mover):
         if saver.takes(alias):
@@ -238,10 +233,14 @@ def hold(tensor: Tensor, saver: Saver, name: Name, role: object = None) -> Held:
         saver = None
     if _is_users(saver):
         return Packed(alias, saver, name, without_recording(saver[0], alias))
-    owner = _owner_of(saver)
-    if saver is None or getattr(owner, "complete", False):  # a block around, left before this one
+    # Or a block around has been left before this one.
+    if saver is None or getattr(_owner_of(saver), "complete", False):
         return Aliased(alias, name)
     return InSlot(alias, saver, name, role or name, tensor)
+
+
+def _costs_nothing(tensor: Tensor) -> bool:
+    return tensor.is_meta or _torch.is_cast_of_parameter(root_of(tensor))
 
 
 def _alias(tensor: Tensor) -> Tensor:

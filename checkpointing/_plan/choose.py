@@ -3,7 +3,7 @@
 One rule. The target is the least peak, or, where that is more, what cuts at all blocks need that
 the program repeats, as users place them by hand (of blocks so small that this is over half more,
 nobody would). Under it, the least recompute is taken among a few ways to cut, each filled. Where
-operators are so small that to keep what they make takes longer than to run them again, only what
+operators are so small that keeping their results takes longer than running them again, only what
 the cuts need is kept. In the end, cuts that make no difference to the peak go.
 
 Rejected: spending a fixed part of the least peak on less recompute. Where logits are most of the

@@ -30,12 +30,7 @@ from .compiled import INDUCTOR, CompiledCode
 from .gathered import Gathering
 from .ops import Info, info_of, tensors_of
 from .position import Position
-from .program import (
-    NO_KEYWORDS,
-    Hold,
-    Program,
-    Step,
-)
+from .program import NO_KEYWORDS, Hold, Program, Step
 from .store import Answer, Store
 
 _plain_dispatch = Tensor.__torch_dispatch__

@@ -20,7 +20,7 @@ from .origins import Origins
 from .program import First, Known, Met, Parts, Slot, Step, Thing, Varying
 from .store import Store
 
-_Parameter, _has_storage, _storage_id = nn.Parameter, _torch.has_storage, _torch.storage_id
+_Parameter = nn.Parameter
 
 
 class Matcher(Origins):
@@ -59,7 +59,7 @@ class Matcher(Origins):
         for first, tensor in zip(firsts, met, strict=True):
             cells.append(ref(tensor))
             if type(first.origin) is str:  # it is the first one there
-                outside[_storage_id(tensor) if _has_storage(tensor) else None] = first.cell
+                outside[_torch.storage_of(tensor)] = first.cell
             if first.refers is not None:
                 self._store.refer(first.refers, tensor)
 
@@ -82,10 +82,9 @@ class Matcher(Origins):
 
     def _meets(self, first: First, arg: Any, met: list[Tensor]) -> bool:
         """Whether this is a tensor, and comes from where it came from then."""
-        is_usual = type(arg) is _Parameter
-        if not (is_usual or isinstance(arg, Tensor)) or self.of(arg, met) != first.origin:
+        if not isinstance(arg, Tensor) or self.of(arg, met) != first.origin:
             return False
-        if is_usual or _torch.is_whole_parameter(arg):
+        if type(arg) is _Parameter or _torch.is_whole_parameter(arg):
             is_one = first.is_parameter
         else:
             is_one = first.is_lent or is_parameter(root_of(arg)) is first.is_parameter

@@ -145,7 +145,7 @@ class Store:
             return
         assert self.placement is not None
         budget, place, _ = self.placement
-        nbytes = _torch.memory_size(tensor) if counts else 0
+        nbytes = _torch.memory_size(tensor) if counts and budget is not None else 0
         if budget is not None and self._planned_bytes + self.kept_bytes + nbytes > budget:
             return
         self._planned[asked.value] = nbytes

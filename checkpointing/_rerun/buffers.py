@@ -102,8 +102,7 @@ class Buffers:
 
     def end(self) -> None:
         """The region has run. Parameters that it has written itself are not guarded."""
-        if _versions_of(self._trained) != self._versions:
-            written = {*map(id, self._written())}
+        if written := {*map(id, self._written())}:
             self._trained = [tensor for tensor in self._trained if id(tensor) not in written]
             self._versions = _versions_of(self._trained)
 

@@ -133,12 +133,8 @@ class Call(Inputs):
             default.fetch(frame)
         met: dict[int, Any] = {}
         args = [put_together(saved, fetch, met) for saved in self._args]
-        kwargs = self._kwargs
-        if kwargs:
-            kwargs = {key: put_together(saved, fetch, met) for key, saved in kwargs.items()}
-        cells = self._variables
-        if cells:
-            cells = [(cell, fetch(saved)) for cell, saved in cells]
+        kwargs = {key: put_together(saved, fetch, met) for key, saved in self._kwargs.items()}
+        cells = [(cell, fetch(saved)) for cell, saved in self._variables]
         return self._function, args, kwargs, cells
 
     def go_back(self, frame: object, cells: Cells, undo: Undo) -> Context:

@@ -287,7 +287,7 @@ def whole_parameter(shown: Shown) -> Tensor | None:
 def parameter_in(tensor: Tensor) -> Shown | None:
     """The parameter that a tensor is, or is a view of."""
     root: Any = tensor._base if type(tensor) is Tensor else tensor
-    if type(root) is not nn.Parameter and not is_parameter(root):
+    if not is_parameter(root):
         return None
     # One that trains lives as long as the graph, which ends in it. A frozen one may go.
     ref = _ref(root)
