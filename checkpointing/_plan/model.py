@@ -33,6 +33,7 @@ class Memory:
 
     has_gradient = False
     is_cheap = False
+    is_blank = False  # whether its maker reads nothing
     effort = math.inf  # bytes written to make it from inputs, if that is cheap
 
     def __init__(self, number: int, maker: int, nbytes: int, never: int) -> None:
@@ -87,7 +88,9 @@ class Model:
         for memory in self.memories.values():
             unfinished.update(filter(self._is_unfinished, memory.values))
             memory.values -= unfinished
-            if not (memory.nbytes and memory.values):
+            # Torch makes something else of `zeros()` if somebody holds it.
+            is_blank = memory.is_blank and not memory.writers
+            if is_blank or not (memory.nbytes and memory.values):
                 memory.final = self.never
             if memory.number in elsewhere and not memory.is_cheap:
                 memory.cost = 0
@@ -139,8 +142,8 @@ class Model:
         self._add_reads(step)
         for number, nbytes in step.sizes:
             memories[number] = memory = Memory(number, index, int(nbytes * self.scale), self.never)
-            if step.event is not None or not (step.reads or step.reads_metadata):
-                # Torch makes something else of `zeros()` if somebody holds it.
+            memory.is_blank = not (step.reads or step.reads_metadata)
+            if step.event is not None:
                 memory.final = self.never
             self.made[index].append(number)
         for number in written:
@@ -281,8 +284,10 @@ class Model:
             if step.info.base in _JOINS and self.reads[step.index]:
                 first = min([self.memories[number].maker for number in self.reads[step.index]])
                 pending.append((first + 1, step.index, made))
-            if step.func is _torch.POWER:  # its derivative is three operators, not one
-                pending.append((step.index + 1, step.index + 1, 2 * made))
+            more = _DERIVATIVES.get(step.info.base, 0) * self._bytes_of(self.reads[step.index])
+            if self.path.writes_part(step):  # the gradient of the whole is copied
+                more += made
+            pending.append((step.index + 1, step.index + 1, more))
         for number, uses in self._uses.items():
             nbytes = self._gradients[number]
             pending += [(index + 1, index + 1, nbytes) for index in uses]
@@ -303,4 +308,6 @@ def still_waiting(run: Run, cells: Iterable[int]) -> list[int]:
 
 _PER_BYTE = 10  # floating-point operations in the time in which a byte is written
 _JOINS = ("cat", "stack")
+# Derivatives that are several operators: what these make on the way, in sizes of what is read.
+_DERIVATIVES = {"cos": 2, "cumsum": 2, "logsumexp": 2, "pow": 2, "reciprocal": 2, "rsqrt": 2}
 _SMALL = 512  # bytes: a block of CUDA's allocator

@@ -226,7 +226,6 @@ def set_function_modes(modes: Sequence[Any]) -> None:
 OpOverload = torch._ops.OpOverload
 HigherOrderOperator = torch._ops.HigherOrderOperator
 CAST = torch.ops.aten._to_copy.default  # to another dtype or device
-POWER = torch.ops.aten.pow.Tensor_Scalar
 CONVOLUTION = torch.ops.aten.convolution.default
 
 
