@@ -162,13 +162,14 @@ class Opening:
 
     def _find(self, cutting: Cutting, start: int) -> Iterator[Segment]:
         """Take one step after the other into a segment."""
-        stretch = cutting.stretch
-        live, backward = stretch.live, stretch.model.backward
+        stretch, done, ends = cutting.stretch, cutting.done, cutting.ends
+        live, backward, works = stretch.live, stretch.model.backward, stretch.model.work
+        wanted = stretch.wanted
         held = need = 0
         work, worst = 0.0, start
         seen: set[int] = set()
         for at in range(start, stretch.last):
-            for number in stretch.wanted.get(at, ()):
+            for number in wanted.get(at, ()):
                 if number not in seen:
                     seen.add(number)
                     memory = stretch.memories[number]
@@ -178,8 +179,8 @@ class Opening:
             if live[at] > live[worst]:
                 worst = at
             end = at + 1
-            work += sum(
-                [stretch.model.work[index] for index in cutting.done.get(end, ()) if index >= start]
-            )
-            if end in cutting.ends:
+            for index in done.get(end, ()):
+                if index >= start:
+                    work += works[index]
+            if end in ends:
                 yield Segment(end, bisect_right(self._ends, end), need, work, worst)

@@ -15,7 +15,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence, Set
 from itertools import accumulate, pairwise
-from operator import add
+from operator import add, neg
 
 from .stretch import Stretch
 
@@ -263,10 +263,8 @@ class Peaks:
         largest = self._largest
         first = min(first, len(largest) - 1)
         largest[first:] = [each + number for each in largest[first:]]
-        for place in range(first - 1, -1, -1):
-            if largest[place] >= largest[first]:
-                break
-            largest[place] = largest[first]
+        less = bisect_right(largest, -largest[first], 0, first, key=neg)
+        largest[less:first] = [largest[first]] * (first - less)
 
 
 _MOST_ROUNDS = 3

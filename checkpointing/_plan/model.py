@@ -41,9 +41,9 @@ class Memory:
         self.maker = maker
         self.nbytes = nbytes
         self.cost = nbytes  # to hold it
-        self.writers: list[int] = []  # steps, after the maker
+        self.writers: tuple[int, ...] = ()  # steps, after the maker
         self.final = maker + 1  # the first position at which it is what it will be
-        self.readers: list[int] = []  # steps
+        self.readers: tuple[int, ...] = ()  # steps
         self.last_read = maker  # by a step
         self.last_use = maker  # by a step or a slot
         self.dies = never  # the step after which nobody outside holds it
@@ -62,8 +62,8 @@ class Model:
         self.never = self.count + 1  # a position after all others
         self.memories: dict[int, Memory] = {}
         # Memories by step, also those that it writes.
-        self.made: list[list[int]] = [[] for _ in path.steps]
-        self.reads: list[list[int]] = [[] for _ in path.steps]
+        self.made: list[tuple[int, ...]] = [()] * self.count
+        self.reads: list[tuple[int, ...]] = [()] * self.count
         self.work = [0.0] * self.count  # of each step, in floating-point operations
         self._sent: dict[int, int] = {}  # by memory: the last step that hands it to others
         # By memory of a parameter that trains: its bytes, and the steps that read it.
@@ -145,12 +145,11 @@ class Model:
             memory.is_blank = not (step.reads or step.reads_metadata)
             if step.event is not None:
                 memory.final = self.never
-            self.made[index].append(number)
         for number in written:
             memory = memories[number]
-            memory.writers.append(index)
+            memory.writers += (index,)
             memory.final = max(memory.final, index + 1)
-            self.made[index].append(number)
+        self.made[index] = (*dict(step.sizes), *written)
         self._weigh(step, not read.isdisjoint(self.path.differentiable))
 
     def _add_reads(self, step: Step) -> None:
@@ -168,8 +167,8 @@ class Model:
         for number in read:
             memory = self.memories[number]
             memory.last_read = memory.last_use = step.index
-            memory.readers.append(step.index)
-        self.reads[step.index] = sorted(read)
+            memory.readers += (step.index,)
+        self.reads[step.index] = (*sorted(read),)
 
     def _weigh(self, step: Step, reads_leaf: bool) -> None:
         """What a step costs, and whether what it makes is cheap and has a gradient."""

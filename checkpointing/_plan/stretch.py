@@ -46,7 +46,7 @@ class Stretch:
         dear = [m for m in self.memories.values() if not m.is_cheap and m.number not in self.held]
         # A window that reads it must have made it.
         self.dear = {m.number for m in dear if m.maker >= self.first}
-        self.reads = [[*filter(self.dear.__contains__, read)] for read in model.reads]
+        self.reads = [(*filter(self.dear.__contains__, read),) for read in model.reads]
         spans = [(m.maker + 1, m.last_use, m.cost) for m in dear]
         # Who cuts before an activation in place has to make what it writes to again.
         soon = [m for m in dear if m.maker < m.final - 1 <= m.maker + _SOON]

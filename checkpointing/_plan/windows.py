@@ -28,7 +28,7 @@ class Found(NamedTuple):
 class Instruction:
     """One step of a window: where on the table its arguments are, and where its results go."""
 
-    def __init__(self, step: Step, args: list[Any], kwargs: dict[str, Any]) -> None:
+    def __init__(self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.step, self.index, self.args, self.kwargs = step, step.index, args, kwargs
         self.run: Callable[..., Any] = step.run
         if step.offset is not None:
@@ -41,12 +41,12 @@ class Instruction:
         is_flat = all(type(place) is int for place in args) and not holds_tensors
         # Whether there is nothing to do but to call `call` with the tensors in `args`.
         self.is_quick = is_flat and not (step.draws or step.info.sizes_depend_on_data)
-        self.results: list[int] = []
-        self.wanted: list[Found] = []  # after it
-        self.dead: list[int] = []  # places that nothing reads any more
-        self.writes: list[int] = []  # memories of targets that were found before it
+        self.results: tuple[int, ...] = ()
+        self.wanted: tuple[Found, ...] = ()  # after it
+        self.dead: tuple[int, ...] = ()  # places that nothing reads any more
+        self.writes: tuple[int, ...] = ()  # memories of targets that were found before it
         given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
-        self.targets = [given[place] for place in step.info.targets if place in given]
+        self.targets = tuple([given[place] for place in step.info.targets if place in given])
 
     def take(self, own: dict[int, Any], table: list[Any]) -> None:
         """Put arguments that the run has of its own in their places. (`call` has bound the
@@ -83,7 +83,6 @@ class Window:
         for instruction in self.instructions:  # those that are not quick set the grad mode
             instruction.is_quick &= instruction.step.grad_mode is grad_mode
             grad_mode = instruction.step.grad_mode
-        self.at_once: list[Found] = []
         self._find_wanted(starts)
         self._find_last_uses()
 
@@ -109,20 +108,19 @@ class Window:
     def _instruction(self, step: Step) -> Instruction:
         versions = dict(step.reads)
         if step.event is BROUGHT_BACK:
-            made = Instruction(step, [self._place_of(step.reads[0])], {})
+            made = Instruction(step, (self._place_of(step.reads[0]),), {})
             memories = {self.path.memory_of[step.reads[0][0]], self.path.memory_of[step.first_cell]}
             made.run = made.call = torch.clone if memories & self.written else _same
         else:
-            args = [self._argument(template, versions) for template in step.inputs]
+            args = tuple([self._argument(template, versions) for template in step.inputs])
             named = {name: self._argument(arg, versions) for name, arg in step.named.items()}
             made = Instruction(step, args, named)
-        made.results = [self._places[cell] for cell, _ in step.memories]
+        made.results = tuple([self._places[cell] for cell, _ in step.memories])
         return made
 
     def _find_wanted(self, starts: Set[Value]) -> None:
         """Find when each target is there, and which writes come after that."""
-        wanted = {instruction.index: instruction.wanted for instruction in self.instructions}
-        wanted[-1] = self.at_once
+        wanted: dict[int, list[Found]] = defaultdict(list)  # by step
         writers: dict[int, list[Instruction]] = defaultdict(list)  # by part of a memory
         part_of = self._parts()
         for instruction in self.instructions:
@@ -138,8 +136,12 @@ class Window:
         for part, index in first.items():
             for instruction in writers[part]:
                 if instruction.index > index:
-                    instruction.writes.append(part)
+                    instruction.writes += (part,)
                     instruction.is_quick = False
+        self.at_once = wanted.pop(-1, [])
+        for instruction in self.instructions:
+            if instruction.index in wanted:
+                instruction.wanted = tuple(wanted[instruction.index])
 
     def _parts(self) -> dict[int, int]:
         """By cell that is written or wanted: its memory. Where an operator has split that, and
@@ -162,7 +164,7 @@ class Window:
             places += [found.place for found in instruction.wanted]
             last.update((place, instruction) for place in places if place < self._tensors)
         for place, instruction in last.items():
-            instruction.dead.append(place)
+            instruction.dead += (place,)
 
 
 def _flatten(places: Iterable[Any]) -> Iterable[int]:

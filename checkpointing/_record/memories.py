@@ -5,7 +5,7 @@ Invariant: it follows from the path alone, so it is found again when a run leave
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,7 +50,7 @@ class Memory:
 class Memories:
     """The memories at one place of a path, and the tensors in its cells."""
 
-    def __init__(self, cells: Cells, steps: Iterable[tuple[Step, list[Slot]]]) -> None:
+    def __init__(self, cells: Cells, steps: Iterable[tuple[Step, Sequence[Slot]]]) -> None:
         """`steps` are those of the path, each with what autograd has saved after it."""
         self._cells = cells
         self.met: list[Tensor] = []  # tensors that take the next cells

@@ -115,7 +115,7 @@ class Position:
         slot = recorder.slot(tensor, is_read, joins)
         if slot.first is not None:
             self.known.meet((slot.first,), recorder.met)
-        self.step.saves.append(slot)
+        self.step.saves += (slot,)
         self._recorded = self.step, self.saved + 1
         return slot
 

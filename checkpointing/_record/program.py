@@ -20,7 +20,7 @@ objects. It has to be found out anew for every operator of every run.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import ref
@@ -163,8 +163,8 @@ class Step:
     info: Info = NO_OPERATOR
     run: Any = None
     index: int = -1
-    args: list[Any] = field(default_factory=list)  # templates as a run meets them; keywords last
-    inputs: list[Any] = field(default_factory=list)  # templates, as a replay passes them
+    args: tuple[Any, ...] = ()  # templates as a run meets them; keywords last
+    inputs: tuple[Any, ...] = ()  # templates, as a replay passes them
     named: dict[str, Any] = field(default_factory=dict)
     event: str | None = None
     count: int | None = None  # of its results; not known before it has run
@@ -195,7 +195,7 @@ class Step:
     gone: tuple[int, ...] = ()  # memories that nobody held any more, in the recorded run
     flops: float = 0.0  # floating-point operations, as far as torch counts them
     states: tuple[tuple[int, str], ...] = ()  # of memories that have another one now
-    saves: list[Slot] = field(default_factory=list)  # by autograd, after it and before the next one
+    saves: tuple[Slot, ...] = ()  # by autograd, after it and before the next one
     plain: frozenset[type] = PLAIN  # types of arguments that are the same if they are equal
     next: tuple[Step, ...] = ()  # with the first one, `saves` is complete
     line: Any = None  # of the user's code, where the shapes of results depend on data
@@ -216,13 +216,14 @@ class Step:
         """From here on these arguments may be any numbers."""
         self.varies += (*places,)
         self.is_special = self.is_prepared = True
-        for place in places:
-            self.args[place] = Varying(type(self.args[place]))
+        self.args = tuple(
+            Varying(type(arg)) if place in places else arg for place, arg in enumerate(self.args)
+        )
 
 
 def fewer_saves(parent: Step, count: int) -> Step:
     """The event that autograd saves only so many tensors after a step."""
-    return Step(parent, None, (FEWER_SAVES,), event=FEWER_SAVES, effect=True, args=[count])
+    return Step(parent, None, (FEWER_SAVES,), event=FEWER_SAVES, effect=True, args=(count,))
 
 
 class Program:
@@ -298,7 +299,9 @@ def clear_programs() -> None:
     _programs.clear()
 
 
-def with_saves(root: Step, path: Iterable[Step], last: int) -> Iterable[tuple[Step, list[Slot]]]:
+def with_saves(
+    root: Step, path: Iterable[Step], last: int
+) -> Iterable[tuple[Step, Sequence[Slot]]]:
     """The steps from the root on, each with what autograd has saved after it; after the last one,
     so many tensors."""
     steps = [root, *path]

@@ -26,7 +26,7 @@ path, so it is found again when the run leaves the program.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -76,7 +76,7 @@ class Recorder(Memories):
         self,
         cells: Cells,
         origins: Origins,
-        steps: Iterable[tuple[Step, list[Slot]]],
+        steps: Iterable[tuple[Step, Sequence[Slot]]],
         saves_freely: bool,
     ) -> None:
         """`saves_freely`: no hooks are around the block."""
@@ -174,9 +174,11 @@ class Recorder(Memories):
         if kwargs:
             step.named = dict(zip(kwargs, step.args[len(args) :], strict=True))
         if step.reads_metadata:
-            step.inputs[0] = Like(args[0])
-        for place in info.statistics if step.updates else ():
-            step.inputs[place] = None
+            step.inputs = (Like(args[0]), *step.inputs[1:])
+        if step.updates:
+            step.inputs = tuple(
+                None if place in info.statistics else arg for place, arg in enumerate(step.inputs)
+            )
         if info.offset in given and given[info.offset] is not None:
             step.offset = info.offset
         return self._end(step)
@@ -204,7 +206,7 @@ class Recorder(Memories):
             are_there.append(is_there)
             return template
 
-        step.args = [self._map(base, arg) for arg in given.values()]
+        step.args = tuple([self._map(base, arg) for arg in given.values()])
         step.effect = not all(are_there)
 
     def _operate(self, step: Step, args: Any, kwargs: Any, given: dict[int | str, Any]) -> None:
@@ -223,7 +225,7 @@ class Recorder(Memories):
         step.draws = info.may_draw and not step.effect
         has_generator = torch.Generator in map(type, given.values())
         step.is_quick_draw = not (info.custom or has_generator)
-        step.args = [self._template(step, place, arg) for place, arg in given.items()]
+        step.args = tuple([self._template(step, place, arg) for place, arg in given.items()])
 
     def _is_outside(self, tensor: Tensor, info: Info) -> bool:
         """Whether what is written cannot be made again: it was there before, or something unseen
@@ -314,10 +316,10 @@ class Recorder(Memories):
     def event(self, parent: Step, event: str, args: tuple[Any, ...]) -> Step:
         """What has happened that is no operator: `keep`, `opaque`, a write that nobody saw."""
         self._start()
-        step = Step(parent, None, (event,), event=event, args=[*args])
+        step = Step(parent, None, (event,), event=event, args=args)
         step.effect = True
         if event is KEEP:
-            step.args = [self._name(*args)]
+            step.args = (self._name(*args),)
             cell = step.args[0].cell
             memory = self.memory_of[cell]
             if memory.state is MADE:
@@ -329,7 +331,7 @@ class Recorder(Memories):
             self._reads.append(slot.value)
             step.effect = self.value(slot.value[0]) != slot.value
         elif event is WRITTEN_UNSEEN:
-            step.args = [self._name(*args)]
+            step.args = (self._name(*args),)
             number = self.memory_of[step.args[0].cell].number
             step.writes, step.states = (number,), ((number, OUTSIDE),)
         step.inputs = step.args
