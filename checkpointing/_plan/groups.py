@@ -47,6 +47,12 @@ class Group:
         self.parts = [Group(path, slots) for slots in _grouped(path, self.slots)]
         return path
 
+    def started_from(self, values: Set[Value]) -> Group:
+        """The same group for a run that holds these values."""
+        group = Group(self.path.placed(values, ()), self.slots)
+        group.parts = self.parts
+        return group
+
     def needs(self, slots: Iterable[int]) -> Needs:
         """What a run has to hold for some of its slots."""
         slots = tuple(slots)

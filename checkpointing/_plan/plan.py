@@ -64,11 +64,12 @@ class Plan:
 
     def groups_for(self, run: Run) -> list[Group]:
         """What to give a run's holders: by what it holds."""
-        if run.store.held.keys() >= self.kept:
+        there = self.kept & run.store.held.keys()
+        if there == self.kept:
             return self.groups
         if run.store.is_checked:  # whatever is computed is to be compared
             return Plan(self.whole.path).groups
-        return [self.whole]
+        return [self.whole.started_from(there)] if there else [self.whole]
 
 
 def plan_of(run: Run, old: Plan | None = None) -> Plan:

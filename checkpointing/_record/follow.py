@@ -350,6 +350,14 @@ class Follower(TorchDispatchMode, Position, Region):
             else:
                 store.keep_planned(asked, counts)
 
+    def keep_what_is_there(self, plan: Any) -> None:
+        """Hold what a new plan keeps, as far as the caller still has it."""
+        path = plan.path
+        for step in path.steps if self.holds_planned else ():
+            for each, asked, counts in step.keeps:
+                if each is plan and path.is_current(asked.value):
+                    self.store.keep_planned(asked, counts)
+
     def _is_innermost(self) -> bool:
         """Whether no other run has been entered inside this one."""
         region = self._here["region"]

@@ -120,6 +120,11 @@ class Path:
             reads.append((cell, writers[before] if before >= 0 else NOT_WRITTEN))
         return index, reads
 
+    def is_current(self, value: Value) -> bool:
+        """Whether nothing has written to a value."""
+        cell, version = value
+        return version == max(self.writers.get(self.memory_of[cell], ()), default=NOT_WRITTEN)
+
     def there_after(self, value: Value) -> int:
         """The step after which a run can keep a value."""
         cell, version = value

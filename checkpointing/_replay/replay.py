@@ -188,6 +188,7 @@ class Replay(Frame):
             self.is_new = old is None
             if not run.is_alone:
                 attach(plan, old)
+                run.keep_what_is_there(plan)
         run.program.expected = plan
         if old is not None and plan.size > old.size:
             run.program.grow(plan.size)
