@@ -84,6 +84,7 @@ class Model:
         elsewhere = {path.memory_of[cell] for cell in run.alive()} - {
             path.memory_of[cell] for cell, _ in path.given
         }
+        saved = {number for _, number in self.saves.values()}
         unfinished: set[Value] = set()
         for memory in self.memories.values():
             unfinished.update(filter(self._is_unfinished, memory.values))
@@ -93,7 +94,9 @@ class Model:
             if is_blank or not (memory.nbytes and memory.values):
                 memory.final = self.never
             if memory.number in elsewhere and not memory.is_cheap:
-                memory.cost = 0
+                # What autograd has not saved may still be written: it is the caller's.
+                memory.cost = 0 if memory.number in saved else memory.cost
+                memory.final = memory.final if memory.number in saved else self.never
         # By step: memories of which it reads what a later step writes over.
         self.early = {
             step.index: {path.memory_of[cell] for cell, _ in unfinished.intersection(step.reads)}
