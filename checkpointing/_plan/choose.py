@@ -22,11 +22,11 @@ def choose(stretch: Stretch, peak: int | None = None) -> Filling:
     """What to keep of a stretch, under a peak."""
     if peak is None and stretch.cost(stretch.saved) < _LITTLE:
         return Filling(stretch, ())
-    blocks = stretch.blocks  # where cuts may be, too
+    stretch.allow_cuts_at_blocks()
     cutting = Cutting(stretch)
     least, cuts = cutting.least_peak()
     most = int(least * (1 + _MOST_SLACK)) if peak is None else peak
-    by_hand, cuts = _by_hand(stretch, blocks, cuts, most)
+    by_hand, cuts = _by_hand(stretch, cuts, most)
     target = max(least, by_hand if peak is None else peak)
     best = _filled(cutting, cuts, target)
     if peak is None:
@@ -65,11 +65,11 @@ def choose_first(stretch: Stretch, budget: int) -> Filling:
     return _filled(cutting, cuts, most, budget)
 
 
-def _by_hand(stretch: Stretch, runs: list[range], cuts: Cuts, most: int) -> tuple[int, Cuts]:
+def _by_hand(stretch: Stretch, cuts: Cuts, most: int) -> tuple[int, Cuts]:
     """What users place by hand, and its peak: a checkpoint around each block that repeats, unless
     that needs more than `most`; elsewhere, these cuts."""
     peak = 0
-    for run in runs:
+    for run in stretch.blocks:
         placed = {at for at in run if stretch.first < at < stretch.last}
         placed.update([at for at in cuts if not run[0] <= at <= run[-1]])
         filling = Filling(stretch, sorted(placed))

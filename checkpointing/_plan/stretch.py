@@ -78,14 +78,16 @@ class Stretch:
 
     @cached_property
     def blocks(self) -> list[range]:
-        """The steps at which the blocks begin that the program repeats, by run of repeats. Cuts may
-        be there, too. Who checkpoints by hand takes blocks that save more than they begin with: not
-        the products beside each other that make queries, keys and values."""
+        """The steps at which the blocks begin that the program repeats, by run of repeats. Who
+        checkpoints by hand takes blocks that save more than they begin with: not the products
+        beside each other that make queries, keys and values."""
         found = repeats([step.func for step in self.model.path.steps], self.crossing)
-        found = [run for run in found if self._are_worth_it(run)]
-        begins = {at for run in found for at in run if self.first < at < self.last}
+        return [run for run in found if self._are_worth_it(run)]
+
+    def allow_cuts_at_blocks(self) -> None:
+        """Blocks may begin where more crosses than at other positions."""
+        begins = {at for run in self.blocks for at in run if self.first < at < self.last}
         self.positions = sorted(begins.union(self.positions))
-        return found
 
     def _are_worth_it(self, run: range) -> bool:
         saved = [number for number, at in self.saved.items() if run[0] <= at < run[-1]]

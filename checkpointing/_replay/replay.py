@@ -34,7 +34,7 @@ from .._engine import (
     undo_all,
     warn,
 )
-from .._plan import Group, Plan, attach, plan_of
+from .._plan import Group, Plan, Window, attach, plan_of
 from .._record import Path, Pieces, Run, Slot, Value, Wrapped, size_pieces, slots_of
 from .execution import Execution, Task, Work, fetch
 
@@ -283,11 +283,10 @@ class Replay(Frame):
         stock = self._part_of(holder, work)
         holders = stock.wanted(work)
         window = stock.group.window(tuple(holders))
-        execution = Execution(window, stock, work)
+        execution = self._execution(window, stock, work)
         if self.run.store.movers and self.complete:
             self._prefetch(stock)
         parts: dict[int, list[Tensor]] = defaultdict(list)  # by holder
-        self.replayed += window.counted
         for number, tensor in sorted(execution.make().items()):
             holder = holders[number]
             saved = holder.saved
@@ -300,6 +299,10 @@ class Replay(Frame):
             if not hasattr(holder, "stock"):
                 self.run.adopt(tensor, saved)
             work.deliver(holder, tensor)
+
+    def _execution(self, window: Window, stock: Stock, work: Work) -> Execution:
+        self.replayed += window.counted
+        return Execution(window, stock, work)
 
     def _part_of(self, holder: Holder, work: Work) -> Stock:
         """What the window of a holder starts from. Where the run has not held it, it is made now,
@@ -325,9 +328,7 @@ class Replay(Frame):
         """What the parts of a group start from, by holder."""
         wanted = stock.wanted(work)
         values, window = stock.group.filling(wanted)
-        execution = Execution(window, stock, work)
-        self.replayed += window.counted
-        made = execution.make()
+        made = self._execution(window, stock, work).make()
         held = {**stock.held, **{value: made[number] for number, value in enumerate(values)}}
         found: dict[int, Stock] = {}
         for part, mine in stock.group.parts_of(wanted):
