@@ -296,9 +296,11 @@ class Model:
             if len(uses) > 1:  # the sum over all uses waits for the first one
                 if number not in self._missing:
                     pending.append((uses[0] + 1, uses[-1], nbytes))
-                # Each new sum is a third one, beside both parts.
-                if self.path.steps[uses[-1]].func is not _torch.CAST:
-                    pending += [(index + 1, index + 1, nbytes) for index in uses[:-1]]
+                # Each new sum is a third one, beside both parts; the gradient that a node has read
+                # is free by then.
+                for index in uses[:-1] if self.path.steps[uses[-1]].func is not _torch.CAST else ():
+                    more = max(0, nbytes - self._bytes_of(self.made[index]))
+                    pending.append((index + 1, index + 1, more))
         return pending
 
 
