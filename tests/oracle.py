@@ -128,10 +128,12 @@ def called(door: Function) -> Function:
     return lambda function, /, *args, **kwargs: door(function)(*args, **kwargs)
 
 
-def _in_hooks(fn: Function) -> Function:
+def in_hooks(fn: Function) -> Function:
+    """`fn` where other hooks send away what it saves."""
+
     def run(*args: Any, **kwargs: Any) -> Any:
         with same_place():
-            return scope(fn)(*args, **kwargs)
+            return fn(*args, **kwargs)
 
     return run
 
@@ -141,7 +143,7 @@ REGIONS = {
     "scope": called(scope),
     "replay": called(functools.partial(replay, early_stop=False)),
     "planned": called(planned),
-    "in hooks": called(_in_hooks),
+    "in hooks": called(lambda fn: in_hooks(scope(fn))),
     "rerun": called(rerun),
     "scope in rerun": called(DOORS["scope in rerun"]),
 }
