@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 from beside import Code
-from oracle import Watching, bits, count, in_hooks, memory_of, scope
+from oracle import PassThrough, Watching, bits, count, in_hooks, memory_of, scope
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from checkpointing import (
     auto,
@@ -132,21 +131,11 @@ def test_kept_values_go_while_backward_runs():
     assert kept == sorted(kept, reverse=True)
 
 
-def in_autocast(fn):
-    """`fn` under autocast, whose cache holds casts of the weights until it ends."""
-
-    def run():
-        with torch.autocast("cpu", torch.bfloat16):
-            return fn()
-
-    return run
-
-
 def test_casts_of_weights_are_no_reason_against_a_checkpoint():
     """They are made again from the weights; autocast may begin before the scope or inside of it."""
-    by_hand = bytes_of(in_autocast(programs.transformer(12, 64, by_hand=True)))[1]
-    forward = programs.transformer(12, 64)
-    for run in (in_autocast(scoped(forward)), scoped(in_autocast(forward))):
+    cast, forward = torch.autocast("cpu", torch.bfloat16), programs.transformer(12, 64)
+    by_hand = bytes_of(cast(programs.transformer(12, 64, by_hand=True)))[1]
+    for run in (cast(scoped(forward)), scoped(cast(forward))):
         assert bytes_of(run)[1] <= 1.15 * by_hand
 
 
@@ -353,27 +342,16 @@ def test_every_schedule_is_bit_equal(build, door, budget):
     assert gradients(build, lambda fn: NESTINGS[door](fn, auto(budget=budget))) == want
 
 
-class Meter(TorchDispatchMode):
-    """Asks a scope after each operator how much it keeps."""
+class Meter(PassThrough):
+    """Asks a scope before each operator how much it keeps."""
 
     def __init__(self, scope):
         super().__init__()
         self.scope, self.seen = scope, [0]
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
+    def __torch_dispatch__(self, *args):
         self.seen.append(self.scope.stats.bytes_kept)
-        return result
-
-
-def metered(forward, **options):
-    """Bytes kept at each moment of the forward, and the scope after the backward."""
-    for _ in range(2):  # from the second time on the program is known
-        with checkpoint_scope(policy=auto(**options)) as scope, Meter(scope) as meter:
-            loss = forward()
-        after = scope.stats
-    ran = count(loss.backward)
-    return meter.seen, after, scope.stats, ran
+        return super().__torch_dispatch__(*args)
 
 
 @pytest.mark.parametrize("name", BUILDS)
@@ -382,23 +360,25 @@ def test_a_budget_is_never_exceeded(name):
     kept."""
     plain, _ = bytes_of(BUILDS[name]())
     with pytest.warns(UserWarning, match="no room for checkpoints") as caught:
-        metered(BUILDS[name](), budget=0)
+        known(BUILDS[name](), budget=0)
     least = int(re.search(r"A budget of (\d+) bytes", str(caught[0].message))[1])
     products = []
     for i in range(4):
         budget = least + (plain - least) * i // 3 if i < 3 else 2 * plain
-        seen, after, end, ran = metered(BUILDS[name](), budget=budget)
-        assert 0 < max(seen) <= budget
-        assert after.bytes_kept <= budget
-        assert end.bytes_kept == 0
-        products.append(
-            sum(n for op, n in ran.items() if op in ("addmm", "mm", "convolution", "bmm"))
-        )
+        forward = BUILDS[name]()
+        for _ in range(2):  # from the second time on the program is known
+            with checkpoint_scope(policy=auto(budget=budget)) as scope, Meter(scope) as meter:
+                loss = forward()
+        assert 0 < max(meter.seen) <= budget
+        assert scope.stats.bytes_kept <= budget
+        ran = count(loss.backward)
+        assert scope.stats.bytes_kept == 0
+        products.append(sum(ran.get(op, 0) for op in ("addmm", "mm", "convolution", "bmm")))
     for more, less in itertools.pairwise(products):  # the dear ones are repeated less and less
         assert less <= more + 1
     # With more than plain needs, nothing is repeated but the zeros of a first state, and
     # `_unsafe_view`, which costs nothing, and which torch 2.15 does not count as a view.
-    assert end.ops_replayed <= 12
+    assert scope.stats.ops_replayed <= 12
 
 
 def test_what_is_kept_by_hand_may_exceed_the_budget_but_not_silently():
