@@ -14,8 +14,6 @@ import itertools
 import pickle
 import re
 import warnings
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -42,7 +40,7 @@ NAMES_OF_2_15 = OWN + words("""
 """)
 
 
-CASES: dict[str, Callable[[Any], Any]] = {}
+CASES = {}
 
 
 def case(program):
@@ -525,6 +523,11 @@ def first_sentence(text):
     return text.strip().splitlines()[0].split(". ")[0].split(": [")[0].rstrip(".")
 
 
+def metadata(error):
+    """Of tensors that differ, in the lines under the first sentence."""
+    return re.findall(r"(?m)^(?:Number|saved|recomp).*", str(error))
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_the_same_as_torch(name):
     """Results, errors (class and first sentence)."""
@@ -543,6 +546,7 @@ def test_the_same_as_torch(name):
     if error is not None:
         assert isinstance(error, type(their_error))
         assert first_sentence(str(their_error)) in str(error)
+        assert metadata(their_error) in (metadata(error), [])
     # Each version threatens in other words, and torch's own warnings may point into torch.
     said, they_said = (
         [(w.category, str(w.message).split(". ")[0]) for w in seen]
@@ -551,17 +555,14 @@ def test_the_same_as_torch(name):
     assert said == they_said
 
 
-def test_what_cannot_be_called_in_turn_is_a_type_error():
+def test_a_sequence_is_one_and_cut_into_segments_that_exist():
+    """torch divides by zero, or runs everything in one."""
+    for segments in (0, -1, 3):
+        with pytest.raises(ValueError, match=r"between 1 and the number of functions \(2\)"):
+            ours.checkpoint_sequential([torch.sin] * 2, segments, leaf(), use_reentrant=False)
     for m in (ours, theirs):
         with pytest.raises(TypeError):
             m.checkpoint_sequential(nn.Bilinear(4, 4, 4), 1, leaf(), leaf())
-
-
-@pytest.mark.parametrize("segments", [0, -1, 3])
-def test_a_sequence_is_cut_into_segments_that_exist(segments):
-    """torch divides by zero, or runs everything in one."""
-    with pytest.raises(ValueError, match=r"between 1 and the number of functions \(2\)"):
-        ours.checkpoint_sequential([torch.sin, torch.cos], segments, leaf(), use_reentrant=False)
 
 
 def test_switches_stay_in_their_thread():
@@ -597,17 +598,6 @@ def test_debug_says_what_torch_says_around_the_operators_of_both_runs():
     assert "You are seeing this error because you passed `debug=True` to checkpoint" in text
     assert "float32[4, 4] = aten.sin.default(float32[4, 4])" in text
     assert isinstance(cause, ours.CheckpointError) and first_sentence(str(cause)) in text
-
-
-@pytest.mark.parametrize("name", ["fewer tensors", "no tensors", "another dtype", "another shape"])
-def test_errors_count_and_show_tensors_as_torch_does(name):
-    """In the lines under the first sentence."""
-    texts = []
-    for m in (theirs, ours):
-        with pytest.raises(theirs.CheckpointError) as caught:
-            gradient(region(m, Fickle(*MISMATCHES[name]), x := leaf(), early_stop=False), x)
-        texts.append(re.findall(r"(?m)^(?:Number|saved|recomp).*", str(caught.value)))
-    assert texts[0] == texts[1] != []
 
 
 @pytest.mark.skipif(VERSION >= (2, 14), reason="torch can do it")
