@@ -92,12 +92,6 @@ def in_hooks_by_turns(names, *tables):
 NTH = [name for name in HOOKS if name != "no hooks"]
 
 
-def nested_in_hooks(inner):
-    """Each of these in each outer region."""
-    cases = in_hooks_by_turns(itertools.product(OUTER, inner), REGIONS, REGIONS)
-    return pytest.mark.parametrize(("outer", "inner", "hooks"), cases)
-
-
 def reads_and_writes(write, region, reader, x, w):
     """Two regions read `a`; the later one writes it at its start."""
     a = x * 1.5
@@ -156,7 +150,10 @@ def test_a_region_that_writes_what_another_one_reads(outer, inner, write, reader
     assert works or (write is through_a_view and hooks is not contextlib.nullcontext)
 
 
-@nested_in_hooks(RERUNS)
+@pytest.mark.parametrize(
+    ("outer", "inner", "hooks"),
+    in_hooks_by_turns(itertools.product(OUTER, RERUNS), REGIONS, REGIONS),
+)
 def test_a_rerun_that_writes_a_tensor_and_reads_its_memory_elsewhere(outer, inner, hooks):
     """`.data` has a version of its own."""
 
