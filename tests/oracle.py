@@ -191,20 +191,6 @@ def weigh(result: Any) -> Tensor:
     return total
 
 
-PARTS = {  # by which tensors that are not strided are compared
-    torch.sparse_coo: lambda t: [t._indices(), t._values()],
-    **dict.fromkeys(
-        [torch.sparse_csr, torch.sparse_bsr],
-        lambda t: [t.crow_indices(), t.col_indices(), t.values()],
-    ),
-    **dict.fromkeys(
-        [torch.sparse_csc, torch.sparse_bsc],
-        lambda t: [t.ccol_indices(), t.row_indices(), t.values()],
-    ),
-    torch._mkldnn: lambda t: [t.to_dense()],
-}
-
-
 def bits(value: Any) -> Any:
     """Something that is equal for two values just if they are the same bit for bit."""
     if isinstance(value, list | tuple):
@@ -228,8 +214,11 @@ def bits(value: Any) -> Any:
     head = (*head, tuple(tensor.shape))
     if tensor.is_meta:
         return head
-    if tensor.layout in PARTS:
-        return (*head, bits(PARTS[tensor.layout](tensor)))
+    if tensor.layout is torch._mkldnn:
+        return (*head, bits(tensor.to_dense()))
+    if tensor.layout is not torch.strided:
+        tensor = tensor if tensor.is_sparse else tensor.to_sparse()
+        return (*head, bits([tensor._indices(), tensor._values()]))
     if tensor.is_quantized:
         return (*head, bits(tensor.int_repr()))
     data = tensor.resolve_conj().resolve_neg()
@@ -352,7 +341,6 @@ class Case:
     _wanted: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
 
     def check(self, door: str) -> None:
-        """Same as plain, for every kind of backward."""
         for backward in self.backwards:
             want = self._wanted.get(backward) or outcome(
                 self.program, REGIONS["plain"], self.make, backward
@@ -418,7 +406,6 @@ class Table:
 
         @pytest.mark.parametrize(("program", "door"), self.pairs(("scope", "rerun"), cycles))
         def nothing_stays(program: Case, door: str, frozen: None) -> None:
-            """Frames die with the graph, without the garbage collector, also without a backward."""
             program.check_lifetimes(door)
 
         return bit_for_bit, nothing_stays
@@ -558,8 +545,6 @@ class Programs:
         return add
 
     def test(self) -> Any:
-        """The test of what is in the table by now."""
-
         @pytest.mark.parametrize(("door", "program"), self.cases)
         def test(door: Any, program: Any) -> None:
             same_bits(door, program)

@@ -306,7 +306,6 @@ def test_containers_may_be_changed_afterwards(door, change):
 
 @program("rerun", "replay", "scope")
 def a_function_that_changes_its_containers(door):
-    """A list that the function empties is empty for the caller, once."""
     w, xs, into = leaf(3), [data(), data() * 2], {}
 
     def fn(xs, into):
@@ -339,7 +338,6 @@ def resize_storage(p, away):
 @pytest.mark.parametrize("trick", [set_data, resize_storage])
 @pytest.mark.parametrize("given", ["args[0]", "the variable 't'", "module", "data"])
 def test_memory_may_be_away_between_forward_and_backward(door, trick, given):
-    """As plain: no error, the same gradients."""
     if given == "data" and trick is not resize_storage:
         return  # autograd itself saves its memory
     x, module = leaf(3), nn.Linear(3, 3, bias=False)

@@ -92,7 +92,6 @@ def test_twelve_blocks_need_no_more_than_checkpoints_by_hand_from_the_first_step
     ids=["an unrolled cell", "a net whose long connections carry values that live all the time"],
 )
 def test_peaks_are_a_part_of_plains(build, most):
-    """However the program is built."""
     assert bytes_of(scoped(build()))[1] <= most * bytes_of(build())[1]
 
 
@@ -349,8 +348,6 @@ def test_a_budget_is_never_exceeded(name):
 
 
 def test_what_is_kept_by_hand_may_exceed_the_budget_but_not_silently():
-    """It is kept all the same."""
-
     def run(budget):
         x = torch.rand(10, requires_grad=True)
         with checkpoint_scope(policy=auto(budget=budget)) as scope:
@@ -404,7 +401,6 @@ def test_what_is_dear_per_byte_is_kept_before_what_is_cheap():
 
 
 def test_budgets_and_peaks_may_be_text():
-    """In powers of ten or of two."""
     numbers = {"1.5 GiB": 3 * 2**29, "200 MB": 200 * 10**6, "3kb": 3000, "7": 7, "1e3": 1000}
     for text, number in numbers.items():
         assert auto(budget=text) == auto(budget=number)
@@ -422,7 +418,6 @@ def test_budgets_and_peaks_may_be_text():
 
 
 def test_auto_and_other_policies():
-    """What either keeps is kept."""
     x, w = torch.rand(8, 8).requires_grad_(), torch.rand(8, 8)
 
     def run():

@@ -98,7 +98,6 @@ class Shared(WithBuffers):
 
 
 def rows(self, x):
-    """Running statistics in rows and columns of one buffer."""
     return F.batch_norm(x, self.both[0], self.both[1], training=True).square()
 
 
@@ -135,7 +134,6 @@ class Grown(Counter):
 
 
 def drops_one(self, x):
-    """Reads its buffers in their order, and deletes the first."""
     for buffer in list(self.buffers()):
         x = (x + 1) * buffer
     if hasattr(self, "first"):
@@ -306,7 +304,6 @@ def of_global_in_parts(module):
 
 
 def over(door, it):
-    """A region over a function that has nothing but this in its closure."""
     return door(lambda x: (it[0] if isinstance(it, list) else it)(x))
 
 
@@ -336,7 +333,6 @@ PLACES = {
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("module", ["BatchNorm1d", "counter", "set anew", "two modules", "modes"])
 def test_where_modules_are_looked_for(module, place):
-    """For their buffers and for their training flags."""
     model, want = made(module), made(module)
     assert train(model, PLACES[place](checkpointed, model), True) == train(want, want, True)
 
@@ -435,7 +431,6 @@ def test_ranks_that_are_threads_share_a_module_with_a_barrier_in_the_region(door
 
 
 def registers(self, x):
-    """Makes its buffer when it is first called."""
     if not hasattr(self, "calls"):
         self.register_buffer("calls", torch.zeros(()))
     self.calls += 1

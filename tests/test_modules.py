@@ -46,7 +46,6 @@ class Model(nn.Module):
 
 
 def keeps_products(ctx, op, *args, **kwargs):
-    """A policy that pickles."""
     return op == torch.ops.aten.addmm.default
 
 
@@ -117,7 +116,6 @@ SELECTIONS = {
 
 @pytest.mark.parametrize("select", SELECTIONS)
 def test_select(select):
-    """By class, name, function, or several of them; the model looks as before."""
     model = Model()
     select, names = SELECTIONS[select]
     if names is None:
@@ -270,7 +268,6 @@ def test_a_handle_is_for_its_own_model():
 
 
 def test_hooks_of_the_modules_run_once():
-    """They stand outside of the regions."""
     model, seen = Model(), []
     model.layers[0].register_forward_pre_hook(lambda *_: seen.append("before"))
     handle = checkpoint_modules(model, Block)
@@ -344,7 +341,6 @@ ERRORS = {
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*")
 @pytest.mark.parametrize("case", ERRORS)
 def test_errors_leave_the_model_as_it_was(case):
-    """And say what there is, or which module it is about."""
     make, select, message, *options = ERRORS[case]
     model = make()
     before = state(model) if isinstance(model, nn.Module) else None
@@ -390,7 +386,6 @@ def test_forwards_that_somebody_else_has_replaced():
 
 
 def test_no_cycle_holds_the_parameters(no_gc):
-    """A model dies with its last reference, with regions in it and a step behind it."""
     model = with_handle()
     step(model)
     layer, weight = weakref.ref(model.layers[1]), weakref.ref(model.layers[1].linear.weight)
@@ -401,7 +396,6 @@ def test_no_cycle_holds_the_parameters(no_gc):
 @pytest.mark.parametrize("when", ["before", "after", "around"])
 @each_option
 def test_fully_sharded(group, when, options):
-    """Regions first, shards first, or one region around the whole sharded model."""
     model = Model()
     want, before = plain(model), state(model)
     handle = None if when != "before" else checkpoint_modules(model, Block, **options)

@@ -653,7 +653,6 @@ def torch_fails(source: str, want: list[Any]) -> bool:
 
 
 def one(seed: int) -> tuple[str, str]:
-    """A program, and what became of it."""
     lines = repaired(Writer(seed).program())
     source = "\n".join(lines or [])
     freeze()

@@ -61,7 +61,6 @@ def gradients(function, hooks=contextlib.nullcontext, make=lambda: (leaf(4, 4), 
 
 
 def of(program, *doors):
-    """A function of two tensors: a program through these doors."""
     return lambda x, w: program(*doors, x, w)
 
 
