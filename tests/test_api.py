@@ -18,6 +18,7 @@ from checkpointing import (
     CheckpointError,
     Stats,
     auto,
+    checkpoint_modules,
     checkpoint_scope,
     checkpointed,
     disabled,
@@ -355,9 +356,9 @@ def test_nothing_that_requires_grad_leaves_nothing(door):
 
 
 @pytest.mark.parametrize("name", [None, "mine"])
-@pytest.mark.parametrize("door", ["rerun", "replay", "scope", "module", "instance"])
+@pytest.mark.parametrize("door", ["rerun", "replay", "scope", "module", "instance", "modules"])
 def test_name_is_what_messages_say(door, name):
-    """The name that was given; else the function's, the class's, or 'scope'."""
+    """The name that was given; else the function's, the class's, the module's, or 'scope'."""
     x, source = leaf(3), torch.ones(3)
 
     def fn(x, source):
@@ -367,12 +368,14 @@ def test_name_is_what_messages_say(door, name):
         def forward(self, *args):
             return fn(*args)
 
+    model = nn.ModuleDict({"a": Twisted()})
     run, own = {
         "rerun": lambda: (checkpointed(fn, name=name), fn.__qualname__),
         "replay": lambda: (checkpointed(fn, name=name, backend="replay"), fn.__qualname__),
         "scope": lambda: (scope(fn, name=name), "scope"),
         "instance": lambda: (checkpointed(Twisted(), name=name), Twisted.__qualname__),
         "module": lambda: (checkpointed(Twisted, name=name)(), Twisted.__qualname__),
+        "modules": lambda: (checkpoint_modules(model, "a", name=name) and model["a"], "a"),
     }[door]()
     assert checkpoint_scope(name=name).name == (name or "scope")
     y = run(x, source)

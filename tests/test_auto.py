@@ -21,7 +21,6 @@ from checkpointing import (
     checkpointed,
     clear_programs,
     keep,
-    offload,
     save_tagged,
     tag,
 )
@@ -410,7 +409,6 @@ def test_budgets_and_peaks_may_be_text():
         assert auto(budget=text) == auto(budget=number)
     assert repr(auto(budget="2 KiB")) == "auto(budget=2048)"
     assert repr(auto(peak="1 KiB")) == "auto(peak=1024)"
-    assert repr(offload(auto(peak=3))).startswith("offload(auto(peak=3)")
     assert repr(auto()) == "auto()"
     with pytest.raises(ValueError, match="a budget or a peak"):
         auto(budget=1, peak=1)

@@ -22,22 +22,11 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import oracle
 import pytest
 import torch
 import torch.utils.checkpoint
-from oracle import (
-    Double,
-    Pair,
-    PassThrough,
-    SavesItsOutput,
-    bits,
-    freeze,
-    noisy,
-    state,
-    tensors,
-    tensors_alive,
-    weigh,
-)
+from oracle import Double, Pair, PassThrough, SavesItsOutput, bits, noisy, state, tensors, weigh
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.nn import functional as F
@@ -577,7 +566,7 @@ def left_behind(sources: list[str]) -> str | None:
     # Plain code, too, leaves a cycle where hooks hand on a result, or where it is written later.
     if any(word in source for word in (WRITES, "identical(", "save_on_cpu(") for source in sources):
         return None
-    count = tensors_alive()
+    count = oracle.tensors_alive()
     return f"{count} tensors left behind" if count else None
 
 
@@ -644,7 +633,7 @@ def torch_fails(source: str, want: list[Any]) -> bool:
 def one(seed: int) -> tuple[str, str]:
     lines = repaired(Writer(seed).program())
     source = "\n".join(lines or [])
-    freeze()
+    oracle.freeze()
     verdict = judge(source, OPEN) if lines else "skipped"
     return source, left_behind([source]) or verdict
 
@@ -688,7 +677,7 @@ def shared(seed: int) -> Iterator[tuple[str, str]]:
     lines = Writer(seed).program()
     programs = [repaired(lines), *(repaired(varied(lines, draw)) for _ in range(3))]
     sources = ["\n".join(lines) for lines in programs if lines]
-    freeze()
+    oracle.freeze()
     for source in draw.choices(sources, k=3 * len(sources)):
         said = judge(source, SHARED)
         # What is wrong alone, too, is the subject of the test above.
