@@ -10,7 +10,7 @@ import logging
 import re
 import types
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -44,10 +44,10 @@ def same(have, want):
     assert [bits(t) for t in have] == [bits(t) for t in want]
 
 
-@dataclasses.dataclass
-class Plain:
-    x: Any
-    rest: Any = None
+Plain = dataclasses.make_dataclass("Plain", [("x", Any), ("rest", Any, None)])
+Named = collections.namedtuple("Named", "x rest", defaults=[None])
+# A dict that torch's pytree does not know: handed over as it is.
+Output = type("Output", (collections.OrderedDict,), {})
 
 
 @dataclasses.dataclass(slots=True)
@@ -65,15 +65,6 @@ def more(x, rest=None):
     value = Plain(x, rest)
     value.factor = 2.0
     return value
-
-
-class Named(NamedTuple):
-    x: Any
-    rest: Any = None
-
-
-class Output(collections.OrderedDict):
-    """A dict that torch's pytree does not know: handed over as it is."""
 
 
 class Registered:

@@ -64,15 +64,10 @@ def selective(m, *args, **kwargs):
     return functools.partial(m.create_selective_checkpoint_contexts, *args, **kwargs)
 
 
-class Fickle:
+def fickle(*ways):
     """A function that goes another way every second time."""
-
-    def __init__(self, first, second):
-        self.ways = [first, second]
-
-    def __call__(self, x):
-        self.ways.reverse()
-        return self.ways[1](x)
+    ways = itertools.cycle(ways)
+    return lambda x: next(ways)(x)
 
 
 def counted(steps):
@@ -296,7 +291,7 @@ CASES |= {
     ),
     "a policy that lists packets": lambda m: selective(m, [torch.ops.aten.mm])(),
     "no determinism check": lambda m: gradient(
-        region(m, Fickle(torch.exp, torch.sigmoid), x := leaf(), determinism_check="none"), x
+        region(m, fickle(torch.exp, torch.sigmoid), x := leaf(), determinism_check="none"), x
     ),
     "reentrant contexts": lambda m: legacy_sine(m, context_fn=selective(m, [MM])),
     "reentrant debug": lambda m: legacy_sine(m, debug=True),
@@ -328,7 +323,7 @@ MISMATCHES = {
 for name, stop in itertools.product(MISMATCHES, (True, False)):
 
     def program(m, ways=MISMATCHES[name], stop=stop):
-        return gradient(region(m, Fickle(*ways), x := leaf(), early_stop=stop), x)
+        return gradient(region(m, fickle(*ways), x := leaf(), early_stop=stop), x)
 
     CASES[f"{name}, {'with' if stop else 'without'} early stop"] = program
 
@@ -384,7 +379,7 @@ def selected(*ways, **options):
     """A program that ends with an error, or with what torch computes."""
     ways = ways * 2 if len(ways) == 1 else ways
     return lambda m: gradient(
-        region(m, Fickle(*ways), x := leaf(), context_fn=selective(m, [SIN], **options)), x
+        region(m, fickle(*ways), x := leaf(), context_fn=selective(m, [SIN], **options)), x
     )
 
 
@@ -587,7 +582,7 @@ def test_backwards_of_other_regions_may_overlap_in_a_group(door):
 def test_debug_says_what_torch_says_around_the_operators_of_both_runs():
     """Its headings, and its error as the cause. (The operators: test_determinism.py.)"""
     with ours.set_checkpoint_debug_enabled(True):
-        y = region(ours, Fickle(*MISMATCHES["another shape"]), leaf())
+        y = region(ours, fickle(*MISMATCHES["another shape"]), leaf())
     with pytest.raises(ours.CheckpointError) as caught:
         y.sum().backward()
     text, cause = str(caught.value), caught.value.__cause__

@@ -278,14 +278,11 @@ def test_a_kept_tensor_comes_back_as_the_view_of_conjugates_or_negatives_that_it
     assert have == gradients(function(plain, plain, lambda t: t))
 
 
-def without_gradient():
-    """It shows `requires_grad` of its base, and carries no gradient."""
-    base = leaf(4, 4)
-    with torch.no_grad():
-        return base[:2]
-
-
-VIEWS = {"leaf": lambda: torch.ones(4, 4)[:2].requires_grad_(), "no_grad": without_gradient}
+VIEWS = {
+    "leaf": lambda: torch.ones(4, 4)[:2].requires_grad_(),
+    # It shows `requires_grad` of its base, and carries no gradient.
+    "no_grad": lambda: torch.no_grad()(lambda base: base[:2])(leaf(4, 4)),
+}
 
 
 @AROUND
