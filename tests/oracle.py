@@ -330,8 +330,7 @@ def garbage_in_fresh_memory(byte: int) -> Iterator[None]:
 
 @dataclasses.dataclass
 class Case:
-    """A program; `refused` names the doors that may raise a CheckpointError instead, `doors` those
-    that make sense."""
+    """A program, with its doors; those that are `refused` may raise a CheckpointError instead."""
 
     program: Any
     make: Any
@@ -369,8 +368,7 @@ class Case:
 
 
 class Table:
-    """The programs of one test file. One that isn't `whole` is itself the function in the
-    region."""
+    """Programs of one file; those that aren't `whole` are themselves functions in a region."""
 
     def __init__(self, make: Function) -> None:
         self.make = make
@@ -529,8 +527,7 @@ def same_bits(door, program):
 
 
 class Programs:
-    """A table of programs, `program(door)`, each with its doors: through them it leaves the same
-    bits behind as without."""
+    """Programs, `program(door)`, which leave the same bits behind through each of their doors."""
 
     def __init__(self, default: Any = (*RERUNS, "replay", "scope")) -> None:
         self.default, self.cases = default, []
@@ -701,13 +698,9 @@ def no_garbage() -> Iterator[None]:
         gc.enable()
 
 
-class Canary:
-    """Something that can be referred to weakly; it dies with what holds it."""
-
-
 def is_in_a_region() -> bool:
     """Whether one holds what functions that it does not repeat return."""
-    dead = weakref.ref(forward_only(lambda: Canary())())
+    dead = weakref.ref(forward_only(lambda: {0})())
     return dead() is not None
 
 

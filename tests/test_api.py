@@ -1,5 +1,4 @@
-"""The two doors: what can be decorated and what stays as it was, what a scope object is, what each
-option changes."""
+"""The two doors: what can be decorated, what stays as it was, and what options change."""
 
 import copy
 import functools

@@ -1,5 +1,4 @@
-"""What a recompute is given: arguments of any structure, defaults and closed-over tensors, saved as
-an operator saves its inputs, and guarded."""
+"""Arguments, defaults and closed-over tensors: saved as by an operator, guarded, given again."""
 
 import collections
 import contextlib

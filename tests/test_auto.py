@@ -1,5 +1,4 @@
-"""Checkpoints that place themselves: what memory that leaves, under a budget and without; the same
-each time."""
+"""Checkpoints that place themselves: the memory that they leave, and the same ones each time."""
 
 import gc
 import itertools
@@ -67,8 +66,7 @@ def known(fn, **options):
 
 
 def test_twelve_blocks_need_no_more_than_checkpoints_by_hand_from_the_first_step_on():
-    """One scope around everything needs less than torch's checkpoint per block. While the program
-    is not known, nothing is kept."""
+    """One scope around everything. While the program is not known, nothing is kept."""
     by_hand = bytes_of(programs.transformer(12, 64, by_hand=True))
     forward = programs.transformer(12, 64)
     forward().backward()
@@ -255,8 +253,7 @@ def net(depth=6, tag=lambda t, name: t, keep=lambda t: t):
 
 
 def in_place():
-    """A long chain of writes to one storage, random ones among them, with results of several steps
-    saved."""
+    """Many writes to one storage, random ones among them; results of several steps are saved."""
     x = torch.rand(8, 16).requires_grad_()
 
     def run():
@@ -321,8 +318,7 @@ class Meter(PassThrough):
 
 @pytest.mark.parametrize("name", BUILDS)
 def test_a_budget_is_never_exceeded(name):
-    """From the least possible to more than plain needs: at no moment of the forward is more
-    kept."""
+    """At no moment of the forward; from the least possible to more than plain needs."""
     plain, _ = bytes_of(BUILDS[name]())
     with pytest.warns(UserWarning, match="no room for checkpoints") as caught:
         known(BUILDS[name](), budget=0)

@@ -1,9 +1,7 @@
-"""torch's own functions and ours, side by side: torch is the oracle for results, counts, warnings
-and errors.
+"""torch's own functions and ours, side by side: torch is the oracle.
 
 A program takes the module whose functions it shall use. What it returns, the warnings on the way
-and the error that ends it must be the same for both. Where torch 2.13 answers otherwise than later
-ones, `answer` holds what those answer.
+and the error that ends it must be the same for both, or what later versions than 2.13 answer.
 """
 
 import contextlib

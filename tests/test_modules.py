@@ -1,5 +1,4 @@
-"""`checkpoint_modules`: regions around whole modules, in place; everything else about the model
-stays as it was."""
+"""`checkpoint_modules`: regions around whole modules, in place, and nothing else is changed."""
 
 import contextlib
 import copy
@@ -191,7 +190,6 @@ REGIONS = {
 }
 
 
-# How programs copy models.
 COPIES = {
     "deepcopy": copy.deepcopy,
     "AveragedModel": lambda model: AveragedModel(model).module,

@@ -1,5 +1,4 @@
-"""Random programs of regions in regions: they leave the bits of plain code behind, or a typed
-error.
+"""Random programs of regions in regions leave the bits of plain code behind, or a typed error.
 
 A program is written without looking: what plain code can't do is dropped, line by line, until plain
 code runs. Then it runs with regions.
@@ -653,8 +652,7 @@ def test_nests() -> None:
 
 
 def varied(lines: list[str], draw: random.Random) -> list[str]:
-    """The same program, in which some lines read another tensor, scopes have other options, or
-    tensors another size."""
+    """The same program, in which lines read other tensors, or options or sizes are others."""
     found = [*lines]
     if draw.random() < 0.2:
         found[0] = f"N = {draw.choice((4, 5, 26))}"
@@ -671,8 +669,7 @@ def varied(lines: list[str], draw: random.Random) -> list[str]:
 
 
 def shared(seed: int) -> Iterator[tuple[str, str]]:
-    """Programs that share their sites, several times each in random order, and what became of
-    them."""
+    """Programs that share their sites, in random order, and what became of them."""
     draw = random.Random(seed)
     lines = Writer(seed).program()
     programs = [repaired(lines), *(repaired(varied(lines, draw)) for _ in range(3))]

@@ -1,5 +1,4 @@
-"""Regions in regions beside `keep`, `forward_only`, hooks that copy, and writes: slots come back as
-what they were."""
+"""Slots come back as what they were: regions in regions beside hooks that copy, and writes."""
 
 import contextlib
 import functools
