@@ -33,19 +33,10 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.profiler import ProfilerActivity, profile, record_function
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    is_in_any_mode_without_ignore_compile_internals,
-)
+from torch.utils import _python_dispatch as dispatch
 
-from checkpointing import (
-    CheckpointError,
-    auto,
-    checkpoint_scope,
-    checkpointed,
-    forward_only,
-    is_recomputing,
-)
+import checkpointing
+from checkpointing import CheckpointError, auto, checkpoint_scope, checkpointed
 
 Function = Callable[..., Any]
 _libc = ctypes.CDLL(None)
@@ -573,7 +564,7 @@ UNCOUNTED = frozenset(
 )
 
 
-class PassThrough(TorchDispatchMode):
+class PassThrough(dispatch.TorchDispatchMode):
     """A mode that does nothing: some composite operators take another way in any."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -625,7 +616,7 @@ def count(run: Callable[[], object]) -> dict[str, int]:
     return dict(counting.ran)
 
 
-class Watching(TorchDispatchMode):
+class Watching(dispatch.TorchDispatchMode):
     """Knows of every storage that an operator makes while it is entered whether it lives."""
 
     def __init__(self) -> None:
@@ -700,7 +691,7 @@ def no_garbage() -> Iterator[None]:
 
 def is_in_a_region() -> bool:
     """Whether one holds what functions that it does not repeat return."""
-    dead = weakref.ref(forward_only(lambda: {0})())
+    dead = weakref.ref(checkpointing.forward_only(lambda: {0})())
     return dead() is not None
 
 
@@ -708,13 +699,13 @@ def state() -> dict[str, Any]:
     """All that a region or a recompute changes while it runs, and no user does."""
     return {
         "in a region": is_in_a_region(),
-        "recomputing": is_recomputing(),
+        "recomputing": checkpointing.is_recomputing(),
         "hooks": torch._C._autograd._top_saved_tensors_default_hooks(True),
         "dispatch modes": torch._C._len_torch_dispatch_stack(),
         "function modes": torch._C._len_torch_function_stack(),
         "functions enabled": torch._C._is_torch_function_enabled(),
         "excluded keys": repr(torch._C._dispatch_tls_local_exclude_set()),
-        "in a mode": is_in_any_mode_without_ignore_compile_internals(),
+        "in a mode": dispatch.is_in_any_mode_without_ignore_compile_internals(),
         "grad mode": torch.is_grad_enabled(),
         "autocast": torch.is_autocast_enabled("cpu"),
         "default dtype": torch.get_default_dtype(),

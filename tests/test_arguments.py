@@ -11,28 +11,16 @@ import types
 from types import SimpleNamespace
 from typing import Any
 
+import oracle
 import pytest
 import torch
-from oracle import (
-    EACH_DOOR,
-    EACH_WAY,
-    RERUNS,
-    WAYS,
-    Hooks,
-    Programs,
-    bits,
-    integers as leaf,
-    plain,
-    python_calls,
-    rerun,
-    tensors,
-)
+from oracle import EACH_WAY, RERUNS, WAYS, bits, integers as leaf, plain, rerun
 from torch import nn
 from torch.utils._pytree import register_pytree_node
 
 from checkpointing import ChangedError, CheckpointError, MismatchError
 
-program = Programs()
+program = oracle.Programs()
 
 
 def data(*shape):
@@ -257,7 +245,7 @@ def test_requires_grad_of_an_argument_is_that_of_the_forward(door, kind, given):
         same(step(WAYS[door], True), want)
 
 
-@EACH_DOOR
+@oracle.EACH_DOOR
 @pytest.mark.parametrize("view", [False, True])
 def test_inference_tensors_are_copied(door, view):
     """They have no version: nobody sees that they are written."""
@@ -289,7 +277,7 @@ def test_containers_may_be_changed_afterwards(door, change):
     build, mutate = CHANGES[change]
     w, x = leaf(3), data()
     s = build(x)
-    y = door(lambda *, s: (tensors(s)[0] * w).square())(s=s)
+    y = door(lambda *, s: (oracle.tensors(s)[0] * w).square())(s=s)
     mutate(s, torch.zeros(3))
     same(torch.autograd.grad(y.sum(), w), torch.autograd.grad((x * w).square().sum(), w))
 
@@ -364,9 +352,9 @@ def test_inputs_go_through_enclosing_hooks_and_parameters_do_not(door):
             y = fn(x, p, d=d, nested=[{"a": nested}], hidden=hidden)
         return x, torch.autograd.grad(y.sum(), [base, p, hidden])
 
-    hooks = Hooks()
+    hooks = oracle.Hooks()
     x, have = step(WAYS[door](fn), hooks)
-    same(have, step(fn, Hooks())[1])
+    same(have, step(fn, oracle.Hooks())[1])
     assert sorted(hooks.places) == sorted(t.data_ptr() for t in (x, d, nested, hidden))
     assert hooks.unpacked == 4
 
@@ -401,7 +389,7 @@ def test_what_a_region_could_reach_costs_nothing(way, monkeypatch):
             "argument": lambda: rerun(lambda x, trainer: layer(x))(x, trainer),
         }[way]
         region().sum().backward()
-        return python_calls(lambda: region().sum().backward())
+        return oracle.python_calls(lambda: region().sum().backward())
 
     assert calls(50_000) == calls(0)
 
