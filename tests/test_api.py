@@ -13,16 +13,8 @@ import torch
 from oracle import EACH_WAY, at_once, bits, count, leaf, python_calls, scope
 from torch import nn
 
-from checkpointing import (
-    CheckpointError,
-    Stats,
-    auto,
-    checkpoint_modules,
-    checkpoint_scope,
-    checkpointed,
-    disabled,
-    is_recomputing,
-)
+import checkpointing
+from checkpointing import CheckpointError, checkpoint_scope, checkpointed, disabled
 
 BACKENDS = pytest.mark.parametrize("backend", ["rerun", "replay"])
 
@@ -159,7 +151,9 @@ def test_fn_is_positional_only_and_options_are_keyword_only():
         "fn": lambda: checkpointed(fn=torch.sin),
         "positional": lambda: checkpointed(torch.sin, True),
         "a policy is one of": lambda: checkpoint_scope(True),
-        "multiple values": lambda: checkpoint_scope(auto(), policy=auto()),
+        "multiple values": lambda: checkpoint_scope(
+            checkpointing.auto(), policy=checkpointing.auto()
+        ),
         "checkpointed has no option 'polcy', only .*enabled": lambda: checkpointed(polcy=None),
         "checkpoint_scope has no option 'polcy', only .*": lambda: checkpoint_scope(polcy=None),
         "no option 'backend', only enabled": lambda: checkpoint_scope(backend="rerun"),
@@ -254,7 +248,7 @@ def test_a_module_instance_is_not_changed(backend):
     assert run.__wrapped__ is module
     assert (vars(module), module.forward, type(module)) == (before, forward, PlainBlock)
     assert [count(fn(x).sum().backward).get("exp", 0) for fn in (run, module)] == [1, 0]
-    module.register_forward_pre_hook(lambda *_: calls.append(is_recomputing()))
+    module.register_forward_pre_hook(lambda *_: calls.append(checkpointing.is_recomputing()))
     run(x).sum().backward()
     assert calls == ([False, True] if backend == "rerun" else [False])
 
@@ -338,7 +332,7 @@ def test_grad_mode_off_is_a_plain_call(mode, door):
         assert python_calls(lambda: region(y)) < python_calls(lambda: fn(y)) + 30
         with checkpoint_scope() as entered:
             fn(y)
-        assert entered.stats == Stats()
+        assert entered.stats == checkpointing.Stats()
 
 
 @EACH_WAY
@@ -368,13 +362,17 @@ def test_name_is_what_messages_say(door, name):
             return fn(*args)
 
     model = nn.ModuleDict({"a": Twisted()})
+    checkpointing.checkpoint_modules(model, "a", name=name)
     run, own = {
         "rerun": lambda: (checkpointed(fn, name=name), fn.__qualname__),
         "replay": lambda: (checkpointed(fn, name=name, backend="replay"), fn.__qualname__),
         "scope": lambda: (scope(fn, name=name), "scope"),
         "instance": lambda: (checkpointed(Twisted(), name=name), Twisted.__qualname__),
         "module": lambda: (checkpointed(Twisted, name=name)(), Twisted.__qualname__),
-        "modules": lambda: (checkpoint_modules(model, "a", name=name) and model["a"], "a"),
+        "modules": lambda: (
+            checkpointing.checkpoint_modules(model, "a", name=name) and model["a"],
+            "a",
+        ),
     }[door]()
     assert checkpoint_scope(name=name).name == (name or "scope")
     y = run(x, source)

@@ -9,16 +9,8 @@ import torch
 from oracle import NO_ROOM, PLANNED, bits, leaf, plain, planned, scope, weigh
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
-from checkpointing import (
-    CheckpointError,
-    MismatchError,
-    checkpoint_scope,
-    checkpointed,
-    forward_only,
-    keep,
-    offload,
-    opaque,
-)
+import checkpointing
+from checkpointing import CheckpointError, checkpoint_scope, checkpointed, keep, offload
 from checkpointing.torch_compat import checkpoint
 
 pytestmark = NO_ROOM
@@ -193,7 +185,12 @@ def test_layouts_stay(layout, hooks):
         function = lambda x: program(x, kept, door)  # noqa: E731
         return gradients(function, hooks, lambda: [leaf(20, 100)]), {*seen}
 
-    for kept in (keep, lambda t: t, forward_only(lambda t: t), forward_only(lambda t: t + 0)):
+    for kept in (
+        keep,
+        lambda t: t,
+        checkpointing.forward_only(lambda t: t),
+        checkpointing.forward_only(lambda t: t + 0),
+    ):
         want = found(inside, kept, plain, contextlib.nullcontext)
         for program, door in itertools.product((inside, given), REGIONS.values()):
             assert found(program, kept, door, hooks) == want
@@ -210,7 +207,7 @@ def test_what_a_scope_in_a_rerun_has_read_is_what_it_was(unseen):
             h = w.detach() * 2
             with checkpoint_scope(enabled=enabled):
                 y = (h + 1).sin() * w
-                with opaque() if unseen else contextlib.nullcontext():
+                with checkpointing.opaque() if unseen else contextlib.nullcontext():
                     h.mul_(3)
             return (y * h).sin()
 
@@ -323,5 +320,5 @@ def test_slots_that_have_shifted_are_a_mismatch():
         return a + inner(x * 2)
 
     y = function(leaf(4), leaf(4))
-    with pytest.raises(MismatchError, match="region inside"):
+    with pytest.raises(checkpointing.MismatchError, match="region inside"):
         y.sum().backward()
