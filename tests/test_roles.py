@@ -185,12 +185,8 @@ def test_layouts_stay(layout, hooks):
         function = lambda x: program(x, kept, door)  # noqa: E731
         return gradients(function, hooks, lambda: [leaf(20, 100)]), {*seen}
 
-    for kept in (
-        keep,
-        lambda t: t,
-        checkpointing.forward_only(lambda t: t),
-        checkpointing.forward_only(lambda t: t + 0),
-    ):
+    only = [checkpointing.forward_only(kept) for kept in (lambda t: t, lambda t: t + 0)]
+    for kept in (keep, lambda t: t, *only):
         want = found(inside, kept, plain, contextlib.nullcontext)
         for program, door in itertools.product((inside, given), REGIONS.values()):
             assert found(program, kept, door, hooks) == want
