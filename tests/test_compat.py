@@ -151,15 +151,10 @@ def stops(m, switches, **argument):
 @case
 def early_stop(m):
     decorated = m.set_checkpoint_early_stop(False)(lambda: stops(m, ()))
-    return (
-        decorated(),
-        decorated(),
-        [
-            stops(m, switches, **argument)
-            for switches in ((), (None,), (True,), (False,), (False, True))
-            for argument in ({}, {"early_stop": True}, {"early_stop": False})
-        ],
-    )
+    arguments = {}, {"early_stop": True}, {"early_stop": False}
+    ways = itertools.product([(), (None,), (True,), (False,), (False, True)], arguments)
+    found = [stops(m, switches, **argument) for switches, argument in ways]
+    return found, decorated(), decorated(), stops(m, ())
 
 
 def two_backwards(m, context):
