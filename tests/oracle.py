@@ -332,10 +332,8 @@ class Case:
 
     def check(self, door: str) -> None:
         for backward in self.backwards:
-            want = self._wanted.get(backward) or outcome(
-                self.program, REGIONS["plain"], self.make, backward
-            )
-            got = outcome(self.program, REGIONS[door], self.make, backward)
+            found = functools.partial(outcome, self.program, make=self.make, backward=backward)
+            want, got = self._wanted.get(backward) or found(REGIONS["plain"]), found(REGIONS[door])
             if door in self.refused and isinstance(got.get("error"), CheckpointError):
                 continue
             if "error" in want:
@@ -421,9 +419,8 @@ def same_place() -> Any:
         if t.layout is not torch.strided or t.is_nested or type(t) is not Tensor or t.is_meta:
             return t.detach()
         copy = t.detach().untyped_storage().clone()
-        whole = torch.empty(0, dtype=t.dtype, device=t.device).set_(
-            copy, t.storage_offset(), t.size(), t.stride()
-        )
+        whole = torch.empty(0, dtype=t.dtype, device=t.device)
+        whole.set_(copy, t.storage_offset(), t.size(), t.stride())
         return torch._neg_view(whole) if t.is_neg() else whole.conj() if t.is_conj() else whole
 
     return torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t)
@@ -559,9 +556,7 @@ def python_calls(run):
 
 
 # Operators that compute nothing: they differ between torch versions and between sources.
-UNCOUNTED = frozenset(
-    words("detach alias as_strided view t transpose expand empty_strided new_empty")
-)
+UNCOUNTED = words("detach alias as_strided view t transpose expand empty_strided new_empty")
 
 
 class PassThrough(dispatch.TorchDispatchMode):
@@ -597,9 +592,8 @@ def at_once(*functions: Callable[[], Any]) -> list[Any]:
         except BaseException as error:
             errors.append(error)
 
-    threads = [
-        threading.Thread(target=run, args=item, daemon=True) for item in enumerate(functions)
-    ]
+    items = enumerate(functions)
+    threads = [threading.Thread(target=run, args=item, daemon=True) for item in items]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -634,9 +628,8 @@ class Watching(dispatch.TorchDispatchMode):
 
     def alive(self, *names: str) -> list[str]:
         """The operators whose results live, in the order in which they ran."""
-        return [
-            name for name, ref in self.made if not ref.expired() and (not names or name in names)
-        ]
+        living = [name for name, ref in self.made if not ref.expired()]
+        return [name for name in living if not names or name in names]
 
 
 class Step(NamedTuple):

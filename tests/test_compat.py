@@ -279,9 +279,7 @@ CASES |= {
     "unknown keywords of a sequence": lambda m: in_sequence(m, torch.sin, leaf(), foo=1, bar=2),
     "a sequence of two inputs": lambda m: in_sequence(m, torch.add, leaf(), leaf()),
     "unknown keywords of the decorator": lambda m: m.checkpoint(use_reentrant=False, foo=1, bar=2),
-    "keywords of a decorated reentrant function": lambda m: m.checkpoint(use_reentrant=True)(fails)(
-        leaf(), y=2
-    ),
+    "keywords of a decorated function": lambda m: m.checkpoint(use_reentrant=True)(fails)(1, y=2),
     "a policy that lists packets": lambda m: selective(m, [torch.ops.aten.mm])(),
     "no determinism check": lambda m: gradient(
         region(m, fickle(torch.exp, torch.sigmoid), x := leaf(), determinism_check="none"), x
@@ -299,7 +297,7 @@ CASES |= {
 ANSWERS = {  # a result, or the class of an error and a sentence in it
     "a_decorated_function": [True, 2, ("fn", "What it does.")],
     "unknown keywords of the decorator": (ValueError, "Unexpected keyword arguments: foo,bar"),
-    "keywords of a decorated reentrant function": (ValueError, "Unexpected keyword arguments: y"),
+    "keywords of a decorated function": (ValueError, "Unexpected keyword arguments: y"),
     "reentrant contexts": (ValueError, ONLY),
     "reentrant debug": (ValueError, ONLY),
     "reentrant and hooks to respect": (ValueError, ONLY),
@@ -371,9 +369,8 @@ def backward_twice(y, retain_graph=False):
 def selected(*ways, **options):
     """A program that ends with an error, or with what torch computes."""
     ways = ways * 2 if len(ways) == 1 else ways
-    return lambda m: gradient(
-        region(m, fickle(*ways), x := leaf(), context_fn=selective(m, [SIN], **options)), x
-    )
+    contexts = lambda m: selective(m, [SIN], **options)  # noqa: E731
+    return lambda m: gradient(region(m, fickle(*ways), x := leaf(), context_fn=contexts(m)), x)
 
 
 CASES |= {

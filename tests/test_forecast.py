@@ -62,9 +62,8 @@ class Pyramid(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.stages = nn.ModuleList(
-            nn.ModuleList(Wide(32 * 2**n) for _ in range(3)) for n in range(3)
-        )
+        stages = [[Wide(32 * 2**n) for _ in range(3)] for n in range(3)]
+        self.stages = nn.ModuleList(map(nn.ModuleList, stages))
         self.downs = nn.ModuleList(nn.Linear(64 * 2**n, 64 * 2**n) for n in range(2))
 
     def forward(self, x):

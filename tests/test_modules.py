@@ -215,9 +215,8 @@ def test_copies_run_their_own_parameters_in_regions(regions, how):
     with torch.no_grad():
         for p in twin.parameters():
             p.mul_(2)
-    plain_twin.load_state_dict(
-        dict(zip(plain_twin.state_dict(), twin.state_dict().values(), strict=True))
-    )
+    names, values = plain_twin.state_dict(), twin.state_dict().values()
+    plain_twin.load_state_dict(dict(zip(names, values, strict=True)))
     before = bits(model.state_dict())
     is_by_name = regions in ("forward", "forward, replay") and how == "pickle"
     assert step(twin) == (step(plain_twin)[0], 0 if is_by_name else 3)

@@ -314,9 +314,8 @@ class Writer:
         results = [self.new() for _ in dict.fromkeys(inside)]
         self.bind(results)
         # A line that makes a result may have been dropped: a parameter goes in its place.
-        found = ", ".join(
-            f"locals().get('{one}', {parameters[0]})" for one in dict.fromkeys(inside)
-        )
+        first, once = parameters[0], dict.fromkeys(inside)
+        found = ", ".join(f"locals().get('{one}', {first})" for one in once)
         return [
             *block(f"def {name}({', '.join(parameters)})", [*body, f"return {found},"]),
             f"{name} = {door}({name}{options and ', '}{options})",
@@ -415,9 +414,8 @@ class Writer:
         names = self.names[len(LEAVES) :]
         outputs = [*self.random.sample(names, min(3, len(names))), *names[-3:]]
         # A line that makes a result may have been dropped.
-        found = (
-            f"out = [v for v in map(locals().get, {[*dict.fromkeys(outputs)]}) if v is not None]"
-        )
+        outputs = [*dict.fromkeys(outputs)]
+        found = f"out = [v for v in map(locals().get, {outputs}) if v is not None]"
         inputs = "a, b, w, *lin.parameters()"
         second = [
             f"g1 = grad(out, [{inputs}], create_graph=True)",
@@ -688,9 +686,8 @@ def test_nests_that_share_their_sites() -> None:
 
 def test_the_generator_finds_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     """A `keep` that hands over something else is noticed."""
-    monkeypatch.setitem(
-        OPEN, "keep", lambda x: [t * 1.5 for t in x] if isinstance(x, tuple) else x * 1.5
-    )
+    other = lambda x: [t * 1.5 for t in x] if isinstance(x, tuple) else x * 1.5  # noqa: E731
+    monkeypatch.setitem(OPEN, "keep", other)
     found = [source for source, verdict in map(one, range(40)) if verdict not in FINE]
     assert len(found) > 3
     assert all("keep(" in source for source in found)

@@ -84,7 +84,7 @@ def reads_and_writes(write, region, reader, x, w):
     return y + write(region, a, w).cos()
 
 
-unseen_mul = torch.no_grad()(torch.Tensor.mul_)
+unseen = torch.no_grad()(torch.Tensor.mul_)
 
 
 WRITES = {
@@ -93,9 +93,7 @@ WRITES = {
     "view": lambda region, a, w: region(lambda a, row, w: (row.mul_(3), (a + 1).sin() * w)[1])(
         a, a[1], w
     ),
-    "without grad": lambda region, a, w: region(lambda a, w: (unseen_mul(a, 3) + 1).sin() * w)(
-        a, w
-    ),
+    "without grad": lambda region, a, w: region(lambda a, w: (unseen(a, 3) + 1).sin() * w)(a, w),
     "further inside": lambda region, a, w: region(
         lambda a, w: region(lambda w: WRITES["argument"](region, a, w) * 2)(w)
     )(a, w),
@@ -163,9 +161,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("layout", "hooks"), in_hooks_by_turns([(name,) for name in LAYOUTS], LAYOUTS)
-)
+@pytest.mark.parametrize(("layout", "hooks"), in_hooks_by_turns(zip(LAYOUTS), LAYOUTS))
 def test_layouts_stay(layout, hooks):
     """Strides decide in which order kernels add."""
     seen = []
@@ -254,9 +250,7 @@ SEEN = {"conjugate": lambda z: z.conj().t(), "negated": lambda z: z.conj().imag}
 @pytest.mark.parametrize("inner", ["replay", "planned", "offload planned"])
 @pytest.mark.parametrize("outer", REGIONS)
 @pytest.mark.parametrize("seen", SEEN)
-def test_a_kept_tensor_comes_back_as_the_view_of_conjugates_or_negatives_that_it_was(
-    seen, outer, inner, hooks
-):
+def test_a_kept_tensor_is_the_conjugate_or_negated_view_that_it_was(seen, outer, inner, hooks):
     """Recorded operators read the bits in memory."""
 
     def function(outer, inner, kept):
@@ -281,9 +275,7 @@ VIEWS = {
 @pytest.mark.parametrize("inner", ["plain", *INNER])
 @pytest.mark.parametrize("outer", OUTER)
 @pytest.mark.parametrize("view", VIEWS)
-def test_a_view_that_no_operator_of_the_graph_made_comes_back_as_what_it_was(
-    view, outer, inner, hooks
-):
+def test_a_view_that_no_operator_of_the_graph_made_is_what_it_was(view, outer, inner, hooks):
     """Hooks bring it back as a leaf of its own."""
 
     def function(outer, around, inner):
