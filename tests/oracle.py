@@ -195,11 +195,8 @@ def bits(value: Any) -> Any:
     tensor = value.detach()
     head = (value.requires_grad, type(value).__name__, value.dtype, value.layout, str(value.device))
     if hasattr(tensor, "__tensor_flatten__"):
-        return (
-            *head,
-            tuple(tensor.shape),
-            [bits(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0]],
-        )
+        parts = [bits(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0]]
+        return (*head, tuple(tensor.shape), parts)
     if tensor.is_nested:
         return (*head, bits(tensor.unbind()))
     head = (*head, tuple(tensor.shape))
@@ -215,11 +212,8 @@ def bits(value: Any) -> Any:
     data = tensor.resolve_conj().resolve_neg()
     data = (data.clone() if data._is_zerotensor() else data).contiguous().view(-1)
     data = data.as_strided(data.shape, (1,))  # one number may have any stride
-    return (
-        *head,
-        tensor.stride(),
-        data.view(torch.uint8).numpy().tobytes() if data.numel() else b"",
-    )
+    numbers = data.view(torch.uint8).numpy().tobytes() if data.numel() else b""
+    return (*head, tensor.stride(), numbers)
 
 
 # ---- what can be seen of a program

@@ -59,6 +59,7 @@ def assert_right_or_refused(want, function, hooks=contextlib.nullcontext):
     return True
 
 
+TWO = REGIONS, REGIONS
 OUTER = ["rerun", "compat", "replay", "offload planned"]
 INNER = ["rerun", "all of it", "scope", "offload"]
 AROUND = pytest.mark.parametrize("hooks", HOOKS.values(), ids=HOOKS)
@@ -68,10 +69,7 @@ def in_hooks_by_turns(names, *tables):
     """Each without hooks around, and in one kind by turns; names are looked up in these tables."""
     some = [(*each, hooks) for i, each in enumerate(names) for hooks in ("no hooks", NTH[i % 3])]
     tables = *tables, HOOKS
-    return [
-        pytest.param(*(table[name] for table, name in zip(tables, each, strict=True)), id=str(each))
-        for each in some
-    ]
+    return [pytest.param(*map(dict.__getitem__, tables, each), id=str(each)) for each in some]
 
 
 NTH = [name for name in HOOKS if name != "no hooks"]
@@ -99,19 +97,13 @@ WRITES = {
     )(a, w),
 }
 READERS = itertools.cycle(["the same", "rerun", "scope"])  # by turns
-READ_AND_WRITTEN = itertools.product(OUTER, [*INNER, "compat"], WRITES)
-
-
-@pytest.mark.parametrize(
-    ("outer", "inner", "write", "reader", "hooks"),
-    in_hooks_by_turns(
-        [(*each, next(READERS)) for each in READ_AND_WRITTEN],
-        REGIONS,
-        REGIONS,
-        WRITES,
-        REGIONS | {"the same": None},
-    ),
+WRITTEN = itertools.product(OUTER, [*INNER, "compat"], WRITES)
+READ = in_hooks_by_turns(
+    [(*each, next(READERS)) for each in WRITTEN], *TWO, WRITES, REGIONS | {"the same": None}
 )
+
+
+@pytest.mark.parametrize(("outer", "inner", "write", "reader", "hooks"), READ)
 def test_a_region_that_writes_what_another_one_reads(outer, inner, write, reader, hooks):
     """In the forward and in each recompute, which writes what is its own; of one kind or two."""
     want = of(reads_and_writes, write, plain, plain)
@@ -121,8 +113,7 @@ def test_a_region_that_writes_what_another_one_reads(outer, inner, write, reader
 
 
 @pytest.mark.parametrize(
-    ("outer", "inner", "hooks"),
-    in_hooks_by_turns(itertools.product(OUTER, RERUNS), REGIONS, REGIONS),
+    ("outer", "inner", "hooks"), in_hooks_by_turns(itertools.product(OUTER, RERUNS), *TWO)
 )
 def test_a_rerun_that_writes_a_tensor_and_reads_its_memory_elsewhere(outer, inner, hooks):
     """`.data` has a version of its own."""
