@@ -7,8 +7,6 @@ A fixed set runs by default; `CHECKPOINTING_NESTS=20000` draws that many others.
 writes in place may be refused; how many of the fixed set are is known.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import os
