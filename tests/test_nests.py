@@ -23,12 +23,13 @@ import oracle
 import pytest
 import torch
 import torch.utils.checkpoint
-from oracle import PassThrough, bits, state, tensors, weigh
+from oracle import Double, Pair, PassThrough, SavesItsOutput, bits, noisy, state, tensors, weigh
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.nn import functional as F
 
 import checkpointing
-from checkpointing import keep, opaque, tag, torch_compat
+from checkpointing import auto, keep, offload, opaque, save_ops, save_tagged, tag, torch_compat
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -470,7 +471,15 @@ def called(function: Any, **_: Any) -> Any:
     return lambda *args: function(*same(args))
 
 
-NAMES = {**globals(), "aten": torch.ops.aten}
+NAMES = {
+    **{each.__name__: each for each in (SavesItsOutput, Pair, Double, auto, offload, save_ops)},
+    **{f.__name__: f for f in (save_tagged, hooked, weigh, grad, own_backward, strided, spread)},
+    "noisy": noisy,
+    "bump": bump,
+    "torch": torch,
+    "F": F,
+    "aten": torch.ops.aten,
+}
 OF_TORCH = {
     "save_on_cpu": save_on_cpu,
     "cloning": lambda: saved_tensors_hooks(lambda t: t.clone(), lambda t: t),
