@@ -222,7 +222,6 @@ MODULES = {
     "scripted": lambda: nn.Sequential(nn.Linear(4, 4), scripted(ScriptedAnew()), nn.Tanh()),
     "all of it scripted": lambda: scripted(nn.Sequential(nn.Linear(4, 4), ScriptedAnew())),
 }
-MODULE = pytest.mark.parametrize("module", MODULES)
 
 
 def made(name):
@@ -251,7 +250,7 @@ def train(model, fn, backward_in_evaluation=False):
     return left(model, *seen)
 
 
-@MODULE
+@pytest.mark.parametrize("module", MODULES)
 @DOOR
 def test_buffers_are_written_once(module, door):
     """Gradients and buffers, with their versions and their order in `state_dict`, are plain's."""
