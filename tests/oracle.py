@@ -33,19 +33,10 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.profiler import ProfilerActivity, profile, record_function
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    is_in_any_mode_without_ignore_compile_internals,
-)
+from torch.utils import _python_dispatch as dispatch
 
-from checkpointing import (
-    CheckpointError,
-    auto,
-    checkpoint_scope,
-    checkpointed,
-    forward_only,
-    is_recomputing,
-)
+import checkpointing
+from checkpointing import CheckpointError, auto, checkpoint_scope, checkpointed
 
 Function = Callable[..., Any]
 _libc = ctypes.CDLL(None)
@@ -128,10 +119,12 @@ def called(door: Function) -> Function:
     return lambda function, /, *args, **kwargs: door(function)(*args, **kwargs)
 
 
-def _in_hooks(fn: Function) -> Function:
+def in_hooks(fn: Function) -> Function:
+    """`fn` where other hooks send away what it saves."""
+
     def run(*args: Any, **kwargs: Any) -> Any:
         with same_place():
-            return scope(fn)(*args, **kwargs)
+            return fn(*args, **kwargs)
 
     return run
 
@@ -141,7 +134,7 @@ REGIONS = {
     "scope": called(scope),
     "replay": called(functools.partial(replay, early_stop=False)),
     "planned": called(planned),
-    "in hooks": called(_in_hooks),
+    "in hooks": called(lambda fn: in_hooks(scope(fn))),
     "rerun": called(rerun),
     "scope in rerun": called(DOORS["scope in rerun"]),
 }
@@ -189,20 +182,6 @@ def weigh(result: Any) -> Tensor:
     return total
 
 
-PARTS = {  # by which tensors that are not strided are compared
-    torch.sparse_coo: lambda t: [t._indices(), t._values()],
-    **dict.fromkeys(
-        [torch.sparse_csr, torch.sparse_bsr],
-        lambda t: [t.crow_indices(), t.col_indices(), t.values()],
-    ),
-    **dict.fromkeys(
-        [torch.sparse_csc, torch.sparse_bsc],
-        lambda t: [t.ccol_indices(), t.row_indices(), t.values()],
-    ),
-    torch._mkldnn: lambda t: [t.to_dense()],
-}
-
-
 def bits(value: Any) -> Any:
     """Something that is equal for two values just if they are the same bit for bit."""
     if isinstance(value, list | tuple):
@@ -216,28 +195,25 @@ def bits(value: Any) -> Any:
     tensor = value.detach()
     head = (value.requires_grad, type(value).__name__, value.dtype, value.layout, str(value.device))
     if hasattr(tensor, "__tensor_flatten__"):
-        return (
-            *head,
-            tuple(tensor.shape),
-            [bits(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0]],
-        )
+        parts = [bits(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0]]
+        return (*head, tuple(tensor.shape), parts)
     if tensor.is_nested:
         return (*head, bits(tensor.unbind()))
     head = (*head, tuple(tensor.shape))
     if tensor.is_meta:
         return head
-    if tensor.layout in PARTS:
-        return (*head, bits(PARTS[tensor.layout](tensor)))
+    if tensor.layout is torch._mkldnn:
+        return (*head, bits(tensor.to_dense()))
+    if tensor.layout is not torch.strided:
+        tensor = tensor if tensor.is_sparse else tensor.to_sparse()
+        return (*head, bits([tensor._indices(), tensor._values()]))
     if tensor.is_quantized:
         return (*head, bits(tensor.int_repr()))
     data = tensor.resolve_conj().resolve_neg()
     data = (data.clone() if data._is_zerotensor() else data).contiguous().view(-1)
     data = data.as_strided(data.shape, (1,))  # one number may have any stride
-    return (
-        *head,
-        tensor.stride(),
-        data.view(torch.uint8).numpy().tobytes() if data.numel() else b"",
-    )
+    numbers = data.view(torch.uint8).numpy().tobytes() if data.numel() else b""
+    return (*head, tensor.stride(), numbers)
 
 
 # ---- what can be seen of a program
@@ -339,8 +315,7 @@ def garbage_in_fresh_memory(byte: int) -> Iterator[None]:
 
 @dataclasses.dataclass
 class Case:
-    """A program; `refused` names the doors that may raise a CheckpointError instead, `doors` those
-    that make sense."""
+    """A program, with its doors; those that are `refused` may raise a CheckpointError instead."""
 
     program: Any
     make: Any
@@ -350,12 +325,9 @@ class Case:
     _wanted: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
 
     def check(self, door: str) -> None:
-        """Same as plain, for every kind of backward."""
         for backward in self.backwards:
-            want = self._wanted.get(backward) or outcome(
-                self.program, REGIONS["plain"], self.make, backward
-            )
-            got = outcome(self.program, REGIONS[door], self.make, backward)
+            found = functools.partial(outcome, self.program, make=self.make, backward=backward)
+            want, got = self._wanted.get(backward) or found(REGIONS["plain"]), found(REGIONS[door])
             if door in self.refused and isinstance(got.get("error"), CheckpointError):
                 continue
             if "error" in want:
@@ -379,8 +351,7 @@ class Case:
 
 
 class Table:
-    """The programs of one test file. One that isn't `whole` is itself the function in the
-    region."""
+    """Programs of one file; those that aren't `whole` are themselves functions in a region."""
 
     def __init__(self, make: Function) -> None:
         self.make = make
@@ -416,7 +387,6 @@ class Table:
 
         @pytest.mark.parametrize(("program", "door"), self.pairs(("scope", "rerun"), cycles))
         def nothing_stays(program: Case, door: str, frozen: None) -> None:
-            """Frames die with the graph, without the garbage collector, also without a backward."""
             program.check_lifetimes(door)
 
         return bit_for_bit, nothing_stays
@@ -443,9 +413,8 @@ def same_place() -> Any:
         if t.layout is not torch.strided or t.is_nested or type(t) is not Tensor or t.is_meta:
             return t.detach()
         copy = t.detach().untyped_storage().clone()
-        whole = torch.empty(0, dtype=t.dtype, device=t.device).set_(
-            copy, t.storage_offset(), t.size(), t.stride()
-        )
+        whole = torch.empty(0, dtype=t.dtype, device=t.device)
+        whole.set_(copy, t.storage_offset(), t.size(), t.stride())
         return torch._neg_view(whole) if t.is_neg() else whole.conj() if t.is_conj() else whole
 
     return torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t)
@@ -540,8 +509,7 @@ def same_bits(door, program):
 
 
 class Programs:
-    """A table of programs, `program(door)`, each with its doors: through them it leaves the same
-    bits behind as without."""
+    """Programs, `program(door)`, which leave the same bits behind through each of their doors."""
 
     def __init__(self, default: Any = (*RERUNS, "replay", "scope")) -> None:
         self.default, self.cases = default, []
@@ -556,8 +524,6 @@ class Programs:
         return add
 
     def test(self) -> Any:
-        """The test of what is in the table by now."""
-
         @pytest.mark.parametrize(("door", "program"), self.cases)
         def test(door: Any, program: Any) -> None:
             same_bits(door, program)
@@ -584,12 +550,10 @@ def python_calls(run):
 
 
 # Operators that compute nothing: they differ between torch versions and between sources.
-UNCOUNTED = frozenset(
-    words("detach alias as_strided view t transpose expand empty_strided new_empty")
-)
+UNCOUNTED = words("detach alias as_strided view t transpose expand empty_strided new_empty")
 
 
-class PassThrough(TorchDispatchMode):
+class PassThrough(dispatch.TorchDispatchMode):
     """A mode that does nothing: some composite operators take another way in any."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -622,9 +586,8 @@ def at_once(*functions: Callable[[], Any]) -> list[Any]:
         except BaseException as error:
             errors.append(error)
 
-    threads = [
-        threading.Thread(target=run, args=item, daemon=True) for item in enumerate(functions)
-    ]
+    items = enumerate(functions)
+    threads = [threading.Thread(target=run, args=item, daemon=True) for item in items]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -641,7 +604,7 @@ def count(run: Callable[[], object]) -> dict[str, int]:
     return dict(counting.ran)
 
 
-class Watching(TorchDispatchMode):
+class Watching(dispatch.TorchDispatchMode):
     """Knows of every storage that an operator makes while it is entered whether it lives."""
 
     def __init__(self) -> None:
@@ -659,9 +622,8 @@ class Watching(TorchDispatchMode):
 
     def alive(self, *names: str) -> list[str]:
         """The operators whose results live, in the order in which they ran."""
-        return [
-            name for name, ref in self.made if not ref.expired() and (not names or name in names)
-        ]
+        living = [name for name, ref in self.made if not ref.expired()]
+        return [name for name in living if not names or name in names]
 
 
 class Step(NamedTuple):
@@ -714,13 +676,9 @@ def no_garbage() -> Iterator[None]:
         gc.enable()
 
 
-class Canary:
-    """Something that can be referred to weakly; it dies with what holds it."""
-
-
 def is_in_a_region() -> bool:
     """Whether one holds what functions that it does not repeat return."""
-    dead = weakref.ref(forward_only(lambda: Canary())())
+    dead = weakref.ref(checkpointing.forward_only(lambda: {0})())
     return dead() is not None
 
 
@@ -728,13 +686,13 @@ def state() -> dict[str, Any]:
     """All that a region or a recompute changes while it runs, and no user does."""
     return {
         "in a region": is_in_a_region(),
-        "recomputing": is_recomputing(),
+        "recomputing": checkpointing.is_recomputing(),
         "hooks": torch._C._autograd._top_saved_tensors_default_hooks(True),
         "dispatch modes": torch._C._len_torch_dispatch_stack(),
         "function modes": torch._C._len_torch_function_stack(),
         "functions enabled": torch._C._is_torch_function_enabled(),
         "excluded keys": repr(torch._C._dispatch_tls_local_exclude_set()),
-        "in a mode": is_in_any_mode_without_ignore_compile_internals(),
+        "in a mode": dispatch.is_in_any_mode_without_ignore_compile_internals(),
         "grad mode": torch.is_grad_enabled(),
         "autocast": torch.is_autocast_enabled("cpu"),
         "default dtype": torch.get_default_dtype(),

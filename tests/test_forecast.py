@@ -1,46 +1,31 @@
 """The forecast: what it says before a step is what the step needs, and it leaves nothing behind."""
 
+import contextlib
 import functools
 import random
+import sys
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
-from oracle import bits
+from oracle import bits, rerun
 from torch import nn
 from torch._subclasses import FakeTensorMode
 
-import checkpointing
-from checkpointing import (
-    auto,
-    checkpoint_modules,
-    checkpoint_scope,
-    checkpointed,
-    clear_programs,
-    forecast,
-)
+from checkpointing import auto, checkpoint_modules, checkpoint_scope, clear_programs, forecast
 from checkpointing.__main__ import step_of
 
-MIB = 2**20
+sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
+from programs import Block
 
 
-class Block(nn.Module):
-    """Attention over (batch, tokens, width), and over a memory if there is one; then products."""
-
-    def __init__(self, width=64, dropout=0.0):
-        super().__init__()
-        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(3))
-        self.q, self.kv = nn.Linear(width, width), nn.Linear(width, 2 * width)
-        self.wide, self.back = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-        self.dropout = nn.Dropout(dropout)
-
-    def forward(self, x, memory=None):
-        y = self.norms[0](x)
-        k, v = self.kv(y if memory is None else memory).chunk(2, -1)
-        x = x + self.dropout(F.scaled_dot_product_attention(self.q(y), k, v))
-        return x + self.back(self.dropout(F.gelu(self.wide(self.norms[1](x)))))
+def through(layers, x):
+    for layer in layers:
+        x = layer(x)
+    return x
 
 
 class Decoder(nn.Module):
@@ -49,28 +34,29 @@ class Decoder(nn.Module):
     def __init__(self, layers=6, width=64, vocabulary=256, dropout=0.0):
         super().__init__()
         self.token = nn.Embedding(vocabulary, width)
-        self.layers = nn.ModuleList(Block(width, dropout) for _ in range(layers))
+        self.layers = nn.ModuleList(Block(width, 4, dropout) for _ in range(layers))
         self.head = nn.Linear(width, vocabulary)
 
     def forward(self, ids):
-        x = self.token(ids)
-        for layer in self.layers:
-            x = layer(x)
-        return F.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
+        x = self.head(through(self.layers, self.token(ids)))
+        return F.cross_entropy(x.flatten(0, 1), ids.flatten())
+
+
+class Reader(Block):
+    def forward(self, x, memory):
+        return super().forward(x + memory)
 
 
 class Both(nn.Module):
-    """An encoder, and a decoder that reads what it makes."""
+    """An encoder, and a decoder whose layers all read what it makes."""
 
     def __init__(self):
         super().__init__()
-        self.first = nn.ModuleList(Block() for _ in range(4))
-        self.second = nn.ModuleList(Block() for _ in range(4))
+        self.first = nn.ModuleList(Block(64, 4) for _ in range(4))
+        self.second = nn.ModuleList(Reader(64, 4) for _ in range(4))
 
     def forward(self, x):
-        memory = x
-        for layer in self.first:
-            memory = layer(memory)
+        memory = through(self.first, x)
         for layer in self.second:
             x = layer(x, memory)
         return x.square().mean()
@@ -81,17 +67,14 @@ class Pyramid(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.stages = nn.ModuleList(
-            nn.ModuleList(Wide(32 * 2**n) for _ in range(3)) for n in range(3)
-        )
+        stages = [[Wide(32 * 2**n) for _ in range(3)] for n in range(3)]
+        self.stages = nn.ModuleList(map(nn.ModuleList, stages))
         self.downs = nn.ModuleList(nn.Linear(64 * 2**n, 64 * 2**n) for n in range(2))
 
     def forward(self, x):
-        for stage, down in zip(self.stages, [*self.downs, None], strict=True):
-            for block in stage:
-                x = block(x)
-            x = x if down is None else down(x.unflatten(0, (-1, 2)).flatten(1))
-        return x.square().mean()
+        for stage, down in zip(self.stages, self.downs, strict=False):
+            x = down(through(stage, x).unflatten(0, (-1, 2)).flatten(1))
+        return through(self.stages[-1], x).square().mean()
 
 
 class Wide(nn.Module):
@@ -103,28 +86,13 @@ class Wide(nn.Module):
         return x + self.down(self.up(x).relu())
 
 
-def ids():
-    return torch.randint(0, 256, (4, 64))
-
-
+IDS = torch.randint(0, 256, (4, 64), generator=torch.Generator().manual_seed(0))
 MODELS = {
-    "decoder": (Decoder, ids),
-    "dropout": (lambda: Decoder(dropout=0.1), ids),
-    "encoder and decoder": (Both, lambda: torch.randn(4, 64, 64)),
-    "pyramid": (Pyramid, lambda: torch.randn(1024, 32)),
+    "decoder": (Decoder, IDS),
+    "dropout": (functools.partial(Decoder, dropout=0.1), IDS),
+    "encoder and decoder": (Both, torch.linspace(-1, 1, 4 * 64 * 64).view(4, 64, 64)),
+    "pyramid": (Pyramid, torch.linspace(-1, 1, 1024 * 32).view(1024, 32)),
 }
-
-
-def built(name, bf16=False):
-    """A model, and a function that computes its loss."""
-    make, inputs = MODELS[name]
-    model, x = make(), inputs()
-
-    def loss():
-        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-            return model(x)
-
-    return model, loss
 
 
 def measured(model, loss, policy=None):
@@ -149,7 +117,9 @@ def measured(model, loss, policy=None):
 )
 @pytest.mark.usefixtures("frozen")
 def test_each_row_is_what_a_step_takes(name, bf16):
-    model, loss = built(name, bf16)
+    make, x = MODELS[name]
+    model = make()
+    loss = torch.autocast("cpu", torch.bfloat16, enabled=bf16)(lambda: model(x))
     rows = forecast(loss).rows
     # In bfloat16, products work in memory of their own: much of what models as small as these need.
     most = 0.1 if bf16 else 0.05
@@ -163,7 +133,8 @@ def test_each_row_is_what_a_step_takes(name, bf16):
         elif row.write.startswith("auto"):
             step = measured(model, loss, eval(row.write, {"auto": auto}))
         else:
-            handle = eval(row.write, {**globals(), "model": model})
+            names = {"model": model, "checkpoint_modules": checkpoint_modules}
+            handle = eval(row.write, {**globals(), **names})
             step = measured(model, loss)
             handle.remove()
         assert row.peak == pytest.approx(step.memory()[1], rel=most), row
@@ -171,8 +142,9 @@ def test_each_row_is_what_a_step_takes(name, bf16):
 
 
 def test_the_least_peak_is_the_last_row_and_a_larger_peak_costs_less():
-    _, loss = built("decoder")
-    rows = [row for row in forecast(loss).rows if row.write.startswith("auto(peak=")]
+    model = Decoder()
+    rows = forecast(lambda: model(IDS)).rows
+    rows = [row for row in rows if row.write.startswith("auto(peak=")]
     again = [row.recomputed for row in rows]
     assert again == sorted(again)
     assert again[0] == 0
@@ -180,13 +152,13 @@ def test_the_least_peak_is_the_last_row_and_a_larger_peak_costs_less():
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # no peak below the least
         with checkpoint_scope(eval(rows[-1].write)):
-            loss()
+            model(IDS)
 
 
 def test_a_table_and_a_picture_show_the_rows(tmp_path):
     pytest.importorskip("matplotlib")
-    _, loss = built("decoder")
-    found = forecast(loss)
+    model = Decoder()
+    found = forecast(lambda: model(IDS))
     lines = str(found).splitlines()
     assert len(lines) == 1 + len(found.rows)
     assert all(len(line) <= 80 for line in lines)
@@ -219,24 +191,22 @@ class Writing(nn.Module):
 
 
 def state_of(model, x):
-    return [
-        *model.state_dict().values(),
-        *[p.grad for p in model.parameters() if p.grad is not None],
-        x,
-        torch.get_rng_state(),
-        model.generator.get_state(),
-    ]
+    streams = torch.get_rng_state(), model.generator.get_state()
+    return bits([model.state_dict(), [p.grad for p in model.parameters()], x, streams])
 
 
 def test_memory_generators_and_gradients_are_afterwards_as_they_were():
+    """Also after an exception, which comes through."""
     model, x = Writing(), torch.randn(4, 8)
     model(x.clone()).backward()
     buffers = [*model.buffers()]
-    before, drawn = [bits(tensor) for tensor in state_of(model, x)], random.getstate()
-    forecast(lambda: model(x))
-    assert [bits(tensor) for tensor in state_of(model, x)] == before
-    assert random.getstate() == drawn
-    assert all(old is new for old, new in zip(buffers, model.buffers(), strict=True))
+    before, drawn = state_of(model, x), random.getstate()
+    for key in ("loss", "mine"):
+        with pytest.raises(KeyError, match="mine") if key == "mine" else contextlib.nullcontext():
+            forecast(lambda: {"loss": model(x)}[key])  # noqa: B023
+        assert state_of(model, x) == before
+        assert random.getstate() == drawn
+        assert all(old is new for old, new in zip(buffers, model.buffers(), strict=True))
 
 
 def test_the_step_after_a_forecast_is_that_without_one():
@@ -250,24 +220,9 @@ def test_the_step_after_a_forecast_is_that_without_one():
             with checkpoint_scope(auto()):
                 loss = model(x)
             loss.backward()
-        return [bits(tensor) for tensor in state_of(model, x)]
+        return state_of(model, x)
 
     assert trained(True) == trained(False)
-
-
-def test_what_is_raised_comes_through_and_memory_is_put_back():
-    x = torch.ones(3)
-
-    def function():
-        torch.rand(2)
-        x.mul_(2)
-        raise KeyError("mine")
-
-    before = torch.get_rng_state()
-    with pytest.raises(KeyError, match="mine"):
-        forecast(function)
-    assert x.tolist() == [1, 1, 1]
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_a_function_in_which_nothing_is_saved_is_an_error():
@@ -276,7 +231,7 @@ def test_a_function_in_which_nothing_is_saved_is_an_error():
 
 
 def test_checkpoints_that_hide_what_is_saved_are_an_error():
-    model, x = Decoder(3), ids()
+    model, x = Decoder(3), IDS
     for layer in model.layers:
         call = functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=False)
         layer.forward = functools.partial(call, layer.forward)
@@ -285,10 +240,9 @@ def test_checkpoints_that_hide_what_is_saved_are_an_error():
 
 
 def test_gradients_are_enabled_and_regions_inside_are_plain_code():
-    model, x = Decoder(3), ids()
+    model, x = Decoder(3), IDS
     bare = forecast(lambda: model(x))
-    for layer in model.layers:
-        layer.forward = checkpointed(layer.forward)
+    checkpoint_modules(model, Block)
     with torch.no_grad():
         assert forecast(lambda: model(x)).rows == bare.rows
 
@@ -338,12 +292,6 @@ def layers_of(width=256):
     return nn.ModuleList(Wide(width) for _ in range(8)), torch.randn(2048, width)
 
 
-def through(layers, x):
-    for layer in layers:
-        x = layer(x)
-    return x
-
-
 def warned(step):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -364,7 +312,7 @@ def test_a_scope_around_a_whole_model_says_once_that_it_needs_a_policy():
     assert "checkpoint_scope(auto())" in message
 
 
-def test_scopes_that_lower_the_peak_say_nothing():
+def test_scopes_that_lower_the_peak_and_small_ones_say_nothing():
     layers, x = layers_of()
 
     def each():
@@ -387,24 +335,15 @@ def test_scopes_that_lower_the_peak_say_nothing():
     def tail():
         y = x
         for layer in layers[:4]:
-            y = checkpointed(layer)(y)
+            y = rerun(layer)(y)
         with checkpoint_scope():
             return through(layers[4:], y).square().mean()
 
-    for step in (each, planned, halves, tail):
-        assert warned(step) == []
+    small = layers_of(32)
 
-
-def test_a_small_block_says_nothing():
-    layers, x = layers_of(32)
-
-    def step():
+    def little():
         with checkpoint_scope():
-            return through(layers, x).square().mean()
+            return through(*small).square().mean()
 
-    assert warned(step) == []
-
-
-def test_forecast_is_public():
-    assert checkpointing.forecast is forecast
-    assert checkpoint_modules.__module__.startswith("checkpointing")
+    for step in (each, planned, halves, tail, little):
+        assert warned(step) == []

@@ -1,5 +1,4 @@
-"""Random programs of regions in regions: they leave the bits of plain code behind, or a typed
-error.
+"""Random programs of regions in regions leave the bits of plain code behind, or a typed error.
 
 A program is written without looking: what plain code can't do is dropped, line by line, until plain
 code runs. Then it runs with regions.
@@ -7,8 +6,6 @@ code runs. Then it runs with regions.
 A fixed set runs by default; `CHECKPOINTING_NESTS=20000` draws that many others. A program that
 writes in place may be refused; how many of the fixed set are is known.
 """
-
-from __future__ import annotations
 
 import contextlib
 import gc
@@ -19,24 +16,14 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
+import oracle
 import pytest
 import torch
 import torch.utils.checkpoint
-from oracle import (
-    Double,
-    Pair,
-    PassThrough,
-    SavesItsOutput,
-    bits,
-    freeze,
-    noisy,
-    state,
-    tensors,
-    tensors_alive,
-    weigh,
-)
+from oracle import Double, Pair, PassThrough, SavesItsOutput, bits, noisy, state, tensors, weigh
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.nn import functional as F
@@ -74,19 +61,14 @@ def hooked(x: Tensor) -> Tensor:
 # ---- the grammar: most tensors are N x N, so that most lines fit most names
 
 
-def table(text: str) -> list[str]:
-    """Those in a text, which semicolons divide."""
-    return [part.strip() for part in text.split(";")]
-
-
-NEW = table("""
+GRAMMAR = """
+NEW
     {x}.sin() ; {x}.tanh() ; {x} * 0.5 ; {x} + 1 ; {x}.square() ; {x}.clone() ; {x}.relu() ;
     F.softmax({x}, -1) ; {x} * {y} ; {x} * {x} ; {x} + {y} ; {x} - {y} ; {x} @ {y} * 0.25 ;
     {x} @ w * 0.25 ; {x}.sum(0) ; torch.cat([{x}, {y}], 1)[:, ::2] ;
     torch.cat([{x}, {y}], 1)[:, :N] ; torch.cat([{x}, {y}])[1::2] ; {x}.sum(1, keepdim=True) ;
     {x} * {x}.detach().sum() ; {x}.clone().mul_(0.5) ; ({x} * 1.5).relu_()
-""")
-OPERATORS = table("""
+OPERATORS
     {x}.cos() ; ({x} * 0.1).exp() ; {x}.sigmoid() ; {x}.cumsum(0) ; {x}.sort(0).values ;
     {x}.logsumexp(0) ; {x}.clamp(-0.5, 0.5) ; {x}.mean() ; {x}.amax(0) ; {x}.float().double() ;
     {x}.bfloat16().double() ; F.gelu({x}) ; F.layer_norm({x}, {x}.shape[-1:]) ;
@@ -100,20 +82,17 @@ OPERATORS = table("""
     {x} * float({x}.detach().sum()) ; {x}[{x}.detach() > 0] ; {x} * ({x}.detach() > 0).sum() ;
     {x} if torch.equal({x}, {y}) else {x} * {y} ; {x} * torch.tensor({x}.tolist()) ; bn({x}) ;
     lin({x}) ; drop({x}) ; bn(lin({x}).sin()) ; noisy({x}) ; hooked({x})
-""")
-RANDOM = table("""
+RANDOM
     F.dropout({x}, 0.3) ; {x} * torch.rand_like({x}) ; {x} + torch.rand(N, N) ;
     {x} + torch.normal({x}.detach(), 0.5) ; {x} * torch.bernoulli({x}.detach().sigmoid()) ;
     {x} * torch.empty(N, N).exponential_() ; {x}[torch.randperm(len({x}))] ;
     F.gumbel_softmax({x}) ;
     F.scaled_dot_product_attention({x}[None], {x}[None], {x}[None], dropout_p=0.3)[0]
-""")
-MAKES = table("""
+MAKES
     torch.zeros(N, N) ; torch.full((N, N), 0.5, requires_grad=True) ;
     torch.empty(N, N).fill_(0.25) ; torch.empty(N, N).copy_({x}) ; torch.zeros_like({x}) ;
     torch.from_numpy({x}.detach().numpy() * 2) ; {x}.detach().clone().requires_grad_()
-""")
-VIEW = table("""
+VIEW
     {x}.t() ; {x}[:, ::2] ; {x}[:, :-1] ; {x}[1:] ; {x}[0] ; {x}[0].expand(N, N) ;
     {x}[:, :1].expand(N, N) ; {x}.expand(2, N, N) ; {x}.reshape(-1)[: 2 * N - 1].unfold(0, N, 1) ;
     {x}.unfold(1, 2, 1) ; {x}.narrow(0, 1, 2) ; {x}.diagonal() ; {x}.view_as({x}) ; {x}.detach() ;
@@ -122,14 +101,12 @@ VIEW = table("""
     {x}.view(-1)[1:] ; strided({x}) ; spread({x}) ; {x}.tensor_split(3)[1] ; {x}[..., None] ;
     {x}.flatten()[::3] ; {x}.select(-1, 0) ; {x}[1:, 1:] ; torch.complex({x}, {x}).conj().imag ;
     torch.view_as_real(torch.complex({x}, {y}))[..., 0] ; {x}.view(torch.int64).view(torch.double)
-""")
-PARTS = table("""
+PARTS
     {x}.unbind()[:2] ; {x}.unbind(-1)[1:3] ; {x}.chunk(2) ; {x}.split(3)[:2] ; [*{x}][1:3] ;
     ({x}[:2], {x}[1:]) ; ({x}.t(), {x}[0]) ; ({x}.view(-1)[:6], {x}.view(-1)[4:]) ;
     {x}.tensor_split(2, -1) ; ({x}.detach(), {x}[0]) ; ({x}[0].expand(N, N), {x}[0]) ;
     ({x}[:, :2], {x}.unfold(-1, 2, 1)) ; (spread({x}), strided({x}))
-""")
-WRITE = table("""
+WRITE
     {t}.mul_(0.5) ; {t}.add_({y}) ; {t}.relu_() ; {t}.sin_() ; {t}.copy_({y}) ; {t}[0] = 0.25 ;
     {t}[:, ::2] *= 2 ; {t}.t().mul_(0.5) ; {t}.detach().add_(1) ;
     F.dropout({t}, 0.3, inplace=True) ; F.relu({t}, inplace=True) ; torch.relu_({t}) ;
@@ -142,13 +119,11 @@ WRITE = table("""
     torch._foreach_addcmul_([{t}], [{y}], [{y}]) ; torch._foreach_sqrt_([{t}[:1].abs_(), {t}[1:]]) ;
     {t}.squeeze_().transpose_(0, -1) ; {t}.as_strided_((2, 2), (2, 1)) ;
     torch._foreach_zero_([{t}[0], {t}.t()[0]]) ; {t}.set_({y}.detach().clone())
-""")
-PART = table("""
+PART
     [:2] ; [1:] ; [..., :2] ; [..., 1:] ; [0] ; [-1:] ; .t() ; .view(-1) ; .detach() ;
     .unbind()[1] ; .chunk(2)[0] ; .split(1)[-1] ; .narrow(-1, 0, 2) ; .diagonal() ; .mT ;
     [:, None] ; .squeeze() ; .flatten()[1:] ; .unfold(0, 2, 2) ; [::2]
-""")
-FILL = table("""
+FILL
     {p}.mul_(0.5) ; {p}.add_(1) ; {p}.fill_(0.25) ; {p}.copy_({q}) ; {p}.zero_() ; {p}.sin_() ;
     {p}.masked_fill_({p}.detach() > 0.3, 0.1) ; {p}.index_fill_(-1, torch.tensor([0]), 2.0) ;
     {p}.add_({q}, alpha=2) ; {p}[:] = {q} ; {p}.uniform_() ; strided({p}).mul_(2) ;
@@ -156,13 +131,11 @@ FILL = table("""
     torch._foreach_mul_([{p}, {t}[:1]], 2.0) ; {p}.addcmul_({q}, {q}) ; F.relu_({p}) ;
     for i, o in enumerate({p}): o[: i + 1].fill_(i) ; for o in {p}.split(2): o[1:].mul_(0.5) ;
     for s, o in zip({q}, {p}): o[:2].copy_(s[:2]) ; for o in {p}: o[0].add_(o[-1])
-""")
-MEMORY = table("""
+MEMORY
     torch.zeros(N, N) ; {x}.detach() * 1 ; torch.empty(N, N).copy_({x}.detach()) ;
     {x}.detach().clone() ; torch.ones(3, N) ; torch.full((N, N), 0.5) ;
     torch.empty_like({x}).zero_() ; {x}.detach().t() * 2 ; torch.rand(N, N)
-""")
-MULTI = table("""
+MULTI
     torch.var_mean({x}, 0) ; torch.std_mean({x}, -1, keepdim=True) ; torch.aminmax({x}, dim=0) ;
     torch.native_layer_norm({x}, {x}.shape[-1:], None, None, 1e-5)[:2] ; torch.slogdet({x} + 9) ;
     torch.linalg.qr({x} + torch.eye(N)) ; {x}.max(0) ; {x}.topk(2, 0) ; {x}.cummax(0) ; {x}.sort() ;
@@ -171,36 +144,31 @@ MULTI = table("""
     torch.unbind_copy({x})[:2] ; F.max_pool1d({x}, 2, return_indices=True) ; {x}.median(0) ;
     torch.split_copy({x}, 2)[:2] ; torch.native_dropout({x}, 0.3, True) ; {x}.mode(0) ;
     torch.sort(torch.stack([{x}, {y}]), 0, stable=True) ; {x}.aminmax() ; {x}.kthvalue(2, 0)
-""")
-FAILS = table("""
+FAILS
     {x} @ torch.ones(N + 1, 2) ; {x}.view(7, 3) ; {x}.topk(99)[0] ; {x} + torch.ones(N + 1) ;
     F.layer_norm({x}, (N + 1,)) ; torch.cat([{x}, torch.ones(1)]) ;
     SavesItsOutput.apply({x}).view(7)
-""")
-FAILS_AND_WRITES = table("""
+FAILS_AND_WRITES
     torch._foreach_mul_([{t}, torch.zeros(1).expand(2)], 2.0) ; {t}.add_({y}).view(7, 7, 7) ;
     torch._foreach_add_([{t}[0], torch.zeros(1).expand(2)], 1.0) ; {t}[:1].copy_({y}[:1]).view(5, 7)
-""")
-OUT = table("""
+OUT
     torch.mul({x}, {y}, out={t}) ; torch.sin({x}, out={t}) ; torch.cumsum({x}, 0, out={t})
-""")
-KEEP = table("""
+KEEP
     keep({x}) ; keep({x}) ; keep({x}) ; keep({x}[:, ::2]) ; keep({x}[:, :-1]) ;
     keep({x}[0].expand(N, N)) ; keep({x}.reshape(-1)[: 2 * N - 1].unfold(0, N, 1)) ; tag({x}, 't') ;
     keep({x}.t()) ; strided(keep({x}.flatten()[1:])) ; spread(keep({x}[1:])) ; keep({x}.mT).mT ;
     keep(torch.complex({x}, {y}).conj()).real ; keep({x}.expand(2, N, N)) ; keep({x}[1:, 1:])
-""")
-FORWARD_ONLY = table("""
+FORWARD_ONLY
     once_same({x}) ; once_view({x}) ; once_step({x}) ; once_wide({x}) ; once_new({x}) ;
     once_mask({x})
-""")
-PAIRS = table("keep(({x}, {y})) ; once_pair({x}, {y})")
-GRAPH = ["once_graph({x})"]
-BACKWARD = table("""
+PAIRS
+    keep(({x}, {y})) ; once_pair({x}, {y})
+GRAPH
+    once_graph({x})
+BACKWARD
     grad([{x}], [{y}], create_graph=True) ; grad([{x}], [{y}]) ;
     grad([{x} * {y}], [{y}], create_graph=True) ; own_backward({x})
-""")
-POLICIES = table("""
+POLICIES
     policy=auto() ; policy=auto(peak=1) ; policy=auto(budget=300) ; policy=auto(budget=10000) ;
     policy=save_ops(aten.mul.Tensor, aten.mm.default) ;
     policy=[aten.sin.default, aten.add.Tensor, aten.cat.default] ;
@@ -211,7 +179,14 @@ POLICIES = table("""
     policy=offload(auto(peak=1), min_bytes=0, inputs=True) ;
     policy=offload(save_tagged('t'), min_bytes=0) | save_ops(aten.sin.default) ;
     preserve_rng_state=False
-""")
+"""
+PARTS_OF = re.split(r"^([A-Z_]+)$", GRAMMAR, flags=re.M)[1:]
+G = SimpleNamespace(
+    **{
+        name: [template.strip() for template in text.split(";")]
+        for name, text in zip(PARTS_OF[::2], PARTS_OF[1::2], strict=True)
+    }
+)
 OPTIONS = ["", "", "", "early_stop=False", "report=True"]
 OPTIONS += [f"determinism_check='{check}'" for check in ("values", "values", "none", "metadata")]
 AROUND = ["torch.no_grad()", "opaque()", "opaque()", "torch.enable_grad()", "torch.autocast('cpu')"]
@@ -330,7 +305,7 @@ class Writer:
         if self.writes and self.chance(0.2):  # as an activation in place, at the start of a block
             body += self.write(parameters[0])
         if self.chance(0.2):
-            body += self.line(KEEP)
+            body += self.line(G.KEEP)
         body += self.body(depth + 1)
         inside = [self.random.choice(self.local[-3:]) for _ in range(self.random.randint(1, 2))]
         self.names, self.local = names, local
@@ -338,9 +313,8 @@ class Writer:
         results = [self.new() for _ in dict.fromkeys(inside)]
         self.bind(results)
         # A line that makes a result may have been dropped: a parameter goes in its place.
-        found = ", ".join(
-            f"locals().get('{one}', {parameters[0]})" for one in dict.fromkeys(inside)
-        )
+        first, once = parameters[0], dict.fromkeys(inside)
+        found = ", ".join(f"locals().get('{one}', {first})" for one in once)
         return [
             *block(f"def {name}({', '.join(parameters)})", [*body, f"return {found},"]),
             f"{name} = {door}({name}{options and ', '}{options})",
@@ -355,7 +329,7 @@ class Writer:
         return [f"{result}, *_ = {name}({', '.join(arguments)})"]
 
     def options(self) -> str:
-        return self.random.choice(POLICIES) if self.chance(0.6) else self.random.choice(OPTIONS)
+        return self.random.choice(G.POLICIES) if self.chance(0.6) else self.random.choice(OPTIONS)
 
     def bind(self, names: list[str]) -> None:
         self.names = [*self.names, *names]
@@ -363,13 +337,13 @@ class Writer:
             self.local = [*self.local, *names]
 
     def simple(self) -> list[str]:
-        kinds: list[Callable[[], list[str]]] = [self.value] * 8 + [lambda: self.line(VIEW)] * 3
-        kinds += [lambda: self.line(RANDOM if self.rich else RANDOM[:3])]
-        kinds += [lambda: self.line(KEEP)] * 3 + [self.once] * 2 + [lambda: self.line(PAIRS, 2)]
-        kinds += [lambda: self.line(BACKWARD)] * self.backward_inside
+        kinds: list[Callable[[], list[str]]] = [self.value] * 8 + [lambda: self.line(G.VIEW)] * 3
+        kinds += [lambda: self.line(G.RANDOM if self.rich else G.RANDOM[:3])]
+        kinds += [lambda: self.line(G.KEEP)] * 3 + [self.once] * 2 + [lambda: self.line(G.PAIRS, 2)]
+        kinds += [lambda: self.line(G.BACKWARD)] * self.backward_inside
         kinds += [self.write] * (4 * self.writes)
-        kinds += [lambda: self.line(MAKES), self.drop] * self.rich
-        kinds += [lambda: self.line(PARTS, 2)] * 2 + [lambda: self.line(MULTI, 2), self.fails]
+        kinds += [lambda: self.line(G.MAKES), self.drop] * self.rich
+        kinds += [lambda: self.line(G.PARTS, 2)] * 2 + [lambda: self.line(G.MULTI, 2), self.fails]
         kinds += [self.memory, self.memory, self.part] * self.parts
         kinds += [self.fill] * (6 * self.parts)
         return self.random.choice(kinds)()
@@ -382,11 +356,11 @@ class Writer:
         return [f"{', '.join(names)}{rest} = {text}"]
 
     def value(self) -> list[str]:
-        return self.line(OPERATORS if self.rich and self.chance(0.6) else NEW)
+        return self.line(G.OPERATORS if self.rich and self.chance(0.6) else G.NEW)
 
     def once(self) -> list[str]:
         is_graph = not self.backward_inside and self.chance(0.2)
-        return self.line(GRAPH if is_graph else FORWARD_ONLY)
+        return self.line(G.GRAPH if is_graph else G.FORWARD_ONLY)
 
     def drop(self) -> list[str]:
         return [f"del {self.random.choice(self.local or self.names)}"]
@@ -394,14 +368,14 @@ class Writer:
     def memory(self) -> list[str]:
         """One that nothing needs a gradient of, so that it may be written."""
         self.memories.append(f"v{self.fresh + 1}")
-        return self.line(MEMORY)
+        return self.line(G.MEMORY)
 
     def part(self) -> list[str]:
         """Two views, of a memory or of a view of one."""
         among = [name for name in self.memories if name in self.names]
         if not among:
             return self.memory()
-        text = self.random.choice(PARTS).format(x=self.random.choice(among))
+        text = self.random.choice(G.PARTS).format(x=self.random.choice(among))
         names = [self.new(), self.new()]
         self.memories += names
         self.bind(names)
@@ -413,15 +387,15 @@ class Writer:
         if not among:
             return self.memory()
         t, q = self.random.choice(among), self.pick()
-        p = t + "".join(self.random.choices(PART, k=self.random.randrange(4)))
-        q += "".join(self.random.choices([".detach()", *PART], k=self.random.randrange(3)))
-        return [self.random.choice(FILL).format(t=t, p=p, q=f"{q}.detach()") + WRITES]
+        p = t + "".join(self.random.choices(G.PART, k=self.random.randrange(4)))
+        q += "".join(self.random.choices([".detach()", *G.PART], k=self.random.randrange(3)))
+        return [self.random.choice(G.FILL).format(t=t, p=p, q=f"{q}.detach()") + WRITES]
 
     def fails(self) -> list[str]:
         """An operator that raises, and the exception is caught."""
         among = [name for name in self.memories if name in self.names]
         writes = bool(among) and self.chance(0.5)
-        text = self.random.choice(FAILS_AND_WRITES if writes else FAILS)
+        text = self.random.choice(G.FAILS_AND_WRITES if writes else G.FAILS)
         text = text.format(x=self.pick(), y=self.pick(), t=self.random.choice(among or ["c"]))
         return block("try", [text + WRITES * writes]) + block("except RuntimeError", [])
 
@@ -429,9 +403,9 @@ class Writer:
         among = self.local or self.names
         t = target or (self.random.choice(among) if self.chance(0.7) else self.pick())
         if self.rich and self.chance(0.1):
-            text = self.random.choice(OUT).format(x=self.pick(), y=self.pick(), t=t)
+            text = self.random.choice(G.OUT).format(x=self.pick(), y=self.pick(), t=t)
             return [f"with torch.no_grad(): {text}{WRITES}"]
-        template = self.random.choice(WRITE if self.rich else WRITE[:12])
+        template = self.random.choice(G.WRITE if self.rich else G.WRITE[:12])
         return [template.format(t=t, y=self.pick()) + WRITES]
 
     def end(self) -> list[str]:
@@ -439,9 +413,8 @@ class Writer:
         names = self.names[len(LEAVES) :]
         outputs = [*self.random.sample(names, min(3, len(names))), *names[-3:]]
         # A line that makes a result may have been dropped.
-        found = (
-            f"out = [v for v in map(locals().get, {[*dict.fromkeys(outputs)]}) if v is not None]"
-        )
+        outputs = [*dict.fromkeys(outputs)]
+        found = f"out = [v for v in map(locals().get, {outputs}) if v is not None]"
         inputs = "a, b, w, *lin.parameters()"
         second = [
             f"g1 = grad(out, [{inputs}], create_graph=True)",
@@ -588,7 +561,7 @@ def left_behind(sources: list[str]) -> str | None:
     # Plain code, too, leaves a cycle where hooks hand on a result, or where it is written later.
     if any(word in source for word in (WRITES, "identical(", "save_on_cpu(") for source in sources):
         return None
-    count = tensors_alive()
+    count = oracle.tensors_alive()
     return f"{count} tensors left behind" if count else None
 
 
@@ -653,10 +626,9 @@ def torch_fails(source: str, want: list[Any]) -> bool:
 
 
 def one(seed: int) -> tuple[str, str]:
-    """A program, and what became of it."""
     lines = repaired(Writer(seed).program())
     source = "\n".join(lines or [])
-    freeze()
+    oracle.freeze()
     verdict = judge(source, OPEN) if lines else "skipped"
     return source, left_behind([source]) or verdict
 
@@ -676,8 +648,7 @@ def test_nests() -> None:
 
 
 def varied(lines: list[str], draw: random.Random) -> list[str]:
-    """The same program, in which some lines read another tensor, scopes have other options, or
-    tensors another size."""
+    """The same program, in which lines read other tensors, or options or sizes are others."""
     found = [*lines]
     if draw.random() < 0.2:
         found[0] = f"N = {draw.choice((4, 5, 26))}"
@@ -694,13 +665,12 @@ def varied(lines: list[str], draw: random.Random) -> list[str]:
 
 
 def shared(seed: int) -> Iterator[tuple[str, str]]:
-    """Programs that share their sites, several times each in random order, and what became of
-    them."""
+    """Programs that share their sites, in random order, and what became of them."""
     draw = random.Random(seed)
     lines = Writer(seed).program()
     programs = [repaired(lines), *(repaired(varied(lines, draw)) for _ in range(3))]
     sources = ["\n".join(lines) for lines in programs if lines]
-    freeze()
+    oracle.freeze()
     for source in draw.choices(sources, k=3 * len(sources)):
         said = judge(source, SHARED)
         # What is wrong alone, too, is the subject of the test above.
@@ -723,9 +693,8 @@ def test_nests_that_share_their_sites() -> None:
 
 def test_the_generator_finds_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     """A `keep` that hands over something else is noticed."""
-    monkeypatch.setitem(
-        OPEN, "keep", lambda x: [t * 1.5 for t in x] if isinstance(x, tuple) else x * 1.5
-    )
+    other = lambda x: [t * 1.5 for t in x] if isinstance(x, tuple) else x * 1.5  # noqa: E731
+    monkeypatch.setitem(OPEN, "keep", other)
     found = [source for source, verdict in map(one, range(40)) if verdict not in FINE]
     assert len(found) > 3
     assert all("keep(" in source for source in found)

@@ -1,5 +1,4 @@
-"""Regions in regions beside `keep`, `forward_only`, hooks that copy, and writes: slots come back as
-what they were."""
+"""Slots come back as what they were: regions in regions beside hooks that copy, and writes."""
 
 import contextlib
 import functools
@@ -7,19 +6,11 @@ import itertools
 
 import pytest
 import torch
-from oracle import NO_ROOM, PLANNED, bits, leaf, plain, planned, scope
+from oracle import NO_ROOM, PLANNED, bits, leaf, plain, planned, scope, weigh
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
-from checkpointing import (
-    CheckpointError,
-    MismatchError,
-    checkpoint_scope,
-    checkpointed,
-    forward_only,
-    keep,
-    offload,
-    opaque,
-)
+import checkpointing
+from checkpointing import CheckpointError, checkpoint_scope, checkpointed, keep, offload
 from checkpointing.torch_compat import checkpoint
 
 pytestmark = NO_ROOM
@@ -52,17 +43,11 @@ def gradients(function, hooks=contextlib.nullcontext, make=lambda: (leaf(4, 4), 
         loss = function(*leaves).sin().sum()
     first = torch.autograd.grad(loss, leaves, retain_graph=True, allow_unused=True)
     second = torch.autograd.grad(loss, leaves, create_graph=True, allow_unused=True)
-    weighed = loss * 0
-    for gradient in second:
-        if gradient is not None and gradient.requires_grad:
-            weighed = weighed + gradient.square().sum()
-    third = torch.autograd.grad(weighed, leaves, allow_unused=True)
+    third = torch.autograd.grad(loss * 0 + weigh(second), leaves, allow_unused=True)
     return [bits(t) for t in (loss, *first, *second, *third) if t is not None]
 
 
-def of(program, *doors):
-    """A function of two tensors: a program through these doors."""
-    return lambda x, w: program(*doors, x, w)
+of = functools.partial  # a program through these doors: a function of two tensors
 
 
 def assert_right_or_refused(want, function, hooks=contextlib.nullcontext):
@@ -74,6 +59,7 @@ def assert_right_or_refused(want, function, hooks=contextlib.nullcontext):
     return True
 
 
+TWO = REGIONS, REGIONS
 OUTER = ["rerun", "compat", "replay", "offload planned"]
 INNER = ["rerun", "all of it", "scope", "offload"]
 AROUND = pytest.mark.parametrize("hooks", HOOKS.values(), ids=HOOKS)
@@ -83,19 +69,10 @@ def in_hooks_by_turns(names, *tables):
     """Each without hooks around, and in one kind by turns; names are looked up in these tables."""
     some = [(*each, hooks) for i, each in enumerate(names) for hooks in ("no hooks", NTH[i % 3])]
     tables = *tables, HOOKS
-    return [
-        pytest.param(*(table[name] for table, name in zip(tables, each, strict=True)), id=str(each))
-        for each in some
-    ]
+    return [pytest.param(*map(dict.__getitem__, tables, each), id=str(each)) for each in some]
 
 
 NTH = [name for name in HOOKS if name != "no hooks"]
-
-
-def nested_in_hooks(inner):
-    """Each of these in each outer region."""
-    cases = in_hooks_by_turns(itertools.product(OUTER, inner), REGIONS, REGIONS)
-    return pytest.mark.parametrize(("outer", "inner", "hooks"), cases)
 
 
 def reads_and_writes(write, region, reader, x, w):
@@ -105,58 +82,39 @@ def reads_and_writes(write, region, reader, x, w):
     return y + write(region, a, w).cos()
 
 
-unseen_mul = torch.no_grad()(torch.Tensor.mul_)
-
-
-def as_argument(region, a, w):
-    return region(lambda a, w: (a.mul_(2).relu_() + 1).sin() * w)(a, w)
-
-
-def by_closure(region, a, w):
-    return region(lambda w: (a.mul_(0.5) + 1).sin() * w)(w)
-
-
-def through_a_view(region, a, w):
-    return region(lambda a, row, w: (row.mul_(3), (a + 1).sin() * w)[1])(a, a[1], w)
-
-
-def without_grad(region, a, w):
-    return region(lambda a, w: (unseen_mul(a, 3) + 1).sin() * w)(a, w)
-
-
-def further_inside(region, a, w):
-    return region(lambda a, w: region(lambda w: as_argument(region, a, w) * 2)(w))(a, w)
+unseen = torch.no_grad()(torch.Tensor.mul_)
 
 
 WRITES = {
-    function.__name__: function
-    for function in (as_argument, by_closure, through_a_view, without_grad, further_inside)
-}
-
-
-READERS = itertools.cycle(["the same", "rerun", "scope"])  # by turns
-READ_AND_WRITTEN = itertools.product(OUTER, [*INNER, "compat"], WRITES)
-
-
-@pytest.mark.parametrize(
-    ("outer", "inner", "write", "reader", "hooks"),
-    in_hooks_by_turns(
-        [(*each, next(READERS)) for each in READ_AND_WRITTEN],
-        REGIONS,
-        REGIONS,
-        WRITES,
-        REGIONS | {"the same": None},
+    "argument": lambda region, a, w: region(lambda a, w: (a.mul_(2).relu_() + 1).sin() * w)(a, w),
+    "closure": lambda region, a, w: region(lambda w: (a.mul_(0.5) + 1).sin() * w)(w),
+    "view": lambda region, a, w: region(lambda a, row, w: (row.mul_(3), (a + 1).sin() * w)[1])(
+        a, a[1], w
     ),
+    "without grad": lambda region, a, w: region(lambda a, w: (unseen(a, 3) + 1).sin() * w)(a, w),
+    "further inside": lambda region, a, w: region(
+        lambda a, w: region(lambda w: WRITES["argument"](region, a, w) * 2)(w)
+    )(a, w),
+}
+READERS = itertools.cycle(["the same", "rerun", "scope"])  # by turns
+WRITTEN = itertools.product(OUTER, [*INNER, "compat"], WRITES)
+READ = in_hooks_by_turns(
+    [(*each, next(READERS)) for each in WRITTEN], *TWO, WRITES, REGIONS | {"the same": None}
 )
+
+
+@pytest.mark.parametrize(("outer", "inner", "write", "reader", "hooks"), READ)
 def test_a_region_that_writes_what_another_one_reads(outer, inner, write, reader, hooks):
     """In the forward and in each recompute, which writes what is its own; of one kind or two."""
     want = of(reads_and_writes, write, plain, plain)
     nested = outer(of(reads_and_writes, write, inner, reader or inner))
     works = assert_right_or_refused(want, nested, hooks)
-    assert works or (write is through_a_view and hooks is not contextlib.nullcontext)
+    assert works or (write is WRITES["view"] and hooks is not contextlib.nullcontext)
 
 
-@nested_in_hooks(RERUNS)
+@pytest.mark.parametrize(
+    ("outer", "inner", "hooks"), in_hooks_by_turns(itertools.product(OUTER, RERUNS), *TWO)
+)
 def test_a_rerun_that_writes_a_tensor_and_reads_its_memory_elsewhere(outer, inner, hooks):
     """`.data` has a version of its own."""
 
@@ -170,12 +128,12 @@ def test_a_rerun_that_writes_a_tensor_and_reads_its_memory_elsewhere(outer, inne
 
 @AROUND
 @pytest.mark.parametrize("door", RERUNS.values(), ids=RERUNS)
-@pytest.mark.parametrize("write", [as_argument, by_closure, without_grad])
+@pytest.mark.parametrize("write", ["argument", "closure", "without grad"])
 def test_a_region_that_writes_what_is_from_outside_of_all(write, door, hooks):
     """Refused, or right where hooks have made copies; the second time, too."""
 
     def program(door, x, w):
-        return write(door, x * 1.5, w)
+        return WRITES[write](door, x * 1.5, w)
 
     works = assert_right_or_refused(of(program, plain), of(program, door), hooks)
     assert not (works and hooks in (contextlib.nullcontext, save_on_cpu))
@@ -194,9 +152,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("layout", "hooks"), in_hooks_by_turns([(name,) for name in LAYOUTS], LAYOUTS)
-)
+@pytest.mark.parametrize(("layout", "hooks"), in_hooks_by_turns(zip(LAYOUTS), LAYOUTS))
 def test_layouts_stay(layout, hooks):
     """Strides decide in which order kernels add."""
     seen = []
@@ -216,7 +172,8 @@ def test_layouts_stay(layout, hooks):
         function = lambda x: program(x, kept, door)  # noqa: E731
         return gradients(function, hooks, lambda: [leaf(20, 100)]), {*seen}
 
-    for kept in (keep, lambda t: t, forward_only(lambda t: t), forward_only(lambda t: t + 0)):
+    only = [checkpointing.forward_only(kept) for kept in (lambda t: t, lambda t: t + 0)]
+    for kept in (keep, lambda t: t, *only):
         want = found(inside, kept, plain, contextlib.nullcontext)
         for program, door in itertools.product((inside, given), REGIONS.values()):
             assert found(program, kept, door, hooks) == want
@@ -233,7 +190,7 @@ def test_what_a_scope_in_a_rerun_has_read_is_what_it_was(unseen):
             h = w.detach() * 2
             with checkpoint_scope(enabled=enabled):
                 y = (h + 1).sin() * w
-                with opaque() if unseen else contextlib.nullcontext():
+                with checkpointing.opaque() if unseen else contextlib.nullcontext():
                     h.mul_(3)
             return (y * h).sin()
 
@@ -284,9 +241,7 @@ SEEN = {"conjugate": lambda z: z.conj().t(), "negated": lambda z: z.conj().imag}
 @pytest.mark.parametrize("inner", ["replay", "planned", "offload planned"])
 @pytest.mark.parametrize("outer", REGIONS)
 @pytest.mark.parametrize("seen", SEEN)
-def test_a_kept_tensor_comes_back_as_the_view_of_conjugates_or_negatives_that_it_was(
-    seen, outer, inner, hooks
-):
+def test_a_kept_tensor_is_the_conjugate_or_negated_view_that_it_was(seen, outer, inner, hooks):
     """Recorded operators read the bits in memory."""
 
     def function(outer, inner, kept):
@@ -300,23 +255,18 @@ def test_a_kept_tensor_comes_back_as_the_view_of_conjugates_or_negatives_that_it
     assert have == gradients(function(plain, plain, lambda t: t))
 
 
-def without_gradient():
-    """It shows `requires_grad` of its base, and carries no gradient."""
-    base = leaf(4, 4)
-    with torch.no_grad():
-        return base[:2]
-
-
-VIEWS = {"leaf": lambda: torch.ones(4, 4)[:2].requires_grad_(), "no_grad": without_gradient}
+VIEWS = {
+    "leaf": lambda: torch.ones(4, 4)[:2].requires_grad_(),
+    # It shows `requires_grad` of its base, and carries no gradient.
+    "no_grad": lambda: torch.no_grad()(lambda base: base[:2])(leaf(4, 4)),
+}
 
 
 @AROUND
 @pytest.mark.parametrize("inner", ["plain", *INNER])
 @pytest.mark.parametrize("outer", OUTER)
 @pytest.mark.parametrize("view", VIEWS)
-def test_a_view_that_no_operator_of_the_graph_made_comes_back_as_what_it_was(
-    view, outer, inner, hooks
-):
+def test_a_view_that_no_operator_of_the_graph_made_is_what_it_was(view, outer, inner, hooks):
     """Hooks bring it back as a leaf of its own."""
 
     def function(outer, around, inner):
@@ -349,5 +299,5 @@ def test_slots_that_have_shifted_are_a_mismatch():
         return a + inner(x * 2)
 
     y = function(leaf(4), leaf(4))
-    with pytest.raises(MismatchError, match="region inside"):
+    with pytest.raises(checkpointing.MismatchError, match="region inside"):
         y.sum().backward()
