@@ -6,7 +6,7 @@ from contextlib import nullcontext, suppress
 import numpy
 import pytest
 import torch
-from oracle import NO_ROOM, PLANNED, REGIONS, REPLAY, Table, leaves, scope
+from oracle import NO_ROOM, PLANNED, REGIONS, REPLAY, Table, bits, leaves, scope
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -37,14 +37,9 @@ def numpy_fills_the_rest(x, y):
     part[:2].copy_(x.detach()[:2])
     part.numpy()[2:] = 7
     larger.resize_(4, 6).numpy()[2:] = 7
-    return (x * part.sin()).exp(), (x * larger.sin()).exp()
-
-
-@case
-def numpy_fills_what_was_kept_empty(x, y):
-    n = keep(torch.empty(4, 6, dtype=torch.float64))
-    n.numpy()[:] = 7
-    return (x * n.sin()).exp()
+    kept = keep(torch.empty(4, 6, dtype=torch.float64))
+    kept.numpy()[:] = 7
+    return (x * part.sin()).exp(), (x * larger.sin()).exp(), (x * kept.sin()).exp()
 
 
 @case
@@ -92,19 +87,14 @@ _library.impl("second_transposed", lambda y, x: x.t(), "CompositeExplicitAutogra
 
 
 @case
-def custom_operators_with_names_of_those_that_read_metadata_alone(x, y):
+def custom_operators_that_look_like_others(x, y):
+    """By names of those that read metadata alone; one views its second argument."""
+    product = x @ y.t()
     with torch.no_grad():
         h = torch.ops.checkpointing_limits.scaled_like(x.sin())
         n = torch.ops.checkpointing_limits.new_scaled(y.sin())
-    return (x * h).exp() * (y * n).sin()
-
-
-@case
-def a_custom_operator_that_views_its_second_argument(x, y):
-    h = x @ y.t()
-    with torch.no_grad():
-        view = torch.ops.checkpointing_limits.second_transposed(x, h)
-    return (view @ h).sin() * h
+        view = torch.ops.checkpointing_limits.second_transposed(x, product)
+    return (x * h).exp() * (y * n).sin(), (view @ product).sin() * product
 
 
 @case
@@ -170,8 +160,9 @@ def test_opaque_in_scopes_in_torchs_own_checkpoint():
 
     x = torch.ones(3, requires_grad=True)
     out = torch.utils.checkpoint.checkpoint(function, x, use_reentrant=False)
-    (want,) = torch.autograd.grad(function(x).sum(), x)
-    assert torch.equal(torch.autograd.grad(out.sum(), x)[0], want)
+    assert bits(torch.autograd.grad(out.sum(), x)) == bits(
+        torch.autograd.grad(function(x).sum(), x)
+    )
 
 
 @pytest.mark.parametrize("policy", [None, [torch.ops.aten.mul.Tensor], auto(budget=16), PLANNED])
@@ -244,26 +235,6 @@ def test_what_is_saved_in_opaque_and_written_after_it(inside, door):
     x = torch.rand(4, 6, requires_grad=True)
     (want,) = torch.autograd.grad(function(x, lambda f: f).sum(), x)
     assert torch.equal(torch.autograd.grad(door(function, x, checkpointed).sum(), x)[0], want)
-
-
-@pytest.mark.parametrize(
-    "policy", [None, auto(), PLANNED, PLANNED, auto(budget=100), auto(budget=10**6)], ids=str
-)
-def test_what_is_saved_before_opaque_is_what_it_was(policy):
-    """Also where a policy only holds on to it, as long as there is room."""
-
-    def function(x, before):
-        n = torch.full((4, 6), 2.0)
-        y = x * before(n)
-        with opaque():
-            n.mul_(3)
-        return (y * n).sin()
-
-    x = torch.rand(4, 6, requires_grad=True)
-    (want,) = torch.autograd.grad(function(x, torch.clone).sum(), x)
-    with checkpoint_scope(policy=policy):
-        y = function(x, lambda n: n)
-    assert torch.equal(torch.autograd.grad(y.sum(), x)[0], want)
 
 
 def test_values_around_opaque_are_computed_once():
