@@ -1,11 +1,14 @@
-"""Autograd constructs and Python control flow inside of regions, around them and between them;
-small models."""
+"""Autograd constructs and small models, tricks of storage, subclasses of tensor and other layouts,
+inside of regions, around them and between them."""
 
 import pytest
 import torch
-from oracle import REPLAY, Table, leaves
-from torch import nn
+from oracle import ALL, REGIONS, REPLAY, RERUN, Table, bits, leaves
+from torch import Tensor, nn
 from torch.autograd import Function
+from torch.testing._internal.two_tensor import TwoTensor
+
+from checkpointing import keep
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # prototypes and betas of torch
 case = Table(leaves())
@@ -119,21 +122,262 @@ def recurrent(x, y, m):
     return m(x * 1), m((x * y).sin())
 
 
-class Scaled(nn.Module):
-    """`max_norm` writes the weight in the forward."""
-
-    def __init__(self):
-        super().__init__()
-        self.scaled = nn.Embedding(9, 6, max_norm=1.0)
-
-    def forward(self, x):
-        return (self.scaled(torch.tensor([1, 2, 2, 5])) * x).exp()
-
-
-@case(make=leaves(Scaled), whole=True)
+@case(make=leaves(lambda: nn.Embedding(9, 6, max_norm=1.0)), whole=True)
 def weights_written_in_the_forward(region, x, y, m):
-    return region(m, x * 1), region(lambda x: m(x * 1) * m((x * y).sin()), y)
+    def f(x):
+        return (m(torch.tensor([1, 2, 2, 5])) * x).exp()
+
+    return region(f, x * 1), region(lambda x: f(x * 1) * f((x * y).sin()), y)
+
+
+@case
+def zero_size_and_zero_dim(x, y):
+    h = x.sin()
+    empty = h[:0] * y[:0]
+    e = torch.empty(0, 6, dtype=x.dtype)
+    e.add_(1)
+    return empty.exp() * empty, h.sum() * h[2, 3].exp(), torch.cat([e * x[:0], h]).exp()
+
+
+@case
+def conj_and_neg(x, y):
+    z, w = torch.complex(x.sin(), y), torch.view_as_complex((x * y).view(4, 3, 2)) * 2
+    c = z.conj()
+    n = c.imag  # neg bit
+    w.conj().mul_(w.detach().clone())
+    parts = (c * c).abs().square(), n * n.exp(), (c.t() @ z).real, z.real * (z * z.exp()).imag
+    return *parts, torch.view_as_real(w * w).square()
+
+
+@case
+def dtype_view_written(x, y):
+    h, k = (x * 3).detach(), (x * 2).detach()
+    h.view(torch.int64).bitwise_and_(-256)
+    a = x * k.clone()
+    k.view(torch.int32)[:, ::2].zero_()
+    small = k.view(torch.int32).view(-1)[24:36]
+    k.view(-1)[12:18].mul_(2)  # the same memory
+    return x * h * h, a * k * x, x.view(-1)[:12] * small
+
+
+@case
+def in_place_on_views(x, y):
+    h = x @ y.t()
+    h[1:3].mul_(2)
+    h.t()[2].add_(y[0, :4])
+    h.view(-1)[::5] = 1.5
+    k = x.sin()
+    v = k.view(2, 12)[:, 3:9].view(2, 2, 3)[0]
+    v.copy_(y[:2, :3])
+    v.t()[1].exp_()
+    return h.exp() * h.sin(), k * k
+
+
+@case(refused=RERUN)
+def several_versions_of_one_buffer(x, y):
+    h = x.exp()
+    outs = []
+    for i in range(4):
+        b = torch.full((4, 6), float(i), dtype=x.dtype)
+        b.cumsum_(0)
+        outs.append(h * b.clone())
+        b.neg_()
+        outs.append(h * b)
+    return outs
+
+
+@case
+def written_after_it_was_read_by_an_unsaving_op(x, y):
+    h, k = x.sin(), x.sin()
+    a = h + y
+    b = a.exp()
+    h.mul_(0)
+    k.data.mul_(2)  # autograd doesn't see it
+    return a * b, h * y, k.exp() * k
+
+
+@case(refused=RERUN)
+def in_place_on_input(x, y):
+    a = x * y[0].clone()
+    y[1:3].mul_(x[1:3])
+    z = (y + 1).sin()
+    y.t()[0].exp_()
+    return a * y * z
+
+
+@case
+def set_to_another(x, y):
+    h, g = (x * 2).detach(), (y * 3).detach()
+    h.set_(g)
+    h.mul_(2)
+    k = (y * 3).detach().exp()
+    v = (x * 2).detach().set_(k.untyped_storage(), 2, (3, 4), (6, 1))
+    return x * h * g, x[:3, :4] * v.sin() * v
+
+
+@case
+def resized(x, y):
+    h, k, m = (x * 2).detach(), (x * 2).detach(), (x * 2).detach()
+    h.resize_(5, 6)
+    h[4].fill_(1.0)
+    k.resize_(2, 6).mul_(2)
+    e = torch.empty(0, dtype=x.dtype).resize_as_(x.detach()).copy_(y.detach()).exp_()
+    a = x * m.clone()
+    m.untyped_storage().resize_(0)
+    m.untyped_storage().resize_(4 * 6 * 8)
+    m.copy_(y.detach())
+    return x * h[:4] * h[1:], x[:2] * k * k.exp(), x * e * e, a * m.sin() * m
+
+
+@case(whole=True)
+def output_written_outside(region, x, y):
+    h = region(lambda x, y: (x * y) + 1, x, y * 1)
+    h.mul_(2)
+    h[1:].add_(x[1:])
+    return h.sin()
+
+
+@case
+def empty_filled_in_parts(x, y):
+    whole, part = torch.empty(4, 12, dtype=x.dtype), torch.empty(4, 6, dtype=x.dtype)
+    whole[:, :6] = x.sin()
+    whole[:, 6:] = y
+    part[:2] = x[:2].sin()
+    with torch.no_grad():  # from other parts of itself
+        twice, powers = torch.empty(8, 6, dtype=x.dtype), torch.empty(4, 6, dtype=x.dtype)
+        twice[:4] = x
+        twice[4:] = twice[:4]
+        powers[0] = y[0]
+        for i in range(3):
+            torch.mul(powers[i], 2, out=powers[i + 1])
+    return whole.exp() * whole, part[:2].exp() * part[:2], twice[2:6] * x, powers * y
+
+
+@case(whole=True)
+def empty_read_between_writes_in_nested_regions(region, x, y):
+    def f(x):
+        h = torch.empty(2, 6, dtype=x.dtype)
+        h[0] = x[0].detach()
+        z = (h[0] * 2) * x
+        h[1] = 5.0
+        return z.sin(), h * x[:2]
+
+    return region(lambda x: region(f, x), x)
+
+
+class Tagged(Tensor):
+    """Only decorates; stays through operators by `__torch_function__`."""
+
+
+@case
+def tagged(x, y):
+    h = x.sin().as_subclass(Tagged)
+    k = h * y
+    return (k.exp() * h).as_subclass(Tensor)
+
+
+@case(whole=True)
+def wrapper_that_stays_across(region, x, y):
+    t = TwoTensor((x * 2).detach(), (y * 3).detach()).requires_grad_()
+    h = region(lambda t: (t.sin() * t).exp(), t)
+    k = region(lambda h: h.cos() * h.t().t(), h)
+    (g,) = torch.autograd.grad(k, t, TwoTensor(x.detach(), y.detach()))
+    return x * g.a * y * g.b
+
+
+@case
+def wrapper_written_in_place(x, y):
+    t = TwoTensor((x * 2).detach(), (y * 3).detach()).requires_grad_()
+    h = (t.sin() * t).exp()
+    ones = (torch.ones((), dtype=x.dtype) for _ in "ab")
+    (g,) = torch.autograd.grad(h.sum(), t, TwoTensor(*ones))
+    t = TwoTensor((x * 2).detach(), (y * 3).detach())
+    t.mul_(2)
+    t[1:].add_(1)
+    return x * t.exp().a * t.b, x * g.a, y * g.b * x
+
+
+@case(whole=True)
+def jagged_from_before(region, x, y):
+    n = torch.nested.nested_tensor_from_jagged(x.sin(), offsets=torch.tensor([0, 1, 4]))
+    h = region(lambda n: (n * 2).exp() * n, n)
+    return region(lambda h: h.sin().values() * y.exp(), h)
+
+
+# A rerun makes another ragged size.
+@case(make=leaves(lambda: nn.Linear(6, 6)), refused=RERUN)
+def jagged_through_layers(x, y, m):
+    n = torch.nested.nested_tensor_from_jagged(x * 1, offsets=torch.tensor([0, 1, 4]))
+    h = nn.functional.relu(m(n))
+    h = nn.functional.layer_norm(h, (6,))
+    return h.values().exp() * y
+
+
+@case
+def strided_nested(x, y):
+    n = torch.nested.as_nested_tensor([x[:1].sin(), x[1:]])
+    h = (n * 2).sin() * n
+    return torch.cat([t * t for t in h.unbind()])
+
+
+@case
+def sparse_coo(x, y):
+    i = torch.tensor([[0, 1, 3], [2, 0, 1]])
+    s = torch.sparse_coo_tensor(i, x.sin()[0, :3], (4, 4))
+    d = torch.sparse.mm(s, y)
+    return d.exp() * s.to_dense()[:, :1] * (s * 2).coalesce().values().sum()
+
+
+@case(backwards=("first", "partial"))
+def sparse_csr_with_grad(x, y):
+    v = x.sin()[0, :3]
+    s = torch.sparse_csr_tensor(torch.tensor([0, 1, 2, 3, 3]), torch.tensor([2, 0, 1]), v, (4, 4))
+    return (s @ y).exp(), (s.to_dense() * 2).sin()
+
+
+@case(make=leaves(lambda: nn.Embedding(7, 6, sparse=True)), backwards=("first", "partial"))
+def sparse_gradients(x, y, m):
+    return (m(torch.tensor([1, 2, 2, 5])) * x).exp()
+
+
+@case(backwards=("first", "partial"))
+def mkldnn(x, y):
+    h = x.float().to_mkldnn()
+    h = torch.relu(h)
+    return h.to_dense().exp() * y.float()
 
 
 # Plain code makes a cycle in it, too.
 test_constructs, test_nothing_stays = case.tests(("tensor_hooks",))
+
+
+@pytest.mark.parametrize("door", ALL)
+def test_distributed_tensors(door, mesh):
+    """Made inside, kept, redistributed, and as parameters."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    size = 3 + ALL.index(door)  # what is found out about shapes is remembered
+    model = nn.Sequential(nn.Linear(6, size), nn.GELU(), nn.Linear(size, 6)).double()
+    parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    x, y = (torch.randn(size, 6, dtype=torch.float64, requires_grad=True) for _ in range(2))
+
+    def function(x, y):
+        a = DTensor.from_local(x * 1, mesh, [Shard(0)])
+        b = DTensor.from_local(y * 1, mesh, [Replicate()])
+        c = keep(a.sin() * b.redistribute(mesh, [Shard(0)])).exp()
+        return (c @ b.t()).redistribute(mesh, [Replicate()]).to_local() @ model(x)
+
+    got, want = REGIONS[door](function, x, y), function(x, y)
+    wanted = (x, y, *model.parameters())
+    got_first, want_first = (
+        torch.autograd.grad(o.sin().sum(), wanted, create_graph=True) for o in (got, want)
+    )
+    got_second, want_second = (
+        torch.autograd.grad((g[0] * g[1]).sum(), (x, y)) for g in (got_first, want_first)
+    )
+    assert bits([got, *got_first, *got_second]) == bits([want, *want_first, *want_second])
