@@ -30,12 +30,15 @@ ERRORS = pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 
 
 @contextlib.contextmanager
-def unchanged(rng=True):
-    """The state afterwards is that of before; the random stream, too, if `rng`."""
-    before, stream = state(), bits(torch.get_rng_state())
+def unchanged(generator=torch.default_generator):
+    """The state afterwards is that of before; the random streams, too."""
+
+    def now():
+        return state(), bits([torch.get_rng_state(), generator.get_state()])
+
+    before = now()
     yield
-    assert state() == before
-    assert not rng or bits(torch.get_rng_state()) == stream
+    assert now() == before
 
 
 class Fails:
@@ -89,10 +92,10 @@ PLACES += itertools.product(["operator", "tensor hook"], WORDS)
 @EARLY_STOP
 @ERRORS
 def test_in_backward(where, word, early_stop, error):
-    fail = Fails(error)
+    fail, generator = Fails(error), torch.Generator()
 
     def fn(x):
-        h = F.dropout(x.sin(), 0.5)
+        h = F.dropout(x.sin(), 0.5) * torch.rand(3, generator=generator)
         if where == "function" and is_recomputing():
             with torch.no_grad():
                 fail()
@@ -103,9 +106,9 @@ def test_in_backward(where, word, early_stop, error):
 
     x = torch.ones(3, requires_grad=True)
     y = apply(word, fn, early_stop)(x).sum()
-    with unchanged():
+    with unchanged(generator):
         failing = FailingMode(error) if where == "operator" else contextlib.nullcontext()
-        with unchanged(), failing, pytest.raises(error, match="on purpose"):
+        with unchanged(generator), failing, pytest.raises(error, match="on purpose"):
             y.backward(retain_graph=True)
         y.backward()
 
@@ -164,27 +167,6 @@ def test_the_region_around_is_the_innermost_again_after_an_exception(word):
     assert count(y.sum().backward).get("exp") == 1
 
 
-def falls_back(x):
-    """Has a second way for whatever may happen."""
-    for _ in range(3):
-        try:
-            x = x.exp().mul(0.1)
-        except BaseException:
-            x = torch.zeros(3, requires_grad=True).sin().exp()
-    return x
-
-
-@RERUN
-def test_what_a_function_does_about_the_stop_signal_is_no_error(word):
-    """Nor does it change the gradients: all that was wanted is there by then."""
-    x = leaf(3)
-    expected = torch.autograd.grad(falls_back(x).sum(), x)[0]
-    y = apply(word, falls_back)(x).sum()
-    for _ in range(2):
-        with unchanged():
-            assert bits(torch.autograd.grad(y, x, retain_graph=True)[0]) == bits(expected)
-
-
 @pytest.mark.parametrize("stop", [True, False])
 def test_a_value_that_the_function_overwrites_later_is_brought_back_as_it_was_or_refused(stop):
     """A rerun that stops right behind it has it still; one to the end has not, and says so."""
@@ -205,21 +187,32 @@ def test_a_value_that_the_function_overwrites_later_is_brought_back_as_it_was_or
         assert x.grad is None
 
 
-@pytest.mark.parametrize("error", [RuntimeError, SystemExit, KeyboardInterrupt])
-def test_what_a_function_makes_of_the_stop_signal(error):
-    """An error of its own does not keep backward from what it has."""
+@RERUN
+@pytest.mark.parametrize("error", [None, RuntimeError, SystemExit, KeyboardInterrupt])
+def test_what_a_function_makes_of_the_stop_signal(error, word):
+    """An error of its own, or a second way for whatever may happen: all that was wanted is there by
+    then, and an interrupt is the user's."""
 
     def fn(x):
-        try:
-            y = x.sin().exp()
-        except BaseException as signal:
-            raise error from signal
-        return y + 1
+        for _ in range(3):
+            try:
+                x = x.exp().mul(0.1)
+            except BaseException as signal:
+                if error is not None:
+                    raise error from signal
+                x = torch.zeros(3, requires_grad=True).sin().exp()
+        return x
 
-    x = torch.ones(3, requires_grad=True)
-    y = checkpointed(fn)(x).sum()
-    with pytest.raises(error) if error is KeyboardInterrupt else contextlib.nullcontext():
-        y.backward()
+    x = leaf(3)
+    (want,) = torch.autograd.grad(fn(x).sum(), x)
+    y = apply(word, fn)(x).sum()
+    for _ in range(2):
+        with unchanged():
+            if error is KeyboardInterrupt:
+                with pytest.raises(error):
+                    y.backward(retain_graph=True)
+            else:
+                assert bits(torch.autograd.grad(y, x, retain_graph=True)[0]) == bits(want)
 
 
 SCOPES = {

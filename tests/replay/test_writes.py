@@ -8,7 +8,7 @@ import torch
 from oracle import NO_ROOM, PLANNED, REGIONS, REPLAY, RERUN, Table, leaves, noisy, python_calls
 from torch import nn
 
-from checkpointing import auto, checkpoint_scope, opaque
+from checkpointing import auto, checkpoint_scope, keep, opaque
 
 case = Table(leaves())
 pytestmark = NO_ROOM
@@ -142,6 +142,19 @@ def lists_of_which_a_part_is_from_before(region, x, y):
         return (x * before.clone()).sin() * inside
 
     return region(f, x), region(f, y), before
+
+
+@case(doors=REPLAY)
+def kept_values_on_memory_that_is_written(x, y):
+    """They do not stand for what was there before; a view is read between two writes."""
+    h, z = x.detach() * 2, (x.detach() * 1).exp()
+    before, part = h.exp(), x[:2] + z[:2]
+    h[:2].mul_(3)
+    keep(h)
+    z.mul_(2)
+    keep(z)
+    z.add_(1)
+    return x * (before * h), (part + z[:2]).sin()
 
 
 @case
