@@ -161,7 +161,6 @@ def check(doors, fn, call=lambda fn, *tensors: fn(*tensors), on=("toy",)):
 
 
 def body(x):
-    """Dropout whose mask both the operators before and after it meet."""
     return F.dropout(F.dropout(x.sin(), 0.5).exp(), 0.2).sin()
 
 
@@ -222,7 +221,6 @@ def case_save_on_cpu_like_hooks():
 
 
 def drop_in(use_reentrant):
-    """A door: the function that is called like torch's."""
     return lambda fn: lambda *args: checkpoint(fn, *args, use_reentrant=use_reentrant)
 
 
@@ -283,7 +281,6 @@ def main():
 
 
 def in_a_fork(case):
-    """What became of a case: None, or what went wrong."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as pool:
         error = pool.submit(case).exception()
     return error and "".join(traceback.format_exception(error))

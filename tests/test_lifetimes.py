@@ -18,7 +18,6 @@ EARLY_STOP = pytest.mark.parametrize("early_stop", [True, False], ids=["early", 
 
 
 def network(x, w):
-    """Operators that save inputs, results and masks."""
     return (F.dropout((x @ w).sin(), 0.2).exp() @ w).tanh()
 
 
@@ -86,7 +85,6 @@ def test_what_no_saved_tensor_needs_is_freed_when_the_region_ends(word):
 
 @pytest.mark.parametrize("word", ["r", "s"])
 def test_what_only_a_dropped_result_needs_is_not_held(word):
-    """Though it is made together with one that lives."""
     x = leaf(3)
     with Watching() as watching:
         data = torch.ones(3)
@@ -154,7 +152,6 @@ BACKWARDS = {
 @EARLY_STOP
 @pytest.mark.parametrize("how", BACKWARDS)
 def test_nothing_recomputed_is_alive_after_backward(word, early_stop, how):
-    """Although the graph may be."""
     inner = []
 
     def fn(x, w):

@@ -109,7 +109,6 @@ def test_parameters_that_a_region_writes(wrap, times):
 
 
 def test_copies_that_are_not_deep():
-    """A pickle by name."""
     net = nn.Linear(4, 4)
     net.forward = checkpointed(net.forward)
     assert "forward" in vars(copy.deepcopy(net))

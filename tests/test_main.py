@@ -88,7 +88,6 @@ def test_a_way_that_differs_fails_the_run(capsys, monkeypatch, wrong, steps, ver
 
 @pytest.mark.parametrize("arguments", [["--context", "many"], ["--layer-count=3"]], ids=" ".join)
 def test_wrong_values_get_status_2(capsys, arguments):
-    """No traceback, nothing on stdout."""
     with pytest.raises(SystemExit) as exit_:
         job.main(arguments)
     out, err = capsys.readouterr()
@@ -112,7 +111,6 @@ def test_the_picture_names_each_line(tmp_path, monkeypatch):
 
 
 def test_bits_are_compared():
-    """Not numbers."""
     zero, nan = torch.zeros(2), torch.tensor(float("nan"))
     assert job.same_bits(nan, nan) and not job.same_bits(zero, -zero)
 
@@ -131,7 +129,6 @@ command = Code(WITH_ARGUMENTS, "--width", "wide")
 
 
 def test_the_command_exits_with_the_status():
-    """The whole way, in a process of its own."""
     assert (command.outcome.returncode, command.outcome.stdout) == (2, "")
 
 
@@ -144,7 +141,6 @@ def test_cpu_memory_is_counted_to_the_byte():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_cuda_is_bit_equal(capsys):
-    """The same table, with the bytes of the device."""
     status, rows, _ = run(capsys, "--device", "cuda")
     plain = rows.pop("plain")
     assert status == 0

@@ -67,7 +67,6 @@ def right():
     ("policy", "door"), [*PAIRS, ("budget", "rerun around"), ("beside others", "function")]
 )
 def test_gradients_are_bit_equal(door, policy, right):
-    """To second order, in every nesting."""
     assert gradients(net, lambda fn: NESTINGS[door](fn, POLICIES[policy])) == right
 
 
@@ -143,7 +142,6 @@ def branches(x):
 
 
 def test_nothing_outlives_its_use(no_gc):
-    """After backward, without one, after an exception."""
     x = torch.rand(1000).requires_grad_()
     with Watching() as watching:
         for policy in (offload(), offload([TANH], inputs=True), offload(auto())):
@@ -162,7 +160,6 @@ def test_nothing_outlives_its_use(no_gc):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 @pytest.mark.parametrize("policy", [offload(), offload(auto()), offload([ADDMM])], ids=str)
 def test_on_cuda(policy):
-    """Bit-equal to plain, with less memory at the peak."""
     layers = nn.ModuleList(nn.Linear(1024, 1024, device="cuda") for _ in range(16))
     x = torch.randn(4096, 1024, device="cuda").requires_grad_()
 

@@ -315,8 +315,6 @@ def test_a_rerun_finds_and_leaves_everything_as_the_user_has_it():
 
 @program()
 def leaves_that_the_function_makes(door):
-    """They are new each time, and fine."""
-
     def fn(x):
         torch.manual_seed(1)
         w, p = torch.ones(4, requires_grad=True), nn.Parameter(torch.full((4,), 2.0))

@@ -25,7 +25,6 @@ def test_program_runs(program):
 
 
 def test_there_are_programs():
-    """One for each door, at least."""
     for door in (
         "checkpoint_modules(",
         "with checkpoint_scope(policy=auto())",
@@ -35,7 +34,6 @@ def test_there_are_programs():
 
 
 def test_the_first_two_commands():
-    """Install and compare; install and test."""
     compare, test = COMMANDS[0].splitlines()
     assert compare == "pip install . && python -m checkpointing"
     assert test == "pip install '.[test]' && python -m pytest"

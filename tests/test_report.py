@@ -166,7 +166,6 @@ def test_the_text_has_80_columns():
 
 
 def test_bad_input_and_plain_code():
-    """What is no tensor is refused; no region, no row."""
     with pytest.raises(TypeError, match="report takes tensors"):
         report([torch.ones(2)])
     with pytest.raises(ValueError, match="leave determinism_check, debug and report out"):
@@ -178,7 +177,6 @@ def test_bad_input_and_plain_code():
 
 @DOORS
 def test_a_report_holds_nothing_alive(backend, no_gc):
-    """Neither the notes nor the report refer to a tensor, a graph or a region."""
     x = leaf() * 2
     y = checkpointed(chain, backend=backend, report=True)(x)
     found, dead = report(y), [weakref.ref(x), weakref.ref(y)]

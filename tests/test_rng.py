@@ -80,7 +80,6 @@ def sampled(x):
 
 
 def between(door, x):
-    """Draws before the region, after it, and between two of them."""
     fn = door(lambda x: F.dropout(x.sin(), 0.5, inplace=True).exp().sin())
     y = fn(x * torch.rand(50))
     return fn(y * torch.rand(50)) * torch.rand(50)

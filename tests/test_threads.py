@@ -48,7 +48,6 @@ def test_two_backwards_over_one_frame(word, early_stop):
 
 @pytest.mark.parametrize("door", ["c", "r", "s"])
 def test_a_region_is_seen_by_its_own_thread_only(door):
-    """Work that another thread does while a region is open is not part of it."""
     opened, done = threading.Event(), threading.Event()
     x, z = leaf(3), leaf(3)
 

@@ -36,7 +36,6 @@ def chain():
 
 
 def two_stacks():
-    """They join in a head."""
     first, second, x = layers(*[64] * 4), layers(*[128] * 4), torch.randn(128, 64)
     head = nn.Linear(64 + 128, 16)
 
@@ -72,13 +71,11 @@ def shared_table():
 
 
 def head():
-    """Logits over many words."""
     stack, top, x = layers(*[64] * 6), nn.Linear(64, 512), torch.randn(128, 64)
     return nn.ModuleList([stack, top]), lambda: top(through(stack, x)).log_softmax(1)[:, 0].sum()
 
 
 def auxiliary_loss():
-    """A small loss after the large one."""
     stack, top, gate = layers(*[64] * 5), nn.Linear(64, 512), nn.Linear(64, 4)
     x = torch.randn(128, 64)
 
@@ -94,7 +91,6 @@ PROGRAMS = (chain, two_stacks, pyramid, shared_table, head, auxiliary_loss)
 
 
 def stretch_of(build, has_gradients=True):
-    """What the planner sees of a program."""
     torch.manual_seed(0)
     clear_programs()
     model, run = build()
@@ -185,7 +181,6 @@ def test_more_peak_or_budget_never_costs_more(build):
 
 @pytest.mark.parametrize("build", PROGRAMS)
 def test_peaks_are_sums_over_what_is_there(build):
-    """The invariant of the simulation, position by position."""
     stretch, draw = stretch_of(build), random.Random(0)
     model, memories = stretch.model, stretch.memories
 
@@ -255,8 +250,6 @@ def test_plain_code_saves_what_the_user_keeps():
 @pytest.mark.parametrize("options", [{}, {"peak": 1}, {"budget": 300_000}], ids=str)
 @pytest.mark.parametrize("build", PROGRAMS)
 def test_the_profiler_counts_what_was_predicted(build, options, has_gradients):
-    torch.manual_seed(0)
-    clear_programs()
     model, run = build()
 
     def scoped():

@@ -353,7 +353,6 @@ test_constructs, test_nothing_stays = case.tests(("tensor_hooks",))
 
 @pytest.mark.parametrize("door", ALL)
 def test_distributed_tensors(door, mesh):
-    """Made inside, kept, redistributed, and as parameters."""
     from torch.distributed.tensor import DTensor, Replicate, Shard
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,

@@ -142,7 +142,6 @@ def written_in_opaque_before_it_is_saved_again(x, y):
 
 @pytest.mark.parametrize(("program", "name"), case.pairs())
 def test_kept(program, name):
-    """Bit for bit, through every door."""
     program.check(name)
 
 

@@ -204,7 +204,6 @@ def test_every_operator(shard: int) -> None:
 
 @pytest.mark.parametrize("op", FOREACH, ids=lambda op: op.name)
 def test_operators_on_lists(op: Any) -> None:
-    """As functions and in place."""
     notes: list[str] = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -62,7 +62,6 @@ def read_after_written(m, x, places):
 
 
 def used_again(m, x, places):
-    """What the first layer makes is read by all."""
     first = m.layers[0](x)
     for place in places:
         x = m.layers[place](x) * first
@@ -117,7 +116,6 @@ PROGRAMS = [
 
 
 def steps(program, region):
-    """What can be seen of a training loop."""
     torch.manual_seed(0)
     model = Model(program).double()
     seen = []

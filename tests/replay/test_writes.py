@@ -174,8 +174,6 @@ def untagged_custom_random_op(x, y):
 
 @case(whole=True, doors=REPLAY)
 def a_state_that_is_written_after_a_backward_inside(region, x, y):
-    """It stays as it was read."""
-
     def f(x, state, create_graph):
         h = (x * 1 + state).square()
         (g,) = torch.autograd.grad(h.sum(), x, retain_graph=True, create_graph=create_graph)
