@@ -7,7 +7,7 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
-from oracle import NO_ROOM, PLANNED, SavesItsOutput, Watching, apply, leaf
+from oracle import NO_ROOM, PLANNED, Canary, SavesItsOutput, Watching, apply, leaf
 
 from checkpointing import CheckpointError, checkpoint_scope, forward_only, is_recomputing, keep
 
@@ -19,10 +19,6 @@ EARLY_STOP = pytest.mark.parametrize("early_stop", [True, False], ids=["early", 
 
 def network(x, w):
     return (F.dropout((x @ w).sin(), 0.2).exp() @ w).tanh()
-
-
-class Canary:
-    """Something that can be referred to weakly; it dies with what holds it."""
 
 
 class Fails(torch.autograd.Function):
@@ -171,33 +167,27 @@ def test_nothing_recomputed_is_alive_after_backward(word, early_stop, how):
     assert watching.alive() == []
 
 
+CHAINS = [
+    (lambda x: x.sin().exp().tanh().sigmoid(), "sin exp tanh", [["exp", "tanh"], ["exp"], []]),
+    # A custom function may read it more than once until it has run.
+    (lambda x: SavesItsOutput.apply(x.sin()), "sigmoid", [[]]),
+]
+
+
 @WORD
-def test_a_recomputed_tensor_is_dead_once_its_node_has_run(word):
-    """Backward of a chain: before each node runs, what the nodes before it asked for is gone."""
-    y = apply(word, lambda x: x.sin().exp().tanh().sigmoid())(leaf(3))
-    alive = []
+@pytest.mark.parametrize(("fn", "names", "want"), CHAINS)
+def test_a_recomputed_tensor_is_dead_once_its_node_has_run(word, fn, names, want):
+    """Before each node of a chain runs, what the nodes before it asked for is gone."""
+    y, alive = apply(word, fn)(leaf(3)), []
     with Watching() as watching:
         node = y.grad_fn.next_functions[0][0]
         while node.next_functions:
-            node.register_prehook(lambda grads: alive.append(watching.alive("sin", "exp", "tanh")))
+            node.register_prehook(lambda grads: alive.append(watching.alive(*names.split())))
             node = node.next_functions[0][0]
         del node
         y.sum().backward(retain_graph=True)
-    assert alive == [["exp", "tanh"], ["exp"], []]
-
-
-@WORD
-def test_a_recomputed_tensor_is_dead_once_its_custom_function_has_run(word):
-    """Which may read it more than once until then."""
-    y = apply(word, lambda x: SavesItsOutput.apply(x.sin()))(leaf(3)).sum()
-    alive = []
-    with Watching() as watching:
-        node = y.grad_fn.next_functions[0][0].next_functions[0][0]
-        node.register_prehook(lambda grads: alive.append(watching.alive("sigmoid")))
-        del node
-        y.backward(retain_graph=True)
-    assert "sigmoid" in [name for name, _ in watching.made]
-    assert alive == [[]]
+    assert {*names.split()} <= {name for name, _ in watching.made}
+    assert alive == want
 
 
 FAULTS = {
