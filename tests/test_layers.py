@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from beside import Program
+from beside import Code
 from oracle import leaf, replay, rerun
 
 import checkpointing
@@ -155,12 +155,11 @@ print(changed)
 print(torch.equal(random, torch.get_rng_state()))
 print("torch_remat" in sys.modules or "numpy" in set(sys.modules) - before)
 """
-imported = Program("-c", IMPORT)
 
 
 def test_import_brings_in_nothing_but_the_package():
     """No module that `import torch` does not bring in anyway, and none of torch's is changed."""
-    assert imported.output.splitlines() == ["[]", "[]", "True", "False"]
+    assert Code(IMPORT).output.splitlines() == ["[]", "[]", "True", "False"]
 
 
 def test_no_state_builds_up_in_the_process(frozen):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from beside import Code
+from beside import Program
 
 from checkpointing import __main__ as job, checkpointed
 
@@ -124,11 +124,8 @@ def test_operations_are_counted_in_forward_and_in_recompute():
     assert (step.flops_forward, step.flops, step.recomputed(plain)) == (48, 3 * 48, 1.0)
 
 
-WITH_ARGUMENTS = "import runpy; runpy.run_module('checkpointing', run_name='__main__')"
-command = Code(WITH_ARGUMENTS, "--width", "wide")
-
-
 def test_the_command_exits_with_the_status():
+    command = Program("-m", "checkpointing", "--width", "wide")
     assert (command.outcome.returncode, command.outcome.stdout) == (2, "")
 
 

@@ -16,7 +16,6 @@ from torch import nn
 from checkpointing import checkpoint_scope, forward_only
 
 pytestmark = NO_ROOM
-HERE = Path(__file__).parent
 
 
 def factories(x):
@@ -188,12 +187,10 @@ def test_without_preserving_replay_is_exact_and_stashes_nothing(door):
     del y
 
 
-accelerated = Program("-W", "error", str(HERE / "fake_accelerator.py"), cwd=HERE.parent)
-
-
 @pytest.fixture(scope="module")
 def outcomes():
-    return json.loads(accelerated.output)
+    program = Program("-W", "error", fake_accelerator.__file__, cwd=Path(__file__).parents[1])
+    return json.loads(program.output)
 
 
 @pytest.mark.parametrize("kind", fake_accelerator.KINDS)
