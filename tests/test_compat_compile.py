@@ -82,7 +82,6 @@ PROGRAMS = {
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_compiled_as_torchs(name):
-    """In one graph, with the same recomputations."""
     want, have = (products(PROGRAMS[name](m), fullgraph=True) for m in (theirs, ours))
     assert have == want == ([2, 4] if name == "kept" else [2, 6])
 

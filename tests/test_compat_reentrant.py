@@ -53,8 +53,6 @@ in_replay = checkpointed(backend="replay")
     ],
 )
 def test_bits_as_without(plain, fn):
-    """Results, gradients, the random streams."""
-
     def observe(fn):
         torch.manual_seed(0)
         GENERATOR.manual_seed(1)
@@ -68,7 +66,6 @@ def test_bits_as_without(plain, fn):
 
 @pytest.mark.parametrize("how", ["enabled", "disabled", "no_grad"])
 def test_ways_to_switch_it_off(how):
-    """A plain call, which may have keywords."""
     fn = reentrant(lambda x, k=1: x.sin() * k, enabled=how != "enabled")
     with {"disabled": disabled, "no_grad": torch.no_grad}.get(how, torch.enable_grad)():
         y = fn(leaf(), k=2)
@@ -95,7 +92,6 @@ def test_an_error_in_the_recompute_leaves_nothing_behind():
 
 
 def test_keywords_are_refused():
-    """Before anything runs."""
     ran = []
     with pytest.raises(ValueError, match=r"Unexpected keyword arguments: k.*backend='rerun'"):
         reentrant(lambda x, k: ran.append(1))(leaf(), k=1)
@@ -137,7 +133,6 @@ def test_parameters_that_would_get_no_gradients_are_refused(fn, args):
 
 
 def test_nothing_that_requires_grad_at_all_is_a_warning():
-    """There is no gradient to lose."""
     with pytest.warns(UserWarning, match="None of the inputs have requires_grad=True") as caught:
         y = reentrant(lambda x: x.sin())(torch.ones(3))
     assert not y.requires_grad

@@ -68,7 +68,6 @@ class Layer(nn.Module):
 
 
 def step(model, run, door, n):
-    """All that a step shows: loss, gradients, the buffer, and the random numbers after it."""
     torch.manual_seed(n)
     x = torch.randn(n, 512, requires_grad=True)
     with DOORS[door]() as scope:

@@ -47,7 +47,6 @@ def two_outputs(x, w):
 
 
 def dropped_branches(x, w):
-    """And what backward never reads."""
     dropped = x.cos().tanh().sigmoid()
     h = x.sin()
     dropped.sum()

@@ -164,8 +164,6 @@ TENSORS = {
 @pytest.mark.parametrize("make", TENSORS.values(), ids=TENSORS)
 @pytest.mark.parametrize("backend", ["rerun", "replay"])
 def test_values_finds_nothing_where_nothing_differs(make, backend):
-    """Any shape, layout and dtype; NaNs are equal to themselves."""
-
     def fn(x):
         mask = x.abs() > 0.5  # a bool tensor is saved, too
         index = torch.arange(x.numel()).view(x.shape)

@@ -115,7 +115,6 @@ def test_in_backward(where, word, early_stop, error):
 
 @pytest.mark.parametrize("door", ["function", "block"])
 def test_the_recomputes_exception_says_which_region(door):
-    """A note has the region's name and the line where it was entered."""
     if door == "function":
         y = checkpointed(lambda x: x.sin().exp().tanh(), name="mine")(leaf(3))  # the line
     else:

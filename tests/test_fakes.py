@@ -43,8 +43,6 @@ class Routed(Block):
 
 
 class Writing(Block):
-    """Writes in place, into parts of a memory, too."""
-
     def forward(self, x):
         y = super().forward(x)
         padded = torch.zeros_like(y)
@@ -143,7 +141,6 @@ def test_backward_may_run_outside_of_the_mode(name):
 
 
 def test_real_and_dry_runs_share_a_site():
-    """One program, and the same counts, in any order."""
     way, counts = WAYS["auto"], []
     torch.manual_seed(0)
     for mode in (None, None, FakeTensorMode(), None, FakeTensorMode()):

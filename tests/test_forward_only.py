@@ -9,7 +9,7 @@ import inspect
 import pytest
 import torch
 import torch.utils.checkpoint
-from oracle import DOORS, EACH_DOOR, WAYS, Programs, apply, bits, integers as leaf, plain
+from oracle import DOORS, EACH_DOOR, WAYS, Programs, apply, integers as leaf
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -27,25 +27,15 @@ from checkpointing import (
 program = Programs()
 
 
-@EACH_DOOR
-@pytest.mark.parametrize("early_stop", [True, False])
-def test_a_forward_only_function_runs_once_and_its_results_come_back_in_order(door, early_stop):
+@program(*WAYS)
+def a_forward_only_function_runs_once_and_its_results_come_back_in_order(door):
     """Also where the results decide; with `keep`, which has an order of its own."""
-
-    def step(door, **options):
-        numbers = iter([2.0, 3.0, 5.0])
-        number = forward_only(lambda: next(numbers))
-
-        def fn(x):
-            return keep((x * number()).square()).square() * keep(x * number())
-
-        x = leaf()
-        y = door(fn, **options)(x).sum()
-        y.backward(retain_graph=True)
-        y.backward()
-        return bits(x.grad), next(numbers)
-
-    assert step(door, early_stop=early_stop) == step(plain)
+    numbers, x = iter([2.0, 3.0, 5.0]), leaf()
+    number = forward_only(lambda: next(numbers))
+    y = door(lambda x: keep((x * number()).square()).square() * keep(x * number()))(x).sum()
+    y.backward(retain_graph=True)
+    y.backward()
+    return x.grad, next(numbers)
 
 
 @dataclasses.dataclass(eq=False)
@@ -159,7 +149,6 @@ def test_a_call_of_which_the_forward_has_no_result_is_an_error(why):
 
 @pytest.mark.parametrize("around", [torch.no_grad, disabled])
 def test_outside_of_a_region_it_is_the_function(around):
-    """Every call is a call."""
     seen = []
     note = forward_only(lambda x: seen.append(x))
     note(1)
@@ -205,8 +194,16 @@ def test_methods_and_signatures():
             forward_only(wrong)
 
 
+NOTED = {  # what is noted in a square
+    "first to read": lambda a, b, note: (note(b), a.square() * b)[1],
+    "result": lambda a, b, note: a.square() * note(b) * b,
+    "result of a view": lambda a, b, note: a.square() * note(b[1:]) * b,
+    "kept": lambda a, b, note: (y := keep(a.square() * note(b)), note(y), y * b * a)[2],
+}
+
+
 @pytest.mark.parametrize("word", ["cs", "ccs", "scs", "cr", "csc"])
-@pytest.mark.parametrize("way", ["first to read", "result", "result of a view", "kept"])
+@pytest.mark.parametrize("way", NOTED)
 def test_a_forward_only_function_in_a_scope_in_a_rerun_leaves_no_trace_there(word, way):
     """The rerun records the scope anew, without the operators of the function."""
     seen = []
@@ -216,23 +213,14 @@ def test_a_forward_only_function_in_a_scope_in_a_rerun_leaves_no_trace_there(wor
         seen.append(x.detach().sum().item())
         return x.detach().sum()
 
-    def function(a, b):
-        if way == "first to read":
-            note(b)
-            return (a.square() * b).square()
-        if way == "kept":
-            y = keep(a.square() * note(b))
-            note(y)
-            return (y * b).square() * a
-        return (a.square() * note(b if way == "result" else b[1:]) * b).square()
-
-    def gradients(function):
+    def gradients(word):
         a, b = leaf(), leaf()
-        return torch.autograd.grad(function(a * 1, b * 2).sum(), (a, b))
+        y = apply(word, lambda a, b: NOTED[way](a, b, note).square())(a * 1, b * 2)
+        return torch.autograd.grad(y.sum(), (a, b))
 
-    want = gradients(function)
+    want = gradients("")
     runs = len(seen)
-    assert all(map(torch.equal, gradients(apply(word, function)), want))
+    assert all(map(torch.equal, gradients(word), want))
     assert len(seen) == 2 * runs
 
 

@@ -49,7 +49,6 @@ def inner_imports(name):
 
 
 def is_private(part):
-    """Whether a name starts with one underscore."""
     return part.startswith("_") and not (part.startswith("__") and part.endswith("__"))
 
 
@@ -99,21 +98,17 @@ def rooms_below(room):
 
 @pytest.mark.parametrize("room", sorted({room_of(name) for name in FILES}))
 def test_imports_between_rooms_point_in_one_direction(room):
-    """No room imports from one that needs it."""
     assert room not in reached(room, rooms_below)
 
 
 @pytest.mark.parametrize("name", FILES)
 def test_a_room_is_entered_from_its_front(name):
-    """No file imports from a file in another room."""
     others = {other for other in inner_imports(name) if room_of(other) != room_of(name)}
     assert {other for other in others if "." in other} == set()
 
 
 @pytest.mark.parametrize("name", FILES)
 def test_no_circle_within_a_room(name):
-    """Files of a room import one another in one direction."""
-
     def inside(path):
         found = {other for other in inner_imports(path) if room_of(other) == room_of(name)}
         return {other for other in found if other in TREES and "." in other}
@@ -163,8 +158,6 @@ def test_import_brings_in_nothing_but_the_package():
 
 
 def test_no_state_builds_up_in_the_process(frozen):
-    """Regions of each kind, with an error among them."""
-
     def step(seed):
         x = leaf()
         inner = rerun(lambda x: torch.nn.functional.dropout(x.sin(), 0.5).exp(), name=f"n{seed}")

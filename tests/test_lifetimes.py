@@ -71,7 +71,6 @@ def test_a_graph_dies(word, early_stop, name):
 
 @WORD
 def test_what_no_saved_tensor_needs_is_freed_when_the_region_ends(word):
-    """After the block only the inputs and the output live."""
     x, w = leaf(40, 40), leaf(40, 40)  # a mask larger than the state of the generator
     with Watching() as watching:
         y = apply(word, lambda x, w: network(x, w).cos().neg())(x, w)
@@ -97,7 +96,6 @@ def test_what_only_a_dropped_result_needs_is_not_held(word):
 
 
 def test_kept_values_die_as_backward_passes_by():
-    """Each kept value goes with the layer that starts from it."""
     w = leaf(3, 3)
     living = []
     with Watching() as watching:

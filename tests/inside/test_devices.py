@@ -22,15 +22,19 @@ class FakeStreams:
     """Streams of a device on which copies run as late as they may: when somebody waits for them."""
 
     def __init__(self):
-        self.compute, self.entered = Compute(), []
-        self.made, self.lost = [], 0
+        self.entered, self.made, self.lost = [], [], 0
 
     def Stream(self, device):
         self.made.append(Side(self))
         return self.made[-1]
 
     def current_stream(self, device):
-        return self.compute
+        """That of the computation, which is never behind."""
+        return self
+
+    def wait_event(self, event):
+        side, position = event
+        side.run(position)
 
     @contextlib.contextmanager
     def stream(self, side):
@@ -55,14 +59,6 @@ class FakeStreams:
                 to.copy_(what)
 
         side.queue.append(run)
-
-
-class Compute:
-    """The stream of the computation, which is never behind."""
-
-    def wait_event(self, event):
-        side, position = event
-        side.run(position)
 
 
 class Side:

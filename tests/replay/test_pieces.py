@@ -53,14 +53,6 @@ def written_in_place(m, x, places):
     return x
 
 
-def read_after_written(m, x, places):
-    for place in places:
-        m.state.add_(1.0)
-        x = m.layers[place](x)
-        x = (x + m.state).sin()
-    return x
-
-
 def used_again(m, x, places):
     first = m.layers[0](x)
     for place in places:
@@ -106,7 +98,6 @@ def written_by_numpy(m, x, places):
 
 PROGRAMS = [
     written_in_place,
-    read_after_written,
     used_again,
     kept_and_unseen,
     frozen_at_first,

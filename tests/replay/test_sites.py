@@ -167,22 +167,6 @@ def test_checks_that_change_at_one_site():
     assert norm.num_batches_tracked == 5
 
 
-@EACH_WAY
-def test_kernels_are_chosen_as_in_the_forward(door):
-    """`mkldnn` is on again in backward."""
-    x, seen = torch.rand(4, 4, requires_grad=True), []
-
-    def fn(x):
-        seen.append(torch.backends.mkldnn.enabled)
-        return (x @ x).sin().exp()
-
-    with torch.backends.mkldnn.flags(enabled=False, allow_tf32=None):
-        y = door(fn)(x)
-        want = torch.autograd.grad(fn(x).sum(), x)
-    assert bits(torch.autograd.grad(y.sum(), x)) == bits(want)
-    assert not any(seen)
-
-
 PACKS = {"detach": torch.Tensor.detach, "view": lambda t: t.view(-1), "clone": torch.clone}
 
 
