@@ -12,14 +12,7 @@ from noise import SEED, shaken
 from oracle import NO_ROOM, PLANNED, replay, scope, tensors
 from torch import nn
 
-from checkpointing import (
-    MismatchError,
-    auto,
-    checkpoint_scope,
-    checkpointed,
-    keep,
-    offload,
-)
+from checkpointing import MismatchError, auto, checkpoint_scope, checkpointed, keep, offload
 
 pytestmark = NO_ROOM
 TOKENS, WIDTH, EXPERTS = 96, 16, 4

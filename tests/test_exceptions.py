@@ -10,16 +10,9 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
-from oracle import NO_ROOM, PLANNED, Counting, Watching, apply, bits, count, leaf, state
+from oracle import NO_ROOM, PLANNED, Counting, Watching, apply, bits, count, leaf, rerun, state
 
-from checkpointing import (
-    CheckpointError,
-    checkpoint_scope,
-    checkpointed,
-    disabled,
-    is_recomputing,
-    keep,
-)
+from checkpointing import CheckpointError, checkpoint_scope, disabled, is_recomputing, keep
 
 pytestmark = NO_ROOM
 WORDS = ["c", "r", "s", "cc", "cs", "sc", "ss"]
@@ -116,7 +109,7 @@ def test_in_backward(where, word, early_stop, error):
 @pytest.mark.parametrize("door", ["function", "block"])
 def test_the_recomputes_exception_says_which_region(door):
     if door == "function":
-        y = checkpointed(lambda x: x.sin().exp().tanh(), name="mine")(leaf(3))  # the line
+        y = rerun(lambda x: x.sin().exp().tanh(), name="mine")(leaf(3))  # the line
     else:
         with checkpoint_scope(name="mine"):  # the line
             y = leaf(3).sin().exp().tanh()
@@ -176,7 +169,7 @@ def test_a_value_that_the_function_overwrites_later_is_brought_back_as_it_was_or
     x = torch.tensor([4.0, 16.0, 64.0], requires_grad=True)
     with pytest.raises(RuntimeError, match="modified by an inplace"):
         overwrites(x).sum().backward()
-    y = checkpointed(overwrites, early_stop=stop)(x).sum()
+    y = rerun(overwrites, early_stop=stop)(x).sum()
     if stop:
         y.backward()
         assert torch.equal(x.grad, torch.full((3,), 4.0))
@@ -298,8 +291,8 @@ def test_a_function_that_leaves_a_scope_open(fails):
         return x.sin()
 
     error, words = (ValueError, "on purpose") if fails else (CheckpointError, "still open")
-    for door in (checkpointed, checkpointed(backend="replay")):
+    for door in "cr":
         with unchanged():
             with pytest.raises(error, match=words):
-                door(function)(torch.ones(3, requires_grad=True))
+                apply(door, function)(leaf(3))
             waiting.pop().close()

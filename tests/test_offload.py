@@ -3,21 +3,11 @@ inside/test_devices.py.)"""
 
 import pytest
 import torch
-from oracle import Watching, bits
+from oracle import Watching, bits, rerun
 from test_auto import NESTINGS, gradients, net as auto_net
 from torch import nn
 
-from checkpointing import (
-    auto,
-    checkpoint_scope,
-    checkpointed,
-    keep,
-    offload,
-    report,
-    save_ops,
-    save_tagged,
-    tag,
-)
+from checkpointing import auto, checkpoint_scope, keep, offload, report, save_ops, save_tagged, tag
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*(no room for checkpoints|A budget of)")
 aten = torch.ops.aten
@@ -48,7 +38,7 @@ def shapes(y):
 
 def net():
     """With tags, kept values, and regions inside."""
-    dropout = checkpointed(lambda y: torch.dropout(y.sin(), 0.3, True))
+    dropout = rerun(lambda y: torch.dropout(y.sin(), 0.3, True))
     return auto_net(4, tag, lambda t: dropout(keep(t)))
 
 

@@ -33,13 +33,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.utils.checkpoint import checkpoint
 
-from checkpointing import (
-    auto,
-    checkpoint_modules,
-    checkpoint_scope,
-    checkpointed,
-    clear_programs,
-)
+from checkpointing import auto, checkpoint_modules, checkpoint_scope, checkpointed, clear_programs
 
 N, WIDTH = 4, 8  # blocks, features
 # By world size and name: given the doors for a block and for the model, (model, step).

@@ -6,20 +6,12 @@ from contextlib import nullcontext, suppress
 import numpy
 import pytest
 import torch
-from oracle import NO_ROOM, PLANNED, REGIONS, REPLAY, Table, bits, leaves, scope
+from oracle import NO_ROOM, PLANNED, REGIONS, REPLAY, Table, bits, leaves, rerun, scope
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from checkpointing import (
-    ChangedError,
-    CheckpointError,
-    auto,
-    checkpoint_scope,
-    checkpointed,
-    keep,
-    opaque,
-)
+from checkpointing import ChangedError, CheckpointError, auto, checkpoint_scope, keep, opaque
 
 WHERE = pytest.mark.parametrize("door", ("replay", "scope", "planned"), indirect=True)
 case = Table(leaves())
@@ -189,8 +181,8 @@ def test_what_a_scope_in_torchs_own_checkpoint_writes_is_copied_past_its_hooks(p
 SAVERS = {
     "an operator": lambda h, w: h.sin() * w,
     "a view": lambda h, w: h[0].sin() * w,
-    "a rerun": lambda h, w: checkpointed(lambda h: (h + 1).exp() * w)(h),
-    "the closure of a rerun": lambda h, w: checkpointed(lambda w: (h + 1).exp() * w)(w),
+    "a rerun": lambda h, w: rerun(lambda h: (h + 1).exp() * w)(h),
+    "the closure of a rerun": lambda h, w: rerun(lambda w: (h + 1).exp() * w)(w),
     "a scope": scope(lambda h, w: (h + 1).exp() * w),
 }
 
@@ -233,7 +225,7 @@ def test_what_is_saved_in_opaque_and_written_after_it(inside, door):
 
     x = torch.rand(4, 6, requires_grad=True)
     (want,) = torch.autograd.grad(function(x, lambda f: f).sum(), x)
-    assert torch.equal(torch.autograd.grad(door(function, x, checkpointed).sum(), x)[0], want)
+    assert torch.equal(torch.autograd.grad(door(function, x, rerun).sum(), x)[0], want)
 
 
 def test_values_around_opaque_are_computed_once():
