@@ -294,5 +294,5 @@ def test_a_function_that_leaves_a_scope_open(fails):
     for door in "cr":
         with unchanged():
             with pytest.raises(error, match=words):
-                apply(door, function)(leaf(3))
+                apply(door, function)(torch.ones(3, requires_grad=True))
             waiting.pop().close()
