@@ -54,10 +54,15 @@ class SavesIntermediate(Function):
 
 
 @case
-def new_style(x, y):
-    a, e = NewStyle.apply(x.sin(), y * 2)
+def functions_and_hooks_of_the_user(x, y):
+    h = x.sin()
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: t.detach().numpy().copy(), lambda a: torch.from_numpy(a)
+    ):
+        k = (h * y).exp()
+    a, e = NewStyle.apply(h, y * 2)
     b, _ = NewStyle.apply(x.detach(), y.cos())
-    return a * b, e
+    return a * b, e, k * h
 
 
 @case(backwards=("first",))
@@ -92,16 +97,6 @@ def tensor_hooks(region, x, y):
         return k * h
 
     return region(f, x, y * 1)
-
-
-@case
-def user_hooks_inside(x, y):
-    h = x.sin()
-    with torch.autograd.graph.saved_tensors_hooks(
-        lambda t: t.detach().numpy().copy(), lambda a: torch.from_numpy(a)
-    ):
-        k = (h * y).exp()
-    return k * h
 
 
 class Recurrent(nn.Module):
@@ -150,40 +145,22 @@ def conj_and_neg(x, y):
 
 
 @case
-def dtype_view_written(x, y):
+def written_through_views(x, y):
+    """Of another dtype, too."""
     h, k = (x * 3).detach(), (x * 2).detach()
     h.view(torch.int64).bitwise_and_(-256)
     a = x * k.clone()
     k.view(torch.int32)[:, ::2].zero_()
     small = k.view(torch.int32).view(-1)[24:36]
     k.view(-1)[12:18].mul_(2)  # the same memory
-    return x * h * h, a * k * x, x.view(-1)[:12] * small
-
-
-@case
-def in_place_on_views(x, y):
-    h = x @ y.t()
-    h[1:3].mul_(2)
-    h.t()[2].add_(y[0, :4])
-    h.view(-1)[::5] = 1.5
-    k = x.sin()
-    v = k.view(2, 12)[:, 3:9].view(2, 2, 3)[0]
+    m, n = x @ y.t(), x.sin()
+    m[1:3].mul_(2)
+    m.t()[2].add_(y[0, :4])
+    m.view(-1)[::5] = 1.5
+    v = n.view(2, 12)[:, 3:9].view(2, 2, 3)[0]
     v.copy_(y[:2, :3])
     v.t()[1].exp_()
-    return h.exp() * h.sin(), k * k
-
-
-@case(refused=RERUN)
-def several_versions_of_one_buffer(x, y):
-    h = x.exp()
-    outs = []
-    for i in range(4):
-        b = torch.full((4, 6), float(i), dtype=x.dtype)
-        b.cumsum_(0)
-        outs.append(h * b.clone())
-        b.neg_()
-        outs.append(h * b)
-    return outs
+    return x * h * h, a * k * x, x.view(-1)[:12] * small, m.exp() * m.sin(), n * n
 
 
 @case
@@ -197,44 +174,40 @@ def written_after_it_was_read_by_an_unsaving_op(x, y):
 
 
 @case(refused=RERUN)
-def in_place_on_input(x, y):
+def several_versions_of_a_buffer_and_of_an_input(x, y):
     a = x * y[0].clone()
     y[1:3].mul_(x[1:3])
     z = (y + 1).sin()
     y.t()[0].exp_()
-    return a * y * z
+    h = x.exp()
+    outs = [a * y * z]
+    for i in range(4):
+        b = torch.full((4, 6), float(i), dtype=x.dtype)
+        b.cumsum_(0)
+        outs.append(h * b.clone())
+        b.neg_()
+        outs.append(h * b)
+    return outs
 
 
 @case
-def set_to_another(x, y):
+def set_to_another_and_resized(x, y):
     h, g = (x * 2).detach(), (y * 3).detach()
     h.set_(g)
     h.mul_(2)
     k = (y * 3).detach().exp()
     v = (x * 2).detach().set_(k.untyped_storage(), 2, (3, 4), (6, 1))
-    return x * h * g, x[:3, :4] * v.sin() * v
-
-
-@case
-def resized(x, y):
-    h, k, m = (x * 2).detach(), (x * 2).detach(), (x * 2).detach()
-    h.resize_(5, 6)
-    h[4].fill_(1.0)
-    k.resize_(2, 6).mul_(2)
+    larger, smaller, m = (x * 2).detach(), (x * 2).detach(), (x * 2).detach()
+    larger.resize_(5, 6)
+    larger[4].fill_(1.0)
+    smaller.resize_(2, 6).mul_(2)
     e = torch.empty(0, dtype=x.dtype).resize_as_(x.detach()).copy_(y.detach()).exp_()
     a = x * m.clone()
     m.untyped_storage().resize_(0)
     m.untyped_storage().resize_(4 * 6 * 8)
     m.copy_(y.detach())
-    return x * h[:4] * h[1:], x[:2] * k * k.exp(), x * e * e, a * m.sin() * m
-
-
-@case(whole=True)
-def output_written_outside(region, x, y):
-    h = region(lambda x, y: (x * y) + 1, x, y * 1)
-    h.mul_(2)
-    h[1:].add_(x[1:])
-    return h.sin()
+    resized = x * larger[:4] * larger[1:], x[:2] * smaller * smaller.exp(), x * e * e
+    return x * h * g, x[:3, :4] * v.sin() * v, *resized, a * m.sin() * m
 
 
 @case
@@ -255,6 +228,8 @@ def empty_filled_in_parts(x, y):
 
 @case(whole=True)
 def empty_read_between_writes_in_nested_regions(region, x, y):
+    """And an output that is written outside."""
+
     def f(x):
         h = torch.empty(2, 6, dtype=x.dtype)
         h[0] = x[0].detach()
@@ -262,18 +237,14 @@ def empty_read_between_writes_in_nested_regions(region, x, y):
         h[1] = 5.0
         return z.sin(), h * x[:2]
 
-    return region(lambda x: region(f, x), x)
+    h = region(lambda x, y: (x * y) + 1, x, y * 1)
+    h.mul_(2)
+    h[1:].add_(x[1:])
+    return h.sin(), *region(lambda x: region(f, x), x)
 
 
 class Tagged(Tensor):
     """Only decorates; stays through operators by `__torch_function__`."""
-
-
-@case
-def tagged(x, y):
-    h = x.sin().as_subclass(Tagged)
-    k = h * y
-    return (k.exp() * h).as_subclass(Tensor)
 
 
 @case(whole=True)
@@ -314,37 +285,27 @@ def jagged_through_layers(x, y, m):
 
 
 @case
-def strided_nested(x, y):
+def nested_sparse_and_tagged(x, y):
     n = torch.nested.as_nested_tensor([x[:1].sin(), x[1:]])
     h = (n * 2).sin() * n
-    return torch.cat([t * t for t in h.unbind()])
-
-
-@case
-def sparse_coo(x, y):
-    i = torch.tensor([[0, 1, 3], [2, 0, 1]])
-    s = torch.sparse_coo_tensor(i, x.sin()[0, :3], (4, 4))
-    d = torch.sparse.mm(s, y)
-    return d.exp() * s.to_dense()[:, :1] * (s * 2).coalesce().values().sum()
+    s = torch.sparse_coo_tensor(torch.tensor([[0, 1, 3], [2, 0, 1]]), x.sin()[0, :3], (4, 4))
+    d = torch.sparse.mm(s, y).exp() * s.to_dense()[:, :1] * (s * 2).coalesce().values().sum()
+    t = x.sin().as_subclass(Tagged)
+    tagged = ((t * y).exp() * t).as_subclass(Tensor)
+    return torch.cat([t * t for t in h.unbind()]), d, tagged
 
 
 @case(backwards=("first", "partial"))
-def sparse_csr_with_grad(x, y):
+def sparse_csr_and_mkldnn(x, y):
     v = x.sin()[0, :3]
     s = torch.sparse_csr_tensor(torch.tensor([0, 1, 2, 3, 3]), torch.tensor([2, 0, 1]), v, (4, 4))
-    return (s @ y).exp(), (s.to_dense() * 2).sin()
+    h = torch.relu(x.float().to_mkldnn()).to_dense().exp() * y.float()
+    return (s @ y).exp(), (s.to_dense() * 2).sin(), h
 
 
 @case(make=leaves(lambda: nn.Embedding(7, 6, sparse=True)), backwards=("first", "partial"))
 def sparse_gradients(x, y, m):
     return (m(torch.tensor([1, 2, 2, 5])) * x).exp()
-
-
-@case(backwards=("first", "partial"))
-def mkldnn(x, y):
-    h = x.float().to_mkldnn()
-    h = torch.relu(h)
-    return h.to_dense().exp() * y.float()
 
 
 # Plain code makes a cycle in it, too.

@@ -90,34 +90,21 @@ def custom_operators_that_look_like_others(x, y):
 
 
 @case
-def operators_in_opaque(x, y):
-    h = x * y
+def operators_and_a_backward_in_opaque(x, y):
+    """And in a scope in the block."""
+    h, n = x * y, torch.ones(4, 6, dtype=torch.float64)
     with opaque():
         k = F.dropout((h * 2).sin(), 0.5)
         m = torch.rand(4, 6, dtype=torch.float64)
         m.numpy()[0] = 5
-    return k * m * h, F.dropout(k, 0.3)
-
-
-@case
-def opaque_in_a_scope_in_the_block(x, y):
-    n = torch.ones(4, 6, dtype=torch.float64)
+        (g,) = torch.autograd.grad(h.sin().sum(), x, create_graph=True)
     with checkpoint_scope():
-        h = (x * n).exp()
+        z = (x * n).exp()
         with opaque():
             n = n.clone()
             n.numpy()[0] = 9
-        return h * n, (h * n).sin() * y
-
-
-@case
-def backward_in_opaque(x, y):
-    h = x.sin() * y
-    n = torch.ones(4, 6, dtype=torch.float64)
-    with opaque():
-        (g,) = torch.autograd.grad(h.sum(), x, create_graph=True)
-        n.numpy()[0] = 2
-    return h * n * g.exp()
+        z, w = z * n, (z * n).sin() * y
+    return k * m * h, F.dropout(k, 0.3), h * m * g.exp(), z, w
 
 
 @case

@@ -134,12 +134,13 @@ def test_statistics_that_are_read_before_their_update_are_as_they_were(door, rea
 
 @case(whole=True, doors=REPLAY)
 def lists_of_which_a_part_is_from_before(region, x, y):
-    before = torch.ones(4, 6, dtype=x.dtype)
+    """And a sparse tensor."""
+    before, mask = torch.ones(4, 6, dtype=x.dtype), torch.eye(4, dtype=x.dtype).to_sparse()
 
     def f(x):
         inside = before.exp()
         torch._foreach_mul_([before, inside], [2.0, 3.0])
-        return (x * before.clone()).sin() * inside
+        return (mask.detach().to_dense() @ (x * before.clone())).sin() * inside
 
     return region(f, x), region(f, y), before
 
@@ -181,12 +182,6 @@ def a_state_that_is_written_after_a_backward_inside(region, x, y):
         return (h * g).square() + state
 
     return [region(f, x, torch.ones_like(x), create_graph) for create_graph in (False, True)]
-
-
-@case(whole=True)
-def a_sparse_tensor_from_outside(region, x, y):
-    mask = torch.eye(4, dtype=x.dtype).to_sparse()
-    return region(lambda x: (mask.detach().to_dense() @ x.square()).square(), x)
 
 
 # The old spectral norm leaves its weight, with its graph, in the module, which a rerun calls again.
