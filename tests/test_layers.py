@@ -96,23 +96,19 @@ def rooms_below(room):
     return {room_of(path) for path in paths} - {room}
 
 
-@pytest.mark.parametrize("room", sorted({room_of(name) for name in FILES}))
-def test_imports_between_rooms_point_in_one_direction(room):
-    assert room not in reached(room, rooms_below)
-
-
 @pytest.mark.parametrize("name", FILES)
-def test_a_room_is_entered_from_its_front(name):
-    others = {other for other in inner_imports(name) if room_of(other) != room_of(name)}
-    assert {other for other in others if "." in other} == set()
+def test_imports_point_in_one_direction(name):
+    """Between rooms, which are entered from their fronts, and within one."""
+    room = room_of(name)
 
-
-@pytest.mark.parametrize("name", FILES)
-def test_no_circle_within_a_room(name):
     def inside(path):
-        found = {other for other in inner_imports(path) if room_of(other) == room_of(name)}
+        found = {other for other in inner_imports(path) if room_of(other) == room}
         return {other for other in found if other in TREES and "." in other}
 
+    assert room not in reached(room, rooms_below)
+    assert {
+        other for other in inner_imports(name) if room_of(other) != room and "." in other
+    } == set()
     assert name not in reached(name, inside)
 
 

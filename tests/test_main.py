@@ -115,24 +115,21 @@ def test_bits_are_compared():
     assert job.same_bits(nan, nan) and not job.same_bits(zero, -zero)
 
 
-def test_operations_are_counted_in_forward_and_in_recompute():
-    """A product of matrices takes two per element and step."""
+def test_operations_and_bytes_are_counted():
+    """A product of matrices takes two operations per element and step; of bytes, exp holds its
+    result, the loss is there too, and backward adds its own start and the gradient."""
     x, w = torch.ones(2, 3), torch.ones(3, 4, requires_grad=True)
     plain = job.step_of(lambda: (x @ w).sum())
     assert (plain.flops_forward, plain.flops) == (2 * 2 * 3 * 4, 2 * 2 * 2 * 3 * 4)
     step = job.step_of(lambda: checkpointed(lambda x: (x @ w).exp())(x).sum())
     assert (step.flops_forward, step.flops, step.recomputed(plain)) == (48, 3 * 48, 1.0)
+    z = torch.zeros(1000, requires_grad=True)
+    assert job.step_of(lambda: z.exp().sum()).memory() == (4000 + 4, 4000 + 4 + 4 + 4000)
 
 
 def test_the_command_exits_with_the_status():
     command = Program("-m", "checkpointing", "--width", "wide")
     assert (command.outcome.returncode, command.outcome.stdout) == (2, "")
-
-
-def test_cpu_memory_is_counted_to_the_byte():
-    """Exp holds its result; the loss is there too. Backward adds its own start and the gradient."""
-    x = torch.zeros(1000, requires_grad=True)
-    assert job.step_of(lambda: x.exp().sum()).memory() == (4000 + 4, 4000 + 4 + 4 + 4000)
 
 
 @pytest.mark.gpu

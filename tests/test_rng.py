@@ -18,20 +18,16 @@ from checkpointing import checkpoint_scope, forward_only
 pytestmark = NO_ROOM
 
 
-def factories(x):
-    """Numbers made from nothing, and shaped like something that is there."""
-    a, b = torch.rand(50), torch.randn(50)
-    c = torch.randint(0, 5, (50,)).float() + torch.randperm(50)
-    return (x * a).sin() * (x + b).exp() * (x * c).cos() + torch.rand_like(x.exp()) * x
-
-
 def samplers(x):
-    """In-place samplers, multinomial, Bernoulli, normal with tensors as arguments."""
+    """Numbers made from nothing, in place, and shaped like something that is there; multinomial,
+    Bernoulli, normal with tensors as arguments."""
     noise = torch.empty(50).uniform_() + torch.empty(50).normal_() + torch.empty(50).exponential_()
+    more = torch.randint(0, 5, (50,)).float() + torch.randperm(50) + torch.rand_like(x.exp())
     index = torch.multinomial(x.detach().sigmoid(), 50, replacement=True)
     mask = torch.bernoulli(x.detach().sigmoid())
     normal = torch.normal(x.detach(), 0.5)
-    return ((x * noise).sin() * mask + normal * x)[index].exp().sin()
+    y = (x * noise).sin() * mask + normal * x + (x * more).cos() * torch.rand(50)
+    return (y + torch.randn(50)).exp()[index].sin() * x
 
 
 def dropouts(x):
@@ -50,23 +46,18 @@ def filled_last(x):
 
 
 def reseeded(x):
-    """A seed set in the region, in a fork of the stream and out of it."""
+    """In a fork of the stream and out of it; beside numbers that decide, or that nobody needs."""
+    torch.rand(17)
     y = F.dropout(x.sin(), 0.5)
+    for _ in range(4):
+        y = y.sin() if torch.rand(()) < 0.5 else y.exp().cos()
     with torch.random.fork_rng():
         torch.manual_seed(3)
         y = F.dropout(y.exp(), 0.5)
     y = F.dropout(y.sin(), 0.5).exp()
     torch.manual_seed(3)
-    return F.dropout(y, 0.5).sin()
-
-
-def branches(x):
-    """A branch that the numbers decide, and numbers that no gradient needs."""
-    torch.rand(17)
-    for _ in range(4):
-        x = x.sin() if torch.rand(()) < 0.5 else x.exp().cos()
     torch.rand(5)
-    return x
+    return F.dropout(y, 0.5).sin()
 
 
 sample = forward_only(lambda x: torch.rand_like(x).mean())
@@ -100,7 +91,7 @@ PROGRAMS = {
     "between": between,
     **{
         f.__name__: lambda door, x, f=f: door(f)(x)
-        for f in (factories, samplers, dropouts, filled_last, reseeded, branches, sampled)
+        for f in (samplers, dropouts, filled_last, reseeded, sampled)
     },
 }
 
