@@ -165,15 +165,12 @@ def body(x):
 
 
 def case_arguments():
-    """Rerun forks the generator of an argument's device, at any depth of containers."""
+    """Rerun forks the generator of an argument's device, at any depth of containers; that of data
+    which wants no gradient, and of parameters of a module."""
     check(BOTH, body)
     check(BOTH, lambda x: body(x), lambda fn, x: fn(x=x * 1.5))
     check(BOTH, lambda s: body(s["a"][0][1]), lambda fn, x: fn({"a": [(0, x)]}))
     check(BOTH, lambda s: body(s.x), lambda fn, x: fn(Holder(x)))
-
-
-def case_what_tells_the_device():
-    """Data that wants no gradient; parameters of a module among the arguments."""
     data, module = wrap(torch.ones(50)), nn.Module()
     module.weight = nn.Parameter(wrap(torch.linspace(0, 1, 50)))
     for given, weight in ((data, lambda data: data), (module, lambda module: module.weight)):
@@ -196,8 +193,9 @@ def case_both_devices_in_turn():
     check([drop_in(False)], lambda s: body(s[0]), lambda fn, x: fn([x]))
 
 
-def case_moved_inside():
-    """Replay is exact when tensors reach the device only inside, or are made there."""
+def case_moved():
+    """Replay is exact when tensors reach the device only inside, or are made there. Hooks around a
+    region move its input away from the device and back."""
 
     def fn(c):
         c = F.dropout(c, 0.5).sin()
@@ -205,18 +203,13 @@ def case_moved_inside():
         c = F.dropout(t.to("cpu"), 0.5).sin()
         return (c.to("toy") * torch.rand(50, device="toy")).exp().to("cpu").sin()
 
-    check([DOORS["replay"], DOORS["scope"]], fn, on=["cpu"])
-
-
-def case_save_on_cpu_like_hooks():
-    """Hooks around a region move its input away from the device and back."""
-
     def call(fn, x):
         with torch.autograd.graph.saved_tensors_hooks(
             lambda t: (t.device, t.to("cpu")), lambda p: p[1].to(p[0])
         ):
             return fn(x * 1.5)
 
+    check([DOORS["replay"], DOORS["scope"]], fn, on=["cpu"])
     check(BOTH, body, call)
 
 
@@ -267,23 +260,26 @@ CASES = {
 KINDS = {"flat": FlatToy, "opaque": Toy}
 
 
-def main():
+def outcome(kind_, case):
+    """What became of a case: None, or what went wrong."""
     global kind
+    kind = kind_
+    with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as pool:
+        error = pool.submit(case).exception()
+    return error and "".join(traceback.format_exception(error))
+
+
+def main():
     library = register()
     torch.set_num_threads(1)
     with torch.no_grad():  # imports what torch imports at first use
         F.dropout(torch.rand(2, device="toy"), 0.5).to("cpu").sin()
-    found = {}
-    for name, kind in KINDS.items():  # noqa: B007, PERF102  a global that the cases read
-        found[name] = {case: in_a_fork(run) for case, run in CASES.items()}
+    found = {
+        name: {case: outcome(kind, run) for case, run in CASES.items()}
+        for name, kind in KINDS.items()
+    }
     print(json.dumps(found))
     del library
-
-
-def in_a_fork(case):
-    with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as pool:
-        error = pool.submit(case).exception()
-    return error and "".join(traceback.format_exception(error))
 
 
 if __name__ == "__main__":
