@@ -25,78 +25,72 @@ def of_two(fn):
     return functools.wraps(fn)(lambda: (fn, (leaf(3, 4), leaf(4))))
 
 
-@of_two
-def several_outputs(x, w):
-    """With some nothing is done, some don't want gradients, some are inputs."""
-    h = x.exp() * w
-    h.cos().tanh()
-    return h.sin(), h.detach(), h.argmax(), [torch.ones(2), x, h * x.tanh()], w
-
-
 class Named(NamedTuple):
     first: Any
     second: Any = None
 
 
-def structures():
-    def fn(batch, scale, pair, *rest):
-        h = batch["x"].sin() * batch["more"][0] + batch["mask"]
-        k = pair.first.sin() * h * scale + rest[0][1].cos()
-        outer = Named(k.exp(), Named(k.tanh(), None))
-        return {"a": h.exp(), "b": [None, 3, "text"], "c": {"d": (h.cos(), 1.5)}}, outer
+class Programs:
+    @of_two
+    def several_outputs(x, w):
+        """With some nothing is done, some don't want gradients, some are inputs."""
+        h = x.exp() * w
+        h.cos().tanh()
+        return h.sin(), h.detach(), h.argmax(), [torch.ones(2), x, h * x.tanh()], w
 
-    batch = {"x": leaf(3, 4), "more": [leaf(4), None], "mask": torch.ones(3, 4)}
-    return fn, (batch, 0.5, Named(leaf(3, 4), "text"), (1, leaf(4)))
+    def structures():
+        def fn(batch, scale, pair, *rest):
+            h = batch["x"].sin() * batch["more"][0] + batch["mask"]
+            k = pair.first.sin() * h * scale + rest[0][1].cos()
+            outer = Named(k.exp(), Named(k.tanh(), None))
+            return {"a": h.exp(), "b": [None, 3, "text"], "c": {"d": (h.cos(), 1.5)}}, outer
 
+        batch = {"x": leaf(3, 4), "more": [leaf(4), None], "mask": torch.ones(3, 4)}
+        return fn, (batch, 0.5, Named(leaf(3, 4), "text"), (1, leaf(4)))
 
-@of_two
-def views_and_writes(x, w):
-    """Every kind of view, of inputs and of intermediate values, also as outputs; in-place operators
-    on intermediate values, as plain autograd accepts them."""
-    h = (x * w).sin().t()
-    a, b = h.chunk(2)
-    k = a.unsqueeze(0).expand(3, -1, -1) * b.reshape(-1)[:1]
-    d = k.flatten().as_strided((2, 3), (3, 1), 1).exp()
-    m = x.sin()
-    m.mul_(2).add_(w)
-    m = torch.relu_(m)
-    n = m * w
-    n += 1
-    n.sigmoid_()
-    return d, n, m.cos(), x.t()[1:].cos(), h.diagonal(), x.view(-1), *h.unbind(0)
+    @of_two
+    def views_and_writes(x, w):
+        """Of inputs and of intermediate values, also as outputs, as plain autograd accepts them."""
+        h = (x * w).sin().t()
+        a, b = h.chunk(2)
+        k = a.unsqueeze(0).expand(3, -1, -1) * b.reshape(-1)[:1]
+        d = k.flatten().as_strided((2, 3), (3, 1), 1).exp()
+        m = x.sin()
+        m.mul_(2).add_(w)
+        m = torch.relu_(m)
+        n = m * w
+        n += 1
+        n.sigmoid_()
+        return d, n, m.cos(), x.t()[1:].cos(), h.diagonal(), x.view(-1), *h.unbind(0)
 
+    @of_two
+    def dropout(x, w):
+        """Random operators of every kind, and deterministic ones between them."""
+        h = F.dropout((x * w).sin(), 0.3)
+        h = h + torch.randn(4) * h.exp() * torch.rand_like(h)
+        h = F.dropout(h.tanh(), 0.5)
+        return h * torch.bernoulli(torch.full((3, 4), 0.5)), torch.randperm(5)
 
-@of_two
-def dropout(x, w):
-    """Random operators of every kind, and deterministic ones between them."""
-    h = F.dropout((x * w).sin(), 0.3)
-    h = h + torch.randn(4) * h.exp() * torch.rand_like(h)
-    h = F.dropout(h.tanh(), 0.5)
-    return h * torch.bernoulli(torch.full((3, 4), 0.5)), torch.randperm(5)
+    @of_two
+    def gradients_inside(x, w):
+        """A part without gradients; a graph that is read twice, and one that is freed."""
+        with torch.no_grad():
+            scale = (x * w).abs().max()
+            with torch.enable_grad():
+                h = (x * w * scale).sin().exp()
+        total = h.tanh().sum()
+        (a,) = torch.autograd.grad(total, h, retain_graph=True)
+        (b,) = torch.autograd.grad(total, x)
+        return x.cos() * h.detach() * w * (a + b).sigmoid()
 
+    @of_two
+    def custom_functions(x, w):
+        a, b = Pair.apply(x.exp(), w.sin().expand(3, 4))
+        return (SavesItsOutput.apply(a) * b).tanh()
 
-@of_two
-def gradients_inside(x, w):
-    """A part without gradients; a graph that is read twice, and one that is freed."""
-    with torch.no_grad():
-        scale = (x * w).abs().max()
-        with torch.enable_grad():
-            h = (x * w * scale).sin().exp()
-    total = h.tanh().sum()
-    (a,) = torch.autograd.grad(total, h, retain_graph=True)
-    (b,) = torch.autograd.grad(total, x)
-    return x.cos() * h.detach() * w * (a + b).sigmoid()
-
-
-@of_two
-def custom_functions(x, w):
-    a, b = Pair.apply(x.exp(), w.sin().expand(3, 4))
-    return (SavesItsOutput.apply(a) * b).tanh()
-
-
-def small_model():
-    layers = nn.LayerNorm(4), nn.Linear(4, 8), nn.GELU(), nn.Dropout(0.2), nn.Linear(8, 4)
-    return nn.Sequential(*layers), (leaf(2, 3, 4),)
+    def small_model():
+        layers = nn.LayerNorm(4), nn.Linear(4, 8), nn.GELU(), nn.Dropout(0.2), nn.Linear(8, 4)
+        return nn.Sequential(*layers), (leaf(2, 3, 4),)
 
 
 @functools.cache
@@ -122,9 +116,7 @@ def assert_same(program, word, early_stop=True, computed=False, order=3):
         assert not differences(one, other), (word, differences(one, other))
 
 
-PROGRAMS = [several_outputs, structures, views_and_writes, dropout, gradients_inside]
-PROGRAMS += [custom_functions, small_model]
-
+PROGRAMS = [program for name, program in vars(Programs).items() if not name.startswith("_")]
 ONE = [(word, early_stop) for word in "crsapb" for early_stop in (True, False)]
 NESTED = [
     (word, True)
@@ -147,7 +139,7 @@ SHORT = ["".join(letters) for n in (2, 3) for letters in itertools.product("crsg
 @pytest.mark.parametrize("word", [w for w in SHORT if "g" in w and w.strip("g")])
 def test_gradients_in_every_order_of_nesting(word):
     """grad(f) ~ grad(c(f)) ~ c(grad(f)) ~ s(grad(c(f))) and so on, to the third order."""
-    assert_same(dropout, word)
+    assert_same(Programs.dropout, word)
 
 
 @settings(max_examples=60)
@@ -156,7 +148,7 @@ def test_gradients_in_every_order_of_nesting(word):
     early_stop=st.booleans(),
 )
 def test_long_words(word, early_stop):
-    assert_same(several_outputs, word, early_stop=early_stop)
+    assert_same(Programs.several_outputs, word, early_stop=early_stop)
 
 
 def region(word, early_stop=True):

@@ -45,74 +45,72 @@ class Config:
     width: int
 
 
-@program(*WAYS)
-def objects_with_fields_that_are_keys_of_a_dict(door):
-    """As arguments, and among the results of `forward_only`."""
-    configs = [Config(2), Config(3)]
-    table = dict(zip(configs, (2.0, 3.0), strict=True))
-    pick = forward_only(lambda: configs[1])
-    x = leaf()
-    y = door(lambda x, given: (x * table[given[0]]).sin().exp() * table[pick()])(x, configs)
-    return torch.autograd.grad(y.sum(), x)
+class HandedOver:
+    @program(*WAYS)
+    def objects_with_fields_that_are_keys_of_a_dict(door):
+        """As arguments, and among the results of `forward_only`."""
+        configs = [Config(2), Config(3)]
+        table = dict(zip(configs, (2.0, 3.0), strict=True))
+        pick = forward_only(lambda: configs[1])
+        x = leaf()
+        y = door(lambda x, given: (x * table[given[0]]).sin().exp() * table[pick()])(x, configs)
+        return torch.autograd.grad(y.sum(), x)
 
+    @program(*DOORS)
+    def arguments_passed_through_a_forward_only_function_are_the_recomputes_own(door):
+        """A probe in the middle of an expression; a list that the function goes on writing."""
+        norms, hand_on = [], forward_only(lambda values: values)
 
-@program(*DOORS)
-def arguments_passed_through_a_forward_only_function_are_the_recomputes_own(door):
-    """A probe in the middle of an expression; a list that the function goes on writing."""
-    norms, hand_on = [], forward_only(lambda values: values)
+        @forward_only
+        def probe(x):
+            norms.append(x.sum().item())
+            return x
 
-    @forward_only
-    def probe(x):
-        norms.append(x.sum().item())
-        return x
+        def fn(x):
+            y = probe(x.square()).square()
+            (inner,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+            return probe(x=inner * y).square()
 
-    def fn(x):
-        y = probe(x.square()).square()
-        (inner,) = torch.autograd.grad(y.sum(), x, create_graph=True)
-        return probe(x=inner * y).square()
+        def writes(x):
+            values = [x.sin()]
+            hand_on(values).append(values[0] * 2)
+            return (values[-1] * values[0]).exp()
 
-    def writes(x):
-        values = [x.sin()]
-        hand_on(values).append(values[0] * 2)
-        return (values[-1] * values[0]).exp()
+        x = leaf().detach().clone().requires_grad_()  # no view
+        (door(fn)(x).sum() + door(writes)(x).sum()).backward()
+        return x.grad, len(norms)
 
-    x = leaf().detach().clone().requires_grad_()  # no view
-    (door(fn)(x).sum() + door(writes)(x).sum()).backward()
-    return x.grad, len(norms)
+    @program(*WAYS)
+    def forward_only_functions_that_return_parts_of_views(door):
+        """An offset counts from that of the argument."""
+        part, detached = forward_only(lambda t: t[1:3]), forward_only(lambda t: t.detach()[1:3])
 
+        def fn(x):
+            y = x.exp()
+            return (part(y[1:]) * part(y) * detached(y[1:])).sin().exp()
 
-@program(*WAYS)
-def forward_only_functions_that_return_parts_of_views(door):
-    """An offset counts from that of the argument."""
-    part, detached = forward_only(lambda t: t[1:3]), forward_only(lambda t: t.detach()[1:3])
+        x = leaf()
+        return torch.autograd.grad(door(fn)(x).sum(), x)
 
-    def fn(x):
-        y = x.exp()
-        return (part(y[1:]) * part(y) * detached(y[1:])).sin().exp()
+    @program(*WAYS)
+    def tensors_that_a_forward_only_function_makes_are_held(door):
+        """With and without a gradient of their own, in containers, beside arguments, and written. A
+        leaf gets its gradient."""
+        weight = nn.Parameter(torch.full((4,), 2.0))
 
-    x = leaf()
-    return torch.autograd.grad(door(fn)(x).sum(), x)
+        @forward_only
+        def statistics(x):
+            parts = [x.detach().clone().mul_(2), torch.randint(5, (4,))]
+            return {"sum": x.sum(), "parts": parts, "count": len(x), "it": x, "leaf": weight}
 
+        def fn(x):
+            s = statistics(x.square())
+            noise = s["parts"][1] + 1
+            y = (s["it"] * s["sum"].detach() + s["parts"][0] * noise * s["count"]).square()
+            return (y * s["leaf"] * s["parts"][0]).square()
 
-@program(*WAYS)
-def tensors_that_a_forward_only_function_makes_are_held(door):
-    """With and without a gradient of their own, in containers, beside arguments, and written. A
-    leaf gets its gradient."""
-    weight = nn.Parameter(torch.full((4,), 2.0))
-
-    @forward_only
-    def statistics(x):
-        parts = [x.detach().clone().mul_(2), torch.randint(5, (4,))]
-        return {"sum": x.sum(), "parts": parts, "count": len(x), "it": x, "leaf": weight}
-
-    def fn(x):
-        s = statistics(x.square())
-        noise = s["parts"][1] + 1
-        y = (s["it"] * s["sum"].detach() + s["parts"][0] * noise * s["count"]).square()
-        return (y * s["leaf"] * s["parts"][0]).square()
-
-    x = leaf()
-    return torch.autograd.grad(door(fn)(x).sum(), [x, weight])
+        x = leaf()
+        return torch.autograd.grad(door(fn)(x).sum(), [x, weight])
 
 
 def test_a_changed_result_is_an_error():

@@ -23,52 +23,6 @@ def door(request):
     return REGIONS[request.param]
 
 
-@case
-def numpy_fills_the_rest(x, y):
-    part, larger = torch.empty(4, 6, dtype=torch.float64), y.detach()[:2].exp()
-    part[:2].copy_(x.detach()[:2])
-    part.numpy()[2:] = 7
-    larger.resize_(4, 6).numpy()[2:] = 7
-    kept = keep(torch.empty(4, 6, dtype=torch.float64))
-    kept.numpy()[:] = 7
-    return (x * part.sin()).exp(), (x * larger.sin()).exp(), (x * kept.sin()).exp()
-
-
-@case
-def numpy_in_opaque_that_raises(x, y):
-    h = x.sin() * y
-    n = torch.zeros(4, 6, dtype=torch.float64)
-    before = h * (n + 1)
-    with suppress(ValueError), opaque():
-        n.numpy()[:] = numpy.arange(24.0).reshape(4, 6)
-        raise ValueError
-    return (h * n).exp(), before * h, n * y
-
-
-@case(whole=True, doors=REPLAY)
-def numpy_in_opaque_on_what_is_from_outside(region, x, y):
-    n = torch.ones(4, 6, dtype=torch.float64)
-
-    def f(x):
-        before = x * (n + 1)
-        with opaque():
-            n.numpy()[:] = numpy.arange(24.0).reshape(4, 6)
-        return before.sin() * (n * y)
-
-    return region(f, x), region(lambda x: region(f, x).exp(), x)
-
-
-@case
-def another_thread_in_opaque(x, y):
-    n = torch.ones(4, 6, dtype=torch.float64)
-    h, views = x * (n * 2) @ y.t(), []
-    with opaque():
-        thread = threading.Thread(target=lambda: views.extend([n.mul_(3), h.t()]))
-        thread.start()
-        thread.join()
-    return views[1] @ h, h.sin(), (x * n).sin() * y
-
-
 _library = torch.library.Library("checkpointing_limits", "FRAGMENT")
 _library.define("scaled_like(Tensor x) -> Tensor")
 _library.impl("scaled_like", lambda x: x * 2, "CompositeExplicitAutograd")
@@ -78,45 +32,86 @@ _library.define("second_transposed(Tensor y, Tensor(a) x) -> Tensor(a)")
 _library.impl("second_transposed", lambda y, x: x.t(), "CompositeExplicitAutograd")
 
 
-@case
-def custom_operators_that_look_like_others(x, y):
-    """By names of those that read metadata alone; one views its second argument."""
-    product = x @ y.t()
-    with torch.no_grad():
-        h = torch.ops.checkpointing_limits.scaled_like(x.sin())
-        n = torch.ops.checkpointing_limits.new_scaled(y.sin())
-        view = torch.ops.checkpointing_limits.second_transposed(x, product)
-    return (x * h).exp() * (y * n).sin(), (view @ product).sin() * product
+class Kept:
+    @case
+    def numpy_fills_the_rest(x, y):
+        part, larger = torch.empty(4, 6, dtype=torch.float64), y.detach()[:2].exp()
+        part[:2].copy_(x.detach()[:2])
+        part.numpy()[2:] = 7
+        larger.resize_(4, 6).numpy()[2:] = 7
+        kept = keep(torch.empty(4, 6, dtype=torch.float64))
+        kept.numpy()[:] = 7
+        return (x * part.sin()).exp(), (x * larger.sin()).exp(), (x * kept.sin()).exp()
 
+    @case
+    def numpy_in_opaque_that_raises(x, y):
+        h = x.sin() * y
+        n = torch.zeros(4, 6, dtype=torch.float64)
+        before = h * (n + 1)
+        with suppress(ValueError), opaque():
+            n.numpy()[:] = numpy.arange(24.0).reshape(4, 6)
+            raise ValueError
+        return (h * n).exp(), before * h, n * y
 
-@case
-def operators_and_a_backward_in_opaque(x, y):
-    """And in a scope in the block."""
-    h, n = x * y, torch.ones(4, 6, dtype=torch.float64)
-    with opaque():
-        k = F.dropout((h * 2).sin(), 0.5)
-        m = torch.rand(4, 6, dtype=torch.float64)
-        m.numpy()[0] = 5
-        (g,) = torch.autograd.grad(h.sin().sum(), x, create_graph=True)
-    with checkpoint_scope():
-        z = (x * n).exp()
+    @case(whole=True, doors=REPLAY)
+    def numpy_in_opaque_on_what_is_from_outside(region, x, y):
+        n = torch.ones(4, 6, dtype=torch.float64)
+
+        def f(x):
+            before = x * (n + 1)
+            with opaque():
+                n.numpy()[:] = numpy.arange(24.0).reshape(4, 6)
+            return before.sin() * (n * y)
+
+        return region(f, x), region(lambda x: region(f, x).exp(), x)
+
+    @case
+    def another_thread_in_opaque(x, y):
+        n = torch.ones(4, 6, dtype=torch.float64)
+        h, views = x * (n * 2) @ y.t(), []
         with opaque():
-            n = n.clone()
-            n.numpy()[0] = 9
-        z, w = z * n, (z * n).sin() * y
-    return k * m * h, F.dropout(k, 0.3), h * m * g.exp(), z, w
+            thread = threading.Thread(target=lambda: views.extend([n.mul_(3), h.t()]))
+            thread.start()
+            thread.join()
+        return views[1] @ h, h.sin(), (x * n).sin() * y
 
+    @case
+    def custom_operators_that_look_like_others(x, y):
+        """By names of those that read metadata alone; one views its second argument."""
+        product = x @ y.t()
+        with torch.no_grad():
+            h = torch.ops.checkpointing_limits.scaled_like(x.sin())
+            n = torch.ops.checkpointing_limits.new_scaled(y.sin())
+            view = torch.ops.checkpointing_limits.second_transposed(x, product)
+        return (x * h).exp() * (y * n).sin(), (view @ product).sin() * product
 
-@case
-def written_in_opaque_before_it_is_saved_again(x, y):
-    n = torch.ones(4, 6, dtype=torch.float64)
-    p = nn.Parameter(y.detach().clone(), requires_grad=False)
-    with opaque():
-        for tensor in (n, p, n[1:]):
-            (x[:1] * tensor[:1]).sum()  # nobody wants its gradient
-            tensor.mul_(3)
-        h = x * n * p
-    return h, x * p
+    @case
+    def operators_and_a_backward_in_opaque(x, y):
+        """And in a scope in the block."""
+        h, n = x * y, torch.ones(4, 6, dtype=torch.float64)
+        with opaque():
+            k = F.dropout((h * 2).sin(), 0.5)
+            m = torch.rand(4, 6, dtype=torch.float64)
+            m.numpy()[0] = 5
+            (g,) = torch.autograd.grad(h.sin().sum(), x, create_graph=True)
+        with checkpoint_scope():
+            z = (x * n).exp()
+            with opaque():
+                n = n.clone()
+                n.numpy()[0] = 9
+            z, w = z * n, (z * n).sin() * y
+        return k * m * h, F.dropout(k, 0.3), h * m * g.exp(), z, w
+
+    @case
+    def written_in_opaque_before_it_is_saved_again(x, y):
+        n = torch.ones(4, 6, dtype=torch.float64)
+        p = nn.Parameter(y.detach().clone(), requires_grad=False)
+        with opaque():
+            for tensor in (n, p, n[1:]):
+                (x[:1] * tensor[:1]).sum()  # nobody wants its gradient
+                tensor.mul_(3)
+            h = x * n * p
+        return h, x * p
 
 
 @pytest.mark.parametrize(("program", "name"), case.pairs())

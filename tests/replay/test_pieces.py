@@ -44,66 +44,55 @@ class Model(nn.Module):
         return self.program(self, x, chosen(n, 6)).square().mean()
 
 
-def written_in_place(m, x, places):
-    """The stream is one memory, and a buffer changes between two layers."""
-    x = x * 1.0
-    for place in places:
-        x += m.layers[place](x + m.state)
-        m.state.mul_(0.5)
-    return x
-
-
-def used_again(m, x, places):
-    first = m.layers[0](x)
-    for place in places:
-        x = m.layers[place](x) * first
-    return x
-
-
-def kept_and_unseen(m, x, places):
-    for place in places:
-        x = keep(m.layers[place](x))
-        with opaque():
+class Programs:
+    def written_in_place(m, x, places):
+        """The stream is one memory, and a buffer changes between two layers."""
+        x = x * 1.0
+        for place in places:
+            x += m.layers[place](x + m.state)
             m.state.mul_(0.5)
-        x = x + m.state
-    return x
+        return x
+
+    def used_again(m, x, places):
+        first = m.layers[0](x)
+        for place in places:
+            x = m.layers[place](x) * first
+        return x
+
+    def kept_and_unseen(m, x, places):
+        for place in places:
+            x = keep(m.layers[place](x))
+            with opaque():
+                m.state.mul_(0.5)
+            x = x + m.state
+        return x
+
+    def frozen_at_first(m, x, places):
+        with torch.no_grad():
+            x = m.layers[0](x)
+        for place in places:
+            x = m.layers[place](x)
+        return x
+
+    def statistics_read_between_updates(m, x, places):
+        """Which count no version up."""
+        norm = m.layers[0].norm
+        for place in places:
+            x = norm(m.layers[place](x)) - 0.5 * norm.running_mean
+        return x
+
+    def written_by_numpy(m, x, places):
+        """The same, where nobody sees it."""
+        for place in places:
+            m.state.mul_(1.5)
+            x = (m.layers[place](x) + m.state).sin()
+            with opaque():
+                m.state.numpy()[:] *= 0.5
+            x = (x + m.state).sin()
+        return x
 
 
-def frozen_at_first(m, x, places):
-    with torch.no_grad():
-        x = m.layers[0](x)
-    for place in places:
-        x = m.layers[place](x)
-    return x
-
-
-def statistics_read_between_updates(m, x, places):
-    """Which count no version up."""
-    norm = m.layers[0].norm
-    for place in places:
-        x = norm(m.layers[place](x)) - 0.5 * norm.running_mean
-    return x
-
-
-def written_by_numpy(m, x, places):
-    """The same, where nobody sees it."""
-    for place in places:
-        m.state.mul_(1.5)
-        x = (m.layers[place](x) + m.state).sin()
-        with opaque():
-            m.state.numpy()[:] *= 0.5
-        x = (x + m.state).sin()
-    return x
-
-
-PROGRAMS = [
-    written_in_place,
-    used_again,
-    kept_and_unseen,
-    frozen_at_first,
-    statistics_read_between_updates,
-    written_by_numpy,
-]
+PROGRAMS = [program for name, program in vars(Programs).items() if not name.startswith("_")]
 
 
 def steps(program, region):

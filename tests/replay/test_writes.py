@@ -70,31 +70,77 @@ norm("old_spectral_norm", lambda: nn.utils.spectral_norm(nn.Linear(6, 6)), (4, 6
 norm("fake_quantize", quantizer, (4, 6))
 
 
-@case(whole=True, make=leaves(lambda: nn.BatchNorm1d(6)), doors=REPLAY)
-def statistics_read_inside(region, x, y, m):
-    def f(x):
-        before = m.running_mean.clone()
-        h = m(x.sin())
-        return h * m.running_mean.clone() * before.exp() * m.running_var.clone()
+class Programs:
+    @case(whole=True, doors=REPLAY)
+    def lists_of_which_a_part_is_from_before(region, x, y):
+        """And a sparse tensor."""
+        before, mask = torch.ones(4, 6, dtype=x.dtype), torch.eye(4, dtype=x.dtype).to_sparse()
 
-    return region(f, x), region(f, y)
+        def f(x):
+            inside = before.exp()
+            torch._foreach_mul_([before, inside], [2.0, 3.0])
+            return (mask.detach().to_dense() @ (x * before.clone())).sin() * inside
 
+        return region(f, x), region(f, y), before
 
-@case
-def statistics_that_the_block_has_made(x, y):
-    mean, var = x.detach().mean(0), x.detach().var(0)
-    h = nn.functional.batch_norm(x.sin(), mean, var, training=True)
-    return (h * mean).exp() * y, h * var
+    @case(doors=REPLAY)
+    def kept_values_on_memory_that_is_written(x, y):
+        """They do not stand for what was there before; a view is read between two writes."""
+        h, z = x.detach() * 2, (x.detach() * 1).exp()
+        before, part = h.exp(), x[:2] + z[:2]
+        h[:2].mul_(3)
+        keep(h)
+        z.mul_(2)
+        keep(z)
+        z.add_(1)
+        return x * (before * h), (part + z[:2]).sin()
 
+    @case
+    def empty_filled_by_numpy_in_two_steps(x, y):
+        b = torch.empty(4, 6, dtype=x.dtype)
+        b[:2].numpy()[...] = 1.0
+        a = x[:2] * b[:2].clone()
+        b[2:].numpy()[...] = 2.0
+        return a.exp().sum() * (x * b)
 
-@case(whole=True, make=leaves(lambda: nn.BatchNorm1d(6)), doors=("scope", "replay", "planned"))
-def evaluation_before_training(region, x, y, m):
-    def f(x, y):
-        h = m.eval()(x.sin())
-        m.train()(y.detach() * 3)
-        return h
+    @case
+    def untagged_custom_random_op(x, y):
+        h = noisy(x.sin())
+        return h * h.exp() * torch.rand_like(x)
 
-    return region(f, x, y)
+    @case(whole=True, doors=REPLAY)
+    def a_state_that_is_written_after_a_backward_inside(region, x, y):
+        def f(x, state, create_graph):
+            h = (x * 1 + state).square()
+            (g,) = torch.autograd.grad(h.sum(), x, retain_graph=True, create_graph=create_graph)
+            state.add_(1)
+            return (h * g).square() + state
+
+        return [region(f, x, torch.ones_like(x), create_graph) for create_graph in (False, True)]
+
+    @case(whole=True, make=leaves(lambda: nn.BatchNorm1d(6)), doors=REPLAY)
+    def statistics_read_inside(region, x, y, m):
+        def f(x):
+            before = m.running_mean.clone()
+            h = m(x.sin())
+            return h * m.running_mean.clone() * before.exp() * m.running_var.clone()
+
+        return region(f, x), region(f, y)
+
+    @case
+    def statistics_that_the_block_has_made(x, y):
+        mean, var = x.detach().mean(0), x.detach().var(0)
+        h = nn.functional.batch_norm(x.sin(), mean, var, training=True)
+        return (h * mean).exp() * y, h * var
+
+    @case(whole=True, make=leaves(lambda: nn.BatchNorm1d(6)), doors=("scope", "replay", "planned"))
+    def evaluation_before_training(region, x, y, m):
+        def f(x, y):
+            h = m.eval()(x.sin())
+            m.train()(y.detach() * 3)
+            return h
+
+        return region(f, x, y)
 
 
 def test_statistics_of_an_evaluation_before_training_are_those_that_it_read():
@@ -130,58 +176,6 @@ def test_statistics_that_are_read_before_their_update_are_as_they_were(door, rea
 
     for got, want in zip(gradients(door, False), gradients("plain", True), strict=True):
         assert torch.equal(got, want)
-
-
-@case(whole=True, doors=REPLAY)
-def lists_of_which_a_part_is_from_before(region, x, y):
-    """And a sparse tensor."""
-    before, mask = torch.ones(4, 6, dtype=x.dtype), torch.eye(4, dtype=x.dtype).to_sparse()
-
-    def f(x):
-        inside = before.exp()
-        torch._foreach_mul_([before, inside], [2.0, 3.0])
-        return (mask.detach().to_dense() @ (x * before.clone())).sin() * inside
-
-    return region(f, x), region(f, y), before
-
-
-@case(doors=REPLAY)
-def kept_values_on_memory_that_is_written(x, y):
-    """They do not stand for what was there before; a view is read between two writes."""
-    h, z = x.detach() * 2, (x.detach() * 1).exp()
-    before, part = h.exp(), x[:2] + z[:2]
-    h[:2].mul_(3)
-    keep(h)
-    z.mul_(2)
-    keep(z)
-    z.add_(1)
-    return x * (before * h), (part + z[:2]).sin()
-
-
-@case
-def empty_filled_by_numpy_in_two_steps(x, y):
-    b = torch.empty(4, 6, dtype=x.dtype)
-    b[:2].numpy()[...] = 1.0
-    a = x[:2] * b[:2].clone()
-    b[2:].numpy()[...] = 2.0
-    return a.exp().sum() * (x * b)
-
-
-@case
-def untagged_custom_random_op(x, y):
-    h = noisy(x.sin())
-    return h * h.exp() * torch.rand_like(x)
-
-
-@case(whole=True, doors=REPLAY)
-def a_state_that_is_written_after_a_backward_inside(region, x, y):
-    def f(x, state, create_graph):
-        h = (x * 1 + state).square()
-        (g,) = torch.autograd.grad(h.sum(), x, retain_graph=True, create_graph=create_graph)
-        state.add_(1)
-        return (h * g).square() + state
-
-    return [region(f, x, torch.ones_like(x), create_graph) for create_graph in (False, True)]
 
 
 # The old spectral norm leaves its weight, with its graph, in the module, which a rerun calls again.
