@@ -163,30 +163,28 @@ def region(word, early_stop=True):
     return [*apply(word, fn, early_stop)(*leaves)], leaves
 
 
-def backward_inputs(outputs, leaves):
-    """`backward(inputs=...)` leaves the others alone."""
-    weigh(outputs).backward(inputs=leaves[2:])
+class Ways:
+    def backward_inputs(outputs, leaves):
+        """`backward(inputs=...)` leaves the others alone."""
+        weigh(outputs).backward(inputs=leaves[2:])
+
+    def one_output_only(outputs, leaves):
+        del outputs[1]
+        weigh(outputs).backward()
+
+    def create_graph(outputs, leaves):
+        """A gradient penalty: backward through a gradient and through the outputs."""
+        gradients = torch.autograd.grad(weigh(outputs), leaves[:2], create_graph=True)
+        (weigh(gradients) + weigh(outputs[0])).backward()
+        return gradients
+
+    def batched(outputs, leaves):
+        """Backward under vmap, which the recompute is no part of."""
+        vectors = [torch.stack([torch.ones_like(y), torch.full_like(y, 2.0)]) for y in outputs]
+        return torch.autograd.grad(outputs, leaves, vectors, is_grads_batched=True)
 
 
-def one_output_only(outputs, leaves):
-    del outputs[1]
-    weigh(outputs).backward()
-
-
-def create_graph(outputs, leaves):
-    """A gradient penalty: backward through a gradient and through the outputs."""
-    gradients = torch.autograd.grad(weigh(outputs), leaves[:2], create_graph=True)
-    (weigh(gradients) + weigh(outputs[0])).backward()
-    return gradients
-
-
-def batched(outputs, leaves):
-    """Backward under vmap, which the recompute is no part of."""
-    vectors = [torch.stack([torch.ones_like(y), torch.full_like(y, 2.0)]) for y in outputs]
-    return torch.autograd.grad(outputs, leaves, vectors, is_grads_batched=True)
-
-
-WAYS = [backward_inputs, one_output_only, create_graph, batched]
+WAYS = [way for name, way in vars(Ways).items() if not name.startswith("_")]
 
 
 @pytest.mark.parametrize(("word", "early_stop"), [*ONE, ("cc", True), ("cs", True), ("sc", True)])

@@ -34,16 +34,15 @@ def unchanged(generator=torch.default_generator):
     assert now() == before
 
 
-class Fails:
-    """Raises `error` when it is first called."""
+def fails(error):
+    """A function that raises `error` when it is first called."""
+    errors = [error]
 
-    def __init__(self, error):
-        self.error, self.called = error, False
+    def fail():
+        if errors:
+            raise errors.pop()("on purpose")
 
-    def __call__(self):
-        if not self.called:
-            self.called = True
-            raise self.error("on purpose")
+    return fail
 
 
 @WORD
@@ -51,7 +50,7 @@ class Fails:
 @ERRORS
 def test_in_the_body(word, early_stop, error, frozen):
     """The forward fails half way, between operators; the half-recorded region goes with it."""
-    fail = Fails(error)
+    fail = fails(error)
 
     def fn(x):
         h = x.sin().exp()
@@ -69,7 +68,7 @@ def test_in_the_body(word, early_stop, error, frozen):
 class FailingMode(Counting):
     def __init__(self, error):
         super().__init__()
-        self.fail = Fails(error)
+        self.fail = fails(error)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.overloadpacket.__name__ == "exp":
@@ -85,7 +84,7 @@ PLACES += itertools.product(["operator", "tensor hook"], WORDS)
 @EARLY_STOP
 @ERRORS
 def test_in_backward(where, word, early_stop, error):
-    fail, generator = Fails(error), torch.Generator()
+    fail, generator = fails(error), torch.Generator()
 
     def fn(x):
         h = F.dropout(x.sin(), 0.5) * torch.rand(3, generator=generator)
@@ -125,7 +124,7 @@ def test_the_recomputes_exception_says_which_region(door):
 @pytest.mark.parametrize("when", [0, 1], ids=["pack", "unpack"])
 def test_in_an_enclosing_saved_tensors_hook(word, when):
     """Hooks around the region fail when its inputs are saved, or brought back."""
-    fail, x = Fails(ValueError), torch.ones(3, requires_grad=True)
+    fail, x = fails(ValueError), torch.ones(3, requires_grad=True)
     hooks = [lambda t: t, lambda t: t]
     hooks[when] = lambda t: (fail(), t)[1]
 
