@@ -73,7 +73,6 @@ def test_ways_to_switch_it_off(how):
 
 
 def test_an_error_in_the_recompute_leaves_nothing_behind():
-    """Neither random state nor the mark of a recompute, and no region."""
     runs, x = [], leaf()
 
     def fn(x):
@@ -100,7 +99,6 @@ def test_keywords_are_refused():
 
 @pytest.mark.parametrize("call", [torch.autograd.grad, lambda y, x: y.backward(inputs=[x])])
 def test_gradients_of_chosen_inputs_are_refused(call):
-    """`torch.autograd.grad` and `backward(inputs=...)`; a plain backward works after that."""
     x = leaf()
     y = reentrant(lambda x: x.sin())(x).sum()
     said = r"incompatible with \.grad\(\) or passing an `inputs`.*backend='rerun'"

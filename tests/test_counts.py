@@ -221,7 +221,6 @@ def test_a_tensor_that_is_read_once_more_is_computed_alone(door):
 
 @DOOR
 def test_parameters_are_not_recomputed(door):
-    """What a module's operator has saved of its parameters is there."""
     norm = torch.nn.LayerNorm(4)
     y = apply(door, lambda x: norm(x.exp()))(leaf(2, 4))
     added = count(lambda: y.grad_fn._saved_weight.sum().item())

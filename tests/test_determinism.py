@@ -56,7 +56,6 @@ NUMBERS = {  # how often two runs repeat their operators, options, and what is s
 
 @pytest.mark.parametrize("which", NUMBERS)
 def test_another_number_of_tensors(which):
-    """Both numbers, who asked for which slot or saved one too many, and a way out."""
     often, options, said = NUMBERS[which]
     assert re.search(said, failed(repeated(often), leaf(3), **options))
 
@@ -79,7 +78,6 @@ METADATA = {  # what is done to the tensor in forward and in the recompute, and 
 @pytest.mark.parametrize("what", METADATA)
 @pytest.mark.parametrize("early_stop", [True, False])
 def test_other_metadata(what, early_stop):
-    """The message has region, position, the operators that asked and made it, both sides."""
     *changes, saved, recomputed = METADATA[what]
     change, tanh = two(*changes), nn.Sequential(nn.Identity(), nn.Tanh())
 
@@ -100,7 +98,6 @@ def test_other_metadata(what, early_stop):
 
 
 def test_a_failed_check_can_be_tried_again():
-    """When the reason is gone, backward succeeds, in nested regions as well."""
     table = {"dtype": torch.float32}
     x = leaf(3)
     inner = checkpointed(lambda x: x.to(table["dtype"]).sin().exp(), name="inner")

@@ -164,19 +164,9 @@ def region(word, early_stop=True):
 
 
 class Ways:
-    def backward_inputs(outputs, leaves):
-        """`backward(inputs=...)` leaves the others alone."""
-        weigh(outputs).backward(inputs=leaves[2:])
-
     def one_output_only(outputs, leaves):
         del outputs[1]
         weigh(outputs).backward()
-
-    def create_graph(outputs, leaves):
-        """A gradient penalty: backward through a gradient and through the outputs."""
-        gradients = torch.autograd.grad(weigh(outputs), leaves[:2], create_graph=True)
-        (weigh(gradients) + weigh(outputs[0])).backward()
-        return gradients
 
     def batched(outputs, leaves):
         """Backward under vmap, which the recompute is no part of."""
@@ -190,8 +180,6 @@ WAYS = [way for name, way in vars(Ways).items() if not name.startswith("_")]
 @pytest.mark.parametrize(("word", "early_stop"), [*ONE, ("cc", True), ("cs", True), ("sc", True)])
 @pytest.mark.parametrize("way", WAYS)
 def test_every_way_to_run_backward(way, word, early_stop):
-    """What comes out, and the random stream afterwards, are plain's."""
-
     def run(word):
         outputs, leaves = region(word, early_stop)
         found = way(outputs, leaves)
@@ -203,7 +191,6 @@ def test_every_way_to_run_backward(way, word, early_stop):
 @pytest.mark.parametrize("early_stop", [True, False])
 @pytest.mark.parametrize("door", ["c", "r", "s"])
 def test_a_freed_graph_says_so(door, early_stop):
-    """A second backward without `retain_graph` is autograd's own error."""
     outputs, _ = region(door, early_stop)
     weigh(outputs).backward()
     with pytest.raises(RuntimeError, match="backward through the graph a second time"):

@@ -123,7 +123,6 @@ def test_the_recomputes_exception_says_which_region(door):
 @WORD
 @pytest.mark.parametrize("when", [0, 1], ids=["pack", "unpack"])
 def test_in_an_enclosing_saved_tensors_hook(word, when):
-    """Hooks around the region fail when its inputs are saved, or brought back."""
     fail, x = fails(ValueError), torch.ones(3, requires_grad=True)
     hooks = [lambda t: t, lambda t: t]
     hooks[when] = lambda t: (fail(), t)[1]

@@ -114,7 +114,6 @@ class HandedOver:
 
 
 def test_a_changed_result_is_an_error():
-    """As for any tensor that a recompute starts from."""
     kept = []
     scale = forward_only(lambda: kept.append(torch.full((4,), 2.0)) or kept[0])
     y = checkpointed(lambda x: (x * scale()).sin().exp())(leaf())
@@ -125,7 +124,6 @@ def test_a_changed_result_is_an_error():
 
 @pytest.mark.parametrize("why", ["not made", "raised"])
 def test_a_call_of_which_the_forward_has_no_result_is_an_error(why):
-    """It was not made, or raised what the region caught."""
     runs = []
 
     @forward_only
@@ -225,7 +223,6 @@ def test_a_forward_only_function_in_a_scope_in_a_rerun_leaves_no_trace_there(wor
 @EACH_DOOR
 @pytest.mark.parametrize("where", ["check", "snapshot", "hook"])
 def test_is_recomputing_is_false_in_what_the_forward_calls(door, where):
-    """Checks, snapshots and saved-tensors hooks of the user run in the forward, too."""
     seen = []
 
     def note(value=None):

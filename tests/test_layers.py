@@ -1,9 +1,10 @@
 """The package is layered: imports point one way, private names of torch are in one room, no state
-is process-wide."""
+is process-wide. The README's programs run, and its two commands are what CI takes word for word."""
 
 import ast
 import contextlib
 import gc
+import re
 import sys
 from pathlib import Path
 
@@ -48,18 +49,6 @@ def inner_imports(name):
         yield ".".join([*base, inside or part])
 
 
-def is_private(part):
-    return part.startswith("_") and not (part.startswith("__") and part.endswith("__"))
-
-
-def dotted(node):
-    """`a.b.c` as text, or None for what is no such chain."""
-    if isinstance(node, ast.Attribute):
-        base = dotted(node.value)
-        return base and f"{base}.{node.attr}"
-    return node.id if isinstance(node, ast.Name) else None
-
-
 def torch_names(tree):
     """Full names of everything of torch's that a file uses."""
     known = {}
@@ -69,9 +58,8 @@ def torch_names(tree):
             known[asname or (name or "torch")] = full if name or asname else "torch"
             yield full
     for node in ast.walk(tree):
-        text = dotted(node) if isinstance(node, ast.Attribute) else None
-        if text is not None:
-            head, _, rest = text.partition(".")
+        if isinstance(node, ast.Attribute) and re.fullmatch(r"[\w.]+", ast.unparse(node)):
+            head, _, rest = ast.unparse(node).partition(".")
             if head in known:
                 yield f"{known[head]}.{rest}"
 
@@ -122,7 +110,7 @@ def test_private_names_of_torch_are_in_one_room():
     """It is the place to look when torch changes."""
 
     def private(name):
-        used = [full for full in torch_names(TREES[name]) if any(map(is_private, full.split(".")))]
+        used = [full for full in torch_names(TREES[name]) if re.search(r"\b_(?!_)", full)]
         return [full for full in used if not f"{ALLOWED}.".startswith(f"{full}.")]
 
     assert len({room_of(name) for name in FILES if private(name)}) == 1
@@ -186,3 +174,37 @@ def test_everything_public_is_documented():
         assert getattr(checkpointing, name).__doc__, name
         assert getattr(checkpointing, name).__module__.partition(".")[0] == "checkpointing", name
     assert all(ast.get_docstring(tree) for tree in TREES.values())
+
+
+README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+PROGRAMS = [
+    "\n" * README.count("\n", 0, found.start(1))
+    + found[1]  # so that a traceback shows the README's line
+    for found in re.finditer(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+]
+COMMANDS = re.findall(r"^```(?:sh|bash|console)\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=range(len(PROGRAMS)))
+def test_program_runs(program):
+    """Each on its own, from its imports on; the parameters of its modules have gradients
+    afterwards."""
+    names = {"__name__": "readme"}
+    exec(compile(program, "README.md", "exec"), names)
+    model = names.get("model", names.get("layers"))
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_there_are_programs():
+    for door in (
+        "checkpoint_modules(",
+        "with checkpoint_scope(policy=auto())",
+        "@checkpointed(policy=auto(peak=",
+    ):
+        assert any(door in program for program in PROGRAMS)
+
+
+def test_the_first_two_commands():
+    compare, test = COMMANDS[0].splitlines()
+    assert compare == "pip install . && python -m checkpointing"
+    assert test == "pip install '.[test]' && python -m pytest"

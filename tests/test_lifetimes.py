@@ -51,7 +51,6 @@ REGIONS = {
 @EARLY_STOP
 @pytest.mark.parametrize("name", REGIONS)
 def test_a_graph_dies(word, early_stop, name):
-    """After backward, without one and after two."""
     x, w = leaf(3, 3), leaf(3, 3)
     for backwards in (0, 1, 2):
         canary = Canary()

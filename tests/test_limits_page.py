@@ -41,7 +41,6 @@ def test_rows_are_few_and_each_has_its_test():
 
 
 def test_another_thread_sees_buffers_as_they_were():
-    """While the region is recomputed."""
     norm, seen = nn.BatchNorm1d(4), []
 
     @checkpointed
@@ -59,8 +58,6 @@ def test_another_thread_sees_buffers_as_they_were():
 
 @pytest.mark.parametrize("what", ["rrelu", "batch norm in opaque"])
 def test_false_alarms_of_a_check_of_values(what):
-    """Without the check both are right."""
-
     def gradient(**options):
         torch.manual_seed(0)
         x, norm = leaf(), nn.BatchNorm1d(4)

@@ -114,7 +114,6 @@ def test_memory_grows_like_the_square_root_of_depth_with_as_many_checkpoints(n):
 
 
 def test_more_budget_never_means_more_work():
-    """Nor much more memory than it grants."""
     work = [len(replayed(128, units)) for units in (1, 2, 3, 4, 8, 16, 32, 64)]
     assert work == sorted(work, reverse=True)
 

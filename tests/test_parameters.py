@@ -279,7 +279,6 @@ def parameters_that_are_exchanged_inside_a_region(door):
 
 
 def test_a_rerun_finds_and_leaves_everything_as_the_user_has_it():
-    """The very parameters with their flags, memory and versions."""
     net, seen = Net(), []
     net.tables = {"a": [1, 2]}
 

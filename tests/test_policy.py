@@ -83,7 +83,6 @@ PRINTED = {
 
 @pytest.mark.parametrize("text", PRINTED)
 def test_policies_are_frozen_printable_hashable(text):
-    """Equal when made the same way; no attribute can be set; printed as they are written."""
     policy, same = PRINTED[text](), PRINTED[text]()
     assert policy == same
     assert len({policy, same}) == 1
@@ -187,7 +186,6 @@ def test_a_policy_that_can_not_be_asked_is_an_error_that_says_so(policy, error):
 
 
 def test_a_tag_is_nothing_without_a_policy_that_asks_for_it():
-    """The very same object; no graph, no version, nothing recorded."""
     x = leaf(3, 3)
     y = x.sin()
     node = y.grad_fn
@@ -346,7 +344,6 @@ def test_keep_returns_its_argument(build):
 @pytest.mark.parametrize("mark", [keep, lambda value: tag(value, "both")], ids=["keep", "tag"])
 @STRUCTURE
 def test_every_tensor_in_a_structure_is_kept(mark, wrap, unwrap):
-    """By hand, and by a policy that names its tag."""
     x = leaf(10)
     with checkpoint_scope(policy=save_tagged("both")) as entered:
         a, b = x.sin(), x.cos()
@@ -397,7 +394,6 @@ def test_a_kept_value_changed_after_the_block(door):
 
 @STRUCTURE
 def test_pinned_structures_are_like_the_ones_given(wrap, unwrap):
-    """The rerun gets an equal structure, with the kept tensors."""
     runs = []
 
     @checkpointed

@@ -99,7 +99,6 @@ PROGRAMS = {
 @pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
 @EACH_DOOR
 def test_random_programs_are_plain(program, door):
-    """Output, gradients of two backwards, and the stream after forward and after each backward."""
     leaf = torch.linspace(-1, 1, 50).requires_grad_()
 
     def step(door):

@@ -96,7 +96,6 @@ def streams(monkeypatch):
     [*((policy, "scope") for policy in POLICIES), ("inputs, too", "rerun around")],
 )
 def test_whoever_reads_waits_for_the_copy(door, policy, streams):
-    """However late copies run; and no memory is used anew before."""
     right = gradients(net, lambda fn: fn)
     assert gradients(net, lambda fn: NESTINGS[door](fn, POLICIES[policy])) == right
     assert streams.lost == 0

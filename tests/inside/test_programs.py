@@ -226,7 +226,6 @@ def test_peaks_are_a_list_with_additions():
 
 
 def test_all_runs_of_repeats_count():
-    """Two stacks, with something before, between and after them."""
     funcs = [*"xy", *"abcd" * 5, *"z", *"efg" * 6, *"abc"]
     crossing = [9] * (len(funcs) + 1)
     for at in (*range(2, 23, 4), *range(23, 42, 3)):
@@ -386,7 +385,6 @@ def test_few_ways_are_planned_and_many_are_not():
 
 
 def test_tensors_that_share_an_element_overlap():
-    """Ten thousand pairs of strided views, against the elements themselves."""
     random.seed(0)
     base = torch.arange(120)
     apart = 0

@@ -173,8 +173,6 @@ SAVERS = {
 @pytest.mark.parametrize("saver", SAVERS)
 @pytest.mark.parametrize("how", ["argument", "result", "exception"])
 def test_what_is_saved_in_opaque_and_written_there_later(saver, how, door):
-    """An error in backward, never what is there by then."""
-
     def function(x, w):
         with suppress(ValueError), opaque():
             h = x * 2 if how != "result" else (x * 2).exp()

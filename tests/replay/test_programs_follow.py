@@ -112,7 +112,6 @@ WRITES = {
 @pytest.mark.parametrize("rows", [2, 3])
 @pytest.mark.parametrize("views", VIEWS)
 def test_views_that_are_made_first_and_written_through_views_of_them(views, rows, door):
-    """Whatever order the rows are written in, no write is lost."""
     writes = [*WRITES.values()]
     others = [*writes[1:], *writes[:1]]
     for write, other in [*zip(writes, writes, strict=True), *zip(writes, others, strict=True)]:
