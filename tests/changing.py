@@ -154,10 +154,8 @@ class Cases:
         before = torch.get_default_dtype()
         torch.set_default_dtype((torch.float32, torch.float64, torch.bfloat16)[n % 3])
         try:
-            return region(
-                lambda x: (x * torch.ones(8)).exp() * torch.rand(8) * torch.tensor([0.1]),
-                m.leaf(8, 8),
-            )
+            tenth = lambda: torch.rand(8) * torch.tensor([0.1])  # noqa: E731
+            return region(lambda x: (x * torch.ones(8)).exp() * tenth(), m.leaf(8, 8))
         finally:
             torch.set_default_dtype(before)
 
@@ -204,9 +202,9 @@ class Cases:
 
     def views_that_die(n, region, m):
         base = torch.randn(6, 8, dtype=torch.float64)
-        views = [
-            (base[:4], base[2:], base.clone()[:4], base.t()[:, :4].t(), base[1:5], base[:4])[n]
-        ]
+        others = base[2:], base.clone()[:4], base.t()[:, :4].t(), base[1:5], base[:4]
+        views = [(base[:4], *others)[n]]
+        del others
 
         def f(x):
             y = x * views.pop().sin()

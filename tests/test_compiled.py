@@ -88,9 +88,7 @@ def test_compiled_before_inside_and_after_a_block(compiler):
     runs = [compiler(model) for model in models]
     sizes = [("plain", 4), ("scope", 4), ("planned", 6), ("plain", 8), ("values", 4), ("scope", 6)]
     for i, (door, n) in enumerate(sizes):
-        (want, _), (have, replayed) = (
-            step(*each, n) for each in zip(models, runs, ["plain", door], strict=True)
-        )
+        (want, _), (have, replayed) = map(step, models, runs, ["plain", door], [n, n])
         assert all(map(torch.equal, want, have)), door
         assert (compiler.graphs, compiler.calls) == (1 + (i > 1), 4 * i + 4)  # static, dynamic
         if door == "scope":  # recomputed where torch shows operators, kept where not
@@ -360,11 +358,7 @@ class Thing:
         return fn(x, y)
 
 
-STEPS = [
-    lambda pair: (pair[0] @ pair[1], pair[1]),
-    lambda pair: (pair[0].sin() @ pair[1]).sigmoid(),
-    torch.neg,
-]
+STEPS = [lambda xy: (xy[0] @ xy[1], xy[1]), lambda xy: (xy[0].sin() @ xy[1]).sigmoid(), torch.neg]
 
 
 def sequence(x, y):
@@ -396,14 +390,11 @@ def in_place(block):
     return block
 
 
-@pytest.mark.parametrize(
-    ("door", "backend"),
-    [
-        (checkpointed, "inductor"),
-        (ours.checkpoint(use_reentrant=False), "aot_eager"),
-        (in_place, "aot_eager"),
-    ],
-)
+BEGUN = ours.checkpoint(use_reentrant=False)
+COMPILED = [(checkpointed, "inductor"), (BEGUN, "aot_eager"), (in_place, "aot_eager")]
+
+
+@pytest.mark.parametrize(("door", "backend"), COMPILED)
 def test_one_graph_for_all_sizes_with_the_results_of_eager_code(door, backend):
     torch._dynamo.reset()
     graphs, inner = [], torch._dynamo.lookup_backend(backend)
@@ -440,11 +431,8 @@ def test_regions_that_record_break_the_graph_and_are_right(door, seen_before):
     def inside(x):
         return (linear(x).sin() @ x).exp()
 
-    doors = {
-        "replay": replay(inside),
-        "policy": checkpointed(inside, policy=[MM]),
-        "scope": scope(inside),
-    }
+    doors = {"replay": replay(inside), "scope": scope(inside)}
+    doors["policy"] = checkpointed(inside, policy=[MM])
     if seen_before:
         doors["replay"](x)
         doors["scope"](x)

@@ -37,20 +37,13 @@ def repeated(often):
     return fn
 
 
+LATE = {"early_stop": False}
 NUMBERS = {  # how often two runs repeat their operators, options, and what is said
-    "fewer": (
-        two(3, 1),
-        {},
-        r"different number of tensors(?s:.*)during forward: 6(?s:.*)during recomputation: 2",
-    ),
+    "fewer": (two(3, 1), {}, r"(?s)different number .*forward: 6.*during recomputation: 2"),
     "fewer, asked for": (two(3, 1), {}, r"ExpBackward0 asked for slot 5(?s:.*)keep\(\)"),
     "none": (two(1, 0), {}, "during recomputation: 0"),
     "none, unchecked": (two(1, 0), {"determinism_check": "none"}, "different number"),
-    "more": (
-        two(1, 2),
-        {"early_stop": False},
-        rf"more tensors during recomputation(?s:.*)forward: 2(?s:.*){LINE}:\d+: .*x\.sin\(\)",
-    ),
+    "more": (two(1, 2), LATE, rf"(?s)more tensors .*forward: 2.*{LINE}:\d+: [^\n]*x\.sin\(\)"),
 }
 
 
@@ -225,9 +218,7 @@ def test_debug_logs_operators_of_both_runs(door, debug):
         assert f"{__file__}:{fn.__code__.co_firstlineno + 1}" in logs[0]
 
 
-@pytest.mark.parametrize(
-    "use", [torch.exp, lambda h: h[1:].sin(), torch.sin], ids=["read", "view", "saved"]
-)
+@pytest.mark.parametrize("use", [torch.exp, lambda h: h[1:].sin(), torch.sin])
 def test_an_operator_that_makes_another_size_in_replay_is_an_error(use):
     """Whoever reads the result in replay, or what of it was saved."""
     calls = []

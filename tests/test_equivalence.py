@@ -118,10 +118,8 @@ def assert_same(program, word, early_stop=True, computed=False, order=3):
 
 PROGRAMS = [program for name, program in vars(Programs).items() if not name.startswith("_")]
 ONE = [(word, early_stop) for word in "crsapb" for early_stop in (True, False)]
-NESTED = [
-    (word, True)
-    for word in ("cc", "ss", "sc", "cs", "cr", "rs", "csc", "scs", "pp", "pc", "cp", "sb")
-]
+NESTS = "cc", "ss", "sc", "cs", "cr", "rs", "csc", "scs", "pp", "pc", "cp", "sb"
+NESTED = [(word, True) for word in NESTS]
 
 
 @pytest.mark.parametrize("program", PROGRAMS)

@@ -131,10 +131,7 @@ def test_inputs_die_as_backward_passes_by_views_of_them(policy):
 BACKWARDS = {
     "retained": lambda y, inner: y.backward(retain_graph=True),
     "partial": lambda y, inner: torch.autograd.grad(y, inner, retain_graph=True),
-    "failing in a hook": lambda y, inner: (
-        inner.register_hook(lambda grad: 1 / 0),
-        y.backward(retain_graph=True),
-    ),
+    "failing in a hook": lambda y, inner: inner.register_hook(lambda g: 1 / 0) and y.backward(),
     "failing in a function": lambda y, inner: y.backward(retain_graph=True),
     # A gradient with a graph of its own holds holders, not tensors.
     "differentiable": lambda y, inner: torch.autograd.grad(y, inner, create_graph=True),

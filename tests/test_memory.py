@@ -224,9 +224,7 @@ def bytes_of(run, depth=DEPTH):
     return memory_of(lambda: run(blocks, x).sum())
 
 
-@pytest.mark.parametrize(
-    "run", [per_block("c"), per_block("s"), one_scope], ids=lambda run: run.__name__
-)
+@pytest.mark.parametrize("run", [per_block("c"), per_block("s"), one_scope])
 def test_each_further_block_costs_one_activation(run):
     """Its input, and a generator's state where a mask must be drawn again."""
     stash = torch.get_rng_state().nbytes

@@ -43,9 +43,8 @@ def net():
 
 
 scoped = NESTINGS["scope"]
-PAIRS = [(policy, "scope") for policy in POLICIES] + [
-    ("inputs, too", door) for door in NESTINGS if door != "scope"
-]
+PAIRS = [*((policy, "scope") for policy in POLICIES), *(("inputs, too", n) for n in NESTINGS)]
+PAIRS += [("budget", "rerun around"), ("beside others", "function")]
 
 
 @pytest.fixture(scope="module")
@@ -53,9 +52,7 @@ def right():
     return gradients(net, lambda fn: fn)
 
 
-@pytest.mark.parametrize(
-    ("policy", "door"), [*PAIRS, ("budget", "rerun around"), ("beside others", "function")]
-)
+@pytest.mark.parametrize(("policy", "door"), dict.fromkeys(PAIRS))
 def test_gradients_are_bit_equal(door, policy, right):
     assert gradients(net, lambda fn: NESTINGS[door](fn, POLICIES[policy])) == right
 

@@ -74,9 +74,8 @@ PRINTED = {
     ),
     "save_ops(aten.mm.default) | save_tagged('a')": lambda: [MM] | save_tagged("a"),
     "offload()": lambda: offload(min_bytes="1 KiB"),  # by default
-    "offload(auto(), device='cuda:1', pin_memory=False)": lambda: offload(
-        auto(), device="cuda:1", pin_memory=False
-    ),
+    "offload(auto(), device='cuda:1')": lambda: offload(auto(), device="cuda:1"),
+    "offload(pin_memory=False)": lambda: offload(pin_memory=False),
     "offload() | save_ops(aten.sin.default)": lambda: offload() | save_ops(SIN),
 }
 

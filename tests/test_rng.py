@@ -84,16 +84,12 @@ PROGRAMS = {
     "closure": lambda door, x: door(lambda y: dropout(x) * y)(torch.ones(50)),
     "keyword": lambda door, x: door(lambda *, x: dropout(x))(x=x),
     "container": lambda door, x: door(lambda s: dropout(s["a"][0]))({"a": [x]}),
-    "module argument": lambda door, x: door(lambda m, x: m(x.sin()).exp().sin())(
-        nn.Dropout(0.5), x
-    ),
+    "module argument": lambda door, x: door(lambda m, x: m(x.sin()).exp().sin())(LAYERS[0], x),
     "module": lambda door, x: door(LAYERS)(x),
     "between": between,
-    **{
-        f.__name__: lambda door, x, f=f: door(f)(x)
-        for f in (samplers, dropouts, filled_last, reseeded, sampled)
-    },
 }
+for f in (samplers, dropouts, filled_last, reseeded, sampled):
+    PROGRAMS[f.__name__] = lambda door, x, f=f: door(f)(x)
 
 
 @pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)

@@ -166,9 +166,7 @@ def two_forwards(call, step):
 
 @program("ddp")
 @program("ddp, regions inside", where="inside")
-@program(
-    "ddp, with buffers", block=functools.partial(Block, functools.partial(nn.BatchNorm1d, WIDTH))
-)
+@program("ddp, with buffers", block=lambda: Block(functools.partial(nn.BatchNorm1d, WIDTH)))
 @program("ddp, unused parameters", kind=Unused, find_unused_parameters=True)
 @program("ddp, no_sync", accumulate=True)
 @program("ddp, a block used twice", kind=Twice)
@@ -248,9 +246,8 @@ def sharded(door, whole, where="around", shape=(2, 1), plan=None, step=once, **o
             fully_shard(block, mesh=mesh["data"], **options)
     if shape[0] > 1:
         fully_shard(model, mesh=mesh["data"], **options)
-    return model, functools.partial(
-        step, whole((lambda x: model(x) + model(2 * x)) if two else model)
-    )
+    run = (lambda x: model(x) + model(2 * x)) if two else model
+    return model, functools.partial(step, whole(run))
 
 
 class Synced(torch.autograd.Function):
@@ -326,9 +323,8 @@ def collectives(door, whole, function):
 
 def taken_part():
     """In how many collectives this process has taken part, as the backend itself counts them."""
-    return sum(
-        group._get_sequence_number_for_group() for group in dist.distributed_c10d._world.pg_map
-    )
+    groups = dist.distributed_c10d._world.pg_map
+    return sum(group._get_sequence_number_for_group() for group in groups)
 
 
 def local(tensor):

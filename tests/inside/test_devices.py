@@ -84,10 +84,8 @@ def streams(monkeypatch):
     fake = FakeStreams()
     monkeypatch.setattr(_torch, "streams_of", lambda device: fake)
     monkeypatch.setattr(_offload, "_copy", fake.copy)
-    empty_like = torch.empty_like
-    monkeypatch.setattr(
-        torch, "empty_like", lambda t, *, pin_memory=False, **kwargs: empty_like(t, **kwargs)
-    )
+    like = torch.empty_like
+    monkeypatch.setattr(torch, "empty_like", lambda t, pin_memory=False, **more: like(t, **more))
     return fake
 
 

@@ -283,10 +283,8 @@ class Kinds:
 
     @case(backwards=("first", "partial"))
     def sparse_csr_and_mkldnn(x, y):
-        v = x.sin()[0, :3]
-        s = torch.sparse_csr_tensor(
-            torch.tensor([0, 1, 2, 3, 3]), torch.tensor([2, 0, 1]), v, (4, 4)
-        )
+        rows, columns = torch.tensor([0, 1, 2, 3, 3]), torch.tensor([2, 0, 1])
+        s = torch.sparse_csr_tensor(rows, columns, x.sin()[0, :3], (4, 4))
         h = torch.relu(x.float().to_mkldnn()).to_dense().exp() * y.float()
         return (s @ y).exp(), (s.to_dense() * 2).sin(), h
 
@@ -301,16 +299,12 @@ test_constructs, test_nothing_stays = case.tests(("tensor_hooks",))
 
 @pytest.mark.parametrize("door", ALL)
 def test_distributed_tensors(door, mesh):
-    from torch.distributed.tensor import DTensor, Replicate, Shard
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        RowwiseParallel,
-        parallelize_module,
-    )
+    from torch.distributed.tensor import DTensor, Replicate, Shard, parallel
 
     size = 3 + ALL.index(door)  # what is found out about shapes is remembered
     model = nn.Sequential(nn.Linear(6, size), nn.GELU(), nn.Linear(size, 6)).double()
-    parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    plan = {"0": parallel.ColwiseParallel(), "2": parallel.RowwiseParallel()}
+    parallel.parallelize_module(model, mesh, plan)
     x, y = (torch.randn(size, 6, dtype=torch.float64, requires_grad=True) for _ in range(2))
 
     def function(x, y):
@@ -319,12 +313,9 @@ def test_distributed_tensors(door, mesh):
         c = keep(a.sin() * b.redistribute(mesh, [Shard(0)])).exp()
         return (c @ b.t()).redistribute(mesh, [Replicate()]).to_local() @ model(x)
 
-    got, want = REGIONS[door](function, x, y), function(x, y)
-    wanted = (x, y, *model.parameters())
-    got_first, want_first = (
-        torch.autograd.grad(o.sin().sum(), wanted, create_graph=True) for o in (got, want)
-    )
-    got_second, want_second = (
-        torch.autograd.grad((g[0] * g[1]).sum(), (x, y)) for g in (got_first, want_first)
-    )
-    assert bits([got, *got_first, *got_second]) == bits([want, *want_first, *want_second])
+    def found(region):
+        out, wanted = region(function, x, y), (x, y, *model.parameters())
+        first = torch.autograd.grad(out.sin().sum(), wanted, create_graph=True)
+        return bits([out, *first, *torch.autograd.grad((first[0] * first[1]).sum(), (x, y))])
+
+    assert found(REGIONS[door]) == found(REGIONS["plain"])

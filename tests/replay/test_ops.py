@@ -74,10 +74,8 @@ def squared(result):
     """The results, used once more, and whatever else is returned: numbers, truth values."""
     parts = result if isinstance(result, (list, tuple)) else [result]
     others = [part for part in parts if not isinstance(part, Tensor)]
-    is_number = lambda t: t.is_floating_point() or t.is_complex()  # noqa: E731
-    return [
-        t * t if is_number(t) and t.layout == torch.strided else t for t in tensors(result)
-    ] + others
+    is_open = lambda t: t.layout == torch.strided and (t.is_floating_point() or t.is_complex())  # noqa: E731
+    return [t * t if is_open(t) else t for t in tensors(result)] + others
 
 
 def programs(op, sample, number):

@@ -38,9 +38,8 @@ AROUND = {
 }
 _library = torch.library.Library("checkpointing_sites", "FRAGMENT")
 _library.define("by_grad_mode(Tensor x) -> Tensor")
-_library.impl(
-    "by_grad_mode", lambda x: x * (2 + torch.is_grad_enabled()), "CompositeExplicitAutograd"
-)
+_kernel = lambda x: x * (2 + torch.is_grad_enabled())  # noqa: E731
+_library.impl("by_grad_mode", _kernel, "CompositeExplicitAutograd")
 
 
 def strided(w, x):
@@ -170,10 +169,11 @@ def test_checks_that_change_at_one_site():
 PACKS = {"detach": torch.Tensor.detach, "view": lambda t: t.view(-1), "clone": torch.clone}
 
 
+HANDED_ON = [*itertools.product(PACKS, ["nothing", "given"]), ("clone", "made")]
+
+
 @EACH_WAY
-@pytest.mark.parametrize(
-    ("pack", "written"), [*itertools.product(PACKS, ["nothing", "given"]), ("clone", "made")]
-)
+@pytest.mark.parametrize(("pack", "written"), HANDED_ON)
 def test_what_hooks_hand_on_is_guarded(pack, written, door):
     """An alias is what it was made of; of a copy, the copy is. Else plain's bits."""
     w, x, made = torch.rand(4, 4).requires_grad_(), torch.rand(4, 4), []
