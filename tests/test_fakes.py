@@ -101,11 +101,8 @@ def measured(name, kind=Block, forward="real", backward="real"):
         blocks.zero_grad()
         tracker = MemTracker()
         tracker.track_external(blocks, x)
-        with contextlib.ExitStack() as stack:
-            if backward == "fake":
-                stack.enter_context(fake)
-            stack.enter_context(tracker)
-            with modes[forward] if backward == "real" else contextlib.nullcontext():
+        with modes[backward], tracker:
+            with modes[forward]:
                 loss = way(blocks, x)
             loss.backward()
             del loss
