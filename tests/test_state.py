@@ -45,27 +45,6 @@ def test_all_preserves_the_random_numbers_of_python_and_numpy(door):
         assert step(door) != step(plain)
 
 
-@program(*DOORS)
-def registered_state_is_the_forwards_in_recompute_and_the_present_one_afterwards(door):
-    state, generator = {"amax": 1.0}, torch.Generator().manual_seed(7)
-    hidden = register_state(generator.get_state, generator.set_state)
-
-    def scaled(x):
-        y = x * state["amax"] * torch.randint(1, 5, (4,), generator=generator)
-        state["amax"] += 1
-        return y
-
-    with hidden, register_state(state.copy, state.update):
-        fn, x = (lambda x: scaled(scaled(x).square()).square()), leaf()
-        first, second = door(fn)(x), door(fn)(x * 2)
-        return [
-            *torch.autograd.grad(second.sum(), x, retain_graph=True),
-            *torch.autograd.grad(first.sum(), x, retain_graph=True),
-            *torch.autograd.grad(first.sum() + second.sum(), x),
-            state["amax"],
-        ]
-
-
 def counters():
     """A state that notes how often it is asked for and put back, and in which grad mode."""
     calls = []
@@ -147,33 +126,6 @@ def test_who_asks_for_states():
     assert calls == [("snapshot", False)]
 
 
-@program()
-def a_lambda_in_a_loop(door):
-    """Closures see variables, not values; recompute sees the values of its own forward."""
-    layers = [nn.Linear(4, 4) for _ in range(3)]
-    x = y = leaf(2, 4)
-    for i, layer in enumerate(layers):
-        y = door(lambda y: layer(y).square() * (i + 1))(y)  # noqa: B023
-    return torch.autograd.grad(y.sum(), [x, *(layer.weight for layer in layers)])
-
-
-@program("rerun", "rerun to the end", "replay", "scope")
-def variables_set_anew_afterwards(door):
-    """Numbers, functions, tensors with and without a gradient, modules."""
-    factor, act, t, module = 2.0, torch.relu, torch.full((4,), 3.0), nn.Linear(4, 4)
-    p = then = leaf() * 2
-
-    def fn(x, a=3.0, *, b=5.0):
-        return act(module(x * factor * a * b * t * p))
-
-    x = leaf()
-    y = door(fn)(x)
-    factor, act, t, p, module = 7.0, torch.sin, torch.zeros(4), torch.zeros(4), None
-    gradients = torch.autograd.grad(y.square().sum(), [x, then])
-    assert (factor, act, module) == (7.0, torch.sin, None)
-    return gradients
-
-
 @pytest.mark.parametrize("times", [1, 2])
 def test_what_a_function_assigns_itself_is_its_own_business(times):
     """It, or one that it defines: left as it is, as with torch's checkpoint."""
@@ -233,31 +185,77 @@ def test_what_it_only_reads_keeps_the_value_of_the_forward():
     assert torch.equal(of_two, 2 * (x.detach() * 3) * 2)  # autograd holds the 2 itself
 
 
-@program()
-def methods_and_functions_that_are_defined_later_keep_their_variables(door):
-    """Methods with `super()` and variables, also in a partial; recursion."""
-    factor = 2.0
+class Right:
+    @program(*DOORS)
+    def registered_state_is_the_forwards_in_recompute_and_the_present_one_afterwards(door):
+        state, generator = {"amax": 1.0}, torch.Generator().manual_seed(7)
+        hidden = register_state(generator.get_state, generator.set_state)
 
-    class Base:
-        def run(self, x):
-            return x.square()
+        def scaled(x):
+            y = x * state["amax"] * torch.randint(1, 5, (4,), generator=generator)
+            state["amax"] += 1
+            return y
 
-    class Derived(Base):
-        weight = 3.0
+        with hidden, register_state(state.copy, state.update):
+            fn, x = (lambda x: scaled(scaled(x).square()).square()), leaf()
+            first, second = door(fn)(x), door(fn)(x * 2)
+            return [
+                *torch.autograd.grad(second.sum(), x, retain_graph=True),
+                *torch.autograd.grad(first.sum(), x, retain_graph=True),
+                *torch.autograd.grad(first.sum() + second.sum(), x),
+                state["amax"],
+            ]
 
-        def run(self, n, x):
-            return super().run(x * factor * n) * later(x, 2) * self.weight
+    @program()
+    def a_lambda_in_a_loop(door):
+        """Closures see variables, not values; recompute sees the values of its own forward."""
+        layers = [nn.Linear(4, 4) for _ in range(3)]
+        x = y = leaf(2, 4)
+        for i, layer in enumerate(layers):
+            y = door(lambda y: layer(y).square() * (i + 1))(y)  # noqa: B023
+        return torch.autograd.grad(y.sum(), [x, *(layer.weight for layer in layers)])
 
-    def call(x):
-        return door(Derived().run)(5.0, x) + door(partial(Derived().run, 5.0))(x)
+    @program("rerun", "rerun to the end", "replay", "scope")
+    def variables_set_anew_afterwards(door):
+        """Numbers, functions, tensors with and without a gradient, modules."""
+        factor, act, t, module = 2.0, torch.relu, torch.full((4,), 3.0), nn.Linear(4, 4)
+        p = then = leaf() * 2
 
-    def later(x, n):
-        return x if n == 0 else later(x * 2, n - 1)
+        def fn(x, a=3.0, *, b=5.0):
+            return act(module(x * factor * a * b * t * p))
 
-    x = leaf()
-    y = call(x)
-    factor = 3.0
-    return torch.autograd.grad(y.sum(), x)
+        x = leaf()
+        y = door(fn)(x)
+        factor, act, t, p, module = 7.0, torch.sin, torch.zeros(4), torch.zeros(4), None
+        gradients = torch.autograd.grad(y.square().sum(), [x, then])
+        assert (factor, act, module) == (7.0, torch.sin, None)
+        return gradients
+
+    @program()
+    def methods_and_functions_that_are_defined_later_keep_their_variables(door):
+        """Methods with `super()` and variables, also in a partial; recursion."""
+        factor = 2.0
+
+        class Base:
+            def run(self, x):
+                return x.square()
+
+        class Derived(Base):
+            weight = 3.0
+
+            def run(self, n, x):
+                return super().run(x * factor * n) * later(x, 2) * self.weight
+
+        def call(x):
+            return door(Derived().run)(5.0, x) + door(partial(Derived().run, 5.0))(x)
+
+        def later(x, n):
+            return x if n == 0 else later(x * 2, n - 1)
+
+        x = leaf()
+        y = call(x)
+        factor = 3.0
+        return torch.autograd.grad(y.sum(), x)
 
 
 test_programs_are_plains = program.test()
