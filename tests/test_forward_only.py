@@ -13,16 +13,8 @@ from oracle import DOORS, EACH_DOOR, WAYS, Programs, apply, integers as leaf
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from checkpointing import (
-    CheckpointError,
-    MismatchError,
-    checkpointed,
-    disabled,
-    forward_only,
-    is_recomputing,
-    keep,
-    register_state,
-)
+import checkpointing
+from checkpointing import checkpointed, forward_only, keep
 
 program = Programs()
 
@@ -118,7 +110,7 @@ def test_a_changed_result_is_an_error():
     scale = forward_only(lambda: kept.append(torch.full((4,), 2.0)) or kept[0])
     y = checkpointed(lambda x: (x * scale()).sin().exp())(leaf())
     kept[0].add_(1)
-    with pytest.raises(CheckpointError, match="forward_only"):
+    with pytest.raises(checkpointing.CheckpointError, match="forward_only"):
         y.sum().backward()
 
 
@@ -139,11 +131,11 @@ def test_a_call_of_which_the_forward_has_no_result_is_an_error(why):
             x = x * 2
         return x.sin().exp()
 
-    with pytest.raises(MismatchError, match=r"calls .*note, which is forward_only"):
+    with pytest.raises(checkpointing.MismatchError, match=r"calls .*note, which is forward_only"):
         checkpointed(fn)(leaf()).sum().backward()
 
 
-@pytest.mark.parametrize("around", [torch.no_grad, disabled])
+@pytest.mark.parametrize("around", [torch.no_grad, checkpointing.disabled])
 def test_outside_of_a_region_it_is_the_function(around):
     seen = []
     note = forward_only(lambda x: seen.append(x))
@@ -226,13 +218,13 @@ def test_is_recomputing_is_false_in_what_the_forward_calls(door, where):
     seen = []
 
     def note(value=None):
-        seen.append(is_recomputing())
+        seen.append(checkpointing.is_recomputing())
         return value
 
     options = {"determinism_check": lambda t: note() or t.shape} if where == "check" else {}
     around = {
         "check": contextlib.nullcontext,
-        "snapshot": lambda: register_state(note, note),
+        "snapshot": lambda: checkpointing.register_state(note, note),
         "hook": lambda: saved_tensors_hooks(note, note),
     }[where]
     with around():

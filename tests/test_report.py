@@ -8,16 +8,8 @@ import torch
 from oracle import python_calls
 from torch import nn
 
-from checkpointing import (
-    Report,
-    auto,
-    checkpoint_scope,
-    checkpointed,
-    disabled,
-    keep,
-    offload,
-    report,
-)
+import checkpointing
+from checkpointing import Report, auto, checkpoint_scope, checkpointed, keep, report
 
 N = 1024 * 4  # bytes of one tensor
 DOORS = pytest.mark.parametrize("backend", ["rerun", "replay"])
@@ -103,7 +95,9 @@ def test_held_tensors_are_told_apart_and_sorted():
     held = scope.report().regions[0].held
     assert {t.kind for t in held} == {"input", "kept", "random state"}
     assert [t.nbytes for t in held] == sorted([t.nbytes for t in held], reverse=True)
-    with checkpoint_scope(policy=offload([torch.ops.aten.exp.default], min_bytes=0)) as scope:
+    with checkpoint_scope(
+        policy=checkpointing.offload([torch.ops.aten.exp.default], min_bytes=0)
+    ) as scope:
         z = chain(x)
     assert kinds(scope.report().regions[0]) == {"input": N, "offloaded": N}
     for _ in range(2):
@@ -162,7 +156,7 @@ def test_bad_input_and_plain_code():
         report([torch.ones(2)])
     with pytest.raises(ValueError, match="leave determinism_check, debug and report out"):
         checkpointed(chain, backend="reentrant", report=True)
-    with disabled(), checkpoint_scope(report=True) as scope:
+    with checkpointing.disabled(), checkpoint_scope(report=True) as scope:
         y = chain(leaf())
     assert scope.report() == report(y) == report(torch.ones(2)) == Report(())
 

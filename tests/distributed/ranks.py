@@ -24,13 +24,7 @@ from oracle import plain
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor import DTensor, Shard, parallel
 from torch.utils.checkpoint import checkpoint
 
 from checkpointing import auto, checkpoint_modules, checkpoint_scope, checkpointed, clear_programs
@@ -188,11 +182,11 @@ def ddp(door, whole, kind=Net, where="around", block=Block, accumulate=False, **
 
 KEPT = {"reshard_after_forward": False}
 MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-TENSOR = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+TENSOR = {"up": parallel.ColwiseParallel(), "down": parallel.RowwiseParallel()}
 SEQUENCE = {
-    "norm": SequenceParallel(),
-    "up": ColwiseParallel(input_layouts=Shard(1)),
-    "down": RowwiseParallel(output_layouts=Shard(1)),
+    "norm": parallel.SequenceParallel(),
+    "up": parallel.ColwiseParallel(input_layouts=Shard(1)),
+    "down": parallel.RowwiseParallel(output_layouts=Shard(1)),
 }
 
 
@@ -236,7 +230,7 @@ def sharded(door, whole, where="around", shape=(2, 1), plan=None, step=once, **o
     for i, block in enumerate(model.blocks):
         block.requires_grad_(not (frozen and i % 2))
         if plan is not None:
-            parallelize_module(block, mesh["model"], plan)
+            parallel.parallelize_module(block, mesh["model"], plan)
     if where == "inside":
         put_inside(model, door)
     for block in model.blocks:

@@ -12,19 +12,8 @@ from oracle import EACH_WAY, NO_ROOM, PLANNED, bits, plain, replay, rerun, scope
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from checkpointing import (
-    ChangedError,
-    auto,
-    checkpoint_scope,
-    checkpointed,
-    clear_programs,
-    disabled,
-    forward_only,
-    keep,
-    offload,
-    opaque,
-    save_ops,
-)
+import checkpointing
+from checkpointing import auto, checkpoint_scope, checkpointed, disabled, keep, offload, opaque
 
 pytestmark = NO_ROOM
 _library = torch.library.Library("checkpointing_sites", "FRAGMENT")
@@ -125,7 +114,7 @@ def test_each_run_through_one_site_is_plains(program, kinds, policy):
         return bits(torch.autograd.grad(y.sum(), w))
 
     for order in itertools.permutations(kinds):
-        clear_programs()
+        checkpointing.clear_programs()
         for seed, kind in enumerate(order * 2):
             assert step(kind, seed, True) == step(kind, seed, False), order
 
@@ -159,7 +148,7 @@ def test_what_hooks_hand_on_is_guarded(pack, written, door):
     for tensor in {"nothing": [], "given": [x], "made": made}[written]:
         tensor.mul_(2)
     if written == ("made" if pack == "clone" else "given"):
-        with pytest.raises(ChangedError):
+        with pytest.raises(checkpointing.ChangedError):
             y.sum().backward()
     else:
         assert torch.equal(torch.autograd.grad(y.sum(), w)[0], want)
@@ -198,7 +187,7 @@ def test_statistics_that_a_region_inside_reads_are_those_before_the_update(outer
 @pytest.mark.parametrize("outer", DOORS)
 def test_a_function_in_opaque_may_write_what_it_keeps(outer, mark):
     """The scope around does not see the write."""
-    policy = save_ops(torch.ops.aten.mul.Tensor)
+    policy = checkpointing.save_ops(torch.ops.aten.mul.Tensor)
     f = replay(lambda a: mark(a * 1.5).relu_(), policy=policy)
     a = torch.tensor([-1.0, 2.0], requires_grad=True)
     DOORS[outer](lambda a: opaque()(f)(a))(a).sum().backward()
@@ -215,7 +204,7 @@ def test_what_follows_a_backward_inside_is_recorded_where_it_runs():
 
         def inner():
             with scope():
-                forward_only(lambda: a.detach() * 2)()
+                checkpointing.forward_only(lambda: a.detach() * 2)()
                 return x.tanh()
 
         with scope():
@@ -269,6 +258,6 @@ def test_a_foreach_write_in_a_scope_counts_for_the_rerun_around_it():
 
     x, c = torch.ones(3, requires_grad=True), torch.ones(3)
     y = f(x, c)
-    with pytest.raises(ChangedError):
+    with pytest.raises(checkpointing.ChangedError):
         y.backward()
     assert c.tolist() == [0.5] * 3
