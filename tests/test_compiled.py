@@ -15,7 +15,6 @@ from torch._dynamo.backends.common import aot_autograd
 
 import checkpointing.torch_compat as ours
 from checkpointing import checkpoint_modules, checkpoint_scope, checkpointed, keep, offload
-from checkpointing.torch_compat import checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what the compiler says is not ours
 
@@ -211,7 +210,7 @@ TRACED = {
     "reported": lambda fn: scope(fn, report=True),
     "reentrant": lambda fn: checkpointed(fn, backend="reentrant"),
 }
-DROP_IN = {"drop-in": lambda fn: functools.partial(checkpoint, fn, use_reentrant=False)}
+DROP_IN = {"drop-in": lambda fn: functools.partial(ours.checkpoint, fn, use_reentrant=False)}
 
 
 def kept_and_dropped(x, w):
