@@ -39,6 +39,18 @@ class Memory(SimpleNamespace):
         return getattr(self, name)
 
 
+def on(*shapes):
+    """A case that is one region, `f(n, *tensors)`, on leaves of these shapes."""
+
+    def case(f):
+        def run(n, region, m):
+            return region(lambda *tensors: f(n, *tensors), *[m.leaf(*shape) for shape in shapes])
+
+        return run
+
+    return case
+
+
 class Cases:
     def numbers(n, region, m):
         number = (1, 1.0, True, 0.0, -0.0, float("nan"))[n]
@@ -50,10 +62,11 @@ class Cases:
 
         return region(f, m.leaf(8, 8), m.leaf(4, dtype=torch.int64))
 
-    def keywords(n, region, m):
+    @on((8, 8))
+    def keywords(n, x):
         more = ({}, {"alpha": 2}, {"alpha": 2.0}, {"alpha": 3}, {}, {"alpha": -0.0})[n]
         bounds = ({"min": 0}, {"max": 0}, {"min": 0.0}, {"max": -0.0}, {"min": -1, "max": 1})[n % 5]
-        return region(lambda x: torch.add(x, x.exp(), **more).clamp(**bounds).exp(), m.leaf(8, 8))
+        return torch.add(x, x.exp(), **more).clamp(**bounds).exp()
 
     def views_of_inputs(n, region, m):
         def f(x, table):
@@ -64,21 +77,16 @@ class Cases:
 
         return region(f, m.leaf(2, 4, 4), m.leaf(12, 4, wants=False)[: 11 - n // 5])
 
-    def sizes_that_depend_on_data(n, region, m):
-        return region(
-            lambda x: (x[x > n / 2 - 1].sin().exp(), x.detach().gt(0).nonzero() * x.sum()),
-            m.leaf(9, 9),
-        )
+    @on((9, 9))
+    def sizes_that_depend_on_data(n, x):
+        return x[x > n / 2 - 1].sin().exp(), x.detach().gt(0).nonzero() * x.sum()
 
-    def lists_of_numbers(n, region, m):
-        number = (0.0, -0.0, 1.0, 2.0, 0.0, -0.0)[n]
-
-        def f(x):
-            with torch.no_grad():
-                mask = torch._foreach_mul([torch.ones(8)], [number])[0]
-            return torch.copysign(x, mask).sin(), x * mask
-
-        return region(f, m.leaf(8))
+    @on((8,))
+    def lists_of_numbers(n, x):
+        with torch.no_grad():
+            number = (0.0, -0.0, 1.0, 2.0, 0.0, -0.0)[n]
+            mask = torch._foreach_mul([torch.ones(8)], [number])[0]
+        return torch.copysign(x, mask).sin(), x * mask
 
     def parts_in_other_numbers(n, region, m):
         def f(x, y):
@@ -87,36 +95,29 @@ class Cases:
 
         return region(f, m.leaf(12), m.leaf(n + 1, 4))
 
-    def lists_of_tensors(n, region, m):
-        def f(x):
-            parts = [*(x.detach() * 1).unbind()]
-            torch._foreach_mul_(parts[: n + 1], [float(k + n) for k in range(n + 1)])
-            torch._foreach_lerp_(parts[n:], parts[: len(parts) - n], 0.1 * n)
-            return x * torch.stack(parts), torch._foreach_exp([*x.unbind()])[n]
+    @on((8, 4))
+    def lists_of_tensors(n, x):
+        parts = [*(x.detach() * 1).unbind()]
+        torch._foreach_mul_(parts[: n + 1], [float(k + n) for k in range(n + 1)])
+        torch._foreach_lerp_(parts[n:], parts[: len(parts) - n], 0.1 * n)
+        return x * torch.stack(parts), torch._foreach_exp([*x.unbind()])[n]
 
-        return region(f, m.leaf(8, 4))
-
-    def rows_that_are_filled(n, region, m):
+    @on((4, 9))
+    def rows_that_are_filled(n, x):
         """As detection pads its targets; each row as far as its own step says."""
+        padded = torch.zeros(4, 9, dtype=x.dtype)
+        for i, (row, source) in enumerate(zip(padded, x.detach(), strict=True)):
+            row[: n + i].copy_(source[: n + i])
+        for part in padded.split(1 + n % 3, 1):
+            part[1:].mul_(n + 1)
+        return x * padded, (x[:n] * padded[:n].t().contiguous().t()).exp()
 
-        def f(x):
-            padded = torch.zeros(4, 9, dtype=x.dtype)
-            for i, (row, source) in enumerate(zip(padded, x.detach(), strict=True)):
-                row[: n + i].copy_(source[: n + i])
-            for part in padded.split(1 + n % 3, 1):
-                part[1:].mul_(n + 1)
-            return x * padded, (x[:n] * padded[:n].t().contiguous().t()).exp()
-
-        return region(f, m.leaf(4, 9))
-
-    def loops_and_stochastic_depth(n, region, m):
-        def f(x, w):
-            for i in range(1 + 2 * n):
-                if n < 4 or torch.rand(()).item() < 0.5:
-                    x = F.dropout((x @ w / 4).tanh() * (i + 1), 0.1 * (i + n) / 20) + x
-            return x
-
-        return region(f, m.leaf(8, 16), m.leaf(16, 16))
+    @on((8, 16), (16, 16))
+    def loops_and_stochastic_depth(n, x, w):
+        for i in range(1 + 2 * n):
+            if n < 4 or torch.rand(()).item() < 0.5:
+                x = F.dropout((x @ w / 4).tanh() * (i + 1), 0.1 * (i + n) / 20) + x
+        return x
 
     def freezing(n, region, m):
         layers = nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.LayerNorm(8)
@@ -141,24 +142,20 @@ class Cases:
 
         return region(f, m.leaf(4, 16, dtype=torch.float32))
 
-    def grad_mode(n, region, m):
-        def f(x, w):
-            with torch.set_grad_enabled(n % 2 == 0):
-                y = (x @ w).sin()
-            with torch.set_grad_enabled(n != 3):
-                z = torch.inference_mode(n == 4)(lambda: w.detach().exp())()
-            return (x @ w * (y.detach() if n == 5 else y)).exp() * z.clone()
-
-        return region(f, m.leaf(8, 8), m.leaf(8, 8))
+    @on((8, 8), (8, 8))
+    def grad_mode(n, x, w):
+        with torch.set_grad_enabled(n % 2 == 0):
+            y = (x @ w).sin()
+        with torch.set_grad_enabled(n != 3):
+            z = torch.inference_mode(n == 4)(lambda: w.detach().exp())()
+        return (x @ w * (y.detach() if n == 5 else y)).exp() * z.clone()
 
     def switches(n, region, m):
         before = torch.get_default_dtype()
         torch.set_default_dtype((torch.float32, torch.float64, torch.bfloat16)[n % 3])
         try:
-            return region(
-                lambda x: (x * torch.ones(8)).exp() * torch.rand(8) * torch.tensor([0.1]),
-                m.leaf(8, 8),
-            )
+            tenth = lambda: torch.rand(8) * torch.tensor([0.1])  # noqa: E731
+            return region(lambda x: (x * torch.ones(8)).exp() * tenth(), m.leaf(8, 8))
         finally:
             torch.set_default_dtype(before)
 
@@ -205,9 +202,9 @@ class Cases:
 
     def views_that_die(n, region, m):
         base = torch.randn(6, 8, dtype=torch.float64)
-        views = [
-            (base[:4], base[2:], base.clone()[:4], base.t()[:, :4].t(), base[1:5], base[:4])[n]
-        ]
+        others = base[2:], base.clone()[:4], base.t()[:, :4].t(), base[1:5], base[:4]
+        views = [(base[:4], *others)[n]]
+        del others
 
         def f(x):
             y = x * views.pop().sin()
@@ -232,36 +229,30 @@ class Cases:
         x = m.leaf(8, 8)
         return region(lambda x: torch.rand_like(x.sin()) * x.exp(), x.t() if n % 2 else x)
 
-    def subclasses_and_layouts(n, region, m):
-        def f(x, w):
-            if n % 3 == 2:
-                return torch.sparse.mm(x.to_sparse(), w).sin().exp()
-            a, b = (TwoTensor(x, x * 2), TwoTensor(w, w * 2)) if n % 3 else (x, w)
-            y = (a * 2 @ b).sin().exp()
-            return (y.a * y.b if n % 3 else y * y) @ w
+    @on((8, 8), (8, 8))
+    def subclasses_and_layouts(n, x, w):
+        if n % 3 == 2:
+            return torch.sparse.mm(x.to_sparse(), w).sin().exp()
+        a, b = (TwoTensor(x, x * 2), TwoTensor(w, w * 2)) if n % 3 else (x, w)
+        y = (a * 2 @ b).sin().exp()
+        return (y.a * y.b if n % 3 else y * y) @ w
 
-        return region(f, m.leaf(8, 8), m.leaf(8, 8))
+    @on((9, 8))
+    def memory_filled_unseen(n, x):
+        rest = torch.empty(0 if n in (0, 3) else 4 + n, 8, dtype=torch.float64)
+        rest[: n % 3].copy_(x.detach()[: n % 3]) if n else rest
+        rest.numpy()[n % 3 :] = n + 1
+        return (x[: len(rest)] * rest.sin()).exp() * rest
 
-    def memory_filled_unseen(n, region, m):
-        def f(x):
-            rest = torch.empty(0 if n in (0, 3) else 4 + n, 8, dtype=torch.float64)
-            rest[: n % 3].copy_(x.detach()[: n % 3]) if n else rest
-            rest.numpy()[n % 3 :] = n + 1
-            return (x[: len(rest)] * rest.sin()).exp() * rest
-
-        return region(f, m.leaf(9, 8))
-
-    def resized_and_given_as_out(n, region, m):
-        def f(x):
-            out = x.detach()[:2].exp()
-            out.resize_(1 + n, 8)
-            out.numpy()[2:] = n
-            others = torch.empty(0), torch.empty(9, 8), torch.zeros(18, 8)[:9], torch.ones(8, 9).t()
-            other = others[n % 4].double()
-            torch.exp(x.detach(), out=other)
-            return (x[: 1 + n] * out.sin()).exp() * other[: 1 + n].cos()
-
-        return region(f, m.leaf(9, 8))
+    @on((9, 8))
+    def resized_and_given_as_out(n, x):
+        out = x.detach()[:2].exp()
+        out.resize_(1 + n, 8)
+        out.numpy()[2:] = n
+        others = torch.empty(0), torch.empty(9, 8), torch.zeros(18, 8)[:9], torch.ones(8, 9).t()
+        other = others[n % 4].double()
+        torch.exp(x.detach(), out=other)
+        return (x[: 1 + n] * out.sin()).exp() * other[: 1 + n].cos()
 
     def exchanged_memory(n, region, m):
         def f(x):

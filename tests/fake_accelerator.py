@@ -2,7 +2,7 @@
 is none.
 
 A tensor of the device `toy` is a wrapper around a CPU tensor that does the work. A device can't be
-unregistered, so this is a program: it runs every `case_*` and prints one JSON object, kind and name
+unregistered, so this is a program: it runs all `Cases` and prints one JSON object, kind and name
 to traceback or null. `flat` tensors say how they are taken apart (`__tensor_flatten__`), `opaque`
 ones don't.
 """
@@ -161,28 +161,7 @@ def check(doors, fn, call=lambda fn, *tensors: fn(*tensors), on=("toy",)):
 
 
 def body(x):
-    """Dropout whose mask both the operators before and after it meet."""
     return F.dropout(F.dropout(x.sin(), 0.5).exp(), 0.2).sin()
-
-
-def case_arguments():
-    """Rerun forks the generator of an argument's device, at any depth of containers."""
-    check(BOTH, body)
-    check(BOTH, lambda x: body(x), lambda fn, x: fn(x=x * 1.5))
-    check(BOTH, lambda s: body(s["a"][0][1]), lambda fn, x: fn({"a": [(0, x)]}))
-    check(BOTH, lambda s: body(s.x), lambda fn, x: fn(Holder(x)))
-
-
-def case_what_tells_the_device():
-    """Data that wants no gradient; parameters of a module among the arguments."""
-    data, module = wrap(torch.ones(50)), nn.Module()
-    module.weight = nn.Parameter(wrap(torch.linspace(0, 1, 50)))
-    for given, weight in ((data, lambda data: data), (module, lambda module: module.weight)):
-
-        def fn(c, given, weight=weight):
-            return body(c.to("toy") * weight(given)).to("cpu")
-
-        check(BOTH, fn, lambda fn, c, given=given: fn(c, given), ["cpu"])
 
 
 def both_in_turn(c, t):
@@ -191,102 +170,102 @@ def both_in_turn(c, t):
     return c + (t * torch.rand(50, device="toy")).sin().to("cpu")
 
 
-def case_both_devices_in_turn():
-    """Their streams are independent; also through the drop-in, at any depth, and its legacy."""
-    check([*BOTH, drop_in(False), drop_in(True)], both_in_turn, on=["cpu", "toy"])
-    check([drop_in(False)], lambda s: body(s[0]), lambda fn, x: fn([x]))
-
-
-def case_moved_inside():
-    """Replay is exact when tensors reach the device only inside, or are made there."""
-
-    def fn(c):
-        c = F.dropout(c, 0.5).sin()
-        t = F.dropout(c.to("toy"), 0.5).exp()
-        c = F.dropout(t.to("cpu"), 0.5).sin()
-        return (c.to("toy") * torch.rand(50, device="toy")).exp().to("cpu").sin()
-
-    check([DOORS["replay"], DOORS["scope"]], fn, on=["cpu"])
-
-
-def case_save_on_cpu_like_hooks():
-    """Hooks around a region move its input away from the device and back."""
-
-    def call(fn, x):
-        with torch.autograd.graph.saved_tensors_hooks(
-            lambda t: (t.device, t.to("cpu")), lambda p: p[1].to(p[0])
-        ):
-            return fn(x * 1.5)
-
-    check(BOTH, body, call)
-
-
 def drop_in(use_reentrant):
-    """A door: the function that is called like torch's."""
     return lambda fn: lambda *args: checkpoint(fn, *args, use_reentrant=use_reentrant)
 
 
-def case_autocast():
-    """Every type of device has an autocast of its own."""
-    seen = []
+class Cases:
+    def arguments():
+        """Rerun forks the generator of a device that any argument is on, or a parameter of one."""
+        check(BOTH, body)
+        check(BOTH, lambda x: body(x), lambda fn, x: fn(x=x * 1.5))
+        check(BOTH, lambda s: body(s["a"][0][1]), lambda fn, x: fn({"a": [(0, x)]}))
+        check(BOTH, lambda s: body(s.x), lambda fn, x: fn(Holder(x)))
+        data, module = wrap(torch.ones(50)), nn.Module()
+        module.weight = nn.Parameter(wrap(torch.linspace(0, 1, 50)))
+        for given, weight in ((data, lambda data: data), (module, lambda module: module.weight)):
 
-    def fn(x):
-        switches = map(torch.is_autocast_enabled, ("cpu", "toy"))
-        seen.append([*switches, torch.get_autocast_dtype("toy")])
-        return x.sin().exp()
+            def fn(c, given, weight=weight):
+                return body(c.to("toy") * weight(given)).to("cpu")
 
-    for door in (checkpointed, drop_in(False), drop_in(True)):
-        seen.clear()
-        x = torch.rand(3).requires_grad_()  # the device has no casts, but a switch
-        with torch.autocast("toy", torch.bfloat16):
-            y = door(fn)(x)
-        y.sum().backward()
-        assert seen == [[False, True, torch.bfloat16]] * 2, (door, seen)
+            check(BOTH, fn, lambda fn, c, given=given: fn(c, given), ["cpu"])
+
+    def both_devices_in_turn():
+        """Their streams are independent; also through the drop-in, at any depth, and its legacy."""
+        check([*BOTH, drop_in(False), drop_in(True)], both_in_turn, on=["cpu", "toy"])
+        check([drop_in(False)], lambda s: body(s[0]), lambda fn, x: fn([x]))
+
+    def moved():
+        """To the device and away, inside (where replay is exact) and by hooks around a region."""
+
+        def fn(c):
+            c = F.dropout(c, 0.5).sin()
+            t = F.dropout(c.to("toy"), 0.5).exp()
+            c = F.dropout(t.to("cpu"), 0.5).sin()
+            return (c.to("toy") * torch.rand(50, device="toy")).exp().to("cpu").sin()
+
+        def call(fn, x):
+            with torch.autograd.graph.saved_tensors_hooks(
+                lambda t: (t.device, t.to("cpu")), lambda p: p[1].to(p[0])
+            ):
+                return fn(x * 1.5)
+
+        check([DOORS["replay"], DOORS["scope"]], fn, on=["cpu"])
+        check(BOTH, body, call)
+
+    def autocast():
+        """Every type of device has an autocast of its own."""
+        seen = []
+
+        def fn(x):
+            switches = map(torch.is_autocast_enabled, ("cpu", "toy"))
+            seen.append([*switches, torch.get_autocast_dtype("toy")])
+            return x.sin().exp()
+
+        for door in (checkpointed, drop_in(False), drop_in(True)):
+            seen.clear()
+            x = torch.rand(3).requires_grad_()  # the device has no casts, but a switch
+            with torch.autocast("toy", torch.bfloat16):
+                y = door(fn)(x)
+            y.sum().backward()
+            assert seen == [[False, True, torch.bfloat16]] * 2, (door, seen)
+
+    def no_argument_there_costs_nothing():
+        """The device's generator is not asked when nothing lives there."""
+        for options, x, asked in (
+            ({}, torch.rand(3), False),
+            ({"preserve_rng_state": False}, wrap(torch.rand(3)), False),
+            ({"backend": "replay"}, torch.rand(3), False),
+            ({"backend": "replay"}, wrap(torch.rand(3)), False),  # no random operator
+            ({}, wrap(torch.rand(3)), True),
+        ):
+            torch_toy.asked = 0
+            y = checkpointed(lambda x: x.sin().exp(), **options)(x.requires_grad_())
+            assert (torch_toy.asked > 0) is asked, options
+            y.sum().backward()
 
 
-def case_no_argument_there_costs_nothing():
-    """The device's generator is not asked when nothing lives there."""
-    for options, x, asked in (
-        ({}, torch.rand(3), False),
-        ({"preserve_rng_state": False}, wrap(torch.rand(3)), False),
-        ({"backend": "replay"}, torch.rand(3), False),
-        ({"backend": "replay"}, wrap(torch.rand(3)), False),  # no random operator
-        ({}, wrap(torch.rand(3)), True),
-    ):
-        torch_toy.asked = 0
-        y = checkpointed(lambda x: x.sin().exp(), **options)(x.requires_grad_())
-        assert (torch_toy.asked > 0) is asked, options
-        y.sum().backward()
-
-
-CASES = {
-    name.removeprefix("case_"): case
-    for name, case in list(globals().items())
-    if name.startswith("case_")
-}
-
-
+CASES = {name: case for name, case in vars(Cases).items() if not name.startswith("_")}
 KINDS = {"flat": FlatToy, "opaque": Toy}
 
 
-def main():
+def outcome(kind_, case):
+    """What became of a case: None, or what went wrong."""
     global kind
+    kind = kind_
+    with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as pool:
+        error = pool.submit(case).exception()
+    return error and "".join(traceback.format_exception(error))
+
+
+def main():
     library = register()
     torch.set_num_threads(1)
     with torch.no_grad():  # imports what torch imports at first use
         F.dropout(torch.rand(2, device="toy"), 0.5).to("cpu").sin()
-    found = {}
-    for name, kind in KINDS.items():  # noqa: B007, PERF102  a global that the cases read
-        found[name] = {case: in_a_fork(run) for case, run in CASES.items()}
-    print(json.dumps(found))
+    of = lambda kind: {case: outcome(kind, run) for case, run in CASES.items()}  # noqa: E731
+    print(json.dumps({name: of(kind) for name, kind in KINDS.items()}))
     del library
-
-
-def in_a_fork(case):
-    """What became of a case: None, or what went wrong."""
-    with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as pool:
-        error = pool.submit(case).exception()
-    return error and "".join(traceback.format_exception(error))
 
 
 if __name__ == "__main__":

@@ -49,10 +49,6 @@ def set_to(getter, setter, value):
 VARIABLE = contextvars.ContextVar("VARIABLE", default=1.0)
 
 
-def variable(value):
-    return set_to(VARIABLE.get, VARIABLE.set, value)
-
-
 @contextlib.contextmanager
 def two_modes():
     with Scaling(3.0), Scaling(0.5):
@@ -65,16 +61,6 @@ def attend(x):
     return F.scaled_dot_product_attention(q.sin(), q, q.exp()).exp()
 
 
-def asks_for_the_device(x):
-    return (x * len(str(torch.empty(1).device))).sin().exp()
-
-
-def no_grad_inside(x):
-    with torch.no_grad():
-        scale = x.sin().exp()
-    return (x * scale).exp().sin()
-
-
 def autocast_inside(x):
     with torch.autocast("cpu", torch.bfloat16):
         y = LINEAR(x.sin())
@@ -85,40 +71,47 @@ LINEAR, MODE = nn.Linear(4, 4), Scaling()
 SINES = lambda x: x.sin().exp().sin()  # noqa: E731
 LINEARS = lambda x: LINEAR(LINEAR(x).sin()).exp()  # noqa: E731
 
+
+def times(number):
+    return lambda x: (x * number()).sin().exp()
+
+
+def setting(getter, setter):
+    return lambda value: lambda: set_to(getter, setter, value)
+
+
+asks_for_the_device = times(lambda: len(str(torch.empty(1).device)))
+device = setting(lambda: None, torch.set_default_device)
+dtype = setting(torch.get_default_dtype, torch.set_default_dtype)
+deterministic = setting(lambda: False, torch.use_deterministic_algorithms)
+precision = setting(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision)
+variable = setting(VARIABLE.get, VARIABLE.set)
+
 # What is entered around the forward, and a function that it changes.
 STATES = {
     "autocast": (lambda: torch.autocast("cpu", torch.bfloat16), LINEARS),
     "autocast to half": (lambda: torch.autocast("cpu", torch.float16), lambda x: (x @ x).sin() @ x),
     "autocast without cache": (lambda: torch.autocast("cpu", cache_enabled=False), LINEARS),
-    "function mode": (Scaling, SINES),
     "two function modes": (two_modes, SINES),
     "one function mode again and again": (lambda: MODE, SINES),
     "torch.device": (lambda: torch.device("meta"), asks_for_the_device),
-    "default device": (
-        lambda: set_to(lambda: None, torch.set_default_device, "meta"),
-        asks_for_the_device,
-    ),
-    "default dtype": (
-        lambda: set_to(torch.get_default_dtype, torch.set_default_dtype, torch.float64),
-        lambda x: (x * torch.full((4,), 0.1)).sin().exp(),
-    ),
+    "default device": (device("meta"), asks_for_the_device),
+    "default dtype": (dtype(torch.float64), times(lambda: torch.full((4,), 0.1))),
     "math attention": (lambda: sdpa_kernel(SDPBackend.MATH), attend),
-    "context variable": (lambda: variable(2.5), lambda x: (x * VARIABLE.get()).sin().exp()),
+    "context variable": (variable(2.5), times(VARIABLE.get)),
     "deterministic": (
-        lambda: set_to(lambda: False, torch.use_deterministic_algorithms, True),
-        lambda x: (x * (1 + torch.are_deterministic_algorithms_enabled())).sin().exp(),
+        deterministic(True),
+        times(lambda: 1 + torch.are_deterministic_algorithms_enabled()),
     ),
-    "matmul precision": (
-        lambda: set_to(
-            torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "medium"
-        ),
-        lambda x: (x @ x * len(torch.get_float32_matmul_precision())).sin().exp(),
+    "precision": (precision("medium"), times(lambda: len(torch.get_float32_matmul_precision()))),
+    "kernels": (
+        lambda: torch.backends.mkldnn.flags(enabled=False, allow_tf32=None),
+        times(lambda: 1 + torch.backends.mkldnn.enabled),
     ),
-    "grad mode off inside": (contextlib.nullcontext, no_grad_inside),
     "enabled inside": (contextlib.nullcontext, autocast_inside),
 }
 # Without an effect on the results here: they do no harm.
-SILENT = {"grad mode off inside", "enabled inside", "math attention"}
+SILENT = {"enabled inside", "math attention"}
 # Backward itself, in plain code as well, can't be run in these.
 FORWARD_ONLY = {"torch.device", "default device"}
 STATE = pytest.mark.parametrize("state", STATES)
@@ -181,7 +174,6 @@ def test_recompute_sees_the_state_of_the_forward_and_not_that_of_backward(state,
 @STATE
 @EACH_DOOR
 def test_the_state_is_left_as_it_was_after_an_error(state, door):
-    """A recompute that fails restores everything."""
     around, fn = STATES[state]
     source, x = torch.ones(4, 4), leaf()
     with around():
@@ -247,46 +239,25 @@ def test_a_switch_that_a_function_puts_back_without_try_stays_set_where_the_reru
         assert torch.get_default_dtype() is (torch.float64 if stop else torch.float32)
 
 
-def test_context_variables_that_a_rerun_sets_are_its_own():
-    """It begins with those of the forward, and those of now are there afterwards."""
-    seen = []
-
-    @checkpointed
-    def fn(x):
-        VARIABLE.set(VARIABLE.get() + 1)
-        seen.append(VARIABLE.get())
-        return (x * VARIABLE.get()).sin().exp()
-
-    def run():
-        y = fn(leaf())
-        VARIABLE.set(9.0)
-        y.sum().backward()
-        assert (seen, VARIABLE.get()) == ([2.0, 2.0], 9.0)
-
-    contextvars.copy_context().run(run)
-
-
 class Pair(NamedTuple):
     items: list[int]
     layer: weakref.ref
 
 
-COLLECTIONS = {  # what is in the variable, and how something is put into it
+CONTENTS = {  # what is in the variable, and how something is put into it
+    "number": (lambda: 1.0, lambda c, n: VARIABLE.set(c + n)),
     "list": (lambda: [1], lambda c, n: c.append(n)),
     "dict": (lambda: {"a": 1}, lambda c, n: c.update({n: n})),
     "set": (lambda: {1}, lambda c, n: c.add(n)),
     "nested": (lambda: ({"a": [({2},)]},), lambda c, n: c[0]["a"][0][0].add(n)),
-    "weak references in named tuples": (
-        lambda: Pair([], weakref.ref(LINEAR)),
-        lambda c, n: c.items.append(n),
-    ),
+    "named tuple": (lambda: Pair([], weakref.ref(LINEAR)), lambda c, n: c.items.append(n)),
 }
 
 
-@pytest.mark.parametrize("kind", COLLECTIONS)
-def test_collections_in_context_variables_are_those_of_the_forward_as_copies(kind):
+@pytest.mark.parametrize("kind", CONTENTS)
+def test_context_variables_are_those_of_the_forward_and_collections_in_them_are_copies(kind):
     """At any depth; what a recompute puts in is dropped, what others have put in since stays."""
-    make, put = COLLECTIONS[kind]
+    make, put = CONTENTS[kind]
     made, seen = make(), []
 
     def fn(x):
@@ -298,11 +269,11 @@ def test_collections_in_context_variables_are_those_of_the_forward_as_copies(kin
         VARIABLE.set(made)
         y = checkpointed(fn)(leaf())
         put(made, 8)
-        now = repr(made)
+        value, now = VARIABLE.get(), repr(VARIABLE.get())
         y.sum().backward(retain_graph=True)
         y.sum().backward()
-        assert VARIABLE.get() is made
-        assert (repr(made), len(set(seen)), len(seen)) == (now, 1, 3)
+        assert VARIABLE.get() is value
+        assert (repr(value), len(set(seen)), len(seen)) == (now, 1, 3)
 
     contextvars.copy_context().run(run)
 

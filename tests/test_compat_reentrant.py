@@ -53,8 +53,6 @@ in_replay = checkpointed(backend="replay")
     ],
 )
 def test_bits_as_without(plain, fn):
-    """Results, gradients, the random streams."""
-
     def observe(fn):
         torch.manual_seed(0)
         GENERATOR.manual_seed(1)
@@ -68,7 +66,6 @@ def test_bits_as_without(plain, fn):
 
 @pytest.mark.parametrize("how", ["enabled", "disabled", "no_grad"])
 def test_ways_to_switch_it_off(how):
-    """A plain call, which may have keywords."""
     fn = reentrant(lambda x, k=1: x.sin() * k, enabled=how != "enabled")
     with {"disabled": disabled, "no_grad": torch.no_grad}.get(how, torch.enable_grad)():
         y = fn(leaf(), k=2)
@@ -76,7 +73,6 @@ def test_ways_to_switch_it_off(how):
 
 
 def test_an_error_in_the_recompute_leaves_nothing_behind():
-    """Neither random state nor the mark of a recompute, and no region."""
     runs, x = [], leaf()
 
     def fn(x):
@@ -95,7 +91,6 @@ def test_an_error_in_the_recompute_leaves_nothing_behind():
 
 
 def test_keywords_are_refused():
-    """Before anything runs."""
     ran = []
     with pytest.raises(ValueError, match=r"Unexpected keyword arguments: k.*backend='rerun'"):
         reentrant(lambda x, k: ran.append(1))(leaf(), k=1)
@@ -104,7 +99,6 @@ def test_keywords_are_refused():
 
 @pytest.mark.parametrize("call", [torch.autograd.grad, lambda y, x: y.backward(inputs=[x])])
 def test_gradients_of_chosen_inputs_are_refused(call):
-    """`torch.autograd.grad` and `backward(inputs=...)`; a plain backward works after that."""
     x = leaf()
     y = reentrant(lambda x: x.sin())(x).sum()
     said = r"incompatible with \.grad\(\) or passing an `inputs`.*backend='rerun'"
@@ -137,7 +131,6 @@ def test_parameters_that_would_get_no_gradients_are_refused(fn, args):
 
 
 def test_nothing_that_requires_grad_at_all_is_a_warning():
-    """There is no gradient to lose."""
     with pytest.warns(UserWarning, match="None of the inputs have requires_grad=True") as caught:
         y = reentrant(lambda x: x.sin())(torch.ones(3))
     assert not y.requires_grad

@@ -1,4 +1,5 @@
-"""Compiled code in recorded regions: it stays compiled, and right to the bit."""
+"""Compiled code in recorded regions stays compiled, and right to the bit; in compiled code, a call
+of the drop-in becomes torch's own operator for checkpointed regions."""
 
 import functools
 import shutil
@@ -6,11 +7,14 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from oracle import PLANNED, apply, planned, replay, rerun, scope
+import torch.utils.checkpoint as theirs
+from functorch.compile import min_cut_rematerialization_partition, nop
+from oracle import PLANNED, apply, leaf, planned, replay, rerun, scope
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
 
-from checkpointing import checkpoint_scope, checkpointed, keep, offload
-from checkpointing.torch_compat import checkpoint
+import checkpointing.torch_compat as ours
+from checkpointing import checkpoint_modules, checkpoint_scope, checkpointed, keep, offload
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what the compiler says is not ours
 
@@ -68,7 +72,6 @@ class Layer(nn.Module):
 
 
 def step(model, run, door, n):
-    """All that a step shows: loss, gradients, the buffer, and the random numbers after it."""
     torch.manual_seed(n)
     x = torch.randn(n, 512, requires_grad=True)
     with DOORS[door]() as scope:
@@ -84,42 +87,29 @@ def test_compiled_before_inside_and_after_a_block(compiler):
     runs = [compiler(model) for model in models]
     sizes = [("plain", 4), ("scope", 4), ("planned", 6), ("plain", 8), ("values", 4), ("scope", 6)]
     for i, (door, n) in enumerate(sizes):
-        (want, _), (have, replayed) = (
-            step(*each, n) for each in zip(models, runs, ["plain", door], strict=True)
-        )
+        (want, _), (have, replayed) = map(step, models, runs, ["plain", door], [n, n])
         assert all(map(torch.equal, want, have)), door
         assert (compiler.graphs, compiler.calls) == (1 + (i > 1), 4 * i + 4)  # static, dynamic
         if door == "scope":  # recomputed where torch shows operators, kept where not
             assert replayed == {"aot_eager": 8, "inductor": 1, "shown": 1}[compiler.name]
 
 
-def of_the_block(double, x):
-    other = x.detach() + 2
-    made = x.detach() + 1
-    before = made + 1
-    double(made)
-    double(other[1:3])
-    return (made * x).sin() * before * other * x
-
-
-def after_another_write(double, x):
-    made = x.detach() + 1
-    made.add_(1)
-    double(made)
-    made.add_(1)
-    return (made * x).sin()
-
-
 @pytest.mark.parametrize("door", ["scope", "planned"])
-@pytest.mark.parametrize("program", [of_the_block, after_another_write])
-def test_what_compiled_code_writes_in_place_is_noticed(compiler, program, door):
-    """Also where no operator shows it."""
+def test_what_compiled_code_writes_in_place_is_noticed(compiler, door):
+    """Also where no operator shows it; and between two other writes."""
     double = compiler(lambda x: x.mul_(2))
 
     def gradient(door):
         x = torch.arange(32.0).reshape(4, 8).requires_grad_()
         with DOORS[door]():
-            loss = program(double, x).sum()
+            other, made, again = x.detach() + 2, x.detach() + 1, x.detach() + 1
+            before = made + 1
+            double(made)
+            double(other[1:3])
+            again.add_(1)
+            double(again)
+            again.add_(1)
+            loss = ((made * x).sin() * before * other * x + (again * x).sin()).sum()
         return torch.autograd.grad(loss, x)[0]
 
     assert torch.equal(gradient("plain"), gradient(door))
@@ -220,7 +210,7 @@ TRACED = {
     "reported": lambda fn: scope(fn, report=True),
     "reentrant": lambda fn: checkpointed(fn, backend="reentrant"),
 }
-DROP_IN = {"drop-in": lambda fn: functools.partial(checkpoint, fn, use_reentrant=False)}
+DROP_IN = {"drop-in": lambda fn: functools.partial(ours.checkpoint, fn, use_reentrant=False)}
 
 
 def kept_and_dropped(x, w):
@@ -289,3 +279,186 @@ def test_exported(door):
     program = torch.export.export(Model(), (torch.randn(4, 4), torch.randn(4, 4)), strict=False)
     operators = [target for target in targets(program) if target.startswith("aten")]
     assert operators == ["aten.matmul.default", "aten.sin.default", "aten.cos.default"]
+
+
+MM = torch.ops.aten.mm.default
+
+
+@pytest.fixture(autouse=True)
+def forgetful():
+    """Tracing a selective context leaves torch's notes for the next node behind."""
+    yield
+    torch.fx.traceback.current_meta.clear()
+
+
+def fn(x, y):
+    return torch.sigmoid(torch.matmul(torch.matmul(x, y).sin(), y))
+
+
+def arguments():
+    torch.manual_seed(0)
+    return leaf(), leaf()
+
+
+def products(program, **options):
+    """How many matrix products the compiled forward and backward hold."""
+    torch._dynamo.reset()
+    found = []
+
+    def compiler(graph, _):
+        found.append(sum(node.target is MM for node in graph.graph.nodes))
+        return nop(graph, _)
+
+    backend = aot_autograd(
+        fw_compiler=compiler, bw_compiler=compiler, partition_fn=min_cut_rematerialization_partition
+    )
+    inputs, same = arguments(), arguments()
+    torch.compile(program, backend=backend, **options)(*inputs).sum().backward()
+    program(*same).sum().backward()
+    torch.testing.assert_close([x.grad for x in inputs], [x.grad for x in same])
+    return found
+
+
+def called(**options):
+    return lambda m: lambda x, y: m.checkpoint(fn, x, y, **options)
+
+
+def kept(m):
+    return called(
+        use_reentrant=False,
+        context_fn=functools.partial(m.create_selective_checkpoint_contexts, [MM]),
+    )(m)
+
+
+def region_of(inside):
+    return lambda m: lambda x, y: m.checkpoint(inside(m), x, y, use_reentrant=False)
+
+
+OTHERS = {"preserve_rng_state": False, "early_stop": False, "determinism_check": "none"}
+CALLS = {
+    "rerun": called(use_reentrant=False),
+    "reentrant": called(use_reentrant=True),
+    "unsaid": called(),
+    "options": called(use_reentrant=False, **OTHERS),
+    "kept": kept,
+    "nested": region_of(lambda m: lambda x, y: called(use_reentrant=False)(m)(x, y).sin()),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_compiled_as_torchs(name):
+    want, have = (products(CALLS[name](m), fullgraph=True) for m in (theirs, ours))
+    assert have == want == ([2, 4] if name == "kept" else [2, 6])
+
+
+class Thing:
+    @ours.checkpoint(use_reentrant=False)
+    def run(self, x, y):
+        return fn(x, y)
+
+
+STEPS = [lambda xy: (xy[0] @ xy[1], xy[1]), lambda xy: (xy[0].sin() @ xy[1]).sigmoid(), torch.neg]
+
+
+def sequence(x, y):
+    return ours.checkpoint_sequential(STEPS, 3, (x, y), use_reentrant=False)
+
+
+OPTIONS = {"use_reentrant": False, "respect_saved_tensors_hooks": True}
+FORMS = {  # with the number of products in backward
+    "function": (lambda: ours.checkpoint(use_reentrant=False)(fn), 6),
+    "inside": (lambda: lambda x, y: ours.checkpoint(**OPTIONS)(fn)(x, y), 6),
+    "method": (lambda: Thing().run, 6),
+    "sequence": (lambda: sequence, 5),
+    "own": (lambda: checkpointed(fn), 6),
+    "own inside": (lambda: lambda x, y: checkpointed(fn)(x, y), 6),
+    "own legacy": (lambda: checkpointed(fn, backend="reentrant"), 6),
+    "switched off": (lambda: checkpointed(fn, enabled=False), 4),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_other_forms_compile_in_one_graph(form):
+    """torch's own decorator and `checkpoint_sequential` break the graph."""
+    program, count = FORMS[form]
+    assert products(program(), fullgraph=True) == [2, count]
+
+
+def in_place(block):
+    checkpoint_modules(block, type(block))
+    return block
+
+
+BEGUN = ours.checkpoint(use_reentrant=False)
+COMPILED = [(checkpointed, "inductor"), (BEGUN, "aot_eager"), (in_place, "aot_eager")]
+
+
+@pytest.mark.parametrize(("door", "backend"), COMPILED)
+def test_one_graph_for_all_sizes_with_the_results_of_eager_code(door, backend):
+    torch._dynamo.reset()
+    graphs, inner = [], torch._dynamo.lookup_backend(backend)
+
+    class Block(nn.Module):
+        def forward(self, x, y):
+            return (x * y[0]).sin().exp() * y[1]
+
+    y, region = leaf(), door(Block())
+
+    def program(x, y):
+        return region(x * 2, y).cos()
+
+    def compiler(graph, inputs):
+        graphs.append([str(node.target) for node in graph.graph.nodes])
+        return inner(graph, inputs)
+
+    compiled = torch.compile(program, backend=compiler, fullgraph=True, dynamic=True)
+    for n in (3, 5, 8):
+        x = torch.randn(n, 4, requires_grad=True)
+        have, want = (torch.autograd.grad(f(x, y).sum(), (x, y)) for f in (compiled, program))
+        torch.testing.assert_close(have, want)
+    (operators,) = graphs
+    assert "tag_activation_checkpoint" in operators
+
+
+@pytest.mark.parametrize("seen_before", [False, True])
+@pytest.mark.parametrize("door", ["replay", "scope", "policy"])
+def test_regions_that_record_break_the_graph_and_are_right(door, seen_before):
+    """Whatever was entered before: Dynamo guards the values of dicts that it traces."""
+    torch._dynamo.reset()
+    linear, x = nn.Linear(4, 4), leaf()
+
+    def inside(x):
+        return (linear(x).sin() @ x).exp()
+
+    doors = {"replay": replay(inside), "scope": scope(inside)}
+    doors["policy"] = checkpointed(inside, policy=[MM])
+    if seen_before:
+        doors["replay"](x)
+        doors["scope"](x)
+
+    def gradients(program):
+        return torch.autograd.grad(program(x).cos().sum(), [x, *linear.parameters()])
+
+    compiled = torch.compile(lambda x: doors[door](x * 2).sin() + 1, backend="aot_eager")
+    assert all(map(torch.equal, gradients(compiled), gradients(lambda x: inside(x * 2).sin() + 1)))
+
+
+def test_in_the_place_of_torchs_function(monkeypatch):
+    """Dynamo knows torch's function by identity."""
+    for name in ours.__all__:
+        monkeypatch.setattr(theirs, name, getattr(ours, name))
+    assert products(called(use_reentrant=False)(theirs), fullgraph=True) == [2, 6]
+    assert products(kept(theirs), fullgraph=True) == [2, 4]
+
+
+@pytest.mark.parametrize("door", [ours.checkpoint(use_reentrant=False), checkpointed])
+def test_compiled_autograd_over_eager_regions(door):
+    """The recompute stays in eager mode, since a compiled one would save other tensors."""
+    torch._dynamo.reset()
+    runs, (x, y) = [], arguments()
+    result = door(lambda x, y: (runs.append(1), fn(x, y))[1])(x, y).sum()
+    compiler = functools.partial(torch.compile, backend="aot_eager")
+    with torch._dynamo.compiled_autograd._enable(compiler):
+        result.backward()
+    assert runs == [1, 1]
+    torch.testing.assert_close((x.grad, y.grad), torch.autograd.grad(fn(x, y).sum(), (x, y)))

@@ -1,6 +1,7 @@
 """How often each operator runs, as exact integers. Time is never measured here."""
 
 import gc
+from collections import Counter
 
 import pytest
 import torch
@@ -12,97 +13,144 @@ from checkpointing import ChangedError, checkpoint_scope, checkpointed, keep
 DOOR = pytest.mark.parametrize("door", ["c", "r", "s"])
 REPLAY = pytest.mark.parametrize("door", ["r", "s"])
 EARLY_STOP = pytest.mark.parametrize("early_stop", [True, False], ids=["early", "late"])
+LAYERS = 5
 
 
-def extra(fn, inputs, backward=lambda y: weigh(y).backward(), door="", early_stop=True, plain=None):
-    """What a door adds to the operators of the plain program: in forward, and in backward."""
+def added(program, door, early_stop=True, backward=lambda y: weigh(y).backward()):
+    """What regions in `program(region)(x, w)` add to the operators of backward; to those of forward
+    they add nothing."""
 
-    def counts(fn):
-        for x in inputs:
-            x.grad = None
-        results = []
-        forward = count(lambda: results.append(fn(*inputs)))
-        return forward, count(lambda: backward(results.pop()))
+    def counts(word):
+        x, w, results = leaf(40, 40), leaf(40, 40), []
+        run = program(lambda fn: apply(word, fn, early_stop))
+        forward = count(lambda: results.append(run(x, w)))
+        return forward, Counter(count(lambda: backward(results.pop())))
 
-    sides = zip(counts(plain or fn), counts(apply(door, fn, early_stop)), strict=True)
-    return tuple(
-        {op: n for op in {**a, **b} if (n := b.get(op, 0) - a.get(op, 0))} for a, b in sides
-    )
+    (forward, once), (forward_in_regions, again) = map(counts, ("", door))
+    assert forward_in_regions == forward
+    again.subtract(once)
+    return {name: n for name, n in again.items() if n}
 
 
 def once_each(text):
     return dict.fromkeys(words(text), 1)
 
 
-def chain(x):
+def chain(x, w=None):
     """Three operators: the first saves its input, the others their results."""
     return x.sin().exp().tanh()
 
 
-def two_outputs(x):
+def two_outputs(x, w):
     h = x.sin().exp()
     return h.tanh(), h.sigmoid()
 
 
-ADDED = {
-    "two outputs share one recompute": (two_outputs, "sin exp tanh sigmoid"),
-    "the last matmul saves its inputs only": (lambda x: (x @ x).sin() @ x, "mm sin"),
-    "addition saves nothing": (lambda x: (x + 1).neg() - 2, ""),
-}
+def dropped_branches(x, w):
+    dropped = x.cos().tanh().sigmoid()
+    h = x.sin()
+    dropped.sum()
+    (h + 1).floor()
+    return h.exp()
 
 
-@DOOR
-@pytest.mark.parametrize(("fn", "names"), ADDED.values(), ids=ADDED)
-def test_what_backward_needs_runs_once_more(fn, names, door):
-    assert extra(fn, [leaf(3, 3)], door=door) == ({}, once_each(names))
+def layers(x, w):
+    """Each starts from the value kept before it; its last product is not made again."""
+    for _ in range(LAYERS):
+        x = keep((x @ w).sin().tanh() @ w)
+    return x
+
+
+def layers_that_share_a_mask(x, w):
+    """It is made where it is needed; layers stay apart."""
+    mask = x.detach().tril().cos()
+    for _ in range(LAYERS):
+        x = keep((x @ w * mask).sin())
+    return x
+
+
+ADDED = [  # doors, the function, and what runs again
+    ("crs", two_outputs, once_each("sin exp tanh sigmoid")),
+    ("crs", lambda x, w: (x + 1).neg() - 2, {}),  # saves nothing
+    ("crs", lambda x, w: SavesItsOutput.apply(x.sin().exp()), once_each("sin exp sigmoid")),
+    ("rs", lambda x, w: (x @ x).sin() @ x, once_each("mm sin")),  # the last one saves its inputs
+    ("rs", dropped_branches, once_each("sin exp")),
+    # What takes only its shape from a product does not pull it in.
+    ("rs", lambda x, w: F.dropout(x @ w, 0.5), once_each("empty_like bernoulli_ div_")),
+    ("rs", lambda x, w: torch.rand_like(x @ w) * x, once_each("rand_like")),
+    ("rs", lambda x, w: torch.randn_like(x @ w) * x, once_each("randn_like")),
+    ("rs", lambda x, w: torch.ones_like(x @ w) * x, once_each("ones_like")),
+    ("rs", lambda x, w: (x @ w).new_full((40, 40), 2.0) * x, once_each("new_full")),
+    ("rs", layers, dict.fromkeys(words("mm sin tanh"), LAYERS)),
+    ("rs", layers_that_share_a_mask, dict.fromkeys(words("tril cos mm mul"), LAYERS)),
+]
+
+
+@EARLY_STOP
+@pytest.mark.parametrize(
+    ("door", "fn", "again"), [(door, *case) for doors, *case in ADDED for door in doors]
+)
+def test_what_backward_needs_runs_once_more(door, fn, again, early_stop):
+    assert added(lambda region: region(fn), door, early_stop) == again
+
+
+def test_a_rerun_stops_at_the_last_tensor_that_is_wanted():
+    """Without early stop, the last matmul runs again, and whatever follows it."""
+
+    def program(region):
+        return region(lambda x, w: ((x @ w).sin() @ w) + 1)
+
+    assert added(program, "c") == once_each("mm sin")
+    assert added(program, "c", early_stop=False) == {"mm": 2, "sin": 1, "add": 1}
 
 
 @DOOR
 @EARLY_STOP
 @pytest.mark.parametrize("times", [1, 3])
 def test_each_graph_task_recomputes_once(door, early_stop, times):
-    """Every operator runs once more in each backward, and nothing is added to the forward."""
-
     def backward(y):
-        total = y.sum()
         for _ in range(times):
-            total.backward(retain_graph=True)
+            y.sum().backward(retain_graph=True)
 
-    added = {"sin": times, "exp": times, "tanh": times}
-    assert extra(chain, [leaf(3)], backward, door, early_stop) == ({}, added)
+    again = added(lambda region: region(chain), door, early_stop, backward)
+    assert again == dict.fromkeys(words("sin exp tanh"), times)
 
 
 @DOOR
 def test_nested_regions_recompute_each_operator_once(door):
     """The outer region recomputes the inner one's inputs, the inner one the rest."""
 
-    def fn(x):
-        return apply(door, chain)(x.cos().sqrt())
+    def program(region):
+        return region(lambda x, w: region(chain)(x.cos().sqrt()))
 
-    _, added = extra(fn, [leaf(3)], door=door, plain=lambda x: chain(x.cos().sqrt()))
-    assert added == once_each("cos sqrt sin exp tanh")
+    assert added(program, door) == once_each("cos sqrt sin exp tanh")
 
 
 @DOOR
 def test_double_backward_recomputes_once_for_each_graph_task(door):
     """The first gradient is one graph task."""
+    inputs = []
 
     def backward(y):
-        (first,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        (first,) = torch.autograd.grad(y.sum(), inputs.pop(0), create_graph=True)
         first.sum().backward()
 
-    x = leaf(3)
-    _, added = extra(lambda x: x.sin().exp(), [x], backward, door)
-    assert added == {"sin": 2, "exp": 2}
+    def program(region):
+        return lambda x, w: inputs.append(x) or region(lambda x: x.sin().exp())(x)
+
+    assert added(program, door, backward=backward) == {"sin": 2, "exp": 2}
 
 
 @DOOR
-@EARLY_STOP
-def test_two_reads_of_one_node_are_one_recompute(door, early_stop):
-    """What has been read stays until the node has run."""
-    fn = lambda x: SavesItsOutput.apply(x.sin().exp())  # noqa: E731
-    _, added = extra(fn, [leaf(3)], door=door, early_stop=early_stop)
-    assert (added["sin"], added["exp"]) == (1, 1)
+def test_recompute_stops_at_the_last_live_holder(door):
+    """What only a dropped output needs, at the region's end, is not run."""
+
+    def two(x, w):
+        a = x.sin().exp()
+        return a, a.cos().tanh()
+
+    again = added(lambda region: lambda x, w: region(two)(x, w)[0], door)
+    assert again == once_each("sin exp")
 
 
 def test_no_hooks_stay_on_the_nodes_of_custom_functions(frozen):
@@ -134,43 +182,6 @@ def test_a_tape_around_does_not_record_a_recompute(door):
 
     assert recorded(chain) == recorded(chain, lambda ctx, op, *args, **kwargs: True)
     assert recorded(apply(door, chain)) <= recorded(in_hooks)
-
-
-def test_without_early_stop_a_rerun_goes_to_the_end():
-    """Then the last matmul, and whatever follows it, runs again."""
-    _, added = extra(
-        lambda x, w: ((x @ w).sin() @ w) + 1, [leaf(3, 3), leaf(3, 3)], door="c", early_stop=False
-    )
-    assert added == {"mm": 2, "sin": 1, "add": 1}
-
-
-@DOOR
-def test_recompute_stops_at_the_last_live_holder(door):
-    """What only a dropped output needs, at the region's end, is not run."""
-
-    def fn(x):
-        a = x.sin().exp()
-        return a, a.cos().tanh()
-
-    region = apply(door, fn)
-    _, added = extra(lambda x: region(x)[0], [leaf(3)], plain=lambda x: fn(x)[0])
-    assert added == once_each("sin exp")
-
-
-@REPLAY
-def test_replay_skips_what_no_live_holder_needs(door):
-    """A branch whose result was dropped is not run, nor is what backward never reads."""
-
-    def fn(x):
-        dropped = x.cos().tanh().sigmoid()
-        h = x.sin()
-        dropped.sum()
-        (h + 1).floor()
-        return h.exp()
-
-    x = leaf(3)
-    _, added = extra(fn, [x], door=door)
-    assert added == {"sin": 1, "exp": 1}
 
 
 def test_a_mask_is_drawn_in_the_window_beside_it():
@@ -208,28 +219,8 @@ def test_a_tensor_that_is_read_once_more_is_computed_alone(door):
     assert [ran[name] for name in ("sin", "exp", "tanh")] == [2, 2, 1]
 
 
-@REPLAY
-def test_a_dropout_mask_does_not_pull_in_the_matmul_before_it(door):
-    """A mask takes only its shape from the product, so the product isn't computed again."""
-    _, added = extra(lambda x, w: F.dropout(x @ w, 0.5), [leaf(40, 40), leaf(40, 40)], door=door)
-    assert added == {"bernoulli_": 1, "div_": 1, "empty_like": added.get("empty_like", 0)}
-
-
-LIKE = [torch.rand_like, torch.randn_like, torch.ones_like, lambda h: h.new_full(h.shape, 2.0)]
-
-
-@REPLAY
-@pytest.mark.parametrize("like", LIKE)
-def test_operators_that_read_only_metadata_pull_in_nothing(door, like):
-    """Noise in the shape of a product, and constants."""
-    _, added = extra(lambda x, w: like(x @ w) * x, [leaf(40, 40), leaf(40, 40)], door=door)
-    assert "mm" not in added
-    assert sum(added.values()) == 1
-
-
 @DOOR
 def test_parameters_are_not_recomputed(door):
-    """What a module's operator has saved of its parameters is there."""
     norm = torch.nn.LayerNorm(4)
     y = apply(door, lambda x: norm(x.exp()))(leaf(2, 4))
     added = count(lambda: y.grad_fn._saved_weight.sum().item())
@@ -239,23 +230,6 @@ def test_parameters_are_not_recomputed(door):
         norm.weight.mul_(2)
     with pytest.raises(ChangedError, match=r"float32 tensor of shape \(4,\).*changed in place"):
         _ = y.grad_fn._saved_weight
-
-
-LAYERS = 5
-
-
-def layers(x, w):
-    for _ in range(LAYERS):
-        x = keep((x @ w).sin().tanh() @ w)
-    return x
-
-
-@REPLAY
-@EARLY_STOP
-def test_keep_between_layers_replays_each_operator_at_most_once(door, early_stop):
-    """Each layer starts from the value kept before it; each layer's last product is not redone."""
-    _, added = extra(layers, [leaf(3, 3), leaf(3, 3)], door=door, early_stop=early_stop)
-    assert added == {"mm": LAYERS, "sin": LAYERS, "tanh": LAYERS}
 
 
 def test_keep_makes_one_window_for_each_layer():
@@ -271,18 +245,3 @@ def test_keep_makes_one_window_for_each_layer():
         last = (first @ w).sin().tanh()
     torch.autograd.grad(last.sum(), first)
     assert (scope.stats.ops_replayed, scope.stats.replays) == (3, 1)
-
-
-@REPLAY
-def test_a_shared_mask_does_not_join_windows(door):
-    """A table that all layers read is replayed where it is needed; layers stay apart."""
-
-    def fn(x, w):
-        mask = torch.ones(3, 3).tril().cos()
-        for _ in range(LAYERS):
-            x = keep((x @ w * mask).sin())
-        return x
-
-    _, added = extra(fn, [leaf(3, 3), leaf(3, 3)], door=door)
-    assert (added["mm"], added.get("sin", 0)) == (LAYERS, 0)
-    assert added["cos"] <= LAYERS

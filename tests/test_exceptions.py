@@ -10,16 +10,9 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
-from oracle import NO_ROOM, PLANNED, Counting, Watching, apply, bits, count, leaf, state
+from oracle import NO_ROOM, PLANNED, Counting, Watching, apply, bits, count, leaf, rerun, state
 
-from checkpointing import (
-    CheckpointError,
-    checkpoint_scope,
-    checkpointed,
-    disabled,
-    is_recomputing,
-    keep,
-)
+from checkpointing import CheckpointError, checkpoint_scope, disabled, is_recomputing, keep
 
 pytestmark = NO_ROOM
 WORDS = ["c", "r", "s", "cc", "cs", "sc", "ss"]
@@ -30,24 +23,26 @@ ERRORS = pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 
 
 @contextlib.contextmanager
-def unchanged(rng=True):
-    """The state afterwards is that of before; the random stream, too, if `rng`."""
-    before, stream = state(), bits(torch.get_rng_state())
+def unchanged(generator=torch.default_generator):
+    """The state afterwards is that of before; the random streams, too."""
+
+    def now():
+        return state(), bits([torch.get_rng_state(), generator.get_state()])
+
+    before = now()
     yield
-    assert state() == before
-    assert not rng or bits(torch.get_rng_state()) == stream
+    assert now() == before
 
 
-class Fails:
-    """Raises `error` when it is first called."""
+def fails(error):
+    """A function that raises `error` when it is first called."""
+    errors = [error]
 
-    def __init__(self, error):
-        self.error, self.called = error, False
+    def fail():
+        if errors:
+            raise errors.pop()("on purpose")
 
-    def __call__(self):
-        if not self.called:
-            self.called = True
-            raise self.error("on purpose")
+    return fail
 
 
 @WORD
@@ -55,7 +50,7 @@ class Fails:
 @ERRORS
 def test_in_the_body(word, early_stop, error, frozen):
     """The forward fails half way, between operators; the half-recorded region goes with it."""
-    fail = Fails(error)
+    fail = fails(error)
 
     def fn(x):
         h = x.sin().exp()
@@ -73,7 +68,7 @@ def test_in_the_body(word, early_stop, error, frozen):
 class FailingMode(Counting):
     def __init__(self, error):
         super().__init__()
-        self.fail = Fails(error)
+        self.fail = fails(error)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.overloadpacket.__name__ == "exp":
@@ -89,10 +84,10 @@ PLACES += itertools.product(["operator", "tensor hook"], WORDS)
 @EARLY_STOP
 @ERRORS
 def test_in_backward(where, word, early_stop, error):
-    fail = Fails(error)
+    fail, generator = fails(error), torch.Generator()
 
     def fn(x):
-        h = F.dropout(x.sin(), 0.5)
+        h = F.dropout(x.sin(), 0.5) * torch.rand(3, generator=generator)
         if where == "function" and is_recomputing():
             with torch.no_grad():
                 fail()
@@ -103,18 +98,17 @@ def test_in_backward(where, word, early_stop, error):
 
     x = torch.ones(3, requires_grad=True)
     y = apply(word, fn, early_stop)(x).sum()
-    with unchanged():
+    with unchanged(generator):
         failing = FailingMode(error) if where == "operator" else contextlib.nullcontext()
-        with unchanged(), failing, pytest.raises(error, match="on purpose"):
+        with unchanged(generator), failing, pytest.raises(error, match="on purpose"):
             y.backward(retain_graph=True)
         y.backward()
 
 
 @pytest.mark.parametrize("door", ["function", "block"])
 def test_the_recomputes_exception_says_which_region(door):
-    """A note has the region's name and the line where it was entered."""
     if door == "function":
-        y = checkpointed(lambda x: x.sin().exp().tanh(), name="mine")(leaf(3))  # the line
+        y = rerun(lambda x: x.sin().exp().tanh(), name="mine")(leaf(3))  # the line
     else:
         with checkpoint_scope(name="mine"):  # the line
             y = leaf(3).sin().exp().tanh()
@@ -129,8 +123,7 @@ def test_the_recomputes_exception_says_which_region(door):
 @WORD
 @pytest.mark.parametrize("when", [0, 1], ids=["pack", "unpack"])
 def test_in_an_enclosing_saved_tensors_hook(word, when):
-    """Hooks around the region fail when its inputs are saved, or brought back."""
-    fail, x = Fails(ValueError), torch.ones(3, requires_grad=True)
+    fail, x = fails(ValueError), torch.ones(3, requires_grad=True)
     hooks = [lambda t: t, lambda t: t]
     hooks[when] = lambda t: (fail(), t)[1]
 
@@ -164,27 +157,6 @@ def test_the_region_around_is_the_innermost_again_after_an_exception(word):
     assert count(y.sum().backward).get("exp") == 1
 
 
-def falls_back(x):
-    """Has a second way for whatever may happen."""
-    for _ in range(3):
-        try:
-            x = x.exp().mul(0.1)
-        except BaseException:
-            x = torch.zeros(3, requires_grad=True).sin().exp()
-    return x
-
-
-@RERUN
-def test_what_a_function_does_about_the_stop_signal_is_no_error(word):
-    """Nor does it change the gradients: all that was wanted is there by then."""
-    x = leaf(3)
-    expected = torch.autograd.grad(falls_back(x).sum(), x)[0]
-    y = apply(word, falls_back)(x).sum()
-    for _ in range(2):
-        with unchanged():
-            assert bits(torch.autograd.grad(y, x, retain_graph=True)[0]) == bits(expected)
-
-
 @pytest.mark.parametrize("stop", [True, False])
 def test_a_value_that_the_function_overwrites_later_is_brought_back_as_it_was_or_refused(stop):
     """A rerun that stops right behind it has it still; one to the end has not, and says so."""
@@ -195,7 +167,7 @@ def test_a_value_that_the_function_overwrites_later_is_brought_back_as_it_was_or
     x = torch.tensor([4.0, 16.0, 64.0], requires_grad=True)
     with pytest.raises(RuntimeError, match="modified by an inplace"):
         overwrites(x).sum().backward()
-    y = checkpointed(overwrites, early_stop=stop)(x).sum()
+    y = rerun(overwrites, early_stop=stop)(x).sum()
     if stop:
         y.backward()
         assert torch.equal(x.grad, torch.full((3,), 4.0))
@@ -205,21 +177,32 @@ def test_a_value_that_the_function_overwrites_later_is_brought_back_as_it_was_or
         assert x.grad is None
 
 
-@pytest.mark.parametrize("error", [RuntimeError, SystemExit, KeyboardInterrupt])
-def test_what_a_function_makes_of_the_stop_signal(error):
-    """An error of its own does not keep backward from what it has."""
+@RERUN
+@pytest.mark.parametrize("error", [None, RuntimeError, SystemExit, KeyboardInterrupt])
+def test_what_a_function_makes_of_the_stop_signal(error, word):
+    """An error of its own, or a second way for whatever may happen: all that was wanted is there by
+    then, and an interrupt is the user's."""
 
     def fn(x):
-        try:
-            y = x.sin().exp()
-        except BaseException as signal:
-            raise error from signal
-        return y + 1
+        for _ in range(3):
+            try:
+                x = x.exp().mul(0.1)
+            except BaseException as signal:
+                if error is not None:
+                    raise error from signal
+                x = torch.zeros(3, requires_grad=True).sin().exp()
+        return x
 
-    x = torch.ones(3, requires_grad=True)
-    y = checkpointed(fn)(x).sum()
-    with pytest.raises(error) if error is KeyboardInterrupt else contextlib.nullcontext():
-        y.backward()
+    x = leaf(3)
+    (want,) = torch.autograd.grad(fn(x).sum(), x)
+    y = apply(word, fn)(x).sum()
+    for _ in range(2):
+        with unchanged():
+            if error is KeyboardInterrupt:
+                with pytest.raises(error):
+                    y.backward(retain_graph=True)
+            else:
+                assert bits(torch.autograd.grad(y, x, retain_graph=True)[0]) == bits(want)
 
 
 SCOPES = {
@@ -306,8 +289,8 @@ def test_a_function_that_leaves_a_scope_open(fails):
         return x.sin()
 
     error, words = (ValueError, "on purpose") if fails else (CheckpointError, "still open")
-    for door in (checkpointed, checkpointed(backend="replay")):
+    for door in "cr":
         with unchanged():
             with pytest.raises(error, match=words):
-                door(function)(torch.ones(3, requires_grad=True))
+                apply(door, function)(torch.ones(3, requires_grad=True))
             waiting.pop().close()

@@ -43,8 +43,6 @@ class Routed(Block):
 
 
 class Writing(Block):
-    """Writes in place, into parts of a memory, too."""
-
     def forward(self, x):
         y = super().forward(x)
         padded = torch.zeros_like(y)
@@ -103,11 +101,8 @@ def measured(name, kind=Block, forward="real", backward="real"):
         blocks.zero_grad()
         tracker = MemTracker()
         tracker.track_external(blocks, x)
-        with contextlib.ExitStack() as stack:
-            if backward == "fake":
-                stack.enter_context(fake)
-            stack.enter_context(tracker)
-            with modes[forward] if backward == "real" else contextlib.nullcontext():
+        with modes[backward], tracker:
+            with modes[forward]:
                 loss = way(blocks, x)
             loss.backward()
             del loss
@@ -143,7 +138,6 @@ def test_backward_may_run_outside_of_the_mode(name):
 
 
 def test_real_and_dry_runs_share_a_site():
-    """One program, and the same counts, in any order."""
     way, counts = WAYS["auto"], []
     torch.manual_seed(0)
     for mode in (None, None, FakeTensorMode(), None, FakeTensorMode()):

@@ -9,43 +9,25 @@ import inspect
 import pytest
 import torch
 import torch.utils.checkpoint
-from oracle import DOORS, EACH_DOOR, WAYS, Programs, apply, bits, integers as leaf, plain
+from oracle import DOORS, EACH_DOOR, WAYS, Programs, apply, integers as leaf
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from checkpointing import (
-    CheckpointError,
-    MismatchError,
-    checkpointed,
-    disabled,
-    forward_only,
-    is_recomputing,
-    keep,
-    register_state,
-)
+import checkpointing
+from checkpointing import checkpointed, forward_only, keep
 
 program = Programs()
 
 
-@EACH_DOOR
-@pytest.mark.parametrize("early_stop", [True, False])
-def test_a_forward_only_function_runs_once_and_its_results_come_back_in_order(door, early_stop):
+@program(*WAYS)
+def a_forward_only_function_runs_once_and_its_results_come_back_in_order(door):
     """Also where the results decide; with `keep`, which has an order of its own."""
-
-    def step(door, **options):
-        numbers = iter([2.0, 3.0, 5.0])
-        number = forward_only(lambda: next(numbers))
-
-        def fn(x):
-            return keep((x * number()).square()).square() * keep(x * number())
-
-        x = leaf()
-        y = door(fn, **options)(x).sum()
-        y.backward(retain_graph=True)
-        y.backward()
-        return bits(x.grad), next(numbers)
-
-    assert step(door, early_stop=early_stop) == step(plain)
+    numbers, x = iter([2.0, 3.0, 5.0]), leaf()
+    number = forward_only(lambda: next(numbers))
+    y = door(lambda x: keep((x * number()).square()).square() * keep(x * number()))(x).sum()
+    y.backward(retain_graph=True)
+    y.backward()
+    return x.grad, next(numbers)
 
 
 @dataclasses.dataclass(eq=False)
@@ -55,89 +37,85 @@ class Config:
     width: int
 
 
-@program(*WAYS)
-def objects_with_fields_that_are_keys_of_a_dict(door):
-    """As arguments, and among the results of `forward_only`."""
-    configs = [Config(2), Config(3)]
-    table = dict(zip(configs, (2.0, 3.0), strict=True))
-    pick = forward_only(lambda: configs[1])
-    x = leaf()
-    y = door(lambda x, given: (x * table[given[0]]).sin().exp() * table[pick()])(x, configs)
-    return torch.autograd.grad(y.sum(), x)
+class HandedOver:
+    @program(*WAYS)
+    def objects_with_fields_that_are_keys_of_a_dict(door):
+        """As arguments, and among the results of `forward_only`."""
+        configs = [Config(2), Config(3)]
+        table = dict(zip(configs, (2.0, 3.0), strict=True))
+        pick = forward_only(lambda: configs[1])
+        x = leaf()
+        y = door(lambda x, given: (x * table[given[0]]).sin().exp() * table[pick()])(x, configs)
+        return torch.autograd.grad(y.sum(), x)
 
+    @program(*DOORS)
+    def arguments_passed_through_a_forward_only_function_are_the_recomputes_own(door):
+        """A probe in the middle of an expression; a list that the function goes on writing."""
+        norms, hand_on = [], forward_only(lambda values: values)
 
-@program(*DOORS)
-def arguments_passed_through_a_forward_only_function_are_the_recomputes_own(door):
-    """A probe in the middle of an expression; a list that the function goes on writing."""
-    norms, hand_on = [], forward_only(lambda values: values)
+        @forward_only
+        def probe(x):
+            norms.append(x.sum().item())
+            return x
 
-    @forward_only
-    def probe(x):
-        norms.append(x.sum().item())
-        return x
+        def fn(x):
+            y = probe(x.square()).square()
+            (inner,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+            return probe(x=inner * y).square()
 
-    def fn(x):
-        y = probe(x.square()).square()
-        (inner,) = torch.autograd.grad(y.sum(), x, create_graph=True)
-        return probe(x=inner * y).square()
+        def writes(x):
+            values = [x.sin()]
+            hand_on(values).append(values[0] * 2)
+            return (values[-1] * values[0]).exp()
 
-    def writes(x):
-        values = [x.sin()]
-        hand_on(values).append(values[0] * 2)
-        return (values[-1] * values[0]).exp()
+        x = leaf().detach().clone().requires_grad_()  # no view
+        (door(fn)(x).sum() + door(writes)(x).sum()).backward()
+        return x.grad, len(norms)
 
-    x = leaf().detach().clone().requires_grad_()  # no view
-    (door(fn)(x).sum() + door(writes)(x).sum()).backward()
-    return x.grad, len(norms)
+    @program(*WAYS)
+    def forward_only_functions_that_return_parts_of_views(door):
+        """An offset counts from that of the argument."""
+        part, detached = forward_only(lambda t: t[1:3]), forward_only(lambda t: t.detach()[1:3])
 
+        def fn(x):
+            y = x.exp()
+            return (part(y[1:]) * part(y) * detached(y[1:])).sin().exp()
 
-@program(*WAYS)
-def forward_only_functions_that_return_parts_of_views(door):
-    """An offset counts from that of the argument."""
-    part, detached = forward_only(lambda t: t[1:3]), forward_only(lambda t: t.detach()[1:3])
+        x = leaf()
+        return torch.autograd.grad(door(fn)(x).sum(), x)
 
-    def fn(x):
-        y = x.exp()
-        return (part(y[1:]) * part(y) * detached(y[1:])).sin().exp()
+    @program(*WAYS)
+    def tensors_that_a_forward_only_function_makes_are_held(door):
+        """With and without a gradient of their own, in containers, beside arguments, and written. A
+        leaf gets its gradient."""
+        weight = nn.Parameter(torch.full((4,), 2.0))
 
-    x = leaf()
-    return torch.autograd.grad(door(fn)(x).sum(), x)
+        @forward_only
+        def statistics(x):
+            parts = [x.detach().clone().mul_(2), torch.randint(5, (4,))]
+            return {"sum": x.sum(), "parts": parts, "count": len(x), "it": x, "leaf": weight}
 
+        def fn(x):
+            s = statistics(x.square())
+            noise = s["parts"][1] + 1
+            y = (s["it"] * s["sum"].detach() + s["parts"][0] * noise * s["count"]).square()
+            return (y * s["leaf"] * s["parts"][0]).square()
 
-@program(*WAYS)
-def tensors_that_a_forward_only_function_makes_are_held(door):
-    """With and without a gradient of their own, in containers, beside arguments, and written. A
-    leaf gets its gradient."""
-    weight = nn.Parameter(torch.full((4,), 2.0))
-
-    @forward_only
-    def statistics(x):
-        parts = [x.detach().clone().mul_(2), torch.randint(5, (4,))]
-        return {"sum": x.sum(), "parts": parts, "count": len(x), "it": x, "leaf": weight}
-
-    def fn(x):
-        s = statistics(x.square())
-        noise = s["parts"][1] + 1
-        y = (s["it"] * s["sum"].detach() + s["parts"][0] * noise * s["count"]).square()
-        return (y * s["leaf"] * s["parts"][0]).square()
-
-    x = leaf()
-    return torch.autograd.grad(door(fn)(x).sum(), [x, weight])
+        x = leaf()
+        return torch.autograd.grad(door(fn)(x).sum(), [x, weight])
 
 
 def test_a_changed_result_is_an_error():
-    """As for any tensor that a recompute starts from."""
     kept = []
     scale = forward_only(lambda: kept.append(torch.full((4,), 2.0)) or kept[0])
     y = checkpointed(lambda x: (x * scale()).sin().exp())(leaf())
     kept[0].add_(1)
-    with pytest.raises(CheckpointError, match="forward_only"):
+    with pytest.raises(checkpointing.CheckpointError, match="forward_only"):
         y.sum().backward()
 
 
 @pytest.mark.parametrize("why", ["not made", "raised"])
 def test_a_call_of_which_the_forward_has_no_result_is_an_error(why):
-    """It was not made, or raised what the region caught."""
     runs = []
 
     @forward_only
@@ -153,13 +131,12 @@ def test_a_call_of_which_the_forward_has_no_result_is_an_error(why):
             x = x * 2
         return x.sin().exp()
 
-    with pytest.raises(MismatchError, match=r"calls .*note, which is forward_only"):
+    with pytest.raises(checkpointing.MismatchError, match=r"calls .*note, which is forward_only"):
         checkpointed(fn)(leaf()).sum().backward()
 
 
-@pytest.mark.parametrize("around", [torch.no_grad, disabled])
+@pytest.mark.parametrize("around", [torch.no_grad, checkpointing.disabled])
 def test_outside_of_a_region_it_is_the_function(around):
-    """Every call is a call."""
     seen = []
     note = forward_only(lambda x: seen.append(x))
     note(1)
@@ -205,8 +182,16 @@ def test_methods_and_signatures():
             forward_only(wrong)
 
 
+NOTED = {  # what is noted in a square
+    "first to read": lambda a, b, note: (note(b), a.square() * b)[1],
+    "result": lambda a, b, note: a.square() * note(b) * b,
+    "result of a view": lambda a, b, note: a.square() * note(b[1:]) * b,
+    "kept": lambda a, b, note: (y := keep(a.square() * note(b)), note(y), y * b * a)[2],
+}
+
+
 @pytest.mark.parametrize("word", ["cs", "ccs", "scs", "cr", "csc"])
-@pytest.mark.parametrize("way", ["first to read", "result", "result of a view", "kept"])
+@pytest.mark.parametrize("way", NOTED)
 def test_a_forward_only_function_in_a_scope_in_a_rerun_leaves_no_trace_there(word, way):
     """The rerun records the scope anew, without the operators of the function."""
     seen = []
@@ -216,40 +201,30 @@ def test_a_forward_only_function_in_a_scope_in_a_rerun_leaves_no_trace_there(wor
         seen.append(x.detach().sum().item())
         return x.detach().sum()
 
-    def function(a, b):
-        if way == "first to read":
-            note(b)
-            return (a.square() * b).square()
-        if way == "kept":
-            y = keep(a.square() * note(b))
-            note(y)
-            return (y * b).square() * a
-        return (a.square() * note(b if way == "result" else b[1:]) * b).square()
-
-    def gradients(function):
+    def gradients(word):
         a, b = leaf(), leaf()
-        return torch.autograd.grad(function(a * 1, b * 2).sum(), (a, b))
+        y = apply(word, lambda a, b: NOTED[way](a, b, note).square())(a * 1, b * 2)
+        return torch.autograd.grad(y.sum(), (a, b))
 
-    want = gradients(function)
+    want = gradients("")
     runs = len(seen)
-    assert all(map(torch.equal, gradients(apply(word, function)), want))
+    assert all(map(torch.equal, gradients(word), want))
     assert len(seen) == 2 * runs
 
 
 @EACH_DOOR
 @pytest.mark.parametrize("where", ["check", "snapshot", "hook"])
 def test_is_recomputing_is_false_in_what_the_forward_calls(door, where):
-    """Checks, snapshots and saved-tensors hooks of the user run in the forward, too."""
     seen = []
 
     def note(value=None):
-        seen.append(is_recomputing())
+        seen.append(checkpointing.is_recomputing())
         return value
 
     options = {"determinism_check": lambda t: note() or t.shape} if where == "check" else {}
     around = {
         "check": contextlib.nullcontext,
-        "snapshot": lambda: register_state(note, note),
+        "snapshot": lambda: checkpointing.register_state(note, note),
         "hook": lambda: saved_tensors_hooks(note, note),
     }[where]
     with around():

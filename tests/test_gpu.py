@@ -79,7 +79,6 @@ def test_regions_on_several_streams(door, layers):
 
 
 def test_capture_in_a_graph(door, layers):
-    """Forward, recompute and backward are captured."""
     x = inputs()
     parameters = list(layers.parameters())
 

@@ -1,15 +1,16 @@
 """The package is layered: imports point one way, private names of torch are in one room, no state
-is process-wide."""
+is process-wide. The README's programs run, and its two commands are what CI takes word for word."""
 
 import ast
 import contextlib
 import gc
+import re
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from beside import Program
+from beside import Code
 from oracle import leaf, replay, rerun
 
 import checkpointing
@@ -18,10 +19,7 @@ PACKAGE = Path(checkpointing.__file__).parent
 
 PATHS = sorted(PACKAGE.rglob("*.py"))
 FILES = [".".join(path.relative_to(PACKAGE).with_suffix("").parts) for path in PATHS]
-TREES = {
-    name: ast.parse(path.read_text(encoding="utf-8"))
-    for name, path in zip(FILES, PATHS, strict=True)
-}
+TREES = dict(zip(FILES, (ast.parse(path.read_text("utf-8")) for path in PATHS), strict=True))
 # Private names of torch that any file may use.
 ALLOWED = "torch.utils._python_dispatch.TorchDispatchMode"
 
@@ -48,19 +46,6 @@ def inner_imports(name):
         yield ".".join([*base, inside or part])
 
 
-def is_private(part):
-    """Whether a name starts with one underscore."""
-    return part.startswith("_") and not (part.startswith("__") and part.endswith("__"))
-
-
-def dotted(node):
-    """`a.b.c` as text, or None for what is no such chain."""
-    if isinstance(node, ast.Attribute):
-        base = dotted(node.value)
-        return base and f"{base}.{node.attr}"
-    return node.id if isinstance(node, ast.Name) else None
-
-
 def torch_names(tree):
     """Full names of everything of torch's that a file uses."""
     known = {}
@@ -70,9 +55,8 @@ def torch_names(tree):
             known[asname or (name or "torch")] = full if name or asname else "torch"
             yield full
     for node in ast.walk(tree):
-        text = dotted(node) if isinstance(node, ast.Attribute) else None
-        if text is not None:
-            head, _, rest = text.partition(".")
+        if isinstance(node, ast.Attribute) and re.fullmatch(r"[\w.]+", ast.unparse(node)):
+            head, _, rest = ast.unparse(node).partition(".")
             if head in known:
                 yield f"{known[head]}.{rest}"
 
@@ -97,27 +81,17 @@ def rooms_below(room):
     return {room_of(path) for path in paths} - {room}
 
 
-@pytest.mark.parametrize("room", sorted({room_of(name) for name in FILES}))
-def test_imports_between_rooms_point_in_one_direction(room):
-    """No room imports from one that needs it."""
-    assert room not in reached(room, rooms_below)
-
-
 @pytest.mark.parametrize("name", FILES)
-def test_a_room_is_entered_from_its_front(name):
-    """No file imports from a file in another room."""
-    others = {other for other in inner_imports(name) if room_of(other) != room_of(name)}
-    assert {other for other in others if "." in other} == set()
-
-
-@pytest.mark.parametrize("name", FILES)
-def test_no_circle_within_a_room(name):
-    """Files of a room import one another in one direction."""
+def test_imports_point_in_one_direction(name):
+    """Between rooms, which are entered from their fronts, and within one."""
+    room = room_of(name)
 
     def inside(path):
-        found = {other for other in inner_imports(path) if room_of(other) == room_of(name)}
+        found = {other for other in inner_imports(path) if room_of(other) == room}
         return {other for other in found if other in TREES and "." in other}
 
+    assert room not in reached(room, rooms_below)
+    assert not [path for path in inner_imports(name) if room_of(path) != room and "." in path]
     assert name not in reached(name, inside)
 
 
@@ -131,7 +105,7 @@ def test_private_names_of_torch_are_in_one_room():
     """It is the place to look when torch changes."""
 
     def private(name):
-        used = [full for full in torch_names(TREES[name]) if any(map(is_private, full.split(".")))]
+        used = [full for full in torch_names(TREES[name]) if re.search(r"\b_(?!_)", full)]
         return [full for full in used if not f"{ALLOWED}.".startswith(f"{full}.")]
 
     assert len({room_of(name) for name in FILES if private(name)}) == 1
@@ -155,17 +129,14 @@ print(changed)
 print(torch.equal(random, torch.get_rng_state()))
 print("torch_remat" in sys.modules or "numpy" in set(sys.modules) - before)
 """
-imported = Program("-c", IMPORT)
 
 
 def test_import_brings_in_nothing_but_the_package():
     """No module that `import torch` does not bring in anyway, and none of torch's is changed."""
-    assert imported.output.splitlines() == ["[]", "[]", "True", "False"]
+    assert Code(IMPORT).output.splitlines() == ["[]", "[]", "True", "False"]
 
 
 def test_no_state_builds_up_in_the_process(frozen):
-    """Regions of each kind, with an error among them."""
-
     def step(seed):
         x = leaf()
         inner = rerun(lambda x: torch.nn.functional.dropout(x.sin(), 0.5).exp(), name=f"n{seed}")
@@ -198,3 +169,34 @@ def test_everything_public_is_documented():
         assert getattr(checkpointing, name).__doc__, name
         assert getattr(checkpointing, name).__module__.partition(".")[0] == "checkpointing", name
     assert all(ast.get_docstring(tree) for tree in TREES.values())
+
+
+README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+PROGRAMS = [
+    "\n" * README.count("\n", 0, found.start(1))
+    + found[1]  # so that a traceback shows the README's line
+    for found in re.finditer(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+]
+COMMANDS = re.findall(r"^```(?:sh|bash|console)\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=range(len(PROGRAMS)))
+def test_program_runs(program):
+    """Each on its own, from its imports on; the parameters of its modules have gradients
+    afterwards."""
+    names = {"__name__": "readme"}
+    exec(compile(program, "README.md", "exec"), names)
+    model = names.get("model", names.get("layers"))
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_there_are_programs():
+    doors = "checkpoint_modules(", "with checkpoint_scope(policy=auto())"
+    for door in (*doors, "@checkpointed(policy=auto(peak="):
+        assert any(door in program for program in PROGRAMS)
+
+
+def test_the_first_two_commands():
+    compare, test = COMMANDS[0].splitlines()
+    assert compare == "pip install . && python -m checkpointing"
+    assert test == "pip install '.[test]' && python -m pytest"

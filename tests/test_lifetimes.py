@@ -7,7 +7,7 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
-from oracle import NO_ROOM, PLANNED, SavesItsOutput, Watching, apply, leaf
+from oracle import NO_ROOM, PLANNED, Canary, SavesItsOutput, Watching, apply, leaf
 
 from checkpointing import CheckpointError, checkpoint_scope, forward_only, is_recomputing, keep
 
@@ -18,12 +18,7 @@ EARLY_STOP = pytest.mark.parametrize("early_stop", [True, False], ids=["early", 
 
 
 def network(x, w):
-    """Operators that save inputs, results and masks."""
     return (F.dropout((x @ w).sin(), 0.2).exp() @ w).tanh()
-
-
-class Canary:
-    """Something that can be referred to weakly; it dies with what holds it."""
 
 
 class Fails(torch.autograd.Function):
@@ -56,7 +51,6 @@ REGIONS = {
 @EARLY_STOP
 @pytest.mark.parametrize("name", REGIONS)
 def test_a_graph_dies(word, early_stop, name):
-    """After backward, without one and after two."""
     x, w = leaf(3, 3), leaf(3, 3)
     for backwards in (0, 1, 2):
         canary = Canary()
@@ -76,7 +70,6 @@ def test_a_graph_dies(word, early_stop, name):
 
 @WORD
 def test_what_no_saved_tensor_needs_is_freed_when_the_region_ends(word):
-    """After the block only the inputs and the output live."""
     x, w = leaf(40, 40), leaf(40, 40)  # a mask larger than the state of the generator
     with Watching() as watching:
         y = apply(word, lambda x, w: network(x, w).cos().neg())(x, w)
@@ -86,7 +79,6 @@ def test_what_no_saved_tensor_needs_is_freed_when_the_region_ends(word):
 
 @pytest.mark.parametrize("word", ["r", "s"])
 def test_what_only_a_dropped_result_needs_is_not_held(word):
-    """Though it is made together with one that lives."""
     x = leaf(3)
     with Watching() as watching:
         data = torch.ones(3)
@@ -103,7 +95,6 @@ def test_what_only_a_dropped_result_needs_is_not_held(word):
 
 
 def test_kept_values_die_as_backward_passes_by():
-    """Each kept value goes with the layer that starts from it."""
     w = leaf(3, 3)
     living = []
     with Watching() as watching:
@@ -140,10 +131,7 @@ def test_inputs_die_as_backward_passes_by_views_of_them(policy):
 BACKWARDS = {
     "retained": lambda y, inner: y.backward(retain_graph=True),
     "partial": lambda y, inner: torch.autograd.grad(y, inner, retain_graph=True),
-    "failing in a hook": lambda y, inner: (
-        inner.register_hook(lambda grad: 1 / 0),
-        y.backward(retain_graph=True),
-    ),
+    "failing in a hook": lambda y, inner: inner.register_hook(lambda g: 1 / 0) and y.backward(),
     "failing in a function": lambda y, inner: y.backward(retain_graph=True),
     # A gradient with a graph of its own holds holders, not tensors.
     "differentiable": lambda y, inner: torch.autograd.grad(y, inner, create_graph=True),
@@ -154,7 +142,6 @@ BACKWARDS = {
 @EARLY_STOP
 @pytest.mark.parametrize("how", BACKWARDS)
 def test_nothing_recomputed_is_alive_after_backward(word, early_stop, how):
-    """Although the graph may be."""
     inner = []
 
     def fn(x, w):
@@ -174,33 +161,27 @@ def test_nothing_recomputed_is_alive_after_backward(word, early_stop, how):
     assert watching.alive() == []
 
 
+CHAINS = [
+    (lambda x: x.sin().exp().tanh().sigmoid(), "sin exp tanh", [["exp", "tanh"], ["exp"], []]),
+    # A custom function may read it more than once until it has run.
+    (lambda x: SavesItsOutput.apply(x.sin()), "sigmoid", [[]]),
+]
+
+
 @WORD
-def test_a_recomputed_tensor_is_dead_once_its_node_has_run(word):
-    """Backward of a chain: before each node runs, what the nodes before it asked for is gone."""
-    y = apply(word, lambda x: x.sin().exp().tanh().sigmoid())(leaf(3))
-    alive = []
+@pytest.mark.parametrize(("fn", "names", "want"), CHAINS)
+def test_a_recomputed_tensor_is_dead_once_its_node_has_run(word, fn, names, want):
+    """Before each node of a chain runs, what the nodes before it asked for is gone."""
+    y, alive = apply(word, fn)(leaf(3)), []
     with Watching() as watching:
         node = y.grad_fn.next_functions[0][0]
         while node.next_functions:
-            node.register_prehook(lambda grads: alive.append(watching.alive("sin", "exp", "tanh")))
+            node.register_prehook(lambda grads: alive.append(watching.alive(*names.split())))
             node = node.next_functions[0][0]
         del node
         y.sum().backward(retain_graph=True)
-    assert alive == [["exp", "tanh"], ["exp"], []]
-
-
-@WORD
-def test_a_recomputed_tensor_is_dead_once_its_custom_function_has_run(word):
-    """Which may read it more than once until then."""
-    y = apply(word, lambda x: SavesItsOutput.apply(x.sin()))(leaf(3)).sum()
-    alive = []
-    with Watching() as watching:
-        node = y.grad_fn.next_functions[0][0].next_functions[0][0]
-        node.register_prehook(lambda grads: alive.append(watching.alive("sigmoid")))
-        del node
-        y.backward(retain_graph=True)
-    assert "sigmoid" in [name for name, _ in watching.made]
-    assert alive == [[]]
+    assert {*names.split()} <= {name for name, _ in watching.made}
+    assert alive == want
 
 
 FAULTS = {

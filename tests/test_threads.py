@@ -48,7 +48,6 @@ def test_two_backwards_over_one_frame(word, early_stop):
 
 @pytest.mark.parametrize("door", ["c", "r", "s"])
 def test_a_region_is_seen_by_its_own_thread_only(door):
-    """Work that another thread does while a region is open is not part of it."""
     opened, done = threading.Event(), threading.Event()
     x, z = leaf(3), leaf(3)
 
@@ -111,10 +110,8 @@ def test_recomputes_of_one_region_take_turns():
         return y
 
     x = leaf(3, 4)
-    first, second = fn(x)
+    outputs = fn(x)
     buffers = bits(dict(norm.named_buffers()))
-    at_once(
-        *[lambda y=y: torch.autograd.grad(y.sum(), x, retain_graph=True) for y in (first, second)]
-    )
+    at_once(*[lambda y=y: torch.autograd.grad(y.sum(), x, retain_graph=True) for y in outputs])
     assert most == [1, 1, 1]
     assert bits(dict(norm.named_buffers())) == buffers

@@ -46,7 +46,6 @@ OVER = {
 @pytest.mark.parametrize("over", OVER)
 @EACH_DOOR
 def test_a_transform_over_a_region_is_plains(over, door):
-    """It runs, without a region."""
     assert bits(OVER[over](door)) == bits(OVER[over](plain))
 
 
@@ -152,8 +151,6 @@ INSIDE = {
     ("word", "early_stop"), [("c", True), ("c", False), ("r", False), ("s", True), ("cc", True)]
 )
 def test_transforms_inside_a_region(inside, word, early_stop):
-    """Gradients of first and second order, and the random stream, as plain."""
-
     def step(word):
         torch.manual_seed(0)
         x = torch.linspace(0.1, 1, 15).view(3, 5).clone().requires_grad_()

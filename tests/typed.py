@@ -14,18 +14,15 @@ from checkpointing.torch_compat import checkpoint
 def bare(
     x: Tensor, n: int = 1, /, *rest: float, flag: bool = False, **others: str
 ) -> tuple[Tensor, int]:
-    """Arguments of every kind."""
     return x, n
 
 
 @checkpointed(backend="replay", early_stop=False, name="block")
 def with_options(x: Tensor, *, scale: float) -> dict[str, Tensor]:
-    """A decorator that has been called."""
     return {"x": x * scale}
 
 
 def plain(x: Tensor) -> Tensor:
-    """What is decorated below."""
     return x
 
 
@@ -34,11 +31,8 @@ check = checkpointed(plain, determinism_check=lambda t: t.sum())
 
 
 class Owner:
-    """Methods of every kind."""
-
     @checkpointed
     def method(self, x: Tensor, y: int) -> Tensor:
-        """Bound."""
         return x * y
 
     static = staticmethod(checkpointed(plain))
@@ -46,27 +40,20 @@ class Owner:
     @classmethod
     @checkpointed
     def make(cls, x: Tensor) -> Tensor:
-        """Of the class."""
         return x
 
 
 @checkpointed
 class Block(nn.Module):
-    """A module class."""
-
     width: int = 3
 
     def forward(self, x: Tensor, flip: bool = False) -> Tensor:
-        """Keeps its signature."""
         return x
 
 
 @checkpointed(early_stop=False)
 class Other(nn.Module):
-    """With options."""
-
     def forward(self, x: Tensor) -> Tensor:
-        """Also keeps its signature."""
         return x
 
 

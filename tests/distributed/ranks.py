@@ -24,22 +24,10 @@ from oracle import plain
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor import DTensor, Shard, parallel
 from torch.utils.checkpoint import checkpoint
 
-from checkpointing import (
-    auto,
-    checkpoint_modules,
-    checkpoint_scope,
-    checkpointed,
-    clear_programs,
-)
+from checkpointing import auto, checkpoint_modules, checkpoint_scope, checkpointed, clear_programs
 
 N, WIDTH = 4, 8  # blocks, features
 # By world size and name: given the doors for a block and for the model, (model, step).
@@ -172,9 +160,7 @@ def two_forwards(call, step):
 
 @program("ddp")
 @program("ddp, regions inside", where="inside")
-@program(
-    "ddp, with buffers", block=functools.partial(Block, functools.partial(nn.BatchNorm1d, WIDTH))
-)
+@program("ddp, with buffers", block=lambda: Block(functools.partial(nn.BatchNorm1d, WIDTH)))
 @program("ddp, unused parameters", kind=Unused, find_unused_parameters=True)
 @program("ddp, no_sync", accumulate=True)
 @program("ddp, a block used twice", kind=Twice)
@@ -196,11 +182,11 @@ def ddp(door, whole, kind=Net, where="around", block=Block, accumulate=False, **
 
 KEPT = {"reshard_after_forward": False}
 MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-TENSOR = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+TENSOR = {"up": parallel.ColwiseParallel(), "down": parallel.RowwiseParallel()}
 SEQUENCE = {
-    "norm": SequenceParallel(),
-    "up": ColwiseParallel(input_layouts=Shard(1)),
-    "down": RowwiseParallel(output_layouts=Shard(1)),
+    "norm": parallel.SequenceParallel(),
+    "up": parallel.ColwiseParallel(input_layouts=Shard(1)),
+    "down": parallel.RowwiseParallel(output_layouts=Shard(1)),
 }
 
 
@@ -244,7 +230,7 @@ def sharded(door, whole, where="around", shape=(2, 1), plan=None, step=once, **o
     for i, block in enumerate(model.blocks):
         block.requires_grad_(not (frozen and i % 2))
         if plan is not None:
-            parallelize_module(block, mesh["model"], plan)
+            parallel.parallelize_module(block, mesh["model"], plan)
     if where == "inside":
         put_inside(model, door)
     for block in model.blocks:
@@ -254,9 +240,8 @@ def sharded(door, whole, where="around", shape=(2, 1), plan=None, step=once, **o
             fully_shard(block, mesh=mesh["data"], **options)
     if shape[0] > 1:
         fully_shard(model, mesh=mesh["data"], **options)
-    return model, functools.partial(
-        step, whole((lambda x: model(x) + model(2 * x)) if two else model)
-    )
+    run = (lambda x: model(x) + model(2 * x)) if two else model
+    return model, functools.partial(step, whole(run))
 
 
 class Synced(torch.autograd.Function):
@@ -287,18 +272,12 @@ class SyncNorm(Scale):
         return Synced.apply(x, self.weight, self.running)
 
 
-def asynchronous(x):
+def written_afterwards(x):
     total = x.detach().sum(0).sign()
     work = dist.all_reduce(total, async_op=True)
     y = x.relu()
     work.wait()
-    return y * total
-
-
-def written_afterwards(x):
-    total = x.detach().sum(0).sign()
-    dist.all_reduce(total)
-    y = x * total.clone()
+    y = y * total.clone()
     total.mul_(2)
     return y * total
 
@@ -328,7 +307,6 @@ class Talk(Block):
         return super().forward(self.function(x).clamp(-2, 2))
 
 
-@program("collectives, asynchronous", function=asynchronous)
 @program("collectives, written afterwards", function=written_afterwards)
 @program("collectives, exchanged", function=exchanged)
 @program("collectives, differentiable", function=differentiable)
@@ -339,9 +317,8 @@ def collectives(door, whole, function):
 
 def taken_part():
     """In how many collectives this process has taken part, as the backend itself counts them."""
-    return sum(
-        group._get_sequence_number_for_group() for group in dist.distributed_c10d._world.pg_map
-    )
+    groups = dist.distributed_c10d._world.pg_map
+    return sum(group._get_sequence_number_for_group() for group in groups)
 
 
 def local(tensor):

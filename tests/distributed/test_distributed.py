@@ -10,16 +10,14 @@ from beside import Program
 
 from checkpointing import Stats
 
-pytestmark = pytest.mark.skipif(
-    not dist.is_available() or not dist.is_gloo_available(), reason="needs gloo"
-)
+GLOO = dist.is_available() and dist.is_gloo_available()
+pytestmark = pytest.mark.skipif(not GLOO, reason="needs gloo")
 if dist.is_available():
     from ranks import PROGRAMS, doors
 
 SECONDS = 280  # for everything, with processes of others beside; forty on two idle cores
-ranks = Program(
-    "-W", "ignore", str(Path(__file__).with_name("ranks.py")), str(SECONDS), GLOO_SOCKET_IFNAME="lo"
-)
+FILE = str(Path(__file__).with_name("ranks.py"))
+ranks = Program("-W", "ignore", FILE, str(SECONDS), GLOO_SOCKET_IFNAME="lo")
 ALL = [(name, world) for world, programs in PROGRAMS.items() for name in programs]
 TOO_WIDE = "fsdp2, the model twice, not resharded"
 

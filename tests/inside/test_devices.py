@@ -22,15 +22,19 @@ class FakeStreams:
     """Streams of a device on which copies run as late as they may: when somebody waits for them."""
 
     def __init__(self):
-        self.compute, self.entered = Compute(), []
-        self.made, self.lost = [], 0
+        self.entered, self.made, self.lost = [], [], 0
 
     def Stream(self, device):
         self.made.append(Side(self))
         return self.made[-1]
 
     def current_stream(self, device):
-        return self.compute
+        """That of the computation, which is never behind."""
+        return self
+
+    def wait_event(self, event):
+        side, position = event
+        side.run(position)
 
     @contextlib.contextmanager
     def stream(self, side):
@@ -57,14 +61,6 @@ class FakeStreams:
         side.queue.append(run)
 
 
-class Compute:
-    """The stream of the computation, which is never behind."""
-
-    def wait_event(self, event):
-        side, position = event
-        side.run(position)
-
-
 class Side:
     def __init__(self, streams):
         self.streams, self.queue, self.done = streams, [], 0
@@ -88,10 +84,8 @@ def streams(monkeypatch):
     fake = FakeStreams()
     monkeypatch.setattr(_torch, "streams_of", lambda device: fake)
     monkeypatch.setattr(_offload, "_copy", fake.copy)
-    empty_like = torch.empty_like
-    monkeypatch.setattr(
-        torch, "empty_like", lambda t, *, pin_memory=False, **kwargs: empty_like(t, **kwargs)
-    )
+    like = torch.empty_like
+    monkeypatch.setattr(torch, "empty_like", lambda t, pin_memory=False, **more: like(t, **more))
     return fake
 
 
@@ -100,7 +94,6 @@ def streams(monkeypatch):
     [*((policy, "scope") for policy in POLICIES), ("inputs, too", "rerun around")],
 )
 def test_whoever_reads_waits_for_the_copy(door, policy, streams):
-    """However late copies run; and no memory is used anew before."""
     right = gradients(net, lambda fn: fn)
     assert gradients(net, lambda fn: NESTINGS[door](fn, POLICIES[policy])) == right
     assert streams.lost == 0

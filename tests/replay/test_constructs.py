@@ -1,11 +1,14 @@
-"""Autograd constructs and Python control flow inside of regions, around them and between them;
-small models."""
+"""Autograd constructs and small models, tricks of storage, subclasses of tensor and other layouts,
+inside of regions, around them and between them."""
 
 import pytest
 import torch
-from oracle import REPLAY, Table, leaves
-from torch import nn
+from oracle import ALL, REGIONS, REPLAY, RERUN, Table, bits, leaves
+from torch import Tensor, nn
 from torch.autograd import Function
+from torch.testing._internal.two_tensor import TwoTensor
+
+from checkpointing import keep
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # prototypes and betas of torch
 case = Table(leaves())
@@ -50,55 +53,9 @@ class SavesIntermediate(Function):
         return torch.autograd.grad(y, d, g)[0] + ctx.saved_tensors[0]
 
 
-@case
-def new_style(x, y):
-    a, e = NewStyle.apply(x.sin(), y * 2)
-    b, _ = NewStyle.apply(x.detach(), y.cos())
-    return a * b, e
-
-
-@case(backwards=("first",))
-def function_with_a_graph_inside(x, y):
-    return SavesIntermediate.apply(x * y) * 2
-
-
 @torch.library.custom_op("tests::bump", mutates_args=("x",))
 def bump(x: torch.Tensor, by: float) -> None:
     x.numpy()[...] += by
-
-
-@case(whole=True, doors=REPLAY)
-def custom_op_that_writes_outside(region, x, y):
-    b = torch.ones(4, 6, dtype=x.dtype)
-
-    def f(x):
-        h = x * b.clone()
-        bump(b, 1.0)
-        return h.exp() * b.clone()
-
-    return region(f, x), region(f, y), b
-
-
-@case(whole=True)
-def tensor_hooks(region, x, y):
-    def f(x, y):
-        h = x.sin()
-        h.register_hook(lambda g: g * 2)
-        k = (h * y).exp()
-        k.register_hook(lambda g: g + h.detach())
-        return k * h
-
-    return region(f, x, y * 1)
-
-
-@case
-def user_hooks_inside(x, y):
-    h = x.sin()
-    with torch.autograd.graph.saved_tensors_hooks(
-        lambda t: t.detach().numpy().copy(), lambda a: torch.from_numpy(a)
-    ):
-        k = (h * y).exp()
-    return k * h
 
 
 class Recurrent(nn.Module):
@@ -114,26 +71,251 @@ class Recurrent(nn.Module):
         return g * 2, c.sum() * n.exp()
 
 
-@case(make=leaves(Recurrent))
-def recurrent(x, y, m):
-    return m(x * 1), m((x * y).sin())
+class Tagged(Tensor):
+    """Only decorates; stays through operators by `__torch_function__`."""
 
 
-class Scaled(nn.Module):
-    """`max_norm` writes the weight in the forward."""
+class Constructs:
+    @case
+    def functions_and_hooks_of_the_user(x, y):
+        h = x.sin()
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t: t.detach().numpy().copy(), lambda a: torch.from_numpy(a)
+        ):
+            k = (h * y).exp()
+        a, e = NewStyle.apply(h, y * 2)
+        b, _ = NewStyle.apply(x.detach(), y.cos())
+        return a * b, e, k * h
 
-    def __init__(self):
-        super().__init__()
-        self.scaled = nn.Embedding(9, 6, max_norm=1.0)
+    @case(backwards=("first",))
+    def function_with_a_graph_inside(x, y):
+        return SavesIntermediate.apply(x * y) * 2
 
-    def forward(self, x):
-        return (self.scaled(torch.tensor([1, 2, 2, 5])) * x).exp()
+    @case(whole=True, doors=REPLAY)
+    def custom_op_that_writes_outside(region, x, y):
+        b = torch.ones(4, 6, dtype=x.dtype)
+
+        def f(x):
+            h = x * b.clone()
+            bump(b, 1.0)
+            return h.exp() * b.clone()
+
+        return region(f, x), region(f, y), b
+
+    @case(whole=True)
+    def tensor_hooks(region, x, y):
+        def f(x, y):
+            h = x.sin()
+            h.register_hook(lambda g: g * 2)
+            k = (h * y).exp()
+            k.register_hook(lambda g: g + h.detach())
+            return k * h
+
+        return region(f, x, y * 1)
+
+    @case(make=leaves(Recurrent))
+    def recurrent(x, y, m):
+        return m(x * 1), m((x * y).sin())
+
+    @case(make=leaves(lambda: nn.Embedding(9, 6, max_norm=1.0)), whole=True)
+    def weights_written_in_the_forward(region, x, y, m):
+        def f(x):
+            return (m(torch.tensor([1, 2, 2, 5])) * x).exp()
+
+        return region(f, x * 1), region(lambda x: f(x * 1) * f((x * y).sin()), y)
 
 
-@case(make=leaves(Scaled), whole=True)
-def weights_written_in_the_forward(region, x, y, m):
-    return region(m, x * 1), region(lambda x: m(x * 1) * m((x * y).sin()), y)
+class Storage:
+    @case
+    def zero_size_and_zero_dim(x, y):
+        h = x.sin()
+        empty = h[:0] * y[:0]
+        e = torch.empty(0, 6, dtype=x.dtype)
+        e.add_(1)
+        return empty.exp() * empty, h.sum() * h[2, 3].exp(), torch.cat([e * x[:0], h]).exp()
+
+    @case
+    def conj_and_neg(x, y):
+        z, w = torch.complex(x.sin(), y), torch.view_as_complex((x * y).view(4, 3, 2)) * 2
+        c = z.conj()
+        n = c.imag  # neg bit
+        w.conj().mul_(w.detach().clone())
+        parts = (c * c).abs().square(), n * n.exp(), (c.t() @ z).real, z.real * (z * z.exp()).imag
+        return *parts, torch.view_as_real(w * w).square()
+
+    @case
+    def written_through_views(x, y):
+        """Of another dtype, too."""
+        h, k = (x * 3).detach(), (x * 2).detach()
+        h.view(torch.int64).bitwise_and_(-256)
+        a = x * k.clone()
+        k.view(torch.int32)[:, ::2].zero_()
+        small = k.view(torch.int32).view(-1)[24:36]
+        k.view(-1)[12:18].mul_(2)  # the same memory
+        m, n = x @ y.t(), x.sin()
+        m[1:3].mul_(2)
+        m.t()[2].add_(y[0, :4])
+        m.view(-1)[::5] = 1.5
+        v = n.view(2, 12)[:, 3:9].view(2, 2, 3)[0]
+        v.copy_(y[:2, :3])
+        v.t()[1].exp_()
+        return x * h * h, a * k * x, x.view(-1)[:12] * small, m.exp() * m.sin(), n * n
+
+    @case
+    def written_after_it_was_read_by_an_unsaving_op(x, y):
+        h, k = x.sin(), x.sin()
+        a = h + y
+        b = a.exp()
+        h.mul_(0)
+        k.data.mul_(2)  # autograd doesn't see it
+        return a * b, h * y, k.exp() * k
+
+    @case(refused=RERUN)
+    def several_versions_of_a_buffer_and_of_an_input(x, y):
+        a = x * y[0].clone()
+        y[1:3].mul_(x[1:3])
+        z = (y + 1).sin()
+        y.t()[0].exp_()
+        h = x.exp()
+        outs = [a * y * z]
+        for i in range(4):
+            b = torch.full((4, 6), float(i), dtype=x.dtype)
+            b.cumsum_(0)
+            outs.append(h * b.clone())
+            b.neg_()
+            outs.append(h * b)
+        return outs
+
+    @case
+    def set_to_another_and_resized(x, y):
+        h, g = (x * 2).detach(), (y * 3).detach()
+        h.set_(g)
+        h.mul_(2)
+        k = (y * 3).detach().exp()
+        v = (x * 2).detach().set_(k.untyped_storage(), 2, (3, 4), (6, 1))
+        larger, smaller, m = (x * 2).detach(), (x * 2).detach(), (x * 2).detach()
+        larger.resize_(5, 6)
+        larger[4].fill_(1.0)
+        smaller.resize_(2, 6).mul_(2)
+        e = torch.empty(0, dtype=x.dtype).resize_as_(x.detach()).copy_(y.detach()).exp_()
+        a = x * m.clone()
+        m.untyped_storage().resize_(0)
+        m.untyped_storage().resize_(4 * 6 * 8)
+        m.copy_(y.detach())
+        resized = x * larger[:4] * larger[1:], x[:2] * smaller * smaller.exp(), x * e * e
+        return x * h * g, x[:3, :4] * v.sin() * v, *resized, a * m.sin() * m
+
+    @case
+    def empty_filled_in_parts(x, y):
+        whole, part = torch.empty(4, 12, dtype=x.dtype), torch.empty(4, 6, dtype=x.dtype)
+        whole[:, :6] = x.sin()
+        whole[:, 6:] = y
+        part[:2] = x[:2].sin()
+        with torch.no_grad():  # from other parts of itself
+            twice, powers = torch.empty(8, 6, dtype=x.dtype), torch.empty(4, 6, dtype=x.dtype)
+            twice[:4] = x
+            twice[4:] = twice[:4]
+            powers[0] = y[0]
+            for i in range(3):
+                torch.mul(powers[i], 2, out=powers[i + 1])
+        return whole.exp() * whole, part[:2].exp() * part[:2], twice[2:6] * x, powers * y
+
+    @case(whole=True)
+    def empty_read_between_writes_in_nested_regions(region, x, y):
+        """And an output that is written outside."""
+
+        def f(x):
+            h = torch.empty(2, 6, dtype=x.dtype)
+            h[0] = x[0].detach()
+            z = (h[0] * 2) * x
+            h[1] = 5.0
+            return z.sin(), h * x[:2]
+
+        h = region(lambda x, y: (x * y) + 1, x, y * 1)
+        h.mul_(2)
+        h[1:].add_(x[1:])
+        return h.sin(), *region(lambda x: region(f, x), x)
+
+
+class Kinds:
+    @case(whole=True)
+    def wrapper_that_stays_across(region, x, y):
+        t = TwoTensor((x * 2).detach(), (y * 3).detach()).requires_grad_()
+        h = region(lambda t: (t.sin() * t).exp(), t)
+        k = region(lambda h: h.cos() * h.t().t(), h)
+        (g,) = torch.autograd.grad(k, t, TwoTensor(x.detach(), y.detach()))
+        return x * g.a * y * g.b
+
+    @case
+    def wrapper_written_in_place(x, y):
+        t = TwoTensor((x * 2).detach(), (y * 3).detach()).requires_grad_()
+        h = (t.sin() * t).exp()
+        ones = (torch.ones((), dtype=x.dtype) for _ in "ab")
+        (g,) = torch.autograd.grad(h.sum(), t, TwoTensor(*ones))
+        t = TwoTensor((x * 2).detach(), (y * 3).detach())
+        t.mul_(2)
+        t[1:].add_(1)
+        return x * t.exp().a * t.b, x * g.a, y * g.b * x
+
+    @case(whole=True)
+    def jagged_from_before(region, x, y):
+        n = torch.nested.nested_tensor_from_jagged(x.sin(), offsets=torch.tensor([0, 1, 4]))
+        h = region(lambda n: (n * 2).exp() * n, n)
+        return region(lambda h: h.sin().values() * y.exp(), h)
+
+    # A rerun makes another ragged size.
+    @case(make=leaves(lambda: nn.Linear(6, 6)), refused=RERUN)
+    def jagged_through_layers(x, y, m):
+        n = torch.nested.nested_tensor_from_jagged(x * 1, offsets=torch.tensor([0, 1, 4]))
+        h = nn.functional.relu(m(n))
+        h = nn.functional.layer_norm(h, (6,))
+        return h.values().exp() * y
+
+    @case
+    def nested_sparse_and_tagged(x, y):
+        n = torch.nested.as_nested_tensor([x[:1].sin(), x[1:]])
+        h = (n * 2).sin() * n
+        s = torch.sparse_coo_tensor(torch.tensor([[0, 1, 3], [2, 0, 1]]), x.sin()[0, :3], (4, 4))
+        d = torch.sparse.mm(s, y).exp() * s.to_dense()[:, :1] * (s * 2).coalesce().values().sum()
+        t = x.sin().as_subclass(Tagged)
+        tagged = ((t * y).exp() * t).as_subclass(Tensor)
+        return torch.cat([t * t for t in h.unbind()]), d, tagged
+
+    @case(backwards=("first", "partial"))
+    def sparse_csr_and_mkldnn(x, y):
+        rows, columns = torch.tensor([0, 1, 2, 3, 3]), torch.tensor([2, 0, 1])
+        s = torch.sparse_csr_tensor(rows, columns, x.sin()[0, :3], (4, 4))
+        h = torch.relu(x.float().to_mkldnn()).to_dense().exp() * y.float()
+        return (s @ y).exp(), (s.to_dense() * 2).sin(), h
+
+    @case(make=leaves(lambda: nn.Embedding(7, 6, sparse=True)), backwards=("first", "partial"))
+    def sparse_gradients(x, y, m):
+        return (m(torch.tensor([1, 2, 2, 5])) * x).exp()
 
 
 # Plain code makes a cycle in it, too.
 test_constructs, test_nothing_stays = case.tests(("tensor_hooks",))
+
+
+@pytest.mark.parametrize("door", ALL)
+def test_distributed_tensors(door, mesh):
+    from torch.distributed.tensor import DTensor, Replicate, Shard, parallel
+
+    size = 3 + ALL.index(door)  # what is found out about shapes is remembered
+    model = nn.Sequential(nn.Linear(6, size), nn.GELU(), nn.Linear(size, 6)).double()
+    plan = {"0": parallel.ColwiseParallel(), "2": parallel.RowwiseParallel()}
+    parallel.parallelize_module(model, mesh, plan)
+    x, y = (torch.randn(size, 6, dtype=torch.float64, requires_grad=True) for _ in range(2))
+
+    def function(x, y):
+        a = DTensor.from_local(x * 1, mesh, [Shard(0)])
+        b = DTensor.from_local(y * 1, mesh, [Replicate()])
+        c = keep(a.sin() * b.redistribute(mesh, [Shard(0)])).exp()
+        return (c @ b.t()).redistribute(mesh, [Replicate()]).to_local() @ model(x)
+
+    def found(region):
+        out, wanted = region(function, x, y), (x, y, *model.parameters())
+        first = torch.autograd.grad(out.sin().sum(), wanted, create_graph=True)
+        return bits([out, *first, *torch.autograd.grad((first[0] * first[1]).sum(), (x, y))])
+
+    assert found(REGIONS[door]) == found(REGIONS["plain"])

@@ -5,19 +5,17 @@ allocated memory: what differs there, too, is not deterministic by itself. By de
 each operator; `CHECKPOINTING_OPS=all` runs every one of them, of every kind of number.
 """
 
-from __future__ import annotations
-
+import functools
 import gc
 import os
 import warnings
-from collections.abc import Iterator
-from typing import Any
 
 import oracle
 import pytest
 import torch
 from oracle import REGIONS, REPLAY, PassThrough, leaves, tensors, words
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 common = pytest.importorskip("torch.testing._internal.common_methods_invocations")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -29,14 +27,11 @@ WHERE = [("replay", "rerun"), ("scope",), ("planned",)]
 if ALL:
     WHERE = [("rerun", "replay", "scope", "planned")]
 F64, C128, F32, BF16 = torch.float64, torch.complex128, torch.float32, torch.bfloat16
-FOREACH = [
-    op
-    for kind in ("unary", "binary", "pointwise", "reduce", "other")
-    for op in getattr(common, f"foreach_{kind}_op_db")
-]
+KINDS = ("unary", "binary", "pointwise", "reduce", "other")
+LISTS = [op for kind in KINDS for op in getattr(common, f"foreach_{kind}_op_db")]
 
 
-def dtypes_of(op: Any, number: int) -> Iterator[torch.dtype]:
+def dtypes_of(op, number):
     """float64 always, the others for a sample of operators."""
     supported = op.supported_dtypes("cpu")
     if F64 in supported:
@@ -49,26 +44,17 @@ def dtypes_of(op: Any, number: int) -> Iterator[torch.dtype]:
         yield from sorted(supported, key=str)[:1]
 
 
-def samples_of(op: Any, dtype: torch.dtype, grad: bool, limit: int) -> list[Any]:
-    """An operator's samples; `limit` of them, spread over all, by default."""
+def samples_of(op, dtype, grad):
+    """All of an operator's samples, or the one in the middle."""
     torch.manual_seed(0)
     samples = list(op.sample_inputs_func(op, "cpu", dtype, grad))
-    if ALL or len(samples) <= limit:
-        return samples
-    return [samples[int((i + 0.5) * len(samples) / limit)] for i in range(limit)]
+    return samples if ALL else samples[len(samples) // 2 :][:1]
 
 
-def mapped(function: Any, value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return function(value)
-    if type(value) in (list, tuple):
-        return type(value)(mapped(function, v) for v in value)
-    if type(value) is dict:
-        return {k: mapped(function, v) for k, v in value.items()}
-    return value
+mapped = functools.partial(tree_map_only, Tensor)
 
 
-def fresh(tensor: Tensor) -> Tensor:
+def fresh(tensor):
     """A new leaf with the same bits and geometry."""
     if tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized:
         return tensor.detach().clone().requires_grad_(tensor.requires_grad)
@@ -79,35 +65,32 @@ def fresh(tensor: Tensor) -> Tensor:
     return new.requires_grad_(tensor.requires_grad)
 
 
-def dropped(tensor: Tensor) -> Tensor:
+def dropped(tensor):
     """In place of a leaf, a copy that the region makes and that it must make again."""
     return tensor.clone() if tensor.requires_grad and tensor.layout == torch.strided else tensor
 
 
-def squared(result: Any) -> list[Any]:
+def squared(result):
     """The results, used once more, and whatever else is returned: numbers, truth values."""
     parts = result if isinstance(result, (list, tuple)) else [result]
     others = [part for part in parts if not isinstance(part, Tensor)]
-    return [t * t if _has_products(t) else t for t in tensors(result)] + others
+    is_open = lambda t: t.layout == torch.strided and (t.is_floating_point() or t.is_complex())  # noqa: E731
+    return [t * t if is_open(t) else t for t in tensors(result)] + others
 
 
-def _has_products(t: Tensor) -> bool:
-    return (t.is_floating_point() or t.is_complex()) and t.layout == torch.strided
-
-
-def programs(op: Any, sample: Any, number: int) -> Iterator[tuple[str, Any]]:
+def programs(op, sample, number):
     """The operator on arguments that are dropped, or on inputs."""
 
-    def functional(input: Any, args: Any, kwargs: Any) -> Any:
+    def functional(input, args, kwargs):
         if number % 2 == 0:
             input, args, kwargs = mapped(dropped, [input, args, kwargs])
         return squared(op(input, *args, **kwargs))
 
-    def inplace(input: Any, args: Any, kwargs: Any) -> Any:
+    def inplace(input, args, kwargs):
         input = mapped(dropped, input)
         return squared(op.inplace_variant(input, *args, **kwargs)) + squared(input)
 
-    def out(input: Any, args: Any, kwargs: Any) -> Any:
+    def out(input, args, kwargs):
         with torch.no_grad():
             target = mapped(torch.empty_like, op(input, *args, **kwargs))
             op(input, *args, **kwargs, out=target)
@@ -130,30 +113,28 @@ STATISTICS = words("""
 """)
 
 
-def check(op: Any, dtype: torch.dtype, limit: int, notes: list[str], turn: int) -> None:
+def check(op, dtype, notes, turn):
     where = WHERE[turn % len(WHERE)]
     grad = bool(op.supports_autograd) and dtype in op.supported_backward_dtypes("cpu")
     # A rerun writes running statistics that are arguments again: kernels leave no trace.
     where = [door for door in where if door != "rerun" or op.name not in STATISTICS]
-    for number, sample in enumerate(samples_of(op, dtype, grad, limit)):
+    for number, sample in enumerate(samples_of(op, dtype, grad)):
         arguments = [sample.input, list(sample.args), sample.kwargs]
         for variant, function in programs(op, sample, number):
 
-            def program(
-                region: Any, *leaves: Any, fn: Any = function, args: Any = arguments
-            ) -> Any:
+            def program(region, *leaves, fn=function, args=arguments):
                 queue = iter(leaves)
                 return region(fn, *mapped(lambda _: next(queue), args))
 
-            def make(arguments: Any = arguments) -> Any:
+            def make(arguments=arguments):
                 return tuple(tensors(mapped(fresh, arguments)))
 
             for door, wrong in compare(program, make, where, variant == "function"):
                 notes.append(f"{op.name} {dtype} #{number} {variant} {door} {wrong}")
 
 
-def compare(program: Any, make: Any, where: Any, must_run: bool) -> Iterator[tuple[Any, str]]:
-    def observed(region: Any, backward: str, byte: int) -> dict[str, Any]:
+def compare(program, make, where, must_run):
+    def observed(region, backward, byte):
         with oracle.garbage_in_fresh_memory(byte):
             seen = oracle.outcome(program, region, make, backward)
         error = seen.pop("error", None)
@@ -168,7 +149,7 @@ def compare(program: Any, make: Any, where: Any, must_run: bool) -> Iterator[tup
             return
         backward = "first"  # not differentiable twice
         want = observed(REGIONS["plain"], backward, 0x55)
-    unstable: set[str] | None = None
+    unstable = None
     for door in where:
         got = observed(REGIONS[door], backward, 0x3A)
         if "exception" in want and got.get("exception") == want["exception"]:
@@ -189,30 +170,20 @@ def compare(program: Any, make: Any, where: Any, must_run: bool) -> Iterator[tup
 
 
 @pytest.mark.parametrize("shard", range(SHARDS))
-def test_every_operator(shard: int) -> None:
+def test_every_operator(shard):
     """Outputs, gradients of two orders and the random stream."""
-    notes: list[str] = []
+    notes = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for number, op in enumerate(common.op_db):
+        for number, op in enumerate([*common.op_db, *LISTS]):
             if number % SHARDS == shard:
                 for dtype in dtypes_of(op, number):
-                    check(op, dtype, 1, notes, number // SHARDS)
+                    check(op, dtype, notes, number // SHARDS)
     gc.collect()
     assert not notes, "\n".join([f"{len(notes)} of them:", *notes])
 
 
-@pytest.mark.parametrize("op", FOREACH, ids=lambda op: op.name)
-def test_operators_on_lists(op: Any) -> None:
-    """As functions and in place."""
-    notes: list[str] = []
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        check(op, F64 if F64 in op.supported_dtypes("cpu") else F32, 1, notes, len(op.name))
-    assert not notes, "\n".join(notes)
-
-
-def fused(name: str, p: Any, g: Any, s: Any) -> None:
+def fused(name, p, g, s):
     """A step of an optimizer: of a parameter with its gradient and three moments."""
     common = {"lr": 0.1, "weight_decay": 0.1, "maximize": False}
     if name == "sgd":
@@ -227,14 +198,14 @@ def fused(name: str, p: Any, g: Any, s: Any) -> None:
 @pytest.mark.parametrize("door", REPLAY)
 @pytest.mark.parametrize("where", ["inside", "outside"])
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
-def test_steps_of_fused_optimizers(name: str, where: str, door: str) -> None:
+def test_steps_of_fused_optimizers(name, where, door):
     """They write several tensors at once, of the region or from before it, once."""
 
-    def program(region: Any, x: Tensor, y: Tensor) -> Any:
+    def program(region, x, y):
         p, s = y.detach() * 1, torch.linspace(0, 1, 72, dtype=x.dtype).view(3, 4, 6)
         state = s.clone().unbind() if where == "outside" else None
 
-        def function(x: Tensor) -> Any:
+        def function(x):
             weight = p if where == "outside" else p * 2
             moments = (s * 2).unbind() if state is None else state
             before = (x * weight.clone()).exp()

@@ -1,41 +1,34 @@
-"""One site, one memory, one set of hooks: small programs that each found a hole."""
+"""One site, one memory, one set of hooks; scopes that hold what scopes and reruns inside them have
+read: small programs that each found a hole."""
 
 import contextlib
+import functools
 import itertools
 import math
 
 import pytest
 import torch
-from oracle import EACH_WAY, NO_ROOM, PLANNED, bits, rerun
+from oracle import EACH_WAY, NO_ROOM, PLANNED, bits, plain, replay, rerun, scope
 from torch import nn
-from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.autograd.graph import saved_tensors_hooks
 
-from checkpointing import ChangedError, auto, checkpoint_scope, clear_programs, keep, offload
+import checkpointing
+from checkpointing import auto, checkpoint_scope, checkpointed, disabled, keep, offload, opaque
 
 pytestmark = NO_ROOM
-INPUTS = offload(min_bytes=0, inputs=True)
-AROUND = {
-    "scope": (contextlib.nullcontext, None),
-    "auto": (contextlib.nullcontext, auto()),
-    "planned": (contextlib.nullcontext, PLANNED),
-    "offload": (contextlib.nullcontext, INPUTS),
-    "offload planned": (contextlib.nullcontext, offload(PLANNED, min_bytes=0, inputs=True)),
-    "hooks that clone": (lambda: saved_tensors_hooks(torch.clone, lambda t: t), None),
-    "save_on_cpu": (save_on_cpu, None),
-}
+_library = torch.library.Library("checkpointing_sites", "FRAGMENT")
+_library.define("by_grad_mode(Tensor x) -> Tensor")
+_kernel = lambda x: x * (2 + torch.is_grad_enabled())  # noqa: E731
+_library.impl("by_grad_mode", _kernel, "CompositeExplicitAutograd")
 
 
-def strided(w, x):
-    """The kept value is a copy, whose offset is another."""
-    h = keep((w * 1.0).flatten()[2:8]).as_strided((2,), (1,), 3)
+def kept_with_another_offset(_, w, x):
+    """What is kept is a copy."""
+    h = keep(torch.cat([w, w])[2:8]).as_strided((2,), (1,), 3)
     return (h * h).sin() * h
 
 
-def expanded(w, x):
-    return (w * (x + 1)).sin()
-
-
-def failing(w, x):
+def a_foreach_operator_that_fails(_, w, x):
     """The first tensor is written before the second one fails."""
     a = (w * 1.0).detach()
     with contextlib.suppress(RuntimeError), torch.no_grad():
@@ -43,130 +36,92 @@ def failing(w, x):
     return (w * a).sin() * a
 
 
-@pytest.mark.parametrize("around", AROUND)
-@pytest.mark.parametrize("program", [strided, expanded, failing])
-def test_what_is_held_has_its_layout_and_its_values(program, around):
-    context, policy = AROUND[around]
-
-    def step(enabled):
-        w = torch.arange(37 * 96.0).view(37, 96).remainder(7).requires_grad_()
-        x = torch.arange(96.0).remainder(5).view(1, 96)
-        x = x.expand(37, 96) if program is expanded else x
-        hooks = context() if enabled else contextlib.nullcontext()
-        with hooks, checkpoint_scope(policy=policy, enabled=enabled):
-            y = program(w, x)
-        y.sum().backward()
-        return bits(w.grad)
-
-    want = step(False)
-    clear_programs()
-    assert step(True) == want
-    assert step(True) == want
+def one_tensor_twice_or_two(kind, w, x):
+    """None of them needs a gradient."""
+    a, b = torch.rand(4), torch.rand(4)
+    y = {"one": a * a, "two": a * b, "one that is known": (x * 2) * a}[kind]
+    return (w * y).sin() * y
 
 
-PRODUCTS = {
-    "of one": lambda x, a, b: a * a,
-    "of two": lambda x, a, b: a * b,
-    "of one that is known": lambda x, a, b: x * a,
-}
-
-
-@pytest.mark.parametrize("order", [*itertools.permutations(PRODUCTS)], ids=str)
-def test_operators_that_take_one_tensor_twice_or_two(order):
-    """Met at one site, none of them needing a gradient."""
-
-    def product(kind, s, a, b, w):
-        with checkpoint_scope():
-            y = PRODUCTS[kind](s * 2, a, b)
-            return (w * y).sin(), y
-
-    clear_programs()
-    for kind in (*order, *order):
-        s, a, b = torch.rand(3), torch.rand(3), torch.rand(3)
-        w = torch.rand(3, requires_grad=True)
-        z, y = product(kind, s, a, b, w)
-        assert torch.equal(torch.autograd.grad(z.sum(), w)[0], (w * y).cos() * y)
-
-
-@pytest.mark.parametrize("policy", [None, PLANNED], ids=str)
-def test_views_that_a_region_inside_takes_share_memory_in_the_recompute(policy):
+def views_that_a_region_inside_takes(_, w, x):
     """Of three, the first write meets two; the region itself writes the third."""
 
-    def step(enabled):
-        w = torch.linspace(0.1, 1, 4).requires_grad_()
+    def inner(first, whole, last, w):
+        last.add_(1)
+        first.mul_(2)
+        return ((whole + 1) * w).sin()
 
-        def inner(first, whole, last, w):
-            last.add_(1)
-            first.mul_(2)
-            return ((whole + 1) * w).sin()
-
-        with checkpoint_scope(policy=policy, enabled=enabled):
-            m = w.detach() * 1.5
-            y = (rerun(inner) if enabled else inner)(m[:2], m, m[3:], w * 1)
-            z = y * m
-        return bits(torch.autograd.grad(z.sum(), w))
-
-    clear_programs()
-    assert step(True) == step(True) == step(False)
+    m = w.detach() * 1.5
+    return rerun(inner)(m[:2], m, m[3:], w * 1) * m
 
 
-_library = torch.library.Library("checkpointing_sites", "FRAGMENT")
-_library.define("by_grad_mode(Tensor x) -> Tensor")
-_library.impl(
-    "by_grad_mode", lambda x: x * (2 + torch.is_grad_enabled()), "CompositeExplicitAutograd"
-)
+def numbers_by_their_bits(number, w, x):
+    return w * torch.ones(4).copysign(torch.full((4,), number)).sin()
 
 
-@pytest.mark.parametrize("is_on", [True, False])
-def test_kernels_run_in_the_grad_mode_of_the_forward(is_on):
-    """Some look at it, as attention does."""
-    w, x = torch.rand(3, requires_grad=True), torch.rand(3)
-    with checkpoint_scope():
-        with torch.set_grad_enabled(is_on):
-            h = torch.ops.checkpointing_sites.by_grad_mode(x * 2)
-        y = w * h
-    (found,) = torch.autograd.grad(y.sum(), w)
-    assert torch.equal(found, x * 2 * (2 + is_on))
+def memory_that_two_tensors_share_or_not(how, w, x):
+    """Then a write to one is none to the other."""
+    a, b = (x[:3], x[1:]) if how == "shared" else (x[:3], x[1:].clone())
+    y = w[1:] * (a * b)
+    a.mul_(3)
+    return y * (b * 1)
 
 
-@pytest.mark.parametrize("numbers", [(0.0, -0.0), (math.nan, -math.nan), (1, 1.0, -1.0)], ids=str)
-def test_numbers_are_compared_by_their_bits(numbers):
-    """nan has a sign, too."""
+def kernels_that_look_at_the_grad_mode(is_on, w, x):
+    """As attention does."""
+    with torch.set_grad_enabled(is_on):
+        h = torch.ops.checkpointing_sites.by_grad_mode(x * 2)
+    return w * h
 
-    def slope(number, enabled):
-        w = torch.ones(3, requires_grad=True)
-        with checkpoint_scope(enabled=enabled):
-            t = torch.full((3,), number)
-            y = w * torch.ones(3).copysign(t).sin()
+
+def an_operator_that_fails(_, w, x):
+    """What it was given second is met first; a view of the first is written."""
+    a, other = x.view(2, 2), torch.ones(3, 3)
+    with contextlib.suppress(RuntimeError):
+        torch.mm(a, other)
+    y = other.sum() + w.view(2, 2) * (a * 1)
+    x.mul_(3)
+    return (y * (a * 1)).sin()
+
+
+KINDS = [
+    (one_tensor_twice_or_two, ("one", "two", "one that is known")),
+    (views_that_a_region_inside_takes, (None,)),
+    (numbers_by_their_bits, (0.0, -0.0)),
+    (numbers_by_their_bits, (math.nan, -math.nan)),
+    (numbers_by_their_bits, (1, 1.0, -1.0)),
+    (memory_that_two_tensors_share_or_not, ("apart", "shared")),
+    (kernels_that_look_at_the_grad_mode, (True, False)),
+    (an_operator_that_fails, (None,)),
+    (a_foreach_operator_that_fails, (None,)),
+    (kept_with_another_offset, (None,)),
+]
+
+
+POLICIES = [None, auto(), PLANNED, offload(PLANNED, min_bytes=0, inputs=True)]
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+@pytest.mark.parametrize(("program", "kinds"), KINDS)
+def test_each_run_through_one_site_is_plains(program, kinds, policy):
+    """Recorded or followed, whatever has gone through it before."""
+
+    def step(kind, seed, enabled):
+        torch.manual_seed(seed)
+        w, x = torch.rand(4, requires_grad=True), torch.rand(4)
+        with contextlib.nullcontext() if enabled else disabled(), checkpoint_scope(policy=policy):
+            y = program(kind, w, x)
         return bits(torch.autograd.grad(y.sum(), w))
 
-    clear_programs()
-    for number in (*numbers, *reversed(numbers)):
-        assert slope(number, True) == slope(number, False)
-
-
-@pytest.mark.parametrize("order", ["apart shared", "shared apart"])
-def test_two_tensors_that_an_operator_meets_may_share_memory(order):
-    """Or not: then a write to one is none to the other."""
-
-    def slope(how, enabled):
-        w, base = torch.ones(3, requires_grad=True), torch.arange(1.0, 5.0)
-        a, b = (base[:3], base[1:]) if how == "shared" else (base[:3], base[1:].clone())
-        with checkpoint_scope(enabled=enabled):
-            y = w * (a * b)
-            a.mul_(3)
-            y = y * (b * 1)
-        return bits(torch.autograd.grad(y.sum(), w))
-
-    clear_programs()
-    for how in order.split() * 2:
-        assert slope(how, True) == slope(how, False)
+    for order in itertools.permutations(kinds):
+        checkpointing.clear_programs()
+        for seed, kind in enumerate(order * 2):
+            assert step(kind, seed, True) == step(kind, seed, False), order
 
 
 def test_checks_that_change_at_one_site():
     """What one run compares another may not have noted."""
     norm = nn.BatchNorm1d(4)
-    clear_programs()
     for check in ("metadata", "values", "none", "metadata", "values"):
         x = torch.rand(5, 4, requires_grad=True)
         with checkpoint_scope(determinism_check=check):
@@ -175,75 +130,134 @@ def test_checks_that_change_at_one_site():
     assert norm.num_batches_tracked == 5
 
 
-@EACH_WAY
-def test_kernels_are_chosen_as_in_the_forward(door):
-    """`mkldnn` is on again in backward."""
-    x = torch.rand(4, 4, requires_grad=True)
-    seen = []
+PACKS = {"detach": torch.Tensor.detach, "view": lambda t: t.view(-1), "clone": torch.clone}
 
-    def fn(x):
-        seen.append(torch.backends.mkldnn.enabled)
-        return (x @ x).sin().exp()
 
-    with torch.backends.mkldnn.flags(enabled=False, allow_tf32=None):
-        y = door(fn)(x)
-        want = torch.autograd.grad(fn(x).sum(), x)
-    assert bits(torch.autograd.grad(y.sum(), x)) == bits(want)
-    assert not any(seen)
+HANDED_ON = [*itertools.product(PACKS, ["nothing", "given"]), ("clone", "made")]
 
 
 @EACH_WAY
-@pytest.mark.parametrize("alias", [torch.Tensor.detach, lambda t: t.view(-1)])
-def test_hooks_that_hand_on_an_alias(alias, door):
-    """Whose memory is written before backward: an error. Without the write, plain's bits."""
-    for is_written in (False, True):
-        w = torch.linspace(-1, 1, 16).view(4, 4).requires_grad_()
-        x = torch.arange(16.0).view(4, 4)
-        with saved_tensors_hooks(alias, lambda t: t.view(4, 4)):
-            y = door(lambda x, w: ((x + 1) * w).sin())(x, w)
-        if not is_written:
-            want = ((x + 1) * w.detach()).cos() * (x + 1)
-            assert torch.equal(torch.autograd.grad(y.sum(), w)[0], want)
-            continue
-        x.mul_(2)
-        with pytest.raises(ChangedError):
-            y.sum().backward()
-
-
-@EACH_WAY
-@pytest.mark.parametrize("written", ["what was given", "what they made"])
-def test_hooks_that_copy(written, door):
-    """Their copy is guarded, not what it was made of."""
+@pytest.mark.parametrize(("pack", "written"), HANDED_ON)
+def test_what_hooks_hand_on_is_guarded(pack, written, door):
+    """An alias is what it was made of; of a copy, the copy is. Else plain's bits."""
     w, x, made = torch.rand(4, 4).requires_grad_(), torch.rand(4, 4), []
     want = ((x + 1) * w.detach()).cos() * (x + 1)
-    with saved_tensors_hooks(lambda t: made.append(t.clone()) or made[-1], lambda t: t):
+    hooks = lambda t: made.append(PACKS[pack](t)) or made[-1], lambda t: t.view(4, 4)
+    with saved_tensors_hooks(*hooks):
         y = door(lambda x, w: ((x + 1) * w).sin())(x, w)
-    if written == "what was given":
-        x.mul_(2)
+    for tensor in {"nothing": [], "given": [x], "made": made}[written]:
+        tensor.mul_(2)
+    if written == ("made" if pack == "clone" else "given"):
+        with pytest.raises(checkpointing.ChangedError):
+            y.sum().backward()
+    else:
         assert torch.equal(torch.autograd.grad(y.sum(), w)[0], want)
-        return
-    for copied in made:
-        copied.mul_(2)
-    with pytest.raises(ChangedError):
-        y.sum().backward()
 
 
-@pytest.mark.parametrize("policy", [None, PLANNED], ids=str)
-def test_an_operator_that_fails_leaves_no_trace_of_what_it_was_given(policy):
-    """What it was given second is met first; a view of the first is written."""
+DOORS = {
+    "plain": plain,
+    "scope": scope,
+    "auto": functools.partial(scope, policy=auto()),
+    "checked": functools.partial(scope, determinism_check="values"),
+}
+INNER = {**DOORS, "replay": functools.partial(replay, determinism_check="values")}
 
-    def step(enabled):
-        w, a = torch.ones(4, 4, requires_grad=True), torch.arange(16.0).view(4, 4)
-        other, alias = torch.ones(3, 3), a.view(-1)
-        with checkpoint_scope(policy=policy, enabled=enabled):
-            with contextlib.suppress(RuntimeError):
-                torch.mm(a, other)
-            y = other.sum() + w * (a * 1)
-            alias.mul_(3)
-            y = (y * (a * 1)).sin()
-        return bits(torch.autograd.grad(y.sum(), w))
 
-    want = step(False)
-    clear_programs()
-    assert step(True) == want
-    assert step(True) == want
+@pytest.mark.parametrize("outer", DOORS)
+@pytest.mark.parametrize("inner", INNER)
+def test_statistics_that_a_region_inside_reads_are_those_before_the_update(outer, inner):
+    """A normalisation in it updates them unseen."""
+
+    def found(outer, inner):
+        torch.manual_seed(0)
+        norm, x = nn.BatchNorm1d(4), torch.randn(5, 4, requires_grad=True)
+
+        def read(x):
+            y = norm((x.sin() * norm.running_mean.add(1)).sin() * norm.running_var.mul(1))
+            return y * norm.running_mean.exp()
+
+        for _ in range(2):
+            outer(lambda x: inner(read)(x))(x).exp().sum().backward()
+        return [bits(t) for t in (x.grad, norm.running_mean, norm.running_var)]
+
+    assert found(DOORS[outer], INNER[inner]) == found(plain, plain)
+
+
+@pytest.mark.parametrize("mark", [keep, lambda t: t], ids=["keep", "policy"])
+@pytest.mark.parametrize("outer", DOORS)
+def test_a_function_in_opaque_may_write_what_it_keeps(outer, mark):
+    """The scope around does not see the write."""
+    policy = checkpointing.save_ops(torch.ops.aten.mul.Tensor)
+    f = replay(lambda a: mark(a * 1.5).relu_(), policy=policy)
+    a = torch.tensor([-1.0, 2.0], requires_grad=True)
+    DOORS[outer](lambda a: opaque()(f)(a))(a).sum().backward()
+    assert a.grad.tolist() == [0, 1.5]
+
+
+def test_what_follows_a_backward_inside_is_recorded_where_it_runs():
+    """Not where the copies are made that `opaque` asks for."""
+
+    def grads(scope):
+        torch.manual_seed(0)
+        a = torch.randn(4, 4, requires_grad=True)
+        x = a.sin()
+
+        def inner():
+            with scope():
+                checkpointing.forward_only(lambda: a.detach() * 2)()
+                return x.tanh()
+
+        with scope():
+            with scope():
+                u = x.exp()
+                leaf = x.detach().requires_grad_()
+                torch.autograd.grad((leaf.sin() * leaf).sum(), leaf)
+            with opaque():
+                a.sin()
+            y = checkpointed(inner)()
+        (y.sum() + u.sum()).backward()
+        return bits(a.grad)
+
+    assert grads(checkpoint_scope) == grads(disabled)
+
+
+def test_what_a_backward_inside_brings_back_by_itself_stays_what_it_is():
+    """A rerun around the scopes meets the same inputs as the forward, in the same order."""
+    a, c = torch.randn(4, 4, requires_grad=True), torch.randn(4, 4)
+    v, was = a.sin(), c.clone()
+
+    @checkpointed
+    def inner(p):
+        with torch.enable_grad():
+            leaf = c.detach().requires_grad_()
+            assert torch.equal(leaf, was)
+            torch.autograd.grad((leaf.sin() * leaf).sum(), leaf)
+            torch.autograd.grad((v * v).sum(), v, create_graph=True)
+        with opaque():
+            return a.sin()
+
+    @checkpointed
+    def outer(p):
+        for _ in range(2):
+            with checkpoint_scope():
+                y = inner(a)
+        return y * 1
+
+    outer(a).sum().backward()
+    assert torch.equal(a.grad, a.detach().cos())
+
+
+def test_a_foreach_write_in_a_scope_counts_for_the_rerun_around_it():
+    """In a dispatch mode, torch itself does not count these up."""
+
+    @checkpointed
+    def f(x, c):
+        with checkpoint_scope():
+            torch._foreach_mul_([c], 0.5)
+        return x.logsumexp(0)
+
+    x, c = torch.ones(3, requires_grad=True), torch.ones(3)
+    y = f(x, c)
+    with pytest.raises(checkpointing.ChangedError):
+        y.backward()
+    assert c.tolist() == [0.5] * 3

@@ -8,7 +8,7 @@ import torch
 from oracle import NO_ROOM, PLANNED, REGIONS, REPLAY, RERUN, Table, leaves, noisy, python_calls
 from torch import nn
 
-from checkpointing import auto, checkpoint_scope
+from checkpointing import auto, checkpoint_scope, keep, opaque
 
 case = Table(leaves())
 pytestmark = NO_ROOM
@@ -70,31 +70,77 @@ norm("old_spectral_norm", lambda: nn.utils.spectral_norm(nn.Linear(6, 6)), (4, 6
 norm("fake_quantize", quantizer, (4, 6))
 
 
-@case(whole=True, make=leaves(lambda: nn.BatchNorm1d(6)), doors=REPLAY)
-def statistics_read_inside(region, x, y, m):
-    def f(x):
-        before = m.running_mean.clone()
-        h = m(x.sin())
-        return h * m.running_mean.clone() * before.exp() * m.running_var.clone()
+class Programs:
+    @case(whole=True, doors=REPLAY)
+    def lists_of_which_a_part_is_from_before(region, x, y):
+        """And a sparse tensor."""
+        before, mask = torch.ones(4, 6, dtype=x.dtype), torch.eye(4, dtype=x.dtype).to_sparse()
 
-    return region(f, x), region(f, y)
+        def f(x):
+            inside = before.exp()
+            torch._foreach_mul_([before, inside], [2.0, 3.0])
+            return (mask.detach().to_dense() @ (x * before.clone())).sin() * inside
 
+        return region(f, x), region(f, y), before
 
-@case
-def statistics_that_the_block_has_made(x, y):
-    mean, var = x.detach().mean(0), x.detach().var(0)
-    h = nn.functional.batch_norm(x.sin(), mean, var, training=True)
-    return (h * mean).exp() * y, h * var
+    @case(doors=REPLAY)
+    def kept_values_on_memory_that_is_written(x, y):
+        """They do not stand for what was there before; a view is read between two writes."""
+        h, z = x.detach() * 2, (x.detach() * 1).exp()
+        before, part = h.exp(), x[:2] + z[:2]
+        h[:2].mul_(3)
+        keep(h)
+        z.mul_(2)
+        keep(z)
+        z.add_(1)
+        return x * (before * h), (part + z[:2]).sin()
 
+    @case
+    def empty_filled_by_numpy_in_two_steps(x, y):
+        b = torch.empty(4, 6, dtype=x.dtype)
+        b[:2].numpy()[...] = 1.0
+        a = x[:2] * b[:2].clone()
+        b[2:].numpy()[...] = 2.0
+        return a.exp().sum() * (x * b)
 
-@case(whole=True, make=leaves(lambda: nn.BatchNorm1d(6)), doors=("scope", "replay", "planned"))
-def evaluation_before_training(region, x, y, m):
-    def f(x, y):
-        h = m.eval()(x.sin())
-        m.train()(y.detach() * 3)
-        return h
+    @case
+    def untagged_custom_random_op(x, y):
+        h = noisy(x.sin())
+        return h * h.exp() * torch.rand_like(x)
 
-    return region(f, x, y)
+    @case(whole=True, doors=REPLAY)
+    def a_state_that_is_written_after_a_backward_inside(region, x, y):
+        def f(x, state, create_graph):
+            h = (x * 1 + state).square()
+            (g,) = torch.autograd.grad(h.sum(), x, retain_graph=True, create_graph=create_graph)
+            state.add_(1)
+            return (h * g).square() + state
+
+        return [region(f, x, torch.ones_like(x), create_graph) for create_graph in (False, True)]
+
+    @case(whole=True, make=leaves(lambda: nn.BatchNorm1d(6)), doors=REPLAY)
+    def statistics_read_inside(region, x, y, m):
+        def f(x):
+            before = m.running_mean.clone()
+            h = m(x.sin())
+            return h * m.running_mean.clone() * before.exp() * m.running_var.clone()
+
+        return region(f, x), region(f, y)
+
+    @case
+    def statistics_that_the_block_has_made(x, y):
+        mean, var = x.detach().mean(0), x.detach().var(0)
+        h = nn.functional.batch_norm(x.sin(), mean, var, training=True)
+        return (h * mean).exp() * y, h * var
+
+    @case(whole=True, make=leaves(lambda: nn.BatchNorm1d(6)), doors=("scope", "replay", "planned"))
+    def evaluation_before_training(region, x, y, m):
+        def f(x, y):
+            h = m.eval()(x.sin())
+            m.train()(y.detach() * 3)
+            return h
+
+        return region(f, x, y)
 
 
 def test_statistics_of_an_evaluation_before_training_are_those_that_it_read():
@@ -132,60 +178,20 @@ def test_statistics_that_are_read_before_their_update_are_as_they_were(door, rea
         assert torch.equal(got, want)
 
 
-@case(whole=True, doors=REPLAY)
-def lists_of_which_a_part_is_from_before(region, x, y):
-    before = torch.ones(4, 6, dtype=x.dtype)
-
-    def f(x):
-        inside = before.exp()
-        torch._foreach_mul_([before, inside], [2.0, 3.0])
-        return (x * before.clone()).sin() * inside
-
-    return region(f, x), region(f, y), before
-
-
-@case
-def empty_filled_by_numpy_in_two_steps(x, y):
-    b = torch.empty(4, 6, dtype=x.dtype)
-    b[:2].numpy()[...] = 1.0
-    a = x[:2] * b[:2].clone()
-    b[2:].numpy()[...] = 2.0
-    return a.exp().sum() * (x * b)
-
-
-@case
-def untagged_custom_random_op(x, y):
-    h = noisy(x.sin())
-    return h * h.exp() * torch.rand_like(x)
-
-
 # The old spectral norm leaves its weight, with its graph, in the module, which a rerun calls again.
 test_writes, test_nothing_stays = case.tests(
     ("old_spectral_norm_many", "old_spectral_norm_evaluated")
 )
 
 
-def has_the_gradient_of_a_copy(function, policy):
-    """Whether a block that hands on a tensor as it is has the gradient of plain code that hands on
-    a copy."""
+def assert_has_the_gradient_of_a_copy(function, policy):
+    """A block that hands on a tensor as it is has the gradient of plain code that hands on a
+    copy."""
     x = torch.rand(12, requires_grad=True)
     (want,) = torch.autograd.grad(function(x, torch.clone), x)
     with checkpoint_scope(policy=policy):
         y = function(x, lambda h: h)
-    return torch.equal(torch.autograd.grad(y, x)[0], want)
-
-
-@pytest.mark.parametrize("policy", [None, PLANNED, auto(budget=10**6)], ids=str)
-def test_windows_of_one_storage_that_overlap(policy):
-    """One has been delivered before the next one is written."""
-
-    def function(x, before):
-        h = x.sin()
-        y = before(h).unfold(0, 6, 3)[:2].sin()
-        h.unfold(0, 6, 3)[2:3].mul_(3)
-        return y.sum() + (h * x).sum()
-
-    assert has_the_gradient_of_a_copy(function, policy)
+    assert torch.equal(torch.autograd.grad(y, x)[0], want)
 
 
 SPLITS = {
@@ -194,14 +200,14 @@ SPLITS = {
     "chunk, then a view of each": lambda h: [part.view(2, 3)[1] for part in h.chunk(2)],
     "unbind of a tensor that shows one row twice": lambda h: h[:6].expand(2, 6).unbind(),
     "unfold, then unbind": lambda h: h.unfold(0, 8, 4).unbind(),
-    "chunk, then as_strided beyond the end": lambda h: [
-        h.chunk(2)[0].as_strided((8,), (1,), 0),
-        h.chunk(2)[1],
-    ],
+    "unfold, then rows": lambda h: [h.unfold(0, 6, 3)[:2], h.unfold(0, 6, 3)[2:3]],
+    "as_strided beyond the end": lambda h: [h.chunk(2)[0].as_strided((8,), (1,), 0), h.chunk(2)[1]],
 }
+POLICIES = [None, auto(), PLANNED, auto(budget=100), auto(budget=10**6)]
+POLICY = pytest.mark.parametrize("policy", POLICIES, ids=str)
 
 
-@pytest.mark.parametrize("policy", [None, PLANNED, auto(budget=10**6)], ids=str)
+@POLICY
 @pytest.mark.parametrize("split", SPLITS.values(), ids=SPLITS)
 def test_a_part_that_has_been_delivered_stays_when_another_one_is_written(split, policy):
     def function(x, before):
@@ -212,7 +218,22 @@ def test_a_part_that_has_been_delivered_stays_when_another_one_is_written(split,
             second.mul_(3)
         return y.sum() + (h * x).sum()
 
-    assert has_the_gradient_of_a_copy(function, policy)
+    assert_has_the_gradient_of_a_copy(function, policy)
+
+
+@POLICY
+def test_what_is_saved_before_opaque_is_what_it_was(policy):
+    """Also where a policy only holds on to it, as long as there is room."""
+
+    def function(x, before):
+        n = torch.full((12,), 2.0)
+        y = x * before(n)
+        with opaque():
+            n.mul_(3)
+        return (y * n).sin().sum()
+
+    for _ in range(2):
+        assert_has_the_gradient_of_a_copy(function, policy)
 
 
 class Gives(torch.autograd.Function):
@@ -228,40 +249,20 @@ class Gives(torch.autograd.Function):
         return ctx.saved_tensors[0]
 
 
-@pytest.mark.parametrize("door", REPLAY)
-@pytest.mark.parametrize("create_graph", [False, True])
-def test_what_is_written_after_a_backward_inside_stays_as_it_was_read(door, create_graph):
-    def run(x, state):
-        y = (x * 1 + state).square()
-        (g,) = torch.autograd.grad(y.sum(), x, retain_graph=True, create_graph=create_graph)
-        state.add_(1)
-        return (y * g).square().sum() + state.sum()
-
-    def gradient(door):
-        x, state = torch.arange(4.0).requires_grad_(), torch.ones(4)
-        return torch.autograd.grad(REGIONS[door](run, x, state), x)[0]
-
-    assert torch.equal(gradient(door), gradient("plain"))
-
-
-@pytest.mark.parametrize("policy", [None, PLANNED], ids=str)
+@POLICY
 @pytest.mark.parametrize("create_graph", [False, True])
 def test_a_value_that_a_backward_inside_has_brought_back_outlives_a_write(create_graph, policy):
     """On its own memory it is what it was, when the memory that it had first is written."""
 
-    def function(x, copied):
+    def function(x, before):
         h = x.sin()
         again = h.detach().requires_grad_()
         (g,) = torch.autograd.grad(Gives.apply(again), again, create_graph=create_graph)
-        g = g.detach().clone() if copied else g.detach()
+        g = before(g.detach())
         h.mul_(3)
         return (x * g * (h + 1)).sum()
 
-    x = torch.rand(12, requires_grad=True)
-    (want,) = torch.autograd.grad(function(x, True), x)
-    with checkpoint_scope(policy=policy):
-        y = function(x, False)
-    assert torch.equal(torch.autograd.grad(y, x)[0], want)
+    assert_has_the_gradient_of_a_copy(function, policy)
 
 
 def test_a_loop_that_writes_columns_in_turn_takes_no_longer_at_its_end():
@@ -279,100 +280,49 @@ def test_a_loop_that_writes_columns_in_turn_takes_no_longer_at_its_end():
     assert calls(400) - calls(200) < 1.2 * (calls(300) - calls(100))
 
 
-def numbers():
-    return torch.linspace(0, 1, 16).view(4, 4).requires_grad_()
-
-
-def lerp_all(state):
-    torch._foreach_lerp_([state], [state * 2], 0.5)
-
-
 WRITES = {
     "add_": lambda state: state.add_(1),
     "foreach_add_": lambda state: torch._foreach_add_([state], 1.0),
-    "foreach_lerp_": lerp_all,
+    "foreach_lerp_": lambda state: torch._foreach_lerp_([state], [state * 2], 0.5),
 }
 
 
 @contextlib.contextmanager
-def in_hooks():
-    with torch.autograd.graph.save_on_cpu(), checkpoint_scope():  # an alias, on the CPU
+def both(outer, inner):
+    with outer(), inner():
         yield
 
 
-@contextlib.contextmanager
-def in_two():
-    with checkpoint_scope(), checkpoint_scope():
-        yield
+SCOPES = {
+    "scope": checkpoint_scope,
+    "pieces": lambda: checkpoint_scope(auto()),
+    "hooks": lambda: both(torch.autograd.graph.save_on_cpu, checkpoint_scope),
+    "two": lambda: both(checkpoint_scope, checkpoint_scope),
+}
 
 
-def of_state(region, write, turns=2):
-    """The gradient of what reads a state from outside, which is written after each read."""
-    x, state = numbers(), torch.ones(4, 4)
-    with region():
-        y = x
-        for _ in range(turns):
-            y = (y * state.clone()).square()
-            write(state)
-    y.sum().backward()
-    return x.grad, state
-
-
-@pytest.mark.parametrize("region", [checkpoint_scope, in_hooks, in_two])
+@pytest.mark.parametrize("inner", [contextlib.nullcontext, checkpoint_scope])
+@pytest.mark.parametrize("size", [16, 4096])
+@pytest.mark.parametrize("outer", SCOPES)
 @pytest.mark.parametrize("write", WRITES)
-def test_a_state_is_copied_before_it_is_written(region, write):
-    expected = of_state(contextlib.nullcontext, WRITES[write])
-    for _ in range(2):
-        assert all(map(torch.equal, of_state(region, WRITES[write]), expected))
+def test_a_state_is_copied_before_it_is_written(write, outer, size, inner):
+    """In whatever scope; in a block inside, which may not be the one that has read it."""
 
-
-@pytest.mark.parametrize("write", WRITES)
-def test_a_state_is_copied_in_pieces(write):
-    """Of another length in each step."""
-
-    def region():
-        return checkpoint_scope(auto())
-
-    for turns in (2, 4, 3, 5, 2, 6, 4, 7, 3, 5, 6, 2):
-        expected = of_state(contextlib.nullcontext, WRITES[write], turns)
-        assert all(map(torch.equal, of_state(region, WRITES[write], turns), expected))
-
-
-@pytest.mark.parametrize("write", WRITES)
-def test_a_state_that_earlier_pieces_have_read_is_copied_before_a_block_inside_writes_it(write):
-    def gradient(turns, region, inner):
-        x, state = torch.linspace(0, 1, 4096).requires_grad_(), torch.ones(4096)
-        with region():
+    def gradient(turns, outer, inner):
+        x, state = torch.linspace(0, 1, size).requires_grad_(), torch.ones(size)
+        with outer():
             y = x
             for turn in range(turns):
                 for _ in range(4):
-                    y = (y * state.clone()).sin().cos()
+                    y = (y * state.clone()).square().cos()
                 with inner():
                     y = y * 0.5
-                    if turn:
+                    if turn or size == 16:
                         WRITES[write](state)
                 for _ in range(3):
                     y = y.sin().cos()
-        y.sum().backward()
-        return x.grad
+        return torch.autograd.grad(y.sum(), x)[0], state
 
-    def pieces():
-        return checkpoint_scope(auto())
-
-    for turns in (2, 4, 3, 5, 2, 6, 4, 7, 3, 5):
-        expected = gradient(turns, contextlib.nullcontext, contextlib.nullcontext)
-        assert torch.equal(gradient(turns, pieces, checkpoint_scope), expected)
-
-
-def test_a_sparse_tensor_from_outside_is_read():
-    mask = torch.eye(4).to_sparse()
-
-    def gradient(region):
-        x = numbers()
-        with region():
-            y = (x.square() @ mask.detach().to_dense()).square()
-        y.sum().backward()
-        return x.grad
-
-    for _ in range(3):
-        assert torch.equal(gradient(checkpoint_scope), gradient(contextlib.nullcontext))
+    for turns in (2, 4, 3, 5, 2, 6, 4, 7, 3, 5, 6, 2):
+        want = gradient(turns, contextlib.nullcontext, contextlib.nullcontext)
+        assert all(map(torch.equal, gradient(turns, SCOPES[outer], inner), want))

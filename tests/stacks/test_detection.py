@@ -26,12 +26,8 @@ def mask2former():
 
 def masks():
     found = [(torch.rand(n, 32, 32) > 0.5).float() for n in (2, 1)]
-    classes = [torch.tensor([0, 1]), torch.tensor([2])]
-    return {
-        "pixel_values": torch.rand(2, 3, 32, 32),
-        "mask_labels": found,
-        "class_labels": classes,
-    }
+    labels = {"mask_labels": found, "class_labels": [torch.tensor([0, 1]), torch.tensor([2])]}
+    return {"pixel_values": torch.rand(2, 3, 32, 32), **labels}
 
 
 def detr(kind):

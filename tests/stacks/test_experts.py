@@ -8,7 +8,7 @@ import torch
 from noise import SEED, shaken
 from oracle import bits
 
-from checkpointing import auto, checkpoint_modules, checkpoint_scope, clear_programs, offload
+from checkpointing import auto, checkpoint_modules, checkpoint_scope, offload
 
 SIZES = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
 SIZES |= {"num_key_value_heads": 2, "num_experts_per_tok": 2, "intermediate_size": 16}
@@ -60,7 +60,6 @@ def steps(name, policy=None, regions=False, noise=True):
 @pytest.mark.parametrize("policy", DOORS.values(), ids=list(DOORS))
 @pytest.mark.parametrize("name", MODELS)
 def test_routes_are_never_chosen_again(name, policy):
-    clear_programs()
     want, right = steps(name)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*A budget of.*")

@@ -81,7 +81,6 @@ def batch(step=0):
 
 
 def samples():
-    """The first row of each of four batches."""
     return [{key: value[0] for key, value in batch(i).items()} for i in range(4)]
 
 
