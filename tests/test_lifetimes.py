@@ -7,7 +7,7 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
-from oracle import NO_ROOM, PLANNED, Canary, SavesItsOutput, Watching, apply, leaf
+from oracle import NO_ROOM, PLANNED, SavesItsOutput, Watching, apply, leaf
 
 from checkpointing import CheckpointError, checkpoint_scope, forward_only, is_recomputing, keep
 
@@ -53,7 +53,7 @@ REGIONS = {
 def test_a_graph_dies(word, early_stop, name):
     x, w = leaf(3, 3), leaf(3, 3)
     for backwards in (0, 1, 2):
-        canary = Canary()
+        canary = {0}
         dead = weakref.ref(canary)
         with Watching() as watching:
             region = lambda x, w, canary=canary: (canary, REGIONS[name](x, w))[1]  # noqa: E731
@@ -197,7 +197,7 @@ def test_an_error_of_the_recompute_dies_with_its_handler(fault):
     linear, x = torch.nn.Linear(3, 3), leaf(3)
     dead = []
     for _ in range(3):  # the first makes torch remember things of its own
-        canary = Canary()
+        canary = {0}
         dead.append(weakref.ref(canary))
         with Watching() as watching:
             y = apply("c", lambda x, canary=canary: FAULTS[fault](x, linear))(x)
