@@ -110,7 +110,7 @@ def _planned(model: Model, asked: Placement, others: int) -> Plan:
         plan = _laid_over(first)
         forward = max(first.forward)
         plan.peak = max(forward, _split_all(plan.groups, first, tried, forward))
-        if plan.peak <= best.peak * (_ABOUT if tried <= rest else _SURE):
+        if plan.peak <= best.peak:
             plan.nbytes, plan.exceeds = tried, tried > rest
             return plan
     plan = _laid_over(best)
@@ -207,4 +207,3 @@ def attach(plan: Plan, old: Plan | None) -> None:
 
 
 _MOST_HALVES = 6  # of what the least peak needs: smaller budgets have no room for a checkpoint
-_SURE, _ABOUT = 0.9, 1.1  # of the peak: the model is not exact
