@@ -22,8 +22,7 @@ from .._record import Placement, Program, Run, Step, tensors_of
 from .._replay import Replay
 from .._rerun import Moment
 from .api import disabled
-from .policy import bytes_of
-from .report import UNITS, size, unit_of
+from .sizes import bytes_of, size, unit_of
 
 
 class Row(NamedTuple):
@@ -60,8 +59,8 @@ class Forecast(NamedTuple):
         `plot`)."""
         import matplotlib.figure  # type: ignore[import-not-found, unused-ignore]
 
-        unit = unit_of(max(row.peak for row in self.rows))
-        places = {row.write: (row.peak / 1024**unit, row.recomputed) for row in self.rows}
+        unit, name = unit_of(max(row.peak for row in self.rows))
+        places = {row.write: (row.peak / unit, row.recomputed) for row in self.rows}
         # A curve through the peaks that are asked for, and a point for each other row.
         curve = [place for write, place in places.items() if write.startswith("auto(peak=")]
         labels = [("auto(peak=...)", curve[len(curve) // 2], BLUE)]
@@ -79,7 +78,7 @@ class Forecast(NamedTuple):
             axes.set(
                 xlim=0,
                 ylim=(None, 1.1),
-                xlabel=f"peak memory of a step ({UNITS[unit]})",
+                xlabel=f"peak memory of a step ({name})",
                 ylabel="recomputed FLOPs (1: a forward)",
             )
             figure.savefig(path)
@@ -263,10 +262,10 @@ def _likeness(blocks: list[Block], calls: list[Block]) -> float:
 
 def _rounded(nbytes: float) -> str:
     """The next larger number of bytes that has three digits."""
-    unit = unit_of(int(nbytes))
-    number = nbytes / 1024**unit
+    unit, name = unit_of(int(nbytes))
+    number = nbytes / unit
     step = 10.0 ** (math.floor(math.log10(number)) - 2)
-    return f"{math.ceil(number / step) * step:.4g} {UNITS[unit]}"
+    return f"{math.ceil(number / step) * step:.4g} {name}"
 
 
 _MOST_PEAKS = 10  # that are tried, each by the same factor larger than the one before

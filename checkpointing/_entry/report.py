@@ -9,11 +9,10 @@ in ranges named `recompute:<region>`.
 """
 
 import re
-import sys
 import traceback
-import weakref
 from collections.abc import Iterable
 from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -31,6 +30,7 @@ from .._engine import (
     user_line,
 )
 from .._replay import Replay
+from .sizes import size
 
 
 class TensorReport(NamedTuple):
@@ -108,19 +108,6 @@ def _sorted(tensors: Iterable[TensorReport]) -> tuple[TensorReport, ...]:
     return tuple(sorted(tensors, key=lambda tensor: -tensor.nbytes))
 
 
-def size(nbytes: int) -> str:
-    """A number of bytes, as text."""
-    unit = unit_of(nbytes)
-    return f"{nbytes / 1024**unit:.2f} {UNITS[unit]}"
-
-
-def unit_of(nbytes: int) -> int:
-    return min(max(nbytes.bit_length() - 1, 0) // 10, 3)
-
-
-UNITS = ("B", "KiB", "MiB", "GiB")
-
-
 def _short(line: str) -> str:
     return re.sub(r"^[^:]*/", "", line)  # no folders
 
@@ -156,11 +143,11 @@ def report(*outputs: Tensor) -> Report:
             raise TypeError(f"report takes tensors, such as a loss, not {output!r}")
     nodes = _torch.nodes_from([output.grad_fn for output in outputs], {None})
     parts = [saved for node in nodes for saved in _torch.saved_by(node)]
-    frames: dict[Frame, None] = {}
+    frames: list[Frame] = []
     for part in parts:
         packed = _packed(part)
         if isinstance(packed, Holder) and packed.frame not in frames:
-            frames[packed.frame] = None
+            frames.append(packed.frame)
             # Regions around it hold its inputs.
             parts += [holding.part for holding in packed.frame.holdings()]
     return report_of(frames)
@@ -168,27 +155,35 @@ def report(*outputs: Tensor) -> Report:
 
 def _packed(part: Any) -> Any:
     """A tensor that is saved or held, or the object that hooks have made of it."""
-    if isinstance(part, Held):
+    while isinstance(part, Held):
         part = part.packed
     return part.data if isinstance(part, _torch.SavedTensor) else part
 
 
 def report_of(frames: Iterable[Frame]) -> Report:
     """The report of these regions."""
-    regions = map(_region, frames)
-    return Report(tuple(sorted(regions, key=lambda r: -(r.bytes_saved or r.bytes_held))))
+    regions = sorted(map(region_of, frames), key=lambda r: -(r.bytes_saved or r.bytes_held))
+    return Report(tuple(regions))
 
 
-def _region(frame: Frame) -> RegionReport:
-    saved, held = _sorted(frame.notes or ()), _held_by(frame)
+def region_of(frame: Frame) -> RegionReport:
+    held: dict[Any, TensorReport] = {}
+    for kind, part, operator, note in frame.holdings():
+        packed = _packed(part)
+        if type(packed) is Moved:
+            kind, packed = "offloaded", packed.away
+        # A region around this one holds what is in its slots.
+        for tensor in tensors_in(packed)[:1]:
+            held |= _by_storage(kind, tensor, operator, *note)
+    saved = _sorted(frame.notes.values()) if frame.notes else ()
     return RegionReport(
         frame.name,
         described(frame.entered_from),
         frame.saved_bytes if frame.notes is None else _bytes_of(saved),
-        _bytes_of(held),
+        _bytes_of(held.values()),
         frame.replays,
         saved,
-        held,
+        _sorted(held.values()),
     )
 
 
@@ -196,23 +191,17 @@ def _bytes_of(tensors: Iterable[TensorReport]) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 
-def _held_by(frame: Frame) -> tuple[TensorReport, ...]:
-    """Each storage that a region holds, once. A region around it holds what is in its slots."""
-    found = {}
-    for kind, part, operator, note in frame.holdings():
-        packed = _packed(part)
-        if type(packed) is Moved:
-            kind, packed = "offloaded", packed.away
-        for tensor in tensors_in(packed)[:1]:
-            for plain in () if is_referenced(tensor) else _torch.plain_parts(tensor):
-                key = _torch.storage_of(plain) or id(plain)
-                found[key] = _described(kind, plain, operator, *note)
-    return _sorted(found.values())
-
-
-def _described(kind: str, tensor: Tensor, *about: str | None) -> TensorReport:
-    nbytes, shape = _torch.memory_size(tensor), tuple(_torch.shape_of(tensor))
-    return TensorReport(kind, nbytes, shape, tensor.dtype, *about)
+def _by_storage(kind: str, tensor: Tensor, *about: str | None) -> dict[Any, TensorReport]:
+    """The storages of a tensor that is not referenced, by weak references, which never equal those
+    of later ones."""
+    if is_referenced(root_of(tensor)):
+        return {}
+    return {
+        ref(part.untyped_storage() if _torch.has_storage(part) else part): TensorReport(
+            kind, _torch.memory_size(part), tuple(_torch.shape_of(part)), part.dtype, *about
+        )
+        for part in _torch.plain_parts(tensor)
+    }
 
 
 class Stats(NamedTuple):
@@ -245,8 +234,8 @@ class Stats(NamedTuple):
 
 def measure(frame: Replay) -> Stats:
     """The present numbers of a scope."""
-    tensors = _held_by(frame)
-    kept = _bytes_of(t for t in tensors if t.kind not in ("input", "random state"))
+    region = region_of(frame)
+    kept = _bytes_of(t for t in region.held if t.kind not in ("input", "random state"))
     recorded, cuts = frame.counts()
     placement = frame.run.store.placement
     return Stats(
@@ -254,7 +243,7 @@ def measure(frame: Replay) -> Stats:
         frame.replayed,
         frame.replays,
         frame.saved_bytes,
-        _bytes_of(tensors) - kept,
+        region.bytes_held - kept,
         kept,
         cuts,
         frame.plan.peak if frame.plan else 0,
@@ -262,27 +251,19 @@ def measure(frame: Replay) -> Stats:
     )
 
 
-class Notes(list[TensorReport]):
-    """The tensors that are saved in a region, each storage once."""
-
-    def __init__(self) -> None:
-        self._known: weakref.WeakSet[Any] = weakref.WeakSet()  # storages
+class Notes(dict[Any, TensorReport]):
+    """The tensors that are saved in a region, by storage."""
 
     def add(self, holder: Holder, tensor: Tensor) -> None:
         """Note a tensor of `holder.frame`."""
-        if is_referenced(root_of(tensor)):
-            return
-        about = holder.frame.maker(holder, tensor), *note()
-        for part in _torch.plain_parts(tensor):
-            storage = part.untyped_storage() if _torch.has_storage(part) else holder
-            if storage not in self._known:
-                self._known.add(storage)
-                self.append(_described("saved", part, *about))
+        maker = holder.frame.maker(holder, tensor)
+        for storage, found in _by_storage("saved", tensor, maker, *note()).items():
+            self.setdefault(storage, found)
 
 
 def note() -> tuple[str | None, str | None]:
     """Where an operator runs: the module, by its name in the outermost one, and the user's line."""
-    frames = traceback.walk_stack(sys._getframe(1))
+    frames = traceback.walk_stack(None)
     modules = [f.f_locals["self"] for f, _ in frames if f.f_code is _torch.module_call_code]
     if not modules:
         return None, user_line()
