@@ -10,7 +10,6 @@ device type among the arguments is forked, `ctx.saved_tensors` may be read twice
 per thread and context.
 """
 
-import sys
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
@@ -26,7 +25,7 @@ from torch.utils.checkpoint import noop_context_fn as noop_context_fn
 from typing_extensions import Unpack
 
 from . import _torch
-from ._engine import entered_from, warn
+from ._engine import warn
 from ._entry import (
     CheckpointedObject,
     CheckpointFunction as CheckpointFunction,
@@ -252,8 +251,7 @@ def _rerun(function: Any, args: Any, kwargs: Any, options: Keywords) -> Any:
     rng = options["preserve_rng_state"]
     ours = Options("rerun", True, rng, early_stop, _CHECKS[check], debug=debug)
     name = getattr(function, "__qualname__", type(function).__qualname__)
-    line = entered_from(sys._getframe(1))
-    return run_rerun(function, args, kwargs, name, line, ours, contexts, "torch.utils.checkpoint")
+    return run_rerun(function, args, kwargs, name, ours, contexts, "torch.utils.checkpoint")
 
 
 def _selective(mode: TorchDispatchMode, respect: bool | None) -> AbstractContextManager[Any]:

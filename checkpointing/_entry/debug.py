@@ -1,6 +1,5 @@
 """The logs of `debug=True`: the operators of forward and recompute, shown in errors."""
 
-from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -14,7 +13,7 @@ class OpLog(TorchDispatchMode):
     """A log of operators, each with the lines of user code that led to it."""
 
     supports_higher_order_operators = True
-    _lines: Sequence[Any] = ()
+    _lines: list[Any] = []  # noqa: RUF012  # before it is entered
 
     def __enter__(self) -> Any:
         self._lines = []  # without those of the recompute before this one
@@ -23,7 +22,7 @@ class OpLog(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         line = [f"{func}({_text([*args, *kwargs.values()])[1:-1]})", stack_of_user()]
-        self._lines += (line,)  # the operator may raise
+        self._lines.append(line)  # the operator may raise
         result = func(*args, **kwargs)
         line[0] = f"{_text(result)} = {line[0]}"
         return result

@@ -93,7 +93,7 @@ def checkpoint_modules(
 
 def _refuse_unsuitable(name: str, module: nn.Module) -> None:
     described = f"{name or 'the model itself'} ({type(module).__qualname__})"
-    if _api.is_in_region(module.forward):
+    if _is_region(inspect.unwrap(module.forward, stop=_is_region)):
         raise ValueError(
             f"checkpoint_modules: {described} runs in a region already. Call remove() on the "
             "handle of the earlier call, remove `checkpointed` from its class or its forward, or "
@@ -105,6 +105,10 @@ def _refuse_unsuitable(name: str, module: nn.Module) -> None:
             f"checkpoint_modules can't wrap {described}: it has no method `forward` in Python."
         )
     _api.refuse_generators("checkpoint_modules", module)
+
+
+def _is_region(function: Any) -> bool:
+    return getattr(function, "enters_region", False)
 
 
 def _as_function(select: Select) -> Picks:

@@ -29,7 +29,6 @@ from .._engine import (
     tensors_in,
     user_line,
 )
-from .._replay import Replay
 from .sizes import size
 
 
@@ -179,16 +178,12 @@ def region_of(frame: Frame) -> RegionReport:
     return RegionReport(
         frame.name,
         described(frame.entered_from),
-        frame.saved_bytes if frame.notes is None else _bytes_of(saved),
-        _bytes_of(held.values()),
+        frame.saved_bytes if frame.notes is None else sum(tensor.nbytes for tensor in saved),
+        sum(tensor.nbytes for tensor in held.values()),
         frame.replays,
         saved,
         _sorted(held.values()),
     )
-
-
-def _bytes_of(tensors: Iterable[TensorReport]) -> int:
-    return sum(tensor.nbytes for tensor in tensors)
 
 
 def _by_storage(kind: str, tensor: Tensor, *about: str | None) -> dict[Any, TensorReport]:
@@ -202,53 +197,6 @@ def _by_storage(kind: str, tensor: Tensor, *about: str | None) -> dict[Any, Tens
         )
         for part in _torch.plain_parts(tensor)
     }
-
-
-class Stats(NamedTuple):
-    """A scope in numbers, at the moment of the question. Bytes are sizes of whole storages.
-
-    Attributes:
-        ops_recorded: operators of the block, without views and those that return no tensors.
-        ops_replayed: operators that were run again so far.
-        replays: windows that were replayed so far.
-        bytes_saved: the memory that plain autograd would hold for backward, without parameters.
-        bytes_held: held now for recompute: inputs of the block and states of random generators.
-        bytes_kept: held now because of `keep`, a policy, or a choice that is never made again.
-        cuts: positions among the recorded operators. Every value that is needed there is kept, so
-            no recompute crosses a cut.
-        peak_predicted: the most memory that forward and backward of the block need according to the
-            plan of `auto()`, with gradients; 0 without `auto()` and while the block runs.
-        peak_asked: that of `auto(peak=...)`, in bytes; else None.
-    """
-
-    ops_recorded: int = 0
-    ops_replayed: int = 0
-    replays: int = 0
-    bytes_saved: int = 0
-    bytes_held: int = 0
-    bytes_kept: int = 0
-    cuts: tuple[int, ...] = ()
-    peak_predicted: int = 0
-    peak_asked: int | None = None
-
-
-def measure(frame: Replay) -> Stats:
-    """The present numbers of a scope."""
-    region = region_of(frame)
-    kept = _bytes_of(t for t in region.held if t.kind not in ("input", "random state"))
-    recorded, cuts = frame.counts()
-    placement = frame.run.store.placement
-    return Stats(
-        recorded,
-        frame.replayed,
-        frame.replays,
-        frame.saved_bytes,
-        region.bytes_held - kept,
-        kept,
-        cuts,
-        frame.plan.peak if frame.plan else 0,
-        placement and placement.peak,
-    )
 
 
 class Notes(dict[Any, TensorReport]):
