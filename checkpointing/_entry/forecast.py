@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from .. import _torch
-from .._engine import Generators, aside, entered_from, root_of, unpack
+from .._engine import Generators, entered_from, root_of, unpack
 from .._plan import Block, Cost, Outlook
 from .._record import Placement, Program, Run, Step, tensors_of
 from .._replay import Replay
@@ -60,21 +60,16 @@ class Forecast(NamedTuple):
         import matplotlib.figure  # type: ignore[import-not-found, unused-ignore]
 
         unit, name = unit_of(max(row.peak for row in self.rows))
-        places = {row.write: (row.peak / unit, row.recomputed) for row in self.rows}
-        # A curve through the peaks that are asked for, and a point for each other row.
-        curve = [place for write, place in places.items() if write.startswith("auto(peak=")]
-        labels = [("auto(peak=...)", curve[len(curve) // 2], BLUE)]
+        lines: dict[str, list[tuple[float, float]]] = defaultdict(list)
+        for row in self.rows:
+            label = "auto(peak=...)" if row.write.startswith("auto(peak=") else row.write
+            lines[label].append((row.peak / unit, row.recomputed))
         with matplotlib.rc_context(STYLE):
             figure = matplotlib.figure.Figure(figsize=(8, 4), layout="constrained")
             axes = figure.subplots()
-            axes.plot(*zip(*curve, strict=True), "o-", color=BLUE)
-            for write, place in places.items():
-                if place not in curve:
-                    colour = {"plain": BLACK, "auto()": BLUE}.get(write, ORANGE)
-                    axes.plot(*place, "s", color=colour)
-                    labels.append((write, place, colour))
-            for text, place, colour in labels:
-                axes.annotate(text, place, xytext=(6, 6), textcoords="offset points", color=colour)
+            for label, places in lines.items():
+                axes.plot(*zip(*places, strict=True), "o-", label=label)
+            axes.legend()
             axes.set(
                 xlim=0,
                 ylim=(None, 1.1),
@@ -84,8 +79,13 @@ class Forecast(NamedTuple):
             figure.savefig(path)
 
 
-STYLE: dict[str, Any] = {"svg.fonttype": "none", "svg.hashsalt": "", "font.size": 9}
-BLACK, ORANGE, BLUE = "black", "#d55e00", "#0072b2"  # for colour-blind readers, too
+STYLE: dict[str, Any] = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "",
+    "font.size": 9,
+    # For colour-blind readers, too.
+    "axes.prop_cycle": "cycler(color=['black', '#0072b2', '#d55e00', '#009e73'])",
+}
 
 
 class _Rehearsal(Run):
@@ -94,10 +94,10 @@ class _Rehearsal(Run):
     def __init__(self) -> None:
         super().__init__(Program(), None, True, None)
         self.store.placement = Placement(None)
-        self.moments: dict[int, Moment] = {}  # by storage
-        self.bases: list[Tensor] = []  # of what is written, without a graph before
+        # By storage, before it was written: the base of the tensor, whether it required grad, and
+        # its values.
+        self.moments: dict[int, tuple[Tensor, bool, Moment]] = {}
         self.buffers: dict[nn.Module, dict[str, Any]] = {}
-        self.weights: list[tuple[Tensor, Tensor]] = []  # with their data
         self.calls: dict[str, list[Block]] = defaultdict(list)  # by class of module
         self._open: list[int] = []
 
@@ -109,12 +109,8 @@ class _Rehearsal(Run):
                 f"forecast: hooks around {type(module).__qualname__}, such as those of torch's own "
                 "checkpoint, hide what autograd saves. Switch them off first."
             )
-        if module in self.buffers:
-            return
-        for each in module.modules():
+        for each in () if module in self.buffers else module.modules():
             self.buffers[each] = dict(_torch.buffers_of_module(each)[0])
-        with aside():
-            self.weights += [(p, p.data) for p in module.parameters()]
 
     def has_called_module(self, module: nn.Module, args: Any, result: Any) -> None:
         calls, begin = self.calls[type(module).__qualname__], self._open.pop()
@@ -129,12 +125,10 @@ class _Rehearsal(Run):
                 written += tensors_of([args[place] for place in step.info.statistics])
             for tensor in written:
                 storage = _torch.storage_id(tensor)
-                base = root_of(tensor)
-                if not base.requires_grad:
-                    self.bases.append(base)
                 if storage not in self.moments:
+                    base = root_of(tensor)
                     whole = _torch.bytes_of(tensor) if _torch.has_storage(tensor) else tensor
-                    self.moments[storage] = Moment([tensor], [whole])
+                    self.moments[storage] = base, base.requires_grad, Moment([tensor], [whole])
         super()._before_write(step, args, kwargs)
 
 
@@ -151,14 +145,10 @@ def _put_back(run: _Rehearsal) -> Iterator[None]:
     finally:
         for hook in hooks:
             hook.remove()
-        for base in run.bases:
-            if base.requires_grad:
+        for base, required_grad, moment in run.moments.values():
+            if base.requires_grad and not required_grad:
                 base.detach_()
-        for moment in run.moments.values():
             moment.go_back()
-        for parameter, data in run.weights:
-            if _torch.storage_id(parameter) != _torch.storage_id(data):
-                parameter.data = data
         for module, buffers in run.buffers.items():
             _torch.buffers_of_module(module)[0].update(buffers)
         for state in reversed(run.store.random.values()):
