@@ -15,14 +15,13 @@ from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from functools import partial
 from types import MethodType
-from typing import Any, ParamSpec, TypedDict, TypeVar, overload
+from typing import Any, TypeVar, overload
 
 import torch
 import torch.utils.checkpoint as _theirs
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import noop_context_fn as noop_context_fn
-from typing_extensions import Unpack
 
 from . import _torch
 from ._engine import warn
@@ -46,7 +45,7 @@ Contexts = tuple[
 ]  # of the forward and of the recompute
 Switch = ContextVar[bool | None]
 ContextFn = Callable[[], Contexts]
-P = ParamSpec("P")
+F = TypeVar("F", bound=Callable[..., Any])
 R = TypeVar("R")
 
 __all__ = _theirs.__all__
@@ -54,8 +53,6 @@ __all__ = _theirs.__all__
 
 def __getattr__(name: str) -> Any:
     """Names that are not defined here are torch's: other code imports private ones, too."""
-    if name.startswith("__"):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(_theirs, name)
 
 
@@ -99,24 +96,10 @@ def _switch(ours: Switch, theirs: str, argument: bool) -> bool:
     return argument
 
 
-class Keywords(TypedDict, total=False):
-    """The keywords of `checkpoint`, which documents them."""
-
-    use_reentrant: bool | None
-    preserve_rng_state: bool
-    context_fn: ContextFn
-    determinism_check: str
-    debug: bool
-    early_stop: bool
-    respect_saved_tensors_hooks: bool | None
-
-
 @overload
 def checkpoint(function: Callable[..., R], *args: Any, **kwargs: Any) -> R: ...
 @overload
-def checkpoint(
-    function: None = None, **options: Unpack[Keywords]
-) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
+def checkpoint(function: None = None, **options: Any) -> Callable[[F], F]: ...
 def checkpoint(
     function: Callable[..., Any] | None = None,
     *args: Any,
@@ -163,7 +146,7 @@ def checkpoint(
         >>> x = torch.randn(3, requires_grad=True)
         >>> checkpoint(lambda x: x.sin().cos(), x, use_reentrant=False).sum().backward()
     """
-    options: Keywords = {
+    options = {
         "use_reentrant": use_reentrant,
         "preserve_rng_state": bool(preserve_rng_state),
         "context_fn": context_fn,
@@ -183,27 +166,34 @@ def _refuse_keywords(given: dict[str, Any]) -> None:
         raise ValueError("Unexpected keyword arguments: " + ",".join(given))
 
 
-def _decorated(function: Callable[..., Any], options: Keywords) -> Any:
+def _decorated(function: Callable[..., Any], options: Any) -> Any:
     if isinstance(function, MethodType):  # which would be pickled by its name
         return CheckpointedObject(function, _checkpoint, options)
     return wrap(function, _checkpoint, options)
 
 
-_DEFAULTS: dict[str, Any] = checkpoint.__kwdefaults__  # type: ignore[assignment]
-_CHECKS: dict[str, Any] = {"default": "metadata", "none": "none"}
+_DEFAULTS: Any = checkpoint.__kwdefaults__
+_CHECKS: Any = {"default": "metadata", "none": "none"}
 
 
-def _checkpoint(options: Keywords, function: Any, args: Any, kwargs: Any, name: str = "") -> Any:
+def _checkpoint(options: Any, function: Any, args: Any, kwargs: Any, name: str = "") -> Any:
+    # The compiler looks at the arguments that a call names: leave the defaults out.
+    given = {key: value for key, value in options.items() if value is not _DEFAULTS[key]}
     if torch.compiler.is_dynamo_compiling() or _torch.is_tracing():
-        # The compiler looks at the arguments that a call names: leave the defaults out.
-        named = _given(options)
         # New in 2.14, and of no effect here: kept tensors are in the graph, where no hook sees
         # them.
-        named.pop("respect_saved_tensors_hooks", None)
-        return _their_checkpoint(function, *args, **named, **kwargs)
-    threat = "calling checkpoint without use_reentrant will raise an exception."
-    if _chooses_reentrant(options["use_reentrant"], "", threat):
-        return _reentrant(function, args, kwargs, options)
+        given.pop("respect_saved_tensors_hooks", None)
+        return _their_checkpoint(function, *args, **given, **kwargs)
+    if _chooses_reentrant(options["use_reentrant"], ""):
+        _refuse_keywords(kwargs)
+        if given.keys() & {"context_fn", "debug", "respect_saved_tensors_hooks"}:
+            raise ValueError(
+                "Passing `context_fn`, `debug`, or `respect_saved_tensors_hooks` is only supported "
+                "when use_reentrant=False."
+            )
+        return CheckpointFunction.apply(  # type: ignore[no-untyped-call]
+            function, options["preserve_rng_state"], *args
+        )
     was_up = not options["preserve_rng_state"] or _torch.accelerator_is_up()
     result = _rerun(function, args, kwargs, options)
     if not was_up and _torch.accelerator_is_up():
@@ -215,25 +205,9 @@ def _checkpoint(options: Keywords, function: Any, args: Any, kwargs: Any, name: 
     return result
 
 
-def _given(options: Keywords) -> dict[str, Any]:
-    """The options that are not the defaults."""
-    return {name: value for name, value in options.items() if value is not _DEFAULTS[name]}
-
-
-def _reentrant(function: Any, args: Any, kwargs: Any, options: Keywords) -> Any:
-    _refuse_keywords(kwargs)
-    if _given(options).keys() & {"context_fn", "debug", "respect_saved_tensors_hooks"}:
-        raise ValueError(
-            "Passing `context_fn`, `debug`, or `respect_saved_tensors_hooks` is only supported "
-            "when use_reentrant=False."
-        )
-    return CheckpointFunction.apply(  # type: ignore[no-untyped-call]
-        function, options["preserve_rng_state"], *args
-    )
-
-
-def _rerun(function: Any, args: Any, kwargs: Any, options: Keywords) -> Any:
+def _rerun(function: Any, args: Any, kwargs: Any, options: Any) -> Any:
     context_fn, check = options["context_fn"], options["determinism_check"]
+    contexts = None
     debug = _switch(_debug, "_checkpoint_debug_enabled", options["debug"])
     if debug and context_fn is not noop_context_fn:
         raise ValueError("debug=True is incompatible with non-default context_fn")
@@ -241,7 +215,6 @@ def _rerun(function: Any, args: Any, kwargs: Any, options: Keywords) -> Any:
         raise ValueError(f"determinism_check should be one of {list(_CHECKS)}, but got {check}")
     if is_plain():
         return function(*args, **kwargs)
-    contexts = None
     if context_fn is not noop_context_fn:
         forward, recompute = context_fn()
         if isinstance(forward, _torch.SelectiveForward):
@@ -267,13 +240,14 @@ def _selective(mode: TorchDispatchMode, respect: bool | None) -> AbstractContext
     return mode
 
 
-def _chooses_reentrant(given: bool | None, name: str, threat: str) -> bool:
+def _chooses_reentrant(given: bool | None, name: str) -> bool:
     if given is None:
         warn(
             f"torch.utils.checkpoint{name}: the use_reentrant parameter should be passed "
-            f"explicitly. In a future release, {threat} use_reentrant=False is recommended, but if "
-            "you need to preserve the current default behavior, you can pass use_reentrant=True. "
-            "Refer to docs for more details on the differences between the two variants."
+            "explicitly. In a future release, leaving it out will raise an exception. "
+            "use_reentrant=False is recommended, but if you need to preserve the current default "
+            "behavior, you can pass use_reentrant=True. Refer to docs for more details on the "
+            "differences between the two variants."
         )
     return given is None or given  # which torch converts as late as possible
 
@@ -307,8 +281,7 @@ def checkpoint_sequential(
         >>> x = torch.randn(2, 4, requires_grad=True)
         >>> y = checkpoint_sequential(layers, 3, x, use_reentrant=False)
     """
-    threat = "we will raise an exception if use_reentrant is not passed."
-    use_reentrant = _chooses_reentrant(use_reentrant, ".checkpoint_sequential", threat)
+    use_reentrant = _chooses_reentrant(use_reentrant, ".checkpoint_sequential")
     preserve_rng_state = kwargs.pop("preserve_rng_state", True)
     _refuse_keywords(kwargs)
     if isinstance(functions, nn.Sequential):

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.utils.checkpoint import detach_variable
 
 from .. import _torch, errors
-from .._engine import Region, Undo, thread, undo_all, warn
-from .._rerun import Call, Inputs, PreserveRngState, contents_of
+from .._engine import Region, Undo, tensors_in, thread, undo_all, warn
+from .._rerun import Call, PreserveRngState
 
 
 def _trains(value: Any) -> bool:
@@ -105,17 +105,15 @@ def run(
             "backend takes positional arguments only; use backend='rerun'."
         )
     if not any(map(_trains, args)):
-        found = Inputs()
-        for value in (function, *args):
-            found.capture(value)
-        variables = [contents_of(cell) for cell in getattr(function, "__closure__", None) or ()]
-        parameters = [p for module in found.modules for p in module.parameters()]
-        if any(map(_trains, (*parameters, *variables))):
+        result = function(*args)  # in grad mode, which shows whether it uses parameters that train
+        if any(map(_trains, tensors_in(result))):
             raise errors.CheckpointError(
                 f"region '{name}': none of the inputs requires grad, so the reentrant backend "
                 "would give the parameters that the function uses no gradients. Use "
                 "backend='rerun', or call requires_grad_() on an input."
             )
+        check_backward_validity(args)
+        return result
     return CheckpointFunction.apply(  # type: ignore[no-untyped-call]
         function, preserve_rng_state, *args
     )
