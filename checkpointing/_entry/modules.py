@@ -28,8 +28,7 @@ from typing_extensions import Self, Unpack
 from .. import errors
 from . import api as _api
 
-Picks = Callable[[str, nn.Module], bool]
-Select = Union[type, str, Picks, Sequence["Select"]]  # noqa: UP007
+Select = Union[type, str, Callable[[str, nn.Module], bool], Sequence["Select"]]  # noqa: UP007
 
 
 def checkpoint_modules(
@@ -79,10 +78,9 @@ def checkpoint_modules(
     if not isinstance(model, nn.Module):
         raise TypeError(f"checkpoint_modules takes a module, not {model!r}")
     chosen = _api.options_of("checkpoint_modules", options)
-    picks = _as_function(select)
     picked: dict[nn.Module, str] = {}
     for name, module in model.named_modules(remove_duplicate=False):
-        if _is_called(module) and picks(name, module):
+        if _is_called(module) and _picks(select, name, module):
             picked.setdefault(module, name)
     if not picked:
         raise ValueError(_nothing_picked(model, select))
@@ -99,8 +97,7 @@ def _refuse_unsuitable(name: str, module: nn.Module) -> None:
             "handle of the earlier call, remove `checkpointed` from its class or its forward, or "
             "select other modules."
         )
-    is_static = isinstance(inspect.getattr_static(type(module), "forward"), staticmethod)
-    if is_static or not inspect.isroutine(getattr(type(module), "forward", None)):
+    if not inspect.isfunction(inspect.getattr_static(type(module), "forward")):
         raise TypeError(
             f"checkpoint_modules can't wrap {described}: it has no method `forward` in Python."
         )
@@ -111,18 +108,18 @@ def _is_region(function: Any) -> bool:
     return getattr(function, "enters_region", False)
 
 
-def _as_function(select: Select) -> Picks:
+def _picks(select: Any, name: str, module: nn.Module) -> Any:
     if isinstance(select, type):
-        return lambda _, module: isinstance(module, select)
+        return isinstance(module, select)
     if isinstance(select, str):
         # With as many dots as the name has, a `*` matches none of them.
-        dots = select.count(".")
-        return lambda name, _: name != "" and name.count(".") == dots and fnmatchcase(name, select)
+        if name.count(".") != select.count("."):
+            return False
+        return name != "" and fnmatchcase(name, select)
     if isinstance(select, tuple | list):
-        functions = [_as_function(part) for part in select]
-        return lambda name, module: any(picks(name, module) for picks in functions)
+        return any(_picks(part, name, module) for part in select)
     if callable(select) and not isinstance(select, nn.Module):
-        return select
+        return select(name, module)
     raise TypeError(
         "checkpoint_modules: select is a class, a pattern of names, a function of name and module, "
         f"or a tuple or list of these, not {type(select).__qualname__}"
@@ -154,11 +151,10 @@ class CheckpointedModules:
 
     def __init__(self, picked: dict[nn.Module, str], options: _api.Options) -> None:
         self.names = tuple(picked.values())
-        self._forwards = {
-            module: _Forward(module, name, options) for module, name in picked.items()
-        }
-        for module, forward in self._forwards.items():
-            module.__dict__["forward"] = forward
+        self._forwards = {}
+        for module, name in picked.items():
+            forward = _Forward(module, name, options)
+            self._forwards[module] = module.__dict__["forward"] = forward
 
     def remove(self) -> None:
         """Restore the `forward` of the modules. Regions that wait for backward still recompute. A
@@ -166,7 +162,7 @@ class CheckpointedModules:
         for module, forward in self._forwards.items():
             forward.options = forward.options._replace(enabled=False)  # a wrapper may still call it
             if module.__dict__.get("forward") is forward:
-                del module.__dict__["forward"]
+                del module.forward
                 if forward.own is not None:
                     module.__dict__["forward"] = forward.own
         self._forwards = {}
