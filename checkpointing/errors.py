@@ -4,12 +4,11 @@ A message names the problem, the region with the line where it was entered, and 
 catches `torch.utils.checkpoint.CheckpointError` catches these, too.
 """
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
 from torch.utils.checkpoint import CheckpointError as _TorchCheckpointError
-
-__all__ = ["ChangedError", "CheckpointError", "MismatchError"]
 
 
 class CheckpointError(_TorchCheckpointError):
@@ -82,14 +81,14 @@ def too_many(frame: Any, saved: int, line: str) -> MismatchError:
 def different_metadata(
     frame: Any, op: str, mismatches: Sequence[Mismatch], shown: int
 ) -> MismatchError:
-    rows = "".join(
-        f"tensor at position {slot}:\n"
-        f"saved metadata: {_readable(saved)}\n"
-        f"recomputed metadata: {_readable(recomputed)}\n({details})\n"
-        for slot, saved, recomputed, details in mismatches[:shown]
-    )
-    if len(mismatches) > shown:
-        others = [slot for slot, *_ in mismatches[shown:]]
+    rows = ""
+    for slot, saved, recomputed, details in mismatches[:shown]:
+        rows += (
+            f"tensor at position {slot}:\n"
+            f"saved metadata: {_readable(saved)}\n"
+            f"recomputed metadata: {_readable(recomputed)}\n({details})\n"
+        )
+    if others := [slot for slot, *_ in mismatches[shown:]]:
         rows += f"So do {len(others)} more, in slots {others}.\n"
     if any(map(_is_decision, mismatches)):
         rows += f"{_DECIDED}\n"
@@ -101,9 +100,7 @@ def different_metadata(
 
 
 def is_about_sizes(error: BaseException) -> bool:
-    return type(error) is RuntimeError and any(
-        word in str(error) for word in ("size", "Size", "shape")
-    )
+    return type(error) is RuntimeError and bool(re.search("[Ss]ize|shape", str(error)))
 
 
 def other_sizes(frame: Any) -> MismatchError:
@@ -154,9 +151,8 @@ def other_shapes(
     frame: object, op: str, line: str | None, was: list[Any], now: list[Any]
 ) -> MismatchError:
     then, again = [", ".join(str([*shape]) for shape in shapes) for shapes in (was, now)]
-    if line is None:
-        reason = "it depends on more than its arguments"
-    else:
+    reason = "it depends on more than its arguments"
+    if line is not None:
         reason = f"a kernel before it is not deterministic\n(called from {line})"
     return MismatchError(
         f"{frame}: {op} returned shapes {then} in the forward, but {again} in "

@@ -40,11 +40,8 @@ from .errors import CheckpointError as CheckpointError
 # Bound here, since users replace torch's names by ours (`torch.utils.checkpoint.checkpoint = ...`).
 _their_checkpoint = _theirs.checkpoint
 
-Contexts = tuple[
-    AbstractContextManager[Any], AbstractContextManager[Any]
-]  # of the forward and of the recompute
 Switch = ContextVar[bool | None]
-ContextFn = Callable[[], Contexts]
+ContextFn = Callable[[], Any]  # returns the contexts of the forward and of the recompute
 F = TypeVar("F", bound=Callable[..., Any])
 R = TypeVar("R")
 
@@ -169,7 +166,7 @@ def _refuse_keywords(given: dict[str, Any]) -> None:
 def _decorated(function: Callable[..., Any], options: Any) -> Any:
     if isinstance(function, MethodType):  # which would be pickled by its name
         return CheckpointedObject(function, _checkpoint, options)
-    return wrap(function, _checkpoint, options)
+    return wrap("checkpoint", function, _checkpoint, options)
 
 
 _DEFAULTS: Any = checkpoint.__kwdefaults__

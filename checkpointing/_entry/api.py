@@ -171,20 +171,16 @@ def forward_only(fn: F, /) -> F:
         >>> means
         [1.0]
     """
-    if isinstance(fn, staticmethod | classmethod):
-        return type(fn)(forward_only(fn.__func__))
-    if isinstance(fn, type) or not callable(fn):
+    if isinstance(fn, type):
         raise TypeError(f"forward_only wraps functions, methods and callable objects, not {fn!r}")
-    refuse_generators("forward_only", fn)
+    return wrap("forward_only", fn, _once, None)  # type: ignore[no-any-return]
 
-    # A callable object has attributes of its own that must not be copied onto the wrapper.
-    @wraps(fn, updated=("__dict__",) if inspect.isroutine(fn) else ())
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if is_dynamo_compiling() or thread.region is None:
-            return fn(*args, **kwargs)
-        return thread.region.once(fn, args, kwargs)
 
-    return wrapper  # type: ignore[return-value]
+def _once(options: Any, fn: Any, args: Any, kwargs: Any, name: str) -> Any:
+    """Call a function, unless this is a recompute, which has its result."""
+    if is_dynamo_compiling() or thread.region is None:
+        return fn(*args, **kwargs)
+    return thread.region.once(fn, args, kwargs)
 
 
 def is_plain(enabled: bool = True) -> bool:
@@ -200,18 +196,16 @@ def is_plain(enabled: bool = True) -> bool:
     # are batches, which end with it.
     if _torch.hooks_are_enabled() and _torch.innermost_transform() is None:
         return False
-    _warn_about_transforms()
-    return True
-
-
-@cache
-def _warn_about_transforms() -> None:
-    warn(
+    _warn_once(
         "checkpointing: a torch.func transform (grad, vjp, jacrev, vmap, ...) is taken over a "
         "region, or saved-tensors hooks are disabled for another reason. Regions run as plain code "
         "and save no memory. Take gradients with torch.autograd.grad; inside a region vmap, jvp "
         "and jacfwd work, too. This is said once."
     )
+    return True
+
+
+_warn_once = cache(warn)
 
 
 # ---- functions
@@ -282,7 +276,7 @@ def checkpointed(fn: Any = None, /, **options: Unpack[Given]) -> Any:
     Source of the method: Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost";
     saved-tensors hooks as in `torch.utils.checkpoint.checkpoint(use_reentrant=False)`.
     """
-    decorate = partial(wrap, run=run, options=options_of("checkpointed", options))
+    decorate = partial(wrap, "checkpointed", run=run, options=options_of("checkpointed", options))
     return decorate if fn is None else decorate(fn)
 
 
@@ -323,32 +317,37 @@ def options_of(entry: str, given: Any, *its_own: Any) -> Options:
                 "backend='reentrant' saves no tensors that could be checked or logged: leave "
                 "determinism_check, debug and report out"
             )
-        _reentrant.warn_once()
+        _warn_once(
+            "backend='reentrant' is deprecated: backend='rerun', the default, supports more and is "
+            "faster. Leave backend out.",
+            FutureWarning,
+        )
     return options._replace(backend=backend, policy=policy, report=is_noted)
 
 
-def wrap(fn: Any, run: Callable[..., Any], options: Any, name: str = "") -> Any:
-    """A callable that calls `run(options, fn, args, kwargs, name)`."""
+def wrap(entry: str, fn: Any, run: Callable[..., Any], options: Any, name: str = "") -> Any:
+    """A callable that calls `run(options, fn, args, kwargs, name)`, in a region if it has
+    options."""
     if isinstance(fn, staticmethod | classmethod):
-        return type(fn)(wrap(fn.__func__, run, options))
+        return type(fn)(wrap(entry, fn.__func__, run, options))
     if isinstance(fn, type):
         if not issubclass(fn, nn.Module):
             reason = "is no nn.Module"
         elif fn.__module__.partition(".")[0] == "torch":
             reason = "is torch's own: derive from it"
         else:
-            fn.forward = wrap(fn.forward, run, options, fn.__qualname__)
+            fn.forward = wrap(entry, fn.forward, run, options, fn.__qualname__)
             return fn
         raise TypeError(
-            f"checkpointed can't wrap the class {fn.__name__}: it {reason}, or decorate a method."
+            f"{entry} can't wrap the class {fn.__name__}: it {reason}, or decorate a method."
         )
     if not callable(fn):
         raise TypeError(
-            f"checkpointed wraps functions, methods, modules and callable objects, not {fn!r}"
+            f"{entry} wraps functions, methods, modules and callable objects, not {fn!r}"
         )
-    refuse_generators("checkpointed", fn)
+    refuse_generators(entry, fn)
     if isinstance(fn, MethodType):
-        return MethodType(wrap(fn.__func__, run, options), fn.__self__)
+        return MethodType(wrap(entry, fn.__func__, run, options), fn.__self__)
     if not inspect.isroutine(fn):
         return CheckpointedObject(fn, run, options)
     name = name or fn.__qualname__
@@ -357,7 +356,7 @@ def wrap(fn: Any, run: Callable[..., Any], options: Any, name: str = "") -> Any:
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         return run(options, fn, args, kwargs, name)
 
-    vars(wrapper)["enters_region"] = True
+    vars(wrapper)["enters_region"] = options is not None
     return wrapper
 
 

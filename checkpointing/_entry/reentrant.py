@@ -6,7 +6,6 @@ grad. Everything else is an error. Random state, ambient state and module buffer
 the rest of the library.
 """
 
-import functools
 from collections.abc import Iterable
 from typing import Any
 
@@ -116,14 +115,4 @@ def run(
         return result
     return CheckpointFunction.apply(  # type: ignore[no-untyped-call]
         function, preserve_rng_state, *args
-    )
-
-
-@functools.cache
-def warn_once() -> None:
-    """Warn once per process that the backend is deprecated."""
-    warn(
-        "backend='reentrant' is deprecated: backend='rerun', the default, supports more and is "
-        "faster. Leave backend out.",
-        FutureWarning,
     )
