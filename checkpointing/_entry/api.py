@@ -331,16 +331,13 @@ def wrap(entry: str, fn: Any, run: Callable[..., Any], options: Any, name: str =
     if isinstance(fn, staticmethod | classmethod):
         return type(fn)(wrap(entry, fn.__func__, run, options))
     if isinstance(fn, type):
-        if not issubclass(fn, nn.Module):
-            reason = "is no nn.Module"
-        elif fn.__module__.partition(".")[0] == "torch":
-            reason = "is torch's own: derive from it"
-        else:
-            fn.forward = wrap(entry, fn.forward, run, options, fn.__qualname__)
-            return fn
-        raise TypeError(
-            f"{entry} can't wrap the class {fn.__name__}: it {reason}, or decorate a method."
-        )
+        if not issubclass(fn, nn.Module) or fn.__module__.partition(".")[0] == "torch":
+            raise TypeError(
+                f"{entry} can't wrap the class {fn.__name__}: it is torch's own, or no nn.Module. "
+                "Derive a module from it, or decorate a method."
+            )
+        fn.forward = wrap(entry, fn.forward, run, options, fn.__qualname__)
+        return fn
     if not callable(fn):
         raise TypeError(
             f"{entry} wraps functions, methods, modules and callable objects, not {fn!r}"

@@ -64,28 +64,18 @@ class Forecast(NamedTuple):
         for row in self.rows:
             label = "auto(peak=...)" if row.write.startswith("auto(peak=") else row.write
             lines[label].append((row.peak / unit, row.recomputed))
-        with matplotlib.rc_context(STYLE):
-            figure = matplotlib.figure.Figure(figsize=(8, 4), layout="constrained")
-            axes = figure.subplots()
-            for label, places in lines.items():
-                axes.plot(*zip(*places, strict=True), "o-", label=label)
-            axes.legend()
-            axes.set(
-                xlim=0,
-                ylim=(None, 1.1),
-                xlabel=f"peak memory of a step ({name})",
-                ylabel="recomputed FLOPs (1: a forward)",
-            )
-            figure.savefig(path)
-
-
-STYLE: dict[str, Any] = {
-    "svg.fonttype": "none",
-    "svg.hashsalt": "",
-    "font.size": 9,
-    # For colour-blind readers, too.
-    "axes.prop_cycle": "cycler(color=['black', '#0072b2', '#d55e00', '#009e73'])",
-}
+        figure = matplotlib.figure.Figure(figsize=(8, 4), layout="constrained")
+        axes = figure.subplots()
+        for label, places in lines.items():
+            axes.plot(*zip(*places, strict=True), "o-", label=label)
+        axes.legend()
+        axes.set(
+            xlim=0,
+            ylim=(None, 1.1),
+            xlabel=f"peak memory of a step ({name})",
+            ylabel="recomputed FLOPs (1: a forward)",
+        )
+        figure.savefig(path)
 
 
 class _Rehearsal(Run):

@@ -64,8 +64,9 @@ def _run_backward(outputs: Any, grads: Any) -> None:
         raise errors.CheckpointError(
             "none of output has requires_grad=True, this checkpoint() is not necessary"
         )
+    trained, gradients = zip(*pairs, strict=True)
     try:
-        torch.autograd.backward([output for output, _ in pairs], [grad for _, grad in pairs])
+        torch.autograd.backward(trained, gradients)
     except RuntimeError as error:
         if "mark a variable ready only once" not in str(error):
             raise
@@ -84,8 +85,7 @@ def _rerun(call: Call, count: int) -> tuple[Any, Any]:
     thread.depth += 1
     try:
         function, args, kwargs, cells = call.restored(name)
-        first = args[: len(args) - count]
-        inputs = detach_variable(tuple(args[len(first) :]))
+        first, inputs = args[:-count], detach_variable(tuple(args[-count:]))
         outputs = call.go_back(name, cells, undo).run(function, *first, *inputs, **kwargs)
     finally:
         undo_all(undo)
