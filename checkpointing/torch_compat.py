@@ -154,7 +154,7 @@ def checkpoint(
     }
     if function is None and not args:
         _refuse_keywords(kwargs)
-        return partial(_decorated, options=options)
+        return partial(_decorated, partial(_checkpoint, options))
     return _checkpoint(options, function, args, kwargs)
 
 
@@ -163,10 +163,10 @@ def _refuse_keywords(given: dict[str, Any]) -> None:
         raise ValueError("Unexpected keyword arguments: " + ",".join(given))
 
 
-def _decorated(function: Callable[..., Any], options: Any) -> Any:
+def _decorated(run: Callable[..., Any], function: Callable[..., Any]) -> Any:
     if isinstance(function, MethodType):  # which would be pickled by its name
-        return CheckpointedObject(function, _checkpoint, options)
-    return wrap("checkpoint", function, _checkpoint, options)
+        return CheckpointedObject(function, run)
+    return wrap("checkpoint", function, run)
 
 
 _DEFAULTS: Any = checkpoint.__kwdefaults__

@@ -173,10 +173,10 @@ def forward_only(fn: F, /) -> F:
     """
     if isinstance(fn, type):
         raise TypeError(f"forward_only wraps functions, methods and callable objects, not {fn!r}")
-    return wrap("forward_only", fn, _once, None)  # type: ignore[no-any-return]
+    return wrap("forward_only", fn, _once)  # type: ignore[no-any-return]
 
 
-def _once(options: Any, fn: Any, args: Any, kwargs: Any, name: str) -> Any:
+def _once(fn: Any, args: Any, kwargs: Any, name: str) -> Any:
     """Call a function, unless this is a recompute, which has its result."""
     if is_dynamo_compiling() or thread.region is None:
         return fn(*args, **kwargs)
@@ -276,7 +276,8 @@ def checkpointed(fn: Any = None, /, **options: Unpack[Given]) -> Any:
     Source of the method: Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost";
     saved-tensors hooks as in `torch.utils.checkpoint.checkpoint(use_reentrant=False)`.
     """
-    decorate = partial(wrap, "checkpointed", run=run, options=options_of("checkpointed", options))
+    its_run = partial(run, options_of("checkpointed", options))
+    decorate = partial(wrap, "checkpointed", run=its_run)
     return decorate if fn is None else decorate(fn)
 
 
@@ -325,18 +326,17 @@ def options_of(entry: str, given: Any, *its_own: Any) -> Options:
     return options._replace(backend=backend, policy=policy, report=is_noted)
 
 
-def wrap(entry: str, fn: Any, run: Callable[..., Any], options: Any, name: str = "") -> Any:
-    """A callable that calls `run(options, fn, args, kwargs, name)`, in a region if it has
-    options."""
+def wrap(entry: str, fn: Any, run: Callable[..., Any], name: str = "") -> Any:
+    """A callable that calls `run(fn, args, kwargs, name)`."""
     if isinstance(fn, staticmethod | classmethod):
-        return type(fn)(wrap(entry, fn.__func__, run, options))
+        return type(fn)(wrap(entry, fn.__func__, run))
     if isinstance(fn, type):
         if not issubclass(fn, nn.Module) or fn.__module__.partition(".")[0] == "torch":
             raise TypeError(
                 f"{entry} can't wrap the class {fn.__name__}: it is torch's own, or no nn.Module. "
                 "Derive a module from it, or decorate a method."
             )
-        fn.forward = wrap(entry, fn.forward, run, options, fn.__qualname__)
+        fn.forward = wrap(entry, fn.forward, run, fn.__qualname__)
         return fn
     if not callable(fn):
         raise TypeError(
@@ -344,32 +344,30 @@ def wrap(entry: str, fn: Any, run: Callable[..., Any], options: Any, name: str =
         )
     refuse_generators(entry, fn)
     if isinstance(fn, MethodType):
-        return MethodType(wrap(entry, fn.__func__, run, options), fn.__self__)
+        return MethodType(wrap(entry, fn.__func__, run), fn.__self__)
     if not inspect.isroutine(fn):
-        return CheckpointedObject(fn, run, options)
+        return CheckpointedObject(fn, run)
     name = name or fn.__qualname__
 
     @wraps(fn)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        return run(options, fn, args, kwargs, name)
+        return run(fn, args, kwargs, name)
 
-    vars(wrapper)["enters_region"] = options is not None
+    vars(wrapper)["enters_region"] = run is not _once
     return wrapper
 
 
 class CheckpointedObject:
     """A callable object, run in regions. It is copied and pickled with that object."""
 
-    def __init__(self, fn: Any, run: Callable[..., Any], options: Any) -> None:
-        self.__wrapped__, self.run, self.options = fn, run, options
+    enters_region = True
 
-    @property
-    def enters_region(self) -> Any:
-        return self.options.enabled
+    def __init__(self, fn: Any, run: Callable[..., Any]) -> None:
+        self.__wrapped__, self.run = fn, run
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         fn = self.__wrapped__
-        return self.run(self.options, fn, args, kwargs, type(fn).__qualname__)
+        return self.run(fn, args, kwargs, type(fn).__qualname__)
 
 
 def refuse_generators(entry: str, fn: Any) -> None:

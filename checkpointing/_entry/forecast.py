@@ -59,7 +59,7 @@ class Forecast(NamedTuple):
         `plot`)."""
         import matplotlib.figure  # type: ignore[import-not-found, unused-ignore]
 
-        unit, name = unit_of(max(row.peak for row in self.rows))
+        unit, name = unit_of(self.rows[0].peak)
         lines: dict[str, list[tuple[float, float]]] = defaultdict(list)
         for row in self.rows:
             label = "auto(peak=...)" if row.write.startswith("auto(peak=") else row.write
@@ -126,15 +126,13 @@ class _Rehearsal(Run):
 def _put_back(run: _Rehearsal) -> Iterator[None]:
     """Afterwards, generators, buffers and memory from outside are as they were."""
     generators = Generators(True, (), (), True)
-    hooks = [
-        register_module_forward_pre_hook(run.calls_module),
-        register_module_forward_hook(run.has_called_module, always_call=True),
-    ]
     try:
-        yield
+        with (
+            register_module_forward_pre_hook(run.calls_module),
+            register_module_forward_hook(run.has_called_module, always_call=True),
+        ):
+            yield
     finally:
-        for hook in hooks:
-            hook.remove()
         for base, required_grad, moment in run.moments.values():
             if base.requires_grad and not required_grad:
                 base.detach_()
@@ -211,9 +209,9 @@ def _rows(outlook: Outlook, calls: dict[str, list[Block]]) -> list[Row]:
         costs[f'auto(peak="{text}")'] = cost = outlook.planned(bytes_of("peak", text))
         if not cost.recomputed:
             break
-    rows: dict[tuple[int, float], Row] = {}  # that differ by something
-    for write, cost in costs.items():
-        rows.setdefault((cost.peak, cost.recomputed), Row(write, *cost))
+    rows = {  # that differ by something: the first of those that don't
+        (cost.peak, cost.recomputed): Row(write, *cost) for write, cost in reversed(costs.items())
+    }
     return sorted(rows.values(), key=lambda row: (-row.peak, row.recomputed))
 
 

@@ -160,7 +160,9 @@ class CheckpointedModules:
         """Restore the `forward` of the modules. Regions that wait for backward still recompute. A
         second call does nothing."""
         for module, forward in self._forwards.items():
-            forward.options = forward.options._replace(enabled=False)  # a wrapper may still call it
+            # A wrapper may still call it.
+            forward.options = forward.options._replace(enabled=False)
+            forward.enters_region = False
             if module.__dict__.get("forward") is forward:
                 del module.forward
                 if forward.own is not None:
