@@ -163,7 +163,7 @@ def _refuse_keywords(given: dict[str, Any]) -> None:
         raise ValueError("Unexpected keyword arguments: " + ",".join(given))
 
 
-def _decorated(run: Callable[..., Any], function: Callable[..., Any]) -> Any:
+def _decorated(run: Any, function: Any) -> Any:
     if isinstance(function, MethodType):  # which would be pickled by its name
         return CheckpointedObject(function, run)
     return wrap("checkpoint", function, run)
@@ -300,7 +300,7 @@ def checkpoint_sequential(
     return _run_in_turn(steps[last:], input)
 
 
-def _run_in_turn(steps: list[Callable[..., Any]], value: Any) -> Any:
+def _run_in_turn(steps: list[Any], value: Any) -> Any:
     for step in steps:
         value = step(value)
     return value

@@ -77,9 +77,8 @@ class Given(GivenToScope, total=False):
     policy: Any
 
 
-_CALLED_BY_USERS = {f"{__package__}.{name}" for name in ("api", "policy", "reentrant")}
 for _name, _module in [*sys.modules.items()]:
-    if _name.startswith(__package__.removesuffix("entry")) and _name not in _CALLED_BY_USERS:
+    if _name.startswith(__package__.removesuffix("entry")) and _name != __name__:
         _torch.keep_dynamo_out(_module)  # hooks run it
 
 _disabled = ContextVar("checkpointing.disabled", default=False)
@@ -326,7 +325,7 @@ def options_of(entry: str, given: Any, *its_own: Any) -> Options:
     return options._replace(backend=backend, policy=policy, report=is_noted)
 
 
-def wrap(entry: str, fn: Any, run: Callable[..., Any], name: str = "") -> Any:
+def wrap(entry: str, fn: Any, run: Any, name: str = "") -> Any:
     """A callable that calls `run(fn, args, kwargs, name)`."""
     if isinstance(fn, staticmethod | classmethod):
         return type(fn)(wrap(entry, fn.__func__, run))
@@ -362,7 +361,7 @@ class CheckpointedObject:
 
     enters_region = True
 
-    def __init__(self, fn: Any, run: Callable[..., Any]) -> None:
+    def __init__(self, fn: Any, run: Any) -> None:
         self.__wrapped__, self.run = fn, run
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -60,7 +60,7 @@ class Forecast(NamedTuple):
         import matplotlib.figure  # type: ignore[import-not-found, unused-ignore]
 
         unit, name = unit_of(self.rows[0].peak)
-        lines: dict[str, list[tuple[float, float]]] = defaultdict(list)
+        lines: dict[str, Any] = defaultdict(list)
         for row in self.rows:
             label = "auto(peak=...)" if row.write.startswith("auto(peak=") else row.write
             lines[label].append((row.peak / unit, row.recomputed))

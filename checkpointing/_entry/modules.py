@@ -201,14 +201,14 @@ class _Forward(_api.CheckpointedObject):
         return _api.run(self.options, self._forward_of(module), args, kwargs, "")
 
     @property
-    def __wrapped__(self) -> Callable[..., Any]:
+    def __wrapped__(self) -> Any:
         return self._forward_of(self._module())
 
-    def _forward_of(self, module: nn.Module | None) -> Callable[..., Any]:
+    def _forward_of(self, module: nn.Module | None) -> Any:
         assert module is not None  # the caller of its forward holds it
         if self.own is not None:
-            return self.own  # type: ignore[no-any-return]
-        return type(module).forward.__get__(module)  # type: ignore[no-any-return]
+            return self.own
+        return type(module).forward.__get__(module)
 
     def __getstate__(self) -> Any:
         return self._module(), self.own, self.options

@@ -9,7 +9,7 @@ recompute it, or to keep it elsewhere. `as_policy` turns everything that a user 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -139,8 +139,8 @@ def tag(x: T, name: str) -> T:
 
 # ---- policies
 
-# Operators or names, or a function to ask about operators; and the answer for what is kept.
-Choice = tuple[Any, Answer]
+# Each: operators or names, or a function to ask about operators; and the answer for what is kept.
+Choices = tuple[tuple[Any, Answer], ...]
 
 
 @dataclass(frozen=True)
@@ -149,15 +149,15 @@ class Policy:
 
     text: str
     # The first choice that keeps a value decides.
-    of_ops: tuple[Choice, ...] = ()
-    of_tags: tuple[Choice, ...] = ()
+    of_ops: Choices = ()
+    of_tags: Choices = ()
     # Whether checkpoints are planned, and within which bounds.
     placement: Placement | None = None
     # The destinations of values about which it is not asked.
     places: Places = Places()  # noqa: RUF009  # it is immutable
 
     @property
-    def on_op(self) -> Callable[..., Answer] | None:
+    def on_op(self) -> Any:
         """Decides about the result of an operator. None: never asked."""
         return partial(_decide, self.of_ops) if self.of_ops else None
 
@@ -175,7 +175,7 @@ class Policy:
         return _either(as_policy(other), self)
 
 
-def _decide(choices: tuple[Choice, ...], asked: Any, *about: Any) -> Answer:
+def _decide(choices: Choices, asked: Any, *about: Any) -> Answer:
     for chosen, answer in choices:
         found = asked in chosen if type(chosen) is frozenset else _ask(chosen, asked, *about)
         if found:
@@ -183,7 +183,7 @@ def _decide(choices: tuple[Choice, ...], asked: Any, *about: Any) -> Answer:
     return False
 
 
-def _ask(function: Callable[..., Any], op: Any, args: Any, kwargs: Any, result: Any) -> Answer:
+def _ask(function: Any, op: Any, args: Any, kwargs: Any, result: Any) -> Answer:
     """The answer of a function as torch's selective checkpointing takes it."""
     context = SelectiveCheckpointContext(is_recompute=False, op_output=result)
     try:
@@ -345,14 +345,15 @@ def auto(*, budget: int | str | None = None, peak: int | str | None = None) -> P
     Source of the method: Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost"; values
     kept beside the checkpoints as in Jain et al. 2020, "Checkmate", by a greedy rule.
     """
-    given = {"budget": budget, "peak": peak}
-    bounds = {name: bytes_of(name, bound) for name, bound in given.items() if bound is not None}
-    if len(bounds) > 1:
+    if budget is not None and peak is not None:
         raise ValueError("auto() takes a budget or a peak, not both")
-    text = "".join(f"{name}={bound}" for name, bound in bounds.items())
-    return Policy(
-        f"auto({text})", placement=Placement(bounds.get("budget"), peak=bounds.get("peak"))
-    )
+    if budget is not None:
+        nbytes = bytes_of("budget", budget)
+        return Policy(f"auto(budget={nbytes})", placement=Placement(nbytes))
+    if peak is not None:
+        nbytes = bytes_of("peak", peak)
+        return Policy(f"auto(peak={nbytes})", placement=Placement(None, peak=nbytes))
+    return Policy("auto()", placement=Placement(None))
 
 
 def offload(
@@ -412,7 +413,7 @@ def offload(
     if inner.text:
         text.insert(0, inner.text)
 
-    def elsewhere(choices: tuple[Choice, ...]) -> tuple[Choice, ...]:
+    def elsewhere(choices: Choices) -> Choices:
         return tuple((chosen, there if answer is True else answer) for chosen, answer in choices)
 
     return Policy(
