@@ -20,7 +20,6 @@ from typing import Any, TypeVar, overload
 import torch
 import torch.utils.checkpoint as _theirs
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import noop_context_fn as noop_context_fn
 
 from . import _torch
@@ -191,8 +190,21 @@ def _checkpoint(options: Any, function: Any, args: Any, kwargs: Any, name: str =
         return CheckpointFunction.apply(  # type: ignore[no-untyped-call]
             function, options["preserve_rng_state"], *args
         )
-    was_up = not options["preserve_rng_state"] or _torch.accelerator_is_up()
-    result = _rerun(function, args, kwargs, options)
+    context_fn, check = options["context_fn"], options["determinism_check"]
+    debug = _switch(_debug, "_checkpoint_debug_enabled", options["debug"])
+    if debug and context_fn is not noop_context_fn:
+        raise ValueError("debug=True is incompatible with non-default context_fn")
+    if check not in _CHECKS:
+        raise ValueError(f"determinism_check should be one of {list(_CHECKS)}, but got {check}")
+    if is_plain():
+        return function(*args, **kwargs)
+    contexts = _contexts(context_fn, options["respect_saved_tensors_hooks"])
+    early_stop = _switch(_early_stop, "_enable_checkpoint_early_stop", options["early_stop"])
+    rng = options["preserve_rng_state"]
+    ours = Options("rerun", True, rng, early_stop, _CHECKS[check], debug=debug)
+    name = getattr(function, "__qualname__", type(function).__qualname__)
+    was_up = not rng or _torch.accelerator_is_up()
+    result = run_rerun(function, args, kwargs, name, ours, contexts, "torch.utils.checkpoint")
     if not was_up and _torch.accelerator_is_up():
         raise RuntimeError(
             "PyTorch's device state was initialized in the forward pass of a Checkpoint, which is "
@@ -202,39 +214,22 @@ def _checkpoint(options: Any, function: Any, args: Any, kwargs: Any, name: str =
     return result
 
 
-def _rerun(function: Any, args: Any, kwargs: Any, options: Any) -> Any:
-    context_fn, check = options["context_fn"], options["determinism_check"]
-    contexts = None
-    debug = _switch(_debug, "_checkpoint_debug_enabled", options["debug"])
-    if debug and context_fn is not noop_context_fn:
-        raise ValueError("debug=True is incompatible with non-default context_fn")
-    if check not in _CHECKS:
-        raise ValueError(f"determinism_check should be one of {list(_CHECKS)}, but got {check}")
-    if is_plain():
-        return function(*args, **kwargs)
-    if context_fn is not noop_context_fn:
-        forward, recompute = context_fn()
-        if isinstance(forward, _torch.SelectiveForward):
-            forward = _selective(forward, options["respect_saved_tensors_hooks"])
-        contexts = forward, recompute
-    early_stop = _switch(_early_stop, "_enable_checkpoint_early_stop", options["early_stop"])
-    rng = options["preserve_rng_state"]
-    ours = Options("rerun", True, rng, early_stop, _CHECKS[check], debug=debug)
-    name = getattr(function, "__qualname__", type(function).__qualname__)
-    return run_rerun(function, args, kwargs, name, ours, contexts, "torch.utils.checkpoint")
-
-
-def _selective(mode: TorchDispatchMode, respect: bool | None) -> AbstractContextManager[Any]:
-    """The mode of torch's selective checkpointing in a forward, with its handling of hooks."""
-    if hasattr(mode, "respect_saved_tensors_hooks"):  # since 2.14
-        mode.respect_saved_tensors_hooks = respect
-        return _torch.shows_users_hooks(mode)
+def _contexts(context_fn: ContextFn, respect: bool | None) -> Any:
+    """The contexts of forward and recompute, if there are any."""
+    if context_fn is noop_context_fn:
+        return None
+    forward, recompute = context_fn()
+    if not isinstance(forward, _torch.SelectiveForward):
+        return forward, recompute
+    if hasattr(forward, "respect_saved_tensors_hooks"):  # since 2.14
+        forward.respect_saved_tensors_hooks = respect
+        return _torch.shows_users_hooks(forward), recompute
     if respect:
         raise ValueError(
             "respect_saved_tensors_hooks=True needs torch 2.14: here, selective checkpointing "
             "ignores them"
         )
-    return mode
+    return forward, recompute
 
 
 def _chooses_reentrant(given: bool | None, name: str) -> bool:

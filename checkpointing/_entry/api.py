@@ -289,8 +289,9 @@ def options_of(entry: str, given: Any, *its_own: Any) -> Options:
         ValueError: for options that contradict each other.
     """
     known = Options._fields[len(its_own) :]
-    if unknown := [name for name in given if name not in known]:
-        raise TypeError(f"{entry} has no option {unknown[0]!r}, only {', '.join(known)}")
+    for name in given:
+        if name not in known:
+            raise TypeError(f"{entry} has no option {name!r}, only {', '.join(known)}")
     options = Options(*its_own, **given)
     policy, check = as_policy(options.policy), options.determinism_check
     backend = options.backend or ("rerun" if policy is None else "replay")
