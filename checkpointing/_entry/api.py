@@ -414,9 +414,16 @@ def run_rerun(
 ) -> Any:
     """Run a region whose function is called again in backward. `contexts` are one for the forward
     and one for the rerun; messages begin with `prefix`."""
-    rng, check = options.preserve_rng_state, check_of(options.determinism_check)
-    line = entered_from(sys._getframe(1))
-    frame = Rerun(fn, args, kwargs, rng, name, line, options.early_stop, check)
+    frame = Rerun(
+        fn,
+        args,
+        kwargs,
+        options.preserve_rng_state,
+        name,
+        entered_from(sys._getframe()),
+        options.early_stop,
+        check_of(options.determinism_check),
+    )
     frame.prefix = prefix
     if _is_noted(options):
         frame.is_noted, frame.notes = True, Notes()
@@ -444,7 +451,8 @@ def _is_noted(options: Options) -> bool:
 def _run_replay(fn: Any, args: Any, kwargs: Any, name: str, options: Options) -> Any:
     if is_plain(options.enabled):
         return fn(*args, **kwargs)
-    with _Block(name, options, fn):
+    # All calls share a program, wherever they are.
+    with _Block(name, options, (getattr(fn, "__code__", type(fn)), 0)):
         return fn(*args, **kwargs)
 
 
@@ -462,12 +470,12 @@ _torch.leave_eager(_run_replay, _RECORDS)
 class _Block:
     """One recorded region, entered and left."""
 
-    def __init__(self, name: str, options: Options, fn: Any = None) -> None:
+    def __init__(self, name: str, options: Options, site: Any = None) -> None:
         policy, rng, hooks = options.policy, options.preserve_rng_state, _torch.enclosing_hooks()
         placement = policy and policy.placement
         is_noted = _is_noted(options)
-        line = entered_from(sys._getframe(1))
-        code, instruction = line if fn is None else (getattr(fn, "__code__", type(fn)), 0)
+        line = entered_from(sys._getframe())
+        code, instruction = site or line
         by_construction = options.determinism_check == "metadata"
         check = None if by_construction else check_of(options.determinism_check)
         asked = placement, rng, hooks is None, is_noted, options.debug, check is None

@@ -221,21 +221,21 @@ def _by_hand(outlook: Outlook, calls: dict[str, list[Block]]) -> dict[str, Cost]
     blocks = outlook.repeats()
     if not blocks:
         return {}
-    name = max(calls, key=lambda name: _likeness(blocks, calls[name]), default="")
+
+    def likeness(name: str) -> float:
+        """How well the calls of a class cover the blocks: 1 at most for each."""
+        return sum(
+            max(
+                max(0, min(end, last) - max(begin, first)) / (max(end, last) - min(begin, first))
+                for first, last in calls[name]
+            )
+            for begin, end in blocks
+        )
+
+    name = max(calls, key=likeness, default="")
     if len(calls[name]) < 2:
         return {"a checkpoint around each block": outlook.by_hand(blocks)}
     return {f"checkpoint_modules(model, {name})": outlook.by_hand(calls[name])}
-
-
-def _likeness(blocks: list[Block], calls: list[Block]) -> float:
-    """How well these calls cover the blocks: 1 at most for each."""
-    return sum(
-        max(
-            max(0, min(end, last) - max(begin, first)) / (max(end, last) - min(begin, first))
-            for first, last in calls
-        )
-        for begin, end in blocks
-    )
 
 
 def _rounded(nbytes: float) -> str:

@@ -26,13 +26,13 @@ from torch.compiler import is_dynamo_compiling
 from typing_extensions import Self, Unpack
 
 from .. import errors
-from . import api as _api
+from .api import CheckpointedObject, Given, Options, options_of, refuse_generators, run
 
 Select = Union[type, str, Callable[[str, nn.Module], bool], Sequence["Select"]]  # noqa: UP007
 
 
 def checkpoint_modules(
-    model: nn.Module, select: Select, /, **options: Unpack[_api.Given]
+    model: nn.Module, select: Select, /, **options: Unpack[Given]
 ) -> CheckpointedModules:
     """Recompute the activations of selected modules of a model, in place.
 
@@ -77,7 +77,7 @@ def checkpoint_modules(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"checkpoint_modules takes a module, not {model!r}")
-    chosen = _api.options_of("checkpoint_modules", options)
+    chosen = options_of("checkpoint_modules", options)
     picked: dict[nn.Module, str] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         if _is_called(module) and _picks(select, name, module):
@@ -101,7 +101,7 @@ def _refuse_unsuitable(name: str, module: nn.Module) -> None:
         raise TypeError(
             f"checkpoint_modules can't wrap {described}: it has no method `forward` in Python."
         )
-    _api.refuse_generators("checkpoint_modules", module)
+    refuse_generators("checkpoint_modules", module)
 
 
 def _is_region(function: Any) -> bool:
@@ -149,7 +149,7 @@ def _nothing_picked(model: nn.Module, select: Select) -> str:
 class CheckpointedModules:
     """The handle that `checkpoint_modules` returns."""
 
-    def __init__(self, picked: dict[nn.Module, str], options: _api.Options) -> None:
+    def __init__(self, picked: dict[nn.Module, str], options: Options) -> None:
         self.names = tuple(picked.values())
         self._forwards = {}
         for module, name in picked.items():
@@ -183,10 +183,10 @@ class CheckpointedModules:
         return f"{type(self).__name__}{self.names}"
 
 
-class _Forward(_api.CheckpointedObject):
+class _Forward(CheckpointedObject):
     """The `forward` of one module, in regions."""
 
-    def __init__(self, module: nn.Module, name: str, options: _api.Options) -> None:
+    def __init__(self, module: nn.Module, name: str, options: Options) -> None:
         self._module = weakref.ref(module)
         self.own = module.__dict__.get("forward")  # from accelerate's hooks, or a compiler
         self.options = options._replace(name=options.name or name or type(module).__qualname__)
@@ -198,7 +198,7 @@ class _Forward(_api.CheckpointedObject):
             # A shallow copy (of `copy.copy`, or of the package `higher`) has this object, too.
             if isinstance(caller, nn.Module) and vars(caller).get("forward") is self:
                 module = caller
-        return _api.run(self.options, self._forward_of(module), args, kwargs, "")
+        return run(self.options, self._forward_of(module), args, kwargs, "")
 
     @property
     def __wrapped__(self) -> Any:

@@ -54,27 +54,23 @@ class CheckpointFunction(torch.autograd.Function):
         inputs, outputs = _rerun(ctx.call, len(ctx.needs_input_grad) - 2)
         if not _torch.keeps_graph():
             ctx.call = None
-        _run_backward(outputs, grads)
+        pairs = [pair for pair in zip(outputs, grads, strict=True) if _trains(pair[0])]
+        if not pairs:
+            raise errors.CheckpointError(
+                "none of output has requires_grad=True, this checkpoint() is not necessary"
+            )
+        trained, gradients = zip(*pairs, strict=True)
+        try:
+            torch.autograd.backward(trained, gradients)
+        except RuntimeError as error:
+            if "mark a variable ready only once" not in str(error):
+                raise
+            raise errors.CheckpointError(
+                "DistributedDataParallel met a parameter twice, because the reentrant backend runs "
+                "a backward inside the backward. Use backend='rerun' (use_reentrant=False), which "
+                f"does not. It said: {str(error).split('. ')[0]}."
+            ) from error
         return None, None, *[v.grad if isinstance(v, Tensor) else None for v in inputs]
-
-
-def _run_backward(outputs: Any, grads: Any) -> None:
-    pairs = [pair for pair in zip(outputs, grads, strict=True) if _trains(pair[0])]
-    if not pairs:
-        raise errors.CheckpointError(
-            "none of output has requires_grad=True, this checkpoint() is not necessary"
-        )
-    trained, gradients = zip(*pairs, strict=True)
-    try:
-        torch.autograd.backward(trained, gradients)
-    except RuntimeError as error:
-        if "mark a variable ready only once" not in str(error):
-            raise
-        raise errors.CheckpointError(
-            "DistributedDataParallel met a parameter twice, because the reentrant backend runs a "
-            "backward inside the backward. Use backend='rerun' (use_reentrant=False), which does "
-            f"not. It said: {str(error).split('. ')[0]}."
-        ) from error
 
 
 def _rerun(call: Call, count: int) -> tuple[Any, Any]:

@@ -1,6 +1,5 @@
 """Numbers of bytes as text, for people to write and to read."""
 
-import operator
 import re
 from typing import Any
 
@@ -18,10 +17,9 @@ def bytes_of(name: str, given: Any) -> int:
         given = int(float(number) * (1024 if binary else 1000) ** " kmgt".find(prefix or " "))
     if isinstance(given, bool) or not hasattr(given, "__index__"):
         raise TypeError(wrong)
-    nbytes = operator.index(given)
-    if nbytes < 0:
+    if given < 0:
         raise ValueError(wrong)
-    return nbytes
+    return int(given)
 
 
 def size(nbytes: int) -> str:
