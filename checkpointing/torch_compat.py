@@ -278,7 +278,7 @@ def checkpoint_sequential(
     _refuse_keywords(kwargs)
     if isinstance(functions, nn.Sequential):
         functions = functions.children()  # a layer that comes twice runs once, as in torch
-    steps: list[Any] = [*functions]
+    steps = [*functions]
     if not 1 <= segments <= len(steps):
         raise ValueError(
             f"segments must be between 1 and the number of functions ({len(steps)}), not {segments}"

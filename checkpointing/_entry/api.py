@@ -55,10 +55,10 @@ class Options(NamedTuple):
     preserve_rng_state: PreserveRngState = True
     early_stop: bool = True
     determinism_check: DeterminismCheck = "metadata"
-    policy: Any = None
     debug: bool = False
     report: bool = False
     name: str | None = None
+    policy: Any = None
 
 
 class GivenToScope(TypedDict, total=False):
@@ -247,8 +247,8 @@ def checkpointed(fn: Any = None, /, **options: Unpack[Given]) -> Any:
         name: the region's name in messages. Defaults to the function's.
 
     Options are keywords. Without them: backend=None, enabled=True, preserve_rng_state=True,
-    early_stop=True, determinism_check="metadata", policy=None, debug=False, report=False,
-    name=None.
+    early_stop=True, determinism_check="metadata", debug=False, report=False, name=None,
+    policy=None.
 
     Returns:
         A callable with the signature of `fn`, or a decorator if `fn` is left out. For a bound
@@ -307,9 +307,8 @@ def options_of(entry: str, given: Any, *its_own: Any) -> Options:
             f"preserve_rng_state is True, False or 'all', not {options.preserve_rng_state!r}"
         )
     if not (callable(check) or check in [*CHECKS]):
-        known_checks = ", ".join(map(repr, CHECKS))
         raise ValueError(
-            f"determinism_check is one of {known_checks} or a function of a tensor, not {check!r}"
+            f"determinism_check is one of {[*CHECKS]} or a function of a tensor, not {check!r}"
         )
     is_noted = options.report or options.debug
     if backend == "reentrant":
@@ -672,5 +671,5 @@ vars(checkpointed)["__signature__"] = Signature(
     [Parameter("fn", Parameter.POSITIONAL_ONLY, default=None), *_KEYWORDS]
 )
 checkpoint_scope.__signature__ = Signature(  # type: ignore[attr-defined]
-    [_SHOWN["policy"], *[option for option in _KEYWORDS[1:] if option.name != "policy"]]
+    [_SHOWN["policy"], *_KEYWORDS[1:-1]]
 )

@@ -117,8 +117,8 @@ class _Rehearsal(Run):
                 storage = _torch.storage_id(tensor)
                 if storage not in self.moments:
                     base = root_of(tensor)
-                    whole = _torch.bytes_of(tensor) if _torch.has_storage(tensor) else tensor
-                    self.moments[storage] = base, base.requires_grad, Moment([tensor], [whole])
+                    moment = Moment([tensor], [_torch.bytes_of(tensor)])
+                    self.moments[storage] = base, base.requires_grad, moment
         super()._before_write(step, args, kwargs)
 
 

@@ -139,7 +139,7 @@ def _nothing_picked(model: nn.Module, select: Select) -> str:
         if _is_called(module)
     )
     there = ", ".join(f"{count} {kind}" for kind, count in found.items())
-    shown = select.__qualname__ if isinstance(select, type) else repr(select)
+    shown = getattr(select, "__qualname__", select)
     return (
         f"checkpoint_modules: {shown} picks no module of this {type(model).__qualname__}. "
         f"There are {there}."
@@ -204,8 +204,7 @@ class _Forward(CheckpointedObject):
     def __wrapped__(self) -> Any:
         return self._forward_of(self._module())
 
-    def _forward_of(self, module: nn.Module | None) -> Any:
-        assert module is not None  # the caller of its forward holds it
+    def _forward_of(self, module: Any) -> Any:
         if self.own is not None:
             return self.own
         return type(module).forward.__get__(module)
