@@ -177,8 +177,7 @@ parser = argparse.ArgumentParser(
     "(a multiple of 4) is in features, the context in tokens, the batch in sequences. With "
     "`forecast`, say what each choice of checkpoints would cost, without training.",
 )
-SIZES = {"steps": 6, "layers": 12, "width": 128, "context": 128, "batch": 8}
-for name, default in SIZES.items():
+for name, default in {"steps": 6, "layers": 12, "width": 128, "context": 128, "batch": 8}.items():
     parser.add_argument(f"--{name}", type=int, default=default, help="default: %(default)s")
 parser.add_argument("what", nargs="?", choices=["forecast"], help="instead of training")
 parser.add_argument("--device", type=torch.device, default="cpu", help="cpu, cuda, xpu, ...")

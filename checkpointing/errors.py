@@ -150,7 +150,7 @@ def _readable(found: object) -> object:
 def other_shapes(
     frame: object, op: str, line: str | None, was: list[Any], now: list[Any]
 ) -> MismatchError:
-    then, again = [", ".join(str([*shape]) for shape in shapes) for shapes in (was, now)]
+    then, again = [str([*map(list, shapes)])[1:-1] for shapes in (was, now)]
     reason = "it depends on more than its arguments"
     if line is not None:
         reason = f"a kernel before it is not deterministic\n(called from {line})"
@@ -189,16 +189,16 @@ def exchanged(frame: Any, name: str) -> MismatchError:
 
 
 def other_role(frame: object, slot: int, line: str, then: object, now: object) -> MismatchError:
-    saved, recomputed = [
-        "no input of a region inside" if r is None else "such an input" for r in (then, now)
-    ]
-    if saved == recomputed:
-        recomputed = "another such input"
+    if then is None:
+        difference = "an input of a region inside where the forward met none"
+    elif now is None:
+        difference = "no input of a region inside where the forward met one"
+    else:
+        difference = "another input of a region inside than the forward"
     return MismatchError(
-        f"{frame}: in slot {slot}, at {line}, the recompute meets {recomputed} where the forward "
-        f"met {saved}. The function took another path the second time, or one tensor of the "
-        "forward is two in the recompute: make it depend on its arguments only, or use "
-        "backend='replay', which calls nothing again."
+        f"{frame}: in slot {slot}, at {line}, the recompute meets {difference}. The function took "
+        "another path the second time, or one tensor of the forward is two in the recompute: make "
+        "it depend on its arguments only, or use backend='replay', which calls nothing again."
     )
 
 

@@ -145,13 +145,15 @@ def forward_only(fn: F, /) -> F:
 
     Args:
         fn: a function, method or callable object. The order of this decorator, `staticmethod` and
-            `classmethod` does not matter.
+            `classmethod` does not matter. Of an `nn.Module` subclass, the `forward` is wrapped in
+            place.
 
     Returns:
         A callable with the signature of `fn`.
 
     Raises:
-        TypeError: for generator functions, async functions and classes.
+        TypeError: for generator functions, async functions, classes that are no modules, and
+            classes of torch's own.
         MismatchError: from backward, if the recompute calls the function where the forward did not,
             or where it raised.
 
@@ -170,8 +172,6 @@ def forward_only(fn: F, /) -> F:
         >>> means
         [1.0]
     """
-    if isinstance(fn, type):
-        raise TypeError(f"forward_only wraps functions, methods and callable objects, not {fn!r}")
     return wrap("forward_only", fn, _once)  # type: ignore[no-any-return]
 
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from .. import _torch
@@ -23,6 +23,8 @@ from .._replay import Replay
 from .._rerun import Moment
 from .api import disabled
 from .sizes import bytes_of, size, unit_of
+
+Calls = dict[str, list[Block]]  # of modules, by their class
 
 
 class Row(NamedTuple):
@@ -71,7 +73,6 @@ class Forecast(NamedTuple):
         axes.legend()
         axes.set(
             xlim=0,
-            ylim=(None, 1.1),
             xlabel=f"peak memory of a step ({name})",
             ylabel="recomputed FLOPs (1: a forward)",
         )
@@ -86,9 +87,9 @@ class _Rehearsal(Run):
         self.store.placement = Placement(None)
         # By storage, before it was written: the base of the tensor, whether it required grad, and
         # its values.
-        self.moments: dict[int, tuple[Tensor, bool, Moment]] = {}
-        self.buffers: dict[nn.Module, dict[str, Any]] = {}
-        self.calls: dict[str, list[Block]] = defaultdict(list)  # by class of module
+        self.moments: dict[int, Any] = {}
+        self.buffers: dict[nn.Module, Any] = {}
+        self.calls: Calls = defaultdict(list)
         self._open: list[int] = []
 
     def calls_module(self, module: nn.Module, args: Any) -> None:
@@ -183,7 +184,7 @@ def forecast(function: Callable[[], Any], /) -> Forecast:
     Source of the method: the simulation of `auto()`, which plans by it.
     """
     run = _Rehearsal()
-    frame = Replay(run, "forecast", entered_from(sys._getframe(1)), True, None)
+    frame = Replay(run, "forecast", entered_from(sys._getframe()), True, None)
     with _put_back(run), disabled(), torch.enable_grad(), run:
         frame.enter(run)
         try:
@@ -200,7 +201,7 @@ def forecast(function: Callable[[], Any], /) -> Forecast:
     return Forecast(tuple(rows))
 
 
-def _rows(outlook: Outlook, calls: dict[str, list[Block]]) -> list[Row]:
+def _rows(outlook: Outlook, calls: Calls) -> list[Row]:
     plain, least = outlook.plain(), max(1, outlook.planned(0).peak)
     costs = {"plain": plain, "auto()": outlook.planned(None), **_by_hand(outlook, calls)}
     ratio = max(1.0, plain.peak / least)
@@ -215,7 +216,7 @@ def _rows(outlook: Outlook, calls: dict[str, list[Block]]) -> list[Row]:
     return sorted(rows.values(), key=lambda row: (-row.peak, row.recomputed))
 
 
-def _by_hand(outlook: Outlook, calls: dict[str, list[Block]]) -> dict[str, Cost]:
+def _by_hand(outlook: Outlook, calls: Calls) -> dict[str, Cost]:
     """The cost of a checkpoint around each call of the modules that are most like the blocks that
     the program repeats."""
     blocks = outlook.repeats()

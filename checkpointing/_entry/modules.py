@@ -85,23 +85,19 @@ def checkpoint_modules(
     if not picked:
         raise ValueError(_nothing_picked(model, select))
     for module, name in picked.items():
-        _refuse_unsuitable(name, module)
+        described = f"{name or 'the model itself'} ({type(module).__qualname__})"
+        if _is_region(inspect.unwrap(module.forward, stop=_is_region)):
+            raise ValueError(
+                f"checkpoint_modules: {described} runs in a region already. Call remove() on the "
+                "handle of the earlier call, remove `checkpointed` from its class or its forward, "
+                "or select other modules."
+            )
+        if not inspect.isfunction(inspect.getattr_static(type(module), "forward")):
+            raise TypeError(
+                f"checkpoint_modules can't wrap {described}: it has no method `forward` in Python."
+            )
+        refuse_generators("checkpoint_modules", module)
     return CheckpointedModules(picked, chosen)
-
-
-def _refuse_unsuitable(name: str, module: nn.Module) -> None:
-    described = f"{name or 'the model itself'} ({type(module).__qualname__})"
-    if _is_region(inspect.unwrap(module.forward, stop=_is_region)):
-        raise ValueError(
-            f"checkpoint_modules: {described} runs in a region already. Call remove() on the "
-            "handle of the earlier call, remove `checkpointed` from its class or its forward, or "
-            "select other modules."
-        )
-    if not inspect.isfunction(inspect.getattr_static(type(module), "forward")):
-        raise TypeError(
-            f"checkpoint_modules can't wrap {described}: it has no method `forward` in Python."
-        )
-    refuse_generators("checkpoint_modules", module)
 
 
 def _is_region(function: Any) -> bool:

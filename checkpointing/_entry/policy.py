@@ -196,7 +196,9 @@ def _ask(function: Any, op: Any, args: Any, kwargs: Any, result: Any) -> Answer:
         raise ValueError(
             f"a policy answers with a CheckpointPolicy or a bool, not {answer!r} (for {op})"
         )
-    return _ANSWERS[answer.name.rpartition("_")[2]]
+    if "OFFLOAD" in answer.name:
+        return Destination(torch.device("cpu"), pin_memory=True, min_bytes=0)
+    return "SAVE" in answer.name
 
 
 def _either(first: Policy | None, second: Policy | None) -> Policy:
@@ -409,15 +411,14 @@ def offload(
     inner = as_policy(policy) or Policy("")
     given = {**there._asdict(), "device": str(device), "inputs": inputs}
     defaults: Any = offload.__kwdefaults__
-    text = [f"{name}={value!r}" for name, value in given.items() if value != defaults[name]]
-    if inner.text:
-        text.insert(0, inner.text)
+    text = [inner.text]
+    text += [f"{name}={value!r}" for name, value in given.items() if value != defaults[name]]
 
     def elsewhere(choices: Choices) -> Choices:
         return tuple((chosen, there if answer is True else answer) for chosen, answer in choices)
 
     return Policy(
-        f"offload({', '.join(text)})",
+        f"offload({', '.join(filter(None, text))})",
         elsewhere(inner.of_ops),
         elsewhere(inner.of_tags),
         inner.placement and inner.placement._replace(place=there),
@@ -442,13 +443,5 @@ def as_policy(policy: Any) -> Policy | None:
             "a policy is one of checkpointing's, such as `auto()`, a list of operators, or a "
             f"function, not {policy!r}"
         )
-    name = getattr(policy, "__qualname__", policy)
-    return Policy(f"<policy {name}>", of_ops=((policy, True),))
-
-
-# By the last word of torch's answer: MUST_SAVE, PREFER_SAVE, ...
-_ANSWERS: dict[str, Answer] = {
-    "SAVE": True,
-    "RECOMPUTE": False,
-    "OFFLOAD": Destination(torch.device("cpu"), pin_memory=True, min_bytes=0),
-}
+    text = f"<policy {getattr(policy, '__qualname__', policy)}>"
+    return Policy(text, of_ops=((policy, True),))
