@@ -75,7 +75,7 @@ def in_scope(call: Any, policy: Any = None) -> Any:
     """``call`` in a scope."""
 
     def scoped(*args: Any) -> Any:
-        with checkpoint_scope(policy=policy):
+        with checkpoint_scope(policy):
             return call(*args)
 
     return scoped
@@ -137,10 +137,9 @@ def counted(run: Any, device: str) -> Any:
     memory: Any = torch.profiler.profile(profile_memory=True)
     with memory, Flops() as flops:  # type: ignore[no-untyped-call]
         result = run()
-    events = memory.profiler.kineto_results.events()
     changes = [
         event.nbytes()
-        for event in sorted(events, key=lambda event: event.start_ns())
+        for event in sorted(memory.profiler.kineto_results.events(), key=lambda e: e.start_ns())
         if (event.name(), event.device_type().name) == ("[memory]", device.upper())
     ]
     return result, [*accumulate(changes, initial=0)], flops.total

@@ -136,7 +136,7 @@ def _is_decision(mismatch: Mismatch) -> bool:
     saved = mismatch[1]
     if not isinstance(saved, tuple):
         return False
-    _, dtype, _ = saved
+    dtype = saved[1]
     return not (dtype.is_floating_point or dtype.is_complex)
 
 
@@ -151,9 +151,9 @@ def other_shapes(
     frame: object, op: str, line: str | None, was: list[Any], now: list[Any]
 ) -> MismatchError:
     then, again = [str([*map(list, shapes)])[1:-1] for shapes in (was, now)]
-    reason = "it depends on more than its arguments"
-    if line is not None:
-        reason = f"a kernel before it is not deterministic\n(called from {line})"
+    reason = f"a kernel before it is not deterministic\n(called from {line})"
+    if line is None:
+        reason = "it depends on more than its arguments"
     return MismatchError(
         f"{frame}: {op} returned shapes {then} in the forward, but {again} in "
         f"the recompute: {reason}.\n`keep` its result, or what it depends on, or call it inside "

@@ -39,7 +39,6 @@ from .errors import CheckpointError as CheckpointError
 # Bound here, since users replace torch's names by ours (`torch.utils.checkpoint.checkpoint = ...`).
 _their_checkpoint = _theirs.checkpoint
 
-Switch = ContextVar[bool | None]
 ContextFn = Callable[[], Any]  # returns the contexts of the forward and of the recompute
 F = TypeVar("F", bound=Callable[..., Any])
 R = TypeVar("R")
@@ -52,8 +51,8 @@ def __getattr__(name: str) -> Any:
     return getattr(_theirs, name)
 
 
-_early_stop: Switch = ContextVar("checkpointing.early_stop", default=None)
-_debug: Switch = ContextVar("checkpointing.debug", default=None)
+_early_stop: ContextVar[Any] = ContextVar("checkpointing.early_stop", default=None)
+_debug: ContextVar[Any] = ContextVar("checkpointing.debug", default=None)
 
 
 def set_checkpoint_early_stop(enable: bool) -> AbstractContextManager[None]:
@@ -84,11 +83,11 @@ def set_checkpoint_debug_enabled(enabled: bool | None) -> AbstractContextManager
     return switched(_debug, enabled)
 
 
-def _switch(ours: Switch, theirs: str, argument: bool) -> bool:
+def _switch(ours: ContextVar[Any], theirs: str, argument: Any) -> Any:
     """An argument, unless our context manager or torch's overrides it."""
     for override in (ours.get(), getattr(_theirs, theirs)):
         if override is not None:
-            return bool(override)
+            return override
     return argument
 
 
@@ -144,7 +143,7 @@ def checkpoint(
     """
     options = {
         "use_reentrant": use_reentrant,
-        "preserve_rng_state": bool(preserve_rng_state),
+        "preserve_rng_state": preserve_rng_state,
         "context_fn": context_fn,
         "determinism_check": determinism_check,
         "debug": debug,
@@ -295,7 +294,7 @@ def checkpoint_sequential(
     return _run_in_turn(steps[last:], input)
 
 
-def _run_in_turn(steps: list[Any], value: Any) -> Any:
+def _run_in_turn(steps: Any, value: Any) -> Any:
     for step in steps:
         value = step(value)
     return value

@@ -5,6 +5,7 @@ is put back afterwards: memory from outside, buffers that were exchanged, genera
 """
 
 import math
+import re
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -49,12 +50,11 @@ class Forecast(NamedTuple):
     rows: tuple[Row, ...]
 
     def __str__(self) -> str:
-        lines = ["peak of a step  recomputed        kept  what to write"]
-        lines += [
+        rows = [
             f"{size(row.peak):>14} {row.recomputed:>11.2f} {size(row.kept):>11}  {row.write}"
             for row in self.rows
         ]
-        return "\n".join(lines)
+        return "\n".join(["peak of a step  recomputed        kept  what to write", *rows])
 
     def plot(self, path: str) -> None:
         """Draw recompute over peak into a file, an .svg or a .png. Needs matplotlib (the extra
@@ -63,9 +63,8 @@ class Forecast(NamedTuple):
 
         unit, name = unit_of(self.rows[0].peak)
         lines: dict[str, Any] = defaultdict(list)
-        for row in self.rows:
-            label = "auto(peak=...)" if row.write.startswith("auto(peak=") else row.write
-            lines[label].append((row.peak / unit, row.recomputed))
+        for row in self.rows:  # one line through all peaks, and points
+            lines[re.sub('".*"', "...", row.write)].append((row.peak / unit, row.recomputed))
         figure = matplotlib.figure.Figure(figsize=(8, 4), layout="constrained")
         axes = figure.subplots()
         for label, places in lines.items():
@@ -103,7 +102,7 @@ class _Rehearsal(Run):
         for each in () if module in self.buffers else module.modules():
             self.buffers[each] = dict(_torch.buffers_of_module(each)[0])
 
-    def has_called_module(self, module: nn.Module, args: Any, result: Any) -> None:
+    def has_called_module(self, module: nn.Module, *_: Any) -> None:
         calls, begin = self.calls[type(module).__qualname__], self._open.pop()
         while calls and calls[-1][0] >= begin:  # inside this one
             calls.pop()
@@ -140,9 +139,8 @@ def _put_back(run: _Rehearsal) -> Iterator[None]:
             moment.go_back()
         for module, buffers in run.buffers.items():
             _torch.buffers_of_module(module)[0].update(buffers)
-        for state in reversed(run.store.random.values()):
+        for state in (*reversed(run.store.random.values()), generators):
             state.enter([])
-        generators.enter([])
 
 
 def forecast(function: Callable[[], Any], /) -> Forecast:
@@ -196,14 +194,15 @@ def forecast(function: Callable[[], Any], /) -> Forecast:
             raise ValueError(
                 "forecast: autograd saves nothing in this function. Leave backward out of it."
             )
-        rows = _rows(Outlook(run), run.calls)
+        rows = _rows(run)
         run.close()
     return Forecast(tuple(rows))
 
 
-def _rows(outlook: Outlook, calls: Calls) -> list[Row]:
+def _rows(run: _Rehearsal) -> list[Row]:
+    outlook = Outlook(run)
     plain, least = outlook.plain(), max(1, outlook.planned(0).peak)
-    costs = {"plain": plain, "auto()": outlook.planned(None), **_by_hand(outlook, calls)}
+    costs = {"plain": plain, "auto()": outlook.planned(None), **_by_hand(outlook, run.calls)}
     ratio = max(1.0, plain.peak / least)
     for number in range(_MOST_PEAKS):  # from the least peak up, until nothing runs again
         text = _rounded(least * ratio ** (number / _MOST_PEAKS))

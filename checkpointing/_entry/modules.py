@@ -15,11 +15,11 @@ from __future__ import annotations
 import inspect
 import re
 import sys
-import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, Union
+from weakref import ref
 
 from torch import nn
 from torch.compiler import is_dynamo_compiling
@@ -77,7 +77,6 @@ def checkpoint_modules(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"checkpoint_modules takes a module, not {model!r}")
-    chosen = options_of("checkpoint_modules", options)
     picked: dict[nn.Module, str] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         if _is_called(module) and _picks(select, name, module):
@@ -97,7 +96,7 @@ def checkpoint_modules(
                 f"checkpoint_modules can't wrap {described}: it has no method `forward` in Python."
             )
         refuse_generators("checkpoint_modules", module)
-    return CheckpointedModules(picked, chosen)
+    return CheckpointedModules(picked, options_of("checkpoint_modules", options))
 
 
 def _is_region(function: Any) -> bool:
@@ -183,7 +182,7 @@ class _Forward(CheckpointedObject):
     """The `forward` of one module, in regions."""
 
     def __init__(self, module: nn.Module, name: str, options: Options) -> None:
-        self._module = weakref.ref(module)
+        self._module = ref(module)
         self.own = module.__dict__.get("forward")  # from accelerate's hooks, or a compiler
         self.options = options._replace(name=options.name or name or type(module).__qualname__)
 
@@ -210,4 +209,4 @@ class _Forward(CheckpointedObject):
 
     def __setstate__(self, state: Any) -> None:
         module, self.own, self.options = state
-        self._module = weakref.ref(module)
+        self._module = ref(module)

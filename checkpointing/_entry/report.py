@@ -140,8 +140,8 @@ def report(*outputs: Tensor) -> Report:
     for output in outputs:
         if not isinstance(output, Tensor):
             raise TypeError(f"report takes tensors, such as a loss, not {output!r}")
-    nodes = _torch.nodes_from([output.grad_fn for output in outputs], {None})
-    parts = [saved for node in nodes for saved in _torch.saved_by(node)]
+    roots = [output.grad_fn for output in outputs]
+    parts = [saved for node in _torch.nodes_from(roots, {None}) for saved in _torch.saved_by(node)]
     frames: list[Frame] = []
     for part in parts:
         packed = _packed(part)
@@ -211,8 +211,11 @@ class Notes(dict[Any, TensorReport]):
 
 def note() -> tuple[str | None, str | None]:
     """Where an operator runs: the module, by its name in the outermost one, and the user's line."""
-    frames = traceback.walk_stack(None)
-    modules = [f.f_locals["self"] for f, _ in frames if f.f_code is _torch.module_call_code]
+    modules = [
+        frame.f_locals["self"]
+        for frame, _ in traceback.walk_stack(None)
+        if frame.f_code is _torch.module_call_code
+    ]
     if not modules:
         return None, user_line()
     names = {module: name for name, module in modules[-1].named_modules()}

@@ -14,7 +14,7 @@ def bytes_of(name: str, given: Any) -> int:
         if match is None:
             raise ValueError(wrong)
         number, prefix, binary = match.groups("")
-        given = int(float(number) * (1024 if binary else 1000) ** " kmgt".find(prefix or " "))
+        given = int(float(number) * (1024 if binary else 1000) ** " kmgt".find(prefix))
     if isinstance(given, bool) or not hasattr(given, "__index__"):
         raise TypeError(wrong)
     if given < 0:
