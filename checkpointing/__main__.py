@@ -196,8 +196,8 @@ def main(arguments: Any = None) -> int:
     if options.what:
         print(forecast(partial(WAYS["plain"], model_of(options), batch_of(options))))
         return 0
-    runs = [training(way, options) for way in WAYS.values()]
-    for number, turn in enumerate(zip(*runs, strict=True), 1):
+    turns = zip(*[training(way, options) for way in WAYS.values()], strict=True)
+    for number, turn in enumerate(turns, 1):
         base, quickest, plains = turn[0]
         print(f"step {number} of {options.steps + 1}", file=sys.stderr)
     status = 0

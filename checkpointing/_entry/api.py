@@ -419,7 +419,7 @@ def run_rerun(
         kwargs,
         options.preserve_rng_state,
         name,
-        entered_from(sys._getframe()),
+        entered_from(sys._getframe(3)),
         options.early_stop,
         check_of(options.determinism_check),
     )
@@ -473,7 +473,7 @@ class _Block:
         policy, rng, hooks = options.policy, options.preserve_rng_state, _torch.enclosing_hooks()
         placement = policy and policy.placement
         is_noted = _is_noted(options)
-        line = entered_from(sys._getframe())
+        line = entered_from(sys._getframe(2))
         code, instruction = site or line
         by_construction = options.determinism_check == "metadata"
         check = None if by_construction else check_of(options.determinism_check)
@@ -505,7 +505,10 @@ class _Block:
         frame = self.frame
         in_order = frame.leave(frame.run)
         for mode in reversed(self._modes):
-            _torch.remove_mode(mode)
+            if in_order:
+                mode.__exit__(*error)
+            else:
+                _torch.remove_mode(mode)
         frame.run.close()
         complaint = frame.close()
         if error[0] is not None:

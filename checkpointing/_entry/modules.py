@@ -134,10 +134,9 @@ def _nothing_picked(model: nn.Module, select: Select) -> str:
         if _is_called(module)
     )
     there = ", ".join(f"{count} {kind}" for kind, count in found.items())
-    shown = getattr(select, "__qualname__", select)
     return (
-        f"checkpoint_modules: {shown} picks no module of this {type(model).__qualname__}. "
-        f"There are {there}."
+        f"checkpoint_modules: {getattr(select, '__qualname__', select)} picks no module of this "
+        f"{type(model).__qualname__}. There are {there}."
     )
 
 

@@ -140,8 +140,11 @@ def report(*outputs: Tensor) -> Report:
     for output in outputs:
         if not isinstance(output, Tensor):
             raise TypeError(f"report takes tensors, such as a loss, not {output!r}")
-    roots = [output.grad_fn for output in outputs]
-    parts = [saved for node in _torch.nodes_from(roots, {None}) for saved in _torch.saved_by(node)]
+    parts = [
+        saved
+        for node in _torch.nodes_from([output.grad_fn for output in outputs], {None})
+        for saved in _torch.saved_by(node)
+    ]
     frames: list[Frame] = []
     for part in parts:
         packed = _packed(part)
