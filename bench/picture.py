@@ -15,9 +15,10 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from torch.utils.flop_counter import flop_registry
 
 from checkpointing import __main__ as job, auto
-from checkpointing._entry.forecast import BLACK, BLUE, ORANGE, STYLE
 
 TORCH, AUTO = "torch.utils.checkpoint per block", "one scope, auto()"
+STYLE: dict[str, Any] = {"svg.fonttype": "none", "svg.hashsalt": "", "font.size": 9}
+BLACK, ORANGE, BLUE = "black", "#d55e00", "#0072b2"  # for colour-blind readers, too
 PARTS = 200  # of forward, and of backward
 
 

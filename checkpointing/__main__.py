@@ -12,7 +12,6 @@ to run.
 
 import argparse
 import gc
-import math
 import os
 import sys
 import time
@@ -76,7 +75,7 @@ def in_scope(call: Any, policy: Any = None) -> Any:
     """``call`` in a scope."""
 
     def scoped(*args: Any) -> Any:
-        with checkpoint_scope(policy=policy):
+        with checkpoint_scope(policy):
             return call(*args)
 
     return scoped
@@ -138,10 +137,9 @@ def counted(run: Any, device: str) -> Any:
     memory: Any = torch.profiler.profile(profile_memory=True)
     with memory, Flops() as flops:  # type: ignore[no-untyped-call]
         result = run()
-    events = memory.profiler.kineto_results.events()
     changes = [
         event.nbytes()
-        for event in sorted(events, key=lambda event: event.start_ns())
+        for event in sorted(memory.profiler.kineto_results.events(), key=lambda e: e.start_ns())
         if (event.name(), event.device_type().name) == ("[memory]", device.upper())
     ]
     return result, [*accumulate(changes, initial=0)], flops.total
@@ -154,7 +152,7 @@ def training(way: Any, options: Any) -> Any:
     model, text = model_of(options), batch_of(options)
     weights = [*model.parameters()]
     optimizer = torch.optim.SGD(weights, lr=0.1)
-    quickest = math.inf
+    times = []
     found = {"losses": [], "random stream": [], "weights": weights}
     for seed in range(options.steps):
         torch.manual_seed(seed)
@@ -163,13 +161,13 @@ def training(way: Any, options: Any) -> Any:
         loss.backward()
         optimizer.step()
         torch.get_device_module(options.device).synchronize()
-        quickest = min(quickest, 1e3 * (time.perf_counter() - begin))
+        times.append(1e3 * (time.perf_counter() - begin))
         found["losses"].append(loss.detach())
         found["random stream"].append(torch.rand(8, device=text.device))
         found["gradients"] = [weight.grad for weight in weights]
-        yield None, quickest, found
+        yield None, min(times), found
         optimizer.zero_grad()
-    yield step_of(lambda: way(model, text), text.device.type), quickest, found
+    yield step_of(lambda: way(model, text), text.device.type), min(times), found
 
 
 parser = argparse.ArgumentParser(
@@ -178,8 +176,7 @@ parser = argparse.ArgumentParser(
     "(a multiple of 4) is in features, the context in tokens, the batch in sequences. With "
     "`forecast`, say what each choice of checkpoints would cost, without training.",
 )
-SIZES = {"steps": 6, "layers": 12, "width": 128, "context": 128, "batch": 8}
-for name, default in SIZES.items():
+for name, default in {"steps": 6, "layers": 12, "width": 128, "context": 128, "batch": 8}.items():
     parser.add_argument(f"--{name}", type=int, default=default, help="default: %(default)s")
 parser.add_argument("what", nargs="?", choices=["forecast"], help="instead of training")
 parser.add_argument("--device", type=torch.device, default="cpu", help="cpu, cuda, xpu, ...")
@@ -199,8 +196,8 @@ def main(arguments: Any = None) -> int:
     if options.what:
         print(forecast(partial(WAYS["plain"], model_of(options), batch_of(options))))
         return 0
-    runs = [training(way, options) for way in WAYS.values()]
-    for number, turn in enumerate(zip(*runs, strict=True), 1):
+    turns = zip(*[training(way, options) for way in WAYS.values()], strict=True)
+    for number, turn in enumerate(turns, 1):
         base, quickest, plains = turn[0]
         print(f"step {number} of {options.steps + 1}", file=sys.stderr)
     status = 0

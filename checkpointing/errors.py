@@ -4,12 +4,11 @@ A message names the problem, the region with the line where it was entered, and 
 catches `torch.utils.checkpoint.CheckpointError` catches these, too.
 """
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
 from torch.utils.checkpoint import CheckpointError as _TorchCheckpointError
-
-__all__ = ["ChangedError", "CheckpointError", "MismatchError"]
 
 
 class CheckpointError(_TorchCheckpointError):
@@ -82,14 +81,14 @@ def too_many(frame: Any, saved: int, line: str) -> MismatchError:
 def different_metadata(
     frame: Any, op: str, mismatches: Sequence[Mismatch], shown: int
 ) -> MismatchError:
-    rows = "".join(
-        f"tensor at position {slot}:\n"
-        f"saved metadata: {_readable(saved)}\n"
-        f"recomputed metadata: {_readable(recomputed)}\n({details})\n"
-        for slot, saved, recomputed, details in mismatches[:shown]
-    )
-    if len(mismatches) > shown:
-        others = [slot for slot, *_ in mismatches[shown:]]
+    rows = ""
+    for slot, saved, recomputed, details in mismatches[:shown]:
+        rows += (
+            f"tensor at position {slot}:\n"
+            f"saved metadata: {_readable(saved)}\n"
+            f"recomputed metadata: {_readable(recomputed)}\n({details})\n"
+        )
+    if others := [slot for slot, *_ in mismatches[shown:]]:
         rows += f"So do {len(others)} more, in slots {others}.\n"
     if any(map(_is_decision, mismatches)):
         rows += f"{_DECIDED}\n"
@@ -101,9 +100,7 @@ def different_metadata(
 
 
 def is_about_sizes(error: BaseException) -> bool:
-    return type(error) is RuntimeError and any(
-        word in str(error) for word in ("size", "Size", "shape")
-    )
+    return type(error) is RuntimeError and bool(re.search("[Ss]ize|shape", str(error)))
 
 
 def other_sizes(frame: Any) -> MismatchError:
@@ -139,7 +136,7 @@ def _is_decision(mismatch: Mismatch) -> bool:
     saved = mismatch[1]
     if not isinstance(saved, tuple):
         return False
-    _, dtype, _ = saved
+    dtype = saved[1]
     return not (dtype.is_floating_point or dtype.is_complex)
 
 
@@ -153,11 +150,10 @@ def _readable(found: object) -> object:
 def other_shapes(
     frame: object, op: str, line: str | None, was: list[Any], now: list[Any]
 ) -> MismatchError:
-    then, again = [", ".join(str([*shape]) for shape in shapes) for shapes in (was, now)]
+    then, again = [str([*map(list, shapes)])[1:-1] for shapes in (was, now)]
+    reason = f"a kernel before it is not deterministic\n(called from {line})"
     if line is None:
         reason = "it depends on more than its arguments"
-    else:
-        reason = f"a kernel before it is not deterministic\n(called from {line})"
     return MismatchError(
         f"{frame}: {op} returned shapes {then} in the forward, but {again} in "
         f"the recompute: {reason}.\n`keep` its result, or what it depends on, or call it inside "
@@ -193,16 +189,16 @@ def exchanged(frame: Any, name: str) -> MismatchError:
 
 
 def other_role(frame: object, slot: int, line: str, then: object, now: object) -> MismatchError:
-    saved, recomputed = [
-        "no input of a region inside" if r is None else "such an input" for r in (then, now)
-    ]
-    if saved == recomputed:
-        recomputed = "another such input"
+    if then is None:
+        difference = "an input of a region inside where the forward met none"
+    elif now is None:
+        difference = "no input of a region inside where the forward met one"
+    else:
+        difference = "another input of a region inside than the forward"
     return MismatchError(
-        f"{frame}: in slot {slot}, at {line}, the recompute meets {recomputed} where the forward "
-        f"met {saved}. The function took another path the second time, or one tensor of the "
-        "forward is two in the recompute: make it depend on its arguments only, or use "
-        "backend='replay', which calls nothing again."
+        f"{frame}: in slot {slot}, at {line}, the recompute meets {difference}. The function took "
+        "another path the second time, or one tensor of the forward is two in the recompute: make "
+        "it depend on its arguments only, or use backend='replay', which calls nothing again."
     )
 
 

@@ -10,23 +10,20 @@ device type among the arguments is forked, `ctx.saved_tensors` may be read twice
 per thread and context.
 """
 
-import sys
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from functools import partial
 from types import MethodType
-from typing import Any, ParamSpec, TypedDict, TypeVar, overload
+from typing import Any, TypeVar, overload
 
 import torch
 import torch.utils.checkpoint as _theirs
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import noop_context_fn as noop_context_fn
-from typing_extensions import Unpack
 
 from . import _torch
-from ._engine import entered_from, warn
+from ._engine import warn
 from ._entry import (
     CheckpointedObject,
     CheckpointFunction as CheckpointFunction,
@@ -42,12 +39,8 @@ from .errors import CheckpointError as CheckpointError
 # Bound here, since users replace torch's names by ours (`torch.utils.checkpoint.checkpoint = ...`).
 _their_checkpoint = _theirs.checkpoint
 
-Contexts = tuple[
-    AbstractContextManager[Any], AbstractContextManager[Any]
-]  # of the forward and of the recompute
-Switch = ContextVar[bool | None]
-ContextFn = Callable[[], Contexts]
-P = ParamSpec("P")
+ContextFn = Callable[[], Any]  # returns the contexts of the forward and of the recompute
+F = TypeVar("F", bound=Callable[..., Any])
 R = TypeVar("R")
 
 __all__ = _theirs.__all__
@@ -55,13 +48,11 @@ __all__ = _theirs.__all__
 
 def __getattr__(name: str) -> Any:
     """Names that are not defined here are torch's: other code imports private ones, too."""
-    if name.startswith("__"):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(_theirs, name)
 
 
-_early_stop: Switch = ContextVar("checkpointing.early_stop", default=None)
-_debug: Switch = ContextVar("checkpointing.debug", default=None)
+_early_stop: ContextVar[Any] = ContextVar("checkpointing.early_stop", default=None)
+_debug: ContextVar[Any] = ContextVar("checkpointing.debug", default=None)
 
 
 def set_checkpoint_early_stop(enable: bool) -> AbstractContextManager[None]:
@@ -92,32 +83,18 @@ def set_checkpoint_debug_enabled(enabled: bool | None) -> AbstractContextManager
     return switched(_debug, enabled)
 
 
-def _switch(ours: Switch, theirs: str, argument: bool) -> bool:
+def _switch(ours: ContextVar[Any], theirs: str, argument: Any) -> Any:
     """An argument, unless our context manager or torch's overrides it."""
     for override in (ours.get(), getattr(_theirs, theirs)):
         if override is not None:
-            return bool(override)
+            return override
     return argument
-
-
-class Keywords(TypedDict, total=False):
-    """The keywords of `checkpoint`, which documents them."""
-
-    use_reentrant: bool | None
-    preserve_rng_state: bool
-    context_fn: ContextFn
-    determinism_check: str
-    debug: bool
-    early_stop: bool
-    respect_saved_tensors_hooks: bool | None
 
 
 @overload
 def checkpoint(function: Callable[..., R], *args: Any, **kwargs: Any) -> R: ...
 @overload
-def checkpoint(
-    function: None = None, **options: Unpack[Keywords]
-) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
+def checkpoint(function: None = None, **options: Any) -> Callable[[F], F]: ...
 def checkpoint(
     function: Callable[..., Any] | None = None,
     *args: Any,
@@ -164,9 +141,9 @@ def checkpoint(
         >>> x = torch.randn(3, requires_grad=True)
         >>> checkpoint(lambda x: x.sin().cos(), x, use_reentrant=False).sum().backward()
     """
-    options: Keywords = {
+    options = {
         "use_reentrant": use_reentrant,
-        "preserve_rng_state": bool(preserve_rng_state),
+        "preserve_rng_state": preserve_rng_state,
         "context_fn": context_fn,
         "determinism_check": determinism_check,
         "debug": debug,
@@ -175,7 +152,7 @@ def checkpoint(
     }
     if function is None and not args:
         _refuse_keywords(kwargs)
-        return partial(_decorated, options=options)
+        return partial(_decorated, partial(_checkpoint, options))
     return _checkpoint(options, function, args, kwargs)
 
 
@@ -184,29 +161,49 @@ def _refuse_keywords(given: dict[str, Any]) -> None:
         raise ValueError("Unexpected keyword arguments: " + ",".join(given))
 
 
-def _decorated(function: Callable[..., Any], options: Keywords) -> Any:
+def _decorated(run: Any, function: Any) -> Any:
     if isinstance(function, MethodType):  # which would be pickled by its name
-        return CheckpointedObject(function, _checkpoint, options)
-    return wrap(function, _checkpoint, options)
+        return CheckpointedObject(function, run)
+    return wrap("checkpoint", function, run)
 
 
-_DEFAULTS: dict[str, Any] = checkpoint.__kwdefaults__  # type: ignore[assignment]
-_CHECKS: dict[str, Any] = {"default": "metadata", "none": "none"}
+_DEFAULTS: Any = checkpoint.__kwdefaults__
+_CHECKS: Any = {"default": "metadata", "none": "none"}
 
 
-def _checkpoint(options: Keywords, function: Any, args: Any, kwargs: Any, name: str = "") -> Any:
+def _checkpoint(options: Any, function: Any, args: Any, kwargs: Any, name: str = "") -> Any:
+    # The compiler looks at the arguments that a call names: leave the defaults out.
+    given = {key: value for key, value in options.items() if value is not _DEFAULTS[key]}
     if torch.compiler.is_dynamo_compiling() or _torch.is_tracing():
-        # The compiler looks at the arguments that a call names: leave the defaults out.
-        named = _given(options)
         # New in 2.14, and of no effect here: kept tensors are in the graph, where no hook sees
         # them.
-        named.pop("respect_saved_tensors_hooks", None)
-        return _their_checkpoint(function, *args, **named, **kwargs)
-    threat = "calling checkpoint without use_reentrant will raise an exception."
-    if _chooses_reentrant(options["use_reentrant"], "", threat):
-        return _reentrant(function, args, kwargs, options)
-    was_up = not options["preserve_rng_state"] or _torch.accelerator_is_up()
-    result = _rerun(function, args, kwargs, options)
+        given.pop("respect_saved_tensors_hooks", None)
+        return _their_checkpoint(function, *args, **given, **kwargs)
+    if _chooses_reentrant(options["use_reentrant"], ""):
+        _refuse_keywords(kwargs)
+        if given.keys() & {"context_fn", "debug", "respect_saved_tensors_hooks"}:
+            raise ValueError(
+                "Passing `context_fn`, `debug`, or `respect_saved_tensors_hooks` is only supported "
+                "when use_reentrant=False."
+            )
+        return CheckpointFunction.apply(  # type: ignore[no-untyped-call]
+            function, options["preserve_rng_state"], *args
+        )
+    context_fn, check = options["context_fn"], options["determinism_check"]
+    debug = _switch(_debug, "_checkpoint_debug_enabled", options["debug"])
+    if debug and context_fn is not noop_context_fn:
+        raise ValueError("debug=True is incompatible with non-default context_fn")
+    if check not in _CHECKS:
+        raise ValueError(f"determinism_check should be one of {list(_CHECKS)}, but got {check}")
+    if is_plain():
+        return function(*args, **kwargs)
+    contexts = _contexts(context_fn, options["respect_saved_tensors_hooks"])
+    early_stop = _switch(_early_stop, "_enable_checkpoint_early_stop", options["early_stop"])
+    rng = options["preserve_rng_state"]
+    ours = Options("rerun", True, rng, early_stop, _CHECKS[check], debug=debug)
+    name = getattr(function, "__qualname__", type(function).__qualname__)
+    was_up = not rng or _torch.accelerator_is_up()
+    result = run_rerun(function, args, kwargs, name, ours, contexts, "torch.utils.checkpoint")
     if not was_up and _torch.accelerator_is_up():
         raise RuntimeError(
             "PyTorch's device state was initialized in the forward pass of a Checkpoint, which is "
@@ -216,66 +213,32 @@ def _checkpoint(options: Keywords, function: Any, args: Any, kwargs: Any, name: 
     return result
 
 
-def _given(options: Keywords) -> dict[str, Any]:
-    """The options that are not the defaults."""
-    return {name: value for name, value in options.items() if value is not _DEFAULTS[name]}
-
-
-def _reentrant(function: Any, args: Any, kwargs: Any, options: Keywords) -> Any:
-    _refuse_keywords(kwargs)
-    if _given(options).keys() & {"context_fn", "debug", "respect_saved_tensors_hooks"}:
-        raise ValueError(
-            "Passing `context_fn`, `debug`, or `respect_saved_tensors_hooks` is only supported "
-            "when use_reentrant=False."
-        )
-    return CheckpointFunction.apply(  # type: ignore[no-untyped-call]
-        function, options["preserve_rng_state"], *args
-    )
-
-
-def _rerun(function: Any, args: Any, kwargs: Any, options: Keywords) -> Any:
-    context_fn, check = options["context_fn"], options["determinism_check"]
-    debug = _switch(_debug, "_checkpoint_debug_enabled", options["debug"])
-    if debug and context_fn is not noop_context_fn:
-        raise ValueError("debug=True is incompatible with non-default context_fn")
-    if check not in _CHECKS:
-        raise ValueError(f"determinism_check should be one of {list(_CHECKS)}, but got {check}")
-    if is_plain():
-        return function(*args, **kwargs)
-    contexts = None
-    if context_fn is not noop_context_fn:
-        forward, recompute = context_fn()
-        if isinstance(forward, _torch.SelectiveForward):
-            forward = _selective(forward, options["respect_saved_tensors_hooks"])
-        contexts = forward, recompute
-    early_stop = _switch(_early_stop, "_enable_checkpoint_early_stop", options["early_stop"])
-    rng = options["preserve_rng_state"]
-    ours = Options("rerun", True, rng, early_stop, _CHECKS[check], debug=debug)
-    name = getattr(function, "__qualname__", type(function).__qualname__)
-    line = entered_from(sys._getframe(1))
-    return run_rerun(function, args, kwargs, name, line, ours, contexts, "torch.utils.checkpoint")
-
-
-def _selective(mode: TorchDispatchMode, respect: bool | None) -> AbstractContextManager[Any]:
-    """The mode of torch's selective checkpointing in a forward, with its handling of hooks."""
-    if hasattr(mode, "respect_saved_tensors_hooks"):  # since 2.14
-        mode.respect_saved_tensors_hooks = respect
-        return _torch.shows_users_hooks(mode)
+def _contexts(context_fn: ContextFn, respect: bool | None) -> Any:
+    """The contexts of forward and recompute, if there are any."""
+    if context_fn is noop_context_fn:
+        return None
+    forward, recompute = context_fn()
+    if not isinstance(forward, _torch.SelectiveForward):
+        return forward, recompute
+    if hasattr(forward, "respect_saved_tensors_hooks"):  # since 2.14
+        forward.respect_saved_tensors_hooks = respect
+        return _torch.shows_users_hooks(forward), recompute
     if respect:
         raise ValueError(
             "respect_saved_tensors_hooks=True needs torch 2.14: here, selective checkpointing "
             "ignores them"
         )
-    return mode
+    return forward, recompute
 
 
-def _chooses_reentrant(given: bool | None, name: str, threat: str) -> bool:
+def _chooses_reentrant(given: bool | None, name: str) -> bool:
     if given is None:
         warn(
             f"torch.utils.checkpoint{name}: the use_reentrant parameter should be passed "
-            f"explicitly. In a future release, {threat} use_reentrant=False is recommended, but if "
-            "you need to preserve the current default behavior, you can pass use_reentrant=True. "
-            "Refer to docs for more details on the differences between the two variants."
+            "explicitly. In a future release, leaving it out will raise an exception. "
+            "use_reentrant=False is recommended, but if you need to preserve the current default "
+            "behavior, you can pass use_reentrant=True. Refer to docs for more details on the "
+            "differences between the two variants."
         )
     return given is None or given  # which torch converts as late as possible
 
@@ -309,13 +272,12 @@ def checkpoint_sequential(
         >>> x = torch.randn(2, 4, requires_grad=True)
         >>> y = checkpoint_sequential(layers, 3, x, use_reentrant=False)
     """
-    threat = "we will raise an exception if use_reentrant is not passed."
-    use_reentrant = _chooses_reentrant(use_reentrant, ".checkpoint_sequential", threat)
+    use_reentrant = _chooses_reentrant(use_reentrant, ".checkpoint_sequential")
     preserve_rng_state = kwargs.pop("preserve_rng_state", True)
     _refuse_keywords(kwargs)
     if isinstance(functions, nn.Sequential):
         functions = functions.children()  # a layer that comes twice runs once, as in torch
-    steps: list[Any] = [*functions]
+    steps = [*functions]
     if not 1 <= segments <= len(steps):
         raise ValueError(
             f"segments must be between 1 and the number of functions ({len(steps)}), not {segments}"
@@ -332,7 +294,7 @@ def checkpoint_sequential(
     return _run_in_turn(steps[last:], input)
 
 
-def _run_in_turn(steps: list[Callable[..., Any]], value: Any) -> Any:
+def _run_in_turn(steps: Any, value: Any) -> Any:
     for step in steps:
         value = step(value)
     return value

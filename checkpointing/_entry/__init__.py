@@ -6,6 +6,7 @@ It may import every other room. A door decides, region by region, whether to rer
 from .api import (
     CheckpointedObject,
     Options,
+    Stats,
     checkpoint_scope,
     checkpointed,
     disabled,
@@ -34,7 +35,6 @@ from .reentrant import (
 from .report import (
     RegionReport,
     Report,
-    Stats,
     TensorReport,
     report,
 )

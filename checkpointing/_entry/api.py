@@ -5,8 +5,6 @@ a frame, and enters and leaves it so that nothing stays behind after an exceptio
 engine does the rest.
 """
 
-from __future__ import annotations
-
 import inspect
 import sys
 from collections.abc import Callable, Iterator
@@ -15,7 +13,7 @@ from contextvars import ContextVar
 from functools import cache, partial, wraps
 from inspect import Parameter, Signature
 from types import MethodType
-from typing import Any, Literal, NamedTuple, ParamSpec, Protocol, TypedDict, TypeVar, overload
+from typing import Any, Literal, NamedTuple, TypedDict, TypeVar, overload
 from weakref import ref
 
 import torch
@@ -23,13 +21,12 @@ import torch.utils.checkpoint
 from torch import Tensor, is_grad_enabled, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.compiler import is_dynamo_compiling
-from typing_extensions import Unpack
+from typing_extensions import Self, Unpack
 
 from .. import _torch, errors
 from .._engine import (
     CHECKS,
     DeterminismCheck,
-    Line,
     check_of,
     entered_from,
     is_internal,
@@ -43,11 +40,9 @@ from .._rerun import PreserveRngState, Rerun, call_within
 from . import reentrant as _reentrant
 from .debug import logged
 from .policy import as_policy
-from .report import Notes, Report, Stats, measure, note, report_of
+from .report import Notes, Report, note, region_of, report_of
 
-P = ParamSpec("P")
-R = TypeVar("R")
-M = TypeVar("M", bound=nn.Module)
+F = TypeVar("F", bound=Callable[..., Any])  # a function, or a class of modules
 
 Backend = Literal["rerun", "replay", "reentrant"]
 
@@ -60,43 +55,10 @@ class Options(NamedTuple):
     preserve_rng_state: PreserveRngState = True
     early_stop: bool = True
     determinism_check: DeterminismCheck = "metadata"
-    policy: Any = None
     debug: bool = False
     report: bool = False
     name: str | None = None
-
-    def checked(self) -> Options:
-        """These options, with a backend, and with a `Policy` or None as the policy.
-
-        Raises:
-            ValueError: for options that contradict each other.
-        """
-        if self.backend is None:
-            return self._replace(backend="rerun" if self.policy is None else "replay").checked()
-        check = self.determinism_check
-        watches = any([self.debug, self.report, check not in ("metadata", "none")])
-        if self.backend not in ("rerun", "replay", "reentrant"):
-            raise ValueError(f"backend is 'rerun', 'replay' or 'reentrant', not {self.backend!r}")
-        if self.policy is not None and self.backend != "replay":
-            raise ValueError(
-                f"a policy needs recorded operators, which backend={self.backend!r} does not have: "
-                "leave backend out, or say backend='replay'"
-            )
-        if self.backend == "reentrant" and watches:
-            raise ValueError(
-                "backend='reentrant' saves no tensors that could be checked or logged: leave "
-                "determinism_check, debug and report out"
-            )
-        if self.preserve_rng_state not in (True, False, "all"):
-            raise ValueError(
-                f"preserve_rng_state is True, False or 'all', not {self.preserve_rng_state!r}"
-            )
-        if not (callable(check) or check in [*CHECKS]):
-            known = ", ".join(map(repr, CHECKS))
-            raise ValueError(
-                f"determinism_check is one of {known} or a function of a tensor, not {check!r}"
-            )
-        return self._replace(policy=as_policy(self.policy), report=self.report or self.debug)
+    policy: Any = None
 
 
 class GivenToScope(TypedDict, total=False):
@@ -115,9 +77,8 @@ class Given(GivenToScope, total=False):
     policy: Any
 
 
-_ENTERED = {f"{__package__}.{name}" for name in ("api", "modules", "policy", "reentrant")}
 for _name, _module in [*sys.modules.items()]:
-    if _name.startswith(f"{__package__.partition('.')[0]}._") and _name not in _ENTERED:
+    if _name.startswith(__package__.removesuffix("entry")) and _name != __name__:
         _torch.keep_dynamo_out(_module)  # hooks run it
 
 _disabled = ContextVar("checkpointing.disabled", default=False)
@@ -170,7 +131,7 @@ def is_recomputing() -> bool:
     return thread.depth > thread.aside
 
 
-def forward_only(fn: Callable[P, R], /) -> Callable[P, R]:
+def forward_only(fn: F, /) -> F:
     """Run a function in the forward only, not in recomputes: for metrics, counters and logging.
 
     In a recompute, calls return the results of the forward, in the order of calls. Arguments that
@@ -184,13 +145,15 @@ def forward_only(fn: Callable[P, R], /) -> Callable[P, R]:
 
     Args:
         fn: a function, method or callable object. The order of this decorator, `staticmethod` and
-            `classmethod` does not matter.
+            `classmethod` does not matter. Of an `nn.Module` subclass, the `forward` is wrapped in
+            place.
 
     Returns:
         A callable with the signature of `fn`.
 
     Raises:
-        TypeError: for generator functions, async functions and classes.
+        TypeError: for generator functions, async functions, classes that are no modules, and
+            classes of torch's own.
         MismatchError: from backward, if the recompute calls the function where the forward did not,
             or where it raised.
 
@@ -209,20 +172,14 @@ def forward_only(fn: Callable[P, R], /) -> Callable[P, R]:
         >>> means
         [1.0]
     """
-    if isinstance(fn, staticmethod | classmethod):
-        return type(fn)(forward_only(fn.__func__))
-    if isinstance(fn, type) or not callable(fn):
-        raise TypeError(f"forward_only wraps functions, methods and callable objects, not {fn!r}")
-    refuse_generators("forward_only", fn)
+    return wrap("forward_only", fn, _once)  # type: ignore[no-any-return]
 
-    # A callable object has attributes of its own that must not be copied onto the wrapper.
-    @wraps(fn, updated=("__dict__",) if inspect.isroutine(fn) else ())
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if is_dynamo_compiling() or thread.region is None:
-            return fn(*args, **kwargs)
-        return thread.region.once(fn, args, kwargs)
 
-    return wrapper
+def _once(fn: Any, args: Any, kwargs: Any, name: str) -> Any:
+    """Call a function, unless this is a recompute, which has its result."""
+    if is_dynamo_compiling() or thread.region is None:
+        return fn(*args, **kwargs)
+    return thread.region.once(fn, args, kwargs)
 
 
 def is_plain(enabled: bool = True) -> bool:
@@ -238,36 +195,25 @@ def is_plain(enabled: bool = True) -> bool:
     # are batches, which end with it.
     if _torch.hooks_are_enabled() and _torch.innermost_transform() is None:
         return False
-    _warn_about_transforms()
-    return True
-
-
-@cache
-def _warn_about_transforms() -> None:
-    warn(
+    _warn_once(
         "checkpointing: a torch.func transform (grad, vjp, jacrev, vmap, ...) is taken over a "
         "region, or saved-tensors hooks are disabled for another reason. Regions run as plain code "
         "and save no memory. Take gradients with torch.autograd.grad; inside a region vmap, jvp "
         "and jacfwd work, too. This is said once."
     )
+    return True
+
+
+_warn_once = cache(warn)
 
 
 # ---- functions
 
 
-class _Decorator(Protocol):
-    @overload
-    def __call__(self, fn: type[M], /) -> type[M]: ...
-    @overload
-    def __call__(self, fn: Callable[P, R], /) -> Callable[P, R]: ...
-
-
 @overload
-def checkpointed(fn: type[M], /, **options: Unpack[Given]) -> type[M]: ...
+def checkpointed(fn: F, /, **options: Unpack[Given]) -> F: ...
 @overload
-def checkpointed(fn: Callable[P, R], /, **options: Unpack[Given]) -> Callable[P, R]: ...
-@overload
-def checkpointed(fn: None = None, /, **options: Unpack[Given]) -> _Decorator: ...
+def checkpointed(fn: None = None, /, **options: Unpack[Given]) -> Callable[[F], F]: ...
 def checkpointed(fn: Any = None, /, **options: Unpack[Given]) -> Any:
     """Recompute the activations of a function in backward, instead of saving them.
 
@@ -301,8 +247,8 @@ def checkpointed(fn: Any = None, /, **options: Unpack[Given]) -> Any:
         name: the region's name in messages. Defaults to the function's.
 
     Options are keywords. Without them: backend=None, enabled=True, preserve_rng_state=True,
-    early_stop=True, determinism_check="metadata", policy=None, debug=False, report=False,
-    name=None.
+    early_stop=True, determinism_check="metadata", debug=False, report=False, name=None,
+    policy=None.
 
     Returns:
         A callable with the signature of `fn`, or a decorator if `fn` is left out. For a bound
@@ -329,77 +275,98 @@ def checkpointed(fn: Any = None, /, **options: Unpack[Given]) -> Any:
     Source of the method: Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost";
     saved-tensors hooks as in `torch.utils.checkpoint.checkpoint(use_reentrant=False)`.
     """
-    decorate = partial(wrap, run=run, options=options_of("checkpointed", options))
+    its_run = partial(run, options_of("checkpointed", options))
+    decorate = partial(wrap, "checkpointed", run=its_run)
     return decorate if fn is None else decorate(fn)
 
 
-def options_of(entry: str, given: Any, *backend: Any) -> Options:
-    """The options given to an entry point, checked; `backend` if it has one of its own."""
-    known = Options._fields[len(backend) :]
-    if unknown := [name for name in given if name not in known]:
-        raise TypeError(f"{entry} has no option {unknown[0]!r}, only {', '.join(known)}")
-    options = Options(*backend, **given).checked()
-    if options.backend == "reentrant":
-        _reentrant.warn_once()
-    return options
+def options_of(entry: str, given: Any, *its_own: Any) -> Options:
+    """The options given to an entry point, with a backend (`its_own`, if it has one), and with a
+    `Policy` or None as the policy.
 
-
-def wrap(fn: Any, run: Callable[..., Any], options: Any, name: str = "") -> Any:
-    """A callable that calls `run(options, fn, args, kwargs, name)`."""
-    if isinstance(fn, staticmethod | classmethod):
-        return type(fn)(wrap(fn.__func__, run, options))
-    if isinstance(fn, type):
-        if not issubclass(fn, nn.Module):
-            reason = "is no nn.Module"
-        elif fn.__module__.partition(".")[0] == "torch":
-            reason = "is torch's own: derive from it"
-        else:
-            fn.forward = wrap(fn.forward, run, options, fn.__qualname__)
-            return fn
-        raise TypeError(
-            f"checkpointed can't wrap the class {fn.__name__}: it {reason}, or decorate a method."
+    Raises:
+        TypeError: for options that the entry point does not have.
+        ValueError: for options that contradict each other.
+    """
+    known = Options._fields[len(its_own) :]
+    for name in given:
+        if name not in known:
+            raise TypeError(f"{entry} has no option {name!r}, only {', '.join(known)}")
+    options = Options(*its_own, **given)
+    policy, check = as_policy(options.policy), options.determinism_check
+    backend = options.backend or ("rerun" if policy is None else "replay")
+    if backend not in ("rerun", "replay", "reentrant"):
+        raise ValueError(f"backend is 'rerun', 'replay' or 'reentrant', not {backend!r}")
+    if policy is not None and backend != "replay":
+        raise ValueError(
+            f"a policy needs recorded operators, which backend={backend!r} does not have: leave "
+            "backend out, or say backend='replay'"
         )
+    if options.preserve_rng_state not in (True, False, "all"):
+        raise ValueError(
+            f"preserve_rng_state is True, False or 'all', not {options.preserve_rng_state!r}"
+        )
+    if not (callable(check) or check in [*CHECKS]):
+        raise ValueError(
+            f"determinism_check is one of {[*CHECKS]} or a function of a tensor, not {check!r}"
+        )
+    is_noted = options.report or options.debug
+    if backend == "reentrant":
+        if is_noted or check not in ("metadata", "none"):
+            raise ValueError(
+                "backend='reentrant' saves no tensors that could be checked or logged: leave "
+                "determinism_check, debug and report out"
+            )
+        _warn_once(
+            "backend='reentrant' is deprecated: backend='rerun', the default, supports more and is "
+            "faster. Leave backend out.",
+            FutureWarning,
+        )
+    return options._replace(backend=backend, policy=policy, report=is_noted)
+
+
+def wrap(entry: str, fn: Any, run: Any, name: str = "") -> Any:
+    """A callable that calls `run(fn, args, kwargs, name)`."""
+    if isinstance(fn, staticmethod | classmethod):
+        return type(fn)(wrap(entry, fn.__func__, run))
+    if isinstance(fn, type):
+        if not issubclass(fn, nn.Module) or fn.__module__.partition(".")[0] == "torch":
+            raise TypeError(
+                f"{entry} can't wrap the class {fn.__name__}: it is torch's own, or no nn.Module. "
+                "Derive a module from it, or decorate a method."
+            )
+        fn.forward = wrap(entry, fn.forward, run, fn.__qualname__)
+        return fn
     if not callable(fn):
         raise TypeError(
-            f"checkpointed wraps functions, methods, modules and callable objects, not {fn!r}"
+            f"{entry} wraps functions, methods, modules and callable objects, not {fn!r}"
         )
-    refuse_generators("checkpointed", fn)
+    refuse_generators(entry, fn)
     if isinstance(fn, MethodType):
-        return MethodType(wrap(fn.__func__, run, options), fn.__self__)
+        return MethodType(wrap(entry, fn.__func__, run), fn.__self__)
     if not inspect.isroutine(fn):
-        return CheckpointedObject(fn, run, options)
+        return CheckpointedObject(fn, run)
     name = name or fn.__qualname__
 
     @wraps(fn)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        return run(options, fn, args, kwargs, name)
+        return run(fn, args, kwargs, name)
 
-    vars(wrapper)["enters_region"] = True
+    vars(wrapper)["enters_region"] = run is not _once
     return wrapper
-
-
-def is_in_region(fn: Any) -> bool:
-    """Whether calling a function enters a region, as far as `functools.wraps` tells."""
-
-    def enters(fn: Any) -> bool:
-        return getattr(fn, "enters_region", False)
-
-    return enters(inspect.unwrap(fn, stop=enters))
 
 
 class CheckpointedObject:
     """A callable object, run in regions. It is copied and pickled with that object."""
 
-    def __init__(self, fn: Any, run: Callable[..., Any], options: Any) -> None:
-        self.__wrapped__, self.run, self.options = fn, run, options
+    enters_region = True
 
-    @property
-    def enters_region(self) -> Any:
-        return self.options.enabled
+    def __init__(self, fn: Any, run: Any) -> None:
+        self.__wrapped__, self.run = fn, run
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         fn = self.__wrapped__
-        return self.run(self.options, fn, args, kwargs, type(fn).__qualname__)
+        return self.run(fn, args, kwargs, type(fn).__qualname__)
 
 
 def refuse_generators(entry: str, fn: Any) -> None:
@@ -408,10 +375,10 @@ def refuse_generators(entry: str, fn: Any) -> None:
         code = code.forward if isinstance(code, nn.Module) else type(code).__call__
     is_async = inspect.iscoroutinefunction(code) or inspect.isasyncgenfunction(code)
     if is_async or inspect.isgeneratorfunction(code):
-        kind, name = "async" if is_async else "generator", getattr(fn, "__qualname__", fn)
+        kind = "async" if is_async else "generator"
         raise TypeError(
-            f"{entry} can't wrap the {kind} function {name}: calling it computes nothing. Decorate "
-            "a plain function that it calls."
+            f"{entry} can't wrap the {kind} function {getattr(fn, '__qualname__', fn)}: calling it "
+            "computes nothing. Decorate a plain function that it calls."
         )
 
 
@@ -432,7 +399,7 @@ def run(options: Options, fn: Any, args: Any, kwargs: Any, name: str) -> Any:
         return fn(*args, **kwargs)
     if options.backend == "reentrant":
         return _reentrant.run(fn, name, options.preserve_rng_state, args, kwargs)
-    return run_rerun(fn, args, kwargs, name, entered_from(sys._getframe(2)), options)
+    return run_rerun(fn, args, kwargs, name, options)
 
 
 def run_rerun(
@@ -440,15 +407,22 @@ def run_rerun(
     args: Any,
     kwargs: Any,
     name: str,
-    line: Line,
     options: Options,
     contexts: Any = None,
     prefix: str | None = None,
 ) -> Any:
     """Run a region whose function is called again in backward. `contexts` are one for the forward
     and one for the rerun; messages begin with `prefix`."""
-    check, rng = check_of(options.determinism_check), options.preserve_rng_state
-    frame = Rerun(fn, args, kwargs, rng, name, line, options.early_stop, check)
+    frame = Rerun(
+        fn,
+        args,
+        kwargs,
+        options.preserve_rng_state,
+        name,
+        entered_from(sys._getframe(3)),
+        options.early_stop,
+        check_of(options.determinism_check),
+    )
     frame.prefix = prefix
     if _is_noted(options):
         frame.is_noted, frame.notes = True, Notes()
@@ -476,7 +450,8 @@ def _is_noted(options: Options) -> bool:
 def _run_replay(fn: Any, args: Any, kwargs: Any, name: str, options: Options) -> Any:
     if is_plain(options.enabled):
         return fn(*args, **kwargs)
-    with _Block(name, entered_from(sys._getframe(3)), options, fn):
+    # All calls share a program, wherever they are.
+    with _Block(name, options, (getattr(fn, "__code__", type(fn)), 0)):
         return fn(*args, **kwargs)
 
 
@@ -494,48 +469,47 @@ _torch.leave_eager(_run_replay, _RECORDS)
 class _Block:
     """One recorded region, entered and left."""
 
-    def __init__(self, name: str, line: Line, options: Options, fn: Any = None) -> None:
+    def __init__(self, name: str, options: Options, site: Any = None) -> None:
         policy, rng, hooks = options.policy, options.preserve_rng_state, _torch.enclosing_hooks()
         placement = policy and policy.placement
         is_noted = _is_noted(options)
-        code, instruction = line if fn is None else (getattr(fn, "__code__", type(fn)), 0)
+        line = entered_from(sys._getframe(2))
+        code, instruction = site or line
         by_construction = options.determinism_check == "metadata"
         check = None if by_construction else check_of(options.determinism_check)
         asked = placement, rng, hooks is None, is_noted, options.debug, check is None
         # A weak reference hashes a code object once, rather than in each run.
-        program = program_of((ref(code), instruction, *asked))
-        self._run = run = Run(program, hooks, rng, policy)
+        run = Run(program_of((ref(code), instruction, asked)), hooks, rng, policy)
         run.store.placement = placement
         # A rerun around the block, ours or torch's, expects the same slots in each run, whatever
         # has been planned.
         in_rerun = hooks is not None and (is_internal(hooks) or _torch.are_of_checkpoint(hooks))
-        run.holds_planned = placement is not None and not in_rerun
+        run.holds_planned = not in_rerun
         run.store.is_checked = check is not None
         self.frame = frame = Replay(run, name, line, options.early_stop, check)
         if hooks is None and placement == Placement(None):
             frame.allow_pieces()
         if is_noted:
             run.note, run.is_noted, frame.notes = note, True, Notes()
-        self._log = None
+        self._modes: list[Any] = [run]
         if options.debug:
-            self._log, frame.context = logged(frame)
+            log, frame.context = logged(frame)
+            self._modes.append(log)
 
     def __enter__(self) -> None:
-        self._run.__enter__()  # type: ignore[no-untyped-call]
-        self.frame.enter(self._run)
-        if self._log is not None:
-            self._log.__enter__()
+        for mode in self._modes:
+            mode.__enter__()
+        self.frame.enter(self.frame.run)
 
     def __exit__(self, *error: Any) -> None:
-        run, frame = self._run, self.frame
-        if self._log is not None:
-            _torch.remove_mode(self._log)
-        in_order = frame.leave(run)
-        if in_order:
-            run.__exit__(*error)  # type: ignore[no-untyped-call]
-        else:
-            _torch.remove_mode(run)
-        run.close()
+        frame = self.frame
+        in_order = frame.leave(frame.run)
+        for mode in reversed(self._modes):
+            if in_order:
+                mode.__exit__(*error)
+            else:
+                _torch.remove_mode(mode)
+        frame.run.close()
         complaint = frame.close()
         if error[0] is not None:
             return
@@ -545,24 +519,47 @@ class _Block:
             warn(f"{frame.title}: {complaint}")
 
 
-@contextmanager
-def _excluded() -> Iterator[None]:
+def _excluded() -> AbstractContextManager[Any]:
     """Keep the tensors that are saved in a block, in the recorded region around it."""
-    hooks, region = _torch.enclosing_hooks(), thread.region
-    if is_plain() or not isinstance(region, Run):
-        yield  # nothing is recorded
-        return
-    if hooks is None or hooks[1] is not unpack:
-        yield  # hooks of the user take the tensors
-        return
+    region, hooks = thread.region, _torch.enclosing_hooks()
+    # Nothing is recorded, or hooks of the user take the tensors.
+    if is_plain() or not isinstance(region, Run) or hooks is None or hooks[1] is not unpack:
+        return nullcontext()
     pack = hooks[0]
 
     def keep(tensor: Tensor) -> Any:
         region.keep_for_inner(tensor)
         return pack(tensor)
 
-    with saved_tensors_hooks(keep, unpack):
-        yield
+    return saved_tensors_hooks(keep, unpack)
+
+
+class Stats(NamedTuple):
+    """A scope in numbers, at the moment of the question. Bytes are sizes of whole storages.
+
+    Attributes:
+        ops_recorded: operators of the block, without views and those that return no tensors.
+        ops_replayed: operators that were run again so far.
+        replays: windows that were replayed so far.
+        bytes_saved: the memory that plain autograd would hold for backward, without parameters.
+        bytes_held: held now for recompute: inputs of the block and states of random generators.
+        bytes_kept: held now because of `keep`, a policy, or a choice that is never made again.
+        cuts: positions among the recorded operators. Every value that is needed there is kept, so
+            no recompute crosses a cut.
+        peak_predicted: the most memory that forward and backward of the block need according to the
+            plan of `auto()`, with gradients; 0 without `auto()` and while the block runs.
+        peak_asked: that of `auto(peak=...)`, in bytes; else None.
+    """
+
+    ops_recorded: int = 0
+    ops_replayed: int = 0
+    replays: int = 0
+    bytes_saved: int = 0
+    bytes_held: int = 0
+    bytes_kept: int = 0
+    cuts: tuple[int, ...] = ()
+    peak_predicted: int = 0
+    peak_asked: int | None = None
 
 
 class checkpoint_scope:
@@ -625,14 +622,31 @@ class checkpoint_scope:
     @property
     def stats(self) -> Stats:
         """Counts and bytes, as they are now."""
-        return measure(*self._frames) if self._frames else Stats()
+        if not self._frames:
+            return Stats()
+        (frame,) = self._frames
+        region = region_of(frame)
+        kept = [t.nbytes for t in region.held if t.kind not in ("input", "random state")]
+        recorded, cuts = frame.counts()
+        placement = frame.run.store.placement
+        return Stats(
+            recorded,
+            frame.replayed,
+            frame.replays,
+            frame.saved_bytes,
+            region.bytes_held - sum(kept),
+            sum(kept),
+            cuts,
+            frame.plan.peak if frame.plan else 0,
+            placement and placement.peak,
+        )
 
     def report(self) -> Report:
         """The memory that autograd would have held, and that is held now, tensor by tensor. With
         `report=True` also that of inner regions."""
         return report_of(self._frames)
 
-    def __enter__(self) -> checkpoint_scope:
+    def __enter__(self) -> Self:
         if self._entered:
             raise errors.CheckpointError(
                 f"scope '{self.name}' has been entered before: it describes one execution of one "
@@ -642,7 +656,7 @@ class checkpoint_scope:
         if not self._options.enabled:
             self._block = _excluded()
         elif not is_plain():
-            self._block = _Block(self.name, entered_from(sys._getframe(1)), self._options)
+            self._block = _Block(self.name, self._options)
             self._frames = (self._block.frame,)
         self._block.__enter__()
         return self
@@ -654,16 +668,11 @@ class checkpoint_scope:
 _torch.leave_eager(checkpoint_scope.__enter__, _RECORDS)
 
 # The signatures that `help` and editors show.
-_SHOWN = [
-    p.replace(kind=Parameter.KEYWORD_ONLY, annotation=p.annotation.__forward_arg__)
-    for p in inspect.signature(Options).parameters.values()
-]
+_SHOWN = inspect.signature(Options).parameters
+_KEYWORDS = [option.replace(kind=Parameter.KEYWORD_ONLY) for option in _SHOWN.values()]
 vars(checkpointed)["__signature__"] = Signature(
-    [Parameter("fn", Parameter.POSITIONAL_ONLY, default=None), *_SHOWN]
+    [Parameter("fn", Parameter.POSITIONAL_ONLY, default=None), *_KEYWORDS]
 )
 checkpoint_scope.__signature__ = Signature(  # type: ignore[attr-defined]
-    [
-        Parameter("policy", Parameter.POSITIONAL_OR_KEYWORD, default=None),
-        *[option for option in _SHOWN[1:] if option.name != "policy"],
-    ]
+    [_SHOWN["policy"], *_KEYWORDS[1:-1]]
 )

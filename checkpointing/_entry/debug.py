@@ -13,19 +13,22 @@ class OpLog(TorchDispatchMode):
     """A log of operators, each with the lines of user code that led to it."""
 
     supports_higher_order_operators = True
-    lines: list[Any] = []  # noqa: RUF012  # before it is entered
+    _lines: list[Any] = []  # noqa: RUF012  # before it is entered
 
     def __enter__(self) -> Any:
-        self.lines = []  # without those of the recompute before this one
+        self._lines = []  # without those of the recompute before this one
         return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         line = [f"{func}({_text([*args, *kwargs.values()])[1:-1]})", stack_of_user()]
-        self.lines.append(line)  # the operator may raise
+        self._lines.append(line)  # the operator may raise
         result = func(*args, **kwargs)
         line[0] = f"{_text(result)} = {line[0]}"
         return result
+
+    def __str__(self) -> str:
+        return "".join(f"  {i}: {op}\n{stack}" for i, (op, stack) in enumerate(self._lines))
 
 
 def _text(value: Any) -> str:
@@ -43,14 +46,12 @@ def logged(frame: Frame) -> tuple[OpLog, OpLog]:
 
     def explain(error: Any) -> None:
         """Raise an error again with both logs, under torch's headings."""
-        logs = ""
-        for title, log in (("the original forward", forward), ("recomputation", recompute)):
-            logs += f"\n\nOperations executed during {title}:\n"
-            logs += "".join(f"  {i}: {op}\n{stack}" for i, (op, stack) in enumerate(log.lines))
         explained = type(error)(
             f"{error}\n\nAn error happened while unpacking tensors; these are the operators of "
             "both runs, each with the lines of your code that led to it, innermost first."
-            f"{logs}\nYou are seeing this error because you passed `debug=True` to checkpoint: the "
+            f"\n\nOperations executed during the original forward:\n{forward}"
+            f"\n\nOperations executed during recomputation:\n{recompute}"
+            "\nYou are seeing this error because you passed `debug=True` to checkpoint: the "
             "first operator that differs above shows where the two runs part."
         )
         explained.__notes__ = error.__notes__

@@ -5,6 +5,7 @@ is put back afterwards: memory from outside, buffers that were exchanged, genera
 """
 
 import math
+import re
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -12,18 +13,19 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from .. import _torch
-from .._engine import Generators, aside, entered_from, root_of, unpack
+from .._engine import Generators, entered_from, root_of, unpack
 from .._plan import Block, Cost, Outlook
 from .._record import Placement, Program, Run, Step, tensors_of
 from .._replay import Replay
 from .._rerun import Moment
 from .api import disabled
-from .policy import bytes_of
-from .report import UNITS, size, unit_of
+from .sizes import bytes_of, size, unit_of
+
+Calls = dict[str, list[Block]]  # of modules, by their class
 
 
 class Row(NamedTuple):
@@ -48,45 +50,32 @@ class Forecast(NamedTuple):
     rows: tuple[Row, ...]
 
     def __str__(self) -> str:
-        lines = ["peak of a step  recomputed        kept  what to write"]
-        lines += [
+        rows = [
             f"{size(row.peak):>14} {row.recomputed:>11.2f} {size(row.kept):>11}  {row.write}"
             for row in self.rows
         ]
-        return "\n".join(lines)
+        return "\n".join(["peak of a step  recomputed        kept  what to write", *rows])
 
     def plot(self, path: str) -> None:
         """Draw recompute over peak into a file, an .svg or a .png. Needs matplotlib (the extra
         `plot`)."""
         import matplotlib.figure  # type: ignore[import-not-found, unused-ignore]
 
-        unit = unit_of(max(row.peak for row in self.rows))
-        places = {row.write: (row.peak / 1024**unit, row.recomputed) for row in self.rows}
-        # A curve through the peaks that are asked for, and a point for each other row.
-        curve = [place for write, place in places.items() if write.startswith("auto(peak=")]
-        labels = [("auto(peak=...)", curve[len(curve) // 2], BLUE)]
-        with matplotlib.rc_context(STYLE):
-            figure = matplotlib.figure.Figure(figsize=(8, 4), layout="constrained")
-            axes = figure.subplots()
-            axes.plot(*zip(*curve, strict=True), "o-", color=BLUE)
-            for write, place in places.items():
-                if place not in curve:
-                    colour = {"plain": BLACK, "auto()": BLUE}.get(write, ORANGE)
-                    axes.plot(*place, "s", color=colour)
-                    labels.append((write, place, colour))
-            for text, place, colour in labels:
-                axes.annotate(text, place, xytext=(6, 6), textcoords="offset points", color=colour)
-            axes.set(
-                xlim=0,
-                ylim=(None, 1.1),
-                xlabel=f"peak memory of a step ({UNITS[unit]})",
-                ylabel="recomputed FLOPs (1: a forward)",
-            )
-            figure.savefig(path)
-
-
-STYLE: dict[str, Any] = {"svg.fonttype": "none", "svg.hashsalt": "", "font.size": 9}
-BLACK, ORANGE, BLUE = "black", "#d55e00", "#0072b2"  # for colour-blind readers, too
+        unit, name = unit_of(self.rows[0].peak)
+        lines: dict[str, Any] = defaultdict(list)
+        for row in self.rows:  # one line through all peaks, and points
+            lines[re.sub('".*"', "...", row.write)].append((row.peak / unit, row.recomputed))
+        figure = matplotlib.figure.Figure(figsize=(8, 4), layout="constrained")
+        axes = figure.subplots()
+        for label, places in lines.items():
+            axes.plot(*zip(*places, strict=True), "o-", label=label)
+        axes.legend()
+        axes.set(
+            xlim=0,
+            xlabel=f"peak memory of a step ({name})",
+            ylabel="recomputed FLOPs (1: a forward)",
+        )
+        figure.savefig(path)
 
 
 class _Rehearsal(Run):
@@ -95,11 +84,11 @@ class _Rehearsal(Run):
     def __init__(self) -> None:
         super().__init__(Program(), None, True, None)
         self.store.placement = Placement(None)
-        self.moments: dict[int, Moment] = {}  # by storage
-        self.bases: list[Tensor] = []  # of what is written, without a graph before
-        self.buffers: dict[nn.Module, dict[str, Any]] = {}
-        self.weights: list[tuple[Tensor, Tensor]] = []  # with their data
-        self.calls: dict[str, list[Block]] = defaultdict(list)  # by class of module
+        # By storage, before it was written: the base of the tensor, whether it required grad, and
+        # its values.
+        self.moments: dict[int, Any] = {}
+        self.buffers: dict[nn.Module, Any] = {}
+        self.calls: Calls = defaultdict(list)
         self._open: list[int] = []
 
     def calls_module(self, module: nn.Module, args: Any) -> None:
@@ -110,14 +99,10 @@ class _Rehearsal(Run):
                 f"forecast: hooks around {type(module).__qualname__}, such as those of torch's own "
                 "checkpoint, hide what autograd saves. Switch them off first."
             )
-        if module in self.buffers:
-            return
-        for each in module.modules():
+        for each in () if module in self.buffers else module.modules():
             self.buffers[each] = dict(_torch.buffers_of_module(each)[0])
-        with aside():
-            self.weights += [(p, p.data) for p in module.parameters()]
 
-    def has_called_module(self, module: nn.Module, args: Any, result: Any) -> None:
+    def has_called_module(self, module: nn.Module, *_: Any) -> None:
         calls, begin = self.calls[type(module).__qualname__], self._open.pop()
         while calls and calls[-1][0] >= begin:  # inside this one
             calls.pop()
@@ -130,12 +115,10 @@ class _Rehearsal(Run):
                 written += tensors_of([args[place] for place in step.info.statistics])
             for tensor in written:
                 storage = _torch.storage_id(tensor)
-                base = root_of(tensor)
-                if not base.requires_grad:
-                    self.bases.append(base)
                 if storage not in self.moments:
-                    whole = _torch.bytes_of(tensor) if _torch.has_storage(tensor) else tensor
-                    self.moments[storage] = Moment([tensor], [whole])
+                    base = root_of(tensor)
+                    moment = Moment([tensor], [_torch.bytes_of(tensor)])
+                    self.moments[storage] = base, base.requires_grad, moment
         super()._before_write(step, args, kwargs)
 
 
@@ -143,28 +126,21 @@ class _Rehearsal(Run):
 def _put_back(run: _Rehearsal) -> Iterator[None]:
     """Afterwards, generators, buffers and memory from outside are as they were."""
     generators = Generators(True, (), (), True)
-    hooks = [
-        register_module_forward_pre_hook(run.calls_module),
-        register_module_forward_hook(run.has_called_module, always_call=True),
-    ]
     try:
-        yield
+        with (
+            register_module_forward_pre_hook(run.calls_module),
+            register_module_forward_hook(run.has_called_module, always_call=True),
+        ):
+            yield
     finally:
-        for hook in hooks:
-            hook.remove()
-        for base in run.bases:
-            if base.requires_grad:
+        for base, required_grad, moment in run.moments.values():
+            if base.requires_grad and not required_grad:
                 base.detach_()
-        for moment in run.moments.values():
             moment.go_back()
-        for parameter, data in run.weights:
-            if _torch.storage_id(parameter) != _torch.storage_id(data):
-                parameter.data = data
         for module, buffers in run.buffers.items():
             _torch.buffers_of_module(module)[0].update(buffers)
-        for state in reversed(run.store.random.values()):
+        for state in (*reversed(run.store.random.values()), generators):
             state.enter([])
-        generators.enter([])
 
 
 def forecast(function: Callable[[], Any], /) -> Forecast:
@@ -206,7 +182,7 @@ def forecast(function: Callable[[], Any], /) -> Forecast:
     Source of the method: the simulation of `auto()`, which plans by it.
     """
     run = _Rehearsal()
-    frame = Replay(run, "forecast", entered_from(sys._getframe(1)), True, None)
+    frame = Replay(run, "forecast", entered_from(sys._getframe()), True, None)
     with _put_back(run), disabled(), torch.enable_grad(), run:
         frame.enter(run)
         try:
@@ -218,55 +194,56 @@ def forecast(function: Callable[[], Any], /) -> Forecast:
             raise ValueError(
                 "forecast: autograd saves nothing in this function. Leave backward out of it."
             )
-        rows = _rows(Outlook(run), run.calls)
+        rows = _rows(run)
         run.close()
     return Forecast(tuple(rows))
 
 
-def _rows(outlook: Outlook, calls: dict[str, list[Block]]) -> list[Row]:
+def _rows(run: _Rehearsal) -> list[Row]:
+    outlook = Outlook(run)
     plain, least = outlook.plain(), max(1, outlook.planned(0).peak)
-    costs = {"plain": plain, "auto()": outlook.planned(None), **_by_hand(outlook, calls)}
+    costs = {"plain": plain, "auto()": outlook.planned(None), **_by_hand(outlook, run.calls)}
     ratio = max(1.0, plain.peak / least)
     for number in range(_MOST_PEAKS):  # from the least peak up, until nothing runs again
         text = _rounded(least * ratio ** (number / _MOST_PEAKS))
         costs[f'auto(peak="{text}")'] = cost = outlook.planned(bytes_of("peak", text))
         if not cost.recomputed:
             break
-    rows: dict[tuple[int, float], Row] = {}  # that differ by something
-    for write, cost in costs.items():
-        rows.setdefault((cost.peak, cost.recomputed), Row(write, *cost))
+    rows = {  # that differ by something: the first of those that don't
+        (cost.peak, cost.recomputed): Row(write, *cost) for write, cost in reversed(costs.items())
+    }
     return sorted(rows.values(), key=lambda row: (-row.peak, row.recomputed))
 
 
-def _by_hand(outlook: Outlook, calls: dict[str, list[Block]]) -> dict[str, Cost]:
+def _by_hand(outlook: Outlook, calls: Calls) -> dict[str, Cost]:
     """The cost of a checkpoint around each call of the modules that are most like the blocks that
     the program repeats."""
     blocks = outlook.repeats()
     if not blocks:
         return {}
-    name = max(calls, key=lambda name: _likeness(blocks, calls[name]), default="")
+
+    def likeness(name: str) -> float:
+        """How well the calls of a class cover the blocks: 1 at most for each."""
+        return sum(
+            max(
+                max(0, min(end, last) - max(begin, first)) / (max(end, last) - min(begin, first))
+                for first, last in calls[name]
+            )
+            for begin, end in blocks
+        )
+
+    name = max(calls, key=likeness, default="")
     if len(calls[name]) < 2:
         return {"a checkpoint around each block": outlook.by_hand(blocks)}
     return {f"checkpoint_modules(model, {name})": outlook.by_hand(calls[name])}
 
 
-def _likeness(blocks: list[Block], calls: list[Block]) -> float:
-    """How well these calls cover the blocks: 1 at most for each."""
-    return sum(
-        max(
-            max(0, min(end, last) - max(begin, first)) / (max(end, last) - min(begin, first))
-            for first, last in calls
-        )
-        for begin, end in blocks
-    )
-
-
 def _rounded(nbytes: float) -> str:
     """The next larger number of bytes that has three digits."""
-    unit = unit_of(int(nbytes))
-    number = nbytes / 1024**unit
+    unit, name = unit_of(int(nbytes))
+    number = nbytes / unit
     step = 10.0 ** (math.floor(math.log10(number)) - 2)
-    return f"{math.ceil(number / step) * step:.4g} {UNITS[unit]}"
+    return f"{math.ceil(number / step) * step:.4g} {name}"
 
 
 _MOST_PEAKS = 10  # that are tried, each by the same factor larger than the one before

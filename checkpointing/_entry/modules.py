@@ -15,25 +15,24 @@ from __future__ import annotations
 import inspect
 import re
 import sys
-import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, Union
+from weakref import ref
 
 from torch import nn
 from torch.compiler import is_dynamo_compiling
 from typing_extensions import Self, Unpack
 
 from .. import errors
-from . import api as _api
+from .api import CheckpointedObject, Given, Options, options_of, refuse_generators, run
 
-Picks = Callable[[str, nn.Module], bool]
-Select = Union[type, str, Picks, Sequence["Select"]]  # noqa: UP007
+Select = Union[type, str, Callable[[str, nn.Module], bool], Sequence["Select"]]  # noqa: UP007
 
 
 def checkpoint_modules(
-    model: nn.Module, select: Select, /, **options: Unpack[_api.Given]
+    model: nn.Module, select: Select, /, **options: Unpack[Given]
 ) -> CheckpointedModules:
     """Recompute the activations of selected modules of a model, in place.
 
@@ -78,47 +77,44 @@ def checkpoint_modules(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"checkpoint_modules takes a module, not {model!r}")
-    chosen = _api.options_of("checkpoint_modules", options)
-    picks = _as_function(select)
     picked: dict[nn.Module, str] = {}
     for name, module in model.named_modules(remove_duplicate=False):
-        if _is_called(module) and picks(name, module):
+        if _is_called(module) and _picks(select, name, module):
             picked.setdefault(module, name)
     if not picked:
         raise ValueError(_nothing_picked(model, select))
     for module, name in picked.items():
-        _refuse_unsuitable(name, module)
-    return CheckpointedModules(picked, chosen)
+        described = f"{name or 'the model itself'} ({type(module).__qualname__})"
+        if _is_region(inspect.unwrap(module.forward, stop=_is_region)):
+            raise ValueError(
+                f"checkpoint_modules: {described} runs in a region already. Call remove() on the "
+                "handle of the earlier call, remove `checkpointed` from its class or its forward, "
+                "or select other modules."
+            )
+        if not inspect.isfunction(inspect.getattr_static(type(module), "forward")):
+            raise TypeError(
+                f"checkpoint_modules can't wrap {described}: it has no method `forward` in Python."
+            )
+        refuse_generators("checkpoint_modules", module)
+    return CheckpointedModules(picked, options_of("checkpoint_modules", options))
 
 
-def _refuse_unsuitable(name: str, module: nn.Module) -> None:
-    described = f"{name or 'the model itself'} ({type(module).__qualname__})"
-    if _api.is_in_region(module.forward):
-        raise ValueError(
-            f"checkpoint_modules: {described} runs in a region already. Call remove() on the "
-            "handle of the earlier call, remove `checkpointed` from its class or its forward, or "
-            "select other modules."
-        )
-    is_static = isinstance(inspect.getattr_static(type(module), "forward"), staticmethod)
-    if is_static or not inspect.isroutine(getattr(type(module), "forward", None)):
-        raise TypeError(
-            f"checkpoint_modules can't wrap {described}: it has no method `forward` in Python."
-        )
-    _api.refuse_generators("checkpoint_modules", module)
+def _is_region(function: Any) -> bool:
+    return getattr(function, "enters_region", False)
 
 
-def _as_function(select: Select) -> Picks:
+def _picks(select: Any, name: str, module: nn.Module) -> Any:
     if isinstance(select, type):
-        return lambda _, module: isinstance(module, select)
+        return isinstance(module, select)
     if isinstance(select, str):
         # With as many dots as the name has, a `*` matches none of them.
-        dots = select.count(".")
-        return lambda name, _: name != "" and name.count(".") == dots and fnmatchcase(name, select)
+        if name.count(".") != select.count("."):
+            return False
+        return name != "" and fnmatchcase(name, select)
     if isinstance(select, tuple | list):
-        functions = [_as_function(part) for part in select]
-        return lambda name, module: any(picks(name, module) for picks in functions)
+        return any(_picks(part, name, module) for part in select)
     if callable(select) and not isinstance(select, nn.Module):
-        return select
+        return select(name, module)
     raise TypeError(
         "checkpoint_modules: select is a class, a pattern of names, a function of name and module, "
         f"or a tuple or list of these, not {type(select).__qualname__}"
@@ -138,31 +134,31 @@ def _nothing_picked(model: nn.Module, select: Select) -> str:
         if _is_called(module)
     )
     there = ", ".join(f"{count} {kind}" for kind, count in found.items())
-    shown = select.__qualname__ if isinstance(select, type) else repr(select)
     return (
-        f"checkpoint_modules: {shown} picks no module of this {type(model).__qualname__}. "
-        f"There are {there}."
+        f"checkpoint_modules: {getattr(select, '__qualname__', select)} picks no module of this "
+        f"{type(model).__qualname__}. There are {there}."
     )
 
 
 class CheckpointedModules:
     """The handle that `checkpoint_modules` returns."""
 
-    def __init__(self, picked: dict[nn.Module, str], options: _api.Options) -> None:
+    def __init__(self, picked: dict[nn.Module, str], options: Options) -> None:
         self.names = tuple(picked.values())
-        self._forwards = {
-            module: _Forward(module, name, options) for module, name in picked.items()
-        }
-        for module, forward in self._forwards.items():
-            module.__dict__["forward"] = forward
+        self._forwards = {}
+        for module, name in picked.items():
+            forward = _Forward(module, name, options)
+            self._forwards[module] = module.__dict__["forward"] = forward
 
     def remove(self) -> None:
         """Restore the `forward` of the modules. Regions that wait for backward still recompute. A
         second call does nothing."""
         for module, forward in self._forwards.items():
-            forward.options = forward.options._replace(enabled=False)  # a wrapper may still call it
+            # A wrapper may still call it.
+            forward.options = forward.options._replace(enabled=False)
+            forward.enters_region = False
             if module.__dict__.get("forward") is forward:
-                del module.__dict__["forward"]
+                del module.forward
                 if forward.own is not None:
                     module.__dict__["forward"] = forward.own
         self._forwards = {}
@@ -181,11 +177,11 @@ class CheckpointedModules:
         return f"{type(self).__name__}{self.names}"
 
 
-class _Forward(_api.CheckpointedObject):
+class _Forward(CheckpointedObject):
     """The `forward` of one module, in regions."""
 
-    def __init__(self, module: nn.Module, name: str, options: _api.Options) -> None:
-        self._module = weakref.ref(module)
+    def __init__(self, module: nn.Module, name: str, options: Options) -> None:
+        self._module = ref(module)
         self.own = module.__dict__.get("forward")  # from accelerate's hooks, or a compiler
         self.options = options._replace(name=options.name or name or type(module).__qualname__)
 
@@ -196,21 +192,20 @@ class _Forward(_api.CheckpointedObject):
             # A shallow copy (of `copy.copy`, or of the package `higher`) has this object, too.
             if isinstance(caller, nn.Module) and vars(caller).get("forward") is self:
                 module = caller
-        return _api.run(self.options, self._forward_of(module), args, kwargs, "")
+        return run(self.options, self._forward_of(module), args, kwargs, "")
 
     @property
-    def __wrapped__(self) -> Callable[..., Any]:
+    def __wrapped__(self) -> Any:
         return self._forward_of(self._module())
 
-    def _forward_of(self, module: nn.Module | None) -> Callable[..., Any]:
-        assert module is not None  # the caller of its forward holds it
+    def _forward_of(self, module: Any) -> Any:
         if self.own is not None:
-            return self.own  # type: ignore[no-any-return]
-        return type(module).forward.__get__(module)  # type: ignore[no-any-return]
+            return self.own
+        return type(module).forward.__get__(module)
 
     def __getstate__(self) -> Any:
         return self._module(), self.own, self.options
 
     def __setstate__(self, state: Any) -> None:
         module, self.own, self.options = state
-        self._module = weakref.ref(module)
+        self._module = ref(module)

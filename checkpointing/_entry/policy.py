@@ -9,11 +9,10 @@ recompute it, or to keep it elsewhere. `as_policy` turns everything that a user 
 
 from __future__ import annotations
 
-import operator
-import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -22,6 +21,7 @@ from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 from .. import _torch, errors
 from .._engine import Destination, aside, map_tensors, thread
 from .._record import Answer, Placement, Places
+from .sizes import bytes_of
 
 T = TypeVar("T")
 
@@ -139,28 +139,34 @@ def tag(x: T, name: str) -> T:
 
 # ---- policies
 
+# Each: operators or names, or a function to ask about operators; and the answer for what is kept.
+Choices = tuple[tuple[Any, Answer], ...]
+
 
 @dataclass(frozen=True)
 class Policy:
     """The values to keep. Policies compare, hash and print; `a | b` keeps the values of either."""
 
-    made_by: tuple[Any, ...]  # a function of this module and its arguments
     text: str
-    # Decides about the result of an operator, given (operator, args, kwargs, result). None: never
-    # asked.
-    on_op: Callable[..., Answer] | None = field(default=None, compare=False)
-    # Decides about a value with this name.
-    on_tag: Callable[[str], Answer] = field(default=lambda name: False, compare=False)
+    # The first choice that keeps a value decides.
+    of_ops: Choices = ()
+    of_tags: Choices = ()
     # Whether checkpoints are planned, and within which bounds.
     placement: Placement | None = None
     # The destinations of values about which it is not asked.
-    places: Places = field(default_factory=Places)
+    places: Places = Places()  # noqa: RUF009  # it is immutable
+
+    @property
+    def on_op(self) -> Any:
+        """Decides about the result of an operator. None: never asked."""
+        return partial(_decide, self.of_ops) if self.of_ops else None
+
+    def on_tag(self, name: str) -> Answer:
+        """Decides about a value with this name."""
+        return _decide(self.of_tags, name)
 
     def __repr__(self) -> str:
         return self.text
-
-    def __reduce__(self) -> Any:
-        return self.made_by[0], self.made_by[1:]
 
     def __or__(self, other: Any) -> Policy:
         return _either(self, as_policy(other))
@@ -169,33 +175,30 @@ class Policy:
         return _either(as_policy(other), self)
 
 
-def _asking(function: Callable[..., Any]) -> Policy:
-    """A policy from a function as torch's selective checkpointing takes it."""
-
-    def ask(op: Any, args: Any, kwargs: Any, result: Any) -> Answer:
-        context = SelectiveCheckpointContext(is_recompute=False, op_output=result)
-        try:
-            answer = function(context, op, *args, **kwargs)
-        except TypeError as error:
-            raise errors.hidden(f"the policy, asked for {op},", error) from error
-        if isinstance(answer, bool):
-            return answer
-        if not isinstance(answer, CheckpointPolicy):
-            raise ValueError(
-                f"a policy answers with a CheckpointPolicy or a bool, not {answer!r} (for {op})"
-            )
-        return _ANSWERS[answer.name.rpartition("_")[2]]
-
-    return Policy(
-        (_asking, function), f"<policy {getattr(function, '__qualname__', function)}>", on_op=ask
-    )
+def _decide(choices: Choices, asked: Any, *about: Any) -> Answer:
+    for chosen, answer in choices:
+        found = asked in chosen if type(chosen) is frozenset else _ask(chosen, asked, *about)
+        if found:
+            return answer if found is True else found
+    return False
 
 
-def _auto(budget: int | None, peak: int | None) -> Policy:
-    text = "auto()" if budget is None else f"auto(budget={budget})"
-    if peak is not None:
-        text = f"auto(peak={peak})"
-    return Policy((_auto, budget, peak), text, placement=Placement(budget, peak=peak))
+def _ask(function: Any, op: Any, args: Any, kwargs: Any, result: Any) -> Answer:
+    """The answer of a function as torch's selective checkpointing takes it."""
+    context = SelectiveCheckpointContext(is_recompute=False, op_output=result)
+    try:
+        answer = function(context, op, *args, **kwargs)
+    except TypeError as error:
+        raise errors.hidden(f"the policy, asked for {op},", error) from error
+    if isinstance(answer, bool):
+        return answer
+    if not isinstance(answer, CheckpointPolicy):
+        raise ValueError(
+            f"a policy answers with a CheckpointPolicy or a bool, not {answer!r} (for {op})"
+        )
+    if "OFFLOAD" in answer.name:
+        return Destination(torch.device("cpu"), pin_memory=True, min_bytes=0)
+    return "SAVE" in answer.name
 
 
 def _either(first: Policy | None, second: Policy | None) -> Policy:
@@ -206,59 +209,13 @@ def _either(first: Policy | None, second: Policy | None) -> Policy:
             f"{first!r} and {second!r} can't both place checkpoints: give one auto(...) all it "
             "needs"
         )
-    asked = [policy.on_op for policy in (first, second) if policy.on_op is not None]
     return Policy(
-        (_either, first, second),
         f"{first!r} | {second!r}",
-        _first_answer(asked) if asked else None,
-        _first_answer([first.on_tag, second.on_tag]),
+        first.of_ops + second.of_ops,
+        first.of_tags + second.of_tags,
         first.placement or second.placement,
         Places(*(a or b for a, b in zip(first.places, second.places, strict=True))),
     )
-
-
-def _first_answer(asked: list[Callable[..., Answer]]) -> Callable[..., Answer]:
-    """Ask one after the other, until one keeps the value."""
-
-    def ask(*about: Any) -> Answer:
-        return next((answer for one in asked if (answer := one(*about))), False)
-
-    return ask
-
-
-def _offload(inner: Policy | None, there: Destination, inputs: bool) -> Policy:
-    made_by, text = (_offload, inner, there, inputs), _text_of(inner, there, inputs)
-    places = Places(there, there if inner is None else None, there if inputs else None)
-    if inner is None:
-        return Policy(made_by, text, places=places)
-
-    def elsewhere(ask: Callable[..., Answer]) -> Callable[..., Answer]:
-        def asked(*about: Any) -> Answer:
-            answer = ask(*about)
-            return there if answer is True else answer
-
-        return asked
-
-    return Policy(
-        made_by,
-        text,
-        inner.on_op and elsewhere(inner.on_op),
-        elsewhere(inner.on_tag),
-        inner.placement and inner.placement._replace(place=there),
-        places,
-    )
-
-
-def _text_of(inner: Policy | None, there: Destination, inputs: bool) -> str:
-    """The call of `offload` that makes this policy, without defaults."""
-    given = {
-        repr(inner): inner is not None,
-        f"device='{there.device}'": there.device.type != "cpu",
-        "pin_memory=False": not there.pin_memory,
-        f"min_bytes={there.min_bytes}": there.min_bytes != _MIN_BYTES,
-        "inputs=True": inputs,
-    }
-    return f"offload({', '.join(text for text, is_given in given.items() if is_given)})"
 
 
 def save_ops(*ops: Any) -> Policy:
@@ -292,9 +249,9 @@ def save_ops(*ops: Any) -> Policy:
                 f"a policy lists OpOverloads such as torch.ops.aten.mm.default, not {op!r}. Of an "
                 "operator such as torch.ops.aten.mm, name one of its overloads."
             )
-    listed = sorted({*ops}, key=str)
-    text = f"save_ops({', '.join(map(str, listed))})"
-    return Policy((save_ops, *listed), text, on_op=lambda op, *_: op in listed)
+    listed = frozenset(ops)
+    text = ", ".join(sorted(map(str, listed)))
+    return Policy(f"save_ops({text})", of_ops=((listed, True),))
 
 
 def save_tagged(*names: str) -> Policy:
@@ -319,9 +276,9 @@ def save_tagged(*names: str) -> Policy:
     for name in names:
         if not isinstance(name, str):
             raise TypeError(f"a tag is a string, not {name!r}")
-    listed = sorted({*names})
-    text = f"save_tagged({', '.join(map(repr, listed))})"
-    return Policy((save_tagged, *listed), text, on_tag=lambda name: name in listed)
+    listed = frozenset(names)
+    text = ", ".join(map(repr, sorted(listed)))
+    return Policy(f"save_tagged({text})", of_tags=((listed, True),))
 
 
 def auto(*, budget: int | str | None = None, peak: int | str | None = None) -> Policy:
@@ -392,13 +349,13 @@ def auto(*, budget: int | str | None = None, peak: int | str | None = None) -> P
     """
     if budget is not None and peak is not None:
         raise ValueError("auto() takes a budget or a peak, not both")
-    return _auto(
-        None if budget is None else bytes_of("budget", budget),
-        None if peak is None else bytes_of("peak", peak),
-    )
-
-
-_MIN_BYTES = 1024
+    if budget is not None:
+        nbytes = bytes_of("budget", budget)
+        return Policy(f"auto(budget={nbytes})", placement=Placement(nbytes))
+    if peak is not None:
+        nbytes = bytes_of("peak", peak)
+        return Policy(f"auto(peak={nbytes})", placement=Placement(None, peak=nbytes))
+    return Policy("auto()", placement=Placement(None))
 
 
 def offload(
@@ -406,7 +363,7 @@ def offload(
     *,
     device: str | torch.device = "cpu",
     pin_memory: bool = True,
-    min_bytes: int | str = _MIN_BYTES,
+    min_bytes: int | str = 1024,
     inputs: bool = False,
 ) -> Policy:
     """A policy: hold the kept values on the host until recompute needs them.
@@ -451,28 +408,22 @@ def offload(
     if device.type == "meta":
         raise ValueError("nothing can wait on the device 'meta', which holds no data")
     there = Destination(device, bool(pin_memory), bytes_of("min_bytes", min_bytes))
-    return _offload(as_policy(policy), there, inputs)
+    inner = as_policy(policy) or Policy("")
+    given = {**there._asdict(), "device": str(device), "inputs": inputs}
+    defaults: Any = offload.__kwdefaults__
+    text = [inner.text]
+    text += [f"{name}={value!r}" for name, value in given.items() if value != defaults[name]]
 
+    def elsewhere(choices: Choices) -> Choices:
+        return tuple((chosen, there if answer is True else answer) for chosen, answer in choices)
 
-def bytes_of(name: str, given: Any) -> int:
-    if isinstance(given, str):
-        match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+(?:e[0-9]+)?)\s*([kmgt]i?)?b?\s*", given.lower())
-        if match is None:
-            raise ValueError(
-                f"{name} is a number of bytes, such as 10**9 or '1.5 GiB', not {given!r}"
-            )
-        given = int(float(match[1]) * _UNITS[match[2]])
-    if isinstance(given, bool) or not hasattr(given, "__index__"):
-        raise TypeError(f"{name} is a number of bytes, such as 10**9 or '1.5 GiB', not {given!r}")
-    nbytes = operator.index(given)
-    if nbytes < 0:
-        raise ValueError(f"{name} is at least 0, not {given}")
-    return nbytes
-
-
-_UNITS = {None: 1} | {
-    f"{c}{i}": (1024 if i else 1000) ** n for n, c in enumerate("kmgt", 1) for i in ("", "i")
-}
+    return Policy(
+        f"offload({', '.join(filter(None, text))})",
+        elsewhere(inner.of_ops),
+        elsewhere(inner.of_tags),
+        inner.placement and inner.placement._replace(place=there),
+        Places(there, there if policy is None else None, there if inputs else None),
+    )
 
 
 def as_policy(policy: Any) -> Policy | None:
@@ -492,12 +443,5 @@ def as_policy(policy: Any) -> Policy | None:
             "a policy is one of checkpointing's, such as `auto()`, a list of operators, or a "
             f"function, not {policy!r}"
         )
-    return _asking(policy)
-
-
-# By the last word of torch's answer: MUST_SAVE, PREFER_SAVE, ...
-_ANSWERS: dict[str, Answer] = {
-    "SAVE": True,
-    "RECOMPUTE": False,
-    "OFFLOAD": Destination(torch.device("cpu"), pin_memory=True, min_bytes=0),
-}
+    text = f"<policy {getattr(policy, '__qualname__', policy)}>"
+    return Policy(text, of_ops=((policy, True),))

@@ -6,7 +6,6 @@ grad. Everything else is an error. Random state, ambient state and module buffer
 the rest of the library.
 """
 
-import functools
 from collections.abc import Iterable
 from typing import Any
 
@@ -15,8 +14,8 @@ from torch import Tensor
 from torch.utils.checkpoint import detach_variable
 
 from .. import _torch, errors
-from .._engine import Region, Undo, thread, undo_all, warn
-from .._rerun import Call, Inputs, PreserveRngState, contents_of
+from .._engine import Region, Undo, tensors_in, thread, undo_all, warn
+from .._rerun import Call, PreserveRngState
 
 
 def _trains(value: Any) -> bool:
@@ -55,26 +54,23 @@ class CheckpointFunction(torch.autograd.Function):
         inputs, outputs = _rerun(ctx.call, len(ctx.needs_input_grad) - 2)
         if not _torch.keeps_graph():
             ctx.call = None
-        _run_backward(outputs, grads)
+        pairs = [pair for pair in zip(outputs, grads, strict=True) if _trains(pair[0])]
+        if not pairs:
+            raise errors.CheckpointError(
+                "none of output has requires_grad=True, this checkpoint() is not necessary"
+            )
+        trained, gradients = zip(*pairs, strict=True)
+        try:
+            torch.autograd.backward(trained, gradients)
+        except RuntimeError as error:
+            if "mark a variable ready only once" not in str(error):
+                raise
+            raise errors.CheckpointError(
+                "DistributedDataParallel met a parameter twice, because the reentrant backend runs "
+                "a backward inside the backward. Use backend='rerun' (use_reentrant=False), which "
+                f"does not. It said: {str(error).split('. ')[0]}."
+            ) from error
         return None, None, *[v.grad if isinstance(v, Tensor) else None for v in inputs]
-
-
-def _run_backward(outputs: Any, grads: Any) -> None:
-    pairs = [pair for pair in zip(outputs, grads, strict=True) if _trains(pair[0])]
-    if not pairs:
-        raise errors.CheckpointError(
-            "none of output has requires_grad=True, this checkpoint() is not necessary"
-        )
-    try:
-        torch.autograd.backward([output for output, _ in pairs], [grad for _, grad in pairs])
-    except RuntimeError as error:
-        if "mark a variable ready only once" not in str(error):
-            raise
-        raise errors.CheckpointError(
-            "DistributedDataParallel met a parameter twice, because the reentrant backend runs a "
-            "backward inside the backward. Use backend='rerun' (use_reentrant=False), which does "
-            f"not. It said: {str(error).split('. ')[0]}."
-        ) from error
 
 
 def _rerun(call: Call, count: int) -> tuple[Any, Any]:
@@ -85,8 +81,7 @@ def _rerun(call: Call, count: int) -> tuple[Any, Any]:
     thread.depth += 1
     try:
         function, args, kwargs, cells = call.restored(name)
-        first = args[: len(args) - count]
-        inputs = detach_variable(tuple(args[len(first) :]))
+        first, inputs = args[:-count], detach_variable(tuple(args[-count:]))
         outputs = call.go_back(name, cells, undo).run(function, *first, *inputs, **kwargs)
     finally:
         undo_all(undo)
@@ -105,27 +100,15 @@ def run(
             "backend takes positional arguments only; use backend='rerun'."
         )
     if not any(map(_trains, args)):
-        found = Inputs()
-        for value in (function, *args):
-            found.capture(value)
-        variables = [contents_of(cell) for cell in getattr(function, "__closure__", None) or ()]
-        parameters = [p for module in found.modules for p in module.parameters()]
-        if any(map(_trains, (*parameters, *variables))):
+        result = function(*args)  # in grad mode, which shows whether it uses parameters that train
+        if any(map(_trains, tensors_in(result))):
             raise errors.CheckpointError(
                 f"region '{name}': none of the inputs requires grad, so the reentrant backend "
                 "would give the parameters that the function uses no gradients. Use "
                 "backend='rerun', or call requires_grad_() on an input."
             )
+        check_backward_validity(args)
+        return result
     return CheckpointFunction.apply(  # type: ignore[no-untyped-call]
         function, preserve_rng_state, *args
-    )
-
-
-@functools.cache
-def warn_once() -> None:
-    """Warn once per process that the backend is deprecated."""
-    warn(
-        "backend='reentrant' is deprecated: backend='rerun', the default, supports more and is "
-        "faster. Leave backend out.",
-        FutureWarning,
     )

@@ -9,11 +9,10 @@ in ranges named `recompute:<region>`.
 """
 
 import re
-import sys
 import traceback
-import weakref
 from collections.abc import Iterable
 from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -30,7 +29,7 @@ from .._engine import (
     tensors_in,
     user_line,
 )
-from .._replay import Replay
+from .sizes import size
 
 
 class TensorReport(NamedTuple):
@@ -108,19 +107,6 @@ def _sorted(tensors: Iterable[TensorReport]) -> tuple[TensorReport, ...]:
     return tuple(sorted(tensors, key=lambda tensor: -tensor.nbytes))
 
 
-def size(nbytes: int) -> str:
-    """A number of bytes, as text."""
-    unit = unit_of(nbytes)
-    return f"{nbytes / 1024**unit:.2f} {UNITS[unit]}"
-
-
-def unit_of(nbytes: int) -> int:
-    return min(max(nbytes.bit_length() - 1, 0) // 10, 3)
-
-
-UNITS = ("B", "KiB", "MiB", "GiB")
-
-
 def _short(line: str) -> str:
     return re.sub(r"^[^:]*/", "", line)  # no folders
 
@@ -154,13 +140,16 @@ def report(*outputs: Tensor) -> Report:
     for output in outputs:
         if not isinstance(output, Tensor):
             raise TypeError(f"report takes tensors, such as a loss, not {output!r}")
-    nodes = _torch.nodes_from([output.grad_fn for output in outputs], {None})
-    parts = [saved for node in nodes for saved in _torch.saved_by(node)]
-    frames: dict[Frame, None] = {}
+    parts = [
+        saved
+        for node in _torch.nodes_from([output.grad_fn for output in outputs], {None})
+        for saved in _torch.saved_by(node)
+    ]
+    frames: list[Frame] = []
     for part in parts:
         packed = _packed(part)
         if isinstance(packed, Holder) and packed.frame not in frames:
-            frames[packed.frame] = None
+            frames.append(packed.frame)
             # Regions around it hold its inputs.
             parts += [holding.part for holding in packed.frame.holdings()]
     return report_of(frames)
@@ -168,122 +157,68 @@ def report(*outputs: Tensor) -> Report:
 
 def _packed(part: Any) -> Any:
     """A tensor that is saved or held, or the object that hooks have made of it."""
-    if isinstance(part, Held):
+    while isinstance(part, Held):
         part = part.packed
     return part.data if isinstance(part, _torch.SavedTensor) else part
 
 
 def report_of(frames: Iterable[Frame]) -> Report:
     """The report of these regions."""
-    regions = map(_region, frames)
-    return Report(tuple(sorted(regions, key=lambda r: -(r.bytes_saved or r.bytes_held))))
+    regions = sorted(map(region_of, frames), key=lambda r: -(r.bytes_saved or r.bytes_held))
+    return Report(tuple(regions))
 
 
-def _region(frame: Frame) -> RegionReport:
-    saved, held = _sorted(frame.notes or ()), _held_by(frame)
-    return RegionReport(
-        frame.name,
-        described(frame.entered_from),
-        frame.saved_bytes if frame.notes is None else _bytes_of(saved),
-        _bytes_of(held),
-        frame.replays,
-        saved,
-        held,
-    )
-
-
-def _bytes_of(tensors: Iterable[TensorReport]) -> int:
-    return sum(tensor.nbytes for tensor in tensors)
-
-
-def _held_by(frame: Frame) -> tuple[TensorReport, ...]:
-    """Each storage that a region holds, once. A region around it holds what is in its slots."""
-    found = {}
+def region_of(frame: Frame) -> RegionReport:
+    held: dict[Any, TensorReport] = {}
     for kind, part, operator, note in frame.holdings():
         packed = _packed(part)
         if type(packed) is Moved:
             kind, packed = "offloaded", packed.away
+        # A region around this one holds what is in its slots.
         for tensor in tensors_in(packed)[:1]:
-            for plain in () if is_referenced(tensor) else _torch.plain_parts(tensor):
-                key = _torch.storage_of(plain) or id(plain)
-                found[key] = _described(kind, plain, operator, *note)
-    return _sorted(found.values())
-
-
-def _described(kind: str, tensor: Tensor, *about: str | None) -> TensorReport:
-    nbytes, shape = _torch.memory_size(tensor), tuple(_torch.shape_of(tensor))
-    return TensorReport(kind, nbytes, shape, tensor.dtype, *about)
-
-
-class Stats(NamedTuple):
-    """A scope in numbers, at the moment of the question. Bytes are sizes of whole storages.
-
-    Attributes:
-        ops_recorded: operators of the block, without views and those that return no tensors.
-        ops_replayed: operators that were run again so far.
-        replays: windows that were replayed so far.
-        bytes_saved: the memory that plain autograd would hold for backward, without parameters.
-        bytes_held: held now for recompute: inputs of the block and states of random generators.
-        bytes_kept: held now because of `keep`, a policy, or a choice that is never made again.
-        cuts: positions among the recorded operators. Every value that is needed there is kept, so
-            no recompute crosses a cut.
-        peak_predicted: the most memory that forward and backward of the block need according to the
-            plan of `auto()`, with gradients; 0 without `auto()` and while the block runs.
-        peak_asked: that of `auto(peak=...)`, in bytes; else None.
-    """
-
-    ops_recorded: int = 0
-    ops_replayed: int = 0
-    replays: int = 0
-    bytes_saved: int = 0
-    bytes_held: int = 0
-    bytes_kept: int = 0
-    cuts: tuple[int, ...] = ()
-    peak_predicted: int = 0
-    peak_asked: int | None = None
-
-
-def measure(frame: Replay) -> Stats:
-    """The present numbers of a scope."""
-    tensors = _held_by(frame)
-    kept = _bytes_of(t for t in tensors if t.kind not in ("input", "random state"))
-    recorded, cuts = frame.counts()
-    placement = frame.run.store.placement
-    return Stats(
-        recorded,
-        frame.replayed,
+            held |= _by_storage(kind, tensor, operator, *note)
+    saved = _sorted(frame.notes.values()) if frame.notes else ()
+    return RegionReport(
+        frame.name,
+        described(frame.entered_from),
+        frame.saved_bytes if frame.notes is None else sum(tensor.nbytes for tensor in saved),
+        sum(tensor.nbytes for tensor in held.values()),
         frame.replays,
-        frame.saved_bytes,
-        _bytes_of(tensors) - kept,
-        kept,
-        cuts,
-        frame.plan.peak if frame.plan else 0,
-        placement and placement.peak,
+        saved,
+        _sorted(held.values()),
     )
 
 
-class Notes(list[TensorReport]):
-    """The tensors that are saved in a region, each storage once."""
+def _by_storage(kind: str, tensor: Tensor, *about: str | None) -> dict[Any, TensorReport]:
+    """The storages of a tensor that is not referenced, by weak references, which never equal those
+    of later ones."""
+    if is_referenced(root_of(tensor)):
+        return {}
+    return {
+        ref(part.untyped_storage() if _torch.has_storage(part) else part): TensorReport(
+            kind, _torch.memory_size(part), tuple(_torch.shape_of(part)), part.dtype, *about
+        )
+        for part in _torch.plain_parts(tensor)
+    }
 
-    def __init__(self) -> None:
-        self._known: weakref.WeakSet[Any] = weakref.WeakSet()  # storages
+
+class Notes(dict[Any, TensorReport]):
+    """The tensors that are saved in a region, by storage."""
 
     def add(self, holder: Holder, tensor: Tensor) -> None:
         """Note a tensor of `holder.frame`."""
-        if is_referenced(root_of(tensor)):
-            return
-        about = holder.frame.maker(holder, tensor), *note()
-        for part in _torch.plain_parts(tensor):
-            storage = part.untyped_storage() if _torch.has_storage(part) else holder
-            if storage not in self._known:
-                self._known.add(storage)
-                self.append(_described("saved", part, *about))
+        maker = holder.frame.maker(holder, tensor)
+        for storage, found in _by_storage("saved", tensor, maker, *note()).items():
+            self.setdefault(storage, found)
 
 
 def note() -> tuple[str | None, str | None]:
     """Where an operator runs: the module, by its name in the outermost one, and the user's line."""
-    frames = traceback.walk_stack(sys._getframe(1))
-    modules = [f.f_locals["self"] for f, _ in frames if f.f_code is _torch.module_call_code]
+    modules = [
+        frame.f_locals["self"]
+        for frame, _ in traceback.walk_stack(None)
+        if frame.f_code is _torch.module_call_code
+    ]
     if not modules:
         return None, user_line()
     names = {module: name for name, module in modules[-1].named_modules()}
