@@ -13,9 +13,8 @@ from .frames import (
     Frame,
     Holder,
     Holding,
-    Request,
     Stop,
-    TaskTensors,
+    Task,
     identity,
     is_internal,
     reader,
@@ -24,9 +23,7 @@ from .frames import (
 )
 from .held import (
     Aliased,
-    Held,
-    Referenced,
-    check_version,
+    fetch_argument,
     hold,
     hold_argument,
     note_written,
@@ -38,17 +35,19 @@ from .offload import (
     prefetch,
 )
 from .state import (
-    CpuState,
+    CPU_STREAM,
     Generators,
     Undo,
     enter_context,
     enter_switches,
-    has_rng,
     read_switches,
+    streams_of,
     undo_all,
 )
 from .tensors import (
+    Held,
     Name,
+    check_version,
     is_parameter,
     is_referenced,
     named,
@@ -58,12 +57,12 @@ from .threads import (
     Region,
     aside,
     thread,
+    within,
     without_recording,
 )
 from .tree import (
     ATOMS,
     Field,
-    leaves_of,
     map_tensors,
     put_together,
     take_apart,

@@ -1,14 +1,13 @@
-"""Tensors that a recompute starts from: inputs and kept values, each held in one of seven ways.
+"""Tensors that a recompute starts from: inputs and kept values, each held in one of six ways.
 
 | class | of which tensors | the object held | guarded by (rule 8) |
 |---|---|---|---|
 | `Aliased` | leaves and their views (rule 2); others without hooks | an alias | its version |
-| `Referenced` | parameters and defaults given to a rerun | the tensor | version, `requires_grad` |
-| `AsOperand` | other arguments of a rerun | autograd's saved tensor | autograd, `requires_grad` |
+| `AsOperand` | other arguments of a rerun | autograd's saved tensor | autograd |
 | `Packed` | any, with hooks of the user around | their object | its version, else the tensor's |
 | `InSlot` | any, with a region of ours around | a slot of that region | that region |
 | `NoGradView` | such arguments of a rerun, with hooks | one of the others | as that is |
-| `Elsewhere` | any, with a `Mover` around | a copy | nothing: nobody can write it |
+| `Moved` | any, with a `Mover` around | a copy | nothing: nobody can write it |
 
 Invariant: a tensor comes back with its strides and gaps, since kernels look at them.
 """
@@ -23,8 +22,17 @@ from torch import Tensor
 from .. import _torch, errors
 from .._torch import Hooks, save_input
 from .frames import identity, is_internal
-from .offload import Moved, Mover
-from .tensors import Name, carries_nothing, is_parameter, is_referenced, named, root_of
+from .offload import Mover
+from .tensors import (
+    Held,
+    Name,
+    carries_nothing,
+    check_version,
+    is_parameter,
+    is_referenced,
+    named,
+    root_of,
+)
 from .threads import thread, without_recording
 from .tree import tensors_in
 
@@ -32,37 +40,6 @@ Copier = Callable[[], Tensor] | None
 
 # Takes the tensors that are held: the hooks around the region, a mover, or nobody.
 Saver = Hooks | Mover | None
-
-
-def check_version(frame: object, name: Name, tensor: Tensor, version: int) -> None:
-    """A tensor that recompute reads must be at the version that the forward read."""
-    now = _torch.version(tensor)
-    if now != version:
-        raise errors.changed(frame, named(name, tensor), version, now)
-
-
-class Held:
-    """A tensor that a recompute will need."""
-
-    is_packed = True  # whether fetching it may cost a copy or a recompute
-    is_parameter = False  # whether it is referenced rather than saved
-    is_stale = False  # whether it is referenced rather than saved, and has been written since
-    moved: Moved | None = None  # its offloaded copy, if there is one
-
-    def __init__(self, packed: Any, name: Name) -> None:
-        self.packed = packed
-        self.name = name
-
-    def fetch(self, frame: object) -> Tensor:
-        """The tensor as it was. Others may read it, too: it must not be written."""
-        raise NotImplementedError
-
-    def renew(self) -> None:
-        """The region has written to other parts of its memory."""
-
-    def freeze(self, copied: Copier = None) -> None:
-        """The region is about to write the tensor: hold a copy from here on. `copied` copies the
-        live tensor, which may be quicker than fetching it."""
 
 
 class Aliased(Held):
@@ -90,43 +67,19 @@ class Aliased(Held):
 
     def freeze(self, copied: Copier = None) -> None:
         self.packed, self.is_parameter = without_recording(_torch.clone_storage, self.packed), False
-        self._version = _torch.version(self.packed)
-
-
-class Referenced(Aliased):
-    """The tensor itself, as an argument of a rerun."""
-
-    def __init__(self, tensor: Tensor, name: Name) -> None:
-        super().__init__(tensor, name, True)
-        self._requires_grad = tensor.requires_grad
-
-    def fetch(self, frame: object) -> Tensor:
-        return _with_flag(super().fetch(frame), self._requires_grad, frame, self.name)
+        self.renew()
 
 
 class AsOperand(Held):
     """A tensor that autograd saves, as it saves an operand."""
 
-    def __init__(self, tensor: Tensor, name: Name) -> None:
-        self.packed = save_input(tensor, False)
-        self.name = name
-        self._requires_grad = tensor.requires_grad
-
     def fetch(self, frame: object) -> Tensor:
         try:
-            tensor = self.packed.unpack()
+            return self.packed.unpack()  # type: ignore[no-any-return]
         except RuntimeError as error:
             if type(error) is RuntimeError and "modified by an inplace" in str(error):
                 raise errors.changed(frame, named(self.name)) from error
             raise
-        return _with_flag(tensor, self._requires_grad, frame, self.name)
-
-
-def _with_flag(tensor: Tensor, requires_grad: bool, frame: object, name: Name) -> Tensor:
-    """The tensor, if it requires grad as in the forward. (Autograd saves a leaf by reference.)"""
-    if tensor.requires_grad is not requires_grad:
-        raise errors.changed(frame, f"`requires_grad` of {named(name, tensor)}")
-    return tensor
 
 
 class Packed(Held):
@@ -195,20 +148,6 @@ class InSlot(Held):
         self.packed = copy
 
 
-class Elsewhere(Held):
-    """A copy that waits elsewhere."""
-
-    @property
-    def moved(self) -> Moved:  # type: ignore[override]
-        return self.packed  # type: ignore[no-any-return]
-
-    def fetch(self, frame: object) -> Tensor:
-        return self.packed.bring()  # type: ignore[no-any-return]
-
-    def freeze(self, copied: Copier = None) -> None:
-        self.packed.settle()
-
-
 class NoGradView(Held):
     """A view made under `no_grad`, which hooks would bring back as a leaf; `packed`: its data."""
 
@@ -225,16 +164,14 @@ def hold(tensor: Tensor, saver: Saver, name: Name, role: object = None) -> Held:
         parameter = tensor if tensor._base is None else _alias(tensor)
         return Aliased(parameter, name, True)
     alias = _alias(tensor)
-    if saver is not None and _costs_nothing(tensor):
-        saver = None
+    if saver is None or _costs_nothing(tensor):
+        return Aliased(alias, name)
     if isinstance(saver, Mover):
-        if saver.takes(alias):
-            return Elsewhere(without_recording(saver.send, alias), name)
-        saver = None
+        takes = saver.takes(alias)
+        return without_recording(saver.send, alias, name) if takes else Aliased(alias, name)
     if _is_users(saver):
         return Packed(alias, saver, name, without_recording(saver[0], alias))
-    # Or a block around has been left before this one.
-    if saver is None or getattr(_owner_of(saver), "complete", False):
+    if getattr(_owner_of(saver), "complete", False):  # a block around was left before this one
         return Aliased(alias, name)
     return InSlot(alias, saver, name, role or name, tensor)
 
@@ -252,12 +189,17 @@ def _alias(tensor: Tensor) -> Tensor:
 
 def hold_argument(tensor: Tensor, hooks: Hooks | None, name: Name) -> Held:
     """Hold a tensor with its graph, for a rerun, as an operator would save it."""
+    held = _as_operand(tensor, hooks, name)
+    held.requires_grad = tensor.requires_grad
+    return held
+
+
+def _as_operand(tensor: Tensor, hooks: Hooks | None, name: Name) -> Held:
     is_plain = type(tensor) is Tensor and tensor._base is None
-    is_usual = hooks is None and tensor.requires_grad
-    if is_usual and is_plain:  # checked first
-        return AsOperand(tensor, name)
+    if hooks is None and is_plain and tensor.requires_grad:  # the usual case
+        return AsOperand(save_input(tensor, False), name)
     if _is_referenced(tensor, hooks):
-        return Referenced(tensor, name)
+        return Aliased(tensor, name, True)
     if tensor.is_inference():
         return hold(tensor, hooks, name)
     if hooks is not None and carries_nothing(tensor):
@@ -267,7 +209,16 @@ def hold_argument(tensor: Tensor, hooks: Hooks | None, name: Name) -> Held:
         return Packed(tensor, hooks, name, save_input(tensor, False))
     if hooks is not None:
         announce(hooks, name, tensor)
-    return AsOperand(tensor, name)
+    return AsOperand(save_input(tensor, False), name)
+
+
+def fetch_argument(held: Held, frame: object) -> Tensor:
+    """The tensor of `hold_argument`, if it requires grad as in the forward. (Autograd saves a leaf
+    by reference.)"""
+    tensor = held.fetch(frame)
+    if tensor.requires_grad is not held.requires_grad:
+        raise errors.changed(frame, f"`requires_grad` of {named(held.name, tensor)}")
+    return tensor
 
 
 def _is_users(saver: Saver) -> TypeGuard[Hooks]:
@@ -300,4 +251,4 @@ def note_written(hooks: Hooks | None, storages: Set[int | None]) -> None:
     """Tell the region around that an inner region has written to these storages."""
     owner = _owner_of(hooks)
     if owner is not None:
-        owner.note_written(storages - {None})
+        owner.written |= storages - {None}

@@ -17,7 +17,7 @@ from torch import Tensor
 from .. import _torch
 
 Undo = list[tuple[Callable[[Any], object], Any]]  # functions that put a state back, with the state
-_Stream = tuple[Callable[[Any], Any], Callable[[], Any]]  # setter and getter
+Stream = tuple[Callable[[Any], Any], Callable[[], Any]]  # a generator's setter and getter
 
 
 def undo_all(undo: Undo) -> None:
@@ -40,20 +40,11 @@ def enter_context(context: AbstractContextManager[Any], undo: Undo) -> None:
 class Generators:
     """States of random generators at one moment."""
 
-    def __init__(
-        self,
-        cpu: bool,
-        devices: Iterable[torch.device],
-        generators: Iterable[torch.Generator],
-        python: bool,
-    ) -> None:
-        """The default generators of the CPU (if `cpu`) and of `devices`, and `generators`; with
-        `python`, also those of the `random` module and, where it is installed, of NumPy."""
-        streams: list[_Stream] = [(_torch.set_cpu_state, _torch.get_cpu_state)] if cpu else []
-        streams += [_device_stream(device) for device in devices]
-        streams += [(generator.set_state, generator.get_state) for generator in generators]
+    def __init__(self, streams: list[Stream], python: bool = False) -> None:
+        """With `python`, also those of the `random` module and, where it is installed, of
+        NumPy."""
         if python:
-            streams.append((random.setstate, random.getstate))
+            streams = [*streams, (random.setstate, random.getstate)]
             with suppress(ImportError):
                 numpy = importlib.import_module("numpy.random")
                 streams.append((numpy.set_state, lambda: numpy.get_state(legacy=False)))
@@ -80,17 +71,18 @@ class Generators:
             setter(state)
 
 
-class CpuState(Generators):
-    """The state of the default generator of the CPU, made more quickly."""
-
-    _python = False
-
-    def __init__(self) -> None:
-        setter, getter = _torch.set_cpu_state, _torch.get_cpu_state
-        self._streams = [(setter, getter, getter())]
+CPU_STREAM: Stream = _torch.set_cpu_state, _torch.get_cpu_state
 
 
-def _device_stream(device: torch.device) -> _Stream:
+def streams_of(
+    devices: Iterable[torch.device], generators: Iterable[torch.Generator]
+) -> list[Stream]:
+    """The default generators of those devices that are accelerators, and `generators`."""
+    streams = [_stream_of(device) for device in devices if has_rng(device)]
+    return streams + [(each.set_state, each.get_state) for each in generators]
+
+
+def _stream_of(device: torch.device) -> Stream:
     """An accelerator's default generator (`torch.<type>.get_rng_state`, one uint8 tensor)."""
     module = torch.get_device_module(device)
     return lambda state: module.set_rng_state(state, device), lambda: module.get_rng_state(device)

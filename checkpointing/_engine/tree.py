@@ -111,14 +111,6 @@ def put_together(saved: Any, leaf: Callable[[Any], Any], met: Any = None) -> Any
     return met[id(saved)]
 
 
-def leaves_of(*saved: Any) -> list[Any]:
-    """All parts in results of `take_apart`, without the containers."""
-    found = []
-    for one in saved:
-        found += leaves_of(*one.parts.values()) if type(one) is Container else [one]
-    return found
-
-
 def tensors_in(value: Any) -> list[Tensor]:
     """The tensors in a structure, in order."""
     found = []

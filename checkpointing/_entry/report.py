@@ -200,10 +200,9 @@ def _held_by(frame: Frame) -> tuple[TensorReport, ...]:
     """Each storage that a region holds, once. A region around it holds what is in its slots."""
     found = {}
     for kind, part, operator, note in frame.holdings():
-        packed = _packed(part)
-        if type(packed) is Moved:
-            kind, packed = "offloaded", packed.away
-        for tensor in tensors_in(packed)[:1]:
+        if type(part) is Moved:
+            kind = "offloaded"
+        for tensor in tensors_in(_packed(part))[:1]:
             for plain in () if is_referenced(tensor) else _torch.plain_parts(tensor):
                 key = _torch.storage_of(plain) or id(plain)
                 found[key] = _described(kind, plain, operator, *note)

@@ -9,7 +9,7 @@ refer to the originals.
 
 import math
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from itertools import islice
 from typing import Any
 
@@ -51,37 +51,35 @@ class Buffers:
     """
 
     then = Moment([], [])  # the buffers that are rewound
+    rewound: Set[int] = frozenset()  # their storages, in a rerun
 
     def __init__(self, inputs: Inputs) -> None:
         """Capture `inputs.modules` and their children; add their devices and generators to
         `inputs`."""
-        flags = {}  # None: frozen TorchScript, which has no flag
-        entries = []
+        flags: dict[nn.Module, Any] = {}  # None: frozen TorchScript, which has no flag
+        self._entries: list[Entry] = []
         self._owners = []  # modules with parameters
-        stack = [*inputs.modules]
-        while stack:
-            module = stack.pop()
+        modules: list[nn.Module | None] = [*inputs.modules]
+        for module in modules:
             if module is None or module in flags:
                 continue
             flags[module] = getattr(module, "training", None)
             children, own, buffers = _torch.parts_of_module(module)
-            if children:
-                stack += children.values()
+            modules += children.values()
             if own:
                 self._owners.append(module)
             if type(module).__module__[:6] != "torch.":  # no module of torch has a generator
                 inputs.generators += _generators_of(module)
             if buffers:
-                entries.append((module, dict(buffers)))
+                self._entries.append((module, dict(buffers)))
         self._flags = flags
         self._parameters = self._present()
         inputs.devices |= {tensor.device for tensor in self._parameters if not tensor.is_cpu}
-        self._trained = [tensor for tensor in self._parameters if tensor.requires_grad]
-        self._entries = entries
+        trained = [each for each in self._parameters if each.requires_grad]
+        self._trained = [(each, each._version) for each in trained if not each.is_inference()]
         self._guarded: list[tuple[nn.Module, str, Tensor, int]] = []  # with their versions
-        if entries:
+        if self._entries:
             self._capture()
-        self._versions = _versions_of(self._trained)
 
     def _capture(self) -> None:
         """Copy the buffers that can be rewound, and note the versions of the others."""
@@ -102,9 +100,7 @@ class Buffers:
 
     def end(self) -> None:
         """The region has run. Parameters that it has written itself are not guarded."""
-        if written := {*map(id, self._written())}:
-            self._trained = [tensor for tensor in self._trained if id(tensor) not in written]
-            self._versions = _versions_of(self._trained)
+        self._trained = [(each, then) for each, then in self._trained if each._version == then]
 
     def written(self, frame: object) -> list[Tensor]:
         """The parameters that train and have been written since the forward.
@@ -119,26 +115,11 @@ class Buffers:
             is_gone = not isinstance(tensor, nn.Parameter) and id(tensor) not in map(id, now)
             if is_gone or _is_another(tensor, other):
                 raise errors.exchanged(frame, named("a parameter", tensor))
-        return self._written()
+        return [each for each, version in self._trained if each._version != version]
 
     def _present(self) -> list[Tensor]:
         owned = [module._parameters.values() for module in self._owners]
         return [tensor for own in owned for tensor in own if tensor is not None]
-
-    def _written(self) -> list[Tensor]:
-        versions = _versions_of(self._trained)
-        if versions == self._versions:
-            return []
-        known = zip(self._trained, self._versions, versions, strict=True)
-        return [tensor for tensor, version, now in known if now != version]
-
-    def storages(self) -> set[int]:
-        """The storages of the buffers that are rewound."""
-        return {
-            _torch.storage_id(part)
-            for tensor in self.then.tensors
-            for part in _torch.plain_parts(tensor)
-        }
 
     def enter(self, frame: object, undo: Undo) -> None:
         """Go back to the forward; `undo` gets the functions that return."""
@@ -154,6 +135,8 @@ class Buffers:
         undo.append((_set, now))
         _set(self._entries)
         if self.then.tensors:
+            parts = [part for each in self.then.tensors for part in _torch.plain_parts(each)]
+            self.rewound = {*map(_torch.storage_id, parts)}
             undo.append((Moment.go_back, Moment(self.then.tensors, self.then.memory)))
             self.then.go_back()
 
@@ -165,13 +148,6 @@ def _is_another(tensor: Tensor, other: Tensor) -> bool:
     if not _torch.memory_size(tensor) or not _torch.are_alike(tensor, other):
         return False
     return not _torch.same_bits(tensor, other)
-
-
-def _versions_of(tensors: list[Tensor]) -> list[int]:
-    try:
-        return [tensor._version for tensor in tensors]
-    except RuntimeError:  # some are made in inference mode
-        return [*map(_torch.version, tensors)]
 
 
 def _generators_of(module: nn.Module) -> tuple[torch.Generator, ...]:

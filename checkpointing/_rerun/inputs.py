@@ -7,7 +7,7 @@ collected on the way.
 
 import dis
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from functools import lru_cache, partial
 from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any
@@ -16,16 +16,14 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from .. import _torch, errors
+from .. import _torch
 from .._engine import (
     ATOMS,
+    Aliased,
     Held,
     Name,
-    Referenced,
     hold_argument,
-    named,
     take_apart,
-    without_recording,
 )
 
 Given = tuple[Tensor, int, Held]  # a tensor, its version, and the `Held` of it
@@ -40,9 +38,9 @@ class Inputs:
     modules: tuple[Module, ...] = ()
     defaults: tuple[Held, ...] = ()  # tensors that a call need not name
     _hooks: _torch.Hooks | None = None
-    # With hooks around, while the function runs: the tensors that it was given, by id.
-    _given: dict[int, Given] | None = None
-    _is_shared = False  # whether one of them was given twice
+
+    def __init__(self) -> None:
+        self._given: dict[int, Given] = {}  # by id, while the function runs
 
     def hold(self, value: Any, name: Name) -> Any:
         """Hold an argument, a part of one, or a variable until the rerun. A tensor that comes twice
@@ -51,11 +49,8 @@ class Inputs:
             if not value.is_cpu:
                 self.devices |= {value.device}
             held = hold_argument(value, self._hooks, name)
-            if self._given is None:
-                return held
-            first = self._given.setdefault(id(value), (value, _torch.version(value), held))[2]
-            self._is_shared |= first is not held
-            return first
+            given = self._given.setdefault(id(value), (value, _torch.version(value), held))
+            return given[2]
         if isinstance(value, torch.Generator):
             self.generators += (value,)
         elif type(value) not in ATOMS:
@@ -109,7 +104,9 @@ class Inputs:
 
         def guard(value: Any, name: Name) -> None:
             if isinstance(value, Tensor):
-                self.defaults += (Referenced(value, name),)
+                held = Aliased(value, name, True)
+                held.requires_grad = value.requires_grad
+                self.defaults += (held,)
             else:
                 self.hold(value, name)
 
@@ -152,34 +149,6 @@ def items_of(value: Any) -> Iterable[Any]:
     elif type(value) not in (list, tuple):
         return ()
     return value if len(value) <= _MOST_ITEMS else ()
-
-
-class Fetched:
-    """Fetches inputs: a tensor that is two arguments once, and one that the function writes as a
-    copy, since others may read the fetched one."""
-
-    def __init__(self, frame: object, written: Mapping[Held, int]) -> None:
-        self._frame, self._written = frame, written
-        self._met: dict[Held, Tensor] = {}
-        self._copies = _torch.Copies()
-        self._storages: dict[int, int] = {}  # by the storage in the forward
-
-    def __call__(self, saved: Any) -> Any:
-        if not isinstance(saved, Held):
-            return saved
-        if saved not in self._met:
-            tensor = saved.fetch(self._frame)
-            if saved in self._written:
-                tensor = self._copied(saved, tensor)
-            self._met[saved] = tensor
-        return self._met[saved]
-
-    def _copied(self, saved: Held, tensor: Tensor) -> Tensor:
-        storage = _torch.storage_id(tensor)
-        if self._storages.setdefault(self._written[saved], storage) != storage:
-            # Hooks have made two storages of one.
-            raise errors.changed(self._frame, named(saved.name, tensor))
-        return _torch.in_place_of(tensor, without_recording(self._copies.copy, tensor))
 
 
 # ---- variables

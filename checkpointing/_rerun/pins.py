@@ -31,7 +31,7 @@ from .._engine import (
     root_of,
     take_apart,
     tensors_in,
-    thread,
+    within,
     without_recording,
 )
 
@@ -103,6 +103,9 @@ class Result:
     after: Generators | None = None  # the generators after the call, if it drew numbers
     value = None
 
+    def __init__(self) -> None:
+        self.pins: list[Pin] = []
+
     def save(self, value: Any, args: Any, kwargs: Any, hooks: _torch.Hooks | None) -> None:
         given = _given_to(args, kwargs)
         passed = {id(v): Passed(i) for i, v in enumerate(given) if type(v) not in ATOMS}
@@ -113,7 +116,12 @@ class Result:
             if not isinstance(part, Tensor):
                 return part
             name = "the result of a forward_only function"
-            return View.among(given, part) or Pin.of(part, hooks, name)
+            view = View.among(given, part)
+            if view is not None:
+                return view
+            pin = Pin.of(part, hooks, name)
+            self.pins.append(pin)
+            return pin
 
         self.value = passed.get(id(value)) or take_apart(value, save)
         self.has_returned = True
@@ -172,11 +180,8 @@ class Repeated(Region):
 
     def _fetch(self, held: Held) -> Tensor:
         """Fetch with no region active, since hooks may call functions again (rule 3)."""
-        region, thread.region = thread.region, None
-        try:
+        with within(None):
             return held.fetch(self._frame)
-        finally:
-            thread.region = region
 
 
 def _given_to(args: Any, kwargs: Any) -> list[Any]:

@@ -120,9 +120,8 @@ is_checkpoint_valid: Callable[[], bool] = torch.autograd._is_checkpoint_valid
 # The Python function that all backward calls go through. The autograd engine calls hooks right
 # below it, or in a thread of its own, without any Python frame.
 run_backward_code = torch.autograd.graph._engine_run_backward.__code__
-# Whether a profiler runs in this thread, and a range in its output.
+# A range in the output of a profiler, if one runs in this thread.
 # `torch.profiler.record_function` would be an operator, which modes see.
-profiles = _autograd._profiler_enabled
 profiled_range = _C._profiler._RecordFunctionFast
 
 current_node = _C._current_autograd_node
@@ -169,8 +168,15 @@ def is_cast_of_parameter(tensor: Tensor) -> bool:
 # Batched backward: `torch.autograd.grad(..., is_grads_batched=True)` runs unpack hooks inside of
 # torch's older vmap, which refuses random operators. Recomputed tensors do not depend on it.
 _vmap_key = _C._parse_dispatch_key("VmapMode")
-in_batched_backward = partial(_C._dispatch_tls_is_dispatch_key_included, _vmap_key)
-outside_of_batch = partial(_C._ExcludeDispatchKeyGuard, _C.DispatchKeySet(_vmap_key))
+_no_batch = contextlib.nullcontext()
+
+
+def outside_of_batch() -> Any:
+    """A context that leaves batched backward, if it runs. (To enter it for nothing takes long.)"""
+    if not _C._dispatch_tls_is_dispatch_key_included(_vmap_key):
+        return _no_batch
+    return _C._ExcludeDispatchKeyGuard(_C.DispatchKeySet(_vmap_key))
+
 
 # ---- modes and transforms
 
