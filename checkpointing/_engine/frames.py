@@ -197,8 +197,14 @@ class Frame:
                 if group is not None and slot in task and self.prefix is not None:
                     raise errors.overlapping(self)  # as torch does
                 task.pop(slot, None)  # its node has had it, and opens it again
-                with _torch.profiled_range(f"recompute:{self.name}"):
-                    self._answer(holder, task)
+                try:
+                    with _torch.profiled_range(f"recompute:{self.name}"):
+                        self._answer(holder, task)
+                except BaseException as error:
+                    task.clear()  # no recomputed tensor is used after an error
+                    task.mismatches = ()
+                    self._explain(error)
+                    raise
             tensor = task[slot]
             assert tensor is not None  # `recompute` raises if it cannot deliver
             task[slot] = None
@@ -206,16 +212,10 @@ class Frame:
 
     def _answer(self, holder: Holder, task: Task) -> None:
         """Recompute, with this thread's regions out of the way (rule 3), and check the outcome."""
-        try:
-            with within(None), _torch.outside_of_batch():
-                self.recompute(holder, task)
-            if task.mismatches:
-                self._refuse(task.mismatches)
-        except BaseException as error:
-            task.clear()  # no recomputed tensor is used after an error
-            task.mismatches = ()
-            self._explain(error)
-            raise
+        with within(None), _torch.outside_of_batch():
+            self.recompute(holder, task)
+        if task.mismatches:
+            raise errors.different_metadata(self, reader(), task.mismatches)
 
     def wanted(self, task: Task, step: int = 1) -> Iterator[Holder]:
         """The holders that a graph task may still open, by slot; with -1, the last one first."""
@@ -242,12 +242,6 @@ class Frame:
         if type(expected) is Evidence:
             details += f"; saved in the forward at {described(expected.line)}"
         task.mismatches += ((holder.slot, expected, found, details + more),)
-
-    def _refuse(self, mismatches: tuple[errors.Mismatch, ...]) -> None:
-        _, expected, *_ = mismatches[0]
-        # A wrong value spreads: show the first one only.
-        shown = 1 if type(expected) is Evidence else 3
-        raise errors.different_metadata(self, reader(), mismatches, shown)
 
     def _explain(self, error: Any) -> None:
         """Add a note, and the logs of the region, to an error."""

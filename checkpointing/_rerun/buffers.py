@@ -7,9 +7,9 @@ Rejected: exchanging the buffers for copies. Aliases, views and caches keyed by 
 refer to the originals.
 """
 
-import math
 import operator
-from collections.abc import Iterable, Set
+from collections.abc import Set
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -85,13 +85,10 @@ class Buffers:
         """Copy the buffers that can be rewound, and note the versions of the others."""
         small = []  # two that share memory are rewound twice, to the same values
         for module, buffers in self._entries:
-            limit: float = _SMALL
-            if isinstance(module, _LEAVES_NO_TRACE):
-                limit = math.inf if self._flags[module] else -1  # less than that of an empty one
             for name, tensor in buffers.items():
                 if tensor is None:
                     continue
-                if _can_be_rewound(tensor) and tensor.nbytes <= limit:
+                if _can_be_rewound(module, tensor):
                     small.append(tensor)
                 else:
                     self._guarded.append((module, name, tensor, _torch.version(tensor)))
@@ -129,11 +126,9 @@ class Buffers:
         if flags != self._flags:
             undo.append((_set_flags, flags))
             _set_flags(self._flags)
-        if not self._entries:
-            return
-        now = [(module, dict(_torch.buffers_of_module(module)[0])) for module, _ in self._entries]
-        undo.append((_set, now))
-        _set(self._entries)
+        for module, buffers in self._entries:
+            undo.append((partial(_set, module), dict(_torch.buffers_of_module(module)[0])))
+            _set(module, buffers)
         if self.then.tensors:
             parts = [part for each in self.then.tensors for part in _torch.plain_parts(each)]
             self.rewound = {*map(_torch.storage_id, parts)}
@@ -165,10 +160,14 @@ def _generators_of(module: nn.Module) -> tuple[torch.Generator, ...]:
     )
 
 
-def _can_be_rewound(tensor: Tensor) -> bool:
+def _can_be_rewound(module: nn.Module, tensor: Tensor) -> bool:
     if tensor.is_nested or _torch.is_lazy(tensor):
         return False
-    return _torch.has_storage(tensor) and not tensor.is_inference()
+    if tensor.is_inference() or not _torch.has_storage(tensor):
+        return False
+    if isinstance(module, _LEAVES_NO_TRACE):
+        return bool(getattr(module, "training", None))
+    return tensor.nbytes <= _SMALL
 
 
 def _set_flags(flags: dict[nn.Module, bool | None]) -> None:
@@ -177,18 +176,17 @@ def _set_flags(flags: dict[nn.Module, bool | None]) -> None:
             module.training = is_training
 
 
-def _set(entries: Iterable[Entry]) -> None:
-    """Give the modules these buffers, where others have been set. A buffer that is not persistent
-    is a cache that an attribute describes (the length of rotary embeddings): it stays as it is."""
-    for module, then in entries:
-        store, caches = _torch.buffers_of_module(module)
-        now = dict(store)
-        if now.keys() == then.keys() and all(map(operator.is_, now.values(), then.values())):
-            continue
-        if isinstance(store, dict):  # a scripted module can have no other names
-            store.clear()
-        for name, tensor in {**then, **{name: now[name] for name in caches & now.keys()}}.items():
-            store[name] = tensor
+def _set(module: nn.Module, then: dict[str, Any]) -> None:
+    """Give a module these buffers, if others have been set. A buffer that is not persistent is a
+    cache that an attribute describes (the length of rotary embeddings): it stays as it is."""
+    store, caches = _torch.buffers_of_module(module)
+    now = dict(store)
+    if now.keys() == then.keys() and all(map(operator.is_, now.values(), then.values())):
+        return
+    if isinstance(store, dict):  # a scripted module can have no other names
+        store.clear()
+    for name, tensor in {**then, **{name: now[name] for name in caches & now.keys()}}.items():
+        store[name] = tensor
 
 
 def _is_dense(tensor: Tensor) -> bool:

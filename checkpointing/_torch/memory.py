@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from .names import (
     FakeTensor,
     below_versions,
-    detach_with_version,
+    counting_versions,
     has_storage,
     mode_count,
     plain_parts,
@@ -43,9 +43,7 @@ def memory_size(tensor: Tensor) -> int:
 
 def is_on(tensor: Tensor, storages: Set[int | None]) -> bool:
     """Whether a tensor, or one of its parts, uses one of these storages."""
-    if type(tensor) is Tensor:
-        return has_storage(tensor) and storage_id(tensor) in storages
-    return any(is_on(part, storages) for part in plain_parts(tensor) if part is not tensor)
+    return any(storage_of(part) in storages for part in plain_parts(tensor))
 
 
 def alias(tensor: Tensor) -> Tensor:
@@ -54,10 +52,11 @@ def alias(tensor: Tensor) -> Tensor:
     if tensor.is_inference() and has_storage(tensor):
         with torch.inference_mode(False), unseen_by_modes():
             return copy(tensor)
-    if type(tensor) in _PLAIN and mode_count():
-        with unseen_by_modes():
-            return detach_with_version(tensor)
-    return detach_with_version(tensor)
+    with counting_versions():
+        if type(tensor) in _PLAIN and mode_count():
+            with unseen_by_modes():
+                return tensor.detach()
+        return tensor.detach()
 
 
 # ---- layouts
@@ -83,11 +82,8 @@ def _layout(tensor: Tensor) -> Layout:
 def lay_as(base: Tensor, dtype: torch.dtype, layout: Layout) -> Tensor:
     """A tensor of this type on the storage of `base`, detached, with this geometry."""
     size, stride, is_conj, is_neg, offset = layout
-    if base.dtype is dtype:
-        new = base.as_strided(size, stride, offset)
-    else:
-        new = torch.empty(0, dtype=dtype, device=base.device)
-        new.set_(base.untyped_storage(), offset, size, stride)
+    new = torch.empty(0, dtype=dtype, device=base.device)
+    new.set_(base.untyped_storage(), offset, size, stride)
     if is_conj:
         new = torch._conj(new)
     return torch._neg_view(new) if is_neg else new

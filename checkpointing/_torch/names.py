@@ -284,23 +284,14 @@ set_grad_enabled = _C._set_grad_enabled
 below_versions = _C._AutoDispatchBelowADInplaceOrView
 
 
-class below_autograd:
+@contextlib.contextmanager
+def below_autograd() -> Iterator[None]:
     """Recorded operators ran below autograd, autocast and function modes. So do they here.
 
     Inside, operators may set grad mode; it is put back at the end.
     """
-
-    def __enter__(self) -> None:
-        self._grad_mode = torch.is_grad_enabled()
-        set_grad_enabled(False)
-        self._guards = below_versions(), _C.DisableTorchFunction(), _C._DisableAutocast()
-        for guard in self._guards:
-            guard.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        for guard in reversed(self._guards):
-            guard.__exit__(*error)
-        set_grad_enabled(self._grad_mode)
+    with torch.no_grad(), below_versions(), _C.DisableTorchFunction(), _C._DisableAutocast():
+        yield
 
 
 is_zeros = Tensor._is_zerotensor
@@ -346,20 +337,9 @@ def version(tensor: Tensor) -> int:
 # Give tensors these versions, from which they count on.
 set_versions = _autograd._unsafe_set_version_counter
 
-_views_key = _C.DispatchKey.ADInplaceOrView
-_is_excluded = _C._dispatch_tls_is_dispatch_key_excluded
-_exclude = _C._dispatch_tls_set_dispatch_key_excluded
-
-
-def detach_with_version(tensor: Tensor) -> Tensor:
-    """A detached alias that shares the version counter, also when called below autograd: inside
-    `__torch_dispatch__`, the key that shares version counters between views is excluded."""
-    is_excluded = _is_excluded(_views_key)
-    _exclude(_views_key, False)  # the guard for this costs more than the call
-    try:
-        return tensor.detach()
-    finally:
-        _exclude(_views_key, is_excluded)
+# Operators inside count versions of views, also inside `__torch_dispatch__`, where the key that
+# does so is excluded.
+counting_versions = partial(_C._SetExcludeDispatchKeyGuard, _C.DispatchKey.ADInplaceOrView, False)
 
 
 def shape_of(tensor: Tensor) -> Any:
