@@ -7,7 +7,6 @@ from .check import (
     CHECKS,
     DeterminismCheck,
     check_of,
-    maker_of,
 )
 from .frames import (
     Frame,
@@ -32,7 +31,6 @@ from .offload import (
     Destination,
     Moved,
     Mover,
-    prefetch,
 )
 from .state import (
     CPU_STREAM,

@@ -41,7 +41,7 @@ from torch import Tensor
 
 from .. import _torch, errors
 from .._torch import graph_task_id, pop_hooks, push_hooks, run_backward_code
-from .check import Check, Evidence, maker_of
+from .check import Check, Evidence
 from .threads import Region, thread, within
 from .where import Line, described, line_number
 
@@ -153,7 +153,7 @@ class Frame:
 
     def maker(self, holder: Holder, tensor: Tensor) -> str | None:
         """The operator that made the tensor of a holder, for messages and reports."""
-        return maker_of(tensor)
+        return None if tensor.grad_fn is None else tensor.grad_fn.name()
 
     def holdings(self) -> Iterable[Holding]:
         """Everything that is held now for live holders, without parameters."""

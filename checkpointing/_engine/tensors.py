@@ -9,8 +9,6 @@ from torch import Tensor, nn
 from .. import _torch, errors
 from .tree import Field
 
-_Parameter = nn.Parameter
-
 # Formatted only when it is needed: (parent, key) stands for `parent[key]`, an operator for its
 # input.
 Name = str | tuple[object, object] | object
@@ -40,10 +38,7 @@ def root_of(tensor: Tensor) -> Tensor:
 
 def is_parameter(root: Tensor) -> bool:
     """Whether a region references this tensor and its views, rather than saving them (rule 2)."""
-    kind = type(root)
-    if kind is Tensor:
-        return False
-    return kind is _Parameter or isinstance(root, _Parameter)
+    return type(root) is not Tensor and isinstance(root, nn.Parameter)
 
 
 def carries_nothing(tensor: Tensor) -> bool:

@@ -6,7 +6,9 @@ import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from torch import Tensor, no_grad
+from torch import Tensor, is_grad_enabled
+
+from .._torch import set_grad_enabled
 
 R = TypeVar("R")
 
@@ -83,5 +85,10 @@ def aside() -> within:
 def without_recording(function: Callable[..., R], *values: Any) -> R:
     """Call a check, a copy or a hook of the user, whose operators are neither recorded nor part of
     a graph."""
-    with within(None, aside=True), no_grad():
-        return function(*values)
+    grad_mode = is_grad_enabled()
+    set_grad_enabled(False)
+    try:
+        with within(None, aside=True):
+            return function(*values)
+    finally:
+        set_grad_enabled(grad_mode)

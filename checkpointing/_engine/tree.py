@@ -125,13 +125,6 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
     """Apply `function` to the tensors in a structure; `value` itself if that changes nothing."""
-    changed = False
-
-    def leaf(part: Any, _: Any) -> Any:
-        nonlocal changed
-        new = function(part) if isinstance(part, Tensor) else part
-        changed |= new is not part
-        return new
-
-    taken = take_apart(value, leaf)
-    return put_together(taken, lambda part: part) if changed else value
+    taken = take_apart(value, lambda part, _: function(part) if isinstance(part, Tensor) else part)
+    new = put_together(taken, lambda part: part)
+    return value if all(map(is_, tensors_in(value), tensors_in(new))) else new

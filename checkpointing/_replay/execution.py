@@ -57,9 +57,12 @@ class Execution:
         for place, value, _ in window.starts:
             self.table[place] = fetch(stock.held[value], frame, work.memory)
 
-    @_torch.below_autograd()
     def make(self) -> dict[int, Tensor]:
         """What the window makes, by target."""
+        _torch.below_autograd(self._make)
+        return self.found
+
+    def _make(self) -> None:
         table, numbers = self.table, self.numbers
         for place, _, is_written in self.window.starts:
             if is_written:
@@ -84,7 +87,6 @@ class Execution:
                 self._note(found)
             for place in instruction.dead:
                 table[place] = None
-        return self.found
 
     def _take(self, instruction: Instruction, result: Any) -> None:
         for place, tensor in zip(instruction.results, tensors_of(result), strict=True):

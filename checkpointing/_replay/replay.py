@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, islice
 from typing import Any
 from weakref import ref
 
@@ -28,8 +28,6 @@ from .._engine import (
     Undo,
     enter_context,
     enter_switches,
-    maker_of,
-    prefetch,
     regions,
     undo_all,
     warn,
@@ -39,6 +37,7 @@ from .._record import Path, Pieces, Run, Slot, Value, Wrapped, size_pieces, slot
 from .execution import Execution, Work, fetch
 
 _MUCH, _NEARLY_ALL = 1 << 26, 0.9  # bytes that a block saves, and the part that backward needs
+_AHEAD = 2  # how many offloaded tensors are prefetched
 
 
 class Stock:
@@ -342,7 +341,9 @@ class Replay(Frame):
                         moved.rank = len(self._order)
                         self._order.append(ref(moved))
         last = max([moved.rank for moved in stock.moved()], default=len(self._order))
-        prefetch(self._order, last)
+        coming = (later for weak in self._order[last + 1 :] if (later := weak()) is not None)
+        for later in islice(coming, _AHEAD):
+            later.prefetch()
 
     # ---- for messages and reports
 
@@ -353,7 +354,8 @@ class Replay(Frame):
     def maker(self, holder: Any, tensor: Tensor) -> str | None:
         path = holder.stock.group.path if hasattr(holder, "stock") else self.run.so_far()
         steps = [path.maker_of(slot.value) for slot in slots_of(holder.saved)]
-        return next((str(step.func) for step in steps if step is not None), maker_of(tensor))
+        known = (str(step.func) for step in steps if step is not None)
+        return next(known, None) or super().maker(holder, tensor)
 
     def counts(self) -> tuple[int, tuple[int, ...]]:
         """How many operators were recorded, and where among them the cuts are."""

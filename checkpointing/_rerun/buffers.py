@@ -65,7 +65,8 @@ class Buffers:
                 continue
             flags[module] = getattr(module, "training", None)
             children, own, buffers = _torch.parts_of_module(module)
-            modules += children.values()
+            if children:
+                modules += children.values()
             if own:
                 self._owners.append(module)
             if type(module).__module__[:6] != "torch.":  # no module of torch has a generator
@@ -75,8 +76,11 @@ class Buffers:
         self._flags = flags
         self._parameters = self._present()
         inputs.devices |= {tensor.device for tensor in self._parameters if not tensor.is_cpu}
-        trained = [each for each in self._parameters if each.requires_grad]
-        self._trained = [(each, each._version) for each in trained if not each.is_inference()]
+        self._trained = [
+            (tensor, tensor._version)
+            for tensor in self._parameters
+            if tensor.requires_grad and not tensor.is_inference()
+        ]
         self._guarded: list[tuple[nn.Module, str, Tensor, int]] = []  # with their versions
         if self._entries:
             self._capture()

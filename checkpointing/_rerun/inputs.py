@@ -70,14 +70,11 @@ class Inputs:
             wrapped = inspect.unwrap(function)
             if type(wrapped) is FunctionType:
                 self._look_into(wrapped)
-        if function.__closure__ is None:
-            return []
-        code = function.__code__
-        own = _assigned_by(code)
+        code, cells = function.__code__, function.__closure__ or ()
         return [
             (cell, self.hold(contents_of(cell), f"the variable '{name}'"))
-            for name, cell in zip(code.co_freevars, function.__closure__, strict=True)
-            if name not in own
+            for name, cell in zip(code.co_freevars, cells, strict=True)
+            if name not in _assigned_by(code)
         ]
 
     def _look_into(self, function: FunctionType) -> None:
@@ -96,19 +93,18 @@ class Inputs:
     def _hold_defaults(self, function: FunctionType) -> None:
         """Guard the tensors among a function's default arguments, which live as long as it does.
         Look for generators and modules there."""
-        defaults = dict(function.__kwdefaults__ or {})
-        if positional := function.__defaults__:
-            code = function.__code__
-            names = code.co_varnames[: code.co_argcount]
-            defaults |= zip(names[-len(positional) :], positional, strict=True)
+        code, positional = function.__code__, function.__defaults__ or ()
+        names = code.co_varnames[: code.co_argcount]
+        last = dict(zip(names[::-1], positional[::-1], strict=False))
+        defaults = last | (function.__kwdefaults__ or {})
 
         def guard(value: Any, name: Name) -> None:
-            if isinstance(value, Tensor):
-                held = Aliased(value, name, True)
-                held.requires_grad = value.requires_grad
-                self.defaults += (held,)
-            else:
+            if not isinstance(value, Tensor):
                 self.hold(value, name)
+                return
+            held = Aliased(value, name, True)
+            held.requires_grad = value.requires_grad
+            self.defaults += (held,)
 
         if not ATOMS.issuperset(map(type, defaults.values())):
             take_apart(defaults, guard, "defaults")

@@ -36,17 +36,13 @@ from .._engine import (
 )
 
 
-class Pin(NamedTuple):
+class Pin:
     """A value of the forward that the rerun takes over."""
 
-    held: Held
-    in_graph: bool
-    live: weakref.ref[Tensor]
-
-    @classmethod
-    def of(cls, tensor: Tensor, hooks: _torch.Hooks | None, name: Name) -> Pin:
-        in_graph = tensor.requires_grad and not tensor.is_leaf
-        return cls(hold(tensor, hooks, name), in_graph, weakref.ref(tensor))
+    def __init__(self, tensor: Tensor, hooks: _torch.Hooks | None, name: Name) -> None:
+        self.held = hold(tensor, hooks, name)
+        self.in_graph = tensor.requires_grad and not tensor.is_leaf
+        self.live = weakref.ref(tensor)
 
     def restored(self, tensor: Tensor) -> Tensor:
         """A fetched tensor that the recompute may write. (The forward did not write one that is no
@@ -68,32 +64,23 @@ class Passed(NamedTuple):
     number: int
 
 
-class View(NamedTuple):
-    """The geometry of a returned tensor that is a view of an argument."""
+class View:
+    """A returned tensor that is a view of an argument: its geometry."""
 
-    number: int
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int  # from that of the argument
-    in_graph: bool
-
-    @classmethod
-    def among(cls, given: list[Any], part: Tensor) -> View | None:
-        in_graph = part.requires_grad
-        for number, value in enumerate(given):
-            if not isinstance(value, Tensor):
-                continue
-            if in_graph and not value.requires_grad:
-                continue
-            if _torch.lies_in(part, value):
-                offset = int(part.storage_offset() - value.storage_offset())
-                return cls(number, part.shape, part.stride(), offset, in_graph)
-        return None
+    def __init__(self, number: int, argument: Tensor, part: Tensor) -> None:
+        self.number = number
+        self.size, self.stride, self.in_graph = part.shape, part.stride(), part.requires_grad
+        self.offset = part.storage_offset() - argument.storage_offset()
 
     def of(self, tensor: Tensor) -> Tensor:
         with torch.enable_grad():
             base = tensor if self.in_graph else tensor.detach()
             return base.as_strided(self.size, self.stride, self.offset + tensor.storage_offset())
+
+
+def _is_view(part: Tensor, argument: Tensor) -> bool:
+    # A gradient comes from the argument, or from elsewhere.
+    return _torch.lies_in(part, argument) and argument.requires_grad >= part.requires_grad
 
 
 class Result:
@@ -115,11 +102,10 @@ class Result:
                 return passed[id(part)]
             if not isinstance(part, Tensor):
                 return part
-            name = "the result of a forward_only function"
-            view = View.among(given, part)
-            if view is not None:
-                return view
-            pin = Pin.of(part, hooks, name)
+            for number, value in enumerate(given):
+                if isinstance(value, Tensor) and _is_view(part, value):
+                    return View(number, value, part)
+            pin = Pin(part, hooks, "the result of a forward_only function")
             self.pins.append(pin)
             return pin
 

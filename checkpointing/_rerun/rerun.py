@@ -58,8 +58,6 @@ class Call(Inputs):
     """One call of a function: its inputs, and the state in which it runs."""
 
     inputs: Sequence[Held] = ()
-    _buffers = None
-    _rng: Generators | None = None
     _written: Mapping[Held, int | None] = {}  # inputs that the function writes; their storages
 
     def __init__(
@@ -75,23 +73,22 @@ class Call(Inputs):
         self._args = [take_apart(v, self.hold, ("args", i), met) for i, v in enumerate(args)]
         self._kwargs = {k: take_apart(v, self.hold, ("kwargs", k), met) for k, v in kwargs.items()}
         self._variables = self.capture(function)
-        if self.modules:
-            self._buffers = Buffers(self)
+        self._buffers = Buffers(self)
         self.ambient = Ambient()
-        self._draws_python = preserve_rng_state == "all"
-        if preserve_rng_state:
-            self._rng = self.random()
+        self._preserve_rng_state = preserve_rng_state
+        self._rng = self.random()
 
     def random(self) -> Generators:
         """The present states of the generators that a recompute puts back."""
+        if not self._preserve_rng_state:
+            return Generators([])
         streams = [CPU_STREAM, *streams_of(self.devices, self.generators)]
-        return Generators(streams, self._draws_python)
+        return Generators(streams, self._preserve_rng_state == "all")
 
     def end(self) -> None:
         """The function has run. Note the inputs in storages that it has written: its recompute gets
         copies."""
-        if self._buffers is not None:
-            self._buffers.end()
+        self._buffers.end()
         given = self._given.values()
         self.inputs = [held for _, _, held in given]
         changed = [tensor for tensor, version, _ in given if _torch.version(tensor) != version]
@@ -141,11 +138,9 @@ class Call(Inputs):
             fill(cells)  # in place: other functions may share them
         undo.append((_torch.set_grad_enabled, is_grad_enabled()))
         _torch.set_grad_enabled(True)
-        if self._buffers is not None:
-            self._buffers.enter(frame, undo)
+        self._buffers.enter(frame, undo)
         context = self.ambient.enter(undo)
-        if self._rng is not None:
-            self._rng.enter(undo)
+        self._rng.enter(undo)
         return context
 
 
@@ -169,7 +164,7 @@ class Rerun(Region, Call, Slots):
         if isinstance(self.outer, Rerun | Repeated):
             # Its rerun enters this region again, which must then meet the same value.
             tensor = self.outer.keep(tensor)
-        self._pins += (Pin.of(tensor, self._hooks, "a value given to keep()"),)
+        self._pins += (Pin(tensor, self._hooks, "a value given to keep()"),)
         return tensor
 
     def keep_for_inner(self, tensor: Tensor) -> None:
@@ -178,9 +173,9 @@ class Rerun(Region, Call, Slots):
     def once(self, function: Any, args: Any, kwargs: Any) -> Any:
         result = Result()
         self._results += (result,)  # now, since the function may call others
-        before = self._rng and self.random()
+        before = self.random()
         value = without_slots(function, args, kwargs, self.outer)
-        if before is not None and before.have_moved():
+        if before.have_moved():
             result.after = self.random()
         result.save(value, args, kwargs, self._hooks)
         return value
@@ -192,11 +187,10 @@ class Rerun(Region, Call, Slots):
         calling = Calling(self, holder, task)
         undo: Undo = []
         try:
-            if self._buffers is not None and (written := self._buffers.written(self)):
+            if written := self._buffers.written(self):
                 calling.refuse(written, tensors_in([args, kwargs, [value for _, value in cells]]))
             context = self.go_back(self, cells, undo)
-            if self._buffers is not None:
-                calling.rewound = self._buffers.rewound
+            calling.rewound = self._buffers.rewound
             thread.region = Repeated(self._pins, self._results, self.policy, self)
             calling.call(partial(context.run, function, *args, **kwargs))
         finally:
@@ -208,10 +202,8 @@ class Rerun(Region, Call, Slots):
             for held in found:
                 if not held.is_parameter:
                     yield Holding(kind, held, named(held.name))
-        if self._rng is not None:
-            yield from [Holding("random state", state) for state in self._rng.states]
-        if self._buffers is not None:
-            yield from [Holding("buffers", copy) for copy in self._buffers.then.values]
+        yield from [Holding("random state", state) for state in self._rng.states]
+        yield from [Holding("buffers", copy) for copy in self._buffers.then.values]
 
 
 def call_within(

@@ -57,7 +57,6 @@ class Calling:
     def __init__(self, frame: Slots, holder: Holder, task: Task) -> None:
         self.frame, self.holder, self.task = frame, holder, task
         self._count = len(frame.holders)  # the slots of the forward
-        self._is_watched = bool(frame.inner_inputs)
         self._versions: dict[int, int] = {}  # by slot: of the tensors that are delivered
         self._copies = _torch.Copies()
         self._refused: dict[int, Tensor] = {}  # parameters by id
@@ -72,7 +71,7 @@ class Calling:
         """Call the function until the last slot that is wanted (rule 5). The function may catch
         `Stop` and raise something else instead."""
         frame = self.frame
-        self._is_watched |= bool(self.rewound or self._refused)
+        self._is_watched = any([frame.inner_inputs, self.rewound, self._refused])
         if frame.early_stop:
             self._stop_at = next(frame.wanted(self.task, -1)).slot
         push_hooks(self.pack, identity)

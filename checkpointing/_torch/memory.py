@@ -173,16 +173,14 @@ def write(tensor: Tensor, values: Tensor) -> None:
 def overwrite(tensors: list[Tensor], values: list[Tensor]) -> None:
     """Give tensors these values, and their sizes, without counting up versions."""
     with below_versions():
-        try:
-            if all(map(Tensor.is_same_size, tensors, values)):
-                torch._foreach_copy_(tensors, values)
-                return
-        except NotImplementedError:  # not all subclasses have these
-            pass
         for tensor, value in zip(tensors, values, strict=True):
             if tensor.shape != value.shape:
                 tensor.resize_(value.shape)
-            tensor.copy_(value)
+        try:
+            torch._foreach_copy_(tensors, values)
+        except NotImplementedError:  # not all subclasses have these
+            for tensor, value in zip(tensors, values, strict=True):
+                tensor.copy_(value)
 
 
 # ---- comparisons
@@ -201,20 +199,22 @@ def overlap(one: Tensor, other: Tensor) -> bool:
 
 @functools.lru_cache(1024)  # a window asks for the same layouts in each run
 def _may_overlap(one: Layout, other: Layout) -> bool:
-    rows = [sys.maxsize]  # all memory is one row
+    rows = {sys.maxsize}  # all memory is one row
     if one[1] == other[1]:
-        rows.append(max([1, *one[1]]))
-    return not any(_are_other_columns(one, other, row) for row in rows)
+        rows.add(max([1, *one[1]]))
+    for row in rows:
+        (_, end), (start, last) = sorted([_columns(one, row), _columns(other, row)])
+        if end <= start and last <= row:
+            return False
+    return True
 
 
-def _are_other_columns(one: Layout, other: Layout, row: int) -> bool:
-    spans = []
-    for size, stride, *_, offset in (one, other):
-        columns = [n if step < row else 1 for n, step in zip(size, stride, strict=True)]
-        start = offset % row
-        spans.append((start, start + _length(columns, stride)))
-    (_, end), (start, last) = sorted(spans)
-    return end <= start and last <= row
+def _columns(layout: Layout, row: int) -> tuple[int, int]:
+    """The first of the columns that a tensor uses of a matrix, and the one after the last."""
+    size, stride, *_, offset = layout
+    columns = [n if step < row else 1 for n, step in zip(size, stride, strict=True)]
+    start = offset % row
+    return start, start + _length(columns, stride)
 
 
 def lies_in(tensor: Tensor, other: Tensor) -> bool:

@@ -284,14 +284,16 @@ set_grad_enabled = _C._set_grad_enabled
 below_versions = _C._AutoDispatchBelowADInplaceOrView
 
 
-@contextlib.contextmanager
-def below_autograd() -> Iterator[None]:
-    """Recorded operators ran below autograd, autocast and function modes. So do they here.
-
-    Inside, operators may set grad mode; it is put back at the end.
-    """
-    with torch.no_grad(), below_versions(), _C.DisableTorchFunction(), _C._DisableAutocast():
-        yield
+def below_autograd(function: Callable[[], Any]) -> None:
+    """Recorded operators ran below autograd, autocast and function modes. So do they in this
+    function. They may set grad mode; it is put back at the end."""
+    grad_mode = torch.is_grad_enabled()
+    try:
+        set_grad_enabled(False)
+        with below_versions(), _C.DisableTorchFunction(), _C._DisableAutocast():
+            function()
+    finally:
+        set_grad_enabled(grad_mode)
 
 
 is_zeros = Tensor._is_zerotensor
