@@ -22,7 +22,6 @@ from .frames import (
 )
 from .held import (
     Aliased,
-    fetch_argument,
     hold,
     hold_argument,
     note_written,
@@ -33,13 +32,13 @@ from .offload import (
     Mover,
 )
 from .state import (
-    CPU_STREAM,
+    CPU_RNG,
     Generators,
     Undo,
     enter_context,
     enter_switches,
     read_switches,
-    streams_of,
+    rngs_of,
     undo_all,
 )
 from .tensors import (

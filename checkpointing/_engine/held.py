@@ -122,14 +122,10 @@ class Packed(Held):
 class InSlot(Held):
     """A slot of the region around: a holder, or in a recompute the delivered tensor."""
 
-    def __init__(
-        self, alias: Tensor, hooks: Hooks, name: Name, role: object, tensor: Tensor
-    ) -> None:
-        announce(hooks, role, tensor)
-        pack, self._unpack = hooks
-        owner = _owner_of(hooks)
+    def __init__(self, packed: Any, name: Name, unpack: Any, owner: Any) -> None:
+        super().__init__(packed, name)
+        self._unpack: Callable[[Any], Tensor] = unpack
         self._owner: Any = None if owner is None else weakref.ref(owner)
-        super().__init__(pack(alias), name)
 
     def fetch(self, frame: object) -> Tensor:
         return self._unpack(self.packed)
@@ -169,11 +165,15 @@ def hold(tensor: Tensor, saver: Saver, name: Name, role: object = None) -> Held:
     if isinstance(saver, Mover):
         takes = saver.takes(alias)
         return without_recording(saver.send, alias, name) if takes else Aliased(alias, name)
+    pack, unpacked = saver
     if _is_users(saver):
-        return Packed(alias, saver, name, without_recording(saver[0], alias))
-    if getattr(_owner_of(saver), "complete", False):  # a block around was left before this one
-        return Aliased(alias, name)
-    return InSlot(alias, saver, name, role or name, tensor)
+        return Packed(alias, saver, name, without_recording(pack, alias))
+    owner = _owner_of(saver)
+    if owner is not None:
+        if getattr(owner, "complete", False):  # a block around was left before this one
+            return Aliased(alias, name)
+        owner.announce(role or name, tensor)
+    return InSlot(pack(alias), name, unpacked, owner)
 
 
 def _costs_nothing(tensor: Tensor) -> bool:
@@ -189,15 +189,6 @@ def _alias(tensor: Tensor) -> Tensor:
 
 def hold_argument(tensor: Tensor, hooks: Hooks | None, name: Name) -> Held:
     """Hold a tensor with its graph, for a rerun, as an operator would save it."""
-    held = _as_operand(tensor, hooks, name)
-    held.requires_grad = tensor.requires_grad
-    return held
-
-
-def _as_operand(tensor: Tensor, hooks: Hooks | None, name: Name) -> Held:
-    is_plain = type(tensor) is Tensor and tensor._base is None
-    if hooks is None and is_plain and tensor.requires_grad:  # the usual case
-        return AsOperand(save_input(tensor, False), name)
     if _is_referenced(tensor, hooks):
         return Aliased(tensor, name, True)
     if tensor.is_inference():
@@ -207,18 +198,10 @@ def _as_operand(tensor: Tensor, hooks: Hooks | None, name: Name) -> Held:
     if _is_users(hooks):
         hooks = hooks[0], _torch.SavedTensor.unpack
         return Packed(tensor, hooks, name, save_input(tensor, False))
-    if hooks is not None:
-        announce(hooks, name, tensor)
+    owner = _owner_of(hooks)
+    if owner is not None:
+        owner.announce(name, tensor)
     return AsOperand(save_input(tensor, False), name)
-
-
-def fetch_argument(held: Held, frame: object) -> Tensor:
-    """The tensor of `hold_argument`, if it requires grad as in the forward. (Autograd saves a leaf
-    by reference.)"""
-    tensor = held.fetch(frame)
-    if tensor.requires_grad is not held.requires_grad:
-        raise errors.changed(frame, f"`requires_grad` of {named(held.name, tensor)}")
-    return tensor
 
 
 def _is_users(saver: Saver) -> TypeGuard[Hooks]:
@@ -232,19 +215,12 @@ def _is_referenced(tensor: Tensor, saver: Saver) -> bool:
 
 
 def _owner_of(hooks: Hooks | None) -> Any:
-    """The region, or the recompute, that hooks belong to; None for hooks of others."""
+    """The region, or the recompute, that hooks belong to; None for hooks of others. It is told
+    which tensors that it packs are inputs of a region inside, and which memory that writes."""
     if hooks is None or not is_internal(hooks):
         return None
     pack = getattr(hooks[0], "func", hooks[0])  # inside of a partial
     return getattr(pack, "__self__", None)
-
-
-def announce(hooks: Hooks, role: object, tensor: Tensor) -> None:
-    """Tell the region around, or the recompute of one, that it packs an alias of this tensor next:
-    an input of an inner region."""
-    owner = _owner_of(hooks)
-    if owner is not None:
-        owner.announce(role, tensor)
 
 
 def note_written(hooks: Hooks | None, storages: Set[int | None]) -> None:

@@ -74,7 +74,6 @@ class Held:
     is_packed = True  # whether fetching it may cost a copy or a recompute
     is_parameter = False  # whether it is referenced rather than saved
     is_stale = False  # whether it is referenced rather than saved, and has been written since
-    requires_grad: bool | None = None  # of an argument of a rerun
 
     def __init__(self, packed: Any, name: Name) -> None:
         self.packed = packed

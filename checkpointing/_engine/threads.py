@@ -85,10 +85,12 @@ def aside() -> within:
 def without_recording(function: Callable[..., R], *values: Any) -> R:
     """Call a check, a copy or a hook of the user, whose operators are neither recorded nor part of
     a graph."""
-    grad_mode = is_grad_enabled()
+    here = thread.__dict__
+    before, grad_mode = here.copy(), is_grad_enabled()
+    here.update(region=None, depth=here["depth"] + 1, aside=here["aside"] + 1)
     set_grad_enabled(False)
     try:
-        with within(None, aside=True):
-            return function(*values)
+        return function(*values)
     finally:
+        here.update(before)
         set_grad_enabled(grad_mode)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import _torch
-from .._engine import ATOMS, CPU_STREAM, Generators, streams_of
+from .._engine import ATOMS, CPU_RNG, Generators, rngs_of
 
 
 class Info:
@@ -175,4 +175,4 @@ def generators_of(args: Any, kwargs: dict[str, Any], python: bool) -> Generators
     devices = {tensor.device for tensor in tensors_of(values)}
     if kwargs.get("device") is not None:
         devices = {torch.device(kwargs["device"])}
-    return Generators(streams_of((), generators) or streams_of(devices, ()) or [CPU_STREAM], python)
+    return Generators(rngs_of((), generators) or rngs_of(devices, ()) or [CPU_RNG], python)

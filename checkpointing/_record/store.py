@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .. import _torch
-from .._engine import CPU_STREAM, Aliased, Destination, Generators, Held, Mover, hold, thread
+from .._engine import CPU_RNG, Aliased, Destination, Generators, Held, Mover, hold, thread
 from .ops import generators_of
 from .origins import Cells
 from .pieces import Pieces
@@ -263,7 +263,7 @@ class Store:
         if not (is_custom or preserve):
             return None
         if step.is_quick_draw and type(args[0]) is Tensor and args[0].is_cpu:
-            return Generators([CPU_STREAM])
+            return Generators([CPU_RNG])
         return generators_of(args, kwargs, is_custom and preserve == "all")
 
     def has_drawn(self, step: Step, state: Any) -> bool:

@@ -137,6 +137,6 @@ class Execution:
             hit.update([number for number in exposed if slots[number].is_read])
         copies = _torch.Copies()
         for number in hit:
-            copy = copies.copy if slots[number].is_read else _torch.copy
+            copy = copies.of if slots[number].is_read else _torch.copy
             self.found[number] = copy(self.found[number])
         self.exposed[memory] = [number for number in exposed if number not in hit]

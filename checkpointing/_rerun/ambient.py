@@ -89,8 +89,8 @@ class Ambient:
         for variable, _ in self._collections:
             context.run(variable.set, None)
         self._switches = read_switches()
-        self._modes = _torch.function_modes() if _torch.function_mode_count() else []
-        self._autocast = _autocast_state() if _torch.autocast_is_on_somewhere() else None
+        self._modes = _torch.function_modes()
+        self._autocast = _autocast_state() if _torch.autocast_is_on_somewhere() else []
         self._states = [(*known, known[0]()) for known in [*_registered.values()]]
 
     def enter(self, undo: Undo) -> contextvars.Context:
@@ -107,7 +107,7 @@ class Ambient:
         if torch.is_inference_mode_enabled():  # as may backward, but no forward of a region
             enter_context(torch.inference_mode(False), undo)
         is_on = _torch.autocast_is_on_somewhere()
-        if is_on or self._autocast is not None:
+        if is_on or self._autocast:
             self._enter_autocast(is_on, undo)
         for snapshot, restore, state in self._states:
             undo.append((restore, snapshot()))
@@ -117,12 +117,10 @@ class Ambient:
     def _enter_autocast(self, is_on: bool, undo: Undo) -> None:
         """Enter autocast without the casts of weights that it has cached, and leave none behind."""
         undo += _autocast_state()
-        if self._autocast is None:
-            for kind in _torch.autocast_device_types():
-                torch.set_autocast_enabled(kind, False)
-        else:
-            for setter, value in self._autocast:
-                setter(value)
+        for kind in _torch.autocast_device_types():
+            torch.set_autocast_enabled(kind, False)
+        for setter, value in self._autocast:
+            setter(value)
         if is_on:  # the casts of the autocast around the backward must stay
             torch.set_autocast_cache_enabled(False)
         else:

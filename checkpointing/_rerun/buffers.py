@@ -25,8 +25,6 @@ _OF_EVERY_MODULE = len(vars(nn.Module()))  # attributes, before its own
 _SMALL = 1 << 16  # bytes: cheap to copy before every forward
 _LEAVES_NO_TRACE = (_torch.Normalisation, torch.jit.ScriptModule)  # kernels bypass version counters
 
-Entry = tuple[nn.Module, dict[str, Any]]  # a module, with the buffers that it had
-
 
 class Moment:
     """The values, sizes and versions of tensors at one moment."""
@@ -57,7 +55,7 @@ class Buffers:
         """Capture `inputs.modules` and their children; add their devices and generators to
         `inputs`."""
         flags: dict[nn.Module, Any] = {}  # None: frozen TorchScript, which has no flag
-        self._entries: list[Entry] = []
+        self._entries: list[tuple[nn.Module, dict[str, Any]]] = []  # with the buffers they had
         self._owners = []  # modules with parameters
         modules: list[nn.Module | None] = [*inputs.modules]
         for module in modules:

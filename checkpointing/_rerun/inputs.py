@@ -36,11 +36,11 @@ class Inputs:
     devices: frozenset[torch.device] = frozenset()
     generators: tuple[torch.Generator, ...] = ()
     modules: tuple[Module, ...] = ()
-    defaults: tuple[Held, ...] = ()  # tensors that a call need not name
     _hooks: _torch.Hooks | None = None
 
     def __init__(self) -> None:
         self._given: dict[int, Given] = {}  # by id, while the function runs
+        self.inputs: dict[Held, bool] = {}  # and whether they required grad
 
     def hold(self, value: Any, name: Name) -> Any:
         """Hold an argument, a part of one, or a variable until the rerun. A tensor that comes twice
@@ -50,6 +50,7 @@ class Inputs:
                 self.devices |= {value.device}
             held = hold_argument(value, self._hooks, name)
             given = self._given.setdefault(id(value), (value, _torch.version(value), held))
+            self.inputs[given[2]] = value.requires_grad
             return given[2]
         if isinstance(value, torch.Generator):
             self.generators += (value,)
@@ -70,10 +71,12 @@ class Inputs:
             wrapped = inspect.unwrap(function)
             if type(wrapped) is FunctionType:
                 self._look_into(wrapped)
-        code, cells = function.__code__, function.__closure__ or ()
+        if function.__closure__ is None:
+            return []
+        code = function.__code__
         return [
             (cell, self.hold(contents_of(cell), f"the variable '{name}'"))
-            for name, cell in zip(code.co_freevars, cells, strict=True)
+            for name, cell in zip(code.co_freevars, function.__closure__, strict=True)
             if name not in _assigned_by(code)
         ]
 
@@ -102,9 +105,7 @@ class Inputs:
             if not isinstance(value, Tensor):
                 self.hold(value, name)
                 return
-            held = Aliased(value, name, True)
-            held.requires_grad = value.requires_grad
-            self.defaults += (held,)
+            self.inputs[Aliased(value, name, True)] = value.requires_grad
 
         if not ATOMS.issuperset(map(type, defaults.values())):
             take_apart(defaults, guard, "defaults")

@@ -9,7 +9,6 @@ its own arguments, or the same views of them.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +19,6 @@ from .._engine import (
     ATOMS,
     Frame,
     Generators,
-    Held,
     Name,
     Region,
     hold,
@@ -116,21 +114,19 @@ class Result:
 class Repeated(Region):
     """The region of a rerun: returns the kept values of the forward, in order."""
 
-    def __init__(
-        self, pins: Iterable[Pin], results: Iterable[Result], policy: Any, frame: Frame
-    ) -> None:
-        self._pins = iter(pins)
-        self._results = iter(results)
-        self.policy = policy  # regions inside must keep the same values as in the forward
-        self._frame = frame
+    def __init__(self, frame: Any) -> None:
+        self._pins, self._results = iter(frame.pins), iter(frame.results)
+        self.policy = frame.policy  # regions inside must keep the same values as in the forward
+        self._frame: Frame = frame
 
     def keep(self, tensor: Tensor) -> Tensor:
         if is_parameter(root_of(tensor)):
             return tensor
-        pin = next(self._pins, None)
+        pin: Pin | None = next(self._pins, None)
         if pin is None:  # the forward still runs, and has not come so far
             return tensor
-        value = self._fetch(pin.held)
+        with within(None):  # hooks may call functions again (rule 3)
+            value = pin.held.fetch(self._frame)
         ours, theirs = _torch.plain_parts(tensor), _torch.plain_parts(value)
         if not all(map(_torch.are_alike, ours, theirs)):
             return pin.restored(value)
@@ -159,15 +155,11 @@ class Repeated(Region):
             if type(saved) is View:
                 return saved.of(given[saved.number])
             if type(saved) is Pin:
-                return saved.restored(self._fetch(saved.held))
+                return saved.restored(saved.held.fetch(self._frame))
             return saved
 
-        return put_together(result.value, restore)
-
-    def _fetch(self, held: Held) -> Tensor:
-        """Fetch with no region active, since hooks may call functions again (rule 3)."""
         with within(None):
-            return held.fetch(self._frame)
+            return put_together(result.value, restore)
 
 
 def _given_to(args: Any, kwargs: Any) -> list[Any]:

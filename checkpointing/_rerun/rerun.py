@@ -13,7 +13,7 @@ Rejected: a search for everything that a function may read or write. It has no e
 more than the region, and exchanges objects that belong to others (FSDP's shards, caches).
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from contextvars import Context
 from functools import partial
@@ -23,7 +23,7 @@ from torch import Tensor, is_grad_enabled
 
 from .. import _torch, errors
 from .._engine import (
-    CPU_STREAM,
+    CPU_RNG,
     Frame,
     Generators,
     Held,
@@ -32,13 +32,12 @@ from .._engine import (
     Region,
     Task,
     Undo,
-    fetch_argument,
     is_parameter,
     named,
     note_written,
     put_together,
+    rngs_of,
     root_of,
-    streams_of,
     take_apart,
     tensors_in,
     thread,
@@ -57,7 +56,6 @@ PreserveRngState = bool | Literal["all"]
 class Call(Inputs):
     """One call of a function: its inputs, and the state in which it runs."""
 
-    inputs: Sequence[Held] = ()
     _written: Mapping[Held, int | None] = {}  # inputs that the function writes; their storages
 
     def __init__(
@@ -82,15 +80,14 @@ class Call(Inputs):
         """The present states of the generators that a recompute puts back."""
         if not self._preserve_rng_state:
             return Generators([])
-        streams = [CPU_STREAM, *streams_of(self.devices, self.generators)]
-        return Generators(streams, self._preserve_rng_state == "all")
+        rngs = [CPU_RNG, *rngs_of(self.devices, self.generators)]
+        return Generators(rngs, self._preserve_rng_state == "all")
 
     def end(self) -> None:
         """The function has run. Note the inputs in storages that it has written: its recompute gets
         copies."""
         self._buffers.end()
         given = self._given.values()
-        self.inputs = [held for _, _, held in given]
         changed = [tensor for tensor, version, _ in given if _torch.version(tensor) != version]
         if changed:
             written = {*map(_torch.storage_of, changed)} - {None}
@@ -101,29 +98,24 @@ class Call(Inputs):
 
     def restored(self, frame: object) -> tuple[Any, list[Any], dict[str, Any], Cells]:
         """The function, its arguments, and the variables that it closes over."""
-        fetched: dict[Held, Tensor] = {}
-        copies = _torch.Copies()
+        copies = _torch.Copies()  # of what it writes, since others may read the fetched tensor
         storages: dict[int | None, int] = {}  # by the storage in the forward
+        fetched: dict[Held, Tensor] = {}
+        for held, required_grad in self.inputs.items():
+            tensor = held.fetch(frame)
+            if tensor.requires_grad is not required_grad:  # autograd saves a leaf by reference
+                raise errors.changed(frame, f"`requires_grad` of {named(held.name, tensor)}")
+            if held in self._written:
+                storage = _torch.storage_id(tensor)
+                if storages.setdefault(self._written[held], storage) != storage:
+                    # Hooks have made two storages of one.
+                    raise errors.changed(frame, named(held.name, tensor))
+                tensor = _torch.in_place_of(tensor, without_recording(copies.of, tensor))
+            fetched[held] = tensor
 
         def fetch(saved: Any) -> Any:
-            """A tensor that is two arguments once, and one that the function writes as a copy,
-            since others may read the fetched one."""
-            if not isinstance(saved, Held):
-                return saved
-            if saved in fetched:
-                return fetched[saved]
-            tensor = fetch_argument(saved, frame)
-            if saved in self._written:
-                storage = _torch.storage_id(tensor)
-                if storages.setdefault(self._written[saved], storage) != storage:
-                    # Hooks have made two storages of one.
-                    raise errors.changed(frame, named(saved.name, tensor))
-                tensor = _torch.in_place_of(tensor, without_recording(copies.copy, tensor))
-            fetched[saved] = tensor
-            return tensor
+            return fetched[saved] if isinstance(saved, Held) else saved
 
-        for default in self.defaults:
-            fetch(default)
         met: dict[int, Any] = {}
         args = [put_together(saved, fetch, met) for saved in self._args]
         kwargs = {key: put_together(saved, fetch, met) for key, saved in self._kwargs.items()}
@@ -147,8 +139,8 @@ class Call(Inputs):
 class Rerun(Region, Call, Slots):
     """A region whose function is called again."""
 
-    _pins: tuple[Pin, ...] = ()
-    _results: tuple[Result, ...] = ()
+    pins: tuple[Pin, ...] = ()
+    results: tuple[Result, ...] = ()
 
     def __init__(
         self, function: Any, args: Any, kwargs: Any, preserve_rng_state: Any, *about: Any
@@ -164,7 +156,7 @@ class Rerun(Region, Call, Slots):
         if isinstance(self.outer, Rerun | Repeated):
             # Its rerun enters this region again, which must then meet the same value.
             tensor = self.outer.keep(tensor)
-        self._pins += (Pin(tensor, self._hooks, "a value given to keep()"),)
+        self.pins += (Pin(tensor, self._hooks, "a value given to keep()"),)
         return tensor
 
     def keep_for_inner(self, tensor: Tensor) -> None:
@@ -172,7 +164,7 @@ class Rerun(Region, Call, Slots):
 
     def once(self, function: Any, args: Any, kwargs: Any) -> Any:
         result = Result()
-        self._results += (result,)  # now, since the function may call others
+        self.results += (result,)  # now, since the function may call others
         before = self.random()
         value = without_slots(function, args, kwargs, self.outer)
         if before.have_moved():
@@ -191,13 +183,13 @@ class Rerun(Region, Call, Slots):
                 calling.refuse(written, tensors_in([args, kwargs, [value for _, value in cells]]))
             context = self.go_back(self, cells, undo)
             calling.rewound = self._buffers.rewound
-            thread.region = Repeated(self._pins, self._results, self.policy, self)
+            thread.region = Repeated(self)
             calling.call(partial(context.run, function, *args, **kwargs))
         finally:
             undo_all(undo)
 
     def holdings(self) -> Iterable[Holding]:
-        pins = [*self._pins, *[pin for result in self._results for pin in result.pins]]
+        pins = [*self.pins, *[pin for result in self.results for pin in result.pins]]
         for kind, found in (("input", self.inputs), ("kept", [pin.held for pin in pins])):
             for held in found:
                 if not held.is_parameter:

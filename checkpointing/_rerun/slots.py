@@ -139,7 +139,7 @@ class Calling:
         if _torch.is_on(tensor, self.rewound):
             return without_recording(_torch.copy, tensor)
         if storage in frame.written:
-            return without_recording(self._copies.copy, tensor)
+            return without_recording(self._copies.of, tensor)
         return tensor
 
     def _look_below(self, node: Any) -> None:

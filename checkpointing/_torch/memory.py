@@ -135,33 +135,28 @@ def bytes_of(tensor: Tensor) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
-class Copies:
-    """Copies of tensors with their whole storages: those that share memory do so as copies, too."""
-
-    def __init__(self) -> None:
-        # By storage and version. The storage lives as long, since the tensor is held, too.
-        self._made: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
-
-    def clear(self) -> None:
-        self._made.clear()
+class Copies(dict[tuple[int, int], tuple[Tensor, Tensor]]):
+    """Copies of tensors with their whole storages, by storage and version: those that share memory
+    do so as copies, too. A storage lives as long, since the tensor is held, too."""
 
     def forget(self, storages: Set[int | None]) -> None:
         """Those on these storages have been made of what is not there any more."""
-        self._made = {key: made for key, made in self._made.items() if key[0] not in storages}
+        for key in [key for key in self if key[0] in storages]:
+            del self[key]
 
-    def copy(self, tensor: Tensor) -> Tensor:
+    def of(self, tensor: Tensor) -> Tensor:
         if not has_storage(tensor):
             return copy(tensor)
         key = storage_id(tensor), version(tensor)
-        if key not in self._made:
-            self._made[key] = tensor, copy(bytes_of(tensor))
-        new = lay_as(self._made[key][1], tensor.dtype, _layout(tensor))
+        if key not in self:
+            self[key] = tensor, copy(bytes_of(tensor))
+        new = lay_as(self[key][1], tensor.dtype, _layout(tensor))
         return new.detach()  # a view can't be written with a graph
 
 
 def clone_storage(tensor: Tensor) -> Tensor:
     """A copy of a tensor with its whole storage."""
-    return Copies().copy(tensor)
+    return Copies().of(tensor)
 
 
 def write(tensor: Tensor, values: Tensor) -> None:
