@@ -116,6 +116,7 @@ class Frame:
     context: AbstractContextManager[Any] | None = None  # entered around each recompute
     prefix: str | None = None  # of messages, for code that matches torch's
     kind_of_task: type[Task] = Task
+    written: frozenset[int] = frozenset()  # storages that regions inside write after reading
 
     def __init__(self, name: str, entered_from: Line, early_stop: bool, check: Check) -> None:
         self.name = name

@@ -36,8 +36,6 @@ from .tensors import (
 from .threads import thread, without_recording
 from .tree import tensors_in
 
-Copier = Callable[[], Tensor] | None
-
 # Takes the tensors that are held: the hooks around the region, a mover, or nobody.
 Saver = Hooks | Mover | None
 
@@ -47,11 +45,9 @@ class Aliased(Held):
 
     is_packed = False
 
-    def __init__(
-        self, packed: Tensor, name: Name, is_parameter: bool = False, version: int | None = None
-    ) -> None:
+    def __init__(self, packed: Tensor, name: Name, is_parameter: bool = False) -> None:
         self.packed, self.name, self.is_parameter = packed, name, is_parameter
-        self._version = _torch.version(packed) if version is None else version
+        self._version = _torch.version(packed)
 
     def fetch(self, frame: object) -> Tensor:
         check_version(frame, self.name, self.packed, self._version)
@@ -65,7 +61,7 @@ class Aliased(Held):
     def renew(self) -> None:
         self._version = _torch.version(self.packed)
 
-    def freeze(self, copied: Copier = None) -> None:
+    def freeze(self, copied: Any = None) -> None:
         self.packed, self.is_parameter = without_recording(_torch.clone_storage, self.packed), False
         self.renew()
 
@@ -83,40 +79,34 @@ class AsOperand(Held):
 
 
 class Packed(Held):
-    """An object that hooks of the user have made. It may share memory with the tensor, and outlive
-    it."""
+    """An object that hooks of the user have made. Where it shares memory with the tensor, that is
+    guarded; a copy is theirs."""
 
     def __init__(self, tensor: Tensor, hooks: Hooks, name: Name, packed: Any) -> None:
         super().__init__(packed, name)
-        self._hooks = hooks
-        self._layout = _torch.layout_of(tensor)
+        self._hooks, self._layout = hooks, _torch.layout_of(tensor)
         made = packed.data if type(packed) is _torch.SavedTensor else packed
-        live = [*tensors_in(made), tensor][0]
-        self._live: Callable[[], Tensor | None] = weakref.ref(live)
-        if live is not tensor and _torch.is_on(live, {_torch.storage_of(tensor)}):
-            # Below autograd, an alias of theirs counts versions of its own.
-            live = _alias(tensor)
-            self._live = lambda: live
-        self._version = _torch.version(live)
+        storages = {_torch.storage_of(tensor)}
+        is_shared = any(_torch.is_on(part, storages) for part in tensors_in(made))
+        # Below autograd, an alias of theirs counts versions of its own.
+        self._guard = Aliased(_alias(tensor), name) if is_shared else None
 
     def fetch(self, frame: object) -> Tensor:
-        live = self._live()
-        if live is not None:
-            check_version(frame, self.name, live, self._version)
+        if self._guard is not None:
+            self._guard.fetch(frame)
         tensor = self._hooks[1](self.packed)
         laid_out = without_recording(_torch.laid_out, tensor, self._layout)
         return tensor if laid_out is tensor else _torch.in_place_of(tensor, laid_out)
 
     def renew(self) -> None:
-        live = self._live()
-        if live is not None:
-            self._version = _torch.version(live)
+        if self._guard is not None:
+            self._guard.renew()
 
-    def freeze(self, copied: Copier = None) -> None:
+    def freeze(self, copied: Any = None) -> None:
         pack, unpacked = self._hooks
         copy = without_recording(copied or (lambda: _torch.copy(unpacked(self.packed))))
         self.packed, self._layout = without_recording(pack, copy), _torch.layout_of(copy)
-        self._live = lambda: None
+        self._guard = None
 
 
 class InSlot(Held):
@@ -130,7 +120,7 @@ class InSlot(Held):
     def fetch(self, frame: object) -> Tensor:
         return self._unpack(self.packed)
 
-    def freeze(self, copied: Copier = None) -> None:
+    def freeze(self, copied: Any = None) -> None:
         if self._unpack is not identity:  # the region around tells versions apart, if it looks
             if thread.aside and copied is not None:
                 self.packed, self._unpack = without_recording(copied), identity

@@ -87,7 +87,6 @@ class Replay(Frame):
     """A block whose operators run again."""
 
     hint = errors.UNSEEN
-    written: frozenset[int] = frozenset()  # the run has seen who wrote
     kind_of_task = Work
     may_have_pieces = False
     is_new = False  # whether the block went a way that was not known

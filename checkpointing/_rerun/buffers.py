@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import _torch, errors
-from .._engine import Field, Undo, check_version, named, without_recording
+from .._engine import Aliased, Field, Undo, named, without_recording
 from .inputs import Inputs, items_of
 
 _MAY_HOLD_ONE = {torch.Generator, list, tuple, dict}
@@ -79,7 +79,7 @@ class Buffers:
             for tensor in self._parameters
             if tensor.requires_grad and not tensor.is_inference()
         ]
-        self._guarded: list[tuple[nn.Module, str, Tensor, int]] = []  # with their versions
+        self._guarded: list[Aliased] = []
         if self._entries:
             self._capture()
 
@@ -93,7 +93,8 @@ class Buffers:
                 if _can_be_rewound(module, tensor):
                     small.append(tensor)
                 else:
-                    self._guarded.append((module, name, tensor, _torch.version(tensor)))
+                    full_name = type(module).__name__, Field(name)
+                    self._guarded.append(Aliased(tensor, full_name))
         if small:
             self.then = Moment(small, [t if _is_dense(t) else _torch.bytes_of(t) for t in small])
 
@@ -122,8 +123,8 @@ class Buffers:
 
     def enter(self, frame: object, undo: Undo) -> None:
         """Go back to the forward; `undo` gets the functions that return."""
-        for module, name, tensor, version in self._guarded:
-            check_version(frame, (type(module).__name__, Field(name)), tensor, version)
+        for buffer in self._guarded:
+            buffer.fetch(frame)
         flags = {module: getattr(module, "training", None) for module in self._flags}
         if flags != self._flags:
             undo.append((_set_flags, flags))

@@ -26,7 +26,6 @@ from .._engine import (
     take_apart,
 )
 
-Given = tuple[Tensor, int, Held]  # a tensor, its version, and the `Held` of it
 Cells = list[tuple[CellType, Any]]  # variables that a function closes over, with their contents
 
 
@@ -39,7 +38,8 @@ class Inputs:
     _hooks: _torch.Hooks | None = None
 
     def __init__(self) -> None:
-        self._given: dict[int, Given] = {}  # by id, while the function runs
+        # By id, while the function runs: a tensor, its version, and the `Held` of it.
+        self._given: dict[int, tuple[Tensor, int, Held]] = {}
         self.inputs: dict[Held, bool] = {}  # and whether they required grad
 
     def hold(self, value: Any, name: Name) -> Any:
@@ -54,7 +54,7 @@ class Inputs:
             return given[2]
         if isinstance(value, torch.Generator):
             self.generators += (value,)
-        elif type(value) not in ATOMS:
+        else:
             self.look_at(value)
         return value
 
@@ -83,13 +83,9 @@ class Inputs:
     def _look_into(self, function: FunctionType) -> None:
         """Find modules among the globals that a function names, and its defaults."""
         code, scope = function.__code__, function.__globals__
-        names = code.co_names
-        for const in code.co_consts:
-            if type(const) is CodeType:  # a comprehension, a lambda
-                names += const.co_names
-        for name in names:
-            if name in scope and isinstance(scope[name], Module):
-                self.modules += (scope[name],)
+        codes = code, *_codes_in(code)
+        found = [scope.get(name) for each in codes for name in each.co_names]
+        self.modules += tuple([part for part in found if isinstance(part, Module)])
         if function.__defaults__ or function.__kwdefaults__:
             self._hold_defaults(function)
 
@@ -133,10 +129,8 @@ _MOST_ITEMS = 100  # larger containers are not searched for modules and generato
 def _wrapped_by(value: Any) -> list[Any]:
     if type(value) is partial:
         return [value.func, *value.args, *value.keywords.values()]
-    parts = [contents_of(cell) for cell in value.__closure__ or ()]
-    if type(value) is MethodType:
-        parts.append(value.__self__)
-    return parts
+    cells = value.__closure__ or ()
+    return [getattr(value, "__self__", None), *map(contents_of, cells)]
 
 
 def items_of(value: Any) -> Iterable[Any]:
@@ -151,6 +145,11 @@ def items_of(value: Any) -> Iterable[Any]:
 # ---- variables
 
 
+def _codes_in(code: CodeType) -> list[CodeType]:
+    """Comprehensions, lambdas and functions that are defined in a function."""
+    return [const for const in code.co_consts if type(const) is CodeType]
+
+
 @lru_cache  # bounded, since it holds the code
 def _assigned_by(code: CodeType) -> frozenset[str]:
     """The variables that a function, or one defined in it, assigns (`nonlocal`)."""
@@ -159,9 +158,7 @@ def _assigned_by(code: CodeType) -> frozenset[str]:
         for step in dis.get_instructions(code)
         if step.opname in ("STORE_DEREF", "DELETE_DEREF")
     }
-    names = names.union(
-        *(_assigned_by(const) for const in code.co_consts if type(const) is CodeType)
-    )
+    names = names.union(*map(_assigned_by, _codes_in(code)))
     return frozenset(code.co_freevars) & names
 
 
@@ -174,9 +171,9 @@ def contents_of(cell: CellType) -> Any:
 
 
 def fill(cells: Cells) -> None:
-    """Give these contents to the cells that have others."""
+    """Give the cells these contents."""
     for cell, value in cells:
         if value is cell:
             del cell.cell_contents
-        elif contents_of(cell) is not value:
+        else:
             cell.cell_contents = value

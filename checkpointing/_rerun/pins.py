@@ -9,7 +9,7 @@ its own arguments, or the same views of them.
 from __future__ import annotations
 
 import weakref
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,24 +56,26 @@ class Pin:
         return _torch.in_place_of(node, data)
 
 
-class Passed(NamedTuple):
-    """An argument that a `forward_only` function returned."""
+class Passed:
+    """An argument that a `forward_only` function returned, or a view of it: its geometry."""
 
-    number: int
+    layout: Any = None
 
-
-class View:
-    """A returned tensor that is a view of an argument: its geometry."""
-
-    def __init__(self, number: int, argument: Tensor, part: Tensor) -> None:
+    def __init__(self, number: int, argument: Any, part: Any) -> None:
         self.number = number
-        self.size, self.stride, self.in_graph = part.shape, part.stride(), part.requires_grad
-        self.offset = part.storage_offset() - argument.storage_offset()
+        if part is not argument:
+            offset = part.storage_offset() - argument.storage_offset()
+            self.layout = part.shape, part.stride(), offset
+            self.in_graph = part.requires_grad
 
-    def of(self, tensor: Tensor) -> Tensor:
+    def of(self, given: list[Any]) -> Any:
+        argument = given[self.number]
+        if self.layout is None:
+            return argument
+        size, stride, offset = self.layout
         with torch.enable_grad():
-            base = tensor if self.in_graph else tensor.detach()
-            return base.as_strided(self.size, self.stride, self.offset + tensor.storage_offset())
+            base = argument if self.in_graph else argument.detach()
+            return base.as_strided(size, stride, offset + base.storage_offset())
 
 
 def _is_view(part: Tensor, argument: Tensor) -> bool:
@@ -93,7 +95,7 @@ class Result:
 
     def save(self, value: Any, args: Any, kwargs: Any, hooks: _torch.Hooks | None) -> None:
         given = _given_to(args, kwargs)
-        passed = {id(v): Passed(i) for i, v in enumerate(given) if type(v) not in ATOMS}
+        passed = {id(v): Passed(i, v, v) for i, v in enumerate(given) if type(v) not in ATOMS}
 
         def save(part: Any, _: Name) -> Any:
             if id(part) in passed:  # the recompute has its own
@@ -102,7 +104,7 @@ class Result:
                 return part
             for number, value in enumerate(given):
                 if isinstance(value, Tensor) and _is_view(part, value):
-                    return View(number, value, part)
+                    return Passed(number, value, part)
             pin = Pin(part, hooks, "the result of a forward_only function")
             self.pins.append(pin)
             return pin
@@ -151,9 +153,7 @@ class Repeated(Region):
 
         def restore(saved: Any) -> Any:
             if type(saved) is Passed:
-                return given[saved.number]
-            if type(saved) is View:
-                return saved.of(given[saved.number])
+                return saved.of(given)
             if type(saved) is Pin:
                 return saved.restored(saved.held.fetch(self._frame))
             return saved

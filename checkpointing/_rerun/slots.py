@@ -8,8 +8,8 @@ A region inside takes its inputs as slots of the one around, and says so, on bot
     announce(role, t) the next slot is the     announce   the next slot must be the same input
                       input `role` of a
                       region inside
-    note_written(s)   such a region has        --         inputs in these storages are delivered
-                      written its inputs                  as copies
+    written           storages of inputs that  --         inputs in these storages are delivered
+                      such a region wrote                 as copies
     --                                         replace    such a region is about to write a
                                                           delivered tensor: a copy replaces it
     modules           their buffers change     rewound    tensors on them are delivered as copies
@@ -47,7 +47,7 @@ class Calling:
     """The recompute: each saved tensor is compared with its slot, and delivered."""
 
     written: frozenset[int] = frozenset()  # the forward has noted them
-    rewound: Set[int] = frozenset()  # storages that have older values until the call ends
+    rewound: Set[int]  # storages that have older values until the call ends
     _passed = 0  # slots so far
     _stop_at = sys.maxsize  # the slot at which to stop
     _filling = -1  # the last node whose saved memory the operator may still fill, as RReLU
@@ -217,7 +217,6 @@ class Slots(Frame):
 
     modules: tuple[nn.Module, ...]  # that were found before
     hint = errors.CALLED_AGAIN
-    written: frozenset[int] = frozenset()  # storages that regions inside write after reading
     # By slot: the roles of tensors that regions inside take as inputs, and their storages.
     inner_inputs: dict[int, tuple[object, int | None]]
 
