@@ -94,11 +94,8 @@ def has_rng(device: torch.device) -> bool:
 # ---- switches
 
 
-_GETTERS = [getter for getter, _ in _torch.SWITCHES]
-
-
 def read_switches() -> list[Any]:
-    return [getter() for getter in _GETTERS]
+    return [getter() for getter, _ in _torch.SWITCHES]
 
 
 def enter_switches(values: list[Any], undo: Undo) -> None:

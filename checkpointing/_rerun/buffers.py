@@ -100,7 +100,7 @@ class Buffers:
 
     def end(self) -> None:
         """The region has run. Parameters that it has written itself are not guarded."""
-        self._trained = [(each, then) for each, then in self._trained if each._version == then]
+        self._trained = [pair for pair in self._trained if pair[0]._version == pair[1]]
 
     def written(self, frame: object) -> list[Tensor]:
         """The parameters that train and have been written since the forward.

@@ -83,9 +83,10 @@ class Inputs:
     def _look_into(self, function: FunctionType) -> None:
         """Find modules among the globals that a function names, and its defaults."""
         code, scope = function.__code__, function.__globals__
-        codes = code, *_codes_in(code)
-        found = [scope.get(name) for each in codes for name in each.co_names]
-        self.modules += tuple([part for part in found if isinstance(part, Module)])
+        for each in (code, *_codes_in(code)):
+            for name in each.co_names:
+                if name in scope and isinstance(scope[name], Module):
+                    self.modules += (scope[name],)
         if function.__defaults__ or function.__kwdefaults__:
             self._hold_defaults(function)
 

@@ -89,7 +89,8 @@ class Call(Inputs):
         self._buffers.end()
         given = self._given.values()
         changed = [tensor for tensor, version, _ in given if _torch.version(tensor) != version]
-        if written := {*map(_torch.storage_of, changed)} - {None}:
+        if changed:
+            written = {*map(_torch.storage_of, changed)} - {None}
             found = {held: _torch.storage_of(tensor) for tensor, _, held in given}
             self._written = {held: there for held, there in found.items() if there in written}
             note_written(self._hooks, written)
