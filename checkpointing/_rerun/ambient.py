@@ -89,9 +89,10 @@ class Ambient:
         for variable, _ in self._collections:
             context.run(variable.set, None)
         self._switches = read_switches()
-        self._modes = _torch.function_modes()
+        self._modes = _torch.function_modes() if _torch.function_mode_count() else []
         self._autocast = _autocast_state() if _torch.autocast_is_on_somewhere() else []
-        self._states = [(*known, known[0]()) for known in [*_registered.values()]]
+        known = [*_registered.values()] if _registered else ()
+        self._states = [(*pair, pair[0]()) for pair in known]
 
     def enter(self, undo: Undo) -> contextvars.Context:
         """Enter the states that differ; `undo` gets the functions that leave them. Returns the

@@ -80,7 +80,9 @@ class Call(Inputs):
         """The present states of the generators that a recompute puts back."""
         if not self._preserve_rng_state:
             return Generators([])
-        rngs = [CPU_RNG, *rngs_of(self.devices, self.generators)]
+        rngs = [CPU_RNG]
+        if any([self.devices, self.generators]):
+            rngs += rngs_of(self.devices, self.generators)
         return Generators(rngs, self._preserve_rng_state == "all")
 
     def end(self) -> None:
@@ -183,7 +185,8 @@ class Rerun(Region, Call, Slots):
                 calling.refuse(written, tensors_in([args, kwargs, [value for _, value in cells]]))
             context = self.go_back(self, cells, undo)
             calling.rewound = self._buffers.rewound
-            thread.region = Repeated(self)
+            if any([self.pins, self.results, self.policy, not self.complete]):
+                thread.region = Repeated(self)
             calling.call(partial(context.run, function, *args, **kwargs))
         finally:
             undo_all(undo)
