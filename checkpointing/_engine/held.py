@@ -79,34 +79,34 @@ class AsOperand(Held):
 
 
 class Packed(Held):
-    """An object that hooks of the user have made. Where it shares memory with the tensor, that is
-    guarded; a copy is theirs."""
+    """An object that hooks of the user have made. Guarded is the tensor, if the object shares
+    memory with it, else the copy in the object."""
 
     def __init__(self, tensor: Tensor, hooks: Hooks, name: Name, packed: Any) -> None:
         super().__init__(packed, name)
         self._hooks, self._layout = hooks, _torch.layout_of(tensor)
-        made = packed.data if type(packed) is _torch.SavedTensor else packed
+        made = tensors_in(packed.data if type(packed) is _torch.SavedTensor else packed)[:1]
         storages = {_torch.storage_of(tensor)}
-        is_shared = any(_torch.is_on(part, storages) for part in tensors_in(made))
         # Below autograd, an alias of theirs counts versions of its own.
-        self._guard = Aliased(_alias(tensor), name) if is_shared else None
+        shared = [_alias(tensor) for part in made if _torch.is_on(part, storages)]
+        self._guards = [Aliased(each, name) for each in shared or made]
 
     def fetch(self, frame: object) -> Tensor:
-        if self._guard is not None:
-            self._guard.fetch(frame)
+        for guard in self._guards:
+            guard.fetch(frame)
         tensor = self._hooks[1](self.packed)
         laid_out = without_recording(_torch.laid_out, tensor, self._layout)
         return tensor if laid_out is tensor else _torch.in_place_of(tensor, laid_out)
 
     def renew(self) -> None:
-        if self._guard is not None:
-            self._guard.renew()
+        for guard in self._guards:
+            guard.renew()
 
     def freeze(self, copied: Any = None) -> None:
         pack, unpacked = self._hooks
         copy = without_recording(copied or (lambda: _torch.copy(unpacked(self.packed))))
         self.packed, self._layout = without_recording(pack, copy), _torch.layout_of(copy)
-        self._guard = None
+        self._guards = []
 
 
 class InSlot(Held):
